@@ -1,4 +1,4 @@
-"""The registry's part for Messages and Responses, which the fast path serves from vLLM 0.32 on."""
+"""Hooks for Messages and Responses, which the fast path serves from vLLM 0.32 on."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ MESSAGE_PROTOCOL = "vllm.entrypoints.anthropic.protocol"
 RESPONSES = "vllm.entrypoints.openai.responses.serving:OpenAIServingResponses"
 RESPONSE_EVENTS = "vllm.entrypoints.openai.responses.streaming_events"
 RESPONSE_CONTEXT = "vllm.entrypoints.openai.responses.context:SimpleContext"
-# vLLM 0.31, on which they take vLLM's own path.
+# Identifies vLLM 0.31, in which these requests take vLLM's own path.
 FORMER = Says(f"{MESSAGES}:AnthropicServingMessages.__init__", "self.stop_reason_map = {")
 
 
 def since_0_32(*expectations: Expectation) -> tuple[OneOf, ...]:
-    """Expectations that do not hold for vLLM 0.31, which needs none of them."""
+    """Return ``expectations``, each with vLLM 0.31 as an alternative, because the fast path is not used there."""
     return tuple(OneOf(expectation, FORMER) for expectation in expectations)
 
 
 AGENT_API_HOOKS = (
     Hook(
         name="streams of Messages",
-        what="Content blocks are written here; a copy of vLLM's serving object prepares them as a chat stream",
-        why="vLLM makes chat chunks first and converts each of them",
+        what="Tercet writes the content blocks; a copy of vLLM's serving object prepares the request as a chat stream",
+        why="vLLM makes chat chunks first and then converts each of them",
         until="vLLM's own events cost as little",
         replaces=(
             "AnthropicServingMessages.engine_client",
@@ -71,8 +71,8 @@ AGENT_API_HOOKS = (
     ),
     Hook(
         name="streams of Responses",
-        what="vLLM makes the events that begin and end items and the response; deltas are written in their form",
-        why="Making an event of each delta costs more than all other work for a token",
+        what="vLLM makes the events that begin and end items and the response; Tercet writes the deltas between them",
+        why="An event object for each delta costs more than all other work for a token",
         until="vLLM's own events cost as little",
         replaces=(
             "OpenAIServingResponses.engine_client",

@@ -1,7 +1,7 @@
-"""One choice of a stream: a sequence whose chunks are written here, from its program's outputs straight to the socket.
+"""One choice of a stream: this module writes its chunks from its program's outputs straight to the socket.
 
-vLLM's output processor makes the text of its first and last output, with all of vLLM's counters. The outputs between
-are written as they arrive, and wake up no task.
+vLLM's output processor makes the text of the first and the last output, and updates vLLM's counters. The outputs
+between them are written when they arrive, without waking up a task.
 
 Relies on ``process_outputs`` putting the result of an output into the request's queue at once; on ``RequestState``
 having ``detokenizer``, ``logprobs_processor``, ``stream_interval``, ``request_index``, ``parent_req`` and ``stats``;
@@ -32,7 +32,7 @@ from tercet.vllm_plugin.frontend.program_client import SequenceOutputs
 
 
 class TextEnded(Exception):
-    """The choice ends before its program does: at a stop string, or by an error of vLLM's layer."""
+    """Raised if the choice ends before its program does: at a stop string, or by an error of vLLM's layer."""
 
 
 class Answer(Protocol):
@@ -42,7 +42,7 @@ class Answer(Protocol):
 
     @property
     def is_full(self) -> bool:
-        """Whether the client must read before much more is written."""
+        """True if the client must read before much more is written."""
         ...
 
     def write(self, frame: bytes) -> None:
@@ -50,7 +50,7 @@ class Answer(Protocol):
         ...
 
     def flush(self) -> None:
-        """Send what was written now."""
+        """Send the written chunks now."""
         ...
 
     def require_reader(self) -> None:
@@ -62,16 +62,16 @@ class Answer(Protocol):
         ...
 
     def has_result(self, result: RequestOutput) -> None:
-        """A choice has a result, before its chunk is written."""
+        """Note that a choice has ``result``; called before its chunk is written."""
         ...
 
     def has_ended(self, last: bytes) -> None:
-        """A choice has ended with this event."""
+        """Note that a choice has ended with the event ``last``."""
         ...
 
 
 class ChoiceStream:
-    """One sequence of a request, ``outputs``, written to ``answer``; :meth:`run` returns once it has ended."""
+    """Stream of one sequence of a request: writes ``outputs`` to ``answer``. :meth:`run` returns at its end."""
 
     def __init__(
         self, answer: Answer, tools: StreamTools, plan: StreamPlan, outputs: SequenceOutputs, pieces: TokenPieces | None
@@ -91,7 +91,7 @@ class ChoiceStream:
                 is_chat=plan.is_chat,
             )
         )  # fmt: skip
-        # Chunks hide what reasoning consists of where they hide the reasoning.
+        # Chunks that hide the reasoning also hide its token ids and log probabilities.
         self._hides = plan.parsing is not None and plan.parsing.hides_reasoning
         self._sends_ids = plan.token_ids and not self._hides
         self._has_extras = self._sends_ids or plan.usage_each
@@ -100,7 +100,8 @@ class ChoiceStream:
         # Returns the text of the next token if the detokenizer does nothing else with it.
         self._decode_next: Callable[[int], str] | None = None if detokenizer.stop else decode_next
         self._write_more = self._way_to_write()
-        # Whether outputs between the first and the last are written here, and whether vLLM has made the last result.
+        # ``_is_flowing``: outputs between the first and the last are written here. ``_is_finished``: vLLM has made the
+        # last result.
         self._is_flowing = self._is_finished = False
         self._has_told_prompt = False
         self._failure: Exception | None = None
@@ -108,37 +109,40 @@ class ChoiceStream:
 
     @property
     def id(self) -> str:
-        """What vLLM's output processor aborts: all choices of the request, where there are several."""
+        """The request id for vLLM's output processor to abort; it covers all choices of the request."""
         parent = self._state.parent_req
         return self._state.request_id if parent is None else parent.request_id
 
     @property
     def reasoning_tokens(self) -> int:
-        """How many of its tokens were reasoning."""
+        """The number of output tokens that were reasoning; 0 if they are not counted."""
         return 0 if self._parsed is None else self._parsed.reasoning_tokens
 
     @property
     def token_ids(self) -> list[int]:
-        """Its tokens, where reasoning is counted."""
+        """The output tokens; empty if reasoning tokens are not counted."""
         return [] if self._parsed is None else self._parsed.token_ids
 
     @property
     def calls_tool(self) -> bool:
-        """Whether it has called a tool."""
+        """True if the choice has called a tool."""
         return self._parsed is not None and self._parsed.has_tool_calls
 
     def _way_to_write(self) -> Callable[[Output], EngineCoreOutput | None] | None:
-        """How outputs between the first and the last are written; None if vLLM's output processor makes their text."""
+        """Return the function that writes outputs between the first and the last.
+
+        None if vLLM's output processor makes their text.
+        """
         if self._plan.is_plain:
             return self._write_text
         if self._state.detokenizer.stop or (self._logprobs is not None and not self._logprobs.is_direct):
-            return None  # vLLM knows which tokens a stop string leaves
+            return None  # only vLLM knows which tokens remain before a stop string
         if self._parsed is not None and self._logprobs is None and not self._has_extras:
             return partial(self._write_parsed, self._parsed)
         return self._write_chunk
 
     async def run(self, place: AbstractAsyncContextManager[None]) -> None:
-        """Stream the sequence, in its ``place``. Raises what ends the whole answer."""
+        """Stream the sequence while ``place`` is entered. Raises the errors that end the whole answer."""
         try:
             with self._outputs.failures():
                 async with place:
@@ -160,7 +164,7 @@ class ChoiceStream:
     # ---- outputs ---------------------------------------------------------------------------------------------
 
     def _consume(self, output: Output) -> None:
-        """Write an output as soon as it arrives. Raises :class:`TextEnded` if no more are wanted."""
+        """Write an output as soon as it arrives. Raises :class:`TextEnded` if the choice needs no more outputs."""
         write = self._write_more if self._is_flowing and output.finish_reason is None and output.token_ids else None
         if write is not None and (output.logprobs is None if self._logprobs is None else self._logprobs.takes(output)):
             left = write(output)
@@ -174,7 +178,7 @@ class ChoiceStream:
             self._answer.require_reader()
 
     def _process(self, output: EngineCoreOutput) -> None:
-        """Let vLLM's processor make a result of an output, and send it before the program continues."""
+        """Pass an output to vLLM's processor, and send its result before the program continues."""
         self._tools.processor.process_outputs([output], time.monotonic(), self._tools.stats.iteration())
         result = self._answer.queue.get_nowait()
         if result is not None:
@@ -191,7 +195,7 @@ class ChoiceStream:
         raise TextEnded from error
 
     def _write_text(self, output: Output) -> EngineCoreOutput | None:
-        """Send the text of an output's tokens; returns the end of the choice instead, if they complete a stop string.
+        """Send the text of an output's tokens; return the end of the choice instead if they complete a stop string.
 
         The text before a stop string is not sent: it belongs to the last chunk.
         """
@@ -216,19 +220,19 @@ class ChoiceStream:
         return None
 
     def _write_chunk(self, output: Output) -> EngineCoreOutput | None:
-        """Send an output's tokens with what the client asked for next to their text; it knows no stop strings."""
+        """Send the text of an output with the other fields that the client asked for; stop strings are not checked."""
         token_ids = list(output.token_ids)
         self.num_tokens += len(token_ids)
         self._tools.stats.observe(self._state.stats, len(token_ids))
         try:
             logprobs = None if self._logprobs is None else self._logprobs.of_output(output)
             self._write_more_of(self._text_of(token_ids), token_ids, logprobs)
-        except Exception as error:  # a parser's, above all: vLLM makes the client's error of it
+        except Exception as error:  # mostly a parser's error; vLLM turns it into the client's error
             self._fail(error)
         return None
 
     def _write_parsed(self, parsed: ParsedDeltas, output: Output) -> EngineCoreOutput | None:
-        """Send what the parser makes of an output, which has nothing next to it and knows no stop strings."""
+        """Send the parser's delta for an output, without other fields; stop strings are not checked."""
         token_ids = list(output.token_ids)
         self.num_tokens += len(token_ids)
         self._tools.stats.observe(self._state.stats, len(token_ids))
@@ -298,7 +302,7 @@ class ChoiceStream:
     # ---- results ---------------------------------------------------------------------------------------------
 
     def _write_result(self, result: RequestOutput) -> None:
-        """Send the chunk of a result; the last one goes to the answer."""
+        """Send the chunk of a result; the last chunk is given to the answer instead."""
         plan, completion = self._plan, result.outputs[0]
         self._answer.has_result(result)
         plan.serving._raise_if_error(completion.finish_reason, self._state.request_id)
@@ -319,11 +323,11 @@ class ChoiceStream:
             self._write_last(completion, token_ids, logprobs, prompt)
 
     def _has_said_nothing(self, completion: Any) -> bool:
-        """Whether there is neither a token nor text up to this result."""
+        """True if neither this result nor an earlier one has a token or text."""
         return not (completion.text or completion.token_ids or self.num_tokens)
 
     def _prompt_ids(self) -> bytes:
-        """The prompt's tokens, which the first chunk of a completion has if they are asked for."""
+        """Return the prompt's tokens as JSON for the first chunk of a completion, if requested; null otherwise."""
         if not self._plan.token_ids or self._plan.is_chat or self._has_told_prompt:
             return NULL
         self._has_told_prompt = True
@@ -332,7 +336,7 @@ class ChoiceStream:
     def _write_last(self, completion: Any, token_ids: list[int], logprobs: bytes | None, prompt: bytes) -> None:
         plan = self._plan
         if plan.is_chat and not plan.hears_silence and self._has_said_nothing(completion):
-            said = self._events.nothing  # no parser sees it
+            said = self._events.nothing  # the parser does not read this result
         else:
             said = self._said(completion.text, token_ids, finished=True) or self._events.nothing
         reason = (

@@ -1,6 +1,6 @@
-"""Answers of OpenAI's completions and chat: chunks, a count at the end, ``[DONE]``.
+"""Answers of OpenAI's completions and chat: chunks, usage at the end, ``[DONE]``.
 
-Relies on serving objects making the events of errors by ``create_streaming_error_response`` and
+Relies on serving objects making the events of errors with ``create_streaming_error_response`` and
 ``_convert_generation_error_to_streaming_response``.
 """
 
@@ -22,10 +22,11 @@ from tercet.wire.serving.error_answers import with_named_code
 
 @dataclass
 class ChunkAnswer:
-    """One answer: ``serving`` is vLLM's object that prepared it.
+    """One answer, which vLLM's object ``serving`` prepared.
 
-    ``role`` is that of a chat answer, None for a completion. ``usage`` tells whether the client asked for a count at
-    the end, ``usage_each`` for one in each chunk; ``prompt_ids`` and ``prompt_text`` are for the first chunk.
+    ``role`` is the role of a chat answer, None for a completion. ``usage``: the client asked for usage at the end;
+    ``usage_each``: in each chunk. ``prompt_ids`` and ``prompt_text``: the first chunk has the prompt's tokens, its
+    text.
     """
 
     serving: Any
@@ -41,15 +42,15 @@ class ChunkAnswer:
     _first: RequestOutput | None = None
 
     def choice(self, index: int) -> ChoiceChunks:
-        """Those of one choice."""
+        """Return the chunks of the choice with this index."""
         return self.chunks.choice(index)
 
     def begin(self) -> bytes:
-        """There are none."""
+        """Return nothing: OpenAI's formats have no event before the first output."""
         return b""
 
     def result(self, result: RequestOutput) -> bytes:
-        """With the first result of any choice, every chat answer tells its role."""
+        """Return the chunks with the role of each choice of a chat answer, at the first result of any choice."""
         if self._first is not None:
             return b""
         self._first = result
@@ -64,7 +65,7 @@ class ChunkAnswer:
         return b"".join(self.chunks.role(self.role, index, prompt, text, usage) for index in range(self.n))
 
     async def end(self, choices: Sequence[Told]) -> bytes:
-        """The count of all tokens, and the end."""
+        """Return the usage chunk, if the client asked for it, and ``[DONE]``."""
         first = self._first
         if not self.usage or first is None:
             return DONE
@@ -72,7 +73,7 @@ class ChunkAnswer:
         return self.chunks.usage(counts, self.serving.system_fingerprint) + DONE
 
     def failed(self, error: Exception) -> bytes:
-        """The error, and the end."""
+        """Return the event of the error, and ``[DONE]``."""
         if isinstance(error, SequenceFailed):
             said = msgspec.json.encode(error.error.to_wire())
         else:
@@ -81,21 +82,21 @@ class ChunkAnswer:
 
 
 def error_of(serving: Any, error: Exception) -> bytes:
-    """An error of vLLM's layer, as a stream of chunks has it."""
+    """Return the JSON of an error of vLLM's layer for a stream of chunks."""
     if isinstance(error, GenerationError):
         return serving._convert_generation_error_to_streaming_response(error).encode()
     return serving.create_streaming_error_response(error).encode()
 
 
 def counts_reasoning(serving: Any) -> bool:
-    """Whether a chat answer's usage tells how many tokens were reasoning."""
+    """True if a chat answer's usage has the number of reasoning tokens."""
     return bool(serving._include_reasoning_tokens_details)
 
 
 def counts_of(
     serving: Any, first: RequestOutput, choices: Sequence[Told], is_chat: bool, multimodal: Mapping[str, int] | None
 ) -> dict[str, Any]:
-    """The usage at the end; ``first`` is the first result of any choice."""
+    """Return the usage at the end; ``first`` is the first result of any choice."""
     prompt, completion = len(first.prompt_token_ids or ()), sum(choice.num_tokens for choice in choices)
     counts: dict[str, Any] = {
         "prompt_tokens": prompt, "total_tokens": prompt + completion, "completion_tokens": completion
@@ -108,7 +109,7 @@ def counts_of(
 
 
 def _prompt_details(first: RequestOutput, is_chat: bool, multimodal: Mapping[str, int] | None) -> dict[str, Any] | None:
-    """vLLM's details of the prompt's tokens: completions tell of those found in the cache only."""
+    """Return vLLM's details of the prompt's tokens; a completion has the number of cached tokens only."""
     counts: dict[str, Any] = {"cached_tokens": first.num_cached_tokens}
     if is_chat:
         counts["created_cache_tokens"] = first.num_cache_creation_tokens

@@ -1,6 +1,6 @@
-"""A parser's delta as a chat chunk has it.
+"""JSON of a parser's delta in a chat chunk.
 
-Relies on a ``DeltaMessage`` being written with the fields that were set, ``tool_calls`` only if there are any.
+Relies on a ``DeltaMessage`` being written with the fields that were set, and with ``tool_calls`` only if not empty.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ encode = msgspec.json.Encoder().encode
 
 
 def is_told(tell: Callable[..., object], *args: Any) -> bool:
-    """Call ``tell``; False if a text cannot be encoded: it has half of a character, from an escape that was cut."""
+    """Call ``tell``; return False if a text cannot be encoded: it has half of a character, from a cut escape."""
     try:
         tell(*args)
     except UnicodeEncodeError:
@@ -27,7 +27,7 @@ def is_told(tell: Callable[..., object], *args: Any) -> bool:
 
 
 def delta_json(delta: Any) -> bytes:
-    """A delta as vLLM writes it; raises what vLLM raises if it cannot be written."""
+    """Return a delta's JSON as vLLM writes it; raises vLLM's exception if the delta cannot be written."""
     try:
         written = _usual_json(delta)
     except UnicodeEncodeError:  # half of a character, from an escape that an output has cut
@@ -36,7 +36,7 @@ def delta_json(delta: Any) -> bytes:
 
 
 def _usual_json(delta: Any) -> bytes | None:
-    """A delta of text, or of more arguments of a call, as most are; None for others."""
+    """Return the JSON of a delta with text, or with more arguments of a call; None for other deltas, which are rare."""
     if type(delta) is DeltaMessage:
         fields = delta.model_fields_set
         if fields == CONTENT:
@@ -52,7 +52,7 @@ def _usual_json(delta: Any) -> bytes | None:
 
 
 def _more_arguments(call: Any) -> bytes | None:
-    """A call that only goes on with its arguments, as most deltas of a call do; None for others."""
+    """Return the JSON of a call's delta that has arguments only, as most have; None for other deltas."""
     function = call.function
     if type(call) is not DeltaToolCall or call.model_fields_set != MORE_OF_CALL:
         return None

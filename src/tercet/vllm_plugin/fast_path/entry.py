@@ -1,7 +1,7 @@
-"""The streaming fast path: from the socket to vLLM's serving objects and back, around the layers between.
+"""The streaming fast path: from the socket to vLLM's serving objects and back, without the layers between them.
 
-What those layers answer themselves (errors above all) is left to them: a request that this path does not know, or that
-vLLM's serving objects refuse, goes to the layers as if nothing had happened.
+A request that this path does not support, or that vLLM's serving objects refuse, goes to those layers unchanged: they
+answer it, in most cases with an error.
 
 Relies on FastAPI passing serving objects the result of ``model_validate`` for a JSON body.
 """
@@ -37,7 +37,7 @@ EVENT_STREAM = (b"content-type", b"text/event-stream; charset=utf-8")
 
 
 class FastPath:
-    """Serves streams of ``routes``, by path; ``layers`` add headers to answers."""
+    """Serves the streams of ``routes`` (by path); ``layers`` add headers to answers."""
 
     def __init__(
         self, routes: dict[str, FastRoute], tools: StreamTools, metrics: HttpMetrics, layers: HeaderLayers
@@ -50,7 +50,7 @@ class FastPath:
         self._pieces = None if tokenizer is None else TokenPieces(tokenizer)
 
     async def serve(self, context: RequestContext, scope: Scope, send: Send) -> bool:
-        """Serve the request, which is the current one, if this path knows it; returns whether it did."""
+        """Serve the current request if this path supports it; return False if it does not."""
         route, connection = self._routes.get(context.path), context.connection
         if route is None or connection is None or not is_fast_call(scope, context):
             return False
@@ -70,8 +70,8 @@ async def _planned(route: FastRoute, context: RequestContext, scope: Scope) -> S
     try:
         request = route.model.model_validate(context.fields)
         plan = await route.prepare(request, Request(scope)) if route.takes(request) else None
-    except Exception as error:  # in any case, vLLM's own path answers it
-        logger.debug("left to vLLM's own path: %s: %s", type(error).__name__, error)
+    except Exception as error:  # vLLM's own path answers the request, whatever the error is
+        logger.debug("the stream takes vLLM's own path: %s: %s", type(error).__name__, error)
         return None
     return plan if isinstance(plan, StreamPlan) else None
 
@@ -84,7 +84,7 @@ async def _answer(
     _receive: Receive,
     send: Send,
 ) -> None:
-    """ASGI, after the first three."""
+    """Answer with a stream: an ASGI application after the first three parameters."""
     with connection.until_lost():
         await send({"type": "http.response.start", "status": 200, "headers": [EVENT_STREAM]})
         end = await stream.run(add_request)
@@ -93,7 +93,7 @@ async def _answer(
 
 
 async def _nothing() -> Message:
-    """ASGI's ``receive`` of a request whose body was read."""
+    """Return a disconnect: ASGI's ``receive`` of a request whose body was read."""
     return {"type": "http.disconnect"}
 
 
@@ -101,9 +101,9 @@ async def _nothing() -> Message:
 
 
 def may_be_fast(args: argparse.Namespace) -> bool:
-    """Whether any request may take the fast path under vLLM's options ``args``.
+    """True if any request may take the fast path under vLLM's options ``args``.
 
-    The user's middleware may read answers; the other options change what vLLM's own path logs or counts.
+    The user's middleware may read answers; the other options make vLLM's own path log or count more.
     """
     return not (
         args.middleware
@@ -114,7 +114,7 @@ def may_be_fast(args: argparse.Namespace) -> bool:
 
 
 def is_fast_call(scope: Scope, context: RequestContext) -> bool:
-    """Whether a request asks for a stream, and has no headers that other layers handle."""
+    """True if a request asks for a stream, and has no headers that other layers handle."""
     headers = context.headers
     return (
         context.asked.stream is True
@@ -125,12 +125,12 @@ def is_fast_call(scope: Scope, context: RequestContext) -> bool:
 
 
 def fast_path(app: Any, state: Any, args: argparse.Namespace, engine_client: Any) -> FastPath | None:
-    """The fast path around ``app``, if the options ``args`` allow it; ``state`` has the serving objects."""
+    """Return the fast path of ``app``; None if the options ``args`` forbid it. ``state`` has the serving objects."""
     if not may_be_fast(args):
         return None
     metrics = HttpMetrics(app)
     if not metrics.found:
-        logger.warning("vLLM's HTTP metrics were not found: streams use its own path, which costs more")
+        logger.warning("vLLM's HTTP metrics were not found: streams use vLLM's own path, which costs more CPU time")
         return None
     keep_parser_parts()
     processor = engine_client.output_processor

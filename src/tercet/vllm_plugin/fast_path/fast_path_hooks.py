@@ -1,4 +1,4 @@
-"""The fast path's side of the registry: a router that is started with ``--fast-path off`` needs none of these."""
+"""Hooks of the fast path: a router that is started with ``--fast-path off`` does not need them."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ CHATS = "vllm.entrypoints.openai.chat_completion.serving:OpenAIServingChat"
 FAST_PATH_HOOKS = (
     Hook(
         name="prepared streams",
-        what="Copies of vLLM's serving objects prepare a stream, up to where they would generate and write it",
-        why="Its chunks need none of the objects, queues and tasks between",
+        what="Copies of vLLM's serving objects prepare a stream, and stop before they generate and write it",
+        why="The chunks of a stream do not need the objects, queues and tasks between the engine and the socket",
         until="vLLM has a call that renders and checks a request without serving it, and its own chunks cost as little",
         replaces=(
             "OpenAIServingCompletion.engine_client",
@@ -64,8 +64,8 @@ FAST_PATH_HOOKS = (
     ),
     Hook(
         name="chunks of streams",
-        what="Chunks are written with the fields that vLLM's stream generators set",
-        why="Making an object of each chunk costs more than all other work for a token",
+        what="Tercet writes chunks with the fields that vLLM's stream generators set",
+        why="An object for each chunk costs more than all other work for a token",
         until="vLLM's own chunks cost as little",
         relies_on=(
             Says(
@@ -113,8 +113,8 @@ FAST_PATH_HOOKS = (
     ),
     Hook(
         name="parsers",
-        what="vLLM's parser of tools and reasoning reads each output here, and its delta is written",
-        why="An agent's stream shall cost little more than a plain one",
+        what="Tercet calls vLLM's parser of tools and reasoning for each output, and writes its delta",
+        why="An agent's stream must cost little more than a plain one",
         until="vLLM's own chunks cost as little",
         relies_on=(
             Takes(f"{CHATS}._make_parser", "request", "tokenizer", "chat_template_kwargs"),
@@ -160,9 +160,9 @@ FAST_PATH_HOOKS = (
     ),
     Hook(
         name="parts of parsers",
-        what="Counters of tool parsers' calls, and what parsers drop of special tokens, are made once",
-        why="The first cost a sixth of parsing a tool call, the second half of making a parser",
-        until="vLLM keeps them",
+        what="Counters of tool parsers' calls, and tables of the special tokens that parsers drop, are made once",
+        why="The counters took a sixth of the time to parse a tool call, the tables half of the time to make a parser",
+        until="vLLM caches both",
         replaces=("abstract_parser.record_tool_parser_invocation", "streaming_parser_engine._build_drop_info"),
         relies_on=(
             Takes(f"{PARSERS}:record_tool_parser_invocation", "is_tool_called", "is_streaming", "request"),
@@ -188,9 +188,9 @@ FAST_PATH_HOOKS = (
     ),
     Hook(
         name="passed text",
-        what="Texts between markers are told without vLLM's parser, which knows of them before it reads again",
-        why="A parser costs as much for such a text as all other work for a token, Hermes' more for each of a call",
-        until="vLLM's parsers have such a way",
+        what="Texts between markers bypass vLLM's parser; its state is updated with them before it reads again",
+        why="A parser costs as much for such a text as all other work for a token; Hermes' parser more in a long call",
+        until="vLLM's parsers pass such texts on without parsing",
         relies_on=(
             Says(
                 f"{PARSERS}:StreamState.advance",
@@ -255,8 +255,8 @@ FAST_PATH_HOOKS = (
     ),
     Hook(
         name="log probabilities",
-        what="Log probabilities are written from the engine's numbers; vLLM's record gets the tokens only",
-        why="Arrays, dicts and objects for each token cost more than all else in such a stream",
+        what="Tercet writes log probabilities from the engine's numbers; vLLM's record gets the tokens only",
+        why="Arrays, dicts and objects for each token cost more than all other work in such a stream",
         until="vLLM's own chunks cost as little",
         relies_on=(
             Takes(f"{CHATS}._create_chat_logprobs", "token_ids", "top_logprobs", "num_output_top_logprobs"),
@@ -278,8 +278,8 @@ FAST_PATH_HOOKS = (
     ),
     Hook(
         name="headers of streams",
-        what="Answers pass copies of vLLM's layers that add headers, and have its comments while they are silent",
-        why="Browsers and proxies need them, and they change nothing else",
+        what="Answers pass through copies of vLLM's layers that add headers; silent streams get vLLM's comments",
+        why="Browsers and proxies need the headers and comments; these layers change only the headers",
         until="the layers can be applied to one answer",
         relies_on=(
             Takes("vllm.entrypoints.serve.middleware.x_request_id:XRequestIdMiddleware"),
@@ -289,8 +289,8 @@ FAST_PATH_HOOKS = (
     ),
     Hook(
         name="output processor",
-        what="Outputs are passed to OutputProcessor in the stream's own task, and its records are read",
-        why="vLLM writes the chunks that only it can write, and updates its counters",
+        what="The stream's own task passes outputs to OutputProcessor, and reads its records",
+        why="vLLM makes the results that only it can make, and updates its counters",
         until="AsyncLLM has a call that processes one request's outputs",
         relies_on=(
             Takes(f"{OUTPUTS}:OutputProcessor.process_outputs", "engine_core_outputs", "iteration_stats"),
@@ -307,7 +307,7 @@ FAST_PATH_HOOKS = (
     Hook(
         name="detokenizer",
         what="The text of tokens that are whole characters is looked up instead of decoded",
-        why="A byte-level vocabulary's text needs no decoding, and streams are mostly such tokens",
+        why="Such tokens of a byte-level vocabulary always have the same text, and most tokens are of this kind",
         until="vLLM's detokenizer caches them",
         replaces=("FastIncrementalDetokenizer.decode_next",),
         relies_on=(
@@ -320,8 +320,8 @@ FAST_PATH_HOOKS = (
     ),
     Hook(
         name="token statistics",
-        what="Tokens that vLLM's own path did not see are added to its iteration statistics",
-        why="vLLM's metrics count every token that a client got",
+        what="Tokens that bypassed vLLM's own path are added to its iteration statistics",
+        why="vLLM's metrics must count every token that a client received",
         until="the loggers accept counts of tokens",
         relies_on=(
             Says(
@@ -337,7 +337,7 @@ FAST_PATH_HOOKS = (
     ),
     Hook(
         name="short prompts",
-        what="Short prompts are tokenised on the event loop, by the tokenizer that transformers has inside",
+        what="Short prompts are tokenised on the event loop, by the inner tokenizer of transformers' tokenizer",
         why="A thread and a task for each prompt cost more than tokenising a short one",
         until="the renderer has a limit below which it stays on the event loop",
         replaces=(
@@ -362,8 +362,8 @@ FAST_PATH_HOOKS = (
     Hook(
         name="HTTP metrics",
         what="Requests that bypassed vLLM's metrics middleware are added to its metrics",
-        why="http_requests_total and its like count every request",
-        until="the middleware has a call for it",
+        why="http_requests_total and the other HTTP metrics must count every request",
+        until="the middleware has a call that records a request",
         relies_on=(
             Says("prometheus_fastapi_instrumentator.middleware:PrometheusInstrumentatorMiddleware", "instrumentations"),
             Takes("prometheus_fastapi_instrumentator.metrics:Info", "request", "response", "modified_handler"),

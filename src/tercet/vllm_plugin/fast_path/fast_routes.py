@@ -1,10 +1,10 @@
-"""The routes of the fast path: vLLM's serving objects, up to where they would generate.
+"""The routes of the fast path: vLLM's serving objects prepare a request, and stop before they generate.
 
 Relies on ``create_completion``, ``create_chat_completion``, ``create_messages`` and ``create_responses`` of serving
-objects rendering and validating a request before they return its stream, which they make by
+objects rendering and validating a request before they return its stream. They make the stream with
 ``completion_stream_generator``, ``chat_completion_stream_generator`` and ``responses_stream_generator`` from the result
-of ``engine_client.generate``, Messages by ``message_stream_converter`` from a chat stream in addition, and Responses
-from the result of ``_generate_with_builtin_tools``.
+of ``engine_client.generate``. Messages also passes the chat stream through ``message_stream_converter``; Responses uses
+the result of ``_generate_with_builtin_tools``.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from tercet.wire.serving.request_context import current
 
 @dataclass(frozen=True)
 class FastRoute:
-    """One route: the ``model`` of its bodies, whether it takes one, and a function that prepares the stream of one."""
+    """One route: the ``model`` of its bodies, a test of a body (``takes``), and a function that prepares its stream."""
 
     model: Any
     takes: Callable[[Any], bool]
@@ -42,7 +42,7 @@ class FastRoute:
 
 
 def routes_of(state: Any, engine_client: Any) -> dict[str, FastRoute]:
-    """The routes by path; ``state`` has the serving objects of what this server serves."""
+    """Return the routes by path; ``state`` has this server's serving objects."""
     makers: dict[str, tuple[str, Callable[[Any, Any], FastRoute]]] = {
         COMPLETIONS: ("openai_serving_completion", completion_route),
         CHAT: ("openai_serving_chat", chat_route),
@@ -58,7 +58,7 @@ def routes_of(state: Any, engine_client: Any) -> dict[str, FastRoute]:
 
 
 def is_fast_completion(request: Any) -> bool:
-    """Whether this completion's chunks are written here."""
+    """True if the fast path can write this completion's chunks."""
     return (
         _is_one_prompt(request.prompt)
         and is_fast_chat(request)
@@ -68,7 +68,7 @@ def is_fast_completion(request: Any) -> bool:
 
 
 def is_fast_chat(request: Any) -> bool:
-    """Whether the chunks of this chat answer are written here; a completion needs more."""
+    """True if the fast path can write this chat answer's chunks; a completion must meet more conditions."""
     return bool(request.stream) and not (
         request.echo
         or request.prompt_logprobs is not None
@@ -82,7 +82,7 @@ def _is_one_prompt(prompt: Any) -> bool:
 
 
 def is_fast_response(request: Any, serving: Any) -> bool:
-    """Whether the events of this response are written here."""
+    """True if the fast path can write this response's events."""
     return bool(request.stream) and not (
         request.background
         or (request.store and serving.enable_store)
@@ -95,7 +95,7 @@ def is_fast_response(request: Any, serving: Any) -> bool:
 
 
 class PreparingClient:
-    """Replaces the engine client of a serving object: records what would be generated instead of doing it."""
+    """Replacement for a serving object's engine client: records a request instead of generating for it."""
 
     def __init__(self, engine_client: Any) -> None:
         self._engine_client = engine_client
@@ -104,14 +104,14 @@ class PreparingClient:
         return getattr(self._engine_client, name)
 
     def generate(self, prompt: Any, sampling_params: Any, request_id: str, **more: Any) -> None:
-        """Replaces ``AsyncLLM.generate``."""
+        """Record how to add the request, in place of ``AsyncLLM.generate``."""
         current().add_request = partial(
             self._engine_client.add_request, request_id, prompt, sampling_params, **more
         )  # fmt: skip
 
 
 def completion_route(serving: Any, engine_client: Any) -> FastRoute:
-    """Completions, prepared by a copy of vLLM's ``serving`` object that returns a plan instead of a stream."""
+    """Return the route of completions: a copy of vLLM's ``serving`` object returns a plan instead of a stream."""
     from vllm.entrypoints.openai.completion.protocol import CompletionRequest
 
     def plan(
@@ -125,7 +125,7 @@ def completion_route(serving: Any, engine_client: Any) -> FastRoute:
 
 
 def chat_route(serving: Any, engine_client: Any) -> FastRoute:
-    """Chat answers, in the same way."""
+    """Return the route of chat answers: a copy of vLLM's ``serving`` object returns a plan instead of a stream."""
     from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 
     def plan(
@@ -139,12 +139,12 @@ def chat_route(serving: Any, engine_client: Any) -> FastRoute:
 
 
 def message_route(serving: Any, engine_client: Any) -> FastRoute:
-    """Messages, which vLLM makes of a chat answer."""
+    """Return the route of Messages, which vLLM converts from a chat answer."""
     from vllm.entrypoints.anthropic.protocol import AnthropicMessagesRequest
 
     def plan(
         request: Any, request_id: str, model: str, tokenizer: Any, chat_template_kwargs: Any, _mm_token_counts: Any
-    ) -> StreamPlan:  # Anthropic's usage does not tell tokens of media
+    ) -> StreamPlan:  # Anthropic's usage has no count of media tokens
         return message_plan(serving, request, request_id, model, tokenizer, chat_template_kwargs)
 
     preparing = _preparing_chat(serving, engine_client, plan)
@@ -153,7 +153,7 @@ def message_route(serving: Any, engine_client: Any) -> FastRoute:
 
 
 def _preparing_chat(serving: Any, engine_client: Any, plan: Callable[..., StreamPlan]) -> Any:
-    """A copy of a serving object whose chat stream is a plan."""
+    """Return a copy of a serving object that returns a plan instead of a chat stream."""
 
     def planned(
         request: Any, _results: Any, request_id: str, model: str, _conversation: Any, tokenizer: Any, _metadata: Any,
@@ -167,7 +167,7 @@ def _preparing_chat(serving: Any, engine_client: Any, plan: Callable[..., Stream
 
 
 def response_route(serving: Any, engine_client: Any) -> FastRoute:
-    """Responses; those with tools of the server are left to vLLM."""
+    """Return the route of Responses; vLLM serves the requests that use the server's tools."""
     from vllm.entrypoints.openai.responses.protocol import ResponsesRequest
 
     preparing, client = copy.copy(serving), PreparingClient(engine_client)
@@ -176,7 +176,7 @@ def response_route(serving: Any, engine_client: Any) -> FastRoute:
         request_id: str, engine_input: Any, sampling_params: Any, context: Any, tok_params: Any = None,
         max_tool_calls: int | None = None, **more: Any,
     ) -> None:  # fmt: skip
-        del context, tok_params, max_tool_calls  # they are for tools that the server calls
+        del context, tok_params, max_tool_calls  # only tools that the server calls need these
         first = f"{request_id}_0"
         preparing._log_inputs(first, engine_input, params=sampling_params, lora_request=more.get("lora_request"))
         client.generate(engine_input, sampling_params, first, **more)

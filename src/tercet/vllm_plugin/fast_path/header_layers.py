@@ -1,7 +1,7 @@
-"""vLLM's layers that only add headers to an answer: the fast path's answers pass copies of them.
+"""vLLM's layers that only add headers to an answer: the fast path's answers pass through copies of them.
 
 Relies on ``CORSMiddleware`` and ``XRequestIdMiddleware`` being among the application's layers, each with the next one
-as ``app``, and on their changing nothing of an answer but its headers.
+as ``app``, and on both changing only the headers of an answer.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class HeaderLayers:
             app = getattr(app, "app", None)
 
     def around(self, answer: ASGIApp) -> ASGIApp:
-        """The same answer, with the headers that they add."""
+        """Return ``answer`` wrapped in copies of the layers, which add their headers."""
         for layer in reversed(self._layers):
             outer = copy.copy(layer)
             outer.app = answer

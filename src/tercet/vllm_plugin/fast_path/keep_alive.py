@@ -1,4 +1,4 @@
-"""Comments in a stream that is silent, so that proxies between keep its connection.
+"""Comments in a silent stream, so that proxies keep its connection open.
 
 Relies on the text of vLLM's ``SSE_KEEP_ALIVE_COMMENT``.
 """
@@ -17,7 +17,7 @@ COMMENT = framed(SSE_KEEP_ALIVE_COMMENT.encode())
 
 
 class KeepAlive:
-    """Passes frames on to ``write``, and a comment when there was none for ``interval`` seconds."""
+    """Passes frames to ``write``, and writes a comment after ``interval`` seconds without a frame."""
 
     def __init__(self, write: Callable[[bytes], None], interval: float) -> None:
         self._write = write
@@ -32,7 +32,7 @@ class KeepAlive:
 
     @contextmanager
     def running(self) -> Generator[None]:
-        """Watch while entered."""
+        """Write comments as needed while entered."""
         self._last = asyncio.get_running_loop().time()
         self._wait()
         try:

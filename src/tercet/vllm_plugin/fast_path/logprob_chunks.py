@@ -1,13 +1,13 @@
-"""Log probabilities of a choice, as its chunks have them: written from an engine's own numbers.
+"""JSON of a choice's log probabilities in its chunks, written from an engine's numbers.
 
-vLLM makes arrays, then a ``Logprob`` per token, then an object per token of the answer. Here a token's text, as JSON,
-is looked up, and its number is put next to it. A token that is a part of a character has its text from vLLM, since it
-depends on the tokens before.
+vLLM makes arrays, then a ``Logprob`` per token, then an object per token of the answer. This module looks up the JSON
+of a token's text and adds the number. If a token is a part of a character, vLLM makes its text, which depends on the
+tokens before it.
 
-Relies on ``LogprobsProcessor`` keeping one dict per position in ``logprobs``, the sampled token first, of which
-``_get_sampled_context_ids`` reads the ids only, and on ``num_logprobs`` and ``_verify_tokens``; on
-``append_logprobs_for_next_position`` taking the sampled token, then those of the ranks from 1 up to ``num_logprobs``;
-and on ``_create_chat_logprobs`` and ``_create_completion_logprobs`` for what the client gets of them.
+Relies on ``LogprobsProcessor`` keeping one dict per position in ``logprobs``, with the sampled token first, and on
+``_get_sampled_context_ids`` reading only the ids in it; on ``num_logprobs`` and ``_verify_tokens``; on
+``append_logprobs_for_next_position`` taking the sampled token, then the tokens of rank 1 to ``num_logprobs``; and on
+``_create_chat_logprobs`` and ``_create_completion_logprobs`` making the client's format.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from tercet.vllm_plugin.fast_path.stream_plan import Logprobs
 if TYPE_CHECKING:
     from vllm.v1.engine.logprobs import LogprobsProcessor
 
-# vLLM's value for what is less likely, or impossible.
+# vLLM's lower bound for a log probability in an answer.
 LEAST = -9999.0
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """One token's text, and its parts of a chat answer's JSON around the log probability."""
+    """One token's text, and the JSON of a chat answer ``before`` and ``after`` its log probability."""
 
     text: str
     before: bytes
@@ -41,12 +41,12 @@ class Piece:
 
 
 def piece_of(text: str) -> Piece:
-    """The piece of a text."""
+    """Return the piece for ``text``."""
     return Piece(text, b'{"token":%b,"logprob":' % encode(text), b',"bytes":%b' % encode([*text.encode()]))
 
 
 class TokenPieces(dict[int, Piece | None]):
-    """The piece of each token that has one by itself, filled on demand; None for parts of characters."""
+    """The piece of each token whose text needs no other token, filled on demand; None for parts of characters."""
 
     def __init__(self, tokenizer: Any) -> None:
         super().__init__()
@@ -59,7 +59,7 @@ class TokenPieces(dict[int, Piece | None]):
 
 
 class LogprobChunks:
-    """Log probabilities of one choice, of which ``processor`` is vLLM's record."""
+    """Log probabilities of one choice; ``processor`` is vLLM's record of them."""
 
     def __init__(
         self, asked: Logprobs, processor: LogprobsProcessor, serving: Any, pieces: TokenPieces | None, tokenizer: Any,
@@ -71,13 +71,13 @@ class LogprobChunks:
         self._pieces = pieces
         self._tokenizer = tokenizer
         self._is_chat = is_chat
-        # How many are told of each token; None: all.
+        # The number of top log probabilities per token in the answer; None: all.
         self._most = None if asked.top == -1 else asked.top or 0
         self._offset = 0
 
     @property
     def is_direct(self) -> bool:
-        """Whether :meth:`of_output` can write them; vLLM's serving object can in any case."""
+        """True if :meth:`of_output` can write the log probabilities; otherwise vLLM's serving object makes them."""
         is_list = type(self._processor.logprobs) is list
         return (
             self._pieces is not None and is_list and not self._asked.in_words and self._processor.tokenizer is not None
@@ -86,13 +86,13 @@ class LogprobChunks:
     # ---- in vLLM's words -------------------------------------------------------------------------------------
 
     def of_result(self, completion: Any) -> bytes:
-        """Those of one result of vLLM's output processor. Raises what vLLM does."""
+        """Return the JSON for one result of vLLM's output processor. Raises vLLM's exceptions."""
         make = self._chat_in_words if self._is_chat else self._completion_in_words
         return make(completion.token_ids, completion.logprobs)
 
     def _chat_in_words(self, token_ids: Sequence[int], logprobs: Any) -> bytes:
         if logprobs is None:
-            raise AssertionError("Did not output logprobs")  # vLLM's words
+            raise AssertionError("Did not output logprobs")  # the same message as vLLM's
         made = self._serving._create_chat_logprobs(
             token_ids=token_ids, top_logprobs=logprobs, tokenizer=self._tokenizer,
             num_output_top_logprobs=self._asked.top, logprob_token_ids=self._asked.token_ids,
@@ -115,7 +115,7 @@ class LogprobChunks:
     # ---- from an engine's numbers ----------------------------------------------------------------------------
 
     def takes(self, output: Output) -> bool:
-        """Whether each token of an output has its own log probability, as engines send them."""
+        """True if the output has the log probability of each of its tokens, as engines send it."""
         found, tokens = output.logprobs, output.token_ids
         if found is None or len(found) != len(tokens):
             return False
@@ -125,20 +125,20 @@ class LogprobChunks:
         return True
 
     def of_output(self, output: Output) -> bytes:
-        """Those of an output that :meth:`takes` accepts."""
+        """Return the JSON for an output that :meth:`takes` accepts."""
         positions = output.logprobs or ()
         if self._is_chat:
             return b'{"content":[%b]}' % b",".join(map(self._chat_json, positions))
         return self._completion_json(positions)
 
     def _position(self, position: Sequence[TokenLogprob]) -> tuple[list[Piece], list[float]]:
-        """Pieces and values: the sampled token's, then the others' by rank, as vLLM's record would have them."""
+        """Return pieces and values: the sampled token's, then the others' by rank, in the order of vLLM's record."""
         pieces: Any = self._pieces
         context: Any = self._processor.logprobs
         found = values_by_token(position, self._processor.num_logprobs)
         texts = [pieces[token] or self._part(token) for token in found]
-        context.append({position[0].token_id: None})  # for the tokens after it
-        rounded = array("f", found.values())  # engines' numbers have this precision, and vLLM's record too
+        context.append({position[0].token_id: None})  # vLLM reads it for the text of the tokens after this one
+        rounded = array("f", found.values())  # the precision of engines' numbers and of vLLM's record
         return texts, [LEAST if value < LEAST else value for value in rounded]
 
     def _part(self, token_id: int) -> Piece:
@@ -168,7 +168,7 @@ class LogprobChunks:
 
 
 def values_by_token(position: Sequence[TokenLogprob], most: int | None) -> dict[int, float]:
-    """The value of the sampled token, then those of the ranks up to ``most`` (all for None and below 0) in order."""
+    """Return the value of the sampled token, then the values by rank up to rank ``most`` (None or below 0: all)."""
     values = {position[0].token_id: position[0].logprob}
     last = 0
     for found in position[1:]:
@@ -182,7 +182,7 @@ def values_by_token(position: Sequence[TokenLogprob], most: int | None) -> dict[
 
 
 def _sorted_by_token(position: Sequence[TokenLogprob], most: int | None) -> dict[int, float]:
-    """The same for ranks in any order."""
+    """Return the same as :func:`values_by_token`, for a position whose ranks are in any order."""
     sampled, by_rank = position[0], {found.rank or 0: found for found in position}
     values = {sampled.token_id: sampled.logprob}
     depth = max((found.rank or 0 for found in position[1:]), default=0)

@@ -1,6 +1,7 @@
-"""Answers of Anthropic's Messages: content blocks, made from what vLLM's chat layer would say.
+"""Answers of Anthropic's Messages: content blocks, made from the deltas of vLLM's chat layer.
 
-vLLM makes its chat chunks first and converts them. Here the text of an output is an event of the block that is open.
+vLLM makes its chat chunks first and converts them. This module writes the text of an output as an event of the open
+block.
 
 Relies on ``AnthropicServingMessages.message_stream_converter`` for the events, their fields and their order, and on
 ``_to_anthropic_stop_reason`` and ``_build_anthropic_usage``.
@@ -52,9 +53,9 @@ MESSAGE_STOP = b'event: message_stop\ndata: {"type":"message_stop"}\n\n'
 
 
 class MessageBlocks(ItemEvents):
-    """The content blocks of a message: events for what is said, of which one block is open at a time.
+    """The events of a message's content blocks; one block is open at a time.
 
-    Text that comes while a call is open waits until the call is over, and is a block then.
+    Text that arrives while a call's block is open waits until that block is closed, and then gets its own block.
     """
 
     def __init__(self) -> None:
@@ -72,30 +73,30 @@ class MessageBlocks(ItemEvents):
     # ---- what a choice says ----------------------------------------------------------------------------------
 
     def said(self, text: str) -> bytes:
-        """More of the answer's text."""
+        """Return the events for more of the answer's text."""
         if self._open is CALL_BLOCK:
             self._waiting += text
             return b""
         return self._into(TEXT_BLOCK) + TEXT % (encode(text), self._index) if text else b""
 
     def thought(self, text: str) -> bytes:
-        """More reasoning."""
+        """Return the events for more reasoning."""
         return self._into(THINKING_BLOCK) + THINKING % (encode(text), self._index) if text else b""
 
     def arguments(self, call: int, text: str) -> bytes:
-        """More arguments of a call."""
+        """Return the events for more arguments of the call with index ``call``."""
         events = list[bytes]()
         self._more_arguments(call, text, events)
         return b"".join(events)
 
     def delta(self, delta: Any) -> bytes:
-        """A parser's delta."""
+        """Return the events for a parser's delta."""
         return self._told(delta, (delta,))
 
     def last(
         self, said: bytes, finish_reason: str, stop_reason: int | str | None, _fingerprint: str | None, _extras: Extras
     ) -> bytes:
-        """What was said; why it ends is for the end of the message."""
+        """Return ``said``, and keep the reasons for the end of the message."""
         self.finish_reason, self.stop_reason = finish_reason, stop_reason
         return said
 
@@ -133,7 +134,7 @@ class MessageBlocks(ItemEvents):
 
     @property
     def is_call_whole(self) -> bool:
-        """Whether the last call has whole arguments."""
+        """True if the last call's arguments are complete JSON."""
         try:
             json.loads("".join(self._arguments))
         except json.JSONDecodeError:
@@ -141,7 +142,7 @@ class MessageBlocks(ItemEvents):
         return self.has_calls
 
     def _into(self, block: bytes) -> bytes:
-        """Open a block of text or thoughts, unless it is the one that is open."""
+        """Return the events that open a block of text or reasoning; empty if a block of this kind is open."""
         if self._open is block:
             return b""
         events = self.close() + START % (block, self._index)
@@ -149,7 +150,7 @@ class MessageBlocks(ItemEvents):
         return events
 
     def close(self) -> bytes:
-        """Close the block that is open, with a block for text that waits."""
+        """Return the events that close the open block, and those of a block for the waiting text, if any."""
         text = self._waiting
         events = self.stop()
         if not text:
@@ -157,7 +158,7 @@ class MessageBlocks(ItemEvents):
         return b"%b%b%b%b" % (events, self._into(TEXT_BLOCK), TEXT % (encode(text), self._index), self.stop())
 
     def stop(self) -> bytes:
-        """Close the block that is open, and nothing else."""
+        """Return the events that close the open block; drop the waiting text."""
         if self._open is None:
             return b""
         signature = SIGNATURE % (encode(uuid4().hex), self._index) if self._open is THINKING_BLOCK else b""
@@ -168,7 +169,7 @@ class MessageBlocks(ItemEvents):
 
 
 class MessageAnswer:
-    """One message: ``serving`` is vLLM's object that prepared it."""
+    """One message, which vLLM's object ``serving`` prepared."""
 
     keeps_alive = False
 
@@ -180,22 +181,22 @@ class MessageAnswer:
         self._blocks = MessageBlocks()
 
     def choice(self, _index: int) -> MessageBlocks:
-        """The only one."""
+        """Return the blocks of the only choice."""
         return self._blocks
 
     def begin(self) -> bytes:
-        """There are none."""
+        """Return nothing: the first event needs a result."""
         return b""
 
     def result(self, result: RequestOutput) -> bytes:
-        """The message begins with its first result."""
+        """Return the event that begins the message, at its first result; empty for later results."""
         if self._first is not None:
             return b""
         self._first = result
         return MESSAGE_START % (encode(self._id), encode(self._model), len(result.prompt_token_ids or ()))
 
     async def end(self, choices: Sequence[Told]) -> bytes:
-        """Why it ended, the count of all tokens, and the end."""
+        """Return the events that close the last block, with the stop reason and the usage, and ``message_stop``."""
         first, blocks = self._first, self._blocks
         if first is None:
             return MESSAGE_STOP
@@ -208,12 +209,12 @@ class MessageAnswer:
         return closed + MESSAGE_DELTA % (encode(reason), encode(sequence), encode(_usage(counts))) + MESSAGE_STOP
 
     def failed(self, error: Exception) -> bytes:
-        """The error in Anthropic's form."""
+        """Return the events of the error in Anthropic's format."""
         before = b"" if CONVERTED_AS_TEXT.is_here else b"".join(self._blocks.unsent) + self._blocks.stop()
         if isinstance(error, SequenceFailed):
             return before + last_events(MESSAGES, error.error)
         said = msgspec.json.decode(error_of(self._serving, error))["error"]
-        # vLLM 0.33 fails to write an event here where a chat chunk failed before.
+        # From 0.33 on, vLLM fails while it writes an event, with status 500; earlier versions fail at a chat chunk.
         is_unwritable = isinstance(error, PydanticSerializationError) and not CONVERTED_AS_TEXT.is_here
         status = HTTPStatus.INTERNAL_SERVER_ERROR if is_unwritable else said["code"]
         return before + b"event: error\ndata: %b\n\n" % in_form(MESSAGES, status, {"message": said["message"]})
@@ -226,7 +227,7 @@ def _stop_reason_of() -> Callable[..., tuple[str | None, str | None]]:
 
 
 def _usage(counts: dict[str, Any]) -> dict[str, int]:
-    """A chat answer's usage in Anthropic's words: input tokens do not count those of the cache."""
+    """Return a chat answer's usage in Anthropic's fields: ``input_tokens`` does not include cached tokens."""
     details = counts.get("prompt_tokens_details") or {}
     read, created = details.get("cached_tokens"), details.get("created_cache_tokens")
     left = counts["prompt_tokens"] - (read or 0) - (created or 0)

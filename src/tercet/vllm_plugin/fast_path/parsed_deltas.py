@@ -1,6 +1,6 @@
-"""What a choice says when vLLM's parser of tools and reasoning reads its text: the parser runs here, on each output.
+"""Deltas of a choice whose text vLLM's parser of tools and reasoning reads, output by output.
 
-Relies on a parser's ``parse_delta`` taking the text and the tokens of one output, and giving a ``DeltaMessage`` or
+Relies on a parser's ``parse_delta`` taking the text and the tokens of one output, and returning a ``DeltaMessage`` or
 None; and on ``count_reasoning_tokens``.
 """
 
@@ -13,7 +13,7 @@ from tercet.vllm_plugin.fast_path.stream_plan import Parsing
 
 
 class ParsedDeltas:
-    """The deltas of one choice; ``has_tool_calls`` tells whether any were sent."""
+    """The deltas of one choice. ``has_tool_calls``: True once a delta with a tool call was returned."""
 
     def __init__(self, parsing: Parsing) -> None:
         self._parsing = parsing
@@ -24,7 +24,10 @@ class ParsedDeltas:
         self.has_tool_calls = False
 
     def passes(self, text: str, token_ids: list[int]) -> Passed | None:
-        """What the text of an output in mid-stream is, if the parser passes it on; otherwise :meth:`read` it."""
+        """Return the kind of ``text``, not the last of its choice, if the parser would pass it on unchanged.
+
+        None otherwise: then :meth:`read` it.
+        """
         passed = None if self._passed is None else self._passed.take(text, token_ids)
         if passed is not None and self._parsing.counts:
             self.token_ids.extend(token_ids)
@@ -32,11 +35,11 @@ class ParsedDeltas:
 
     @property
     def call(self) -> int:
-        """The call whose arguments were passed on last."""
+        """The index of the call whose arguments were passed on last."""
         return 0 if self._passed is None else self._passed.call
 
     def read(self, text: str, token_ids: list[int], prompt: Any, *, finished: bool) -> Any:
-        """The next delta; None if the parser has nothing to say yet. Raises what the parser raises."""
+        """Return the parser's next delta; None if it has none yet. Raises the parser's exceptions."""
         if self._passed is not None:
             self._passed.settle()
         delta = self._parse_delta(
@@ -58,16 +61,16 @@ class ParsedDeltas:
         return delta
 
     def end(self) -> None:
-        """No more is read."""
+        """Update the parser with the passed texts, after the last output."""
         if self._passed is not None:
             self._passed.settle()
 
     def finish_reason(self, reason: str) -> str:
-        """What the choice ends with where the model ended with ``reason``."""
+        """Return the finish reason of the choice if the model ended with ``reason``."""
         called = self.has_tool_calls and not self._parsing.is_named and reason == "stop"
         return "tool_calls" if called else reason
 
     @property
     def reasoning_tokens(self) -> int:
-        """How many tokens were reasoning so far; 0 where they are not counted."""
+        """The number of reasoning tokens so far; 0 if they are not counted."""
         return self._parse.count_reasoning_tokens(tuple(self.token_ids)) if self.token_ids else 0

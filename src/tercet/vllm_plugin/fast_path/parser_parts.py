@@ -1,7 +1,9 @@
-"""Parts of vLLM's parsers that cost as much as parsing, made once: counters of calls, and terminals of special tokens.
+"""Parts of vLLM's parsers that are made once and kept, because each costs as much as parsing.
 
-Relies on ``record_tool_parser_invocation`` adding one to the counter with these labels; and on ``_build_drop_info``
-giving a result that depends on its arguments alone, which engines only read.
+The parts are the labelled counters of calls, and the terminals of special tokens.
+
+Relies on ``record_tool_parser_invocation`` adding one to the counter with these labels; and on the result of
+``_build_drop_info`` depending on its arguments only, and never being changed by a parser engine.
 """
 
 from __future__ import annotations
@@ -14,12 +16,12 @@ from vllm.parser import abstract_parser, metrics
 from vllm.parser.engine import streaming_parser_engine
 from vllm.parser.metrics import RequestType, ToolCallOutcome
 
-# Each kind of parser has a configuration or two.
+# Enough for one or two configurations of each kind of parser.
 MOST_KEPT = 64
 
 
 def keep_parser_parts() -> None:
-    """Let vLLM's parsers in this process use the kept parts; calls after the first one change nothing."""
+    """Make vLLM's parsers in this process use the kept parts; calls after the first one change nothing."""
     parsers: Any = abstract_parser
     if not isinstance(parsers.record_tool_parser_invocation, ToolParserCalls):
         parsers.record_tool_parser_invocation = TOOL_PARSER_CALLS
@@ -28,18 +30,18 @@ def keep_parser_parts() -> None:
 
 
 class ToolParserCalls:
-    """Counts calls of tool parsers in vLLM's metric, without looking its labels up each time."""
+    """Counter of tool parsers' calls in vLLM's metric; looks up each combination of labels once."""
 
     def __init__(self) -> None:
         self._counter: Any = None
         self._children: dict[tuple[bool, bool, type], Any] = {}
 
     def __call__(self, *, is_tool_called: bool | Exception, is_streaming: bool, request: object) -> None:
-        """Count a call, in place of vLLM's function."""
+        """Count one call, in place of vLLM's function."""
         self.count(1, is_tool_called is True, is_streaming, request)
 
     def count(self, times: int, is_tool_called: bool, is_streaming: bool, request: object) -> None:
-        """Count calls; does nothing while vLLM has no metric."""
+        """Count ``times`` calls; does nothing while vLLM has no metric."""
         counter = metrics._tool_call_parser_invocations
         if counter is None:
             return
@@ -71,15 +73,15 @@ TOOL_PARSER_CALLS = ToolParserCalls()
 
 
 class SpecialTokenTerminals:
-    """What a parser drops of a tokenizer's special tokens, kept for each configuration; ``make`` is vLLM's function."""
+    """The special tokens that a parser drops, kept for each configuration; ``make`` is vLLM's function."""
 
     def __init__(self, make: Any) -> None:
         self._make = make
-        # Both are kept with the result, so that no other object can have their ids.
+        # Keys are object ids. Both objects are kept with the result, so that their ids are not used again.
         self._kept: dict[tuple[int, int], tuple[Any, Any, Any]] = {}
 
     def __call__(self, config: Any, tokenizer: Any) -> Any:
-        """The result of vLLM's function."""
+        """Return the result of vLLM's function."""
         key = id(config), id(tokenizer)
         found = self._kept.get(key)
         if found is None:

@@ -1,13 +1,13 @@
-"""Texts that vLLM's parser would pass on as they are: told without calling it.
+"""Texts that vLLM's parser would pass on unchanged: this module recognises them without calling the parser.
 
-Between markers a parser passes reasoning, content and the arguments of a call on. Where no marker is open, and a text
-has no character with which one begins, the parser's answer is that text. What the parser keeps of it is set before it
-reads again.
+Between markers, a parser passes on reasoning, content and the arguments of a call. If no marker is open, and a text has
+no character that can begin a marker, the parser's result is the text itself. The parser's state is updated before the
+parser reads again ("settle").
 
 Relies on ``DelegatingParser.parse_delta`` reading in phases by its ``_stream_state``; on ``StreamingParserEngine.feed``
-passing on what has neither the first character of a marker nor a special token; and on ``Hermes2ProToolParser``
-reading the whole text again for each output, with ``_sent_content_idx``, ``streamed_args_for_tool`` and
-``prev_tool_call_arr`` for what it has said.
+passing on a text that has neither the first character of a marker nor a special token; and on ``Hermes2ProToolParser``
+reading the whole text again for each output, and recording in ``_sent_content_idx``, ``streamed_args_for_tool`` and
+``prev_tool_call_arr`` the parts that it has passed on.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from vllm.tool_parsers.hermes_tool_parser import Hermes2ProToolParser
 from tercet.vllm_plugin.fast_path.parser_parts import TOOL_PARSER_CALLS
 from tercet.vllm_plugin.fast_path.stream_plan import Parsing
 
-# Texts that are counted at once, in vLLM's metric of what its parsers of tools have read.
+# Number of passed texts after which vLLM's metric of tool parsers' calls is updated.
 COUNTED_AT_ONCE = 64
-# vLLM's own; a parser with another one reads each text.
+# vLLM's functions. A parser that overrides one of them reads each text.
 READ = DelegatingParser.parse_delta
 OF_REASONING = {"extract_reasoning_streaming": ParserEngineReasoningAdapter.extract_reasoning_streaming}
 OF_TOOLS = {"extract_tool_calls_streaming": ParserEngineToolAdapter.extract_tool_calls_streaming}
@@ -44,7 +44,7 @@ OF_LEXER = {name: getattr(StreamingParserEngine, name) for name in ("feed", "_em
 
 
 class Passed(Enum):
-    """What a text is that is passed on."""
+    """The kind of a text that is passed on."""
 
     CONTENT = auto()
     REASONING = auto()
@@ -52,38 +52,39 @@ class Passed(Enum):
 
 
 class PassingPhase(Protocol):
-    """What a parser passes on as long as it reads nothing; ``is_counted``: vLLM's metric counts its reading of tools.
+    """One phase of a parser: recognises the texts that the parser passes on in it.
 
-    Until it settles, all that is passed on is of one kind.
+    ``is_counted``: vLLM's metric counts each text as a call of the tool parser. All texts until :meth:`settle` are of
+    one kind.
     """
 
     @property
     def is_counted(self) -> bool: ...
 
     def take(self, text: str, token_ids: Sequence[int]) -> Passed | None:
-        """What the text is, if it is passed on."""
+        """Return the kind of ``text`` if the parser would pass it on; None otherwise."""
         ...
 
     def settle(self) -> None:
-        """Have the parser know what was passed on; it has its text already."""
+        """Update this phase's part of the parser with the texts passed on since it last read."""
         ...
 
 
 class NoText:
-    """Nothing is passed on."""
+    """A phase in which the parser must read each text."""
 
     is_counted = False
 
     def take(self, text: str, token_ids: Sequence[int]) -> Passed | None:
-        """It is not."""
+        """Return None for every text."""
         del text, token_ids
 
     def settle(self) -> None:
-        """It knows nothing."""
+        """Do nothing: no text was passed on."""
 
 
 class AllText:
-    """What is passed on where no calls are looked for."""
+    """A phase in which the parser does not look for calls: every text is content."""
 
     is_counted = False
 
@@ -91,19 +92,19 @@ class AllText:
         self._even_empty = even_empty
 
     def take(self, text: str, token_ids: Sequence[int]) -> Passed | None:
-        """It is content."""
+        """Return that ``text`` is content; None for an empty text, unless this phase accepts it."""
         del token_ids
         return Passed.CONTENT if text or self._even_empty else None
 
     def settle(self) -> None:
-        """It knows nothing."""
+        """Do nothing: this phase has no state in the parser."""
 
 
 NO_TEXT, ANY_TEXT = NoText(), AllText(even_empty=True)
 
 
 class EngineText:
-    """What a parser engine of vLLM's passes on in one of its states."""
+    """The texts that one of vLLM's parser engines passes on in ``state``."""
 
     def __init__(self, engine: Any, state: ParserState) -> None:
         self._engine = engine
@@ -113,11 +114,11 @@ class EngineText:
         self._special = self._reader._resolved_token_ids.keys()
         self.is_counted = state is not ParserState.REASONING
         self._passed = Passed.CONTENT if self.is_counted else Passed.REASONING
-        # Whether it passes texts on as it has read up to here; None if that is not known.
+        # True if the engine, after the texts it has read, passes on texts without markers; None if not known yet.
         self._passes: bool | None = None
 
     def take(self, text: str, token_ids: Sequence[int]) -> Passed | None:
-        """What the text is, if it is passed on."""
+        """Return the kind of ``text`` if the engine would pass it on; None otherwise."""
         if self._passes is None:
             self._passes = self._has_no_marker_open()
         if not (self._passes and text and self._first_characters.isdisjoint(text)):
@@ -131,7 +132,7 @@ class EngineText:
         return self._passed
 
     def settle(self) -> None:
-        """It knows all, and will read."""
+        """Check the engine's state again at the next text: the engine is about to read."""
         self._passes = None
 
     def _has_no_marker_open(self) -> bool:
@@ -144,9 +145,9 @@ class EngineText:
 
 
 class HermesText:
-    """What the parser of Hermes' format passes on: content before the first call, and arguments of the open call.
+    """The texts that Hermes' parser passes on: content before the first call, and arguments of the open call.
 
-    ``state`` has the text that the parser has read. ``passes_arguments``: its deltas are not changed afterwards.
+    ``state`` has the text that the parser has read. ``passes_arguments``: the parser's deltas are sent unchanged.
     """
 
     is_counted = True
@@ -160,7 +161,7 @@ class HermesText:
         self._arguments: list[str] = []
 
     def take(self, text: str, token_ids: Sequence[int]) -> Passed | None:
-        """What the text is, if it is passed on."""
+        """Return the kind of ``text`` if the parser would pass it on; None otherwise."""
         del token_ids
         if not text or "<" in text:
             return None
@@ -169,14 +170,15 @@ class HermesText:
         if self._is_content:
             self._parser._sent_content_idx += len(text)
             return Passed.CONTENT
-        # With another last character, the parser's JSON cannot be whole, and it holds nothing back.
+        # If the last character is neither "}" nor a space, the call's JSON is not complete, and the parser holds
+        # nothing back.
         if self._call is None or text[-1] == "}" or text[-1].isspace():
             return None
         self._arguments.append(text)
         return Passed.ARGUMENTS
 
     def settle(self) -> None:
-        """Have the parser know which arguments were passed on."""
+        """Record the passed arguments in the parser."""
         self._is_known = False
         if self._arguments and self._call is not None:
             sent = self._parser.streamed_args_for_tool[self._call] + "".join(self._arguments)
@@ -186,11 +188,11 @@ class HermesText:
 
     @property
     def call(self) -> int | None:
-        """The open call, all of whose arguments so far were sent."""
+        """The index of the open call, if all of its arguments so far were sent; None otherwise."""
         return self._call
 
     def _look(self) -> None:
-        """Find out where the parser is, which has read all so far."""
+        """Determine the parser's position, at a time at which it has read the whole text."""
         text, parser = self._state.previous_text, self._parser
         has_call = parser.tool_call_start_token in text
         self._is_known = True
@@ -211,7 +213,7 @@ class HermesText:
 
 
 class PassedText:
-    """What the parser of one choice passes on, in each of its phases."""
+    """The texts that the parser of one choice passes on, in each of its phases."""
 
     def __init__(self, parser: Any, parsing: Parsing) -> None:
         self._state = parser._stream_state
@@ -219,7 +221,7 @@ class PassedText:
         self._reasoning = _reasoning_text(parser._reasoning_parser)
         self._has_tools = parser._tool_parser is not None
         self._tools = _tool_text(parser._tool_parser, self._state, parsing) if self._has_tools else None
-        # What passes texts on until the parser reads again; None if that is not known.
+        # The present phase, until the parser reads again; None if not known yet.
         self._phase: PassingPhase | None = None
         self._texts: list[str] = []
         self._token_ids: list[int] = []
@@ -227,7 +229,7 @@ class PassedText:
         self._calls_tool = False
 
     def take(self, text: str, token_ids: Sequence[int]) -> Passed | None:
-        """What the next text is, if it is passed on; otherwise the parser is to read it."""
+        """Return the kind of the next text if it is passed on; None if the parser must read it."""
         phase = self._phase
         if phase is None:
             phase = self._phase = self._present_phase()
@@ -260,7 +262,7 @@ class PassedText:
             self._uncounted = 0
 
     def settle(self) -> None:
-        """Have the parser know what was passed on, before it reads."""
+        """Update the parser with the passed texts; call this before the parser reads."""
         if self._phase is not None:
             self._phase.settle()
             self._phase = None
@@ -274,13 +276,16 @@ class PassedText:
 
     @property
     def call(self) -> int:
-        """The call whose arguments were passed on last."""
+        """The index of the call whose arguments were passed on last."""
         found = self._tools.call if isinstance(self._tools, HermesText) else None
         return 0 if found is None else found
 
 
 def passed_text(parser: Any, parsing: Parsing) -> PassedText | None:
-    """What ``parser`` passes on; None if it is not one that is known here, or its deltas are changed afterwards."""
+    """Return the texts that ``parser`` passes on.
+
+    None if the parser is not supported here, or if its deltas are changed before they are sent.
+    """
     if type(parser).parse_delta is not READ or parsing.hides_reasoning:
         return None
     return PassedText(parser, parsing)
@@ -313,5 +318,5 @@ def _engine_text(engine: Any, state: ParserState, passes: EventType) -> EngineTe
 
 
 def _is_own(found: Any, names: dict[str, Any]) -> bool:
-    """Whether an object's functions of these names are vLLM's common ones."""
+    """True if the class of ``found`` has vLLM's common functions under ``names``, not overridden."""
     return all(getattr(type(found), name, None) is function for name, function in names.items())

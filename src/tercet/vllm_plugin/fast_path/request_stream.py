@@ -1,6 +1,6 @@
-"""The stream of one request on the fast path: its choices, and what belongs to all of them.
+"""The stream of one request on the fast path: its choices, and the events and limits that they share.
 
-Relies on ``AsyncLLM.add_request`` validating a request, registering it with the ``OutputProcessor`` and giving its
+Relies on ``AsyncLLM.add_request`` validating a request, registering it with the ``OutputProcessor`` and passing its
 sequences to the engine-core client, with one queue for all of them.
 """
 
@@ -28,9 +28,10 @@ logger = logging.getLogger(__name__)
 
 
 class RequestStream:
-    """The stream of one request, to ``connection``; :meth:`run` returns once only its end is left to send.
+    """The stream of one request, sent to ``connection``.
 
-    ``portions`` let its sequences in, where it has several; ``pieces`` are the texts of tokens with log probabilities.
+    ``portions`` limit how many of several sequences run at a time; ``pieces`` are the texts of tokens for log
+    probabilities.
     """
 
     def __init__(
@@ -55,7 +56,7 @@ class RequestStream:
     # ---- from start to end -----------------------------------------------------------------------------------
 
     async def run(self, add_request: Callable[[], Awaitable[Any]]) -> bytes:
-        """Stream what ``add_request`` adds to vLLM; returns the last chunks, one of which has an error if any."""
+        """Stream the request that ``add_request`` adds to vLLM; return the last events, with the error if it failed."""
         events = self._plan.events
         if opening := events.begin():
             self.write(framed(opening))
@@ -70,12 +71,12 @@ class RequestStream:
             return events.failed(error)
 
     def begin(self, outputs: SequenceOutputs) -> None:
-        """The engine-core client got a sequence with these ``outputs``; called while the request is being added."""
+        """Add a sequence with these ``outputs``; the engine-core client calls it while vLLM adds the request."""
         self._choices.append(ChoiceStream(self, self._tools, self._plan, outputs, self._pieces))
 
     async def _stream(self) -> None:
         if not self._choices:
-            raise RuntimeError("vLLM added a request without telling its engine-core client")
+            raise RuntimeError("vLLM added a request without passing it to its engine-core client")
         try:
             if len(self._choices) == 1:
                 await self._choices[0].run(nullcontext())
@@ -86,7 +87,7 @@ class RequestStream:
             self.queue.close()
 
     async def _run_all(self) -> None:
-        """Stream all choices at the same time; the error of one ends them all."""
+        """Stream all choices at the same time; an error of one choice ends all of them."""
         try:
             async with asyncio.TaskGroup() as group:
                 for choice in self._choices:
@@ -102,28 +103,28 @@ class RequestStream:
 
     @property
     def calls_tool(self) -> bool:
-        """Whether any choice calls a tool."""
+        """True if any choice has called a tool."""
         return any(choice.calls_tool for choice in self._choices)
 
     # ---- what choices ask of it ------------------------------------------------------------------------------
 
     @property
     def is_full(self) -> bool:
-        """Whether more waits for the client than allowed."""
+        """True if more bytes wait for the client than allowed."""
         return self._connection.is_full
 
     async def sent(self) -> None:
-        """Send what was written, and wait until the client has read enough."""
+        """Send the written chunks, and wait until the client has read enough."""
         self._connection.flush()
         await self._connection.has_room()
 
     def has_result(self, result: RequestOutput) -> None:
-        """Write the events before those of a result."""
+        """Write the events that come before the event of ``result``."""
         if events := self._plan.events.result(result):
             self.write(framed(events))
 
     def has_ended(self, last: bytes) -> None:
-        """The last choice's last event is sent with the end of the stream."""
+        """Write a choice's ``last`` event; the last choice's one is kept for the end of the stream."""
         self._open -= 1
         if self._open:
             self.write(framed(last))

@@ -1,11 +1,11 @@
-"""Answers of the Responses API: items, made by vLLM's own functions; only the deltas inside of them are written here.
+"""Answers of the Responses API: vLLM's functions make the items; this module writes only the deltas inside them.
 
-vLLM's first event of more text, thoughts or arguments of an item is the form of all others of that item: they differ in
-their delta and their number.
+All delta events of one item (text, reasoning or arguments) differ only in their delta and their number. vLLM writes the
+first one, which is the template ("form") of the others.
 
 Relies on ``SimpleStreamingEventProcessor``, its ``state`` and the functions of its ``_STATE_HANDLERS``; on
-``SimpleContext`` keeping what ``responses_full_generator`` makes the whole response of; and on events being written
-with all of their fields, ``response.created`` ending with its number and its type.
+``SimpleContext`` keeping the data from which ``responses_full_generator`` makes the whole response; and on events being
+written with all of their fields, ``response.created`` ending with its number and its type.
 """
 
 from __future__ import annotations
@@ -35,19 +35,19 @@ from tercet.vllm_plugin.fast_path.sse_chunks import Extras
 from tercet.vllm_plugin.frontend.program_client import SequenceFailed
 from tercet.wire.serving.error_answers import fault_of
 
-# What stands for a delta and a number where vLLM writes the form of an event.
+# Placeholders for the delta and the number in the form of an event.
 SOME_DELTA, SOME_NUMBER = "\ue000 delta \ue000", 987654321987654321
 EVENT = b"event: %b\ndata: %b\n\n"
 
 
 @dataclass
 class Numbered:
-    """Events of one answer as bytes, numbered from ``next`` on."""
+    """Writer of one answer's events, which get consecutive numbers; ``next`` is the number of the next event."""
 
     next: int = 0
 
     def written(self, events: Sequence[Any]) -> bytes:
-        """vLLM's events."""
+        """Number vLLM's ``events`` and return their bytes."""
         found: list[bytes] = []
         for event in events:
             if hasattr(event, "sequence_number"):
@@ -58,32 +58,32 @@ class Numbered:
 
 
 def event_of(event: Any) -> bytes:
-    """One of vLLM's events, as its route writes it."""
+    """Return the bytes of one of vLLM's events, as vLLM's route writes it."""
     return EVENT % (event.type.encode(), event.model_dump_json(indent=None, by_alias=True).encode())
 
 
 class ResponseItems(ItemEvents):
-    """The items of a response, of which one is open at a time."""
+    """The events of a response's items; one item is open at a time."""
 
     def __init__(self, tools: Any, numbered: Numbered) -> None:
         super().__init__()
         self._processor = SimpleStreamingEventProcessor(tools=tools)
         self._numbered = numbered
-        # The form of the open item's deltas, and the deltas that its state has not been told of.
+        # The form of the open item's deltas, the state it belongs to, and the deltas missing in the processor's state.
         self._form: bytes | None = None
         self._form_of: _StateType | None = None
         self._deltas: list[str] = []
-        self._no_output: Any = None  # it is read for log probabilities alone
+        self._no_output: Any = None  # vLLM reads an output for its log probabilities only
 
     @property
     def finished(self) -> list[Any]:
-        """The items that are closed."""
+        """The closed items."""
         return self._processor.output_items
 
     # ---- what a choice says ----------------------------------------------------------------------------------
 
     def said(self, text: str) -> bytes:
-        """More of the answer's text."""
+        """Return the events for more of the answer's text."""
         if not text:
             return b""
         if self._form_of is _StateType.CONTENT:
@@ -91,26 +91,26 @@ class ResponseItems(ItemEvents):
         return self.delta(DeltaMessage(content=text))
 
     def thought(self, text: str) -> bytes:
-        """More reasoning."""
+        """Return the events for more reasoning."""
         if self._form_of is _StateType.REASONING:
             return self._more(text)
         return self.delta(DeltaMessage(reasoning=text))
 
     def arguments(self, call: int, text: str) -> bytes:
-        """More arguments of a call."""
+        """Return the events for more arguments of the call with index ``call``."""
         if self._form_of is _StateType.TOOL_CALL and self._processor.state.tool_call_index == call:
             return self._more(text)
         more = DeltaToolCall(index=call, function=DeltaFunctionCall(arguments=text))
         return self.delta(DeltaMessage(tool_calls=[more]))
 
     def delta(self, delta: Any) -> bytes:
-        """A parser's delta."""
+        """Return the events for a parser's delta."""
         return self._told(delta, split_delta(delta))
 
     def last(
         self, said: bytes, _finish_reason: str, _stop_reason: Any, _fingerprint: str | None, _extras: Extras
     ) -> bytes:
-        """What was said; items close with the response."""
+        """Return ``said``: the last item is closed at the end of the response."""
         return said
 
     # ---- items -----------------------------------------------------------------------------------------------
@@ -133,7 +133,7 @@ class ResponseItems(ItemEvents):
             events.append(self._more(more))
 
     def _more(self, delta: str) -> bytes:
-        """More of the item that is open."""
+        """Return an event with ``delta`` for the open item."""
         form = self._form
         if form is None:
             form = self._form = self._form_of_open()
@@ -154,7 +154,7 @@ class ResponseItems(ItemEvents):
         return form
 
     def close(self, finish_reason: str | None = None) -> bytes:
-        """Close the item that is open; ``finish_reason`` is that of the response, at its end."""
+        """Return the events that close the open item; ``finish_reason`` is the response's, given at its end only."""
         self._processor.state.accumulated_text += "".join(self._deltas)
         self._deltas.clear()
         self._form = self._form_of = None
@@ -163,7 +163,7 @@ class ResponseItems(ItemEvents):
 
 @dataclass
 class ResponseTask:
-    """What vLLM goes by to make the whole response, by its names."""
+    """Arguments with which vLLM makes the whole response, under vLLM's names."""
 
     request: Any
     sampling_params: Any
@@ -175,7 +175,7 @@ class ResponseTask:
 
 
 class ResponseAnswer:
-    """One response: ``serving`` is vLLM's object that prepared it."""
+    """One response, which vLLM's object ``serving`` prepared."""
 
     keeps_alive = False
 
@@ -187,11 +187,11 @@ class ResponseAnswer:
         self._opening = b""
 
     def choice(self, _index: int) -> ResponseItems:
-        """The only one."""
+        """Return the items of the only choice."""
         return self._items
 
     def begin(self) -> bytes:
-        """The response as it was asked for, in two events."""
+        """Return the two first events, ``response.created`` and ``response.in_progress``."""
         task = self._task
         response: Any = protocol.ResponsesResponse.from_request(
             task.request, task.sampling_params, model_name=task.model_name, created_time=task.created_time,
@@ -205,12 +205,12 @@ class ResponseAnswer:
         return self._opening + EVENT % (b"response.in_progress", again)
 
     def result(self, result: RequestOutput) -> bytes:
-        """A result has no event by itself."""
+        """Add ``result`` to the context; return nothing, since a result has no event."""
         self._task.context.append_output(result)
         return b""
 
     async def end(self, choices: Sequence[Told]) -> bytes:
-        """The end of the last item, and the whole response."""
+        """Return the events that close the last item, and the event with the whole response."""
         task, context = self._task, self._task.context
         (told,) = choices
         context.num_output_tokens, context._accumulated_token_ids = told.num_tokens, told.token_ids
@@ -223,13 +223,13 @@ class ResponseAnswer:
         return closed + self._numbered.written([last_response_event(response)])
 
     def failed(self, error: Exception) -> bytes:
-        """The error, and the response that has failed."""
+        """Return the events of the error and of the failed response."""
         said = error.error if isinstance(error, SequenceFailed) else fault_of(error)
         before = {"sequence_number": self._numbered.next - 1, "response": object_of(self._opening).get("response")}
         return b"".join(self._items.unsent) + last_events(RESPONSES, said, before)
 
 
 async def _no_outputs() -> AsyncGenerator[Any, None]:
-    """All outputs were read already."""
+    """Yield nothing: all outputs were read before."""
     for output in ():
         yield output

@@ -1,13 +1,14 @@
-"""Tokenises short prompts on the event loop, without the layers of ``transformers``.
+"""Tokenisation of short prompts on the event loop, without the layers of ``transformers``.
 
-vLLM passes every prompt to a thread, and to a task for each step. That costs more than tokenising a short one, and
-under load the thread waits for the interpreter's lock for longer than the event loop would be blocked. Much of the rest
-is the work of ``transformers`` around its inner tokenizer of ``tokenizers``.
+vLLM passes every prompt to a thread, and to a task for each step. For a short prompt, this costs more than the
+tokenisation itself; under load, the thread waits for the interpreter's lock for longer than the event loop would be
+blocked. Much of the remaining time is spent in ``transformers``, in the code around its inner tokenizer of
+``tokenizers``.
 
-Relies on a renderer tokenising a text prompt by its ``_tokenize_prompt_async``, which wraps ``_tokenize_prompt``, and
-on its ``render_cmpl`` returning what ``render_cmpl_async`` does; on ``get_encode_kwargs`` having the options of a
-tokenizer's call, and of them ``truncation``, ``max_length`` and ``add_special_tokens`` alone; and on a tokenizer of
-``transformers`` giving the result of its ``_tokenizer`` without truncation and padding, which is tested at the start.
+Relies on a renderer tokenising a text prompt with its ``_tokenize_prompt_async``, which wraps ``_tokenize_prompt``, and
+on ``render_cmpl`` and ``render_cmpl_async`` returning the same result; on ``get_encode_kwargs`` returning the options
+of a tokenizer's call, which are only ``truncation``, ``max_length`` and ``add_special_tokens``; and on a tokenizer of
+``transformers`` returning the result of its ``_tokenizer`` without truncation and padding: this is tested at the start.
 """
 
 from __future__ import annotations
@@ -21,9 +22,9 @@ from transformers import TokenizersBackend
 
 logger = logging.getLogger(__name__)
 Encode = Callable[[str, bool], list[int]]
-"""The ids of a text, with or without special tokens."""
+"""A function from a text, and whether to add special tokens, to token ids."""
 
-# Characters; the built-in model's tokeniser takes 0.5 ms for them.
+# Characters; the built-in model's tokeniser needs 0.5 ms for a text of this length.
 SHORT = 1000
 # The keys of a text-only prompt, as vLLM parses it.
 TEXT = {"prompt"}
@@ -32,7 +33,7 @@ TRIED = ("", "Hello, w\u00f6rld!", " two  spaces\n\tand \U0001f680 <|im_start|>u
 
 
 def render_short_prompts_here(renderer: Any) -> None:
-    """Let ``renderer`` leave the event loop for longer prompts only."""
+    """Make ``renderer`` tokenise short prompts on the event loop, and only longer prompts in a thread."""
     in_thread, as_vllm_does = renderer._tokenize_prompt_async, renderer._tokenize_prompt
     encode = encoder_of(renderer.tokenizer)
     render_in_tasks, render = renderer.render_cmpl_async, renderer.render_cmpl
@@ -56,10 +57,10 @@ def render_short_prompts_here(renderer: Any) -> None:
 
 
 def encoder_of(tokenizer: Any) -> Encode | None:
-    """The encoding of a ``transformers`` tokenizer without its other work; None if it does more than that."""
+    """Return the inner encoder of a ``transformers`` tokenizer; None if the tokenizer's results differ from it."""
     if not isinstance(tokenizer, TokenizersBackend):
         return None
-    # A copy, since others switch truncation on and off in theirs.
+    # A copy, since other code switches truncation on and off in the original.
     backend: Any = copy.deepcopy(tokenizer._tokenizer)
     backend.no_truncation()
     backend.no_padding()
@@ -70,13 +71,13 @@ def encoder_of(tokenizer: Any) -> Encode | None:
 
     for special in (False, True):
         if any(encode(text, special) != list(tokenizer(text, add_special_tokens=special).input_ids) for text in TRIED):
-            logger.warning("this tokenizer has no equivalent inner tokenizer: short prompts cost more")
+            logger.warning("the tokenizer's results differ from its inner tokenizer's: short prompts cost more")
             return None
     return encode
 
 
 def _encoded(encode: Encode, text: str, options: dict[str, Any]) -> list[int] | None:
-    """The ids of a text; None if the options ask for more, or for a part only."""
+    """Return the ids of a text; None if the options are unknown, or if they truncate it."""
     if options.keys() != KNOWN_OPTIONS:
         return None
     ids, most = encode(text, options["add_special_tokens"]), options["max_length"]

@@ -1,7 +1,7 @@
-"""The chunks of a stream, byte-identical to those of vLLM's stream generators, without creating objects.
+"""The chunks of a stream, byte-identical to those of vLLM's stream generators, written without an object for each.
 
 Relies on the fields of ``CompletionStreamResponse`` and ``ChatCompletionStreamResponse`` that the generators set, since
-a chunk has just those, and on their order; so on those of ``DeltaMessage`` and ``UsageInfo``.
+a chunk has only these, and on their order; also on the fields of ``DeltaMessage`` and ``UsageInfo``.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ NULL = b"null"
 class ChunkFormat:
     """Format of one route's chunks.
 
-    ``opening`` comes before what a choice says, ``closing`` after it; ``last_closing`` ends a choice. ``said``
-    surrounds a text that is not the answer of a parser. ``ending`` is what every chunk with a choice ends with.
+    ``opening`` comes before a choice's text or delta, ``closing`` after it; ``last_closing`` ends a choice. ``said``
+    surrounds a text that does not come from a parser. Every chunk with a choice ends with ``ending``.
     """
 
     object: bytes
@@ -55,12 +55,12 @@ CHAT = ChunkFormat(
 
 
 def completion_format() -> ChunkFormat:
-    """That of completions in the installed vLLM."""
+    """Return the format of completions in the installed vLLM."""
     return _former(COMPLETION) if CHUNKS_WITHOUT_TRANSFER.is_here else COMPLETION
 
 
 def chat_format() -> ChunkFormat:
-    """That of chat answers in the installed vLLM."""
+    """Return the format of chat answers in the installed vLLM."""
     return _former(CHAT) if CHUNKS_WITHOUT_TRANSFER.is_here else CHAT
 
 
@@ -72,7 +72,7 @@ def _former(form: ChunkFormat) -> ChunkFormat:
 
 
 class Extras(NamedTuple):
-    """What a chunk has next to its text, each as JSON; ``usage`` is empty where the chunk does not count tokens."""
+    """The fields of a chunk in addition to its text, each as JSON; ``usage`` is empty if the chunk has no usage."""
 
     logprobs: bytes = NULL
     token_ids: bytes = NULL
@@ -84,7 +84,7 @@ NO_EXTRAS = Extras()
 
 
 class ChunkWriter:
-    """Makes the chunks of one stream that belong to all of its choices; each is a whole event."""
+    """Writer of the chunks of one stream that belong to all of its choices; each is a whole event."""
 
     def __init__(self, form: ChunkFormat, request_id: str, created: int, model: str) -> None:
         self.form = form
@@ -93,7 +93,7 @@ class ChunkWriter:
         )  # fmt: skip
 
     def choice(self, index: int) -> ChoiceChunks:
-        """The chunks of one choice."""
+        """Return the writer of one choice's chunks."""
         return ChoiceChunks(self.form, self.head, index)
 
     def role(
@@ -104,20 +104,24 @@ class ChunkWriter:
         text: str | None = None,
         usage: bytes = b"",
     ) -> bytes:
-        """The chunk before a chat answer's text; ``prompt`` and ``text`` are the prompt's, where they are asked for."""
+        """Return the chunk before a chat answer's text.
+
+        ``prompt`` and ``text`` are the prompt's tokens and text, None if the client did not ask for them; ``usage`` is
+        the field made by :func:`usage_of`, or empty.
+        """
         choice = b'{"index":%d,"delta":{"role":%b,"content":""},"logprobs":null,"finish_reason":null}]%b' % (
             index, encode(role), usage
         )  # fmt: skip
         return b'%b%b,"prompt_token_ids":%b,"prompt_text":%b}\n\n' % (self.head, choice, encode(prompt), encode(text))
 
     def usage(self, counts: Mapping[str, Any], fingerprint: str | None) -> bytes:
-        """The chunk that counts all tokens, without what is not known."""
+        """Return the usage chunk, without the counts that are None."""
         known = {name: count for name, count in counts.items() if count is not None}
         return b'%b],"usage":%b%b' % (self.head, encode(known), _end(fingerprint))
 
 
 class ChoiceChunks:
-    """Makes the chunks of one choice; each is a whole event."""
+    """Writer of one choice's chunks; each is a whole event. See ``ChoiceEvents`` for the said part."""
 
     nothing = b"{}"
 
@@ -135,37 +139,37 @@ class ChoiceChunks:
         self._around_said = len(self._before) + len(self._said_after)
 
     def text(self, text: str) -> bytes:
-        """More text and nothing else, framed for HTTP/1.1's chunked encoding."""
+        """Return a chunk with ``text`` only, framed for HTTP/1.1's chunked encoding."""
         encoded = encode(text)
         return b"%x\r\n%b%b%b\r\n" % (self._around + len(encoded), self._text_before, encoded, self._text_after)
 
     def thinking(self, text: str) -> bytes:
-        """More reasoning and nothing else, framed."""
+        """Return a chunk with reasoning ``text`` only, framed."""
         return self.only(b'{"reasoning":%b}' % encode(text))
 
     def more_arguments(self, call: int, text: str) -> bytes:
-        """More arguments of a call and nothing else, framed."""
+        """Return a chunk with more arguments of the call with index ``call`` only, framed."""
         return self.only(self.arguments(call, text))
 
     def said(self, text: str) -> bytes:
-        """A text as what the choice says."""
+        """Return the said part for ``text``."""
         before, after = self._form.said
         return before + encode(text) + after
 
     def thought(self, text: str) -> bytes:
-        """Reasoning as what the choice says."""
+        """Return the said part for reasoning ``text``."""
         return b'{"reasoning":%b}' % encode(text)
 
     def arguments(self, call: int, text: str) -> bytes:
-        """More arguments of a call as what the choice says."""
+        """Return the said part for more arguments of the call with index ``call``."""
         return b'{"content":null,"tool_calls":[{"index":%d,"function":{"arguments":%b}}]}' % (call, encode(text))
 
     def delta(self, delta: Any) -> bytes:
-        """A parser's delta as what the choice says."""
+        """Return the said part for a parser's delta."""
         return delta_json(delta)
 
     def only(self, said: bytes, logprobs: bytes = NULL) -> bytes:
-        """What the choice says, with its log probabilities at most, framed for HTTP/1.1's chunked encoding."""
+        """Return a chunk with ``said`` and at most log probabilities, framed for HTTP/1.1's chunked encoding."""
         if logprobs is NULL:
             return b"%x\r\n%b%b%b\r\n" % (self._around_said + len(said), self._before, said, self._said_after)
         until, ending = self._logprobs_around
@@ -173,7 +177,7 @@ class ChoiceChunks:
         return b"%x\r\n%b%b%b%b%b\r\n" % (size, self._before, said, until, logprobs, ending)
 
     def more(self, said: bytes, extras: Extras) -> bytes:
-        """A chunk that does not end the choice."""
+        """Return a chunk with ``said`` and ``extras`` that does not end the choice, not framed."""
         closing = self._form.closing % _values(extras)
         return b"%b%b%b%b%b}\n\n" % (self._before, said, closing, extras.usage, self._form.ending)
 
@@ -181,14 +185,14 @@ class ChoiceChunks:
         self, said: bytes, finish_reason: str, stop_reason: int | str | None, fingerprint: str | None,
         extras: Extras = NO_EXTRAS,
     ) -> bytes:  # fmt: skip
-        """The chunk that ends the choice; ``fingerprint`` is the system's, where no usage follows."""
+        """Return the chunk that ends the choice, not framed; ``fingerprint`` is the system's, None if usage follows."""
         values = {**_values(extras), b"reason": encode(finish_reason), b"stop": encode(stop_reason)}
         closing = self._form.last_closing % values + extras.usage
         return self._before + said + closing + _end(fingerprint, self._form.ending)
 
 
 def usage_of(prompt: int, completion: int, reasoning: int | None, *, is_chat: bool) -> bytes:
-    """The field in which a chunk counts the tokens so far; ``reasoning`` tokens are told where a parser knows them."""
+    """Return a chunk's field ``usage``, for the tokens so far; ``reasoning`` is None if they are not counted."""
     counts: dict[str, Any] = {
         "prompt_tokens": prompt, "total_tokens": prompt + completion, "completion_tokens": completion
     }  # fmt: skip
@@ -198,7 +202,7 @@ def usage_of(prompt: int, completion: int, reasoning: int | None, *, is_chat: bo
 
 
 def framed(event: bytes) -> bytes:
-    """An event, as one chunk of HTTP/1.1's chunked encoding."""
+    """Return an event as one chunk of HTTP/1.1's chunked encoding."""
     return b"%x\r\n%b\r\n" % (len(event), event)
 
 

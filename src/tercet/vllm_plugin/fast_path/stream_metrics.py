@@ -1,4 +1,4 @@
-"""Adds to vLLM's metrics what its own path did not see: requests that bypassed its layers, and streamed tokens.
+"""Updates of vLLM's metrics for requests and tokens that bypassed vLLM's own path.
 
 Relies on ``PrometheusInstrumentatorMiddleware`` being one of the application's layers, each with the next one as
 ``app``, and on its ``instrumentations`` taking the data of a request as one ``Info``; and on the updates of
@@ -20,13 +20,13 @@ from starlette.responses import Response
 from starlette.types import Scope
 from vllm.v1.metrics.stats import IterationStats, RequestStateStats
 
-# One "iteration" of vLLM's metrics is what was streamed in this time: recording costs as much as several tokens.
+# Length in seconds of one "iteration" in vLLM's metrics. One record costs as much as several tokens.
 RECORD_SECONDS = 0.5
 _STREAM = Response()
 
 
 class HttpMetrics:
-    """Counts requests and their durations, as the layers of ``app`` would have."""
+    """Counter of requests and their durations, in the metrics of ``app``'s layers."""
 
     def __init__(self, app: Any) -> None:
         self._observers: Sequence[Callable[[Info], None]] = ()
@@ -38,33 +38,33 @@ class HttpMetrics:
 
     @property
     def found(self) -> bool:
-        """Whether there are metrics to update."""
+        """True if ``app`` has metrics to update."""
         return bool(self._observers)
 
     def observe(self, scope: Scope, handler: str, seconds: float) -> None:
-        """Record that a stream of route ``handler`` has ended after ``seconds``."""
+        """Record that a stream of the route ``handler`` has ended after ``seconds``."""
         info = Info(Request(scope), _STREAM, "POST", handler, "2xx", seconds, seconds)
         for observe in self._observers:
             observe(info)
 
 
 class StreamStats:
-    """Collects statistics of tokens and passes them to vLLM's loggers at intervals; does nothing without loggers."""
+    """Token statistics, passed to vLLM's loggers every ``RECORD_SECONDS``; without loggers, nothing is recorded."""
 
     def __init__(self, loggers: Any | None) -> None:
         self._loggers = loggers
         self._iteration: IterationStats | None = None
 
     def iteration(self) -> IterationStats | None:
-        """The object in which vLLM's own path records now; None without loggers."""
+        """Return the object in which vLLM's own path records now; None without loggers."""
         if self._loggers is None:
             return None
         gathered = self._gather(0)
-        gathered.iteration_timestamp = time.time()  # latencies are measured up to it
+        gathered.iteration_timestamp = time.time()  # the end of the latencies that vLLM measures
         return gathered
 
     def observe(self, request: RequestStateStats | None, num_tokens: int) -> None:
-        """Record ``num_tokens`` more of a request, in one output."""
+        """Record one output with ``num_tokens`` more tokens of a request."""
         if self._loggers is None or request is None:
             return
         now = time.monotonic()
@@ -73,13 +73,13 @@ class StreamStats:
         request.num_generation_tokens += num_tokens
 
     def count(self, request: RequestStateStats | None, num_tokens: int) -> None:
-        """As :meth:`observe`, for tokens whose output vLLM's own path will observe."""
+        """Count ``num_tokens`` more tokens of a request; vLLM's own path records the latency of their output."""
         if self._loggers is not None and request is not None:
             self._gather(num_tokens)
             request.num_generation_tokens += num_tokens
 
     def record(self) -> None:
-        """Pass on what was collected."""
+        """Pass the collected statistics to the loggers."""
         gathered, self._iteration = self._iteration, None
         if gathered is not None and self._loggers is not None:
             self._loggers.record(scheduler_stats=None, iteration_stats=gathered)

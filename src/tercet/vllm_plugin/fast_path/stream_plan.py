@@ -1,7 +1,7 @@
-"""What is known of an answer before it is streamed: its events, and by which parser they are made.
+"""Plan of an answer before it is streamed: the format of its events, its parser, and the fields of its chunks.
 
-Relies on ``should_include_usage`` telling whether usage is sent at the end, and with each chunk; and on a serving
-object's ``_make_parser`` making a parser for one choice.
+Relies on ``should_include_usage`` returning whether usage is sent at the end, and whether with each chunk; and on a
+serving object's ``_make_parser`` making a parser for one choice.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class StreamTools:
-    """Common parts of streams: vLLM's output processor, token counters, and the texts of tokens.
+    """Common parts of all streams: vLLM's output processor, token counters, and the texts of tokens.
 
-    ``keep_alive`` is after how many seconds without a chunk a comment is sent; 0: never.
+    ``keep_alive`` is the time in seconds without a chunk after which a comment is sent; 0: never.
     """
 
     processor: OutputProcessor
@@ -41,9 +41,9 @@ class StreamTools:
 
 @dataclass(frozen=True)
 class Logprobs:
-    """Log probabilities of a request: ``top`` of each token, all of them for -1, none of them for None.
+    """The log probabilities that a request asks for: the ``top`` ones of each token; -1: all, None: none of them.
 
-    ``in_words``: they differ from a token's text and value, so that vLLM's serving object makes them.
+    ``in_words``: the answer needs more than each token's text and value, so vLLM's serving object makes it.
     """
 
     top: int | None
@@ -54,9 +54,10 @@ class Logprobs:
 
 @dataclass(frozen=True)
 class Parsing:
-    """How an answer is parsed: one parser per choice, made by ``make``; ``request`` is what it goes by.
+    """Parsing of an answer: ``make`` makes one parser per choice, which reads its options in ``request``.
 
-    ``counts``: its tokens are kept, since usage tells how many of them were reasoning.
+    ``is_named``: the request names the tool to call. ``counts``: the tokens are kept, since usage has the number of
+    reasoning tokens.
     """
 
     request: Any
@@ -70,11 +71,11 @@ class Parsing:
 
 @dataclass(frozen=True)
 class StreamPlan:
-    """How to write one answer, as ``events``: ``serving`` is vLLM's object that prepared it.
+    """Plan for one answer, which ``events`` write and vLLM's object ``serving`` prepared.
 
-    ``is_chat``: a parser may read what it says. ``usage_each``, ``token_ids`` and ``logprobs`` are what its client
-    asked for in each chunk; ``fingerprint`` is for the last one. ``hears_silence``: an output without text and tokens
-    counts like any other, also as the first.
+    ``is_chat``: a parser may read its text. The client asked for ``usage_each``, ``token_ids`` and ``logprobs`` in each
+    chunk; the last chunk has ``fingerprint``. ``hears_silence``: an output without text and tokens is handled like any
+    other, even if it is the first.
     """
 
     serving: Any
@@ -90,16 +91,16 @@ class StreamPlan:
 
     @property
     def is_plain(self) -> bool:
-        """Whether its events differ only in their text."""
+        """True if the events differ only in their text."""
         return not (self.usage_each or self.token_ids) and self.logprobs is None and self.parsing is None
 
     def is_silent(self, *, finished: bool) -> bool:
-        """Whether a result without text and tokens, and with none before it, has no event."""
+        """True if no event is sent for a result without text and tokens, after no earlier text or token."""
         return not self.hears_silence and (not finished or SILENT_ENDS.is_here)
 
 
 def completion_plan(serving: Any, request: Any, chunks: ChunkWriter) -> StreamPlan:
-    """The plan for one prompt's completions."""
+    """Return the plan for one prompt's completions."""
     usage, usage_each = should_include_usage(request.stream_options, serving.enable_force_include_usage)
     n, token_ids = request.n or 1, bool(request.return_token_ids)
     return StreamPlan(
@@ -117,7 +118,7 @@ def chat_plan(
     template_kwargs: Any,
     multimodal_tokens: Mapping[str, int] | None,
 ) -> StreamPlan:
-    """The plan for chat answers."""
+    """Return the plan for chat answers."""
     usage, usage_each = should_include_usage(request.stream_options, serving.enable_force_include_usage)
     n, token_ids = request.n or 1, bool(request.return_token_ids)
     events = ChunkAnswer(
@@ -126,7 +127,7 @@ def chat_plan(
     )  # fmt: skip
     return StreamPlan(
         serving, events, is_chat=True, n=n, usage_each=usage_each, token_ids=token_ids,
-        # vLLM 0.31 has a request for no top ones, which gets no log probabilities at all.
+        # vLLM 0.31 accepts ``top_logprobs`` null, and sends no log probabilities then.
         logprobs=_logprobs(serving, request, request.top_logprobs)
         if request.logprobs and (request.top_logprobs is not None or request.logprob_token_ids)
         else None,
@@ -138,7 +139,7 @@ def chat_plan(
 def message_plan(
     serving: Any, request: Any, message_id: str, model: str, tokenizer: Any, template_kwargs: Any
 ) -> StreamPlan:
-    """The plan for a message; ``request`` is that of the chat answer of which vLLM would make it."""
+    """Return the plan for a message; ``request`` is the chat request into which vLLM has converted it."""
     return StreamPlan(
         serving, MessageAnswer(serving, message_id, model), is_chat=True,
         parsing=chat_parsing(serving, request, tokenizer, template_kwargs, usage=False),
@@ -148,7 +149,7 @@ def message_plan(
 def response_plan(
     serving: Any, request: Any, sampling_params: Any, context: Any, model: str, tokenizer: Any, metadata: Any
 ) -> StreamPlan | None:
-    """The plan for a response; None where ``context`` is one of which only vLLM can make items."""
+    """Return the plan for a response; None if only vLLM can make items from this kind of ``context``."""
     from vllm.entrypoints.openai.responses.context import SimpleContext
 
     if type(context) is not SimpleContext:
@@ -171,7 +172,7 @@ def _logprobs(serving: Any, request: Any, top: int | None) -> Logprobs:
 
 
 def chat_parsing(serving: Any, request: Any, tokenizer: Any, template_kwargs: Any, *, usage: bool) -> Parsing | None:
-    """How a chat answer is parsed; None if vLLM has no parser for it."""
+    """Return the parsing of a chat answer; None if vLLM has no parser for it."""
     from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionNamedToolChoiceParam
 
     if serving.parser_cls is None:

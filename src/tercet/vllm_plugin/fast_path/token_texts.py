@@ -1,11 +1,11 @@
-"""The text of tokens that are whole characters, looked up instead of decoded.
+"""Look-up of the text of tokens that are whole characters, instead of decoding.
 
-With a byte-level vocabulary the text of a sequence is its tokens' bytes, one after the other. A token whose bytes are
-whole characters has the same text everywhere, unless a token before it has left a character unfinished. vLLM's
-detokenizer decodes the rest, and every token of other vocabularies.
+With a byte-level vocabulary, the text of a sequence is the bytes of its tokens, one after the other. A token whose
+bytes are whole characters has the same text everywhere, unless the token before it left a character unfinished. vLLM's
+detokenizer decodes all other tokens, and every token of other vocabularies.
 
 Relies on ``FastIncrementalDetokenizer`` calling its own ``decode_next`` for the text of each token; on its stream
-keeping back only an unfinished character, so that it need not see whole tokens; and on the ``ByteLevel`` decoder of
+keeping back only an unfinished character, so that it can skip whole tokens; and on the ``ByteLevel`` decoder of
 ``tokenizers`` converting tokens to bytes one by one.
 """
 
@@ -21,9 +21,9 @@ REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 
 
 class TokenTexts(dict[int, str]):
-    """The text of each token that has one by itself; empty for special tokens, parts of characters and unknown ids.
+    """The text of each token, filled on demand; empty for special tokens, parts of characters and unknown ids.
 
-    Filled on demand. ``backend`` is a ``tokenizers.Tokenizer``.
+    ``backend`` is a ``tokenizers.Tokenizer``.
     """
 
     def __init__(self, backend: Any) -> None:
@@ -40,16 +40,16 @@ class TokenTexts(dict[int, str]):
 
 
 def texts_of(tokenizer: Any) -> TokenTexts | None:
-    """The texts of the tokens of vLLM's ``tokenizer``; None if the text of its tokens depends on their neighbours."""
+    """Return the texts of the tokens of vLLM's ``tokenizer``; None if a token's text depends on its neighbours."""
     backend = getattr(tokenizer, "_tokenizer", None)
     return TokenTexts(backend) if isinstance(getattr(backend, "decoder", None), ByteLevel) else None
 
 
 def look_up(detokenizer: Any, texts: TokenTexts | None, prompt: Sequence[int]) -> Callable[[int], str] | None:
-    """Let ``detokenizer`` look texts up; ``prompt`` are the tokens before its first.
+    """Make ``detokenizer`` look up texts; ``prompt`` has the tokens before its first one.
 
     Returns the function for the text of its next token. Returns None, and changes nothing, if look-up is impossible:
-    for other detokenizers, and for texts with special tokens but without the spaces between them.
+    for other detokenizers, and for texts with special tokens but without spaces between them.
     """
     if texts is None or type(detokenizer) is not FastIncrementalDetokenizer:
         return None
@@ -62,7 +62,7 @@ def look_up(detokenizer: Any, texts: TokenTexts | None, prompt: Sequence[int]) -
         text = texts[next_token_id]
         if text and whole:
             return text
-        whole = bool(text)  # after such a token, an unfinished character before it has become text
+        whole = bool(text)  # after a token with text, no character is unfinished
         return decode(next_token_id)
 
     detokenizer.decode_next = decode_next
