@@ -1,4 +1,4 @@
-"""Converts between vLLM's engine-core messages and Tercet's types."""
+"""Conversion between vLLM's engine-core messages and Tercet's types."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tercet.vllm_plugin.mm_features import to_wire
 from tercet.wire.serving.request_context import NOTHING, Asked
 
 FINISH_REASONS: Mapping[str, FinishReason] = {str(reason): reason for reason in FinishReason}
-# Fields that the router uses itself for the text, or that vLLM derives again on the engine.
+# Fields that the router itself uses to make the text, or that vLLM derives again on the engine.
 NOT_FORWARDED = frozenset(
     {"n", "stop", "output_kind", "skip_clone", "detokenize", "output_text_buffer_length", "extra_args",
      "include_stop_str_in_output", "skip_special_tokens", "spaces_between_special_tokens", "stream_interval",
@@ -43,10 +43,12 @@ def to_request(
     known: Asked = NOTHING,
     features: tuple[MultiModalFeature, ...] = (),
 ) -> Request:
-    """Return a program's request for vLLM's, whose images and the like are ``features``, and the body has ``known``.
+    """Return the program's request for vLLM's ``request``.
 
-    Raises ``VLLMValidationError`` (a 400) for features that cannot cross engines yet, and for values that cannot be
-    encoded, so that no program gets them.
+    ``features`` are its images and other media inputs; ``known`` are the fields read from the request's body.
+
+    Raises ``VLLMValidationError`` (status 400) for features that cannot be sent to engines yet, and for values that
+    cannot be encoded, so that no program gets them.
     """
     unsupported = {
         "prompt embeddings": request.prompt_embeds is not None,
@@ -79,11 +81,11 @@ def _require_writable(fields: Mapping[str, Any]) -> None:
 
 
 async def features_of(request: EngineCoreRequest, model_dtype: str = "") -> tuple[MultiModalFeature, ...]:
-    """The images and the like of a request, for engines that compute in ``model_dtype``.
+    """Return the images and other media inputs of a request, for engines that compute in ``model_dtype``.
 
     Raises ``VLLMValidationError``.
 
-    They are encoded and digested in another thread: megabytes take a while, in which others need their tokens.
+    Another thread encodes and digests them: for megabytes of data, this would delay the tokens of other requests.
     """
     return await asyncio.to_thread(_features, request, model_dtype) if request.mm_features else ()
 
@@ -96,7 +98,7 @@ def _features(request: EngineCoreRequest, model_dtype: str) -> tuple[MultiModalF
 
 
 def _reasoning(request: EngineCoreRequest) -> dict[str, Any]:
-    """Where the output's structure begins: data of vLLM's serving layer for engines, in addition to the parameters."""
+    """Return the fields with which vLLM's serving layer tells engines where structured output begins."""
     params = request.sampling_params
     if params is None or params.structured_outputs is None:
         return {}
@@ -105,7 +107,7 @@ def _reasoning(request: EngineCoreRequest) -> dict[str, Any]:
 
 
 def sampling_to_wire(params: SamplingParams) -> dict[str, Any]:
-    """The fields that differ from vLLM's defaults, as plain values."""
+    """Return the fields that differ from vLLM's defaults, as plain values; raises ``VLLMValidationError``."""
     extra = {key for key in params.extra_args or {} if key != "kv_transfer_params"}
     if extra:
         raise VLLMValidationError(f"extra_args: {', '.join(sorted(extra))} is not supported by this router")
@@ -135,7 +137,7 @@ def _plain(value: Any) -> Any:
 
 
 def to_core_output(seq_id: str, prompt_len: int, output: Output, usage: Usage | None) -> EngineCoreOutput:
-    """vLLM's message for one output; ``usage`` is given with the first output only."""
+    """Return vLLM's message for one output; ``usage`` is None except for the first output."""
     return EngineCoreOutput(
         request_id=seq_id,
         new_token_ids=list(output.token_ids),
@@ -157,9 +159,9 @@ def _prefill_stats(prompt_len: int, usage: Usage) -> PrefillStats:
 
 
 def _logprobs_lists(positions: Sequence[Sequence[TokenLogprob]]) -> LogprobsLists:
-    """vLLM's arrays: the sampled token in column 0 and the token of rank *i* in column *i*.
+    """Return vLLM's arrays: the sampled token in column 0 and the token of rank *i* in column *i*.
 
-    The engine's answer has each token once, so a sampled one that is among the top ones is inserted again.
+    The engine's answer has each token once, so a sampled token that is among the top tokens is inserted again.
     """
     width = 1 + max((_depth(position) for position in positions), default=0)
     token_ids = np.zeros((len(positions), width), dtype=np.int64)
@@ -172,12 +174,12 @@ def _logprobs_lists(positions: Sequence[Sequence[TokenLogprob]]) -> LogprobsList
             found = by_rank.get(column, sampled) if column else sampled
             token_ids[row, column], values[row, column] = found.token_id, found.logprob
     if token_ids.size and token_ids.min() < 0:
-        raise EngineError("an output of the program has log probabilities of no tokens")
+        raise EngineError("an output of the program has log probabilities with negative token ids")
     return LogprobsLists(token_ids, values, ranks)
 
 
 def _depth(position: Sequence[TokenLogprob]) -> int:
-    """The highest rank among the top ones; the sampled token may be one of them."""
+    """Return the highest rank among the top tokens; the sampled token may be one of them."""
     sampled, *top = (found.rank or 0 for found in position)
     return max([*top, sampled if sampled <= len(position) else 0])
 

@@ -1,9 +1,9 @@
-"""Streams that vLLM converts from its chat streams (Anthropic's API): passes errors of the chat stream on.
+"""Errors of chat streams, kept for the streams that vLLM converts from them (Anthropic's API).
 
-Relies on ``AnthropicServingMessages`` making its events from what its ``chat_completion_stream_generator_raw`` yields,
-of which an ``ErrorResponse`` ends the stream with an error. Up to vLLM 0.32 it makes them from the text of its
-``chat_completion_stream_generator``, and ``message_stream_converter`` yields ``error`` for what does not begin with
-``data:``.
+Relies on ``AnthropicServingMessages`` making its events from the chunks of ``chat_completion_stream_generator_raw``;
+an ``ErrorResponse`` among them ends the stream with an error. Up to vLLM 0.32, it makes them from the text of
+``chat_completion_stream_generator``, and ``message_stream_converter`` yields ``error`` for text that does not begin
+with ``data:``.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from tercet.vllm_plugin.differences import CONVERTED_AS_TEXT
 from tercet.wire.serving.request_context import current
 
 ERROR_ITEM = 'data: {"error"'
-# Its converter cannot read this, and ends with an error; ``ErrorSend`` inserts the error's text.
+# vLLM's converter cannot read this, and ends with an error; ``ErrorSend`` inserts the error's text.
 NO_CHUNK = "error"
 
 
 def tell_errors_of(serving: Any) -> None:
-    """Make the serving object's streams end with the error of the chat stream, with its status and its words."""
+    """Make the serving object's streams end with the error of the chat stream, with its status and message."""
     if CONVERTED_AS_TEXT.is_here:
         _tell_as_text(serving)
     else:

@@ -1,8 +1,8 @@
-"""vLLM's OpenAI server, assembled from its own parts over the client that runs programs.
+"""vLLM's OpenAI server, assembled from vLLM's parts on the client that runs programs.
 
 Relies on ``AsyncLLM.__init__`` getting its client from ``EngineCoreClient.make_async_mp_client``, on ``build_app`` not
-yet adding the application's layers, and on the launcher functions ``init_app_state`` and ``serve_http``, of which the
-latter sets its signal handlers before it waits for anything, and puts its server into ``app.state.server``.
+wrapping the application in its layers yet, and on the launcher functions ``init_app_state`` and ``serve_http``;
+``serve_http`` sets its signal handlers before its first wait, and puts its server into ``app.state.server``.
 """
 
 from __future__ import annotations
@@ -34,18 +34,18 @@ from tercet.vllm_plugin.start.flag_errors import refuse_in_a_sentence
 from tercet.vllm_plugin.start.leak_reports import without_leak_reports
 from tercet.wire.serving.client_connection import StreamingProtocol
 
-# Time for remaining connections when the server closes: idle clients, and answers past their timeout.
+# Time in seconds for remaining connections when the server closes: idle clients, and answers past their timeout.
 CLOSE_SECONDS = 1
 STARTED_POLL_S = 0.01
-# Connections that wait to be accepted; uvicorn's value.
+# Largest number of connections that wait to be accepted; uvicorn's value.
 BACKLOG = 2048
 
 
 @dataclass(frozen=True)
 class OpenAIServer:
-    """vLLM's application: ``layers`` answer; streams may take the ``fast`` path instead, if any.
+    """vLLM's application. ``layers`` answer requests; streams may take the path ``fast`` instead, if not None.
 
-    Outer layers replace ``app.middleware_stack``.
+    The router's outer layers replace ``app.middleware_stack``.
     """
 
     app: FastAPI
@@ -54,7 +54,7 @@ class OpenAIServer:
 
 
 async def openai_server(args: argparse.Namespace, engine_client: Any) -> OpenAIServer:
-    """The server of ``engine_client``, under vLLM's options ``args``, without a fast path."""
+    """Return the server of ``engine_client`` under vLLM's options ``args``, without a fast path."""
     from vllm.entrypoints.launchers.api_server.app_state import init_app_state
     from vllm.entrypoints.launchers.app import build_app
 
@@ -70,9 +70,9 @@ async def openai_server(args: argparse.Namespace, engine_client: Any) -> OpenAIS
 
 
 def with_fast_path(server: OpenAIServer, args: argparse.Namespace, engine_client: Any) -> OpenAIServer:
-    """The same server, whose streams take the fast path, if vLLM's options allow it.
+    """Return ``server`` with the fast path for streams, if vLLM's options allow it.
 
-    Raises :class:`~tercet.vllm_plugin.hooks.UnsupportedVLLM` if this vLLM is not as the fast path needs it.
+    Raises :class:`~tercet.vllm_plugin.hooks.UnsupportedVLLM` if the fast path does not support the installed vLLM.
     """
     require_hooks("fast path")
     render_short_prompts_here(engine_client.renderer)
@@ -80,7 +80,7 @@ def with_fast_path(server: OpenAIServer, args: argparse.Namespace, engine_client
 
 
 def text_of(engine_client: Any, args: argparse.Namespace) -> TextFingerprint:
-    """Fingerprint of this server's text; a given chat template is not compared with engines'."""
+    """Return the fingerprint of this server's text; a chat template from ``args`` is left out of it."""
     config = engine_client.model_config
     if config.skip_tokenizer_init:
         return TextFingerprint()
@@ -89,23 +89,23 @@ def text_of(engine_client: Any, args: argparse.Namespace) -> TextFingerprint:
 
 
 def loads_adapters() -> bool:
-    """Whether vLLM's own variable allows clients to load adapters while the server runs."""
+    """True if vLLM's environment variable allows clients to load adapters while the server runs."""
     from vllm import envs
 
     return bool(envs.VLLM_ALLOW_RUNTIME_LORA_UPDATING)
 
 
 def import_vllm() -> None:
-    """Import what the server needs, which takes seconds.
+    """Import the parts of vLLM that the server needs, which takes seconds.
 
-    Raises :class:`~tercet.vllm_plugin.hooks.UnsupportedVLLM` before anything of it is used.
+    Raises :class:`~tercet.vllm_plugin.hooks.UnsupportedVLLM` before any part is used.
     """
     without_leak_reports()
     require_hooks("frontend")
     refuse_in_a_sentence()
-    # Prompts are tokenised one by one: a pool of threads costs more than it can save.
+    # Prompts are tokenised one by one: a pool of threads costs more time than it saves.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    # A picture's host could redirect us to any other, outside of the list of allowed ones.
+    # A redirect from an image's host could lead to a host that is not in the list of allowed hosts.
     os.environ.setdefault("VLLM_MEDIA_URL_ALLOW_REDIRECTS", "0")
     for module in ("vllm.entrypoints.launchers.api_server.entry", "vllm.v1.engine.async_llm"):
         importlib.import_module(module)
@@ -114,7 +114,7 @@ def import_vllm() -> None:
 def server_args(
     model: str, names: Sequence[str], host: str, port: int, max_model_len: int, more: Sequence[str]
 ) -> argparse.Namespace:
-    """vLLM's options, parsed and checked by vLLM; ``more`` are the user's."""
+    """Return vLLM's options, parsed and checked by vLLM; ``more`` are the user's flags."""
     argv = [
         "--model", model, "--served-model-name", *names, "--host", host, "--port", str(port),
         "--max-model-len", str(max_model_len), "--disable-uvicorn-access-log", "--uvicorn-log-level", "warning", *more,
@@ -141,7 +141,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def engine_client_over(programs: Programs, args: argparse.Namespace) -> Any:
-    """vLLM's whole ``AsyncLLM``, over the client that runs ``programs``."""
+    """Return vLLM's complete ``AsyncLLM``, on the client that runs ``programs``."""
     from vllm import AsyncEngineArgs, envs
     from vllm.config import VllmConfig
     from vllm.v1.engine.async_llm import AsyncLLM
@@ -152,7 +152,7 @@ def engine_client_over(programs: Programs, args: argparse.Namespace) -> Any:
 
     engine_args = AsyncEngineArgs.from_cli_args(args)
     model_config = engine_args.create_model_config()
-    # As in vLLM's render server: there is no inference here, so the weights' format and KV memory do not matter.
+    # A router runs no inference, so the weights' format and KV memory do not matter (as in vLLM's render server).
     model_config.quantization = None
     fetch_nothing_unasked(model_config)
     process_exactly(model_config)
@@ -179,7 +179,7 @@ def engine_client_over(programs: Programs, args: argparse.Namespace) -> Any:
 
 
 def listening_socket(args: argparse.Namespace, shared: socket.socket | None = None) -> socket.socket:
-    """The socket to serve on, a new one or the ``shared`` one, with vLLM's settings."""
+    """Return the socket to serve on, a new one or the ``shared`` one, with vLLM's settings."""
     from vllm.entrypoints.launchers.launcher import setup_server
 
     if shared is None:
@@ -196,9 +196,9 @@ def listening_socket(args: argparse.Namespace, shared: socket.socket | None = No
 
 
 def listen_alone(sock: socket.socket) -> None:
-    """Listen now: two processes can both bind one address before either of them listens, and the second one fails.
+    """Listen on ``sock`` now: two processes can bind one address before either listens, and then only one can listen.
 
-    Raises :class:`~tercet.protocol.BadRequest` in that one.
+    Raises :class:`~tercet.protocol.BadRequest` in the other process.
     """
     try:
         sock.listen(BACKLOG)
@@ -220,14 +220,14 @@ async def accept(
     peer_loads: tuple[memoryview[int], int] | None = None,
     on_ready: Callable[[], object] = lambda: None,
 ) -> None:
-    """Serve until ``shut_down`` returns, which is called once the socket is served, or until the server ends.
+    """Serve until ``shut_down`` returns or the server ends; ``shut_down`` is called once the socket is served.
 
-    Signals are for ``shut_down`` to handle. ``on_ready`` is called once, when connections are accepted.
+    ``shut_down`` handles signals. ``on_ready`` is called once, when connections are accepted.
 
-    Of several workers the one with the fewest connections takes the next.
+    The worker with the fewest connections takes the next one.
 
-    ``peer_loads`` are the numbers of connections of all workers, and this one's index. Where
-    :data:`~tercet.vllm_plugin.differences.SYSTEM_BALANCES` is here, vLLM does not use them.
+    ``peer_loads`` has the number of connections of each worker, and this worker's index. With a vLLM that has
+    :data:`~tercet.vllm_plugin.differences.SYSTEM_BALANCES`, it is not used.
     """
     from vllm.entrypoints.launchers.launcher import serve_http
 
@@ -242,7 +242,7 @@ async def accept(
         ssl_ca_certs=args.ssl_ca_certs, ssl_cert_reqs=args.ssl_cert_reqs, ssl_ciphers=args.ssl_ciphers,
         **by_load, log_level=args.uvicorn_log_level, access_log=not args.disable_uvicorn_access_log,
     ))  # fmt: skip
-    await asyncio.sleep(0)  # up to where it waits for its server: vLLM's signal handlers exist now, and can be replaced
+    await asyncio.sleep(0)  # until its first wait: vLLM's signal handlers are set then, and can be replaced
     ending = asyncio.ensure_future(shut_down())
     announcing = asyncio.ensure_future(_announce(app, on_ready))
     try:
@@ -264,10 +264,10 @@ async def _announce(app: FastAPI, on_ready: Callable[[], object]) -> None:
 
 
 def _settle() -> None:
-    """Settle the process for serving: its environment stays unchanged from now on."""
+    """Prepare the process for serving: keep vLLM's environment variables as they are now, and collect cycles rarely."""
     from vllm.envs import enable_envs_cache
 
     # vLLM looks up dozens of variables for each request.
     enable_envs_cache()
-    # Cycles are rare here, and searching them took 5% of the time of tokens, in pauses of 10 ms.
+    # Cycles are rare here, and the search for them took 5% of the time for tokens, in pauses of 10 ms.
     gc.set_threshold(20_000, 20, 20)

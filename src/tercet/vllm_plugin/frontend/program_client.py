@@ -1,7 +1,7 @@
-"""The engine-core client that runs programs, in the place where vLLM's API server expects one engine.
+"""The engine-core client that runs programs, in place of vLLM's client of one engine.
 
 Relies on ``AsyncLLM`` using, for generation, only the methods below and the attributes ``engine_ranks_managed`` and
-``resources.engine_dead``. That flag is never set: the loss of one engine must not fail every request.
+``resources.engine_dead``. ``engine_dead`` is never set: the loss of one engine must not fail every request.
 """
 
 from __future__ import annotations
@@ -38,52 +38,52 @@ if TYPE_CHECKING:
     from vllm.v1.engine.output_processor import OutputProcessor, RequestOutputCollector
 
 logger = logging.getLogger(__name__)
-# Tokens and log probabilities that wait in vLLM's layer for a client that does not read.
+# Largest number of tokens and log probabilities that wait in vLLM's layer for a client that does not read.
 MOST_UNTAKEN = 256 * 1024
-# Sequences of one request that are added in a row.
+# Number of sequences of one request that are added before other requests get a turn.
 BETWEEN_PAUSES = 8
-# Larger ids are in no vocabulary, and do not fit vLLM's arrays.
+# Token ids are below this bound: no vocabulary has larger ids, and they do not fit vLLM's arrays.
 MOST_TOKENS = 2**31
 
 
 class ProgramRun(Protocol):
-    """One sequence's program: its outputs, for which it runs as they are asked for."""
+    """One sequence's program, which runs while its outputs are read."""
 
     @property
     def stream(self) -> OutputStream:
-        """The outputs."""
+        """The program's outputs."""
         ...
 
     def prompt_usage(self, usage: Usage | None) -> Usage:
-        """What the client's usage shall call cached, from that of the first output: what no engine had to compute."""
+        """Return the client's usage, from ``usage`` of the first output; ``cached``: tokens that no engine computed."""
         ...
 
 
 class Programs(Protocol):
-    """What runs programs for vLLM's layer."""
+    """The router's runner of programs, as vLLM's layer needs it."""
 
     @property
     def model_dtype(self) -> str:
-        """In what the engines compute that the programs may use; empty if they differ."""
+        """The data type in which the engines compute that the programs may use; empty if the engines differ."""
         ...
 
     def run(self, request: Request, context: RequestContext) -> ProgramRun:
-        """The program of one sequence of an HTTP request."""
+        """Return the program of one sequence of an HTTP request."""
         ...
 
     def failed(self, seq_id: str, error: TercetError) -> None:
-        """A sequence has ended in an error."""
+        """Record that a sequence has ended with an error."""
         ...
 
 
 class SequenceOutputs:
-    """One sequence's outputs as vLLM's layer sees them, and its failures in vLLM's words."""
+    """One sequence's outputs as vLLM's messages, and its failures as vLLM's exceptions."""
 
     def __init__(
         self, programs: Programs, request: Request, context: RequestContext, request_id: str | None = None
     ) -> None:
         self.seq_id = request.seq_id
-        # What vLLM calls it here, which its client may have chosen.
+        # vLLM's id of the sequence in this process; the client may have chosen it.
         self.request_id = request_id or request.seq_id
         self._num_prompt_tokens = request.num_tokens
         self._programs = programs
@@ -96,17 +96,17 @@ class SequenceOutputs:
         self._wants_prompt_logprobs = not asked.isdisjoint(("prompt_logprobs", "prompt_logprob_token_ids"))
 
     def to_core_output(self, output: Output) -> EngineCoreOutput:
-        """vLLM's message for the next output.
+        """Return vLLM's message for the next output.
 
-        Raises :class:`~tercet.protocol.ProgramFailed` for one that no engine has reason to give: vLLM's output handler
-        would end by it, and with that every request.
+        Raises :class:`~tercet.protocol.ProgramFailed` for an output that a correct engine never returns: it would end
+        vLLM's output handler, and with it every request.
         """
         unasked = (output.logprobs is not None and not self._wants_logprobs) or (
             output.prompt_logprobs is not None and not self._wants_prompt_logprobs
         )
         if unasked or not all(0 <= token < MOST_TOKENS for token in output.token_ids):
             raise ProgramFailed(
-                "an output of the program has log probabilities that were not asked for, or no token ids"
+                "an output of the program has log probabilities that the request did not ask for, or invalid token ids"
             )
         usage = self._run.prompt_usage(output.usage) if self._is_first else None
         self._is_first = False
@@ -114,10 +114,10 @@ class SequenceOutputs:
 
     @contextmanager
     def failures(self) -> Generator[None]:
-        """While entered, what fails is raised as an exception from which vLLM makes the client's error."""
+        """Raise the failures that occur while entered as exceptions from which vLLM makes the client's error."""
         try:
             yield
-        except GenerationError:  # vLLM's own
+        except GenerationError:  # vLLM's own exception
             raise
         except TercetError as error:
             raise self._failed(error) from error
@@ -133,7 +133,7 @@ class SequenceOutputs:
 
 
 class SequenceFailed(GracefulHTTPError):
-    """One of our errors, as an exception from which vLLM makes an answer with its status."""
+    """One of Tercet's errors, as an exception from which vLLM makes an answer with its status."""
 
     def __init__(self, error: TercetError) -> None:
         super().__init__(error.message, HTTPStatus(error.status))
@@ -143,15 +143,15 @@ class SequenceFailed(GracefulHTTPError):
 def _require_few(context: RequestContext) -> None:
     if context.most_sequences is not None and len(context.running) >= context.most_sequences:
         raise VLLMValidationError(
-            f"the request asks for more than {context.most_sequences} sequences, which is all that this router "
-            "takes of one (max-sequences); send several requests"
+            f"the request asks for more than {context.most_sequences} sequences, "
+            f"and this router allows {context.most_sequences} per request (max-sequences); send several requests"
         )
 
 
 def start_one_by_one(engine_client: Any) -> None:
-    """Have the engine client begin the prompts of a request one after the other, and others be served in between.
+    """Make the engine client start the prompts of a request one after the other, and serve other requests in between.
 
-    vLLM's handlers start all of them at once, and each is prepared by its first step.
+    vLLM's handlers start all prompts at once, and the first step of each prompt prepares it.
     """
     generate = engine_client.generate
 
@@ -176,7 +176,7 @@ def _size(choice: CompletionOutput) -> int:
 
 
 class ProgramClient(EngineCoreClient):
-    """Takes requests from ``AsyncLLM``, runs a program for each, and hands its outputs back."""
+    """Engine-core client that takes requests from ``AsyncLLM``, runs a program for each, and returns its outputs."""
 
     _processor: OutputProcessor
 
@@ -185,20 +185,23 @@ class ProgramClient(EngineCoreClient):
         self._running: dict[str, asyncio.Task[None]] = {}
         self._tasks = TaskSet()
         self._ready: asyncio.Queue[EngineCoreOutput] = asyncio.Queue()
-        # Set once what get_output_async returned last, or will return next, is in its requests' streams.
+        # Set once the outputs that get_output_async returned last, or will return next, are in their requests' streams.
         self._last_batch, self._next_batch = asyncio.Event(), asyncio.Event()
         self.engine_ranks_managed = [0]
         self.resources = SimpleNamespace(engine_dead=False)
 
     def attach(self, output_processor: OutputProcessor) -> None:
-        """Where requests' errors go, so that clients get the status and the message; before the first request."""
+        """Use ``output_processor`` to pass errors to requests. Call this before the first request.
+
+        Clients then get the status and the message of an error.
+        """
         self._processor = output_processor
 
     # ---- what AsyncLLM calls ---------------------------------------------------------------------------------
 
     async def get_output_async(self) -> EngineCoreOutputs:
-        """Everything that arrived since the last call; waits for at least one output."""
-        self._last_batch.set()  # AsyncLLM asks again once it has put the last ones into its requests' streams
+        """Return all outputs since the last call; wait for at least one."""
+        self._last_batch.set()  # AsyncLLM calls again once it has put the last outputs into its requests' streams
         outputs = [await self._ready.get()]
         while not self._ready.empty():
             outputs.append(self._ready.get_nowait())
@@ -206,14 +209,14 @@ class ProgramClient(EngineCoreClient):
         return EngineCoreOutputs(outputs=outputs)
 
     async def add_request_async(self, request: EngineCoreRequest) -> None:
-        """Start the request's program, or hand it to the stream on the fast path that the request is."""
+        """Start the request's program, or pass its outputs to the request's stream on the fast path."""
         context = current()
         try:
             _require_few(context)
             features = await features_of(request, self._programs.model_dtype)
             sequence = to_request(request, context.headers, context.asked, features)
         except VLLMValidationError:
-            # AsyncLLM has registered it already, and does not undo that for errors raised here.
+            # AsyncLLM has already registered the request, and does not remove it after an error raised here.
             self._processor.abort_requests((request.request_id,), internal=True)
             raise
         outputs = SequenceOutputs(self._programs, sequence, context, request.request_id)
@@ -226,34 +229,34 @@ class ProgramClient(EngineCoreClient):
         if context.has_ended:
             task.cancel()
         if len(context.running) % BETWEEN_PAUSES == 0:
-            await asyncio.sleep(0)  # the sequences of one request come in a row, and others want their tokens
+            await asyncio.sleep(0)  # vLLM adds all sequences of one request in a row; other requests get a turn here
 
     def _ended(self, request_id: str, context: RequestContext, task: asyncio.Task[None]) -> None:
         self._running.pop(request_id, None)
         context.running.pop(request_id, None)
-        if task.cancelled():  # if vLLM was cancelled while it added the request, it does not abort it
+        if task.cancelled():  # vLLM does not abort a request if it was cancelled while it added the request
             self._forget(request_id)
 
     async def abort_requests_async(self, request_ids: list[str]) -> None:
-        """Cancel programs; each gives back what it took, wherever it is."""
+        """Cancel the programs of these requests; each releases its resources on all engines."""
         for request_id in request_ids:
             task = self._running.get(request_id)
             if task is not None:
                 task.cancel()
 
     async def get_supported_tasks_async(self) -> tuple[Any, ...]:
-        """Text generation only."""
+        """Return the only supported task, text generation."""
         return ("generate",)
 
     async def reset_mm_cache_async(self) -> None:
-        """There is none."""
+        """Do nothing: the router has no multi-modal cache of an engine."""
 
     def shutdown(self, timeout: float | None = None) -> None:
         """Cancel every program."""
         self._tasks.cancel()
 
     def dp_engines_running(self) -> bool:
-        """Whether there is work."""
+        """True if a program is running."""
         return bool(self._running)
 
     # ---- one request -----------------------------------------------------------------------------------------
@@ -273,7 +276,7 @@ class ProgramClient(EngineCoreClient):
                     self._require_taken(outputs.request_id)
                     self._ready.put_nowait(outputs.to_core_output(output))
                     if first and not output.finished:
-                        # The client has its first token before the program goes on to what the second one needs.
+                        # The client gets the first token before the program starts its work for the second one.
                         await self._next_batch.wait()
                     first = False
 
@@ -283,7 +286,9 @@ class ProgramClient(EngineCoreClient):
         waiting = queue.output if queue is not None else None
         choices = waiting.outputs if isinstance(waiting, RequestOutput) else ()
         if sum(_size(choice) for choice in choices) > MOST_UNTAKEN:
-            raise DeadlineExceeded("the client does not read its answer: what waits for it has reached its bound")
+            raise DeadlineExceeded(
+                f"the client does not read its answer: over {MOST_UNTAKEN} tokens and log probabilities wait for it"
+            )
 
     def _fail(self, request_id: str, error: Exception) -> None:
         queue = self._queue_of(request_id)
@@ -292,7 +297,7 @@ class ProgramClient(EngineCoreClient):
             self._forget(request_id)
 
     def _forget(self, request_id: str) -> None:
-        """Have vLLM abort the whole request of a sequence, if it still knows it."""
+        """Make vLLM abort the whole request of a sequence, if vLLM still has it."""
         state = self._processor.request_states.get(request_id)
         if state is not None:
             parent = state.parent_req

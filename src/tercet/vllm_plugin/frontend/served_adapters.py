@@ -1,8 +1,8 @@
-"""The adapters of a fleet, for look-ups of vLLM's OpenAI layer by the client's model name.
+"""The adapters of a fleet, for vLLM's OpenAI layer, which looks them up by the client's model name.
 
-Relies on ``OpenAIServingModels.lora_requests`` being the only source of adapters in this layer, read as a mapping for
-each request and for ``/v1/models``; and on ``InputProcessor`` refusing an adapter only if its ``lora_config`` is
-missing.
+Relies on ``OpenAIServingModels.lora_requests`` being the only source of adapters in this layer, which reads it as a
+mapping for each request and for ``/v1/models``; and on ``InputProcessor`` refusing an adapter only if its
+``lora_config`` is missing.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from vllm.lora.request import LoRARequest
 
 from tercet.protocol import AdapterReport
 
-# vLLM needs a number. Here no adapter is loaded: a request carries the name to the engines, which number their own.
+# vLLM needs a number. A router loads no adapter: it sends the name to the engines, which number their adapters.
 NUMBER = 1
 
 
 class ServedAdapters(Mapping[str, LoRARequest]):
-    """A view of what ``known`` returns now."""
+    """Live view of the adapters that ``known`` returns."""
 
     def __init__(self, known: Callable[[], Mapping[str, AdapterReport]]) -> None:
         self._known = known

@@ -1,7 +1,8 @@
-"""vLLM's server options at a router: each is passed on to vLLM's parts, served here, or refused at the start.
+"""vLLM's server options at a router: each is passed to vLLM's parts, implemented by the router, or refused at start.
 
-Relies on ``make_arg_parser`` putting the server's own options into the group ``Frontend``, and those of each of vLLM's
-configurations into a group of its name. An option that is not listed here, of a later vLLM, is refused.
+Relies on ``make_arg_parser`` putting the server's own options into the group ``Frontend``, and the options of each of
+vLLM's configurations into a group with the configuration's name. An option of a later vLLM that is not listed here is
+refused.
 """
 
 from __future__ import annotations
@@ -15,9 +16,9 @@ from typing import Any
 from tercet.protocol import BadRequest
 
 KEEP_ALIVE_VARIABLE = "VLLM_HTTP_TIMEOUT_KEEP_ALIVE"
-# Groups of options for a router's own model configuration: how prompts become tokens, and tokens text.
+# Groups of options for a router's own model configuration, which converts prompts to tokens and tokens to text.
 HANDED_ON = frozenset({"ModelConfig", "MultiModalConfig", "StructuredOutputsConfig"})
-# Options of other groups, and of none, that vLLM's serving objects, its application or its client use.
+# Options outside these groups that vLLM's serving objects, its application or its client use.
 SERVED_BY_VLLM = frozenset(
     {"allow_credentials", "allowed_headers", "allowed_methods", "allowed_origins", "anthropic_disabled_thinking_effort",
      "chat_template", "chat_template_content_format", "cohere_format", "cohere_is_reasoning_model",
@@ -36,27 +37,27 @@ SERVED_HERE = frozenset(
      "uvicorn_log_level"}
 )  # fmt: skip
 _TLS = ("ssl_keyfile", "ssl_ca_certs", "ssl_ciphers", "ssl_cert_reqs", "enable_ssl_refresh")
-_LOG = "--log-level, --log-format and --access-log before the -- are a router's"
-_ENGINES = "it configures engines; give it to them: tercet engine ... -- FLAG, or engine-args"
+_LOG = "set a router's log with --log-level, --log-format and --access-log before the --"
+_ENGINES = "this flag configures engines; give it to them: tercet engine ... -- FLAG, or engine-args"
 REFUSED: Mapping[str, str] = {
     "aggregate_engine_logging": _LOG,
     "api_server_count": "give --workers before the --",
-    "config": "give its options one by one",
+    "config": "give the options of the file one by one",
     "data_parallel_supervisor_port": _ENGINES,
     "disable_access_log_for_endpoints": _LOG,
     "dp_supervisor_probe_failure_threshold": _ENGINES,
     "dp_supervisor_probe_interval_s": _ENGINES,
     "dp_supervisor_probe_timeout_s": _ENGINES,
-    "enable_flash_late_interaction": "it configures pooling models, which separate servers run: --pooling-server",
+    "enable_flash_late_interaction": "it configures pooling models, which run on separate servers: --pooling-server",
     "enable_log_deltas": _LOG,
     "enable_log_outputs": _LOG,
     "enable_log_requests": _LOG,
     "fail_on_environ_validation": "a router reports unknown TERCET_ variables by itself, and ignores vLLM's",
-    "grpc": "a router speaks HTTP",
-    "grpc_port": "a router speaks HTTP",
-    "h11_max_header_count": "a router's parser is not h11",
-    "h11_max_incomplete_event_size": "a router's parser is not h11",
-    "headless": "a router serves",
+    "grpc": "a router serves HTTP only",
+    "grpc_port": "a router serves HTTP only",
+    "h11_max_header_count": "a router's HTTP parser is not h11",
+    "h11_max_incomplete_event_size": "a router's HTTP parser is not h11",
+    "headless": "a router always serves an API",
     "log_config_file": _LOG,
     "log_level": _LOG,
     "logging_config": _LOG,
@@ -68,13 +69,13 @@ REFUSED: Mapping[str, str] = {
 
 
 def options_of(parser: argparse.ArgumentParser) -> dict[str, str]:
-    """Every option's name, and its group."""
+    """Return the group of every option, by the option's name."""
     groups: Any = parser._action_groups
     return {action.dest: str(group.title) for group in groups for action in group._group_actions}
 
 
 def refusal_of(name: str, group: str) -> str | None:
-    """Why a router does not accept an option of a group; None if it does."""
+    """Return the reason for which a router refuses the option ``name`` of ``group``; None if it accepts the option."""
     if name in REFUSED:
         return REFUSED[name]
     if name in SERVED_BY_VLLM or name in SERVED_HERE or group in HANDED_ON:
@@ -85,12 +86,12 @@ def refusal_of(name: str, group: str) -> str | None:
 def require_served(parser: argparse.ArgumentParser, given: Sequence[str], workers: int = 1) -> None:
     """Raise :class:`~tercet.protocol.BadRequest` for options that would have no effect.
 
-    The ``parser`` cannot be used after it.
+    This function changes ``parser``, which cannot be used afterwards.
     """
     groups = options_of(parser)
     for action in parser._actions:
         action.default = argparse.SUPPRESS
-    for argument in given:  # vLLM's parser would replace it by the file's content
+    for argument in given:  # vLLM's parser would replace --config by the options in its file
         if argument.partition("=")[0] == "--config":
             raise _refused("config", REFUSED["config"])
     found = vars(parser.parse_args(list(given)))
@@ -105,7 +106,10 @@ def require_served(parser: argparse.ArgumentParser, given: Sequence[str], worker
 
 
 def keep_alive_seconds() -> int:
-    """How long an idle connection of a client stays open; raises :class:`~tercet.protocol.BadRequest`."""
+    """Return the time in seconds that an idle connection of a client stays open.
+
+    Raises :class:`~tercet.protocol.BadRequest` if vLLM's variable for it is not a whole number of at least 0.
+    """
     text = os.environ.get(KEEP_ALIVE_VARIABLE, "5")
     try:
         seconds = int(text)
@@ -121,7 +125,7 @@ def _require_tls(found: Mapping[str, Any]) -> None:
     if not certificate:
         for name in _TLS:
             if found.get(name):
-                raise _refused(name, "without --ssl-certfile there is no TLS")
+                raise _refused(name, "TLS needs --ssl-certfile as well")
         return
     try:
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)

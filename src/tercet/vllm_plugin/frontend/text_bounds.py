@@ -1,11 +1,11 @@
-"""Size limit for all texts that are tokenised, and tokens that become text.
+"""Size limits for texts that are tokenised, and for tokens that are converted to text.
 
-vLLM limits prompts by the model's length, but not the input of ``/tokenize`` and its like: 20 MB there cost 5 GB and 20
-s of a thread that nothing stops, and that prompts of others wait for. The answer of ``/tokenize`` names every token,
-and the event loop writes it at once: 500,000 tokens took it 130 ms.
+vLLM limits prompts by the model's length, but not the input of ``/tokenize`` and similar routes. An input of 20 MB
+needs 5 GB of memory and 20 s of a thread, which cannot be cancelled and delays the prompts of other requests. The
+answer of ``/tokenize`` lists every token, and the event loop writes it in one step: 500,000 tokens took 130 ms.
 
-Relies on a renderer doing all of it by its ``_tokenize_prompt`` and ``_detokenize_prompt``, and their ``_async`` forms,
-and on ``/tokenize`` alone having no ``max_total_tokens``.
+Relies on a renderer doing all of this with ``_tokenize_prompt`` and ``_detokenize_prompt``, and their ``_async`` forms,
+and on ``/tokenize`` being the only route without ``max_total_tokens``.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from typing import Any
 from vllm.exceptions import VLLMValidationError
 
 LEAST = 1024 * 1024
-"""Characters, and tokens, that are always accepted."""
+"""Number of characters, or of tokens, that is always accepted."""
 PER_TOKEN = 16
-"""Characters for each token of the model's length; few texts have more."""
+"""Number of characters accepted for each token of the model's length; few texts have more per token."""
 LEAST_LISTED = 128 * 1024
-"""Tokens that an answer may always list."""
+"""Number of tokens that an answer may always list."""
 
 
 def bound_texts(renderer: Any, max_model_len: int) -> None:
@@ -44,7 +44,7 @@ def bound_texts(renderer: Any, max_model_len: int) -> None:
 
 
 def _require_short(prompt: Any, params: Any, listed: int) -> Any:
-    """``prompt``, unless its tokens are for an answer that lists them and are more than ``listed``."""
+    """Return ``prompt``; raise ``VLLMValidationError`` if an answer would list more than ``listed`` of its tokens."""
     tokens = len(prompt["prompt_token_ids"])
     if params.max_total_tokens is None and tokens > listed:
         raise VLLMValidationError(
@@ -54,7 +54,7 @@ def _require_short(prompt: Any, params: Any, listed: int) -> Any:
 
 
 def _bounded(call: Callable[..., Any], part: str, unit: str, most: int) -> Callable[..., Any]:
-    """``call``, or the awaitable that it returns, for prompts whose ``part`` is not too long."""
+    """Wrap ``call``: raise ``VLLMValidationError`` for a prompt whose ``part`` is longer than ``most``."""
 
     def bounded(prompt: Any, *args: Any) -> Any:
         if len(prompt[part]) > most:
