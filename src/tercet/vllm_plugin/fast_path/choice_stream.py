@@ -46,7 +46,7 @@ class Answer(Protocol):
         ...
 
     def write(self, frame: bytes) -> None:
-        """Send a whole chunk soon."""
+        """Write a whole chunk, which is sent soon."""
         ...
 
     def flush(self) -> None:
@@ -54,11 +54,11 @@ class Answer(Protocol):
         ...
 
     def require_reader(self) -> None:
-        """Disconnect a client that has left too much unread."""
+        """Disconnect the client if it has left too many bytes unread."""
         ...
 
     async def sent(self) -> None:
-        """Send, and wait until the client has read enough."""
+        """Send the written chunks, and wait until the client has read enough."""
         ...
 
     def has_result(self, result: RequestOutput) -> None:

@@ -57,7 +57,7 @@ class FastPath:
         plan = await _planned(route, context, scope)
         if plan is None or context.add_request is None:
             return False
-        context.fields = None  # it may be large, and is not needed any more
+        context.fields = None  # the body may be large, and is no longer needed
         context.stream = RequestStream(connection, self._tools, plan, context.portions, self._pieces)
         answer = self._layers.around(partial(_answer, context.stream, context.add_request, connection))
         await answer(scope, _nothing, send)

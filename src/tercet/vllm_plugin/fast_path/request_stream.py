@@ -106,7 +106,7 @@ class RequestStream:
         """True if any choice has called a tool."""
         return any(choice.calls_tool for choice in self._choices)
 
-    # ---- what choices ask of it ------------------------------------------------------------------------------
+    # ---- for its choices -------------------------------------------------------------------------------------
 
     @property
     def is_full(self) -> bool:

@@ -64,7 +64,7 @@ async def openai_server(args: argparse.Namespace, engine_client: Any) -> OpenAIS
     messages = getattr(app.state, "anthropic_serving_messages", None)
     if messages is not None:
         tell_errors_of(messages)
-    # vLLM's SageMaker layer may have closed the stack to further middleware.
+    # vLLM's SageMaker layer may have built the stack of layers before.
     layers = app.middleware_stack or app.build_middleware_stack()
     return OpenAIServer(app, layers, None)
 

@@ -121,7 +121,7 @@ class SequenceOutputs:
             raise
         except TercetError as error:
             raise self._failed(error) from error
-        except Exception as error:  # it fails its own request only
+        except Exception as error:  # an unexpected error fails this request only
             logger.exception("request %s failed", self.seq_id)
             failure = RouterFailed("the router failed while it served this request; its log says how")
             raise self._failed(failure) from error
