@@ -16,9 +16,9 @@ from tercet.decisions.planning.arrivals import ObservedRequest
 BIN_S = 5.0
 """Seconds of one sample of the load."""
 NEWEST_S = 60.0
-"""Seconds of arrivals that give the level;"""
+"""Seconds of arrivals that give the level of the load."""
 FEWEST_SAMPLED = 500
-"""if they have fewer requests than this, the last requests of this number give it."""
+"""Fewest requests that give the level, over a longer time if they come slowly."""
 SMOOTH_BINS = 12
 """Samples in a mean of the load, to find a season: one minute."""
 TREND_BINS = 24
@@ -50,9 +50,9 @@ CHANGED = 5.0
 
 
 SETTLED_S = 15.0
-"""Seconds of traffic that are enough for a plan; in less time, a plan needs"""
+"""Seconds of traffic that are enough for a plan."""
 FEWEST_FIRST = 200
-"""this number of requests, and the end of most answers: the length of an answer that still runs is not known."""
+"""Requests that a plan needs before that, with most answers ended: the length of a running answer is not known."""
 
 
 @dataclass(frozen=True)
