@@ -34,7 +34,7 @@ CHANGE = 0.35
 LEAST_SEASON = 0.25
 """Standard deviation of a load, as a share of its mean, below which it has no season worth a forecast."""
 NO_TRAFFIC_S = 60.0
-"""Seconds without a request after which the forecast is no traffic."""
+"""Seconds without a request after which the forecast is 0 requests per second."""
 MOST_GROWTH = 2.0
 """Largest factor between the next minutes' load and the last minutes': a line through a minute shows no more."""
 LEARNT_BINS = 3

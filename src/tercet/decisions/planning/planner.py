@@ -42,7 +42,7 @@ are needed again soon, and returns to this value after an hour."""
 SEEN_S = 180.0
 """Seconds of load that must have been seen before a fleet that meets the objectives gives up an engine."""
 PRICED_SEEN_S = 60.0
-"""The same if every fleet misses the objectives: such a load was not seen in a lull."""
+"""Seconds of load that must have been seen before that if every fleet misses the objectives: it was not a lull."""
 REGRETTED_STARTS = 4.0
 """Engines were given up in vain if they were away for less than this number of engine start times."""
 MOST_LOOKED_BACK_S = 1800.0

@@ -16,7 +16,7 @@ LASTING_S = 2.0
 REST_S = 10.0
 """Seconds after a change of roles without another change, so that its effect is measured first."""
 REVERSAL_S = 20.0
-"""The same for a change in the other direction."""
+"""Seconds after a change of roles without a change in the other direction."""
 MARGIN = 0.8
 """Largest pressure that the role that gives engines may have after the change."""
 

@@ -9,7 +9,7 @@ from tercet.decisions.roles.observed import Demand, FleetHistory
 LINE_AHEAD_S = 5.0
 """Seconds for which the line of prefills is expected to grow as now."""
 DECODES_AHEAD_S = 10.0
-"""The same for decodes: they run longer, so decodes that begin now add load for longer."""
+"""Seconds for which decodes are expected to grow as now: more, since a decode adds load for longer than a prefill."""
 WAIT_SHARE = 0.5
 """Share of the TTFT objective that a request may wait in line; the rest is for its prefill."""
 STEP_SHARE = 0.9

@@ -174,7 +174,7 @@ class LivePlanner:
                 "objectives: are missing; start the router with --objective-ttft and --objective-tpot", "objective-ttft"
             )
         if report.program is None:
-            raise BadRequest("program: the router splits requests between programs; use one program", "program")
+            raise BadRequest("program: the router uses a split of several programs; use one program", "program")
         if any(each.role == "both" for each in report.engines):
             raise BadRequest(
                 "engines: have the role both; give each prefill or decode with `tercet engines role`", "engines"
