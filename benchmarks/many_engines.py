@@ -1,11 +1,11 @@
-"""Roles of many simulated engines in real time behind a real router, by themselves or by the planner.
+"""A run of many simulated engines in real time behind a real router that changes roles, or next to a planner.
 
     python -m benchmarks.many_engines --by auto
     python -m benchmarks.many_engines --by planner --engines 64 --processes 2 --seconds 240
 
-The engines share a few processes, and are slow, so that a machine of two cores carries them: a prompt of 1,000 tokens
-takes 3 s, a step of decodes a quarter of a second and 20 ms more for each. Half of the run's requests have long
-prompts and short answers, the other half short prompts and long answers. `tercet bench serve` sends them.
+The engines share a few processes, and are slow, so that a machine with two cores can run them: a prompt of 1,000 tokens
+takes 3 s, and a decode step takes 0.25 s and 20 ms for each sequence. In the first half of the run, requests have long
+prompts and short answers; in the second half, short prompts and long answers. `tercet bench serve` sends them.
 """
 
 from __future__ import annotations
@@ -50,19 +50,19 @@ SLOW = StepTimes(
 RATE_FOR_ENGINE = 10 / 64
 """Requests per second for each engine of the fleet."""
 LONG_PROMPTS, LONG_ANSWERS = (1000, 8), (100, 64)
-"""Mean tokens of prompts and answers, in the two halves."""
+"""Mean tokens of prompts and of answers, in the first and the second half."""
 READY_S = 300.0
 Deciding = Literal["auto", "planner"]
 
 
 def slow_profile() -> Profile:
-    """An engine that a fiftieth of a core simulates in real time."""
+    """Return the profile of an engine that a fiftieth of a core simulates in real time."""
     known = load_profile("llama-3.1-8b-h100-tp1")
     return msgspec.structs.replace(known, name="slow", steps=SLOW, max_model_len=8192)
 
 
 def write_trace(file: Path, seconds: float, rate: float, seed: int) -> None:
-    """Poisson arrivals in Mooncake's form; lengths are 20% around the mean."""
+    """Write a trace in Mooncake's form: Poisson arrivals, and lengths with a standard deviation of 20% of the mean."""
     chance, at, block, lines = random.Random(seed), 0.0, 0, list[bytes]()
     while (at := at + chance.expovariate(rate)) < seconds:
         means = LONG_PROMPTS if at < seconds / 2 else LONG_ANSWERS
@@ -74,7 +74,7 @@ def write_trace(file: Path, seconds: float, rate: float, seed: int) -> None:
 
 
 def serve_engines(configs: Sequence[ServerConfig]) -> None:
-    """Serve all of these in this process until SIGTERM."""
+    """Serve all these engines in this process until SIGTERM."""
     import uvloop
 
     async def serve() -> None:
@@ -89,7 +89,7 @@ def serve_engines(configs: Sequence[ServerConfig]) -> None:
 
 
 class Change(NamedTuple):
-    """Engines by role from a second of the run on."""
+    """The numbers of engines by role from the second ``at`` of the run on."""
 
     at: float
     prefill: int
@@ -97,14 +97,14 @@ class Change(NamedTuple):
 
 
 class Watched(NamedTuple):
-    """What was seen of a run: its changes of roles, and its requests."""
+    """The results of a run: its changes of roles, its requests, and the seconds of CPU by process."""
 
     changes: list[Change]
     records: tuple[RequestRecord, ...]
     cpu: dict[str, float]
 
     def met(self, begin: float, end: float) -> str:
-        """Share of the requests of these seconds that met the objectives."""
+        """Return the share of the requests sent in these seconds that met the objectives, and their number, as text."""
         found = [each for each in self.records if begin <= each.scheduled < end]
         met = sum(each.ok and (each.ttft or 0) <= TTFT_S and (each.tpot or 0) <= TPOT_S for each in found)
         return f"{met / max(1, len(found)):.1%} of {len(found)}"
@@ -112,7 +112,7 @@ class Watched(NamedTuple):
 
 @contextmanager
 def command(log: Path, *words: str) -> Generator[subprocess.Popen[bytes]]:
-    """A ``tercet`` process while entered."""
+    """Run a ``tercet`` process while entered; its output goes to ``log``."""
     with log.open("wb") as written:
         process = subprocess.Popen([sys.executable, "-m", "tercet.cli", *words], stdout=written, stderr=written)
         try:
@@ -124,7 +124,7 @@ def command(log: Path, *words: str) -> Generator[subprocess.Popen[bytes]]:
 
 @contextmanager
 def fleet(folder: Path, engines: int, prefill: int, processes: int) -> Generator[tuple[list[str], list[int]]]:
-    """Engines in a few processes: the router's flags for them, and the processes' ids."""
+    """Run engines in a few processes while entered; yield the router's flags for them and the ids of the processes."""
     ports, profile = free_ports(HOST, engines), slow_profile()
     root = resolve_tokenizer(MODEL)
     configs = [
@@ -150,7 +150,7 @@ def fleet(folder: Path, engines: int, prefill: int, processes: int) -> Generator
 
 
 async def roles_of(url: str) -> Counter[str]:
-    """Engines by role, as the router shows them; empty while it does not answer."""
+    """Return the numbers of reachable engines by role, from the router; empty if it does not answer."""
     try:
         answer = await ask_router(url, "GET", "/engines", None)
     except TercetError:
@@ -159,16 +159,16 @@ async def roles_of(url: str) -> Counter[str]:
 
 
 async def until_ready(url: str, engines: int) -> None:
-    """Raises :class:`~tercet.protocol.EngineError` if they are not there in time."""
+    """Wait until all engines are reachable; raise :class:`~tercet.protocol.EngineError` after :data:`READY_S`."""
     deadline = time.monotonic() + READY_S
     while (found := await roles_of(url)).total() < engines:
         if time.monotonic() > deadline:
-            raise EngineError(f"{found.total()} of {engines} engines are ready after {READY_S:g} s")
+            raise EngineError(f"only {found.total()} of {engines} engines are ready after {READY_S:g} s")
         await asyncio.sleep(1.0)
 
 
 async def watch(url: str, folder: Path, pids: dict[str, list[int]]) -> Watched:
-    """Send the trace, and look at the roles until all is answered."""
+    """Send the trace, and record the roles until all requests are answered."""
     result = folder / "result.json"
     words = ["bench", "serve", "--base-url", url, "--model", MODEL, "--tokenizer", MODEL, "--arrival", "trace"]
     words += ["--workload", f"mooncake,path={folder / 'trace.jsonl'}", "--result-filename", str(result)]
@@ -194,13 +194,13 @@ async def watch(url: str, folder: Path, pids: dict[str, list[int]]) -> Watched:
 
 
 async def has_traffic(url: str) -> bool:
-    """Whether the first request came."""
+    """True if an engine serves a request."""
     answer = await ask_router(url, "GET", "/engines", None)
     return any(each["in_flight"] for each in answer)
 
 
 def cpu_of(pids: Sequence[int]) -> float:
-    """Processor seconds of these processes and their children."""
+    """Return the seconds of CPU that these processes and their children have used."""
     total = 0.0
     for pid in pids:
         process = psutil.Process(pid)
@@ -211,21 +211,23 @@ def cpu_of(pids: Sequence[int]) -> float:
 
 
 def many_engines(
-    by: Annotated[Deciding, typer.Option("--by", help="What changes roles: the router, or the planner.")] = "auto",
-    engines: Annotated[int, typer.Option("--engines", min=4, help="Engines of the fleet.")] = 64,
+    by: Annotated[
+        Deciding, typer.Option("--by", help="Process that changes roles: router (auto) or planner.")
+    ] = "auto",
+    engines: Annotated[int, typer.Option("--engines", min=4, help="Number of engines.")] = 64,
     prefill: Annotated[
-        int | None, typer.Option("--prefill", help="Engines that prefill at first.", show_default="a quarter")
+        int | None, typer.Option("--prefill", help="Number of engines that prefill at first.", show_default="a quarter")
     ] = None,
-    processes: Annotated[int, typer.Option("--processes", min=1, help="Processes that the engines share.")] = 2,
+    processes: Annotated[int, typer.Option("--processes", min=1, help="Number of processes that run the engines.")] = 2,
     seconds: Annotated[
-        float, typer.Option("--seconds", min=60, help="Seconds of traffic; the mix changes half-way.")
+        float, typer.Option("--seconds", min=60, help="Length of the traffic, seconds; the mix changes half-way.")
     ] = 240,
-    seed: Annotated[int, typer.Option("--seed", help="Of the traffic.")] = 0,
+    seed: Annotated[int, typer.Option("--seed", help="Random seed of the traffic.")] = 0,
     logs: Annotated[
-        Path | None, typer.Option("--logs", help="Keep logs and the result here.", show_default="a temporary folder")
+        Path | None, typer.Option("--logs", help="Folder for logs and the result.", show_default="a temporary folder")
     ] = None,
 ) -> None:
-    """Print when roles changed, what was within the objectives, and what each process cost."""
+    """Print the changes of roles, the share of requests within the objectives, and the CPU of each process."""
     with ExitStack() as stack:
         folder = logs or Path(stack.enter_context(tempfile.TemporaryDirectory()))
         folder.mkdir(parents=True, exist_ok=True)

@@ -47,7 +47,7 @@ from tercet.settings.role_settings import Objectives
 
 BLOCK = 512
 INTERVAL_S = 60.0
-"""Interval, in seconds, at which the best sequence of fleets in hindsight may change the fleet."""
+"""Seconds between two changes of the fleet in the best sequence in hindsight."""
 Shape = Literal["flip", "day", "bursts", "tenants", "steady"]
 
 

@@ -66,9 +66,9 @@ def main() -> None:
     given = parser.parse_args()
     for length in (int(each) for each in given.lengths.split(",")):
         pause, step, sent = run_virtual(moved(given.profile, length, live=True))
-        anew, _, _ = run_virtual(moved(given.profile, length, live=False))
+        recomputed, _, _ = run_virtual(moved(given.profile, length, live=False))
         live = f"live {pause * 1e3:.0f} ms ({pause / step:.1f} steps), {sent / 1e6:.1f} MB"
-        print(f"{length} tokens: {live}; recompute {anew * 1e3:.0f} ms ({anew / step:.1f} steps)")
+        print(f"{length} tokens: {live}; recompute {recomputed * 1e3:.0f} ms ({recomputed / step:.1f} steps)")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""How many engines a fleet needs, and in which roles. Pure: observed traffic in, a wanted fleet and the reason out."""
+"""The number of engines that a fleet needs, by role. Pure: observed traffic in, a wanted fleet and the reason out."""
 
 from tercet.decisions.planning.arrivals import ObservedRequest, answers_completed
 from tercet.decisions.planning.candidates import EngineCapacity, candidates

@@ -1,4 +1,4 @@
-"""From a wanted fleet to what must be done with which engines."""
+"""The change that turns a fleet into a wanted one: which engines change roles, start or stop."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tercet.protocol import Role
 
 @dataclass(frozen=True)
 class FleetChange:
-    """Engines that change their roles, numbers of engines to start by role, and engines to empty and stop."""
+    """A change of a fleet: engines with their new roles, roles of engines to start, and engines to drain and stop."""
 
     flips: tuple[tuple[str, Role], ...] = ()
     starts: tuple[Role, ...] = ()
@@ -23,10 +23,10 @@ class FleetChange:
 
 
 def change_to(plan: FleetPlan, engines: Sequence[ObservedEngine]) -> FleetChange:
-    """The smallest change of ``engines``, all that serve or start, that gives ``plan``.
+    """Return the smallest change that turns ``engines``, all that serve or start, into ``plan``.
 
-    Engines that have least to end change first. A role that has too many gives to the other one, before engines are
-    started or stopped.
+    The engines with the least work left change first. A role with too many engines gives them to the other role before
+    any engine is started or stopped.
     """
     idle: dict[Role, list[str]] = {
         role: [each.name for each in sorted(engines, key=_idle) if each.role == role] for role in ("prefill", "decode")

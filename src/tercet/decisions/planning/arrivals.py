@@ -1,4 +1,4 @@
-"""What a planner knows of requests: when they came, how long they are and which blocks they share; never their text."""
+"""Requests as a planner sees them: arrival times, lengths and shared blocks, but not their text."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 FEWEST_ENDED = 8
-"""Ended answers of prompts of like length below which all ended answers are looked at."""
+"""Ended answers to prompts of similar length that are needed; with fewer, all ended answers are used."""
 
 
 @dataclass(frozen=True)
 class ObservedRequest:
     """A request that came ``at`` a time in seconds, of the observer's clock.
 
-    ``output_tokens`` are those that its client has so far; ``ended`` says whether that is all of them. ``blocks`` name
-    the prompt's blocks of ``block_size`` tokens, in order: equal names are equal beginnings. ``met`` is whether it met
-    the objectives, None while that is not known.
+    ``output_tokens`` is the number of tokens that its client has so far; ``ended`` is True if the answer is complete.
+    ``blocks`` name the prompt's blocks of ``block_size`` tokens, in order: equal names mean equal beginnings. ``met``
+    is True if the request met the objectives, None while that is not known.
     """
 
     at: float
@@ -31,10 +31,10 @@ class ObservedRequest:
 
 
 def answers_completed(arrivals: Sequence[ObservedRequest], seed: int = 0) -> list[ObservedRequest]:
-    """The same requests, each with the whole length of its answer; the same for the same seed.
+    """Return the same requests, each with the full length of its answer; equal seeds give equal lengths.
 
-    The length of an answer that has not ended is drawn from the ended ones of prompts of like length that are longer
-    than it is already. If none is, it is taken to be half done: of all that is known, that is the middle.
+    The length of an answer that has not ended is drawn from the ended answers to prompts of similar length that are
+    longer than it is now. Without such an answer, it is assumed to be half done: the middle of what is possible.
     """
     if all(each.ended for each in arrivals):
         return list(arrivals)
@@ -62,5 +62,5 @@ def _completed(
 
 
 def _class(arrival: ObservedRequest) -> int:
-    """Prompts of one class differ in length by less than a factor of two."""
+    """Return the class of a prompt's length: prompts of one class differ in length by less than a factor of two."""
     return arrival.prompt_tokens.bit_length()

@@ -1,4 +1,4 @@
-"""Which fleets are worth a simulation: few, and the promising ones first."""
+"""The fleets that are worth a simulation, by an estimate: few, and the promising ones first."""
 
 from __future__ import annotations
 
@@ -12,40 +12,41 @@ from tercet.decisions.planning.observed import FleetPlan, PlanLimits
 from tercet.settings.role_settings import Objectives
 
 STEP_SHARE = 0.9
-"""Share of the TPOT objective that a step of decodes may take in the estimate."""
+"""Share of the TPOT objective that a step of decodes may take, in the estimate."""
 
 
 class EngineCapacity(Protocol):
-    """What one engine can do, as far as an estimate needs it."""
+    """The capacity of one engine, as far as an estimate needs it."""
 
     def prefill_s(self, tokens: int) -> float:
-        """Seconds in which it computes a prompt of so many tokens alone."""
+        """Return the seconds that a prompt of ``tokens`` tokens takes alone."""
         ...
 
     def decodes(self, context: float, tpot: float) -> int:
-        """How many sequences of so many tokens of KV it decodes at ``tpot`` seconds a step; at least 1."""
+        """Return the number of sequences with ``context`` tokens of KV that decode at ``tpot`` s a step; at least 1."""
         ...
 
 
 @dataclass(frozen=True)
 class EngineDemand:
-    """Engines that a load keeps busy, by role; fractions count."""
+    """The number of engines that a load keeps busy, by role, with fractions."""
 
     prefill: float
     decode: float
 
     def share(self, plan: FleetPlan) -> float:
-        """Load of the busier role of a plan; 1 is all that it can do."""
+        """Return the load of the busier role of a plan; 1 is the full capacity of its engines."""
         return max(self.prefill / plan.prefill, self.decode / plan.decode)
 
 
 def demand_of(
     sample: Sequence[ObservedRequest], rate: float, engine: EngineCapacity, objectives: Objectives
 ) -> EngineDemand:
-    """The estimate for requests like ``sample`` at ``rate`` per second.
+    """Estimate the demand of requests like ``sample`` at ``rate`` per second.
 
-    Prefill: the prompts' seconds per second. Decode: by Little's law as many sequences run as arrive in the time that
-    one takes at the objective's TPOT; an engine holds as many as its steps and its KV allow.
+    Prefill: the seconds of prefill that arrive per second. Decode: by Little's law, the number of sequences that run
+    equals the number that arrive in the time that one takes at the objective's TPOT; the steps and the KV cache of an
+    engine limit the sequences that it holds.
     """
     if not sample or rate <= 0:
         return EngineDemand(0.0, 0.0)
@@ -59,7 +60,7 @@ def demand_of(
 
 
 def best_split(engines: int, demand: EngineDemand) -> FleetPlan:
-    """The split of so many engines whose busier role is least busy; near the demand's proportion."""
+    """Return the split of ``engines`` engines whose busier role is least busy; it is near the demand's proportion."""
     return min(
         (FleetPlan(prefill, engines - prefill) for prefill in range(1, engines)),
         key=lambda plan: (demand.share(plan), abs(plan.prefill - plan.decode)),
@@ -67,10 +68,10 @@ def best_split(engines: int, demand: EngineDemand) -> FleetPlan:
 
 
 def candidates(now: FleetPlan, demand: EngineDemand, limits: PlanLimits, grow: bool) -> list[FleetPlan]:
-    """Plans other than ``now`` in the order in which they should be tried.
+    """Return plans other than ``now``, in the order in which to try them.
 
-    With ``grow`` (the present one does not do): other splits of the same engines, then more engines, one more first.
-    Without it: fewer engines, as few as the estimate allows first, ``N - 1`` last.
+    With ``grow`` (``now`` misses the objectives): other splits of the same engines, then more engines, one more first.
+    Without it: fewer engines, from the fewest that the estimate allows up to ``N - 1``.
     """
     if grow:
         totals = list(range(now.engines, limits.most + 1))
@@ -86,7 +87,10 @@ def candidates(now: FleetPlan, demand: EngineDemand, limits: PlanLimits, grow: b
 
 
 def of_few_sizes(plans: list[FleetPlan]) -> list[FleetPlan]:
-    """Of plans in order of their size, those of the smallest, the middle and the largest size: N - 1 is among them."""
+    """Return the first two plans each of the smallest, the middle and the largest size; ``plans`` are in order of size.
+
+    So plans of N - 1 engines are always among them.
+    """
     totals = sorted({each.engines for each in plans})
     if not totals:
         return []
@@ -95,5 +99,5 @@ def of_few_sizes(plans: list[FleetPlan]) -> list[FleetPlan]:
 
 
 def _place(plans: list[FleetPlan], index: int) -> int:
-    """Which of the plans of its size it is."""
+    """Return how many plans before ``index`` have the same size."""
     return sum(each.engines == plans[index].engines for each in plans[:index])

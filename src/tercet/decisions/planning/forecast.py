@@ -1,4 +1,4 @@
-"""The load of the next minutes from that of the last ones: level, trend, a season if one was seen."""
+"""The forecast of the next minutes' load from the last minutes: level, trend, and a season if one was seen."""
 
 from __future__ import annotations
 
@@ -16,48 +16,48 @@ from tercet.decisions.planning.arrivals import ObservedRequest
 BIN_S = 5.0
 """Seconds of one sample of the load."""
 NEWEST_S = 60.0
-"""Seconds of arrivals that a level is taken from,"""
+"""Seconds of arrivals that give the level of the load."""
 FEWEST_SAMPLED = 500
-"""or as many as have so many requests, where they come slowly."""
+"""Fewest requests that give the level, over a longer time if they come slowly."""
 SMOOTH_BINS = 12
-"""Samples of which a season's load is the mean: one minute."""
+"""Samples in a mean of the load, to find a season: one minute."""
 TREND_BINS = 24
-"""Samples through which the trend's line is laid: two minutes."""
+"""Samples through which the line of a trend is fitted: two minutes."""
 SEASON_BINS = 1440
-"""Samples that are kept for a season: two hours."""
+"""Samples that are kept to find a season: two hours."""
 SHORTEST_SEASON = 48
-"""Samples of the shortest season that is looked for: four minutes."""
+"""Samples of the shortest season: four minutes."""
 SEASON_SEEN = 0.8
-"""Correlation of the load with itself one season earlier from which on a season counts as seen."""
+"""Correlation of the load with itself one season earlier, above which a season counts as seen."""
 CHANGE = 0.35
-"""Relative change of the load's work between two halves of the window that makes the older half history."""
+"""Relative change of the load between an older and a newer part, from which on the older part is not used."""
 LEAST_SEASON = 0.25
 """Standard deviation of a load, as a share of its mean, below which it has no season worth a forecast."""
 NO_TRAFFIC_S = 60.0
-"""Seconds without a request after which there is no traffic."""
+"""Seconds without a request after which the forecast is 0 requests per second."""
 MOST_GROWTH = 2.0
-"""Largest factor between the load of the next minutes and that of the last: a line through a minute knows no more."""
+"""Largest factor between the next minutes' load and the last minutes': a line through a minute shows no more."""
 LEARNT_BINS = 3
 """Samples that a forecast is compared with."""
 LEARNT_SHARE = 0.2
-"""Power of the error, beyond one standard deviation of so many requests, by which the next forecast is corrected."""
+"""Power of the error, beyond one standard deviation of the requests, by which the next forecast is corrected."""
 FORGOTTEN = 0.95
-"""Power of the correction that the next look keeps."""
+"""Power of the correction that the next comparison keeps."""
 SIGNIFICANT = 4.0
-"""Standard deviations by which a trend must exceed what chance makes of a steady load."""
+"""Standard deviations of a steady load by which a trend must exceed chance."""
 CHANGED = 5.0
-"""The same of a change: it is looked for often, and in several measures."""
+"""Standard deviations by which a change must exceed chance: more, since it is tested often and in several measures."""
 
 
 SETTLED_S = 15.0
-"""Seconds of traffic after which it is always planned for; before, a plan needs"""
+"""Seconds of traffic that are enough for a plan."""
 FEWEST_FIRST = 200
-"""so many requests, and most answers: of those that run longer, the length is not known."""
+"""Requests that a plan needs before that, with most answers ended: the length of a running answer is not known."""
 
 
 @dataclass(frozen=True)
 class Forecast:
-    """Requests like ``sample`` come at ``rate`` per second; ``why`` names what the rate was made of."""
+    """An expected load: requests like ``sample`` come at ``rate`` per second; ``why`` names the parts of the rate."""
 
     rate: float
     sample: tuple[ObservedRequest, ...]
@@ -65,7 +65,7 @@ class Forecast:
 
 
 class Forecasting(Protocol):
-    """What says which load comes; :class:`Forecaster` has the meaning of the arguments."""
+    """A source of forecasts; :class:`Forecaster` describes the arguments."""
 
     def look(
         self, now: float, since: float, arrivals: Sequence[ObservedRequest], ahead_s: float
@@ -73,7 +73,10 @@ class Forecasting(Protocol):
 
 
 def tells_enough(now: float, since: float, arrivals: Sequence[ObservedRequest]) -> bool:
-    """Whether the first seconds are enough for a plan: many requests came, and of the earlier half most have ended."""
+    """True if the traffic is enough for a plan: :data:`SETTLED_S` seconds, or many requests and most answers.
+
+    For the latter, :data:`FEWEST_FIRST` requests came, and of those in the earlier half of the time most have ended.
+    """
     if now - since >= SETTLED_S:
         return True
     earlier = [each for each in arrivals if each.at < (since + now) / 2]
@@ -81,7 +84,7 @@ def tells_enough(now: float, since: float, arrivals: Sequence[ObservedRequest]) 
 
 
 class Forecaster:
-    """Forecasts from repeated looks, and learns from what came after each."""
+    """A forecaster that looks at the arrivals repeatedly, and learns from the errors of its forecasts."""
 
     def __init__(self) -> None:
         self._bins: deque[float] = deque(maxlen=SEASON_BINS)
@@ -89,10 +92,10 @@ class Forecaster:
         self._expected: tuple[float, float] | None = None
         self._changed_at: float | None = None
         self.correction = 1.0
-        """Factor by which forecasts were too low, learned from what came; between 0.8 and 1.25."""
+        """Factor by which forecasts were too low, learned from the load that came; between 0.8 and 1.25."""
 
     def look(self, now: float, since: float, arrivals: Sequence[ObservedRequest], ahead_s: float) -> Forecast | None:
-        """The forecast for ``ahead_s`` seconds after ``now``; None while too little was seen.
+        """Return the forecast for ``ahead_s`` seconds after ``now``; None while too little traffic was seen.
 
         ``arrivals`` are all since ``since``, or those of the last minutes. Without traffic the rate is 0.
         """
@@ -125,7 +128,7 @@ class Forecaster:
         return Forecast(rate, tuple(recent), why)
 
     def _count(self, now: float, since: float, arrivals: Sequence[ObservedRequest]) -> None:
-        """Add the whole samples that have passed."""
+        """Add the samples of the load that are complete at ``now``."""
         begin = since if self._counted_to is None else self._counted_to
         if begin + BIN_S > now:
             return
@@ -136,7 +139,7 @@ class Forecaster:
         self._counted_to = begin
 
     def _learn(self, now: float) -> None:
-        """Compare the forecast for about now with what came lately; a load that falls to nothing teaches nothing."""
+        """Correct later forecasts by the error of the forecast for about ``now``; ignore a load that fell to zero."""
         if self._expected is None or now < self._expected[0]:
             return
         _, rate = self._expected
@@ -150,20 +153,20 @@ class Forecaster:
             self.correction = min(max(math.exp(learned), 0.8), 1.25)
 
     def _trend(self, watched: float) -> float:
-        """Slope of the load, per second and second; 0 unless it stands out from chance."""
+        """Return the slope of the load, in requests per second per second; 0 unless it exceeds chance."""
         count = min(TREND_BINS, len(self._bins), int(watched / BIN_S))
         if count < 4:
             return 0.0
         loads = np.array(list(self._bins)[-count:])
         times = (np.arange(count) - (count - 1) / 2) * BIN_S
         slope = float(times @ loads / (times @ times))
-        # Counts of a steady Poisson load vary by their root; of bursty loads, by their distance to the line.
+        # Counts of a steady Poisson load vary by their root; those of bursty loads vary by their distance to the line.
         rest = loads - loads.mean() - slope * times
         deviation = math.sqrt(max(loads.mean() / BIN_S, float(rest @ rest) / (count - 2)))
         return slope if abs(slope) > SIGNIFICANT * deviation / math.sqrt(float(times @ times)) else 0.0
 
     def _season(self, ahead_s: float) -> float | None:
-        """The load one season before the time ahead, in proportion to the present level; None if no season was seen."""
+        """Return the load of the time ahead by the last season, scaled to the present level; None without a season."""
         loads = np.array(self._bins)
         if len(loads) < 2 * SHORTEST_SEASON:
             return None
@@ -182,7 +185,7 @@ class Forecaster:
 
 
 def _period(centred: NDArray[np.float64]) -> int:
-    """The lag, in samples, at which a load is most like itself earlier; 0 if it is not alike enough at any."""
+    """Return the lag, in samples, at which the load correlates most with itself; 0 if no correlation is high enough."""
     count = len(centred)
     lags = np.arange(SHORTEST_SEASON, count // 2)
     if not len(lags):
@@ -196,9 +199,9 @@ def _period(centred: NDArray[np.float64]) -> int:
 
 
 def _since_change(arrivals: Sequence[ObservedRequest], begin: float, now: float) -> tuple[list[ObservedRequest], float]:
-    """The arrivals since the load changed last, and when that was; all of them if it did not.
+    """Return the arrivals since the last change of the load, and its time; all arrivals and ``begin`` without one.
 
-    It changed where rate, prompts or answers of the newest part differ from those of the part before it.
+    The load changed if rate, prompts or answers of the newest part differ from those of the part before it.
     """
     found = list(arrivals)
     lengths = [length for length in (2 * BIN_S, 4 * BIN_S, 6 * BIN_S) if now - length - begin >= BIN_S]
@@ -214,14 +217,14 @@ def _since_change(arrivals: Sequence[ObservedRequest], begin: float, now: float)
 
 
 def _newest(arrivals: list[ObservedRequest], begin: float, now: float) -> tuple[list[ObservedRequest], float]:
-    """The arrivals of the last minute, or as many more as chance asks for, and when they began."""
+    """Return the arrivals of the last minute, or the last :data:`FEWEST_SAMPLED` if it has fewer, and their begin."""
     first = next((index for index, each in enumerate(arrivals) if each.at >= now - NEWEST_S), len(arrivals))
     first = min(first, max(0, len(arrivals) - FEWEST_SAMPLED))
     return (arrivals, begin) if first == 0 else (arrivals[first:], min(now - NEWEST_S, arrivals[first].at))
 
 
 def _running_totals(arrivals: Sequence[ObservedRequest]) -> NDArray[np.float64]:
-    """Six rows of sums over the first 0, 1, ... arrivals: requests, prompt and output tokens, then their squares."""
+    """Return six rows of sums over the first 0, 1, ... arrivals: requests, prompt and output tokens, their squares."""
     lengths = np.array([(1, each.prompt_tokens, each.output_tokens) for each in arrivals], float).reshape(-1, 3).T
     totals = np.zeros((6, len(arrivals) + 1))
     np.cumsum(np.vstack((lengths, lengths**2)), axis=1, out=totals[:, 1:])
@@ -229,7 +232,7 @@ def _running_totals(arrivals: Sequence[ObservedRequest]) -> NDArray[np.float64]:
 
 
 def _differ(totals: NDArray[np.float64], at: int, before_s: float, after_s: float) -> bool:
-    """True if the arrivals from index ``at`` on, of ``after_s`` seconds, are another load than those before it."""
+    """True if the arrivals from index ``at`` on, of ``after_s`` seconds, differ in load from those before it."""
     before, after = totals[:, at], totals[:, -1] - totals[:, at]
     if after[0] < 8:
         return False
@@ -238,7 +241,7 @@ def _differ(totals: NDArray[np.float64], at: int, before_s: float, after_s: floa
         was, now = (float(side[measure]) for side in per_second)
         if was <= 0 and now <= 0:
             continue
-        # What chance does is counted on the side with more of it: a lull has few requests, and looks certain.
+        # The deviation by chance is that of the side with the larger one: a lull has few requests, and looks certain.
         chance = math.sqrt(max(float(side[measure + 3]) for side in per_second) / after_s)
         if abs(now - was) > max(CHANGE * max(was, now), CHANGED * chance):
             return True

@@ -1,4 +1,4 @@
-"""What is done between two plans, when queues grow: roles by their pressures, and engines where roles do not help."""
+"""The guard that acts between two plans, when queues grow: it changes roles, and adds engines if that does not help."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from tercet.decisions.roles.pressures import BUSY_FULL
 from tercet.settings.role_settings import Objectives
 
 LASTING_S = 3.0
-"""Seconds for which the fleet must be pressed before engines are added: flips of roles come first."""
+"""Seconds for which the fleet must be under pressure before engines are added: changes of roles come first."""
 REST_S = 10.0
-"""Seconds after engines were added before more are."""
+"""Seconds after engines were added in which no more are added."""
 WORK_OFF_S = 15.0
-"""Seconds in which the line that has formed should be worked off."""
+"""Seconds in which added engines should empty the line that has formed."""
 
 
 class QueueGuard:
-    """Looks at queue waits and step times, as ``--roles auto`` does, and asks for engines if no role can give any.
+    """A guard that acts on queue waits and step times, as ``--roles auto`` does, and adds engines if roles do not help.
 
-    Where far more prompts come than can be computed, it does not wait for the pressure to last: ``engine`` and the
-    arrivals of the last :data:`~tercet.decisions.roles.observed.WINDOW_S` seconds say which split bears them.
+    If far more prompts come than the engines compute, it does not wait for the pressure to last: ``engine`` and the
+    arrivals of the last :data:`~tercet.decisions.roles.observed.WINDOW_S` seconds tell which split bears them.
     """
 
     def __init__(self, objectives: Objectives, engine: EngineCapacity) -> None:
@@ -33,7 +33,7 @@ class QueueGuard:
         self._added_at = -math.inf
 
     def look(self, observed: Observed) -> WantedPlan | None:
-        """What must be done now, if anything."""
+        """Return the fleet to change to now; None if nothing must be done."""
         serving = [each for each in observed.engines if each.able]
         found = self._roles.look(observed.now, serving)
         split = overload_split(observed, found.demand, self._engine) if found.demand is not None else None
@@ -41,8 +41,8 @@ class QueueGuard:
             self._pressed_since = None
             return WantedPlan(
                 split,
-                f"guard: prefills for {found.demand.prefill:.1f} engines came in {found.demand.over_s:.1f} s, and "
-                f"{observed.plan.prefill} compute them",
+                f"guard: the prefills of the last {found.demand.over_s:.1f} s need {found.demand.prefill:.1f} engines, "
+                f"and {observed.plan.prefill} prefill",
             )
         if found.flip is not None:
             sign = 1 if found.flip.role == "prefill" else -1

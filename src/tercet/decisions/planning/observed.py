@@ -1,4 +1,4 @@
-"""What a planning policy sees, and what it answers."""
+"""Input and output of a planning policy: the observed fleet and its traffic, and the wanted fleet."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from tercet.settings.role_settings import Objectives
 
 @dataclass(frozen=True, order=True)
 class FleetPlan:
-    """Numbers of engines by role; engines of the role ``both`` are left as they are."""
+    """A number of engines for each role; engines of the role ``both`` stay as they are."""
 
     prefill: int
     decode: int
 
     @property
     def engines(self) -> int:
-        """All of them: each costs the same."""
+        """Number of engines of both roles: each costs the same."""
         return self.prefill + self.decode
 
     def __str__(self) -> str:
@@ -31,29 +31,29 @@ class FleetPlan:
 
 @dataclass(frozen=True)
 class PlanLimits:
-    """Bounds of the number of engines. Raises :class:`~tercet.protocol.BadRequest` if they contradict one another."""
+    """Bounds of the number of engines. Raises :class:`~tercet.protocol.BadRequest` if they contradict each other."""
 
     fewest: int
     most: int
 
     def __post_init__(self) -> None:
         if self.fewest < 2:
-            raise BadRequest(f"planner-min-engines: is {self.fewest}, and must be at least 2: one of each role",
+            raise BadRequest(f"planner-min-engines: is {self.fewest}; give at least 2, one for each role",
                              "planner-min-engines")  # fmt: skip
         if self.most < self.fewest:
-            raise BadRequest(f"planner-max-engines: is {self.most}, less than planner-min-engines, {self.fewest}",
+            raise BadRequest(f"planner-max-engines: is {self.most}; give at least planner-min-engines, {self.fewest}",
                              "planner-max-engines")  # fmt: skip
 
     def allow(self, plan: FleetPlan) -> bool:
-        """Whether a plan has at least one engine of each role, and no more or fewer engines than allowed."""
+        """True if a plan has at least one engine of each role, and its number of engines is within the bounds."""
         return plan.prefill >= 1 and plan.decode >= 1 and self.fewest <= plan.engines <= self.most
 
 
 @dataclass(frozen=True)
 class Expected:
-    """What a plan would give: share of the requests that meet the objectives, and 99th percentile of TTFT in seconds.
+    """The expected result of a plan: share of the requests within the objectives, and 99th percentile of TTFT in s.
 
-    ``rate`` is the load, in requests per second, that it was simulated for; ``requests`` were measured.
+    ``rate`` is the simulated load in requests per second; ``requests`` is the number of requests that were measured.
     """
 
     attainment: float
@@ -63,18 +63,18 @@ class Expected:
 
     @property
     def chance(self) -> float:
-        """Standard deviation of the attainment by chance, at least that where one request of a hundred is late."""
+        """Standard deviation of the attainment by chance; at least its value if one request of a hundred is late."""
         late = min(0.5, max(0.01, 1 - self.attainment))
         return math.sqrt(late * (1 - late) / max(1, self.requests))
 
 
 @dataclass(frozen=True)
 class Observed:
-    """A fleet at the time ``now``, in seconds of the observer's clock, which watches since ``since``.
+    """A fleet at the time ``now``, in seconds of the observer's clock; the observer watches since ``since``.
 
-    ``plan`` has the engines that serve or start; ``starting`` of them do not serve yet. ``arrivals`` are those of the
-    last minutes, in order. ``came`` is the share of the requests ended since the last look that met the objectives,
-    None without any.
+    ``plan`` counts the engines that serve or start; ``starting`` of them do not serve yet. ``arrivals`` are the
+    requests of the last minutes, in order. ``came`` is the share of the requests within the objectives, of those that
+    ended since the last look; None if no request ended.
     """
 
     now: float
@@ -90,7 +90,10 @@ class Observed:
 
 @dataclass(frozen=True)
 class WantedPlan:
-    """The fleet that a policy wants from now on, in one sentence why, and what it expects of it if it knows."""
+    """The fleet that a policy wants from now on, the reason in one sentence, and the expected result (None: unknown).
+
+    ``considered`` are the other fleets that were simulated, with their results.
+    """
 
     plan: FleetPlan
     reason: str
@@ -99,4 +102,4 @@ class WantedPlan:
 
 
 Policy: TypeAlias = Callable[[Observed], WantedPlan]
-"""A function from what was observed to what is wanted; how it decides is free."""
+"""A function from the observed fleet to the wanted one; it decides by any method."""

@@ -1,4 +1,4 @@
-"""Whether prompts come faster than the engines of their role compute them: seen in the first seconds, beyond chance."""
+"""Detection of overload in the first seconds: prompts come faster than prefill engines compute them, beyond chance."""
 
 from __future__ import annotations
 
@@ -12,21 +12,22 @@ from tercet.decisions.roles.observed import Demand
 from tercet.decisions.roles.pressures import BUSY_FULL, prefill_pressure
 
 BEYOND_CHANCE = 3.0
-"""Standard deviations by which the work that came must exceed what the engines can do."""
+"""Standard deviations by which the work of the arrivals must exceed the capacity of the engines."""
 RELIEF = 0.8
-"""What the busiest role of another split may have of its present load, lest the change gain too little."""
+"""Largest load of the busier role after a change, as a share of that before: a smaller gain is not worth a change."""
 
 
 def overload_split(observed: Observed, measured: Demand, engine: EngineCapacity) -> FleetPlan | None:
-    """The split of the same engines that bears what comes, if the prefills overload the present one; else None.
+    """Return the split of the same engines that bears the load, if prefills overload the present split; else None.
 
-    They do if the line that there is, and that it grows by, breaks the objective for TTFT (as for roles), and if the
-    prefills' demand exceeds the engines by :data:`BEYOND_CHANCE` standard deviations of Poisson arrivals. The demand is
-    the ``measured`` one, in which cached prompts cost little, but at most what the arrivals of the same seconds cost by
-    ``engine``: times of the first requests mislead. Such evidence needs no time to last: of 45 requests/s on one
-    engine that computes 15 a second of arrivals is enough. What the decodes need follows from the arrivals by
-    Little's law (:func:`~tercet.decisions.planning.candidates.demand_of`), since those that wait in line do not decode
-    yet; what they need now is the least. So some answers must have ended: what the others need is not known before.
+    Prefills overload it if their line, with its growth, breaks the objective for TTFT (as for roles), and if their
+    demand exceeds the engines by :data:`BEYOND_CHANCE` standard deviations of Poisson arrivals. The demand is the
+    ``measured`` one, in which cached prompts cost little, but at most the cost of the arrivals of the same seconds by
+    ``engine``: times of the first requests mislead. Such evidence need not last: one second of arrivals is enough at
+    45 requests/s on one engine that computes 15/s. The demand of decodes follows from the arrivals by Little's law
+    (:func:`~tercet.decisions.planning.candidates.demand_of`), since requests that wait in line do not decode yet;
+    their present demand is its lower bound. Some answers must have ended, since before that the demand of the others
+    is not known.
     """
     plan, ttft = observed.plan, observed.objectives.ttft
     able = sum(each.able and each.role == "prefill" for each in observed.engines)
@@ -40,7 +41,7 @@ def overload_split(observed: Observed, measured: Demand, engine: EngineCapacity)
     prefill, chance = min(by_arrivals.prefill, measured.prefill), _chance(came)
     if prefill * (1 - BEYOND_CHANCE * chance) < able:
         return None
-    # One standard deviation more: too few engines for what overloads them now would be the worse error.
+    # One standard deviation more: to give too few engines to the overloaded role would be the worse error.
     demand = EngineDemand(prefill * (1 + chance), max(by_arrivals.decode, _decoding(measured, engine, observed)))
     best = _bearing(plan.engines, demand)
     if best is None or best.prefill <= plan.prefill or demand.share(best) > RELIEF * demand.share(plan):
@@ -49,20 +50,20 @@ def overload_split(observed: Observed, measured: Demand, engine: EngineCapacity)
 
 
 def _chance(came: Sequence[ObservedRequest]) -> float:
-    """Standard deviation of the work of so many prompts, as a share of it, where they come by chance."""
+    """Return the standard deviation of the work of these prompts, as a share of that work, for Poisson arrivals."""
     work = sum(each.prompt_tokens for each in came)
     return math.sqrt(sum(each.prompt_tokens**2 for each in came)) / max(1, work)
 
 
 def _bearing(engines: int, demand: EngineDemand) -> FleetPlan | None:
-    """The split whose busier role is least busy, of those that leave the decodes engines enough; None if none does."""
+    """Return the split whose busier role is least busy, of those with enough engines to decode; None without one."""
     plans = [FleetPlan(engines - decode, decode) for decode in range(1, engines)]
     able = [each for each in plans if demand.decode <= BUSY_FULL * each.decode]
     return min(able, key=demand.share, default=None)
 
 
 def _decoding(measured: Demand, engine: EngineCapacity, observed: Observed) -> float:
-    """Engines that the present decodes keep busy."""
+    """Return the number of engines that the present decodes keep busy, with fractions."""
     if measured.decodes <= 0:
         return 0.0
     tpot = STEP_SHARE * (observed.objectives.tpot or 0.05)

@@ -1,4 +1,4 @@
-"""Decides how many engines a fleet has and in which roles, by simulating what each choice would give."""
+"""The planner: it decides the number of engines and their roles by a simulation of each choice."""
 
 from __future__ import annotations
 
@@ -26,58 +26,58 @@ from tercet.decisions.roles.pressures import BUSY_FULL
 from tercet.protocol import TercetError
 
 MARGIN = 0.1
-"""Share of load beyond the forecast at which a fleet that is chosen must still meet the objectives."""
+"""Load beyond the forecast, as a share of it, at which a chosen fleet must still meet the objectives."""
 MOST_MARGIN = 0.5
 CHANCE = 3.0
-"""Standard deviations of a steady load that a fleet must bear: of n requests it is the root of n."""
+"""Standard deviations of a steady load that a fleet must bear in addition: for n requests, one is the root of n."""
 SCALE_IN_MARGIN = 2.0
-"""Factor of the margin for a fleet of fewer engines: the way back costs an engine's start."""
+"""Factor of the margin for a fleet with fewer engines: the way back costs the start of an engine."""
 REST_S = 15.0
-"""Seconds after a change without another one: what it did must be seen first."""
+"""Seconds after a change without another one: its effect must be measured first."""
 SCALE_IN_REST_S = 30.0
-"""The same, before engines are given up."""
+"""Seconds after a change in which no engine is given up."""
 LOOKED_BACK_S = 120.0
-"""Seconds of which the largest load must be borne by fewer engines. Doubles when engines that were given up are needed
-again soon, and forgets that after an hour."""
+"""Length in seconds of the past whose largest load fewer engines must bear. It doubles when engines that were given up
+are needed again soon, and returns to this value after an hour."""
 SEEN_S = 180.0
-"""Seconds of load that must have been seen before a fleet that meets the objectives gives any engine up,"""
+"""Seconds of load that must have been seen before a fleet that meets the objectives gives up an engine."""
 PRICED_SEEN_S = 60.0
-"""and one that misses them, as each fleet does: what was seen of that load is not its lull."""
+"""Seconds of load that must have been seen before that if every fleet misses the objectives: it was not a lull."""
 REGRETTED_STARTS = 4.0
-"""Times an engine's start that engines must have been away for, lest giving them up was in vain."""
+"""Engines were given up in vain if they were away for less than this number of engine start times."""
 MOST_LOOKED_BACK_S = 1800.0
 LOOKS_FOR_SCALE_IN = 2
-"""Looks in a row that must find fewer engines to be enough."""
+"""Looks in a row that must find that fewer engines are enough."""
 GAIN = 0.02
-"""What a change must gain if no fleet within the limits meets the objectives, and more than chance does."""
+"""Least gain of a change, as a share of the requests, if no fleet within the limits meets the objectives."""
 WORTH_BY_CHANCE = 1.0
-"""Standard deviations that count as chance when two fleets are compared, which were simulated with equal requests."""
+"""Standard deviations that count as chance when two fleets are compared that were simulated with equal requests."""
 MISSED_BY_CHANCE = 2.0
 """Standard deviations by which the present fleet must miss the objectives."""
 BUSY_BY_CHANCE = 1.5
-"""Standard deviations of a steady load by which the present fleet must miss the objectives at less load, too."""
+"""Standard deviations of a steady load: the present fleet must miss the objectives at that much less load, too."""
 REVERSAL_S = 120.0
 """Seconds in which roles that a plan changed are changed back only for a fleet that meets the objectives."""
 GUARD_REVERSAL_S = 60.0
-"""Seconds in which the guard does not change roles back that were changed."""
+"""Seconds after a change of roles in which the guard does not change them back."""
 PRICED_S = 40.0
 """Seconds after a plan found that no fleet meets the objectives, in which the guard does nothing."""
 MOST_SIMULATIONS = 6
 """Simulations of one search in addition to that of the present fleet."""
 MOST_CLIMBED = 8
-"""Simulations after which a search for the fleet that is worth most goes no further."""
+"""Simulations after which a search for the fleet that is worth most stops."""
 REMEMBERED = 240
-"""Verdicts that are kept: an hour of looks a quarter of a minute apart."""
+"""Verdicts that are kept: one hour of plans at 15 s each."""
 
 Evaluate = Callable[[FleetPlan, Forecast], Expected]
-"""What a fleet would give under a load; raises :class:`~tercet.protocol.TercetError` if it cannot say."""
+"""A function from fleet and load to the expected result; raises :class:`~tercet.protocol.TercetError` if it fails."""
 
 
 class Planner:
-    """A policy with a memory: :meth:`plan` at long intervals, :meth:`guard` at short ones in between.
+    """A policy with a memory: call :meth:`plan` at long intervals, and :meth:`guard` at short ones in between.
 
-    ``evaluate`` simulates, ``engine`` says what one engine can do. ``ahead_s`` is how long a new engine takes to start:
-    a forecast must reach beyond it.
+    ``evaluate`` simulates a fleet, ``engine`` is the capacity of one engine. ``ahead_s`` is the start time of an engine
+    in seconds: a forecast must reach beyond it. ``margin`` is the smallest margin, as a share of the load.
     """
 
     def __init__(
@@ -93,7 +93,7 @@ class Planner:
         self._ahead_s = ahead_s
         self._least_margin = margin
         self.margin = margin
-        """Grows while attainment falls short of what was expected, and shrinks back."""
+        """Margin of load now: it grows while attainment is lower than expected, and shrinks back."""
         self.forecaster: Forecasting = forecaster or Forecaster()
         self._guard: QueueGuard | None = None
         self._plan: FleetPlan | None = None
@@ -107,13 +107,13 @@ class Planner:
         self._given_up_at = -math.inf
         self._flipped = self._planned_flip = (-math.inf, 0)
         self.verdicts: deque[Verdict] = deque(maxlen=REMEMBERED)
-        """The newest last."""
+        """The last verdicts, the newest last."""
         self.simulations = 0
         self.forecast: Forecast | None = None
-        """That of the last plan."""
+        """Forecast of the last plan; None if it had too little traffic for one."""
 
     def guard(self, observed: Observed) -> WantedPlan | None:
-        """What must be done at once, because queues grow that no forecast saw coming; None if nothing."""
+        """Return the fleet to change to at once, since queues grow unexpectedly; None to change nothing."""
         self._note(observed)
         if self._guard is None:
             self._guard = QueueGuard(observed.objectives, self._engine)
@@ -125,20 +125,20 @@ class Planner:
         return found
 
     def plan(self, observed: Observed) -> WantedPlan:
-        """What is wanted from now on: the present plan, with the reason, unless another one is better."""
+        """Return the wanted fleet from now on: the present one, with the reason, unless another one is better."""
         return self.adopt(observed, self.decide(observed))
 
     def decide(self, observed: Observed) -> WantedPlan:
-        """What :meth:`plan` would answer. It may take long, and run in a thread while :meth:`guard` is asked.
+        """Return the result of :meth:`plan` without adopting it; it may take long, and run in a thread.
 
-        If the guard changes the fleet meanwhile, the answer is void; else :meth:`adopt` must follow.
+        If :meth:`guard` changes the fleet meanwhile, the result is void; else call :meth:`adopt` with it.
         """
         self._note(observed)
         self._compare(observed)
         return self._wanted(observed)
 
     def adopt(self, observed: Observed, wanted: WantedPlan) -> WantedPlan:
-        """Take what was decided as the plan from now on; returns it."""
+        """Take ``wanted``, the result of :meth:`decide`, as the plan from now on, and return it."""
         if wanted.plan != observed.plan:
             self._changes_to(observed.now, wanted)
             if _direction(observed.plan, wanted.plan):
@@ -148,23 +148,23 @@ class Planner:
         return wanted
 
     def pause_s(self, interval_s: float) -> float:
-        """Seconds until the next plan, of a regular ``interval_s``: fewer while nothing has been forecast."""
+        """Return the seconds until the next plan: ``interval_s``, but at most a bin while there is no forecast."""
         return interval_s if self.forecast is not None else min(interval_s, BIN_S)
 
     def _overruled(self, observed: Observed, found: WantedPlan) -> bool:
-        """Whether the guard is to wait for the next plan.
+        """True if the guard must wait for the next plan.
 
-        Queues of a few long prompts come and go: only plans change roles back soon. Where no fleet meets the
-        objectives, there are always queues, and plans alone say what is worth it.
+        Queues of a few long prompts come and go, so only plans change roles back soon. If no fleet meets the
+        objectives, queues are always there, and only plans decide what a change is worth.
         """
         if observed.now - self._priced_at < PRICED_S:
             return True
         return self._reverses(self._flipped, observed.now, observed.plan, found.plan, GUARD_REVERSAL_S)
 
-    # ---- what came of it -------------------------------------------------------------------------------------
+    # ---- results of changes ----------------------------------------------------------------------------------
 
     def _note(self, observed: Observed) -> None:
-        """A change that others made is rested after as well."""
+        """Record the present fleet: after a change that others made, the planner rests as well."""
         if self._plan is not None and observed.plan != self._plan:
             self._changed_at = observed.now
         self._plan = observed.plan
@@ -182,17 +182,17 @@ class Planner:
         self.verdicts.append(Verdict(now, wanted.plan, wanted.reason, wanted.expected))
 
     def _patience(self, now: float) -> float:
-        """For how long to look back from now on, when engines are needed: longer if some were given up in vain.
+        """Return the seconds to look back from now on, when engines are needed: more if some were given up in vain.
 
-        That is, if they were away for less than a few of their starts, or for less than half of the time that is looked
-        back. A load that rises again later, as each day, does not lengthen it.
+        They were if they were away for less than :data:`REGRETTED_STARTS` start times, or for less than half of the
+        seconds to look back. A load that rises again later, as it does each day, does not lengthen them.
         """
         if now - self._given_up_at < max(REGRETTED_STARTS * self._ahead_s, self._looked_back_s / 2):
             return min(MOST_LOOKED_BACK_S, 2 * self._looked_back_s)
         return LOOKED_BACK_S if now - self._given_up_at > 3600 else self._looked_back_s
 
     def _largest_load(self, now: float, rate: float) -> float:
-        """The largest one lately, this one included."""
+        """Record ``rate``, and return the largest load of the seconds to look back, in requests per second."""
         if self._seen_from is None:
             self._seen_from = now
         self._loads.append((now, rate))
@@ -201,7 +201,7 @@ class Planner:
         return max(load for _, load in self._loads)
 
     def _compare(self, observed: Observed) -> None:
-        """Complete the last verdict; a load that was served worse than expected needs a larger margin."""
+        """Complete the last verdict, and raise the margin if the load was served worse than expected."""
         if not self.verdicts or observed.came is None:
             return
         last = self.verdicts[-1]
@@ -224,12 +224,12 @@ class Planner:
         forecast = self.forecaster.look(now, observed.since, completed, self._ahead_s)
         self.forecast = forecast = forecast if tells_enough(now, observed.since, observed.arrivals) else None
         if forecast is None:
-            return WantedPlan(plan, "too little was seen for a forecast")
+            return WantedPlan(plan, "too little traffic was seen for a forecast")
         largest = self._largest_load(now, forecast.rate)
         if not forecast.rate:
             return self._without_traffic(observed)
         if now - self._changed_at < REST_S:
-            return WantedPlan(plan, f"the fleet changed {now - self._changed_at:.0f} s ago, and rests for {REST_S:g} s")
+            return WantedPlan(plan, f"the fleet changed {now - self._changed_at:.0f} s ago, and stays for {REST_S:g} s")
         try:
             expected = self._simulated(plan, forecast)
             if not observed.limits.allow(plan) or self._misses(observed, forecast, expected):
@@ -237,10 +237,10 @@ class Planner:
             relieved = self._relieved(observed, forecast, expected)
             return relieved or self._cheaper(observed, replace(forecast, rate=largest), expected)
         except TercetError as error:
-            return WantedPlan(plan, f"no simulation: {error}; the fleet stays")
+            return WantedPlan(plan, f"the simulation failed: {error}; the fleet stays")
 
     def _misses(self, observed: Observed, forecast: Forecast, expected: Expected) -> bool:
-        """Whether the present fleet misses the objectives, and not only by a minute that is busier by chance."""
+        """True if the present fleet misses the objectives, and not only in a minute that is busier by chance."""
         share = observed.objectives.share
         if expected.attainment >= share - MISSED_BY_CHANCE * expected.chance:
             return False
@@ -249,7 +249,7 @@ class Planner:
         return calmer.attainment < share - MISSED_BY_CHANCE * calmer.chance
 
     def _relieved(self, observed: Observed, forecast: Forecast, expected: Expected) -> WantedPlan | None:
-        """Another split, which costs nothing, if it bears the margin, and the present one, which is busy, does not."""
+        """Return another split, which costs nothing, if it bears the margin and the present busy split does not."""
         plan, share = observed.plan, observed.objectives.share
         demand = demand_of(forecast.sample, forecast.rate, self._engine, observed.objectives)
         split = best_split(plan.engines, demand)
@@ -268,7 +268,7 @@ class Planner:
         return WantedPlan(split, f"{reason}{strained.attainment:.1%}; {split} for {got.attainment:.1%}", got)
 
     def _without_traffic(self, observed: Observed) -> WantedPlan:
-        """The fewest engines allowed, in the proportion of the present ones."""
+        """Return the fewest engines allowed, in the present proportion of roles."""
         plan, fewest = observed.plan, observed.limits.fewest
         if plan.engines <= fewest or observed.starting:
             return WantedPlan(plan, "no traffic")
@@ -276,7 +276,7 @@ class Planner:
         return WantedPlan(FleetPlan(prefill, fewest - prefill), "no traffic: the fewest engines allowed")
 
     def _better(self, observed: Observed, forecast: Forecast, expected: Expected) -> WantedPlan:
-        """The cheapest fleet that meets the objectives; if none does, the one that is worth its engines."""
+        """Return the cheapest fleet that meets the objectives; if no fleet does, the one that is worth most."""
         plan, share = observed.plan, observed.objectives.share
         said = f"{plan} would meet them for {expected.attainment:.1%} at {forecast.why}"
         demand = demand_of(forecast.sample, forecast.rate, self._engine, observed.objectives)
@@ -292,14 +292,14 @@ class Planner:
         return self._worth_most(observed, forecast, demand, expected, said)
 
     def _grown(self, observed: Observed, forecast: Forecast, demand: EngineDemand) -> list[Simulated]:
-        """Other splits and more engines, simulated with the margin until some meet the objectives."""
+        """Simulate other splits and more engines with the margin, until some meet the objectives."""
         share, found = observed.objectives.share, list[Simulated]()
         tries = candidates(observed.plan, demand, observed.limits, grow=True)
         for index, each in enumerate(tries[: 3 * MOST_SIMULATIONS]):
             cheaper_meets = any(got.attainment >= share and tried.engines < each.engines for tried, got in found)
             if cheaper_meets or len(found) >= MOST_SIMULATIONS:
                 break
-            # Where the estimate alone says that it cannot do, there is nothing to simulate, unless it is the last one.
+            # A fleet that is too small even by the estimate is not simulated, unless it is the last one.
             if demand.share(each) > 1.3 and index + 1 < len(tries) and any(demand.share(t) <= 1.3 for t in tries):
                 continue
             found.append((each, self._simulated(each, self._with_margin(forecast, 1.0))))
@@ -308,9 +308,9 @@ class Planner:
     def _worth_most(
         self, observed: Observed, forecast: Forecast, demand: EngineDemand, expected: Expected, said: str
     ) -> WantedPlan:
-        """No fleet within the limits meets the objectives: what is worth its engines.
+        """Return the fleet that is worth most, when no fleet within the limits meets the objectives.
 
-        All are simulated at a load that is busier by chance: a fleet at its limit does well for a minute.
+        All are simulated at a load that is higher by chance: a fleet at its limit serves well for a minute.
         """
         plan, now = observed.plan, observed.now
         if self._settled.settles(now, forecast.rate, plan):
@@ -332,7 +332,7 @@ class Planner:
         return self._confirmed(plan, reason, best, got, found[1:])
 
     def _climbed(self, observed: Observed, forecast: Forecast, demand: EngineDemand) -> list[Simulated]:
-        """The present fleet, its neighbours, and those of the one that is worth most, until none is worth more."""
+        """Simulate the present fleet, its neighbours, and those of the best one, until no fleet is worth more."""
         busier = replace(forecast, rate=forecast.rate * (1 + BUSY_BY_CHANCE / math.sqrt(len(forecast.sample))))
         found = [(observed.plan, self._simulated(observed.plan, busier))]
         tries = worth_simulating(observed.plan, demand, observed.limits)
@@ -345,7 +345,7 @@ class Planner:
         return found
 
     def _cheaper(self, observed: Observed, forecast: Forecast, expected: Expected) -> WantedPlan:
-        """Fewer engines, if they met the objectives with a larger margin at several looks in a row."""
+        """Return a smaller fleet, if it met the objectives with a larger margin at several looks in a row."""
         plan, share = observed.plan, observed.objectives.share
         fine = f"{plan} meets the objectives for {expected.attainment:.1%} at {forecast.why}"
         if plan.engines <= observed.limits.fewest:
@@ -355,7 +355,7 @@ class Planner:
         if not self._saw_enough(observed.now, SEEN_S):
             return WantedPlan(plan, f"{fine}; no engine is given up before {SEEN_S:.0f} s of load were seen", expected)
         if self._too_few.plan == plan and self._too_few.holds(observed.now, forecast.rate):
-            return WantedPlan(plan, f"{fine}; fewer engines did not do at this load", expected)
+            return WantedPlan(plan, f"{fine}; fewer engines were not enough at this load", expected)
         demand = demand_of(forecast.sample, forecast.rate, self._engine, observed.objectives)
         found = list[tuple[FleetPlan, Expected]]()
         for each in of_few_sizes(candidates(plan, demand, observed.limits, grow=False))[:MOST_SIMULATIONS]:
@@ -367,12 +367,12 @@ class Planner:
                 return self._confirmed(plan, reason, each, got, found)
         self._fewer.clear()
         self._too_few = TriedLoad(observed.now, forecast.rate, plan)
-        return WantedPlan(plan, f"{fine}; with fewer engines and a margin it would not", expected, tuple(found))
+        return WantedPlan(plan, f"{fine}; fewer engines would not, with a margin", expected, tuple(found))
 
     def _confirmed(
         self, plan: FleetPlan, reason: str, fewer: FleetPlan, got: Expected, found: list[Simulated]
     ) -> WantedPlan:
-        """Act on the largest of the fleets that looks in a row found, for that ``reason``."""
+        """Return the largest of the fleets that several looks in a row found; until then, the present ``plan``."""
         self._fewer.append(fewer)
         looks = len(self._fewer)
         if looks < LOOKS_FOR_SCALE_IN:
@@ -382,19 +382,19 @@ class Planner:
         return WantedPlan(chosen, f"{reason}; {chosen} by {looks} looks", got, tuple(found))
 
     def _saw_enough(self, now: float, seconds: float) -> bool:
-        """Whether load was seen for so many seconds."""
+        """True if load was seen for at least ``seconds``."""
         return self._seen_from is not None and now - self._seen_from >= seconds
 
     def _reverses(
         self, flip: tuple[float, int], now: float, plan: FleetPlan, wanted: FleetPlan, within_s: float
     ) -> bool:
-        """Whether roles would be changed back that were changed lately, by that ``flip``."""
+        """True if ``wanted`` undoes the role change ``flip`` (time, direction) of the last ``within_s`` seconds."""
         at, before = flip
         direction = _direction(plan, wanted)
         return direction != 0 and direction == -before and now - at < within_s
 
     def _with_margin(self, forecast: Forecast, times: float) -> Forecast:
-        """With more load: the margin, or the deviation that chance gives so many requests, the larger of the two."""
+        """Return the forecast with more load: ``times`` the margin or the deviation by chance, whichever is larger."""
         margin = max(self.margin, CHANCE / math.sqrt(len(forecast.sample)))
         return replace(forecast, rate=forecast.rate * (1 + times * margin))
 
@@ -404,7 +404,7 @@ class Planner:
 
 
 def _direction(before: FleetPlan, after: FleetPlan) -> int:
-    """1 for engines that are to prefill, -1 for engines that are to decode, 0 where no role changes."""
+    """Return 1 if engines change from decode to prefill, -1 if they change from prefill to decode, else 0."""
     if after.prefill > before.prefill and after.decode < before.decode:
         return 1
     return -1 if after.prefill < before.prefill and after.decode > before.decode else 0

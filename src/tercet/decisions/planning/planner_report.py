@@ -1,4 +1,4 @@
-"""What a planner tells a router of its plans, for people to see: plain data."""
+"""Plain data: the report that a planner sends to a router, for people to read."""
 
 from __future__ import annotations
 
@@ -6,11 +6,12 @@ import msgspec
 
 
 class ReportedPlan(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """One plan, made at the Unix time ``at``: the fleet as it was, the wanted one, as ``3P3D``, and the reason.
+    """One plan, made at the Unix time ``at``: the fleet at that time, the wanted fleet (as ``3P3D``), and the reason.
 
-    ``expected`` and ``came`` are shares of the requests within the objectives: what the plan promised, and what was
-    seen until the next one; None where that is not known. ``steps`` are the commands that make the change, without any
-    if the fleet stays; ``proposal`` is one that a person should give, for another program.
+    ``expected`` and ``came`` are shares of the requests within the objectives: expected by the plan, and measured until
+    the next plan; None where they are not known. ``ttft_p99`` is the expected 99th percentile of TTFT in seconds.
+    ``steps`` are the commands that make the change, empty if the fleet stays; ``proposal`` is a command that a person
+    should give, for another program.
     """
 
     at: float
@@ -25,7 +26,7 @@ class ReportedPlan(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
 
 
 class PlannerReport(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """The last plans of one planner, the newest last, ``interval`` seconds apart; ``act`` is what it may do."""
+    """The last plans of one planner, the newest last, ``interval`` seconds apart; ``act`` is its option ``--act``."""
 
     act: str
     planner: str

@@ -1,4 +1,4 @@
-"""Roles of engines by their load. Pure: a policy looks at a fleet, and answers with a flip or with why not."""
+"""Roles of engines by their load. Pure: from a fleet, a policy returns a change of roles or the reason against it."""
 
 from tercet.decisions.roles.observed import ObservedEngine
 from tercet.decisions.roles.policy import RoleFlip, RoleLook, RolePolicy

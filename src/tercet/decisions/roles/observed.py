@@ -1,4 +1,4 @@
-"""What a role policy sees: engines, and the demand of the fleet over the last seconds."""
+"""Input of a role policy: engines, and the demand of the fleet over the last seconds."""
 
 from __future__ import annotations
 
@@ -12,20 +12,21 @@ from tercet.protocol import Role
 WINDOW_S = 5.0
 """Seconds over which the prefills' demand is measured."""
 GROWTH_S = 3.0
-"""Seconds over which the growth of decodes is measured: what came before says little of what comes."""
+"""Seconds over which the growth of decodes is measured: older growth tells little about the next seconds."""
 SETTLE_S = 1.0
-"""Seconds after it appears, or has another role, in which an engine's step times count for nothing."""
+"""Seconds after an engine appears or changes its role, in which its step times are ignored."""
 STEPS_NEEDED = 4
-"""Step times that must have been seen before any is predicted."""
+"""Step times that must be measured before one is predicted."""
 
 
 @dataclass(frozen=True)
 class ObservedEngine:
-    """One engine now. ``able``: it answers, and may be picked.
+    """The state of one engine now; ``able`` is True if it answers and may be picked.
 
-    ``waiting_s`` are seconds of prefill ahead of a new arrival, ``busy_s`` is the time since it was met in which
-    prefills ran. It decodes ``running`` sequences that read ``contexts`` tokens of KV in a step, which took ``step_s``
-    seconds lately (None: unknown); ``queued`` wait for that. ``kv_usage`` is the share of its KV cache in use.
+    ``waiting_s`` is the prefill ahead of a new arrival, in seconds; ``busy_s`` is the time in seconds in which prefills
+    ran, since the engine is observed. It decodes ``running`` sequences, which read ``contexts`` tokens of KV in a step;
+    a recent step took ``step_s`` seconds (None: unknown); ``queued`` sequences wait to decode. ``kv_usage`` is the
+    share of its KV cache in use.
     """
 
     name: str
@@ -41,18 +42,18 @@ class ObservedEngine:
 
     @property
     def with_queued(self) -> float:
-        """The factor by which its decodes and their contexts would be more if none waited."""
+        """Factor by which its decodes and their contexts would grow if the queued sequences ran as well."""
         return (self.running + self.queued) / self.running if self.running else 1.0
 
 
 @dataclass(frozen=True)
 class Demand:
-    """What a fleet has to do: prefills as engines that they keep busy, decodes as sequences that run at once.
+    """The work of a fleet: prefills as the number of engines that they keep busy, decodes as sequences at a time.
 
-    ``prefill`` is what has been computed per second, and what the line has grown by; ``waiting_s`` is that line,
-    over all engines, in seconds of one engine. ``decodes`` are the sequences that run or wait on engines that decode,
-    with ``contexts`` tokens of KV, which need ``kv_usage`` KV caches; ``more_decodes`` and ``more_contexts`` are by how
-    much both grow per second. Prefills were measured over the last ``over_s`` seconds.
+    ``prefill`` is the seconds of prefill computed per second, plus the growth of the line; ``waiting_s`` is that line
+    over all engines, in seconds of one engine. ``decodes`` is the number of sequences that run or wait on engines that
+    decode, with ``contexts`` tokens of KV, which need ``kv_usage`` KV caches; ``more_decodes`` and ``more_contexts``
+    are the growth of both per second. Prefills were measured over the last ``over_s`` seconds.
     """
 
     prefill: float
@@ -75,7 +76,7 @@ class _Sample:
 
 
 class FleetHistory:
-    """The last :data:`WINDOW_S` seconds of a fleet. Times are of the caller's clock."""
+    """The last :data:`WINDOW_S` seconds of a fleet, by the caller's clock."""
 
     def __init__(self) -> None:
         self._samples: deque[_Sample] = deque()
@@ -83,7 +84,7 @@ class FleetHistory:
         self._step = OnlineFit((0.01, 1e-4, 1e-7))
 
     def observe(self, now: float, engines: Sequence[ObservedEngine]) -> Demand | None:
-        """Add a look; None while there is nothing to compare it with."""
+        """Add a look at the engines, and return the demand; None if there is no earlier look to compare with."""
         self._learn_steps(now, engines)
         decoding = [each for each in engines if each.role == "decode" and each.able]
         newest = _Sample(
@@ -95,7 +96,7 @@ class FleetHistory:
         )
         self._samples.append(newest)
         while len(self._samples) > 2 and now - self._samples[0].at > WINDOW_S:
-            self._samples.popleft()  # of a starved process, whose looks are rare, the one before stays
+            self._samples.popleft()  # the last two stay: looks of a starved process are rare
         oldest = self._samples[0]
         passed = now - oldest.at
         if passed <= 0:
@@ -117,11 +118,11 @@ class FleetHistory:
 
     @property
     def knows_steps(self) -> bool:
-        """Whether step times can be predicted."""
+        """True if step times can be predicted."""
         return self._step.count >= STEPS_NEEDED
 
     def step_s(self, running: float, contexts: float) -> float:
-        """Predicted seconds of a step that decodes ``running`` sequences with ``contexts`` tokens of KV."""
+        """Return the predicted seconds of a step that decodes ``running`` sequences with ``contexts`` tokens of KV."""
         return self._step.predict((1.0, running, contexts))
 
     def _learn_steps(self, now: float, engines: Sequence[ObservedEngine]) -> None:

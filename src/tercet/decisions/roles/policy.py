@@ -1,4 +1,4 @@
-"""A policy that changes engines' roles when one role is pressed and the other one has engines to spare."""
+"""A policy that changes engines' roles when one role is under pressure and the other one has engines to spare."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from tercet.decisions.roles.pressures import BUSY_FULL, Pressures, decode_pressu
 from tercet.settings.role_settings import Objectives, require_objectives
 
 LASTING_S = 2.0
-"""Seconds for which a role must be pressed before engines are given to it."""
+"""Seconds for which a role must be under pressure before it gets engines."""
 REST_S = 10.0
 """Seconds after a change of roles without another change, so that its effect is measured first."""
 REVERSAL_S = 20.0
-"""The same, for a change in the other direction."""
+"""Seconds after a change of roles without a change in the other direction."""
 MARGIN = 0.8
-"""Pressure that the role that gives may have at most with the engines that are left to it."""
+"""Largest pressure that the role that gives engines may have after the change."""
 
 Pressed = Literal["prefill", "decode"]
 OTHER: dict[Pressed, Pressed] = {"prefill": "decode", "decode": "prefill"}
@@ -26,7 +26,7 @@ OTHER: dict[Pressed, Pressed] = {"prefill": "decode", "decode": "prefill"}
 
 @dataclass(frozen=True)
 class RoleFlip:
-    """Give ``engines`` the role ``role``."""
+    """A change of roles: ``engines`` get the role ``role``, for the ``reason``."""
 
     engines: tuple[str, ...]
     role: Pressed
@@ -35,7 +35,10 @@ class RoleFlip:
 
 @dataclass(frozen=True)
 class RoleLook:
-    """What a look found: pressures (None: not known yet), the flip that follows, or ``why`` there is none."""
+    """The result of a look: pressures and demand (None: not known yet), the change of roles (None: no change), and why.
+
+    ``roles`` counts the engines of each role that can be picked; ``at`` is the time of the look in seconds.
+    """
 
     at: float
     why: str
@@ -46,7 +49,7 @@ class RoleLook:
 
 
 class RolePolicy:
-    """Decides from repeated observations of a fleet, a fraction of a second apart; callers pass the time.
+    """A policy that decides from repeated looks at a fleet, a fraction of a second apart; callers pass the time.
 
     Raises :class:`~tercet.protocol.BadRequest` without objectives for TTFT and TPOT.
     """
@@ -61,7 +64,7 @@ class RolePolicy:
         self._given_to: Pressed | None = None
 
     def look(self, now: float, engines: Sequence[ObservedEngine]) -> RoleLook:
-        """What follows from the state of the engines ``now``, in seconds; a flip is taken as carried out at once."""
+        """Return the result for the engines at ``now``, in seconds; a change of roles counts as carried out at once."""
         self._note_changes(now, engines)
         demand = self._history.observe(now, engines)
         able: dict[Pressed, list[ObservedEngine]] = {
@@ -87,7 +90,7 @@ class RolePolicy:
         return RoleLook(now, why, pressures, counts, demand, flip)
 
     def _note_changes(self, now: float, engines: Sequence[ObservedEngine]) -> None:
-        """A change that others made is rested after as well; engines that come or go change no role."""
+        """Start the rest after a change of roles that others made; engines that come or go do not count as one."""
         roles = {each.name: each.role for each in engines}
         if any(self._roles.get(name, role) != role for name, role in roles.items()):
             self._changed_at, self._given_to = now, None
@@ -121,7 +124,7 @@ class RolePolicy:
         return RoleFlip(tuple(each.name for each in chosen), pressed, reason), reason
 
     def _pressed(self, now: float, pressures: Pressures) -> Pressed | None:
-        """The role that is pressed, and more than the other one; notes since when each has been."""
+        """Return the role with the larger pressure of at least 1, or None; record since when each role has had it."""
         for role in OTHER:
             if getattr(pressures, role) >= 1.0:
                 self._since.setdefault(role, now)
@@ -132,10 +135,10 @@ class RolePolicy:
     def _best(
         self, pressed: Pressed, able: dict[Pressed, list[ObservedEngine]], demand: Demand
     ) -> tuple[int, Pressures | None]:
-        """How many engines change roles, and the pressures then; 0 if none may.
+        """Return the number of engines that change roles, with the pressures after that; ``(0, None)`` if none may.
 
-        So many that the worse pressure is least, but for prefills no more than what comes needs, with a margin: what
-        waits in their line does not decode yet, so that the decodes seem to need less than they soon will.
+        The number makes the worse pressure least. For prefills, it does not exceed the need of the arrivals with a
+        margin: requests in their line do not decode yet, so the decodes will soon need more than they seem to.
         """
         giving, sign = OTHER[pressed], 1 if pressed == "prefill" else -1
         best, found = 0, None
@@ -152,7 +155,7 @@ class RolePolicy:
 
 
 def _idle(engine: ObservedEngine) -> tuple[float, float, str]:
-    """Order in which engines change roles: those first that have least to end."""
+    """Return the key that orders engines for a change of roles: those with the least work left come first."""
     return engine.waiting_s, engine.kv_usage, engine.name
 
 

@@ -1,4 +1,4 @@
-"""How hard each role is pressed: 1 is as much as the objectives allow."""
+"""The pressure of each role: its load as a share of the most that the objectives allow, which is 1."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from typing import NamedTuple
 from tercet.decisions.roles.observed import Demand, FleetHistory
 
 LINE_AHEAD_S = 5.0
-"""Seconds ahead for which a growth of the line of prefills is expected to go on."""
+"""Seconds for which the line of prefills is expected to grow as now."""
 DECODES_AHEAD_S = 10.0
-"""The same, for decodes: they stay longer, so that what begins now is felt later."""
+"""Seconds for which decodes are expected to grow as now: more, since a decode adds load for longer than a prefill."""
 WAIT_SHARE = 0.5
-"""Share of the TTFT objective that a request may wait in line: the rest is its own prefill."""
+"""Share of the TTFT objective that a request may wait in line; the rest is for its prefill."""
 STEP_SHARE = 0.9
-"""Share of the TPOT objective that a step may take: the rest is for steps that prefill."""
+"""Share of the TPOT objective that a step may take; the rest is for steps that prefill."""
 KV_FULL = 0.9
-"""Share of the KV cache from which on sequences wait for room, or are preempted."""
+"""Share of the KV cache above which sequences wait for room, or are preempted."""
 BUSY_FULL = 0.9
 """Share of their time that prefill engines may be busy: beyond it, chance alone makes requests wait."""
 
@@ -28,23 +28,23 @@ class Pressures(NamedTuple):
 
     @property
     def worse(self) -> float:
-        """The larger one."""
+        """The larger of the two pressures."""
         return max(self)
 
 
 def prefill_pressure(demand: Demand, engines: int, ttft: float) -> float:
-    """Of ``engines`` that prefill, with the objective ``ttft`` in seconds. Without traffic it is 0."""
+    """Return the pressure of ``engines`` that prefill, with the objective ``ttft`` in seconds; 0 without traffic."""
     waiting = demand.waiting_s + LINE_AHEAD_S * max(0.0, demand.prefill - engines)
     return waiting / engines / (WAIT_SHARE * ttft)
 
 
 def prefill_load(demand: Demand, engines: int, ttft: float) -> float:
-    """The pressure if another number of engines prefilled: chance alone makes requests wait where all are busy."""
+    """Return the pressure if ``engines`` prefilled; at least their busy share, as busy engines make requests wait."""
     return max(prefill_pressure(demand, engines, ttft), demand.prefill / engines / BUSY_FULL)
 
 
 def decode_pressure(demand: Demand, engines: int, tpot: float, history: FleetHistory) -> float:
-    """Of ``engines`` that decode, with the objective ``tpot`` in seconds. Without traffic it is 0."""
+    """Return the pressure of ``engines`` that decode, with the objective ``tpot`` in seconds; 0 without traffic."""
     if demand.decodes <= 0 or demand.contexts <= 0:
         return 0.0
     decodes = demand.decodes + DECODES_AHEAD_S * max(0.0, demand.more_decodes)

@@ -1,1 +1,1 @@
-"""The planner's simulator, and planners in virtual time and of a live router."""
+"""The planner's simulator, the planner of simulated runs, and the planner of a live router."""

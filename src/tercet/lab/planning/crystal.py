@@ -1,4 +1,4 @@
-"""What a fleet would give under a load, found by simulating it: the router's own code in virtual time."""
+"""The simulation of a fleet under a load, for a planner: the router's own code in virtual time."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ from tercet.protocol import EngineError, Request
 from tercet.settings.role_settings import Objectives
 
 MEASURED_S = 30.0
-"""Seconds of traffic that are measured, after as many seconds as answers take."""
+"""Seconds of traffic that are measured, after a warm-up as long as answers take."""
 LONGEST_WARM_UP_S = 60.0
 MOST_REQUESTS = 4000
-"""Requests of one simulation; a higher load is simulated for a shorter time."""
+"""Most requests of one simulation; a higher load is simulated for a shorter time."""
 FEWEST_MEASURED = 200
-"""Requests that are measured at least, however long they take to come."""
+"""Fewest requests that are measured; a lower load is measured for a longer time."""
 SHARED = 3
-"""Requests of the sample with the same block from which on later ones are expected to have it as well."""
+"""Number of requests of the sample with the same block, from which on later requests are expected to share it."""
 _TOKENS = 256
 
 
 class ProfileCapacity:
-    """What one engine can do, by its profile; see :class:`~tercet.decisions.planning.EngineCapacity`."""
+    """The capacity of one engine by its profile; implements :class:`~tercet.decisions.planning.EngineCapacity`."""
 
     def __init__(self, profile: Profile, options: EngineOptions | None = None) -> None:
         self._options = options or EngineOptions()
@@ -41,7 +41,7 @@ class ProfileCapacity:
         self._kv_tokens = (self._options.total_blocks or profile.total_blocks) * profile.block_size
 
     def prefill_s(self, tokens: int) -> float:
-        """Seconds of steps that compute a prompt of so many tokens alone."""
+        """Return the seconds of the steps that compute a prompt of ``tokens`` tokens alone."""
         begin, seconds, chunk = 0, 0.0, self._options.max_num_batched_tokens
         while begin < tokens:
             end = min(tokens, begin + chunk)
@@ -50,7 +50,7 @@ class ProfileCapacity:
         return seconds
 
     def decodes(self, context: float, tpot: float) -> int:
-        """Sequences of so many tokens of KV in a batch whose step takes at most ``tpot`` seconds; at least 1."""
+        """Return the most sequences with ``context`` tokens of KV whose step takes at most ``tpot`` s; at least 1."""
         low, high = 1, max(1, min(self._options.max_num_seqs, int(self._kv_tokens / max(1.0, context))))
         while low < high:
             middle = (low + high + 1) // 2
@@ -62,10 +62,10 @@ class ProfileCapacity:
 
 
 class FleetSimulator:
-    """Answers :data:`~tercet.decisions.planning.planner.Evaluate` by simulations of a program on equal engines.
+    """A simulator of a program on equal engines; implements :data:`~tercet.decisions.planning.planner.Evaluate`.
 
-    Each runs in its own thread and is waited for: a virtual clock that runs in the caller's thread stands still
-    meanwhile. Equal arguments give equal answers. ``requests`` counts what was simulated.
+    Each simulation runs in its own thread, and the caller waits for it: a virtual clock in the caller's thread stands
+    still meanwhile. Equal arguments give equal results. ``requests`` counts the simulated requests.
     """
 
     def __init__(
@@ -85,11 +85,11 @@ class FleetSimulator:
         self.requests = 0
 
     def become(self, program: str, args: Mapping[str, str], options: EngineOptions, objectives: Objectives) -> None:
-        """Simulate these from now on."""
+        """Simulate this program, these engines and these objectives from now on."""
         self._program, self._args, self._options, self._objectives = program, dict(args), options, objectives
 
     def __call__(self, plan: FleetPlan, forecast: Forecast) -> Expected:
-        """Raises :class:`~tercet.protocol.TercetError` if nothing was served."""
+        """Simulate ``plan`` under ``forecast``; raise :class:`~tercet.protocol.TercetError` if nothing is measured."""
         with ThreadPoolExecutor(1, "planner") as thread:
             return thread.submit(self._run, plan, forecast).result()
 
@@ -109,7 +109,7 @@ class FleetSimulator:
             before, self._seed,
         )  # fmt: skip
         self.requests += len(requests)
-        # The run around this one may collect rarely; what a simulation leaves has prompts of gigabytes.
+        # The enclosing run may collect garbage rarely, and a simulation leaves gigabytes of prompts.
         gc.collect(1)
         return _expected(found.sent, found.first, found.ended, found.output_tokens, self._objectives, forecast.rate)
 
@@ -132,15 +132,15 @@ def _expected(
 
 
 def _longest_answer(sample: Sequence[ObservedRequest], objectives: Objectives) -> float:
-    """Seconds that nine of ten answers take at most at the objective's TPOT, with their prefill."""
+    """Return the seconds within which nine of ten answers end at the objective's TPOT, with 2 s for the prefill."""
     tokens = sorted(each.output_tokens for each in sample)
     return 2.0 + tokens[int(0.9 * (len(tokens) - 1))] * (objectives.tpot or 0.05)
 
 
 def traffic(forecast: Forecast, length: float, seed: int) -> Iterator[tuple[float, Request]]:
-    """``(time, request)`` for ``length`` seconds: the sample again and again, in its own rhythm at the forecast's rate.
+    """Yield ``(time, request)`` for ``length`` seconds: the sample in repeated rounds, scaled to the forecast's rate.
 
-    Blocks that several of the sample share are shared by every round; others are new in each.
+    Blocks that at least :data:`SHARED` requests of the sample share are equal in all rounds; others are new in each.
     """
     sample = forecast.sample
     often = Counter(block for each in sample for block in each.blocks)
@@ -164,7 +164,7 @@ def traffic(forecast: Forecast, length: float, seed: int) -> Iterator[tuple[floa
 
 
 def _prompt(arrival: ObservedRequest, often: Mapping[int, int], turn: int, chance: random.Random) -> tuple[int, ...]:
-    """A prompt of that length whose blocks are equal where the observed ones are."""
+    """Return a prompt of the observed length, with equal blocks for equal observed blocks."""
     prompt = list[int]()
     for block in arrival.blocks:
         if len(prompt) >= arrival.prompt_tokens:

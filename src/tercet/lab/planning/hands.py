@@ -1,4 +1,4 @@
-"""What carries out a planner's plans: changes of roles alone, or engines that start and stop as by `tercet scale`."""
+"""The executors of a planner's plans: changes of roles only, or engines that start and stop as by `tercet scale`."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from tercet.decisions.planning.acting import FleetChange
 from tercet.protocol import BadRequest, Role, TercetError
 
 DRAIN_S = 60.0
-"""Seconds in which an engine that is given up is emptied: no other change is made meanwhile."""
+"""Most seconds to drain an engine that is given up; no other change is made meanwhile."""
 AT_ONCE = 16
-"""Changes of roles that are asked for at once."""
+"""Most changes of roles that are requested at the same time."""
 
 Ask = Callable[[str, str, Any], Awaitable[Any]]
-"""Method, path and body to the router's answer."""
+"""A function from method, path and body of a request to the router's answer."""
 
 
 @dataclass(frozen=True)
 class HandsState:
-    """What has become of the last change: its ``number``, whether it is under way, and why it failed if it did."""
+    """The state of the last change: its ``number``, True while it is ``under_way``, and the cause if it failed."""
 
     number: int = 0
     under_way: bool = False
@@ -36,21 +36,21 @@ class HandsState:
 
 
 class PlannerHands(Protocol):
-    """Makes a fleet what a plan says; ``resizes`` says whether it can start and stop engines."""
+    """An executor that changes a fleet to a plan; ``resizes`` is True if it can start and stop engines."""
 
     resizes: bool
 
     async def state(self) -> HandsState:
-        """Of the last change; a planner waits while it is under way."""
+        """Return the state of the last change; a planner waits while it is under way."""
         ...
 
     async def change(self, plan: FleetPlan, change: FleetChange) -> None:
-        """Begin it: ``change`` gives ``plan``. Raises :class:`~tercet.protocol.TercetError`."""
+        """Begin ``change``, which gives ``plan``. Raises :class:`~tercet.protocol.TercetError` if it cannot begin."""
         ...
 
 
 class RoleHands:
-    """Changes roles by the router; implements :class:`PlannerHands`."""
+    """An executor that only changes roles, by the router; implements :class:`PlannerHands`."""
 
     resizes = False
 
@@ -58,11 +58,11 @@ class RoleHands:
         self._ask = ask
 
     async def state(self) -> HandsState:
-        """Roles change at once."""
+        """Return a state that is never under way: roles change at once."""
         return HandsState()
 
     async def change(self, plan: FleetPlan, change: FleetChange) -> None:
-        """One request for each engine, several at once; all are tried, and the first error is raised."""
+        """Send a request for each engine, several at a time; try all of them, then raise the first error."""
         if change.starts or change.stops:
             raise BadRequest(f"act: {plan} needs engines that start or stop; plan with --act scale", "act")
         turns = asyncio.Semaphore(AT_ONCE)
@@ -78,7 +78,10 @@ class RoleHands:
 
 
 class ScaleHands:
-    """Has the owner of a fleet of ``tercet up``, here or on Ray, scale it; implements :class:`PlannerHands`."""
+    """An executor that asks the owner of a fleet, ``tercet up`` here or on Ray, to scale it.
+
+    It implements :class:`PlannerHands`.
+    """
 
     resizes = True
 
@@ -86,17 +89,17 @@ class ScaleHands:
         self._socket = socket
 
     async def state(self) -> HandsState:
-        """As the owner says."""
+        """Return the state of the last change, as the owner reports it."""
         record = await scaling_of(self._socket)
         return HandsState(record.number, record.state == "under_way", record.why)
 
     async def change(self, plan: FleetPlan, change: FleetChange) -> None:
-        """It chooses the engines itself: roles change first, then engines start, and only then others are emptied."""
+        """Ask the owner to scale; it chooses the engines: roles change first, then engines start, then others drain."""
         await scale_fleet(self._socket, ScaleCall(prefill=plan.prefill, decode=plan.decode, drain_seconds=DRAIN_S))
 
 
 class KubernetesHands:
-    """Sets how many pods there are of each role; implements :class:`PlannerHands`."""
+    """An executor that sets the number of pods of each role; implements :class:`PlannerHands`."""
 
     resizes = True
 
@@ -106,7 +109,7 @@ class KubernetesHands:
         self._task: asyncio.Task[object] | None = None
 
     async def state(self) -> HandsState:
-        """Under way until all pods are ready and those that leave are gone."""
+        """Return the state: under way until all pods are ready and those that leave are gone."""
         task = self._task
         if task is None or not task.done():
             return HandsState(self._number, task is not None)
@@ -116,14 +119,14 @@ class KubernetesHands:
         return HandsState(self._number, failure="" if error is None else error.message)
 
     async def change(self, plan: FleetPlan, change: FleetChange) -> None:
-        """A role that is changed is one pod more and one fewer."""
+        """Start to scale the pods of both roles; a changed role is one pod more and one pod fewer."""
         self._number += 1
         call = ScaleCall(prefill=plan.prefill, decode=plan.decode)
         self._task = asyncio.create_task(self._fleet.scale(call, lambda _: None), name="scaling of pods")
 
 
 def fleet_of_router(url: str) -> Path:
-    """The socket of the process of ``tercet up`` whose router has that URL's port.
+    """Return the socket of the ``tercet up`` process whose router has the port of ``url``.
 
     Raises :class:`~tercet.protocol.BadRequest` if none runs on this machine.
     """

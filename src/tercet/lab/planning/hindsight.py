@@ -1,4 +1,4 @@
-"""The best sequence of fleets for a trace that is known: what a planner can reach, from runs of fixed fleets."""
+"""The best sequence of fleets for a known trace, from runs of fixed fleets: a bound of what a planner can reach."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ import numpy as np
 from tercet.decisions.planning import FleetPlan
 
 ROUNDS = 50
-"""Improvements of the ratio at most; each is at least as good as the one before, and five are enough as a rule."""
+"""Most improvements of the ratio; each is at least as good as the one before, and five are usually enough."""
 
 
 @dataclass(frozen=True)
 class KnownBest:
-    """For each interval the fleet of the best sequence, and what it serves: ``met`` requests for ``engine_hours``."""
+    """The best sequence: the fleet of each interval, the requests that meet the objectives, and the engine-hours."""
 
     fleets: tuple[FleetPlan, ...]
     met: float
@@ -24,21 +24,21 @@ class KnownBest:
 
     @property
     def per_hour(self) -> float:
-        """Requests within the objectives for an engine-hour."""
+        """Requests within the objectives per engine-hour."""
         return self.met / self.engine_hours if self.engine_hours else 0.0
 
     @property
     def changes(self) -> int:
-        """Intervals whose fleet differs from the one before."""
+        """Number of intervals whose fleet differs from the one before."""
         return sum(before != after for before, after in itertools.pairwise(self.fleets))
 
 
 def best_sequence(met: Mapping[FleetPlan, Sequence[float]], interval_s: float, start_s: float) -> KnownBest:
-    """The sequence that serves most within the objectives for an engine-hour.
+    """Return the sequence that serves the most requests within the objectives per engine-hour.
 
-    ``met`` has for each fleet the requests that came in each interval and met the objectives, where the fleet ran all
-    the time: what a change leaves behind, queues and caches, is not in it. An engine that is started costs ``start_s``
-    seconds more, and serves at once.
+    ``met`` has for each fleet the number of requests that came in each interval and met the objectives, in a run of
+    that fleet alone: the queues and caches that a change leaves behind are not counted. An engine that is started costs
+    ``start_s`` seconds more, and serves at once. ``interval_s`` is the length of an interval in seconds.
     """
     plans, counts = list(met), np.array([met[plan] for plan in met], dtype=float)
     engines = np.array([plan.engines for plan in plans], dtype=float)
@@ -56,7 +56,7 @@ def best_sequence(met: Mapping[FleetPlan, Sequence[float]], interval_s: float, s
 
 
 def _best_path(values: np.ndarray, losses: np.ndarray) -> list[int]:
-    """The row of each column with the largest sum of values less the losses of changes from row to row."""
+    """Return a row for each column, so that the sum of values less the losses of changes between rows is largest."""
     total, origins = values[:, 0], list[np.ndarray]()
     for column in values.T[1:]:
         reached = total[:, None] - losses

@@ -1,4 +1,4 @@
-"""What a planner did lately, as it reports it to the router."""
+"""The last plans of a planner, in the form of its report to the router."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ KEPT = 40
 
 
 class PlanJournal:
-    """The last plans of one planner."""
+    """The journal of one planner: its last :data:`KEPT` plans."""
 
     def __init__(self, config: PlannerConfig) -> None:
         self._config = config
         self._plans: deque[ReportedPlan] = deque(maxlen=KEPT)
 
     def came(self, share: float | None) -> None:
-        """That share of the requests since the last plan met the objectives; None if no request ended."""
+        """Record the share of requests within the objectives since the last plan; None (no request ended): ignored."""
         if self._plans and share is not None:
             self._plans[-1] = msgspec.structs.replace(self._plans[-1], came=share)
 
     def note(
         self, at: float, fleet: FleetPlan, wanted: WantedPlan, change: FleetChange, proposal: str = ""
     ) -> None:  # fmt: skip
-        """A plan was made at a Unix time for the ``fleet`` as it was; ``proposal`` is the command for a program."""
+        """Record a plan made at the Unix time ``at`` for ``fleet``; ``proposal`` is a command for another program."""
         expected = wanted.expected
         self._plans.append(
             ReportedPlan(
@@ -45,7 +45,7 @@ class PlanJournal:
         )
 
     def report(self, margin: float | None) -> PlannerReport:
-        """All of it."""
+        """Return the report of the recorded plans; ``margin`` is the planner's present margin, None if unknown."""
         config = self._config
         return PlannerReport(
             act=config.act, planner=config.planner, interval=config.planning.interval_s, margin=margin,
@@ -54,7 +54,7 @@ class PlanJournal:
 
 
 def steps_of(change: FleetChange) -> list[str]:
-    """As commands that a person would type."""
+    """Return the steps of a change as text: commands that a person can type, and engines to start and stop."""
     flips = [f"tercet engines role {name} {role}" for name, role in change.flips]
     stops = [f"stop {name}" for name in change.stops]
     return [*flips, *(f"start one to {role}" for role in change.starts), *stops]

@@ -1,4 +1,4 @@
-"""A planner of a live router's fleet: it asks what happens, plans in a thread, and acts or advises."""
+"""A planner for a live router's fleet: it asks the router for its traffic, plans in a thread, and acts or advises."""
 
 from __future__ import annotations
 
@@ -32,17 +32,17 @@ from tercet.wire.client.ask_router import ask_router
 
 logger = logging.getLogger("tercet.planner")
 NICENESS = 10
-"""How much lower than others' the priority of this process is, as ``nice`` counts."""
+"""Increment of this process's niceness, as by ``nice``."""
 FAILED_REST_S = 120.0
-"""Seconds after an engine did not start in which no other is started."""
+"""Seconds after a failed change in which no engine is started."""
 PROCESSES_ASKED = 4
-"""Times that a router of several processes is asked for one plan, so that each may answer."""
+"""Number of requests for one plan to a router of several processes, so that each process may answer."""
 
 
 class LivePlanner:
-    """Looks, plans and acts until it is cancelled; a router that does not answer is asked again.
+    """A planner that looks, plans and acts until cancelled, and asks again if the router does not answer.
 
-    Without ``hands`` it advises.
+    Without ``hands`` it only advises. ``ask`` sends a request to the router.
     """
 
     def __init__(self, config: PlannerConfig, ask: Ask, hands: PlannerHands | None, metrics: PlannerMetrics) -> None:
@@ -63,7 +63,7 @@ class LivePlanner:
         self._failed_at = -math.inf
 
     async def run(self) -> None:
-        """Until cancelled."""
+        """Look every :data:`LOOK_S` seconds until cancelled; log when the router stops and starts to answer."""
         while True:
             began = time.monotonic()
             try:
@@ -74,7 +74,10 @@ class LivePlanner:
             await asyncio.sleep(max(0.0, began + LOOK_S - time.monotonic()))
 
     async def look(self, now: float) -> None:
-        """Ask once; let the guard look, and plan if it is time. Raises :class:`~tercet.protocol.TercetError`."""
+        """Ask the router, run the guard, and plan if it is time; ``now`` is in seconds of a monotonic clock.
+
+        Raises :class:`~tercet.protocol.TercetError` if the router does not answer or its fleet cannot be planned.
+        """
         report = await self._heard(self._guarded_s)
         self._guarded_s = guarded_s(report)
         if self._hands is not None and await self._is_changing(self._hands, now):
@@ -84,14 +87,14 @@ class LivePlanner:
             await self._plan(policy, limits, now)
 
     async def _guarded(self, policy: Policy | Planner, limits: PlanLimits) -> bool:
-        """Whether the guard changed the fleet."""
+        """Run the guard; return True if it changed the fleet."""
         urgent = policy.guard(self._view.observed(limits, to_plan=False)) if isinstance(policy, Planner) else None
         if urgent is not None:
             await self._carry_out(urgent, limits, is_plan=False)
         return urgent is not None
 
     async def _decided(self, policy: Policy | Planner, observed: Observed) -> WantedPlan | None:
-        """What the policy wants; the guard looks while it simulates, and None follows from a change that it made."""
+        """Return the fleet that the policy wants, or None if the guard, which looks meanwhile, changed the fleet."""
         decide = policy.decide if isinstance(policy, Planner) else policy
         deciding, is_void = asyncio.ensure_future(run_in_thread(decide, observed)), False
         try:
@@ -105,7 +108,7 @@ class LivePlanner:
         return policy.adopt(observed, wanted) if isinstance(policy, Planner) else wanted
 
     async def _guarded_meanwhile(self, policy: Policy | Planner, limits: PlanLimits) -> bool:
-        """The same in the middle of a plan, which a router that does not answer does not end."""
+        """Run the guard during a plan; a router that does not answer does not end the plan."""
         try:
             await self._heard(self._guarded_s)
             return await self._guarded(policy, limits)
@@ -125,7 +128,7 @@ class LivePlanner:
         if isinstance(policy, Planner) and policy.forecast is not None:
             await run_in_thread(self._try_program, observed.plan, policy.forecast)
         took = time.process_time() - cpu
-        # The next plan waits until this one is paid for.
+        # The next plan waits until the share of CPU for plans has paid for this one.
         interval = self._config.planning.interval_s
         pause = policy.pause_s(interval) if isinstance(policy, Planner) else interval
         self._plan_at = now + max(pause, took / self._config.planner_cpu)
@@ -134,7 +137,7 @@ class LivePlanner:
         if isinstance(policy, Planner) and len(policy.verdicts) > 1 and policy.verdicts[-2].came is not None:
             before = policy.verdicts[-2]
             expected = "not known" if before.expected is None else f"{before.expected.attainment:.1%}"
-            logger.info("of the plan before: within the objectives expected %s, came %.1f%%", expected,
+            logger.info("the plan before: expected %s within the objectives, measured %.1f%%", expected,
                         100 * (before.came or 0))  # fmt: skip
         self._journal.came(observed.came)
         await self._carry_out(wanted, limits)
@@ -148,12 +151,12 @@ class LivePlanner:
                            found[0], found[0].program, 100 * found[1].attainment)  # fmt: skip
 
     def _simulator_of(self, named: NamedProgram) -> FleetSimulator:
-        """Of another program, with the engines and the objectives as they are now."""
+        """Return a simulator of another program, with the present engines and objectives."""
         options = EngineOptions(decode_scale=rounded(self._view.decode_scale(self._steps)))
         objectives = self._view.observed(to_plan=False).objectives
         return FleetSimulator(named.program, self._config.profile, options, objectives, named.args)
 
-    # ---- what is planned with --------------------------------------------------------------------------------
+    # ---- inputs of a plan ------------------------------------------------------------------------------------
 
     async def _heard(self, window_s: float) -> TrafficReport:
         report = read_traffic(await self._ask("GET", f"/traffic?window={window_s:g}", None))
@@ -161,17 +164,20 @@ class LivePlanner:
         return report
 
     def _prepared(self, report: TrafficReport) -> Policy | Planner:
-        """The policy, and its simulator as the router and the engines are now. Raises for what cannot be planned."""
+        """Return the policy, with its simulator set to the present router and engines.
+
+        Raises :class:`~tercet.protocol.BadRequest` for a router or a fleet that cannot be planned.
+        """
         wanted = report.objectives
         if wanted.ttft is None or wanted.tpot is None:
             raise BadRequest(
-                "objectives: start the router with --objective-ttft and --objective-tpot", "objective-ttft"
+                "objectives: are missing; start the router with --objective-ttft and --objective-tpot", "objective-ttft"
             )
         if report.program is None:
-            raise BadRequest("program: a split between several cannot be planned", "program")
+            raise BadRequest("program: the router uses a split of several programs; use one program", "program")
         if any(each.role == "both" for each in report.engines):
             raise BadRequest(
-                "engines: a planner needs the roles prefill and decode; see tercet engines role", "engines"
+                "engines: have the role both; give each prefill or decode with `tercet engines role`", "engines"
             )
         options = EngineOptions(decode_scale=rounded(self._view.decode_scale(self._steps)))
         objectives = self._view.observed(to_plan=False).objectives
@@ -184,7 +190,10 @@ class LivePlanner:
         return self._policy
 
     def _limits(self, report: TrafficReport, now: float) -> PlanLimits:
-        """Engines that may be wanted: as many as there are where none can start or stop, or one lately failed to."""
+        """Return the bounds of the number of engines: fixed if engines cannot start or stop.
+
+        After a failed change, the number does not grow for :data:`FAILED_REST_S` seconds.
+        """
         engines, planning = max(2, sum(not each.draining for each in report.engines)), self._config.planning
         if self._hands is not None and not self._hands.resizes:
             return PlanLimits(engines, engines)
@@ -195,7 +204,7 @@ class LivePlanner:
         return PlanLimits(max(2, fewest), max(2, fewest, most))
 
     async def _is_changing(self, hands: PlannerHands, now: float) -> bool:
-        """Whether the last change is still under way; one that failed is said once, and nothing grows for a while."""
+        """True if the last change is still under way; a failed one is logged once, and stops growth for a time."""
         state = await hands.state()
         if state.failure and state.number != self._failed_change:
             self._failed_change, self._failed_at = state.number, now
@@ -208,7 +217,7 @@ class LivePlanner:
         observed = self._view.observed(limits, to_plan=False)
         change = change_to(wanted.plan, observed.engines)
         steps = ", ".join(steps_of(change))
-        if is_plan or steps != self._advised:  # a guard repeats itself until it is heard
+        if is_plan or steps != self._advised:  # the guard repeats its advice until the fleet changes
             await self._report(observed, wanted, change)
         if not change:
             return
@@ -223,17 +232,17 @@ class LivePlanner:
         logger.warning("%s: %s", steps, said)
 
     async def _report(self, observed: Observed, wanted: WantedPlan, change: FleetChange) -> None:
-        """The router shows the last plans to people."""
+        """Record the plan, and send the last plans to the router, which shows them to people."""
         self._journal.note(time.time(), observed.plan, wanted, change, self._proposal)
         margin = self._policy.margin if isinstance(self._policy, Planner) else None
         await self._ask("PUT", "/planner", self._journal.report(margin))
 
     def _note_answer(self, error: TercetError | None) -> None:
-        """Say once that there is trouble, and once that it is over."""
+        """Log once that planning fails, and once that it works again; ``error`` is None if it works."""
         if error is not None and self._answers:
-            logger.error("nothing is planned: %s", error.message)
+            logger.error("planning stopped: %s", error.message)
         if error is None and not self._answers:
-            logger.warning("%s is planned for again", self._config.url)
+            logger.warning("planning for %s continues", self._config.url)
         self._answers = error is None
 
 
@@ -248,7 +257,7 @@ def _in_words(wanted: WantedPlan) -> str:
 
 
 def serve_planner(config: PlannerConfig) -> None:
-    """Plan until SIGINT or SIGTERM. Raises :class:`~tercet.protocol.TercetError` if no router answers at first."""
+    """Plan until SIGINT or SIGTERM; raise :class:`~tercet.protocol.TercetError` if no router answers at the start."""
     log_to_stderr(config.log_level, config.log_format)
     os.nice(NICENESS)
     asyncio.run(_serve(config))
@@ -260,7 +269,7 @@ async def _serve(config: PlannerConfig) -> None:
 
     planner = LivePlanner(config, ask, _hands_of(config, ask), PlannerMetrics(config.metrics_port))
     await planner.look(time.monotonic())
-    logger.info("plans for %s every %g s; --act is %s", config.url, config.planning.interval_s, config.act)
+    logger.info("planning for %s every %g s; --act is %s", config.url, config.planning.interval_s, config.act)
     await planner.run()
 
 

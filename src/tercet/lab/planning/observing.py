@@ -1,4 +1,4 @@
-"""A fleet as a router describes it at ``GET /tercet/v1/traffic``, put together from the answers of its processes."""
+"""The view of a fleet from ``GET /tercet/v1/traffic``, combined from the answers of a router's processes."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from tercet.settings.role_settings import Objectives
 LOOK_S = 1.0
 """Seconds between two looks of the guard."""
 ENOUGH_FOR_GUARD = 400
-"""Arrivals in which chance is small enough for the guard."""
+"""Number of arrivals that are enough for the guard: their deviation by chance is small."""
 FEWEST_STEPS = 8
-"""Step times of engines that must have been reported before a profile is corrected by them."""
+"""Step times that engines must have reported before they correct the profile."""
 MOST_STEPS = 200
 
 
 class TrafficEngine(msgspec.Struct, frozen=True):
-    """An engine of the answer; see :class:`~tercet.decisions.roles.ObservedEngine`."""
+    """One engine in the answer; :class:`~tercet.decisions.roles.ObservedEngine` describes the fields."""
 
     name: str
     role: Any
@@ -41,14 +41,14 @@ class TrafficEngine(msgspec.Struct, frozen=True):
     draining: bool
 
     def observed(self) -> ObservedEngine:
-        """For a policy."""
+        """Return the engine as policies see it."""
         fields = msgspec.structs.asdict(self)
         del fields["draining"]
         return ObservedEngine(**fields)
 
 
 class ReportedObjectives(msgspec.Struct, frozen=True):
-    """The router's objectives, and the requests that ended and met them."""
+    """The router's objectives (times in seconds), and the numbers of requests that ended and that met them."""
 
     ttft: float | None
     tpot: float | None
@@ -58,7 +58,7 @@ class ReportedObjectives(msgspec.Struct, frozen=True):
 
 
 class TrafficReport(msgspec.Struct, frozen=True):
-    """One answer; see the route."""
+    """The answer of one process of a router to ``GET /tercet/v1/traffic``; its times are of that process's clock."""
 
     pid: int
     processes: int
@@ -72,7 +72,7 @@ class TrafficReport(msgspec.Struct, frozen=True):
 
 
 def read_traffic(answer: Any) -> TrafficReport:
-    """Read a router's answer; raises :class:`~tercet.protocol.EngineUnreachable` for another shape."""
+    """Return a router's answer as a report; raise :class:`~tercet.protocol.EngineUnreachable` for another shape."""
     try:
         return msgspec.convert(answer, TrafficReport)
     except UNREADABLE as error:
@@ -80,10 +80,10 @@ def read_traffic(answer: Any) -> TrafficReport:
 
 
 class TrafficView:
-    """What the processes of a router have said; times become those of the process that answered last.
+    """The reports of a router's processes, combined; times are by the clock of the process that answered last.
 
-    Processes of one machine share a clock. A router of several processes answers by whichever takes the connection:
-    until each has answered once, the requests of those that have stand for all.
+    Processes of one machine share a clock. The process that accepts the connection answers: until each has answered
+    once, the requests of the processes that have answered represent those of the others.
     """
 
     def __init__(self) -> None:
@@ -92,7 +92,7 @@ class TrafficView:
         self._ratios: list[float] = []
 
     def heard(self, report: TrafficReport) -> None:
-        """One process answered."""
+        """Store the report of one process in place of its earlier one; drop the oldest if there are too many."""
         self._reports.pop(report.pid, None)
         self._reports[report.pid] = report
         while len(self._reports) > max(1, report.processes):
@@ -100,13 +100,14 @@ class TrafficView:
 
     @property
     def newest(self) -> TrafficReport:
-        """The last answer; there must have been one."""
+        """The last report; there must be at least one."""
         return self._reports[next(reversed(self._reports))]
 
     def observed(self, limits: PlanLimits | None = None, to_plan: bool = True) -> Observed:
-        """For a policy; without ``limits`` the engines are as many as there are.
+        """Return the fleet as policies see it; without ``limits``, the number of engines is fixed.
 
-        If it is not ``to_plan``, but for the guard, the arrivals are those of the seconds that the guard looks at.
+        Without ``to_plan``, the view is for the guard: ``arrivals`` are those of the last ``WINDOW_S`` seconds, and
+        ``came`` is None.
         """
         report = self.newest
         engines = tuple(each.observed() for each in report.engines if not each.draining)
@@ -132,7 +133,7 @@ class TrafficView:
         silent = self.newest.processes - len(self._reports)
         if silent <= 0 or not found:
             return tuple(found)
-        # The others are taken to have the same: each request stands for its share of theirs.
+        # The other processes are assumed to have similar requests: each request is repeated to represent them.
         copies = self.newest.processes / len(self._reports)
         return tuple(each for index, each in enumerate(found)
                      for _ in range(int((index + 1) * copies) - int(index * copies)))  # fmt: skip
@@ -144,7 +145,7 @@ class TrafficView:
         return (now.met - before[1]) / ended if before is not None and ended > 0 else None
 
     def decode_scale(self, steps: StepModel) -> float:
-        """By what factor engines' steps of decodes take longer than in a profile; 1 while too few are known."""
+        """Return the factor by which measured decode steps take longer than in the profile; 1 with too few of them."""
         for each in self.newest.engines:
             if each.running and each.step_s and not each.waiting_s:
                 predicted = steps.step(0, 0.0, each.running, each.contexts)
@@ -154,11 +155,11 @@ class TrafficView:
 
 
 def guarded_s(report: TrafficReport) -> float:
-    """Seconds of arrivals to ask for at the guard's next look: fewer where many come, since it looks often."""
+    """Return the seconds of arrivals to ask for at the guard's next look: fewer if many came, since it looks often."""
     came = sum(report.now - each[0] <= LOOK_S for each in report.arrivals)
     return min(WINDOW_S, max(LOOK_S, LOOK_S * ENOUGH_FOR_GUARD / max(1, came)))
 
 
 def rounded(scale: float) -> float:
-    """To 5%: simulations of one load should not differ for noise."""
+    """Return ``scale`` rounded to 0.05, and at least 0.05, so that simulations of one load do not differ by noise."""
     return max(0.05, round(scale * 20) / 20)

@@ -1,4 +1,4 @@
-"""What Prometheus can know of a planner."""
+"""Metrics of a planner for Prometheus."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from tercet.decisions.planning.acting import FleetChange
 
 
 class PlannerMetrics:
-    """Metrics of one planner, served on 127.0.0.1 if there is a ``port``."""
+    """The metrics of one planner, served on 127.0.0.1 at ``port``; 0: not served."""
 
     def __init__(self, port: int = 0) -> None:
         self.registry = registry = CollectorRegistry()
@@ -18,24 +18,27 @@ class PlannerMetrics:
         )
         self._attainment = Gauge(
             "tercet_planner_attainment",
-            "Share of the requests within the objectives: expected of the last plan, and what came of the one before.",
+            "Share of the requests within the objectives: expected by the last plan, measured for the plan before.",
             ["kind"],
             registry=registry,
         )
         self._margin = Gauge(
-            "tercet_planner_margin", "Share of load beyond the forecast that plans must bear.", registry=registry
+            "tercet_planner_margin",
+            "Load beyond the forecast that plans must bear, as a share of it.",
+            registry=registry,
         )
-        self._plans = Counter("tercet_planner_plans", "Plans that were made.", registry=registry)
-        self._simulations = Gauge("tercet_planner_simulations", "Simulations that were made.", registry=registry)
-        self._cpu = Counter("tercet_planner_cpu_seconds", "Processor time of plans.", registry=registry)
+        self._plans = Counter("tercet_planner_plans", "Plans made.", registry=registry)
+        self._simulations = Gauge("tercet_planner_simulations", "Simulations made.", registry=registry)
+        self._cpu = Counter("tercet_planner_cpu_seconds", "Processor time of plans, seconds.", registry=registry)
         self._changes = Counter(
-            "tercet_planner_changed_engines", "Engines that were changed, by how.", ["how"], registry=registry
-        )
+            "tercet_planner_changed_engines", "Engines that were flipped, started or stopped.", ["how"],
+            registry=registry,
+        )  # fmt: skip
         if port:
             start_http_server(port, "127.0.0.1", registry)
 
     def planned(self, policy: Policy | Planner, wanted: WantedPlan, cpu_s: float) -> None:
-        """A plan was made in ``cpu_s`` seconds."""
+        """Count a plan that took ``cpu_s`` seconds of CPU."""
         self._plans.inc()
         self._cpu.inc(cpu_s)
         self._wanted.labels("prefill").set(wanted.plan.prefill)
@@ -50,6 +53,6 @@ class PlannerMetrics:
                 self._attainment.labels("came").set(came)
 
     def changed(self, change: FleetChange) -> None:
-        """A change was carried out."""
+        """Count the engines of a change that was carried out."""
         for how, count in (("flipped", change.flips), ("started", change.starts), ("stopped", change.stops)):
             self._changes.labels(how).inc(len(count))

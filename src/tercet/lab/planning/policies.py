@@ -1,4 +1,4 @@
-"""The policies that ``--planner`` names: simulating, the same with the trace as its forecast, or one's own."""
+"""The policies that ``--planner`` names: simulate, oracle (which knows the trace), or a user's function."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ LOOKED_AHEAD_S = 45.0
 
 
 class Foresight:
-    """A forecaster that knows the trace; see :class:`~tercet.decisions.planning.Forecaster`."""
+    """A forecaster that knows the trace; implements :class:`~tercet.decisions.planning.forecast.Forecasting`."""
 
     def __init__(self, trace: Sequence[ObservedRequest]) -> None:
         self._trace = trace
 
     def look(self, now: float, since: float, arrivals: Sequence[ObservedRequest], ahead_s: float) -> Forecast:
-        """The requests that will come."""
+        """Return the requests of the trace in the next ``ahead_s`` + :data:`LOOKED_AHEAD_S` seconds."""
         del since, arrivals
         length = ahead_s + LOOKED_AHEAD_S
         coming = tuple(each for each in self._trace if now <= each.at < now + length)
@@ -35,7 +35,7 @@ class Foresight:
 
 
 def trace_of(arrivals: Iterable[tuple[float, Request]]) -> list[ObservedRequest]:
-    """A trace without its text."""
+    """Return the requests of a trace without their text."""
     return [
         ObservedRequest(when, each.num_tokens, max_tokens_of(each), True, block_names(each.prompt), BLOCK)
         for when, each in arrivals
@@ -49,9 +49,9 @@ def load_policy(
     engine: ProfileCapacity,
     trace: Iterable[tuple[float, Request]] | None = None,
 ) -> Policy | Planner:
-    """The policy called ``name``; ``trace`` is read by the oracle only, and None where nobody knows what will come.
+    """Return the policy called ``name``; only the oracle reads ``trace``, which is None if the traffic is not known.
 
-    Raises :class:`~tercet.protocol.BadRequest` for a name without a policy, or a file that has no such function.
+    Raises :class:`~tercet.protocol.BadRequest` for an unknown name, or a file without the named function.
     """
     if name == "simulate":
         return Planner(evaluate, engine, settings.start_s, settings.margin)
@@ -69,7 +69,7 @@ def load_policy(
 
 
 def _checked(name: str, function: object) -> Policy:
-    """An answer of a wrong kind is named as such, and not met deep inside."""
+    """Wrap a user's policy: raise :class:`~tercet.protocol.BadRequest` if it does not return a ``WantedPlan``."""
 
     def policy(observed: Observed) -> WantedPlan:
         found = function(observed) if callable(function) else None

@@ -1,4 +1,4 @@
-"""Whether another program would serve the present fleet's load better: found by simulating both, and proposed only."""
+"""Trials of other programs with the present fleet and load, in simulation; a better one is only proposed."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tercet.programs import load_program
 from tercet.protocol import BadRequest
 
 GAIN = 0.02
-"""Share of the requests that a program must bring within the objectives more, and two standard deviations."""
+"""Least gain of a program in requests within the objectives, as a share; at least two standard deviations."""
 
 
 @dataclass(frozen=True)
@@ -23,22 +23,22 @@ class NamedProgram:
     args: Mapping[str, str]
 
     def __str__(self) -> str:
-        """The command that changes to it."""
+        """Return the command that changes to this program."""
         return " ".join([f"tercet program {self.program}", *(f"--program-arg {k}={v}" for k, v in self.args.items())])
 
 
 def parse_program(text: str) -> NamedProgram:
-    """Raises :class:`~tercet.protocol.BadRequest` for a program that there is not, or for other parameters than its."""
+    """Parse ``PROGRAM,KEY=VALUE``; raise :class:`~tercet.protocol.BadRequest` for an unknown program or parameter."""
     program, *given = text.split(",")
     if not all("=" in each for each in given):
-        raise BadRequest(f"planner-program: {text!r} is not PROGRAM or PROGRAM,KEY=VALUE", "planner-program")
+        raise BadRequest(f"planner-program: is {text!r}; give PROGRAM or PROGRAM,KEY=VALUE", "planner-program")
     args = dict(each.split("=", 1) for each in given)
     load_program(program, args)
     return NamedProgram(program, args)
 
 
 class ProgramTrials:
-    """Tries one program at each :meth:`look`, in turn, against the one in use."""
+    """Trials of the programs ``texts``, one in turn at each :meth:`look`, against the program in use."""
 
     def __init__(self, texts: tuple[str, ...], evaluate: Callable[[NamedProgram], Evaluate]) -> None:
         self._programs = [parse_program(each) for each in texts]
@@ -46,7 +46,7 @@ class ProgramTrials:
         self._evaluate = evaluate
 
     def look(self, used: NamedProgram, plan: FleetPlan, forecast: Forecast) -> tuple[NamedProgram, Expected] | None:
-        """A program that gains, with what it would give; None if the one whose turn it is does not."""
+        """Simulate the program whose turn it is; return it with its expected result if it gains, else None."""
         if not self._programs or not forecast.rate:
             return None
         other = self._programs[next(self._turn)]

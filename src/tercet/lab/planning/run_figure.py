@@ -16,7 +16,10 @@ SMOOTH_S = 10
 
 
 def plot_planned_run(run: PlannedRun, share: float, title: str, file: Path) -> None:
-    """Draw a run; ``share`` of the requests should meet the objectives. Raises :class:`~tercet.protocol.BadRequest`."""
+    """Draw a run to ``file``, with a line at ``share``, the wanted share of requests within the objectives.
+
+    Raises :class:`~tercet.protocol.BadRequest` if the figure cannot be drawn.
+    """
     times = [each.at for each in run.samples]
     with picture(file, FLAG, WIDTH, HEIGHT) as drawn:
         load, engines, line, met = drawn.canvas.subplots(4, 1, sharex=True)

@@ -1,4 +1,4 @@
-"""A planner's part in ``tercet sim``: its engines that do not run at first, its simulator, and what it did."""
+"""The planner in ``tercet sim``: its engines that do not run at first, its simulator, and its results."""
 
 from __future__ import annotations
 
@@ -52,13 +52,13 @@ class SimulatedPlanning:
         self._planner: VirtualPlanner | None = None
 
     def with_spare(self, spec: FleetSpec) -> FleetSpec:
-        """The fleet with the engines that may be started."""
+        """Return the fleet with the engines that the planner may start added."""
         if not self._spare:
             return spec
         return msgspec.structs.replace(spec, engines=(*spec.engines, EngineGroup(role="decode", count=self._spare)))
 
     def companion(self, service: Service[MoveCounts], engines: Mapping[str, SimEngine]) -> Coroutine[Any, Any, None]:
-        """See :data:`~tercet.lab.bench.simulated.virtual_run.Companion`."""
+        """Return the planner's task for a run; see :data:`~tercet.lab.bench.simulated.virtual_run.Companion`."""
         spare = list(engines)[len(engines) - self._spare :]
         self._planner = VirtualPlanner(
             self._policy, self._settings, self._objectives, self._limits, spare, service, engines
@@ -66,13 +66,13 @@ class SimulatedPlanning:
         return self._planner.run()
 
     def result(self, end: float) -> PlannedRun:
-        """What was done in the run, which ended at the second ``end``."""
+        """Return the planner's changes and samples of a run that ended at the second ``end``."""
         if self._planner is None:
             return PlannedRun()
         return self._planner.result(end, self._simulator.requests)
 
     def said(self, metrics: Mapping[str, float | int | None]) -> list[str]:
-        """For the terminal: each change, and what all of it cost."""
+        """Return lines for the terminal: each change, and the cost of the run and of the planner."""
         if self._planner is None:
             return []
         found = self._planner.result(0.0)
@@ -91,7 +91,7 @@ class SimulatedPlanning:
 
 
 def planning_of(simulation: Simulation, rate: float | None) -> SimulatedPlanning:
-    """The planner that a simulation's settings describe; raises :class:`~tercet.protocol.BadRequest`."""
+    """Return the planner of a simulation's settings; raise :class:`~tercet.protocol.BadRequest` for invalid ones."""
     return SimulatedPlanning(simulation, rate)
 
 
@@ -104,7 +104,7 @@ def _limits(simulation: Simulation) -> PlanLimits:
     limits = PlanLimits(fewest, max(engines, fewest) if settings.most is None else settings.most)
     if not limits.fewest <= engines <= limits.most:
         raise BadRequest(
-            f"fleet: {engines} engines are not within planner-min-engines and planner-max-engines, {limits.fewest} to "
+            f"fleet: has {engines} engines; planner-min-engines and planner-max-engines allow {limits.fewest} to "
             f"{limits.most}", "fleet",
         )  # fmt: skip
     return limits

@@ -1,4 +1,4 @@
-"""A planner in virtual time: it watches a simulated fleet, flips roles, and starts and stops engines that cost."""
+"""A planner in virtual time: it watches a simulated fleet, changes roles, and starts and stops engines at a cost."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ from tercet.settings.role_settings import Objectives
 
 GUARD_S = 0.5
 SAMPLE_EVERY = 2
-"""Looks of the guard for one sample of the timeline: one second."""
+"""Looks of the guard per sample of the timeline: one sample is one second."""
 State = Literal["serving", "starting", "stopping", "off"]
 
 
 class VirtualPlanner:
-    """Looks at a run again and again, and carries out what a policy wants.
+    """A planner that looks at a simulated run at intervals, and carries out the changes that its policy wants.
 
-    The engines called in ``spare`` do not run at first. ``policy`` may be a :class:`Planner`, whose guard is then asked
-    in between. ``cpu_s`` is the processor time of decisions.
+    The engines named in ``spare`` do not run at first. If ``policy`` is a :class:`Planner`, its guard looks in between.
+    ``cpu_s`` is the processor time of decisions in seconds.
     """
 
     def __init__(
@@ -109,13 +109,13 @@ class VirtualPlanner:
         )
 
     def _came(self) -> float | None:
-        """The share that met the objectives since the last plan; None if none ended."""
+        """Return the share of requests within the objectives since the last plan; None if no request ended."""
         before, self._compared = self._compared, (self._seen.ended, self._seen.met)
         ended, met = self._seen.ended - before[0], self._seen.met - before[1]
         return met / ended if ended else None
 
     def _present(self) -> list[ObservedEngine]:
-        """Those that serve or start."""
+        """Return the engines that serve or start."""
         return [each for each in observed_engines(self._fleet) if self._state[each.name] in ("serving", "starting")]
 
     def _now(self) -> float:
@@ -152,7 +152,7 @@ class VirtualPlanner:
             self._fleet.drain(name, False)
 
     def _stop(self, name: str) -> None:
-        """Empty it first; what still starts has nothing to lose."""
+        """Drain the engine, to switch it off when it is empty; an engine that still starts is switched off at once."""
         if self._state[name] == "starting":
             self._switch_off(name)
             return
@@ -189,7 +189,7 @@ class VirtualPlanner:
         )
 
     def result(self, end: float, simulated_requests: int = 0) -> PlannedRun:
-        """What it did, in a run that ended at the second ``end``."""
+        """Return the changes, samples and costs of a run that ended at the second ``end``."""
         on = sum(end - self._began[name] for name, state in self._state.items() if state != "off")
         return PlannedRun(
             changes=tuple(self._changes),
