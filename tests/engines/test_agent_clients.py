@@ -14,6 +14,8 @@ import anthropic
 import openai
 import pytest
 
+from tests.long_runs import in_full
+
 from .conftest import ENGINE_ARGS, Fleet, router_over, running_engine
 from .moving import moving
 
@@ -141,7 +143,7 @@ def once(kinds: list[str]) -> list[str]:
 
 async def message(clients: Clients, asked: dict[str, Any], *, stream: bool) -> Any:
     """A message, and the kinds of a stream's events."""
-    given = {
+    given: dict[str, Any] = {
         "model": "smollm2", "max_tokens": 60, "messages": [{"role": "user", "content": TEXT}],
         "extra_body": {"temperature": 0.0}, **asked,
     }  # fmt: skip
@@ -161,7 +163,7 @@ async def message(clients: Clients, asked: dict[str, Any], *, stream: bool) -> A
 
 async def response(clients: Clients, asked: dict[str, Any], *, stream: bool) -> Any:
     """A response, and the kinds of a stream's events, whose numbers have no gap."""
-    given = {"model": "smollm2", "max_output_tokens": 60, "temperature": 0.0, "input": TEXT, **asked}
+    given: dict[str, Any] = {"model": "smollm2", "max_output_tokens": 60, "temperature": 0.0, "input": TEXT, **asked}
     if not stream:
         return lasting((await clients.responses.responses.create(**given)).model_dump())
     kinds, numbers, final = list[str](), list[int](), None
@@ -193,7 +195,7 @@ CASES: list[tuple[Ask, dict[str, Any]]] = [
 NAMES = [f"{api}: {name}" for api, cases in (("messages", MESSAGES), ("responses", RESPONSES)) for name in cases]
 
 
-@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
+@pytest.mark.parametrize("stream", [pytest.param(False, marks=in_full, id="whole"), pytest.param(True, id="streamed")])
 @pytest.mark.parametrize(("ask", "asked"), CASES, ids=NAMES)
 async def test_a_pair_has_the_verdict_of_a_lone_server(
     servers: Servers, ask: Ask, asked: dict[str, Any], stream: bool
