@@ -230,7 +230,7 @@ async def test_one_that_dies_again_and_again_is_left_alone_and_all_of_them_end_t
             engine.process._argv = argv_of(1, "dies")
         watching = asyncio.create_task(fleet.until_broken(lambda name, state: said.append(f"{name} {state}")))
         _kill(fleet, "decode-0")
-        await _until(lambda: any("not restarted" in line for line in said))
+        await _until(lambda: any("no further restart" in line for line in said))
         assert not watching.done()
         log = fleet.router.log
         await _until(lambda: "deleted /tercet/v1/engines/decode-0" in log.read_text())  # the router lists it no more
@@ -240,7 +240,7 @@ async def test_one_that_dies_again_and_again_is_left_alone_and_all_of_them_end_t
     assert [line.split("; log")[0] for line in said if line.startswith("decode-0") and "loading" not in line] == [
         "decode-0 was killed by SIGKILL; restart 1 of 2 in 0.01 s",
         "decode-0 ended with exit code 3; restart 2 of 2 in 0.02 s",
-        "decode-0 ended with exit code 3; it is not restarted",
+        "decode-0 ended with exit code 3; no further restart",
     ]
     assert gone(children_of(tmp_path / "logs"))
 
