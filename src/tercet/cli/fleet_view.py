@@ -1,4 +1,7 @@
-"""The view of ``tercet top``: rows of engines, sorted and filtered, and the effect of each key. There is no I/O."""
+"""The view of ``tercet top``: rows of engines, sorted and filtered, and the effect of each key.
+
+This module does no I/O.
+"""
 
 from __future__ import annotations
 

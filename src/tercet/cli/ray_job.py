@@ -41,7 +41,7 @@ def run_as_a_job(config: UpConfig) -> int:
 
     Raises :class:`~tercet.protocol.EngineError` if the fleet's process cannot be started.
     """
-    # Settings may hold keys: in memory files, nothing remains on disk, whichever process is killed.
+    # Settings may hold keys. They are in memory files, so a killed process leaves no key on disk.
     settings, code = os.memfd_create("settings"), os.memfd_create("exit code")
     with open(settings, "wb", closefd=False) as out:
         out.write(msgspec.json.encode(encode_settings(config)))

@@ -1,4 +1,7 @@
-"""Findings about a machine's parts: their state, the cost of a missing part, and the remedy. There is no I/O."""
+"""Findings about a machine's parts: their state, the cost of a missing part, and the remedy.
+
+This module does no I/O.
+"""
 
 from __future__ import annotations
 

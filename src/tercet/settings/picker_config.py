@@ -99,8 +99,8 @@ class PickerConfig(Settings, frozen=True, kw_only=True):
     objectives: Annotated[
         Mapping[str, str],
         Setting(
-            "NAME=PRIORITY of an inference objective: requests of higher priority are served first, requests below 0 "
-            "are dropped if there is no room. Repeatable.",
+            "Priority of an inference objective, NAME=PRIORITY. The picker serves higher priorities first, and "
+            "drops requests with a negative priority if the fleet is full. Repeatable.",
             flag="--objective", panel=FLOW,
         ),
     ] = {}  # fmt: skip

@@ -39,6 +39,11 @@ class EngineDemand:
         return max(self.prefill / plan.prefill, self.decode / plan.decode)
 
 
+def longest_step_s(objectives: Objectives) -> float:
+    """Return the longest decode step to plan for, in seconds: a share of the objective for TPOT (50 ms without one)."""
+    return STEP_SHARE * (objectives.tpot or 0.05)
+
+
 def demand_of(
     sample: Sequence[ObservedRequest], rate: float, engine: EngineCapacity, objectives: Objectives
 ) -> EngineDemand:
@@ -50,7 +55,7 @@ def demand_of(
     """
     if not sample or rate <= 0:
         return EngineDemand(0.0, 0.0)
-    tpot = STEP_SHARE * (objectives.tpot or 0.05)
+    tpot = longest_step_s(objectives)
     prefill = rate * sum(engine.prefill_s(each.prompt_tokens) for each in sample) / len(sample)
     output = sum(each.output_tokens for each in sample)
     context = sum((each.prompt_tokens + each.output_tokens / 2) * each.output_tokens for each in sample)

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 
 from tercet.decisions.planning.arrivals import FEWEST_ENDED, ObservedRequest, answers_completed
-from tercet.decisions.planning.candidates import STEP_SHARE, EngineCapacity, EngineDemand, demand_of
+from tercet.decisions.planning.candidates import EngineCapacity, EngineDemand, demand_of, longest_step_s
 from tercet.decisions.planning.observed import FleetPlan, Observed
 from tercet.decisions.roles.observed import Demand
 from tercet.decisions.roles.pressures import BUSY_FULL, prefill_pressure
@@ -66,5 +66,5 @@ def _decoding(measured: Demand, engine: EngineCapacity, observed: Observed) -> f
     """Return the number of engines that the present decodes keep busy, with fractions."""
     if measured.decodes <= 0:
         return 0.0
-    tpot = STEP_SHARE * (observed.objectives.tpot or 0.05)
-    return measured.decodes / engine.decodes(measured.contexts / measured.decodes, tpot)
+    context = measured.contexts / measured.decodes
+    return measured.decodes / engine.decodes(context, longest_step_s(observed.objectives))

@@ -148,7 +148,7 @@ class Planner:
         return wanted
 
     def pause_s(self, interval_s: float) -> float:
-        """Return the seconds until the next plan: ``interval_s``, but at most a bin while there is no forecast."""
+        """Return the seconds until the next plan: ``interval_s``, or at most :data:`BIN_S` without a forecast."""
         return interval_s if self.forecast is not None else min(interval_s, BIN_S)
 
     def _overruled(self, observed: Observed, found: WantedPlan) -> bool:
