@@ -20,6 +20,8 @@ from tercet.protocol import BadRequest, Conflict, Request
 from tercet.settings import EngineAddress, PickerConfig
 from tests.servers import served
 
+SECONDS = 60
+
 
 @dataclass
 class StockEngine:
@@ -65,7 +67,7 @@ class Pool:
 
     async def until(self, name: str, **load: object) -> None:
         """The fleet has heard this of an engine."""
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(SECONDS):
             while True:
                 last = self.fleet.knowledge.loads.last(name)
                 if last is not None and all(getattr(last[0], key) == value for key, value in load.items()):
@@ -85,7 +87,7 @@ async def pool(many: int, scheduling: str | None = None) -> AsyncGenerator[Pool]
         )
         fleet = await stack.enter_async_context(fleet_of(config))
         made = Pool(engines, fleet, EndpointPicker(fleet, ByCharacters(), PickerMetrics(), config))
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(SECONDS):
             while not all(member.reachable for member in fleet.members):
                 await asyncio.sleep(0.01)
         yield made
@@ -109,7 +111,7 @@ async def test_a_full_engine_has_no_room() -> None:
         await asyncio.sleep(0.1)
         assert not asked.done()
         there.engines[1].usage = 0.1
-        assert await asyncio.wait_for(asked, 10) == address_of(there.engines[1].url)
+        assert await asyncio.wait_for(asked, SECONDS) == address_of(there.engines[1].url)
 
 
 @pytest.mark.slow
@@ -119,12 +121,12 @@ async def test_an_engine_whose_page_fails_is_not_picked_until_it_is_back(how: st
         lost = there.engines[0]
         lost.status = 500 if how == "error" else 200
         waiting, lost.waiting = lost.waiting, "much" if how == "nonsense" else 0  # type: ignore[assignment]
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(SECONDS):
             while there.fleet.member("e0").reachable:
                 await asyncio.sleep(0.02)
         assert {await there.pick(f"{n}" * 400) for n in range(6)} == {address_of(there.engines[1].url)}
         lost.status, lost.waiting = 200, waiting
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(SECONDS):
             while not there.fleet.member("e0").reachable:
                 await asyncio.sleep(0.02)
 
@@ -136,7 +138,7 @@ async def test_what_was_routed_to_an_engine_is_forgotten_when_it_is_started_anew
         request = Request(seq_id="r", prompt=stand_ins(b"abcd" * 1000))
         assert there.fleet.knowledge.cached_tokens(f"e{place}", request) > 0
         there.engines[place].started += 1
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(SECONDS):
             while there.fleet.knowledge.cached_tokens(f"e{place}", request):
                 await asyncio.sleep(0.01)
 
