@@ -43,7 +43,7 @@ docs: setup ## the manual as a site, docs/_build/html/README.html; a warning, su
 	$(MANUAL)
 	@echo docs/_build/html/README.html
 
-reference: setup ## write docs/reference and deploy/grafana anew from what the code declares
+reference: setup ## write docs/reference and deploy/grafana from what the code declares
 	$(BIN)/python -m scripts.reference
 	$(BIN)/python -m scripts.dashboards
 

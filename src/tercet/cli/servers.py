@@ -62,7 +62,7 @@ def engine(
     simulate: Annotated[
         str | None,
         typer.Option(
-            metavar="PROFILE", help="Profile of a simulated engine, which computes nothing; see `tercet profile`."
+            metavar="PROFILE", help="Profile of a simulated engine, which computes nothing; see `tercet bench profile`."
         ),
     ] = None,
     option: Annotated[

@@ -39,7 +39,7 @@ Fleet = Annotated[
         "file. Engines of one HOST slow one another, as their profile says."
     ),
 ]
-ProfileName = Annotated[str, typer.Option(help="Profile: a name that `tercet profile` lists, or a JSON file.")]
+ProfileName = Annotated[str, typer.Option(help="Profile: a name that `tercet bench profile` lists, or a JSON file.")]
 Scheduling = Annotated[
     str | None,
     typer.Option(metavar="FILE", help="Scheduling file; its profiles are used with `--program-arg pick=scheduled`."),
