@@ -11,6 +11,7 @@ from typing import Literal
 import msgspec
 
 from tercet.cluster.compute import COMPUTE_WITH_BFLOAT16
+from tercet.cluster.devices import Device
 from tercet.cluster.machine import Machine
 
 GIB = 1 << 30
@@ -100,28 +101,7 @@ def _first_of(unmet: Sequence[str]) -> str:
 
 
 def _compute(machine: Machine) -> Iterator[Finding]:
-    for device in machine.devices:
-        memory = f"{_gib(device.free)} of {_gib(device.memory)} free" if device.memory else "its memory is not reported"
-        found = f"{device.name}, {memory}" + (f", driver {device.driver}" if device.driver else "")
-        if device.exclusive:
-            yield Finding(
-                f"device {device.handle}", "costs" if machine.vllm_for_cpu else "broken",
-                f"{found}, compute mode {device.exclusive}",
-                "no engine starts there: several processes of one use its device",
-                "nvidia-smi -c DEFAULT, or CUDA's multi-process service",
-            )  # fmt: skip
-        elif device.memory and device.free < device.memory // 2:
-            do = "stop other processes there, nvidia-smi lists them; engines use the free memory"
-            yield Finding(f"device {device.handle}", "costs", found, "little room for weights and KV", do)
-        else:
-            yield Finding(f"device {device.handle}", "ok", found)
-    if not machine.devices:
-        on_cores = "engines compute on cores: enough for trials with small models, too slow for large ones"
-        yield Finding(
-            "devices", "costs", f"none: {machine.no_devices}",
-            on_cores if machine.vllm_for_cpu else "no engine of this build of vLLM starts",
-            f"NVIDIA GPUs with their driver, and {INSTALL_FOR_GPUS}; in a container, docker run --gpus all",
-        )  # fmt: skip
+    yield from _devices(machine)
     yield from _driver(machine)
     if machine.devices and not machine.compiler:
         yield Finding(
@@ -132,32 +112,64 @@ def _compute(machine: Machine) -> Iterator[Finding]:
         yield Finding(
             name, "costs", "its device file exists", "Tercet starts no engines on it", "start vLLM's own server on it"
         )
-    if machine.devices:
-        return
+    if not machine.devices:
+        yield _cores(machine)
+        yield _memory(machine)
+
+
+def _devices(machine: Machine) -> Iterator[Finding]:
+    for device in machine.devices:
+        yield _device(device, machine.vllm_for_cpu)
+    if not machine.devices:
+        on_cores = "engines compute on cores: enough for trials with small models, too slow for large ones"
+        yield Finding(
+            "devices", "costs", f"none: {machine.no_devices}",
+            on_cores if machine.vllm_for_cpu else "no engine of this build of vLLM starts",
+            f"NVIDIA GPUs with their driver, and {INSTALL_FOR_GPUS}; in a container, docker run --gpus all",
+        )  # fmt: skip
+
+
+def _device(device: Device, vllm_for_cpu: bool) -> Finding:
+    memory = f"{_gib(device.free)} of {_gib(device.memory)} free" if device.memory else "its memory is not reported"
+    found = f"{device.name}, {memory}" + (f", driver {device.driver}" if device.driver else "")
+    if device.exclusive:
+        return Finding(
+            f"device {device.handle}", "costs" if vllm_for_cpu else "broken",
+            f"{found}, compute mode {device.exclusive}",
+            "no engine starts there: several processes of one use its device",
+            "nvidia-smi -c DEFAULT, or CUDA's multi-process service",
+        )  # fmt: skip
+    if device.memory and device.free < device.memory // 2:
+        do = "stop other processes there, nvidia-smi lists them; engines use the free memory"
+        return Finding(f"device {device.handle}", "costs", found, "little room for weights and KV", do)
+    return Finding(f"device {device.handle}", "ok", found)
+
+
+def _cores(machine: Machine) -> Finding:
     flags, cores = set(machine.cpu_flags), f"{machine.cores} core{'s' if machine.cores > 1 else ''}"
     if machine.cores < 2:
-        yield Finding(
+        return Finding(
             "cores",
             "costs",
             cores,
             "two engines share one core, and all their steps are slow",
             "more cores, or --both 1",
         )
-    elif flags and not flags & COMPUTE_WITH_BFLOAT16:
-        yield Finding(
+    if flags and not flags & COMPUTE_WITH_BFLOAT16:
+        return Finding(
             "cores", "costs", f"{cores}, no instructions for bfloat16",
             "engines compute in float32, and KV takes twice the memory",
             "nothing: --dtype bfloat16 would be many times as slow",
         )  # fmt: skip
-    else:
-        yield Finding("cores", "ok", cores)
-    enough = machine.memory >= LEAST_MEMORY
+    return Finding("cores", "ok", cores)
+
+
+def _memory(machine: Machine) -> Finding:
     found = f"{_gib(machine.memory)} free"
-    if enough:
-        yield Finding("memory", "ok", found)
-    else:
-        costs = f"two engines with the built-in model need {_gib(LEAST_MEMORY)}"
-        yield Finding("memory", "costs", found, costs, "fewer engines: tercet up --prefill 0 --decode 0 --both 1")
+    if machine.memory >= LEAST_MEMORY:
+        return Finding("memory", "ok", found)
+    costs = f"two engines with the built-in model need {_gib(LEAST_MEMORY)}"
+    return Finding("memory", "costs", found, costs, "fewer engines: tercet up --prefill 0 --decode 0 --both 1")
 
 
 def _driver(machine: Machine) -> Iterator[Finding]:
