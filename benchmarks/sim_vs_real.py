@@ -51,7 +51,7 @@ from tercet.lab.bench.profiles.engine_probe import (
 )
 from tercet.lab.bench.results import Point, RequestRecord
 from tercet.lab.bench.simulated import parse_fleet, point_of, run_requests
-from tercet.lab.bench.simulated.virtual_run import Outcome
+from tercet.lab.bench.simulated.outcome import Outcome
 from tercet.lab.sim import EngineOptions, Profile, StepModel, load_profile
 from tercet.lab.sim.step_times import pairs_of
 from tercet.programs import load_program

@@ -19,7 +19,6 @@ from starlette.types import ASGIApp
 from tercet.aio import TaskSet, signals_to
 from tercet.aio.importing import import_late, without_collections
 from tercet.fleet import EngineFleet
-from tercet.fleet.admission import Gate
 from tercet.fleet.discovery import discovery_of
 from tercet.fleet.discovery.pod_discovery import access_of
 from tercet.fleet.membership import READY_SECONDS, Membership, Promise, connecting
@@ -27,14 +26,12 @@ from tercet.protocol import spans
 from tercet.protocol.spans import SpanContext
 from tercet.router import admin
 from tercet.router.admin_server import admin_served, tls_options
-from tercet.router.exposition import with_metrics
 from tercet.router.fleet_adapters import AdapterLoader
 from tercet.router.fleet_state import FleetState
 from tercet.router.found_members import follow_found
 from tercet.router.joined_members import remove_gone
 from tercet.router.metrics import Metrics
 from tercet.router.named_files import NamedFiles
-from tercet.router.page.serving_page import with_page
 from tercet.router.pooling import PoolingServers
 from tercet.router.reload import reload_on_change
 from tercet.router.request_spans import spans_of
@@ -42,8 +39,8 @@ from tercet.router.request_traces import RequestTrace, RequestTraces
 from tercet.router.rescheduler import OwnSequences, Rescheduler
 from tercet.router.role_keeper import RoleKeeper
 from tercet.router.roles import with_roles_followed
-from tercet.router.router_app import RouterApp
 from tercet.router.router_keys import RouterKeys
+from tercet.router.router_layers import put_layers_before
 from tercet.router.service import Service
 from tercet.router.service_programs import ServicePrograms
 from tercet.router.session_metrics import SessionCounters
@@ -289,15 +286,10 @@ async def _serve_openai(
             server = vllm.with_fast_path(server, args, engine_client)
         serve_adapters(server.app.state, engine_client, lambda: service.fleet.adapters)
         admin.install(server.app, state, names, vllm.loads_adapters(), named_files(config))
-        layers = with_metrics(server.layers, service.fleet, state.traces.exemplars)
-        gate = Gate(config.limits, service.fleet, service.metrics)
-        front = RouterApp(
-            layers, server.fast, gate, keys.clients, service.program_called, config.max_request_bytes,
-            lambda refusals: with_cors(refusals, args), shutdown, config.access_log, pooling, keys.access,
-            config.admin_listen is not None, state.traces.own,
+        gate = put_layers_before(
+            server.app, server.layers, config, state, keys, shutdown, pooling, server.fast,
+            lambda refusals: with_cors(refusals, args),
         )  # fmt: skip
-        apart = config.admin_listen is not None
-        server.app.middleware_stack = with_page(front, state, keys, config.public_name, shutdown, apart)
         following.spawn(keys.follow(), "keys")
 
         async def shut_down() -> None:
