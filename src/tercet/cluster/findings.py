@@ -12,7 +12,7 @@ import msgspec
 
 from tercet.cluster.compute import COMPUTE_WITH_BFLOAT16
 from tercet.cluster.devices import Device
-from tercet.cluster.machine import Machine
+from tercet.cluster.machine import InfinibandDevice, Machine
 
 GIB = 1 << 30
 # vLLM's processes communicate through rings in shared memory; PyTorch and NCCL use it, too.
@@ -189,36 +189,12 @@ def _major(version: str) -> int:
 
 
 def _transports(machine: Machine) -> Iterator[Finding]:
-    net = machine.namespaces.get("net", "unknown")
-    if machine.sealed_files:
-        found = f"memory files can be shared; network namespace {net}"
-        yield Finding("KV, one machine (host)", "ok", f"{found}; peers must run in the same one, as the same user")
-    else:
-        yield Finding(
-            "KV, one machine (host)", "broken", "memory files cannot be sealed (memfd_create)",
-            "no engine starts: such files hold KV of CPU engines and every engine's send table",
-            "a kernel from 3.17 on; in a sandbox such as gVisor, allow memfd_create with seals",
-        )  # fmt: skip
     libraries = [name for name, there in machine.libraries.items() if there]
-    install = "scripts/install-transport-extras"
+    yield _shared_memory_files(machine)
     if not machine.rdma:
-        yield Finding("KV, between machines", "ok", f"no RDMA device: tcp, which needs no setup{_beside(libraries)}")
+        yield Finding("KV, between machines", "ok", f"no RDMA device: tcp, which needs no setup{_installed(libraries)}")
     for device in machine.rdma:
-        part = f"RDMA device {device.name}"
-        if not device.active:
-            costs, do = (
-                "KV between machines uses tcp",
-                "activate its port (ibstat), or ask the fabric's administrator",
-            )
-            yield Finding(part, "costs", "no port is active", costs, do)
-        elif not device.usable:
-            costs = "KV between machines uses tcp"
-            yield Finding(part, "costs", "this user may not use it", costs, "give the container /dev/infiniband")
-        elif not libraries:
-            costs = "KV between machines uses tcp, at a fraction of the link's bandwidth"
-            yield Finding(part, "costs", "neither NIXL nor Mooncake is installed", costs, f"run {install}")
-        else:
-            yield Finding(part, "ok", f"active{_beside(libraries)}")
+        yield _rdma_device(device, libraries)
     if machine.rdma and machine.memlock is not None and machine.memlock < machine.memory:
         yield Finding(
             "locked memory", "costs", f"at most {_gib(machine.memlock)}", "KV cannot be registered for RDMA",
@@ -233,7 +209,37 @@ def _transports(machine: Machine) -> Iterator[Finding]:
         )  # fmt: skip
 
 
-def _beside(libraries: list[str]) -> str:
+def _shared_memory_files(machine: Machine) -> Finding:
+    net = machine.namespaces.get("net", "unknown")
+    if machine.sealed_files:
+        found = f"memory files can be shared; network namespace {net}"
+        return Finding("KV, one machine (host)", "ok", f"{found}; peers must run in the same one, as the same user")
+    return Finding(
+        "KV, one machine (host)", "broken", "memory files cannot be sealed (memfd_create)",
+        "no engine starts: such files hold KV of CPU engines and every engine's send table",
+        "a kernel from 3.17 on; in a sandbox such as gVisor, allow memfd_create with seals",
+    )  # fmt: skip
+
+
+def _rdma_device(device: InfinibandDevice, libraries: Sequence[str]) -> Finding:
+    part = f"RDMA device {device.name}"
+    if not device.active:
+        costs, do = (
+            "KV between machines uses tcp",
+            "activate its port (ibstat), or ask the fabric's administrator",
+        )
+        return Finding(part, "costs", "no port is active", costs, do)
+    if not device.usable:
+        costs = "KV between machines uses tcp"
+        return Finding(part, "costs", "this user may not use it", costs, "give the container /dev/infiniband")
+    if not libraries:
+        costs = "KV between machines uses tcp, at a fraction of the link's bandwidth"
+        do = "run scripts/install-transport-extras"
+        return Finding(part, "costs", "neither NIXL nor Mooncake is installed", costs, do)
+    return Finding(part, "ok", f"active{_installed(libraries)}")
+
+
+def _installed(libraries: Sequence[str]) -> str:
     return f"; {', '.join(libraries)} installed" if libraries else ""
 
 
