@@ -46,6 +46,16 @@ PAGES = (
 )
 # Packages whose docstrings, comments, help texts, errors and log lines are clean.
 ROOMS = ("src/tercet", "benchmarks", "scripts")
+# Texts of the router's page, and the comments of what users deploy and run first.
+SHOWN = (
+    ROOT / "src/tercet/router/page/static/index.html",
+    *sorted((ROOT / "src/tercet/router/page/static").rglob("*.js")),
+    *(path for path in sorted((ROOT / "deploy").rglob("*")) if path.is_file()),
+    *sorted((ROOT / "examples").rglob("*.py")),
+    ROOT / "Makefile",
+)
+# A comment or a string of JavaScript.
+JS_TEXT = re.compile(r"""//[^\n]*|/\*.*?\*/|"[^"\n]*"|`[^`]*`""", re.DOTALL)
 # It quotes a story.
 EXEMPT = {"src/tercet/cli/demo.py"}
 
@@ -60,8 +70,22 @@ def found_in(text: str, rules: tuple[tuple[str, str], ...] = RULES) -> list[str]
 def prose_of(name: str) -> str:
     """The text of a page; of a module its comments and its strings with spaces: others are names and keys."""
     text = (ROOT / name).read_text(encoding="utf-8")
-    if not name.endswith(".py"):
-        return text
+    match name.rpartition(".")[2]:
+        case "py":
+            return prose_of_python(text)
+        case "js":
+            return "\n".join(
+                re.sub(r"\$\{[^}]*\}|[`\"]|//", " ", found) for found in JS_TEXT.findall(text) if " " in found
+            )
+        case "html":
+            attributes = re.findall(r"(?:aria-label|title|alt|placeholder)=\"([^\"]*)\"", text)
+            return "\n".join([*re.sub(r"<[^>]*>", "\n", text).splitlines(), *attributes])
+        case _:
+            return text
+
+
+def prose_of_python(text: str) -> str:
+    """Comments, and strings with spaces."""
     tokens = tokenize.generate_tokens(io.StringIO(text).readline)
     return "\n".join(
         token.string.removeprefix("#")
@@ -94,6 +118,19 @@ def modules_of_rooms() -> list[str]:
 @pytest.mark.parametrize("name", PAGES)
 def test_pages_have_one_name_for_one_thing(name: str) -> None:
     assert found_in((ROOT / name).read_text(encoding="utf-8"), PAGE_RULES) == []
+
+
+@pytest.mark.parametrize("name", sorted({path.relative_to(ROOT).as_posix() for path in SHOWN}))
+def test_texts_that_users_see(name: str) -> None:
+    assert found_in(prose_of(name), RULES + PAGE_RULES) == []
+
+
+def test_texts_of_the_page_are_read() -> None:
+    static = "src/tercet/router/page/static"
+    assert "Skip to the fleet" in prose_of(f"{static}/index.html")
+    assert "Output tokens" in prose_of(f"{static}/js/charts.js")
+    assert "The state of the fleet, built from frames" in prose_of(f"{static}/js/state.js")
+    assert "it gets no new requests" in prose_of(f"{static}/js/actions.js")
 
 
 @pytest.mark.parametrize("name", sorted({*PAGES, *modules_of_rooms()}))

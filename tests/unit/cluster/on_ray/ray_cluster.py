@@ -16,7 +16,7 @@ from pathlib import Path
 
 import psutil
 
-from tercet.cluster.on_ray.ray_access import head_settings
+from .head_settings import head_settings
 
 START_SECONDS = 300.0
 STARTED = "Ray runtime started"
