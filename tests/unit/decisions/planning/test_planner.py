@@ -14,7 +14,7 @@ SIX = PlanLimits(6, 6)
 TWO_TO_TWELVE = PlanLimits(2, 12)
 
 
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("start", [FleetPlan(1, 1), FleetPlan(3, 3), FleetPlan(6, 6), FleetPlan(9, 3)])
 def test_a_steady_load_is_left_alone_after_five_minutes(start: FleetPlan, seed: int) -> None:
     world = PlannedWorld(start, TWO_TO_TWELVE, seed=seed)
