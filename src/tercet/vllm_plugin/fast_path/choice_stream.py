@@ -189,7 +189,7 @@ class ChoiceStream:
         elif self._is_flowing and output.finish_reason is None:
             left = write(output)
         else:
-            left = self._outputs.to_core_output(output if self._logprobs is None else self._without_logprobs(output))
+            left = self._outputs.to_core_output(self._without_logprobs(output))
         if left is not None:
             self._process(left)
             if self._is_finished and output.finish_reason is None:
@@ -199,8 +199,10 @@ class ChoiceStream:
 
     def _without_logprobs(self, output: Output) -> Output:
         """Write an output's log probabilities for its chunk; return the rest, of which vLLM makes the result."""
+        if self._logprobs is None:
+            return output
         try:
-            self._written = None if self._logprobs is None else self._logprobs.of_output(output)
+            self._written = self._logprobs.of_output(output)
         except Exception as error:
             self._fail(error)
         return replace(output, logprobs=None)

@@ -104,29 +104,27 @@ def _is_short_text(prompt: Any) -> bool:
 
 def is_short_chat(messages: Any, template_kwargs: Any) -> bool:
     """True if ``messages`` and the data for their template, as tools, are short, and the messages have only text."""
-    if not isinstance(messages, list):
-        return False
-    return _left(messages, _left(template_kwargs, SHORT)) >= 0 and all(map(_is_text, messages))
+    return isinstance(messages, list) and _is_short_json([messages, template_kwargs]) and all(map(_is_text, messages))
 
 
-def _left(value: Any, left: int) -> int:
-    """Return ``left`` less the length of the texts in JSON; a negative number if it is longer, or is not JSON."""
-    if isinstance(value, str):
-        return left - len(value)
-    if value is None or isinstance(value, (bool, int, float)):
-        return left - 1
-    if isinstance(value, dict):
-        items: Any = [*value, *value.values()]
-    elif isinstance(value, list):
-        items = value
-    else:
-        return -1
-    left -= 1
-    for item in items:
+def _is_short_json(values: list[Any]) -> bool:
+    """True if ``values`` are JSON whose texts, numbers and lists have at most ``SHORT`` characters and elements."""
+    waiting, left = values, SHORT
+    while waiting:
+        value = waiting.pop()
+        if isinstance(value, (str, dict, list)):
+            left -= len(value)
+        elif value is None or isinstance(value, (bool, int, float)):
+            left -= 1
+        else:
+            return False
         if left < 0:
-            return left
-        left = _left(item, left)
-    return left
+            return False
+        if isinstance(value, dict):
+            waiting += [*value, *value.values()]
+        elif isinstance(value, list):
+            waiting += [None, *value]
+    return True
 
 
 def _is_text(message: Any) -> bool:

@@ -83,6 +83,13 @@ def said(content: Any, **more: Any) -> list[Any]:
     return [{"role": "user", "content": content, **more}]
 
 
+def nested(depth: int) -> Any:
+    found: Any = []
+    for _ in range(depth):
+        found = [found]
+    return found
+
+
 @pytest.mark.parametrize(
     ("messages", "more", "where"),
     [
@@ -102,6 +109,8 @@ def said(content: Any, **more: Any) -> list[Any]:
         (said("x"), {"tools": [TOOL] * 20}, "tasks"),
         (said("x"), {"y" * SHORT: 1}, "tasks"),
         (said("x"), {"numbers": [1] * SHORT}, "tasks"),
+        (said("x"), {"nested": nested(5)}, "here"),
+        (said("x"), {"nested": nested(5 * SHORT)}, "tasks"),
         (said("x") * SHORT, {}, "tasks"),
         (("x",), {}, "tasks"),
         (["x"], {}, "tasks"),
