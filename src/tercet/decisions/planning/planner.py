@@ -55,9 +55,8 @@ WORTH_BY_CHANCE = 1.0
 MISSED_BY_CHANCE = 2.0
 """Standard deviations by which the present fleet must miss the objectives."""
 BUSY_BY_CHANCE = 1.75
-"""Standard deviations of a steady load: the present fleet must miss the objectives at that much less load, too."""
-BUSIER_BY_CHANCE = 1.5
-"""Standard deviations of a steady load by which more comes, when fleets that all miss the objectives are compared."""
+"""Standard deviations of a steady load: the present fleet must miss the objectives at that much less load, too. Fleets
+that all miss them are compared at that much more load."""
 REVERSAL_S = 120.0
 """Seconds in which roles that a plan changed are changed back only for a fleet that meets the objectives."""
 GUARD_REVERSAL_S = 60.0
@@ -335,7 +334,7 @@ class Planner:
 
     def _climbed(self, observed: Observed, forecast: Forecast, demand: EngineDemand) -> list[Simulated]:
         """Simulate the present fleet, its neighbours, and those of the best one, until no fleet is worth more."""
-        busier = replace(forecast, rate=forecast.rate * (1 + BUSIER_BY_CHANCE / math.sqrt(len(forecast.sample))))
+        busier = replace(forecast, rate=forecast.rate * (1 + BUSY_BY_CHANCE / math.sqrt(len(forecast.sample))))
         found = [(observed.plan, self._simulated(observed.plan, busier))]
         tries = worth_simulating(observed.plan, demand, observed.limits)
         while tries and len(found) <= MOST_CLIMBED:
