@@ -17,7 +17,7 @@ from tercet.fleet.observed_roles import PrefillLine
 from tercet.protocol import TercetError
 from tercet.protocol.wire import UNREADABLE
 from tercet.router.fleet_state import FleetState
-from tercet.router.roles import INTERVAL_S, FleetRoles
+from tercet.router.roles import INTERVAL_S, FleetRoles, seen_for_roles
 from tercet.router.shared_state import SharedState
 from tercet.router.state_store import name_of_this_process
 from tercet.settings.role_settings import Objectives
@@ -63,6 +63,8 @@ class RoleKeeper:
         self._mine = shared.turn("roles")
         self._name = name_of_this_process()
         self._objectives = objectives
+        self._seen = seen_for_roles(shared.service.fleet, objectives)
+        shared.service.observers.add(self._seen)
         self._files = FileThread()
 
     async def run(self) -> None:
@@ -70,11 +72,15 @@ class RoleKeeper:
         try:
             while True:
                 await self._turn()
-                roles = FleetRoles(self._shared.service.fleet, self._objectives, self._flip, self._lines)
+                roles = FleetRoles(
+                    self._shared.service.fleet, self._objectives, self._flip, self._seen, self._lines,
+                    self._shared.processes,
+                )  # fmt: skip
                 while await self._has_turn():
                     await self._look(roles)
                     await asyncio.sleep(INTERVAL_S)
         finally:
+            self._shared.service.observers.remove(self._seen)
             self._files.close(self._give_back)
 
     async def _turn(self) -> None:

@@ -15,7 +15,7 @@ from tercet.fleet.membership import MemberState
 from tercet.protocol import EngineLoad
 from tercet.router.fleet_state import FleetState, ProgramInUse
 from tercet.router.role_keeper import RoleKeeper
-from tercet.router.roles import FleetRoles, with_roles_followed
+from tercet.router.roles import FleetRoles, seen_for_roles, with_roles_followed
 from tercet.router.routing import Plan
 from tercet.settings import EngineAddress, RescheduleSettings
 from tercet.settings.role_settings import ObjectiveClass, Objectives
@@ -158,7 +158,7 @@ async def test_a_flip_that_was_not_made_is_not_remembered(router: LiveRouter, mo
     async def refuses(flip: RoleFlip) -> bool:
         return False
 
-    roles = FleetRoles(router.fleet, OBJECTIVES, refuses)
+    roles = FleetRoles(router.fleet, OBJECTIVES, refuses, seen_for_roles(router.fleet, OBJECTIVES))
     await roles.look()
     assert not roles.flips
     assert roles.engines_changed == 0
@@ -175,7 +175,7 @@ async def test_the_policy_sees_what_engines_report(router: LiveRouter) -> None:
     async def never(flip: RoleFlip) -> bool:
         raise AssertionError
 
-    roles = FleetRoles(router.fleet, OBJECTIVES, never)
+    roles = FleetRoles(router.fleet, OBJECTIVES, never, seen_for_roles(router.fleet, OBJECTIVES))
     roles._policy = Looks()  # type: ignore[assignment]
     router.fleet.report("d", EngineLoad(waiting=3, running=2, kv_usage=0.5, step_time=0.02))
     router.fleet.drain("p")

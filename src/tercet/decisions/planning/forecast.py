@@ -40,7 +40,9 @@ MOST_GROWTH = 2.0
 LEARNT_BINS = 3
 """Samples that a forecast is compared with."""
 LEARNT_SHARE = 0.2
-"""Power of the error, beyond one standard deviation of the requests, by which the next forecast is corrected."""
+"""Power of the error, beyond :data:`LEARNT_BEYOND` standard deviations, by which the next forecast is corrected."""
+LEARNT_BEYOND = 1.5
+"""Standard deviations of an error that count as chance: a busy quarter of a minute already raises the level."""
 FORGOTTEN = 0.95
 """Power of the correction that the next comparison keeps."""
 SIGNIFICANT = 4.0
@@ -89,7 +91,7 @@ class Forecaster:
     def __init__(self) -> None:
         self._bins: deque[float] = deque(maxlen=SEASON_BINS)
         self._counted_to: float | None = None
-        self._expected: tuple[float, float] | None = None
+        self._expected: tuple[float, float, int] | None = None
         self._changed_at: float | None = None
         self.correction = 1.0
         """Factor by which forecasts were too low, learned from the load that came; between 0.8 and 1.25."""
@@ -124,7 +126,7 @@ class Forecaster:
             rate += slope * (watched + ahead_s) / 2
             why += f", trend {slope * 60:+.1f}/s per minute"
         rate = min(max(rate * self.correction, level / MOST_GROWTH), level * MOST_GROWTH)
-        self._expected = (now + ahead_s / 2, rate)
+        self._expected = (now + ahead_s / 2, rate, len(recent))
         return Forecast(rate, tuple(recent), why)
 
     def _count(self, now: float, since: float, arrivals: Sequence[ObservedRequest]) -> None:
@@ -142,13 +144,14 @@ class Forecaster:
         """Correct later forecasts by the error of the forecast for about ``now``; ignore a load that fell to zero."""
         if self._expected is None or now < self._expected[0]:
             return
-        _, rate = self._expected
+        _, rate, sampled = self._expected
         self._expected = None
         came = float(np.mean(list(self._bins)[-LEARNT_BINS:])) if self._bins else 0.0
         if rate > 0 and came > 0:
             wrong = math.log(min(max(came / rate, 0.5), 2.0))
-            by_chance = 1 / math.sqrt(rate * BIN_S * LEARNT_BINS)
-            beyond = math.copysign(max(0.0, abs(wrong) - by_chance), wrong)
+            # The forecast came from a sample that varies by chance, as the requests do that it is compared with.
+            by_chance = math.sqrt(1 / (rate * BIN_S * LEARNT_BINS) + 1 / sampled)
+            beyond = math.copysign(max(0.0, abs(wrong) - LEARNT_BEYOND * by_chance), wrong)
             learned = FORGOTTEN * math.log(self.correction) + LEARNT_SHARE * beyond
             self.correction = min(max(math.exp(learned), 0.8), 1.25)
 

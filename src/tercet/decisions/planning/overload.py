@@ -17,14 +17,15 @@ RELIEF = 0.8
 """Largest load of the busier role after a change, as a share of that before: a smaller gain is not worth a change."""
 
 
-def overload_split(observed: Observed, measured: Demand, engine: EngineCapacity) -> FleetPlan | None:
+def overload_split(observed: Observed, measured: Demand, engine: EngineCapacity, seen: float = 1.0) -> FleetPlan | None:
     """Return the split of the same engines that bears the load, if prefills overload the present split; else None.
 
     Prefills overload it if their line, with its growth, breaks the objective for TTFT (as for roles), and if their
     demand exceeds the engines by :data:`BEYOND_CHANCE` standard deviations of Poisson arrivals. The demand is the
     ``measured`` one, in which cached prompts cost little, but at most the cost of the arrivals of the same seconds by
     ``engine``: times of the first requests mislead. Such evidence need not last: one second of arrivals is enough at
-    45 requests/s on one engine that computes 15/s. The demand of decodes follows from the arrivals by Little's law
+    45 requests/s on one engine that computes 15/s. ``observed`` has the share ``seen`` of all arrivals, and the others
+    are expected to be like them. The demand of decodes follows from the arrivals by Little's law
     (:func:`~tercet.decisions.planning.candidates.demand_of`), since requests that wait in line do not decode yet;
     their present demand is its lower bound. Some answers must have ended, since before that the demand of the others
     is not known.
@@ -36,7 +37,7 @@ def overload_split(observed: Observed, measured: Demand, engine: EngineCapacity)
         return None
     if prefill_pressure(measured, able, ttft) < 1:
         return None
-    rate = len(came) / max(observed.now - came[0].at, 1e-3)
+    rate = len(came) / max(observed.now - came[0].at, 1e-3) / seen
     by_arrivals = demand_of(answers_completed(came), rate, engine, observed.objectives)
     prefill, chance = min(by_arrivals.prefill, measured.prefill), _chance(came)
     if prefill * (1 - BEYOND_CHANCE * chance) < able:

@@ -54,8 +54,9 @@ WORTH_BY_CHANCE = 1.0
 """Standard deviations that count as chance when two fleets are compared that were simulated with equal requests."""
 MISSED_BY_CHANCE = 2.0
 """Standard deviations by which the present fleet must miss the objectives."""
-BUSY_BY_CHANCE = 1.5
-"""Standard deviations of a steady load: the present fleet must miss the objectives at that much less load, too."""
+BUSY_BY_CHANCE = 1.75
+"""Standard deviations of a steady load: the present fleet must miss the objectives at that much less load, too. Fleets
+that all miss them are compared at that much more load."""
 REVERSAL_S = 120.0
 """Seconds in which roles that a plan changed are changed back only for a fleet that meets the objectives."""
 GUARD_REVERSAL_S = 60.0

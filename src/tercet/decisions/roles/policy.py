@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from tercet.decisions.roles.observed import Demand, FleetHistory, ObservedEngine
@@ -84,10 +84,26 @@ class RolePolicy:
         )
         flip, why = self._decided(now, able, demand, pressures)
         if flip is not None:
-            self._changed_at, self._given_to = now, flip.role
-            self._roles |= dict.fromkeys(flip.engines, flip.role)
-            self._since.clear()
+            self._took(now, flip)
         return RoleLook(now, why, pressures, counts, demand, flip)
+
+    def step_s(self, decodes: float, contexts: float) -> float:
+        """Return the predicted seconds of a step of ``decodes`` sequences with ``contexts`` tokens of KV in total."""
+        return self._history.step_s(decodes, contexts)
+
+    def may_give_to_prefill(self, now: float) -> bool:
+        """True unless engines have begun to decode in the last :data:`REVERSAL_S` seconds."""
+        return self._given_to != "decode" or now - self._changed_at >= REVERSAL_S
+
+    def take(self, look: RoleLook, flip: RoleFlip) -> RoleLook:
+        """Return ``look`` with a change of roles by another rule, which counts as carried out at once."""
+        self._took(look.at, flip)
+        return replace(look, why=flip.reason, flip=flip)
+
+    def _took(self, now: float, flip: RoleFlip) -> None:
+        self._changed_at, self._given_to = now, flip.role
+        self._roles |= dict.fromkeys(flip.engines, flip.role)
+        self._since.clear()
 
     def _note_changes(self, now: float, engines: Sequence[ObservedEngine]) -> None:
         """Start the rest after a change of roles that others made; engines that come or go do not count as one."""
@@ -116,12 +132,12 @@ class RolePolicy:
         if not number or after is None:
             left = len(able[giving]) - 1
             return None, f"{giving} has no engine to spare: {_engines(left)} would not serve its load with a margin"
-        chosen = sorted(able[giving], key=_idle)[:number]
+        chosen = idlest(able[giving], number)
         reason = (
             f"{pressed} at {getattr(pressures, pressed):.0%} of its limit for {lasted:.1f} s; expected after the "
             f"change: prefill {after.prefill:.0%}, decode {after.decode:.0%}"
         )
-        return RoleFlip(tuple(each.name for each in chosen), pressed, reason), reason
+        return RoleFlip(chosen, pressed, reason), reason
 
     def _pressed(self, now: float, pressures: Pressures) -> Pressed | None:
         """Return the role with the larger pressure of at least 1, or None; record since when each role has had it."""
@@ -154,8 +170,13 @@ class RolePolicy:
         return best, found
 
 
+def idlest(engines: Sequence[ObservedEngine], number: int) -> tuple[str, ...]:
+    """Return the names of the ``number`` engines with the least work left: they change roles first."""
+    return tuple(each.name for each in sorted(engines, key=_idle)[:number])
+
+
 def _idle(engine: ObservedEngine) -> tuple[float, float, str]:
-    """Return the key that orders engines for a change of roles: those with the least work left come first."""
+    """Return the key that orders engines by the work that is left."""
     return engine.waiting_s, engine.kv_usage, engine.name
 
 

@@ -95,6 +95,16 @@ def test_decodes_keep_the_engines_that_they_need() -> None:
     assert overload_split(observed(plan, 2.0, short, 10.0), held, Engine()) is None
 
 
+def test_of_several_processes_each_sees_a_part_of_what_comes() -> None:
+    plan, measured = FleetPlan(1, 5), demand(4.0, 5.0, 10.0)
+    whole = arrivals(20.0, 5.0)
+    found = overload_split(observed(plan, 5.0, whole, 10.0), measured, Engine())
+    part = observed(plan, 5.0, whole[::2], 10.0)
+    assert found is not None
+    assert overload_split(part, measured, Engine()) is None
+    assert overload_split(part, measured, Engine(), seen=0.5) == found
+
+
 def test_engines_that_start_are_waited_for() -> None:
     came, plan = arrivals(20.0, 2.0), FleetPlan(1, 5)
     starting = Observed(2.0, 0.0, plan, came, engines(plan, 6.0, 2.0), OBJECTIVES, SIX, starting=1)

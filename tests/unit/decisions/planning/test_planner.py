@@ -7,15 +7,17 @@ import pytest
 from tercet.decisions.planning import Expected, FleetPlan, Forecast, PlanLimits, Planner
 from tercet.decisions.planning.candidates import demand_of
 from tercet.protocol import BadRequest, EngineError
+from tests.long_runs import FULL
 
 from .planned_world import OBJECTIVES, Engine, PlannedWorld, Traffic, evaluated
 
 SIX = PlanLimits(6, 6)
 TWO_TO_TWELVE = PlanLimits(2, 12)
+STARTS = [FleetPlan(1, 1), FleetPlan(3, 3), FleetPlan(6, 6), FleetPlan(9, 3)]
 
 
-@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("start", [FleetPlan(1, 1), FleetPlan(3, 3), FleetPlan(6, 6), FleetPlan(9, 3)])
+@pytest.mark.parametrize("seed", range(7) if FULL else [0, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("start", STARTS)
 def test_a_steady_load_is_left_alone_after_five_minutes(start: FleetPlan, seed: int) -> None:
     world = PlannedWorld(start, TWO_TO_TWELVE, seed=seed)
     world.run(1800, Traffic(rate=8))
@@ -25,9 +27,12 @@ def test_a_steady_load_is_left_alone_after_five_minutes(start: FleetPlan, seed: 
     assert world.answers[-1].expected.attainment == 1
 
 
-@pytest.mark.parametrize("load", [Traffic(6, prompt=2500, output=60), Traffic(5, prompt=300, output=300)])
-def test_other_steady_loads_are_left_alone_too(load: Traffic) -> None:
-    world = PlannedWorld(FleetPlan(3, 3), TWO_TO_TWELVE, seed=2)
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(7) if FULL else (0, 4))
+@pytest.mark.parametrize("start", STARTS)
+@pytest.mark.parametrize("load", [Traffic(6, 2500, 60), Traffic(5, 300, 300), Traffic(20), Traffic(2)])
+def test_other_steady_loads_are_left_alone_too(load: Traffic, start: FleetPlan, seed: int) -> None:
+    world = PlannedWorld(start, TWO_TO_TWELVE, seed=seed)
     world.run(1800, load)
     assert [when for when, _ in world.changes if when > 300] == []
     assert world.share > 0.95

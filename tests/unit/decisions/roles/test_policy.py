@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tercet.decisions.roles import ObservedEngine, RolePolicy
+from tercet.decisions.roles import ObservedEngine, RoleFlip, RoleLook, RolePolicy
 from tercet.decisions.roles.observed import FleetHistory
-from tercet.decisions.roles.policy import LASTING_S, REST_S, REVERSAL_S
+from tercet.decisions.roles.policy import LASTING_S, REST_S, REVERSAL_S, idlest
 from tercet.protocol import BadRequest
 from tercet.settings.role_settings import Objectives
 
@@ -193,3 +193,31 @@ def test_looks_that_are_rare_are_compared_with_the_one_before() -> None:
         assert demand is not None
         assert demand.over_s == now - (0.0 if now == 8.0 else 8.0)
         assert demand.prefill == pytest.approx(3 / 4)
+
+
+def test_a_change_by_another_rule_rests_as_ones_own() -> None:
+    found = fleet(1, 5)
+    found.run(LONG_PROMPTS, 1)
+    look, policy = found.looks[-1], found.policy
+    assert policy.may_give_to_prefill(look.at)
+    taken = policy.take(look, RoleFlip(("e5",), "prefill", "an overload"))
+    assert (taken.flip, taken.why) == (RoleFlip(("e5",), "prefill", "an overload"), "an overload")
+    found.engines[5].role = "prefill"
+    found.run(LONG_PROMPTS, REST_S - 1)
+    assert found.flips == []
+    assert "rest for 10 s" in found.looks[-1].why
+
+
+def test_engines_that_began_to_decode_are_not_taken_back_at_once() -> None:
+    policy = RolePolicy(OBJECTIVES)
+    policy.take(RoleLook(100.0, ""), RoleFlip(("a",), "decode", ""))
+    assert not policy.may_give_to_prefill(100.0 + REVERSAL_S - 1)
+    assert policy.may_give_to_prefill(100.0 + REVERSAL_S)
+
+
+def test_those_with_the_least_work_left_change_first() -> None:
+    engines = [
+        ObservedEngine("busy", "decode", kv_usage=0.5), ObservedEngine("idle", "decode"),
+        ObservedEngine("line", "decode", waiting_s=1.0),
+    ]  # fmt: skip
+    assert idlest(engines, 2) == ("idle", "busy")

@@ -41,6 +41,17 @@ def test_engines_go_where_the_line_is() -> None:
 
 
 @pytest.mark.slow
+def test_an_overload_of_the_first_seconds_is_acted_on_at_once() -> None:
+    """One engine computes a third of what comes; the split that bears it is taken at one go, as by the planner."""
+    overload = SyntheticWorkload(rate=45.0, requests=300, input_mean=3000, output_mean=80)
+    first, *later = simulated("auto", overload, "1P5D").flips
+    assert first.at <= 3.0
+    assert first.role == "prefill"
+    assert len(first.engines) >= 3
+    assert later == []
+
+
+@pytest.mark.slow
 def test_a_load_that_all_engines_bear_changes_no_role() -> None:
     light = SyntheticWorkload(rate=4.0, requests=100, input_mean=500, output_mean=50)
     found = simulated("auto", light)

@@ -184,7 +184,7 @@ class MovingFleet:
         change = by_itself or settings.planner != NO_PLANNER
         policies = with_roles_followed(settings.reschedule) if change else settings.reschedule
         rescheduler = Rescheduler(fleet, OwnSequences(fleet, service.sequences, service.moves), policies)
-        self.roles = VirtualRoles(fleet, engines, settings.objectives) if by_itself else None
+        self.roles = VirtualRoles(service, engines, settings.objectives) if by_itself else None
         if self.roles is not None:
             self._work.append(self.roles.run())
         if settings.sessions.on:

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import msgspec
 
 from tercet.aio import repeat
 from tercet.decisions.roles import RoleFlip
-from tercet.fleet import EngineFleet
 from tercet.lab.sim import SimEngine
-from tercet.router.roles import INTERVAL_S, FleetRoles
+from tercet.router.roles import INTERVAL_S, FleetRoles, seen_for_roles
+from tercet.router.service import Service
 from tercet.settings.role_settings import Objectives
 
 
@@ -26,10 +27,12 @@ class VirtualFlip(msgspec.Struct, frozen=True):
 class VirtualRoles:
     """The automatic roles of a router for simulated engines, with the list of changes."""
 
-    def __init__(self, fleet: EngineFleet, engines: Mapping[str, SimEngine], objectives: Objectives) -> None:
-        self._fleet = fleet
+    def __init__(self, service: Service[Any], engines: Mapping[str, SimEngine], objectives: Objectives) -> None:
+        self._fleet = service.fleet
         self._engines = engines
-        self._roles = FleetRoles(fleet, objectives, self._flip)
+        seen = seen_for_roles(service.fleet, objectives)
+        service.observers.add(seen)
+        self._roles = FleetRoles(service.fleet, objectives, self._flip, seen)
 
     @property
     def flips(self) -> list[VirtualFlip]:
