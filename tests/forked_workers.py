@@ -50,9 +50,8 @@ class Worker:
     ended: bool = False
 
     def kill(self) -> int:
-        """End the process if it runs. Return its wait status."""
-        if not self.ended:
-            os.kill(self.pid, SIGKILL)
+        """End the process. Return its wait status."""
+        os.kill(self.pid, SIGKILL)
         self.inbox.close()
         return os.waitpid(self.pid, 0)[1]
 
@@ -148,14 +147,16 @@ class _Parent:
             if worker.running is not None:
                 self._failed(worker.running, "\n".join(("the worker process ended in this test", *self._broken)))
             return
-        if kind == "begin":
-            worker.running = content
-            return
-        if kind == "broken":
-            self._broken.append(content)
-            return
-        worker.running, (index, said) = None, content
-        self._passed_on(index, said)
+        match kind:
+            case "begin":
+                worker.running = content
+            case "broken":
+                self._broken.append(content)
+            case "done":  # processes that a test has left behind may keep the connection open
+                worker.ended = True
+            case _:
+                worker.running, (index, said) = None, content
+                self._passed_on(index, said)
 
     def _passed_on(self, index: int, said: Sequence[tuple[str, Any]]) -> None:
         item = self._session.items[index]
@@ -190,6 +191,7 @@ class _Parent:
             for other in self._workers:
                 other.inbox.close()
             _work(self._session, _taken(chunks, queue), outbox)
+            outbox.send(("done", None))
             code = 0
         except BaseException:  # also pytest.exit in a test: the parent says it
             outbox.send(("broken", traceback.format_exc()))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -23,11 +25,11 @@ def run(folder: Path, files: dict[str, str], *arguments: str) -> tuple[int, str]
     (folder / "conftest.py").write_text(CONFTEST)
     for name, text in files.items():
         (folder / name).write_text(text)
-    ran = subprocess.run(
-        (sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "--forks", "2", *arguments, "."),
-        cwd=folder, capture_output=True, text=True, timeout=120, check=False,
-    )  # fmt: skip
-    return ran.returncode, ran.stdout + ran.stderr
+    command = (sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "--forks", "2", *arguments, ".")
+    said = folder / "said.txt"
+    with said.open("w") as output:
+        ran = subprocess.run(command, cwd=folder, stdout=output, stderr=output, timeout=120, check=False)
+    return ran.returncode, said.read_text()
 
 
 def test_each_test_runs_once_and_files_are_torn_down(tmp_path: Path) -> None:
@@ -75,6 +77,19 @@ def test_it(number):
     assert "test_it[3] - the worker process ended in this test" in said
     assert "test_it[4] - the test did not run" in said
     assert "test_it[2]" not in said
+
+
+def test_a_process_that_a_test_leaves_behind_is_not_waited_for(tmp_path: Path) -> None:
+    code, said = run(tmp_path, {"test_a.py": """
+import os, time
+def test_it():
+    if pid := os.fork(): open("left", "w").write(str(pid))
+    else:
+        time.sleep(240)
+        os._exit(0)
+"""})  # fmt: skip
+    os.kill(int((tmp_path / "left").read_text()), signal.SIGKILL)  # it is still there
+    assert code == 0, said
 
 
 def test_the_first_failure_is_enough(tmp_path: Path) -> None:
