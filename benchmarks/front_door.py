@@ -1,7 +1,7 @@
 """The cost of a streamed token in the router, compared with vLLM's API server behind the Rust `vllm-router`.
 
     python benchmarks/front_door.py [--router-wheel DIR] [--dynamo PYTHON] [--result-filename FILE]
-    python benchmarks/front_door.py --kinds all [--rounds 5] [--other FOLDER]
+    python benchmarks/front_door.py --kinds all [--rounds 5] [--checkout FOLDER]
 
 A token source, which is an engine with ready-made tokens, sends one token to each stream every 20 ms. Clients in a
 separate process keep 16 and 64 streams of 100 tokens running. The CPU time (user and system, from /proc) of the serving
@@ -20,7 +20,7 @@ do not sleep between steps, and their caches stay warm.
 in `--rounds` rounds, so that other load of the machine affects all equally. `benchmarks/stream_kinds.py` defines the
 requests of the clients and the texts of the model. The table has medians over the rounds with the smallest and the
 largest value, and medians of the rounds' ratios. A token of a tool call may have no event, so the number of tokens per
-event is computed from whole streams. `--other FOLDER` measures the router of another checkout of Tercet too.
+event is computed from whole streams. `--checkout FOLDER` measures the router of another checkout of Tercet too.
 """
 
 from __future__ import annotations
@@ -303,7 +303,7 @@ def run(args: argparse.Namespace) -> list[Row]:
     kinds = kinds_of(args.kinds)
     flags: tuple[str, ...] = PARSERS if kinds else ()
     with ExitStack() as stack:
-        source_port, router, other, stock, proxy, floor = (free_port() for _ in range(6))
+        source_port, router, former, stock, proxy, floor = (free_port() for _ in range(6))
         this = str(Path(__file__).with_name("token_source.py"))
         step = {"TOKEN_SOURCE_STEP": str(args.step), "TOKEN_SOURCE_SCRIPTS": scripts_of(kinds, model)}
         stack.enter_context(
@@ -324,9 +324,9 @@ def run(args: argparse.Namespace) -> list[Row]:
         peer = ("peer", str(stock), model, *sockets, *flags)
         stock_pid = stack.enter_context(process(this, *peer, port=stock))
         servers = [("tercet", router, [door_pid]), ("vllm api server", stock, [stock_pid])]
-        if args.other:
-            path = os.pathsep.join((str(args.other / "src"), str(args.other)))
-            servers.append(("other checkout", other, [start_router(other, PYTHONPATH=path)]))
+        if args.checkout:
+            path = os.pathsep.join((str(args.checkout / "src"), str(args.checkout)))
+            servers.append(("other checkout", former, [start_router(former, PYTHONPATH=path)]))
         if kinds:
             print(f"{'':46}{'us/token':>10}{'tokens/s':>10}{'TTFT':>8}{'cores':>7}")
             for _ in range(args.rounds):
@@ -404,7 +404,9 @@ def main() -> None:
     parser.add_argument(
         "--kinds", default="", metavar="A,B", help=f"kinds of streams to measure instead: all, {', '.join(KINDS)}"
     )
-    parser.add_argument("--other", type=Path, metavar="FOLDER", help="checkout of Tercet whose router is measured too")
+    parser.add_argument(
+        "--checkout", type=Path, metavar="FOLDER", help="checkout of Tercet whose router is measured too"
+    )
     parser.add_argument("--rounds", type=int, default=5, help="rounds with --kinds")
     parser.add_argument("--router-wheel", help="folder with the unpacked wheel of vllm-router")
     parser.add_argument("--dynamo", metavar="PYTHON", help="Python interpreter with ai-dynamo 1.6.1")
