@@ -13,10 +13,10 @@ unexport PYTHONDONTWRITEBYTECODE
 .NOTPARALLEL:
 .PHONY: help setup demo demo-envoy docs reference check quick lock charts test test-all test-long test-models test-gpu test-vllm fuzz lint clean distclean
 
-help: ## this list
+help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
-setup: $(READY) ## .venv with everything for CPU engines and tests, and the built-in model
+setup: $(READY) ## create .venv with everything for CPU engines and tests, and the built-in model
 	@$(BIN)/python -m tercet.cluster.model smollm2
 
 $(READY): pyproject.toml requirements/locked.txt requirements/torch.txt requirements/uv.txt scripts/setup
@@ -27,7 +27,7 @@ $(READY): pyproject.toml requirements/locked.txt requirements/torch.txt requirem
 lock: ## write requirements/locked.txt from the lists of pins, with hashes
 	scripts/lock
 
-demo: setup ## two engines, a small model, and an answer that crossed between them
+demo: setup ## two engines, a small model, and an answer that used both
 	@$(BIN)/tercet demo
 
 demo-envoy: setup ## three simulated engines behind a real Envoy with tercet epp; engines and the picker are killed
@@ -38,27 +38,28 @@ lint: setup
 	$(BIN)/ruff format --check
 	$(BIN)/pyright
 
-MANUAL := $(BIN)/sphinx-build --quiet --fail-on-warning --keep-going --builder html docs docs/_build/html
-docs: setup ## the manual as a site, docs/_build/html/README.html; a warning, such as a link to nowhere, is an error
-	$(MANUAL)
+MANUAL := $(BIN)/sphinx-build --quiet --fail-on-warning --keep-going
+# Sphinx does not read an unchanged page again, and so does not repeat its warnings: what failed is made from the start.
+docs: setup ## the manual as a site, docs/_build/html/README.html; a warning, such as a broken link, is an error
+	$(MANUAL) --builder html docs docs/_build/html || { rm -rf docs/_build/html; exit 1; }
 	@echo docs/_build/html/README.html
 
-reference: setup ## write docs/reference and deploy/grafana anew from what the code declares
+reference: setup ## write docs/reference and deploy/grafana from what the code declares
 	$(BIN)/python -m scripts.reference
 	$(BIN)/python -m scripts.dashboards
 
-# A test whose own limit was swallowed, or that does not come back from it, ends its process, and its stacks are shown.
+# A test that does not end at its own limit ends its process, and its stacks are printed.
 STUCK := -o faulthandler_exit_on_timeout=true -o faulthandler_timeout
 # Folders of the unit tests, and how they run; scripts/run_tests.py names the same file.
 UNIT := @tests/unit.args
 check: setup ## style, types of src, the manual and the fast tests, with few examples of each property
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
-	@# Types take as long as all the rest, on one core: they are checked beside it, and what is wrong is said in the end.
+	@# Types take as long as all other checks: they run in the background, and their errors are printed at the end.
 	@said=$$(mktemp); $(BIN)/python -m scripts.types_of_src >$$said 2>&1 & types=$$!; \
 	trap 'kill $$types 2>/dev/null || true; rm -f $$said' EXIT; \
-	$(MANUAL); \
-	$(BIN)/pytest --hypothesis-profile quick -m 'not processes and not slow and not vllm' $(UNIT) --numprocesses 2; \
+	$(MANUAL) --builder warnings -D smartquotes=0 docs docs/_build/warnings || { rm -rf docs/_build/warnings; exit 1; }; \
+	$(BIN)/pytest --hypothesis-profile quick -m 'not processes and not slow and not vllm' $(UNIT) --numprocesses 0 --forks 2; \
 	wait $$types || { cat $$said; exit 1; }; tail -n 1 $$said
 
 test: setup ## style, all types, all unit tests, charts, a real Envoy and real engines; at the end what failed and what took longest
@@ -87,8 +88,8 @@ test-models: setup ## tiny random models of each family on two engines each (an 
 	$(BIN)/pytest tests/models $(ARGS)
 	$(BIN)/python -m tests.models.record
 
-test-gpu: ## tests that need a CUDA device, with the Python at hand (PYTHON=...), which has a CUDA vLLM, pytest and hypothesis
-	@# That Python may have none of the plugins that this project's settings of pytest are about.
+test-gpu: ## tests that need a CUDA device, with your Python (PYTHON=...), which has a CUDA vLLM, pytest and hypothesis
+	@# That Python may lack the pytest plugins that this project's settings name.
 	$(PYTHON) -m pytest -o addopts= -W ignore::pytest.PytestConfigWarning -W ignore::pytest.PytestUnknownMarkWarning \
 		-m gpu -rs -v tests/gpu
 

@@ -8,7 +8,7 @@ With ``--simulate``, programs run on simulated engines in virtual time. With ``-
 fleet, in the interleaved rounds of ``tercet bench compare``. The router keeps its engines and its cost model; the plan
 that this script sets stays in the router. For ``cache_aware``, start the router with
 ``--scheduling benchmarks/cache_aware.yaml``; simulated runs load that file themselves. With your own profile
-(`tercet profile --engine`), mixes and rates are those for a running fleet.
+(`tercet bench profile --engine`), mixes and rates are those for a running fleet.
 
 The last column is the mean JCT of ``auto`` divided by that of the best static program. On a running fleet it has a 95 %
 bootstrap interval over rounds and requests; arrivals and lengths are the same for every program.

@@ -1,7 +1,7 @@
 """The cost of a streamed token in the router, compared with vLLM's API server behind the Rust `vllm-router`.
 
     python benchmarks/front_door.py [--router-wheel DIR] [--dynamo PYTHON] [--result-filename FILE]
-    python benchmarks/front_door.py --kinds all [--rounds 5]
+    python benchmarks/front_door.py --kinds all [--rounds 5] [--beside FOLDER]
 
 A token source, which is an engine with ready-made tokens, sends one token to each stream every 20 ms. Clients in a
 separate process keep 16 and 64 streams of 100 tokens running. The CPU time (user and system, from /proc) of the serving
@@ -20,7 +20,7 @@ do not sleep between steps, and their caches stay warm.
 in `--rounds` rounds, so that other load of the machine affects all equally. `benchmarks/stream_kinds.py` defines the
 requests of the clients and the texts of the model. The table has medians over the rounds with the smallest and the
 largest value, and medians of the rounds' ratios. A token of a tool call may have no event, so the number of tokens per
-event is computed from whole streams.
+event is computed from whole streams. `--beside FOLDER` measures the router of another checkout of Tercet too.
 """
 
 from __future__ import annotations
@@ -47,6 +47,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from benchmarks.stream_kinds import KINDS, PARSERS, StreamKind, scripts_of
 
 STEP = 0.02
+START_SECONDS = 600
 MODEL_NAME = "m"
 TICKS = os.sysconf("SC_CLK_TCK")
 PROMPT = "The quick brown fox jumps over the lazy dog. " * 4
@@ -244,7 +245,7 @@ def process(
     variables = {**os.environ, "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1", **env}
     child = subprocess.Popen([python, *command], env=variables, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     try:
-        deadline = time.monotonic() + 120
+        deadline = time.monotonic() + START_SECONDS
         while port is not None:
             if child.poll() is not None or time.monotonic() > deadline:
                 raise RuntimeError(f"{' '.join(command)} did not start")
@@ -302,24 +303,30 @@ def run(args: argparse.Namespace) -> list[Row]:
     kinds = kinds_of(args.kinds)
     flags: tuple[str, ...] = PARSERS if kinds else ()
     with ExitStack() as stack:
-        source_port, router, stock, proxy, floor = (free_port() for _ in range(5))
+        source_port, router, beside, stock, proxy, floor = (free_port() for _ in range(6))
         this = str(Path(__file__).with_name("token_source.py"))
         step = {"TOKEN_SOURCE_STEP": str(args.step), "TOKEN_SOURCE_SCRIPTS": scripts_of(kinds, model)}
         stack.enter_context(
             process(this, "source", str(source_port), port=source_port, path="/tercet/v1/status", **step)
         )
-        door_pid = stack.enter_context(
-            process(
+
+        def start_router(port: int, **env: str) -> int:
+            command = (
                 "-m", "tercet.cli", "router", "--engine", f"http://127.0.0.1:{source_port}", "--program",
-                "data_parallel", "--port", str(router), "--model", model, "--served-model-name", MODEL_NAME,
-                "--log-level", "warning", *(("--", *flags) if flags else ()), port=router,
-            )
-        )  # fmt: skip
+                "data_parallel", "--port", str(port), "--model", model, "--served-model-name", MODEL_NAME,
+                "--log-level", "warning", *(("--", *flags) if flags else ()),
+            )  # fmt: skip
+            return stack.enter_context(process(*command, port=port, **env))
+
+        door_pid = start_router(router)
         sockets = [f"tcp://127.0.0.1:{free_port()}" for _ in range(2)]
         stack.enter_context(process(this, "core", *sockets, **step))
         peer = ("peer", str(stock), model, *sockets, *flags)
         stock_pid = stack.enter_context(process(this, *peer, port=stock))
         servers = [("tercet", router, [door_pid]), ("vllm api server", stock, [stock_pid])]
+        if args.beside:
+            path = os.pathsep.join((str(args.beside / "src"), str(args.beside)))
+            servers.append(("other checkout", beside, [start_router(beside, PYTHONPATH=path)]))
         if kinds:
             print(f"{'':46}{'us/token':>10}{'tokens/s':>10}{'TTFT':>8}{'cores':>7}")
             for _ in range(args.rounds):
@@ -356,11 +363,11 @@ def run(args: argparse.Namespace) -> list[Row]:
     return rows
 
 
-def print_kinds(rows: Sequence[Row], kinds: Sequence[str], ours: str, theirs: str) -> None:
-    """Print the cost of each kind over all rounds, with its ratio to the other server's and to the first kind's."""
+def print_kinds(rows: Sequence[Row], kinds: Sequence[str], ours: str, *others: str) -> None:
+    """Print the cost of each kind over all rounds, with its ratio to the other servers' and to the first kind's."""
     found = {
         (name, kind): [row.us_per_token for row in rows if (row.server, row.case) == (name, kind)]
-        for name in (ours, theirs)
+        for name in (ours, *others)
         for kind in kinds
     }
 
@@ -370,11 +377,12 @@ def print_kinds(rows: Sequence[Row], kinds: Sequence[str], ours: str, theirs: st
     def price(each: list[float]) -> str:
         return f"{statistics.median(each):.0f} ({min(each):.0f} to {max(each):.0f})"
 
-    print(f"| kind | {ours} | {theirs} | share | of {kinds[0]} |\n| --- | ---: | ---: | ---: | ---: |")
+    titles = [title for name in others for title in (name, "share")]
+    print(f"| kind | {ours} | {' | '.join(titles)} | of {kinds[0]} |\n| --- |{' ---: |' * (2 + len(titles))}")
     for kind in kinds:
-        own, other = found[ours, kind], found[theirs, kind]
-        shares = share(own, other), share(own, found[ours, kinds[0]])
-        print(f"| {kind} | {price(own)} | {price(other)} | {' | '.join(shares)} |")
+        own = found[ours, kind]
+        compared = [part for name in others for part in (price(found[name, kind]), share(own, found[name, kind]))]
+        print(f"| {kind} | {price(own)} | {' | '.join(compared)} | {share(own, found[ours, kinds[0]])} |")
 
 
 def write_rows(path: Path, rows: Sequence[Row]) -> None:
@@ -396,6 +404,7 @@ def main() -> None:
     parser.add_argument(
         "--kinds", default="", metavar="A,B", help=f"kinds of streams to measure instead: all, {', '.join(KINDS)}"
     )
+    parser.add_argument("--beside", type=Path, metavar="FOLDER", help="checkout of Tercet whose router is measured too")
     parser.add_argument("--rounds", type=int, default=5, help="rounds with --kinds")
     parser.add_argument("--router-wheel", help="folder with the unpacked wheel of vllm-router")
     parser.add_argument("--dynamo", metavar="PYTHON", help="Python interpreter with ai-dynamo 1.6.1")

@@ -5,9 +5,9 @@ Start a prefill engine, a decode engine and a router on an otherwise idle machin
     tercet up --port 8000 &
     python benchmarks/sim_vs_real.py --url http://127.0.0.1:8000 --profile mine.json
 
-The profile is measured first on the engines of the fleet (``tercet profile --engine``), unless the file exists. Nothing
-is fitted to the workloads. The input of the simulator is: the prompts' lengths and send times, the answers' lengths,
-and the fact that both engines share a host. All other values are predictions.
+The profile is measured first on the engines of the fleet (``tercet bench profile --engine``), unless the file exists.
+Nothing is fitted to the workloads. The input of the simulator is: the prompts' lengths and send times, the answers'
+lengths, and the fact that both engines share a host. All other values are predictions.
 
 The speed of a shared machine changes within minutes. The profile is therefore compared with a few prefills and decode
 steps before and after each run, of an engine alone and next to the other one. All of these together give factors for
@@ -51,7 +51,7 @@ from tercet.lab.bench.profiles.engine_probe import (
 )
 from tercet.lab.bench.results import Point, RequestRecord
 from tercet.lab.bench.simulated import parse_fleet, point_of, run_requests
-from tercet.lab.bench.simulated.virtual_run import Outcome
+from tercet.lab.bench.simulated.outcome import Outcome
 from tercet.lab.sim import EngineOptions, Profile, StepModel, load_profile
 from tercet.lab.sim.step_times import pairs_of
 from tercet.programs import load_program
@@ -114,9 +114,9 @@ async def engines_of(url: str) -> list[str]:
 
 
 def measure(url: str, engines: Sequence[str], profile: Path, sizes: Sequence[str]) -> None:
-    """Run ``tercet profile --engine`` for these engines."""
+    """Run ``tercet bench profile --engine`` for these engines."""
     flags = ["--router", url, *(part for engine in engines for part in ("--engine", engine))]
-    command = [sys.executable, "-m", "tercet.cli", "profile", *flags]
+    command = [sys.executable, "-m", "tercet.cli", "bench", "profile", *flags]
     subprocess.run([*command, *sizes, "-o", str(profile)], check=True)
 
 

@@ -1,14 +1,18 @@
-"""How Sphinx builds these pages: ``make docs``. The sources are Markdown as GitHub shows it, and nothing else."""
+"""Settings of Sphinx for ``make docs`` and ``make check``. The sources are Markdown as GitHub shows it."""
 
 from __future__ import annotations
 
 import re
+import sys
+from pathlib import Path
 
 from sphinx.application import Sphinx
 
+sys.path.insert(0, str(Path(__file__).parent))
+
 project = "Tercet"
 html_title = "Tercet"
-extensions = ["myst_parser"]
+extensions = ["myst_parser", "warnings_builder"]
 root_doc = "README"
 exclude_patterns = ["_build"]
 myst_heading_anchors = 4  # links to headings as GitHub makes them

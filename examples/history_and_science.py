@@ -3,9 +3,9 @@
     python examples/history_and_science.py
 
 Four simulated engines answer questions about a history book and a science book. Each book is cached on two of them, and
-a question goes to an engine that has its book. At first both are asked about equally often; then nearly everybody asks
-about science. The science book is moved to one of the history engines, by two verbs and without a forward pass, and
-from then on three engines answer about science.
+a question goes to an engine that has its book. At first both are asked about equally often; then nearly every client
+asks about science. The science book is moved to one of the history engines, by two verbs and without a forward pass,
+and from then on three engines answer about science.
 """
 
 from __future__ import annotations

@@ -30,8 +30,10 @@ import psutil
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "build" / "tests"
 SLOWEST = 20
-# A part that runs longer is killed, with all its processes. The longest part took half of this on a busy machine.
+# A part that runs longer is interrupted. The longest part took half of this on a busy machine.
 MOST_SECONDS = 4000
+# An interrupted pytest has this time to print what had failed; then all its processes are killed.
+SUMMARY_SECONDS = 60
 
 # A test that ignores its timeout ends its process after the seconds that follow, and prints all stacks.
 STUCK = ("-o", "faulthandler_exit_on_timeout=true", "-o")
@@ -106,7 +108,9 @@ def _run(part: Part, *, aside: bool) -> Outcome:
     else:
         first = _pytest(part, (), aside=aside)
         outcome.durations = _durations(part)
-        if first != 0:
+        if first == -signal.SIGKILL:
+            outcome.failed = [*_last_failed(part), f"{part.name}: it did not end"]
+        elif first != 0:
             failed = _last_failed(part)
             print(f"\n{part.name}: {len(failed)} tests failed; they are run once more", flush=True)
             second = (
@@ -153,23 +157,30 @@ def _said(part: Part, command: Sequence[str], *, aside: bool) -> int:
 
 
 def run_bounded(command: Sequence[str], seconds: float, log: IO[bytes] | None = None) -> int:
-    """Run a command for at most ``seconds``. Return its exit code, which is negative if it was killed."""
+    """Run a command for at most ``seconds``. Return its exit code, or ``-SIGKILL`` if it did not end in time."""
     with subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=log) as process:
         try:
             return process.wait(seconds)
         except subprocess.TimeoutExpired:
-            print(f"\nrun_tests: killed after {seconds:.0f} s: {' '.join(command)}", flush=True)
-            _kill_all(process.pid)
+            print(f"\nrun_tests: stopped after {seconds:.0f} s: {' '.join(command)}", flush=True)
+            below = psutil.Process(process.pid).children(recursive=True)
+            process.send_signal(signal.SIGINT)
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(SUMMARY_SECONDS)
+            _kill_all(process.pid, below)
             return -signal.SIGKILL
 
 
-def _kill_all(pid: int) -> None:
-    top = psutil.Process(pid)
-    below = top.children(recursive=True)
-    for process in (*below, top):
+def _kill_all(pid: int, known: Sequence[psutil.Process]) -> None:
+    """Kill a process, its descendants, and the ``known`` ones, which may have lost their parent."""
+    found = set(known)
+    with suppress(psutil.NoSuchProcess):
+        top = psutil.Process(pid)
+        found |= {top, *top.children(recursive=True)}
+    for process in found:
         with suppress(psutil.NoSuchProcess):
             process.kill()
-    psutil.wait_procs(below, timeout=30)
+    psutil.wait_procs([process for process in found if process.pid != pid], timeout=30)
 
 
 def _report_of(part: Part, *, again: bool = False) -> Path:

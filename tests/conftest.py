@@ -18,6 +18,8 @@ import pytest
 from _pytest.faulthandler import fault_handler_stderr_fd_key
 from hypothesis import HealthCheck, settings
 
+from tests.forked_workers import ForkedRun
+
 # Machines that run these tests are shared: how long an example takes says nothing about the code.
 settings.register_profile("tercet", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 # For `make check`; `make test-long` runs all examples.
@@ -63,9 +65,15 @@ class NotInCheck(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         raise RuntimeError(f"`make check` does not import {name}: mark the test `vllm`, or add its file to IMPORT_VLLM")
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--forks", type=int, default=0, help="processes that run tests, forked after the collection")
+
+
 def pytest_configure(config: pytest.Config) -> None:
     if without_vllm(config):
         sys.meta_path.insert(0, NotInCheck())
+    if workers := config.getoption("forks"):
+        config.pluginmanager.register(ForkedRun(workers), "forked-run")
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:

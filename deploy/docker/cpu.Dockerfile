@@ -3,7 +3,7 @@
 # A tag may change; to fix the base: --build-arg BASE=python@sha256:DIGEST (docs/howto/docker.md).
 ARG BASE=python:3.11-slim-bookworm
 FROM ${BASE}
-# A compiler, for what PyTorch compiles at run time; tini is process 1 and reaps what engines leave behind.
+# A compiler for code that PyTorch compiles at run time; tini is process 1 and reaps the engines' orphaned processes.
 RUN apt-get update \
  && apt-get install -y --no-install-recommends build-essential libnuma1 tini \
  && rm -rf /var/lib/apt/lists/*

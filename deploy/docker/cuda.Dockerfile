@@ -10,12 +10,12 @@ RUN apt-get update \
  && rm -rf /var/lib/apt/lists/*
 COPY pyproject.toml LICENSE ./
 COPY src src
-# What vLLM's image has stays as it is; only what is lacking is added.
+# Packages of vLLM's image stay unchanged; only missing ones are added.
 RUN python3 -m pip freeze --exclude-editable | grep -E '^[A-Za-z0-9._-]+==' > /tmp/there.txt \
  && python3 -m pip install --no-cache-dir --constraint /tmp/there.txt . \
  && rm /tmp/there.txt \
  && install -d -o 1000 -g 1000 /var/cache/tercet
-# vLLM's image has no user of this number, and PyTorch asks for its name.
+# PyTorch looks up the user's name, and vLLM's image has no user with this number.
 ENV TERCET_CACHE=/var/cache/tercet HF_HOME=/var/cache/tercet/hub USER=tercet
 USER 1000:1000
 ENTRYPOINT ["tini", "--", "tercet"]

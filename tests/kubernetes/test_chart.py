@@ -108,7 +108,7 @@ def test_values_that_mean_nothing_are_refused(values: Object, said: str) -> None
     ("values", "said"),
     [
         ({"gateway": {"enabled": True}}, "name the Gateway"),
-        ({"router": {"enabled": False}}, "nobody sends"),
+        ({"router": {"enabled": False}}, "engines get no requests"),
         ({"engines": {"decode": {"sidecar": {"enabled": True}}}}, "prefillNetworks"),
         ({"engines": {"decode": {"nodes": 2}}}, "LeaderWorkerSet"),
         ({"engines": {"decode": {"kind": "LeaderWorkerSet"}}}, "more than 1"),

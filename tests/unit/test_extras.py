@@ -123,7 +123,7 @@ def test_the_plugin_names_no_extra() -> None:
         ("epp --engine http://127.0.0.1:1", "gateway"),
         ("bench report x.json --figure x.png", "lab"),
         ("sim --over fleet=1P1D --plot x.png", "lab"),
-        ("profile --engine http://127.0.0.1:1 --output x.json", "lab"),
+        ("bench profile --engine http://127.0.0.1:1 --output x.json", "lab"),
     ],
 )
 def test_a_command_whose_extra_is_missing_says_so_in_one_line(line: str, extra: str) -> None:

@@ -133,6 +133,7 @@ class TestCachedDirectory:
         assert (build.calls, build.most_inside) == (1, 1)
         assert any("another process" in line for line in said)
 
+    @pytest.mark.processes
     def test_processes_build_once(self, tmp_path: Path) -> None:
         children = [start_builder(tmp_path, seconds=0.3) for _ in range(3)]
         assert [child.wait(200) for child in children] == [0, 0, 0]

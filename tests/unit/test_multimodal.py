@@ -43,6 +43,7 @@ def test_blocks_of_another_picture_are_others_from_where_it_begins() -> None:
     assert hashes(feature()) == hashes(feature().without_data())
 
 
+@pytest.mark.processes
 def test_a_picture_names_the_same_blocks_in_every_process() -> None:
     code = "from tests.unit.test_multimodal import *; print(hashes(feature()))"
     environment = {**os.environ, "PYTHONHASHSEED": "7"}

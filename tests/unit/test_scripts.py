@@ -81,6 +81,21 @@ def test_a_part_that_does_not_end_is_killed_with_what_it_started(tmp_path: Path)
     assert not psutil.pid_exists(int(started.read_text()))
 
 
+def test_a_part_that_does_not_end_fails_with_the_tests_that_had_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+    ran = list[str]()
+
+    def interrupted(part: Part, *_: object, **__: object) -> int:
+        ran.append(part.name)
+        return -signal.SIGKILL
+
+    monkeypatch.setattr(run_tests, "_pytest", interrupted)
+    monkeypatch.setattr(run_tests, "_last_failed", lambda _: ["test_x.py::test_bad"])
+    outcome = run_tests._run(Part("long"), aside=True)  # pyright: ignore[reportPrivateUsage]
+    assert outcome.failed == ["test_x.py::test_bad", "long: it did not end"]
+    assert not outcome.flaky
+    assert ran == ["long"], "it is not run again: most of its tests did not run"
+
+
 def test_a_change_selects_the_tests_of_its_room() -> None:
     always = list(quick.ALWAYS)
     assert quick.selected_tests([]) == sorted(always)

@@ -1,4 +1,4 @@
-"""``tercet adapters``: show and change the LoRA adapters of a running router's fleet."""
+"""``tercet engines adapters``: show and change the LoRA adapters of a running router's fleet."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from urllib.parse import quote
 
 import typer
 
-from tercet.cli.fleet_commands import HERE, AdminKey, Json, Url, ask, show_answer
 from tercet.cli.given_names import given_as
+from tercet.cli.router_calls import HERE, AdminKey, Json, Url, ask, show_answer
 from tercet.cli.terminal import say
 from tercet.protocol import BadRequest
 
@@ -39,10 +39,10 @@ def adapters(
     requests use it; running requests of an unloaded adapter continue on their engine.
 
     Examples:
-    - `tercet adapters`
-    - `tercet adapters sql=/models/adapters/sql-v3`
-    - `tercet adapters sql=/models/adapters/sql-v4 --replace`
-    - `tercet adapters sql --unload`
+    - `tercet engines adapters`
+    - `tercet engines adapters sql=/models/adapters/sql-v3`
+    - `tercet engines adapters sql=/models/adapters/sql-v4 --replace`
+    - `tercet engines adapters sql --unload`
     """
     if replace and unload:
         raise BadRequest("--unload: cannot be combined with --replace", "--unload")

@@ -58,7 +58,7 @@ def tercet(
     - `tercet up` runs a fleet on this machine, `tercet up --program mine.py:function` uses your program.
     - `tercet status` shows a running fleet, `tercet chat` sends it questions, `tercet down` stops a background fleet.
     - `tercet engine` and `tercet router` run one process of a fleet, for your own process manager.
-    - `tercet program`, `tercet engines`, `tercet adapters` and `tercet moves` change a fleet while it serves.
+    - `tercet program`, `tercet engines`, `tercet scale` and `tercet upgrade` change a fleet while it serves.
     """
     if context.invoked_subcommand in SERVERS:
         for line in unknown_variables(context.invoked_subcommand or ""):

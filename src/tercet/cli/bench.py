@@ -1,4 +1,4 @@
-"""``tercet bench``: measure a server, compare programs, and draw the results."""
+"""``tercet bench``: measure a server, compare programs, draw the results, and make profiles of engines."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ import uvloop
 
 from tercet.aio import signals_to
 from tercet.cli.bench_options import bench_command
+from tercet.cli.profile import profile
 from tercet.cli.terminal import require_folder, say, write_file
 from tercet.cluster.model import resolve_model
 from tercet.lab.bench.bench_config import SECRET_HEADERS, BenchConfig, CompareConfig, ServeConfig
@@ -45,7 +46,7 @@ bench = typer.Typer(
     name="bench",
     no_args_is_help=True,
     rich_markup_mode="markdown",
-    help="Measure any OpenAI endpoint, compare programs on the same engines, and draw the results.",
+    help="Measure any OpenAI endpoint, compare programs on the same engines, draw the results, and make profiles.",
 )
 
 
@@ -127,6 +128,9 @@ def report(
         typer.echo(text, nl=False)
     else:
         write_file(table, text.encode(), "--table")
+
+
+bench.command()(profile)
 
 
 def _rounds(config: CompareConfig, contenders: Sequence[Contender]) -> list[Cell]:

@@ -14,7 +14,7 @@ import aiohttp
 import msgspec
 import typer
 
-from tercet.cli.fleet_commands import HERE, ApiKey, Url
+from tercet.cli.router_calls import HERE, ApiKey, Url
 from tercet.cli.terminal import note, write
 from tercet.protocol import BadRequest, EngineError, EngineUnreachable, TercetError
 from tercet.protocol.bearer import bearer

@@ -19,10 +19,15 @@ MODULES: Mapping[str, str] = {
     "up": "up", "down": "detached", "status": "status", "chat": "chat", "engine": "servers", "router": "servers",
     "epp": "epp", "sidecar": "sidecar", "model-router": "model_router", "rescheduler": "servers", "planner": "planner",
     "demo": "demo", "chaos": "chaos", "doctor": "doctor",
-    "program": "program", "engines": "fleet_commands", "adapters": "adapters", "moves": "moves", "scale": "scale",
-    "upgrade": "upgrade",
-    "trace": "trace", "top": "top", "bench": "bench", "sim": "sim", "profile": "profile",
+    "program": "program", "engines": "engines", "scale": "scale", "upgrade": "upgrade",
+    "trace": "trace", "top": "top", "bench": "bench", "sim": "sim",
 }  # fmt: skip
+# Commands that are parts of other commands.
+PARTS_OF: Mapping[str, str] = {
+    "adapters": "tercet engines adapters",
+    "moves": "tercet status --moves, or tercet engines move",
+    "profile": "tercet bench profile",
+}
 
 
 class LazyCommands(Mapping[str, Any]):
@@ -47,6 +52,12 @@ class LazyGroup(typer.core.TyperGroup):
     def __init__(self, **attributes: Any) -> None:
         super().__init__(**attributes)
         self.commands: Any = LazyCommands()
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        """Return the command that ``args`` names; the error for a part of another command names that command."""
+        if args[0] in PARTS_OF:
+            ctx.fail(f"No such command '{args[0]}'. Use {PARTS_OF[args[0]]}")
+        return super().resolve_command(ctx, args)
 
 
 @cache

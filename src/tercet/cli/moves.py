@@ -1,4 +1,4 @@
-"""``tercet moves``: show the moves of a running router, and move a sequence."""
+"""Moves of a running router: ``tercet engines move`` makes one, ``tercet status --moves`` lists them."""
 
 from __future__ import annotations
 
@@ -10,53 +10,36 @@ from urllib.parse import quote
 
 import typer
 
-from tercet.cli.fleet_commands import HERE, AdminKey, Json, Url, ask, understood
+from tercet.cli.router_calls import HERE, AdminKey, Json, Url, ask, understood
 from tercet.cli.terminal import say
-from tercet.protocol import BadRequest
 
 POLL_SECONDS = 0.5
 
 
-def moves(
-    seq_id: Annotated[
-        str | None,
-        typer.Argument(help="Id of a sequence to move; `tercet status --sequences` lists ids.", show_default=False),
-    ] = None,
-    destination: Annotated[
-        str | None, typer.Argument(help="Engine to which the sequence is moved.", show_default=False)
-    ] = None,
-    follow: Annotated[bool, typer.Option("--follow", help="Show new moves too, until Ctrl-C.")] = False,
+def move(
+    seq_id: Annotated[str, typer.Argument(help="Id of a running sequence; `tercet status --sequences` lists ids.")],
+    destination: Annotated[str, typer.Argument(help="Engine to which the sequence is moved.")],
     url: Url = HERE,
     admin_key: AdminKey = None,
     as_json: Json = False,
 ) -> None:
-    """Show the moves of a running router, or move one sequence.
+    """Move a running sequence to another engine, with its KV; see `tercet status --moves`.
 
-    Each move is one line: sequence, source, destination, reason, outcome, stages, and the pause of its client.
-
-    Examples:
-    - `tercet moves --follow`
-    - `tercet moves cmpl-8d1f-0 decode-1`
+    Example: `tercet engines move cmpl-8d1f-0 decode-1`
     """
-    if seq_id is not None:
-        if destination is None:
-            raise BadRequest("DESTINATION: is required; give the engine to which the sequence is moved", "DESTINATION")
-        if follow:
-            raise BadRequest("--follow: cannot be combined with a sequence", "--follow")
-        _move(url, admin_key, seq_id, destination, as_json)
-        return
-    with understood():
-        for move in _moves(url, admin_key, follow):
-            say(json.dumps(move) if as_json else in_words(move))
-
-
-def _move(url: str, admin_key: str | None, seq_id: str, destination: str, as_json: bool) -> None:
     path = f"/sequences/{quote(seq_id, safe='')}/move"
     answer = ask(url, admin_key, "POST", path, {"destination": destination})
     with understood():
         passed_on = "accepted" in answer
         told = "forwarded to the router that runs the sequence, which lists the move" if passed_on else in_words(answer)
         say(json.dumps(answer) if as_json else told)
+
+
+def show_moves(url: str, admin_key: str | None, follow: bool, as_json: bool) -> None:
+    """Print the moves of a running router; with ``follow``, new ones too, until Ctrl-C."""
+    with understood():
+        for each in _moves(url, admin_key, follow):
+            say(json.dumps(each) if as_json else in_words(each))
 
 
 def _moves(url: str, admin_key: str | None, follow: bool) -> Iterator[dict[str, Any]]:

@@ -1,4 +1,4 @@
-"""``tercet profile``: list, print and measure the step-time profiles of simulated engines."""
+"""``tercet bench profile``: list, print and measure the step-time profiles of simulated engines."""
 
 from __future__ import annotations
 
@@ -69,9 +69,9 @@ def profile(
     The list has step times in milliseconds; decode steps have 1024 tokens of context. A measurement takes some minutes.
 
     Examples:
-    - `tercet profile`
-    - `tercet profile llama-3.1-8b-h100-tp1`
-    - `tercet profile --engine http://127.0.0.1:8001 --engine http://127.0.0.1:8002 -o mine.json`
+    - `tercet bench profile`
+    - `tercet bench profile llama-3.1-8b-h100-tp1`
+    - `tercet bench profile --engine http://127.0.0.1:8001 --engine http://127.0.0.1:8002 -o mine.json`
     - `tercet sim --profile mine.json --option max_num_batched_tokens=512 --fleet both=2@here --request-rate 1`
     """
     if engine:
@@ -103,7 +103,7 @@ def _measure_and_write(
 ) -> None:
     """Measure a running engine's steps, and fit a profile to them."""
     require_folder(output, "--output")
-    import_extra("scipy.optimize", "tercet profile --engine")
+    import_extra("scipy.optimize", "tercet bench profile --engine")
     if len(engine) > 2:
         raise BadRequest("--engine: at most two are allowed: the measured engine and a receiver", "--engine")
     plan = MeasurementPlan(
@@ -120,7 +120,7 @@ def _measure_and_write(
     engines = [part for url in engine for part in ("--engine", url)]
     engines += ["--router", router] if router else []
     sizes = ["--max-step-tokens", str(max_step_tokens), "--repeats", str(repeats)]
-    command = shlex.join(["tercet", "profile", *engines, *sizes])
+    command = shlex.join(["tercet", "bench", "profile", *engines, *sizes])
     found = profile_from(measured, plan, command, link)
     _finish(output, found, f"in {time.monotonic() - began:.0f} s; ")
 

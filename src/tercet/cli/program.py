@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from tercet.cli.fleet_commands import HERE, AdminKey, Json, Url, ask, show_answer, text_of
+from tercet.cli.router_calls import HERE, AdminKey, Json, Url, ask, show_answer, text_of
 from tercet.protocol import BadRequest
 from tercet.settings import key_values, read_yaml
 

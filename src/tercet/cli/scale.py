@@ -12,7 +12,7 @@ import msgspec
 import typer
 
 from tercet.cli.terminal import announce, say
-from tercet.cluster.detached_fleets import DetachedFleet, running_fleets
+from tercet.cluster.detached_fleets import running_fleets
 from tercet.cluster.scaling.control import scale_fleet, scaling_of
 from tercet.cluster.scaling.kubernetes import SELECTOR, KubernetesFleet
 from tercet.cluster.scaling.records import DRAIN_SECONDS, EngineStep, ScaleCall, ScaleRecord, parse_counts
@@ -77,14 +77,18 @@ def scale(
             raise BadRequest("--port: cannot be combined with --kubernetes", "--port")
         fleet = KubernetesFleet(_access(kubeconfig), namespace, selector)
         asyncio.run(_scale_pods(fleet, given, wait=not no_wait))
-        return
-    socket = Path(_the_fleet(port).control)
-    if not given:
-        _show(asyncio.run(scaling_of(socket)), as_json)
-        return
-    record = asyncio.run(scale_fleet(socket, ScaleCall(**given, drain_seconds=drain_timeout)))
-    if not no_wait:
-        record = _followed(socket, record, drain_timeout, quiet=as_json)
+    elif given:
+        call = ScaleCall(**given, drain_seconds=drain_timeout)
+        _scale_here(_socket_of_fleet(port), call, not no_wait, as_json)
+    else:
+        _show(asyncio.run(scaling_of(_socket_of_fleet(port))), as_json)
+
+
+def _scale_here(socket: Path, call: ScaleCall, wait: bool, as_json: bool) -> None:
+    """Scale the fleet of `tercet up` that listens at ``socket``; raise if scaling fails."""
+    record = asyncio.run(scale_fleet(socket, call))
+    if wait:
+        record = _followed(socket, record, call.drain_seconds, quiet=as_json)
     _show(record, as_json)
     if record.state == "failed":
         raise EngineError(f"scaling failed: the fleet has {record.present}, wanted {record.wanted}: {record.why}")
@@ -103,15 +107,18 @@ async def _scale_pods(fleet: KubernetesFleet, given: Mapping[Role, int], wait: b
         say(str(each))
 
 
-def _the_fleet(port: int | None) -> DetachedFleet:
-    """Return the fleet at ``port``, or the only one; raise :class:`~tercet.protocol.TercetError` for 0 or several."""
+def _socket_of_fleet(port: int | None) -> Path:
+    """Return the control socket of the fleet at ``port``, or of the only fleet on this machine.
+
+    Raises :class:`~tercet.protocol.TercetError` if there is no such fleet, or if several match.
+    """
     found = [fleet for fleet in running_fleets() if fleet.control and port in (None, fleet.port)]
     if not found:
         raise EngineError(f"no fleet of `tercet up` runs here{'' if port is None else f' at port {port}'}")
     if len(found) > 1:
         ports = ", ".join(str(fleet.port) for fleet in found)
         raise BadRequest(f"--port: fleets run at the ports {ports}; give one of them", "--port")
-    return found[0]
+    return Path(found[0].control)
 
 
 def _followed(socket: Path, record: ScaleRecord, drain_timeout: float, quiet: bool) -> ScaleRecord:

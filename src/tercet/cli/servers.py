@@ -62,7 +62,7 @@ def engine(
     simulate: Annotated[
         str | None,
         typer.Option(
-            metavar="PROFILE", help="Profile of a simulated engine, which computes nothing; see `tercet profile`."
+            metavar="PROFILE", help="Profile of a simulated engine, which computes nothing; see `tercet bench profile`."
         ),
     ] = None,
     option: Annotated[
@@ -111,15 +111,7 @@ def engine(
     - `tercet engine --simulate llama-3.1-8b-h100-tp1 --port 8002`
     - `tercet engine --host 10.0.0.7 --join http://10.0.0.9:8000 --role decode`
     """
-    if join is None and (role != "both" or instances != 1):
-        raise BadRequest("--role, --instances: need --join", "--join")
-    if join is not None and print_only:
-        raise BadRequest("--print: cannot be combined with --join", "--print")
-    if option and simulate is None:
-        raise BadRequest("--option: needs --simulate", "--option")
-    if simulate is not None and (vllm_args or print_only):
-        given = "--print" if print_only else VLLM_FLAGS
-        raise BadRequest(f"{given}: cannot be combined with --simulate, which runs no vLLM", given)
+    _require_consistent(join, role, instances, print_only, option, simulate, vllm_args)
     spec = EngineSpec(
         name=name or f"{host}:{port}",
         model=resolve_model(model, note) if simulate is None else resolve_tokenizer(model),
@@ -143,6 +135,22 @@ def engine(
             _simulate(spec, load_profile(simulate))
     else:
         _become_vllm(spec, print_only)
+
+
+def _require_consistent(
+    join: str | None, role: Role, instances: int, print_only: bool, option: list[str] | None, simulate: str | None,
+    vllm_args: list[str] | None,
+) -> None:  # fmt: skip
+    """Raise :class:`~tercet.protocol.BadRequest` for flags of an engine that exclude or need one another."""
+    if join is None and (role != "both" or instances != 1):
+        raise BadRequest("--role, --instances: need --join", "--join")
+    if join is not None and print_only:
+        raise BadRequest("--print: cannot be combined with --join", "--print")
+    if option and simulate is None:
+        raise BadRequest("--option: needs --simulate", "--option")
+    if simulate is not None and (vllm_args or print_only):
+        refused = "--print" if print_only else VLLM_FLAGS
+        raise BadRequest(f"{refused}: cannot be combined with --simulate, which runs no vLLM", refused)
 
 
 def _join(spec: EngineSpec, router: str, role: Role, instances: int, drain_timeout: float) -> None:

@@ -39,7 +39,7 @@ Fleet = Annotated[
         "file. Engines of one HOST slow one another, as their profile says."
     ),
 ]
-ProfileName = Annotated[str, typer.Option(help="Profile: a name that `tercet profile` lists, or a JSON file.")]
+ProfileName = Annotated[str, typer.Option(help="Profile: a name that `tercet bench profile` lists, or a JSON file.")]
 Scheduling = Annotated[
     str | None,
     typer.Option(metavar="FILE", help="Scheduling file; its profiles are used with `--program-arg pick=scheduled`."),
@@ -210,43 +210,67 @@ def sim(
     - `tercet sim --fleet both=16 --request-rate 60 --reschedule neutral_load --over reschedule-threshold=0.1,0.5`
     - `tercet sim --fleet 2P2D --program disaggregated --objective-ttft 1 --objective-tpot 0.025 --planner simulate`
     """
-    require_folder(result_filename, "--result-filename")
     given = locals()
+    _require_consistent(context, given)
+    simulation = simulation_of(context, given)
     if over:
-        _refuse(context, NOT_SWEPT, "cannot be combined with --over")
-    else:
-        _refuse(context, SWEPT, "needs --over")
-    if plot is not None:
-        require_folder(plot, "--plot")
-        require_drawing(plot, "--plot")
-    if record is not None and not 0 < record < math.inf:
-        raise BadRequest(f"--record: must be a positive number of seconds, is {record:g}", "--record")
-    if planner_figure is not None or planner_regret:
-        require_planned_run(moving, over, planner_figure)
-    simulation, recorded = simulation_of(context, given), b""
-    if over:
-        report = _sweep(simulation, request_rate, over, x, y, seeds)
-        _write_out(result_filename, report.to_json())
-        if plot is not None:
-            plot_sweep(report, plot)
-        title = f"{program}, {_load_of(request_rate)}; starred by {x} and {y}"
-        titles, lines = headings(report), rows(report)
-    else:
-        rates = rates_of(request_rate or DEFAULT_RATE) if request_rate or arrival != "trace" else [None]
-        found = simulation.report(rates, label or program, note, record or (OFTEN_S if watch else None))
-        if planner_regret:
-            say_regret(simulation, found, note)
-        if planner_figure is not None:
-            draw_planned_run(simulation, found, planner_figure)
-        recorded = found.to_json()
-        _write_out(result_filename, recorded)
-        title, titles, lines = f"{program} on {fleet}, {profile}", headings_of_run(found), table(found)
-    if str(result_filename) != "-":
-        show_table(title, titles, lines)
+        _run_sweep(simulation, given)
+        return
+    recorded = _run(simulation, given)
     if watch:
         from tercet.cli.run_page import show_run  # imports a server, which other runs do not need
 
         show_run(recorded)
+
+
+def _require_consistent(context: typer.Context, given: Mapping[str, Any]) -> None:
+    """Raise :class:`~tercet.protocol.BadRequest` for parameters that exclude one another, before anything runs."""
+    require_folder(given["result_filename"], "--result-filename")
+    if given["over"]:
+        _refuse(context, NOT_SWEPT, "cannot be combined with --over")
+    else:
+        _refuse(context, SWEPT, "needs --over")
+    if given["plot"] is not None:
+        require_folder(given["plot"], "--plot")
+        require_drawing(given["plot"], "--plot")
+    if given["record"] is not None and not 0 < given["record"] < math.inf:
+        raise BadRequest(f"--record: must be a positive number of seconds, is {given['record']:g}", "--record")
+    if given["planner_figure"] is not None or given["planner_regret"]:
+        require_planned_run(given["moving"], given["over"], given["planner_figure"])
+
+
+def _run_sweep(simulation: Simulation, given: Mapping[str, Any]) -> None:
+    """Simulate each combination of settings; write and draw the report, and print its table."""
+    rate, x, y = given["request_rate"], given["x"], given["y"]
+    report = _sweep(simulation, rate, given["over"], x, y, given["seeds"])
+    _write_out(given["result_filename"], report.to_json())
+    if given["plot"] is not None:
+        plot_sweep(report, given["plot"])
+    title = f"{simulation.program}, {_load_of(rate)}; starred by {x} and {y}"
+    _show(given, title, headings(report), rows(report))
+
+
+def _run(simulation: Simulation, given: Mapping[str, Any]) -> bytes:
+    """Simulate each rate; write the report, print its table, and return the report in JSON."""
+    rate = given["request_rate"]
+    rates = rates_of(rate or DEFAULT_RATE) if rate or given["arrival"] != "trace" else [None]
+    often = given["record"] or (OFTEN_S if given["watch"] else None)
+    found = simulation.report(rates, given["label"] or simulation.program, note, often)
+    if given["planner_regret"]:
+        say_regret(simulation, found, note)
+    if given["planner_figure"] is not None:
+        draw_planned_run(simulation, found, given["planner_figure"])
+    recorded = found.to_json()
+    _write_out(given["result_filename"], recorded)
+    title = f"{simulation.program} on {given['fleet']}, {given['profile']}"
+    _show(given, title, headings_of_run(found), table(found))
+    return recorded
+
+
+def _show(given: Mapping[str, Any], title: str, headings: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    """Print a table, unless the report itself goes to standard output."""
+    if str(given["result_filename"]) != "-":
+        show_table(title, headings, rows)
 
 
 def _sweep(

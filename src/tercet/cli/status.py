@@ -7,10 +7,13 @@ from typing import Annotated, Any
 
 import typer
 
-from tercet.cli.fleet_commands import HERE, AdminKey, Json, Url, ask, engine_in_words, show_answer, understood
+from tercet.cli.engines import engine_in_words
 from tercet.cli.moves import in_words as move_in_words
+from tercet.cli.moves import show_moves
 from tercet.cli.program import state_in_words
 from tercet.cli.roles_in_words import classes_in_words, objectives_in_words
+from tercet.cli.router_calls import HERE, AdminKey, Json, Url, ask, show_answer, understood
+from tercet.protocol import BadRequest
 
 
 def status(
@@ -21,6 +24,8 @@ def status(
             help="Show running sequences instead: id, engine, tokens of prompt and output, seconds, program.",
         ),
     ] = False,
+    moves: Annotated[bool, typer.Option("--moves", help="Show moves instead, oldest first: one line each.")] = False,
+    follow: Annotated[bool, typer.Option("--follow", help="Show new moves too, until Ctrl-C; needs --moves.")] = False,
     url: Url = HERE,
     admin_key: AdminKey = None,
     as_json: Json = False,
@@ -28,8 +33,21 @@ def status(
     """Show a running router: model, program, engines and their load, and moves.
 
     An engine's line has its name, role, state, number of sequences, URL, and the last report of its load. The exit code
-    is 0 if the router can serve, 1 if it cannot or does not answer, and 2 for wrong options.
+    is 0 if the router can serve, 1 if it cannot or does not answer, and 2 for wrong options. A move's line has its
+    sequence, source, destination, reason, outcome, stages, and the pause of its client.
+
+    Examples:
+    - `tercet status`
+    - `tercet status --sequences`
+    - `tercet status --moves --follow`
     """
+    if sequences and moves:
+        raise BadRequest("--moves: cannot be combined with --sequences", "--moves")
+    if follow and not moves:
+        raise BadRequest("--follow: needs --moves", "--follow")
+    if moves:
+        show_moves(url, admin_key, follow, as_json)
+        return
     if sequences:
         show_answer(ask(url, admin_key, "GET", "/sequences"), as_json, _sequences_in_words)
         return

@@ -17,8 +17,8 @@ from rich.console import Group
 from rich.live import Live
 from rich.text import Text
 
-from tercet.cli.fleet_commands import HERE, AdminKey, Url, ask, understood
 from tercet.cli.fleet_view import FleetView, drawn
+from tercet.cli.router_calls import HERE, AdminKey, Url, ask, understood
 from tercet.cli.terminal import console, printable
 from tercet.protocol import TercetError
 

@@ -9,7 +9,7 @@ from urllib.parse import quote
 
 import typer
 
-from tercet.cli.fleet_commands import HERE, AdminKey, Json, Url, ask, show_answer, understood
+from tercet.cli.router_calls import HERE, AdminKey, Json, Url, ask, show_answer, understood
 from tercet.cli.terminal import console, say
 from tercet.cli.trace_drawing import drawn, head_of
 from tercet.protocol import BadRequest

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated
 
@@ -73,23 +74,38 @@ def upgrade(
     """
     if (to is None) == (config is None):
         raise BadRequest("--to: give either --to or --config", "--to")
-    for name, url in (("--from", old), ("--to", to), ("--model-router", model_router)):
-        if url is not None:
-            require_url(url, name)
+    _require_urls({"--from": old, "--to": to, "--model-router": model_router})
     plan = RolloutPlan(_shares(steps), hold, tolerance)
     started = None if config is None else _started(config)
     new = started.url if started is not None else to or ""
     changed = Upgrade(model_router, admin_key, old, new, plan, drain_timeout, lambda line: announce(f"  {line}"))
+    _replace(changed, started)
+    announce(f"{new} has replaced {old}")
+    if not keep:
+        _stop_if_detached(old)
+
+
+def _require_urls(given: Mapping[str, str | None]) -> None:
+    for name, url in given.items():
+        if url is not None:
+            require_url(url, name)
+
+
+def _replace(changed: Upgrade, started: DetachedFleet | None) -> None:
+    """Run the upgrade; stop the new fleet ``started`` if it does not get all requests."""
     try:
         asyncio.run(_run(changed))
     except BaseException:
         if started is not None and changed.rollout.state != "shifted":
             stop_detached(started)
         raise
-    announce(f"{new} has replaced {old}")
-    replaced = next((each for each in detached_fleets() if each.url.rstrip("/") == old.rstrip("/")), None)
-    if replaced is not None and not keep:
-        stop_detached(replaced)
+
+
+def _stop_if_detached(url: str) -> None:
+    """Stop the background fleet of this machine whose router has this URL, if one exists."""
+    found = next((each for each in detached_fleets() if each.url.rstrip("/") == url.rstrip("/")), None)
+    if found is not None:
+        stop_detached(found)
 
 
 def _shares(given: str) -> list[float]:

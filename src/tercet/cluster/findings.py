@@ -11,7 +11,8 @@ from typing import Literal
 import msgspec
 
 from tercet.cluster.compute import COMPUTE_WITH_BFLOAT16
-from tercet.cluster.machine import Machine
+from tercet.cluster.devices import Device
+from tercet.cluster.machine import InfinibandDevice, Machine
 
 GIB = 1 << 30
 # vLLM's processes communicate through rings in shared memory; PyTorch and NCCL use it, too.
@@ -100,28 +101,7 @@ def _first_of(unmet: Sequence[str]) -> str:
 
 
 def _compute(machine: Machine) -> Iterator[Finding]:
-    for device in machine.devices:
-        memory = f"{_gib(device.free)} of {_gib(device.memory)} free" if device.memory else "its memory is not reported"
-        found = f"{device.name}, {memory}" + (f", driver {device.driver}" if device.driver else "")
-        if device.exclusive:
-            yield Finding(
-                f"device {device.handle}", "costs" if machine.vllm_for_cpu else "broken",
-                f"{found}, compute mode {device.exclusive}",
-                "no engine starts there: several processes of one use its device",
-                "nvidia-smi -c DEFAULT, or CUDA's multi-process service",
-            )  # fmt: skip
-        elif device.memory and device.free < device.memory // 2:
-            do = "stop other processes there, nvidia-smi lists them; engines use the free memory"
-            yield Finding(f"device {device.handle}", "costs", found, "little room for weights and KV", do)
-        else:
-            yield Finding(f"device {device.handle}", "ok", found)
-    if not machine.devices:
-        on_cores = "engines compute on cores: enough for trials with small models, too slow for large ones"
-        yield Finding(
-            "devices", "costs", f"none: {machine.no_devices}",
-            on_cores if machine.vllm_for_cpu else "no engine of this build of vLLM starts",
-            f"NVIDIA GPUs with their driver, and {INSTALL_FOR_GPUS}; in a container, docker run --gpus all",
-        )  # fmt: skip
+    yield from _devices(machine)
     yield from _driver(machine)
     if machine.devices and not machine.compiler:
         yield Finding(
@@ -132,32 +112,64 @@ def _compute(machine: Machine) -> Iterator[Finding]:
         yield Finding(
             name, "costs", "its device file exists", "Tercet starts no engines on it", "start vLLM's own server on it"
         )
-    if machine.devices:
-        return
+    if not machine.devices:
+        yield _cores(machine)
+        yield _memory(machine)
+
+
+def _devices(machine: Machine) -> Iterator[Finding]:
+    for device in machine.devices:
+        yield _device(device, machine.vllm_for_cpu)
+    if not machine.devices:
+        on_cores = "engines compute on cores: enough for trials with small models, too slow for large ones"
+        yield Finding(
+            "devices", "costs", f"none: {machine.no_devices}",
+            on_cores if machine.vllm_for_cpu else "no engine of this build of vLLM starts",
+            f"NVIDIA GPUs with their driver, and {INSTALL_FOR_GPUS}; in a container, docker run --gpus all",
+        )  # fmt: skip
+
+
+def _device(device: Device, vllm_for_cpu: bool) -> Finding:
+    memory = f"{_gib(device.free)} of {_gib(device.memory)} free" if device.memory else "its memory is not reported"
+    found = f"{device.name}, {memory}" + (f", driver {device.driver}" if device.driver else "")
+    if device.exclusive:
+        return Finding(
+            f"device {device.handle}", "costs" if vllm_for_cpu else "broken",
+            f"{found}, compute mode {device.exclusive}",
+            "no engine starts there: several processes of one use its device",
+            "nvidia-smi -c DEFAULT, or CUDA's multi-process service",
+        )  # fmt: skip
+    if device.memory and device.free < device.memory // 2:
+        do = "stop other processes there, nvidia-smi lists them; engines use the free memory"
+        return Finding(f"device {device.handle}", "costs", found, "little room for weights and KV", do)
+    return Finding(f"device {device.handle}", "ok", found)
+
+
+def _cores(machine: Machine) -> Finding:
     flags, cores = set(machine.cpu_flags), f"{machine.cores} core{'s' if machine.cores > 1 else ''}"
     if machine.cores < 2:
-        yield Finding(
+        return Finding(
             "cores",
             "costs",
             cores,
             "two engines share one core, and all their steps are slow",
             "more cores, or --both 1",
         )
-    elif flags and not flags & COMPUTE_WITH_BFLOAT16:
-        yield Finding(
+    if flags and not flags & COMPUTE_WITH_BFLOAT16:
+        return Finding(
             "cores", "costs", f"{cores}, no instructions for bfloat16",
             "engines compute in float32, and KV takes twice the memory",
             "nothing: --dtype bfloat16 would be many times as slow",
         )  # fmt: skip
-    else:
-        yield Finding("cores", "ok", cores)
-    enough = machine.memory >= LEAST_MEMORY
+    return Finding("cores", "ok", cores)
+
+
+def _memory(machine: Machine) -> Finding:
     found = f"{_gib(machine.memory)} free"
-    if enough:
-        yield Finding("memory", "ok", found)
-    else:
-        costs = f"two engines with the built-in model need {_gib(LEAST_MEMORY)}"
-        yield Finding("memory", "costs", found, costs, "fewer engines: tercet up --prefill 0 --decode 0 --both 1")
+    if machine.memory >= LEAST_MEMORY:
+        return Finding("memory", "ok", found)
+    costs = f"two engines with the built-in model need {_gib(LEAST_MEMORY)}"
+    return Finding("memory", "costs", found, costs, "fewer engines: tercet up --prefill 0 --decode 0 --both 1")
 
 
 def _driver(machine: Machine) -> Iterator[Finding]:
@@ -177,36 +189,12 @@ def _major(version: str) -> int:
 
 
 def _transports(machine: Machine) -> Iterator[Finding]:
-    net = machine.namespaces.get("net", "unknown")
-    if machine.sealed_files:
-        found = f"memory files can be shared; network namespace {net}"
-        yield Finding("KV, one machine (host)", "ok", f"{found}; peers must run in the same one, as the same user")
-    else:
-        yield Finding(
-            "KV, one machine (host)", "broken", "memory files cannot be sealed (memfd_create)",
-            "no engine starts: such files hold KV of CPU engines and every engine's send table",
-            "a kernel from 3.17 on; in a sandbox such as gVisor, allow memfd_create with seals",
-        )  # fmt: skip
     libraries = [name for name, there in machine.libraries.items() if there]
-    install = "scripts/install-transport-extras"
+    yield _shared_memory_files(machine)
     if not machine.rdma:
-        yield Finding("KV, between machines", "ok", f"no RDMA device: tcp, which needs no setup{_beside(libraries)}")
+        yield Finding("KV, between machines", "ok", f"no RDMA device: tcp, which needs no setup{_installed(libraries)}")
     for device in machine.rdma:
-        part = f"RDMA device {device.name}"
-        if not device.active:
-            costs, do = (
-                "KV between machines uses tcp",
-                "activate its port (ibstat), or ask the fabric's administrator",
-            )
-            yield Finding(part, "costs", "no port is active", costs, do)
-        elif not device.usable:
-            costs = "KV between machines uses tcp"
-            yield Finding(part, "costs", "this user may not use it", costs, "give the container /dev/infiniband")
-        elif not libraries:
-            costs = "KV between machines uses tcp, at a fraction of the link's bandwidth"
-            yield Finding(part, "costs", "neither NIXL nor Mooncake is installed", costs, f"run {install}")
-        else:
-            yield Finding(part, "ok", f"active{_beside(libraries)}")
+        yield _rdma_device(device, libraries)
     if machine.rdma and machine.memlock is not None and machine.memlock < machine.memory:
         yield Finding(
             "locked memory", "costs", f"at most {_gib(machine.memlock)}", "KV cannot be registered for RDMA",
@@ -221,7 +209,37 @@ def _transports(machine: Machine) -> Iterator[Finding]:
         )  # fmt: skip
 
 
-def _beside(libraries: list[str]) -> str:
+def _shared_memory_files(machine: Machine) -> Finding:
+    net = machine.namespaces.get("net", "unknown")
+    if machine.sealed_files:
+        found = f"memory files can be shared; network namespace {net}"
+        return Finding("KV, one machine (host)", "ok", f"{found}; peers must run in the same one, as the same user")
+    return Finding(
+        "KV, one machine (host)", "broken", "memory files cannot be sealed (memfd_create)",
+        "no engine starts: such files hold KV of CPU engines and every engine's send table",
+        "a kernel from 3.17 on; in a sandbox such as gVisor, allow memfd_create with seals",
+    )  # fmt: skip
+
+
+def _rdma_device(device: InfinibandDevice, libraries: Sequence[str]) -> Finding:
+    part = f"RDMA device {device.name}"
+    if not device.active:
+        costs, do = (
+            "KV between machines uses tcp",
+            "activate its port (ibstat), or ask the fabric's administrator",
+        )
+        return Finding(part, "costs", "no port is active", costs, do)
+    if not device.usable:
+        costs = "KV between machines uses tcp"
+        return Finding(part, "costs", "this user may not use it", costs, "give the container /dev/infiniband")
+    if not libraries:
+        costs = "KV between machines uses tcp, at a fraction of the link's bandwidth"
+        do = "run scripts/install-transport-extras"
+        return Finding(part, "costs", "neither NIXL nor Mooncake is installed", costs, do)
+    return Finding(part, "ok", f"active{_installed(libraries)}")
+
+
+def _installed(libraries: Sequence[str]) -> str:
     return f"; {', '.join(libraries)} installed" if libraries else ""
 
 

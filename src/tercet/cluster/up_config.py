@@ -103,7 +103,7 @@ class UpConfig(RouterSettings, frozen=True):
     simulate: Annotated[
         str | None,
         Setting(
-            "Profile of simulated engines; the router is real. `tercet profile` lists profiles.",
+            "Profile of simulated engines; the router is real. `tercet bench profile` lists profiles.",
             metavar="PROFILE",
             panel=ENGINES,
         ),

@@ -205,7 +205,7 @@ class Picking(Generic[ViewT]):
             began = f", with the contents that it had when the request came ({request.adapter_digest})"
             raise UnknownAdapter(
                 f"model: no engine that may be picked has the adapter {request.adapter!r}"
-                f"{began if request.adapter_digest else ''}; tercet adapters shows the adapters of each engine",
+                f"{began if request.adapter_digest else ''}; tercet engines adapters shows the adapters of each engine",
                 "model",
             )
         return found

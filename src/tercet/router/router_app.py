@@ -9,14 +9,12 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Sequence
-from contextlib import AsyncExitStack, ExitStack, suppress
-from typing import TYPE_CHECKING, Any, cast
+from contextlib import AsyncExitStack, ExitStack
+from typing import TYPE_CHECKING
 from urllib.parse import quote
 
-import msgspec
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 
-from tercet.decisions.sessions import closes_session, session_in_body
 from tercet.fleet.admission import ClientLeft, Gate
 from tercet.fleet.bodies_held import LARGEST_AT_ONCE, BodiesHeld, HeldBody
 from tercet.fleet.long_bodies import LongBodies, is_long
@@ -24,28 +22,20 @@ from tercet.fleet.portions import Portions
 from tercet.protocol import EngineUnreachable, RouterFailed, TercetError, UnknownPath
 from tercet.protocol.bearer import BearerKeys
 from tercet.protocol.error_forms import error_body
-from tercet.protocol.headers import PROGRAM_HEADER, SESSION_FINAL_HEADER
-from tercet.protocol.json_text import in_utf8, read_json
+from tercet.protocol.headers import PROGRAM_HEADER
 from tercet.protocol.openai_routes import GENERATING
 from tercet.protocol.wire import API_PREFIX
 from tercet.router.access_log import access_logged
 from tercet.router.admin_access import AT_ADMIN, AdminAccess, is_admin_path, path_of
-from tercet.router.body_items import require_few_items, require_readable, require_small_structures
 from tercet.router.followed_requests import followed_request, take_id_of_body
 from tercet.router.pooling import PooledAnswer, PoolingServers, close_result
+from tercet.router.received_bodies import ReceivedBody, is_json, nothing_from, read_body, receive_body
 from tercet.router.request_traces import FollowedRequest, RequestTraces
 from tercet.router.sequence_count import require_few_sequences
 from tercet.router.shutdown import Shutdown
 from tercet.wire.serving.client_connection import CONNECTION
 from tercet.wire.serving.error_answers import ErrorSend, error_headers, fault_of
-from tercet.wire.serving.request_body import read_whole
-from tercet.wire.serving.request_context import (
-    CONTEXT,
-    NOTHING,
-    Asked,
-    RequestContext,
-    serving,
-)
+from tercet.wire.serving.request_context import CONTEXT, RequestContext, serving
 from tercet.wire.serving.tool_calls import ToolCallsSend
 from tercet.wire.serving.trace_answers import TracingSend, wants_trace
 
@@ -138,35 +128,10 @@ class RouterApp:
         if context.path == LIVE:
             await _answer(send, 200, b"")
             return
-        pooled: PooledAnswer | None = None
         async with AsyncExitStack() as held:
             held.callback(context.prepared)
             try:
-                if self._is_counted(context, scope):
-                    held.enter_context(self._shutdown.request())
-                pooling = self._pooling if self._pooling is not None and self._pooling.take(context.path) else None
-                with self._bodies.one() as kept:
-                    body = await self._enter(context, scope, receive, kept)
-                    if followed is not None:
-                        take_id_of_body(followed, scope)
-                    if body is not None and not context.path.startswith(API_PREFIX):
-                        held.callback(body.close)
-                        for_engines = pooling is None and context.path in GENERATING
-                        if for_engines:
-                            self._divide(context)
-                        if not self._gate.is_open:
-                            context.prepared()  # the wait for a slot may be long
-                            place = self._gate.place(context.asked.priority, body.left, for_engines=for_engines)
-                            async with kept.until_let_go():
-                                await held.enter_async_context(place)
-                            if followed is not None:
-                                followed.admitted()
-                        if context.preparation is not None and pooling is None:
-                            await self._take_turn(context, scope, body, kept)
-                if body is not None and pooling is not None:
-                    context.prepared()
-                    pooled = await self._pooled(pooling, context, body, scope)
-                    held.callback(pooled.close)
+                body, pooled = await self._admit(context, followed, scope, receive, held)
             except TercetError as error:
                 context.failed = error
                 await self._refusals({**scope, ERROR: error}, receive, send)
@@ -176,7 +141,43 @@ class RouterApp:
                 if pooled is not None:
                     await self._answers({**scope, ANSWER: pooled}, receive, send)
                     return
-                await self._serve(context, scope, _nothing_from(receive) if body is None else body.receive, send)
+                await self._serve(context, scope, nothing_from(receive) if body is None else body.receive, send)
+
+    async def _admit(
+        self, context: RequestContext, followed: FollowedRequest | None, scope: Scope, receive: Receive,
+        held: AsyncExitStack,
+    ) -> tuple[ReceivedBody | None, PooledAnswer | None]:  # fmt: skip
+        """Check a request, read its body, and wait for its slot; return the body, and a pooling server's answer.
+
+        ``held`` releases all of them. Raises :class:`~tercet.protocol.TercetError`, and :class:`ClientLeft`.
+        """
+        if self._is_counted(context, scope):
+            held.enter_context(self._shutdown.request())
+        pooling = self._pooling if self._pooling is not None and self._pooling.take(context.path) else None
+        with self._bodies.one() as kept:
+            body = await self._enter(context, scope, receive, kept)
+            if followed is not None:
+                take_id_of_body(followed, scope)
+            if body is not None and not context.path.startswith(API_PREFIX):
+                held.callback(body.close)
+                for_engines = pooling is None and context.path in GENERATING
+                if for_engines:
+                    self._divide(context)
+                if not self._gate.is_open:
+                    context.prepared()  # the wait for a slot may be long
+                    place = self._gate.place(context.asked.priority, body.left, for_engines=for_engines)
+                    async with kept.until_let_go():
+                        await held.enter_async_context(place)
+                    if followed is not None:
+                        followed.admitted()
+                if context.preparation is not None and pooling is None:
+                    await self._take_turn(context, scope, body, kept)
+        if body is None or pooling is None:
+            return body, None
+        context.prepared()
+        pooled = await self._pooled(pooling, context, body, scope)
+        held.callback(pooled.close)
+        return body, pooled
 
     def _served_elsewhere(self, path: str, scope: Scope) -> UnknownPath | None:
         """Return the error if only the router's other address serves this path, otherwise None."""
@@ -309,131 +310,6 @@ def _target(scope: Scope, path: str) -> bytes:
     written: bytes = scope.get("raw_path") or quote(path).encode()
     query: bytes = scope["query_string"]
     return written.removeprefix(scope.get("root_path", "").encode()) + (b"?" + query if query else b"")
-
-
-# ---- bodies --------------------------------------------------------------------------------------------------
-
-
-class ReceivedBody:
-    """A whole body that was read, which the application receives again."""
-
-    def __init__(self, content: bytes, receive: Receive) -> None:
-        self.content = content
-        self._content: bytes | None = content
-        self._receive = receive
-        self._next: asyncio.Future[Message] | None = None
-
-    def replace(self, content: bytes) -> None:
-        """Replace the content that the application receives."""
-        self.content = self._content = content
-
-    async def receive(self) -> Message:
-        """Return the body, then later messages: ASGI's ``receive``."""
-        if self._content is not None:
-            content, self._content = self._content, None  # vLLM has its own copy from now on
-            return {"type": "http.request", "body": content, "more_body": False}
-        return await (self._receive() if self._next is None else asyncio.shield(self._next))
-
-    def left(self) -> asyncio.Future[Message]:
-        """Return a future that is done once the client has closed its connection."""
-        self._next = self._next or asyncio.ensure_future(self._receive())
-        return self._next
-
-    def close(self) -> None:
-        """Stop waiting for the client."""
-        if self._next is not None:
-            self._next.cancel()
-
-
-def _nothing_from(receive: Receive) -> Receive:
-    """Return an ASGI ``receive`` for a body that is ignored: an empty body, then messages that are not a body's."""
-    began = False
-
-    async def received() -> Message:
-        nonlocal began
-        if not began:
-            began = True
-            return {"type": "http.request", "body": b"", "more_body": False}
-        while (message := await receive())["type"] == "http.request":
-            pass
-        return message
-
-    return received
-
-
-def _again(first: Message, receive: Receive) -> Receive:
-    """Return an ASGI ``receive`` that first returns ``first``, a message that was received already."""
-    left = [first]
-
-    async def received() -> Message:
-        return left.pop() if left else await receive()
-
-    return received
-
-
-async def receive_body(context: RequestContext, receive: Receive, limit: int, kept: HeldBody) -> ReceivedBody:
-    """Read and return the body of a request; ``kept`` counts its bytes.
-
-    Raises :class:`~tercet.protocol.RequestTooLarge`, :class:`~tercet.protocol.Saturated` if all bodies together are too
-    large, and :class:`ClientLeft` if the client leaves before the end of the body.
-    """
-    announced = context.headers.get("content-length", "")
-    taker = "this router (--max-request-bytes)"
-    first = await receive()
-    if first["type"] == "http.request" and first.get("more_body", False):
-        async with kept.until_let_go():
-            content = await read_whole(_again(first, receive), announced, limit, taker, kept.add)
-    else:  # a body in one message, the usual case
-        content = await read_whole(_again(first, receive), announced, limit, taker, kept.add)
-    if content is None:
-        raise ClientLeft
-    return ReceivedBody(content, receive)
-
-
-async def read_body(context: RequestContext, body: ReceivedBody, most_items: int) -> None:
-    """Read the fields of a JSON body into ``context``, and convert the body to UTF-8.
-
-    Raises :class:`~tercet.protocol.BadRequest` for content that is not valid JSON, and for JSON with too many items.
-    """
-    content = in_utf8(body.content)
-    if content is not body.content:
-        body.replace(content)
-    require_readable(content)
-    found = read_json(content)
-    if isinstance(found, (dict, list)):
-        await require_few_items(context.path, content, found, most_items)
-    if isinstance(found, dict):
-        context.fields = cast("dict[str, Any]", found)
-        await require_small_structures(content, context.fields)
-        context.asked = asked_by(context.fields)
-        if closes_session(context.fields):
-            context.headers = {**context.headers, SESSION_FINAL_HEADER: "true"}
-
-
-def is_json(context: RequestContext) -> bool:
-    """True if the router reads a body: Tercet's routes read their own bodies, and vLLM accepts only JSON.
-
-    A compressed body is passed to pooling servers unchanged, and vLLM refuses it.
-    """
-    if context.headers.get("content-encoding", "identity").strip().lower() not in ("", "identity"):
-        return False
-    kind = context.headers.get("content-type", "application/json").partition(";")[0].strip().lower()
-    return not context.path.startswith(API_PREFIX) and (kind == "application/json" or kind.endswith("+json"))
-
-
-def asked_by(fields: dict[str, Any]) -> Asked:
-    """Return the fields of a body that the router uses; skip a field of a wrong type, which vLLM refuses or ignores."""
-    found: dict[str, Any] = {}
-    if (session := session_in_body(fields)) is not None:
-        found["session_name"] = session
-    for name, kind in _ASKED:
-        if name in fields:
-            with suppress(msgspec.ValidationError):
-                found[name] = msgspec.convert(fields[name], kind, strict=False)
-    return Asked(**found) if found else NOTHING
-
-
-_ASKED = tuple((field.name, field.type) for field in msgspec.structs.fields(Asked) if field.name != "session_name")
 
 
 # ---- refusals ------------------------------------------------------------------------------------------------

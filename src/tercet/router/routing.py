@@ -17,6 +17,7 @@ import msgspec
 
 from tercet.programs import Program
 from tercet.protocol import BadRequest
+from tercet.protocol.weights import chosen_by_weight
 
 # Number of previous versions to which the router can return.
 REMEMBERED = 16
@@ -253,13 +254,7 @@ class Routing:
 
 def _share(plan: Plan, draw: float) -> Share:
     """Return the arm whose part of ``[0, 1)`` contains ``draw``; an arm with weight 0 has no part."""
-    shares = [share for share in plan.shares if share.weight > 0]
-    left = draw
-    for share in shares:
-        left -= share.weight / plan.total
-        if left < 0:
-            return share
-    return shares[-1]  # rounding errors may leave a small rest
+    return plan.shares[chosen_by_weight([share.weight for share in plan.shares], draw)]
 
 
 def _sticky(plan: Plan, headers: Mapping[str, str], draw: float) -> float:

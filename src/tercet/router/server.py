@@ -8,6 +8,7 @@ import os
 import signal
 from collections.abc import Callable, Generator
 from contextlib import AsyncExitStack, contextmanager
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -18,7 +19,6 @@ from starlette.types import ASGIApp
 from tercet.aio import TaskSet, signals_to
 from tercet.aio.importing import import_late, without_collections
 from tercet.fleet import EngineFleet
-from tercet.fleet.admission import Gate
 from tercet.fleet.discovery import discovery_of
 from tercet.fleet.discovery.pod_discovery import access_of
 from tercet.fleet.membership import READY_SECONDS, Membership, Promise, connecting
@@ -26,14 +26,12 @@ from tercet.protocol import spans
 from tercet.protocol.spans import SpanContext
 from tercet.router import admin
 from tercet.router.admin_server import admin_served, tls_options
-from tercet.router.exposition import with_metrics
 from tercet.router.fleet_adapters import AdapterLoader
 from tercet.router.fleet_state import FleetState
 from tercet.router.found_members import follow_found
 from tercet.router.joined_members import remove_gone
 from tercet.router.metrics import Metrics
 from tercet.router.named_files import NamedFiles
-from tercet.router.page.serving_page import with_page
 from tercet.router.pooling import PoolingServers
 from tercet.router.reload import reload_on_change
 from tercet.router.request_spans import spans_of
@@ -41,8 +39,8 @@ from tercet.router.request_traces import RequestTrace, RequestTraces
 from tercet.router.rescheduler import OwnSequences, Rescheduler
 from tercet.router.role_keeper import RoleKeeper
 from tercet.router.roles import with_roles_followed
-from tercet.router.router_app import RouterApp
 from tercet.router.router_keys import RouterKeys
+from tercet.router.router_layers import put_layers_before
 from tercet.router.service import Service
 from tercet.router.service_programs import ServicePrograms
 from tercet.router.session_metrics import SessionCounters
@@ -77,11 +75,9 @@ def serve(config: RouterConfig, shared: Shared | None = None) -> None:
 
 async def _serve(config: RouterConfig, shared: Shared | None) -> None:
     signal.signal(signal.SIGTERM, _interrupt)
-    shutdown = Shutdown(config.shutdown_timeout_s)
     tls = engine_tls(config.engine_tls.ca, config.engine_tls.cert, config.engine_tls.key)
     fleet = EngineFleet((), stuck_after_s=config.stuck_after_s)
     fleet.without_role = config.without_role
-    background = TaskSet()
     metrics = Metrics()
     async with (
         AsyncExitStack() as until_ended,
@@ -96,63 +92,106 @@ async def _serve(config: RouterConfig, shared: Shared | None) -> None:
             config.request_timeout_s, config.wait_for_engine_s, config.moves, config.dev,
             objectives=config.objectives,
         )  # fmt: skip
-
-        def heed_signals() -> None:
-            # Until the very end, so that a signal does not interrupt the removal of files and sockets. In a worker a
-            # second signal does not hurry, since a terminal's signals reach the supervisor, too, which does that.
-            second = shutdown.hurry if shared is None else shutdown.begin
-            until_ended.enter_context(signals_to(shutdown.begin, second))
-
         with state_path(config) as path:
-            tells = shared is None or not shared.index
+            shutdown = Shutdown(config.shutdown_timeout_s)
             traces = RequestTraces(config.trace_requests, service.moves.numbered, _export_spans)
+            tells = shared is None or not shared.index
             state = SharedState(path, membership, service, shutdown, tells, traces, store_of(config))
-            try:
-                if shared is not None:
-                    background.spawn(shared.follow_supervisor(shutdown.hurry), "supervisor")
-                await state.start(FleetState.of(config))
-                if config.await_engines or config.discovery.is_wanted:
-                    if tells and config.discovery.is_wanted:
-                        background.spawn(follow_found(state, discovery_of(config.discovery)), "pods")
-                    background.spawn(state.follow(), "state")
-                if not config.serves_without_vllm:
-                    _import_vllm(config)  # takes seconds, while engines are still loading
-                if config.await_engines or config.discovery.is_wanted:
-                    promise = await _first_engine(config, state, membership)
-                else:
-                    promise = await state.until_ready()
-                    background.spawn(state.follow(), "state")
-                membership.promise, membership.on_replaced = promise, state.replaced
-                background.spawn(membership.watch(), "membership")
-                if tells:
-                    background.spawn(remove_gone(state), "gone engines")
-                policies = config.reschedule
-                if config.roles_by == "auto":
-                    policies = with_roles_followed(policies)
-                    state.role_keeper = RoleKeeper(state, path, config.objectives)
-                    background.spawn(state.role_keeper.run(), "roles")
-                own = OwnSequences(fleet, service.sequences, service.moves)
-                rescheduler = Rescheduler(fleet, own, policies)
-                background.spawn(rescheduler.run(), "rescheduler")
-                if config.sessions.on:
-                    service.sessions = sessions = Sessions(fleet, config.sessions, SessionCounters())
-                    background.spawn(sessions.run(), "sessions")
-                if config.missing_adapters == "load":
-                    background.spawn(AdapterLoader(fleet, membership).run(), "adapters")
-                if config.dev:
-                    background.spawn(reload_on_change(state), "reload")
-                async with state.traces.answering():
-                    if config.serves_without_vllm:
-                        await serve_small(
-                            config, state, promise.max_model_len, shutdown, pooling, named_files(config), heed_signals
-                        )
-                    else:
-                        await _serve_openai(
-                            config, state, membership, promise.max_model_len, shutdown, shared, pooling, heed_signals
-                        )
-            finally:
-                await background.close()
-                state.close()
+            await _Router(config, shared, membership, pooling, path, state, shutdown, until_ended).run()
+
+
+@dataclass(frozen=True)
+class _Router:
+    """The parts of one router process; ``until_ended`` is closed last, after files and sockets are removed."""
+
+    config: RouterConfig
+    shared: Shared | None
+    membership: Membership
+    pooling: PoolingServers
+    path: Path
+    state: SharedState
+    shutdown: Shutdown
+    until_ended: AsyncExitStack
+    background: TaskSet = field(default_factory=TaskSet)
+
+    async def run(self) -> None:
+        """Wait for an engine, then serve until a shutdown."""
+        try:
+            await self._join_fleet()
+            promise = await self._first_promise()
+            self._follow_fleet(promise)
+            self._start_deciding()
+            async with self.state.traces.answering():
+                await self._serve_clients(promise.max_model_len)
+        finally:
+            await self.background.close()
+            self.state.close()
+
+    @property
+    def _engines_come_later(self) -> bool:
+        return self.config.await_engines or self.config.discovery.is_wanted
+
+    async def _join_fleet(self) -> None:
+        """Read the shared state, and import vLLM while engines are still loading."""
+        if self.shared is not None:
+            self.background.spawn(self.shared.follow_supervisor(self.shutdown.hurry), "supervisor")
+        await self.state.start(FleetState.of(self.config))
+        if self._engines_come_later:
+            if self.state.tells and self.config.discovery.is_wanted:
+                self.background.spawn(follow_found(self.state, discovery_of(self.config.discovery)), "pods")
+            self.background.spawn(self.state.follow(), "state")
+        if not self.config.serves_without_vllm:
+            _import_vllm(self.config)
+
+    async def _first_promise(self) -> Promise:
+        if self._engines_come_later:
+            return await _first_engine(self.config, self.state, self.membership)
+        promise = await self.state.until_ready()
+        self.background.spawn(self.state.follow(), "state")
+        return promise
+
+    def _follow_fleet(self, promise: Promise) -> None:
+        """Check each engine against the fleet's ``promise``, from now on."""
+        self.membership.promise, self.membership.on_replaced = promise, self.state.replaced
+        self.background.spawn(self.membership.watch(), "membership")
+        if self.state.tells:
+            self.background.spawn(remove_gone(self.state), "gone engines")
+
+    def _start_deciding(self) -> None:
+        """Start the background decisions: roles, moves, sessions, adapters, and reloads of a program."""
+        config, state, service, spawn = self.config, self.state, self.state.service, self.background.spawn
+        policies = config.reschedule
+        if config.roles_by == "auto":
+            policies = with_roles_followed(policies)
+            state.role_keeper = RoleKeeper(state, self.path, config.objectives)
+            spawn(state.role_keeper.run(), "roles")
+        own = OwnSequences(service.fleet, service.sequences, service.moves)
+        spawn(Rescheduler(service.fleet, own, policies).run(), "rescheduler")
+        if config.sessions.on:
+            service.sessions = sessions = Sessions(service.fleet, config.sessions, SessionCounters())
+            spawn(sessions.run(), "sessions")
+        if config.missing_adapters == "load":
+            spawn(AdapterLoader(service.fleet, self.membership).run(), "adapters")
+        if config.dev:
+            spawn(reload_on_change(state), "reload")
+
+    async def _serve_clients(self, max_model_len: int) -> None:
+        config, state, shutdown, pooling = self.config, self.state, self.shutdown, self.pooling
+        if config.serves_without_vllm:
+            files = named_files(config)
+            await serve_small(config, state, max_model_len, shutdown, pooling, files, self._heed_signals)
+        else:
+            await _serve_openai(
+                config, state, self.membership, max_model_len, shutdown, self.shared, pooling, self._heed_signals
+            )
+
+    def _heed_signals(self) -> None:
+        """Let signals begin the shutdown, until the very end: no signal interrupts the removal of files and sockets.
+
+        In a worker a second signal does not hurry: a terminal's signals also reach the supervisor, which does that.
+        """
+        second = self.shutdown.hurry if self.shared is None else self.shutdown.begin
+        self.until_ended.enter_context(signals_to(self.shutdown.begin, second))
 
 
 async def _first_engine(config: RouterConfig, state: SharedState, membership: Membership) -> Promise:
@@ -247,15 +286,10 @@ async def _serve_openai(
             server = vllm.with_fast_path(server, args, engine_client)
         serve_adapters(server.app.state, engine_client, lambda: service.fleet.adapters)
         admin.install(server.app, state, names, vllm.loads_adapters(), named_files(config))
-        layers = with_metrics(server.layers, service.fleet, state.traces.exemplars)
-        gate = Gate(config.limits, service.fleet, service.metrics)
-        front = RouterApp(
-            layers, server.fast, gate, keys.clients, service.program_called, config.max_request_bytes,
-            lambda refusals: with_cors(refusals, args), shutdown, config.access_log, pooling, keys.access,
-            config.admin_listen is not None, state.traces.own,
+        gate = put_layers_before(
+            server.app, server.layers, config, state, keys, shutdown, pooling, server.fast,
+            lambda refusals: with_cors(refusals, args),
         )  # fmt: skip
-        apart = config.admin_listen is not None
-        server.app.middleware_stack = with_page(front, state, keys, config.public_name, shutdown, apart)
         following.spawn(keys.follow(), "keys")
 
         async def shut_down() -> None:

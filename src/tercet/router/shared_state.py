@@ -21,9 +21,9 @@ from tercet.decisions.scheduling.registry import user_file
 from tercet.fleet.membership import Membership, Promise
 from tercet.fleet.observed_roles import prefill_line
 from tercet.programs import Program
-from tercet.protocol import AdapterReport, BadRequest, EngineError, EngineUnreachable, TercetError, UnknownAdapter
-from tercet.router.fleet_adapters import load_everywhere, replace_everywhere, unload_everywhere
-from tercet.router.fleet_state import AdapterState, FleetState, ProgramInUse, StateFile
+from tercet.protocol import AdapterReport, BadRequest, EngineError, EngineUnreachable, TercetError
+from tercet.router.adapter_changes import AdapterChanges
+from tercet.router.fleet_state import FleetState, ProgramInUse, StateFile
 from tercet.router.followers import EngineReport, FollowerReport, Followers
 from tercet.router.metrics import Metrics
 from tercet.router.named_files import load_anywhere
@@ -34,7 +34,7 @@ from tercet.router.routing import Plan
 from tercet.router.service import LoadArm, Service
 from tercet.router.shared_traces import SharedTraces
 from tercet.router.shutdown import Shutdown
-from tercet.router.state_changes import because, changes_with_reasons
+from tercet.router.state_changes import ASKED, because, changes_with_reasons
 from tercet.router.state_store import LOCK_SECONDS, SharedTurn, StateStore
 from tercet.settings import EngineAddress, log_events
 
@@ -44,7 +44,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger("tercet.router")
 T = TypeVar("T")
 FOLLOW_SECONDS = 30.0
-ASKED = "requested"
 REPLACED = "the model was replaced by another one while this request ran; send the request again"
 
 
@@ -110,7 +109,8 @@ class SharedState:
         self._shutdown = shutdown or Shutdown(timeout_s=0)
         self._shutdown.elsewhere = lambda: sum(report.requests_left for report in self._followers.others())
         service.moves.under_way.shared = self._followers
-        self._turn, self._changing_adapters = asyncio.Lock(), asyncio.Lock()
+        self._turn = asyncio.Lock()
+        self.adapters = AdapterChanges(self, self._fleet, membership)
         self._stamp: object = None
         self._serving = False
         self._silence = ""  # the error while the file system hangs; the state is read again once it answers
@@ -344,38 +344,6 @@ class SharedState:
         self.state.with_member(address)
         await self.check(address)
         return await self.change(lambda state: state.with_member(address), reason)
-
-    async def load_adapter(self, name: str, path: str, reason: str = ASKED) -> Sequence[str]:
-        """Serve a LoRA adapter after every engine that answers and takes adapters has loaded it."""
-        async with self._changing_adapters:
-            return await self._load_adapter(name, path, reason)
-
-    async def _load_adapter(self, name: str, path: str, reason: str) -> Sequence[str]:
-        self.state.with_adapter(AdapterState(name, path))
-        report = await load_everywhere(self._fleet, self._membership, name, path)
-        adapter = AdapterState(name, path, report.digest)
-        return await self.change(lambda state: state.with_adapter(adapter), reason)
-
-    async def replace_adapter(self, name: str, path: str, reason: str = ASKED) -> Sequence[str]:
-        """Replace an adapter by the files at ``path``; a new name is loaded.
-
-        Raises :class:`~tercet.protocol.Conflict` while requests use the adapter.
-        """
-        async with self._changing_adapters:
-            before = self._fleet.adapters.get(name)
-            if before is None:
-                return await self._load_adapter(name, path, reason)
-            report = await replace_everywhere(self._fleet, self._membership, before, path)
-            adapter = AdapterState(name, path, report.digest)
-            return await self.change(lambda state: state.without_adapter(name).with_adapter(adapter), reason)
-
-    async def unload_adapter(self, name: str, reason: str = ASKED) -> Sequence[str]:
-        """Stop accepting requests for a LoRA adapter; running sequences that use it continue."""
-        async with self._changing_adapters:
-            if name not in self._fleet.adapters:
-                raise UnknownAdapter(f"name: this fleet has no adapter {name!r}", "name")
-            behind = await self.change(lambda state: state.without_adapter(name), reason)
-            return [*behind, *await unload_everywhere(self._fleet, self._membership, name)]
 
     async def change(
         self, change: Callable[[FleetState], FleetState], reason: str = ASKED, loaded: Loaded | None = None

@@ -11,18 +11,15 @@ from typing import Any, NoReturn
 
 import uvicorn
 
-from tercet.fleet.admission import Gate
 from tercet.protocol import BadRequest
 from tercet.protocol.bearer import key_of
 from tercet.router import admin
 from tercet.router.admin_server import CLOSE_SECONDS, QuietServer, admin_served
-from tercet.router.exposition import with_metrics
 from tercet.router.listening import listening_socket
 from tercet.router.named_files import NamedFiles
-from tercet.router.page.serving_page import with_page
 from tercet.router.pooling import PoolingServers
-from tercet.router.router_app import RouterApp
 from tercet.router.router_keys import RouterKeys
+from tercet.router.router_layers import put_layers_before
 from tercet.router.service_programs import ServicePrograms
 from tercet.router.shared_state import SharedState
 from tercet.router.shutdown import Shutdown
@@ -66,15 +63,7 @@ async def serve_small(
     names = [config.public_name, *config.model_aliases]
     app = small_app(ServicePrograms(service), prompt_texts(config.model), names, max_model_len)
     admin.install(app, state, names, files=files)
-    gate = Gate(config.limits, service.fleet, service.metrics)
-    layers = with_metrics(app.build_middleware_stack(), service.fleet, state.traces.exemplars)
-    apart = config.admin_listen is not None
-    front = RouterApp(
-        layers, None, gate, keys.clients, service.program_called, config.max_request_bytes,
-        shutdown=shutdown, access_log=config.access_log, pooling=pooling, admins=keys.access,
-        admin_apart=apart, traces=state.traces.own,
-    )  # fmt: skip
-    app.middleware_stack = with_page(front, state, keys, config.public_name, shutdown, apart)
+    gate = put_layers_before(app, app.build_middleware_stack(), config, state, keys, shutdown, pooling)
     server = QuietServer(
         uvicorn.Config(app, http=BoundedProtocol, log_level="warning", access_log=False, lifespan="off",
                        timeout_graceful_shutdown=CLOSE_SECONDS)

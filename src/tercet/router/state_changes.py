@@ -11,6 +11,8 @@ from tercet.router.fleet_state import FleetState, MadeChange, ProgramInUse
 from tercet.settings import log_events as events
 
 REMEMBERED = 32
+# The reason of a change that a caller asks for without a reason.
+ASKED = "requested"
 
 
 def because(reason: str, before: FleetState, after: FleetState) -> FleetState:

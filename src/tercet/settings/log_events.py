@@ -59,7 +59,9 @@ ADAPTER_MISSING = LogEvent("adapter_missing", ERROR, "{engine} is not picked for
 ADAPTER_UNLOADED = LogEvent(
     "adapter_unloaded", WARNING, "{adapter} gets no new requests, running ones continue: {reason}"
 )
-ROLE_FALLBACK = LogEvent("role_fallback", WARNING, "any engine that answers serves as {role}: {reason}")
+ROLE_FALLBACK = LogEvent(
+    "role_fallback", WARNING, "no engine with the role {role} can be picked, other engines take its requests: {reason}"
+)
 ROLE_BACK = LogEvent("role_back", WARNING, "engines of the role {role} are picked again: {reason}")
 
 PREFIX_DRIFT = LogEvent("prefix_drift", WARNING, "{engine}: its prefix cache differs from what picks predict: {reason}")
@@ -86,7 +88,7 @@ PROGRAM_NOT_KEPT = LogEvent("program_not_kept", WARNING, "version {version} cann
 SCHEDULING_CHANGED = LogEvent("scheduling_changed", WARNING, "{file}: {reason}")
 RELOAD_REFUSED = LogEvent("reload_refused", ERROR, "{file} changed and its new content is not used: {reason}")
 STATE_REFUSED = LogEvent("state_refused", ERROR, "version {version} stays in use: {reason}")
-STATE_BEHIND = LogEvent("state_behind", ERROR, "version {version} is not in use everywhere: {reason}")
+STATE_BEHIND = LogEvent("state_behind", ERROR, "version {version} is not in use in every process: {reason}")
 
 # ---- requests --------------------------------------------------------------------------------------------------
 

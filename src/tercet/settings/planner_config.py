@@ -20,7 +20,7 @@ class PlannerConfig(Settings, frozen=True):
     url: Annotated[str, Setting("URL of the router whose fleet is planned.")] = "http://127.0.0.1:8000"
     profile: Annotated[
         str,
-        Setting("Profile of an engine for simulations: a name that `tercet profile` lists, or a JSON file."),
+        Setting("Profile of an engine for simulations: a name that `tercet bench profile` lists, or a JSON file."),
     ] = "llama-3.1-8b-h100-tp1"
     planner: PlannedBy = "simulate"
     act: Annotated[

@@ -32,7 +32,7 @@ from tercet.transport.backends import AUTO, TRANSPORTS
 from tercet.transport.backends.tcp import MAX_STREAMS
 from tercet.transport.block_sizes import BlockShape
 from tercet.transport.core_words import CoreWords, core_word
-from tercet.transport.grants import Grant
+from tercet.transport.grant import Grant
 from tercet.transport.head_slices import HeadSlice
 from tercet.transport.layer_runs import PlaneRun
 from tercet.transport.local_rank import TransportSettings

@@ -17,18 +17,17 @@ from __future__ import annotations
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TypeVar
 
-import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
 from tercet.protocol import BadRequest, Conflict, Content, LeaseEnded, TercetError, TransferFailed, content_of
-from tercet.protocol.content import TOKEN_BYTES
 from tercet.transport.backends.reading import NOWHERE
 from tercet.transport.block_sizes import Move, first_token, moves
+from tercet.transport.grant import Grant
 from tercet.transport.peer_messages import ReadDescriptors, SendBegin, SendEnd
 from tercet.transport.receive_traces import OnReceiveEnd, ReceiveTrace
 from tercet.transport.region import Numbers, planes_of_groups
@@ -40,25 +39,6 @@ MAX_PARTS = 1024
 MAX_SENDS = 64  # under one lease at a time
 # Minimum interval, in seconds, between a lease's reports while sends into it continue.
 REPORT_SECONDS = 0.25
-
-
-class Grant(msgspec.Struct, frozen=True):
-    """Permission for a peer to write certain blocks under ``lease``.
-
-    ``blocks`` has the blocks of each group of layers: in one group, block i, at slot i, holds the tokens from ``begin +
-    i * block_size`` on. ``begin`` is a multiple of ``block_size``, and the slots reach to ``end``. A group has
-    :data:`NOWHERE` for a slot at which its layers do not look back: no KV is written or required there. ``tokens`` are
-    the first ``end`` tokens of the lease's sequence, in the form of :func:`~tercet.protocol.packed`, and ``salt`` is
-    their cache salt.
-    """
-
-    lease: str
-    blocks: Sequence[Sequence[int]]
-    begin: int
-    end: int
-    block_size: int
-    tokens: bytes
-    salt: str | None
 
 
 @dataclass
@@ -112,7 +92,7 @@ class GrantTable:
 
     def grant(self, grant: Grant) -> None:
         """Open a grant; raises :class:`~tercet.protocol.Conflict` if the lease is or was in use."""
-        self._require_whole(grant)
+        grant.require_whole(len(self._groups))
         opened = _Lease(grant, np.array(grant.blocks, dtype=np.int64), Validity(grant.begin, self._num_layers))
         with self._changed:
             if grant.lease in self._open or grant.lease in self._ended:
@@ -127,16 +107,10 @@ class GrantTable:
         Raises :class:`~tercet.protocol.LeaseEnded`, or :class:`~tercet.protocol.BadRequest` for anything that is not
         the same lease with more tokens and blocks; the lease is then unchanged.
         """
-        self._require_whole(grant)
+        grant.require_whole(len(self._groups))
         with self._changed:
             opened = self._find(grant.lease)
-            old = opened.grant
-            continues = (
-                (grant.begin, grant.block_size, grant.salt or None) == (old.begin, old.block_size, old.salt or None)
-                and all(_continues(new, had) for new, had in zip(grant.blocks, old.blocks, strict=True))
-                and grant.tokens.startswith(old.tokens)
-            )
-            if not continues:
+            if not grant.continues(opened.grant):
                 raise BadRequest(f"lease {grant.lease} cannot be extended: the extension has other tokens or blocks")
             opened.grant, opened.numbers = grant, np.array(grant.blocks, dtype=np.int64)
 
@@ -209,7 +183,7 @@ class GrantTable:
     def _open_for(self, chunk: ReadDescriptors) -> _Lease:
         with self._changed:
             opened = self._find(chunk.lease)
-        num_slots = _num_slots(opened.grant, chunk.unit)
+        num_slots = opened.grant.num_slots(chunk.unit)
         inside = (
             0 <= chunk.layer < chunk.layer + chunk.layers <= self._num_layers
             and 0 <= chunk.begin < chunk.end <= num_slots
@@ -353,7 +327,7 @@ class GrantTable:
         found, kind = _begun(opened, send), (message.part, message.parts, message.unit)
         if found.kind not in (None, kind) or not 0 <= message.part < message.parts <= MAX_PARTS:
             raise BadRequest("a send must always fill the same part of the blocks")
-        slots = _num_slots(opened.grant, message.unit)
+        slots = opened.grant.num_slots(message.unit)
         if slots > found.arrived.shape[1]:  # the first chunk of the send, or the lease was extended
             arrived = self._unneeded(opened, slots, found.planes, message.unit)
             if found.kind is not None:
@@ -380,20 +354,6 @@ class GrantTable:
             for planes, numbers in zip(self._groups, opened.numbers, strict=True):
                 found[planes.start : planes.stop] |= numbers < 0
         return found
-
-    def _require_whole(self, grant: Grant) -> None:
-        needed = -(-(grant.end - grant.begin) // grant.block_size)
-        if {len(blocks) for blocks in grant.blocks} != {needed} or grant.begin % grant.block_size:
-            counts = ", ".join(str(len(blocks)) for blocks in grant.blocks)
-            raise BadRequest(f"blocks: {counts} do not hold [{grant.begin}, {grant.end})", "blocks")
-        if len(grant.blocks) != len(self._groups):
-            raise BadRequest(
-                f"blocks: has {len(grant.blocks)} groups, but this rank has {len(self._groups)} groups", "blocks"
-            )
-        if len(grant.tokens) != grant.end * TOKEN_BYTES:
-            raise BadRequest(
-                f"tokens: has {len(grant.tokens)} bytes; {grant.end} tokens need {grant.end * TOKEN_BYTES}", "tokens"
-            )
 
     def _keep(self, opened: _Lease, found: _Receive) -> bool:
         """Mark the slots of a send that have arrived in every layer as valid: a sender describes only complete blocks.
@@ -450,12 +410,6 @@ _NOTHING = np.zeros((0, 0), dtype=np.bool_)
 _GAP = np.zeros(1, dtype=np.bool_)
 
 
-def _continues(new: Sequence[int], had: Sequence[int]) -> bool:
-    return len(new) >= len(had) and all(
-        one in (other, NOWHERE) for one, other in zip(new, had, strict=False)
-    )  # fmt: skip
-
-
 def _begun(opened: _Lease, send: SendKey) -> _Receive:
     found = opened.sends.get(send)
     if found is None:
@@ -465,10 +419,3 @@ def _begun(opened: _Lease, send: SendKey) -> _Receive:
 
 def _blocks_in_place(opened: _Lease) -> int:
     return (opened.valid.end - opened.grant.begin) // opened.grant.block_size
-
-
-def _num_slots(grant: Grant, unit: int) -> int:
-    """Return the number of a sender's slots, of ``unit`` tokens each, that a grant's blocks touch."""
-    unit = unit or grant.block_size
-    end = grant.begin + len(grant.blocks[0]) * grant.block_size
-    return -(-(end - first_token(grant.begin, unit)) // unit)

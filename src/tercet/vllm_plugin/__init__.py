@@ -9,5 +9,6 @@ vLLM loads three modules here by name, through flags and entry points:
 Each of an engine's processes has a package: :mod:`.edge` for the API server, with the verbs; :mod:`.core` for the
 scheduler's process; :mod:`.worker` for the processes with the KV cache. :mod:`.start` contains their start.
 :mod:`.frontend` and :mod:`.fast_path` belong to a router: vLLM's OpenAI layer over a client that runs programs. The
-registry has two sides, :mod:`.engine_hooks` with :mod:`.start_hooks`, and :mod:`.frontend_hooks`.
+registry has two sides: :mod:`.engine_hooks` with :mod:`.core_hooks` and :mod:`.start_hooks`, and
+:mod:`.frontend_hooks`.
 """

@@ -67,6 +67,7 @@ def vllm_version() -> str:
 
 def hooks_of(side: Side) -> tuple[Hook, ...]:
     """Return one side of the registry, in the order in which it is printed."""
+    from tercet.vllm_plugin.core_hooks import CORE_HOOKS
     from tercet.vllm_plugin.engine_hooks import ENGINE_HOOKS
     from tercet.vllm_plugin.fast_path.agent_api_hooks import AGENT_API_HOOKS
     from tercet.vllm_plugin.fast_path.fast_path_hooks import FAST_PATH_HOOKS
@@ -75,7 +76,7 @@ def hooks_of(side: Side) -> tuple[Hook, ...]:
 
     match side:
         case "engine":
-            return (*ENGINE_HOOKS, *START_HOOKS)
+            return (*ENGINE_HOOKS, *CORE_HOOKS, *START_HOOKS)
         case "frontend":
             return FRONTEND_HOOKS
         case "fast path":

@@ -10,6 +10,9 @@ ENGINE_UTILS = "vllm.v1.engine.utils"
 EXECUTOR = "vllm.v1.executor.multiproc_executor"
 REGISTRY = "vllm.model_executor.models.registry"
 WORKER = "vllm.v1.worker.worker_base:WorkerBase"
+CORE = "vllm.v1.engine.core:EngineCore"
+STRUCTURED = "vllm.v1.structured_output:StructuredOutputManager"
+ENGINE_ARGS = "vllm.engine.arg_utils:EngineArgs"
 
 START_HOOKS = (
     Hook(
@@ -53,6 +56,32 @@ START_HOOKS = (
                 'envs_dict["OMP_NUM_THREADS"] = str(len(cpu_list))',
                 'envs_dict["GOMP_CPU_AFFINITY"] = cpu_list_str',
             ),
+        ),
+    ),
+    Hook(
+        name="first uses",
+        what="An engine samples, ranks log probabilities and generates by a grammar before it serves; then its "
+        "choice of a grammar's backend is taken back",
+        why="The first use of each blocks the API server, core and workers for seconds, as if they were stuck",
+        until="vLLM loads and compiles what sampling and structured output need when it starts",
+        relies_on=(
+            Says(f"{CORE}.__init__", "self.structured_output_manager = "),
+            Says(f"{STRUCTURED}.__init__", "self.backend: StructuredOutputBackend | None = None"),
+            Says(f"{STRUCTURED}.grammar_init", "if self.backend is None:"),
+            Has("vllm.config:StructuredOutputsConfig", "backend"),
+        ),
+    ),
+    Hook(
+        name="start checks",
+        what="Tercet checks its requirements where vLLM makes an engine's arguments from a server's flags, and where "
+        "it makes a config from these",
+        why="An engine that cannot serve the verbs reports this before it loads weights",
+        until="vLLM calls its plugins before it starts an engine",
+        replaces=("EngineArgs.from_cli_args", "EngineArgs.create_engine_config"),
+        relies_on=(
+            Takes(f"{ENGINE_ARGS}.from_cli_args", "args"),
+            Takes(f"{ENGINE_ARGS}.create_engine_config", "usage_context"),
+            Says("vllm.engine.arg_utils:AsyncEngineArgs.add_cli_args", "load_general_plugins()"),
         ),
     ),
 )

@@ -106,7 +106,7 @@ def test_as_a_process_too() -> None:
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("line", ["--version", "profile", "profile llama-3.1-8b-h100-tp1"])
+@pytest.mark.parametrize("line", ["--version", "bench profile", "bench profile llama-3.1-8b-h100-tp1"])
 def test_a_reader_that_has_left_is_nothing_to_complain_of(line: str) -> None:
     ended = with_nobody_reading(line.split())
     assert (ended.returncode, ended.stderr) == (app.NOBODY_READS, "")

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tercet.cli import app, fleet_commands
+from tercet.cli import app, router_calls
 from tercet.cli.terminal import printable, write
 from tests.servers import served_in_thread
 
@@ -19,8 +19,8 @@ COMMANDS = [
     ("engines", "add", "a", "http://127.0.0.1:1"), ("engines", "drain", "a"),
     ("engines", "drain", "a", "--wait"), ("engines", "remove", "a"), ("engines", "role", "a", "both"),
     ("program",), ("program", "balanced"), ("program", "balanced=1"),
-    ("moves",), ("status", "--sequences"), ("moves", "a", "b"),
-    ("adapters",), ("adapters", "a=/b"), ("adapters", "a=/b", "--replace"), ("status",),
+    ("status", "--moves"), ("status", "--sequences"), ("engines", "move", "a", "b"),
+    ("engines", "adapters"), ("engines", "adapters", "a=/b"), ("engines", "adapters", "a=/b", "--replace"), ("status",),
 ]  # fmt: skip
 VERSION: dict[str, Any] = {"version": 1, "failures_in_a_row": {}, "returned": None, "previous": None}
 SHAPES: list[Any] = [
@@ -80,7 +80,7 @@ def test_an_answer_of_another_shape_is_no_traceback(
     async def answer(*_: Any) -> Any:
         return shape
 
-    monkeypatch.setattr(fleet_commands, "ask_router", answer)
+    monkeypatch.setattr(router_calls, "ask_router", answer)
     for shape in SHAPES:
         assert one_complaint(app._run([*command]), capsys.readouterr().err), shape
 

@@ -204,18 +204,18 @@ def test_engines(router: Running, tercet: Any) -> None:
 
 
 def test_moves(router: Running, tercet: Any) -> None:
-    assert tercet("moves") == tercet("status", "--sequences") == ""
-    assert "no sequence 'x' runs" in tercet("moves", "x", "p", code=2)
+    assert tercet("status", "--moves") == tercet("status", "--sequences") == ""
+    assert "no sequence 'x' runs" in tercet("engines", "move", "x", "p", code=2)
     move = MoveRecord(1, "s", "d", "p", "drain", 0.0, 120, "moved", (Stage(0, 119, 2_500_000, 0.1, "host"),), 2, 0.05)
     router.live_router.service.moves._record += [
         move,
         MoveRecord(2, "t", "d", "p", "drain", 0.0, 9, "failed", error="oh no"),
     ]
-    assert tercet("moves").splitlines() == [
+    assert tercet("status", "--moves").splitlines() == [
         "    1  s  d -> p  drain  moved  120 tokens, 1 stage, 2.5 MB, 2 tokens recomputed, pause 50 ms",
         "    2  t  d -> p  drain  failed: oh no",
     ]
-    assert [json.loads(line)["number"] for line in tercet("moves", "--json").splitlines()] == [1, 2]
+    assert [json.loads(line)["number"] for line in tercet("status", "--moves", "--json").splitlines()] == [1, 2]
 
 
 def test_draining_waits_if_asked_to(router: Running, tercet: Any) -> None:

@@ -20,7 +20,8 @@ import pytest
 from tercet.cli.setting_flags import flags_given
 from tercet.cluster.up_config import UpConfig
 from tercet.protocol import BadRequest
-from tercet.router.router_app import GENERATING, OPEN
+from tercet.protocol.openai_routes import GENERATING
+from tercet.router.router_app import OPEN
 from tercet.settings import (
     ModelRouterConfig,
     PickerConfig,

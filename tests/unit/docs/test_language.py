@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import io
 import re
+import sys
 import tokenize
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import pytest
@@ -46,6 +47,21 @@ PAGES = (
 )
 # Packages whose docstrings, comments, help texts, errors and log lines are clean.
 ROOMS = ("src/tercet", "benchmarks", "scripts")
+# Texts of the router's page, and the comments of what users deploy and run first.
+SHOWN = (
+    ROOT / "src/tercet/router/page/static/index.html",
+    *sorted((ROOT / "src/tercet/router/page/static").rglob("*.js")),
+    *(path for path in sorted((ROOT / "deploy").rglob("*")) if path.is_file()),
+    *sorted((ROOT / "examples").rglob("*.py")),
+    ROOT / "Makefile",
+)
+# A comment or a string of JavaScript.
+JS_TEXT = re.compile(r"""//[^\n]*|/\*.*?\*/|"[^"\n]*"|`[^`]*`""", re.DOTALL)
+# Five times as fast as the tokenizer of the standard library.
+STRING_OR_COMMENT = re.compile(
+    r'''(?:\b[rbfuRBFU]{1,2})?(?:"""(?:[^\\"]|\\.|"(?!""))*"""|"(?:[^\\"\n]|\\.)*"|'(?:[^\\'\n]|\\.)*')|\#[^\n]*''',
+    re.DOTALL,
+)
 # It quotes a story.
 EXEMPT = {"src/tercet/cli/demo.py"}
 
@@ -60,14 +76,22 @@ def found_in(text: str, rules: tuple[tuple[str, str], ...] = RULES) -> list[str]
 def prose_of(name: str) -> str:
     """The text of a page; of a module its comments and its strings with spaces: others are names and keys."""
     text = (ROOT / name).read_text(encoding="utf-8")
-    if not name.endswith(".py"):
-        return text
-    tokens = tokenize.generate_tokens(io.StringIO(text).readline)
-    return "\n".join(
-        token.string.removeprefix("#")
-        for token in tokens
-        if token.type == tokenize.COMMENT or (token.type == tokenize.STRING and " " in token.string)
-    )
+    match name.rpartition(".")[2]:
+        case "py":
+            return "\n".join(prose_in(STRING_OR_COMMENT.findall(text)))
+        case "js":
+            return "\n".join(
+                re.sub(r"\$\{[^}]*\}|[`\"]|//", " ", found) for found in JS_TEXT.findall(text) if " " in found
+            )
+        case "html":
+            attributes = re.findall(r"(?:aria-label|title|alt|placeholder)=\"([^\"]*)\"", text)
+            return "\n".join([*re.sub(r"<[^>]*>", "\n", text).splitlines(), *attributes])
+        case _:
+            return text
+
+
+def prose_in(tokens: Iterable[str]) -> Iterator[str]:
+    return (token.removeprefix("#") for token in tokens if token.startswith("#") or " " in token)
 
 
 def commands(command: Any = COMMAND_LINE, path: str = "tercet") -> Iterator[tuple[str, Any]]:
@@ -96,9 +120,32 @@ def test_pages_have_one_name_for_one_thing(name: str) -> None:
     assert found_in((ROOT / name).read_text(encoding="utf-8"), PAGE_RULES) == []
 
 
+@pytest.mark.parametrize("name", sorted({path.relative_to(ROOT).as_posix() for path in SHOWN}))
+def test_texts_that_users_see(name: str) -> None:
+    assert found_in(prose_of(name), RULES + PAGE_RULES) == []
+
+
+def test_texts_of_the_page_are_read() -> None:
+    static = "src/tercet/router/page/static"
+    assert "Skip to the fleet" in prose_of(f"{static}/index.html")
+    assert "Output tokens" in prose_of(f"{static}/js/charts.js")
+    assert "The state of the fleet, built from frames" in prose_of(f"{static}/js/state.js")
+    assert "it gets no new requests" in prose_of(f"{static}/js/actions.js")
+
+
 @pytest.mark.parametrize("name", sorted({*PAGES, *modules_of_rooms()}))
 def test_pages_and_modules(name: str) -> None:
     assert found_in(prose_of(name)) == []
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.version_info >= (3, 12), reason="its tokenizer takes f-strings apart")
+def test_prose_is_what_the_tokenizer_finds() -> None:
+    for name in modules_of_rooms():
+        text = (ROOT / name).read_text(encoding="utf-8")
+        tokens = tokenize.generate_tokens(io.StringIO(text).readline)
+        found = [token.string for token in tokens if token.type in (tokenize.COMMENT, tokenize.STRING)]
+        assert prose_of(name) == "\n".join(prose_in(found)), name
 
 
 def test_clean_modules_exist() -> None:

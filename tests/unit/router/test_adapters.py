@@ -21,9 +21,9 @@ from tercet.protocol import (
     UnknownAdapter,
 )
 from tercet.router import admin
+from tercet.router.fleet_state import AdapterState
 from tercet.router.metrics import Metrics
 from tercet.router.router_app import RouterApp
-from tercet.router.shared_state import AdapterState
 from tercet.settings import Limits
 
 from .conftest import Engine, LiveRouter
@@ -147,10 +147,10 @@ async def test_a_retry_goes_on_with_the_same_weights_or_not_at_all(
 async def test_what_an_engine_refuses_is_loaded_nowhere(router: LiveRouter, hosts: dict[str, Host]) -> None:
     hosts["d"].refusal = Unauthorized("not while it runs")
     with pytest.raises(Unauthorized):
-        await router.shared.load_adapter("a", "/a")
+        await router.shared.adapters.load("a", "/a")
     hosts["d"].refusal, hosts["d"].contents = None, "2"
     with pytest.raises(Conflict, match="not the same on all engines"):
-        await router.shared.load_adapter("a", "/a")
+        await router.shared.adapters.load("a", "/a")
     assert not any(host.adapters for host in hosts.values())
     assert router.shared.state.adapters == ()
 
@@ -197,13 +197,13 @@ async def test_an_adapter_is_replaced_everywhere_or_nowhere(
 
 async def test_an_engine_that_cannot_go_back_is_left_without(router: LiveRouter, hosts: dict[str, Host]) -> None:
     """The files that it had are overwritten, and another engine still uses what they were."""
-    await router.shared.load_adapter("a", "/a")
+    await router.shared.adapters.load("a", "/a")
     hosts["p"].contents, hosts["d"].in_use = "2", True
     with pytest.raises(Conflict, match="in use"):
-        await router.shared.replace_adapter("a", "/a")
+        await router.shared.adapters.replace("a", "/a")
     assert {name: bool(host.adapters) for name, host in hosts.items()} == {"p": False, "d": True}
     hosts["d"].contents, hosts["d"].in_use = "2", False
-    await router.shared.replace_adapter("a", "/a")
+    await router.shared.adapters.replace("a", "/a")
     assert {host.adapters["a"].digest for host in hosts.values()} == {"2"}
     assert router.fleet.adapters["a"].digest == "2"
 
@@ -211,10 +211,10 @@ async def test_an_engine_that_cannot_go_back_is_left_without(router: LiveRouter,
 async def test_of_two_that_replace_it_at_once_the_second_one_holds_everywhere(
     router: LiveRouter, hosts: dict[str, Host]
 ) -> None:  # fmt: skip
-    await router.shared.load_adapter("a", "/a")
+    await router.shared.adapters.load("a", "/a")
     for host, late in zip(hosts.values(), (("/2", 0.05), ("/3", 0.05)), strict=True):
         host.others, host.late = {"/2": "2", "/3": "3"}, dict([late])
-    await asyncio.gather(*(router.shared.replace_adapter("a", path) for path in ("/2", "/3")))
+    await asyncio.gather(*(router.shared.adapters.replace("a", path) for path in ("/2", "/3")))
     assert [host.adapters["a"].digest for host in hosts.values()] == ["3", "3"]
     assert router.fleet.adapters["a"].digest == "3"
 
@@ -223,8 +223,8 @@ async def test_all_that_share_the_fleet_serve_it_before_it_is_answered(
     router: LiveRouter, metrics: Metrics, hosts: dict[str, Host]
 ) -> None:  # fmt: skip
     async with joined(router, metrics) as other:
-        assert await router.shared.load_adapter("a", "/a") == []
+        assert await router.shared.adapters.load("a", "/a") == []
         assert other.fleet.adapters == {"a": AdapterReport("a", "/a", "1")}
         assert router.fleet.adapters == other.fleet.adapters
-        assert await router.shared.unload_adapter("a") == []
+        assert await router.shared.adapters.unload("a") == []
         assert other.fleet.adapters.declared == []

@@ -65,7 +65,8 @@ class TurnsOnRay(TurnsOfMachines):
         return head()
 
 
-TestTurnsOnRay = TurnsOnRay.TestCase
+# The same turns as over a ConfigMap, of which `make check` has those.
+TestTurnsOnRay = pytest.mark.slow(TurnsOnRay.TestCase)
 
 
 def state_in(store: KeysInMemory) -> StateFile:

@@ -146,6 +146,7 @@ asyncio.run(main())
 """
 
 
+@pytest.mark.processes
 def test_each_line_of_a_request_names_it() -> None:
     *named, long, other = said_as_json(NAMES_REQUESTS.format(form="json"))
     assert [line["request_id"] for line in named] == ["mine-1"] * 3
@@ -220,6 +221,7 @@ def test_lines_that_are_asked_for_are_all_written(name: str) -> None:
     assert len(written.lines) == 2 * MOST_LINES
 
 
+@pytest.mark.processes
 def test_both_forms_have_the_bounds() -> None:
     script = """
 import logging

@@ -348,6 +348,7 @@ def test_the_secret_is_not_for_everybody_to_read() -> None:
             assert secret.encode() not in Path(f"/proc/{ours.agent.pid}/{name}").read_bytes()
 
 
+@pytest.mark.processes
 def test_an_agent_keeps_to_its_cpus_and_outlives_the_signals_of_a_terminal() -> None:
     cpu = max(os.sched_getaffinity(0))
     region = filled(1, 2, BYTES, 1)
@@ -361,6 +362,7 @@ def test_an_agent_keeps_to_its_cpus_and_outlives_the_signals_of_a_terminal() -> 
     region.close()
 
 
+@pytest.mark.processes
 def test_an_agent_ends_by_itself_when_its_channel_closes_also_with_sends_under_way(
     caplog: pytest.LogCaptureFixture, target: Rank
 ) -> None:
@@ -399,6 +401,7 @@ def tell_without_end(agent: AgentProcess) -> None:
         agent.tell(LayersDone(tuple(range(1000))))
 
 
+@pytest.mark.processes
 def test_notes_are_kept_for_an_agent_that_is_stopped(source: Rank, target: Rank, inbox: Edge) -> None:
     lease = target.grant(inbox.address)
     os.kill(source.agent.pid, signal.SIGSTOP)

@@ -4,6 +4,8 @@ import os
 import subprocess
 import sys
 
+import pytest
+
 from tercet.transport.agent.agent_process import COPY_PAST_THE_CACHES, TUNABLES, past_the_caches
 
 
@@ -25,6 +27,7 @@ def test_tunables_of_the_user_stay() -> None:
     assert found["glibc.cpu.x86_rep_movsb_threshold"] == COPY_PAST_THE_CACHES["glibc.cpu.x86_rep_movsb_threshold"]
 
 
+@pytest.mark.processes
 def test_a_process_started_so_copies_every_byte() -> None:
     """Sizes around the threshold, and places that are not aligned: an error would be silent corruption of KV."""
     program = """

@@ -122,6 +122,7 @@ def test_the_sampler_of_the_variables_decides(monkeypatch: pytest.MonkeyPatch) -
         assert [(span.name, span.service, span.instance) for span in receiver.spans] == [("of-caller", "mine", "one")]
 
 
+@pytest.mark.processes
 def test_a_process_without_the_variables_imports_nothing_of_opentelemetry() -> None:
     code = (
         "import sys, tercet.router.server, tercet.gateway.sidecar.server, tercet.lab.sim.sim_server\n"

@@ -42,7 +42,7 @@ already, one without is a sum over pods.
 {{- $signals := fromJsonArray .signals }}
 {{- if not $signals }}{{ fail (printf "%s: autoscaling has no signal for its role; see values.yaml" .name) }}{{ end }}
 {{- $keda := eq $with.kind "ScaledObject" }}
-{{- if and $keda (not $with.prometheus) }}{{ fail "autoscaler.prometheus: KEDA asks a Prometheus; give its URL, such as http://prometheus-operated.monitoring:9090" }}{{ end }}
+{{- if and $keda (not $with.prometheus) }}{{ fail "autoscaler.prometheus: is required with KEDA; give the URL of a Prometheus, such as http://prometheus-operated.monitoring:9090" }}{{ end }}
 apiVersion: {{ ternary "keda.sh/v1alpha1" "autoscaling/v2" $keda }}
 kind: {{ $with.kind }}
 metadata:
@@ -64,7 +64,7 @@ spec:
       serverAddress: {{ $with.prometheus | quote }}
       query: {{ .query | quote }}
       threshold: {{ .target | quote }}
-      # A Prometheus without data ends no engine.
+      # Without data from Prometheus no engine is stopped.
       ignoreNullValues: "false"
     {{- with $with.authenticationRef }}
     authenticationRef: {{ toYaml . | nindent 6 }}

@@ -53,7 +53,7 @@ spec:
   - name: sidecar
     image: {{ include "tercet.image" (list $ $.Values.image.gateway) }}
     imagePullPolicy: {{ $.Values.image.pullPolicy }}
-    # It begins before the engine and ends after it.
+    # The sidecar starts before the engine and ends after it.
     restartPolicy: Always
     args:
     - sidecar
@@ -70,7 +70,7 @@ spec:
     - {name: HOME, value: /tmp}
     ports:
     - {name: http, containerPort: {{ $.Values.ports.engine }}}
-    # What it answers to this is the engine's answer.
+    # The sidecar passes this path on to the engine.
     readinessProbe:
       httpGet: {path: /health, port: {{ $.Values.ports.engine }}}
       periodSeconds: 5
@@ -112,7 +112,7 @@ spec:
     - --kv-transfer-config={{ include "tercet.kvTransfer" . }}
     - --kv-events-config={{ include "tercet.kvEvents" . }}
     {{- if $several }}
-    # Kubernetes puts in what the LeaderWorkerSet sets.
+    # Kubernetes replaces this by the variable of the LeaderWorkerSet.
     - --nnodes={{ $engine.nodes }}
     - --node-rank=$(LWS_WORKER_INDEX)
     - --master-addr=$(LWS_LEADER_ADDRESS)
@@ -142,7 +142,7 @@ spec:
     {{- end }}
     {{- if .node }}
     lifecycle:
-      # If it is to go, its engine is, too, and needs it until it has ended.
+      # A sidecar is deleted together with its engine, which needs it until the engine has ended.
       preStop:
         exec: {command: [sleep, {{ add $engine.preStopSeconds $engine.stopGraceSeconds | quote }}]}
     {{- else }}
@@ -166,7 +166,7 @@ spec:
       timeoutSeconds: 10
       failureThreshold: 6
     lifecycle:
-      # From the moment of its deletion nothing new is picked for it, and what runs there moves away; SIGTERM comes after this.
+      # From its deletion on the engine gets no new requests, and its sequences move away; SIGTERM comes after this.
       preStop:
         exec: {command: [sleep, {{ $engine.preStopSeconds | quote }}]}
     {{- end }}

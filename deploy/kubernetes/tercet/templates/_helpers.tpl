@@ -2,7 +2,7 @@
 {{- if contains .Chart.Name .Release.Name }}{{ .Release.Name | trunc 40 | trimSuffix "-" }}{{ else }}{{ printf "%s-%s" (.Release.Name | trunc 30 | trimSuffix "-") .Chart.Name }}{{ end }}
 {{- end }}
 
-{{/* Which pods of the release: (list $ "engine"). */}}
+{{/* Label selector of pods of the release: (list $ "engine"). */}}
 {{- define "tercet.selector" -}}
 app.kubernetes.io/name: {{ (index . 0).Chart.Name }}
 app.kubernetes.io/instance: {{ (index . 0).Release.Name }}
@@ -16,7 +16,7 @@ app.kubernetes.io/managed-by: {{ (index . 0).Release.Service }}
 helm.sh/chart: {{ printf "%s-%s" (index . 0).Chart.Name (index . 0).Chart.Version }}
 {{- end }}
 
-{{/* Who may read /metrics of engines and pickers: whom networkPolicy.monitoring names, or the Prometheus of a PodMonitor. */}}
+{{/* Peers that may read /metrics of engines and pickers: those of networkPolicy.monitoring, or the Prometheus of a PodMonitor. */}}
 {{- define "tercet.monitoring" -}}
 {{- if .Values.networkPolicy.monitoring }}
 {{- toYaml .Values.networkPolicy.monitoring }}
@@ -77,12 +77,12 @@ valueFrom: {secretKeyRef: {name: {{ include "tercet.secretName" . }}, key: api-k
 valueFrom: {secretKeyRef: {name: {{ include "tercet.secretName" . }}, key: admin-key, optional: true}}
 {{- end }}
 
-{{/* Environment of whoever loads a model. */}}
+{{/* Environment of processes that load a model. */}}
 {{- define "tercet.modelEnvironment" -}}
 - {name: TERCET_CACHE, value: /var/cache/tercet}
 - {name: HF_HOME, value: /var/cache/tercet/hub}
 - {name: HOME, value: /tmp}
-# PyTorch asks for the name of who runs it, which a number need not have.
+# PyTorch looks up the user's name, which a user given as a number may not have.
 - {name: USER, value: tercet}
 {{- with .Values.hubToken.existingSecret }}
 - name: HF_TOKEN
@@ -108,12 +108,12 @@ valueFrom: {secretKeyRef: {name: {{ include "tercet.secretName" . }}, key: admin
 - {name: tmp, emptyDir: {}}
 {{- end }}
 
-{{/* Of a Deployment: a new pod serves before an old one ends, so that a change of all groups at once leaves every role. */}}
+{{/* Strategy of a Deployment: a new pod serves before an old one ends, so every role stays served if all groups change at once. */}}
 {{- define "tercet.strategy" -}}
 {{ .strategy | default (dict "type" "RollingUpdate" "rollingUpdate" (dict "maxSurge" 1 "maxUnavailable" 0)) | toYaml }}
 {{- end }}
 
-{{/* Where pods may run: (list $values). */}}
+{{/* Nodes on which pods may run: (list $values). */}}
 {{- define "tercet.placement" -}}
 {{- with .nodeSelector }}
 nodeSelector: {{ toYaml . | nindent 2 }}
@@ -135,7 +135,7 @@ runtimeClassName: {{ . }}
 {{- end }}
 {{- end }}
 
-{{/* Of every pod. Services of Kubernetes would set variables that begin with TERCET_. */}}
+{{/* Settings of every pod. With service links, Kubernetes would set variables that begin with TERCET_. */}}
 {{- define "tercet.pod" -}}
 enableServiceLinks: false
 securityContext: {{ toYaml .Values.podSecurityContext | nindent 2 }}
@@ -147,7 +147,7 @@ imagePullSecrets:
 {{- end }}
 {{- end }}
 
-{{/* Environment values that change when what is mounted or shown changes, so that pods are made anew. */}}
+{{/* Environment values that change with mounted files and secrets, so that pods are replaced. */}}
 {{- define "tercet.checksum" -}}
 tercet/settings: {{ toJson . | sha256sum | trunc 16 | quote }}
 {{- end }}

@@ -1,4 +1,4 @@
-"""Access to Ray: the only module that imports and connects to it; and Ray's settings for a head that may fail."""
+"""Access to Ray: the only module that imports and connects to it; and the time for which its head may be down."""
 
 from __future__ import annotations
 
@@ -6,32 +6,15 @@ import importlib
 import importlib.util
 import ipaddress
 import logging
-from collections.abc import Mapping
 from typing import Any
 
 from tercet.cluster.on_ray.wanted import NAMESPACE
 from tercet.protocol import BadRequest, EngineUnreachable
 
 AUTO = "auto"
+# Time for which the head of a cluster may be down (seconds); docs/howto/ray.md has the variables of Ray for it.
 HEAD_AWAY_SECONDS = 600
 ANSWER_SECONDS = 2.0
-
-
-def head_settings(storage: str) -> Mapping[str, str]:
-    """Return Ray's variables for every node of a cluster whose head may be down for :data:`HEAD_AWAY_SECONDS`.
-
-    ``storage`` is a directory that outlives the head's processes. With these values Ray detects a lost node within 2 s,
-    and a node that hangs within 6 s.
-    """
-    return {
-        "RAY_gcs_storage": "rocksdb",
-        "RAY_gcs_storage_path": storage,
-        "RAY_gcs_rpc_server_reconnect_timeout_s": str(HEAD_AWAY_SECONDS),
-        "RAY_health_check_period_ms": "500",
-        "RAY_health_check_timeout_ms": "1000",
-        "RAY_health_check_initial_delay_ms": "1000",
-        "RAY_health_check_failure_threshold": "4",
-    }
 
 
 def require_ray() -> None:

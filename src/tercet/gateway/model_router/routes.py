@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tercet.protocol import BadRequest, EngineUnreachable, UnknownModel
+from tercet.protocol.weights import chosen_by_weight
 
 
 @dataclass(eq=False)
@@ -55,12 +56,7 @@ class ModelRoutes:
         if not able:
             urls = ", ".join(each.url for each in serving)
             raise EngineUnreachable(f"no router of the model {model!r} is available now: {urls}")
-        left = draw * sum(each.weight for each in able)
-        for each in able:
-            left -= each.weight
-            if left < 0:
-                return each
-        return able[-1]
+        return able[chosen_by_weight([each.weight for each in able], draw)]
 
     def only_model(self) -> str:
         """Return the model for a request that names none.

@@ -161,49 +161,39 @@ class BenchConfig(Settings, frozen=True):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        closed, trace = self.arrival == "closed", self.arrival == "trace"
-        _refuse(
-            not self.base_url.startswith(("http://", "https://")), "base-url", "is not a URL such as http://HOST:PORT"
-        )
-        _refuse(
-            closed and not self.concurrency, "concurrency", "is missing; give the number of users of the closed loop"
-        )
-        _refuse(
-            closed and bool(self.request_rate), "request-rate", "does not apply to a closed loop; give concurrency only"
-        )
-        _refuse(
-            not closed and bool(self.concurrency), "concurrency", "applies to arrival closed only; use max-concurrency"
-        )
-        _refuse(
-            closed and self.max_concurrency is not None,
-            "max-concurrency",
-            "does not apply to a closed loop; give concurrency",
-        )
-        _refuse(
-            not closed and not trace and not self.request_rate, "request-rate", "is missing; give requests per second"
-        )
-        _refuse(self.arrival != "gamma" and self.burstiness != 1.0, "burstiness", "applies to arrival gamma only")
-        _refuse(
-            self.num_prompts is not None and self.duration is not None,
-            "duration",
-            "give either duration or num-prompts",
-        )
-        _refuse(
-            (closed or trace) and self.duration is not None, "duration", f"does not apply to arrival {self.arrival}"
-        )
-        _refuse(
-            any(map(math.isinf, self.request_rate)) and self.duration is not None,
-            "duration",
-            "does not apply to rate inf",
-        )
+        url = self.base_url
+        _refuse(not url.startswith(("http://", "https://")), "base-url", "is not a URL such as http://HOST:PORT")
         _refuse(self.endpoint == "chat" and self.prompt_as == "tokens", "prompt-as", "chat accepts text only")
-        phases = self.phases
-        recorded = all(kind.finite for phase in phases for kind in phase.mix) and len(phases) == 1
-        _refuse(
-            trace and not (recorded and len(phases[0].mix) == 1),
-            "arrival",
-            "trace needs exactly one workload, a recorded trace",
-        )
+        if self.arrival == "closed":
+            self._check_closed_loop()
+        else:
+            self._check_arrivals()
+        self._check_duration()
+        parse_phases(self.workload)  # raises for a workload that does not exist
+
+    def _check_closed_loop(self) -> None:
+        """Check the load of users who each send a request after the answer to their last one."""
+        missing, limit = not self.concurrency, self.max_concurrency
+        _refuse(missing, "concurrency", "is missing; give the number of users of the closed loop")
+        _refuse(bool(self.request_rate), "request-rate", "does not apply to a closed loop; give concurrency only")
+        _refuse(limit is not None, "max-concurrency", "does not apply to a closed loop; give concurrency")
+        _refuse(self.burstiness != 1.0, "burstiness", "applies to arrival gamma only")
+
+    def _check_arrivals(self) -> None:
+        """Check the load of requests that arrive by themselves: at random, or at the times of a trace."""
+        trace, phases = self.arrival == "trace", self.phases
+        _refuse(bool(self.concurrency), "concurrency", "applies to arrival closed only; use max-concurrency")
+        _refuse(not trace and not self.request_rate, "request-rate", "is missing; give requests per second")
+        _refuse(self.arrival != "gamma" and self.burstiness != 1.0, "burstiness", "applies to arrival gamma only")
+        is_one_trace = len(phases) == 1 and len(phases[0].mix) == 1 and all(kind.finite for kind in phases[0].mix)
+        _refuse(trace and not is_one_trace, "arrival", "trace needs exactly one workload, a recorded trace")
+
+    def _check_duration(self) -> None:
+        if self.duration is None:
+            return
+        _refuse(self.num_prompts is not None, "duration", "give either duration or num-prompts")
+        _refuse(self.arrival in ("closed", "trace"), "duration", f"does not apply to arrival {self.arrival}")
+        _refuse(any(map(math.isinf, self.request_rate)), "duration", "does not apply to rate inf")
 
     @property
     def form(self) -> PromptAs:

@@ -60,13 +60,13 @@ async def unload_adapter(request: Request, name: str) -> Response:
 
 async def _load_adapter(request: Request, name: str, path: str) -> Response:
     _require_free(request, name)
-    behind = await shared_of(request).load_adapter(name, path, asked_by(request))
+    behind = await shared_of(request).adapters.load(name, path, asked_by(request))
     return json_answer(_adapter(request, name), 201, behind)
 
 
 async def _replace_adapter(request: Request, name: str, path: str) -> Response:
     _require_free(request, name)
-    behind = await shared_of(request).replace_adapter(name, path, asked_by(request))
+    behind = await shared_of(request).adapters.replace(name, path, asked_by(request))
     return json_answer(_adapter(request, name), behind=behind)
 
 
@@ -80,7 +80,7 @@ def _adapter(request: Request, name: str) -> dict[str, Any]:
 
 
 async def _unload_adapter(request: Request, name: str) -> Response:
-    behind = await shared_of(request).unload_adapter(name, asked_by(request))
+    behind = await shared_of(request).adapters.unload(name, asked_by(request))
     return json_answer({"name": name, "unloaded": True}, behind=behind)
 
 

@@ -27,7 +27,6 @@ SEND_SECONDS = 20.0
 """Seconds after which a viewer that reads nothing is dropped; a viewer that is only slow skips frames."""
 VIEW_HEADER = "x-tercet-view"
 ELSEWHERE = "this address does not serve admin routes; use the router's --admin-listen address"
-NOT_ADMIN = "a client key shows the fleet; changes require the admin key"
 ASKS = "this page requires the router's admin key or a client key: Authorization: Bearer KEY"
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import msgspec
 
 from tercet.protocol import Content
-from tercet.transport.grants import Grant
+from tercet.transport.grant import Grant
 from tercet.transport.receive_traces import ReceiveEnd
 from tercet.transport.sender import SendDestination
 

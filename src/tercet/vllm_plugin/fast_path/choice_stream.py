@@ -14,8 +14,9 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractAsyncContextManager
 from functools import partial
-from typing import Any, NoReturn, Protocol
+from typing import Any, NamedTuple, NoReturn, Protocol
 
+from msgspec.structs import replace
 from vllm.exceptions import GenerationError
 from vllm.outputs import RequestOutput
 from vllm.v1.engine import EngineCoreOutput, FinishReason
@@ -70,6 +71,14 @@ class Answer(Protocol):
         ...
 
 
+class Writers(NamedTuple):
+    """The functions that write the three kinds of text; ``arguments`` takes the index of the call before the text."""
+
+    content: Callable[[str], bytes]
+    reasoning: Callable[[str], bytes]
+    arguments: Callable[[int, str], bytes]
+
+
 class ChoiceStream:
     """Stream of one sequence of a request: writes ``outputs`` to ``answer``. :meth:`run` returns at its end."""
 
@@ -82,6 +91,9 @@ class ChoiceStream:
         self._outputs = outputs
         self._state: Any = tools.processor.request_states[outputs.request_id]
         self._events = plan.events.choice(self._state.request_index)
+        # For texts that a parser passes on: whole frames, and the said parts of events with more fields.
+        self._frames = Writers(self._events.text, self._events.thinking, self._events.more_arguments)
+        self._parts = Writers(self._events.said, self._events.thought, self._events.arguments)
         self._parsed = None if plan.parsing is None else ParsedDeltas(plan.parsing)
         self._logprobs = (
             None
@@ -105,6 +117,8 @@ class ChoiceStream:
         self._is_flowing = self._is_finished = False
         self._has_told_prompt = False
         self._failure: Exception | None = None
+        # The log probabilities of the result that vLLM makes next; None if vLLM makes them too.
+        self._written: bytes | None = None
         self.num_tokens = 0
 
     @property
@@ -133,6 +147,8 @@ class ChoiceStream:
 
         None if vLLM's output processor makes their text.
         """
+        if self._state.stream_interval > 1:
+            return None  # vLLM makes one result of several outputs
         if self._plan.is_plain:
             return self._write_text
         if self._state.detokenizer.stop or (self._logprobs is not None and not self._logprobs.is_direct):
@@ -165,17 +181,31 @@ class ChoiceStream:
 
     def _consume(self, output: Output) -> None:
         """Write an output as soon as it arrives. Raises :class:`TextEnded` if the choice needs no more outputs."""
-        write = self._write_more if self._is_flowing and output.finish_reason is None and output.token_ids else None
-        if write is not None and (output.logprobs is None if self._logprobs is None else self._logprobs.takes(output)):
+        write = self._write_more if output.token_ids else None
+        if not (output.logprobs is None if self._logprobs is None else self._logprobs.takes(output)):
+            write = None
+        if write is None:
+            left = self._outputs.to_core_output(output)
+        elif self._is_flowing and output.finish_reason is None:
             left = write(output)
         else:
-            left = self._outputs.to_core_output(output)
+            left = self._outputs.to_core_output(self._without_logprobs(output))
         if left is not None:
             self._process(left)
             if self._is_finished and output.finish_reason is None:
                 raise TextEnded
         if self._answer.is_full:
             self._answer.require_reader()
+
+    def _without_logprobs(self, output: Output) -> Output:
+        """Write an output's log probabilities for its chunk; return the rest, of which vLLM makes the result."""
+        if self._logprobs is None:
+            return output
+        try:
+            self._written = self._logprobs.of_output(output)
+        except Exception as error:
+            self._fail(error)
+        return replace(output, logprobs=None)
 
     def _process(self, output: EngineCoreOutput) -> None:
         """Pass an output to vLLM's processor, and send its result before the program continues."""
@@ -245,15 +275,11 @@ class ChoiceStream:
         return None
 
     def _frame_of(self, parsed: ParsedDeltas, text: str, token_ids: list[int]) -> bytes:
-        passed, events = parsed.passes(text, token_ids), self._events
-        if passed is Passed.CONTENT:
-            return events.text(text)
-        if passed is Passed.ARGUMENTS:
-            return events.more_arguments(parsed.call, text)
-        if passed is Passed.REASONING:
-            return events.thinking(text)
-        delta = parsed.read(text, token_ids, self._state.prompt_token_ids, finished=False)
-        return b"" if delta is None else events.only(events.delta(delta))
+        frame = _passed_on(parsed, text, token_ids, self._frames)
+        if frame is None:
+            delta = parsed.read(text, token_ids, self._state.prompt_token_ids, finished=False)
+            frame = b"" if delta is None else self._events.only(self._events.delta(delta))
+        return frame
 
     def _text_of(self, token_ids: list[int]) -> str:
         if self._decode_next is not None:
@@ -276,17 +302,14 @@ class ChoiceStream:
         self._answer.write(framed(self._events.more(said, self._extras(token_ids, shown, prompt))))
 
     def _said(self, text: str, token_ids: list[int], *, finished: bool) -> bytes | None:
-        if self._parsed is None:
+        parsed = self._parsed
+        if parsed is None:
             return self._events.said(text)
-        passed = None if finished else self._parsed.passes(text, token_ids)
-        if passed is Passed.CONTENT:
-            return self._events.said(text)
-        if passed is Passed.REASONING:
-            return self._events.thought(text)
-        if passed is Passed.ARGUMENTS:
-            return self._events.arguments(self._parsed.call, text)
-        delta = self._parsed.read(text, token_ids, self._state.prompt_token_ids, finished=finished)
-        return None if delta is None else self._events.delta(delta)
+        said = None if finished else _passed_on(parsed, text, token_ids, self._parts)
+        if said is None:
+            delta = parsed.read(text, token_ids, self._state.prompt_token_ids, finished=finished)
+            said = None if delta is None else self._events.delta(delta)
+        return said
 
     def _extras(self, token_ids: Sequence[int], logprobs: bytes, prompt: bytes) -> Extras:
         return Extras(logprobs, encode(token_ids) if self._sends_ids else NULL, prompt, self._usage_so_far())
@@ -306,21 +329,27 @@ class ChoiceStream:
         plan, completion = self._plan, result.outputs[0]
         self._answer.has_result(result)
         plan.serving._raise_if_error(completion.finish_reason, self._state.request_id)
-        self._is_flowing = self._state.stream_interval <= 1
+        self._is_flowing = True
         self._is_finished = completion.finish_reason is not None
         prompt, logprobs = self._prompt_ids(), None
-        if plan.is_chat and self._logprobs is not None:
-            logprobs = self._logprobs.of_result(completion)
+        if plan.is_chat:
+            logprobs = self._logprobs_of(completion)
         if self._has_said_nothing(completion) and plan.is_silent(finished=self._is_finished):
             return
-        if not plan.is_chat and self._logprobs is not None:
-            logprobs = self._logprobs.of_result(completion)
+        if not plan.is_chat:
+            logprobs = self._logprobs_of(completion)
         token_ids = list(completion.token_ids)
         self.num_tokens += len(token_ids)
         if completion.finish_reason is None:
             self._write_more_of(completion.text, token_ids, logprobs, prompt)
         else:
             self._write_last(completion, token_ids, logprobs, prompt)
+
+    def _logprobs_of(self, completion: Any) -> bytes | None:
+        written, self._written = self._written, None
+        if written is not None or self._logprobs is None:
+            return written
+        return self._logprobs.of_result(completion)
 
     def _has_said_nothing(self, completion: Any) -> bool:
         """True if neither this result nor an earlier one has a token or text."""
@@ -348,6 +377,16 @@ class ChoiceStream:
                 said, reason, completion.stop_reason, plan.fingerprint, self._extras(token_ids, shown, prompt)
             )
         )  # fmt: skip
+
+
+def _passed_on(parsed: ParsedDeltas, text: str, token_ids: list[int], writers: Writers) -> bytes | None:
+    """Return what one of ``writers`` makes of a text that the parser passes on; None if the parser must read it."""
+    passed = parsed.passes(text, token_ids)
+    if passed is Passed.CONTENT:
+        return writers.content(text)
+    if passed is Passed.REASONING:
+        return writers.reasoning(text)
+    return writers.arguments(parsed.call, text) if passed is Passed.ARGUMENTS else None
 
 
 def _stopped(request_id: str, stop: str) -> EngineCoreOutput:

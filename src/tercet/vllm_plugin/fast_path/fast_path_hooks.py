@@ -14,6 +14,7 @@ COMPLETIONS = "vllm.entrypoints.openai.completion.serving:OpenAIServingCompletio
 CHAT_PROTOCOL = "vllm.entrypoints.openai.chat_completion.protocol"
 PARSERS = "vllm.parser.abstract_parser"
 PARSER_ENGINE = "vllm.parser.engine.streaming_parser_engine"
+SCANNER = "vllm.parser.engine.token_id_scanner:TokenIDScanner"
 STREAM_PROCESSOR = "vllm.entrypoints.openai.chat_completion.stream_processor"
 HERMES = "vllm.tool_parsers.hermes_tool_parser:Hermes2ProToolParser"
 CHATS = "vllm.entrypoints.openai.chat_completion.serving:OpenAIServingChat"
@@ -29,6 +30,7 @@ FAST_PATH_HOOKS = (
             "OpenAIServingCompletion.completion_stream_generator",
             "OpenAIServingChat.engine_client",
             "OpenAIServingChat.chat_completion_stream_generator",
+            "OpenAIServingChat._make_parser",
         ),
         relies_on=(
             Takes(f"{ASYNC_LLM}.generate", "prompt", "sampling_params", "request_id"),
@@ -118,6 +120,7 @@ FAST_PATH_HOOKS = (
         until="vLLM's own chunks cost as little",
         relies_on=(
             Takes(f"{CHATS}._make_parser", "request", "tokenizer", "chat_template_kwargs"),
+            Says(f"{CHATS}", "parser = self._make_parser(request, tokenizer, chat_template_kwargs)"),
             OneOf(
                 Says(
                     f"{STREAM_PROCESSOR}:ChatStreamProcessor",
@@ -160,10 +163,14 @@ FAST_PATH_HOOKS = (
     ),
     Hook(
         name="parts of parsers",
-        what="Counters of tool parsers' calls, and tables of the special tokens that parsers drop, are made once",
+        what="Counters of tool parsers' calls, tables of dropped special tokens, and the texts of tokens are made once",
         why="The counters took a sixth of the time to parse a tool call, the tables half of the time to make a parser",
-        until="vLLM caches both",
-        replaces=("abstract_parser.record_tool_parser_invocation", "streaming_parser_engine._build_drop_info"),
+        until="vLLM caches them",
+        replaces=(
+            "abstract_parser.record_tool_parser_invocation",
+            "streaming_parser_engine._build_drop_info",
+            "streaming_parser_engine.TokenIDScanner",
+        ),
         relies_on=(
             Takes(f"{PARSERS}:record_tool_parser_invocation", "is_tool_called", "is_streaming", "request"),
             Says(
@@ -183,7 +190,10 @@ FAST_PATH_HOOKS = (
                 "drop_info = _build_drop_info(config, tokenizer)",
                 "resolved_token_ids.update(drop_info.extra_token_ids)",
                 "lexer_shape = drop_info.lexer_shape",
+                "self._scanner = TokenIDScanner(",
             ),
+            Takes(f"{SCANNER}.__init__", "token_id_to_terminal", "tokenizer"),
+            Says(f"{SCANNER}._decode_token", "self._token_text_cache[token_id] = (", "return self._token_text_cache"),
         ),
     ),
     Hook(
@@ -337,19 +347,23 @@ FAST_PATH_HOOKS = (
     ),
     Hook(
         name="short prompts",
-        what="Short prompts are tokenised on the event loop, by the inner tokenizer of transformers' tokenizer",
-        why="A thread and a task for each prompt cost more than tokenising a short one",
+        what="Short prompts and chats are rendered on the event loop, with the inner tokenizer of transformers' one",
+        why="A thread and a task for each prompt cost more than rendering a short one",
         until="the renderer has a limit below which it stays on the event loop",
         replaces=(
             "BaseRenderer._tokenize_prompt",
             "BaseRenderer._tokenize_prompt_async",
             "BaseRenderer.render_cmpl_async",
+            "BaseRenderer.render_chat_async",
         ),
         relies_on=(
             Takes(f"{RENDERER}._tokenize_prompt", "prompt", "params"),
             Says(f"{RENDERER}.__init__", "self._tokenize_prompt_async"),
             Takes(f"{RENDERER}.render_cmpl", "prompts"),
             Takes(f"{RENDERER}.render_cmpl_async", "prompts"),
+            Takes(f"{RENDERER}.render_chat", "conversations", "chat_params"),
+            Takes(f"{RENDERER}.render_chat_async", "conversations", "chat_params"),
+            Has("vllm.renderers.params:ChatParams", "chat_template_kwargs"),
             Says(
                 "vllm.renderers.params:TokenizeParams.get_encode_kwargs",
                 "truncation=max_length is not None",

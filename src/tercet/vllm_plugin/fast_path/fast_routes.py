@@ -3,8 +3,9 @@
 Relies on ``create_completion``, ``create_chat_completion``, ``create_messages`` and ``create_responses`` of serving
 objects rendering and validating a request before they return its stream. They make the stream with
 ``completion_stream_generator``, ``chat_completion_stream_generator`` and ``responses_stream_generator`` from the result
-of ``engine_client.generate``. Messages also passes the chat stream through ``message_stream_converter``; Responses uses
-the result of ``_generate_with_builtin_tools``.
+of ``engine_client.generate``. Chat makes a parser with ``_make_parser``, whose ``is_reasoning_end`` it calls with the
+prompt, and then one with the same arguments for each choice. Messages also passes the chat stream through
+``message_stream_converter``; Responses uses the result of ``_generate_with_builtin_tools``.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from tercet.protocol.openai_routes import CHAT, COMPLETIONS, RESPONSES
 from tercet.vllm_plugin.differences import ENDS_OF_AGENTS_APIS, OFFSETS_OF_SENT_TEXT
 from tercet.vllm_plugin.fast_path.sse_chunks import ChunkWriter, chat_format, completion_format
 from tercet.vllm_plugin.fast_path.stream_plan import (
+    Parsers,
     StreamPlan,
     chat_plan,
     completion_plan,
@@ -132,7 +134,8 @@ def chat_route(serving: Any, engine_client: Any) -> FastRoute:
         request: Any, request_id: str, model: str, tokenizer: Any, chat_template_kwargs: Any, mm_token_counts: Any
     ) -> StreamPlan:
         chunks = ChunkWriter(chat_format(), request_id, int(time.time()), model)
-        return chat_plan(serving, request, chunks, tokenizer, chat_template_kwargs, mm_token_counts)
+        parsers = Parsers(serving, request, tokenizer, chat_template_kwargs, current().parser)
+        return chat_plan(serving, request, chunks, parsers, mm_token_counts)
 
     preparing = _preparing_chat(serving, engine_client, plan)
     return FastRoute(ChatCompletionRequest, is_fast_chat, preparing.create_chat_completion)
@@ -145,7 +148,8 @@ def message_route(serving: Any, engine_client: Any) -> FastRoute:
     def plan(
         request: Any, request_id: str, model: str, tokenizer: Any, chat_template_kwargs: Any, _mm_token_counts: Any
     ) -> StreamPlan:  # Anthropic's usage has no count of media tokens
-        return message_plan(serving, request, request_id, model, tokenizer, chat_template_kwargs)
+        parsers = Parsers(serving, request, tokenizer, chat_template_kwargs, current().parser)
+        return message_plan(serving, request, request_id, model, parsers)
 
     preparing = _preparing_chat(serving, engine_client, plan)
     preparing.message_stream_converter = lambda prepared: prepared
@@ -161,8 +165,13 @@ def _preparing_chat(serving: Any, engine_client: Any, plan: Callable[..., Stream
     ) -> StreamPlan:  # fmt: skip
         return plan(request, request_id, model, tokenizer, chat_template_kwargs, mm_token_counts)
 
+    def make_parser(*args: Any) -> Any:
+        made = current().parser = serving._make_parser(*args)
+        return made
+
     preparing = copy.copy(serving)
     preparing.engine_client, preparing.chat_completion_stream_generator = PreparingClient(engine_client), planned
+    preparing._make_parser = make_parser
     return preparing
 
 

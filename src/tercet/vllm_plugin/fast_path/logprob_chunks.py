@@ -13,7 +13,7 @@ Relies on ``LogprobsProcessor`` keeping one dict per position in ``logprobs``, w
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -131,39 +131,46 @@ class LogprobChunks:
             return b'{"content":[%b]}' % b",".join(map(self._chat_json, positions))
         return self._completion_json(positions)
 
-    def _position(self, position: Sequence[TokenLogprob]) -> tuple[list[Piece], list[float]]:
-        """Return pieces and values: the sampled token's, then the others' by rank, in the order of vLLM's record."""
-        pieces: Any = self._pieces
-        context: Any = self._processor.logprobs
+    def _values(self, position: Sequence[TokenLogprob]) -> Iterable[tuple[int, float]]:
+        """Return tokens with values: the sampled one, then the others by rank, in the order of vLLM's record."""
         found = values_by_token(position, self._processor.num_logprobs)
-        texts = [pieces[token] or self._part(token) for token in found]
-        context.append({position[0].token_id: None})  # vLLM reads it for the text of the tokens after this one
-        rounded = array("f", found.values())  # the precision of engines' numbers and of vLLM's record
-        return texts, [LEAST if value < LEAST else value for value in rounded]
+        return zip(found, array("f", found.values()), strict=True)  # the precision of engines' numbers and vLLM's
+
+    def _told(self, position: Sequence[TokenLogprob]) -> None:
+        """Add the sampled token to vLLM's record, which it reads for the text of the tokens after this one."""
+        context: Any = self._processor.logprobs
+        context.append({position[0].token_id: None})
 
     def _part(self, token_id: int) -> Piece:
         return piece_of(self._processor._verify_tokens([REPLACEMENT], [token_id])[0])
 
     def _chat_json(self, position: Sequence[TokenLogprob]) -> bytes:
-        pieces, values = self._position(position)
-        entries = [
-            b"%b%b%b" % (piece.before, encode(value), piece.after) for piece, value in zip(pieces, values, strict=True)
-        ]
+        pieces: Any = self._pieces
+        entries = list[bytes]()
+        for token, value in self._values(position):
+            piece = pieces[token] or self._part(token)
+            entries.append(b"%b%b%b" % (piece.before, encode(LEAST if value < LEAST else value), piece.after))
+        self._told(position)
         others = b"},".join(entries if self._most is None else entries[: self._most])
         return b'%b,"top_logprobs":[%b%b]}' % (entries[0], others, b"}" if others else b"")
 
     def _completion_json(self, positions: Sequence[Sequence[TokenLogprob]]) -> bytes:
+        pieces: Any = self._pieces
         offsets, tokens, values = list[int](), list[str](), list[float]()
         top = list[dict[str, float]]()
         most = None if self._most is None else self._most + 1
         for position in positions:
-            pieces, each = self._position(position)
-            text = pieces[0].text
+            found = list[tuple[str, float]]()
+            for token, value in self._values(position):
+                piece = pieces[token] or self._part(token)
+                found.append((piece.text, LEAST if value < LEAST else value))
+            self._told(position)
+            text, own = found[0]
             offsets.append(self._offset)
             self._offset += len(text)
             tokens.append(text)
-            values.append(each[0])
-            top.append({piece.text: value for piece, value in zip(pieces[:most], each, strict=False)})
+            values.append(own)
+            top.append(dict(found[:most]))
         return encode({"text_offset": offsets, "token_logprobs": values, "tokens": tokens, "top_logprobs": top})
 
 

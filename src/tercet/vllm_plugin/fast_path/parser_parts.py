@@ -1,9 +1,10 @@
 """Parts of vLLM's parsers that are made once and kept, because each costs as much as parsing.
 
-The parts are the labelled counters of calls, and the terminals of special tokens.
+The parts are the labelled counters of calls, the terminals of special tokens, and the texts of single tokens.
 
-Relies on ``record_tool_parser_invocation`` adding one to the counter with these labels; and on the result of
-``_build_drop_info`` depending on its arguments only, and never being changed by a parser engine.
+Relies on ``record_tool_parser_invocation`` adding one to the counter with these labels; on the result of
+``_build_drop_info`` depending on its arguments only, and never being changed by a parser engine; and on a scanner of
+token ids keeping each token's text, which depends on the tokenizer only, in ``_token_text_cache``.
 """
 
 from __future__ import annotations
@@ -23,10 +24,13 @@ MOST_KEPT = 64
 def keep_parser_parts() -> None:
     """Make vLLM's parsers in this process use the kept parts; calls after the first one change nothing."""
     parsers: Any = abstract_parser
+    parser_engine: Any = streaming_parser_engine
     if not isinstance(parsers.record_tool_parser_invocation, ToolParserCalls):
         parsers.record_tool_parser_invocation = TOOL_PARSER_CALLS
     if not isinstance(streaming_parser_engine._build_drop_info, SpecialTokenTerminals):
         streaming_parser_engine._build_drop_info = SpecialTokenTerminals(streaming_parser_engine._build_drop_info)
+    if not isinstance(parser_engine.TokenIDScanner, Scanners):
+        parser_engine.TokenIDScanner = Scanners(parser_engine.TokenIDScanner)
 
 
 class ToolParserCalls:
@@ -89,3 +93,23 @@ class SpecialTokenTerminals:
                 self._kept.pop(next(iter(self._kept)))
             found = self._kept[key] = config, tokenizer, self._make(config, tokenizer)
         return found[2]
+
+
+class Scanners:
+    """Maker of scanners of token ids that share the texts of their tokenizer's tokens; ``make`` is vLLM's class."""
+
+    def __init__(self, make: Any) -> None:
+        self._make = make
+        # Keys are the tokenizers' object ids. The objects are kept, so that their ids are not used again.
+        self._texts: dict[int, tuple[Any, dict[int, str]]] = {}
+
+    def __call__(self, token_id_to_terminal: dict[int, str], tokenizer: Any) -> Any:
+        """Return vLLM's scanner, in place of its class."""
+        scanner = self._make(token_id_to_terminal, tokenizer)
+        kept = self._texts.get(id(tokenizer))
+        if kept is None:
+            if len(self._texts) >= MOST_KEPT:
+                self._texts.pop(next(iter(self._texts)))
+            kept = self._texts[id(tokenizer)] = tokenizer, {}
+        scanner._token_text_cache = kept[1]
+        return scanner

@@ -69,6 +69,25 @@ class Parsing:
     counts: bool
 
 
+@dataclass
+class Parsers:
+    """The parsers of a chat answer's choices. ``first`` is one that vLLM made to read the prompt; None: it made none.
+
+    It has the same arguments as the parsers of the choices, and reading a prompt does not change a parser.
+    """
+
+    serving: Any
+    request: Any
+    tokenizer: Any
+    template_kwargs: Any
+    first: Any = None
+
+    def make(self) -> Any:
+        """Return the parser of the next choice."""
+        made, self.first = self.first, None
+        return self.serving._make_parser(self.request, self.tokenizer, self.template_kwargs) if made is None else made
+
+
 @dataclass(frozen=True)
 class StreamPlan:
     """Plan for one answer, which ``events`` write and vLLM's object ``serving`` prepared.
@@ -114,8 +133,7 @@ def chat_plan(
     serving: Any,
     request: Any,
     chunks: ChunkWriter,
-    tokenizer: Any,
-    template_kwargs: Any,
+    parsers: Parsers,
     multimodal_tokens: Mapping[str, int] | None,
 ) -> StreamPlan:
     """Return the plan for chat answers."""
@@ -131,18 +149,16 @@ def chat_plan(
         logprobs=_logprobs(serving, request, request.top_logprobs)
         if request.logprobs and (request.top_logprobs is not None or request.logprob_token_ids)
         else None,
-        parsing=chat_parsing(serving, request, tokenizer, template_kwargs, usage=usage),
+        parsing=chat_parsing(serving, request, parsers, usage=usage),
         fingerprint=None if usage else serving.system_fingerprint,
     )  # fmt: skip
 
 
-def message_plan(
-    serving: Any, request: Any, message_id: str, model: str, tokenizer: Any, template_kwargs: Any
-) -> StreamPlan:
+def message_plan(serving: Any, request: Any, message_id: str, model: str, parsers: Parsers) -> StreamPlan:
     """Return the plan for a message; ``request`` is the chat request into which vLLM has converted it."""
     return StreamPlan(
         serving, MessageAnswer(serving, message_id, model), is_chat=True,
-        parsing=chat_parsing(serving, request, tokenizer, template_kwargs, usage=False),
+        parsing=chat_parsing(serving, request, parsers, usage=False),
     )  # fmt: skip
 
 
@@ -171,7 +187,7 @@ def _logprobs(serving: Any, request: Any, top: int | None) -> Logprobs:
     return Logprobs(top, request.logprob_token_ids, asked, bool(as_token_ids or request.logprob_token_ids))
 
 
-def chat_parsing(serving: Any, request: Any, tokenizer: Any, template_kwargs: Any, *, usage: bool) -> Parsing | None:
+def chat_parsing(serving: Any, request: Any, parsers: Parsers, *, usage: bool) -> Parsing | None:
     """Return the parsing of a chat answer; None if vLLM has no parser for it."""
     from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionNamedToolChoiceParam
 
@@ -181,7 +197,7 @@ def chat_parsing(serving: Any, request: Any, tokenizer: Any, template_kwargs: An
     is_named = isinstance(choice, ChatCompletionNamedToolChoiceParam) and bool(choice.function.name)
     return Parsing(
         request,
-        lambda: serving._make_parser(request, tokenizer, template_kwargs),
+        parsers.make,
         is_named,
         request.parallel_tool_calls is False,
         not request.include_reasoning,

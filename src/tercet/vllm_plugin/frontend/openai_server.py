@@ -75,7 +75,7 @@ def with_fast_path(server: OpenAIServer, args: argparse.Namespace, engine_client
     Raises :class:`~tercet.vllm_plugin.hooks.UnsupportedVLLM` if the fast path does not support the installed vLLM.
     """
     require_hooks("fast path")
-    render_short_prompts_here(engine_client.renderer)
+    render_short_prompts_here(engine_client.renderer, trusts_templates=args.trust_request_chat_template)
     return replace(server, fast=fast_path(server.layers, server.app.state, args, engine_client))
 
 

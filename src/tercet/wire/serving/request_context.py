@@ -104,9 +104,10 @@ class RequestContext:
     portions: InPortions | None = None
     preparation: Preparation | None = None
     starting: asyncio.Lock = field(default_factory=asyncio.Lock)
-    # On the fast path: the function that adds its sequence to vLLM, once vLLM has prepared it, and the stream that
-    # serves it.
+    # On the fast path: the function that adds its sequence to vLLM, once vLLM has prepared it; vLLM's parser of the
+    # answer, if it made one for that; and the stream that serves it.
     add_request: Callable[[], Awaitable[Any]] | None = None
+    parser: Any = None
     stream: FastStream | None = None
     has_ended: bool = False
     # Whether the answer calls a tool, and the functions to call when it has ended.

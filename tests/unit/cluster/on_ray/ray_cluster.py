@@ -16,7 +16,7 @@ from pathlib import Path
 
 import psutil
 
-from tercet.cluster.on_ray.ray_access import head_settings
+from .head_settings import head_settings
 
 START_SECONDS = 300.0
 STARTED = "Ray runtime started"
@@ -81,18 +81,22 @@ class Node:
 
 
 class RayCluster:
-    """A head without CPUs, and nodes with two each; with Ray's ``dashboard``, which takes jobs, or without."""
+    """A head with ``head_cpus``, and nodes with two each; with Ray's ``dashboard``, which takes jobs, or without."""
 
-    def __init__(self, place: Path, nodes: int, dashboard: bool = False) -> None:
+    def __init__(self, place: Path, nodes: int, dashboard: bool = False, head_cpus: int = 0) -> None:
         self.port = free_port("127.0.0.2")
         self.address = f"127.0.0.2:{self.port}"
         self.place = place
-        environment = {**head_settings(str(place / "gcs")), "RAY_memory_monitor_refresh_ms": "0"}
+        # No test submits tasks: Ray's workers in reserve would only import Ray, one for each CPU.
+        environment = {
+            **head_settings(str(place / "gcs")), "RAY_memory_monitor_refresh_ms": "0",
+            "RAY_prestart_worker_first_driver": "0", "RAY_enable_worker_prestart": "0",
+        }  # fmt: skip
         (place / "gcs").mkdir()
         at = free_port("127.0.0.2")
         self.dashboard = f"http://127.0.0.2:{at}"
         head = [
-            "--head", f"--port={self.port}", "--num-cpus=0", f"--temp-dir={place}/r",
+            "--head", f"--port={self.port}", f"--num-cpus={head_cpus}", f"--temp-dir={place}/r",
             f"--include-dashboard={str(dashboard).lower()}", "--dashboard-host=127.0.0.2", f"--dashboard-port={at}",
         ]  # fmt: skip
         self.head = Node("127.0.0.2", head, environment, place / "head.log")
@@ -131,10 +135,10 @@ class RayCluster:
 
 
 @contextmanager
-def ray_cluster(nodes: int = 2, dashboard: bool = False) -> Generator[RayCluster]:
+def ray_cluster(nodes: int = 2, dashboard: bool = False, head_cpus: int = 0) -> Generator[RayCluster]:
     """Run one while entered."""
     place = Path(tempfile.mkdtemp(prefix="ray-", dir="/tmp"))  # Ray's sockets need short paths
-    cluster = RayCluster(place, nodes, dashboard)
+    cluster = RayCluster(place, nodes, dashboard, head_cpus)
     try:
         cluster.start()
         yield cluster

@@ -1,4 +1,7 @@
-"""The short form of `test_ray_fleet.py`: a real Ray head and one machine, simulated engines, processes are killed."""
+"""The short form of `test_ray_fleet.py`: a real Ray cluster, simulated engines, processes are killed.
+
+`make test` runs the first test, whose cluster is one machine; `make test-long` runs all.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +29,6 @@ from .test_ray_fleet import SIMULATED, World, engines, one_engine, until
 pytestmark = [
     pytest.mark.processes,
     pytest.mark.timeout(600),
-    in_full,
     pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="needs the extra ray"),
 ]
 
@@ -37,8 +39,11 @@ async def test_an_engine_is_lost_and_replaced_and_nothing_is_left(
     monkeypatch.setenv("TERCET_TEST_RAY", str(tmp_path))
     said: list[str] = []
     model = await asyncio.to_thread(resolve_tokenizer, "smollm2")
-    with ray_cluster(nodes=1) as cluster:
-        config = UpConfig(on=f"ray:{cluster.address}", port=0, log_dir=str(tmp_path), fleet_name="short", **SIMULATED)
+    with ray_cluster(nodes=0, head_cpus=2) as cluster:
+        config = UpConfig(
+            on=f"ray:{cluster.address}", port=0, log_dir=str(tmp_path), fleet_name="short", engines_on_head=True,
+            **SIMULATED,
+        )  # fmt: skip
         async with ray_fleet(config, model, lambda name, state: said.append(f"{name}: {state}")) as fleet:
             keeping = asyncio.create_task(fleet.until_broken(lambda *_: None))
             world = World(cluster, fleet, said)
@@ -57,6 +62,7 @@ async def test_an_engine_is_lost_and_replaced_and_nothing_is_left(
         assert not engines(tmp_path), said
 
 
+@in_full
 async def test_a_keeper_is_lost_and_then_the_router(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TERCET_TEST_RAY", str(tmp_path))
     said: list[str] = []
@@ -89,6 +95,7 @@ def up_on(cluster: RayCluster, place: Path, log: Path) -> subprocess.Popen[bytes
         )  # fmt: skip
 
 
+@in_full
 async def test_a_killed_command_leaves_engines_that_the_next_one_has(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -83,6 +83,7 @@ def test_a_lull_of_a_few_long_requests_is_no_change(seed: int) -> None:
     assert all(2.0 < each.rate < 4.5 for each in found[12:])
 
 
+@pytest.mark.slow
 def test_errors_that_chance_explains_teach_little() -> None:
     forecaster, steady = Forecaster(), poisson(lambda _: 3.0, 3600)
     corrections = list[float]()

@@ -27,6 +27,7 @@ def tenants(at: float) -> Traffic:
 
 
 @pytest.mark.parametrize(("load", "changes", "gain"), [(day, 36, 1.15), (tenants, 8, 1.2)])
+@pytest.mark.slow
 def test_more_is_served_for_an_engine_hour_than_by_any_fixed_fleet_that_meets_the_objectives(
     load: Callable[[float], Traffic], changes: int, gain: float
 ) -> None:

@@ -16,7 +16,7 @@ TWO_TO_TWELVE = PlanLimits(2, 12)
 STARTS = [FleetPlan(1, 1), FleetPlan(3, 3), FleetPlan(6, 6), FleetPlan(9, 3)]
 
 
-@pytest.mark.parametrize("seed", range(7) if FULL else range(2))
+@pytest.mark.parametrize("seed", range(7) if FULL else [0, pytest.param(1, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("start", STARTS)
 def test_a_steady_load_is_left_alone_after_five_minutes(start: FleetPlan, seed: int) -> None:
     world = PlannedWorld(start, TWO_TO_TWELVE, seed=seed)

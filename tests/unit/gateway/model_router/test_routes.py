@@ -6,7 +6,7 @@ from collections import Counter
 from random import Random
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from tercet.gateway.model_router.routes import ModelRoutes, WeightedRouter
@@ -43,6 +43,7 @@ def test_without_a_name_there_must_be_one_model() -> None:
 
 
 @given(st.lists(st.floats(0, 10), min_size=1, max_size=5), st.integers(0, 2**32))
+@example([5e-324, 5e-324], 0)
 def test_requests_are_shared_by_weight(weights: list[float], seed: int) -> None:
     routes = ModelRoutes([backend(str(place), "a", weight=weight) for place, weight in enumerate(weights)])
     if not any(weights):

@@ -440,7 +440,7 @@ def test_the_sweep_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
         ("sim --over request-rate=1 --over request-rate=2", "--over"),
         ("sim --over request-rate=1 --x ttft", "metric"),
         ("sim --over rates=1", "rates is not a setting"),
-        ("profile nothing", "NAME"),
+        ("bench profile nothing", "NAME"),
     ],
 )
 def test_bad_input_is_one_line_and_exit_code_2(line: str, names: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -326,6 +326,7 @@ def test_a_mix_is_joined_with_plus_and_paths_may_contain_it() -> None:
         ("sonnet,input_len=0", "input_len: must be at least 1, is 0"),
         ("sonnet,input_len=long", "input_len"),
         ("random,weight=0", "weight"),
+        ("random,weight=inf", "weight"),
         ("sessions,think_time=-1", "think_time"),
     ],
 )

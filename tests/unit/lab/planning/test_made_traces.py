@@ -31,7 +31,7 @@ def test_a_trace_has_the_load_that_it_is_made_of(shape: Shape) -> None:
 
 def test_hindsight_is_at_least_as_good_as_each_fixed_fleet(tmp_path: Path) -> None:
     seconds = 120.0
-    lines = list(trace("flip", seconds, 4, seed=0))
+    lines = list(trace("flip", seconds, 2, seed=0))
     file = tmp_path / "trace.jsonl"
     file.write_bytes(b"".join(msgspec.json.encode(line) + b"\n" for line in lines))
     objectives = Objectives(ttft=0.4, tpot=0.02)

@@ -150,7 +150,7 @@ async def test_a_planners_proposals_are_shown_below_a_prefix_and_with_a_key(tab:
         assert "1P2D → 2P1D" in first
         assert "tercet engines role decode-1 prefill" in first
         assert "<b>prefills wait</b>" in first
-        assert "stay" in second
+        assert "no change" in second
         assert await tab.text("#plan-table td.bad") == "70.0%"
         assert await tab.js(NO_SIDEWAYS)
         assert tab.problems == []

@@ -163,6 +163,19 @@ def test_log_probabilities(routers: LiveRouters, written: list[str], path: str, 
     assert written.count("_write_chunk") == len(script) - 2
 
 
+@pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
+@pytest.mark.parametrize("kept", [1, 2, 3, None])
+def test_the_first_and_the_last_log_probabilities_are_of_parts_of_characters(
+    routers: LiveRouters, monkeypatch: pytest.MonkeyPatch, path: str, kept: int | None
+) -> None:
+    from tercet.vllm_plugin.fast_path.logprob_chunks import LogprobChunks
+
+    asked: dict[str, Any] = {"logprobs": 2} if path == COMPLETIONS else {"logprobs": True, "top_logprobs": 2}
+    tokens = routers.tokens("\U0001f680 and \U0001f680")[:-1][:kept]
+    monkeypatch.delattr(LogprobChunks, "of_result")  # no result's are made of vLLM's objects
+    both(routers, path, [*([token] for token in tokens), "length"], **asked)
+
+
 @pytest.mark.parametrize(
     "more",
     [{"return_tokens_as_token_ids": True}, {"stop": ["upon"]}, {"stop": ["never"]}, {"n": 2}, {"stop": ["\U0001f680"]}],
@@ -298,6 +311,24 @@ def test_each_reasoning_parser(parsing: LiveRouters, written: list[str], name: s
     text = f"<think>Is it {CITY}?</think>\n\nIt is: {CITY}."
     try_parser(parsing, [*oddly(parsing, text, len(name)), "stop"], reasoning=name)
     assert written
+
+
+@pytest.mark.parametrize("n", [1, 2])
+def test_each_choice_has_one_parser(parsing: LiveRouters, monkeypatch: pytest.MonkeyPatch, n: int) -> None:
+    from vllm.entrypoints.openai.chat_completion.serving import OpenAIServingChat
+
+    parsing.parse_with(tool="hermes", reasoning="qwen3")
+    make, made = OpenAIServingChat._make_parser, list[Any]()
+
+    def recorded(*args: Any) -> Any:
+        made.append(make(*args))
+        return made[-1]
+
+    monkeypatch.setattr(OpenAIServingChat, "_make_parser", recorded)
+    parsing.ask("fast", CHAT, body(CHAT, n=n, tools=[TOOL]), [*singly(parsing, "Hm."), "stop"], True)
+    assert len(made) == n
+    parsing.ask("stock", CHAT, body(CHAT, n=n, tools=[TOOL]), [*singly(parsing, "Hm."), "stop"], True)
+    assert len(made) == 2 * n + 1  # vLLM makes one more, which reads the prompt
 
 
 def test_a_parser_that_fails(parsing: LiveRouters, monkeypatch: pytest.MonkeyPatch) -> None:

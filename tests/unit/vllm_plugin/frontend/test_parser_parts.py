@@ -13,10 +13,11 @@ from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionReque
 from vllm.entrypoints.openai.responses.protocol import ResponsesRequest
 from vllm.parser import metrics
 from vllm.parser.engine import streaming_parser_engine
+from vllm.parser.engine.token_id_scanner import TokenIDScanner
 from vllm.parser.qwen3 import qwen3_config
 
 from tercet.vllm_plugin.fast_path.delta_json import delta_json
-from tercet.vllm_plugin.fast_path.parser_parts import MOST_KEPT, SpecialTokenTerminals, ToolParserCalls
+from tercet.vllm_plugin.fast_path.parser_parts import MOST_KEPT, Scanners, SpecialTokenTerminals, ToolParserCalls
 
 vllms: Any = streaming_parser_engine._build_drop_info
 LABELS = ["model_name", "mode", "outcome", "request_type"]
@@ -102,6 +103,33 @@ def test_terminals_of_special_tokens_are_made_once_for_each_tokenizer_and_config
         kept(thinking, Specials("<v>"))
     assert kept(thinking, one).extra_token_ids == vllms(thinking, one).extra_token_ids  # made again
     assert len(kept._kept) == MOST_KEPT
+
+
+class Decoder:
+    """A tokenizer that records the decoded ids."""
+
+    def __init__(self, text: Any) -> None:
+        self.text, self.decoded = text, list[int]()
+
+    def decode(self, token_ids: list[int]) -> Any:
+        self.decoded += token_ids
+        return self.text
+
+
+def test_a_tokens_text_is_decoded_once_for_each_tokenizer() -> None:
+    scanners, one, other = Scanners(TokenIDScanner), Decoder("a"), Decoder(None)
+    for tokenizer, text in ((one, "a"), (other, "")):
+        for _ in range(2):
+            scanner, vllms_own = scanners({7: "END"}, tokenizer), TokenIDScanner({7: "END"}, Decoder(tokenizer.text))
+            assert type(scanner) is TokenIDScanner
+            assert scanner.scan("aa", [1, 2]) == vllms_own.scan("aa", [1, 2])
+            assert scanner._decode_tokens([1, 7]) == (text, text)
+        assert tokenizer.decoded == [1, 2, 7]
+    for _ in range(MOST_KEPT):
+        scanners({}, Decoder("b"))
+    assert scanners({}, one)._decode_tokens([1]) == ("a",)  # decoded again
+    assert one.decoded == [1, 2, 7, 1]
+    assert len(scanners._texts) == MOST_KEPT
 
 
 TEXTS = st.text() | st.none()

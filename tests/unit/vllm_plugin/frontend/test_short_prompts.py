@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,9 +12,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
+from vllm.renderers.params import ChatParams
 
 from tercet.vllm_plugin.fast_path.short_prompts import SHORT, encoder_of, render_short_prompts_here
 
+from .conftest import LiveRouters
 from .vocabulary import SPECIAL, tokenizer
 
 TOKENIZER = tokenizer()
@@ -35,6 +39,14 @@ class Renderer:
 
     async def render_cmpl_async(self, prompts: Any, tok_params: Any, *, prompt_extras: Any) -> Any:
         return "tasks", prompts, tok_params, prompt_extras
+
+    def render_chat(self, conversations: Any, chat_params: Any, tok_params: Any, *, prompt_extras: Any) -> Any:
+        return "here", conversations, chat_params, tok_params, prompt_extras
+
+    async def render_chat_async(
+        self, conversations: Any, chat_params: Any, tok_params: Any, *, prompt_extras: Any
+    ) -> Any:
+        return "tasks", conversations, chat_params, tok_params, prompt_extras
 
 
 @pytest.mark.parametrize(("length", "where"), [(0, "here"), (SHORT, "here"), (SHORT + 1, "thread")])
@@ -59,6 +71,92 @@ async def test_one_short_text_is_rendered_without_tasks(prompts: list[Any], wher
     renderer = Renderer()
     render_short_prompts_here(renderer)
     assert await renderer.render_cmpl_async(prompts, "params", prompt_extras={}) == (where, prompts, "params", {})
+
+
+# ---- chats -------------------------------------------------------------------------------------------------------
+
+IMAGE = {"type": "image_url", "image_url": {"url": "http://x"}}
+TOOL = {"type": "function", "function": {"name": "paint", "parameters": {"type": "object"}}}
+
+
+def said(content: Any, **more: Any) -> list[Any]:
+    return [{"role": "user", "content": content, **more}]
+
+
+def nested(depth: int) -> Any:
+    found: Any = []
+    for _ in range(depth):
+        found = [found]
+    return found
+
+
+@pytest.mark.parametrize(
+    ("messages", "more", "where"),
+    [
+        (said("x" * (SHORT // 2)), {}, "here"),
+        (said("x" * SHORT), {}, "tasks"),
+        (said([{"type": "text", "text": "x"}, "y"]), {}, "here"),
+        (said([{"type": "text", "text": "x" * SHORT}]), {}, "tasks"),
+        (said([{"type": "text", "text": "x"}, IMAGE]), {}, "tasks"),
+        (said([{"type": "text", "text": "x", "image_url": "http://x"}]), {}, "tasks"),
+        (said([{"text": "x"}]), {}, "tasks"),
+        (said(iter([{"type": "text", "text": "x"}])), {}, "tasks"),
+        (said({"text": "x"}), {}, "tasks"),
+        (said(None, tool_calls=[{"id": "c", "function": {"name": "paint", "arguments": "{}"}}]), {}, "here"),
+        (said(None, tool_calls=iter([])), {}, "tasks"),
+        (said("x", name="y" * SHORT), {}, "tasks"),
+        (said("x"), {"tools": [TOOL], "add_generation_prompt": True, "documents": None}, "here"),
+        (said("x"), {"tools": [TOOL] * 20}, "tasks"),
+        (said("x"), {"y" * SHORT: 1}, "tasks"),
+        (said("x"), {"numbers": [1] * SHORT}, "tasks"),
+        (said("x"), {"nested": nested(5)}, "here"),
+        (said("x"), {"nested": nested(5 * SHORT)}, "tasks"),
+        (said("x") * SHORT, {}, "tasks"),
+        (("x",), {}, "tasks"),
+        (["x"], {}, "tasks"),
+    ],
+)
+async def test_one_short_chat_is_rendered_without_tasks(messages: Any, more: dict[str, Any], where: str) -> None:
+    renderer, given = Renderer(), SimpleNamespace(chat_template_kwargs=more)
+    render_short_prompts_here(renderer)
+    args = [messages], given, "params"
+    assert await renderer.render_chat_async(*args, prompt_extras={}) == (where, *args, {})
+
+
+async def test_several_chats_are_rendered_in_tasks() -> None:
+    renderer, given = Renderer(), SimpleNamespace(chat_template_kwargs={})
+    render_short_prompts_here(renderer)
+    found = await renderer.render_chat_async([said("x"), said("y")], given, "params", prompt_extras={})
+    assert found[0] == "tasks"
+
+
+async def test_a_template_of_a_client_does_not_run_on_the_event_loop() -> None:
+    renderer, given = Renderer(), SimpleNamespace(chat_template_kwargs={})
+    render_short_prompts_here(renderer, trusts_templates=True)
+    assert (await renderer.render_chat_async([said("x")], given, "params", prompt_extras={}))[0] == "tasks"
+    assert (await renderer.render_cmpl_async([{"prompt": "x"}], "params", prompt_extras={}))[0] == "here"
+
+
+@pytest.mark.parametrize("content", ["the fox", [{"type": "text", "text": "the"}, {"type": "text", "text": "fox"}]])
+@pytest.mark.parametrize("more", [{}, {"tools": [TOOL]}, {"add_generation_prompt": False}])
+def test_a_chat_is_rendered_as_vllm_does(routers: LiveRouters, content: Any, more: dict[str, Any]) -> None:
+    renderer = routers.chats[0].renderer
+    assert "render_chat_async" in vars(renderer)  # replaced
+
+    async def rendered(render: Any) -> Any:
+        given = ChatParams(None, "auto", {"add_generation_prompt": True, "continue_final_message": False, **more})
+        conversations, prompts = await render([said(content)], given, prompt_extras={"cache_salt": "s"})
+        for prompt in prompts:
+            del prompt["arrival_time"]
+        return conversations, prompts
+
+    async def both() -> Any:
+        vllms = partial(type(renderer).render_chat_async, renderer)
+        return await rendered(vllms), await rendered(renderer.render_chat_async)
+
+    expected, found = asyncio.run_coroutine_threadsafe(both(), routers.loop).result(60)
+    assert found == expected
+    assert found[1][0]["prompt_token_ids"]
 
 
 # ---- past transformers -------------------------------------------------------------------------------------------

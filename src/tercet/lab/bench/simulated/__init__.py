@@ -1,10 +1,11 @@
 """Simulations of programs on fleets of simulated engines, in virtual time, with reports and sweeps."""
 
 from tercet.lab.bench.simulated.moving_fleet import MovingSettings
+from tercet.lab.bench.simulated.outcome import Outcome
 from tercet.lab.bench.simulated.planned import PlannedWorkload
 from tercet.lab.bench.simulated.scenario import EngineGroup, Fault, FleetSpec, SyntheticWorkload, parse_fleet
 from tercet.lab.bench.simulated.simulation import SimulatedPoint, Simulation, SimulationReport, point_of, table
-from tercet.lab.bench.simulated.virtual_run import Outcome, run_once, run_requests
+from tercet.lab.bench.simulated.virtual_run import run_once, run_requests
 
 __all__ = [
     "EngineGroup",

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from tercet.lab.bench.summary import MS, Samples, Slo
 from tercet.protocol import BadRequest, Request
+from tercet.protocol.weights import chosen_by_weight
 from tercet.settings.role_settings import DEFAULT_CLASS, ObjectiveClass, Objectives
 
 
@@ -40,9 +41,9 @@ def classed(
     arrivals: Iterable[tuple[float, Request]], weights: Mapping[str, float], header: str, seed: int
 ) -> Iterator[tuple[float, Request]]:
     """Yield the arrivals, each with a class, drawn by weight, in its ``header``. Equal seeds give equal classes."""
-    chance, names = random.Random(f"{seed} classes"), list(weights)
+    chance, names, parts = random.Random(f"{seed} classes"), list(weights), list(weights.values())
     for when, request in arrivals:
-        (name,) = chance.choices(names, list(weights.values()))
+        name = names[chosen_by_weight(parts, chance.random())]
         headers = request.headers if name == DEFAULT_CLASS else {**request.headers, header: name}
         yield when, msgspec.structs.replace(request, headers=headers)
 

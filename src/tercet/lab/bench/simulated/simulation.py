@@ -17,12 +17,13 @@ from tercet.lab.bench.digits import three_digits
 from tercet.lab.bench.results import BenchResult, Point
 from tercet.lab.bench.simulated.kv_imbalance import KVImbalance
 from tercet.lab.bench.simulated.moving_fleet import MoveTotals, MovingSettings
+from tercet.lab.bench.simulated.outcome import Outcome
 from tercet.lab.bench.simulated.planned import PlannedWorkload
 from tercet.lab.bench.simulated.planned_run import PlannedRun
 from tercet.lab.bench.simulated.request_classes import slo_of_class
 from tercet.lab.bench.simulated.scenario import SyntheticWorkload, parse_fleet
 from tercet.lab.bench.simulated.virtual_roles import VirtualFlip
-from tercet.lab.bench.simulated.virtual_run import Outcome, run_once
+from tercet.lab.bench.simulated.virtual_run import run_once
 from tercet.lab.bench.summary import Distribution, Slo, Summary, achieved, enough, summarize
 from tercet.lab.sim import EngineOptions, load_profile, options_from
 from tercet.programs import load_program

@@ -4,114 +4,31 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import itertools
 import math
-from array import array
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable, Coroutine, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from functools import partial
 from typing import Any, Protocol
 
 import msgspec
-import numpy as np
 
 from tercet.decisions.scheduling import Scheduling
-from tercet.fleet import EngineFleet, EngineObserver, Member, RunningSequence, Trace
-from tercet.lab.bench.simulated.kv_imbalance import ImbalanceSamples, KVImbalance
-from tercet.lab.bench.simulated.moving_fleet import MoveCounts, MoveTotals, MovingFleet, MovingSettings, alongside
+from tercet.fleet import RunningSequence, Trace
+from tercet.lab.bench.simulated.kv_imbalance import ImbalanceSamples
+from tercet.lab.bench.simulated.moving_fleet import MoveCounts, MovingSettings, alongside
+from tercet.lab.bench.simulated.outcome import Outcome
 from tercet.lab.bench.simulated.planned import FollowUp, PlannedTraffic, PlannedWorkload
-from tercet.lab.bench.simulated.request_classes import ClassedSamples, classed, weights_of
-from tercet.lab.bench.simulated.scenario import Fault, FleetSpec, SyntheticWorkload, members_of, requests_of
+from tercet.lab.bench.simulated.request_classes import classed, weights_of
+from tercet.lab.bench.simulated.scenario import FleetSpec, SyntheticWorkload, requests_of
 from tercet.lab.bench.simulated.timeline import TimelineRecorder
-from tercet.lab.bench.simulated.virtual_roles import VirtualFlip
-from tercet.lab.sim import (
-    EngineOptions,
-    Host,
-    Network,
-    Profile,
-    SimEngine,
-    load_profile,
-    options_from,
-    run_virtual,
-)
-from tercet.programs import Program, name_of
-from tercet.protocol import BadRequest, LayoutMismatch, Output, ProgramFailed, Request, TercetError
-from tercet.protocol.trace import FALLBACK, RETRY
+from tercet.lab.bench.simulated.virtual_fleet import VirtualFleet, build_fleet, plan_fault
+from tercet.lab.sim import EngineOptions, SimEngine, run_virtual
+from tercet.programs import Program
+from tercet.protocol import Output, ProgramFailed, Request, TercetError
 from tercet.router.attempts import ProgramFault
-from tercet.router.page.records import Frame
 from tercet.router.service import Service
-from tercet.settings import RetryBudget, RouterSettings
-from tercet.settings.role_settings import ObjectiveClass, Objectives
 
-RETRIES = RetryBudget()
-WAIT_FOR_ENGINE = RouterSettings().wait_for_engine_s
 MOVING = MovingSettings()
-
-
-@dataclass
-class Outcome:
-    """The results of one run: columns with one entry per measured request, and the engines' counters.
-
-    Times are in seconds of virtual time; ``first`` is NaN for a failed request. ``busy`` is the share of the engines'
-    time in which a step ran. ``timeline`` is empty unless it was requested.
-    """
-
-    sent: array[float] = field(default_factory=lambda: array("d"))
-    first: array[float] = field(default_factory=lambda: array("d"))
-    ended: array[float] = field(default_factory=lambda: array("d"))
-    input_tokens: array[float] = field(default_factory=lambda: array("d"))
-    output_tokens: array[float] = field(default_factory=lambda: array("d"))
-    failures: Counter[str] = field(default_factory=Counter[str])
-    first_error: TercetError | None = None
-    fallbacks: int = 0
-    retries: int = 0
-    first_retried: str | None = None
-    busy: float = 0.0
-    counts: dict[str, int] = field(default_factory=dict[str, int])
-    moves: MoveTotals = field(default_factory=MoveTotals)
-    imbalance: KVImbalance | None = None
-    flips: list[VirtualFlip] = field(default_factory=list[VirtualFlip])
-    timeline: list[Frame] = field(default_factory=list[Frame])
-    objectives: Objectives = field(default_factory=Objectives)
-    classes: list[ObjectiveClass | None] = field(default_factory=list[ObjectiveClass | None])
-
-    def add(self, sent: float, first: float, ended: float, request: Request, tokens: int) -> None:
-        """Record a request with its times in seconds; ``first`` is NaN if it failed."""
-        self.sent.append(sent)
-        self.first.append(first)
-        self.ended.append(ended)
-        self.input_tokens.append(request.num_tokens)
-        self.output_tokens.append(tokens)
-        if self.objectives.classes:
-            self.classes.append(self.objectives.class_of(request.headers))
-
-    def count_attempts(self, trace: Trace) -> None:
-        """Count the attempts after failures in a request's trace."""
-        for event in trace.events:
-            if event.verb in (RETRY, FALLBACK):
-                self.retries += 1
-                self.fallbacks += event.verb == FALLBACK
-                self.first_retried = self.first_retried or event.reason
-
-    def samples(self) -> ClassedSamples:
-        """Return the requests in the benchmark's form, without gaps between tokens, which are not stored."""
-        sent, first, ended = np.array(self.sent), np.array(self.first), np.array(self.ended)
-        ok = ~np.isnan(first)
-        return ClassedSamples(
-            scheduled=sent,
-            sent=sent,
-            first=first,
-            last=np.where(ok, ended, np.nan),
-            input_tokens=np.array(self.input_tokens),
-            output_tokens=np.array(self.output_tokens),
-            ok=ok,
-            itl=np.empty(0),
-            ended=ended,
-            failures=self.failures,
-            classes=tuple(self.classes),
-        )
 
 
 class FollowUps(Protocol):
@@ -128,15 +45,6 @@ class FollowUps(Protocol):
 
 Companion = Callable[[Service[MoveCounts], Mapping[str, SimEngine]], Coroutine[Any, Any, None]]
 """A function that returns a coroutine, which runs until the end of the simulated run and may change the fleet."""
-
-
-@dataclass
-class _Fleet:
-    service: Service[MoveCounts]
-    engines: dict[str, SimEngine]
-    network: Network
-    router: float
-    moving: MovingFleet
 
 
 def run_once(
@@ -241,7 +149,7 @@ async def _run(
     record_s: float | None,
     companion: Companion | None,
 ) -> Outcome:
-    built = _build(program, spec, profile, options, seed, moving)
+    built = build_fleet(program, spec, profile, options, seed, moving)
     if scheduling is not None:
         built.service.fleet.scheduling = scheduling
     outcome = Outcome(objectives=moving.objectives)
@@ -249,7 +157,7 @@ async def _run(
         weights = weights_of(moving.class_traffic, moving.objectives)
         arrivals = classed(arrivals, weights, moving.objectives.header, seed)
     for fault in spec.faults:
-        _plan_fault(fault, built.engines[fault.engine], built.service.fleet)
+        plan_fault(fault, built.engines[fault.engine], built.service.fleet)
     recorder = None if record_s is None else TimelineRecorder(built.service, built.engines, profile, record_s)
     others: list[Coroutine[Any, Any, None]] = [] if recorder is None else [recorder.run()]
     if companion is not None:
@@ -264,85 +172,8 @@ async def _run(
     return outcome
 
 
-def _build(
-    program: Program, spec: FleetSpec, profile: str, options: EngineOptions, seed: int, moving: MovingSettings
-) -> _Fleet:
-    network, profiles, hosts = Network(), dict[str, Profile](), defaultdict[str, Host](Host)
-    members: list[Member] = []
-    engines: dict[str, SimEngine] = {}
-    for group, index in members_of(spec):
-        wanted = group.profile or profile
-        if wanted not in profiles:
-            profiles[wanted] = load_profile(wanted)
-        name = f"{group.role}-{index}"
-        host = None if group.host is None else hosts[group.host]
-        settings = options_from(options, group.options)
-        engine = engines[name] = SimEngine(name, profiles[wanted], network, settings, seed, host=host)
-        room = engine.pool.total * engine.profile.block_size
-        members.append(Member(name, f"sim://{name}", group.role, engine, kv_tokens=room))
-    if not spec.without_kv_exchange:
-        _require_exchange(list(engines.values()))
-    # Simulated engines report every change, so the last report is valid at any age.
-    fleet = EngineFleet(members, clock=asyncio.get_running_loop().time, stale_after=math.inf, seed=seed)
-
-    fleet.costs.watch_once_asked()
-
-    def listen() -> None:
-        for name, engine in engines.items():
-            engine.observe(EngineObserver(fleet.knowledge, name, engine.profile.block_size))
-
-    def listen_for_blocks() -> None:
-        for name, engine in engines.items():
-            engine.observe_blocks(EngineObserver(fleet.knowledge, name, engine.profile.block_size))
-
-    fleet.knowledge.hear_from(listen, listen_for_blocks)  # only programs that ask for reports cause their cost
-    # A fleet has one router, with the time of the engines' default profile.
-    router = profiles[profile].router if profile in profiles else 0.0
-    service = Service(
-        fleet, name_of(program), {}, MoveCounts(), retries=RETRIES, wait_for_engine=WAIT_FOR_ENGINE,
-        moves=moving.moves, retries_faults=False, load_arm=lambda _: program,
-    )  # fmt: skip
-    with_moves = MovingFleet(service, engines, moving, bool(spec.faults))
-    return _Fleet(service, engines, network, router, with_moves)
-
-
-def _require_exchange(engines: Sequence[SimEngine]) -> None:
-    """Raise :class:`~tercet.protocol.BadRequest` unless all engines can exchange KV: sends would fail."""
-    for first, other in itertools.combinations({engine.profile.name: engine for engine in engines}.values(), 2):
-        try:
-            first.require_exchange(other)
-        except LayoutMismatch as error:
-            raise BadRequest(
-                f"fleet: {first.name} ({first.profile.name}) and {other.name} ({other.profile.name}): {error.message}; "
-                "choose profiles of one model, or set without_kv_exchange: true in the fleet's file",
-                "fleet",
-            ) from None
-
-
-def _plan_fault(fault: Fault, engine: SimEngine, fleet: EngineFleet) -> None:
-    begins: dict[str, Callable[[], None]] = {
-        "die": engine.fail,
-        "freeze": engine.freeze,
-        "drain": partial(fleet.drain, engine.name),
-    }
-    ends: dict[str, Callable[[], None]] = {
-        "die": partial(_recover, engine, fleet),
-        "freeze": engine.thaw,
-        "drain": partial(fleet.drain, engine.name, False),
-    }
-    loop = asyncio.get_running_loop()
-    loop.call_at(fault.at, begins[fault.kind])
-    if fault.down is not None:
-        loop.call_at(fault.at + fault.down, ends[fault.kind])
-
-
-def _recover(engine: SimEngine, fleet: EngineFleet) -> None:
-    engine.recover()
-    fleet.member(engine.name).reachable = True
-
-
 async def _serve_all(
-    built: _Fleet,
+    built: VirtualFleet,
     arrivals: Iterable[tuple[float, Request]],
     warm_up: int,
     outcome: Outcome,
@@ -377,7 +208,7 @@ async def _serve_all(
 
 
 async def _converse(
-    built: _Fleet,
+    built: VirtualFleet,
     request: Request,
     outcome: Outcome,
     measured: bool,
@@ -410,7 +241,7 @@ async def _converse(
         on_end(asyncio.current_task())
 
 
-async def _serve(built: _Fleet, request: Request, outcome: Outcome, measured: bool) -> RunningSequence | None:
+async def _serve(built: VirtualFleet, request: Request, outcome: Outcome, measured: bool) -> RunningSequence | None:
     """Serve one request to its end, as the router does. Return its sequence, or None after a failure.
 
     Raise the errors of the program itself: a simulation must show them.
@@ -449,7 +280,7 @@ def _cause_of(error: TercetError) -> TercetError:
     raise cause
 
 
-def _collect(built: _Fleet, outcome: Outcome) -> None:
+def _collect(built: VirtualFleet, outcome: Outcome) -> None:
     totals, elapsed = Counter[str](), asyncio.get_running_loop().time()
     for engine in built.engines.values():
         counters = engine.all_counters

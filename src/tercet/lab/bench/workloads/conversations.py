@@ -114,7 +114,7 @@ class Draw:
 class Workload(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="kind"):
     """One kind of requests. ``weight`` is its share of a mix, relative to the other kinds."""
 
-    weight: Annotated[float, msgspec.Meta(gt=0)] = 1.0
+    weight: Annotated[float, msgspec.Meta(gt=0, le=1_000_000)] = 1.0
 
     def conversations(self, draw: Draw) -> Iterator[Conversation]:
         """Yield conversations without end, or those of a recorded trace in order."""

@@ -14,6 +14,7 @@ from tercet.lab.bench.workloads.conversations import Conversation, Draw, Vocabul
 from tercet.lab.bench.workloads.recorded import Azure, BurstGPT, Mooncake, ShareGPT
 from tercet.lab.bench.workloads.synthetic import MultiTurnSessions, RandomTokens, SharedPrefix, Sonnet
 from tercet.protocol import BadRequest
+from tercet.protocol.weights import chosen_by_weight
 from tercet.settings.declaration import complaint
 
 AnyWorkload = Sonnet | RandomTokens | SharedPrefix | MultiTurnSessions | ShareGPT | Mooncake | Azure | BurstGPT
@@ -128,8 +129,7 @@ def _mixed(
     weights = [kind.weight for kind in phase.mix]
     choice = Random(f"{seed}/{index}/choice")
     while True:
-        (source,) = choice.choices(sources, weights)
-        following = next(source, None)
+        following = next(sources[chosen_by_weight(weights, choice.random())], None)
         if following is None:
             return
         yield following

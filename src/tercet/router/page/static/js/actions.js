@@ -19,7 +19,7 @@ export class Actions {
   allow(why) {
     this.why = why;
     for (const id of ["drain", "set-role", "switch", "role"]) { $(id).disabled = Boolean(why); $(id).title = why; }
-    setText($("engine-why"), why ? `No changes from here: ${why}.` : "");
+    setText($("engine-why"), why ? `No changes are possible here: ${why}.` : "");
   }
 
   async call(method, path, body) {
@@ -63,7 +63,7 @@ export class Actions {
   drain() {
     const path = `engines/${encodeURIComponent(this.name)}/drain`;
     if (this.draining) return this.change(`End the drain of ${this.name}: it is picked again.`, "DELETE", path);
-    return this.change(`Drain ${this.name}: it gets nothing new, and what runs there moves or finishes.`, "POST", path);
+    return this.change(`Drain ${this.name}: it gets no new requests, and its running sequences move or finish.`, "POST", path);
   }
 
   setRole() {
@@ -99,7 +99,7 @@ export class Actions {
 
   async switchPrograms() {
     const total = this.shares.reduce((sum, share) => sum + share.weight, 0);
-    if (!(total > 0) || this.shares.some((share) => !(share.weight >= 0))) { setText($("switch-why"), "Weights are numbers of at least 0, and not all 0."); return; }
+    if (!(total > 0) || this.shares.some((share) => !(share.weight >= 0))) { setText($("switch-why"), "Each weight must be at least 0, and one weight must be greater than 0."); return; }
     const said = this.shares.map((share) => `${share.name ?? share.program} ${Math.round((100 * share.weight) / total)}%`).join(", ");
     const { rules, sticky } = this.plan, only = this.shares.length === 1;
     const [{ weight, ...first }] = this.shares;
@@ -108,7 +108,7 @@ export class Actions {
   }
 }
 
-// Asks by a dialog; returns true only for the dialog's own button.
+// Opens a dialog to confirm; returns true only if its Yes button is pressed.
 function asked(question) {
   setText($("confirm-what"), question);
   const dialog = $("confirm-dialog");

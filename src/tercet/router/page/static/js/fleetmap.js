@@ -4,7 +4,7 @@ import { $, element, setText, heat, ms } from "./dom.js";
 import { KV, RUNNING, WAITING, STEP, TTFT } from "./state.js";
 
 const CARDS = 24, TILES = 160;
-const MARKS = { dead: "×", refused: "!", stopping: "▾", draining: "▾", "no report": "?" };
+const MARKS = { unreachable: "×", refused: "!", stopping: "▾", draining: "▾", "no report": "?" };
 const COLUMN = { kv: KV, waiting: WAITING, step: STEP, ttft: TTFT };
 export const ROLES = ["prefill", "decode", "both"];
 
@@ -24,7 +24,7 @@ export class FleetMap {
     this.all = false;
     state.changed.clear();
     $("unseen").hidden = !state.unseen.length;
-    setText($("unseen"), state.unseen.map((more) => `and ${more.engines} more ${more.role}: KV ${(more.kv / 10).toFixed(0)}%, ${more.running} running, ${more.waiting} waiting, ${more.dead} dead`).join("; "));
+    setText($("unseen"), state.unseen.map((more) => `and ${more.engines} more ${more.role}: KV ${(more.kv / 10).toFixed(0)}%, ${more.running} running, ${more.waiting} waiting, ${more.dead} unreachable`).join("; "));
   }
 
   recolor() { this.all = true; this.shown = null; }
@@ -64,7 +64,7 @@ export class FleetMap {
   fill(state, index) {
     const row = state.rows[index], cell = this.cells[index], engine = state.engines[index], said = state.stateOf(index);
     const { fill, ink } = heat(row[COLUMN[this.metric]] / this.top);
-    const down = said === "dead" || said === "refused";
+    const down = said === "unreachable" || said === "refused";
     const unknown = !row[COLUMN[this.metric]] && (this.metric === "ttft" || this.metric === "step");
     cell.style.setProperty("--heat", down ? "transparent" : unknown ? "var(--track)" : fill);
     cell.style.setProperty("--heat-ink", down ? "var(--bad)" : unknown ? "var(--ink)" : ink);

@@ -3,7 +3,7 @@
 import { $, element, setText, prepared, color, ms, bytes, count } from "./dom.js";
 
 const ROW = 13, HEAD = 15, GAP = 7, TOP = 20, HIGHEST = 460;
-export const VERBS = [["prep", "prep_recv"], ["prefill", "prefill"], ["send", "remote_send"], ["decode", "decode"], ["move", "move"], ["wait", "between"]];
+export const VERBS = [["prep", "prep_recv"], ["prefill", "prefill"], ["send", "remote_send"], ["decode", "decode"], ["move", "move"], ["wait", "waiting"]];
 
 // Returns the bars of a request until `now`: its verbs on each engine.
 export function barsOf(lane, now) {
@@ -79,7 +79,7 @@ export class Lanes {
     this.axis(pen, from, now, x, height);
     if (!shown.length) { pen.fillStyle = color("soft"); pen.fillText("No request in this window.", label + 8, TOP + 28); }
     for (const each of shown) this.lane(pen, each, from, now, x, label, width);
-    canvas.setAttribute("aria-label", `Requests as lanes of time: ${shown.length} of the last ${this.seconds} seconds; arrow keys tell of one after the other`);
+    canvas.setAttribute("aria-label", `Requests as lanes of time: ${shown.length} of the last ${this.seconds} seconds; arrow keys select one after the other`);
   }
 
   // If not all lanes fit, every second or third one and so on is drawn. The lane's number decides, so a lane that is
@@ -155,7 +155,7 @@ export class Lanes {
     pen.restore();
   }
 
-  // A send goes layer by layer: one notch for each portion, or fewer if they would touch.
+  // KV is sent layer by layer: one notch for each chunk, or fewer if notches would touch.
   layers(pen, bar, a, b, line) {
     const portions = Math.min(bar.span.chunks, Math.floor((b - a) / 4));
     pen.fillStyle = color("panel");
@@ -175,7 +175,7 @@ export class Lanes {
     if (bar.kind === "decode") return `${who}: decode on ${bar.engine}, ${long}`;
     if (bar.kind === "wait") return `${who}: waits, ${long}`;
     const s = bar.span, name = bar.kind === "prefill" ? "start_generate, until its first token," : s.verb;
-    const more = [s.tokens && `${s.tokens} tokens`, s.cached && `${s.cached} cached`, s.bytes && bytes(s.bytes), s.chunks > 1 && `${s.chunks} portions`, s.said];
+    const more = [s.tokens && `${s.tokens} tokens`, s.cached && `${s.cached} cached`, s.bytes && bytes(s.bytes), s.chunks > 1 && `${s.chunks} chunks`, s.said];
     return `${who}: ${name} on ${s.engine}${s.to ? ` → ${s.to}` : ""}, ${[long, ...more].filter(Boolean).join(", ")}`;
   }
 

@@ -62,7 +62,7 @@ function connect() {
     key: sessionStorage.getItem(KEY), onFrame,
     onState: (is, said) => {
       if (is === "live") { notice(""); allow(said); }
-      if (is === "away") { status("disconnected, trying again", "bad"); if (said) notice(said); }
+      if (is === "away") { status("disconnected, reconnecting", "bad"); if (said) notice(said); }
       if (is === "connecting") status("connecting", "");
     },
     onRefused: (code, said) => { stream = null; status(code === 403 ? "refused" : "key needed", "warn"); actions.allow(said); if (code === 403 && !sessionStorage.getItem(KEY)) notice(said); else askKey(said); },
@@ -92,7 +92,7 @@ $("key-value").addEventListener("keydown", (event) => { if (event.key === "Enter
 
 $("pause").addEventListener("click", () => {
   paused = !paused;
-  setText($("pause"), paused ? "Go on" : "Pause");
+  setText($("pause"), paused ? "Resume" : "Pause");
   $("pause").setAttribute("aria-pressed", String(paused));
   if (paused) { status("paused", "warn"); return; }
   for (const frame of waiting.splice(0)) state.apply(frame);
@@ -117,7 +117,7 @@ function play(result) {
   const runs = runsOf(result);
   stream?.stop(); stream = null; mode = "recorded"; paused = false; planner.stop();
   $("pause").hidden = true; $("key").hidden = true; notice("");
-  actions.allow("this run is over");
+  actions.allow("this run has ended");
   $("engine-actions").hidden = true; $("switch").hidden = true;
   status("recorded run", "good");
   player.open(runs);

@@ -16,14 +16,14 @@ export class PlannerView {
     this.timer = setTimeout(() => this.look(), EVERY_MS);
     if (document.hidden) return;
     let report = null;
-    try { report = await this.call("GET", "planner"); } catch { /* the stream says what is wrong with the router */ }
+    try { report = await this.call("GET", "planner"); } catch { /* the stream reports errors of the router */ }
     if (this.timer !== null) this.draw(report);
   }
 
   draw(report) {
     $("planner").hidden = !report;
     if (!report) return;
-    setText($("planner-said"), `${report.planner}, every ${report.interval} s: ${report.act === "advise" ? "it advises, and changes nothing" : "it changes the fleet by itself"}`);
+    setText($("planner-said"), `${report.planner}, every ${report.interval} s: ${report.act === "advise" ? "it only advises" : "it changes the fleet"}`);
     const rows = report.plans.slice(-SHOWN).reverse().map((plan) => {
       const stays = plan.fleet === plan.wanted;
       const missed = plan.expected !== null && plan.came !== null && plan.came < plan.expected - 0.1;
@@ -31,7 +31,7 @@ export class PlannerView {
         element("td", { class: "n" }, this.clock(plan.at)),
         element("td", { class: stays ? "" : "wanted" }, stays ? plan.fleet : `${plan.fleet} → ${plan.wanted}`),
         element("td", { class: "n" }, percent(plan.expected)), element("td", { class: missed ? "n bad" : "n" }, percent(plan.came)),
-        element("td", {}, plan.steps.length ? plan.steps.join("; ") : "stay"), element("td", {}, plan.reason));
+        element("td", {}, plan.steps.length ? plan.steps.join("; ") : "no change"), element("td", {}, plan.reason));
     });
     $("plan-table").replaceChildren(...(rows.length ? rows : [element("tr", {}, element("td", { class: "empty", colSpan: 6 }, "No plan yet."))]));
   }

@@ -5,7 +5,7 @@ import { $, element, setText } from "./dom.js";
 // Returns the recorded runs in a result of `tercet sim --record`; throws an error for another file.
 export function runsOf(result) {
   const found = Object.entries(result?.timelines ?? {}).filter(([, frames]) => frames.length);
-  if (!found.length) throw new Error("this file has no recorded run; make one by tercet sim --record SECONDS --result-filename FILE");
+  if (!found.length) throw new Error("this file has no recorded run; record one with tercet sim --record SECONDS --result-filename FILE");
   return found.map(([name, frames]) => ({ name, frames }));
 }
 

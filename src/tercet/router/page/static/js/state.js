@@ -41,7 +41,7 @@ export class FleetState {
   // Returns the most important state of an engine.
   stateOf(index) {
     const state = this.rows[index][STATE];
-    if (state & DEAD) return "dead";
+    if (state & DEAD) return "unreachable";
     if (state & REFUSED) return "refused";
     if (state & STOPPING) return "stopping";
     if (state & DRAINING) return "draining";

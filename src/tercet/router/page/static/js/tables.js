@@ -20,7 +20,7 @@ export class Numbers {
     const leaving = rows.filter((row) => row[STATE] & (DRAINING | STOPPING)).length, size = rows.length + unseen("engines");
     const rate = (value) => (all.seconds ? count(value / all.seconds) : NONE);
     const values = [
-      [dead ? `${size - dead} of ${size}` : String(size), `engines${dead ? `, ${dead} dead` : ""}${leaving ? `, ${leaving} draining` : ""}`, dead],
+      [dead ? `${size - dead} of ${size}` : String(size), `engines${dead ? `, ${dead} unreachable` : ""}${leaving ? `, ${leaving} draining` : ""}`, dead],
       [count(sum(RUNNING) + unseen("running")), "running"], [count(sum(WAITING) + unseen("waiting")), "waiting"],
       [rate(all.tokens), "tokens/s"], [rate(all.done), "requests/s"],
       [ms(timeOf(all, 0)), "TTFT p50"], [ms(timeOf(all, 1)), "TTFT p90"], [ms(timeOf(all, 2)), "TPOT p50"],

@@ -1,88 +1,28 @@
-"""``tercet engines``: change the fleet of a running router; and the options of all commands that call a router."""
+"""``tercet engines``: change the engines of a running router, their LoRA adapters, and where sequences run."""
 
 from __future__ import annotations
 
-import asyncio
-import json
-import os
 import time
-from collections.abc import Callable, Generator, Iterable
-from contextlib import contextmanager
-from pathlib import Path
 from typing import Annotated, Any
 from urllib.parse import quote
 
 import typer
 
+from tercet.cli.adapters import adapters
 from tercet.cli.given_names import given_as
+from tercet.cli.moves import move
 from tercet.cli.roles_in_words import roles_in_words
+from tercet.cli.router_calls import HERE, AdminKey, Json, Url, ask, show_answer, understood
 from tercet.cli.terminal import say
-from tercet.protocol import BadRequest, EngineUnreachable, Role
-from tercet.protocol.bearer import key_of
-from tercet.settings import require_engine_url, require_url
-from tercet.settings.key_files import KeyFile
-from tercet.settings.variables import ADMIN_KEY_FILE_VARIABLE, ADMIN_KEY_VARIABLE, CLIENT_KEY_VARIABLE, URL_VARIABLE
-from tercet.wire.client.ask_router import ask_router
+from tercet.protocol import BadRequest, Role
+from tercet.settings import require_engine_url
 
-Url = Annotated[str, typer.Option(envvar=URL_VARIABLE, help="Base URL of the router.")]
-AdminKey = Annotated[
-    str | None,
-    typer.Option(
-        envvar=ADMIN_KEY_VARIABLE,
-        help=f"Admin key of the router. Without it the first key of the file `{ADMIN_KEY_FILE_VARIABLE}` is used.",
-    ),
-]
-ApiKey = Annotated[
-    str | None,
-    typer.Option(envvar=CLIENT_KEY_VARIABLE, help="Client key, if the router requires one."),
-]
-Json = Annotated[bool, typer.Option("--json", help="Print the router's answer as JSON.")]
-HERE = "http://127.0.0.1:8000"
 POLL_SECONDS = 0.5
 
-
-@contextmanager
-def understood() -> Generator[None]:
-    """Raise :class:`~tercet.protocol.EngineUnreachable` if the block finds an answer of another shape."""
-    try:
-        yield
-    except (KeyError, IndexError, TypeError, ValueError, AttributeError, ZeroDivisionError, OverflowError) as error:
-        raise EngineUnreachable(
-            f"the answer is not that of a router of this version: {type(error).__name__}: {error}", "url"
-        ) from error
-
-
-def ask(url: str, admin_key: str | None, method: str, path: str, body: Any = None) -> Any:
-    """Call the router and return its answer; raise :class:`~tercet.protocol.TercetError`."""
-    require_url(url, "--url", HERE)
-    return asyncio.run(ask_router(url, method, path, body, _key(admin_key)))
-
-
-def _key(given: str | None) -> str:
-    if given is not None:
-        return key_of(given, "--admin-key")
-    file = os.environ.get(ADMIN_KEY_FILE_VARIABLE, "")
-    return KeyFile(file, ADMIN_KEY_FILE_VARIABLE).first()[0] if file else ""
-
-
-def text_of(file: Path, name: str) -> str:
-    """Return the text of a file; raise :class:`~tercet.protocol.BadRequest` if it cannot be read."""
-    try:
-        return file.read_text(encoding="utf-8")
-    except (OSError, ValueError) as error:
-        raise BadRequest(f"{name}: {file} cannot be read: {getattr(error, 'strerror', None) or error}", name) from error
-
-
-def show_answer(answer: Any, as_json: bool, in_words: Callable[[Any], Iterable[str]]) -> None:
-    """Print an answer as JSON, or as the lines of ``in_words``."""
-    with understood():
-        lines = [json.dumps(answer, indent=2)] if as_json else list(in_words(answer))
-    for line in lines:
-        say(line)
-
-
 engines = typer.Typer(
-    name="engines", no_args_is_help=True, help="Change the engines of a running router; see `tercet status`."
+    name="engines",
+    no_args_is_help=True,
+    help="Change the engines of a running router, their LoRA adapters, and where sequences run; see `tercet status`.",
 )
 Name = Annotated[str, typer.Argument(help="Name of the engine in the fleet.")]
 
@@ -157,6 +97,10 @@ def set_role(
 def explain_roles(url: Url = HERE, admin_key: AdminKey = None, as_json: Json = False) -> None:
     """Show the objectives, the share of requests that met them, and the reasons for roles (`--roles auto`)."""
     show_answer(ask(url, admin_key, "GET", "/roles"), as_json, roles_in_words)
+
+
+engines.command()(move)
+engines.command()(adapters)
 
 
 def _path(name: str) -> str:

@@ -1,0 +1,142 @@
+"""Bodies of requests: reading one whole, reading its JSON, and the message that the application receives again."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import suppress
+from typing import Any, cast
+
+import msgspec
+from starlette.types import Message, Receive
+
+from tercet.decisions.sessions import closes_session, session_in_body
+from tercet.fleet.admission import ClientLeft
+from tercet.fleet.bodies_held import HeldBody
+from tercet.protocol.headers import SESSION_FINAL_HEADER
+from tercet.protocol.json_text import in_utf8, read_json
+from tercet.protocol.wire import API_PREFIX
+from tercet.router.body_items import require_few_items, require_readable, require_small_structures
+from tercet.wire.serving.request_body import read_whole
+from tercet.wire.serving.request_context import NOTHING, Asked, RequestContext
+
+
+class ReceivedBody:
+    """A whole body that was read, which the application receives again."""
+
+    def __init__(self, content: bytes, receive: Receive) -> None:
+        self.content = content
+        self._content: bytes | None = content
+        self._receive = receive
+        self._next: asyncio.Future[Message] | None = None
+
+    def replace(self, content: bytes) -> None:
+        """Replace the content that the application receives."""
+        self.content = self._content = content
+
+    async def receive(self) -> Message:
+        """Return the body, then later messages: ASGI's ``receive``."""
+        if self._content is not None:
+            content, self._content = self._content, None  # vLLM has its own copy from now on
+            return {"type": "http.request", "body": content, "more_body": False}
+        return await (self._receive() if self._next is None else asyncio.shield(self._next))
+
+    def left(self) -> asyncio.Future[Message]:
+        """Return a future that is done once the client has closed its connection."""
+        self._next = self._next or asyncio.ensure_future(self._receive())
+        return self._next
+
+    def close(self) -> None:
+        """Stop waiting for the client."""
+        if self._next is not None:
+            self._next.cancel()
+
+
+def nothing_from(receive: Receive) -> Receive:
+    """Return an ASGI ``receive`` for a body that is ignored: an empty body, then messages that are not a body's."""
+    began = False
+
+    async def received() -> Message:
+        nonlocal began
+        if not began:
+            began = True
+            return {"type": "http.request", "body": b"", "more_body": False}
+        while (message := await receive())["type"] == "http.request":
+            pass
+        return message
+
+    return received
+
+
+def _again(first: Message, receive: Receive) -> Receive:
+    """Return an ASGI ``receive`` that first returns ``first``, a message that was received already."""
+    left = [first]
+
+    async def received() -> Message:
+        return left.pop() if left else await receive()
+
+    return received
+
+
+async def receive_body(context: RequestContext, receive: Receive, limit: int, kept: HeldBody) -> ReceivedBody:
+    """Read and return the body of a request; ``kept`` counts its bytes.
+
+    Raises :class:`~tercet.protocol.RequestTooLarge`, :class:`~tercet.protocol.Saturated` if all bodies together are too
+    large, and :class:`ClientLeft` if the client leaves before the end of the body.
+    """
+    announced = context.headers.get("content-length", "")
+    taker = "this router (--max-request-bytes)"
+    first = await receive()
+    if first["type"] == "http.request" and first.get("more_body", False):
+        async with kept.until_let_go():
+            content = await read_whole(_again(first, receive), announced, limit, taker, kept.add)
+    else:  # a body in one message, the usual case
+        content = await read_whole(_again(first, receive), announced, limit, taker, kept.add)
+    if content is None:
+        raise ClientLeft
+    return ReceivedBody(content, receive)
+
+
+async def read_body(context: RequestContext, body: ReceivedBody, most_items: int) -> None:
+    """Read the fields of a JSON body into ``context``, and convert the body to UTF-8.
+
+    Raises :class:`~tercet.protocol.BadRequest` for content that is not valid JSON, and for JSON with too many items.
+    """
+    content = in_utf8(body.content)
+    if content is not body.content:
+        body.replace(content)
+    require_readable(content)
+    found = read_json(content)
+    if isinstance(found, (dict, list)):
+        await require_few_items(context.path, content, found, most_items)
+    if isinstance(found, dict):
+        context.fields = cast("dict[str, Any]", found)
+        await require_small_structures(content, context.fields)
+        context.asked = asked_by(context.fields)
+        if closes_session(context.fields):
+            context.headers = {**context.headers, SESSION_FINAL_HEADER: "true"}
+
+
+def is_json(context: RequestContext) -> bool:
+    """True if the router reads a body: Tercet's routes read their own bodies, and vLLM accepts only JSON.
+
+    A compressed body is passed to pooling servers unchanged, and vLLM refuses it.
+    """
+    if context.headers.get("content-encoding", "identity").strip().lower() not in ("", "identity"):
+        return False
+    kind = context.headers.get("content-type", "application/json").partition(";")[0].strip().lower()
+    return not context.path.startswith(API_PREFIX) and (kind == "application/json" or kind.endswith("+json"))
+
+
+def asked_by(fields: dict[str, Any]) -> Asked:
+    """Return the fields of a body that the router uses; skip a field of a wrong type, which vLLM refuses or ignores."""
+    found: dict[str, Any] = {}
+    if (session := session_in_body(fields)) is not None:
+        found["session_name"] = session
+    for name, kind in _ASKED:
+        if name in fields:
+            with suppress(msgspec.ValidationError):
+                found[name] = msgspec.convert(fields[name], kind, strict=False)
+    return Asked(**found) if found else NOTHING
+
+
+_ASKED = tuple((field.name, field.type) for field in msgspec.structs.fields(Asked) if field.name != "session_name")
