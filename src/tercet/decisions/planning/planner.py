@@ -315,7 +315,9 @@ class Planner:
         """
         plan, now = observed.plan, observed.now
         if self._settled.settles(now, forecast.rate, plan):
-            return WantedPlan(plan, f"{said}; no fleet meets them at this load, and none was worth more", expected)
+            return WantedPlan(
+                plan, f"{said}; no simulated fleet meets them at this load, and none was worth more", expected
+            )
         found = self._climbed(observed, forecast, demand)
         values = worths(found)
         value, (best, got) = max(zip(values, found, strict=True), key=lambda each: each[0])
@@ -323,9 +325,9 @@ class Planner:
         if value < values[0] + needed or self._reverses(self._planned_flip, now, plan, best, REVERSAL_S):
             self._fewer.clear()
             self._settled = TriedLoad(now, forecast.rate, plan)
-            return WantedPlan(plan, f"{said}; no fleet meets them, and none is worth {needed:.0%} more", expected,
-                              tuple(found[1:]))  # fmt: skip
-        reason = f"{said}; no fleet meets them, and {best} is worth more, with {got.attainment:.1%}"
+            reason = f"{said}; no simulated fleet meets them, and none is worth {needed:.0%} more"
+            return WantedPlan(plan, reason, expected, tuple(found[1:]))
+        reason = f"{said}; no simulated fleet meets them, and {best} is worth more, with {got.attainment:.1%}"
         if best.engines >= plan.engines:
             return WantedPlan(best, reason, got, tuple(found[1:]))
         if observed.starting or now - self._changed_at < SCALE_IN_REST_S or not self._saw_enough(now, PRICED_SEEN_S):
