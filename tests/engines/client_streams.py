@@ -12,7 +12,7 @@ import msgspec
 
 from tercet.protocol.sse import DONE, EventReader, read_events
 
-from .prompts import prompt_of
+from .prompts import ANSWER_TIMEOUT, prompt_of
 
 TOKENS = 60
 BODIES: list[dict[str, Any]] = [
@@ -44,7 +44,10 @@ async def read(url: str, body: dict[str, Any], on_chunk: Callable[[], object] = 
         "model": "smollm2", "max_tokens": TOKENS, "ignore_eos": True, "stream": True,
         "stream_options": {"include_usage": True}, **body,
     }  # fmt: skip
-    async with aiohttp.ClientSession() as session, session.post(f"{url}/v1/completions", json=fields) as response:
+    async with (
+        aiohttp.ClientSession(timeout=ANSWER_TIMEOUT) as session,
+        session.post(f"{url}/v1/completions", json=fields) as response,
+    ):
         assert response.status == 200, await response.text()
         async for data in read_events(response.content.iter_any()):
             if data != DONE:

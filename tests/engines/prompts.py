@@ -9,6 +9,8 @@ from typing import Any
 import aiohttp
 
 BLOCK = 128
+# The time of a test is its own limit (pytest's); aiohttp's of 5 minutes is too short for many answers on a busy machine.
+ANSWER_TIMEOUT = aiohttp.ClientTimeout(total=3000)
 VOCABULARY = range(1000, 40000)
 
 
@@ -38,7 +40,7 @@ async def chat(
 
 async def _answer(url: str, path: str, body: dict[str, Any], headers: dict[str, str] | None) -> dict[str, Any]:
     async with (
-        aiohttp.ClientSession() as session,
+        aiohttp.ClientSession(timeout=ANSWER_TIMEOUT) as session,
         session.post(f"{url}{path}", json=body, headers=headers) as response,
     ):
         answer = await response.json()

@@ -34,7 +34,7 @@ from .plain_vllm import (
     unpinned,
 )
 from .processes import EnginePlace, processes_of, send_signal, stopped
-from .prompts import alone, complete, prompt_of, tokens_of
+from .prompts import ANSWER_TIMEOUT, alone, complete, prompt_of, tokens_of
 
 pytestmark = [
     in_full,
@@ -98,7 +98,10 @@ class Told:
 
 async def asked(url: str, body: Mapping[str, Any], headers: Mapping[str, str] | None = None) -> Told:
     path = "/v1/completions" if "prompt" in body else "/v1/chat/completions"
-    async with aiohttp.ClientSession() as session, session.post(url + path, json=body, headers=headers) as answer:
+    async with (
+        aiohttp.ClientSession(timeout=ANSWER_TIMEOUT) as session,
+        session.post(url + path, json=body, headers=headers) as answer,
+    ):
         text = await answer.text()
         assert answer.status == 200, text
     said: list[dict[str, Any]] = said_by(text) if body.get("stream") else [msgspec.json.decode(text)]
