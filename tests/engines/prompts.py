@@ -9,7 +9,7 @@ from typing import Any
 import aiohttp
 
 BLOCK = 128
-# The time of a test is its own limit (pytest's); aiohttp's of 5 minutes is too short for many answers on a busy machine.
+# Tests have limits by pytest; aiohttp's limit of 5 minutes is too short for many answers on a busy machine.
 ANSWER_TIMEOUT = aiohttp.ClientTimeout(total=3000)
 VOCABULARY = range(1000, 40000)
 
