@@ -54,7 +54,7 @@ WRONG = [
     ("program a=1 b", "PROGRAM=WEIGHT: "),
     ("program a=1 --program-arg b:x=1", "--program-arg: b is not in the split"),
     ("program a=1 --by-header nothing", "--by-header: "),
-    ("engines move x", "Missing argument 'DESTINATION'"),
+    ("engines move x", "Missing argument 'destination'"),
     ("status --follow", "--follow: needs --moves"),
     ("status --moves --sequences", "--moves: cannot be combined with --sequences"),
     ("moves x y", "No such command 'moves'. Use tercet status --moves, or tercet engines move"),

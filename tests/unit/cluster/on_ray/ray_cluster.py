@@ -36,6 +36,7 @@ class Node:
         ]  # fmt: skip
         self._environment = environment
         self._started: subprocess.Popen[bytes] | None = None
+        self._seen = set[psutil.Process]()
 
     def start(self) -> None:
         with self._log.open("wb") as log:
@@ -45,14 +46,19 @@ class Node:
             )  # fmt: skip
 
     def until_started(self) -> None:
-        """Wait for Ray's word. On a busy machine it gives up after half a minute, and is started again."""
+        """Wait for Ray's word. On a busy machine it gives up after half a minute, and is started again.
+
+        A start that gave up leaves its GCS running, with the port and the files that the next start needs.
+        """
         deadline, last = time.monotonic() + START_SECONDS, ""
         while STARTED not in self.said():
             assert time.monotonic() < deadline, f"Ray does not start: {self.said() or last}"
+            self._seen.update(self.processes())
             if self._started is None or self._started.poll() is not None:
                 last = self.said()
+                self.kill()
                 self.start()
-            time.sleep(0.1)
+            time.sleep(0.2)
 
     def processes(self) -> list[psutil.Process]:
         """All of the node's processes now; not what has left the tree, such as a guarded engine."""
@@ -72,9 +78,15 @@ class Node:
                     process.send_signal(number)
 
     def kill(self) -> None:
-        self.signal(signal.SIGKILL)
+        """End its processes, and those of starts that gave up."""
+        self._seen.update(self.processes())
+        for process in self._seen:
+            with suppress(psutil.NoSuchProcess):
+                process.kill()
         if self._started is not None:
             self._started.wait()
+        psutil.wait_procs(self._seen, timeout=30)
+        self._seen.clear()
 
     def said(self) -> str:
         return self._log.read_text(errors="replace")[-4000:]
