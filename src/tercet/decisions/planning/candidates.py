@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -42,6 +42,21 @@ class EngineDemand:
 def longest_step_s(objectives: Objectives) -> float:
     """Return the longest decode step to plan for, in seconds: a share of the objective for TPOT (50 ms without one)."""
     return STEP_SHARE * (objectives.tpot or 0.05)
+
+
+def most_decodes(step_s: Callable[[int], float], tpot: float, most: int) -> int:
+    """Return the most sequences, of at most ``most``, whose step takes at most ``tpot`` seconds; at least 1.
+
+    ``step_s`` returns the seconds of a step of this number of sequences, which are not fewer for more sequences.
+    """
+    low, high = 1, max(1, most)
+    while low < high:
+        middle = (low + high + 1) // 2
+        if step_s(middle) <= tpot:
+            low = middle
+        else:
+            high = middle - 1
+    return low
 
 
 def demand_of(

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from tercet.decisions.planning.candidates import most_decodes
+
 MOST_DECODES = 4096
 """Largest number of sequences for which a step is predicted: the fit knows little about such a batch."""
 
@@ -28,11 +30,4 @@ class LearnedCapacity:
     def decodes(self, context: float, tpot: float) -> int:
         """Return the most sequences with ``context`` tokens of KV whose step takes at most ``tpot`` s; at least 1."""
         room = int(self._kv_tokens / max(1.0, context)) if self._kv_tokens else MOST_DECODES
-        low, high = 1, max(1, min(room, MOST_DECODES))
-        while low < high:
-            middle = (low + high + 1) // 2
-            if self._step_s(middle, middle * context) <= tpot:
-                low = middle
-            else:
-                high = middle - 1
-        return low
+        return most_decodes(lambda number: self._step_s(number, number * context), tpot, min(room, MOST_DECODES))

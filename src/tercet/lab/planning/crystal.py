@@ -12,6 +12,7 @@ import numpy as np
 
 from tercet.decisions.objectives import within
 from tercet.decisions.planning import Expected, FleetPlan, Forecast, ObservedRequest
+from tercet.decisions.planning.candidates import most_decodes
 from tercet.lab.bench.simulated.scenario import EngineGroup, FleetSpec
 from tercet.lab.bench.simulated.virtual_run import run_requests
 from tercet.lab.sim import EngineOptions, Profile
@@ -51,14 +52,8 @@ class ProfileCapacity:
 
     def decodes(self, context: float, tpot: float) -> int:
         """Return the most sequences with ``context`` tokens of KV whose step takes at most ``tpot`` s; at least 1."""
-        low, high = 1, max(1, min(self._options.max_num_seqs, int(self._kv_tokens / max(1.0, context))))
-        while low < high:
-            middle = (low + high + 1) // 2
-            if self._steps.step(0, 0.0, middle, int(middle * context)) <= tpot:
-                low = middle
-            else:
-                high = middle - 1
-        return low
+        most = min(self._options.max_num_seqs, int(self._kv_tokens / max(1.0, context)))
+        return most_decodes(lambda number: self._steps.step(0, 0.0, number, int(number * context)), tpot, most)
 
 
 class FleetSimulator:
