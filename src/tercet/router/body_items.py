@@ -72,13 +72,13 @@ def _require_small(structured: Mapping[str, Any], field: str) -> None:
 def _structures(fields: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any]]]:
     """Yield the structured outputs of a request in the form of vLLM's ``structured_outputs``, with their fields."""
     structured = fields.get(OWN_FIELD)
-    if isinstance(structured, Mapping):
-        yield OWN_FIELD, cast("Mapping[str, Any]", structured)
+    if isinstance(structured, dict):
+        yield OWN_FIELD, cast("dict[str, Any]", structured)
     for path in FORMATS:
         found: Any = fields
         for name in path:
-            found = cast("Mapping[str, Any]", found).get(name) if isinstance(found, Mapping) else None
-        if isinstance(found, Mapping):
+            found = cast("dict[str, Any]", found).get(name) if isinstance(found, dict) else None
+        if isinstance(found, dict):
             yield ".".join(path), {"json": found}
 
 
@@ -94,8 +94,8 @@ def _count(value: Any, most: int) -> None:
     left: list[tuple[str, Any]] = [("", value)]
     while left:
         field, found = left.pop()
-        if isinstance(found, Mapping):
-            entries = cast("Mapping[str, Any]", found)
+        if isinstance(found, dict):
+            entries = cast("dict[str, Any]", found)
             values += len(entries)
             inner: list[tuple[str, Any]] = [
                 (field or str(name), entry) for name, entry in entries.items() if isinstance(entry, (dict, list))

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import uuid
+import secrets
 from collections.abc import Generator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 
 from starlette.types import Scope
 
@@ -30,17 +30,15 @@ def followed_request(context: RequestContext, scope: Scope, traces: RequestTrace
         with lines_of_request(given), working_in(span_context_of(context.headers)):
             yield None
         return
-    named = given or uuid.uuid4().hex
+    named = given or secrets.token_hex(16)
     if not given:
         _set_request_id(context, scope, named)
-    with ExitStack() as around:
-        around.enter_context(lines_of_request(named))
+    with lines_of_request(named):
         caller = span_context_of(context.headers)
         place = entered(caller, f"POST {context.path}", request_attributes(context.path, "", request_id()))
-        around.enter_context(working_in(place))
-        followed = around.enter_context(traces.following(context, request_id(), caller, place))
-        followed.is_id_made = not given
-        yield followed
+        with working_in(place), traces.following(context, request_id(), caller, place) as followed:
+            followed.is_id_made = not given
+            yield followed
 
 
 def take_id_of_body(followed: FollowedRequest, scope: Scope) -> None:
@@ -59,9 +57,8 @@ def take_id_of_body(followed: FollowedRequest, scope: Scope) -> None:
 
 
 def _set_request_id(context: RequestContext, scope: Scope, named: str) -> None:
-    _remove_request_id(context, scope)
     context.headers = {**context.headers, REQUEST_ID_HEADER: named}
-    scope["headers"] = [*scope["headers"], (_HEADER, named.encode())]
+    scope["headers"] = [*(each for each in scope["headers"] if each[0] != _HEADER), (_HEADER, named.encode())]
 
 
 def _remove_request_id(context: RequestContext, scope: Scope) -> None:

@@ -106,6 +106,12 @@ class Followers:
         """Return the names of the other live processes."""
         return [] if self._is_stuck() else [name for name in self._living() if name != self.name]
 
+    def is_alone(self) -> bool:
+        """Return True if no other process has a file here; a file may be that of a process that has ended."""
+        with suppress(OSError):
+            return all(name.startswith(self.name) for name in os.listdir(self._directory) if name.endswith(ALIVE))
+        return False
+
     def announce(self, moves: Sequence[CountedMove]) -> None:
         """Write the moves of this process for the others; moves that cannot be written do not count there.
 

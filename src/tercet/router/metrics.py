@@ -197,7 +197,8 @@ class Metrics:
         self, histogram: Histogram, name: str, labels: dict[str, str], value: float, place: SpanContext | None,
         span: str = "",
     ) -> None:  # fmt: skip
-        histogram.labels(**labels).observe(value)
+        """Observe ``value``; ``labels`` are in the order of the histogram's declaration."""
+        histogram.labels(*labels.values()).observe(value)
         if place is not None:
             self.exemplars.note(name, labels, value, time.time(), place, span)
 

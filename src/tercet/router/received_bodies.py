@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterator
 from contextlib import suppress
 from typing import Any, cast
 
@@ -17,7 +18,7 @@ from tercet.protocol.json_text import in_utf8, read_json
 from tercet.protocol.wire import API_PREFIX
 from tercet.router.body_items import require_few_items, require_readable, require_small_structures
 from tercet.wire.serving.request_body import read_whole
-from tercet.wire.serving.request_context import NOTHING, Asked, RequestContext
+from tercet.wire.serving.request_context import Asked, RequestContext
 
 
 class ReceivedBody:
@@ -129,14 +130,20 @@ def is_json(context: RequestContext) -> bool:
 
 def asked_by(fields: dict[str, Any]) -> Asked:
     """Return the fields of a body that the router uses; skip a field of a wrong type, which vLLM refuses or ignores."""
-    found: dict[str, Any] = {}
-    if (session := session_in_body(fields)) is not None:
-        found["session_name"] = session
-    for name, kind in _ASKED:
-        if name in fields:
-            with suppress(msgspec.ValidationError):
-                found[name] = msgspec.convert(fields[name], kind, strict=False)
-    return Asked(**found) if found else NOTHING
+    session = session_in_body(fields)
+    given = {name: fields[name] for name in _ASKED if name in fields}
+    try:
+        asked = msgspec.convert(given, Asked, strict=False)
+    except msgspec.ValidationError:
+        asked = msgspec.convert(dict(_valid(given)), Asked, strict=False)
+    return asked if session is None else msgspec.structs.replace(asked, session_name=session)
 
 
-_ASKED = tuple((field.name, field.type) for field in msgspec.structs.fields(Asked) if field.name != "session_name")
+def _valid(given: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+    for name, value in given.items():
+        with suppress(msgspec.ValidationError):
+            msgspec.convert({name: value}, Asked, strict=False)
+            yield name, value
+
+
+_ASKED = tuple(name for name in Asked.__struct_fields__ if name != "session_name")

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Sequence
-from contextlib import AsyncExitStack, ExitStack
+from contextlib import AsyncExitStack, nullcontext
 from typing import TYPE_CHECKING
 from urllib.parse import quote
 
@@ -111,10 +111,11 @@ class RouterApp:
             await self._app(scope, receive, send)
             return
         context = scope[CONTEXT] = context_of(scope)
-        with followed_request(context, scope, self._traces) as followed, ExitStack() as around:
-            if self._access_log:
-                send = around.enter_context(access_logged(scope, send))
-            await self._pass(context, followed, scope, receive, send)
+        with (
+            followed_request(context, scope, self._traces) as followed,
+            access_logged(scope, send) if self._access_log else nullcontext(send) as answer,
+        ):
+            await self._pass(context, followed, scope, receive, answer)
 
     async def _pass(
         self, context: RequestContext, followed: FollowedRequest | None, scope: Scope, receive: Receive, send: Send

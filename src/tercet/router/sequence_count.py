@@ -19,6 +19,9 @@ LISTS = (
     ("items", "/generative_scoring"), ("questions", "/v1/systemone"),
 )  # fmt: skip
 ANY = "/invocations"
+_FIELDS_OF = {path: [name for name, where in LISTS if where == path] for _, path in LISTS} | {
+    ANY: [name for name, _ in LISTS]
+}
 
 
 def require_few_sequences(path: str, fields: Mapping[str, Any] | None, most: int) -> None:
@@ -37,24 +40,24 @@ def require_few_sequences(path: str, fields: Mapping[str, Any] | None, most: int
 
 
 def _prompts(path: str, fields: Mapping[str, Any]) -> int:
-    return max((_length(fields.get(name)) for name, where in LISTS if path in (where, ANY)), default=1)
+    return max([_length(fields.get(name)) for name in _FIELDS_OF.get(path, ())], default=1)
 
 
 def _length(found: Any) -> int:
     """Return the number of prompts in a field; a list of tokens or of messages is one prompt."""
-    if isinstance(found, Mapping):
-        return len(cast("Mapping[Any, Any]", found))
+    if isinstance(found, dict):
+        return len(cast("dict[str, Any]", found))
     if not isinstance(found, list):
         return 1
     items = cast("list[Any]", found)
-    return 1 if not items or isinstance(items[0], (int, Mapping)) else len(items)
+    return 1 if not items or isinstance(items[0], (int, dict)) else len(items)
 
 
 def _choices(fields: Any) -> int:
     """Return the value of ``n`` in any form that vLLM accepts; 1 without a valid value."""
-    if not isinstance(fields, Mapping):
+    if not isinstance(fields, dict) or "n" not in fields:
         return 1
     try:
-        return max(1, msgspec.convert(cast("Mapping[str, Any]", fields).get("n", 1), int, strict=False))
+        return max(1, msgspec.convert(cast("dict[str, Any]", fields)["n"], int, strict=False))
     except msgspec.ValidationError:
         return 1

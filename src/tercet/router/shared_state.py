@@ -44,6 +44,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger("tercet.router")
 T = TypeVar("T")
 FOLLOW_SECONDS = 30.0
+# A process without others polls for those that start. Ten polls per second cost an idle router a quarter of its CPU.
+ALONE_POLL_INTERVAL_S = 0.5
 REPLACED = "the model was replaced by another one while this request ran; send the request again"
 
 
@@ -172,19 +174,20 @@ class SharedState:
 
     async def follow(self) -> None:
         """Apply changes of other processes, and report this process's state, until cancelled."""
+        is_alone = False
         while True:
-            await asyncio.sleep(POLL_INTERVAL_S)
+            await asyncio.sleep(ALONE_POLL_INTERVAL_S if is_alone else POLL_INTERVAL_S)
             try:
-                stamp = await self._filed(self._file.stamp)
+                stamp, unwritten, is_alone = await self._filed(self._look_and_tell, self._own_report())
             except EngineError as error:
                 self._refuse_state(error.message)
                 continue
+            self._reported(unwritten)
             if self._silence or stamp != self._stamp:
                 if self._failure == self._silence:
                     self._failure = ""
                 self._silence = ""
                 await self._catch_up(Loaded())
-            await self._report()
 
     async def _catch_up(self, loaded: Loaded) -> None:
         """Apply the newest state completely, even if the caller has left."""
@@ -426,10 +429,28 @@ class SharedState:
     async def _report(self) -> None:
         """Write this process's report; a failed write is logged once and retried later."""
         try:
-            await self._filed(self._followers.tell, self._own_report())
-        except (TercetError, OSError) as error:
-            if not self._unreported:
-                logger.error("state: cannot write this process's report for the other processes: %s", error)
-            self._unreported = True
-        else:
-            self._unreported = False
+            self._reported(await self._filed(self._tell, self._own_report()))
+        except EngineError as error:
+            self._reported(error)
+
+    def _reported(self, error: Exception | None) -> None:
+        """Log the first of several failed writes of this process's report; None is a successful write."""
+        if error is not None and not self._unreported:
+            logger.error("state: cannot write this process's report for the other processes: %s", error)
+        self._unreported = error is not None
+
+    def _tell(self, report: FollowerReport) -> OSError | None:
+        """Write a report; return the error if that failed. It runs in the file thread."""
+        try:
+            self._followers.tell(report)
+        except OSError as error:
+            return error
+        return None
+
+    def _look_and_tell(self, report: FollowerReport) -> tuple[object, OSError | None, bool]:
+        """Return the stamp of the stored state, the result of :meth:`_tell`, and whether no other process follows.
+
+        It is one call, because each wakes two threads.
+        """
+        stamp, unwritten = self._file.stamp(), self._tell(report)
+        return stamp, unwritten, self._followers.is_alone()

@@ -42,7 +42,7 @@ def closes_session(body: Mapping[str, Any]) -> bool:
 
 def _text_at(body: Any, path: tuple[str, ...]) -> str | None:
     for name in path:
-        if not isinstance(body, Mapping):
+        if not isinstance(body, dict):
             return None
-        body = cast("Mapping[str, Any]", body).get(name)
+        body = cast("dict[str, Any]", body).get(name)
     return body if isinstance(body, str) else None

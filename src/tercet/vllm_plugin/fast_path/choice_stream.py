@@ -41,21 +41,12 @@ class Answer(Protocol):
 
     queue: Any
 
-    @property
-    def is_full(self) -> bool:
-        """True if the client must read before much more is written."""
-        ...
-
     def write(self, frame: bytes) -> None:
         """Write a whole chunk, which is sent soon."""
         ...
 
     def flush(self) -> None:
         """Send the written chunks now."""
-        ...
-
-    def require_reader(self) -> None:
-        """Disconnect the client if it has left too many bytes unread."""
         ...
 
     async def sent(self) -> None:
@@ -194,8 +185,6 @@ class ChoiceStream:
             self._process(left)
             if self._is_finished and output.finish_reason is None:
                 raise TextEnded
-        if self._answer.is_full:
-            self._answer.require_reader()
 
     def _without_logprobs(self, output: Output) -> Output:
         """Write an output's log probabilities for its chunk; return the rest, of which vLLM makes the result."""

@@ -20,7 +20,7 @@ from starlette.types import Message, Receive, Scope, Send
 
 from tercet.protocol.headers import TRACE_HEADER
 from tercet.vllm_plugin.fast_path.fast_routes import FastRoute, routes_of
-from tercet.vllm_plugin.fast_path.header_layers import HeaderLayers
+from tercet.vllm_plugin.fast_path.header_layers import with_header_layers
 from tercet.vllm_plugin.fast_path.logprob_chunks import TokenPieces
 from tercet.vllm_plugin.fast_path.parser_parts import keep_parser_parts
 from tercet.vllm_plugin.fast_path.request_stream import RequestStream
@@ -28,24 +28,24 @@ from tercet.vllm_plugin.fast_path.short_prompts import render_short_prompts_here
 from tercet.vllm_plugin.fast_path.stream_metrics import HttpMetrics, StreamStats
 from tercet.vllm_plugin.fast_path.stream_plan import StreamPlan, StreamTools
 from tercet.vllm_plugin.fast_path.token_texts import texts_of
-from tercet.wire.serving.client_connection import ClientConnection
+from tercet.wire.serving.client_connection import CONNECTION, ClientConnection
 from tercet.wire.serving.request_context import RequestContext
 
 __all__ = ["FastPath", "fast_path", "render_short_prompts_here"]
 logger = logging.getLogger(__name__)
+# Key of the scope with the function that streams the answer and returns its last events.
+ANSWER = "tercet.stream"
 EVENT_STREAM = (b"content-type", b"text/event-stream; charset=utf-8")
 
 
 class FastPath:
-    """Serves the streams of ``routes`` (by path); ``layers`` add headers to answers."""
+    """Serves the streams of ``routes`` (by path) of ``app``, whose layers add headers to answers."""
 
-    def __init__(
-        self, routes: dict[str, FastRoute], tools: StreamTools, metrics: HttpMetrics, layers: HeaderLayers
-    ) -> None:
+    def __init__(self, app: Any, routes: dict[str, FastRoute], tools: StreamTools, metrics: HttpMetrics) -> None:
         self._routes = routes
         self._tools = tools
         self._metrics = metrics
-        self._layers = layers
+        self._answer = with_header_layers(app, _answer)
         tokenizer = tools.processor.tokenizer
         self._pieces = None if tokenizer is None else TokenPieces(tokenizer)
 
@@ -58,10 +58,10 @@ class FastPath:
         if plan is None or context.add_request is None:
             return False
         context.fields = None  # the body may be large, and is no longer needed
-        context.stream = RequestStream(connection, self._tools, plan, context.portions, self._pieces)
-        answer = self._layers.around(partial(_answer, context.stream, context.add_request, connection))
-        await answer(scope, _nothing, send)
-        context.calls_tool = context.stream.calls_tool
+        stream = context.stream = RequestStream(connection, self._tools, plan, context.portions, self._pieces)
+        scope[ANSWER] = partial(stream.run, context.add_request)
+        await self._answer(scope, _nothing, send)
+        context.calls_tool = stream.calls_tool
         self._metrics.observe(scope, context.path, time.monotonic() - context.began)
         return True
 
@@ -76,18 +76,13 @@ async def _planned(route: FastRoute, context: RequestContext, scope: Scope) -> S
     return plan if isinstance(plan, StreamPlan) else None
 
 
-async def _answer(
-    stream: RequestStream,
-    add_request: Callable[[], Awaitable[Any]],
-    connection: ClientConnection,
-    _scope: Scope,
-    _receive: Receive,
-    send: Send,
-) -> None:
-    """Answer with a stream: an ASGI application after the first three parameters."""
+async def _answer(scope: Scope, receive: Receive, send: Send) -> None:
+    """Answer with the stream of ``scope``: an ASGI application."""
+    connection: ClientConnection = scope[CONNECTION]
+    run: Callable[[], Awaitable[bytes]] = scope[ANSWER]
     with connection.until_lost():
         await send({"type": "http.response.start", "status": 200, "headers": [EVENT_STREAM]})
-        end = await stream.run(add_request)
+        end = await run()
         connection.flush()
         await send({"type": "http.response.body", "body": end})
 
@@ -140,4 +135,4 @@ def fast_path(app: Any, state: Any, args: argparse.Namespace, engine_client: Any
         texts_of(processor.tokenizer),
         float(args.sse_keep_alive_interval),
     )
-    return FastPath(routes_of(state, engine_client), tools, metrics, HeaderLayers(app))
+    return FastPath(app, routes_of(state, engine_client), tools, metrics)

@@ -14,20 +14,15 @@ from starlette.types import ASGIApp
 from vllm.entrypoints.serve.middleware.x_request_id import XRequestIdMiddleware
 
 
-class HeaderLayers:
-    """The layers of ``app`` that add headers, outermost first."""
-
-    def __init__(self, app: Any) -> None:
-        self._layers: list[Any] = []
-        while app is not None:
-            if isinstance(app, (CORSMiddleware, XRequestIdMiddleware)):
-                self._layers.append(app)
-            app = getattr(app, "app", None)
-
-    def around(self, answer: ASGIApp) -> ASGIApp:
-        """Return ``answer`` wrapped in copies of the layers, which add their headers."""
-        for layer in reversed(self._layers):
-            outer = copy.copy(layer)
-            outer.app = answer
-            answer = outer
-        return answer
+def with_header_layers(app: Any, answer: ASGIApp) -> ASGIApp:
+    """Return ``answer`` wrapped in copies of those layers of ``app`` that add headers."""
+    layers: list[Any] = []
+    while app is not None:
+        if isinstance(app, (CORSMiddleware, XRequestIdMiddleware)):
+            layers.append(app)
+        app = getattr(app, "app", None)
+    for layer in reversed(layers):
+        outer = copy.copy(layer)
+        outer.app = answer
+        answer = outer
+    return answer

@@ -47,7 +47,6 @@ class RequestStream:
         self._keep_alive = KeepAlive(connection.write, tools.keep_alive) if keeps_alive else None
         self.write = connection.write if self._keep_alive is None else self._keep_alive.write
         self.flush = connection.flush
-        self.require_reader = connection.require_reader
         self._choices: list[ChoiceStream] = []
         self._open = plan.n
         self._end = b""
@@ -107,11 +106,6 @@ class RequestStream:
         return any(choice.calls_tool for choice in self._choices)
 
     # ---- for its choices -------------------------------------------------------------------------------------
-
-    @property
-    def is_full(self) -> bool:
-        """True if more bytes wait for the client than allowed."""
-        return self._connection.is_full
 
     async def sent(self) -> None:
         """Send the written chunks, and wait until the client has read enough."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache, cached_property
 from typing import Any, NamedTuple
 
 from tercet.vllm_plugin.differences import CHUNKS_WITHOUT_TRANSFER
@@ -31,6 +32,12 @@ class ChunkFormat:
     closing: bytes
     last_closing: bytes
     ending: bytes
+
+    @cached_property
+    def around_logprobs(self) -> tuple[bytes, bytes]:
+        """The parts of a chunk before and after its log probabilities, for chunks without token ids."""
+        until, _, beyond = self.closing.partition(b"%(logprobs)b")
+        return until, (beyond % {b"ids": NULL, b"prompt": NULL}) + self.ending + b"}\n\n"
 
 
 COMPLETION = ChunkFormat(
@@ -64,6 +71,7 @@ def chat_format() -> ChunkFormat:
     return _former(CHAT) if CHUNKS_WITHOUT_TRANSFER.is_here else CHAT
 
 
+@cache
 def _former(form: ChunkFormat) -> ChunkFormat:
     closing, last_closing = (
         each.replace(b',"weight_versions":null', b"") for each in (form.closing, form.last_closing)
@@ -129,9 +137,7 @@ class ChoiceChunks:
         self._form = form
         self._before = head + form.opening % index
         self._text_before = self._before + form.said[0]
-        until, _, beyond = form.closing.partition(b"%(logprobs)b")
-        ending = (beyond % {b"ids": NULL, b"prompt": NULL}) + form.ending + b"}\n\n"
-        self._logprobs_around = until, ending
+        until, ending = self._logprobs_around = form.around_logprobs
         self._around_logprobs = len(self._before) + len(until) + len(ending)
         self._said_after = until + NULL + ending
         self._text_after = form.said[1] + self._said_after

@@ -68,7 +68,10 @@ class StreamStats:
         if self._loggers is None or request is None:
             return
         now = time.monotonic()
-        self._gather(num_tokens).inter_token_latencies_iter.append(now - request.last_token_ts)
+        if (gathered := self._iteration) is None:
+            gathered = self._gather(0)
+        gathered.num_generation_tokens += num_tokens
+        gathered.inter_token_latencies_iter.append(now - request.last_token_ts)
         request.last_token_ts = now
         request.num_generation_tokens += num_tokens
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -29,12 +30,11 @@ NOT_FORWARDED = frozenset(
      "flat_logprobs"}
 )  # fmt: skip
 _DEFAULTS = SamplingParams()
-# Forwarded fields, with their defaults.
-_FORWARDED = tuple(
-    (name, getattr(_DEFAULTS, name))
-    for name in SamplingParams.__struct_fields__
-    if not name.startswith("_") and name not in NOT_FORWARDED
+FORWARDED = tuple(
+    name for name in SamplingParams.__struct_fields__ if not name.startswith("_") and name not in NOT_FORWARDED
 )
+_forwarded_of: Callable[[SamplingParams], tuple[Any, ...]] = attrgetter(*FORWARDED)
+_FORWARDED_DEFAULTS = _forwarded_of(_DEFAULTS)
 
 
 def to_request(
@@ -111,8 +111,10 @@ def sampling_to_wire(params: SamplingParams) -> dict[str, Any]:
     extra = {key for key in params.extra_args or {} if key != "kv_transfer_params"}
     if extra:
         raise VLLMValidationError(f"extra_args: {', '.join(sorted(extra))} is not supported by this router")
-    given = ((name, getattr(params, name), default) for name, default in _FORWARDED)
-    wire = {name: _plain(value) for name, value, default in given if not _is_default(value, default)}
+    given = zip(FORWARDED, _forwarded_of(params), _FORWARDED_DEFAULTS, strict=True)
+    wire = {
+        name: _plain(value) for name, value, default in given if value is not default and not _is_equal(value, default)
+    }
     if "structured_outputs" in wire:
         try:
             require_small(wire["structured_outputs"])
@@ -121,8 +123,8 @@ def sampling_to_wire(params: SamplingParams) -> dict[str, Any]:
     return wire
 
 
-def _is_default(value: Any, default: Any) -> bool:
-    return value is default or (not isinstance(value, np.ndarray) and value == default)
+def _is_equal(value: Any, default: Any) -> bool:
+    return not isinstance(value, np.ndarray) and value == default
 
 
 def _plain(value: Any) -> Any:

@@ -13,6 +13,7 @@ import asyncio
 import logging
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, cast
 from weakref import WeakKeyDictionary
 
@@ -51,20 +52,30 @@ class FrameBatch:
         for cycle, frame in frames:
             if not (cycle.disconnected or cycle.transport.is_closing()):
                 cycle.transport.write(frame)
+                if cycle.flow.write_paused:
+                    _require_reader(cycle)
+
+
+def _require_reader(cycle: RequestResponseCycle) -> None:
+    """Disconnect a client for which too many bytes wait: most producers do not wait until it has read."""
+    if cycle.transport.get_write_buffer_size() > MOST_UNREAD:
+        logger.warning("disconnecting a client that does not read its answer: %d bytes wait for it", MOST_UNREAD)
+        cycle.transport.abort()
 
 
 class ClientConnection:
-    """The destination of the answer to one request, on the running event loop."""
+    """The destination of the answer to one request, on the running event loop.
+
+    ``write`` sends one whole chunk soon, with those of other connections; it does nothing if the client has left. A
+    client that leaves more than ``MOST_UNREAD`` bytes unread is disconnected.
+    """
 
     def __init__(self, cycle: RequestResponseCycle, unread_seconds: float = UNREAD_SECONDS) -> None:
         self._cycle = cycle
         self._batch = _batch()
+        self.write: Callable[[bytes], None] = partial(self._batch.add, cycle)
         self._unread_seconds = unread_seconds
         self._on_lost: Callable[[], object] | None = None
-
-    def write(self, frame: bytes) -> None:
-        """Send one whole chunk soon, with those of other connections; do nothing if the client has left."""
-        self._batch.add(self._cycle, frame)
 
     def flush(self) -> None:
         """Send the chunks of :meth:`write` now, before other data is sent or the connection's state is read."""
@@ -74,12 +85,6 @@ class ClientConnection:
     def is_full(self) -> bool:
         """True if more bytes wait for the client than allowed."""
         return self._cycle.flow.write_paused and not self._cycle.disconnected
-
-    def require_reader(self) -> None:
-        """Disconnect a client for which too many bytes wait; producers that do not wait call this."""
-        if self._cycle.transport.get_write_buffer_size() > MOST_UNREAD:
-            logger.warning("disconnecting a client that does not read its answer: %d bytes wait for it", MOST_UNREAD)
-            self._cycle.transport.abort()
 
     async def has_room(self) -> None:
         """Wait until the client has read enough; a client that does not read is disconnected."""

@@ -17,9 +17,8 @@ async def read_whole(
     ``announced`` is its ``content-length``, or empty. Raises :class:`~tercet.protocol.RequestTooLarge` for more than
     ``limit`` bytes, the limit of the ``taker``. ``kept`` is called with every piece's size, and may raise.
     """
-    too_large = RequestTooLarge(f"the request's body has more than {limit} bytes, the limit of {taker}")
     if announced.isdigit() and int(announced) > limit:
-        raise too_large
+        raise _too_large(limit, taker)
     chunks: list[bytes] = []
     nothing: Message = {}
     size, more, message = 0, True, nothing
@@ -31,7 +30,7 @@ async def read_whole(
             chunks.append(message.get("body", b""))
             size += len(chunks[-1])
             if size > limit:
-                raise too_large
+                raise _too_large(limit, taker)
             kept(len(chunks[-1]))
             more = message.get("more_body", False)
         return b"".join(chunks)
@@ -39,3 +38,7 @@ async def read_whole(
         # An exception refers to this frame, and may outlive it by far.
         chunks.clear()
         message = nothing
+
+
+def _too_large(limit: int, taker: str) -> RequestTooLarge:
+    return RequestTooLarge(f"the request's body has more than {limit} bytes, the limit of {taker}")

@@ -12,7 +12,15 @@ from dataclasses import dataclass
 
 import msgspec
 
-from tercet.protocol import EngineLoad, EngineUnreachable, MoveProposal, OutputStream, RequestTooLarge, TercetError
+from tercet.protocol import (
+    EngineLoad,
+    EngineUnreachable,
+    MoveProposal,
+    Output,
+    OutputStream,
+    RequestTooLarge,
+    TercetError,
+)
 from tercet.protocol.spans import current_span
 from tercet.protocol.wire import StartGenerateCall, large_field_of
 from tercet.settings.log_lines import request_id
@@ -191,6 +199,9 @@ class SequenceInbox:
 
     def _deliver(self, sequence: _Sequence, delta: TokenDelta) -> None:
         sequence.position += len(delta.token_ids)
+        if delta.details is None:  # the usual case
+            sequence.stream.put(Output(delta.token_ids))
+            return
         if delta.is_last:
             del self.sequences[delta.number]
         try:
