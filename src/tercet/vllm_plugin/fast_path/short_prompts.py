@@ -7,9 +7,10 @@ interpreter's lock for longer than the event loop would be blocked. Much of the 
 
 Relies on a renderer tokenising a text prompt with its ``_tokenize_prompt_async``, which wraps ``_tokenize_prompt``; on
 ``render_cmpl`` and ``render_cmpl_async`` returning the same, and, without media, ``render_chat`` and
-``render_chat_async``; on ``ChatParams`` having ``chat_template_kwargs``; on ``get_encode_kwargs`` returning the options
-of a tokenizer's call, which are only ``truncation``, ``max_length`` and ``add_special_tokens``; and on a tokenizer of
-``transformers`` returning the result of its ``_tokenizer`` without truncation and padding: this is tested at the start.
+``render_chat_async``; on ``get_eos_token_id`` always returning the same; on ``ChatParams`` having
+``chat_template_kwargs``; on ``get_encode_kwargs`` returning the options of a tokenizer's call, which are only
+``truncation``, ``max_length`` and ``add_special_tokens``; and on a tokenizer of ``transformers`` returning the result of
+its ``_tokenizer`` without truncation and padding: this is tested at the start.
 """
 
 from __future__ import annotations
@@ -65,6 +66,9 @@ def render_short_prompts_here(renderer: Any, *, trusts_templates: bool = False) 
     # For ``render_cmpl`` and ``render_chat``; ``in_thread`` has the original.
     renderer._tokenize_prompt = here
     renderer._tokenize_prompt_async, renderer.render_cmpl_async = tokenize, render_completion
+    # vLLM asks for it with every request, and ``transformers`` looks it up in the vocabulary each time.
+    eos_token_id = renderer.get_eos_token_id()
+    renderer.get_eos_token_id = lambda: eos_token_id
     if not trusts_templates:
         render_chat, render_chat_in_tasks = renderer.render_chat, renderer.render_chat_async
         renderer.render_chat_async = render_conversation

@@ -27,6 +27,11 @@ class Renderer:
     """What of vLLM's renderer is relied on."""
 
     tokenizer: Any = None
+    lookups = 0
+
+    def get_eos_token_id(self) -> int:
+        self.lookups += 1
+        return 7
 
     def _tokenize_prompt(self, prompt: Any, params: Any) -> tuple[str, int, Any]:
         return "here", len(prompt["prompt"]), params
@@ -47,6 +52,13 @@ class Renderer:
         self, conversations: Any, chat_params: Any, tok_params: Any, *, prompt_extras: Any
     ) -> Any:
         return "tasks", conversations, chat_params, tok_params, prompt_extras
+
+
+def test_the_end_token_is_looked_up_once() -> None:
+    renderer = Renderer()
+    render_short_prompts_here(renderer)
+    assert [renderer.get_eos_token_id() for _ in range(3)] == [7] * 3
+    assert renderer.lookups == 1
 
 
 @pytest.mark.parametrize(("length", "where"), [(0, "here"), (SHORT, "here"), (SHORT + 1, "thread")])
