@@ -9,8 +9,8 @@ Relies on a renderer tokenising a text prompt with its ``_tokenize_prompt_async`
 ``render_cmpl`` and ``render_cmpl_async`` returning the same, and, without media, ``render_chat`` and
 ``render_chat_async``; on ``get_eos_token_id`` always returning the same; on ``ChatParams`` having
 ``chat_template_kwargs``; on ``get_encode_kwargs`` returning the options of a tokenizer's call, which are only
-``truncation``, ``max_length`` and ``add_special_tokens``; and on a tokenizer of ``transformers`` returning the result of
-its ``_tokenizer`` without truncation and padding: this is tested at the start.
+``truncation``, ``max_length`` and ``add_special_tokens``; and on a tokenizer of ``transformers`` returning the result
+of its ``_tokenizer`` without truncation and padding: this is tested at the start.
 """
 
 from __future__ import annotations
