@@ -20,7 +20,8 @@ do not sleep between steps, and their caches stay warm.
 in `--rounds` rounds, so that other load of the machine affects all equally. `benchmarks/stream_kinds.py` defines the
 requests of the clients and the texts of the model. The table has medians over the rounds with the smallest and the
 largest value, and medians of the rounds' ratios. A token of a tool call may have no event, so the number of tokens per
-event is computed from whole streams. `--checkout FOLDER` measures the router of another checkout of Tercet too.
+event is computed from whole streams. `--checkout FOLDER` measures the router of another checkout of Tercet too, with
+that checkout's token source. Compare several runs: of two processes of the same code, one may be a tenth slower.
 """
 
 from __future__ import annotations
@@ -301,14 +302,14 @@ def run(args: argparse.Namespace) -> list[Row]:
     kinds = kinds_of(args.kinds)
     flags: tuple[str, ...] = PARSERS if kinds else ()
     with ExitStack() as stack:
-        source_port, router, former, stock, proxy, floor = (free_port() for _ in range(6))
+        router, former, stock, proxy, floor = (free_port() for _ in range(5))
         this = str(Path(__file__).with_name("token_source.py"))
         step = {"TOKEN_SOURCE_STEP": str(args.step), "TOKEN_SOURCE_SCRIPTS": scripts_of(kinds, model)}
-        stack.enter_context(
-            process(this, "source", str(source_port), port=source_port, path="/tercet/v1/status", **step)
-        )
 
-        def start_router(port: int, **env: str) -> int:
+        def start_router(port: int, source: str, **env: str) -> int:
+            source_port = free_port()
+            engine = (source, "source", str(source_port))
+            stack.enter_context(process(*engine, port=source_port, path="/tercet/v1/status", **step, **env))
             command = (
                 "-m", "tercet.cli", "router", "--engine", f"http://127.0.0.1:{source_port}", "--program",
                 "data_parallel", "--port", str(port), "--model", model, "--served-model-name", MODEL_NAME,
@@ -316,7 +317,7 @@ def run(args: argparse.Namespace) -> list[Row]:
             )  # fmt: skip
             return stack.enter_context(process(*command, port=port, **env))
 
-        door_pid = start_router(router)
+        door_pid = start_router(router, this)
         sockets = [f"tcp://127.0.0.1:{free_port()}" for _ in range(2)]
         stack.enter_context(process(this, "core", *sockets, **step))
         peer = ("peer", str(stock), model, *sockets, *flags)
@@ -324,7 +325,8 @@ def run(args: argparse.Namespace) -> list[Row]:
         servers = [("tercet", router, [door_pid]), ("vllm api server", stock, [stock_pid])]
         if args.checkout:
             path = os.pathsep.join((str(args.checkout / "src"), str(args.checkout)))
-            servers.append(("other checkout", former, [start_router(former, PYTHONPATH=path)]))
+            source = str(args.checkout / "benchmarks/token_source.py")
+            servers.append(("other checkout", former, [start_router(former, source, PYTHONPATH=path)]))
         if kinds:
             print(f"{'':46}{'us/token':>10}{'tokens/s':>10}{'TTFT':>8}{'cores':>7}")
             for _ in range(args.rounds):

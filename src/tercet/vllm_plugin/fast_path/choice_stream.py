@@ -41,7 +41,7 @@ class Answer(Protocol):
 
     queue: Any
 
-    def write(self, frame: bytes) -> None:
+    def write(self, frame: bytes, /) -> None:
         """Write a whole chunk, which is sent soon."""
         ...
 
