@@ -334,6 +334,7 @@ FAST_PATH_HOOKS = (
         what="Tokens that bypassed vLLM's own path are added to its iteration statistics; gaps are observed together",
         why="vLLM's metrics must count every token that a client received, at the cost of much less than a token",
         until="the loggers accept counts of tokens",
+        replaces=("PrometheusStatLogger.histogram_inter_token_latency",),
         relies_on=(
             Says(
                 f"{STATS}:IterationStats.update_from_output",
