@@ -23,7 +23,6 @@ from tercet.vllm_plugin.fast_path.fast_routes import FastRoute, routes_of
 from tercet.vllm_plugin.fast_path.header_layers import with_header_layers
 from tercet.vllm_plugin.fast_path.logprob_chunks import TokenPieces
 from tercet.vllm_plugin.fast_path.parser_parts import keep_parser_parts
-from tercet.vllm_plugin.fast_path.pooled_histogram import pool_gaps
 from tercet.vllm_plugin.fast_path.request_stream import RequestStream
 from tercet.vllm_plugin.fast_path.short_prompts import render_short_prompts_here
 from tercet.vllm_plugin.fast_path.stream_metrics import HttpMetrics, StreamStats
@@ -129,8 +128,6 @@ def fast_path(app: Any, state: Any, args: argparse.Namespace, engine_client: Any
         logger.warning("vLLM's HTTP metrics were not found: streams use vLLM's own path, which costs more CPU time")
         return None
     keep_parser_parts()
-    if engine_client.logger_manager is not None:
-        pool_gaps(engine_client.logger_manager)
     processor = engine_client.output_processor
     tools = StreamTools(
         processor,

@@ -8,7 +8,6 @@ from tercet.vllm_plugin.hooks import Hook
 ASYNC_LLM = "vllm.v1.engine.async_llm:AsyncLLM"
 OUTPUTS = "vllm.v1.engine.output_processor"
 DETOKENIZER = "vllm.v1.engine.detokenizer"
-LOGGERS = "vllm.v1.metrics.loggers"
 STATS = "vllm.v1.metrics.stats"
 RENDERER = "vllm.renderers.base:BaseRenderer"
 COMPLETIONS = "vllm.entrypoints.openai.completion.serving:OpenAIServingCompletion"
@@ -331,10 +330,9 @@ FAST_PATH_HOOKS = (
     ),
     Hook(
         name="token statistics",
-        what="Tokens that bypassed vLLM's own path are added to its iteration statistics; gaps are observed together",
-        why="vLLM's metrics must count every token that a client received, at the cost of much less than a token",
+        what="Tokens that bypassed vLLM's own path are added to its iteration statistics",
+        why="vLLM's metrics must count every token that a client received",
         until="the loggers accept counts of tokens",
-        replaces=("PrometheusStatLogger.histogram_inter_token_latency",),
         relies_on=(
             Says(
                 f"{STATS}:IterationStats.update_from_output",
@@ -345,9 +343,6 @@ FAST_PATH_HOOKS = (
             ),
             Has(f"{STATS}:RequestStateStats", "num_generation_tokens", "last_token_ts"),
             Says(f"{ASYNC_LLM}.__init__", "self.logger_manager"),
-            Says(f"{LOGGERS}:StatLoggerManager.__init__", "self.stat_loggers"),
-            Says(f"{LOGGERS}:PrometheusStatLogger.__init__", "self.histogram_inter_token_latency"),
-            Says(f"{LOGGERS}:PrometheusStatLogger.record", "self.histogram_inter_token_latency[engine_idx].observe("),
         ),
     ),
     Hook(
