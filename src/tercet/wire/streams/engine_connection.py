@@ -16,7 +16,6 @@ from tercet.protocol import (
     EngineLoad,
     EngineUnreachable,
     MoveProposal,
-    Output,
     OutputStream,
     RequestTooLarge,
     TercetError,
@@ -199,10 +198,7 @@ class SequenceInbox:
 
     def _deliver(self, sequence: _Sequence, delta: TokenDelta) -> None:
         sequence.position += len(delta.token_ids)
-        if delta.details is None:  # the usual case
-            sequence.stream.put(Output(delta.token_ids))
-            return
-        if delta.is_last:
+        if delta.details is not None and delta.is_last:  # in most cases there are no details
             del self.sequences[delta.number]
         try:
             output = delta.to_output()
