@@ -195,12 +195,16 @@ def _last_failed(part: Part) -> list[str]:
 
 
 def _durations(part: Part) -> list[tuple[float, str]]:
-    """Return seconds and names of the tests of a finished run; empty if the run was aborted."""
+    """Return seconds and names of the tests that ended; empty if the run was aborted.
+
+    A test that an interruption ended is left out: it has no class.
+    """
     try:
         cases = ElementTree.parse(_report_of(part)).getroot().iter("testcase")
     except (FileNotFoundError, ElementTree.ParseError):
         return []
-    return [(float(case.attrib["time"]), f"{case.attrib['classname']}::{case.attrib['name']}") for case in cases]
+    ended = (case.attrib for case in cases if "classname" in case.attrib)
+    return [(float(case["time"]), f"{case['classname']}::{case['name']}") for case in ended]
 
 
 def report(outcomes: Sequence[Outcome]) -> str:

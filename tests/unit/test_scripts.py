@@ -73,6 +73,15 @@ def test_a_part_whose_tests_fail_is_run_again_and_the_others_all_the_same(
         run_tests.shutil.rmtree(run_tests.RESULTS, ignore_errors=True)
 
 
+def test_the_report_of_an_interrupted_part_has_the_tests_that_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(run_tests, "RESULTS", tmp_path)
+    ended, cut = '<testcase classname="a.b" name="c" time="1.5"/>', '<testcase name="d" time="0.1"/>'
+    (tmp_path / "unit.xml").write_text(f"<testsuites><testsuite>{ended}{cut}</testsuite></testsuites>")
+    assert run_tests._durations(Part("unit")) == [(1.5, "a.b::c")]
+
+
 @pytest.mark.slow
 def test_a_part_that_does_not_end_is_killed_with_what_it_started(tmp_path: Path) -> None:
     started = tmp_path / "pid"
