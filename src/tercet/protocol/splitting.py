@@ -83,12 +83,6 @@ class FrameSplitter(Splitter):
         self._header = header
         self._magic = magic
 
-    def split(self, data: bytes) -> list[bytes]:
-        """Return the bodies of the frames that ``data`` completes; in most cases, ``data`` is one whole frame."""
-        if not self._held and self._end(data, 0, 0) == len(data):
-            return [data[self._header.size :]]
-        return super().split(data)
-
     def _end(self, text: bytes | bytearray, begin: int, seen: int) -> int | None:
         body = begin + self._header.size
         if len(text) < body:

@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("tercet.router")
 T = TypeVar("T")
 FOLLOW_SECONDS = 30.0
-# A process without others polls for those that start. Ten polls per second cost an idle router a third of its CPU.
+# A process without others polls for those that start. Each poll wakes two threads: an idle router does little else.
 ALONE_POLL_INTERVAL_S = 0.5
 REPLACED = "the model was replaced by another one while this request ran; send the request again"
 

@@ -12,14 +12,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from tercet.protocol import (
-    EngineLoad,
-    EngineUnreachable,
-    MoveProposal,
-    OutputStream,
-    RequestTooLarge,
-    TercetError,
-)
+from tercet.protocol import EngineLoad, EngineUnreachable, MoveProposal, OutputStream, RequestTooLarge, TercetError
 from tercet.protocol.spans import current_span
 from tercet.protocol.wire import StartGenerateCall, large_field_of
 from tercet.settings.log_lines import request_id
@@ -198,7 +191,7 @@ class SequenceInbox:
 
     def _deliver(self, sequence: _Sequence, delta: TokenDelta) -> None:
         sequence.position += len(delta.token_ids)
-        if delta.details is not None and delta.is_last:  # in most cases there are no details
+        if delta.is_last:
             del self.sequences[delta.number]
         try:
             output = delta.to_output()
