@@ -38,10 +38,10 @@ lint: setup
 	$(BIN)/ruff format --check
 	$(BIN)/pyright
 
-MANUAL := $(BIN)/sphinx-build --quiet --fail-on-warning --keep-going
 # Sphinx does not read an unchanged page again, and so does not repeat its warnings: what failed is made from the start.
 docs: setup ## the manual as a site, docs/_build/html/README.html; a warning, such as a broken link, is an error
-	$(MANUAL) --builder html docs docs/_build/html || { rm -rf docs/_build/html; exit 1; }
+	$(BIN)/sphinx-build --quiet --fail-on-warning --keep-going --builder html docs docs/_build/html \
+		|| { rm -rf docs/_build/html; exit 1; }
 	@echo docs/_build/html/README.html
 
 reference: setup ## write docs/reference and deploy/grafana from what the code declares
@@ -52,13 +52,12 @@ reference: setup ## write docs/reference and deploy/grafana from what the code d
 STUCK := -o faulthandler_exit_on_timeout=true -o faulthandler_timeout
 # Folders of the unit tests, and how they run; scripts/run_tests.py names the same file.
 UNIT := @tests/unit.args
-check: setup ## style, types of src, the manual and the fast tests, with few examples of each property
+check: setup ## style, types of src and the fast tests, with few examples of each property
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	@# Types take as long as all other checks: they run in the background, and their errors are printed at the end.
 	@said=$$(mktemp); $(BIN)/python -m scripts.types_of_src >$$said 2>&1 & types=$$!; \
 	trap 'kill $$types 2>/dev/null || true; rm -f $$said' EXIT; \
-	$(MANUAL) --builder warnings -D smartquotes=0 docs docs/_build/warnings || { rm -rf docs/_build/warnings; exit 1; }; \
 	$(BIN)/pytest --hypothesis-profile quick -m 'not processes and not slow and not vllm' $(UNIT) --numprocesses 0 --forks 2; \
 	wait $$types || { cat $$said; exit 1; }; tail -n 1 $$said
 

@@ -1,18 +1,14 @@
-"""Settings of Sphinx for ``make docs`` and ``make check``. The sources are Markdown as GitHub shows it."""
+"""Settings of Sphinx for ``make docs`` and ``make test``. The sources are Markdown as GitHub shows it."""
 
 from __future__ import annotations
 
 import re
-import sys
-from pathlib import Path
 
 from sphinx.application import Sphinx
 
-sys.path.insert(0, str(Path(__file__).parent))
-
 project = "Tercet"
 html_title = "Tercet"
-extensions = ["myst_parser", "warnings_builder"]
+extensions = ["myst_parser"]
 root_doc = "README"
 exclude_patterns = ["_build"]
 myst_heading_anchors = 4  # links to headings as GitHub makes them

@@ -8,6 +8,8 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
+from tests.servers import SHUTDOWN_POLL_S
+
 
 class Received(NamedTuple):
     """One span; ids in hexadecimal, times in seconds."""
@@ -44,7 +46,7 @@ class Receiver:
 
         self._server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
         self.url = f"http://127.0.0.1:{self._server.server_address[1]}"
-        self._thread = threading.Thread(target=self._server.serve_forever, daemon=True)
+        self._thread = threading.Thread(target=self._server.serve_forever, args=(SHUTDOWN_POLL_S,), daemon=True)
 
     def __enter__(self) -> Receiver:
         self._thread.start()

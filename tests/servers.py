@@ -18,6 +18,8 @@ import uvicorn
 from aiohttp import web
 
 HOST = "127.0.0.1"
+# How often a server of the standard library looks whether it shall stop; its default is half a second.
+SHUTDOWN_POLL_S = 0.01
 
 
 @asynccontextmanager
@@ -58,7 +60,7 @@ async def served_asgi(app: Any, **options: Any) -> AsyncGenerator[str]:
 @contextmanager
 def served_in_thread(server: HTTPServer) -> Generator[str]:
     """Serves with a server of the standard library, for a test that blocks."""
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread = threading.Thread(target=server.serve_forever, args=(SHUTDOWN_POLL_S,), daemon=True)
     thread.start()
     try:
         yield f"http://{HOST}:{server.server_port}"

@@ -20,6 +20,7 @@ import pytest
 from rich.console import Console
 
 from tercet.cli.fleet_view import FleetView, Row, drawn, rows_of
+from tests.servers import SHUTDOWN_POLL_S
 
 
 def engine(name: str, running: int | None, **other: Any) -> dict[str, Any]:
@@ -110,7 +111,7 @@ def url() -> Iterator[str]:
         def log_message(self, format: str, *args: Any) -> None: ...
 
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
+    threading.Thread(target=server.serve_forever, args=(SHUTDOWN_POLL_S,), daemon=True).start()
     yield f"http://127.0.0.1:{server.server_address[1]}"
     server.shutdown()
     server.server_close()

@@ -238,6 +238,7 @@ def test_quoted_messages_are_what_the_code_prints(page: str, message: str) -> No
     assert message in texts(), f"{page} quotes a message that the code does not print: {message}"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("figure", FIGURES, ids=lambda figure: figure.stem)
 def test_figures_name_what_exists_and_read_in_light_and_dark(figure: Path) -> None:
     text = figure.read_text(encoding="utf-8")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from tercet.fleet import Trace
 from tercet.protocol.trace import TraceEvent
 from tercet.router.metrics import MOST_PAIRS, OTHER_ENGINES, Metrics
@@ -23,6 +25,7 @@ def test_what_was_predicted_and_found_is_counted_by_program_and_engine(metrics: 
     assert [tokens(what, "p") for what in ("predicted", "delivered", "missing")] == [32, 96, 0]
 
 
+@pytest.mark.slow
 def test_pairs_of_engines_are_bounded_and_no_byte_is_lost(metrics: Metrics) -> None:
     for number in range(MOST_PAIRS + 10):
         metrics.finished(Trace("p", [TraceEvent("remote_send", "a", bytes=2, to=f"d{number}")]))

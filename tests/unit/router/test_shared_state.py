@@ -210,6 +210,7 @@ async def test_the_file_is_for_people_too(router: LiveRouter) -> None:
     assert (found["version"], found["members"][1]["draining"]) == (3, True)
 
 
+@pytest.mark.slow
 async def test_reports_that_cannot_be_written_end_nothing(
     router: LiveRouter, other: Other, caplog: pytest.LogCaptureFixture
 ) -> None:

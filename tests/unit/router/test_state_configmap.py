@@ -173,6 +173,7 @@ async def until(condition: Callable[[], bool]) -> None:
             await asyncio.sleep(0.01)
 
 
+@pytest.mark.slow
 async def test_two_routers_without_a_common_file_system(router: LiveRouter, metrics: Metrics, tmp_path: Path) -> None:
     api = ApiObjects()
     async with (
@@ -188,6 +189,7 @@ async def test_two_routers_without_a_common_file_system(router: LiveRouter, metr
     assert not list(tmp_path.rglob("state.json")), "no file has it"
 
 
+@pytest.mark.slow
 async def test_one_router_of_two_decides_about_roles(
     router: LiveRouter, metrics: Metrics, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -368,4 +370,4 @@ class TurnsOfMachines(RuleBasedStateMachine):
         assert sum(each.has_it for each in self.machines if not each.away) == 1
 
 
-TestTurnsOfMachines = TurnsOfMachines.TestCase
+TestTurnsOfMachines = pytest.mark.slow(TurnsOfMachines.TestCase)

@@ -172,6 +172,7 @@ def test_engines_with_the_least_to_end_change_first() -> None:
     assert "d0" not in found.engines
 
 
+@pytest.mark.slow
 def test_a_line_of_prefills_hides_decodes_which_keep_their_engines() -> None:
     """What waits does not decode yet: of 48 engines that decode, as few go as relieve the prefills."""
     found = fleet(16, 48)

@@ -68,6 +68,7 @@ def test_progress_says_which_step_of_how_many_comes_next(engines: int) -> None:
     assert numbers == [f"{number} of {total}" for number in range(1, total + 1)]
 
 
+@pytest.mark.slow
 def test_a_known_profile_is_found_again() -> None:
     found = profile_from(measured_on(KNOWN), PLAN, "command", ASSUMED)
     assert all(error < 0.02 for error in found.provenance.fit_error.values())

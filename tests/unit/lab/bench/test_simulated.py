@@ -102,6 +102,7 @@ def test_requests_at_given_times_are_served_then_and_warm_up_is_not_counted() ->
     assert list(outcome.output_tokens) == [4] * 3
 
 
+@pytest.mark.slow
 def test_prefix_aware_picking_finds_prefixes_and_repeats_to_the_byte() -> None:
     """The program that the simulator's speed is measured with."""
     program = str(Path(__file__).parents[4] / "benchmarks" / "prefix_aware.py") + ":prefix_aware"
@@ -336,6 +337,7 @@ def test_options_are_text_or_values() -> None:
 # ---- sweeps --------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_sweep_runs_every_combination() -> None:
     report = sweep(
         simulation(program="balanced"),
@@ -349,6 +351,7 @@ def test_a_sweep_runs_every_combination() -> None:
     assert report.to_json() == report.to_json()
 
 
+@pytest.mark.slow
 def test_a_sweep_over_seeds_has_a_run_and_an_interval_for_each(capsys: pytest.CaptureFixture[str]) -> None:
     report = sweep(simulation(program="data_parallel"), 8, [Axis("stream_every", ("1",))], "ttft.mean", "tpot.mean", 3)
     (trial,) = report.trials

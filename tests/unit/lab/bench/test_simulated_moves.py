@@ -49,6 +49,7 @@ def test_rescheduling_evens_kv_out_and_loses_no_throughput() -> None:
     assert moves.recomputed < 16 * moves.moved
 
 
+@pytest.mark.slow
 def test_a_run_with_moves_repeats_to_the_byte_and_reports_them() -> None:
     first, second = (uneven(reschedule=["neutral_load"]).report([RATE], "x").to_json() for _ in range(2))
     assert first == second

@@ -71,6 +71,7 @@ def test_the_picture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     check_image("sweep.png", lambda file: plot_sweep(report(*TRIALS), file), tmp_path, monkeypatch)
 
 
+@pytest.mark.slow
 def test_trials_that_failed_are_not_drawn_and_counted(tmp_path: Path) -> None:
     file = tmp_path / "sweep.svg"
     plot_sweep(report(trial("0", "512", 1.5, 0.01, "best", None), trial("1", "512", math.inf, 1, "beaten")), file)

@@ -35,6 +35,7 @@ def test_the_picture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     check_image("transfer.png", draw, tmp_path, monkeypatch)
 
 
+@pytest.mark.slow
 def test_one_round_and_few_ways_are_drawn_too(tmp_path: Path) -> None:
     table = Table(order=["memcpy"])
     (case,) = cases([6 * KIB], [MIB])

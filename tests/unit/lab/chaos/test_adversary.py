@@ -150,6 +150,7 @@ def test_what_is_cut_off_takes_longer_than_any_bound_of_the_router() -> None:
     assert simulated_arena.MOST_BYTES < 2**21
 
 
+@pytest.mark.slow
 def test_a_fleet_of_one_engine_holds_too() -> None:
     result = run_simulated(
         SimulatedFleet(prefill=0, decode=1), FaultSchedule(1, 8.0, ()), LOAD, patience=60.0,

@@ -29,6 +29,7 @@ def test_a_trace_has_the_load_that_it_is_made_of(shape: Shape) -> None:
         assert line["input_length"] == pytest.approx(load_at(shape, at, seconds, rate).prompt, rel=1.2)
 
 
+@pytest.mark.slow
 def test_hindsight_is_at_least_as_good_as_each_fixed_fleet(tmp_path: Path) -> None:
     seconds = 120.0
     lines = list(trace("flip", seconds, 2, seed=0))

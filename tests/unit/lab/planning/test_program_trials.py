@@ -36,6 +36,7 @@ def test_parameters_are_those_of_the_program() -> None:
             parse_program(text)
 
 
+@pytest.mark.slow
 def test_programs_are_simulated_with_the_fleet_that_is_there() -> None:
     objectives = Objectives(ttft=1.0, tpot=0.025)
 

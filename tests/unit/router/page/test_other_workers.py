@@ -8,6 +8,7 @@ from collections.abc import AsyncGenerator, Sequence
 from contextlib import AsyncExitStack
 
 import msgspec
+import pytest
 from msgspec.structs import replace
 
 from tercet.router.page.engine_rows import ReportedLoads
@@ -110,6 +111,7 @@ class Process:
         names.append(self.name)
 
 
+@pytest.mark.slow
 async def test_a_page_shows_what_another_worker_serves_and_nothing_is_watched_after_it(router: LiveRouter) -> None:
     names = list[str]()
     one, other = Process(router, names), Process(router, names)

@@ -249,6 +249,7 @@ async def test_where_admin_routes_are_elsewhere_the_page_says_so(router: LiveRou
     assert await status_of(at_admin, bearer(ADMIN)) == (200, "admin")
 
 
+@pytest.mark.slow
 async def test_a_viewer_that_takes_nothing_is_dropped(router: LiveRouter, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(page_app, "SEND_SECONDS", 0.05)
 
