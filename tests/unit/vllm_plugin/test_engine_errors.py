@@ -7,7 +7,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from vllm.exceptions import GenerationError, RetryableRequestError, VLLMValidationError
+from vllm import exceptions
+from vllm.exceptions import GenerationError, VLLMValidationError
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.output_processor import RequestOutputCollector
 
@@ -16,7 +17,10 @@ from tercet.vllm_plugin.core.connector_messages import TercetParams
 from tercet.vllm_plugin.core.keyed_prompt import KeyedPrompt
 from tercet.vllm_plugin.edge.llm_requests import LLMRequest
 
-PAUSED = RetryableRequestError("Generation is paused. Please retry after it resumes.")
+# vLLM 0.31 has no class for it.
+PAUSED: Exception = getattr(exceptions, "RetryableRequestError", RuntimeError)(
+    "Generation is paused. Please retry after it resumes."
+)
 ERRORS = [
     (PAUSED, EngineError),
     (GenerationError(), EngineError),
