@@ -18,7 +18,7 @@ from tercet.vllm_plugin.core.keyed_prompt import KeyedPrompt
 from tercet.vllm_plugin.edge.llm_requests import LLMRequest
 
 # vLLM 0.31 has no class for it.
-PAUSED: Exception = getattr(exceptions, "RetryableRequestError", RuntimeError)(
+PAUSED: Exception = getattr(exceptions, "RetryableRequestError", GenerationError)(
     "Generation is paused. Please retry after it resumes."
 )
 ERRORS = [
