@@ -6,10 +6,10 @@ limit, the largest one is dropped, with HTTP status 429, so that small requests 
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Generator
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import Generator
+from contextlib import contextmanager
 
-from tercet.fleet.calls_in_flight import CallsInFlight, until_lost
+from tercet.fleet.calls_in_flight import CallsInFlight, UntilLost, until_lost
 from tercet.protocol import Saturated
 
 LARGEST_AT_ONCE = 4
@@ -34,13 +34,11 @@ class HeldBody:
         if self._refusal is not None:
             raise self._refusal
 
-    @asynccontextmanager
-    async def until_let_go(self) -> AsyncGenerator[None]:
-        """Raise :class:`~tercet.protocol.Saturated` inside the context when the body is dropped."""
+    def until_let_go(self) -> UntilLost:
+        """Return a context inside which :class:`~tercet.protocol.Saturated` is raised when the body is dropped."""
         if self._refusal is not None:
             raise self._refusal
-        async with until_lost(self.calls):
-            yield
+        return until_lost(self.calls)
 
     def forget(self) -> None:
         """Stop counting its bytes."""

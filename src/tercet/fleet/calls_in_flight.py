@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Generator
-from contextlib import ExitStack, asynccontextmanager, contextmanager
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
+from types import TracebackType
 
 from tercet.protocol import TercetError
 
@@ -55,25 +56,42 @@ class CallsInFlight:
         del self._fails[noted]
 
 
-@asynccontextmanager
-async def until_lost(*engines: CallsInFlight) -> AsyncGenerator[None]:
+class UntilLost:
+    """A context that is cancelled as soon as one of ``engines`` is lost, and then raises that engine's error.
+
+    A class, since requests enter such a context several times: a generator and its exit stack cost three times as much.
+    """
+
+    __slots__ = ("_engines", "_loss", "_noted", "_patience")
+
+    def __init__(self, engines: Sequence[CallsInFlight]) -> None:
+        self._engines = engines
+        self._noted: list[object] = []
+        self._loss: TercetError | None = None
+        self._patience = asyncio.timeout(None)
+
+    async def __aenter__(self) -> None:
+        await self._patience.__aenter__()
+        self._noted = [engine.note(self._give_up) for engine in self._engines]
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None
+    ) -> None:
+        for engine, noted in zip(self._engines, self._noted, strict=True):
+            engine.forget(noted)
+        try:
+            await self._patience.__aexit__(kind, error, at)
+        except TimeoutError as expired:
+            error = expired
+        if isinstance(error, TimeoutError) and self._loss is not None and self._patience.expired():
+            raise self._loss from None
+
+    def _give_up(self, error: TercetError) -> None:
+        if self._loss is None:
+            self._loss = error
+            self._patience.reschedule(asyncio.get_running_loop().time())
+
+
+def until_lost(*engines: CallsInFlight) -> UntilLost:
     """Cancel the code inside the context as soon as one of the engines is lost, and raise that engine's error."""
-    loop = asyncio.get_running_loop()
-    losses: list[TercetError] = []
-    patience = asyncio.timeout(None)
-
-    def give_up(error: TercetError) -> None:
-        if not losses:
-            losses.append(error)
-            patience.reschedule(loop.time())
-
-    try:
-        async with patience:
-            with ExitStack() as stack:
-                for calls in engines:
-                    stack.enter_context(calls.noted(give_up))
-                yield
-    except TimeoutError:
-        if losses and patience.expired():
-            raise losses[0] from None
-        raise
+    return UntilLost(engines)

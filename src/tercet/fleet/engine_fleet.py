@@ -136,11 +136,14 @@ class EngineFleet:
         """Record an engine's load report; a report of an engine that is not a member is ignored."""
         self.knowledge.loads.report(name, load)
         self.health.heard(name, load.stalled_s)
-        self.health.note_stopping(name, load.stopping)
-        self.health.note_paused(name, load.paused)
         member = self._roster.get(name)
-        if member is not None and load.adapters is not None:
-            member.said_stamp = load.adapters.stamp
+        if member is not None:
+            if load.stopping is not member.stopping:
+                self.health.note_stopping(name, load.stopping)
+            if load.paused or member.paused:
+                self.health.note_paused(name, load.paused)
+            if load.adapters is not None:
+                member.said_stamp = load.adapters.stamp
         self.on_report(name, load)
 
     def proposed(self, name: str, proposal: MoveProposal) -> None:

@@ -47,11 +47,11 @@ class EndpointPickerService:
     ) -> AsyncGenerator[ProcessingResponse]:
         """Yield the replies to one request's messages."""
         exchange = Exchange(self._max_bytes)
-        pace = _Pace(request_iterator)
+        pace = _Pace(request_iterator, exchange)
         self._metrics.streams.inc()
         try:
             with self._bodies.one() as kept:
-                async for message in pace.messages(exchange, kept):
+                async for message in pace.all(kept):
                     for reply in exchange.receive(message):
                         yield reply
                     if exchange.holds > kept.size:
@@ -99,12 +99,15 @@ class EndpointPickerService:
 class _Pace:
     """The messages of one stream: the first one must arrive in time, and a buffered body at a minimum rate."""
 
-    def __init__(self, messages: AsyncIterator[ProcessingRequest]) -> None:
+    def __init__(self, messages: AsyncIterator[ProcessingRequest], exchange: Exchange) -> None:
         self._messages = messages
-        self._look_at: float | None = None
+        self._exchange = exchange
+        self._loop = asyncio.get_running_loop()
+        # The end of the interval in which the rate is checked, None before the first; and the bytes at its begin.
+        self._check_at: float | None = None
         self._held_before = 0
 
-    async def messages(self, exchange: Exchange, kept: HeldBody) -> AsyncGenerator[ProcessingRequest]:
+    async def all(self, kept: HeldBody) -> AsyncGenerator[ProcessingRequest]:
         """Yield messages.
 
         Raises ``TimeoutError`` if none arrives, and :class:`~tercet.protocol.TercetError` for a slow body.
@@ -113,22 +116,30 @@ class _Pace:
             message = await anext(self._messages, None)
         while message is not None:
             yield message
-            message = await (self._piece(exchange, kept) if exchange.awaits_pieces else anext(self._messages, None))
+            message = await (self._piece(kept) if self._exchange.awaits_pieces else anext(self._messages, None))
 
-    async def _piece(self, exchange: Exchange, kept: HeldBody) -> ProcessingRequest | None:
+    async def _piece(self, kept: HeldBody) -> ProcessingRequest | None:
         """Return the next message while a body arrives; None at the stream's end."""
-        clock = asyncio.get_running_loop().time
-        coming = asyncio.ensure_future(anext(self._messages, None))
+        patience = asyncio.timeout(None)
+        self._check_later(patience)
         try:
-            async with kept.until_let_go():
-                while not coming.done():
-                    if self._look_at is None:
-                        self._look_at, self._held_before = clock() + SECONDS, exchange.holds
-                    await asyncio.wait({coming}, timeout=self._look_at - clock())
-                    if clock() >= self._look_at and not coming.done():
-                        if exchange.holds - self._held_before < LEAST_OF_BODY:
-                            raise breach_error(Breach.SLOW_BODY)
-                        self._look_at = None
-            return coming.result()
+            async with kept.until_let_go(), patience:
+                return await anext(self._messages, None)
+        except TimeoutError:
+            raise breach_error(Breach.SLOW_BODY) from None
         finally:
-            coming.cancel()
+            self._timer.cancel()
+
+    def _check_later(self, patience: asyncio.Timeout) -> None:
+        """Call :meth:`_check` at the end of the present interval, which may begin now."""
+        if self._check_at is None:
+            self._check_at, self._held_before = self._loop.time() + SECONDS, self._exchange.holds
+        self._timer = self._loop.call_at(self._check_at, self._check, patience)
+
+    def _check(self, patience: asyncio.Timeout) -> None:
+        """End the wait for a message if too little of the body arrived in the interval; begin the next otherwise."""
+        if self._exchange.holds - self._held_before < LEAST_OF_BODY:
+            patience.reschedule(self._loop.time())
+        else:
+            self._check_at = None
+            self._check_later(patience)

@@ -83,6 +83,13 @@ class FrameSplitter(Splitter):
         self._header = header
         self._magic = magic
 
+    def split(self, data: bytes) -> list[bytes]:
+        """Return the bodies of the frames that ``data`` completes."""
+        # Mostly one whole frame; a router of 100 engines reads a thousand a second, also when it is idle.
+        if not self._held and self._end(data, 0, 0) == len(data):
+            return [data[self._header.size :]]
+        return super().split(data)
+
     def _end(self, text: bytes | bytearray, begin: int, seen: int) -> int | None:
         body = begin + self._header.size
         if len(text) < body:
