@@ -21,7 +21,8 @@ in `--rounds` rounds, so that other load of the machine affects all equally. `be
 requests of the clients and the texts of the model. The table has medians over the rounds with the smallest and the
 largest value, and medians of the rounds' ratios. A token of a tool call may have no event, so the number of tokens per
 event is computed from whole streams. `--checkout FOLDER` measures the router of another checkout of Tercet too, with
-that checkout's token source. Compare several runs: of two processes of the same code, one may be a tenth slower.
+that checkout's token source. Of two processes of the same code, one may be a tenth slower: `--routers 4` starts four of
+each checkout, and measures one after another.
 """
 
 from __future__ import annotations
@@ -302,12 +303,12 @@ def run(args: argparse.Namespace) -> list[Row]:
     kinds = kinds_of(args.kinds)
     flags: tuple[str, ...] = PARSERS if kinds else ()
     with ExitStack() as stack:
-        router, former, stock, proxy, floor = (free_port() for _ in range(5))
+        stock, proxy, floor = (free_port() for _ in range(3))
         this = str(Path(__file__).with_name("token_source.py"))
         step = {"TOKEN_SOURCE_STEP": str(args.step), "TOKEN_SOURCE_SCRIPTS": scripts_of(kinds, model)}
 
-        def start_router(port: int, source: str, **env: str) -> int:
-            source_port = free_port()
+        def start_router(source: str, **env: str) -> tuple[int, list[int]]:
+            port, source_port = free_port(), free_port()
             engine = (source, "source", str(source_port))
             stack.enter_context(process(*engine, port=source_port, path="/tercet/v1/status", **step, **env))
             command = (
@@ -315,25 +316,26 @@ def run(args: argparse.Namespace) -> list[Row]:
                 "data_parallel", "--port", str(port), "--model", model, "--served-model-name", MODEL_NAME,
                 "--log-level", "warning", *(("--", *flags) if flags else ()),
             )  # fmt: skip
-            return stack.enter_context(process(*command, port=port, **env))
+            return port, [stack.enter_context(process(*command, port=port, **env))]
 
-        door_pid = start_router(router, this)
         sockets = [f"tcp://127.0.0.1:{free_port()}" for _ in range(2)]
         stack.enter_context(process(this, "core", *sockets, **step))
         peer = ("peer", str(stock), model, *sockets, *flags)
         stock_pid = stack.enter_context(process(this, *peer, port=stock))
-        servers = [("tercet", router, [door_pid]), ("vllm api server", stock, [stock_pid])]
-        if args.checkout:
-            path = os.pathsep.join((str(args.checkout / "src"), str(args.checkout)))
-            source = str(args.checkout / "benchmarks/token_source.py")
-            servers.append(("other checkout", former, [start_router(former, source, PYTHONPATH=path)]))
+        servers: list[tuple[str, int, list[int]]] = []
+        for _ in range(args.routers):
+            servers += [("tercet", *start_router(this)), ("vllm api server", stock, [stock_pid])]
+            if args.checkout:
+                path = os.pathsep.join((str(args.checkout / "src"), str(args.checkout)))
+                source = str(args.checkout / "benchmarks/token_source.py")
+                servers.append(("other checkout", *start_router(source, PYTHONPATH=path)))
         if kinds:
             print(f"{'':46}{'us/token':>10}{'tokens/s':>10}{'TTFT':>8}{'cores':>7}")
-            for _ in range(args.rounds):
+            for number in range(args.rounds):
                 for kind in kinds:
-                    for name, port, pids in servers:
+                    for name, port, pids in servers[:: -1 if number % 2 else 1]:
                         rows.append(measure(name, kind, port, pids, args.seconds, args.tokens, streams=16, kind=kind))
-            print_kinds(rows, kinds, *(name for name, _, _ in servers))
+            print_kinds(rows, kinds, *dict.fromkeys(name for name, _, _ in servers))
             return rows
         writer_pid = stack.enter_context(process(this, "writer", str(floor), str(args.tokens), port=floor, **step))
         servers.append(("writes alone", floor, [writer_pid]))
@@ -357,7 +359,7 @@ def run(args: argparse.Namespace) -> list[Row]:
         for name, port, pids in servers:
             rows.append(measure(name, "100 requests/s", port, pids, args.seconds, args.tokens, rate=100.0))
         rows += [
-            measure("tercet", f"{streams} streams", router, [door_pid], args.seconds, args.tokens, streams=streams)
+            measure("tercet", f"{streams} streams", *servers[0][1:], args.seconds, args.tokens, streams=streams)
             for streams in args.many
         ]
     return rows
@@ -407,7 +409,8 @@ def main() -> None:
     parser.add_argument(
         "--checkout", type=Path, metavar="FOLDER", help="checkout of Tercet whose router is measured too"
     )
-    parser.add_argument("--rounds", type=int, default=5, help="rounds with --kinds")
+    parser.add_argument("--rounds", type=int, default=5, help="rounds with --kinds; every second one is in reverse")
+    parser.add_argument("--routers", type=int, default=1, help="router processes of each checkout, with --kinds")
     parser.add_argument("--router-wheel", help="folder with the unpacked wheel of vllm-router")
     parser.add_argument("--dynamo", metavar="PYTHON", help="Python interpreter with ai-dynamo 1.6.1")
     parser.add_argument("--result-filename", type=Path, help="JSON file for the measurements")

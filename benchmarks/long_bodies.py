@@ -139,7 +139,10 @@ def main() -> None:
     parser.add_argument("--max-sequences", type=int, default=512)
     parser.add_argument("--pid", type=int)
     given = parser.parse_args()
-    asyncio.run(measure(given.url, given.model, given.max_request_items, given.max_sequences, given.pid))
+    try:
+        asyncio.run(measure(given.url, given.model, given.max_request_items, given.max_sequences, given.pid))
+    except aiohttp.ClientConnectorError as error:
+        parser.error(f"--url: cannot connect to {error.host}:{error.port}: start a router first")
 
 
 if __name__ == "__main__":

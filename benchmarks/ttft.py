@@ -91,7 +91,10 @@ def main() -> None:
     parser.add_argument("--length", type=int, default=512, help="prompt length in tokens")
     parser.add_argument("--rounds", type=int, default=12)
     args = parser.parse_args()
-    asyncio.run(run(args.router, args.length, args.rounds))
+    try:
+        asyncio.run(run(args.router, args.length, args.rounds))
+    except aiohttp.ClientConnectorError as error:
+        parser.error(f"cannot connect to {error.host}:{error.port}: start a fleet first, for example with `tercet up`")
 
 
 if __name__ == "__main__":
