@@ -81,14 +81,14 @@ def bodies(items: int, sequences: int) -> list[tuple[str, str, dict[str, Any]]]:
 class Bystander:
     """A client with a stream. ``longest`` is the longest gap, in seconds, since it was last set to 0."""
 
-    def __init__(self) -> None:
+    def __init__(self, session: aiohttp.ClientSession, url: str, model: str) -> None:
         self.longest = 0.0
+        self._streaming = asyncio.create_task(self._run(session, url, model))
 
-    async def run(self, session: aiohttp.ClientSession, url: str, model: str) -> None:
-        """Stream until cancelled."""
+    async def _run(self, session: aiohttp.ClientSession, url: str, model: str) -> None:
         body = {"model": model, "prompt": "x", "max_tokens": 200, "ignore_eos": True, "stream": True}
         while True:
-            async with session.post(f"{url}/v1/completions", json=body) as answer:
+            async with session.post(f"{url}/v1/completions", json=body, raise_for_status=True) as answer:
                 last = None
                 async for _ in answer.content:
                     now = time.monotonic()
@@ -96,10 +96,19 @@ class Bystander:
                     last = now
 
     async def during(self, work: Any) -> tuple[float, Any]:
-        """Await ``work``. Return the longest gap in that time, in seconds, and the result of ``work``."""
+        """Await ``work``. Return the longest gap in that time, in seconds, and the result of ``work``.
+
+        Raises the stream's error if it has failed.
+        """
         self.longest = 0.0
         found = await work
+        if self._streaming.done():
+            self._streaming.result()
         return self.longest, found
+
+    def end(self) -> None:
+        """End the stream."""
+        self._streaming.cancel()
 
 
 def loop_ms(pid: int | None) -> float:
@@ -112,8 +121,7 @@ def loop_ms(pid: int | None) -> float:
 async def measure(url: str, model: str, items: int, sequences: int, pid: int | None) -> None:
     """Print a line for each case."""
     async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=120)) as session:
-        bystander = Bystander()
-        streaming = asyncio.create_task(bystander.run(session, url, model))
+        bystander = Bystander(session, url, model)
         gap, _ = await bystander.during(asyncio.sleep(3))
         print(f"{'no other client':45} {gap * 1000:8.1f} ms")
 
@@ -127,7 +135,7 @@ async def measure(url: str, model: str, items: int, sequences: int, pid: int | N
             gap, status = await bystander.during(asked(route, body))
             took = "" if pid is None else f", loop {loop_ms(pid) - before:.0f} ms"
             print(f"{route + ' ' + field:45} {gap * 1000:8.1f} ms, {status}{took}", flush=True)
-        streaming.cancel()
+        bystander.end()
 
 
 def main() -> None:
@@ -141,8 +149,8 @@ def main() -> None:
     given = parser.parse_args()
     try:
         asyncio.run(measure(given.url, given.model, given.max_request_items, given.max_sequences, given.pid))
-    except aiohttp.ClientConnectorError as error:
-        parser.error(f"--url: cannot connect to {error.host}:{error.port}: start a router first")
+    except aiohttp.ClientError as error:
+        parser.error(f"--url: {given.url} does not serve streams of {given.model}: {error}")
 
 
 if __name__ == "__main__":
