@@ -56,7 +56,8 @@ class PromptTexts:
 
     def encode(self, text: str) -> list[int]:
         """Return the tokens of a text."""
-        return self._tokenizer.encode(text, add_special_tokens=False).ids
+        # For a batch, the library releases the interpreter's lock; for one text it does not.
+        return self._tokenizer.encode_batch_fast([text], add_special_tokens=False)[0].ids
 
     def decode(self, tokens: Sequence[int]) -> str:
         """Return the text of tokens; tokens outside the vocabulary are left out."""

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import subprocess
 import sys
+import time
 from collections.abc import AsyncIterator
 from importlib import metadata
 from pathlib import Path
@@ -131,6 +133,19 @@ def test_a_checkpoint_without_a_tokenizer_is_refused(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_text("{}")
     with pytest.raises(BadRequest, match="not a tokenizer"):
         PromptTexts(tmp_path)
+
+
+@pytest.mark.slow
+async def test_others_run_while_a_long_text_is_tokenized() -> None:
+    texts = PromptTexts(Path(resolve_tokenizer("smollm2")))
+    began = last = time.monotonic()
+    longest = 0.0
+    working = asyncio.create_task(asyncio.to_thread(texts.encode, "a b " * 200_000))
+    while not working.done():
+        await asyncio.sleep(0.001)
+        longest, last = max(longest, time.monotonic() - last), time.monotonic()
+    assert len(await working) == 400_001
+    assert longest < (last - began) / 2
 
 
 def test_of_vllms_flags_it_takes_the_key() -> None:

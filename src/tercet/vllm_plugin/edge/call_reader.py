@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import TYPE_CHECKING
 
 from tercet.protocol.wire import PrepRecvCall, Prompt, RemoteSendCall, StartGenerateCall
@@ -26,9 +27,12 @@ class CallReader:
         self._adapters = adapters
         self.limits = limits_of(client)
 
-    def tokens(self, prompt: Prompt) -> list[int]:
-        """Return the tokens of a prompt, which may be text."""
-        tokens: list[int] = self._client.get_tokenizer().encode(prompt) if isinstance(prompt, str) else list(prompt)
+    async def tokens(self, prompt: Prompt) -> list[int]:
+        """Return the tokens of a prompt, which may be text; text is tokenized in a thread, since it may be long."""
+        if isinstance(prompt, str):
+            tokens: list[int] = await asyncio.to_thread(self._client.get_tokenizer().encode, prompt)
+        else:
+            tokens = list(prompt)
         self.limits.check_prompt(tokens)
         return tokens
 

@@ -56,7 +56,7 @@ class GeneratingVerb:
         await decoding.stream(connection, router, len(call.output))
 
     async def _decoding(self, call: StartGenerateCall) -> DecodingSequence:
-        tokens = self._reader.tokens(call.prompt)
+        tokens = await self._reader.tokens(call.prompt)
         if call.begin > len(tokens):
             raise BadRequest(f"begin: {call.begin} is past a prompt of {len(tokens)} tokens", "begin")
         self._reader.limits.check_output(tokens, call.output)

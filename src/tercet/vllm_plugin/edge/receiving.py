@@ -36,7 +36,7 @@ class ReceivingVerb:
 
     async def prep_recv(self, call: PrepRecvCall) -> PrepRecvAnswer:
         """Match the prompt's prefix and reserve blocks for the rest; or extend a lease."""
-        tokens = self._reader.tokens(call.prompt)
+        tokens = await self._reader.tokens(call.prompt)
         end = resolve_end(len(tokens), call.end)
         if end == 0:
             raise BadRequest(f"end: {call.end} leaves nothing of a prompt of {len(tokens)} tokens", "end")

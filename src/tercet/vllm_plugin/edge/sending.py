@@ -69,7 +69,7 @@ class SendingVerb:
     async def remote_send(self, call: RemoteSendCall) -> Sent:
         """Get the KV and push it; return when every rank has acknowledged it."""
         started = time.monotonic()
-        tokens = self._reader.tokens(call.prompt)
+        tokens = await self._reader.tokens(call.prompt)
         begin, end = resolve_range(len(tokens), call.begin, call.end)
         call.kv_addr_info.require_proof(self._secret)
         check_send(call, begin, end, len(tokens), self._layout)
