@@ -7,6 +7,7 @@ import random
 import re
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
 
@@ -293,12 +294,12 @@ UNTRIED = {"beam", "cohere_command3", "cohere_command4", "hf"}
 
 def lacks_rust(tool: str) -> bool:
     """Whether the parser is written in Rust, and the build of vLLM has no such part, as that of 0.31 for CPUs."""
-    if find_spec("vllm.tool_parsers.rust_tool_parser") is None or find_spec("vllm._rust_tool_parser") is not None:
+    rust = "vllm.tool_parsers.rust_tool_parser"  # not in each version
+    if find_spec(rust) is None or find_spec("vllm._rust_tool_parser") is not None:
         return False
     from vllm.tool_parsers import ToolParserManager
-    from vllm.tool_parsers.rust_tool_parser import RustToolParser
 
-    return issubclass(ToolParserManager.get_tool_parser(tool), RustToolParser)
+    return issubclass(ToolParserManager.get_tool_parser(tool), import_module(rust).RustToolParser)
 
 
 def try_parser(parsing: LiveRouters, script: Sequence[Step], **names: str) -> str:
