@@ -323,7 +323,7 @@ def run(args: argparse.Namespace) -> list[Row]:
         peer = ("peer", str(stock), model, *sockets, *flags)
         stock_pid = stack.enter_context(process(this, *peer, port=stock))
         servers: list[tuple[str, int, list[int]]] = []
-        for _ in range(args.routers):
+        for _ in range(args.routers if kinds else 1):
             servers += [("tercet", *start_router(this)), ("vllm api server", stock, [stock_pid])]
             if args.checkout:
                 path = os.pathsep.join((str(args.checkout / "src"), str(args.checkout)))
@@ -415,6 +415,9 @@ def main() -> None:
     parser.add_argument("--dynamo", metavar="PYTHON", help="Python interpreter with ai-dynamo 1.6.1")
     parser.add_argument("--result-filename", type=Path, help="JSON file for the measurements")
     args = parser.parse_args()
+    for name in ("rounds", "routers"):
+        if getattr(args, name) < 1:
+            parser.error(f"--{name}: must be at least 1")
     unknown = [kind for kind in kinds_of(args.kinds) if kind not in KINDS]
     if unknown:
         parser.error(f"--kinds: {', '.join(unknown)}: unknown; choose from {', '.join(KINDS)}")

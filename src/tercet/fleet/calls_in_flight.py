@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Generator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from types import TracebackType
 
 from tercet.protocol import TercetError
@@ -33,15 +32,6 @@ class CallsInFlight:
             if waits():
                 fail(error)
 
-    @contextmanager
-    def noted(self, fail: Fail) -> Generator[None]:
-        """Register ``fail`` while entered; :meth:`lose` calls it."""
-        key = self.note(fail)
-        try:
-            yield
-        finally:
-            self.forget(key)
-
     def note(self, fail: Fail, waits: Waits = lambda: True) -> object:
         """Register ``fail``, which :meth:`lose` calls; pass the returned value to :meth:`forget` to end that.
 
@@ -59,7 +49,7 @@ class CallsInFlight:
 class UntilLost:
     """A context that is cancelled as soon as one of ``engines`` is lost, and then raises that engine's error.
 
-    A class, since requests enter such a context several times: a generator and its exit stack cost three times as much.
+    A class and not a generator, which costs more: a request enters such a context several times.
     """
 
     __slots__ = ("_engines", "_loss", "_noted", "_patience")

@@ -138,10 +138,8 @@ class EngineFleet:
         self.health.heard(name, load.stalled_s)
         member = self._roster.get(name)
         if member is not None:
-            if load.stopping is not member.stopping:
-                self.health.note_stopping(name, load.stopping)
-            if load.paused or member.paused:
-                self.health.note_paused(name, load.paused)
+            self.health.note_stopping(member, load.stopping)
+            self.health.note_paused(member, load.paused)
             if load.adapters is not None:
                 member.said_stamp = load.adapters.stamp
         self.on_report(name, load)

@@ -45,44 +45,42 @@ class EngineHealth:
         """True if an engine has sent anything in the last ``seconds``."""
         return self._liveness.heard_within(name, seconds, self._clock())
 
-    def note_stopping(self, name: str, stopping: bool) -> None:
+    def note_stopping(self, member: Member, stopping: bool) -> None:
         """Record whether an engine is stopping; a stopping engine is not picked."""
-        member = self._roster.get(name)
-        if member is not None and member.stopping is not stopping:
+        if member.stopping is not stopping:
             member.stopping = stopping
             if stopping:
-                log_events.ENGINE_STOPPING.tell(engine=name, reason="the engine reports that it is stopping")
+                log_events.ENGINE_STOPPING.tell(engine=member.name, reason="the engine reports that it is stopping")
             else:
-                log_events.ENGINE_BACK.tell(engine=name, reason="the engine is no longer stopping")
+                log_events.ENGINE_BACK.tell(engine=member.name, reason="the engine is no longer stopping")
             self._roster.reopen()
 
-    def note_paused(self, name: str, paused: Paused) -> None:
+    def note_paused(self, member: Member, paused: Paused) -> None:
         """Record whether an engine has paused, and for which sequences; a paused engine is not picked.
 
         Calls that wait for it fail, so that another engine serves them, as soon as another engine may be picked. Until
         then they wait on: the paused engine may be resumed.
         """
-        member = self._roster.get(name)
-        if member is None or not (paused or member.paused):
-            return
         if member.paused != paused:
             member.paused = paused
             if paused:
-                log_events.ENGINE_PAUSED.tell(engine=name, reason=f"it has paused {PAUSED[paused]}")
+                log_events.ENGINE_PAUSED.tell(engine=member.name, reason=f"it has paused {PAUSED[paused]}")
             else:
-                log_events.ENGINE_BACK.tell(engine=name, reason="it was resumed")
+                log_events.ENGINE_BACK.tell(engine=member.name, reason="it was resumed")
             self._roster.reopen()
         if paused and self.answers:
-            error = EngineUnreachable(f"{name} is paused")
-            error.blames = name
+            error = EngineUnreachable(f"{member.name} is paused")
+            error.blames = member.name
             (member.calls.lose if paused == "all" else member.calls.lose_waiting)(error)
 
     def restarted(self, name: str) -> None:
         """Drop all knowledge of an engine that was restarted."""
         log_events.ENGINE_RESTARTED.tell(engine=name, reason="it was restarted")
         self._knowledge.cleared(name)
-        self.note_stopping(name, False)
-        self.note_paused(name, "")
+        member = self._roster.get(name)
+        if member is not None:
+            self.note_stopping(member, False)
+            self.note_paused(member, "")
 
     def forget(self, name: str) -> None:
         """Drop the record of an engine that was removed."""

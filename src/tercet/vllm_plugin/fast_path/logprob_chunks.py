@@ -117,7 +117,9 @@ class LogprobChunks:
     def takes(self, output: Output) -> bool:
         """True if the output has the log probability of each of its tokens, as engines send it."""
         found = output.logprobs
-        return found is not None and [position[0].token_id for position in found if position] == [*output.token_ids]
+        if found is None:
+            return False
+        return [position[0].token_id if position else None for position in found] == [*output.token_ids]
 
     def of_output(self, output: Output) -> bytes:
         """Return the JSON for an output that :meth:`takes` accepts."""

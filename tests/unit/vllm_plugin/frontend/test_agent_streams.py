@@ -16,7 +16,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tercet.protocol import TokenLogprob
+from tercet.protocol import Output, TokenLogprob
 from tercet.vllm_plugin.differences import OFFSETS_OF_SENT_TEXT
 
 from .conftest import CREATED, LiveRouters, Step
@@ -151,6 +151,7 @@ def test_an_error_ends_all_choices(routers: LiveRouters, path: str) -> None:
 
 # ---- log probabilities ---------------------------------------------------------------------------------------
 
+OWN, OTHER = (TokenLogprob(7, -0.5, 1),), (TokenLogprob(8, -0.5, 1),)
 PARTS = "\u4f60 \U0001f680\U0001f469\u200d\U0001f4bb z\u0331 <|im_start|> end"
 
 
@@ -188,6 +189,17 @@ def test_the_first_and_the_last_log_probabilities_are_of_parts_of_characters(
 def test_log_probabilities_and_more(routers: LiveRouters, path: str, more: dict[str, Any]) -> None:
     asked: dict[str, Any] = {"logprobs": 2} if path == COMPLETIONS else {"logprobs": True, "top_logprobs": 2}
     both(routers, path, [*oddly(routers, TEXT + PARTS), "stop"], free=True, **asked, **more)
+
+
+@pytest.mark.parametrize(
+    ("positions", "takes"),
+    [(None, False), ((), False), (((),), False), ((OTHER,), False), ((OWN,), True), ((OWN, ()), False),
+     (((), OWN), False), ((OWN, OWN), False)],
+)  # fmt: skip
+def test_each_token_has_its_own_log_probability(positions: Any, takes: bool) -> None:
+    from tercet.vllm_plugin.fast_path.logprob_chunks import LogprobChunks
+
+    assert LogprobChunks.takes(LogprobChunks.__new__(LogprobChunks), Output((7,), logprobs=positions)) == takes
 
 
 @given(value=st.floats(-9999.0, 1.0, width=32), text=st.text())
