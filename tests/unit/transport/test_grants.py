@@ -58,9 +58,8 @@ class BegunTable(GrantTable):
     def _begun(self, send: SendKey, lease: str) -> None:
         opened = self._open.get(lease)
         if opened is not None and send not in opened.sends:
-            some = self.fills.get(send)
-            planes = () if some is None else ((some.start, some.stop),)
-            self.begin(send, SendBegin(1, lease, whose(opened.grant.end), planes, TRACED))
+            some = self.fills.setdefault(send, range(self._num_layers))
+            self.begin(send, SendBegin(1, lease, whose(opened.grant.end), ((some.start, some.stop),), TRACED))
             self.begun += 1
 
 
@@ -612,7 +611,8 @@ class AnythingIsSaid(RuleBasedStateMachine):
         if lost == 3:
             frames[frames.index(pieces[-1])] = pieces[0]
         self.numbers += 1
-        self.table.fills[sender, self.numbers] = layers
+        # A wild frame that was refused may have begun a send of this number, for all layers.
+        self.table.fills.setdefault((sender, self.numbers), layers)
         self.under_way.append((lease, (sender, self.numbers), frames))
 
     @precondition(lambda self: self.under_way)
