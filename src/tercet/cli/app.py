@@ -15,6 +15,7 @@ import typer.main
 from tercet import __version__
 from tercet.cli.commands import LazyGroup
 from tercet.cli.given_names import kind_of
+from tercet.cli.missing_values import require_values
 from tercet.cli.terminal import NobodyReads, forget_stdout, printable
 from tercet.cli.unknown_variables import unknown_variables
 from tercet.protocol import TercetError
@@ -79,7 +80,12 @@ def main() -> None:
 
 def _run(argv: list[str]) -> int:
     """Run one command line and return its exit code; print its error on standard error."""
-    return exit_code_of(lambda: _with_all_written(_command().main(argv, prog_name="tercet", standalone_mode=False)))
+
+    def run() -> int | None:
+        require_values(_command(), argv)
+        return _with_all_written(_command().main(argv, prog_name="tercet", standalone_mode=False))
+
+    return exit_code_of(run)
 
 
 def _with_all_written(code: int | None) -> int | None:

@@ -38,7 +38,7 @@ def check_flags(args: Sequence[str], where: str) -> None:
     vLLM checks all other flags.
     """
     if args and not args[0].startswith("-"):
-        raise BadRequest(f"{where}: {args[0]!r} is not a flag; begin with a flag of vLLM", where)
+        raise BadRequest(f"{where}: {args[0]!r} is not a flag of vLLM; remove it, or begin with a flag", where)
     for flag, _ in _flags(args):
         if flag in _TERCETS_OWN:
             raise BadRequest(f"{where}: {flag} is a flag of Tercet; give it before --, or as a separate key", where)

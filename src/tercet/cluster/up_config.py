@@ -124,7 +124,9 @@ class UpConfig(RouterSettings, frozen=True):
         if self.lora_modules and self.simulate is not None:
             raise BadRequest("lora-modules: cannot be combined with simulate", "lora-modules")
         if self.engine_args and self.simulate is not None:
-            raise BadRequest("engine-args: cannot be combined with simulate", "engine-args")
+            raise BadRequest(
+                f"engine-args: {self.engine_args[0]!r} cannot be used with simulated engines; remove it", "engine-args"
+            )
         if self.openai_layer == "small" and self.simulate is None:
             raise BadRequest("openai-layer: small needs simulate; vLLM engines need vLLM's layer", "openai-layer")
         self.require_stream_ports_beside(self.port)
