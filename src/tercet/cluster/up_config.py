@@ -14,9 +14,8 @@ from tercet.cluster.replicas import is_group
 from tercet.decisions.launch import launch_order, ratio_of
 from tercet.protocol import BadRequest, Role
 from tercet.settings import RouterSettings, Setting
-from tercet.settings.declaration import NotNegative
+from tercet.settings.declaration import NotNegative, Port
 from tercet.settings.panels import ENGINES, MODEL, OBSERVABILITY, SERVER
-from tercet.settings.router_config import Port
 
 RAY = "Ray"
 _RAY = re.compile(r"ray(:[^\s/]+:[0-9]{1,5})?")

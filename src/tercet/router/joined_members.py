@@ -48,7 +48,7 @@ def _in_flight(state: SharedState, name: str) -> int:
         state.service.fleet.member(name)
     except UnknownEngine:
         return 0
-    return state.engines()[name].in_flight
+    return state.reports.engines()[name].in_flight
 
 
 class GoneEngines:
@@ -71,7 +71,7 @@ async def remove_gone(state: SharedState, gone: GoneEngines | None = None) -> No
     gone = gone or GoneEngines(asyncio.get_running_loop().time)
     while True:
         await asyncio.sleep(POLL_INTERVAL_S)
-        reports = state.engines()
+        reports = state.reports.engines()
         away = {
             (each.address.name, each.uid.removeprefix(JOINED))
             for each in state.state.members

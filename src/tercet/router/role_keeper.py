@@ -74,7 +74,7 @@ class RoleKeeper:
                 await self._turn()
                 roles = FleetRoles(
                     self._shared.service.fleet, self._objectives, self._flip, self._seen, self._lines,
-                    self._shared.processes,
+                    self._shared.reports.processes,
                 )  # fmt: skip
                 while await self._has_turn():
                     await self._look(roles)
@@ -126,7 +126,7 @@ class RoleKeeper:
 
     def _lines(self) -> dict[str, PrefillLine]:
         """Return the prefills of all processes that share the fleet, by engine."""
-        return {name: PrefillLine(each.waiting_s, each.busy_s) for name, each in self._shared.engines().items()}
+        return {name: PrefillLine(each.waiting_s, each.busy_s) for name, each in self._shared.reports.engines().items()}
 
     async def decision(self) -> RoleDecision | None:
         """Return the last decision of the deciding process; None before the first one."""

@@ -8,26 +8,28 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
-from tercet.aio import TaskSet, run_in_thread
+from tercet.aio import TaskSet
 from tercet.aio.file_thread import BOUND_SECONDS, FileThread
-from tercet.decisions.scheduling import Scheduling, load_scheduling
-from tercet.decisions.scheduling.registry import user_file
 from tercet.fleet.membership import Membership, Promise
-from tercet.fleet.observed_roles import prefill_line
-from tercet.programs import Program
 from tercet.protocol import AdapterReport, BadRequest, EngineError, EngineUnreachable, TercetError
 from tercet.router.adapter_changes import AdapterChanges
-from tercet.router.fleet_state import FleetState, ProgramInUse, StateFile
-from tercet.router.followers import EngineReport, FollowerReport, Followers
+from tercet.router.fleet_state import FleetState, StateFile
+from tercet.router.followers import FollowerReport, Followers
+from tercet.router.loaded_code import (
+    LoadedCode,
+    LoadScheduling,
+    load_scheduling_file,
+    number_at_start,
+    scheduling_anywhere,
+)
 from tercet.router.metrics import Metrics
 from tercet.router.named_files import load_anywhere
 from tercet.router.planner_reports import PlannerReports
+from tercet.router.process_reports import ProcessReports
 from tercet.router.recovery import POLL_INTERVAL_S
 from tercet.router.request_traces import RequestTraces
 from tercet.router.routing import Plan
@@ -43,33 +45,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("tercet.router")
 T = TypeVar("T")
-FOLLOW_SECONDS = 30.0
 # A process without others polls for those that start. Each poll wakes two threads: an idle router does little else.
 ALONE_POLL_INTERVAL_S = 0.5
 REPLACED = "the model was replaced by another one while this request ran; send the request again"
-
-
-@dataclass
-class Loaded:
-    """The loaded code of a state: programs by the number of their plan, a scheduling file by its number."""
-
-    programs: dict[int, Mapping[str, Program]] = field(default_factory=dict[int, Mapping[str, Program]])
-    scheduling: dict[int, Scheduling] = field(default_factory=dict[int, Scheduling])
-
-
-LoadScheduling = Callable[[str, str | None], Scheduling]
-
-
-def scheduling_anywhere(path: str, content: str | None = None) -> Scheduling:
-    """Return the scheduling of a file that the operator's files or flags name, or of ``content`` with that name."""
-    return load_scheduling(user_file(path, "scheduling") if content is None else Path(path), content)
-
-
-async def load_scheduling_file(
-    path: str, content: str | None = None, load: LoadScheduling = scheduling_anywhere
-) -> Scheduling:
-    """Load a scheduling file; raise :class:`~tercet.protocol.TercetError` if it cannot be used."""
-    return await run_in_thread(load, path, content)  # it runs the user's modules, which may take long
 
 
 def _unchanged(state: FleetState) -> FleetState:
@@ -81,7 +59,7 @@ class SharedState:
 
     With a ``store``, routers on several machines share the state there; ``path`` then only connects the processes of
     one machine. ``tells`` is true if this process logs changes: of several workers, only one does. ``traces`` are those
-    of the requests that this process serves.
+    of the requests that this process serves; ``reports`` are those of all processes that follow the state.
     """
 
     def __init__(
@@ -108,19 +86,15 @@ class SharedState:
         self.traces = SharedTraces(
             traces or RequestTraces(), self._followers.name, self._others, service.metrics.exemplars
         )
-        self._shutdown = shutdown or Shutdown(timeout_s=0)
-        self._shutdown.elsewhere = lambda: sum(report.requests_left for report in self._followers.others())
+        self.reports = ProcessReports(self, self._followers, shutdown or Shutdown(timeout_s=0))
         service.moves.under_way.shared = self._followers
         self._turn = asyncio.Lock()
         self.adapters = AdapterChanges(self, self._fleet, membership)
         self._stamp: object = None
-        self._serving = False
         self._silence = ""  # the error while the file system hangs; the state is read again once it answers
-        self._failure = ""
         self.role_keeper: RoleKeeper | None = None  # set if roles follow the load
         self._applying = TaskSet()
-        self._unreported = False
-        self._found: FleetState  # the newest state that was read, also if it cannot be applied
+        self.found: FleetState  # the newest state that was read, also if it cannot be applied
         self.state: FleetState
 
     def turn(self, what: str) -> SharedTurn:
@@ -138,12 +112,12 @@ class SharedState:
 
     async def start(self, first: FleetState) -> None:
         """Apply the stored state, or ``first``; raise :class:`~tercet.protocol.BadRequest` if it cannot be applied."""
-        self.state = self._found = await self._filed(self._file.update, _unchanged, first, by=self._changes)
+        self.state = self.found = await self.filed(self._file.update, _unchanged, first, by=self._changes)
         named = tuple(each for each in self.state.members if not each.uid or each.joined)
         if (named, self.state.program.plan) != (first.members, first.program.plan):
             logger.warning("state: using the engines and programs of %s, not those of this command", self._file.name)
-        self._stamp = await self._filed(self._file.stamp)
-        await self._apply(self.state, Loaded(), from_scratch=True)
+        self._stamp = await self.filed(self._file.stamp)
+        await self._apply(self.state, LoadedCode(), from_scratch=True)
 
     async def until_ready(self, promised: Callable[[], Awaitable[Promise]] | None = None) -> Promise:
         """Return the promise to clients: that of the state, or that of the engines once they have loaded.
@@ -153,7 +127,7 @@ class SharedState:
         if self.state.promise is None:
             promise = await (promised or self._membership.until_ready)()
             await self._update(lambda state: state.with_promise(promise))
-            await self._catch_up(Loaded())
+            await self._catch_up(LoadedCode())
         else:
             self._membership.promise = self.state.promise
             await self._membership.look()
@@ -167,9 +141,9 @@ class SharedState:
 
     async def serving(self) -> None:
         """Mark this process as serving: later changes wait for it, and it applies all earlier ones here."""
-        self._serving = True
-        await self._report()
-        await self._catch_up(Loaded())
+        self.reports.serving = True
+        await self.reports.tell()
+        await self._catch_up(LoadedCode())
         self._metrics.workers.set(1)
 
     async def follow(self) -> None:
@@ -178,50 +152,62 @@ class SharedState:
         while True:
             await asyncio.sleep(ALONE_POLL_INTERVAL_S if is_alone else POLL_INTERVAL_S)
             try:
-                stamp, unwritten, is_alone = await self._filed(self._look_and_tell, self._own_report())
+                stamp, unwritten, is_alone = await self.filed(self._look_and_tell, self.reports.own())
             except EngineError as error:
                 self._refuse_state(error.message)
                 continue
-            self._reported(unwritten)
+            self.reports.written(unwritten)
             if self._silence or stamp != self._stamp:
-                if self._failure == self._silence:
-                    self._failure = ""
+                if self.reports.failure == self._silence:
+                    self.reports.failure = ""
                 self._silence = ""
-                await self._catch_up(Loaded())
+                await self._catch_up(LoadedCode())
 
-    async def _catch_up(self, loaded: Loaded) -> None:
+    async def _others(self) -> Sequence[str]:
+        return await self.filed(self._followers.names_of_others)
+
+    def _look_and_tell(self, report: FollowerReport) -> tuple[object, OSError | None, bool]:
+        """Return the stamp of the stored state, the error of writing ``report``, and whether no other process follows.
+
+        It is one call, because each wakes two threads.
+        """
+        stamp, unwritten = self._file.stamp(), self.reports.write(report)
+        return stamp, unwritten, self._followers.is_alone()
+
+    async def _catch_up(self, loaded: LoadedCode) -> None:
         """Apply the newest state completely, even if the caller has left."""
         await asyncio.shield(self._applying.spawn(self._apply_newest(loaded), "state"))
 
-    async def _apply_newest(self, loaded: Loaded) -> None:
+    async def _apply_newest(self, loaded: LoadedCode) -> None:
         """Apply the newest state; if that fails, report the failure and keep the last good state in use."""
         async with self._turn:
-            found = self._found
+            found = self.found
             try:
-                self._stamp = await self._filed(self._file.stamp)
-                state = await self._filed(self._file.read)
+                self._stamp = await self.filed(self._file.stamp)
+                state = await self.filed(self._file.read)
                 if state is None or state is not state.following(found):  # write it again, since versions only grow
                     state = await self._update(_unchanged)
                 if state.version > found.version:
                     found = state
                     await self._apply(state, loaded)
             except Exception as error:  # a user's module may raise anything
-                self._found = found
-                self._failure = error.message if isinstance(error, TercetError) else f"{type(error).__name__}: {error}"
-                log_events.STATE_REFUSED.tell(version=self.state.version, reason=self._failure)
-            self._metrics.fleet_state(self.state.version, bool(self._failure))
-            await self._report()
+                self.found = found
+                reason = error.message if isinstance(error, TercetError) else f"{type(error).__name__}: {error}"
+                self.reports.failure = reason
+                log_events.STATE_REFUSED.tell(version=self.state.version, reason=reason)
+            self._metrics.fleet_state(self.state.version, bool(self.reports.failure))
+            await self.reports.tell()
 
     async def _update(self, change: Callable[[FleetState], FleetState]) -> FleetState:
         """Change the stored state; if it was lost or put back, continue from the newest state that was read."""
-        known = self._found
+        known = self.found
 
         def following(state: FleetState) -> FleetState:
             return change(state.following(known))
 
-        return await self._filed(self._file.update, following, known, by=self._changes)
+        return await self.filed(self._file.update, following, known, by=self._changes)
 
-    async def _filed(self, function: Callable[..., T], *args: object, by: FileThread | None = None) -> T:
+    async def filed(self, function: Callable[..., T], *args: object, by: FileThread | None = None) -> T:
         """Do file I/O in a thread; raise :class:`~tercet.protocol.EngineError` if it takes too long."""
         try:
             return await (by or self._files).run(function, *args)
@@ -231,15 +217,15 @@ class SharedState:
 
     def _refuse_state(self, reason: str) -> None:
         """Log once that a state cannot be read; the last good state stays in use."""
-        if self._failure != reason:
-            self._failure = reason
+        if self.reports.failure != reason:
+            self.reports.failure = reason
             log_events.STATE_REFUSED.tell(version=self.state.version, reason=reason)
         self._metrics.fleet_state(self.state.version, True)
 
-    async def _apply(self, state: FleetState, loaded: Loaded, from_scratch: bool = False) -> None:
+    async def _apply(self, state: FleetState, loaded: LoadedCode, from_scratch: bool = False) -> None:
         """Load all programs and files of a state, and then use them."""
-        await self._load(state, loaded, from_scratch)
-        is_first = from_scratch and not self._number_at_start(state)
+        await loaded.load(self.service, state, None if from_scratch else self.state)
+        is_first = from_scratch and not number_at_start(self.service, state)
         for used in (state.before, state.program):
             if used is not None and used.number in loaded.programs:
                 self.service.use(used.number, used.plan, loaded.programs[used.number])
@@ -258,36 +244,9 @@ class SharedState:
         if self.tells:
             for (event, fields, _), reason in changes_with_reasons(self.state, state, f"found in {self._file.name}"):
                 event.tell(**fields, reason=reason)
-        self.state, self._found, self._failure = state, state, ""
+        self.state, self.found, self.reports.failure = state, state, ""
         self._metrics.fleet_state(state.version, False)
-        await self._report()
-
-    async def _load(self, state: FleetState, loaded: Loaded, from_scratch: bool) -> None:
-        in_use = self._number_at_start(state) if from_scratch else self.state.program.number
-        if state.before is not None and state.before.number > in_use:
-            await self._load_one_before(state.before, loaded)
-        if state.program.number > in_use and state.program.number not in loaded.programs:
-            loaded.programs[state.program.number] = await self.service.load(state.program.plan)
-        file = state.scheduling
-        if (
-            file is not None
-            and (from_scratch or file != self.state.scheduling)
-            and file.number not in loaded.scheduling
-        ):
-            loaded.scheduling[file.number] = await load_scheduling_file(file.file, file.content)
-
-    def _number_at_start(self, state: FleetState) -> int:
-        """Return the number of the service's first plan in the state; 0 if the state does not have it."""
-        oldest = state.before or state.program
-        same = oldest.number == self.service.routing.current.number and oldest.plan == self.service.wanted
-        return oldest.number if same else 0
-
-    async def _load_one_before(self, program: ProgramInUse, loaded: Loaded) -> None:
-        """Load the programs to return to; a failure is only logged, and the requested programs are still used."""
-        try:
-            loaded.programs[program.number] = await self.service.load(program.plan)
-        except BadRequest as error:
-            log_events.PROGRAM_NOT_KEPT.tell(version=program.number, code=error.code, reason=error.message)
+        await self.reports.tell()
 
     async def _apply_members(self, state: FleetState, from_scratch: bool) -> None:
         for member in await self._membership.become(state.members):
@@ -307,7 +266,7 @@ class SharedState:
         applied them. They raise :class:`~tercet.protocol.TercetError`, and then nothing changes. ``load_arm`` loads
         each program.
         """
-        programs, loaded = await self.service.load(plan, load_arm), Loaded()
+        programs, loaded = await self.service.load(plan, load_arm), LoadedCode()
 
         def change(state: FleetState) -> FleetState:
             if unless_after is not None and state.program.number > unless_after:
@@ -326,7 +285,7 @@ class SharedState:
         load: LoadScheduling = scheduling_anywhere,
     ) -> Sequence[str]:
         """Use a scheduling file, or ``content`` with that name; otherwise as :meth:`use_program`."""
-        scheduling, loaded = await load_scheduling_file(file, content, load), Loaded()
+        scheduling, loaded = await load_scheduling_file(file, content, load), LoadedCode()
 
         def change(state: FleetState) -> FleetState:
             if unless_after is not None and state.scheduling is not None and state.scheduling.number > unless_after:
@@ -349,108 +308,9 @@ class SharedState:
         return await self.change(lambda state: state.with_member(address), reason)
 
     async def change(
-        self, change: Callable[[FleetState], FleetState], reason: str = ASKED, loaded: Loaded | None = None
+        self, change: Callable[[FleetState], FleetState], reason: str = ASKED, loaded: LoadedCode | None = None
     ) -> Sequence[str]:
         """Change the newest state; ``loaded`` has programs and files that were loaded for the change already."""
         state = await self._update(lambda state: because(reason, state, change(state)))
-        await self._catch_up(loaded or Loaded())
-        return await self._behind(state.version)
-
-    async def _behind(self, version: int) -> Sequence[str]:
-        """Wait until all processes have applied a version, for a limited time; return a text for each that has not."""
-        deadline = asyncio.get_running_loop().time() + FOLLOW_SECONDS
-        while True:
-            reports = [self._own_report(), *await self._filed(self._followers.others)]
-            late = [report for report in reports if report.serving and report.version < version]
-            if not late or asyncio.get_running_loop().time() > deadline:
-                break
-            await asyncio.sleep(POLL_INTERVAL_S / 4)
-        said = [f"process {each.pid} has not applied the change within {FOLLOW_SECONDS:.0f} s" for each in late]
-        said += [f"process {each.pid}: {each.failure}" for each in reports if each.failure and each not in late]
-        if said:
-            log_events.STATE_BEHIND.tell(version=version, reason="; ".join(said))
-        return said
-
-    async def _others(self) -> Sequence[str]:
-        return await self._filed(self._followers.names_of_others)
-
-    # ---- reports ---------------------------------------------------------------------------------------------
-
-    def refusal(self) -> TercetError | None:
-        """Return the error with which requests are refused now; None if they are served."""
-        try:
-            self._shutdown.require_serving()
-            self._fleet.health.require_answers()
-        except TercetError as error:
-            return error
-        return None
-
-    def engines(self) -> dict[str, EngineReport]:
-        """Return each engine's state over all processes; an engine that one of them cannot reach is unreachable."""
-        found = dict(self._own_report().engines)
-        for report in self._followers.others():
-            for name, other in report.engines.items():
-                if name in found:
-                    own = found[name]
-                    reachable = own.reachable and (other.reachable or not report.serving)
-                    waiting, busy = own.waiting_s + other.waiting_s, own.busy_s + other.busy_s
-                    found[name] = EngineReport(own.in_flight + other.in_flight, reachable, waiting, busy)
-        return found
-
-    def attainment(self) -> dict[str, tuple[int, int]]:
-        """Return, by class, the requests that ended in all processes, and how many of them met its objectives."""
-        found = self.service.attainments.counts()
-        for report in self._followers.others():
-            for name, (ended, met) in report.attained.items():
-                if name in found:
-                    found[name] = found[name][0] + ended, found[name][1] + met
-        return found
-
-    def processes(self) -> int:
-        """Return the number of processes that follow the state, this one included."""
-        return 1 + len(self._followers.others())
-
-    @property
-    def _planned(self) -> bool:
-        """True if a role keeper or a planner uses the waiting prefills of engines."""
-        return self.role_keeper is not None or self.service.seen is not None
-
-    def _own_report(self) -> FollowerReport:
-        engines = {
-            each.name: EngineReport(
-                each.in_flight, each.reachable, *(prefill_line(self._fleet, each.name) if self._planned else ())
-            )
-            for each in self._fleet.members
-        }
-        left = self._shutdown.requests if self._shutdown.has_begun else 0
-        attained = self.service.attainments.counts()
-        return FollowerReport(os.getpid(), self._serving, self._found.version, self._failure, engines, left, attained)
-
-    async def _report(self) -> None:
-        """Write this process's report; a failed write is logged once and retried later."""
-        try:
-            self._reported(await self._filed(self._tell, self._own_report()))
-        except EngineError as error:
-            self._reported(error)
-
-    def _reported(self, error: Exception | None) -> None:
-        """Log the first of several failed writes of this process's report; None is a successful write."""
-        if error is not None and not self._unreported:
-            logger.error("state: cannot write this process's report for the other processes: %s", error)
-        self._unreported = error is not None
-
-    def _tell(self, report: FollowerReport) -> OSError | None:
-        """Write a report; return the error if that failed. It runs in the file thread."""
-        try:
-            self._followers.tell(report)
-        except OSError as error:
-            return error
-        return None
-
-    def _look_and_tell(self, report: FollowerReport) -> tuple[object, OSError | None, bool]:
-        """Return the stamp of the stored state, the result of :meth:`_tell`, and whether no other process follows.
-
-        It is one call, because each wakes two threads.
-        """
-        stamp, unwritten = self._file.stamp(), self._tell(report)
-        return stamp, unwritten, self._followers.is_alone()
+        await self._catch_up(loaded or LoadedCode())
+        return await self.reports.behind(state.version)

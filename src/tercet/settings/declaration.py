@@ -21,6 +21,7 @@ from tercet.protocol import BadRequest
 
 AtLeastOne = Annotated[int, msgspec.Meta(ge=1)]
 NotNegative = Annotated[int, msgspec.Meta(ge=0)]
+Port = Annotated[int, msgspec.Meta(ge=0, le=65535)]
 # The limit excludes infinity, which JSON cannot express.
 Seconds = Annotated[float, msgspec.Meta(gt=0, le=1_000_000_000)]
 

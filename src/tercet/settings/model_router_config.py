@@ -9,7 +9,7 @@ import msgspec
 from msgspec import Meta
 
 from tercet.protocol import BadRequest
-from tercet.settings.declaration import Seconds, Setting, Settings, key_values
+from tercet.settings.declaration import Port, Seconds, Setting, Settings, key_values
 from tercet.settings.process_settings import (
     MAX_REQUEST_BYTES,
     AdminKey,
@@ -20,7 +20,6 @@ from tercet.settings.process_settings import (
     TLSKey,
     require_pair,
 )
-from tercet.settings.router_config import Port
 from tercet.settings.urls import require_engine_url
 from tercet.settings.variables import API_KEY_VARIABLE
 

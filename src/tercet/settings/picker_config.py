@@ -10,7 +10,7 @@ import msgspec
 from msgspec import Meta
 
 from tercet.protocol import BadRequest, WithoutRole
-from tercet.settings.declaration import AtLeastOne, NotNegative, Seconds, Setting, Settings
+from tercet.settings.declaration import AtLeastOne, NotNegative, Port, Seconds, Setting, Settings
 from tercet.settings.discovery_settings import DiscoverySettings
 from tercet.settings.engine_addresses import EngineAddress, engine_fields, require_unlike
 from tercet.settings.process_settings import (
@@ -24,7 +24,6 @@ from tercet.settings.process_settings import (
     TLSKey,
     require_pair,
 )
-from tercet.settings.router_config import Port
 
 FLOW = "Flow control"
 

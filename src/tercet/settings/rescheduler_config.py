@@ -6,11 +6,10 @@ from typing import Annotated
 
 import msgspec
 
-from tercet.settings.declaration import Seconds, Setting, Settings
+from tercet.settings.declaration import Port, Seconds, Setting, Settings
 from tercet.settings.discovery_settings import DiscoverySettings
 from tercet.settings.move_settings import MoveSettings, RescheduleSettings
 from tercet.settings.process_settings import AdminKey, AdminKeyFile, EngineSecret, EngineTLS, LeastLogged, LogLines
-from tercet.settings.router_config import Port
 
 
 class ReschedulerConfig(Settings, frozen=True):

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 import msgspec
 
 from tercet.protocol.prefill_hosts import AllowedPrefillers
-from tercet.settings.declaration import Seconds, Setting, Settings
+from tercet.settings.declaration import Port, Seconds, Setting, Settings
 from tercet.settings.prefill_settings import (
     STUCK_AFTER_S,
     TIMEOUT_S,
@@ -27,7 +27,6 @@ from tercet.settings.process_settings import (
     TLSKey,
     require_pair,
 )
-from tercet.settings.router_config import Port
 from tercet.settings.urls import require_engine_url
 
 Connector = Literal["tercet", "nixl"]

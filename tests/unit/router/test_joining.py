@@ -56,7 +56,7 @@ async def test_engines_that_have_become_another_models_are_told_of_as_what_they_
     router.engine("d").gone = True
     await router.membership.look(0.01)
     assert [member.refused for member in router.fleet.members] == [why, ""]
-    said = router.shared.refusal()
+    said = router.shared.reports.refusal()
     assert said is not None
     assert f"{why}, and 1 of 2 do not answer" in said.message
     router.engine("p").gone = True

@@ -17,7 +17,7 @@ from tercet.aio.file_thread import FileThread
 from tercet.fleet import EngineFleet
 from tercet.fleet.membership import Membership
 from tercet.protocol import BadRequest, Conflict, EngineLoad, EngineUnreachable
-from tercet.router import shared_state
+from tercet.router import process_reports
 from tercet.router.fleet_state import FleetState
 from tercet.router.metrics import Metrics
 from tercet.router.routing import Plan
@@ -136,7 +136,7 @@ async def test_a_state_that_cannot_be_applied_leaves_the_last_good_one_and_is_sa
 
 
 async def test_who_does_not_follow_is_named(router: LiveRouter, other: Other, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shared_state, "FOLLOW_SECONDS", 0.2)
+    monkeypatch.setattr(process_reports, "FOLLOW_SECONDS", 0.2)
 
     async def hang(*_: object) -> None:
         await asyncio.sleep(60)
@@ -167,7 +167,7 @@ async def test_garbage_in_the_file_changes_nothing(
 async def test_sequences_of_all_are_counted(router: LiveRouter, other: Other) -> None:
     router.fleet.member("d").in_flight, other.fleet.member("d").in_flight = 2, 3
     async with asyncio.timeout(10):
-        while router.shared.engines()["d"].in_flight != 5:
+        while router.shared.reports.engines()["d"].in_flight != 5:
             await asyncio.sleep(0.01)
     async with router.client() as client:
         found = {engine["name"]: engine for engine in (await client.get("/engines")).json()}
@@ -183,7 +183,7 @@ async def test_an_engine_that_one_of_them_finds_dead_is_shown_dead_by_all(
         fleet.report("p", EngineLoad(waiting=3, running=2, kv_usage=0.5))
     (router if who == "router" else other).fleet.member("p").reachable = False
     async with asyncio.timeout(10):
-        while router.shared.engines()["p"].reachable:
+        while router.shared.reports.engines()["p"].reachable:
             await asyncio.sleep(0.01)
     async with router.client() as client:
         found = {engine["name"]: engine for engine in (await client.get("/engines")).json()}
@@ -248,14 +248,14 @@ async def test_a_change_whose_client_has_gone_is_made_to_its_end(
     monkeypatch.setattr(router.shared, "_apply_members", wait)
     request = asyncio.ensure_future(router.shared.change(draining("d", True)))
     await reached.wait()
-    assert router.shared._own_report().version == router.shared.state.version, "not applied yet"
+    assert router.shared.reports.own().version == router.shared.state.version, "not applied yet"
     request.cancel()
     await asyncio.wait({request})
     go_on.set()
     async with asyncio.timeout(10):
         while not (router.fleet.member("d").draining and other.fleet.member("d").draining):
             await asyncio.sleep(0.01)
-    assert router.shared.state.version == router.shared._own_report().version == 3
+    assert router.shared.state.version == router.shared.reports.own().version == 3
 
 
 async def test_a_state_that_is_gone_is_written_again(router: LiveRouter, other: Other) -> None:
@@ -329,9 +329,9 @@ async def test_a_path_that_is_no_file_stops_nobody(
     with pytest.raises(BadRequest, match="state"):
         await router.use(Plan(program=f"{programs}:good"))
     async with asyncio.timeout(20):
-        while not other.shared._failure:
+        while not other.shared.reports.failure:
             await asyncio.sleep(0.01)
-    assert "cannot be read" in other.shared._failure
+    assert "cannot be read" in other.shared.reports.failure
     assert other.shared.state is before
     path.rmdir() if odd == "directory" else path.unlink()
     path.write_bytes(content)
@@ -361,12 +361,12 @@ async def test_a_file_system_that_hangs_stops_no_process(
         async with asyncio.timeout(20):
             while not other.shared._files.is_stuck:
                 await asyncio.sleep(0.01)
-            while call != "tell" and "hangs" not in other.shared._failure:
+            while call != "tell" and "hangs" not in other.shared.reports.failure:
                 await asyncio.sleep(0.01)
-        assert other.shared.engines().keys() == {"p", "d"}
+        assert other.shared.reports.engines().keys() == {"p", "d"}
         other.shared._followers.announce([])
         assert other.shared._followers.announced() == []
     go.set()
     async with asyncio.timeout(20):
-        while other.shared._files.is_stuck or other.shared._failure:
+        while other.shared._files.is_stuck or other.shared.reports.failure:
             await asyncio.sleep(0.01)

@@ -79,7 +79,7 @@ def engine_shown(member: Member, shared: SharedState) -> dict[str, Any]:
 
     The last report of an engine that does not answer is out of date, and not shown.
     """
-    everywhere = shared.engines()[member.name]
+    everywhere = shared.reports.engines()[member.name]
     last = shared.service.fleet.knowledge.loads.last(member.name) if everywhere.reachable else None
     return {
         "name": member.name,

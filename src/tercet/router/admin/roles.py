@@ -35,7 +35,7 @@ def objectives_shown(shared: SharedState) -> dict[str, Any]:
 
     Each of ``classes`` counts the requests whose ``header`` names it; the top level counts all other requests.
     """
-    wanted, counts = shared.service.attainments.objectives, shared.attainment()
+    wanted, counts = shared.service.attainments.objectives, shared.reports.attainment()
     classes = [{"name": each.name, **_shown(each, counts[each.name])} for each in wanted.classes]
     return {**_shown(wanted, counts[DEFAULT_CLASS]), "header": wanted.header, "classes": classes}
 

@@ -17,7 +17,7 @@ routes = APIRouter(route_class=AdminRoute)
 async def status(request: Request) -> Response:
     """Show whether this router serves, its models, programs, objectives and engines, and this process's moves."""
     shared = shared_of(request)
-    refusal = shared.refusal()
+    refusal = shared.reports.refusal()
     return json_answer(
         {
             "serving": refusal is None,

@@ -32,11 +32,11 @@ async def traffic(request: Request) -> Response:
         seen = service.remember(SeenRequests(LONGEST_WINDOW_S, service.attainments.objectives, fleet.costs.clock))
         fleet.costs.watch()
         fleet.knowledge.needed()
-    lines = {name: PrefillLine(each.waiting_s, each.busy_s) for name, each in shared.engines().items()}
+    lines = {name: PrefillLine(each.waiting_s, each.busy_s) for name, each in shared.reports.engines().items()}
     return json_answer(
         {
             "pid": os.getpid(),
-            "processes": shared.processes(),
+            "processes": shared.reports.processes(),
             "now": now,
             "since": seen.since,
             "objectives": objectives_shown(shared),

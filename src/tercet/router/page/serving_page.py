@@ -27,7 +27,7 @@ def with_page(
     fleet = service.fleet
 
     def about() -> About:
-        refusal = state.refusal()
+        refusal = state.reports.refusal()
         roles = "fixed" if state.role_keeper is None else "auto"
         found = about_service(service, model, roles, "" if refusal is None else refusal.message)
         return msgspec.structs.replace(found, process=os.getpid(), workers=1 + len(others))

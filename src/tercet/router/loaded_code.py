@@ -1,0 +1,67 @@
+"""The loaded code of a fleet's state: its programs and its scheduling file."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from tercet.aio import run_in_thread
+from tercet.decisions.scheduling import Scheduling, load_scheduling
+from tercet.decisions.scheduling.registry import user_file
+from tercet.programs import Program
+from tercet.protocol import BadRequest
+from tercet.router.fleet_state import FleetState, ProgramInUse
+from tercet.router.metrics import Metrics
+from tercet.router.service import Service
+from tercet.settings import log_events
+
+LoadScheduling = Callable[[str, str | None], Scheduling]
+
+
+def scheduling_anywhere(path: str, content: str | None = None) -> Scheduling:
+    """Return the scheduling of a file that the operator's files or flags name, or of ``content`` with that name."""
+    return load_scheduling(user_file(path, "scheduling") if content is None else Path(path), content)
+
+
+async def load_scheduling_file(
+    path: str, content: str | None = None, load: LoadScheduling = scheduling_anywhere
+) -> Scheduling:
+    """Load a scheduling file; raise :class:`~tercet.protocol.TercetError` if it cannot be used."""
+    return await run_in_thread(load, path, content)  # it runs the user's modules, which may take long
+
+
+def number_at_start(service: Service[Metrics], state: FleetState) -> int:
+    """Return the number of the service's first plan in the state; 0 if the state does not have it."""
+    oldest = state.before or state.program
+    same = oldest.number == service.routing.current.number and oldest.plan == service.wanted
+    return oldest.number if same else 0
+
+
+@dataclass
+class LoadedCode:
+    """The loaded code of a state: programs by the number of their plan, a scheduling file by its number."""
+
+    programs: dict[int, Mapping[str, Program]] = field(default_factory=dict[int, Mapping[str, Program]])
+    scheduling: dict[int, Scheduling] = field(default_factory=dict[int, Scheduling])
+
+    async def load(self, service: Service[Metrics], state: FleetState, in_use: FleetState | None) -> None:
+        """Load the code of ``state`` that is neither loaded nor ``in_use``; None: the service has only its first plan.
+
+        Raises :class:`~tercet.protocol.TercetError`.
+        """
+        number = number_at_start(service, state) if in_use is None else in_use.program.number
+        if state.before is not None and state.before.number > number:
+            await self._load_one_before(service, state.before)
+        if state.program.number > number and state.program.number not in self.programs:
+            self.programs[state.program.number] = await service.load(state.program.plan)
+        file = state.scheduling
+        if file is not None and (in_use is None or file != in_use.scheduling) and file.number not in self.scheduling:
+            self.scheduling[file.number] = await load_scheduling_file(file.file, file.content)
+
+    async def _load_one_before(self, service: Service[Metrics], program: ProgramInUse) -> None:
+        """Load the programs to return to; a failure is only logged, and the requested programs are still used."""
+        try:
+            self.programs[program.number] = await service.load(program.plan)
+        except BadRequest as error:
+            log_events.PROGRAM_NOT_KEPT.tell(version=program.number, code=error.code, reason=error.message)
