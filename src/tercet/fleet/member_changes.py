@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from tercet.fleet.membership import MemberState
+from tercet.fleet.member_state import MemberState
 from tercet.settings import log_events as events
 from tercet.settings.log_events import LogEvent
 

@@ -4,23 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import ssl
-from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
-from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
-from functools import partial
+from collections.abc import Callable, Coroutine, Sequence
+from contextlib import AsyncExitStack
 from typing import Any, Self
 
-import msgspec
-
 from tercet.aio import TaskSet
+from tercet.fleet.connecting import Connect
 from tercet.fleet.engine_fleet import EngineFleet, Member
-from tercet.fleet.kv_events import cache_followed
+from tercet.fleet.member_state import MemberState
+from tercet.fleet.promise import Promise
 from tercet.fleet.replaced_model import ReplacedModel
-from tercet.protocol import BadRequest, Engine, EngineError, EngineStatus, EngineUnreachable, TercetError
+from tercet.fleet.same_text import has_same_text, require_same_text
+from tercet.protocol import BadRequest, EngineError, EngineStatus, EngineUnreachable, TercetError
 from tercet.protocol.revision import TextFingerprint
 from tercet.settings import EngineAddress
-from tercet.wire.client import Admit, HttpEngine
-from tercet.wire.streams import StreamListener
 
 logger = logging.getLogger("tercet.fleet")
 POLL_INTERVAL_S = 0.5
@@ -29,115 +26,6 @@ REPORTED_WITHIN = 1.0
 READY_SECONDS = 600.0
 CLOSE_SECONDS = 10.0
 ASK_SECONDS = 5.0
-Connect = Callable[[str, str, Admit], AbstractAsyncContextManager[Engine]]
-"""Connects to an engine. Arguments: name, URL, and a function that raises for an engine that must not serve here."""
-
-
-def connecting(
-    fleet: EngineFleet, listener: StreamListener, secret: str = "", tls: ssl.SSLContext | None = None
-) -> Connect:
-    """Return a function that connects to an engine by name and URL, and passes its reports to ``fleet``.
-
-    Knowledge about an engine's cache is dropped when the engine was restarted. ``secret`` and ``tls`` are those of
-    :class:`~tercet.wire.client.HttpEngine`.
-    """
-
-    @asynccontextmanager
-    async def connect(name: str, url: str, admit: Admit) -> AsyncGenerator[Engine]:
-        report, restarted = partial(fleet.report, name), asyncio.Event()
-
-        def started_anew() -> None:
-            fleet.health.restarted(name)
-            restarted.set()
-
-        proposed, hung_up = partial(fleet.proposed, name), partial(fleet.liveness.hung_up, name)
-        async with (
-            HttpEngine(name, url, listener, report, admit, started_anew, secret, tls, proposed, hung_up) as engine,
-            cache_followed(name, url, engine, fleet.knowledge, restarted),
-        ):
-            yield engine
-
-    return connect
-
-
-class Promise(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The announcement to clients when the fleet began to serve: model names, context length and weights.
-
-    Engines that join or return later must match it. ``max_model_len`` is in tokens; ``fingerprint`` is that of the
-    weights, empty if it is not known.
-    """
-
-    models: tuple[str, ...]
-    max_model_len: int
-    fingerprint: str = ""
-
-    @classmethod
-    def of(cls, statuses: Sequence[EngineStatus]) -> Promise:
-        """Return the promise that these engines (at least one) keep together.
-
-        Only engines with the same weights as the first one count.
-        """
-        fingerprint = statuses[0].fingerprint
-        alike = [status for status in statuses if status.fingerprint == fingerprint]
-        models = sorted({status.model for status in alike})
-        return cls(tuple(models), min(status.max_model_len for status in alike), fingerprint)
-
-    def of_replaced(self, status: EngineStatus) -> Promise | None:
-        """Return the promise with the weights of ``status``; None if ``status`` does not keep the rest of the promise.
-
-        The model must have a name that was announced, and a context that is at least as long.
-        """
-        if status.model not in self.models or status.max_model_len < self.max_model_len:
-            return None
-        return msgspec.structs.replace(self, fingerprint=status.fingerprint)
-
-    def require_kept(self, status: EngineStatus) -> None:
-        """Raise :class:`~tercet.protocol.BadRequest` for an engine that does not match the promise."""
-        if status.model not in self.models:
-            ours = ", ".join(self.models)
-            raise BadRequest(
-                f"url: the engine at this URL serves the model {status.model}, and this fleet serves {ours}", "url"
-            )
-        if self.fingerprint and status.fingerprint != self.fingerprint:
-            raise BadRequest(
-                f"url: the engine at this URL serves other weights (fingerprint {status.fingerprint or 'not reported'}"
-                f") than this fleet ({self.fingerprint})",
-                "url",
-            )
-        if status.max_model_len < self.max_model_len:
-            raise BadRequest(
-                f"url: the engine at this URL has max_model_len {status.max_model_len}, and this router has announced "
-                f"{self.max_model_len} to its clients",
-                "url",
-            )
-
-
-JOINED = "joined:"
-"""Prefix of the uid of an engine that has joined by itself."""
-
-
-class MemberState(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """An engine of a fleet, and whether it may be picked.
-
-    ``draining`` is set by its operator. ``uid`` is that of the pod or roster entry as which the engine was found, or of
-    the start that joined by itself; empty for an engine that was named in settings. ``withheld`` is the reason why it
-    gets no new requests, or empty.
-    """
-
-    address: EngineAddress
-    draining: bool = False
-    uid: str = msgspec.field(default="", name="pod")
-    withheld: str = ""
-
-    @property
-    def leaving(self) -> bool:
-        """True if the engine gets no new requests and its sequences should move to other engines."""
-        return self.draining or bool(self.withheld)
-
-    @property
-    def joined(self) -> bool:
-        """True if the engine joined by itself, and leaves by itself."""
-        return self.uid.startswith(JOINED)
 
 
 class Membership:
@@ -279,7 +167,7 @@ class Membership:
         serves = any(member.reachable for member in self._fleet.members)
         refused = [self._others[id(member)] for member in self._fleet.members if id(member) in self._others]
         found = self._replaced.seen(asyncio.get_running_loop().time(), refused, serves)
-        if found is None or self.promise is None or self.on_replaced is None or not _speaks(found, self._text):
+        if found is None or self.promise is None or self.on_replaced is None or not has_same_text(found, self._text):
             return None
         promise = self.promise.of_replaced(found)
         if promise is None or promise == self.promise:
@@ -368,14 +256,14 @@ class Membership:
         self._text = text
         # Do not wait here for engines that do not answer: the watch polls them.
         answered = await self.look(ASK_SECONDS, [member for member in self._fleet.members if member.reachable])
-        wrong = [status for status in answered if not _speaks(status, text)]
+        wrong = [status for status in answered if not has_same_text(status, text)]
         if wrong and len(wrong) == len(answered):
-            _require_text(wrong[0], text, "model")
+            require_same_text(wrong[0], text, "model")
 
     def _admit(self, status: EngineStatus) -> None:
         if self.promise is not None:
             self.promise.require_kept(status)
-        _require_text(status, self._text, "url")
+        require_same_text(status, self._text, "url")
 
     def _refuse(self, member: Member, error: TercetError) -> None:
         if id(member) not in self._open:  # it was removed
@@ -392,31 +280,6 @@ class Membership:
         self._others.pop(id(member), None)
         if found is not None:  # at the router's end all connections are closed, also those with sequences
             self._closing.spawn(found[1].aclose())
-
-
-def _speaks(status: EngineStatus, text: TextFingerprint) -> bool:
-    pairs = (status.text.tokenizer, text.tokenizer), (status.text.chat_template, text.chat_template)
-    return all(theirs == ours or not theirs or not ours for theirs, ours in pairs)
-
-
-def _require_text(status: EngineStatus, text: TextFingerprint, param: str) -> None:
-    """Raise :class:`~tercet.protocol.BadRequest` for an engine with another tokenizer or chat template."""
-    if _speaks(status, text):
-        return
-    if status.text.tokenizer and text.tokenizer and status.text.tokenizer != text.tokenizer:
-        what, remedy = "tokenizer", "use the same --model and --tokenizer for the router as for its engines"
-        theirs, ours = status.text.tokenizer, text.tokenizer
-    else:
-        what, remedy = (
-            "chat template",
-            "give the router the same checkpoint, or the right template by --chat-template",
-        )
-        theirs, ours = status.text.chat_template, text.chat_template
-    raise BadRequest(
-        f"{param}: the engine {status.engine} has another {what} (fingerprint {theirs}) than this router "
-        f"({ours}), so its token ids have other meanings; {remedy}",
-        param,
-    )
 
 
 async def _first_status(member: Member, seconds: float) -> EngineStatus:

@@ -9,9 +9,9 @@ from contextlib import asynccontextmanager
 from functools import partial
 from urllib.parse import urlsplit
 
+from tercet.fleet.connecting import Connect
 from tercet.fleet.engine_fleet import EngineFleet
 from tercet.fleet.kv_events import cache_followed
-from tercet.fleet.membership import Connect
 from tercet.protocol import Engine, KVEvents
 from tercet.protocol.hosts import bracketed
 from tercet.wire.client import Admit

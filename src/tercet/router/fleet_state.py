@@ -16,7 +16,8 @@ from typing import Any, cast
 import msgspec
 
 from tercet.fleet.discovery import FoundEngine, with_found
-from tercet.fleet.membership import JOINED, MemberState, Promise
+from tercet.fleet.member_state import JOINED, MemberState
+from tercet.fleet.promise import Promise
 from tercet.protocol import BadRequest, Conflict, EngineError, Role, UnknownEngine
 from tercet.protocol.wire import UNREADABLE
 from tercet.router.routing import Plan

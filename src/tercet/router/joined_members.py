@@ -6,7 +6,7 @@ import asyncio
 import logging
 from collections.abc import Callable
 
-from tercet.fleet.membership import JOINED
+from tercet.fleet.member_state import JOINED
 from tercet.protocol import TercetError, UnknownEngine
 from tercet.protocol.wire import JoinCall, Joined
 from tercet.router.shared_state import SharedState

@@ -14,7 +14,8 @@ import msgspec
 from tercet.aio import TaskSet
 from tercet.fleet import EngineFleet
 from tercet.fleet.discovery import discovery_of, follow_found, until_known
-from tercet.fleet.membership import Membership, MemberState
+from tercet.fleet.member_state import MemberState
+from tercet.fleet.membership import Membership
 from tercet.protocol import EngineUnreachable, Role, TercetError
 from tercet.protocol.wire import UNREADABLE
 from tercet.router.reported_sequences import ReportedSequences

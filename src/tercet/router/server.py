@@ -19,9 +19,11 @@ from starlette.types import ASGIApp
 from tercet.aio import TaskSet, signals_to
 from tercet.aio.importing import import_late, without_collections
 from tercet.fleet import EngineFleet
+from tercet.fleet.connecting import connecting
 from tercet.fleet.discovery import discovery_of
 from tercet.fleet.discovery.pod_discovery import access_of
-from tercet.fleet.membership import READY_SECONDS, Membership, Promise, connecting
+from tercet.fleet.membership import READY_SECONDS, Membership
+from tercet.fleet.promise import Promise
 from tercet.protocol import spans
 from tercet.protocol.spans import SpanContext
 from tercet.router import admin

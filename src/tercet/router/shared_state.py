@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, TypeVar
 
 from tercet.aio import TaskSet
 from tercet.aio.file_thread import BOUND_SECONDS, FileThread
-from tercet.fleet.membership import Membership, Promise
+from tercet.fleet.membership import Membership
+from tercet.fleet.promise import Promise
 from tercet.protocol import AdapterReport, BadRequest, EngineError, EngineUnreachable, TercetError
 from tercet.router.adapter_changes import AdapterChanges
 from tercet.router.fleet_state import FleetState, StateFile

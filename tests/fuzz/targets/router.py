@@ -17,7 +17,7 @@ from aiohttp import web
 
 from tercet.decisions.scheduling import load_scheduling
 from tercet.decisions.scheduling.registry import user_file
-from tercet.fleet.membership import MemberState
+from tercet.fleet.member_state import MemberState
 from tercet.programs.loading import load_program
 from tercet.protocol import KVAddrInfo, Output, RankAddress, Request, Sent, TercetError, Usage
 from tercet.protocol.wire import PrepRecvAnswer

@@ -19,7 +19,8 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 
 from tercet.fleet import EngineFleet, Trace
 from tercet.fleet.admission import Gate
-from tercet.fleet.membership import Membership, MemberState
+from tercet.fleet.member_state import MemberState
+from tercet.fleet.membership import Membership
 from tercet.protocol import EngineStatus, EngineUnreachable, Request
 from tercet.protocol.bearer import BearerKeys
 from tercet.protocol.revision import TextFingerprint

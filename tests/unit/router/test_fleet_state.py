@@ -16,7 +16,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tercet.aio.whole_files import stamp_of
-from tercet.fleet.membership import MemberState, Promise
+from tercet.fleet.member_state import MemberState
+from tercet.fleet.promise import Promise
 from tercet.protocol import BadRequest, Conflict, EngineError, TercetError, UnknownEngine
 from tercet.router import state_store
 from tercet.router.fleet_state import FleetState, ProgramInUse, StateFile

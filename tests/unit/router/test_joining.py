@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from tercet.fleet import membership
-from tercet.fleet.membership import Promise
+from tercet.fleet.promise import Promise
 from tercet.protocol import BadRequest, EngineStatus, EngineUnreachable
 from tercet.protocol.revision import TextFingerprint
 from tercet.settings import EngineAddress

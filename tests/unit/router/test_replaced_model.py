@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from tercet.fleet import membership, replaced_model
-from tercet.fleet.membership import Promise
+from tercet.fleet.promise import Promise
 from tercet.fleet.replaced_model import REPLACED_AFTER_S, ReplacedModel
 from tercet.protocol import EngineStatus, EngineUnreachable
 from tercet.protocol.revision import TextFingerprint

@@ -11,7 +11,7 @@ import pytest
 
 from tercet.decisions.objectives import Attainments
 from tercet.decisions.roles import Pressures, RoleFlip, RoleLook
-from tercet.fleet.membership import MemberState
+from tercet.fleet.member_state import MemberState
 from tercet.protocol import EngineLoad
 from tercet.router.fleet_state import FleetState, ProgramInUse
 from tercet.router.role_keeper import RoleKeeper

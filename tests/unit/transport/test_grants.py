@@ -27,7 +27,8 @@ from tercet.protocol import (
 )
 from tercet.transport import Grant
 from tercet.transport.backends.reading import NOWHERE
-from tercet.transport.grants import MAX_PARTS, MAX_SENDS, REMEMBERED_ENDED, REPORT_SECONDS, GrantTable, SendKey
+from tercet.transport.grants import REMEMBERED_ENDED, REPORT_SECONDS, GrantTable
+from tercet.transport.open_lease import MAX_PARTS, MAX_SENDS, SendKey
 from tercet.transport.peer_messages import ReadDescriptors, SendBegin, SendEnd
 from tercet.transport.receive_traces import ReceiveEnd
 from tests.unit.transport.models import LEASE, LeaseModel, a_grant, chunk, ending, whose
@@ -58,7 +59,7 @@ class BegunTable(GrantTable):
     def _begun(self, send: SendKey, lease: str) -> None:
         opened = self._open.get(lease)
         if opened is not None and send not in opened.sends:
-            some = self.fills.setdefault(send, range(self._num_layers))
+            some = self.fills.setdefault(send, range(opened.num_layers))
             self.begin(send, SendBegin(1, lease, whose(opened.grant.end), ((some.start, some.stop),), TRACED))
             self.begun += 1
 

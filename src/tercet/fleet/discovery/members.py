@@ -10,7 +10,8 @@ import msgspec
 
 from tercet.fleet.discovery.found import Discovery, FoundEngine
 from tercet.fleet.member_changes import member_changes
-from tercet.fleet.membership import Membership, MemberState
+from tercet.fleet.member_state import MemberState
+from tercet.fleet.membership import Membership
 from tercet.protocol import EngineUnreachable, Role
 from tercet.settings import EngineAddress
 

@@ -25,7 +25,7 @@ from tercet.protocol.error_forms import error_body
 from tercet.settings import SidecarConfig
 from tercet.settings.log_lines import log_to_stderr
 from tercet.wire.client import HttpEngine, engine_tls, prefill_metrics
-from tercet.wire.client.http_engine import KEEPALIVE_SECONDS
+from tercet.wire.client.engine_calls import KEEPALIVE_SECONDS
 from tercet.wire.client.passing import Origin
 from tercet.wire.client.prefill_attempts import PrefillAttempts
 from tercet.wire.client.remote_prefill import RemotePrefill

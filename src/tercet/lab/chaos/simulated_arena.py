@@ -19,7 +19,8 @@ from prometheus_client import REGISTRY, generate_latest
 
 from tercet.fleet import EngineFleet, Trace
 from tercet.fleet.bodies_held import LARGEST_AT_ONCE
-from tercet.fleet.membership import Membership, connecting
+from tercet.fleet.connecting import connecting
+from tercet.fleet.membership import Membership
 from tercet.lab.chaos.adversary import Adversary, Sizes
 from tercet.lab.chaos.arena import Arena, BreakableEngine, Holdings, Note, retries_in
 from tercet.lab.chaos.chaos_report import ORPHANS, ChaosResult

@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 import ssl
 from collections.abc import AsyncGenerator, Callable, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import asynccontextmanager
 from functools import partial
-from typing import Any, TypeVar
-from urllib.parse import quote, unquote
+from typing import Any
+from urllib.parse import quote
 
 import aiohttp
 import msgspec
@@ -17,33 +17,22 @@ from aiohttp.http_exceptions import HttpProcessingError
 from tercet.aio import TaskSet
 from tercet.protocol import (
     AdapterReport,
-    Conflict,
-    EngineError,
     EngineLoad,
     EngineNotReached,
     EngineStatus,
     EngineUnreachable,
     LeaseEnded,
     MoveProposal,
-    Output,
     OutputStream,
     Request,
-    RequestTooLarge,
     Reservation,
     Sent,
     SequenceReport,
-    TercetError,
     UnknownSequence,
-    from_wire,
 )
-from tercet.protocol.call_proofs import CHALLENGE_HEADER, Prover, digest_of
-from tercet.protocol.headers import INCARNATION_HEADER, REQUEST_ID_HEADER
 from tercet.protocol.spans import SpanContext, current_span, working_in
 from tercet.protocol.sse import EventTooLong, read_events
 from tercet.protocol.wire import (
-    API_PREFIX,
-    JSON,
-    UNREADABLE,
     AbortCall,
     ConnectCall,
     LoadAdapterCall,
@@ -56,30 +45,11 @@ from tercet.protocol.wire import (
     RouterAddress,
     StartGenerateCall,
     StreamDestination,
-    encode_call,
-    large_field_of,
 )
-from tercet.settings.log_lines import request_id
-from tercet.wire.client.bounded_answers import PLAIN, read_answer, require_plain
 from tercet.wire.client.connection_errors import reason_of
+from tercet.wire.client.engine_calls import PATIENT, Admit, EngineCalls
 from tercet.wire.client.stream_keeper import StreamKeeper
 from tercet.wire.streams import EngineConnection, StreamListener
-
-T = TypeVar("T")
-UNAUTHORIZED = 401
-# Seconds of silence after which an engine counts as dead: between two outputs of a stream it may run one long prefill
-# of other requests.
-SILENCE_SECONDS = 300.0
-# A verb that only reserves or frees waits for at most one engine step.
-QUICK = aiohttp.ClientTimeout(total=30.0, sock_connect=5.0)
-PATIENT = aiohttp.ClientTimeout(total=None, sock_connect=5.0, sock_read=SILENCE_SECONDS)
-# vLLM closes a connection that was idle for 5 s. A call that is sent at that time is lost, and looks like a dead
-# engine.
-KEEPALIVE_SECONDS = 2.0
-
-
-Admit = Callable[[EngineStatus], object]
-"""A function that raises :class:`~tercet.protocol.TercetError` for an engine that must not be used."""
 
 
 class HttpEngine:
@@ -111,14 +81,8 @@ class HttpEngine:
     ) -> None:
         self.name = name
         self.url = url.rstrip("/")
-        self._prover = Prover(secret)
-        self._tls = tls
-        self._session: aiohttp.ClientSession | None = None
-        self._admit = admit
+        self._calls = EngineCalls(name, self.url, admit, self._on_status, secret, tls)
         self._on_new = on_new
-        self._incarnation: str | None = None
-        self._is_known = False
-        self._refusal: TercetError | None = None
         # Leases of sequences whose context is still open; start_generate takes them over.
         self._held: dict[str, str] = {}
         self._releasing = TaskSet()
@@ -130,8 +94,7 @@ class HttpEngine:
             self._keeper = StreamKeeper(listener, connection, self.url, self._connect, self.status)
 
     async def __aenter__(self) -> HttpEngine:
-        connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEPALIVE_SECONDS, ssl=self._tls or True)
-        self._session = aiohttp.ClientSession(connector=connector, headers=PLAIN, auto_decompress=False)
+        self._calls.open()
         if self._keeper is not None:
             self._keeper.start()
         return self
@@ -140,8 +103,7 @@ class HttpEngine:
         if self._keeper is not None:
             await self._keeper.close()
         await self._releasing.wait(5.0)
-        if self._session is not None:
-            await self._session.close()
+        await self._calls.close()
 
     @asynccontextmanager
     async def prep_recv(self, request: Request, end: int | None = None) -> AsyncGenerator[Reservation]:
@@ -177,7 +139,7 @@ class HttpEngine:
             mm_features=tuple(feature.without_data() for feature in request.mm_features),
             lease=lease,
         )
-        answer = await self._post("prep_recv", call, PrepRecvAnswer)
+        answer = await self._calls.result_of("prep_recv", call, PrepRecvAnswer)
         return Reservation(answer.kv_addr_info, answer.matched_len)
 
     def _release_soon(self, seq_id: str, lease: str) -> None:
@@ -191,7 +153,7 @@ class HttpEngine:
 
     async def _release(self, lease: str) -> None:
         try:
-            await self._post("release", ReleaseCall(lease=lease), dict[str, Any])
+            await self._calls.result_of("release", ReleaseCall(lease=lease), dict[str, Any])
         except (UnknownSequence, LeaseEnded, EngineUnreachable):
             return  # the lease, or its engine, has ended; otherwise the lease's time to live ends it
 
@@ -212,7 +174,7 @@ class HttpEngine:
             mm_features=request.mm_features,
             priority=request.priority,
         )
-        return await self._post("remote_send", call, Sent, PATIENT)
+        return await self._calls.result_of("remote_send", call, Sent, PATIENT)
 
     def start_generate(self, request: Request, begin: int = 0, output: Sequence[int] = ()) -> OutputStream:
         call = StartGenerateCall(
@@ -254,10 +216,10 @@ class HttpEngine:
 
     async def _receive_events(self, call: StartGenerateCall, stream: OutputStream) -> None:
         """Receive outputs as server-sent events; if the caller leaves early, end answer and sequence."""
-        async with self._call("start_generate", call, PATIENT) as response:
+        async with self._calls.answer_to("start_generate", call, PATIENT) as response:
             try:
                 async for data in read_events(response.content.iter_any()):
-                    stream.put(self._output_of(data))
+                    stream.put(self._calls.output_of(data))
                     await stream.until_asked()
             except (aiohttp.ClientError, HttpProcessingError, EventTooLong, TimeoutError, OSError) as error:
                 raise EngineUnreachable(f"{self.name} was lost: {reason_of(error)}") from error
@@ -265,35 +227,30 @@ class HttpEngine:
                 raise EngineUnreachable(f"{self.name} ended the stream without a finish reason")
 
     async def _connect(self, router: RouterAddress) -> None:
-        await self._post("connect", ConnectCall(router=router), dict[str, Any])
+        await self._calls.result_of("connect", ConnectCall(router=router), dict[str, Any])
 
     async def abort(self, seq_id: str) -> None:
-        await self._post("abort", AbortCall(seq_id=seq_id), dict[str, Any])
+        await self._calls.result_of("abort", AbortCall(seq_id=seq_id), dict[str, Any])
 
     async def load_adapter(self, name: str, path: str) -> AdapterReport:
         """Load an adapter: see :class:`~tercet.protocol.TakesAdapters`."""
-        return await self._post("adapters", LoadAdapterCall(name=name, path=path), AdapterReport, PATIENT)
+        return await self._calls.result_of("adapters", LoadAdapterCall(name=name, path=path), AdapterReport, PATIENT)
 
     async def replace_adapter(self, name: str, path: str) -> AdapterReport:
         """Replace an adapter: see :class:`~tercet.protocol.TakesAdapters`."""
-        async with self._call(_adapter(name), ReplaceAdapterCall(path=path), PATIENT, "PUT") as response:
-            return await self._decode(response, AdapterReport)
+        call = ReplaceAdapterCall(path=path)
+        return await self._calls.result_of(_adapter(name), call, AdapterReport, PATIENT, "PUT")
 
     async def unload_adapter(self, name: str) -> None:
         """Unload an adapter: see :class:`~tercet.protocol.TakesAdapters`."""
-        async with self._call(_adapter(name), None, QUICK, "DELETE") as response:
-            await self._decode(response, dict[str, Any])
+        await self._calls.result_of(_adapter(name), None, dict[str, Any], method="DELETE")
 
     async def status(self) -> EngineStatus:
-        async with self._exchange("status", None, QUICK, {}) as response:
-            status = await self._decode(response, EngineStatus)
-        self._meet(status)
-        return status
+        return await self._calls.status()
 
     async def sequences(self) -> list[SequenceReport]:
         """Return the sequences that the engine generates for all clients; the last known ones if it is stuck."""
-        async with self._call("sequences", None, QUICK) as response:
-            return await self._decode(response, list[SequenceReport])
+        return await self._calls.result_of("sequences", None, list[SequenceReport])
 
     async def propose_move(self, seq_id: str, destination: str, reason: str) -> None:
         """Ask the engine to pass a proposal to move a sequence on to the router that runs the sequence.
@@ -303,143 +260,18 @@ class HttpEngine:
         sequence, and :class:`~tercet.protocol.Conflict` if no router receives its tokens.
         """
         path = f"sequences/{quote(seq_id, safe='')}/move"
-        await self._post(path, MoveCall(destination=destination, reason=reason), dict[str, Any])
+        await self._calls.result_of(path, MoveCall(destination=destination, reason=reason), dict[str, Any])
 
-    def _meet(self, status: EngineStatus) -> None:
-        """Check whether the engine may be used, and drop the state of an earlier incarnation."""
-        self._refusal = None
-        try:
-            self._admit(status)
-        except TercetError as error:
-            self._refusal = error
-        before, self._incarnation, self._is_known = self._incarnation, status.incarnation, True
+    def _on_status(self, status: EngineStatus, is_restarted: bool) -> None:
+        """Note the incarnation of a status, and drop the state of an earlier one."""
         if self._keeper is not None:
             self._keeper.connection.incarnation = status.incarnation
-        if before is not None and before != status.incarnation:
+        if is_restarted:
             self._held.clear()
             if self._keeper is not None:
                 self._keeper.connection.drop("it was restarted")
             self._on_new()
 
-    async def _addressed(self) -> dict[str, str]:
-        """Return the headers of a call, with the incarnation to which it is addressed."""
-        if not self._is_known:
-            try:
-                await self.status()
-            except EngineUnreachable as error:
-                raise EngineNotReached(error.message) from error
-        if self._refusal is not None:
-            raise EngineNotReached(f"{self.name} is not used: {self._refusal.message.removeprefix('url: ')}")
-        return {INCARNATION_HEADER: self._incarnation} if self._incarnation else {}
-
-    async def _post(self, verb: str, call: msgspec.Struct, kind: type[T], timeout: aiohttp.ClientTimeout = QUICK) -> T:
-        async with self._call(verb, call, timeout) as response:
-            return await self._decode(response, kind)
-
-    @asynccontextmanager
-    async def _call(
-        self, verb: str, call: msgspec.Struct | None, timeout: aiohttp.ClientTimeout, method: str = ""
-    ) -> AsyncGenerator[aiohttp.ClientResponse]:
-        async with AsyncExitStack() as stack:
-            try:
-                where = await self._addressed()
-                response = await stack.enter_async_context(self._exchange(verb, call, timeout, where, method))
-            except Conflict as error:
-                if error.param != INCARNATION_HEADER:
-                    raise
-                self._is_known = False  # the engine refused the call before any work: check it, and call again
-                where = await self._addressed()
-                response = await stack.enter_async_context(self._exchange(verb, call, timeout, where, method))
-            yield response
-
-    @asynccontextmanager
-    async def _exchange(
-        self,
-        verb: str,
-        call: msgspec.Struct | None,
-        timeout: aiohttp.ClientTimeout,
-        headers: dict[str, str],
-        method: str = "",
-    ) -> AsyncGenerator[aiohttp.ClientResponse]:
-        method = method or ("GET" if call is None else "POST")
-        url = f"{self.url}{API_PREFIX}/{verb}"
-        body, content_type = (None, JSON) if call is None else encode_call(call)
-        headers = {"content-type": content_type, **headers}
-        if named := request_id():
-            headers[REQUEST_ID_HEADER] = named
-        if (place := current_span()) is not None:
-            headers |= place.headers()
-        path, digest = f"/{unquote(verb)}", digest_of(body)
-
-        async def ask() -> aiohttp.ClientResponse:
-            proved = {**headers, **self._prover.headers(method, path, digest)}
-            try:
-                response = await self._client.request(
-                    method, url, data=body, headers=proved, timeout=timeout, allow_redirects=False
-                )
-                require_plain(response)
-            except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
-                raise EngineNotReached(f"{self.name} cannot be reached: {reason_of(error)}") from error
-            except (aiohttp.ClientError, TimeoutError, OSError) as error:
-                raise EngineUnreachable(f"{self.name} does not answer: {reason_of(error)}") from error
-            return response
-
-        response = await ask()
-        # So far the engine has only sent a challenge.
-        if response.status == UNAUTHORIZED and self._prover.meets(response.headers.getall(CHALLENGE_HEADER, [])):
-            response.release() if response.content.at_eof() else response.close()
-            response = await ask()
-        try:
-            if response.status >= 400:
-                try:
-                    await self._decode(response, dict[str, Any])
-                except RequestTooLarge as error:
-                    raise self._too_large(error, call) from error
-            yield response
-        finally:
-            # Closing an unfinished answer tells the engine that the client has left.
-            response.release() if response.content.at_eof() else response.close()
-
-    async def _decode(self, response: aiohttp.ClientResponse, kind: type[T]) -> T:
-        try:
-            body = await read_answer(response)
-        except (aiohttp.ClientError, TimeoutError, OSError) as error:
-            raise EngineUnreachable(f"{self.name} was lost: {reason_of(error)}") from error
-        if response.status >= 400:
-            raise _error_of(response.status, body)
-        return self._understood(body, kind)
-
-    def _too_large(self, error: RequestTooLarge, call: msgspec.Struct | None) -> RequestTooLarge:
-        """Return the error with the name of the large field: an engine that has not read a body cannot know it."""
-        if error.param is not None or call is None:
-            return error
-        large = large_field_of(call)
-        return RequestTooLarge(f"{large}: too large for {self.name}: {error.message}", large)
-
-    def _understood(self, said: bytes, kind: type[T]) -> T:
-        try:
-            return msgspec.json.decode(said, type=kind)
-        except UNREADABLE as error:
-            raise EngineError(f"{self.name} does not answer as a Tercet engine: {error}") from error
-
-    def _output_of(self, data: bytes) -> Output:
-        if data.startswith(b'{"error"'):
-            raise _error_of(500, data)
-        return self._understood(data, Output)
-
-    @property
-    def _client(self) -> aiohttp.ClientSession:
-        if self._session is None:
-            raise RuntimeError("HttpEngine is used outside its async context")
-        return self._session
-
 
 def _adapter(name: str) -> str:
     return f"adapters/{quote(name, safe='')}"
-
-
-def _error_of(status: int, body: bytes) -> TercetError:
-    try:
-        return from_wire(status, msgspec.json.decode(body, type=dict[str, Any]))
-    except UNREADABLE:
-        return from_wire(status, {"error": {"message": f"HTTP {status}: {body[:200].decode(errors='replace')}"}})

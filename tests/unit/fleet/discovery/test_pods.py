@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from tercet.fleet.discovery.api_objects import Pod
 from tercet.fleet.discovery.members import roles_of, with_found
 from tercet.fleet.discovery.pods import FoundEngine, engines_of
-from tercet.fleet.membership import MemberState
+from tercet.fleet.member_state import MemberState
 from tercet.protocol import BadRequest
 from tercet.settings import EngineAddress
 

@@ -20,7 +20,8 @@ from tercet.fleet.discovery import discovery_of, follow_found, with_found
 from tercet.fleet.discovery.found import FoundEngine
 from tercet.fleet.discovery.roster import MOST_BYTES, RosterEntry, read_roster, write_roster
 from tercet.fleet.discovery.roster_file import RosterFile
-from tercet.fleet.membership import Membership, MemberState
+from tercet.fleet.member_state import MemberState
+from tercet.fleet.membership import Membership
 from tercet.protocol import BadRequest
 from tercet.settings import DiscoverySettings, EngineAddress
 

@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from tercet.cluster.ports import free_ports, url_of
-from tercet.fleet.membership import Promise
+from tercet.fleet.promise import Promise
 from tercet.lab.sim.sim_server import ServerConfig, serving
 from tercet.protocol import EngineUnreachable
 from tercet.wire.client import HttpEngine

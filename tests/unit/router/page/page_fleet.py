@@ -24,7 +24,8 @@ from starlette.types import ASGIApp
 from tercet.aio import TaskSet
 from tercet.fleet import EngineFleet, Trace
 from tercet.fleet.admission import Gate
-from tercet.fleet.membership import Membership, MemberState
+from tercet.fleet.member_state import MemberState
+from tercet.fleet.membership import Membership
 from tercet.lab.sim import EngineOptions, Network, SimEngine, load_profile
 from tercet.protocol import Request, Role, TercetError
 from tercet.router import admin
