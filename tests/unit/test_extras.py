@@ -55,8 +55,8 @@ class Refuse:
 sys.meta_path.insert(0, Refuse())
 """
 WHAT_RUNS = (
-    "tercet.cli.up", "tercet.cli.servers", "tercet.cli.detached", "tercet.cli.demo", "tercet.cli.chat",
-    "tercet.cli.status", "tercet.cli.sim", "tercet.cli.bench", "tercet.cli.chaos", "tercet.cli.epp",
+    "tercet.cli.up", "tercet.cli.engine", "tercet.cli.servers", "tercet.cli.detached", "tercet.cli.demo",
+    "tercet.cli.chat", "tercet.cli.status", "tercet.cli.sim", "tercet.cli.bench", "tercet.cli.chaos", "tercet.cli.epp",
     "tercet.cluster.local", "tercet.router.server", "tercet.router.small_server", "tercet.router.workers",
     "tercet.router.rescheduler_server", "tercet.gateway.sidecar.server", "tercet.lab.sim.sim_server",
 )  # fmt: skip

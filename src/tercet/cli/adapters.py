@@ -8,12 +8,14 @@ from urllib.parse import quote
 
 import typer
 
+from tercet.cli.flag_records import flags_as_records
 from tercet.cli.given_names import given_as
-from tercet.cli.router_calls import HERE, AdminKey, Json, Url, ask, show_answer
+from tercet.cli.router_calls import Json, RunningRouter, show_answer
 from tercet.cli.terminal import say
 from tercet.protocol import BadRequest
 
 
+@flags_as_records
 def adapters(
     adapter: Annotated[
         str | None,
@@ -27,8 +29,8 @@ def adapters(
         bool, typer.Option("--replace", help="Load the files at PATH again for an adapter that is loaded.")
     ] = False,
     unload: Annotated[bool, typer.Option("--unload", help="Refuse new requests for the adapter.")] = False,
-    url: Url = HERE,
-    admin_key: AdminKey = None,
+    *,
+    router: RunningRouter,
     as_json: Json = False,
 ) -> None:
     """Show, load, replace or unload LoRA adapters of a running fleet.
@@ -50,18 +52,18 @@ def adapters(
         if replace or unload:
             flag = "--replace" if replace else "--unload"
             raise BadRequest(f"{flag}: needs an adapter; give its NAME", flag)
-        show_answer(ask(url, admin_key, "GET", "/adapters"), as_json, _in_words)
+        show_answer(router.ask("GET", "/adapters"), as_json, _in_words)
         return
     with given_as({"name": "NAME", "path": "PATH"}):
         if unload:
-            ask(url, admin_key, "DELETE", f"/adapters/{quote(adapter, safe='')}")
+            router.ask("DELETE", f"/adapters/{quote(adapter, safe='')}")
             say(f"{adapter} is unloaded")
             return
         name, path = _name_and_path(adapter)
         if replace:
-            found = ask(url, admin_key, "PUT", f"/adapters/{quote(name, safe='')}", {"path": path})
+            found = router.ask("PUT", f"/adapters/{quote(name, safe='')}", {"path": path})
         else:
-            found = ask(url, admin_key, "POST", "/adapters", {"name": name, "path": path})
+            found = router.ask("POST", "/adapters", {"name": name, "path": path})
     show_answer([found], as_json, _in_words)
 
 

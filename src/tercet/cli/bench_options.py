@@ -10,8 +10,9 @@ from typing import Annotated, Any
 import msgspec
 import typer
 
+from tercet.cli.flag_records import taking
 from tercet.cli.given_names import flags_of, given_as
-from tercet.cli.setting_flags import flags_given, parameters_of, taking
+from tercet.cli.setting_flags import flags_given, optional, parameters_of
 from tercet.lab.bench.bench_config import OUTPUT, REQUESTS, BenchConfig, load_config
 from tercet.protocol import BadRequest
 from tercet.protocol.wire import UNREADABLE
@@ -63,7 +64,7 @@ def bench_command(kind: type[BenchConfig]) -> Callable[[Callable[[Any, Path | No
                 found = load_config(kind, config, flags_given(kind, given))
             command(found, result_filename)
 
-        return taking(run, {**parameters_of(kind, by_variable=("base-url",)), **BY_HAND})
+        return taking(run, optional({**parameters_of(kind, by_variable=("base-url",)), **BY_HAND}))
 
     return decorate
 

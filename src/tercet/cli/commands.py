@@ -16,7 +16,7 @@ from tercet.cli.settings_help import SettingsCommand
 
 # In the order of `tercet --help`; each is a function of its module, or a group of commands.
 MODULES: Mapping[str, str] = {
-    "up": "up", "down": "detached", "status": "status", "chat": "chat", "engine": "servers", "router": "servers",
+    "up": "up", "down": "detached", "status": "status", "chat": "chat", "engine": "engine", "router": "servers",
     "epp": "epp", "sidecar": "sidecar", "model-router": "model_router", "rescheduler": "servers", "planner": "planner",
     "demo": "demo", "chaos": "chaos", "doctor": "doctor",
     "program": "program", "engines": "engines", "scale": "scale", "upgrade": "upgrade",

@@ -9,10 +9,11 @@ from urllib.parse import quote
 import typer
 
 from tercet.cli.adapters import adapters
+from tercet.cli.flag_records import flags_as_records
 from tercet.cli.given_names import given_as
 from tercet.cli.moves import move
 from tercet.cli.roles_in_words import roles_in_words
-from tercet.cli.router_calls import HERE, AdminKey, Json, Url, ask, show_answer, understood
+from tercet.cli.router_calls import Json, RunningRouter, show_answer, understood
 from tercet.cli.terminal import say
 from tercet.protocol import BadRequest, Role
 from tercet.settings import require_engine_url
@@ -28,12 +29,13 @@ Name = Annotated[str, typer.Argument(help="Name of the engine in the fleet.")]
 
 
 @engines.command()
+@flags_as_records
 def add(
     name: Name,
     engine_url: Annotated[str, typer.Argument(metavar="ENGINE_URL", help="Base URL of the engine's server.")],
     role: Annotated[Role, typer.Option(help="Role of the engine in this fleet.")] = "both",
-    url: Url = HERE,
-    admin_key: AdminKey = None,
+    *,
+    router: RunningRouter,
 ) -> None:
     """Add a running engine; it must serve the fleet's model, with the same context length.
 
@@ -42,18 +44,19 @@ def add(
     require_engine_url(engine_url, "ENGINE_URL", "http://10.0.0.7:8001")
     body = {"name": name, "url": engine_url.rstrip("/"), "role": role}
     with given_as({"url": "ENGINE_URL", "name": "NAME"}):
-        added = ask(url, admin_key, "POST", "/engines", body)
+        added = router.ask("POST", "/engines", body)
     with understood():
         say(engine_in_words(added))
 
 
 @engines.command()
+@flags_as_records
 def drain(
     name: Name,
     undo: Annotated[bool, typer.Option("--undo", help="Pick the engine again.")] = False,
     wait: Annotated[bool, typer.Option("--wait", help="Wait until the engine has no running sequences.")] = False,
-    url: Url = HERE,
-    admin_key: AdminKey = None,
+    *,
+    router: RunningRouter,
 ) -> None:
     """Drain an engine: it gets no new requests, and its running sequences move to other engines with their KV.
 
@@ -61,42 +64,44 @@ def drain(
     """
     if undo and wait:
         raise BadRequest("--wait: cannot be combined with --undo", "--wait")
-    engine = ask(url, admin_key, "DELETE" if undo else "POST", f"{_path(name)}/drain")
+    engine = router.ask("DELETE" if undo else "POST", f"{_path(name)}/drain")
     with understood():
         say(engine_in_words(engine))
         while wait and engine["in_flight"]:
             time.sleep(POLL_SECONDS)
             left = engine["in_flight"]
-            engine = {each["name"]: each for each in ask(url, admin_key, "GET", "/engines")}[name]
+            engine = {each["name"]: each for each in router.ask("GET", "/engines")}[name]
             if engine["in_flight"] != left:
                 say(f"{engine['in_flight']} sequences still run on {name}")
 
 
 @engines.command()
-def remove(name: Name, url: Url = HERE, admin_key: AdminKey = None) -> None:
+@flags_as_records
+def remove(name: Name, router: RunningRouter) -> None:
     """Remove an engine from the fleet at once; its running sequences finish, and its process continues."""
-    gone = ask(url, admin_key, "DELETE", _path(name))
+    gone = router.ask("DELETE", _path(name))
     with understood():
         say(f"{name} removed; {gone['in_flight']} sequences still run on it")
 
 
 @engines.command("role")
+@flags_as_records
 def set_role(
     name: Name,
     role: Annotated[Role, typer.Argument(help="New role of the engine.")],
-    url: Url = HERE,
-    admin_key: AdminKey = None,
+    router: RunningRouter,
 ) -> None:
     """Change the role of an engine."""
-    changed = ask(url, admin_key, "PUT", f"{_path(name)}/role", {"role": role})
+    changed = router.ask("PUT", f"{_path(name)}/role", {"role": role})
     with understood():
         say(engine_in_words(changed))
 
 
 @engines.command("roles")
-def explain_roles(url: Url = HERE, admin_key: AdminKey = None, as_json: Json = False) -> None:
+@flags_as_records
+def explain_roles(router: RunningRouter, as_json: Json = False) -> None:
     """Show the objectives, the share of requests that met them, and the reasons for roles (`--roles auto`)."""
-    show_answer(ask(url, admin_key, "GET", "/roles"), as_json, roles_in_words)
+    show_answer(router.ask("GET", "/roles"), as_json, roles_in_words)
 
 
 engines.command()(move)

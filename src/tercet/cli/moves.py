@@ -10,17 +10,18 @@ from urllib.parse import quote
 
 import typer
 
-from tercet.cli.router_calls import HERE, AdminKey, Json, Url, ask, understood
+from tercet.cli.flag_records import flags_as_records
+from tercet.cli.router_calls import Json, RunningRouter, understood
 from tercet.cli.terminal import say
 
 POLL_SECONDS = 0.5
 
 
+@flags_as_records
 def move(
     seq_id: Annotated[str, typer.Argument(help="Id of a running sequence; `tercet status --sequences` lists ids.")],
     destination: Annotated[str, typer.Argument(help="Engine to which the sequence is moved.")],
-    url: Url = HERE,
-    admin_key: AdminKey = None,
+    router: RunningRouter,
     as_json: Json = False,
 ) -> None:
     """Move a running sequence to another engine, with its KV; see `tercet status --moves`.
@@ -28,25 +29,25 @@ def move(
     Example: `tercet engines move cmpl-8d1f-0 decode-1`
     """
     path = f"/sequences/{quote(seq_id, safe='')}/move"
-    answer = ask(url, admin_key, "POST", path, {"destination": destination})
+    answer = router.ask("POST", path, {"destination": destination})
     with understood():
         passed_on = "accepted" in answer
         told = "forwarded to the router that runs the sequence, which lists the move" if passed_on else in_words(answer)
         say(json.dumps(answer) if as_json else told)
 
 
-def show_moves(url: str, admin_key: str | None, follow: bool, as_json: bool) -> None:
+def show_moves(router: RunningRouter, follow: bool, as_json: bool) -> None:
     """Print the moves of a running router; with ``follow``, new ones too, until Ctrl-C."""
     with understood():
-        for each in _moves(url, admin_key, follow):
+        for each in _moves(router, follow):
             say(json.dumps(each) if as_json else in_words(each))
 
 
-def _moves(url: str, admin_key: str | None, follow: bool) -> Iterator[dict[str, Any]]:
+def _moves(router: RunningRouter, follow: bool) -> Iterator[dict[str, Any]]:
     """Yield moves in the order in which they began; with ``follow``, wait for the end of each running move."""
     last = 0
     while True:
-        for move in ask(url, admin_key, "GET", f"/moves?since={last}"):
+        for move in router.ask("GET", f"/moves?since={last}"):
             if follow and move["outcome"] == "under_way":
                 break
             last = move["number"]

@@ -8,6 +8,7 @@ import platform
 import shlex
 import time
 from contextlib import AsyncExitStack
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 from urllib.parse import urlsplit
@@ -15,6 +16,7 @@ from urllib.parse import urlsplit
 import msgspec
 import typer
 
+from tercet.cli.flag_records import flags_as_records
 from tercet.cli.given_names import given_as
 from tercet.cli.terminal import note, require_folder, show_table, write_file
 from tercet.lab.bench.profiles.step_measurement import Measured, MeasurementPlan, Meter, profile_from
@@ -28,13 +30,13 @@ from tercet.wire.client import HttpEngine
 
 HEADINGS = ["name", "device", "KV tokens", "prefill 512", "prefill 3000", "decode 1", "decode 64", "fit error"]
 CONTEXT = 1024
+DEVICE = platform.machine()
 
 
-def profile(
-    name: Annotated[
-        str | None,
-        typer.Argument(help="Built-in profile or JSON file to print; with --engine, the name of the new profile."),
-    ] = None,
+@dataclass(frozen=True)
+class MeasurementFlags:
+    """An engine to measure, how it is measured, and the file of its profile."""
+
     engine: Annotated[
         list[str] | None,
         typer.Option(
@@ -42,27 +44,61 @@ def profile(
             help="URL of an idle engine to measure. With a second one, transfers are measured and, on the same host, "
             "how much longer steps take while both compute.",
         ),
-    ] = None,
+    ] = None
     output: Annotated[
         Path | None, typer.Option("--output", "-o", help="File for the new profile; required with --engine.")
-    ] = None,
+    ] = None
     router: Annotated[
         str | None,
         typer.Option(
             metavar="URL", help="URL of a router before the engines; the time that it adds to a request is measured."
         ),
-    ] = None,
-    device: Annotated[str, typer.Option(help="Name of the device in the profile.")] = platform.machine(),
-    max_step_tokens: Annotated[
-        int, typer.Option(help="Value of the engine's `--max-num-batched-tokens` (tokens).")
-    ] = 512,
-    repeats: Annotated[int, typer.Option(help="Number of measurements of each step; the median is used.")] = 3,
-    bandwidth: Annotated[
-        float, typer.Option(help="Bandwidth between engines, if not measured (bytes per second).")
-    ] = 1e9,
+    ] = None
+    device: Annotated[str, typer.Option(help="Name of the device in the profile.")] = DEVICE
+    max_step_tokens: Annotated[int, typer.Option(help="Value of the engine's `--max-num-batched-tokens` (tokens).")] = (
+        512
+    )
+    repeats: Annotated[int, typer.Option(help="Number of measurements of each step; the median is used.")] = 3
+    bandwidth: Annotated[float, typer.Option(help="Bandwidth between engines, if not measured (bytes per second).")] = (
+        1e9
+    )
     latency: Annotated[
         float, typer.Option(help="Time from the last byte to the answer, if not measured (seconds).")
-    ] = 0.0005,
+    ] = 0.0005
+
+    @property
+    def engines(self) -> list[str]:
+        """The URL of the engine to measure, and that of a second engine if one is given."""
+        return self.engine or []
+
+    def plan(self, name: str) -> MeasurementPlan:
+        """Return the plan of the measurement of a profile ``name``; raise :class:`~tercet.protocol.BadRequest`."""
+        return MeasurementPlan(
+            name=name,
+            device=self.device,
+            max_step_tokens=self.max_step_tokens,
+            same_host=len({urlsplit(url).hostname for url in self.engines}) < len(self.engines),
+            router=self.router.rstrip("/") if self.router else None,
+            repeats=self.repeats,
+            seed=time.time_ns(),
+        )
+
+    def command(self) -> str:
+        """Return the command line that repeats the measurement."""
+        engines = [part for url in self.engines for part in ("--engine", url)]
+        engines += ["--router", self.router] if self.router else []
+        sizes = ["--max-step-tokens", str(self.max_step_tokens), "--repeats", str(self.repeats)]
+        return shlex.join(["tercet", "bench", "profile", *engines, *sizes])
+
+
+@flags_as_records
+def profile(
+    name: Annotated[
+        str | None,
+        typer.Argument(help="Built-in profile or JSON file to print; with --engine, the name of the new profile."),
+    ] = None,
+    *,
+    measurement: MeasurementFlags,
 ) -> None:
     """List the step-time profiles of simulated engines, print one, or measure one on a running engine.
 
@@ -74,13 +110,12 @@ def profile(
     - `tercet bench profile --engine http://127.0.0.1:8001 --engine http://127.0.0.1:8002 -o mine.json`
     - `tercet sim --profile mine.json --option max_num_batched_tokens=512 --fleet both=2@here --request-rate 1`
     """
-    if engine:
-        if output is None:
+    if measurement.engine:
+        if measurement.output is None:
             raise BadRequest("--output: is required; give a file for the profile", "--output")
-        link = Transfer(bytes_per_second=bandwidth, latency=latency)
-        _measure_and_write(engine, output, router, name, device, max_step_tokens, repeats, link)
-    elif output is not None or router is not None:
-        flag = "--output" if output is not None else "--router"
+        _measure_and_write(name or measurement.output.stem, measurement, measurement.output)
+    elif measurement.output is not None or measurement.router is not None:
+        flag = "--output" if measurement.output is not None else "--router"
         raise BadRequest(f"{flag}: needs --engine", flag)
     elif name is None:
         show_table("profiles", HEADINGS, [_row(load_profile(each)) for each in shipped_profiles()])
@@ -91,37 +126,17 @@ def profile(
 
 
 @given_as({"engine": "--engine", "repeats": "--repeats", "max_step_tokens": "--max-step-tokens"})
-def _measure_and_write(
-    engine: list[str],
-    output: Path,
-    router: str | None,
-    name: str | None,
-    device: str,
-    max_step_tokens: int,
-    repeats: int,
-    link: Transfer,
-) -> None:
+def _measure_and_write(name: str, measurement: MeasurementFlags, output: Path) -> None:
     """Measure a running engine's steps, and fit a profile to them."""
     require_folder(output, "--output")
     import_extra("scipy.optimize", "tercet bench profile --engine")
-    if len(engine) > 2:
+    if len(measurement.engines) > 2:
         raise BadRequest("--engine: at most two are allowed: the measured engine and a receiver", "--engine")
-    plan = MeasurementPlan(
-        name=name or output.stem,
-        device=device,
-        max_step_tokens=max_step_tokens,
-        same_host=len({urlsplit(url).hostname for url in engine}) < len(engine),
-        router=router.rstrip("/") if router else None,
-        repeats=repeats,
-        seed=time.time_ns(),
-    )
+    plan = measurement.plan(name)
+    link = Transfer(bytes_per_second=measurement.bandwidth, latency=measurement.latency)
     began = time.monotonic()
-    measured = asyncio.run(_measure(engine, plan))
-    engines = [part for url in engine for part in ("--engine", url)]
-    engines += ["--router", router] if router else []
-    sizes = ["--max-step-tokens", str(max_step_tokens), "--repeats", str(repeats)]
-    command = shlex.join(["tercet", "bench", "profile", *engines, *sizes])
-    found = profile_from(measured, plan, command, link)
+    measured = asyncio.run(_measure(measurement.engines, plan))
+    found = profile_from(measured, plan, measurement.command(), link)
     _finish(output, found, f"in {time.monotonic() - began:.0f} s; ")
 
 

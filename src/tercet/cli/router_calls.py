@@ -7,6 +7,7 @@ import json
 import os
 from collections.abc import Callable, Generator, Iterable
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -21,19 +22,38 @@ from tercet.settings.variables import ADMIN_KEY_FILE_VARIABLE, ADMIN_KEY_VARIABL
 from tercet.wire.client.ask_router import ask_router
 
 Url = Annotated[str, typer.Option(envvar=URL_VARIABLE, help="Base URL of the router.")]
-AdminKey = Annotated[
-    str | None,
-    typer.Option(
-        envvar=ADMIN_KEY_VARIABLE,
-        help=f"Admin key of the router. Without it the first key of the file `{ADMIN_KEY_FILE_VARIABLE}` is used.",
-    ),
-]
 ApiKey = Annotated[
     str | None,
     typer.Option(envvar=CLIENT_KEY_VARIABLE, help="Client key, if the router requires one."),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print the router's answer as JSON.")]
 HERE = "http://127.0.0.1:8000"
+
+
+@dataclass(frozen=True)
+class RunningRouter:
+    """The router that a command calls, and the admin key of the calls."""
+
+    url: Url = HERE
+    admin_key: Annotated[
+        str | None,
+        typer.Option(
+            envvar=ADMIN_KEY_VARIABLE,
+            help=f"Admin key of the router. Without it the first key of the file `{ADMIN_KEY_FILE_VARIABLE}` is used.",
+        ),
+    ] = None
+
+    def ask(self, method: str, path: str, body: Any = None) -> Any:
+        """Call the router and return its answer; raise :class:`~tercet.protocol.TercetError`."""
+        require_url(self.url, "--url", HERE)
+        return asyncio.run(ask_router(self.url, method, path, body, _key(self.admin_key)))
+
+
+def _key(given: str | None) -> str:
+    if given is not None:
+        return key_of(given, "--admin-key")
+    file = os.environ.get(ADMIN_KEY_FILE_VARIABLE, "")
+    return KeyFile(file, ADMIN_KEY_FILE_VARIABLE).first()[0] if file else ""
 
 
 @contextmanager
@@ -45,19 +65,6 @@ def understood() -> Generator[None]:
         raise EngineUnreachable(
             f"the answer is not that of a router of this version: {type(error).__name__}: {error}", "url"
         ) from error
-
-
-def ask(url: str, admin_key: str | None, method: str, path: str, body: Any = None) -> Any:
-    """Call the router and return its answer; raise :class:`~tercet.protocol.TercetError`."""
-    require_url(url, "--url", HERE)
-    return asyncio.run(ask_router(url, method, path, body, _key(admin_key)))
-
-
-def _key(given: str | None) -> str:
-    if given is not None:
-        return key_of(given, "--admin-key")
-    file = os.environ.get(ADMIN_KEY_FILE_VARIABLE, "")
-    return KeyFile(file, ADMIN_KEY_FILE_VARIABLE).first()[0] if file else ""
 
 
 def text_of(file: Path, name: str) -> str:

@@ -5,24 +5,57 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
 import msgspec
 import typer
 
+from tercet.cli.flag_records import flags_as_records
 from tercet.cli.terminal import announce, say
 from tercet.cluster.detached_fleets import running_fleets
 from tercet.cluster.scaling.control import scale_fleet, scaling_of
 from tercet.cluster.scaling.kubernetes import SELECTOR, KubernetesFleet
 from tercet.cluster.scaling.records import DRAIN_SECONDS, EngineStep, ScaleCall, ScaleRecord, parse_counts
-from tercet.fleet.discovery.api_access import ApiAccess, from_kubeconfig, in_cluster
+from tercet.fleet.discovery.api_access import from_kubeconfig, in_cluster
 from tercet.protocol import BadRequest, EngineError, Role
 
 POLL_SECONDS = 0.25
 START_SECONDS = 3600.0
 
 
+@dataclass(frozen=True)
+class KubernetesFlags:
+    """The engines of a Kubernetes namespace, which are scaled with ``kubernetes``."""
+
+    kubernetes: Annotated[
+        bool, typer.Option("--kubernetes", help="Scale the engines of a Kubernetes namespace instead.")
+    ] = False
+    namespace: Annotated[
+        str,
+        typer.Option(
+            help="Kubernetes namespace; needs --kubernetes.", show_default="that of the kubeconfig or the pod"
+        ),
+    ] = ""
+    selector: Annotated[
+        str, typer.Option(help="Label selector of the engines' workloads, such as Deployments; needs --kubernetes.")
+    ] = SELECTOR
+    kubeconfig: Annotated[
+        Path | None,
+        typer.Option(
+            envvar="KUBECONFIG", help="Kubeconfig file; needs --kubernetes.", show_default="the pod's service account"
+        ),
+    ] = None
+
+    def fleet(self) -> KubernetesFleet:
+        """Return the namespace's fleet; raise :class:`~tercet.protocol.BadRequest` without access to Kubernetes."""
+        file = self.kubeconfig
+        access = in_cluster() if file is None else from_kubeconfig(file.expanduser())
+        return KubernetesFleet(access, self.namespace, self.selector)
+
+
+@flags_as_records
 def scale(
     counts: Annotated[
         list[str] | None,
@@ -38,24 +71,8 @@ def scale(
     drain_timeout: Annotated[
         float, typer.Option(min=0, max=86_400, help="Longest time to drain an engine that leaves (seconds).")
     ] = DRAIN_SECONDS,
-    kubernetes: Annotated[
-        bool, typer.Option("--kubernetes", help="Scale the engines of a Kubernetes namespace instead.")
-    ] = False,
-    namespace: Annotated[
-        str,
-        typer.Option(
-            help="Kubernetes namespace; needs --kubernetes.", show_default="that of the kubeconfig or the pod"
-        ),
-    ] = "",
-    selector: Annotated[
-        str, typer.Option(help="Label selector of the engines' workloads, such as Deployments; needs --kubernetes.")
-    ] = SELECTOR,
-    kubeconfig: Annotated[
-        Path | None,
-        typer.Option(
-            envvar="KUBECONFIG", help="Kubeconfig file; needs --kubernetes.", show_default="the pod's service account"
-        ),
-    ] = None,
+    *,
+    pods: KubernetesFlags,
     no_wait: Annotated[
         bool, typer.Option("--no-wait", help="Return at once; scaling continues in the background.")
     ] = False,
@@ -72,11 +89,10 @@ def scale(
     - `tercet scale decode=8 --kubernetes --namespace llm`
     """
     given = parse_counts(counts or ())
-    if kubernetes:
+    if pods.kubernetes:
         if port is not None:
             raise BadRequest("--port: cannot be combined with --kubernetes", "--port")
-        fleet = KubernetesFleet(_access(kubeconfig), namespace, selector)
-        asyncio.run(_scale_pods(fleet, given, wait=not no_wait))
+        asyncio.run(_scale_pods(pods.fleet(), given, wait=not no_wait))
     elif given:
         call = ScaleCall(**given, drain_seconds=drain_timeout)
         _scale_here(_socket_of_fleet(port), call, not no_wait, as_json)
@@ -92,10 +108,6 @@ def _scale_here(socket: Path, call: ScaleCall, wait: bool, as_json: bool) -> Non
     _show(record, as_json)
     if record.state == "failed":
         raise EngineError(f"scaling failed: the fleet has {record.present}, wanted {record.wanted}: {record.why}")
-
-
-def _access(kubeconfig: Path | None) -> ApiAccess:
-    return in_cluster() if kubeconfig is None else from_kubeconfig(kubeconfig.expanduser())
 
 
 async def _scale_pods(fleet: KubernetesFleet, given: Mapping[Role, int], wait: bool) -> None:

@@ -10,6 +10,7 @@ from typing import Annotated, Any, TypeVar
 
 import typer
 
+from tercet.cli.flag_records import taking
 from tercet.cli.given_names import PARTS, SETTINGS_OF, flags_of, given_as
 from tercet.cli.settings_help import help_all
 from tercet.settings import (
@@ -70,7 +71,7 @@ def settings_command(kind: type[Settings], rest: str = "") -> Callable[[Callable
                 command(decode_settings(kind, *sources))
 
         setattr(run, SETTINGS_OF, kind)
-        return taking(run, {**parameters_of(kind, rest), "config": Config, "help_all": HelpAll})
+        return taking(run, optional({**parameters_of(kind, rest), "config": Config, "help_all": HelpAll}))
 
     return decorate
 
@@ -83,34 +84,22 @@ def with_flags_of(kind: type[S]) -> Callable[[Callable[..., None]], Callable[...
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
         *own, last = inspect.signature(command, eval_str=True).parameters.values()
-        flags = [
-            inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
-            for name, annotation in parameters_of(kind, every=True).items()
-        ]
+        flags = optional(parameters_of(kind, every=True))
 
         @functools.wraps(command)
         def run(**given: Any) -> None:
             told = {flag.name: given.pop(flag.name) for flag in flags}
             command(**given, **{last.name: decode_settings(kind, flags_given(kind, told))})
 
-        parameters = [*(each.replace(kind=inspect.Parameter.KEYWORD_ONLY) for each in own), *flags]
-        run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-        run.__annotations__ = {each.name: each.annotation for each in parameters}
-        return run
+        return taking(run, [*own, *flags])
 
     return decorate
 
 
-def taking(run: Callable[..., None], parameters: Mapping[str, Any]) -> Callable[..., None]:
-    """Return ``run`` with these parameters by name, each with its annotation and the default None."""
-    run.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
-        [
-            inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
-            for name, annotation in parameters.items()
-        ]
-    )
-    run.__annotations__ = dict(parameters)
-    return run
+def optional(annotations: Mapping[str, Any]) -> list[inspect.Parameter]:
+    """Return a parameter for each name, with its annotation and the default None."""
+    kind = inspect.Parameter.KEYWORD_ONLY
+    return [inspect.Parameter(name, kind, default=None, annotation=each) for name, each in annotations.items()]
 
 
 def parameters_of(

@@ -4,141 +4,23 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal
 
-import msgspec
 import typer
 
-from tercet.cli.bench_options import limits_of
+from tercet.cli.flag_records import flags_as_records
 from tercet.cli.given_names import given_as
-from tercet.cli.planned_runs import draw_planned_run, require_planned_run, say_regret
-from tercet.cli.setting_flags import ProgramArg, with_flags_of
-from tercet.cli.terminal import note, require_folder, show_table, write_file
-from tercet.lab.bench.drawing import require_drawing
-from tercet.lab.bench.simulated import MovingSettings, PlannedWorkload, Simulation, SyntheticWorkload, table
+from tercet.cli.planned_runs import draw_planned_run, say_regret
+from tercet.cli.setting_flags import with_flags_of
+from tercet.cli.sim_flags import DEFAULT_RATE, SimFlags, rates_of, require_consistent, simulation_of
+from tercet.cli.terminal import note, show_table, write_file
+from tercet.lab.bench.simulated import MovingSettings, Simulation, table
 from tercet.lab.bench.simulated.simulation import headings as headings_of_run
 from tercet.lab.bench.simulated.sweep import SweepReport, headings, parse_axis, rows, sweep
 from tercet.lab.bench.simulated.sweep_figure import plot_sweep
 from tercet.lab.bench.simulated.timeline import OFTEN_S
-from tercet.lab.bench.summary import Slo
 from tercet.protocol import BadRequest
-from tercet.settings import key_values
-from tercet.settings.declaration import complaint
-
-DEFAULT_PROFILE = "llama-3.1-8b-h100-tp1"
-MOVING = MovingSettings()
-MOST_SEEDS = 10_000
-DEFAULT_RATE, DEFAULT_REQUESTS = "4", 1000
-Program = Annotated[str, typer.Option(help="Program: a built-in one, or your own: `file.py:function`.")]
-Fleet = Annotated[
-    str,
-    typer.Option(
-        help="Fleet: `ROLE=COUNT[@HOST][,...]` with the roles prefill, decode and both, or short as `2P6D`, or a YAML "
-        "file. Engines of one HOST slow one another, as their profile says."
-    ),
-]
-ProfileName = Annotated[str, typer.Option(help="Profile: a name that `tercet bench profile` lists, or a JSON file.")]
-Scheduling = Annotated[
-    str | None,
-    typer.Option(metavar="FILE", help="Scheduling file; its profiles are used with `--program-arg pick=scheduled`."),
-]
-Option = Annotated[
-    list[str] | None,
-    typer.Option(metavar="KEY=VALUE", help="Option of every engine, such as `total_blocks=2000`. Repeatable."),
-]
-Rates = Annotated[
-    str | None,
-    typer.Option(
-        metavar="R[,R...]",
-        help="Request rates (requests per second), one run for each; `inf`: all at once. A rate stretches a trace.",
-        show_default="4; for a trace its rate",
-    ),
-]
-NumPrompts = Annotated[
-    int | None,
-    typer.Option(help="Number of requests of each run.", show_default=f"{DEFAULT_REQUESTS}; all of a trace"),
-]
-NumWarmups = Annotated[int, typer.Option(min=0, help="Number of requests before the measured ones, at the same load.")]
-InputMean = Annotated[float, typer.Option(help="Mean prompt length (tokens).")]
-OutputMean = Annotated[float, typer.Option(help="Mean output length (tokens).")]
-Deviation = Annotated[float, typer.Option(help="Standard deviation of the length (tokens).")]
-Lengths = Annotated[
-    Literal["normal", "lognormal"], typer.Option(help="Distribution of lengths; `lognormal` has a long tail.")
-]
-Workload = Annotated[
-    list[str] | None,
-    typer.Option(
-        metavar="KIND[,KEY=VALUE...]",
-        help="Workload of `tercet bench`, instead of the lengths and prefixes below. Repeatable.",
-    ),
-]
-# Parameters that a workload of `tercet bench` has itself.
-LENGTHS = ("input_mean", "input_dev", "output_mean", "output_dev", "prefixes", "prefix", "lengths")
-Arrival = Annotated[
-    Literal["poisson", "constant", "gamma", "trace"],
-    typer.Option(help="Arrival process; `trace`: at the times of the workload's trace."),
-]
-Burstiness = Annotated[
-    float, typer.Option(help="Shape of `--arrival gamma`: below 1 is bursty, 1 is Poisson.", show_default="1")
-]
-Prefixes = Annotated[int, typer.Option(help="Number of prefixes that prompts share; 0: none.")]
-Prefix = Annotated[int, typer.Option(help="Length of each shared prefix (tokens).")]
-Goodput = Annotated[
-    list[str] | None,
-    typer.Option(metavar="NAME:MS[,...]", help="SLO in milliseconds, as in `ttft:500,tpot:50,e2el:5000`."),
-]
-Seed = Annotated[int, typer.Option(help="Seed of the run; the same seed gives the same report, byte for byte.")]
-ResultFilename = Annotated[
-    Path | None, typer.Option(help="JSON file for the report, for `tercet bench report`; `-` is standard output.")
-]
-
-Record = Annotated[
-    float | None,
-    typer.Option(
-        metavar="SECONDS",
-        help="Interval of frames (seconds of virtual time) of a timeline that is recorded into `--result-filename`.",
-    ),
-]
-Watch = Annotated[
-    bool, typer.Option("--watch", help="Record, then show the run in a browser, on this machine, until Ctrl-C.")
-]
-
-Over = Annotated[
-    list[str] | None,
-    typer.Option(
-        metavar="NAME=V[,V...]",
-        help="Sweep a setting: `fleet`, `profile`, `program`, `request-rate`, an engine option, a setting of moves "
-        "(such as `reschedule-threshold`) or a program's parameter; repeatable.",
-    ),
-]
-X = Annotated[
-    str,
-    typer.Option(
-        "--x", help="First metric of a sweep: ttft, tpot or e2el, a dot, then mean, p50, p90 or p99; needs --over."
-    ),
-]
-Y = Annotated[str, typer.Option("--y", help="Second metric of a sweep; needs --over.")]
-Plot = Annotated[
-    Path | None,
-    typer.Option(help="File for a figure of the trials (.png, .svg, .pdf); needs --over and the extra `lab`."),
-]
-PlannerFigure = Annotated[
-    Path | None,
-    typer.Option(
-        help="File for a figure of load, engines and attainment over time; needs --planner and the extra `lab`."
-    ),
-]
-PlannerRegret = Annotated[
-    bool, typer.Option("--planner-regret", help="Simulate the oracle too, and print what it gains; needs --planner.")
-]
-Seeds = Annotated[
-    int,
-    typer.Option(
-        min=1, max=MOST_SEEDS, help="Number of runs of each setting, with seeds from --seed on; needs --over."
-    ),
-]
 
 # Flags of parts that are checked later, under these names.
 NAMES = {
@@ -147,50 +29,10 @@ NAMES = {
 }  # fmt: skip
 
 
-# Parameters that a sweep refuses, and parameters of a sweep only.
-NOT_SWEPT, SWEPT = ("goodput", "label", "record", "watch"), ("x", "y", "plot", "seeds")
-
-
 @with_flags_of(MovingSettings)
 @given_as(NAMES)
-def sim(
-    context: typer.Context,
-    program: Program = "data_parallel",
-    program_arg: ProgramArg = None,
-    fleet: Fleet = "both=2",
-    profile: ProfileName = DEFAULT_PROFILE,
-    request_rate: Rates = None,
-    num_prompts: NumPrompts = None,
-    workload: Workload = None,
-    num_warmups: NumWarmups = 0,
-    input_mean: InputMean = 512,
-    input_dev: Deviation = 0,
-    output_mean: OutputMean = 128,
-    output_dev: Deviation = 0,
-    lengths: Lengths = "normal",
-    arrival: Arrival = "poisson",
-    burstiness: Burstiness = 1.0,
-    prefixes: Prefixes = 0,
-    prefix: Prefix = 0,
-    option: Option = None,
-    scheduling: Scheduling = None,
-    goodput: Goodput = None,
-    label: Annotated[
-        str | None, typer.Option(help="Name of this run in figures. Without it, the program's name is used.")
-    ] = None,
-    seed: Seed = 0,
-    result_filename: ResultFilename = None,
-    record: Record = None,
-    watch: Watch = False,
-    over: Over = None,
-    x: X = "ttft.mean",
-    y: Y = "tpot.mean",
-    plot: Plot = None,
-    seeds: Seeds = 1,
-    planner_figure: PlannerFigure = None,
-    planner_regret: PlannerRegret = False,
-    moving: MovingSettings = MOVING,
-) -> None:
+@flags_as_records
+def sim(context: typer.Context, given: SimFlags) -> None:
     """Run a program over simulated engines in virtual time, at one or several rates, or for a sweep of settings.
 
     Prints means and 99th percentiles; the report has more. With `--over` every combination of some settings is
@@ -210,160 +52,64 @@ def sim(
     - `tercet sim --fleet both=16 --request-rate 60 --reschedule neutral_load --over reschedule-threshold=0.1,0.5`
     - `tercet sim --fleet 2P2D --program disaggregated --objective-ttft 1 --objective-tpot 0.025 --planner simulate`
     """
-    given = locals()
-    _require_consistent(context, given)
+    require_consistent(context, given)
     simulation = simulation_of(context, given)
-    if over:
+    if given.over:
         _run_sweep(simulation, given)
         return
     recorded = _run(simulation, given)
-    if watch:
+    if given.watch:
         from tercet.cli.run_page import show_run  # imports a server, which other runs do not need
 
         show_run(recorded)
 
 
-def _require_consistent(context: typer.Context, given: Mapping[str, Any]) -> None:
-    """Raise :class:`~tercet.protocol.BadRequest` for parameters that exclude one another, before anything runs."""
-    require_folder(given["result_filename"], "--result-filename")
-    if given["over"]:
-        _refuse(context, NOT_SWEPT, "cannot be combined with --over")
-    else:
-        _refuse(context, SWEPT, "needs --over")
-    if given["plot"] is not None:
-        require_folder(given["plot"], "--plot")
-        require_drawing(given["plot"], "--plot")
-    if given["record"] is not None and not 0 < given["record"] < math.inf:
-        raise BadRequest(f"--record: must be a positive number of seconds, is {given['record']:g}", "--record")
-    if given["planner_figure"] is not None or given["planner_regret"]:
-        require_planned_run(given["moving"], given["over"], given["planner_figure"])
-
-
-def _run_sweep(simulation: Simulation, given: Mapping[str, Any]) -> None:
+def _run_sweep(simulation: Simulation, given: SimFlags) -> None:
     """Simulate each combination of settings; write and draw the report, and print its table."""
-    rate, x, y = given["request_rate"], given["x"], given["y"]
-    report = _sweep(simulation, rate, given["over"], x, y, given["seeds"])
-    _write_out(given["result_filename"], report.to_json())
-    if given["plot"] is not None:
-        plot_sweep(report, given["plot"])
-    title = f"{simulation.program}, {_load_of(rate)}; starred by {x} and {y}"
+    report = _sweep(simulation, given)
+    _write_out(given.result_filename, report.to_json())
+    if given.plot is not None:
+        plot_sweep(report, given.plot)
+    title = f"{simulation.program}, {_load_of(given.request_rate)}; starred by {given.x} and {given.y}"
     _show(given, title, headings(report), rows(report))
 
 
-def _run(simulation: Simulation, given: Mapping[str, Any]) -> bytes:
+def _run(simulation: Simulation, given: SimFlags) -> bytes:
     """Simulate each rate; write the report, print its table, and return the report in JSON."""
-    rate = given["request_rate"]
-    rates = rates_of(rate or DEFAULT_RATE) if rate or given["arrival"] != "trace" else [None]
-    often = given["record"] or (OFTEN_S if given["watch"] else None)
-    found = simulation.report(rates, given["label"] or simulation.program, note, often)
-    if given["planner_regret"]:
+    rate = given.request_rate
+    rates = rates_of(rate or DEFAULT_RATE) if rate or given.arrival != "trace" else [None]
+    often = given.record or (OFTEN_S if given.watch else None)
+    found = simulation.report(rates, given.label or simulation.program, note, often)
+    if given.planner_regret:
         say_regret(simulation, found, note)
-    if given["planner_figure"] is not None:
-        draw_planned_run(simulation, found, given["planner_figure"])
+    if given.planner_figure is not None:
+        draw_planned_run(simulation, found, given.planner_figure)
     recorded = found.to_json()
-    _write_out(given["result_filename"], recorded)
-    title = f"{simulation.program} on {given['fleet']}, {given['profile']}"
+    _write_out(given.result_filename, recorded)
+    title = f"{simulation.program} on {given.fleet}, {given.profile}"
     _show(given, title, headings_of_run(found), table(found))
     return recorded
 
 
-def _show(given: Mapping[str, Any], title: str, headings: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+def _show(given: SimFlags, title: str, headings: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     """Print a table, unless the report itself goes to standard output."""
-    if str(given["result_filename"]) != "-":
+    if str(given.result_filename) != "-":
         show_table(title, headings, rows)
 
 
-def _sweep(
-    simulation: Simulation, request_rate: str | None, over: Sequence[str], x: str, y: str, seeds: int
-) -> SweepReport:
-    rates = rates_of(request_rate or DEFAULT_RATE)
+def _sweep(simulation: Simulation, given: SimFlags) -> SweepReport:
+    rates = rates_of(given.request_rate or DEFAULT_RATE)
     if len(rates) > 1:
         raise BadRequest(
             "--request-rate: give one rate with --over; for several use --over request-rate=R,R", "--request-rate"
         )
-    return sweep(simulation, rates[0], [parse_axis(each) for each in over], x, y, seeds, note)
+    axes = [parse_axis(each) for each in given.over or ()]
+    return sweep(simulation, rates[0], axes, given.x, given.y, given.seeds, note)
 
 
 def _load_of(request_rate: str | None) -> str:
     (rate,) = rates_of(request_rate or DEFAULT_RATE)
     return "all at once" if math.isinf(rate) else f"{rate:g} requests/s"
-
-
-def _refuse(context: typer.Context, names: Collection[str], why: str) -> None:
-    """Raise :class:`~tercet.protocol.BadRequest` for the first of these parameters that was given."""
-    for name in names:
-        if _is_given(context, name):
-            raise BadRequest(f"--{name}: {why}", f"--{name}")
-
-
-def _is_given(context: typer.Context, name: str) -> bool:
-    source = context.get_parameter_source(name)
-    return source is not None and source.name != "DEFAULT"
-
-
-def simulation_of(context: typer.Context, given: Mapping[str, Any]) -> Simulation:
-    """Return the simulation that a command's parameters describe; missing parameters keep their defaults."""
-    return Simulation(
-        program=given["program"],
-        program_args=key_values(given["program_arg"], "--program-arg"),
-        fleet=given["fleet"],
-        profile=given["profile"],
-        options=key_values(given["option"], "--option"),
-        workload=_workload_of(context, given),
-        seed=given["seed"],
-        slo=slo_of(given.get("goodput")),
-        scheduling=given["scheduling"],
-        moving=given["moving"],
-    )
-
-
-def _workload_of(context: typer.Context, given: Mapping[str, Any]) -> SyntheticWorkload | PlannedWorkload:
-    kind = PlannedWorkload if given["workload"] else SyntheticWorkload
-    if given["burstiness"] != 1.0 and given["arrival"] != "gamma":
-        raise BadRequest("--burstiness: needs --arrival gamma", "--burstiness")
-    traffic: dict[str, Any] = {name: given[name] for name in kind.__struct_fields__ if name in given}
-    # Each run has its own rate.
-    traffic |= {"rate": 1.0, "arrivals": given["arrival"], "warm_up": given["num_warmups"]}
-    measured = DEFAULT_REQUESTS if given["num_prompts"] is None else given["num_prompts"]
-    if measured < 1:
-        raise BadRequest(f"--num-prompts: must be at least 1, is {measured}", "--num-prompts")
-    requests = measured + given["num_warmups"]
-    if kind is SyntheticWorkload:
-        if given["arrival"] == "trace":
-            raise BadRequest("--arrival: trace needs recorded requests; give a trace with --workload", "--arrival")
-        return SyntheticWorkload(**traffic, requests=requests)
-    for name in LENGTHS:
-        if _is_given(context, name):
-            flag = "--" + name.replace("_", "-")
-            raise BadRequest(
-                f"{flag}: cannot be combined with --workload; set its lengths there, such as input_len=512", flag
-            )
-    traffic["workload"] = tuple(given["workload"])
-    planned = PlannedWorkload(**traffic)
-    all_of_it = planned.finite and given["num_prompts"] is None
-    return planned if all_of_it else msgspec.structs.replace(planned, requests=requests)
-
-
-def rates_of(given: str) -> list[float]:
-    """Return ``R[,R...]`` as requests per second, infinity for `inf`; raise :class:`~tercet.protocol.BadRequest`."""
-    try:
-        rates = [float(rate) for rate in given.split(",")]
-    except ValueError as error:
-        raise BadRequest(f"--request-rate: {given!r} is not R[,R...]", "--request-rate") from error
-    if not all(rate > 0 for rate in rates):
-        raise BadRequest(f"--request-rate: each rate must be greater than 0, is {given!r}", "--request-rate")
-    return rates
-
-
-def slo_of(given: list[str] | None) -> Slo | None:
-    """Return ``NAME:MS`` items as bounds; raise :class:`~tercet.protocol.BadRequest`."""
-    if not given:
-        return None
-    limits = limits_of(given)
-    try:
-        return msgspec.convert(limits, Slo, strict=False)
-    except msgspec.ValidationError as error:
-        raise complaint("--goodput", Slo, limits, error) from error
 
 
 def _write_out(path: Path | None, data: bytes) -> None:

@@ -8,14 +8,16 @@ from typing import Annotated, Any
 import typer
 
 from tercet.cli.engines import engine_in_words
+from tercet.cli.flag_records import flags_as_records
 from tercet.cli.moves import in_words as move_in_words
 from tercet.cli.moves import show_moves
-from tercet.cli.program import state_in_words
+from tercet.cli.program_in_words import state_in_words
 from tercet.cli.roles_in_words import classes_in_words, objectives_in_words
-from tercet.cli.router_calls import HERE, AdminKey, Json, Url, ask, show_answer, understood
+from tercet.cli.router_calls import Json, RunningRouter, show_answer, understood
 from tercet.protocol import BadRequest
 
 
+@flags_as_records
 def status(
     sequences: Annotated[
         bool,
@@ -26,8 +28,8 @@ def status(
     ] = False,
     moves: Annotated[bool, typer.Option("--moves", help="Show moves instead, oldest first: one line each.")] = False,
     follow: Annotated[bool, typer.Option("--follow", help="Show new moves too, until Ctrl-C; needs --moves.")] = False,
-    url: Url = HERE,
-    admin_key: AdminKey = None,
+    *,
+    router: RunningRouter,
     as_json: Json = False,
 ) -> None:
     """Show a running router: model, program, engines and their load, and moves.
@@ -46,13 +48,13 @@ def status(
     if follow and not moves:
         raise BadRequest("--follow: needs --moves", "--follow")
     if moves:
-        show_moves(url, admin_key, follow, as_json)
+        show_moves(router, follow, as_json)
         return
     if sequences:
-        show_answer(ask(url, admin_key, "GET", "/sequences"), as_json, _sequences_in_words)
+        show_answer(router.ask("GET", "/sequences"), as_json, _sequences_in_words)
         return
-    found: dict[str, Any] = ask(url, admin_key, "GET", "/status")
-    show_answer(found, as_json, lambda found: _in_words(url, found))
+    found: dict[str, Any] = router.ask("GET", "/status")
+    show_answer(found, as_json, lambda found: _in_words(router.url, found))
     with understood():
         serves = bool(found["serving"])
     if not serves:

@@ -17,8 +17,9 @@ from rich.console import Group
 from rich.live import Live
 from rich.text import Text
 
+from tercet.cli.flag_records import flags_as_records
 from tercet.cli.fleet_view import FleetView, drawn
-from tercet.cli.router_calls import HERE, AdminKey, Url, ask, understood
+from tercet.cli.router_calls import RunningRouter, understood
 from tercet.cli.terminal import console, printable
 from tercet.protocol import TercetError
 
@@ -51,9 +52,9 @@ class Latest:
         self._ended.set()
 
 
+@flags_as_records
 def top(
-    url: Url = HERE,
-    admin_key: AdminKey = None,
+    router: RunningRouter,
     once: Annotated[bool, typer.Option("--once", help="Print the fleet once and exit, as into a pipe.")] = False,
 ) -> None:
     """Show the fleet of a running router in the terminal, once a second, until `q` or Ctrl-C.
@@ -67,7 +68,7 @@ def top(
     """
 
     def look() -> Mapping[str, Any]:
-        return ask(url, admin_key, "GET", "/status")
+        return router.ask("GET", "/status")
 
     if once or not (console.is_terminal and sys.stdin.isatty()):
         with understood():

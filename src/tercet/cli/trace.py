@@ -9,7 +9,8 @@ from urllib.parse import quote
 
 import typer
 
-from tercet.cli.router_calls import HERE, AdminKey, Json, Url, ask, show_answer, understood
+from tercet.cli.flag_records import flags_as_records
+from tercet.cli.router_calls import Json, RunningRouter, show_answer, understood
 from tercet.cli.terminal import console, say
 from tercet.cli.trace_drawing import drawn, head_of
 from tercet.protocol import BadRequest
@@ -18,6 +19,7 @@ from tercet.protocol import BadRequest
 FILE_WIDTH = 160
 
 
+@flags_as_records
 def trace(
     name: Annotated[
         str | None,
@@ -29,8 +31,8 @@ def trace(
     slowest: Annotated[
         int | None, typer.Option("--slowest", min=1, max=100, help="Number of slowest requests to list.")
     ] = None,
-    url: Url = HERE,
-    admin_key: AdminKey = None,
+    *,
+    router: RunningRouter,
     as_json: Json = False,
 ) -> None:  # fmt: skip
     """Draw the steps of a request: a lane for the router and for each engine, with a bar for each step.
@@ -44,13 +46,13 @@ def trace(
     """
     if name is None:
         which = "newest=20" if slowest is None else f"slowest={slowest}"
-        show_answer(ask(url, admin_key, "GET", f"/traces?{which}"), as_json, _listed)
+        show_answer(router.ask("GET", f"/traces?{which}"), as_json, _listed)
         return
     if slowest is not None:
         raise BadRequest("--slowest: cannot be combined with an ID", "--slowest")
     if not name.strip():
         raise BadRequest("ID: must not be empty", "ID")
-    found = ask(url, admin_key, "GET", f"/traces/{quote(name, safe='')}")
+    found = router.ask("GET", f"/traces/{quote(name, safe='')}")
     if as_json:
         say(json.dumps(found))
         return

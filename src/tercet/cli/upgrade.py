@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import sys
-from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
@@ -12,6 +12,7 @@ import typer
 
 from tercet.aio import signals_to
 from tercet.cli.detached import detach, stop_detached
+from tercet.cli.flag_records import flags_as_records
 from tercet.cli.terminal import announce
 from tercet.cluster.detached_fleets import DetachedFleet, detached_fleets
 from tercet.cluster.up_config import UpConfig
@@ -21,31 +22,36 @@ from tercet.protocol import BadRequest
 from tercet.settings import Source, decode_settings, read_yaml, require_url
 from tercet.settings.variables import ADMIN_KEY_VARIABLE
 
+DEFAULT_STEPS = ",".join(f"{step:.0%}".rstrip("%") for step in STEPS)
 
-def upgrade(
-    old: Annotated[str, typer.Option("--from", metavar="URL", help="URL of the router whose fleet is replaced.")],
+
+@dataclass(frozen=True)
+class UpgradeFlags:
+    """The two fleets of an upgrade, how requests are shifted between them, and how long the old one is drained."""
+
+    old: Annotated[str, typer.Option("--from", metavar="URL", help="URL of the router whose fleet is replaced.")]
     to: Annotated[
         str | None,
         typer.Option(
             metavar="URL", help="URL of a running router with the new fleet.", show_default="the fleet of --config"
         ),
-    ] = None,
+    ] = None
     config: Annotated[
         Path | None,
         typer.Option(
             metavar="FILE", help="Settings file of `tercet up` for a new fleet, which is started on this machine."
         ),
-    ] = None,
-    model_router: Annotated[
-        str, typer.Option(metavar="URL", help="URL of the model router before both fleets.")
-    ] = "http://127.0.0.1:8000",
+    ] = None
+    model_router: Annotated[str, typer.Option(metavar="URL", help="URL of the model router before both fleets.")] = (
+        "http://127.0.0.1:8000"
+    )
     steps: Annotated[
         str,
         typer.Option(metavar="PERCENT,...", help="Shares of the requests that the new fleet gets, in order (percent)."),
-    ] = ",".join(f"{step:.0%}".rstrip("%") for step in STEPS),
-    hold: Annotated[
-        float, typer.Option(min=0, max=86_400, help="Time for which each share is watched (seconds).")
-    ] = 30.0,
+    ] = DEFAULT_STEPS
+    hold: Annotated[float, typer.Option(min=0, max=86_400, help="Time for which each share is watched (seconds).")] = (
+        30.0
+    )
     tolerance: Annotated[
         float,
         typer.Option(
@@ -53,15 +59,30 @@ def upgrade(
             max=1,
             help="Highest share of failed requests above the old fleet's; above it the old fleet gets all requests.",
         ),
-    ] = 0.01,
+    ] = 0.01
     drain_timeout: Annotated[
         float, typer.Option(min=0, max=86_400, help="Longest time to drain a fleet that leaves (seconds).")
-    ] = 300.0,
-    keep: Annotated[bool, typer.Option("--keep", help="Keep the old fleet running, without requests.")] = False,
+    ] = 300.0
+    keep: Annotated[bool, typer.Option("--keep", help="Keep the old fleet running, without requests.")] = False
     admin_key: Annotated[
         str, typer.Option(envvar=ADMIN_KEY_VARIABLE, help="Admin key of the model router.", show_default=False)
-    ] = "",
-) -> None:
+    ] = ""
+
+    def require_consistent(self) -> None:
+        """Raise :class:`~tercet.protocol.BadRequest` for flags that exclude one another, and for an invalid URL."""
+        if (self.to is None) == (self.config is None):
+            raise BadRequest("--to: give either --to or --config", "--to")
+        for name, url in (("--from", self.old), ("--to", self.to), ("--model-router", self.model_router)):
+            if url is not None:
+                require_url(url, name)
+
+    def plan(self) -> RolloutPlan:
+        """Return the shares of requests and how they are watched; raise :class:`~tercet.protocol.BadRequest`."""
+        return RolloutPlan(_shares(self.steps), self.hold, self.tolerance)
+
+
+@flags_as_records
+def upgrade(given: UpgradeFlags) -> None:
     """Replace a model, its version or its flags without a failed request: start, shift, watch, drain the old fleet.
 
     The new fleet may have another model and another tokenizer: no KV moves between the two. If more requests fail on
@@ -72,23 +93,18 @@ def upgrade(
     - `tercet upgrade --from http://127.0.0.1:8001 --config new-up.yaml`
     - `tercet upgrade --from http://127.0.0.1:8001 --to http://10.0.0.8:8000 --steps 1,10,50,100 --hold 300`
     """
-    if (to is None) == (config is None):
-        raise BadRequest("--to: give either --to or --config", "--to")
-    _require_urls({"--from": old, "--to": to, "--model-router": model_router})
-    plan = RolloutPlan(_shares(steps), hold, tolerance)
-    started = None if config is None else _started(config)
-    new = started.url if started is not None else to or ""
-    changed = Upgrade(model_router, admin_key, old, new, plan, drain_timeout, lambda line: announce(f"  {line}"))
+    given.require_consistent()
+    plan = given.plan()
+    started = None if given.config is None else _started(given.config)
+    new = started.url if started is not None else given.to or ""
+    changed = Upgrade(
+        given.model_router, given.admin_key, given.old, new, plan, given.drain_timeout,
+        lambda line: announce(f"  {line}"),
+    )  # fmt: skip
     _replace(changed, started)
-    announce(f"{new} has replaced {old}")
-    if not keep:
-        _stop_if_detached(old)
-
-
-def _require_urls(given: Mapping[str, str | None]) -> None:
-    for name, url in given.items():
-        if url is not None:
-            require_url(url, name)
+    announce(f"{new} has replaced {given.old}")
+    if not given.keep:
+        _stop_if_detached(given.old)
 
 
 def _replace(changed: Upgrade, started: DetachedFleet | None) -> None:

@@ -30,7 +30,7 @@ def test_what_is_refused(given: dict[str, object], said: str, capsys: pytest.Cap
         "old": "http://127.0.0.1:2", "steps": "5,100", "hold": 1.0, "tolerance": 0.01, "drain_timeout": 1.0,
         "keep": False, "admin_key": "", "to": None, "config": None, "model_router": "http://127.0.0.1:3",
     }  # fmt: skip
-    code = exit_code_of(lambda: upgrade(**{**told, **given}))  # type: ignore[arg-type]
+    code = exit_code_of(lambda: upgrade(**{**told, **given}))
     assert code == (1 if "answers" in said else 2)
     assert said in capsys.readouterr().err
 

@@ -337,7 +337,7 @@ def test_as_an_openai_server() -> None:
 def test_no_engine_library_is_loaded() -> None:
     """The command's own modules, in a process that has nothing else."""
     code = (
-        "import sys; import tercet.cli.servers; "
+        "import sys; import tercet.cli.engine; "
         "print([name for name in ('vllm', 'torch', 'transformers') if name in sys.modules])"
     )
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)

@@ -1,0 +1,152 @@
+"""``tercet engine``: run one engine in the foreground."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import msgspec
+import typer
+
+from tercet.cli.engine_flags import EngineFlags
+from tercet.cli.flag_records import flags_as_records
+from tercet.cli.given_names import PARTS, given_as
+from tercet.cli.joining import join_router
+from tercet.cli.setting_flags import VLLM_FLAGS
+from tercet.cli.terminal import note
+from tercet.cluster.compute import devices_for_engines
+from tercet.cluster.device_plan import pick_devices
+from tercet.cluster.engine_command import (
+    THREADS_BIND,
+    EngineSpec,
+    as_shell,
+    check_flags,
+    engine_argv,
+    engine_env,
+    gpu_memory_of,
+    plain_argv,
+    ranks_of,
+    require_private,
+    value_of,
+)
+from tercet.cluster.foresight import require_memory, shared_cores
+from tercet.cluster.model import BUILT_IN, resolve_model, resolve_tokenizer
+from tercet.cluster.model_hub import require_model
+from tercet.cluster.ports import require_free, url_of
+from tercet.lab.sim import EngineOptions, Profile, load_profile, options_from
+from tercet.lab.sim.sim_server import ServerConfig
+from tercet.lab.sim.sim_server import serve as serve_simulated
+from tercet.protocol.prefill_hosts import AllowedPrefillers
+from tercet.settings import key_values
+from tercet.settings.verb_log import log_as_the_environment_says
+
+
+@flags_as_records
+def engine(given: EngineFlags) -> None:
+    """Run one engine: a standard vLLM server that also offers the verbs.
+
+    On a CPU the engine computes on every core that this command may use. Choose them with `taskset`; or, to leave some
+    cores to its other processes, with `VLLM_CPU_OMP_THREADS_BIND`, as for vLLM. This command becomes the server:
+    signals go to vLLM itself.
+
+    Examples:
+    - `tercet engine --port 8001`
+    - `taskset -c 0-7 tercet engine --model ~/models/qwen --port 8002 --name p0 -- --max-num-seqs 32`
+    - `tercet engine --model Qwen/Qwen3-0.6B --print`
+    - `tercet engine --simulate llama-3.1-8b-h100-tp1 --port 8002`
+    - `tercet engine --host 10.0.0.7 --join http://10.0.0.9:8000 --role decode`
+    """
+    given.require_consistent()
+    spec = _spec_of(given)
+    AllowedPrefillers(spec.prefill_hosts, "--prefill-hosts")
+    if given.join is not None:
+        _require_usable(spec)
+        join_router(spec, given.join, given.role, given.instances, given.drain_timeout)
+    elif given.simulate is not None:
+        require_private(spec)
+        with given_as(PARTS):
+            _simulate(spec, load_profile(given.simulate))
+    else:
+        _become_vllm(spec, given.print_only)
+
+
+def _spec_of(given: EngineFlags) -> EngineSpec:
+    """Return the engine of these flags, without cores or devices; the built-in model may be converted first."""
+    return EngineSpec(
+        name=given.name or f"{given.host}:{given.port}",
+        model=resolve_model(given.model, note) if given.simulate is None else resolve_tokenizer(given.model),
+        served_model_name=given.served_model_name or given.model,
+        host=given.host,
+        port=given.port,
+        dtype=given.dtype,
+        built_in=given.model == BUILT_IN,
+        kv_cache_gib=given.kv_cache_gib,
+        extra_args=tuple(given.vllm_args or ()),
+        simulate=given.simulate,
+        options=key_values(given.option, "--option"),
+        prefill_hosts=given.prefill_hosts or "",
+    )
+
+
+def _require_usable(spec: EngineSpec) -> None:
+    """Raise :class:`~tercet.protocol.BadRequest` for vLLM flags, a model, a profile or options that are unusable."""
+    if spec.simulate is None:
+        check_flags(spec.extra_args, VLLM_FLAGS)
+        require_model(spec.model)
+    else:
+        load_profile(spec.simulate)
+        options_from(EngineOptions(), spec.options)
+
+
+def _become_vllm(spec: EngineSpec, print_only: bool) -> None:
+    check_flags(spec.extra_args, VLLM_FLAGS)
+    spec = _with_devices(spec)
+    argv, env = plain_argv(spec) if print_only else engine_argv(spec), engine_env(spec)
+    if THREADS_BIND in os.environ:
+        env = {name: value for name, value in env.items() if name not in (THREADS_BIND, "OMP_NUM_THREADS")}
+    if print_only:
+        typer.echo(as_shell(argv, env))
+        return
+    require_private(spec)
+    require_model(spec.model)
+    require_free(spec.host, spec.port)
+    require_memory([spec])
+    if (slow := shared_cores([spec])) is not None:
+        note(slow)
+    os.execvpe(argv[0], argv, {**os.environ, **env})
+
+
+def _with_devices(spec: EngineSpec) -> EngineSpec:
+    """Return ``spec`` with its cores or devices. Data-parallel ranks choose by number among all visible devices."""
+    devices, args = devices_for_engines(), spec.extra_args
+    if not devices:
+        return msgspec.structs.replace(spec, cores=tuple(sorted(os.sched_getaffinity(0))))
+    if value_of(args, "--data-parallel-size", "-dp") is not None:
+        return spec
+    picked = pick_devices(devices, ranks_of(args), gpu_memory_of(args))
+    return msgspec.structs.replace(spec, gpus=picked.devices, gpu_memory=picked.memory)
+
+
+def _simulate(spec: EngineSpec, profile: Profile) -> None:
+    """Serve a simulated engine; the router uses the model's tokenizer and its longest sequence."""
+    longest = min(profile.max_model_len, _positions(Path(spec.model)) or profile.max_model_len)
+    config = ServerConfig(
+        name=spec.name,
+        profile=msgspec.structs.replace(profile, max_model_len=longest),
+        options=options_from(EngineOptions(stream_every=1), spec.options),
+        host=spec.host,
+        port=spec.port,
+        url=url_of(spec.host, spec.port),
+        model=spec.served_model_name,
+        root=spec.model,
+        prefill_hosts=spec.prefill_hosts,
+    )
+    require_free(spec.host, spec.port)
+    log_as_the_environment_says("info")
+    serve_simulated(config)
+
+
+def _positions(checkpoint: Path) -> int | None:
+    """Return the model's longest sequence in tokens, which vLLM enforces; None if the model is not on this machine."""
+    file = checkpoint / "config.json"
+    return msgspec.json.decode(file.read_bytes()).get("max_position_embeddings") if file.is_file() else None
