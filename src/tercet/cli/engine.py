@@ -33,7 +33,7 @@ from tercet.cluster.foresight import require_memory, shared_cores
 from tercet.cluster.model import BUILT_IN, resolve_model, resolve_tokenizer
 from tercet.cluster.model_hub import require_model
 from tercet.cluster.ports import require_free, url_of
-from tercet.lab.sim import EngineOptions, Profile, load_profile, options_from
+from tercet.lab.sim import EngineOptions, load_profile, options_from
 from tercet.lab.sim.sim_server import ServerConfig
 from tercet.lab.sim.sim_server import serve as serve_simulated
 from tercet.protocol.prefill_hosts import AllowedPrefillers
@@ -58,23 +58,25 @@ def engine(given: EngineFlags) -> None:
     """
     given.require_consistent()
     spec = _spec_of(given)
-    AllowedPrefillers(spec.prefill_hosts, "--prefill-hosts")
+    _require_usable(spec)
     if given.join is not None:
-        _require_usable(spec)
+        spec = _with_model(spec)
+        if spec.simulate is None:
+            require_model(spec.model)
         join_router(spec, given.join, given.role, given.instances, given.drain_timeout)
-    elif given.simulate is not None:
-        require_private(spec)
-        with given_as(PARTS):
-            _simulate(spec, load_profile(given.simulate))
+    elif given.print_only:
+        _print(_with_devices(_with_model(spec)))
     else:
-        _become_vllm(spec, given.print_only)
+        _require_startable(spec)
+        serve = _become_vllm if spec.simulate is None else _simulate
+        serve(_with_model(spec))
 
 
 def _spec_of(given: EngineFlags) -> EngineSpec:
-    """Return the engine of these flags, without cores or devices; the built-in model may be converted first."""
+    """Return the engine of these flags, without cores or devices; its model is the name that was given."""
     return EngineSpec(
         name=given.name or f"{given.host}:{given.port}",
-        model=resolve_model(given.model, note) if given.simulate is None else resolve_tokenizer(given.model),
+        model=given.model,
         served_model_name=given.served_model_name or given.model,
         host=given.host,
         port=given.port,
@@ -88,32 +90,55 @@ def _spec_of(given: EngineFlags) -> EngineSpec:
     )
 
 
+@given_as(PARTS)
 def _require_usable(spec: EngineSpec) -> None:
-    """Raise :class:`~tercet.protocol.BadRequest` for vLLM flags, a model, a profile or options that are unusable."""
-    if spec.simulate is None:
-        check_flags(spec.extra_args, VLLM_FLAGS)
-        require_model(spec.model)
-    else:
+    """Raise :class:`~tercet.protocol.BadRequest` for flags with wrong values, whatever runs on this machine."""
+    AllowedPrefillers(spec.prefill_hosts, "--prefill-hosts")
+    check_flags(spec.extra_args, VLLM_FLAGS)
+    if spec.simulate is not None:
         load_profile(spec.simulate)
         options_from(EngineOptions(), spec.options)
+    else:
+        engine_argv(spec)
+        ranks_of(spec.extra_args)
+        gpu_memory_of(spec.extra_args)
 
 
-def _become_vllm(spec: EngineSpec, print_only: bool) -> None:
-    check_flags(spec.extra_args, VLLM_FLAGS)
-    spec = _with_devices(spec)
-    argv, env = plain_argv(spec) if print_only else engine_argv(spec), engine_env(spec)
-    if THREADS_BIND in os.environ:
-        env = {name: value for name, value in env.items() if name not in (THREADS_BIND, "OMP_NUM_THREADS")}
-    if print_only:
-        typer.echo(as_shell(argv, env))
-        return
+def _require_startable(spec: EngineSpec) -> None:
+    """Raise if the server cannot start; this precedes the conversion of the built-in model, which takes long."""
     require_private(spec)
-    require_model(spec.model)
+    if not spec.built_in:
+        resolved = resolve_model(spec.model)
+        if spec.simulate is None:
+            require_model(resolved)
     require_free(spec.host, spec.port)
+
+
+def _with_model(spec: EngineSpec) -> EngineSpec:
+    """Return ``spec`` with the model to load; the built-in model may be converted first."""
+    resolved = resolve_model(spec.model, note) if spec.simulate is None else resolve_tokenizer(spec.model)
+    return msgspec.structs.replace(spec, model=resolved)
+
+
+def _print(spec: EngineSpec) -> None:
+    typer.echo(as_shell(plain_argv(spec), _environment(spec)))
+
+
+def _become_vllm(spec: EngineSpec) -> None:
+    spec = _with_devices(spec)
     require_memory([spec])
     if (slow := shared_cores([spec])) is not None:
         note(slow)
-    os.execvpe(argv[0], argv, {**os.environ, **env})
+    argv = engine_argv(spec)
+    os.execvpe(argv[0], argv, {**os.environ, **_environment(spec)})
+
+
+def _environment(spec: EngineSpec) -> dict[str, str]:
+    """Return the variables of the engine's process; the caller's own binding of threads to cores is kept."""
+    env = engine_env(spec)
+    if THREADS_BIND in os.environ:
+        return {name: value for name, value in env.items() if name not in (THREADS_BIND, "OMP_NUM_THREADS")}
+    return {**env}
 
 
 def _with_devices(spec: EngineSpec) -> EngineSpec:
@@ -127,8 +152,9 @@ def _with_devices(spec: EngineSpec) -> EngineSpec:
     return msgspec.structs.replace(spec, gpus=picked.devices, gpu_memory=picked.memory)
 
 
-def _simulate(spec: EngineSpec, profile: Profile) -> None:
+def _simulate(spec: EngineSpec) -> None:
     """Serve a simulated engine; the router uses the model's tokenizer and its longest sequence."""
+    profile = load_profile(spec.simulate or "")
     longest = min(profile.max_model_len, _positions(Path(spec.model)) or profile.max_model_len)
     config = ServerConfig(
         name=spec.name,
@@ -141,7 +167,6 @@ def _simulate(spec: EngineSpec, profile: Profile) -> None:
         root=spec.model,
         prefill_hosts=spec.prefill_hosts,
     )
-    require_free(spec.host, spec.port)
     log_as_the_environment_says("info")
     serve_simulated(config)
 

@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from tercet.cli.flag_records import require_defaults
 from tercet.cli.setting_flags import VLLM_FLAGS, Dtype, Host, Model, ServedModelName, VLLMArgs
 from tercet.protocol import BadRequest, Role
 from tercet.settings.prefill_settings import PREFILL_HOSTS_VARIABLE
@@ -65,12 +66,12 @@ class EngineFlags:
 
     def require_consistent(self) -> None:
         """Raise :class:`~tercet.protocol.BadRequest` for flags that exclude or need one another."""
-        if self.join is None and (self.role != "both" or self.instances != 1):
-            raise BadRequest("--role, --instances: need --join", "--join")
-        if self.join is not None and self.print_only:
+        if self.join is None:
+            require_defaults(self, "--join", "role", "instances", "drain_timeout")
+        elif self.print_only:
             raise BadRequest("--print: cannot be combined with --join", "--print")
-        if self.option and self.simulate is None:
-            raise BadRequest("--option: needs --simulate", "--option")
+        if self.simulate is None:
+            require_defaults(self, "--simulate", "option")
         if self.simulate is not None and (self.vllm_args or self.print_only):
             refused = "--print" if self.print_only else VLLM_FLAGS
             raise BadRequest(f"{refused}: cannot be combined with --simulate, which runs no vLLM", refused)

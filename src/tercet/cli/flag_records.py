@@ -5,8 +5,10 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Iterable
-from dataclasses import is_dataclass
+from dataclasses import fields, is_dataclass
 from typing import Any
+
+from tercet.protocol import BadRequest
 
 
 def flags_as_records(command: Callable[..., None]) -> Callable[..., None]:
@@ -37,3 +39,14 @@ def taking(run: Callable[..., None], parameters: Iterable[inspect.Parameter]) ->
     run.__signature__ = inspect.Signature(taken)  # type: ignore[attr-defined]
     run.__annotations__ = {each.name: each.annotation for each in taken}
     return run
+
+
+def require_defaults(record: Any, needs: str, *names: str) -> None:
+    """Raise :class:`~tercet.protocol.BadRequest` for the first of these fields that is not the record's default.
+
+    Its flag has no effect without the flag ``needs``.
+    """
+    for each in fields(record):
+        if each.name in names and getattr(record, each.name) != each.default:
+            flag = "--" + each.name.replace("_", "-")
+            raise BadRequest(f"{flag}: needs {needs}", flag)

@@ -8,7 +8,7 @@ import platform
 import shlex
 import time
 from contextlib import AsyncExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Annotated
 from urllib.parse import urlsplit
@@ -16,7 +16,7 @@ from urllib.parse import urlsplit
 import msgspec
 import typer
 
-from tercet.cli.flag_records import flags_as_records
+from tercet.cli.flag_records import flags_as_records, require_defaults
 from tercet.cli.given_names import given_as
 from tercet.cli.terminal import note, require_folder, show_table, write_file
 from tercet.lab.bench.profiles.step_measurement import Measured, MeasurementPlan, Meter, profile_from
@@ -114,10 +114,9 @@ def profile(
         if measurement.output is None:
             raise BadRequest("--output: is required; give a file for the profile", "--output")
         _measure_and_write(name or measurement.output.stem, measurement, measurement.output)
-    elif measurement.output is not None or measurement.router is not None:
-        flag = "--output" if measurement.output is not None else "--router"
-        raise BadRequest(f"{flag}: needs --engine", flag)
-    elif name is None:
+        return
+    require_defaults(measurement, "--engine", *(each.name for each in fields(measurement)))
+    if name is None:
         show_table("profiles", HEADINGS, [_row(load_profile(each)) for each in shipped_profiles()])
     else:
         with given_as({"profile": "NAME"}):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -12,7 +13,7 @@ from typing import Annotated
 import msgspec
 import typer
 
-from tercet.cli.flag_records import flags_as_records
+from tercet.cli.flag_records import flags_as_records, require_defaults
 from tercet.cli.terminal import announce, say
 from tercet.cluster.detached_fleets import running_fleets
 from tercet.cluster.scaling.control import scale_fleet, scaling_of
@@ -23,6 +24,7 @@ from tercet.protocol import BadRequest, EngineError, Role
 
 POLL_SECONDS = 0.25
 START_SECONDS = 3600.0
+KUBECONFIG_VARIABLE = "KUBECONFIG"
 
 
 @dataclass(frozen=True)
@@ -44,9 +46,17 @@ class KubernetesFlags:
     kubeconfig: Annotated[
         Path | None,
         typer.Option(
-            envvar="KUBECONFIG", help="Kubeconfig file; needs --kubernetes.", show_default="the pod's service account"
+            envvar=KUBECONFIG_VARIABLE,
+            help="Kubeconfig file; needs --kubernetes.",
+            show_default="the pod's service account",
         ),
     ] = None
+
+    def require_consistent(self) -> None:
+        """Raise :class:`~tercet.protocol.BadRequest` for flags that need ``--kubernetes``, if it is not given."""
+        if not self.kubernetes:
+            by_variable = str(self.kubeconfig) == os.environ.get(KUBECONFIG_VARIABLE)
+            require_defaults(self, "--kubernetes", "namespace", "selector", *(() if by_variable else ("kubeconfig",)))
 
     def fleet(self) -> KubernetesFleet:
         """Return the namespace's fleet; raise :class:`~tercet.protocol.BadRequest` without access to Kubernetes."""
@@ -89,9 +99,11 @@ def scale(
     - `tercet scale decode=8 --kubernetes --namespace llm`
     """
     given = parse_counts(counts or ())
+    pods.require_consistent()
     if pods.kubernetes:
-        if port is not None:
-            raise BadRequest("--port: cannot be combined with --kubernetes", "--port")
+        here = {"--port": port is not None, "--drain-timeout": drain_timeout != DRAIN_SECONDS, "--json": as_json}
+        for flag in (flag for flag, is_given in here.items() if is_given):
+            raise BadRequest(f"{flag}: cannot be combined with --kubernetes", flag)
         asyncio.run(_scale_pods(pods.fleet(), given, wait=not no_wait))
     elif given:
         call = ScaleCall(**given, drain_seconds=drain_timeout)

@@ -96,6 +96,25 @@ def test_a_port_that_is_taken_comes_before_memory_that_is_short(
     assert capsys.readouterr().err.startswith(f"tercet: --port: cannot listen at 127.0.0.1:{taken}: ")
 
 
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        "--port {taken}",
+        "--prefill-hosts nowhere",
+        "--host 0.0.0.0",
+        "-- --api-server-count 2",
+        "-- --tensor-parallel-size no",
+    ],
+)
+def test_an_engine_that_cannot_start_converts_no_model(
+    wrong: str, taken: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TERCET_CACHE", str(tmp_path / "cache"))
+    monkeypatch.delenv("TERCET_SECRET", raising=False)
+    assert app._run(f"engine {wrong}".format(taken=taken).split()) == 2
+    assert not (tmp_path / "cache").exists()
+
+
 @pytest.mark.parametrize("flag", ["--port", "--metrics-port", "--grpc-health-port"])
 def test_each_port_of_an_endpoint_picker_is_named_by_its_own_flag(
     flag: str, taken: int, capsys: pytest.CaptureFixture[str]
