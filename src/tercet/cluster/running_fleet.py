@@ -67,7 +67,7 @@ class RunningEngine:
             count = f"restart {self.restarts.used} of {self.restarts.limit} in {pause:g} s"
             on_event(self.name, f"{how}; {count}; log: {self.process.log}")
             await asyncio.sleep(pause)
-            await self._start_anew(on_event)
+            await self._restart(on_event)
 
     async def leave(self) -> None:
         """Stop the engine for good: it is not restarted."""
@@ -77,7 +77,7 @@ class RunningEngine:
             await asyncio.gather(self.keeping, return_exceptions=True)
         await self.process.stop()
 
-    async def _start_anew(self, on_event: OnEvent) -> None:
+    async def _restart(self, on_event: OnEvent) -> None:
         """Restart the engine at the same address, where the router finds it; a failed start appears as another end."""
         dead, self.starts = self.process, self.starts + 1
         self.process = dead.again(dead.log.with_name(f"{self.name}-{self.starts}.log"))
@@ -167,15 +167,15 @@ class RunningFleet:
         """
         engines = [engine.process for engine in self.engines]
         try:
-            with _beside(_hurry([self.router], hurry), _say_what_is_left(self.url, on_event)):
+            with _meanwhile(_hurry([self.router], hurry), _say_what_is_left(self.url, on_event)):
                 await self.router.stop()
         finally:
-            with _beside(_hurry(engines, hurry)):
+            with _meanwhile(_hurry(engines, hurry)):
                 await asyncio.gather(*(engine.stop() for engine in engines))
 
 
 @contextlib.contextmanager
-def _beside(*coroutines: Coroutine[Any, Any, None]) -> Generator[None]:
+def _meanwhile(*coroutines: Coroutine[Any, Any, None]) -> Generator[None]:
     """Run the coroutines in the background until the block ends."""
     tasks = [asyncio.create_task(each) for each in coroutines]
     try:

@@ -128,7 +128,7 @@ class UpConfig(RouterSettings, frozen=True):
             )
         if self.openai_layer == "small" and self.simulate is None:
             raise BadRequest("openai-layer: small needs simulate; vLLM engines need vLLM's layer", "openai-layer")
-        self.require_stream_ports_beside(self.port)
+        self.require_stream_ports_without(self.port)
         self._require_ray()
         check_flags(self.engine_args, "engine-args")
         for read in (ranks_of, gpu_memory_of, kv_transfer_config):

@@ -31,13 +31,13 @@ def connecting(
     async def connect(name: str, url: str, admit: Admit) -> AsyncGenerator[Engine]:
         report, restarted = partial(fleet.report, name), asyncio.Event()
 
-        def started_anew() -> None:
+        def note_restart() -> None:
             fleet.health.restarted(name)
             restarted.set()
 
         proposed, hung_up = partial(fleet.proposed, name), partial(fleet.liveness.hung_up, name)
         async with (
-            HttpEngine(name, url, listener, report, admit, started_anew, secret, tls, proposed, hung_up) as engine,
+            HttpEngine(name, url, listener, report, admit, note_restart, secret, tls, proposed, hung_up) as engine,
             cache_followed(name, url, engine, fleet.knowledge, restarted),
         ):
             yield engine

@@ -200,7 +200,7 @@ class KVInbox:
                 return
 
     def _store(self, event: BlockStored) -> None:
-        keys = [_beside_adapter(block or (), event.lora_name) for block in event.extra_keys or ()]
+        keys = [_without_adapter(block or (), event.lora_name) for block in event.extra_keys or ()]
         extras, salt = None, None
         if any(keys):
             extras, keys = _features_of(keys)
@@ -254,6 +254,6 @@ def _is_feature(key: Any) -> bool:
     return isinstance(pair[0], str) and DIGEST.fullmatch(pair[0]) is not None
 
 
-def _beside_adapter(keys: Sequence[Any], adapter: str | None) -> Sequence[Any]:
+def _without_adapter(keys: Sequence[Any], adapter: str | None) -> Sequence[Any]:
     """Return a block's keys without the adapter's name, which is the first key of each block."""
     return keys[1:] if adapter is not None and keys and keys[0] == adapter else keys

@@ -227,7 +227,7 @@ class Picking(Generic[ViewT]):
         pairs_with = self._pairs_with(partner)
         for_all = pairs_with is None and among is None and (request is None or request.adapter is None)
         if for_all and role in self._answering:
-            return self._answering[role].anew()
+            return self._answering[role].for_another_decision()
         everyone = Engines(self.views, self.rows, self.knowledge.loads)
         if among is not None:
             everyone = everyone.where([engine.name in among for engine in everyone])
@@ -243,7 +243,7 @@ class Picking(Generic[ViewT]):
                 self._filled(role)
             if for_all:
                 self._answering[role] = answering
-                return answering.anew()
+                return answering.for_another_decision()
             return answering
         self._require_role(role, partner)
         able = everyone.where([engine.role in roles for engine in everyone])

@@ -32,17 +32,17 @@ def scraping(
 
     @asynccontextmanager
     async def connect(name: str, url: str, admit: Admit) -> AsyncGenerator[Engine]:
-        anew = asyncio.Event()
+        restarted = asyncio.Event()
 
-        def started_anew() -> None:
+        def note_restart() -> None:
             fleet.health.restarted(name)
-            anew.set()
+            restarted.set()
 
         events = None if kv_events_port is None else KVEvents(f"tcp://{_host_of(url)}:{kv_events_port}")
         reported = partial(fleet.report, name)
         async with (
-            ScrapedEngine(name, url, interval, reported, started_anew, tls, events) as engine,
-            cache_followed(name, url, engine, fleet.knowledge, anew),
+            ScrapedEngine(name, url, interval, reported, note_restart, tls, events) as engine,
+            cache_followed(name, url, engine, fleet.knowledge, restarted),
         ):
             yield engine
 

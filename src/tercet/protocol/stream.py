@@ -191,7 +191,7 @@ class OutputStream:
 
     async def __anext__(self) -> Output:
         if self._task is None and not self._over:
-            self._task = asyncio.get_running_loop().create_task(self._run_beside())
+            self._task = asyncio.get_running_loop().create_task(self._run_in_task())
             _running.add(self._task)
             self._task.add_done_callback(_running.discard)
         while not self._queue:
@@ -278,7 +278,7 @@ class OutputStream:
         if self._runner is not None and not self._interrupted:
             self._interrupted = self._runner.cancel()
 
-    async def _run_beside(self) -> None:
+    async def _run_in_task(self) -> None:
         await self._run()
         self._stopped = True
         if self._waiter is not None and not self._waiter.done():

@@ -78,7 +78,7 @@ class RouterConfig(RouterSettings, frozen=True, kw_only=True):
         require_unlike(self.engines, self.discovery, self.await_engines)
         if self.state_ray is not None and self.state_configmap is not None:
             raise BadRequest("state-ray: cannot be combined with state-configmap; remove one", "state-ray")
-        self.require_stream_ports_beside(self.port)
+        self.require_stream_ports_without(self.port)
         address = self.admin_address
         if address is not None and address.port == self.port:
             raise BadRequest(f"admin-listen: clients use the port {self.port}; choose another one", "admin-listen")

@@ -242,7 +242,7 @@ class RouterSettings(Settings, frozen=True):
         if len({url.rstrip("/") for url in self.pooling_servers}) < len(self.pooling_servers):
             raise BadRequest("pooling-servers: a URL is given twice; remove one", "pooling-servers")
 
-    def require_stream_ports_beside(self, port: int) -> None:
+    def require_stream_ports_without(self, port: int) -> None:
         """Raise :class:`~tercet.protocol.BadRequest` if a stream port is the ``port`` for clients."""
         if self.stream_port and self.stream_port <= port < self.stream_port + self.workers:
             raise BadRequest(f"stream-port: clients use the port {port}; choose another one", "stream-port")

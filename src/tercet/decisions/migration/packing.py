@@ -23,7 +23,7 @@ def mitigate(engines: Sequence[LoadedEngine], ceiling: float, selection: Selecti
         for sequence in selection.of(source.sequences, source.believed - ceiling):
             if not source.takes or source.believed <= ceiling:
                 break
-            destination = best_fit(_beside(source, engines), sequence.share, ceiling)
+            destination = best_fit(_others(source, engines), sequence.share, ceiling)
             if destination is not None:
                 yield move(sequence, source, destination, "binpack_mitigation")
 
@@ -36,7 +36,7 @@ def consolidate(engines: Sequence[LoadedEngine], ceiling: float) -> Iterator[Wan
     """
     busy = [each for each in engines if each.takes and each.load is not None and each.believed > 0]
     for source in sorted(busy, key=lambda each: each.believed):
-        others = [each for each in _beside(source, busy) if each.believed >= source.believed]
+        others = [each for each in _others(source, busy) if each.believed >= source.believed]
         largest_first = sorted(source.sequences, key=lambda each: -each.share)
         placed = _place(largest_first, others, ceiling)
         if largest_first and len(placed) == len(largest_first):
@@ -57,12 +57,12 @@ def defragment(engines: Sequence[LoadedEngine]) -> Iterator[Wanted]:
         head = next(iter(source.queue), None)
         if head is None or not source.takes or source.load is None or head.share <= source.free:
             continue
-        beside = [each for each in _beside(source, engines) if not each.waiting]
-        destination = best_fit(beside, head.share, FULL)
+        others = [each for each in _others(source, engines) if not each.waiting]
+        destination = best_fit(others, head.share, FULL)
         if destination is not None:
             yield move(head, source, destination, "defragment")
         else:
-            fitting_nowhere.append((head, [source, *beside]))
+            fitting_nowhere.append((head, [source, *others]))
     for head, able in fitting_nowhere:
         if making := list(_make_room(head.share, able)):
             yield from making
@@ -84,7 +84,7 @@ def _make_room(share: float, engines: Sequence[LoadedEngine]) -> Iterator[Wanted
         yield from _moved(placed, target, "defragment")
 
 
-def _beside(source: LoadedEngine, engines: Iterable[LoadedEngine]) -> list[LoadedEngine]:
+def _others(source: LoadedEngine, engines: Iterable[LoadedEngine]) -> list[LoadedEngine]:
     return [each for each in engines if each is not source and each.can(source.role) and each.fits(source)]
 
 

@@ -87,7 +87,7 @@ class Engines:
         places: list[int] = self._places.tolist()
         return [self._all[place] for place in places]
 
-    def anew(self) -> Engines:
+    def for_another_decision(self) -> Engines:
         """Return the same engines for another decision: their reports are looked up again."""
         same = Engines(self._all, self.rows, self._reports, self._places)
         same._lasting = self._lasting
@@ -119,7 +119,7 @@ class Engines:
         known = self._lasting.get(id(plugin))
         if known is None:  # the filter is stored with the result, so its id is not reused
             known = self._lasting[id(plugin)] = plugin, self.where(plugin.keep(decision, self))
-        return known[1].anew()
+        return known[1].for_another_decision()
 
     @cached_property
     def in_flight(self) -> Floats:

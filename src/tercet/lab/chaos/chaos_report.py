@@ -102,8 +102,8 @@ def move_rows(result: ChaosResult) -> list[list[str]]:
     for (reason, outcome), moves in sorted(groups.items()):
         pauses = [move.pause for move in moves if move.pause is not None]
         waited = [f"{pause * 1000:.0f} ms" for pause in (statistics.median(pauses), max(pauses))] if pauses else []
-        sent, anew = sum(move.bytes for move in moves) / 1e6, sum(move.recomputed for move in moves)
-        rows.append([reason, outcome, str(len(moves)), f"{sent:.0f}", str(anew), *(waited or ["-", "-"])])
+        sent, recomputed = sum(move.bytes for move in moves) / 1e6, sum(move.recomputed for move in moves)
+        rows.append([reason, outcome, str(len(moves)), f"{sent:.0f}", str(recomputed), *(waited or ["-", "-"])])
     return rows
 
 

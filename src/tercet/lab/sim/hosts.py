@@ -75,7 +75,7 @@ class SharedTime:
     def __init__(self, host: Host, sharing: HostSharing) -> None:
         self._host = host
         self._loop = asyncio.get_running_loop()
-        self._beside: dict[State | None, dict[State, float]] = {
+        self._added: dict[State | None, dict[State, float]] = {
             kind: {state: getattr(sharing, f"{kind}_beside_{state}") - 1 for state in get_args(State)}
             for kind in get_args(Kind)
         }
@@ -122,7 +122,7 @@ class SharedTime:
 
     def adapt(self, engines: Mapping[State, int]) -> None:
         """Set the speed. ``engines`` is the number of engines in each state, this one included."""
-        slowdown = self._slowdown_beside(engines)
+        slowdown = self._slowdown_by(engines)
         if slowdown == self._slowdown:
             return
         self._since, self._since_on_loop = self.time(), self._loop.time()
@@ -132,11 +132,11 @@ class SharedTime:
             alarm.handle.cancel()
             alarm.handle = self._loop.call_at(self.on_loop(alarm.when), alarm.ring)
 
-    def _slowdown_beside(self, engines: Mapping[State, int]) -> float:
-        own, beside = self._state, self._beside.get(self._state)
-        if beside is None:
+    def _slowdown_by(self, engines: Mapping[State, int]) -> float:
+        own, added = self._state, self._added.get(self._state)
+        if added is None:
             return 1.0
-        return 1.0 + sum(more * (engines[state] - (state == own)) for state, more in beside.items())
+        return 1.0 + sum(more * (engines[state] - (state == own)) for state, more in added.items())
 
 
 @dataclass(eq=False, slots=True)

@@ -99,7 +99,7 @@ class LivenessProbe:
 
     async def news(self, seconds: float = NEWS_SECONDS) -> None:
         """Poll every part again now, and wait for the answers, at most ``seconds``."""
-        await asyncio.wait([part.asked_anew() for part in self._parts], timeout=seconds)
+        await asyncio.wait([part.asked_again() for part in self._parts], timeout=seconds)
 
     @property
     def core_status(self) -> dict[str, Any]:
@@ -123,7 +123,7 @@ class LivenessProbe:
 
     async def core_stands_still(self, seconds: float) -> float:
         """Poll the core; return, once it has made no progress for ``seconds``, the time without progress."""
-        self._core.asked_anew()
+        self._core.asked_again()
         while True:
             silent = self._clock.stalled(time.monotonic()).get(CORE, 0.0)
             if silent >= seconds:
@@ -170,7 +170,7 @@ class _Part:
         self._wanted = asyncio.Event()
         self._next: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
-    def asked_anew(self) -> asyncio.Future[None]:
+    def asked_again(self) -> asyncio.Future[None]:
         """Return the future of the answer to a poll that is still to be sent."""
         self._wanted.set()
         return self._next
