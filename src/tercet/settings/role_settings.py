@@ -115,7 +115,9 @@ class Objectives(Settings, frozen=True):
 
     def class_of(self, headers: Mapping[str, str]) -> ObjectiveClass | None:
         """Return the class that a request's headers name; None if they name none, or an unknown one."""
-        named = headers.get(self.header) if self.classes else None
+        if not self.classes:
+            return None
+        named = headers.get(self.header)
         return next((each for each in self.classes if each.name == named), None)
 
     @property

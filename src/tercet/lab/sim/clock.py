@@ -25,14 +25,12 @@ LONGEST_S = 1e10
 """The latest virtual time, in seconds (three centuries). A float resolves microseconds up to it."""
 
 
-def _told_apart(when: float) -> float:
-    """Return ``when``. Raise :class:`~tercet.protocol.EngineError` if it is too late for a float to resolve steps."""
-    if when > LONGEST_S:
-        raise EngineError(
-            f"the next event is due at a virtual time of {when:g} s, and the limit is {LONGEST_S:g} s: "
-            "later times lose milliseconds; send more requests per second"
-        )
-    return when
+def _too_late(when: float) -> EngineError:
+    """Return the error for a time at which a float does not resolve steps."""
+    return EngineError(
+        f"the next event is due at a virtual time of {when:g} s, and the limit is {LONGEST_S:g} s: "
+        "later times lose milliseconds; send more requests per second"
+    )
 
 
 class _Callback(msgspec.Struct, eq=False):
@@ -158,7 +156,9 @@ class VirtualLoop(asyncio.AbstractEventLoop):
             # In a separate function: objects that are freed with cancelled timers may set timers before time advances.
             self._make_ready(self._timers.pop(when))
             if ready and when > self._now:
-                self._now = _told_apart(when)
+                if when > LONGEST_S:
+                    raise _too_late(when)
+                self._now = when
         if not ready:
             raise EngineError("the simulation cannot continue: every task waits, and no timer is set")
 

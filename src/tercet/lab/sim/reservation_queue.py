@@ -55,19 +55,22 @@ class AskedReservation:
 
 
 class SimReservationQueue:
-    """The reservations that wait for blocks. All methods are called between steps."""
+    """The reservations that wait for blocks: ``waits``, by name, in the order of arrival.
+
+    All methods are called between steps.
+    """
 
     def __init__(self, leases: Leases, needs: Needs) -> None:
         self._leases = leases
         self._needs = needs
-        self._waiting: OrderedDict[str, AskedReservation] = OrderedDict()
+        self.waits: OrderedDict[str, AskedReservation] = OrderedDict()
 
     def __len__(self) -> int:
-        return len(self._waiting)
+        return len(self.waits)
 
     def of(self, seq_id: str) -> AskedReservation | None:
         """Return the sequence's waiting reservation, or None."""
-        return next((asked for asked in self._waiting.values() if asked.seq_id == seq_id), None)
+        return next((asked for asked in self.waits.values() if asked.seq_id == seq_id), None)
 
     def reserve(self, name: str, seq_id: str, prompt: Prompt, end: int) -> AskedReservation:
         """Reserve blocks now or in turn.
@@ -77,7 +80,7 @@ class SimReservationQueue:
         if self._leases.of(seq_id) is not None or self.of(seq_id) is not None:
             raise Conflict(f"seq_id: {seq_id} is in use on this engine; abort it or choose another", "seq_id")
         self._leases.check(end)
-        asked = self._waiting[name] = AskedReservation(name, seq_id, prompt, end, self._needs.arrival())
+        asked = self.waits[name] = AskedReservation(name, seq_id, prompt, end, self._needs.arrival())
         self.admit()
         return asked
 
@@ -86,39 +89,39 @@ class SimReservationQueue:
 
         Raise ``NoSpace`` if they do not suffice, or if a reservation waits.
         """
-        if self._waiting:
+        if self.waits:
             raise NoSpace("earlier reservations wait for blocks")
         self._leases.extend(lease, prompt, end, self._needs.needed_before(None))
 
     def admit(self, stepping: int = 0) -> None:
         """Give blocks to waiting reservations in order, and keep ``stepping`` blocks for the step being planned."""
-        while self._waiting:
-            asked = next(iter(self._waiting.values()))
+        while self.waits:
+            asked = next(iter(self.waits.values()))
             before = stepping + self._needs.needed_before(asked.arrival)
             try:
                 asked.lease = self._leases.reserve(asked.name, asked.seq_id, asked.prompt, asked.end, before)
             except NoSpace as error:
                 asked.why = error
                 return
-            del self._waiting[asked.name]
+            del self.waits[asked.name]
             if asked.answer is not None and not asked.answer.done():
                 asked.answer.set_result(asked.lease)
 
     def give_up(self, asked: AskedReservation, error: TercetError | None = None) -> None:
         """End a reservation that waits, with ``error`` (None: with the reason why it waits)."""
-        if self._waiting.pop(asked.name, None) is not None:
+        if self.waits.pop(asked.name, None) is not None:
             asked.refuse(error or asked.why or NoSpace("earlier reservations wait for blocks"))
             self.admit()
 
     def drop_all(self, error: TercetError) -> None:
         """End all reservations with ``error``, because the engine is lost."""
-        for asked in self._waiting.values():
+        for asked in self.waits.values():
             asked.refuse(error)
-        self._waiting.clear()
+        self.waits.clear()
 
     def holds_back(self, work: Work, needed: int, free: int) -> bool:
         """True if a sequence without blocks must wait, so that an earlier reservation gets its blocks."""
-        first = next(iter(self._waiting.values()), None)
+        first = next(iter(self.waits.values()), None)
         if first is None or work.arrival < first.arrival:
             return False
         # A reservation that waits for the end of another lease holds back no sequence.

@@ -238,9 +238,9 @@ class SimScheduler(StepSelection):
 
         A real engine uses the same weights.
         """
-        if self._run is not None and not self._ticks:
+        steps = 1 if self._run is None else self._ticks
+        if not steps:
             return  # a run that was frozen before its first step ended
-        steps = max(1, self._ticks) if self._run is not None else 1
         mean = passed / steps
         before = mean if self._step_time is None else self._step_time
         self._step_time = mean + (before - mean) * (1 - NEWEST) ** steps
@@ -257,7 +257,7 @@ class SimScheduler(StepSelection):
 
     def _plan(self, now: float) -> None:
         chunks, decodes = self._select()
-        if self.reservations:
+        if self.reservations is not None and self.reservations.waits:
             self.reservations.admit(self._decoding.blocks_for(1) if decodes else 0)
         kind = "prefill" if chunks else "decode" if decodes else None
         if kind != self._computes:  # set the speed of the engine's time before a step is timed

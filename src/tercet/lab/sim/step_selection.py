@@ -120,9 +120,10 @@ class StepSelection:
                 return chunks, decodes
 
     def _select_once(self) -> tuple[list[Chunk], bool]:
-        mixed = self._options.schedule == "chunked"
+        mixed, waiting, chunks = self._options.schedule == "chunked", self._waiting, list[Chunk]()
         admits = not (mixed and self._make_room())
-        chunks = self._schedule(mixed, admits) if self._waiting or self._prefilling else []
+        if self._prefilling or waiting.plain or waiting.holding:
+            chunks = self._schedule(mixed, admits)
         if chunks and not mixed:
             return chunks, False
         if not mixed:
@@ -141,14 +142,17 @@ class StepSelection:
             if count > 0:
                 chunks.append((work, count))
                 budget -= count
-        return self._admit_waiting(chunks, budget) if admits and self._waiting else chunks
+        return self._admit_waiting(chunks, budget) if admits else chunks
 
     def _admit_waiting(self, chunks: list[Chunk], budget: int) -> list[Chunk]:
         passed_over: list[Work] = []
-        while budget > 0 and self.running < self._options.max_num_seqs:
-            queue = self._waiting.next_queue()
-            if queue is None:
-                break
+        waiting, prefilling, decoding, most = (
+            self._waiting,
+            self._prefilling,
+            self._decoding,
+            self._options.max_num_seqs,
+        )
+        while budget > 0 and (queue := waiting.holding or waiting.plain) and len(prefilling) + decoding.size < most:
             work = queue[0]
             if not self.slots.admits(work.prompt.adapter) or self._held_back(work):
                 passed_over.append(queue.popleft())
@@ -169,10 +173,11 @@ class StepSelection:
 
     def _held_back(self, work: Work) -> bool:
         """True if a sequence without blocks must wait, because an earlier reservation needs the free blocks."""
-        if not self.reservations or work.holding.blocks:
+        reservations = self.reservations
+        if reservations is None or not reservations.waits or work.holding.blocks:
             return False
         free = self.pool.free - self._decoding.blocks_for(1)
-        return self.reservations.holds_back(work, self._missing(work), free)
+        return reservations.holds_back(work, self._missing(work), free)
 
     def _admit(self, work: Work) -> bool:
         """Pin a sequence's cached prefix and return True, or return False if too few blocks are free for the rest."""

@@ -11,7 +11,7 @@ from tercet.lab.sim.sequence_work import Work
 class WaitingWorks:
     """Two queues of waiting sequences: ``holding`` has those with a lease's blocks, ``plain`` has those without blocks.
 
-    As in vLLM, sequences that hold blocks come first. Behind a sequence that needs these blocks they would wait
+    As in vLLM, sequences that hold blocks are admitted first. Behind a sequence that needs these blocks they would wait
     forever.
     """
 
@@ -53,10 +53,6 @@ class WaitingWorks:
     def queue_of(self, work: Work) -> deque[Work]:
         """Return the queue that a sequence waits in."""
         return self.holding if work.holding.blocks else self.plain
-
-    def next_queue(self) -> deque[Work] | None:
-        """Return the queue whose first sequence is admitted next, or None if no sequence waits."""
-        return self.holding or self.plain or None
 
     def clear(self) -> None:
         """Remove all sequences."""
