@@ -112,10 +112,12 @@ def _run(part: Part, *, aside: bool) -> Outcome:
             outcome.failed = [*_last_failed(part), f"{part.name}: it did not end"]
         elif first != 0:
             failed = _last_failed(part)
-            print(f"\n{part.name}: {len(failed)} tests failed; they are run once more", flush=True)
-            second = (
-                _pytest(part, ("--last-failed", "--last-failed-no-failures", "none"), aside=aside) if failed else first
-            )
+            if failed:
+                print(f"\n{part.name}: {len(failed)} tests failed; they are run once more", flush=True)
+                second = _pytest(part, ("--last-failed", "--last-failed-no-failures", "none"), aside=aside)
+            else:
+                print(f"\n{part.name}: pytest ended with exit code {first}, but no test failed", flush=True)
+                second = first
             outcome.failed, outcome.flaky = judge(part.name, failed, second, _last_failed(part))
     outcome.seconds = time.monotonic() - began
     return outcome
