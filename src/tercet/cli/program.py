@@ -12,6 +12,7 @@ from tercet.cli.flag_records import flags_as_records
 from tercet.cli.program_change import ProgramChange, send_sources
 from tercet.cli.program_in_words import scheduling_in_words, state_in_words
 from tercet.cli.router_calls import Json, RunningRouter, show_answer, text_of
+from tercet.protocol import BadRequest
 
 
 @flags_as_records
@@ -51,6 +52,8 @@ def program(
     - `tercet program --scheduling scheduling.yaml`
     """
     body = change.body()
+    if by_path and body is None and scheduling is None:
+        raise BadRequest("--by-path: needs PROGRAM, --plan or --scheduling", "--by-path")
     if body is not None and not by_path:
         send_sources(body)
     answers: dict[str, Any] = {}

@@ -100,6 +100,9 @@ def scale(
     """
     given = parse_counts(counts or ())
     pods.require_consistent()
+    changing = {"--drain-timeout": drain_timeout != DRAIN_SECONDS, "--no-wait": no_wait}
+    for flag in (flag for flag, is_given in changing.items() if is_given and not given):
+        raise BadRequest(f"{flag}: needs ROLE=NUMBER", flag)
     if pods.kubernetes:
         here = {"--port": port is not None, "--drain-timeout": drain_timeout != DRAIN_SECONDS, "--json": as_json}
         for flag in (flag for flag, is_given in here.items() if is_given):
