@@ -38,7 +38,7 @@ def test_no_flag_takes_a_flag_as_its_value() -> None:
     "line",
     [
         "up --simulate smollm2 --port 1", "up --model=--port 1", "engine m -- --max-num-seqs --port", "nothing --port",
-        "program p --program-arg a=--port", "bench nothing --fleet --program", "", "up --no-such-flag --port",
+        "program p --program-arg a=--port", "bench nothing --fleet --program", "", "up --nope --port",
     ],
 )  # fmt: skip
 def test_other_lines_are_left_to_the_command(line: str) -> None:

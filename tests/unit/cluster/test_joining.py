@@ -209,7 +209,7 @@ async def test_a_wrong_secret_is_said_and_refused(url: str) -> None:
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        (["--role", "decode"], "need --join"),
+        (["--role", "decode"], "needs --join"),
         (["--join", "nonsense"], "--join"),
         (["--join", "http://127.0.0.1:1", "--host", "0.0.0.0"], "--host"),
         (["--join", "http://127.0.0.1:1", "--print"], "--print"),
