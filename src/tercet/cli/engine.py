@@ -11,7 +11,7 @@ import typer
 from tercet.cli.engine_flags import EngineFlags
 from tercet.cli.flag_records import flags_as_records
 from tercet.cli.given_names import PARTS, given_as
-from tercet.cli.joining import join_router
+from tercet.cli.joining import join_router, joining_specs
 from tercet.cli.setting_flags import VLLM_FLAGS
 from tercet.cli.terminal import note
 from tercet.cluster.compute import devices_for_engines
@@ -20,7 +20,7 @@ from tercet.cluster.engine_command import (
     THREADS_BIND,
     EngineSpec,
     as_shell,
-    check_flags,
+    check_engine_flags,
     engine_argv,
     engine_env,
     gpu_memory_of,
@@ -31,7 +31,7 @@ from tercet.cluster.engine_command import (
 )
 from tercet.cluster.foresight import require_memory, shared_cores
 from tercet.cluster.model import BUILT_IN, resolve_model, resolve_tokenizer
-from tercet.cluster.model_hub import require_model
+from tercet.cluster.model_hub import known_model
 from tercet.cluster.ports import require_free, url_of
 from tercet.lab.sim import EngineOptions, load_profile, options_from
 from tercet.lab.sim.sim_server import ServerConfig
@@ -60,14 +60,16 @@ def engine(given: EngineFlags) -> None:
     spec = _spec_of(given)
     _require_usable(spec)
     if given.join is not None:
-        spec = _with_model(spec)
-        if spec.simulate is None:
-            require_model(spec.model)
-        join_router(spec, given.join, given.role, given.instances, given.drain_timeout)
+        _require_model(spec)
+        # The conversion of the built-in model takes long, so what prevents a start is found before it.
+        specs = joining_specs(spec, given.join, given.instances)
+        join_router([_with_model(each) for each in specs], given.join, given.role, given.drain_timeout)
     elif given.print_only:
         _print(_with_devices(_with_model(spec)))
     else:
-        _require_startable(spec)
+        require_private(spec)
+        _require_model(spec)
+        require_free(spec.host, spec.port)
         serve = _become_vllm if spec.simulate is None else _simulate
         serve(_with_model(spec))
 
@@ -94,24 +96,18 @@ def _spec_of(given: EngineFlags) -> EngineSpec:
 def _require_usable(spec: EngineSpec) -> None:
     """Raise :class:`~tercet.protocol.BadRequest` for flags with wrong values, whatever runs on this machine."""
     AllowedPrefillers(spec.prefill_hosts, "--prefill-hosts")
-    check_flags(spec.extra_args, VLLM_FLAGS)
+    check_engine_flags(spec.extra_args, VLLM_FLAGS)
     if spec.simulate is not None:
         load_profile(spec.simulate)
         options_from(EngineOptions(), spec.options)
+
+
+def _require_model(spec: EngineSpec) -> None:
+    """Raise :class:`~tercet.protocol.BadRequest` for a model that does not exist; the built-in one is not converted."""
+    if spec.simulate is None:
+        known_model(spec.model)
     else:
-        engine_argv(spec)
-        ranks_of(spec.extra_args)
-        gpu_memory_of(spec.extra_args)
-
-
-def _require_startable(spec: EngineSpec) -> None:
-    """Raise if the server cannot start; this precedes the conversion of the built-in model, which takes long."""
-    require_private(spec)
-    if not spec.built_in:
-        resolved = resolve_model(spec.model)
-        if spec.simulate is None:
-            require_model(resolved)
-    require_free(spec.host, spec.port)
+        resolve_tokenizer(spec.model)
 
 
 def _with_model(spec: EngineSpec) -> EngineSpec:

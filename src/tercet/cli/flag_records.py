@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import fields, is_dataclass
 from typing import Any
 
@@ -41,12 +41,21 @@ def taking(run: Callable[..., None], parameters: Iterable[inspect.Parameter]) ->
     return run
 
 
-def require_defaults(record: Any, needs: str, *names: str) -> None:
-    """Raise :class:`~tercet.protocol.BadRequest` for the first of these fields that is not the record's default.
+def refuse(given: Mapping[str, bool], why: str) -> None:
+    """Raise :class:`~tercet.protocol.BadRequest` for the first flag of ``given`` that is True, with the reason."""
+    for flag, is_given in given.items():
+        if is_given:
+            raise BadRequest(f"{flag}: {why}", flag)
 
-    Its flag has no effect without the flag ``needs``.
+
+def require_defaults(record: Any, needs: str, *names: str) -> None:
+    """Refuse the first of these fields of a record that is not its default: its flag has no effect without ``needs``.
+
+    Raises :class:`~tercet.protocol.BadRequest`.
     """
-    for each in fields(record):
-        if each.name in names and getattr(record, each.name) != each.default:
-            flag = "--" + each.name.replace("_", "-")
-            raise BadRequest(f"{flag}: needs {needs}", flag)
+    given = {
+        "--" + each.name.replace("_", "-"): getattr(record, each.name) != each.default
+        for each in fields(record)
+        if each.name in names
+    }
+    refuse(given, f"needs {needs}")

@@ -55,11 +55,8 @@ def specs_of(spec: EngineSpec, instances: int) -> list[EngineSpec]:
     ]
 
 
-def join_router(spec: EngineSpec, router: str, role: Role, instances: int, drain_seconds: float) -> None:
-    """Run ``instances`` engines as members of the fleet of ``router`` until SIGINT or SIGTERM.
-
-    Raises :class:`~tercet.protocol.TercetError`; exits with 130 or 143 after a signal.
-    """
+def joining_specs(spec: EngineSpec, router: str, instances: int) -> list[EngineSpec]:
+    """Return :func:`specs_of` engines that can join ``router``; raise :class:`~tercet.protocol.TercetError`."""
     require_url(router, "--join", "http://10.0.0.9:8000")
     if spec.host in _ANY_ADDRESS:
         raise BadRequest(
@@ -69,6 +66,14 @@ def join_router(spec: EngineSpec, router: str, role: Role, instances: int, drain
     for each in specs:
         require_private(each)
         require_free(each.host, each.port)
+    return specs
+
+
+def join_router(specs: Sequence[EngineSpec], router: str, role: Role, drain_seconds: float) -> None:
+    """Run the engines of ``specs`` as members of the fleet of ``router`` until SIGINT or SIGTERM.
+
+    Raises :class:`~tercet.protocol.TercetError`; exits with 130 or 143 after a signal.
+    """
     require_memory(specs)
     logs = log_directory(None)
     announce(f"logs: {logs}")

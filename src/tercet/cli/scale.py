@@ -13,7 +13,7 @@ from typing import Annotated
 import msgspec
 import typer
 
-from tercet.cli.flag_records import flags_as_records, require_defaults
+from tercet.cli.flag_records import flags_as_records, refuse, require_defaults
 from tercet.cli.terminal import announce, say
 from tercet.cluster.detached_fleets import running_fleets
 from tercet.cluster.scaling.control import scale_fleet, scaling_of
@@ -100,13 +100,12 @@ def scale(
     """
     given = parse_counts(counts or ())
     pods.require_consistent()
-    changing = {"--drain-timeout": drain_timeout != DRAIN_SECONDS, "--no-wait": no_wait}
-    for flag in (flag for flag, is_given in changing.items() if is_given and not given):
-        raise BadRequest(f"{flag}: needs ROLE=NUMBER", flag)
+    drains = drain_timeout != DRAIN_SECONDS
+    if not given:
+        refuse({"--drain-timeout": drains, "--no-wait": no_wait}, "needs ROLE=NUMBER")
     if pods.kubernetes:
-        here = {"--port": port is not None, "--drain-timeout": drain_timeout != DRAIN_SECONDS, "--json": as_json}
-        for flag in (flag for flag, is_given in here.items() if is_given):
-            raise BadRequest(f"{flag}: cannot be combined with --kubernetes", flag)
+        here = {"--port": port is not None, "--drain-timeout": drains, "--json": as_json}
+        refuse(here, "cannot be combined with --kubernetes")
         asyncio.run(_scale_pods(pods.fleet(), given, wait=not no_wait))
     elif given:
         call = ScaleCall(**given, drain_seconds=drain_timeout)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -12,6 +11,7 @@ import msgspec
 import typer
 
 from tercet.cli.bench_options import limits_of
+from tercet.cli.flag_records import refuse
 from tercet.cli.planned_runs import require_planned_run
 from tercet.cli.setting_flags import ProgramArg
 from tercet.cli.terminal import require_folder
@@ -163,9 +163,9 @@ def require_consistent(context: typer.Context, given: SimFlags) -> None:
     """Raise :class:`~tercet.protocol.BadRequest` for parameters that exclude one another, before anything runs."""
     require_folder(given.result_filename, "--result-filename")
     if given.over:
-        _refuse(context, NOT_SWEPT, "cannot be combined with --over")
+        refuse({f"--{name}": _is_given(context, name) for name in NOT_SWEPT}, "cannot be combined with --over")
     else:
-        _refuse(context, SWEPT, "needs --over")
+        refuse({f"--{name}": _is_given(context, name) for name in SWEPT}, "needs --over")
     if given.plot is not None:
         require_folder(given.plot, "--plot")
         require_drawing(given.plot, "--plot")
@@ -173,13 +173,6 @@ def require_consistent(context: typer.Context, given: SimFlags) -> None:
         raise BadRequest(f"--record: must be a positive number of seconds, is {given.record:g}", "--record")
     if given.planner_figure is not None or given.planner_regret:
         require_planned_run(given.moving, given.over, given.planner_figure)
-
-
-def _refuse(context: typer.Context, names: Collection[str], why: str) -> None:
-    """Raise :class:`~tercet.protocol.BadRequest` for the first of these parameters that was given."""
-    for name in names:
-        if _is_given(context, name):
-            raise BadRequest(f"--{name}: {why}", f"--{name}")
 
 
 def _is_given(context: typer.Context, name: str) -> bool:
@@ -218,12 +211,8 @@ def _workload_of(context: typer.Context, given: SimFlags) -> SyntheticWorkload |
         if given.arrival == "trace":
             raise BadRequest("--arrival: trace needs recorded requests; give a trace with --workload", "--arrival")
         return SyntheticWorkload(**traffic, requests=requests)
-    for name in LENGTHS:
-        if _is_given(context, name):
-            flag = "--" + name.replace("_", "-")
-            raise BadRequest(
-                f"{flag}: cannot be combined with --workload; set its lengths there, such as input_len=512", flag
-            )
+    lengths = {"--" + name.replace("_", "-"): _is_given(context, name) for name in LENGTHS}
+    refuse(lengths, "cannot be combined with --workload; set its lengths there, such as input_len=512")
     traffic["workload"] = tuple(given.workload or ())
     planned = PlannedWorkload(**traffic)
     all_of_it = planned.finite and given.num_prompts is None

@@ -44,6 +44,13 @@ def check_flags(args: Sequence[str], where: str) -> None:
             raise BadRequest(f"{where}: {flag} is a flag of Tercet; give it before --, or as a separate key", where)
 
 
+def check_engine_flags(args: Sequence[str], where: str) -> None:
+    """Do as :func:`check_flags`, and check the values of the flags that Tercet reads."""
+    check_flags(args, where)
+    for read in (ranks_of, gpu_memory_of, kv_transfer_config):
+        read(args)
+
+
 def value_of(args: Sequence[str], *names: str) -> str | None:
     """Return the last value of a flag with one of these ``names``: ``""`` without a value, None without the flag."""
     return next((value for flag, value in reversed(list(_flags(args))) if flag in names), None)

@@ -9,7 +9,7 @@ from typing import Annotated
 
 from msgspec import Meta
 
-from tercet.cluster.engine_command import check_flags, gpu_memory_of, kv_transfer_config, ranks_of
+from tercet.cluster.engine_command import check_engine_flags, check_flags
 from tercet.cluster.replicas import is_group
 from tercet.decisions.launch import launch_order, ratio_of
 from tercet.protocol import BadRequest, Role
@@ -130,9 +130,7 @@ class UpConfig(RouterSettings, frozen=True):
             raise BadRequest("openai-layer: small needs simulate; vLLM engines need vLLM's layer", "openai-layer")
         self.require_stream_ports_without(self.port)
         self._require_ray()
-        check_flags(self.engine_args, "engine-args")
-        for read in (ranks_of, gpu_memory_of, kv_transfer_config):
-            read(self.engine_args)
+        check_engine_flags(self.engine_args, "engine-args")
         check_flags(self.vllm_args, "router-args")
 
     def _require_one_count(self) -> None:

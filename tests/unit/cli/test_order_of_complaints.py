@@ -104,6 +104,8 @@ def test_a_port_that_is_taken_comes_before_memory_that_is_short(
         "--host 0.0.0.0",
         "-- --api-server-count 2",
         "-- --tensor-parallel-size no",
+        "--join http://127.0.0.1:1 --port {taken}",
+        "--join http://127.0.0.1:1 --host 0.0.0.0",
     ],
 )
 def test_an_engine_that_cannot_start_converts_no_model(

@@ -146,12 +146,8 @@ class StepSelection:
 
     def _admit_waiting(self, chunks: list[Chunk], budget: int) -> list[Chunk]:
         passed_over: list[Work] = []
-        waiting, prefilling, decoding, most = (
-            self._waiting,
-            self._prefilling,
-            self._decoding,
-            self._options.max_num_seqs,
-        )
+        waiting, prefilling, decoding = self._waiting, self._prefilling, self._decoding
+        most = self._options.max_num_seqs
         while budget > 0 and (queue := waiting.holding or waiting.plain) and len(prefilling) + decoding.size < most:
             work = queue[0]
             if not self.slots.admits(work.prompt.adapter) or self._held_back(work):

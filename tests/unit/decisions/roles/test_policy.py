@@ -73,7 +73,7 @@ def test_steady_load_ends_in_steady_roles(
     roles = [look.flip.role for look in found.flips if look.flip is not None]
     back = sum(one != other for one, other in itertools.pairwise(roles))
     # Noise may bring a fleet that is at the limit of both roles back once more; one that swings would do it ten times.
-    assert back <= 2, f"{[(look.at, look.flip) for look in found.flips]}"
+    assert back <= (2 if noise else 1), f"{[(look.at, look.flip) for look in found.flips]}"
     assert len(roles) <= 4
     # Where long answers make steps longer, decodes grow for minutes, and may reach the limit late.
     assert sum(look.at >= 180 for look in found.flips) <= 1
