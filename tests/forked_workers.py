@@ -1,7 +1,7 @@
 """Tests in processes that are forked after the collection: ``pytest --forks 2``.
 
-Each worker of pytest-xdist imports all test files for itself. Here they are imported once, and a test costs a message
-less. The workers take up to ``CHUNK`` tests of one file at a time, and send reports and warnings to the parent.
+All test files, and torch and vLLM with them, are imported once, and workers share the memory. The workers take a chunk
+of one file's tests at a time, and send reports and warnings to the parent.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ import traceback
 import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import groupby
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection, wait
 from signal import SIGKILL
@@ -24,19 +23,24 @@ from typing import Any, Self
 import pytest
 
 CHUNK = 20
+# A chunk has a fifth as many tests if they take seconds: the workers end at nearly the same time.
+WEIGHTS = {"processes": 5, "slow": 5}
 NUMBER = struct.Struct("=I")
 TERMINAL = ("terminalreporter", "terminalprogress")
 
 
 def chunks_of(items: Sequence[pytest.Item]) -> list[range]:
-    """Return ranges of indices: successive tests of one file, at most ``CHUNK``."""
+    """Return ranges of indices: successive tests of one file, with a weight of at most ``CHUNK`` together."""
     found = list[range]()
-    for _, group in groupby(range(len(items)), key=lambda index: items[index].path):
-        indices = list(group)
-        found += [
-            range(indices[begin], indices[min(begin + CHUNK, len(indices)) - 1] + 1)
-            for begin in range(0, len(indices), CHUNK)
-        ]
+    begin = weight = 0
+    for index, item in enumerate(items):
+        own = max((WEIGHTS.get(mark.name, 1) for mark in item.iter_markers()), default=1)
+        if index > begin and (item.path != items[begin].path or weight + own > CHUNK):
+            found.append(range(begin, index))
+            begin, weight = index, 0
+        weight += own
+    if items:
+        found.append(range(begin, len(items)))
     return found
 
 

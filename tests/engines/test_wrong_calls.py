@@ -16,7 +16,7 @@ from tercet.protocol import Request, UnknownAdapter
 from tercet.protocol.wire import API_PREFIX
 from tercet.wire.client import HttpEngine
 from tests.fuzz.mutation import Mutator
-from tests.fuzz.targets.verbs import VERBS, Calls, seeds
+from tests.fuzz.verb_calls import VERBS, Calls, seeds
 
 from .conftest import settled
 from .prompts import alone, prompt_of

@@ -48,6 +48,19 @@ def test_it(number, tmp_path): open("ran", "a").write(f"{__name__} {number}\\n")
     assert (tmp_path / "down").exists()
 
 
+def test_a_worker_takes_fewer_tests_at_a_time_if_they_take_seconds(tmp_path: Path) -> None:
+    code, said = run(tmp_path, {"test_a.py": """
+import os, pytest
+@pytest.mark.parametrize("number", range(7))
+@pytest.mark.slow
+def test_slow(number): open("slow", "a").write(f"{os.getpid()} {number}\\n")
+"""}, "-o", "markers=slow")  # fmt: skip
+    assert code == 0, said
+    pids = dict(reversed(line.split()) for line in (tmp_path / "slow").read_text().splitlines())
+    assert len({pids[str(number)] for number in range(4)}) == 1
+    assert len({pids[str(number)] for number in range(4, 7)}) == 1
+
+
 def test_what_fails_and_what_is_printed_and_warned_of_is_reported(tmp_path: Path) -> None:
     code, said = run(tmp_path, {"test_a.py": """
 import pytest, warnings

@@ -28,7 +28,7 @@ from vllm.v1.request import Request, RequestStatus
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
 from tercet.cluster.model import resolve_model
-from tercet.protocol import EngineLoad, KVAddrInfo, RankAddress
+from tercet.protocol import EngineLoad
 from tercet.protocol.call_proofs import Callers
 from tercet.protocol.prefill_hosts import AllowedPrefillers
 from tercet.protocol.wire import API_PREFIX
@@ -42,13 +42,11 @@ from tercet.vllm_plugin.endpoint import TercetEndpoints
 from tercet.vllm_plugin.start.plugin_settings import PluginSettings
 from tercet.wire.streams import StreamListener, router_connections
 from tests.fuzz.fuzzing import Outcome, Target
-from tests.fuzz.mutation import Case, Json
+from tests.fuzz.mutation import Case
+from tests.fuzz.verb_calls import ADDRESS, GETS, KEY, LEASE, VERBS, Calls, seeds
 from tests.unit.fakes import LAYOUT
 from tests.unit.vllm_plugin.tiny_engine import BLOCK, MAX_BATCHED, NO_ADAPTERS, TinyEngine
 
-GETS = ("status", "sequences")
-VERBS = ("prep_recv", "remote_send", "start_generate", "connect", "abort", "release", "sequences/s/move", *GETS)
-LEASE, ADDRESS, KEY = "THE-LEASE", "THE-ADDRESS", "THE-KEY"
 MAX_MODEL_LEN = 512
 # Behind which nothing is: what does not answer is given up at once.
 CONNECT_SECONDS = 0.2
@@ -291,56 +289,6 @@ async def _room() -> AsyncGenerator[VerbsRoom]:
         engine.shutdown()
         for collector in set(prometheus_client.REGISTRY._collector_to_names) - metrics:
             prometheus_client.REGISTRY.unregister(collector)
-
-
-class Calls:
-    """A verb's name, a space, and JSON."""
-
-    def tree(self, item: bytes) -> Any:
-        verb, _, body = item.partition(b" ")
-        return [verb.decode(), Json().tree(body)]
-
-    def item(self, tree: Any) -> bytes:
-        verb, body = tree
-        return str(verb).encode() + b" " + Json().item(body)
-
-
-def seeds() -> list[Case]:
-    """Calls that an engine takes, or refuses for what it has not."""
-
-    def call(verb: str, **fields: Any) -> bytes:
-        return verb.encode() + b" " + msgspec.json.encode(fields)
-
-    prompt = list(range(10, 60))
-    info = msgspec.to_builtins(
-        KVAddrInfo("f" * 32, "other", 0, 48, "tcp", (RankAddress(0, ("tcp://127.0.0.1:2",)),), LAYOUT)
-    )
-    sampling = {
-        "temperature": 0.5, "seed": 3, "max_tokens": 3, "min_tokens": 1, "logprobs": 2, "stop_token_ids": [7],
-        "logit_bias": {"5": 1.5}, "top_p": 0.9, "top_k": 5, "ignore_eos": True, "allowed_token_ids": [5, 6, 700],
-        "repetition_penalty": 1.1, "presence_penalty": 0.5, "prompt_logprobs": 1, "bad_words": ["word"],
-        "stop": ["xyz"],
-    }  # fmt: skip
-    structured = {"max_tokens": 4, "structured_outputs": {"regex": "[ab]+"}}
-    router = {"address": ADDRESS, "key": KEY, "number": 4}
-    send = call("remote_send", prompt=prompt, kv_addr_info=info, begin=0, end=48, seq_id="s")
-    return [
-        [call("prep_recv", prompt=prompt, seq_id="s", end=48, ttl=5.0), call("release", lease=LEASE)],
-        [call("prep_recv", prompt=prompt, seq_id="s", end=-1, cache_salt="a"), call("abort", seq_id="s"), b"status {}"],
-        [
-            call("prep_recv", prompt=prompt, seq_id="s"),
-            call("start_generate", prompt=prompt, seq_id="s", begin=48, sampling_params={"max_tokens": 2}),
-        ],
-        [call("start_generate", prompt=prompt[:20], seq_id="a", sampling_params=sampling, stream=False, priority=1)],
-        [call("start_generate", prompt="some text", seq_id="a", output=[5, 6], sampling_params={"max_tokens": 5})],
-        [call("start_generate", prompt=[5, 6, 7], seq_id="g", sampling_params=structured, stream=False)],
-        [send, send],
-        [call("remote_send", prompt=prompt[:48], kv_addr_info=info, begin=0, seq_id="s", sample=True,
-              sampling_params=sampling)],
-        [call("connect", router={"address": ADDRESS, "key": KEY}),
-         call("start_generate", prompt=prompt, seq_id="d", router=router, sampling_params={"max_tokens": 3})],
-        [call("connect", router={"address": "127.0.0.1:1", "key": "nobody"}), call("abort", seq_id="nobody")],
-    ]  # fmt: skip
 
 
 TARGETS = (Target("verbs", seeds, Calls(), _room, "calls"),)
