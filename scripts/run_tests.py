@@ -147,7 +147,7 @@ def _said(part: Part, command: Sequence[str], *, aside: bool) -> int:
     """Run a command of a part. Return its exit code."""
     name = part.name
     if part.yields:
-        command = ["nice", "-n", "5", *command]
+        command = ["nice", "-n", "3", *command]
     print(f"\n== {name}{', output follows when it has ended' if aside else ''}", flush=True)
     if not aside:
         return run_bounded(command, MOST_SECONDS)
