@@ -15,8 +15,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tercet.cluster import child_process, local, ports, restarts
+from tercet.cluster import child_process, foresight, local, ports, restarts
 from tercet.cluster.child_process import Process, StartFailed, StartRefused, describe_exit
+from tercet.cluster.foresight import GIB
 from tercet.cluster.local import local_fleet
 from tercet.cluster.ports import free_ports, require_free, url_of
 from tercet.cluster.running_fleet import RunningFleet, read_events
@@ -58,6 +59,7 @@ def argv_of(port: int, mode: str = "serves") -> list[str]:
 def scripts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> dict[str, str]:
     """Engines and router become scripts; the dict says which mode each name has."""
     modes: dict[str, str] = {}
+    monkeypatch.setattr(foresight, "available_memory", lambda: 64 * GIB)  # scripts need none of this machine's
     monkeypatch.setattr(local, "engine_argv", lambda spec: argv_of(spec.port, modes.get(spec.name, "serves")))
     monkeypatch.setattr(local, "router_argv", lambda config, _: argv_of(config.port, modes.get("router", "serves")))
     return modes

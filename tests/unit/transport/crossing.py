@@ -20,7 +20,7 @@ from tercet.transport.region import RegionShape
 from tests.unit.transport.models import a_grant, whose
 
 TOKENS = 16
-SECONDS = 60.0  # for what ends by itself; only a failure takes so long
+SECONDS = 240.0  # for what ends by itself; only a failure takes so long
 
 
 def filled(layers: int, blocks: int, block_bytes: int, seed: int) -> KVRegion:

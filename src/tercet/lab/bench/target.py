@@ -18,7 +18,8 @@ from tercet.protocol.headers import PROGRAM_HEADER
 from tercet.protocol.wire import UNREADABLE
 from tercet.wire.client.connection_errors import reason_of
 
-ASK_SECONDS = 10.0
+# A server on a busy machine takes long for its first answer.
+ASK_SECONDS = 30.0
 DEEPEST = 32
 # Further information from Tercet's router and vLLM; other servers answer 404, which is accepted.
 MORE = {"version": "/version", "engines": "/tercet/v1/engines", "program": "/tercet/v1/program"}
