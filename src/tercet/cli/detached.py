@@ -30,6 +30,7 @@ from tercet.cluster.scaling.control import control_socket
 from tercet.cluster.scaling.scaler import Scaler
 from tercet.cluster.up_config import UpConfig
 from tercet.protocol import BadRequest, EngineError
+from tercet.protocol.hosts import LAST_PORT
 from tercet.settings import declared, decode_settings, encode_settings, read_yaml
 
 POLL_INTERVAL_S = 0.2
@@ -143,7 +144,9 @@ def stop_seconds_of(config: UpConfig) -> float:
 
 
 def down(
-    port: Annotated[int | None, typer.Option(min=1, max=65535, help="Port of the router whose fleet to stop.")] = None,
+    port: Annotated[
+        int | None, typer.Option(min=1, max=LAST_PORT, help="Port of the router whose fleet to stop.")
+    ] = None,
     every: Annotated[bool, typer.Option("--all", help="Stop all background fleets.")] = False,
 ) -> None:
     """Stop a fleet that `tercet up --detach` started, after its running requests end.

@@ -10,6 +10,7 @@ import typer
 from tercet.cli.flag_records import require_defaults
 from tercet.cli.setting_flags import VLLM_FLAGS, Dtype, Host, Model, ServedModelName, VLLMArgs
 from tercet.protocol import BadRequest, Role
+from tercet.protocol.hosts import LAST_PORT
 from tercet.settings.prefill_settings import PREFILL_HOSTS_VARIABLE
 
 
@@ -18,7 +19,7 @@ class EngineFlags:
     """An engine to run, how to run it, and its membership of a running router's fleet."""
 
     model: Model = "smollm2"
-    port: Annotated[int, typer.Option(min=1, max=65535, help="Port of the HTTP server.")] = 8001
+    port: Annotated[int, typer.Option(min=1, max=LAST_PORT, help="Port of the HTTP server.")] = 8001
     host: Host = "127.0.0.1"
     name: Annotated[str | None, typer.Option(help="Name of the engine.", show_default="HOST:PORT")] = None
     dtype: Dtype = None

@@ -21,6 +21,7 @@ from tercet.cluster.scaling.kubernetes import SELECTOR, KubernetesFleet
 from tercet.cluster.scaling.records import DRAIN_SECONDS, EngineStep, ScaleCall, ScaleRecord, parse_counts
 from tercet.fleet.discovery.api_access import from_kubeconfig, in_cluster
 from tercet.protocol import BadRequest, EngineError, Role
+from tercet.protocol.hosts import LAST_PORT
 
 POLL_SECONDS = 0.25
 START_SECONDS = 3600.0
@@ -76,7 +77,7 @@ def scale(
         ),
     ] = None,
     port: Annotated[
-        int | None, typer.Option(min=1, max=65535, help="Port of the fleet's router, if several fleets run here.")
+        int | None, typer.Option(min=1, max=LAST_PORT, help="Port of the fleet's router, if several fleets run here.")
     ] = None,
     drain_timeout: Annotated[
         float, typer.Option(min=0, max=86_400, help="Longest time to drain an engine that leaves (seconds).")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+LAST_PORT = 65535
+
 
 def bracketed(host: str) -> str:
     """Return a name or address in the form that goes before ``:port``."""

@@ -10,7 +10,7 @@ from fnmatch import fnmatchcase
 
 from tercet.protocol.errors import BadRequest
 from tercet.protocol.headers import PREFILLER_HEADER
-from tercet.protocol.hosts import host_and_port
+from tercet.protocol.hosts import LAST_PORT, host_and_port
 
 MOST_NAMED = 8
 # The last label must begin with a letter: resolvers read 2130706433 and 0x7f.1 as addresses.
@@ -18,7 +18,6 @@ _NAME = re.compile(r"([a-z0-9_][a-z0-9_-]{0,62}\.){0,30}[a-z][a-z0-9-]{0,62}")
 _NAME_PATTERN = re.compile(r"[a-z0-9*._-]{1,253}")
 _PORTS = re.compile(r"([0-9]{1,5})(?:-([0-9]{1,5}))?")
 _ONE_PORT = re.compile("[0-9]{1,5}")
-_LAST_PORT = 65535
 _Network = ipaddress.IPv4Network | ipaddress.IPv6Network
 _Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 
@@ -67,7 +66,7 @@ class AllowedPrefillers:
 
     def _allowed(self, part: str) -> str:
         host, port = _host_and_port(part)
-        if not _ONE_PORT.fullmatch(port) or not 1 <= int(port) <= _LAST_PORT:
+        if not _ONE_PORT.fullmatch(port) or not 1 <= int(port) <= LAST_PORT:
             raise _refused(f"{part!r} is not HOST:PORT")
         if _address(host) is None and not _NAME.fullmatch(host):
             raise _refused(f"{part!r} is not HOST:PORT")
@@ -82,7 +81,7 @@ def _refused(why: str) -> BadRequest:
 
 def _pattern(text: str, param: str) -> _Pattern:
     host, ports = _host_and_port(text.lower())
-    found = (1, _LAST_PORT) if ports == "*" else _range_of(ports)
+    found = (1, LAST_PORT) if ports == "*" else _range_of(ports)
     of = _network(host) or (host if _NAME_PATTERN.fullmatch(host) and "/" not in host else None)
     if found is None or of is None:
         raise BadRequest(
@@ -97,7 +96,7 @@ def _range_of(text: str) -> tuple[int, int] | None:
     if matched is None:
         return None
     first, last = int(matched[1]), int(matched[2] or matched[1])
-    return (first, last) if 1 <= first <= last <= _LAST_PORT else None
+    return (first, last) if 1 <= first <= last <= LAST_PORT else None
 
 
 def _host_and_port(text: str) -> tuple[str, str]:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import msgspec
 
 from tercet.protocol import BadRequest
+from tercet.protocol.hosts import LAST_PORT
 
-LAST_PORT = 65535
 FILE_PREFIX = "unix:"
 LONGEST_SOCKET_PATH = 107
 

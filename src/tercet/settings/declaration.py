@@ -18,10 +18,13 @@ from typing import Annotated, Any, Literal, Union, cast, get_args, get_origin
 import msgspec
 
 from tercet.protocol import BadRequest
+from tercet.protocol.hosts import LAST_PORT
 
 AtLeastOne = Annotated[int, msgspec.Meta(ge=1)]
 NotNegative = Annotated[int, msgspec.Meta(ge=0)]
-Port = Annotated[int, msgspec.Meta(ge=0, le=65535)]
+Port = Annotated[int, msgspec.Meta(ge=0, le=LAST_PORT)]
+# A port that has been chosen: 0 does not mean any free port.
+FixedPort = Annotated[int, msgspec.Meta(ge=1, le=LAST_PORT)]
 # The limit excludes infinity, which JSON cannot express.
 Seconds = Annotated[float, msgspec.Meta(gt=0, le=1_000_000_000)]
 

@@ -6,13 +6,11 @@ import re
 from typing import Annotated, Literal
 
 import msgspec
-from msgspec import Meta
 
 from tercet.protocol import BadRequest
-from tercet.settings.declaration import Setting, Settings
+from tercet.settings.declaration import FixedPort, Setting, Settings
 from tercet.settings.panels import ENGINES, KUBERNETES
 
-TargetPort = Annotated[int, Meta(ge=1, le=65535)]
 POOL_GROUP, EARLIER_POOL_GROUP = "inference.networking.k8s.io", "inference.networking.x-k8s.io"
 """API groups of InferencePools: that of v1, and the earlier one of v1alpha2."""
 _NAME = re.compile(r"[a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?")
@@ -53,7 +51,7 @@ class DiscoverySettings(Settings, frozen=True):
         ),
     ] = None
     endpoint_target_ports: Annotated[
-        tuple[TargetPort, ...],
+        tuple[FixedPort, ...],
         Setting("Port of an engine in its pod. Repeatable, for pods with several engines.",
                 default="the pool's ports, or 8000", flag="--endpoint-target-ports", metavar="PORT", panel=KUBERNETES),
     ] = ()  # fmt: skip

@@ -10,7 +10,7 @@ import msgspec
 from msgspec import Meta
 
 from tercet.protocol import BadRequest, WithoutRole
-from tercet.settings.declaration import AtLeastOne, NotNegative, Port, Seconds, Setting, Settings
+from tercet.settings.declaration import AtLeastOne, FixedPort, NotNegative, Port, Seconds, Setting, Settings
 from tercet.settings.discovery_settings import DiscoverySettings
 from tercet.settings.engine_addresses import EngineAddress, engine_fields, require_unlike
 from tercet.settings.process_settings import (
@@ -42,7 +42,7 @@ class PickerConfig(Settings, frozen=True, kw_only=True):
     host: Annotated[str, Setting("Address to listen on.")] = "127.0.0.1"
     port: Annotated[Port, Setting("Port of the gRPC service; 0 means any free port.", env="TERCET_GRPC_PORT")] = 9002
     grpc_health_port: Annotated[
-        Annotated[int, Meta(ge=1, le=65535)] | None,
+        FixedPort | None,
         Setting(
             "Port for gRPC health checks only, without TLS, as kubelets need it.", default="the port of the service"
         ),

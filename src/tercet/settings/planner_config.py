@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
-from tercet.settings.declaration import Setting, Settings
+from tercet.settings.declaration import Port, Setting, Settings
 from tercet.settings.planner_settings import PLANNER, PlannedBy, PlannerSettings
 from tercet.settings.process_settings import AdminKey, AdminKeyFile, LeastLogged, LogLines
 
@@ -50,7 +50,7 @@ class PlannerConfig(Settings, frozen=True):
                 panel=PLANNER),
     ] = 0.5  # fmt: skip
     metrics_port: Annotated[
-        Annotated[int, Meta(ge=0, le=65535)],
+        Port,
         Setting("Port of /metrics on 127.0.0.1; 0 means none.", panel=PLANNER),
     ] = 0  # fmt: skip
     admin_key: AdminKey = ""

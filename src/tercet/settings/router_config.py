@@ -8,7 +8,7 @@ from msgspec import Meta
 
 from tercet.protocol import BadRequest
 from tercet.settings.admin_address import AdminAddress
-from tercet.settings.declaration import Setting
+from tercet.settings.declaration import FixedPort, Setting
 from tercet.settings.discovery_settings import DiscoverySettings
 from tercet.settings.engine_addresses import EngineAddress, engine_fields, require_unlike
 from tercet.settings.panels import ACCESS, ENGINES, SERVER
@@ -32,9 +32,7 @@ class RouterConfig(RouterSettings, frozen=True, kw_only=True):
     ] = ()  # fmt: skip
     discovery: DiscoverySettings = DiscoverySettings()
     # Kubernetes sets TERCET_PORT to a URL if a service is called tercet.
-    port: Annotated[
-        Annotated[int, Meta(ge=1, le=65535)], Setting("Port of the OpenAI API.", env="TERCET_HTTP_PORT", panel=SERVER)
-    ] = 8000
+    port: Annotated[FixedPort, Setting("Port of the OpenAI API.", env="TERCET_HTTP_PORT", panel=SERVER)] = 8000
     state: Annotated[
         str | None,
         Setting(

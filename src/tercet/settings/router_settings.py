@@ -9,6 +9,7 @@ import msgspec
 from msgspec import Meta
 
 from tercet.protocol import BadRequest, WithoutRole
+from tercet.protocol.hosts import LAST_PORT
 from tercet.settings.declaration import AtLeastOne, NotNegative, Port, Seconds, Setting, Settings
 from tercet.settings.limit_settings import Limits
 from tercet.settings.move_settings import MoveSettings, RescheduleSettings
@@ -226,9 +227,9 @@ class RouterSettings(Settings, frozen=True):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.stream_port + self.workers - 1 > 65535:
+        if self.stream_port + self.workers - 1 > LAST_PORT:
             raise BadRequest(
-                f"stream-port: {self.workers} workers need {self.workers} consecutive ports; 65535 is the last",
+                f"stream-port: {self.workers} workers need {self.workers} consecutive ports; {LAST_PORT} is the last",
                 "stream-port",
             )
         if self.openai_layer == "small" and self.workers > 1:

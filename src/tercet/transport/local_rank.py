@@ -10,14 +10,13 @@ from typing import Annotated
 from msgspec import Meta
 
 from tercet.settings import Settings
+from tercet.settings.declaration import FixedPort
 from tercet.transport.backends import AUTO, Backend
 from tercet.transport.backends.tcp import MAX_STREAMS
 from tercet.transport.block_sizes import BlockShape
 from tercet.transport.memory.kv_memory import HostPages, KVMemory
 from tercet.transport.memory.staged import StagedMemory
 from tercet.transport.region import KVRegion
-
-Port = Annotated[int, Meta(ge=1, le=65535)]
 
 
 class TransportSettings(Settings, frozen=True, rename=lambda name: name):
@@ -31,7 +30,7 @@ class TransportSettings(Settings, frozen=True, rename=lambda name: name):
 
     transport: str = AUTO
     hosts: Annotated[tuple[str, ...], Meta(min_length=1)] = ("127.0.0.1",)
-    ports: tuple[Port, ...] = ()
+    ports: tuple[FixedPort, ...] = ()
     streams: Annotated[int, Meta(ge=1, le=MAX_STREAMS)] = 2
     secret: str = ""
     timeout: Annotated[float, Meta(gt=0)] = 30.0

@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from tercet.protocol import BadRequest, EngineError
+from tercet.protocol.hosts import LAST_PORT
 from tercet.transport.vectors import Vector
 
 UNIX, TCP = "unix-abstract:", "tcp://"
@@ -30,7 +31,7 @@ _CREDENTIALS = struct.Struct("3i")  # process, user, group
 def parse_address(address: str) -> tuple[str, int]:
     """Return host and port of ``tcp://host:port``; raise :class:`~tercet.protocol.BadRequest` for another form."""
     host, _, port = address.removeprefix(TCP).rpartition(":")
-    if not address.startswith(TCP) or not host or not re.fullmatch("[0-9]{1,5}", port) or int(port) > 65535:
+    if not address.startswith(TCP) or not host or not re.fullmatch("[0-9]{1,5}", port) or int(port) > LAST_PORT:
         raise BadRequest(f"addresses: {address!r} is not tcp://host:port", "kv_addr_info")
     return host.removeprefix("[").removesuffix("]"), int(port)
 

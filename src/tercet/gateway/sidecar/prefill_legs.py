@@ -21,15 +21,16 @@ from tercet.protocol.headers import PREFILLED_HEADER
 from tercet.protocol.openai_routes import COMPLETIONS
 from tercet.protocol.trace import TraceEvent, VerbTrace
 from tercet.protocol.wire import UNREADABLE
+from tercet.settings.declaration import FixedPort
 from tercet.wire.client import HttpEngine, prefill_metrics
 from tercet.wire.client.bounded_answers import PLAIN, read_answer
 from tercet.wire.client.connection_errors import reason_of
+from tercet.wire.client.engine_calls import QUICK
 from tercet.wire.client.prefill_attempts import REMOTE, PrefillAttempts, prefill_here
 from tercet.wire.client.remote_prefill import RemotePrefill
 
 logger = logging.getLogger("tercet.gateway")
 T = TypeVar("T")
-QUICK = aiohttp.ClientTimeout(total=30.0, sock_connect=5.0)
 LEG = aiohttp.ClientTimeout(total=None, sock_connect=5.0)
 DRAIN = aiohttp.ClientTimeout(total=60.0, sock_connect=5.0)
 _COMMIT_TRIES = 50
@@ -190,7 +191,7 @@ class KVTransferParams(msgspec.Struct):
     remote_engine_id: Annotated[str, msgspec.Meta(min_length=1)]
     remote_block_ids: list[Any]
     remote_host: Annotated[str, msgspec.Meta(min_length=1)]
-    remote_port: Annotated[int, msgspec.Meta(ge=1, le=65535)]
+    remote_port: FixedPort
 
 
 class _Prefilled(msgspec.Struct):

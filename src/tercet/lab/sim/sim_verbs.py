@@ -11,6 +11,7 @@ import re
 import zlib
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, aclosing
+from http import HTTPStatus
 from typing import Any
 
 import aiohttp
@@ -59,7 +60,6 @@ from tercet.wire.streams import RouterConnections, StreamRelay, propose_move
 
 DELIVER = f"{API_PREFIX}/sim/deliver"
 ADDRESS = re.compile(r"http://[^/\s]+:[0-9]{1,5}")
-UNAUTHORIZED = 401
 ASKS_FOR_A_KEY = "this engine requires its fleet's secret (TERCET_SECRET): Authorization: Bearer KEY"
 # The answer needs no engine step, so a peer that takes longer is dead.
 ANSWER = aiohttp.ClientTimeout(total=10.0)
@@ -116,7 +116,7 @@ class HttpNetwork(Network):
             ) as response:
                 body = await read_answer(response)
             challenges = response.headers.getall(CHALLENGE_HEADER, [])
-            if response.status != UNAUTHORIZED or not prover.meets(challenges):
+            if response.status != HTTPStatus.UNAUTHORIZED or not prover.meets(challenges):
                 return response.status, body
 
 

@@ -11,6 +11,7 @@ from msgspec import Meta
 
 from tercet.protocol import BadRequest
 from tercet.protocol.bearer import key_of
+from tercet.protocol.hosts import LAST_PORT
 from tercet.protocol.prefill_hosts import AllowedPrefillers
 from tercet.settings import SECRET_VARIABLE, Setting, Settings, Source, decode_settings
 from tercet.settings.declaration import AtLeastOne
@@ -30,7 +31,6 @@ from tercet.wire.serving.server_access import SET_A_SECRET
 ORIGIN = "kv_connector_extra_config: "
 # A message of the token stream to an engine has at most 64 MiB, and images are a third longer in JSON.
 MAX_REQUEST_BYTES = 128 * 1024 * 1024
-MAX_PORT = 65535
 MAX_CPUS = 8192  # the kernel's largest build setting
 # If one port is given, the ranks of this machine use the next ones; this is the number of ports that are tried.
 PORTS_TRIED = 64
@@ -200,9 +200,9 @@ def _ports(text: str) -> tuple[int, ...]:
     if not (first.isdecimal() and (last.isdecimal() or not dash)):
         raise _wrong("port", text, "must be a port, or a range first-last")
     begin = int(first)
-    end = int(last) + 1 if dash else min(begin + PORTS_TRIED, MAX_PORT + 1)
-    if not 1 <= begin < end <= MAX_PORT + 1:
-        raise _wrong("port", text, f"must be from 1 to {MAX_PORT}, or a range first-last of these")
+    end = int(last) + 1 if dash else min(begin + PORTS_TRIED, LAST_PORT + 1)
+    if not 1 <= begin < end <= LAST_PORT + 1:
+        raise _wrong("port", text, f"must be from 1 to {LAST_PORT}, or a range first-last of these")
     return tuple(range(begin, end))
 
 

@@ -14,7 +14,7 @@ from tercet.wire.client.bounded_answers import PLAIN, read_answer
 from tercet.wire.client.connection_errors import reason_of
 
 # Adding an engine waits for the engine's answer, and loading a program for the user's module.
-ANSWER = aiohttp.ClientTimeout(total=60.0, sock_connect=5.0)
+ROUTER_ANSWER = aiohttp.ClientTimeout(total=60.0, sock_connect=5.0)
 
 
 async def ask_router(
@@ -30,7 +30,7 @@ async def ask_router(
     where = f"{url.rstrip('/')}{API_PREFIX}{path}"
     try:
         async with (
-            aiohttp.ClientSession(timeout=ANSWER, auto_decompress=False) as session,
+            aiohttp.ClientSession(timeout=ROUTER_ANSWER, auto_decompress=False) as session,
             session.request(
                 method, where, data=data, headers=headers, allow_redirects=False, ssl=checks_certificate
             ) as response,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ssl
 from collections.abc import AsyncGenerator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
+from http import HTTPStatus
 from typing import Any, TypeVar
 from urllib.parse import unquote
 
@@ -31,7 +32,6 @@ from tercet.wire.client.bounded_answers import PLAIN, read_answer, require_plain
 from tercet.wire.client.connection_errors import reason_of
 
 T = TypeVar("T")
-UNAUTHORIZED = 401
 # Seconds of silence after which an engine counts as dead: between two outputs of a stream it may run one long prefill
 # of other requests.
 SILENCE_SECONDS = 300.0
@@ -181,7 +181,9 @@ class EngineCalls:
 
         response = await ask()
         # So far the engine has only sent a challenge.
-        if response.status == UNAUTHORIZED and self._prover.meets(response.headers.getall(CHALLENGE_HEADER, [])):
+        if response.status == HTTPStatus.UNAUTHORIZED and self._prover.meets(
+            response.headers.getall(CHALLENGE_HEADER, [])
+        ):
             response.release() if response.content.at_eof() else response.close()
             response = await ask()
         try:

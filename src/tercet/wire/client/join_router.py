@@ -13,11 +13,11 @@ import msgspec
 from tercet.protocol import EngineUnreachable, from_wire
 from tercet.protocol.call_proofs import CHALLENGE_HEADER, Prover, digest_of
 from tercet.protocol.wire import API_PREFIX, MEMBERS, UNREADABLE, JoinCall, Joined
+from tercet.wire.client.ask_router import ROUTER_ANSWER
 from tercet.wire.client.bounded_answers import PLAIN, read_answer
 from tercet.wire.client.connection_errors import reason_of
 
 # The router asks the engine for its status, and updates its other processes, before it answers.
-ANSWER = aiohttp.ClientTimeout(total=60.0, sock_connect=5.0)
 
 
 class RouterMembership:
@@ -34,7 +34,7 @@ class RouterMembership:
         self._prover = Prover(secret)
 
     async def __aenter__(self) -> Self:
-        self._client = aiohttp.ClientSession(timeout=ANSWER, auto_decompress=False)
+        self._client = aiohttp.ClientSession(timeout=ROUTER_ANSWER, auto_decompress=False)
         return self
 
     async def __aexit__(
