@@ -17,7 +17,6 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp
 
 from tercet.aio import TaskSet, signals_to
-from tercet.aio.importing import import_late, without_collections
 from tercet.fleet import EngineFleet
 from tercet.fleet.connecting import connecting
 from tercet.fleet.discovery import discovery_of
@@ -238,12 +237,11 @@ def stream_port(config: RouterConfig, shared: Shared | None) -> int:
 
 def _import_vllm(config: RouterConfig) -> None:
     """Import vLLM; raise :class:`~tercet.protocol.BadRequest` for flags that are unknown or have no effect here."""
+    from tercet.vllm_plugin.start.light_import import light_import
     from tercet.vllm_plugin.start.log_noise import errors_only
-    from tercet.vllm_plugin.start.server import RESAMPLING
 
-    import_late(RESAMPLING)
     errors_only()  # vLLM's other lines concern an engine that does not run here, and routes
-    with without_collections():
+    with light_import(compiles=False):
         from tercet.vllm_plugin.frontend.openai_server import import_vllm, require_flags
 
         import_vllm()

@@ -16,7 +16,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from tercet.aio.importing import import_late, without_collections
 from tercet.aio.warm_parent import serve_forks, unforkable
 
 METRICS_VARIABLE = "PROMETHEUS_MULTIPROC_DIR"
@@ -35,10 +34,9 @@ def main() -> None:
     """Import the modules that workers need, and fork workers until the supervisor closes its end."""
     _leave_signals_to_the_supervisor()
     with socket.socket(fileno=int(sys.argv[1])) as channel:
-        from tercet.vllm_plugin.start.server import RESAMPLING
+        from tercet.vllm_plugin.start.light_import import light_import
 
-        import_late(RESAMPLING)
-        with without_collections():
+        with light_import(compiles=False):
             for module in IMPORTED:
                 importlib.import_module(module)
             from tercet.vllm_plugin.frontend.openai_server import import_vllm

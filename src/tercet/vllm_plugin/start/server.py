@@ -19,8 +19,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from tercet.aio.importing import import_late, without_collections
 from tercet.vllm_plugin.start.flag_errors import refuse_in_a_sentence
+from tercet.vllm_plugin.start.light_import import light_import
 from tercet.vllm_plugin.start.log_noise import without_noise
 from tercet.vllm_plugin.start.refusals import refusing_in_a_sentence
 from tercet.vllm_plugin.start.standby import StandbyContext, stand_by
@@ -95,15 +95,12 @@ def serve_imported() -> None:
     _serve(core_groups(os.environ[THREADS_BIND]))
 
 
-# vLLM imports this module for audio of another sampling rate; it imports SciPy's statistics, a tenth of the import
-# time.
-RESAMPLING = "scipy.signal"
+NO_DYNAMO = "TORCHDYNAMO_DISABLE"
 
 
 def import_engine() -> None:
     """Import the modules in :data:`OF_ENGINE`."""
-    import_late(RESAMPLING)
-    with without_collections():
+    with light_import(compiles=os.environ.get(NO_DYNAMO) != "1"):
         for module in OF_ENGINE:
             with suppress(ModuleNotFoundError):
                 importlib.import_module(module)

@@ -111,6 +111,8 @@ class RayCluster:
         head = [
             "--head", f"--port={self.port}", f"--num-cpus={head_cpus}", f"--temp-dir={place}/r",
             f"--include-dashboard={str(dashboard).lower()}", "--dashboard-host=127.0.0.2", f"--dashboard-port={at}",
+            # Without Ray Client: it has a fixed port, and the head ends if it is not up in 30 s.
+            "--ray-client-server-port=0",
         ]  # fmt: skip
         self.head = Node("127.0.0.2", head, environment, place / "head.log")
         joining = [f"--address={self.address}"]
