@@ -15,19 +15,28 @@ from pathlib import Path
 
 import psutil
 
+from tercet.cluster.ports import free_ports
+
 from .head_settings import head_settings
 
 START_SECONDS = 300.0
 STARTED = "Ray runtime started"
+OF_WORKERS = range(10002, 20000)
 # More than the least that Ray accepts, for objects that no test makes.
 OBJECTS = 80_000_000
 
 
 class Node:
-    """One node at ``host``, whose processes are all that descend from the one that ``ray start --block`` is."""
+    """One node at ``host``, whose processes are all that descend from the one that ``ray start --block`` is.
 
-    def __init__(self, host: str, arguments: list[str], environment: dict[str, str], log: Path) -> None:
+    A head has Ray Client at ``client_port``.
+    """
+
+    def __init__(
+        self, host: str, arguments: list[str], environment: dict[str, str], log: Path, client_port: int | None = None
+    ) -> None:
         self.host = host
+        self._client_port = client_port
         self._log = log
         self._command = [
             sys.executable, "-m", "ray.scripts.scripts", "start", "--block", "--disable-usage-stats",
@@ -50,7 +59,7 @@ class Node:
         A start that gave up leaves its GCS running, with the port and the files that the next start needs.
         """
         deadline, last = time.monotonic() + START_SECONDS, ""
-        while STARTED not in self.said():
+        while not self.is_started():
             assert time.monotonic() < deadline, f"Ray does not start: {self.said() or last}"
             self._seen.update(self.processes())
             if self._started is None or self._started.poll() is not None:
@@ -58,6 +67,14 @@ class Node:
                 self.kill()
                 self.start()
             time.sleep(0.2)
+
+    def is_started(self) -> bool:
+        """Whether Ray says so, and its client serves: a head whose client has waited for 30 s ends after its word."""
+        if STARTED not in self.said() or self._client_port is None:
+            return STARTED in self.said()
+        with suppress(OSError), socket.create_connection((self.host, self._client_port), timeout=5):
+            return True
+        return False
 
     def processes(self) -> list[psutil.Process]:
         """All of the node's processes now; not what has left the tree, such as a guarded engine."""
@@ -95,7 +112,7 @@ class RayCluster:
     """A head with ``head_cpus``, and nodes with two each; with Ray's ``dashboard``, which takes jobs, or without."""
 
     def __init__(self, place: Path, nodes: int, dashboard: bool = False, head_cpus: int = 0) -> None:
-        self.port = free_port("127.0.0.2")
+        self.port, at, client = head_ports()
         self.address = f"127.0.0.2:{self.port}"
         self.place = place
         # No test submits tasks: Ray's workers in reserve would only import Ray, one for each CPU.
@@ -106,15 +123,13 @@ class RayCluster:
             "RAY_worker_niceness": "0",
         }  # fmt: skip
         (place / "gcs").mkdir()
-        at = free_port("127.0.0.2")
         self.dashboard = f"http://127.0.0.2:{at}"
         head = [
             "--head", f"--port={self.port}", f"--num-cpus={head_cpus}", f"--temp-dir={place}/r",
             f"--include-dashboard={str(dashboard).lower()}", "--dashboard-host=127.0.0.2", f"--dashboard-port={at}",
-            # Without Ray Client: it has a fixed port, and the head ends if it is not up in 30 s.
-            "--ray-client-server-port=0",
+            f"--ray-client-server-port={client}",
         ]  # fmt: skip
-        self.head = Node("127.0.0.2", head, environment, place / "head.log")
+        self.head = Node("127.0.0.2", head, environment, place / "head.log", client)
         joining = [f"--address={self.address}"]
         self.nodes = [
             Node(
@@ -162,7 +177,7 @@ def ray_cluster(nodes: int = 2, dashboard: bool = False, head_cpus: int = 0) -> 
         shutil.rmtree(place, ignore_errors=True)
 
 
-def free_port(host: str) -> int:
-    with socket.socket() as probe:
-        probe.bind((host, 0))
-        return probe.getsockname()[1]
+def head_ports() -> list[int]:
+    """Three free ports for a head, none of which Ray keeps for its workers."""
+    found = [port for port in free_ports("127.0.0.2", 60) if port not in OF_WORKERS]
+    return found[:3]
