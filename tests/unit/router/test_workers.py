@@ -31,7 +31,7 @@ from tests.warm import start_guarded, warm_parent
 
 pytestmark = pytest.mark.processes
 
-WAIT_SECONDS = 200
+WAIT_SECONDS = 400
 CHAT = {"model": "m", "messages": [{"role": "user", "content": "hello"}], "max_tokens": 3}
 
 
@@ -185,7 +185,7 @@ def said_by_all(port: int) -> set[tuple[int, str, bool]]:
     return found
 
 
-@pytest.mark.timeout(500)
+@pytest.mark.timeout(590)
 def test_workers_are_of_one_mind_and_replaced(router: LiveRouter) -> None:
     port, process = router
     until(lambda: serves(router, 2))
@@ -224,7 +224,7 @@ def test_workers_are_of_one_mind_and_replaced(router: LiveRouter) -> None:
     until(lambda: not any(Path(f"/proc/{worker}").exists() for worker in workers))
 
 
-@pytest.mark.timeout(500)
+@pytest.mark.timeout(590)
 @pytest.mark.parametrize("router", [COLD], indirect=True)
 def test_workers_that_import_by_themselves_end_with_their_supervisor(router: LiveRouter) -> None:
     until(lambda: serves(router, 2))
@@ -261,7 +261,7 @@ def refuses(port: int) -> bool:
     return status == 503 and found["error"]["code"] == "shutting_down"
 
 
-@pytest.mark.timeout(500)
+@pytest.mark.timeout(590)
 def test_told_to_stop_under_load_they_finish_what_runs(router: LiveRouter) -> None:
     port, process = router
     until(lambda: serves(router, 2))
@@ -275,7 +275,7 @@ def test_told_to_stop_under_load_they_finish_what_runs(router: LiveRouter) -> No
     assert process.wait(60) == 0
 
 
-@pytest.mark.timeout(500)
+@pytest.mark.timeout(590)
 def test_told_twice_they_end_at_once_and_say_so_in_each_stream(router: LiveRouter) -> None:
     port, process = router
     until(lambda: serves(router, 2))
