@@ -89,7 +89,7 @@ async def pickers(fault: str = "") -> AsyncGenerator[Sequence[str]]:
 
 
 def target(port: int, *options: str) -> Sequence[str]:
-    # On a busy machine an answer takes long; what tests a wrong picker, for which the suite waits in vain, is impatient.
+    # An answer takes long on a busy machine. Tests of wrong pickers, for which the suite waits in vain, replace this.
     return f"--target=127.0.0.1:{port}", f"--endpoints={','.join(ENDPOINTS)}", "--patience=120", *options
 
 
