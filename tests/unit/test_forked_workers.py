@@ -56,7 +56,8 @@ import os, pytest
 def test_slow(number): open("slow", "a").write(f"{os.getpid()} {number}\\n")
 """}, "-o", "markers=slow")  # fmt: skip
     assert code == 0, said
-    pids = dict(reversed(line.split()) for line in (tmp_path / "slow").read_text().splitlines())
+    lines = [line.split() for line in (tmp_path / "slow").read_text().splitlines()]
+    pids = {number: pid for pid, number in lines}
     assert len({pids[str(number)] for number in range(4)}) == 1
     assert len({pids[str(number)] for number in range(4, 7)}) == 1
 
