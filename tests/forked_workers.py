@@ -24,7 +24,7 @@ import pytest
 
 CHUNK = 20
 # A chunk has a fifth as many tests if they take seconds: the workers end at nearly the same time.
-WEIGHTS = {"processes": 5, "slow": 5}
+LONG, LONG_WEIGHT = frozenset({"processes", "slow"}), 5
 NUMBER = struct.Struct("=I")
 TERMINAL = ("terminalreporter", "terminalprogress")
 
@@ -34,7 +34,7 @@ def chunks_of(items: Sequence[pytest.Item]) -> list[range]:
     found = list[range]()
     begin = weight = 0
     for index, item in enumerate(items):
-        own = max((WEIGHTS.get(mark.name, 1) for mark in item.iter_markers()), default=1)
+        own = LONG_WEIGHT if any(mark.name in LONG for mark in item.iter_markers()) else 1
         if index > begin and (item.path != items[begin].path or weight + own > CHUNK):
             found.append(range(begin, index))
             begin, weight = index, 0

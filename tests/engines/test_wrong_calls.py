@@ -15,8 +15,8 @@ import pytest
 from tercet.protocol import Request, UnknownAdapter
 from tercet.protocol.wire import API_PREFIX
 from tercet.wire.client import HttpEngine
-from tests.fuzz.mutation import Mutator
-from tests.fuzz.verb_calls import VERBS, Calls, seeds
+from tests.fuzz.mutation import Mutator, Named
+from tests.fuzz.verb_calls import VERBS, seeds
 
 from .conftest import settled
 from .prompts import alone, prompt_of
@@ -31,7 +31,7 @@ async def test_an_engine_outlives_wrong_calls(decode: HttpEngine) -> None:
     before = await settled(decode)
     prompt = prompt_of(60)
     expected = await alone(decode.url, prompt, max_tokens=4)
-    mutator, answers = Mutator(Random(SEED), seeds(), Calls()), Counter[str]()
+    mutator, answers = Mutator(Random(SEED), seeds(), Named()), Counter[str]()
     made, deadline = 0, time.monotonic() + SECONDS
     async with aiohttp.ClientSession(timeout=ANSWER) as session:
         while made < CALLS and time.monotonic() < deadline:

@@ -59,6 +59,18 @@ class Json:
         return msgspec.json.encode(tree)
 
 
+class Named:
+    """A word, a space, and JSON."""
+
+    def tree(self, item: bytes) -> Any:
+        word, _, body = item.partition(b" ")
+        return [word.decode(), Json().tree(body)]
+
+    def item(self, tree: Any) -> bytes:
+        word, body = tree
+        return str(word).encode() + b" " + Json().item(body)
+
+
 class Mutator:
     """Makes cases of ``seeds``; what it does follows from ``random`` alone."""
 

@@ -1,4 +1,4 @@
-"""Calls of the verbs, as bytes, which the fuzzer mutates. Nothing here imports vLLM."""
+"""Calls of the verbs for the fuzzer to mutate: a verb's name, a space, and JSON. Nothing here imports vLLM."""
 
 from __future__ import annotations
 
@@ -7,24 +7,12 @@ from typing import Any
 import msgspec
 
 from tercet.protocol import KVAddrInfo, RankAddress
-from tests.fuzz.mutation import Case, Json
+from tests.fuzz.mutation import Case
 from tests.unit.fakes import LAYOUT
 
 GETS = ("status", "sequences")
 VERBS = ("prep_recv", "remote_send", "start_generate", "connect", "abort", "release", "sequences/s/move", *GETS)
 LEASE, ADDRESS, KEY = "THE-LEASE", "THE-ADDRESS", "THE-KEY"
-
-
-class Calls:
-    """A verb's name, a space, and JSON."""
-
-    def tree(self, item: bytes) -> Any:
-        verb, _, body = item.partition(b" ")
-        return [verb.decode(), Json().tree(body)]
-
-    def item(self, tree: Any) -> bytes:
-        verb, body = tree
-        return str(verb).encode() + b" " + Json().item(body)
 
 
 def seeds() -> list[Case]:

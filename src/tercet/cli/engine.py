@@ -17,7 +17,6 @@ from tercet.cli.terminal import note
 from tercet.cluster.compute import devices_for_engines
 from tercet.cluster.device_plan import pick_devices
 from tercet.cluster.engine_command import (
-    THREADS_BIND,
     EngineSpec,
     as_shell,
     check_engine_flags,
@@ -38,6 +37,7 @@ from tercet.lab.sim.sim_server import ServerConfig
 from tercet.lab.sim.sim_server import serve as serve_simulated
 from tercet.protocol.prefill_hosts import AllowedPrefillers
 from tercet.settings import key_values
+from tercet.settings.variables import THREADS_BIND
 from tercet.settings.verb_log import log_as_the_environment_says
 
 

@@ -22,7 +22,7 @@ from tercet.protocol import BadRequest
 from tercet.protocol.bearer import key_of
 from tercet.settings import SECRET_VARIABLE
 from tercet.settings.prefill_settings import PREFILL_HOSTS_VARIABLE
-from tercet.settings.variables import API_KEY_VARIABLE, ENGINE_NAME_VARIABLE
+from tercet.settings.variables import API_KEY_VARIABLE, ENGINE_NAME_VARIABLE, NO_DYNAMO, PRELOAD, THREADS_BIND
 from tercet.vllm_plugin.worker.queue_waiting import spin_seconds
 from tercet.wire.exported_spans import TRACES_PROTOCOL, are_spans_wanted, endpoint_of, protocol_of
 from tercet.wire.serving.server_access import require_key_beyond_loopback
@@ -92,10 +92,6 @@ WITH_ONE_IMPORT = "tercet.vllm_plugin.start.server"
 KV_EVENTS = "--kv-events-config"
 _PUBLISHERS = {"0.0.0.0": "*", "": "*", "localhost": "127.0.0.1"}
 _IPV4 = re.compile(r"[0-9]+(\.[0-9]+){3}")
-THREADS_BIND = "VLLM_CPU_OMP_THREADS_BIND"
-# Even with `--enforce-eager`, PyTorch compiles the code that samples tokens and ranks log probabilities at its first
-# use, and blocks the engine for up to half a minute.
-NO_DYNAMO = "TORCHDYNAMO_DISABLE"
 KV_TRANSFER_CONFIG: Mapping[str, str] = {
     "kv_connector": "TercetConnector",
     "kv_connector_module_path": "tercet.vllm_plugin.connector",
@@ -213,7 +209,7 @@ def _one_import_serves(spec: EngineSpec, inherited: Mapping[str, str]) -> bool:
         and value_of(spec.extra_args, *STAGES) in (None, "1")
         and not {*given} & (several | compiled)
         and THREADS_BIND not in inherited
-        and "omp" not in inherited.get("LD_PRELOAD", "")
+        and "omp" not in inherited.get(PRELOAD, "")
     )
 
 
@@ -286,6 +282,8 @@ def engine_env(spec: EngineSpec, inherited: Mapping[str, str] = os.environ) -> d
         env["VLLM_CPU_KVCACHE_SPACE"] = str(spec.kv_cache_gib)
         env[THREADS_BIND] = "|".join(as_cpu_list(group) for group in groups)
         env["OMP_NUM_THREADS"] = str(len(groups[0]))
+        # Even with `--enforce-eager`, PyTorch compiles the code that samples tokens and ranks log probabilities at its
+        # first use, and blocks the engine for up to half a minute.
         if NO_DYNAMO not in inherited and not any(_spelling(arg) == "--no-enforce-eager" for arg in spec.extra_args):
             env[NO_DYNAMO] = "1"
     if not spec.cores and spec.simulate is None and START_METHOD not in inherited:

@@ -28,9 +28,9 @@ from tercet.aio.importing import without_collections
 from tercet.aio.warm_parent import serve_forks
 from tercet.cluster.child_process import Process
 from tercet.cluster.engine_command import WITH_ONE_IMPORT
+from tercet.settings.variables import NO_DYNAMO, PRELOAD, THREADS_BIND
 
 COMMAND = (sys.executable, "-m", "tercet.cluster.warm_start")
-PRELOAD = "LD_PRELOAD"
 COMMAND_LINE = "tercet.cli"
 # Modules that a router imports in addition to engines' modules.
 OF_ROUTER = (
@@ -44,7 +44,7 @@ OF_ROUTER = (
 # Some libraries start threads during their import, and threads do not survive a fork: they must not start any.
 ONE_THREAD = {"OPENBLAS_NUM_THREADS": "1"}
 READ_LATE = frozenset({
-    "VLLM_API_KEY", "VLLM_CPU_KVCACHE_SPACE", "VLLM_CPU_OMP_THREADS_BIND", "VLLM_NO_USAGE_STATS", "VLLM_PLUGINS",
+    "VLLM_API_KEY", "VLLM_CPU_KVCACHE_SPACE", THREADS_BIND, "VLLM_NO_USAGE_STATS", "VLLM_PLUGINS",
     "VLLM_LOGGING_LEVEL", "VLLM_HTTP_TIMEOUT_KEEP_ALIVE", "VLLM_ALLOW_RUNTIME_LORA_UPDATING", "PWD", "OLDPWD", "SHLVL",
     "_", "PYTEST_CURRENT_TEST", "VLLM_RPC_BASE_PATH", "OTEL_SERVICE_NAME", "OTEL_RESOURCE_ATTRIBUTES", PRELOAD,
     *ONE_THREAD,
@@ -56,7 +56,7 @@ READ_LATE = frozenset({
 LATE_PREFIXES = ("TERCET_", "OTEL_EXPORTER_OTLP_", "OTEL_TRACES_", "OTEL_BSP_")
 """Prefixes of further variables that are read after a fork: span exporters are created when a process serves."""
 OF_ENGINES = frozenset({
-    "OMP_NUM_THREADS", "PYTHONWARNINGS", "TORCHDYNAMO_DISABLE", "TORCH_CPP_LOG_LEVEL",
+    "OMP_NUM_THREADS", "PYTHONWARNINGS", NO_DYNAMO, "TORCH_CPP_LOG_LEVEL",
 })  # fmt: skip
 """Variables that matter to engines only: a router computes nothing."""
 

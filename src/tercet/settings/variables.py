@@ -27,6 +27,10 @@ INTERNAL = frozenset({"TERCET_CLOCK_OFFSET", "TERCET_ALLOWED_CORES"})
 """Variables that Tercet's processes set for their child processes."""
 OF_TESTS = frozenset({"TERCET_LONG_TESTS", "TERCET_GOLDEN"})
 OPENAI_KEY_VARIABLE = "OPENAI_API_KEY"
+PRELOAD = "LD_PRELOAD"
+THREADS_BIND = "VLLM_CPU_OMP_THREADS_BIND"
+NO_DYNAMO = "TORCHDYNAMO_DISABLE"
+"""If it is 1, PyTorch compiles nothing in the process."""
 
 
 class Variable(NamedTuple):

@@ -30,7 +30,7 @@ from tercet.settings.decoding import decode_settings, read_yaml
 from tercet.wire.client import HttpEngine
 from tercet.wire.client.ask_router import ask_router
 from tests.fuzz.fuzzing import Outcome, Target
-from tests.fuzz.mutation import Case, Json
+from tests.fuzz.mutation import Case, Named
 from tests.fuzz.targets.kv_transfer import kind_of
 from tests.servers import served
 from tests.unit.fakes import LAYOUT
@@ -54,18 +54,6 @@ schedulingProfiles:
     weight: 2
   - pluginRef: max-score-picker
 """
-
-
-class Named:
-    """A word, a space, and JSON."""
-
-    def tree(self, item: bytes) -> Any:
-        word, _, body = item.partition(b" ")
-        return [word.decode(), Json().tree(body)]
-
-    def item(self, tree: Any) -> bytes:
-        word, body = tree
-        return str(word).encode() + b" " + Json().item(body)
 
 
 # ---- its own routes --------------------------------------------------------------------------------------------------

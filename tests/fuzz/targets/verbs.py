@@ -42,8 +42,8 @@ from tercet.vllm_plugin.endpoint import TercetEndpoints
 from tercet.vllm_plugin.start.plugin_settings import PluginSettings
 from tercet.wire.streams import StreamListener, router_connections
 from tests.fuzz.fuzzing import Outcome, Target
-from tests.fuzz.mutation import Case
-from tests.fuzz.verb_calls import ADDRESS, GETS, KEY, LEASE, VERBS, Calls, seeds
+from tests.fuzz.mutation import Case, Named
+from tests.fuzz.verb_calls import ADDRESS, GETS, KEY, LEASE, VERBS, seeds
 from tests.unit.fakes import LAYOUT
 from tests.unit.vllm_plugin.tiny_engine import BLOCK, MAX_BATCHED, NO_ADAPTERS, TinyEngine
 
@@ -291,4 +291,4 @@ async def _room() -> AsyncGenerator[VerbsRoom]:
             prometheus_client.REGISTRY.unregister(collector)
 
 
-TARGETS = (Target("verbs", seeds, Calls(), _room, "calls"),)
+TARGETS = (Target("verbs", seeds, Named(), _room, "calls"),)

@@ -19,6 +19,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from tercet.settings.variables import NO_DYNAMO, PRELOAD, THREADS_BIND
 from tercet.vllm_plugin.start.flag_errors import refuse_in_a_sentence
 from tercet.vllm_plugin.start.light_import import light_import
 from tercet.vllm_plugin.start.log_noise import without_noise
@@ -26,8 +27,6 @@ from tercet.vllm_plugin.start.refusals import refusing_in_a_sentence
 from tercet.vllm_plugin.start.standby import StandbyContext, stand_by
 
 PLAIN = "vllm.entrypoints.openai.api_server"
-THREADS_BIND = "VLLM_CPU_OMP_THREADS_BIND"
-PRELOAD = "LD_PRELOAD"
 AFFINITY = "GOMP_CPU_AFFINITY"
 # The cores that this process may use in addition to those to which the worker's threads are bound.
 ALLOWED = "TERCET_ALLOWED_CORES"
@@ -93,9 +92,6 @@ def serve_imported() -> None:
     """
     without_noise()
     _serve(core_groups(os.environ[THREADS_BIND]))
-
-
-NO_DYNAMO = "TORCHDYNAMO_DISABLE"
 
 
 def import_engine() -> None:
