@@ -46,7 +46,8 @@ def warm_parent(log: Path) -> Generator[None]:
 
     Commands that tests start without an environment of their own, as routers, get what the process has imported with.
     """
-    engines = engine_env(spec_of("any", 1))
+    engine = spec_of("any", 1)
+    engines = engine_env(engine)
     with (
         listening_for_guards() as (address, listening),
         log.open("wb") as output,
@@ -56,7 +57,7 @@ def warm_parent(log: Path) -> Generator[None]:
         given = {guard.SOCKETS: sockets, "HF_HUB_OFFLINE": engines["HF_HUB_OFFLINE"]}
         fd = listening.fileno()
         process = subprocess.Popen(
-            [sys.executable, "-I", "-S", guard.__file__, str(GRACE_SECONDS), *COMMAND, str(fd)],
+            [sys.executable, "-I", "-S", guard.__file__, str(GRACE_SECONDS), *COMMAND, str(fd), engine.model],
             stdin=subprocess.PIPE, stdout=output, stderr=output, process_group=0, pass_fds=[fd],
             env={**os.environ, **engines, **loaded_with(), **given},
         )  # fmt: skip

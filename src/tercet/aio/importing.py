@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import importlib
+import inspect
 import sys
 from collections.abc import Generator
 from contextlib import contextmanager
@@ -13,14 +14,37 @@ from typing import Any
 
 @contextmanager
 def without_collections() -> Generator[None]:
-    """Pause Python's garbage collector while entered. It would take a fifth of the time to import vLLM."""
+    """Pause Python's garbage collector while entered, and exempt all objects that exist at the exit from collections.
+
+    Collections would take a fifth of the time to import vLLM, and a first one afterwards nearly a second.
+    """
     was_enabled = gc.isenabled()
     gc.disable()
     try:
         yield
     finally:
+        gc.freeze()
         if was_enabled:
             gc.enable()
+
+
+@contextmanager
+def frames_without_source() -> Generator[None]:
+    """Make ``inspect.getframeinfo`` return no lines of source while entered.
+
+    PyTorch calls it for each operator that it registers, and uses the file and the line number only. Python's own
+    function searches all imported modules for the source: a twentieth of the time to import vLLM.
+    """
+    original = inspect.getframeinfo
+
+    def place_of(frame: Any, context: int = 0) -> inspect.Traceback:
+        return inspect.Traceback(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name, None, None)
+
+    inspect.getframeinfo = place_of
+    try:
+        yield
+    finally:
+        inspect.getframeinfo = original
 
 
 def import_late(name: str) -> None:

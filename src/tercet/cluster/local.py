@@ -92,7 +92,7 @@ async def imports_for(specs: Sequence[EngineSpec], log: Path) -> AsyncGenerator[
     elif named:
         yield Path(named)
     else:
-        async with warm_parent(engine_env(specs[0]), log) as warm:
+        async with warm_parent(engine_env(specs[0]), specs[0].model, log) as warm:
             yield warm
 
 

@@ -30,7 +30,7 @@ from pathlib import Path
 import msgspec
 
 from tercet.protocol import BadRequest, TercetError
-from tercet.settings.variables import CACHE_VARIABLE
+from tercet.settings.variables import CACHE_VARIABLE, PARALLEL_TOKENIZERS
 
 MANIFEST = "tercet.json"
 
@@ -243,7 +243,7 @@ def _weights_in_wheel() -> tuple[Path, str]:
 def _convert_in_child(weights: Path, destination: Path, on_progress: OnProgress) -> None:
     """Run :func:`convert` in a separate process, so that this one does not keep torch in memory."""
     command = [sys.executable, "-m", "tercet.cluster.model", "--convert", str(weights), str(destination)]
-    environment = os.environ | {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+    environment = os.environ | {"HF_HUB_OFFLINE": "1", PARALLEL_TOKENIZERS: "false"}
     with (
         tempfile.TemporaryFile("w+", errors="replace") as errors,
         subprocess.Popen(

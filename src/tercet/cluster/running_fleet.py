@@ -27,6 +27,7 @@ from tercet.settings.log_lines import serious_event
 
 READY_SECONDS = 900.0
 ASK_SECONDS = 0.5
+START_POLL_SECONDS = 0.2
 LOADING = "loading"
 OnEvent = Callable[[str, str], None]
 
@@ -247,7 +248,7 @@ async def until_ready(process: Process, url: str, on_event: OnEvent) -> None:
                         return
             if progress.look():
                 on_event(process.name, f"{LOADING}: {progress.stage}")
-            await asyncio.sleep(ASK_SECONDS)
+            await asyncio.sleep(START_POLL_SECONDS)
     if somebody_else:
         raise process.failure(f"does not listen at {url}: another process answers there")
     raise process.failure(f"was not ready after {READY_SECONDS:.0f} s")

@@ -1,6 +1,7 @@
-"""One import of vLLM for all processes of a fleet on this machine: ``python -m tercet.cluster.warm_start FD``.
+"""One import of vLLM for all processes of a fleet on this machine: ``python -m tercet.cluster.warm_start FD [MODEL]``.
 
-This process imports the modules that routers and engines on CPU cores need. The guard (:mod:`tercet.cluster.guard`) of
+This process imports the modules that routers and engines on CPU cores need, compares vLLM with Tercet's hooks, and
+loads the tokenizer of ``MODEL`` if that is a directory. The guard (:mod:`tercet.cluster.guard`) of
 a command asks it for a fork, and waits. The fork has the command's arguments, environment, directory and output.
 Variables that the interpreter and libraries read during their import cannot be changed later: a fork that needs another
 value of such a variable runs its command instead, which imports the modules itself.
@@ -29,6 +30,7 @@ from tercet.aio.warm_parent import serve_forks
 from tercet.cluster.child_process import Process
 from tercet.cluster.engine_command import WITH_ONE_IMPORT
 from tercet.settings.variables import NO_DYNAMO, PRELOAD, THREADS_BIND
+from tercet.vllm_plugin.start.before_forks import forget_changed_tokenizer
 
 COMMAND = (sys.executable, "-m", "tercet.cluster.warm_start")
 COMMAND_LINE = "tercet.cli"
@@ -75,6 +77,8 @@ def main() -> None:
 
     setproctitle.getproctitle()  # it must read the environment before that changes
     with socket.socket(fileno=int(sys.argv[1])) as listening:
+        from tercet.vllm_plugin.hooks import SIDES
+        from tercet.vllm_plugin.start.before_forks import check_hooks, load_tokenizer
         from tercet.vllm_plugin.start.log_noise import without_noise
         from tercet.vllm_plugin.start.server import import_engine
 
@@ -84,6 +88,9 @@ def main() -> None:
         with without_collections():
             for module in OF_ROUTER:
                 importlib.import_module(module)
+            check_hooks(*SIDES)
+            for model in sys.argv[2:]:
+                load_tokenizer(Path(model))
         serve_forks(listening, partial(be, began_with))
 
 
@@ -109,6 +116,7 @@ def be(began_with: Mapping[str, str], descriptors: list[int]) -> int:
     set_by_imports = {name: value for name, value in os.environ.items() if began_with.get(name) != value}
     os.environ.clear()
     os.environ.update({**command.env, **set_by_imports})
+    forget_changed_tokenizer()
     sys.argv[:] = command.argv[2:]
     sys.orig_argv[:] = command.argv
     setproctitle: Any = sys.modules["setproctitle"]
@@ -135,14 +143,14 @@ def early_differences(here: Mapping[str, str], wanted: Mapping[str, str], late: 
 
 
 @asynccontextmanager
-async def warm_parent(env: Mapping[str, str | None], log: Path) -> AsyncGenerator[Path]:
-    """Run a warm parent with the environment ``env`` of its engines, and yield the path of its socket.
+async def warm_parent(env: Mapping[str, str | None], model: str, log: Path) -> AsyncGenerator[Path]:
+    """Run a warm parent for engines with ``model`` and the environment ``env``, and yield the path of its socket.
 
     Requests may be sent at once: they are answered after the import. Raises :class:`OSError`.
     """
     with listening_for_guards() as (address, listening):
         fd = listening.fileno()
-        parent = Process("imports", [*COMMAND, str(fd)], {**env, **loaded_with()}, log, inherited=(fd,))
+        parent = Process("imports", [*COMMAND, str(fd), model], {**env, **loaded_with()}, log, inherited=(fd,))
         try:
             await parent.start()
             listening.close()

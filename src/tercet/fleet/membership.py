@@ -21,6 +21,7 @@ from tercet.settings import EngineAddress
 
 logger = logging.getLogger("tercet.fleet")
 POLL_INTERVAL_S = 0.5
+FIRST_POLL_INTERVAL_S = 0.2
 REPORTED_WITHIN = 1.0
 """Seconds without a report after which an engine's status is polled."""
 READY_SECONDS = 600.0
@@ -292,7 +293,7 @@ async def _first_status(member: Member, seconds: float) -> EngineStatus:
             if not is_said:
                 logger.warning("engines: waiting up to %.0f s for %s: %s", seconds, member.name, error.message)
             is_said = True
-            await asyncio.sleep(POLL_INTERVAL_S)
+            await asyncio.sleep(FIRST_POLL_INTERVAL_S)
         except TercetError as error:
             if not is_said:
                 logger.error("engines: the server of %s is not a Tercet engine: %s", member.name, error.message)

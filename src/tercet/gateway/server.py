@@ -40,6 +40,7 @@ from tercet.protocol import BadRequest, ShuttingDown
 from tercet.protocol.hosts import host_and_port
 from tercet.settings import PickerConfig
 from tercet.settings.log_lines import log_to_stderr
+from tercet.settings.variables import PARALLEL_TOKENIZERS
 from tercet.wire.client import engine_tls
 from tercet.wire.exported_spans import exporting_spans
 from tercet.wire.streams import StreamListener
@@ -73,7 +74,7 @@ def serve(config: PickerConfig) -> None:
 
     log_to_stderr(config.log_level, config.log_format)
     # One thread tokenizes a segment, at its own priority; otherwise the tokenizer would use one thread per core.
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    os.environ.setdefault(PARALLEL_TOKENIZERS, "false")
     sys.setswitchinterval(SWITCH_SECONDS)
     gc.set_threshold(20_000, 50, 50)  # requests make thousands of objects, few of them in cycles
     with exporting_spans("tercet-picker"):

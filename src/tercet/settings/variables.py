@@ -31,6 +31,8 @@ PRELOAD = "LD_PRELOAD"
 THREADS_BIND = "VLLM_CPU_OMP_THREADS_BIND"
 NO_DYNAMO = "TORCHDYNAMO_DISABLE"
 """If it is 1, PyTorch compiles nothing in the process."""
+PARALLEL_TOKENIZERS = "TOKENIZERS_PARALLELISM"
+"""If it is false, tokenizers start no threads in the process."""
 
 
 class Variable(NamedTuple):

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import inspect
+from functools import cache
 from typing import Any, Protocol
 
 
@@ -75,7 +76,7 @@ class Says(_Targeted):
     """A function's or class's source contains these pieces of code, in this order; white space does not count."""
 
     def _missing_in(self, found: Any) -> str:
-        rest = _squeezed(inspect.getsource(found))
+        rest = _source(found)
         for name in self.names:
             _, there, rest = rest.partition(_squeezed(name))
             if not there:
@@ -99,6 +100,11 @@ def _parameters(function: Any) -> set[str]:
     # A wrapper of a vLLM function has the parameters of that function.
     wrapped = getattr(function, "__wrapped__", None)
     return {*inspect.signature(function, follow_wrapped=False).parameters, *(_parameters(wrapped) if wrapped else ())}
+
+
+@cache  # some functions are checked two dozen times, and Python reads all tokens of a function to find its end
+def _source(found: Any) -> str:
+    return _squeezed(inspect.getsource(found))
 
 
 def _squeezed(code: str) -> str:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import gc
 import importlib
+import inspect
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tercet.aio.importing import import_late
+from tercet.aio.importing import frames_without_source, import_late, without_collections
 
 
 @pytest.fixture
@@ -58,3 +60,29 @@ def test_one_that_is_imported_stays(package: str) -> None:
     module = importlib.import_module(package)
     import_late(package)
     assert sys.modules[package] is module
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_what_an_import_makes_is_never_searched_for_garbage(enabled: bool) -> None:
+    was_enabled = gc.isenabled()
+    (gc.enable if enabled else gc.disable)()
+    try:
+        before = gc.get_freeze_count()
+        with without_collections():
+            assert not gc.isenabled()
+            made = [[number] for number in range(10_000)]
+        assert gc.isenabled() is enabled
+        assert gc.get_freeze_count() >= before + len(made)
+    finally:
+        gc.unfreeze()
+        (gc.enable if was_enabled else gc.disable)()
+
+
+def test_a_place_is_found_without_a_search_for_its_source() -> None:
+    frame = sys._getframe()
+    slow = inspect.getframeinfo
+    with frames_without_source():
+        quick, expected = inspect.getframeinfo(frame), slow(frame)
+    assert (quick.filename, quick.function) == (expected.filename, expected.function)
+    assert quick.lineno == expected.lineno
+    assert inspect.getframeinfo is slow

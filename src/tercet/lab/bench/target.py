@@ -16,6 +16,7 @@ from tercet.lab.bench.workloads import Vocabulary
 from tercet.protocol import BadRequest, EngineUnreachable
 from tercet.protocol.headers import PROGRAM_HEADER
 from tercet.protocol.wire import UNREADABLE
+from tercet.settings.variables import PARALLEL_TOKENIZERS
 from tercet.wire.client.connection_errors import reason_of
 
 # A server on a busy machine takes long for its first answer.
@@ -159,7 +160,7 @@ class ModelVocabulary:
 
     def __init__(self, model: str) -> None:
         self.model = model
-        os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+        os.environ.setdefault(PARALLEL_TOKENIZERS, "false")
         self._tokenizer = _load(model)
         self._size = int(self._tokenizer.get_vocab_size(with_added_tokens=False))
         added: dict[int, Any] = self._tokenizer.get_added_tokens_decoder()

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import logging
 from collections.abc import Iterator
+from functools import lru_cache
 from typing import Any
 
 import msgspec
@@ -30,6 +31,7 @@ TRIED = (
 )
 
 
+@lru_cache(maxsize=4)  # a process and those forked from it ask for the same tokenizer's
 def text_fingerprint(tokenizer: Any) -> TextFingerprint:
     """Return the fingerprint of the checkpoint's tokenizer and chat template; empty for missing or failing ones."""
     try:

@@ -22,6 +22,7 @@ from starlette.types import ASGIApp
 
 from tercet.protocol import BadRequest
 from tercet.protocol.revision import TextFingerprint
+from tercet.settings.variables import PARALLEL_TOKENIZERS
 from tercet.vllm_plugin.differences import SYSTEM_BALANCES, cli_args, structured_outputs_config
 from tercet.vllm_plugin.edge.text_fingerprint import text_fingerprint
 from tercet.vllm_plugin.fast_path.entry import FastPath, fast_path, render_short_prompts_here
@@ -104,7 +105,7 @@ def import_vllm() -> None:
     require_hooks("frontend")
     refuse_in_a_sentence()
     # Prompts are tokenised one by one: a pool of threads costs more time than it saves.
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    os.environ.setdefault(PARALLEL_TOKENIZERS, "false")
     # A redirect from an image's host could lead to a host that is not in the list of allowed hosts.
     os.environ.setdefault("VLLM_MEDIA_URL_ALLOW_REDIRECTS", "0")
     for module in ("vllm.entrypoints.launchers.api_server.entry", "vllm.v1.engine.async_llm"):

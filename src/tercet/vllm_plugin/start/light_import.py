@@ -1,4 +1,4 @@
-"""A lighter import of vLLM, for processes that compile no model: routers, and engines on CPU cores."""
+"""A lighter import of vLLM; the lightest is for processes that compile no model: routers, and engines on CPU cores."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
-from tercet.aio.importing import import_late, without_collections
+from tercet.aio.importing import frames_without_source, import_late, without_collections
 
 # vLLM imports this module for audio of another sampling rate; it imports SciPy's statistics, a tenth of the import
 # time.
@@ -26,7 +26,7 @@ def light_import(*, compiles: bool) -> Generator[None]:
     of Inductor finds the real module, which compiles vLLM's operators as any others.
     """
     import_late(RESAMPLING)
-    with without_collections():
+    with without_collections(), frames_without_source():
         if compiles or LOWERING in sys.modules:
             yield
             return

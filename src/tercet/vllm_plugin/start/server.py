@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from tercet.settings.variables import NO_DYNAMO, PRELOAD, THREADS_BIND
+from tercet.vllm_plugin.start.before_forks import check_hooks
 from tercet.vllm_plugin.start.flag_errors import refuse_in_a_sentence
 from tercet.vllm_plugin.start.light_import import light_import
 from tercet.vllm_plugin.start.log_noise import without_noise
@@ -49,6 +50,25 @@ OF_ENGINE = (
     "vllm.distributed.elastic_ep.elastic_execute",
     "vllm.model_executor.layers.quantization.online.base",
     "vllm.renderers.hf",
+    "vllm.entrypoints.anthropic.api_router",
+    "vllm.entrypoints.anthropic.serving",
+    "vllm.entrypoints.cohere.api_router",
+    "vllm.entrypoints.generate.generative_scoring.api_router",
+    "vllm.entrypoints.generate.generative_scoring.serving",
+    "vllm.entrypoints.generate.structured_decisions.api_router",
+    "vllm.entrypoints.openai.chat_completion.api_router",
+    "vllm.entrypoints.openai.chat_completion.batch_serving",
+    "vllm.entrypoints.openai.completion.api_router",
+    "vllm.entrypoints.openai.models.api_router",
+    "vllm.entrypoints.openai.responses.api_router",
+    "vllm.entrypoints.scale_out.derender.api_router",
+    "vllm.entrypoints.scale_out.render.api_router",
+    "vllm.entrypoints.scale_out.token_in_token_out.api_router",
+    "vllm.entrypoints.serve.elastic_ep.api_router",
+    "vllm.entrypoints.serve.instrumentator",
+    "vllm.entrypoints.serve.lora.api_router",
+    "vllm.entrypoints.serve.profile.api_router",
+    "vllm.entrypoints.serve.tokenize.api_router",
     "model_hosting_container_standards.sagemaker",
     "xgrammar.kernels.apply_token_bitmask_inplace_cpu",
     "uvicorn.lifespan.on",
@@ -116,6 +136,7 @@ def _serve(workers: Sequence[frozenset[int]]) -> None:
     """Fork the core and the workers, which wait until vLLM starts them; then run as the API server."""
     start_processes_by(StandbyContext)
     inspect_models_here()
+    check_hooks("engine")
     stand_by(workers)
     refuse_in_a_sentence()
     with refusing_in_a_sentence():
