@@ -65,7 +65,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """
 
     def __post_init__(self) -> None:
-        for field in msgspec.structs.fields(self):
+        for field in fields_of(type(self)):
             if is_group(field.type):
                 continue
             value = getattr(self, field.name)
@@ -146,6 +146,12 @@ class Declared:
         return "KEY=VALUE" if self.is_mapping else known.get(self.plain, "TEXT")
 
 
+@cache  # msgspec evaluates a class's annotations each time
+def fields_of(kind: type[msgspec.Struct]) -> tuple[msgspec.structs.FieldInfo, ...]:
+    """Return the fields of a class, with their types."""
+    return msgspec.structs.fields(kind)
+
+
 @cache
 def declared(of: type[msgspec.Struct]) -> tuple[Declared, ...]:
     """Return all settings of a class in the order of its fields; a group is replaced by its settings."""
@@ -153,7 +159,7 @@ def declared(of: type[msgspec.Struct]) -> tuple[Declared, ...]:
 
 
 def _walk(of: type[msgspec.Struct], path: tuple[str, ...]) -> Iterable[Declared]:
-    for field in msgspec.structs.fields(of):
+    for field in fields_of(of):
         here = (*path, field.name)
         if is_group(field.type):
             yield from _walk(field.type, here)

@@ -16,7 +16,7 @@ import yaml
 
 from tercet.protocol import BadRequest
 from tercet.protocol.bearer import key_of
-from tercet.settings.declaration import Declared, complaint, declared, is_group, key_values, near
+from tercet.settings.declaration import Declared, complaint, declared, fields_of, is_group, key_values, near
 
 S = TypeVar("S", bound=msgspec.Struct)
 # Kubernetes sets NAME_PORT to such a URL in every pod of a namespace that has a service NAME.
@@ -122,7 +122,7 @@ def encode_settings(settings: msgspec.Struct) -> dict[str, Any]:
 
 def _build(kind: type[S], values: Mapping[tuple[str, ...], Any], path: tuple[str, ...]) -> S:
     fields: dict[str, Any] = {}
-    for field in msgspec.structs.fields(kind):
+    for field in fields_of(kind):
         here = (*path, field.name)
         if is_group(field.type):
             fields[field.name] = _build(field.type, values, here)

@@ -49,6 +49,7 @@ async def test_a_busy_loop_waits_for_a_thread_that_is_over_soon(turns: Turns) ->
         sys.setswitchinterval(interval)
 
 
+@pytest.mark.slow
 async def test_and_goes_on_beside_one_that_is_not(turns: Turns) -> None:
     assert await run_in_thread(turns.during, 0.5) > 0
 

@@ -266,6 +266,7 @@ def test_decisions_are_listed_in_the_order_of_their_numbers() -> None:
     assert listed == sorted(path.name for path in (DOCS / "adr").glob("0*.md"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("find", "text"),
     [

@@ -270,6 +270,7 @@ async def test_metrics() -> None:
         assert line in text, line
 
 
+@pytest.mark.slow
 async def test_names_of_models_do_not_fill_the_metrics() -> None:
     async with asked("both") as (envoy, served):
         for number in range(100):

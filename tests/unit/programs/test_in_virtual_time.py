@@ -179,6 +179,7 @@ async def _cancel(name: str) -> bool:
     return not any(engine.busy for engine in engines)
 
 
+@pytest.mark.slow
 def test_auto_goes_where_the_prompt_is_cached() -> None:
     """Sixteen prefixes over four engines: each is computed about once, and not on every engine."""
     computed: dict[str, int] = {}

@@ -265,6 +265,7 @@ def test_a_place_that_cannot_be_written_is_said() -> None:
 # ---- who follows it ------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_followers_see_each_other_and_not_the_dead(tmp_path: Path) -> None:
     path = tmp_path / "state.json"
     a, b = Followers(path), Followers(path)

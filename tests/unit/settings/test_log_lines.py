@@ -23,6 +23,8 @@ from tercet.settings.log_lines import (
     serious_event,
 )
 
+pytestmark = pytest.mark.slow
+
 SCRIPT = """
 import logging
 from tercet.settings.log_lines import log_to_stderr

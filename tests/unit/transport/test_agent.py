@@ -60,6 +60,8 @@ from tests.unit.transport.agents import (
 from tests.unit.transport.models import whose
 from tests.unit.transport.ranks import SECONDS, TOKENS, Held, content, expected_after, filled, new_lease, settle
 
+pytestmark = pytest.mark.slow
+
 NOWHERE = ("tcp://127.0.0.1:1",)
 HALF = BLOCKS // 2
 

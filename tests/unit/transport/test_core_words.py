@@ -33,6 +33,8 @@ from tests.unit.transport.ranks import (
     whole,
 )
 
+pytestmark = pytest.mark.slow
+
 KIB = 1024
 LAYERS, BLOCKS, BYTES = 4, 16, 256 * KIB
 SOURCES, TARGETS = (3, 4, 9, 1), (2, 5, 6, 7)

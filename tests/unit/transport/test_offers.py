@@ -265,12 +265,14 @@ def from_a_namespace(*flags: str) -> str:
     return found.stdout.strip() or found.stderr[-300:]
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not can_unshare("-pf"), reason="this machine does not let us make a PID namespace")
 def test_a_sender_in_another_pid_namespace_is_mapped() -> None:
     """As in two containers of one pod, which do not see each other's processes."""
     assert from_a_namespace("-pf", "--mount-proc") == "host"
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not can_unshare("-n"), reason="this machine does not let us make a network namespace")
 def test_a_sender_in_another_network_namespace_does_not_find_the_unix_socket() -> None:
     assert "host" not in from_a_namespace("-n").splitlines()

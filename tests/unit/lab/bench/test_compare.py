@@ -94,6 +94,7 @@ def compared(*points: Point, **more: object) -> dict[tuple[str, str], float]:
     return {(ratio.label, ratio.metric): ratio.ratio for ratio in ratios_of(points, config)}
 
 
+@pytest.mark.slow
 def test_ratios_are_against_the_baseline() -> None:
     points = [point(label, number, ttft) for number in range(2) for label, ttft in (("a", 1.0), ("b", 1.5))]
     assert compared(*points)["b", "mean TTFT"] == pytest.approx(1.5)
@@ -101,6 +102,7 @@ def test_ratios_are_against_the_baseline() -> None:
     assert {label for label, _ in compared(*points)} == {"b"}
 
 
+@pytest.mark.slow
 def test_percentiles_have_ratios_if_there_are_enough_requests_for_them() -> None:
     for count, there in ((49, False), (50, True)):
         points = [point(label, number, 1.0, count=count) for number in range(2) for label in ("a", "b")]

@@ -98,6 +98,7 @@ def test_seeds_that_change_nothing_have_no_interval() -> None:
     assert Estimate.of([2.0, 3.0, 2.0]).half
 
 
+@pytest.mark.slow
 def test_a_trace_at_its_own_times_has_no_interval(tmp_path: Path) -> None:
     from tercet.lab.bench.simulated.planned import PlannedWorkload
 

@@ -35,6 +35,8 @@ from tercet.lab.sim.step_times import HostSharing, Transfer, pairs_of
 from tercet.protocol import BadRequest, EngineError, Request, Sent, Usage
 from tests.unit.lab.bench.openai_server import FakeServer
 
+pytestmark = pytest.mark.slow
+
 KNOWN = load_profile("smollm2-135m-cpu")
 PLAN = MeasurementPlan(name="mine", device="paper", repeats=1)
 ASSUMED = Transfer(bytes_per_second=5.0, latency=6.0)

@@ -145,6 +145,7 @@ def test_the_same_seed_gives_the_same_bytes_in_another_process() -> None:
     assert found[0] != found[2]
 
 
+@pytest.mark.slow
 def test_more_load_takes_longer() -> None:
     means = [point.summary.e2el.mean for point in simulation().report([2, 20, 60], "x").points if point.summary.e2el]
     assert means == sorted(means)
@@ -173,6 +174,7 @@ def test_what_engines_cached_goes_with_the_run() -> None:
         gc.enable()
 
 
+@pytest.mark.slow
 def test_goodput_counts_what_keeps_the_bounds() -> None:
     all_of_it = simulation(slo=Slo(ttft=10_000)).point(8).summary
     none = simulation(slo=Slo(tpot=0.001)).point(8).summary

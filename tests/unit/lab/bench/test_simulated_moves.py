@@ -13,6 +13,8 @@ from tercet.lab.bench.simulated.sweep import Axis, sweep
 from tercet.protocol import BadRequest
 from tercet.settings import Source, decode_settings
 
+pytestmark = pytest.mark.slow
+
 # KV is scarce, lengths have a long tail, and requests come in bursts.
 UNEVEN = SyntheticWorkload(
     rate=1, requests=300, input_mean=512, input_dev=1024, output_mean=256, output_dev=512, lengths="lognormal",

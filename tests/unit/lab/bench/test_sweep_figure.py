@@ -13,6 +13,8 @@ from tercet.protocol import BadRequest
 
 from .golden_images import check_image
 
+pytestmark = pytest.mark.slow
+
 
 def test_with_one_seed_the_best_are_the_frontier() -> None:
     assert standings_of([([1.0], [5.0]), ([2.0], [3.0]), ([3.0], [4.0]), ([1.0], [6.0]), ([math.inf], [1.0])]) == [

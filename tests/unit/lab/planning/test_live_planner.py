@@ -168,6 +168,7 @@ async def test_processes_that_have_not_answered_yet_are_taken_to_have_as_much() 
     assert view.observed().plan == FleetPlan(2, 2)
 
 
+@pytest.mark.slow
 async def test_the_guard_is_shown_the_last_seconds_and_of_many_arrivals_fewer() -> None:
     router = Router(prompt=100)  # ten requests/s for 30 s
     planner = planner_of(router)

@@ -134,6 +134,7 @@ async def test_a_message_that_is_read_late_does_not_end_the_others(
         await other.require_whole(pair)
 
 
+@pytest.mark.slow
 async def test_a_router_that_reads_nothing_is_given_up_and_memory_is_bounded(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
