@@ -12,6 +12,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 from tercet.protocol.revision import TextFingerprint
+from tercet.vllm_plugin.edge import text_fingerprint as text_fingerprint_module
 from tercet.vllm_plugin.edge.text_fingerprint import text_fingerprint
 
 TEMPLATE = "{% for message in messages %}{{ message.content }}{% endfor %}"
@@ -62,7 +63,16 @@ def test_the_same_is_the_same_wherever_it_is_loaded(said: str, tmp_path: Path) -
     loaded: Any = PreTrainedTokenizerFast.from_pretrained(tmp_path)
     assert text_fingerprint(loaded) == first
     loaded("a text", truncation=True, max_length=1)  # which its tokenizer remembers
+    assert text_fingerprint(made(said)) == first  # so that the next call computes again
     assert text_fingerprint(loaded) == first
+
+
+def test_one_tokenizer_is_read_once_and_needs_no_hash(said: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenizer = made(said)
+    monkeypatch.setattr(type(tokenizer), "__hash__", None)
+    first = text_fingerprint(tokenizer)
+    monkeypatch.setattr(text_fingerprint_module, "_of_tokenizer", lambda _: pytest.fail("it was read again"))
+    assert text_fingerprint(tokenizer) == first
 
 
 @pytest.mark.parametrize(

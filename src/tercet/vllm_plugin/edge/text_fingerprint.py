@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 import logging
 from collections.abc import Iterator
-from functools import lru_cache
 from typing import Any
 
 import msgspec
@@ -31,9 +30,18 @@ TRIED = (
 )
 
 
-@lru_cache(maxsize=4)  # a process and those forked from it ask for the same tokenizer's
+_last: list[tuple[Any, TextFingerprint]] = []
+"""The last tokenizer with its fingerprint: a process and those forked from it ask for the same one."""
+
+
 def text_fingerprint(tokenizer: Any) -> TextFingerprint:
     """Return the fingerprint of the checkpoint's tokenizer and chat template; empty for missing or failing ones."""
+    if not (_last and _last[0][0] is tokenizer):  # compared by identity: a tokenizer need not be hashable
+        _last[:] = [(tokenizer, _computed(tokenizer))]
+    return _last[0][1]
+
+
+def _computed(tokenizer: Any) -> TextFingerprint:
     try:
         digest = hashlib.sha256()
         for part in _of_tokenizer(tokenizer):
