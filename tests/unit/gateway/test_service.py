@@ -46,7 +46,7 @@ async def asked(*roles: Role, **fields: object) -> AsyncGenerator[tuple[EnvoySid
     async with AsyncExitStack() as stack:
         served = await stack.enter_async_context(serving(*roles, **fields))
         channel = await stack.enter_async_context(grpc.aio.insecure_channel(f"127.0.0.1:{served.server.port}"))
-        yield EnvoySide(channel), served
+        yield EnvoySide(channel, patience=120.0), served
 
 
 @pytest.mark.parametrize("mode", [DUPLEX, BUFFERED])
@@ -149,7 +149,7 @@ async def test_a_connection_that_is_no_grpc_is_closed(said: bytes, monkeypatch: 
 @pytest.mark.slow
 async def test_others_are_picked_for_between_the_pieces_of_a_long_body() -> None:
     pieces, piece = 1024, b"x" * 65_000
-    async with asked("both") as (envoy, _), envoy.stream(DUPLEX) as long, asyncio.timeout(60):
+    async with asked("both") as (envoy, _), envoy.stream(DUPLEX) as long, asyncio.timeout(400):
         await long.send_headers("/v1/completions", {})
         during = list[int]()
         given_back = came = 0
