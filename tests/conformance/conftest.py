@@ -34,7 +34,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    config.addinivalue_line("markers", "slow: takes half a second or more by itself")
+    config.addinivalue_line("markers", "slow: takes a fifth of a second or more by itself")
     if config.getoption("--target") is not None:
         if len(frozenset(str(config.getoption("--endpoints")).split(","))) < 2:
             raise pytest.UsageError("--endpoints: name all endpoints of the target's pool, at least two")

@@ -53,9 +53,9 @@ async def test_a_streamed_body_is_answered_piece_by_piece(target: Target, chunk:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("chunk", "size"), [(1, 400), (7, 2_000), (100, 2_000)])
-async def test_many_small_chunks(target: Target, chunk: int, size: int) -> None:
-    body = body_of(target, size)
+@pytest.mark.parametrize("chunk", [1, 7, 100])
+async def test_many_small_chunks(target: Target, chunk: int) -> None:
+    body = body_of(target, 2_000)
     verdict = await target.envoy.request(body, chunk=chunk)
     assert (verdict.body, verdict.ended) == (body, True)
 

@@ -1,8 +1,8 @@
 """One import of vLLM for all processes of a fleet on this machine: ``python -m tercet.cluster.warm_start FD [MODEL]``.
 
 This process imports the modules that routers and engines on CPU cores need, compares vLLM with Tercet's hooks, and
-loads the tokenizer of ``MODEL`` if that is a directory. The guard (:mod:`tercet.cluster.guard`) of
-a command asks it for a fork, and waits. The fork has the command's arguments, environment, directory and output.
+loads the tokenizer of ``MODEL`` if that is a directory. The guard (:mod:`tercet.cluster.guard`) of a command asks it
+for a fork, and waits. The fork has the command's arguments, environment, directory and output.
 Variables that the interpreter and libraries read during their import cannot be changed later: a fork that needs another
 value of such a variable runs its command instead, which imports the modules itself.
 """
@@ -30,7 +30,6 @@ from tercet.aio.warm_parent import serve_forks
 from tercet.cluster.child_process import Process
 from tercet.cluster.engine_command import WITH_ONE_IMPORT
 from tercet.settings.variables import NO_DYNAMO, PRELOAD, THREADS_BIND
-from tercet.vllm_plugin.start.before_forks import forget_changed_tokenizer
 
 COMMAND = (sys.executable, "-m", "tercet.cluster.warm_start")
 COMMAND_LINE = "tercet.cli"
@@ -99,6 +98,8 @@ def be(began_with: Mapping[str, str], descriptors: list[int]) -> int:
 
     The descriptors are the request and the three standard streams.
     """
+    from tercet.vllm_plugin.start.before_forks import forget_changed_tokenizer
+
     with open(descriptors[0], "rb") as request:
         command = msgspec.json.decode(request.read(), type=ForkedCommand)
     for stream, fd in enumerate(descriptors[1:]):

@@ -23,20 +23,13 @@ hf: Any = importlib.import_module("vllm.renderers.hf")
 @pytest.fixture
 def checkpoint(tmp_path: Path) -> Iterator[Path]:
     """A copy of the built-in checkpoint without its weights; the caches are empty before and after."""
-    _forget()
+    before_forks._forget_tokenizers()
     built_in = Path(resolve_model("smollm2"))
     for file in built_in.iterdir():
         if file.suffix == ".json":
             shutil.copy(file, tmp_path / file.name)
     yield tmp_path
-    _forget()
-
-
-def _forget() -> None:
-    before_forks._loaded.clear()
-    cached_get_tokenizer.cache_clear()
-    hf._PROCESSOR_CHAT_TEMPLATES.clear()
-    hf.cached_get_processor.cache_clear()
+    before_forks._forget_tokenizers()
 
 
 def test_vllm_finds_the_tokenizer_in_its_cache_and_no_thread_was_started(checkpoint: Path) -> None:
