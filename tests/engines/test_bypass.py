@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 from tests.long_runs import FULL
+from tests.longest_wait import LONGEST_WAIT_S
 
 from .conftest import Fleet, get_json
 from .moving import answer_of, ask, until
@@ -32,7 +33,7 @@ BYPASSED = "tercet_sends_bypassing_core_total"
 
 def bypassed(fleet: Fleet) -> float:
     """How many sends the source has made without its core."""
-    with urllib.request.urlopen(f"{fleet.places[SOURCE].url}/metrics", timeout=30) as response:
+    with urllib.request.urlopen(f"{fleet.places[SOURCE].url}/metrics", timeout=LONGEST_WAIT_S) as response:
         lines = response.read().decode().splitlines()
     return next(float(line.split()[1]) for line in lines if line.startswith(BYPASSED))
 

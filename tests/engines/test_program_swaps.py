@@ -18,6 +18,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from tercet.programs import BUILT_IN
 from tests.long_runs import FULL
+from tests.longest_wait import LONGEST_WAIT_S
 
 from .client_streams import said_by
 from .conftest import Fleet, get_json, router_over
@@ -54,7 +55,7 @@ class RouterApp:
 
     def samples(self) -> dict[str, dict[str, float]]:
         """Of each of its metrics, the values by the values of their labels."""
-        with urllib.request.urlopen(f"{self.url}/metrics", timeout=30) as response:
+        with urllib.request.urlopen(f"{self.url}/metrics", timeout=LONGEST_WAIT_S) as response:
             families = text_string_to_metric_families(response.read().decode())
         found: dict[str, dict[str, float]] = {}
         for sample in (sample for family in families for sample in family.samples):

@@ -15,6 +15,7 @@ from yarl import URL
 
 from tercet.cluster.ports import free_ports
 from tercet.gateway.exchange import CONTROL
+from tests.longest_wait import LONGEST_WAIT_S
 from tests.servers import served
 from tests.unit.wire.client.certificates import Authority
 
@@ -31,7 +32,7 @@ async def start(world: Gateway, engines: int = 2, **envoy: Any) -> None:
     await world.until_ready(engines)
 
 
-async def until(holds: Callable[[], Any], seconds: float = 20.0) -> None:
+async def until(holds: Callable[[], Any], seconds: float = LONGEST_WAIT_S) -> None:
     async with asyncio.timeout(seconds):
         while not await holds():
             await asyncio.sleep(0.1)

@@ -8,6 +8,8 @@ import json
 import aiohttp
 import pytest
 
+from tests.longest_wait import LONGEST_WAIT_S
+
 from .gateway import Gateway
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
@@ -22,7 +24,7 @@ async def served(at: Gateway) -> dict[str, float]:
 
 async def first_serves_more(at: Gateway, than: float) -> None:
     """Return once the first endpoint has: the picker counts an exchange when it is over, which no client is told."""
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(LONGEST_WAIT_S):
         while (await served(at))["first"] <= than:
             await asyncio.sleep(0.02)
 
@@ -90,7 +92,7 @@ async def test_a_client_does_not_choose_the_endpoint(shared: Gateway) -> None:
 async def test_a_burst_is_spread(shared: Gateway) -> None:
     answers = [asyncio.create_task(shared.complete(f"{n}" * 300, max_tokens=1000)) for n in range(9)]
     try:
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(LONGEST_WAIT_S):
             while not all([await shared.running(name) for name in shared.engines]):
                 assert not any(answer.done() for answer in answers), "no moment with some on each engine"
                 await asyncio.sleep(0.02)
@@ -104,7 +106,7 @@ async def test_clients_that_leave_end_their_generation(shared: Gateway) -> None:
     async with shared.streamed("tell me", 4000) as answer:
         await answer.content.readline()
         answer.close()
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(LONGEST_WAIT_S):
         while any([await shared.running(name) for name in shared.engines]):
             await asyncio.sleep(0.05)
     with pytest.raises(asyncio.TimeoutError):
@@ -112,6 +114,6 @@ async def test_clients_that_leave_end_their_generation(shared: Gateway) -> None:
             "/v1/completions", json={"model": "m", "prompt": "x", "max_tokens": 4000},
             timeout=aiohttp.ClientTimeout(total=0.3),
         )  # fmt: skip
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(LONGEST_WAIT_S):
         while any([await shared.running(name) for name in shared.engines]):
             await asyncio.sleep(0.05)

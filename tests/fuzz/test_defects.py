@@ -46,6 +46,7 @@ from tercet.vllm_plugin.edge.sampling_params import first_token_only, to_vllm
 from tercet.wire.client import HttpEngine
 from tercet.wire.client.ask_router import ask_router
 from tercet.wire.streams import OutputBatch, RouterConnections, StreamListener
+from tests.longest_wait import LONGEST_WAIT_S
 from tests.servers import served
 from tests.unit.fakes import LAYOUT
 from tests.unit.router.conftest import Engine
@@ -98,7 +99,7 @@ async def test_the_inbox_of_reports_outlives_what_strangers_say(said: bytes) -> 
             await socket.send(said)
             done = msgspec.msgpack.encode(["SendDone", SendDone(sending.send_id, 0, 1, 1)])
             await socket.send_multipart([key.encode(), done])
-            async with asyncio.timeout(10):
+            async with asyncio.timeout(LONGEST_WAIT_S):
                 assert (await sending.wait()).bytes == 1
     finally:
         reports._task.cancel()
@@ -318,7 +319,7 @@ async def test_kv_events_that_are_too_deep_are_followed_anew(caplog: pytest.LogC
         port = publisher.bind_to_random_port("tcp://127.0.0.1")
         events, inbox = KVEvents(f"tcp://127.0.0.1:{port}"), KVInbox("e", FleetKnowledge(lambda: 0.0))
         following = asyncio.create_task(kv_events._follow(events, inbox))
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(LONGEST_WAIT_S):
             while not following.done():
                 await publisher.send_multipart([b"", bytes(8), said])
                 await asyncio.sleep(0.01)
@@ -364,7 +365,7 @@ def test_a_program_with_annotations_that_are_none_is_refused(tmp_path: Path, ann
 
 @pytest.mark.parametrize("file", ["~nobody-of-that-name/x.yaml", "a\0b", "/dev/zero", "/nowhere.yaml"])
 async def test_a_scheduling_file_that_is_none_is_refused(file: str) -> None:
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(LONGEST_WAIT_S):
         with pytest.raises(BadRequest):
             await load_scheduling_file(file)
 

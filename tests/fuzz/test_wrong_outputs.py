@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from tercet.protocol import Output, TokenLogprob, Usage
+from tests.longest_wait import LONGEST_WAIT_S
 from tests.unit.router.test_with_vllm import ANSWER, House, built, house, tokens_of
 
 __all__ = ["built", "house"]
@@ -41,12 +42,12 @@ async def test_a_wrong_output_fails_its_own_request_alone(
     for engine in house.engines.values():
         engine.breaks_off = WRONG[wrong]
     try:
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(LONGEST_WAIT_S):
             with suppress(KeyError, IndexError):  # of vLLM's own handler of this request, for which it is a 500
                 await house.complete(stream=stream, **asked)
     finally:
         for engine in house.engines.values():
             engine.breaks_off = None
     house.mend()
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(LONGEST_WAIT_S):
         assert tokens_of(await house.complete()) == ANSWER

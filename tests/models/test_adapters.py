@@ -18,6 +18,7 @@ from tests.engines.conftest import Fleet, get_json, settled, start_fleet
 from tests.engines.moving import answer_of, ask, moving, until
 from tests.engines.processes import processes_of, send_signal
 from tests.engines.prompts import BLOCK, alone, calls_of, complete, prompt_of, tokens_of
+from tests.longest_wait import LONGEST_WAIT_S
 
 from .adapters import write_adapter
 from .checkpoints import checkpoint
@@ -194,7 +195,7 @@ async def _preemptions(url: str) -> float:
 
 async def _until_listed(fleet: Fleet, name: str, listed: bool = True) -> dict[str, Any]:
     """What the router says of an adapter that an engine has loaded by itself, once it has noticed."""
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(LONGEST_WAIT_S):
         while True:
             _, found = await ask(fleet, "GET", "/adapters")
             here = [each for each in found if each["name"] == name]

@@ -18,6 +18,7 @@ import pytest
 from tercet.cluster import model
 from tercet.cluster.model import MANIFEST, cached_directory, is_complete
 from tercet.protocol import BadRequest, TercetError
+from tests.longest_wait import LONGEST_WAIT_S
 
 Build = Callable[[Path], None]
 
@@ -168,7 +169,7 @@ def start_builder(cache: Path, seconds: float) -> subprocess.Popen[bytes]:
     return subprocess.Popen([sys.executable, "-c", textwrap.dedent(script)], stdout=subprocess.DEVNULL)
 
 
-def wait_until(condition: Callable[[], bool], seconds: float = 20) -> None:
+def wait_until(condition: Callable[[], bool], seconds: float = LONGEST_WAIT_S) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, "nothing happened"

@@ -33,6 +33,7 @@ from tercet.wire.streams.wire_format import (
 from tests.fuzz.fuzzing import Outcome, Target
 from tests.fuzz.mutation import Case, MessagePack, pieces
 from tests.fuzz.targets.kv_transfer import random_of
+from tests.longest_wait import LONGEST_WAIT_S
 
 KEY = "k" * 32
 FRAMES = MessagePack(LENGTH_BYTES, lambda body: len(body).to_bytes(LENGTH_BYTES, "big") + body)
@@ -182,7 +183,7 @@ class EngineRoom:
         happened = f"{'closed' if wire.closed else 'open'} {self._calls} {wire.written}"
         connection.connection_lost(None)
         assert lost == [None]
-        assert await connection._starting.wait(5)
+        assert await connection._starting.wait(LONGEST_WAIT_S)
         assert not connection.senders
         assert len(connection._cancelled) <= 4096
         return Outcome(len(case), f"{happened} {self._stopped}")

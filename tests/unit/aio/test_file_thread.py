@@ -9,6 +9,7 @@ import time
 import pytest
 
 from tercet.aio.file_thread import FileThread
+from tests.longest_wait import LONGEST_WAIT_S
 
 
 async def test_results_and_errors_are_the_callers() -> None:
@@ -32,7 +33,7 @@ async def test_a_call_that_does_not_return_holds_up_nobody() -> None:
     assert time.monotonic() - began < 20
     assert sum(thread.name == "tercet-files" and thread.daemon for thread in threading.enumerate()) >= 1
     go.set()
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(LONGEST_WAIT_S):
         while files.is_stuck:
             await asyncio.sleep(0.01)
     assert await files.run(lambda: "again") == "again"

@@ -12,6 +12,7 @@ from contextlib import asynccontextmanager
 import pytest
 
 from tercet.aio.forked_child import UNKNOWN, Forks, NoFork
+from tests.longest_wait import LONGEST_WAIT_S
 
 # A child does as the descriptor's text says.
 PARENT = """
@@ -32,7 +33,7 @@ async def forking(before: str = "") -> AsyncGenerator[tuple[Forks, asyncio.subpr
         )
     forks = Forks(ours)
     try:
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(LONGEST_WAIT_S):
             yield forks, process
     finally:
         forks.close()

@@ -8,6 +8,7 @@ import pytest
 
 from tercet.aio.deadlines import Deadlines
 from tercet.aio.incoming import LEAST_OF_BODY, LONGEST_HEAD, Breach, Incoming, Part
+from tests.longest_wait import LONGEST_WAIT_S
 
 
 class Played:
@@ -155,11 +156,11 @@ async def test_deadlines_pass_in_their_order_and_those_discarded_never() -> None
     deadlines.discard(second)
     deadlines.set(second)
     first.also, first.deadlines = [never], deadlines
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(LONGEST_WAIT_S):
         for each in (first, last, second):
             await each.over.wait()
     assert not never.over.is_set()
     assert not len(deadlines)
     deadlines.set(never)
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(LONGEST_WAIT_S):
         await never.over.wait()

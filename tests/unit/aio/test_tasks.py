@@ -10,6 +10,7 @@ import weakref
 import pytest
 
 from tercet.aio import TaskSet
+from tests.longest_wait import LONGEST_WAIT_S
 
 
 async def test_a_task_is_held_until_it_ends() -> None:
@@ -25,7 +26,7 @@ async def test_a_task_is_held_until_it_ends() -> None:
     assert held() is not None
     assert len(tasks) == 1
     go.set()
-    assert await tasks.wait(10)
+    assert await tasks.wait(LONGEST_WAIT_S)
     assert (done, len(tasks)) == ([1], 0)
 
 
@@ -61,7 +62,7 @@ async def test_close_is_bounded_by_its_seconds() -> None:
     assert not await tasks.close(0.01)
     assert len(tasks) == 1
     go.set()
-    assert await tasks.wait(10)
+    assert await tasks.wait(LONGEST_WAIT_S)
 
 
 async def test_wait_cancels_nothing() -> None:
@@ -82,5 +83,5 @@ async def test_a_failure_is_logged_and_raised_to_who_awaits(caplog: pytest.LogCa
         task = tasks.spawn(work(), "counting")
         with pytest.raises(ValueError, match="no such thing"):
             await task
-        assert await tasks.wait(10)
+        assert await tasks.wait(LONGEST_WAIT_S)
     assert "counting failed: ValueError: no such thing" in caplog.text

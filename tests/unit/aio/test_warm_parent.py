@@ -14,9 +14,9 @@ from dataclasses import dataclass
 import pytest
 
 from tercet.aio.warm_parent import FORK, MOST_BYTES
+from tests.longest_wait import LONGEST_WAIT_S
 
 pytestmark = pytest.mark.processes
-SECONDS = 20.0
 # A child does what the pipe that it gets says; the parent does BEFORE, then serves.
 PARENT = """
 import os, random, signal, socket, sys, threading, time
@@ -55,7 +55,7 @@ class Parent:
 
 def started(before: str = "") -> Iterator[Parent]:
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    ours.settimeout(SECONDS)
+    ours.settimeout(LONGEST_WAIT_S)
     with ours:
         with theirs:
             command = [sys.executable, "-c", PARENT % before, str(theirs.fileno())]
@@ -108,10 +108,10 @@ def test_it_ends_with_its_channel_and_children_go_on(parent: Parent) -> None:
     _, pidfd = parent.fork("time.sleep(60)")
     try:
         parent.channel.close()
-        assert parent.process.wait(SECONDS) == 0
+        assert parent.process.wait(LONGEST_WAIT_S) == 0
         assert select.select([pidfd], [], [], 0)[0] == []
         signal.pidfd_send_signal(pidfd, signal.SIGKILL)
-        assert select.select([pidfd], [], [], SECONDS)[0] == [pidfd]
+        assert select.select([pidfd], [], [], LONGEST_WAIT_S)[0] == [pidfd]
     finally:
         os.close(pidfd)
 
@@ -122,7 +122,7 @@ def test_the_end_of_a_child_is_seen_without_the_parent(parent: Parent) -> None:
         parent.process.kill()
         assert parent.said() == ""
         signal.pidfd_send_signal(pidfd, signal.SIGKILL)
-        assert select.select([pidfd], [], [], SECONDS)[0] == [pidfd]
+        assert select.select([pidfd], [], [], LONGEST_WAIT_S)[0] == [pidfd]
     finally:
         os.close(pidfd)
 

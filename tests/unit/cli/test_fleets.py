@@ -16,6 +16,7 @@ import psutil
 import pytest
 
 from tercet.cluster.model import resolve_model
+from tests.longest_wait import LONGEST_WAIT_S
 
 pytestmark = pytest.mark.processes
 
@@ -46,7 +47,7 @@ class Run:
         ]
         return [process for process in found if process.pid != self.process.pid]
 
-    def leaves_nothing(self, seconds: float = 10.0) -> bool:
+    def leaves_nothing(self, seconds: float = LONGEST_WAIT_S) -> bool:
         deadline = time.monotonic() + seconds
         while self.left() and time.monotonic() < deadline:
             time.sleep(0.05)

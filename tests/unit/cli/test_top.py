@@ -20,6 +20,7 @@ import pytest
 from rich.console import Console
 
 from tercet.cli.fleet_view import FleetView, Row, drawn, rows_of
+from tests.longest_wait import LONGEST_WAIT_S
 from tests.servers import SHUTDOWN_POLL_S
 
 
@@ -146,7 +147,7 @@ def test_the_terminal_is_left_as_it_was(url: str, end: bytes) -> None:
         read_until(ours, b"filter: drain")
         os.write(ours, b"\r" + end)
         assert b"\x1b[?1049l" in read_until(ours, b"\x1b[?1049l")
-        assert process.wait(30) == (0 if end == b"q" else 130)
+        assert process.wait(LONGEST_WAIT_S) == (0 if end == b"q" else 130)
         assert termios.tcgetattr(theirs) == before
     finally:
         process.kill()

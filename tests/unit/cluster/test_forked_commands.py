@@ -20,8 +20,8 @@ import pytest
 from tercet.cluster import guard
 from tercet.cluster.guard import Forked
 from tercet.cluster.warm_start import READ_LATE, can_fork, early_differences, listening_for_guards
+from tests.longest_wait import LONGEST_WAIT_S
 
-SECONDS = 20.0
 pytestmark = pytest.mark.processes
 # Its children run the code of `python -c CODE`, with the output and the variables that were asked for.
 PARENT = """
@@ -97,14 +97,14 @@ class Run:
             return False
 
     def until_empty(self) -> None:
-        deadline = time.monotonic() + SECONDS
+        deadline = time.monotonic() + LONGEST_WAIT_S
         while self.members():
             assert time.monotonic() < deadline
             time.sleep(0.01)
 
     def ends(self) -> int:
         with self.guard:
-            return self.guard.wait(SECONDS)
+            return self.guard.wait(LONGEST_WAIT_S)
 
 
 WAITS = "import os, time; print(os.getppid(), flush=True); time.sleep(600)"
@@ -204,7 +204,7 @@ def test_told_to_stop_before_it_was_forked_it_never_runs() -> None:
 
 def until_waiting(pid: int) -> None:
     """Until the process sleeps and has its handlers."""
-    deadline = time.monotonic() + SECONDS
+    deadline = time.monotonic() + LONGEST_WAIT_S
     while True:
         status = dict(line.split(":\t", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines())
         if status["State"].startswith("S") and int(status["SigCgt"], 16) & 1 << (signal.SIGTERM - 1):
@@ -221,7 +221,7 @@ def test_a_warm_parent_that_does_not_answer_is_not_waited_for_without_end(
     with listening_for_guards() as (address, _):
         forked = Forked(str(address), [sys.executable, "-c", f"open({str(written)!r}, 'w')"])
         assert forked.timeout() == 0.0
-        deadline = time.monotonic() + SECONDS
+        deadline = time.monotonic() + LONGEST_WAIT_S
         while forked.poll() is None:
             assert time.monotonic() < deadline
             time.sleep(0.01)
@@ -231,7 +231,7 @@ def test_a_warm_parent_that_does_not_answer_is_not_waited_for_without_end(
 
 def test_a_guard_of_another_session_is_refused(parent: WarmParent) -> None:
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as channel:
-        channel.settimeout(SECONDS)
+        channel.settimeout(LONGEST_WAIT_S)
         channel.connect(str(parent.address))
         stranger = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True)
         try:

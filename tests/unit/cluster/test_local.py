@@ -24,6 +24,7 @@ from tercet.cluster.running_fleet import RunningFleet, read_events
 from tercet.cluster.up_config import UpConfig
 from tercet.protocol import BadRequest
 from tercet.settings import EngineAddress
+from tests.longest_wait import LONGEST_WAIT_S
 
 pytestmark = pytest.mark.processes
 
@@ -85,7 +86,7 @@ def alive(pid: int) -> bool:
     return False
 
 
-def gone(pids: list[int], seconds: float = 30.0) -> bool:
+def gone(pids: list[int], seconds: float = LONGEST_WAIT_S) -> bool:
     deadline = time.monotonic() + seconds
     while any(alive(pid) for pid in pids) and time.monotonic() < deadline:
         time.sleep(0.02)
@@ -238,7 +239,7 @@ async def test_one_that_dies_again_and_again_is_left_alone_and_all_of_them_end_t
         await _until(lambda: "deleted /tercet/v1/engines/decode-0" in log.read_text())  # the router lists it no more
         _kill(fleet, "prefill-0")
         with pytest.raises(StartFailed, match="prefill-0 ended with exit code 3; no engine is left"):
-            await asyncio.wait_for(watching, 30)
+            await asyncio.wait_for(watching, LONGEST_WAIT_S)
     assert [line.split("; log")[0] for line in said if line.startswith("decode-0") and "loading" not in line] == [
         "decode-0 was killed by SIGKILL; restart 1 of 2 in 0.01 s",
         "decode-0 ended with exit code 3; restart 2 of 2 in 0.02 s",
@@ -265,7 +266,7 @@ async def test_cancelled_while_an_engine_is_started_anew_it_leaves_nothing(
     assert running_children().items() <= before.items()
 
 
-async def _until(condition: Callable[[], bool], seconds: float = 30.0) -> None:
+async def _until(condition: Callable[[], bool], seconds: float = LONGEST_WAIT_S) -> None:
     async with asyncio.timeout(seconds):
         while not condition():
             await asyncio.sleep(0.01)
@@ -374,7 +375,7 @@ async def test_what_the_router_logs_from_warnings_on_is_heard(tmp_path: Path) ->
         await asyncio.sleep(0)
         more.write("used: mine.py: no\nWARNING 11-23")
     try:
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(LONGEST_WAIT_S):
             while not heard:
                 await asyncio.sleep(0.01)
     finally:

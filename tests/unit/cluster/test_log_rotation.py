@@ -12,6 +12,7 @@ from tercet.cluster import running_fleet
 from tercet.cluster.child_process import Process
 from tercet.cluster.log_rotation import rotate
 from tercet.cluster.running_fleet import read_events
+from tests.longest_wait import LONGEST_WAIT_S
 
 EVENT = b"WARNING 01-01 00:00:00 [tercet.events] %b\n"
 
@@ -56,7 +57,7 @@ async def test_a_reader_goes_on_reading(tmp_path: Path, monkeypatch: pytest.Monk
     log.write_bytes(b"x" * 1000)
     reading = asyncio.create_task(read_events(log, said.append))
     try:
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(LONGEST_WAIT_S):
             for number in range(3):
                 await asyncio.sleep(0.05)
                 with log.open("ab") as writer:

@@ -13,6 +13,7 @@ from tercet.cluster import upgrading
 from tercet.cluster.upgrading import Upgrade
 from tercet.decisions.rollout import RolloutPlan
 from tercet.protocol import BadRequest, EngineError
+from tests.longest_wait import LONGEST_WAIT_S
 from tests.unit.gateway.model_router.test_model_router import Router, World, world
 
 pytestmark = pytest.mark.slow
@@ -64,7 +65,7 @@ async def weights(found: World) -> dict[str, float]:
 
 
 async def until(condition: object) -> None:
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(LONGEST_WAIT_S):
         while not condition():  # type: ignore[operator]
             await asyncio.sleep(0.01)
 

@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.longest_wait import LONGEST_WAIT_S
+
 pytestmark = pytest.mark.processes
 BARRED = "import sys\nfor name in ('torch', 'vllm', 'transformers', 'gguf'):\n    sys.modules[name] = None\n"
 
@@ -36,7 +38,7 @@ def test_a_simulated_fleet_needs_a_tokenizer_alone(tmp_path: Path) -> None:
             request = urllib.request.Request(
                 f"{ready[1]}/v1/chat/completions", json.dumps(body).encode(), {"content-type": "application/json"}
             )
-            with urllib.request.urlopen(request, timeout=30) as answer:
+            with urllib.request.urlopen(request, timeout=LONGEST_WAIT_S) as answer:
                 assert json.load(answer)["usage"]["completion_tokens"] == 3
         finally:
             process.send_signal(signal.SIGINT)

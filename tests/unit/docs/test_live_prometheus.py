@@ -19,6 +19,7 @@ import pytest
 import yaml
 
 from tercet.cluster.ports import free_ports
+from tests.longest_wait import LONGEST_WAIT_S
 from tests.simulated_processes import MODEL, ask, fleet, wait_for
 
 from .pages import ROOT
@@ -66,7 +67,7 @@ def prometheus(folder: Path, targets: list[str]) -> Generator[str]:
             yield f"http://127.0.0.1:{port}/api/v1"
         finally:
             process.terminate()
-            process.wait(30)
+            process.wait(LONGEST_WAIT_S)
 
 
 def asked(api: str, query: str) -> list[Any]:

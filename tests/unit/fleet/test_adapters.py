@@ -25,6 +25,7 @@ from tercet.protocol import (
     UnknownAdapter,
 )
 from tercet.router.fleet_adapters import AdapterLoader, load_everywhere, unload_everywhere
+from tests.longest_wait import LONGEST_WAIT_S
 
 
 def report(name: str, digest: str = "1", path: str = "/p") -> AdapterReport:
@@ -172,7 +173,7 @@ async def test_an_engine_whose_adapters_change_is_asked(monkeypatch: pytest.Monk
     try:
         host.adapters["a"] = report("a")
         fleet.report("x", EngineLoad(waiting=0, running=0, kv_usage=0.0, adapters=AdapterLoad((), (), 2, stamp=5)))
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(LONGEST_WAIT_S):
             while "a" not in fleet.adapters:
                 await asyncio.sleep(0.01)
     finally:
@@ -237,7 +238,7 @@ async def test_an_engine_that_leaves_while_it_loads_does_not_keep_others_from_it
     loader = AdapterLoader(fleet, membership_of(fleet))
     running = asyncio.create_task(loader.run())
     try:
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(LONGEST_WAIT_S):
             while "a" not in fleet.member("y").adapters:
                 await asyncio.sleep(0.01)
             assert len(loader._refused) == 1

@@ -19,6 +19,7 @@ from tercet.fleet import FleetKnowledge, kv_events
 from tercet.fleet.kv_events import at, follow_cache
 from tercet.fleet.kv_inbox import AllBlocksCleared, BlockRemoved, BlockStored, EventBatch, KVInbox
 from tercet.protocol import EngineUnreachable, KVEvents, MultiModalFeature, Request
+from tests.longest_wait import LONGEST_WAIT_S
 
 SIZE = 4
 
@@ -344,7 +345,7 @@ async def followed(engine: Engine, knowledge: FleetKnowledge) -> AsyncGenerator[
             await task
 
 
-async def until(true: Callable[[], object], seconds: float = 20.0) -> None:
+async def until(true: Callable[[], object], seconds: float = LONGEST_WAIT_S) -> None:
     async with asyncio.timeout(seconds):
         while not true():
             await asyncio.sleep(0.01)
@@ -367,9 +368,9 @@ async def test_what_was_stored_before_and_what_is_lost_on_the_way_is_replayed() 
                 await publisher.publish(*events)
                 await asyncio.sleep(0.02)
 
-        await asyncio.wait_for(heard(3, stored(2)), 20)
+        await asyncio.wait_for(heard(3, stored(2)), LONGEST_WAIT_S)
         publisher.quietly(stored(3))
-        await asyncio.wait_for(heard(5, stored(4)), 20)
+        await asyncio.wait_for(heard(5, stored(4)), LONGEST_WAIT_S)
     await publisher.close()
 
 

@@ -10,6 +10,7 @@ from tercet.fleet import EngineFleet, membership
 from tercet.fleet.engine_fleet import Member
 from tercet.fleet.membership import Membership
 from tercet.protocol import Engine, EngineStatus, EngineUnreachable
+from tests.longest_wait import LONGEST_WAIT_S
 from tests.unit.fleet.test_calls_in_flight import REQUEST, Frozen, fleet_of
 
 
@@ -43,7 +44,7 @@ def watched(*engines: Engine) -> tuple[EngineFleet, Membership]:
 
 
 async def until(holds: object, *args: object) -> None:
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(LONGEST_WAIT_S):
         while not holds(*args):  # type: ignore[operator]
             await asyncio.sleep(0.01)
 

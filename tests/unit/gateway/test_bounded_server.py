@@ -13,6 +13,7 @@ from tercet.aio import incoming
 from tercet.aio.incoming import LONGEST_HEAD
 from tercet.gateway.bounded_server import BoundedRunner
 from tests import servers
+from tests.longest_wait import LONGEST_WAIT_S
 
 SOON = 0.1
 HEAD = b"POST /x HTTP/1.1\r\nhost: h\r\ncontent-length: 10\r\n\r\n"
@@ -65,7 +66,7 @@ async def all_said(reader: asyncio.StreamReader) -> bytes:
     """Up to the end of the connection, however it ends."""
     said = b""
     with suppress(ConnectionResetError):
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(LONGEST_WAIT_S):
             while part := await reader.read(65536):
                 said += part
     return said
@@ -126,7 +127,7 @@ async def test_a_body_that_is_dripped_ends_its_request(path: bytes, served: Serv
         writer.write(HEAD.replace(b"/x", path) + b"12345")
         answer = await all_said(reader)
     assert answer.startswith(b"HTTP/1.1 408 ") or path == b"/stream"
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(LONGEST_WAIT_S):
         while not served.left:
             await asyncio.sleep(0.01)
     assert not served.bodies
@@ -140,10 +141,10 @@ async def test_long_bodies_after_short_heads_are_served_and_connections_go_on(se
         for _ in range(3):
             for request in (head + body, chunked % (len(body), body)):
                 writer.write(request)
-                async with asyncio.timeout(20):
+                async with asyncio.timeout(LONGEST_WAIT_S):
                     await reader.readuntil(b"\r\n\r\nok")
         await asyncio.sleep(3 * SOON)  # idle between requests is for the keep-alive time to say
         writer.write(b"GET / HTTP/1.1\r\nhost: h\r\n\r\n")
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(LONGEST_WAIT_S):
             await reader.readuntil(b"\r\n\r\nok")
     assert served.bodies == [*[len(body)] * 6, 0]

@@ -13,6 +13,7 @@ from tercet.gateway.endpoint_picker import Endpoints, address_of
 from tercet.gateway.openai_call import OpenAIBody, OpenAICall
 from tercet.gateway.reported_load import UNTIL_COUNTED
 from tercet.protocol import BadRequest, EngineUnreachable, Request, Saturated, ShuttingDown
+from tests.longest_wait import LONGEST_WAIT_S
 from tests.unit.fakes import FakeEngine
 
 from .pickers import House
@@ -257,7 +258,7 @@ async def test_a_saturated_pool_keeps_requests_waiting_until_there_is_room() -> 
     await asyncio.sleep(0.02)
     assert not asked.done()
     house.report("e1", waiting=4)
-    assert (await asyncio.wait_for(asked, 5)).decode[0] == E
+    assert (await asyncio.wait_for(asked, LONGEST_WAIT_S)).decode[0] == E
 
 
 async def test_a_request_that_may_be_dropped_is_not_kept_waiting() -> None:
@@ -287,7 +288,7 @@ async def test_a_wait_has_an_end() -> None:
     house.now += 1
     house.report("e0", waiting=5)
     with pytest.raises(Saturated) as refused:
-        await asyncio.wait_for(asked, 5)
+        await asyncio.wait_for(asked, LONGEST_WAIT_S)
     assert refused.value.waited
 
 
@@ -309,7 +310,7 @@ async def test_important_requests_come_in_first_and_flows_take_turns() -> None:
         done = len(order)
         house.now += 1
         house.report("e0", waiting=99)
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(LONGEST_WAIT_S):
             while len(order) == done:
                 await asyncio.sleep(0.01)
     await asyncio.gather(*tasks)
@@ -323,7 +324,7 @@ async def test_what_waits_at_its_end_is_refused() -> None:
     await asyncio.sleep(0.01)
     house.picker.close(ShuttingDown("over"))
     with pytest.raises(ShuttingDown):
-        await asyncio.wait_for(asked, 5)
+        await asyncio.wait_for(asked, LONGEST_WAIT_S)
 
 
 @pytest.mark.parametrize(

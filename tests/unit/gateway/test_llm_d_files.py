@@ -14,6 +14,7 @@ from tercet.gateway.openai_call import OpenAIBody, OpenAICall
 from tercet.gateway.reported_load import UNTIL_COUNTED
 from tercet.protocol import Role, Saturated
 from tercet.settings import EngineAddress
+from tests.longest_wait import LONGEST_WAIT_S
 
 from .pickers import House
 
@@ -61,7 +62,7 @@ async def test_who_waits_comes_in_when_another_is_over(tmp_path: Path) -> None:
     await asyncio.sleep(0.02)
     assert not asked.done()
     house.report("e0", running=2)
-    assert isinstance(await asyncio.wait_for(asked, 5), Endpoints)
+    assert isinstance(await asyncio.wait_for(asked, LONGEST_WAIT_S), Endpoints)
 
 
 @pytest.mark.parametrize(
@@ -92,7 +93,7 @@ async def test_without_engines_the_pick_says_so(tmp_path: Path) -> None:
     house = House("both", scheduling=limited(tmp_path, maxConcurrency=1), queue_timeout_s=5)
     house.fleet.member("e0").reachable = False
     with pytest.raises(Exception, match="answers"):
-        await asyncio.wait_for(house.picker.pick(call()), 5)
+        await asyncio.wait_for(house.picker.pick(call()), LONGEST_WAIT_S)
 
 
 async def test_agents_sessions_take_turns(tmp_path: Path) -> None:
@@ -115,7 +116,7 @@ async def test_agents_sessions_take_turns(tmp_path: Path) -> None:
         done = len(order)
         house.now += 1
         house.report("e0", waiting=4)
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(LONGEST_WAIT_S):
             while len(order) == done:
                 await asyncio.sleep(0.01)
     await asyncio.gather(*tasks)

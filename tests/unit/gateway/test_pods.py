@@ -9,6 +9,7 @@ import yaml
 
 from tercet.gateway.server import fleet_of, picking
 from tercet.settings import DiscoverySettings, PickerConfig
+from tests.longest_wait import LONGEST_WAIT_S
 from tests.unit.fleet.discovery.api_server import (
     EARLIER_POOLS,
     NAMESPACE,
@@ -40,7 +41,7 @@ async def test_its_fleet_is_known_before_it_serves(tmp_path: Path) -> None:
         async with fleet_of(PickerConfig(discovery=found)) as fleet:
             assert {each.name: each.url for each in fleet.members} == {"a": "http://127.0.0.1:1"}
             server.delete("a")
-            async with asyncio.timeout(10):
+            async with asyncio.timeout(LONGEST_WAIT_S):
                 while fleet.members:
                     await asyncio.sleep(0.01)
 
@@ -54,7 +55,7 @@ async def test_a_pool_of_the_earlier_group_and_its_objectives(tmp_path: Path) ->
         file = kubeconfig(tmp_path / "config", server.url)
         found = DiscoverySettings(pool_name="pool", pool_group="inference.networking.x-k8s.io", kubeconfig=str(file))
         config = PickerConfig(discovery=found, port=0, metrics_port=0)
-        async with fleet_of(config) as fleet, picking(fleet, config) as made, asyncio.timeout(10):
+        async with fleet_of(config) as fleet, picking(fleet, config) as made, asyncio.timeout(LONGEST_WAIT_S):
             while made.picker.objectives != {"batch": -1} or not fleet.members:
                 await asyncio.sleep(0.01)
 
@@ -68,7 +69,7 @@ async def test_priorities_are_those_of_the_pools_objectives_and_its_own_flags(tm
         file = kubeconfig(tmp_path / "config", server.url)
         found = DiscoverySettings(pool_name="pool", kubeconfig=str(file))
         config = PickerConfig(discovery=found, port=0, metrics_port=0, objectives={"chat": "3", "own": "4"})
-        async with fleet_of(config) as fleet, picking(fleet, config) as made, asyncio.timeout(10):
+        async with fleet_of(config) as fleet, picking(fleet, config) as made, asyncio.timeout(LONGEST_WAIT_S):
             while made.picker.objectives != {"chat": 3, "own": 4, "batch": -1}:
                 await asyncio.sleep(0.01)
             server.delete("batch", OBJECTIVES)

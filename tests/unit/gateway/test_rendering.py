@@ -20,6 +20,7 @@ from tercet.gateway.openai_call import OpenAIBody, OpenAICall, call_of, call_unr
 from tercet.gateway.rendering import MOST_TOKENS, ByCharacters
 from tercet.gateway.segments import SEGMENT
 from tercet.protocol import BadRequest, RequestTooLarge
+from tests.longest_wait import LONGEST_WAIT_S
 
 TEMPLATE = (
     "{% for message in messages %}<|{{ message.role }}|>{{ message['content'] }}\n{% endfor %}"
@@ -81,7 +82,7 @@ async def test_what_was_too_much_is_learned_when_there_is_time(checkpoint: Path)
     await renderer.tokens(call(prompt=TEXT))
     learning = renderer.segments._learning
     assert learning is not None
-    await asyncio.wait_for(learning, 10)
+    await asyncio.wait_for(learning, LONGEST_WAIT_S)
     assert await renderer.tokens(call(prompt=TEXT)) == encoded(checkpoint, TEXT)
 
 

@@ -33,6 +33,7 @@ from tercet.gateway.server import READY_NAMES, picking
 from tercet.protocol import BadRequest, Role
 from tercet.settings import PickerConfig
 from tests.conformance.envoy_side import BUFFERED, DUPLEX, PREFILLER, EnvoySide, Stream
+from tests.longest_wait import LONGEST_WAIT_S
 from tests.unit.wire.client.certificates import Authority
 
 from .pickers import IDLE, Served, addresses, config_for, fleet_for, serving
@@ -140,7 +141,7 @@ async def test_a_connection_that_is_no_grpc_is_closed(said: bytes, monkeypatch: 
     async with serving("both") as served:
         reader, writer = await asyncio.open_connection("127.0.0.1", served.server.port)
         writer.write(said)
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(LONGEST_WAIT_S):
             while await reader.read(1000):
                 pass
         writer.close()
@@ -230,10 +231,10 @@ async def test_who_leaves_while_waiting_gives_the_place_back() -> None:
             await stream.send_headers("/v1/completions", {})
             await stream.send_body(BODY, 1000)
             waiting = served.server.picker._gate._admission.waiting
-            async with asyncio.timeout(5):
+            async with asyncio.timeout(LONGEST_WAIT_S):
                 while not waiting:
                     await asyncio.sleep(0.01)
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(LONGEST_WAIT_S):
             while waiting:
                 await asyncio.sleep(0.01)
 
@@ -250,7 +251,7 @@ async def test_metrics() -> None:
             assert await stream.read() == "response_headers"
         await envoy.request(b"{")
         text = ""
-        async with asyncio.timeout(30):  # the picker hears of a stream's end after its client has left
+        async with asyncio.timeout(LONGEST_WAIT_S):  # the picker hears of a stream's end after its client has left
             while "tercet_picker_streams 0.0" not in text:
                 async with aiohttp.request("GET", f"http://127.0.0.1:{served.server.metrics_port}/metrics") as answer:
                     text = await answer.text()
@@ -317,7 +318,7 @@ async def test_a_picker_is_ready_once_an_engine_has_answered() -> None:
         assert [await said(name) for name in READY_NAMES] == [HealthCheckResponse.NOT_SERVING] * 3
         assert await said("liveness") == HealthCheckResponse.SERVING
         fleet.member("e0").reachable = True
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(LONGEST_WAIT_S):
             while await said("readiness") != HealthCheckResponse.SERVING:
                 await asyncio.sleep(0.01)
         fleet.member("e0").reachable = False
@@ -331,7 +332,7 @@ async def test_a_picker_without_engines_is_ready_in_the_end(monkeypatch: pytest.
     fleet = fleet_for(config)
     fleet.member("e0").reachable = False
     async with picking(fleet, config) as server, grpc.aio.insecure_channel(f"127.0.0.1:{server.port}") as channel:
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(LONGEST_WAIT_S):
             while (await HealthStub(channel).Check(HealthCheckRequest(service=""))).status != 1:
                 await asyncio.sleep(0.01)
         assert (await EnvoySide(channel).request(BODY)).status == 503
@@ -343,7 +344,7 @@ async def test_a_picker_that_ends_is_alive_not_ready_and_still_picks() -> None:
         draining = asyncio.create_task(served.server.drain(60.0, hurried))
         async with grpc.aio.insecure_channel(f"127.0.0.1:{served.server.port}") as channel:
             health = HealthStub(channel)
-            async with asyncio.timeout(5):
+            async with asyncio.timeout(LONGEST_WAIT_S):
                 while True:
                     said = [(await health.Check(HealthCheckRequest(service=name))).status for name in READY_NAMES]
                     if set(said) == {HealthCheckResponse.NOT_SERVING}:

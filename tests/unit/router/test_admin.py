@@ -12,6 +12,7 @@ from starlette.routing import Route
 from tercet.protocol import EngineUnreachable
 from tercet.protocol.wire import API_PREFIX
 from tercet.router import admin
+from tests.longest_wait import LONGEST_WAIT_S
 
 from .conftest import Engine, LiveRouter
 
@@ -89,7 +90,7 @@ async def test_an_engine_joins_serves_and_leaves(router: LiveRouter) -> None:
         assert (await client.delete("/engines/late")).status_code == 200
         assert [engine["name"] for engine in (await client.get("/engines")).json()] == ["p", "d"]
         await router.has_everything_back()
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(LONGEST_WAIT_S):
             while not late.closed:
                 await asyncio.sleep(0)
 

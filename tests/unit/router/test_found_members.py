@@ -14,6 +14,7 @@ from tercet.protocol import BadRequest
 from tercet.router.found_members import follow_found
 from tercet.router.metrics import Metrics
 from tercet.settings import DiscoverySettings
+from tests.longest_wait import LONGEST_WAIT_S
 from tests.unit.fleet.discovery.api_server import FAST, ApiServer, api_server, pod
 
 from .conftest import Engine, LiveRouter, draining
@@ -32,7 +33,7 @@ async def following(router: LiveRouter, server: ApiServer) -> AsyncGenerator[Non
 
 
 async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(LONGEST_WAIT_S):
         while not condition():
             await asyncio.sleep(0.005)
 

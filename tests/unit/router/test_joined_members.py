@@ -17,6 +17,7 @@ from tercet.router import joined_members
 from tercet.router.admin_access import AdminAccess
 from tercet.router.joined_members import GoneEngines, join, leave, remove_gone
 from tercet.wire.client.join_router import RouterMembership
+from tests.longest_wait import LONGEST_WAIT_S
 from tests.servers import served_asgi
 
 from .conftest import JSON, Engine, LiveRouter
@@ -113,7 +114,7 @@ async def test_gone_engines_are_forgotten_and_come_back(world: LiveRouter, monke
         await asyncio.sleep(0.05)
         assert states(world)
         world.fleet.member("e").reachable = False
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(LONGEST_WAIT_S):
             while states(world):
                 await asyncio.sleep(0.005)
     finally:

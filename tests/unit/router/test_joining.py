@@ -11,6 +11,7 @@ from tercet.fleet.promise import Promise
 from tercet.protocol import BadRequest, EngineStatus, EngineUnreachable
 from tercet.protocol.revision import TextFingerprint
 from tercet.settings import EngineAddress
+from tests.longest_wait import LONGEST_WAIT_S
 
 from .conftest import Engine, LiveRouter, draining
 
@@ -144,13 +145,13 @@ async def test_no_engine_holds_up_or_ends_the_watch_over_others(
     watching = asyncio.ensure_future(router.membership.watch())
     for member in router.fleet.members:
         member.reachable = False
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(LONGEST_WAIT_S):
         while not router.fleet.member("d").reachable:
             await asyncio.sleep(0.01)
     assert asked == 1, "its question is still open"
     monkeypatch.setattr(router.engine("d"), "status", raise_any)
     router.fleet.member("d").reachable = False
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(LONGEST_WAIT_S):
         while not router.fleet.member("d").reachable:
             await asyncio.sleep(0.01)
     watching.cancel()

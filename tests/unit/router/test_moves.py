@@ -33,6 +33,7 @@ from tercet.router.metrics import Metrics
 from tercet.router.rescheduler import OwnSequences, Rescheduler
 from tercet.router.routing import Plan
 from tercet.settings import MoveSettings, RescheduleSettings
+from tests.longest_wait import LONGEST_WAIT_S
 
 from .conftest import Engine, LiveRouter, counted
 
@@ -85,7 +86,7 @@ async def running(
         yield client, sequence
         for engine in router.engines.values():
             engine.let(None)
-        await asyncio.wait_for(task, 10)
+        await asyncio.wait_for(task, LONGEST_WAIT_S)
         assert client.tokens == WHOLE
     finally:
         task.cancel()
@@ -191,7 +192,7 @@ async def test_a_sequence_that_waits_at_its_engine_moves_without_kv(router: Live
     (sequence,) = router.service.sequences
     move = await router.service.moves.move(sequence, "p", "test")
     assert (move.outcome, move.stages, move.pause) == ("moved", (), None)
-    await asyncio.wait_for(task, 10)
+    await asyncio.wait_for(task, LONGEST_WAIT_S)
     assert client.tokens == WHOLE
     assert "prep_recv" not in router.engine("p").verbs
     assert await router.has_everything_back()
@@ -240,7 +241,7 @@ async def test_the_end_of_a_sequence_ends_its_move(router: LiveRouter) -> None:
         await turns(lambda: "prep_recv" in router.engine("p").verbs)
         router.engine("d").let(None)
         with pytest.raises(Conflict):
-            await asyncio.wait_for(move, 10)
+            await asyncio.wait_for(move, LONGEST_WAIT_S)
         (record,) = router.service.moves.since(0)
         assert record.outcome == "ended"
 
@@ -266,7 +267,7 @@ async def test_a_client_that_leaves_in_the_middle_of_a_move(router: LiveRouter, 
     with suppress(asyncio.CancelledError):
         await task
     with pytest.raises(TercetError):
-        await asyncio.wait_for(move, 10)
+        await asyncio.wait_for(move, LONGEST_WAIT_S)
     held.pause.set()
     assert await router.has_everything_back()
 
@@ -317,7 +318,7 @@ async def test_an_engine_that_stood_still_already_when_it_was_to_begin_is_given_
         await turns(lambda: "prep_recv" in router.engine("p").verbs)
         assert router.fleet.health.stand_still(0.5) == [], "that is no news"
         with pytest.raises(EngineUnreachable, match="p is stuck"):
-            await asyncio.wait_for(move, 10)
+            await asyncio.wait_for(move, LONGEST_WAIT_S)
         assert not router.fleet.member("p").reachable
         router.engine("p").pause.set()
 

@@ -13,6 +13,7 @@ import pytest
 from tercet.fleet import RunningSequence, Trace
 from tercet.protocol import EngineUnreachable, Request, TercetError
 from tercet.router.routing import Plan
+from tests.longest_wait import LONGEST_WAIT_S
 
 from .conftest import LiveRouter
 from .test_moves import HOLD, PROMPT, TOKENS, WHOLE, Client, running, turns
@@ -59,7 +60,7 @@ def let_go(router: LiveRouter) -> None:
 
 async def runs_to_its_end(router: LiveRouter, task: asyncio.Task[None]) -> None:
     let_go(router)
-    await asyncio.wait_for(task, 10)
+    await asyncio.wait_for(task, LONGEST_WAIT_S)
 
 
 async def prepare(router: LiveRouter) -> None:
@@ -74,7 +75,7 @@ async def after(number: int) -> None:
 
 async def outcome_of(move: asyncio.Task[Any]) -> str:
     with suppress(TercetError, asyncio.CancelledError):
-        return (await asyncio.wait_for(move, 10)).outcome
+        return (await asyncio.wait_for(move, LONGEST_WAIT_S)).outcome
     return "not moved"
 
 

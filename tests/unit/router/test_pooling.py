@@ -24,6 +24,7 @@ from tercet.router.metrics import Metrics
 from tercet.router.pooling import PoolingServers
 from tercet.router.router_app import RouterApp
 from tercet.settings import EngineAddress, Limits, RouterConfig
+from tests.longest_wait import LONGEST_WAIT_S
 from tests.servers import served
 from tests.unit.wire.client.raw_http import parsed, raw_server
 
@@ -85,7 +86,7 @@ class Server:
 
 
 async def until(holds: Callable[[], bool]) -> None:
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(LONGEST_WAIT_S):
         while not holds():
             await asyncio.sleep(0.01)
 
@@ -247,7 +248,7 @@ async def test_what_is_in_flight_counts_them_and_the_room_of_engines_does_not(
 
         first, second = asking(), asking()
         await until(lambda: len(embedders[2].bodies) == 2)
-        third = await asyncio.wait_for(asking(), 10)
+        third = await asyncio.wait_for(asking(), LONGEST_WAIT_S)
         assert (third.status_code, third.json()["error"]["code"]) == (429, "saturated")
         embedders[2].go.set()
         assert [(await each).status_code for each in (first, second)] == [200, 200]
@@ -342,7 +343,7 @@ async def test_one_that_is_silent_is_left_for_another_even_by_those_who_wait_for
     await looks(pooling, 1)
     assert looked_at.models is not None  # it may be busy
     await looks(pooling, module.SILENT_POLLS)
-    answer = await asyncio.wait_for(asking, 10)
+    answer = await asyncio.wait_for(asking, LONGEST_WAIT_S)
     assert (answer.status_code, answer.json()["from"]) == (200, embedders[1].port)
     assert [each.in_flight for each in pooling.servers] == [0, 0, 0]
 

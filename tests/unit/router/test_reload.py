@@ -15,6 +15,7 @@ from tercet.router import reload
 from tercet.router.metrics import Metrics
 from tercet.router.reload import FileWatch, files_of, reload_on_change
 from tercet.router.routing import Plan, Rule, Share
+from tests.longest_wait import LONGEST_WAIT_S
 
 from .conftest import LiveRouter
 from .test_shared_state import joined
@@ -34,7 +35,7 @@ TEXT = "from tercet.protocol import Output\nasync def main(request, fleet):\n   
 
 
 async def until(holds: Callable[[], bool]) -> None:
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(LONGEST_WAIT_S):
         while not holds():
             await asyncio.sleep(0.005)
 

@@ -13,6 +13,7 @@ from tercet.fleet.promise import Promise
 from tercet.fleet.replaced_model import REPLACED_AFTER_S, ReplacedModel
 from tercet.protocol import EngineStatus, EngineUnreachable
 from tercet.protocol.revision import TextFingerprint
+from tests.longest_wait import LONGEST_WAIT_S
 
 from .conftest import Engine, LiveRouter
 from .test_moves import running
@@ -77,7 +78,7 @@ async def test_the_router_serves_other_weights_once_all_engines_have_them(watche
     await replace(watched, "p", weights="new")
     assert await serves(watched) == [False, True]  # the old model serves until its last engine has gone
     await replace(watched, "d", weights="new")
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(LONGEST_WAIT_S):
         while not all(member.reachable for member in watched.fleet.members):
             await asyncio.sleep(0.01)
     assert watched.membership.promise is not None

@@ -22,6 +22,7 @@ from tercet.settings import Limits, RetryBudget
 from tercet.settings.log_lines import request_id
 from tercet.wire.serving.request_context import Asked, current
 from tercet.wire.serving.trace_answers import wants_trace
+from tests.longest_wait import LONGEST_WAIT_S
 
 from .conftest import LiveRouter, counted
 
@@ -304,7 +305,7 @@ async def test_without_the_key_no_byte_of_a_body_is_taken(
     house = House(router, metrics, Limits(), keys=("key",))
     sender = Sender(house.front, path, method)
     sender.send(900)
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(LONGEST_WAIT_S):
         await sender.task
     assert sender.received == 0
     assert sender.status == (401 if path in (PATH, "/tokenize") else 200)
@@ -341,7 +342,7 @@ async def test_a_fleet_that_grows_lets_those_in_who_wait(router: LiveRouter, met
     _, waiting = tasks = await house.fill(2)
     assert house.app.running == 1  # of both engines only one decodes
     router.fleet.member("p").role = "both"
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(LONGEST_WAIT_S):
         while house.app.running < 2:
             await asyncio.sleep(0.01)
     house.app.go.set()

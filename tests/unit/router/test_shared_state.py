@@ -24,6 +24,7 @@ from tercet.router.routing import Plan
 from tercet.router.service import Service
 from tercet.router.shared_state import SharedState
 from tercet.settings import EngineAddress
+from tests.longest_wait import LONGEST_WAIT_S
 
 from .conftest import Engine, LiveRouter, draining
 
@@ -153,7 +154,7 @@ async def test_garbage_in_the_file_changes_nothing(
     file = router.directory / "state.json"
     whole, before = file.read_text(), other.shared.state
     file.write_text(whole[: len(whole) // 2])
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(LONGEST_WAIT_S):
         while "is not the state of a fleet" not in caplog.text:
             await asyncio.sleep(0.01)
     assert other.shared.state is before
@@ -166,7 +167,7 @@ async def test_garbage_in_the_file_changes_nothing(
 
 async def test_sequences_of_all_are_counted(router: LiveRouter, other: Other) -> None:
     router.fleet.member("d").in_flight, other.fleet.member("d").in_flight = 2, 3
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(LONGEST_WAIT_S):
         while router.shared.reports.engines()["d"].in_flight != 5:
             await asyncio.sleep(0.01)
     async with router.client() as client:
@@ -182,7 +183,7 @@ async def test_an_engine_that_one_of_them_finds_dead_is_shown_dead_by_all(
     for fleet in (router.fleet, other.fleet):
         fleet.report("p", EngineLoad(waiting=3, running=2, kv_usage=0.5))
     (router if who == "router" else other).fleet.member("p").reachable = False
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(LONGEST_WAIT_S):
         while router.shared.reports.engines()["p"].reachable:
             await asyncio.sleep(0.01)
     async with router.client() as client:
@@ -218,16 +219,16 @@ async def test_reports_that_cannot_be_written_end_nothing(
     shutil.rmtree(directory)
     directory.write_text("in the way")
     assert await router.shared.change(draining("d", True)) == []
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(LONGEST_WAIT_S):
         while not other.fleet.member("d").draining:
             await asyncio.sleep(0.01)
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(LONGEST_WAIT_S):
         while caplog.text.count("cannot write this process's report") < 2:
             await asyncio.sleep(0.01)
     await asyncio.sleep(0.3)
     assert caplog.text.count("cannot write this process's report") == 2, "each of both says it once"
     directory.unlink()
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(LONGEST_WAIT_S):
         while len(router.shared._followers.others()) != 1:
             await asyncio.sleep(0.01)
     assert await router.shared.change(draining("d", False)) == []
@@ -252,7 +253,7 @@ async def test_a_change_whose_client_has_gone_is_made_to_its_end(
     request.cancel()
     await asyncio.wait({request})
     go_on.set()
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(LONGEST_WAIT_S):
         while not (router.fleet.member("d").draining and other.fleet.member("d").draining):
             await asyncio.sleep(0.01)
     assert router.shared.state.version == router.shared.reports.own().version == 3
@@ -262,7 +263,7 @@ async def test_a_state_that_is_gone_is_written_again(router: LiveRouter, other: 
     await router.shared.change(draining("d", True))
     before, file = other.shared.state, router.directory / "state.json"
     file.unlink()
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(LONGEST_WAIT_S):
         while not file.exists():
             await asyncio.sleep(0.01)
     assert json.loads(file.read_text())["version"] == before.version
@@ -285,7 +286,7 @@ async def test_an_old_state_that_is_put_back_is_followed_as_a_new_one(
         )
     file.write_text(old)
     following = asyncio.ensure_future(router.shared.follow())
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(LONGEST_WAIT_S):
         while router.fleet.member("d").draining or other.fleet.member("d").draining:
             await asyncio.sleep(0.01)
     following.cancel()
@@ -328,7 +329,7 @@ async def test_a_path_that_is_no_file_stops_nobody(
         path.mkdir()
     with pytest.raises(BadRequest, match="state"):
         await router.use(Plan(program=f"{programs}:good"))
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(LONGEST_WAIT_S):
         while not other.shared.reports.failure:
             await asyncio.sleep(0.01)
     assert "cannot be read" in other.shared.reports.failure
@@ -358,7 +359,7 @@ async def test_a_file_system_that_hangs_stops_no_process(
             (router.directory / "state.json").touch()
         else:
             patched.setattr(other.shared._followers, "tell", hangs)
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(LONGEST_WAIT_S):
             while not other.shared._files.is_stuck:
                 await asyncio.sleep(0.01)
             while call != "tell" and "hangs" not in other.shared.reports.failure:
@@ -367,6 +368,6 @@ async def test_a_file_system_that_hangs_stops_no_process(
         other.shared._followers.announce([])
         assert other.shared._followers.announced() == []
     go.set()
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(LONGEST_WAIT_S):
         while other.shared._files.is_stuck or other.shared.reports.failure:
             await asyncio.sleep(0.01)

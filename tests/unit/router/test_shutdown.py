@@ -14,6 +14,7 @@ from tercet.router.metrics import Metrics
 from tercet.router.router_app import RouterApp
 from tercet.router.shutdown import Shutdown
 from tercet.settings import Limits
+from tests.longest_wait import LONGEST_WAIT_S
 
 from .conftest import LiveRouter
 from .test_router_app import PATH, App
@@ -70,7 +71,7 @@ async def test_what_runs_is_finished_and_nothing_new_is_taken(house: House) -> N
     assert not house.running.done()
     house.app.go.set()
     assert (await first).status_code == 200
-    await asyncio.wait_for(house.running, 5)
+    await asyncio.wait_for(house.running, LONGEST_WAIT_S)
     assert house.given_up == []
 
 
@@ -91,7 +92,7 @@ async def test_what_waits_for_a_place_is_refused(house: House) -> None:
 
 async def test_an_idle_router_ends_at_once(house: House) -> None:
     house.shutdown.begin()
-    await asyncio.wait_for(house.running, 5)
+    await asyncio.wait_for(house.running, LONGEST_WAIT_S)
 
 
 async def test_the_second_time_nothing_is_waited_for(house: House) -> None:
@@ -100,7 +101,7 @@ async def test_the_second_time_nothing_is_waited_for(house: House) -> None:
     await house.settle()
     house.shutdown.hurry()
     assert (await running).status_code == 200
-    await asyncio.wait_for(house.running, 5)
+    await asyncio.wait_for(house.running, LONGEST_WAIT_S)
     assert [error.message[-18:] for error in house.given_up] == ["was not waited for"]
 
 
@@ -108,7 +109,7 @@ async def test_when_the_time_is_over_what_runs_is_given_up(router: LiveRouter, m
     house = House(router, metrics, 0.05)
     running = await house.post()
     house.shutdown.begin()
-    await asyncio.wait_for(house.running, 5)
+    await asyncio.wait_for(house.running, LONGEST_WAIT_S)
     assert (await running).status_code == 200
     assert "did not end within 0.05 s" in house.given_up[0].message
 
@@ -129,7 +130,7 @@ async def test_sequences_that_are_given_up_end_with_that_error_and_hold_nothing(
         await asyncio.sleep(0)
     router.service.give_up(ShuttingDown("it ends"))
     with pytest.raises(ShuttingDown, match="it ends"):
-        await asyncio.wait_for(asking, 5)
+        await asyncio.wait_for(asking, LONGEST_WAIT_S)
     with pytest.raises(ShuttingDown):  # as what was being prepared meanwhile
         await router.ask()
     assert await router.has_everything_back()

@@ -6,7 +6,6 @@ import asyncio
 import json
 import subprocess
 import sys
-import time
 from collections.abc import AsyncIterator
 from importlib import metadata
 from pathlib import Path
@@ -138,14 +137,13 @@ def test_a_checkpoint_without_a_tokenizer_is_refused(tmp_path: Path) -> None:
 @pytest.mark.slow
 async def test_others_run_while_a_long_text_is_tokenized() -> None:
     texts = PromptTexts(Path(resolve_tokenizer("smollm2")))
-    began = last = time.monotonic()
-    longest = 0.0
+    turns = 0
     working = asyncio.create_task(asyncio.to_thread(texts.encode, "a b " * 200_000))
     while not working.done():
         await asyncio.sleep(0.001)
-        longest, last = max(longest, time.monotonic() - last), time.monotonic()
+        turns += 1
     assert len(await working) == 400_001
-    assert longest < (last - began) / 2
+    assert turns >= 10  # hundreds; one or two if the tokenizer holds Python's lock
 
 
 def test_of_vllms_flags_it_takes_the_key() -> None:

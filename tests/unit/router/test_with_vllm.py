@@ -24,6 +24,7 @@ from tercet.router.router_app import RouterApp
 from tercet.router.service import Service
 from tercet.router.service_programs import ServicePrograms
 from tercet.settings import Limits
+from tests.longest_wait import LONGEST_WAIT_S
 from tests.unit.fakes import FakeEngine
 
 from .conftest import shared_over
@@ -83,7 +84,7 @@ class House:
 
     async def until(self, in_flight: int, request: asyncio.Task[Any]) -> None:
         """Until so many sequences are on their way, while the request is under way."""
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(LONGEST_WAIT_S):
             while self.fleet.member("d").in_flight < in_flight:
                 assert not request.done(), request.result().text
                 await asyncio.sleep(0.001)
@@ -119,7 +120,7 @@ async def house(built: House) -> AsyncIterator[House]:
     built.mend()
     yield built
     built.mend()
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(LONGEST_WAIT_S):
         while not built.is_empty:
             await asyncio.sleep(0.01)
 
@@ -458,7 +459,7 @@ async def test_a_request_of_many_ends_with_its_client(house: House, fields: dict
     client = Leaving(house, fields)
     await house.until(3, client.request)
     client.leave()
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(LONGEST_WAIT_S):
         while house.fleet.member("d").in_flight or house.gate._admission.in_flight:
             await asyncio.sleep(0.001)
         pause.set()
@@ -480,7 +481,7 @@ async def test_a_client_may_leave_while_its_sequences_begin(house: House, fields
         for _ in range(steps):
             await asyncio.sleep(0)
         leaving.leave()
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(LONGEST_WAIT_S):
             await leaving.request
             while house.fleet.member("d").in_flight or house.gate._admission.in_flight:
                 await asyncio.sleep(0.001)

@@ -21,6 +21,7 @@ from tercet.router import workers
 from tercet.router.workers import Place, Shared
 from tercet.settings import EngineAddress, RouterConfig
 from tercet.settings.variables import COLD, WARM_PARENT_VARIABLE
+from tests.longest_wait import LONGEST_WAIT_S
 
 CONFIG = RouterConfig(engines=(EngineAddress("e", "http://e"),))
 
@@ -48,7 +49,7 @@ line = json.load(sys.stdin)["line"]
 {said}
 child = os.fork()
 if not child:
-    time.sleep(60)
+    time.sleep(600)
 open({str(held)!r}, "w").write(str(child))
 os._exit(3)
 """,
@@ -57,7 +58,7 @@ os._exit(3)
         serving: list[int] = []
         place = Place(CONFIG, 0, listening, loads, tmp_path, asyncio.Event(), on_serving=serving.append)
         try:
-            async with asyncio.timeout(20):
+            async with asyncio.timeout(LONGEST_WAIT_S):
                 assert await place._one() == (3, says)
             assert serving == [0] * says
         finally:
@@ -73,7 +74,7 @@ async def test_a_line_that_breaks_is_the_supervisors_end(monkeypatch: pytest.Mon
     with line:
         supervisor.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         supervisor.close()
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(LONGEST_WAIT_S):
             await Shared(0, line, memoryview(bytearray(4)).cast("i"), line).follow_supervisor(lambda: told.append(0))
     assert told == [signal.SIGTERM]
 

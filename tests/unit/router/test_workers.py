@@ -27,6 +27,7 @@ from tercet.cluster.ports import free_ports
 from tercet.lab.sim import load_profile
 from tercet.lab.sim.sim_server import ServerConfig, serving
 from tercet.settings.variables import COLD, WARM_PARENT_VARIABLE
+from tests.longest_wait import LONGEST_WAIT_S
 from tests.warm import start_guarded, warm_parent
 
 pytestmark = pytest.mark.processes
@@ -145,7 +146,7 @@ def engine() -> Iterator[str]:
     assert ready.wait(200)
     yield url
     loop.call_soon_threadsafe(stop.set)
-    thread.join(30)
+    thread.join(LONGEST_WAIT_S)
 
 
 @pytest.fixture(scope="module")

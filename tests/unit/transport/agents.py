@@ -38,6 +38,7 @@ from tercet.transport.agent.agent_messages import (
     StepEnds,
 )
 from tercet.transport.agent.control_channel import ControlAnswer, Envelope
+from tests.longest_wait import LONGEST_WAIT_S
 from tests.unit.transport.ranks import SECONDS, TOKENS, filled, new_lease, of_lease
 
 LAYERS, BLOCKS, BYTES = 3, 16, 8 * 1024
@@ -81,7 +82,7 @@ def edge() -> Generator[Edge]:
 class BlockingClient:
     """One agent's orders, one at a time; raises :class:`EngineError` for one that fails or is not answered."""
 
-    def __init__(self, address: str, secret: str, answer_seconds: float = 10.0) -> None:
+    def __init__(self, address: str, secret: str, answer_seconds: float = LONGEST_WAIT_S) -> None:
         self._secret, self._answer_seconds = secret, answer_seconds
         self._serial = 0
         self._context = zmq.Context()

@@ -31,6 +31,7 @@ from tercet.transport.grants import REMEMBERED_ENDED, REPORT_SECONDS, GrantTable
 from tercet.transport.open_lease import MAX_PARTS, MAX_SENDS, SendKey
 from tercet.transport.peer_messages import ReadDescriptors, SendBegin, SendEnd
 from tercet.transport.receive_traces import ReceiveEnd
+from tests.longest_wait import LONGEST_WAIT_S
 from tests.unit.transport.models import LEASE, LeaseModel, a_grant, chunk, ending, whose
 
 LAYERS, SIZE = 3, 16
@@ -484,8 +485,8 @@ def test_a_revocation_waits_for_all_who_write() -> None:
 
     def write(number: int) -> None:
         def step() -> None:
-            inside.wait(30)
-            may_end[number].wait(30)
+            inside.wait(LONGEST_WAIT_S)
+            may_end[number].wait(LONGEST_WAIT_S)
             order.append("written")
 
         table.write(LEASE, step)
@@ -497,7 +498,7 @@ def test_a_revocation_waits_for_all_who_write() -> None:
     writers = [threading.Thread(target=write, args=(number,)) for number in range(2)]
     for thread in writers:
         thread.start()
-    inside.wait(30)
+    inside.wait(LONGEST_WAIT_S)
     revoker = threading.Thread(target=revoke)
     revoker.start()
     while len(table):  # until it waits
@@ -507,8 +508,8 @@ def test_a_revocation_waits_for_all_who_write() -> None:
     for number, thread in enumerate(writers):
         assert order == ["written"] * number
         may_end[number].set()
-        thread.join(30)
-    revoker.join(30)
+        thread.join(LONGEST_WAIT_S)
+    revoker.join(LONGEST_WAIT_S)
     assert order == ["written", "written", "revoked"]
 
 
@@ -559,7 +560,7 @@ def test_nothing_is_written_once_revoke_has_returned() -> None:
     finally:
         stop.set()
         for thread in writers:
-            thread.join(30)
+            thread.join(LONGEST_WAIT_S)
     assert len(refusals) == 3
     assert block[0] == 0
 

@@ -26,6 +26,7 @@ from tercet.transport.backends.nixl_device import LANDINGS, NixlDeviceBackend, R
 from tercet.transport.memory.handles import RdmaHandles
 from tercet.transport.memory.staged import StagedMemory
 from tercet.transport.memory.torch_blocks import TorchBlocks
+from tests.longest_wait import LONGEST_WAIT_S
 from tests.unit.transport.ranks import FINGERPRINT, TOKENS, Send, grant, idle, transfer, transport_to
 
 pytestmark = pytest.mark.processes
@@ -147,7 +148,7 @@ def test_a_read_that_is_under_way_when_the_lease_ends_writes_to_no_block(monkeyp
     def slowly(self: nixl_device.NixlDeviceReader, *args: Any) -> None:
         fetch(self, *args)
         reading.put(None)
-        go_on.get(timeout=30)
+        go_on.get(timeout=LONGEST_WAIT_S)
 
     with ours.rank() as sender, theirs.rank() as receiver:
         transfer(sender, ours.region, receiver, [0], [0])  # the session is there
@@ -157,7 +158,7 @@ def test_a_read_that_is_under_way_when_the_lease_ends_writes_to_no_block(monkeyp
         send = Send(sender, receiver.addresses, lease, HeadSlice(0, BYTES))
         send.push(range(LAYERS), (3,))
         send.finish(TOKENS)
-        reading.get(timeout=30)
+        reading.get(timeout=LONGEST_WAIT_S)
         receiver.grants.revoke(lease)
         theirs.planes[0][4] = 7  # somebody else's by now
         before[0][4] = 7

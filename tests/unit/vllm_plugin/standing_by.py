@@ -15,6 +15,7 @@ import psutil
 import setproctitle
 
 from tercet.vllm_plugin.start.standby import StandbyContext, stand_by
+from tests.longest_wait import LONGEST_WAIT_S
 
 
 def told(role: str) -> dict[str, Any]:
@@ -50,11 +51,11 @@ def two_workers(answers: Connection) -> None:
         process.start()
     parents = [psutil.Process(process.pid).ppid() for process in processes]
     os.kill(processes[0].pid or 0, signal.SIGKILL)
-    is_told = bool(wait([processes[0].sentinel], timeout=20))
+    is_told = bool(wait([processes[0].sentinel], timeout=LONGEST_WAIT_S))
     alive = processes[1].is_alive()
     ended.send(None)
     for process in processes:
-        process.join(20)
+        process.join(LONGEST_WAIT_S)
     answers.send([parents, os.getpid(), is_told, alive, [process.exitcode for process in processes]])
 
 
@@ -90,7 +91,7 @@ def main(what: str) -> None:
         process = context.Process(target=two_workers, args=(writing,))
         process.start()
         print(json.dumps(reading.recv()))
-        process.join(20)
+        process.join(LONGEST_WAIT_S)
         return
     os.environ["TOLD"] = "by the server"
     os.environ["LEFT"] = "yes" if what == "left" else ""
@@ -101,7 +102,7 @@ def main(what: str) -> None:
     core_told, worker_told = reading.recv()
     if what == "left":
         process.kill()
-        is_told = bool(wait([process.sentinel], timeout=20))
+        is_told = bool(wait([process.sentinel], timeout=LONGEST_WAIT_S))
         os.kill(worker_told["pid"], signal.SIGKILL)
         print(json.dumps(is_told))
         return
@@ -110,8 +111,8 @@ def main(what: str) -> None:
         os.kill(process.pid or 0, signal.SIGKILL)
     else:
         ended.send(None)
-    is_told = bool(wait([process.sentinel], timeout=20))
-    process.join(20)
+    is_told = bool(wait([process.sentinel], timeout=LONGEST_WAIT_S))
+    process.join(LONGEST_WAIT_S)
     another = context.Process(target=time.time)
     another.start()
     another.join(60)

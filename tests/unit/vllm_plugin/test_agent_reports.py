@@ -14,9 +14,8 @@ from tercet.protocol.spans import Span, SpanContext, process
 from tercet.transport import LeaseFilled, ReceiveDone, ReceiveEnd, SendDone
 from tercet.transport.agent.agent import Reporter
 from tercet.vllm_plugin.edge.agent_reports import AgentReports
+from tests.longest_wait import LONGEST_WAIT_S
 from tests.unit.transport.models import whose
-
-SECONDS = 30.0
 
 
 @pytest.mark.parametrize("key", [b"", b"0" * 32, b"key"])
@@ -37,7 +36,7 @@ async def test_a_process_that_does_not_know_the_inbox_s_key_reports_nothing(key:
         with reports.sending() as sending:
             reporter.report(reports.address, LeaseFilled("f" * 32, 0, whose(16)))
             reporter.report(reports.address, SendDone(sending.send_id, 0, 5, 1, "tcp"))
-            async with asyncio.timeout(SECONDS):
+            async with asyncio.timeout(LONGEST_WAIT_S):
                 assert (await sending.wait()).bytes == 5
         assert filled == [LeaseFilled("f" * 32, 0, whose(16))]
     finally:
@@ -53,7 +52,7 @@ async def test_agents_on_other_machines_report_to_the_address_that_they_reach(ho
     try:
         with reports.sending() as sending:
             reporter.report(reports.address, SendDone(sending.send_id, 0, 5, 1, "tcp"))
-            async with asyncio.timeout(SECONDS):
+            async with asyncio.timeout(LONGEST_WAIT_S):
                 assert (await sending.wait()).bytes == 5
     finally:
         reports._task.cancel()
@@ -85,13 +84,13 @@ async def test_a_receive_is_a_span_below_its_sender_s(monkeypatch: pytest.Monkey
         with reports.sending() as sending:
             reporter.report(reports.address, ReceiveDone(0, ReceiveEnd("f" * 32, SENDER.traceparent, 3, 4, 1)))
             reporter.report(reports.address, SendDone(sending.send_id, 0, 5, 1, "tcp"))
-            await asyncio.wait_for(sending.wait(), SECONDS)  # nobody wants spans
+            await asyncio.wait_for(sending.wait(), LONGEST_WAIT_S)  # nobody wants spans
             monkeypatch.setattr(process, "sink", sink)
         with reports.sending() as sending:
             reporter.report(reports.address, ReceiveDone(0, msgspec.structs.replace(lost, traceparent="nonsense")))
             reporter.report(reports.address, ReceiveDone(1, lost))
             reporter.report(reports.address, SendDone(sending.send_id, 0, 5, 1, "tcp"))
-            await asyncio.wait_for(sending.wait(), SECONDS)
+            await asyncio.wait_for(sending.wait(), LONGEST_WAIT_S)
     finally:
         reports._task.cancel()
         reports._socket.close()

@@ -18,6 +18,7 @@ from tercet.vllm_plugin.core.keyed_prompt import KeyedPrompt
 from tercet.vllm_plugin.edge import agent_calls, lease_timers
 from tercet.vllm_plugin.edge.agent_calls import AgentCalls
 from tercet.vllm_plugin.edge.lease_timers import EdgeLease, LeaseTimers
+from tests.longest_wait import LONGEST_WAIT_S
 
 from .tiny_engine import BLOCK, NUM_BLOCKS, FakeAgent, TinyEngine, tokens_of
 
@@ -69,7 +70,7 @@ class Edge:
         return await self.leases.closed(held, asyncio.get_running_loop().create_future())
 
     async def settled(self) -> None:
-        assert await self.tasks.wait(5)
+        assert await self.tasks.wait(LONGEST_WAIT_S)
         assert not self.leases._leases
         assert not self.leases._of_seq
         assert not any(agent.granted for agent in self.agents)
@@ -267,7 +268,7 @@ async def test_what_every_rank_has_becomes_prefix_cache(edge: Edge, engine: Tiny
     edge.leases.note(LeaseFilled(held.lease, 0, content_of(packed(tokens[: 3 * BLOCK]), None)))
     assert len(edge.tasks) == 0
     edge.leases.note(LeaseFilled(held.lease, 1, content_of(packed(tokens[: 2 * BLOCK]), None)))
-    await edge.tasks.wait(5)
+    await edge.tasks.wait(LONGEST_WAIT_S)
     assert engine.cached(tokens) == 2 * BLOCK
     await edge.leases.release(held.lease)
     edge.leases.note(LeaseFilled(held.lease, 1, content_of(packed(tokens[: 3 * BLOCK]), None)))
@@ -345,7 +346,7 @@ async def test_a_sequence_does_without_its_lease_while_an_agent_is_stopped(
     assert not await edge.tasks.wait(0.05)
     assert engine.status()["leases"] == 1
     edge.agents[0].thaw()
-    await edge.tasks.wait(5)
+    await edge.tasks.wait(LONGEST_WAIT_S)
     assert engine.cached(tokens_of(2 * BLOCK)) == 2 * BLOCK, "what had arrived is not lost"
     await edge.settled()
 
@@ -386,7 +387,7 @@ async def test_a_fence_that_an_agent_fails_at_is_asked_for_again(edge: Edge, mon
     edge.leases.release_soon(held)
     assert not await edge.tasks.wait(0.05)
     edge.agents[1].fails_at = None
-    await edge.tasks.wait(5)
+    await edge.tasks.wait(LONGEST_WAIT_S)
     assert REGISTRY.get_sample_value("tercet_fences_open") == 0
     edge.leases._forget(held.lease)
     await edge.settled()

@@ -19,8 +19,7 @@ from tercet.transport.agent.agent_messages import Command
 from tercet.vllm_plugin.edge import liveness_probe
 from tercet.vllm_plugin.edge.agent_metrics import ProbeCollector
 from tercet.vllm_plugin.edge.liveness_probe import POLL_INTERVAL_S, LivenessProbe, StallClock
-
-SECONDS = 30.0
+from tests.longest_wait import LONGEST_WAIT_S
 
 # ---- since when a part stands still ----------------------------------------------------------------------------
 
@@ -122,13 +121,13 @@ class Probed:
         self.probe = LivenessProbe(self.core.ask, [self.agent.ask], [self.worker.ask])
 
     async def stalled_for(self, seconds: float) -> float:
-        async with asyncio.timeout(SECONDS):
+        async with asyncio.timeout(LONGEST_WAIT_S):
             while self.probe.stalled_s < seconds:
                 await asyncio.sleep(0.01)
         return self.probe.stalled_s
 
     async def goes_on(self) -> None:
-        async with asyncio.timeout(SECONDS):
+        async with asyncio.timeout(LONGEST_WAIT_S):
             while self.probe.stalled_s:
                 await asyncio.sleep(0.01)
 
@@ -181,7 +180,7 @@ async def test_who_asks_for_news_gets_what_was_so_after_asking() -> None:
         for leases in range(1, 20):
             engine.core.answer = {"leases": leases}
             engine.agent.answer = {"bytes_sent": leases}
-            await engine.probe.news(SECONDS)
+            await engine.probe.news(LONGEST_WAIT_S)
             assert engine.probe.core_status == {"leases": leases}
             assert engine.probe.agent_counters == [{"bytes_sent": leases}]
 
@@ -189,9 +188,9 @@ async def test_who_asks_for_news_gets_what_was_so_after_asking() -> None:
 async def test_nobody_waits_long_for_a_core_that_stands_still_and_it_is_asked_once() -> None:
     async with probed() as engine:
         engine.core.freeze()
-        await asyncio.wait_for(asyncio.gather(*(engine.probe.news() for _ in range(50))), SECONDS)
+        await asyncio.wait_for(asyncio.gather(*(engine.probe.news() for _ in range(50))), LONGEST_WAIT_S)
         asked = engine.core.asked
-        await asyncio.wait_for(asyncio.gather(*(engine.probe.news() for _ in range(50))), SECONDS)
+        await asyncio.wait_for(asyncio.gather(*(engine.probe.news() for _ in range(50))), LONGEST_WAIT_S)
         assert engine.core.asked == asked
         assert engine.core.most_outstanding == 1
         assert engine.probe.core_status == {"leases": 0}  # as it was
@@ -202,14 +201,14 @@ async def test_nobody_waits_long_for_a_core_that_stands_still_and_it_is_asked_on
 async def test_many_who_want_news_at_once_ask_one_question() -> None:
     async with probed() as engine:
         before = engine.core.asked
-        await asyncio.gather(*(engine.probe.news(SECONDS) for _ in range(100)))
+        await asyncio.gather(*(engine.probe.news(LONGEST_WAIT_S) for _ in range(100)))
         assert engine.core.asked - before <= 2  # one may have been under way
 
 
 async def test_an_error_is_an_answer_and_the_last_good_one_stays() -> None:
     async with probed() as engine:
         engine.agent.error = EngineError("no counters")
-        await engine.probe.news(SECONDS)
+        await engine.probe.news(LONGEST_WAIT_S)
         await engine.goes_on()
         assert engine.probe.agent_counters == [{"bytes_sent": 1}]
 
@@ -217,10 +216,10 @@ async def test_an_error_is_an_answer_and_the_last_good_one_stays() -> None:
 async def test_a_core_that_cannot_be_asked_stands_still() -> None:
     async with probed() as engine:
         engine.core.error = RuntimeError("EngineCore has died")
-        await engine.probe.news(SECONDS)
+        await engine.probe.news(LONGEST_WAIT_S)
         await engine.stalled_for(0.3)
         engine.core.error = None
-        await engine.probe.news(SECONDS)
+        await engine.probe.news(LONGEST_WAIT_S)
         await engine.goes_on()
 
 
@@ -257,7 +256,7 @@ async def test_an_event_loop_asks_over_the_control_channel_and_is_not_held_up() 
     goes_on.set()
 
     def handle(_: Command) -> dict[str, int]:
-        assert goes_on.wait(SECONDS)
+        assert goes_on.wait(LONGEST_WAIT_S)
         return {"here": 1}
 
     server = ControlServer(handle)
@@ -268,11 +267,11 @@ async def test_an_event_loop_asks_over_the_control_channel_and_is_not_held_up() 
         await probe.start()
         assert probe.agent_counters == [{"here": 1}]
         goes_on.clear()
-        async with asyncio.timeout(SECONDS):
+        async with asyncio.timeout(LONGEST_WAIT_S):
             while probe.stalled_s < 0.2:
                 before = time.monotonic()
                 await asyncio.sleep(0)
-                assert time.monotonic() - before < SECONDS / 2
+                assert time.monotonic() - before < LONGEST_WAIT_S / 2
                 await asyncio.sleep(0.01)
             goes_on.set()
             while probe.stalled_s:
@@ -292,7 +291,7 @@ async def test_an_answer_that_says_what_went_wrong_is_raised() -> None:
     client = AsyncControlClient(server.address, server.secret)
     try:
         with pytest.raises(EngineError, match=r"^no$"):
-            await asyncio.wait_for(client.call(ReadCounters()), SECONDS)
+            await asyncio.wait_for(client.call(ReadCounters()), LONGEST_WAIT_S)
     finally:
         client.close()
         server.close()

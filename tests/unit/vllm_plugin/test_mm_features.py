@@ -41,6 +41,7 @@ from tercet.vllm_plugin.edge.call_checks import ModelLimits
 from tercet.vllm_plugin.edge.llm_requests import LLMRequest
 from tercet.vllm_plugin.frontend import conversion
 from tercet.vllm_plugin.mm_features import to_prompt, to_specs, to_wire
+from tests.longest_wait import LONGEST_WAIT_S
 
 from .tiny_engine import BLOCK, LAYOUT, TinyEngine, crossed, tokens_of
 
@@ -186,12 +187,12 @@ class Gate:
 
     def __call__(self, *_: Any) -> Any:
         self.entered.set()
-        assert self.opened.wait(10), "the event loop stands still"
+        assert self.opened.wait(LONGEST_WAIT_S), "the event loop stands still"
         return to_wire(spec(1.5))
 
 
 async def entered(gate: Gate) -> None:
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(LONGEST_WAIT_S):
         while not gate.entered.is_set():
             await asyncio.sleep(0.001)
 

@@ -9,6 +9,7 @@ import pytest
 
 from tercet.protocol import Output
 from tercet.vllm_plugin import endpoint
+from tests.longest_wait import LONGEST_WAIT_S
 
 
 @pytest.mark.parametrize("reads", [True, False])
@@ -27,7 +28,7 @@ async def test_events_that_nobody_reads(reads: bool, monkeypatch: pytest.MonkeyP
     events = endpoint._events(await anext(rest), rest)
     found = [await anext(events)]
     if not reads:
-        await asyncio.wait_for(ended.wait(), 20)
+        await asyncio.wait_for(ended.wait(), LONGEST_WAIT_S)
     found += [event async for event in events]
     assert ended.is_set()
     assert (b"read nothing" in found[-1]) is not reads

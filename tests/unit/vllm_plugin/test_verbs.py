@@ -19,6 +19,7 @@ from tercet.vllm_plugin.core.core_methods import CoreCalls, EngineDescription, e
 from tercet.vllm_plugin.edge.agent_calls import AgentCalls
 from tercet.vllm_plugin.edge.liveness_probe import LivenessProbe
 from tercet.vllm_plugin.edge.verbs import EngineVerbs
+from tests.longest_wait import LONGEST_WAIT_S
 
 from .tiny_engine import LAYOUT, NO_ADAPTERS, FakeAgent
 
@@ -96,7 +97,7 @@ class Phase:
 
     async def require_back(self) -> None:
         tasks: TaskSet = self.verbs._tasks
-        assert await tasks.wait(10)
+        assert await tasks.wait(LONGEST_WAIT_S)
         assert len(self.core.ended) == 1
         assert self.agent.cancelled == self.core.ended, "before the blocks are unpinned"
         assert not len(self.verbs._work)
@@ -112,7 +113,7 @@ async def test_an_abort_ends_a_send_wherever_it_is(phase: str) -> None:
     sending = await found.begin(phase)
     assert await found.verbs.abort("s")
     with pytest.raises(UnknownSequence, match="s was aborted while its KV was being sent"):
-        await asyncio.wait_for(sending, 30)
+        await asyncio.wait_for(sending, LONGEST_WAIT_S)
     assert not await found.verbs.abort("s")
     await found.require_back()
 
@@ -138,5 +139,5 @@ async def test_an_abort_of_one_sequence_leaves_the_others_sends() -> None:
     assert not sending.done()
     sending.cancel()
     await asyncio.wait([sending])
-    assert await found.verbs._tasks.wait(10)
+    assert await found.verbs._tasks.wait(LONGEST_WAIT_S)
     found.verbs._reports._task.cancel()

@@ -16,6 +16,7 @@ from tercet.cluster.on_ray.follower import once_it_runs
 from tercet.cluster.on_ray.wanted import OwnerReport, Resources, WantedEngine, WantedFleet
 from tercet.fleet.discovery.roster import RosterEntry
 from tercet.protocol import Role
+from tests.longest_wait import LONGEST_WAIT_S
 
 from .fake_ray import ActorDiedError, ActorUnavailableError, FakeActor, FakeRay
 
@@ -66,7 +67,7 @@ def roster(keeper: FleetKeeper) -> dict[str, RosterEntry]:
 
 
 def until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + LONGEST_WAIT_S
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.002)

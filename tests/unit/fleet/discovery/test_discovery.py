@@ -15,6 +15,7 @@ from tercet.fleet.discovery import PodDiscovery, follow_found, until_known
 from tercet.fleet.membership import Membership
 from tercet.protocol import BadRequest, Engine, EngineUnreachable
 from tercet.settings import DiscoverySettings, EngineAddress
+from tests.longest_wait import LONGEST_WAIT_S
 from tests.unit.fakes import FakeEngine
 
 from .api_server import EARLIER_POOLS, FAST, POOLS, ApiServer, api_server, earlier_pool, pod, pool
@@ -34,7 +35,7 @@ class World:
         return {each.name: (each.url, each.role, each.draining) for each in self.fleet.members}
 
     async def until(self, wanted: Callable[[dict[str, tuple[str, str, bool]]], bool]) -> None:
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(LONGEST_WAIT_S):
             while not wanted(self.state()):
                 await asyncio.sleep(0.002)
 
@@ -169,7 +170,7 @@ async def test_watches_end_when_who_follows_them_ends(world: World) -> None:
     world.server.put(pod("a"))
     discovery = PodDiscovery(DiscoverySettings(endpoint_selector="app=engine"), world.server.api, FAST)
     async with aclosing(discovery.changes()) as changes:
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(LONGEST_WAIT_S):
             await anext(changes)
         assert [task for task in asyncio.all_tasks() if task.get_name() == "watch on pods"]
     assert not [task for task in asyncio.all_tasks() if task.get_name() == "watch on pods"]
@@ -183,7 +184,7 @@ async def test_who_follows_pods_and_fails_leaves_no_watch(world: World) -> None:
         async def become(self, wanted: Any) -> Any:
             raise BadRequest("as it happens")
 
-    async with Broken(world.fleet, connect) as membership, asyncio.timeout(10):
+    async with Broken(world.fleet, connect) as membership, asyncio.timeout(LONGEST_WAIT_S):
         with pytest.raises(BadRequest):
             await follow_found(discovery, membership, (), asyncio.Event())
     assert not [task for task in asyncio.all_tasks() if task.get_name() == "watch on pods"]

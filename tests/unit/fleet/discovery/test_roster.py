@@ -24,6 +24,7 @@ from tercet.fleet.member_state import MemberState
 from tercet.fleet.membership import Membership
 from tercet.protocol import BadRequest
 from tercet.settings import DiscoverySettings, EngineAddress
+from tests.longest_wait import LONGEST_WAIT_S
 
 from .test_discovery import connect
 
@@ -100,7 +101,7 @@ class World:
         return {each.name: (each.role, each.draining) for each in self.fleet.members}
 
     async def until(self, condition: Callable[[], bool]) -> None:
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(LONGEST_WAIT_S):
             while not condition():
                 await asyncio.sleep(0.002)
 

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from tercet.fleet.discovery.api_access import ApiAccess
 from tercet.fleet.discovery.api_objects import Pod
 from tercet.fleet.discovery.watching import Waits, Watch
+from tests.longest_wait import LONGEST_WAIT_S
 
 from .api_server import FAST, PODS, ApiServer, api_server, pod
 
@@ -34,7 +35,7 @@ class Seen:
         self._changed.set()
 
     async def until(self, wanted: Callable[[dict[str, tuple[str, str]]], bool]) -> None:
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(LONGEST_WAIT_S):
             while self.pods is None or not wanted(self.pods):
                 self._changed.clear()
                 await self._changed.wait()
@@ -64,7 +65,7 @@ async def server() -> AsyncGenerator[ApiServer]:
 
 
 async def watched(server: ApiServer, times: int = 1) -> None:
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(LONGEST_WAIT_S):
         while not (server.watches >= times and len(server._open)):
             await asyncio.sleep(0.002)
 
@@ -209,7 +210,7 @@ async def test_who_may_not_watch_is_told_what_is_missing(server: ApiServer, capl
     server.refuse_watches = 403
     async with watching(server) as seen:
         await seen.until(lambda pods: pods == {})
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(LONGEST_WAIT_S):
             while server.watches < 3:
                 await asyncio.sleep(0.005)
     assert "must allow get, list and watch" in caplog.text
@@ -226,7 +227,7 @@ async def test_a_server_that_has_too_much_to_do_is_not_asked_for_all_of_it(
         server.refuse_watches = status
         server.drop()
         server.put(pod("b"))
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(LONGEST_WAIT_S):
             while server.watches < 2:
                 await asyncio.sleep(0.002)
         server.refuse_watches = None
@@ -260,7 +261,7 @@ async def test_a_token_is_read_for_every_request_and_goes_nowhere_else(server: A
     assert server.tokens == ["Bearer t0", "Bearer t1", "Bearer t2"]
     server.refuse = (302, {"Location": f"{server.url}{PODS}?elsewhere=1"})
     async with watching(server, api=access):
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(LONGEST_WAIT_S):
             while len(server.queries) < 5:
                 await asyncio.sleep(0.005)
     assert not any("elsewhere" in each for each in server.queries)

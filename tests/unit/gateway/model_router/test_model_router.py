@@ -16,6 +16,7 @@ from tercet.gateway.model_router.server import ModelRouterServer, model_router
 from tercet.protocol import BadRequest
 from tercet.settings import Source, decode_settings
 from tercet.settings.model_router_config import ModelBackend, ModelRouterConfig
+from tests.longest_wait import LONGEST_WAIT_S
 from tests.servers import served
 
 CHAT = "/v1/chat/completions"
@@ -159,14 +160,14 @@ async def test_a_router_that_is_not_there_is_passed_over_and_taken_again() -> No
         await first.running.aclose()
         assert {(await found.ask("a"))[:2] for _ in range(20)} == {(200, second.url)}
         await first.start()
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(LONGEST_WAIT_S):
             while (await found.ask("a"))[1] != first.url:
                 await asyncio.sleep(0.01)
         await first.running.aclose()
         await second.running.aclose()
         status, _, text = await found.ask("a")
         assert (status, json.loads(text)["error"]["code"]) == (503, "engine_unreachable")
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(LONGEST_WAIT_S):
             while (await found.get("/health"))[0] != 503:
                 await asyncio.sleep(0.01)
         assert (await found.get("/live"))[0] == 200
@@ -197,7 +198,7 @@ async def test_a_client_that_leaves_is_not_a_failure_of_its_router(begun: bool) 
         if begun:
             a.answers.set()
         asking = asyncio.create_task(found.ask("a"))
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(LONGEST_WAIT_S):
             while not a.bodies or found.server.routes.backends[0].in_flight != 1:
                 await asyncio.sleep(0.01)
             asking.cancel()
@@ -212,7 +213,7 @@ async def test_weights_are_changed_while_streams_run() -> None:
     async with world(old) as found:
         old.go.clear()
         running = asyncio.create_task(found.ask("a"))
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(LONGEST_WAIT_S):
             while not old.bodies:
                 await asyncio.sleep(0.01)
         status, shown = await found.put([{"url": new.url}, {"url": old.url, "weight": 0}])

@@ -16,6 +16,7 @@ from tercet.cluster.ports import free_ports
 from tercet.lab.sim import EngineOptions, load_profile
 from tercet.lab.sim.sim_server import ServerConfig, serve
 from tercet.settings.prefill_settings import PrefillBudget
+from tests.longest_wait import LONGEST_WAIT_S
 
 HOST = "127.0.0.1"
 LOOPBACK = "127.0.0.1:*"
@@ -77,7 +78,7 @@ class Engine:
     def stop(self) -> None:
         if self._process.is_alive():
             self.signal(signal.SIGKILL)
-        self._process.join(5)
+        self._process.join(LONGEST_WAIT_S)
 
 
 @asynccontextmanager
@@ -91,7 +92,7 @@ async def engine(name: str, session: aiohttp.ClientSession, slower: float = 1.0)
         made.stop()
 
 
-async def until(holds: Callable[[], Awaitable[bool]], seconds: float = 30.0) -> None:
+async def until(holds: Callable[[], Awaitable[bool]], seconds: float = LONGEST_WAIT_S) -> None:
     async with asyncio.timeout(seconds):
         while not await holds():
             await asyncio.sleep(0.01)

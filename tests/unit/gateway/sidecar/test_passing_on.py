@@ -13,6 +13,7 @@ import pytest
 
 from tercet.gateway.sidecar.server import sidecar
 from tercet.settings import SidecarConfig
+from tests.longest_wait import LONGEST_WAIT_S
 from tests.unit.wire.client.raw_http import Message, RawServer, parsed, raw_server, said
 
 EVERY_BYTE = bytes(byte for byte in range(0x21, 0x100) if byte != 0x7F)
@@ -153,7 +154,7 @@ async def test_a_client_is_told_to_go_on_before_it_sends_its_body(path: bytes) -
     async with passing(interim=go_on) as (engine, port):
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
         writer.write(request(b"Expect: 100-continue", b"Content-Length: 2", start=b"POST " + path + b" HTTP/1.1"))
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(LONGEST_WAIT_S):
             assert (await reader.readuntil(b"\r\n\r\n")).startswith(b"HTTP/1.1 100 ")
             writer.write(b"{}")
             assert (await reader.read()).endswith(b"ok")

@@ -25,6 +25,7 @@ from tercet.protocol.trace import VerbTrace
 from tercet.settings import SidecarConfig
 from tercet.wire.client import HttpEngine, engine_tls
 from tercet.wire.client.prefill_attempts import PrefillAttempts
+from tests.longest_wait import LONGEST_WAIT_S
 from tests.servers import served
 from tests.unit.wire.client.certificates import Authority
 
@@ -307,11 +308,11 @@ async def test_kv_that_nobody_waits_for_is_fetched_all_the_same() -> None:
         call = SplitCall("/v1/chat/completions", msgspec.json.encode(CHAT), CHAT, {}, "r", "r-1")
         async with leg.prefilled(call, [found.prefill.address], VerbTrace()) as prepared:
             prepared.sent = True
-        assert await leg.draining.wait(10)
+        assert await leg.draining.wait(LONGEST_WAIT_S)
         assert not found.decode.bodies
         async with leg.prefilled(call, [found.prefill.address], VerbTrace()):
             pass  # the client has left
-        assert await leg.draining.wait(10)
+        assert await leg.draining.wait(LONGEST_WAIT_S)
         (fetched,) = found.decode.bodies
         assert (fetched["kv_transfer_params"], fetched["max_tokens"], fetched["stream"]) == (PARAMS, 1, False)
 
@@ -506,7 +507,7 @@ async def test_a_client_that_leaves_ends_its_request() -> None:
         async with found.session.post(f"{found.url}/v1/chat/completions", json=CHAT) as answer:
             await answer.content.readline()
             answer.close()
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(LONGEST_WAIT_S):
             await left.wait()
 
 
@@ -567,14 +568,14 @@ async def test_a_sidecar_that_is_told_to_stop_finishes_what_runs_and_gives_up_wh
 
         found.decode.answer = slow
         asking = asyncio.create_task(found.ask(path="/v1/embeddings"))
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(LONGEST_WAIT_S):
             await begun.wait()
-        finishing = asyncio.create_task(found.server.finish(30.0, hurried))
+        finishing = asyncio.create_task(found.server.finish(600.0, hurried))
         while not await refuses(found):
             await asyncio.sleep(0.01)
         assert not finishing.done()
         hurried.set()
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(LONGEST_WAIT_S):
             status, said = await asking
             await finishing
         assert (status, '"n": 0' in said, "shutting_down" in said) == (200, True, True)
@@ -599,11 +600,11 @@ async def test_a_hurried_sidecar_waits_for_no_client_that_does_not_read() -> Non
 
         found.decode.answer = endless
         async with found.session.post(f"{found.url}/v1/embeddings", json=CHAT) as answer:
-            async with asyncio.timeout(30):
+            async with asyncio.timeout(LONGEST_WAIT_S):
                 await full.wait()
             hurried.set()
-            async with asyncio.timeout(10):
-                await found.server.finish(30.0, hurried)
+            async with asyncio.timeout(LONGEST_WAIT_S):
+                await found.server.finish(600.0, hurried)
             assert answer.status == 200
 
 
@@ -626,9 +627,9 @@ async def test_a_sidecar_that_is_told_to_stop_waits_for_what_runs() -> None:
 
         found.decode.answer = late
         asking = asyncio.create_task(found.ask(path="/v1/embeddings"))
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(LONGEST_WAIT_S):
             await begun.wait()
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(LONGEST_WAIT_S):
             await found.server.finish(30.0, asyncio.Event())
         assert (await asking)[0] == 200
 

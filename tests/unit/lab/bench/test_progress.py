@@ -13,6 +13,7 @@ from tercet.lab.bench import traffic
 from tercet.lab.bench.bench_config import SECRET_HEADERS
 from tercet.lab.bench.results import RequestRecord, command_line, machine, versions
 from tercet.lab.bench.traffic import LiveProgress
+from tests.longest_wait import LONGEST_WAIT_S
 
 
 class Terminal(io.StringIO):
@@ -40,7 +41,7 @@ def test_a_line_has_the_live_numbers() -> None:
 
 
 async def until(out: io.StringIO, text: str) -> None:
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(LONGEST_WAIT_S):
         while text not in out.getvalue():
             await asyncio.sleep(0.005)
 

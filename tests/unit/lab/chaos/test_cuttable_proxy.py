@@ -7,6 +7,7 @@ from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager, suppress
 
 from tercet.lab.chaos.cuttable_proxy import CuttableProxy
+from tests.longest_wait import LONGEST_WAIT_S
 
 HOST = "127.0.0.1"
 TOLD = (b"127.0.0.1:11111", b"127.0.0.1:22222")
@@ -25,7 +26,7 @@ async def echoing() -> AsyncGenerator[CuttableProxy]:
 
 
 async def test_bytes_pass_and_addresses_are_replaced() -> None:
-    async with echoing() as proxy, asyncio.timeout(30):
+    async with echoing() as proxy, asyncio.timeout(LONGEST_WAIT_S):
         reader, writer = await asyncio.open_connection(HOST, proxy.port)
         writer.write(b'{"address": "127.0.0.1:11111"}')
         assert await reader.readuntil(b">") == b'<{"address": "127.0.0.1:22222"}>'
@@ -33,7 +34,7 @@ async def test_bytes_pass_and_addresses_are_replaced() -> None:
 
 
 async def test_what_is_cut_waits_and_new_connections_do_too() -> None:
-    async with echoing() as proxy, asyncio.timeout(30):
+    async with echoing() as proxy, asyncio.timeout(LONGEST_WAIT_S):
         reader, writer = await asyncio.open_connection(HOST, proxy.port)
         writer.write(b"one")
         assert await reader.readuntil(b">") == b"<one>"
@@ -51,7 +52,7 @@ async def test_what_is_cut_waits_and_new_connections_do_too() -> None:
 
 
 async def test_the_end_of_one_side_is_the_end_of_the_other() -> None:
-    async with echoing() as proxy, asyncio.timeout(30):
+    async with echoing() as proxy, asyncio.timeout(LONGEST_WAIT_S):
         reader, writer = await asyncio.open_connection(HOST, proxy.port)
         writer.write_eof()
         assert await reader.read() == b""
@@ -59,7 +60,7 @@ async def test_the_end_of_one_side_is_the_end_of_the_other() -> None:
 
 
 async def test_nobody_behind_it_is_a_lost_connection() -> None:
-    async with CuttableProxy(HOST, 1, TOLD) as proxy, asyncio.timeout(30):
+    async with CuttableProxy(HOST, 1, TOLD) as proxy, asyncio.timeout(LONGEST_WAIT_S):
         reader, writer = await asyncio.open_connection(HOST, proxy.port)
         with suppress(ConnectionError):
             assert await reader.read() == b""

@@ -17,6 +17,7 @@ from tercet.lab.chaos.invariants import ClientRecord
 from tercet.lab.chaos.openai_clients import OpenAIClients
 from tercet.lab.chaos.real_arena import NAME
 from tercet.protocol import EngineUnreachable
+from tests.longest_wait import LONGEST_WAIT_S
 from tests.servers import served
 
 Answer = Callable[[web.StreamResponse], Coroutine[Any, Any, None]]
@@ -40,7 +41,7 @@ async def router(answer: Answer, status: int = 200) -> AsyncGenerator[tuple[Open
 
     app = web.Application()
     app.add_routes([web.post("/v1/completions", completions)])
-    async with served(app) as url, aiohttp.ClientSession() as session, asyncio.timeout(30):
+    async with served(app) as url, aiohttp.ClientSession() as session, asyncio.timeout(LONGEST_WAIT_S):
         yield OpenAIClients(session, url, "m"), asked
 
 

@@ -12,6 +12,7 @@ import pytest
 
 from tercet.lab.sim import run_virtual
 from tercet.protocol import EngineError
+from tests.longest_wait import LONGEST_WAIT_S
 
 
 def test_sleeping_an_hour_takes_no_time() -> None:
@@ -21,7 +22,7 @@ def test_sleeping_an_hour_takes_no_time() -> None:
 
     began = time.monotonic()
     assert run_virtual(main()) == 3600
-    assert time.monotonic() - began < 1
+    assert time.monotonic() - began < LONGEST_WAIT_S
 
 
 def test_timers_fire_in_order_and_among_equals_in_the_order_of_the_calls() -> None:

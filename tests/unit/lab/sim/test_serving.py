@@ -24,6 +24,7 @@ from tercet.protocol.wire import API_PREFIX
 from tercet.settings.log_lines import lines_of_request
 from tercet.wire.client import HttpEngine
 from tercet.wire.streams import StreamListener
+from tests.longest_wait import LONGEST_WAIT_S
 
 from .models import BLOCK, engines_of, is_empty, profile_of, request_of, tokens_of
 
@@ -57,7 +58,7 @@ class Pair:
 
     async def settled(self) -> bool:
         """Whether both are empty; what a client gave up is given back when the server notices."""
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(LONGEST_WAIT_S):
             while not all(is_empty(engine) for engine in self.inside):
                 await asyncio.sleep(0.01)
         return True

@@ -22,6 +22,7 @@ from tercet.router.page.serving_page import with_page
 from tercet.router.router_keys import RouterKeys
 from tercet.router.shutdown import Shutdown
 from tercet.settings import RouterSettings
+from tests.longest_wait import LONGEST_WAIT_S
 from tests.unit.router.conftest import LiveRouter
 
 ADMIN, CLIENT = "the-admin-key", "a-clients-key"
@@ -62,7 +63,7 @@ class Watching:
 
     async def first(self) -> tuple[int, dict[str, str], bytes]:
         """Status, headers and the first part of the body."""
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(LONGEST_WAIT_S):
             while len(self.sent) < 2:
                 self._came.clear()
                 await self._came.wait()
@@ -71,7 +72,7 @@ class Watching:
 
     async def leave(self) -> None:
         self._left.set()
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(LONGEST_WAIT_S):
             await self.task
 
 
@@ -186,7 +187,7 @@ async def test_this_machine_sees_it_where_no_key_is_set(router: LiveRouter) -> N
 
 
 async def _becomes_quiet(router: LiveRouter) -> bool:
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(LONGEST_WAIT_S):
         while router.service.observers:
             await asyncio.sleep(0.05)
     return True
@@ -260,7 +261,7 @@ async def test_a_viewer_that_takes_nothing_is_dropped(router: LiveRouter, monkey
                 await asyncio.Event().wait()
 
     stuck = Stuck(app_of(router))
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(LONGEST_WAIT_S):
         await stuck.task
     assert stuck.sent[-1].get("more_body", False)  # no end: the server closes the connection
     assert await _becomes_quiet(router)

@@ -15,6 +15,7 @@ from tercet.router.page.engine_rows import ReportedLoads
 from tercet.router.page.records import Frame
 from tercet.router.page.viewers import MOST_PENDING, MOST_VIEWERS, Viewers
 from tercet.router.page.watch import FleetWatch, about_service
+from tests.longest_wait import LONGEST_WAIT_S
 from tests.unit.router.conftest import LiveRouter
 
 
@@ -48,7 +49,7 @@ async def gallery(router: LiveRouter, monkeypatch: pytest.MonkeyPatch) -> AsyncI
 
 
 async def until_quiet(gallery: Gallery) -> None:
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(LONGEST_WAIT_S):
         while not gallery.is_quiet:
             await asyncio.sleep(0.01)
 
@@ -108,7 +109,7 @@ async def test_a_slow_viewer_is_never_behind_by_more_than_a_few_frames(gallery: 
     viewer = gallery.viewers.enter(admin=True)
     async with aclosing(gallery.viewers.stream(viewer)) as stream:
         await anext(stream)
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(LONGEST_WAIT_S):
             while not viewer.is_behind:
                 assert len(viewer._pending) <= MOST_PENDING
                 await asyncio.sleep(0.005)
@@ -130,7 +131,7 @@ async def test_every_stream_ends_when_the_router_shuts_down(gallery: Gallery) ->
     stream = gallery.viewers.stream(gallery.viewers.enter(admin=True))
     await anext(stream)
     gallery.over = True
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(LONGEST_WAIT_S):
         _ = [part async for part in stream]
     await until_quiet(gallery)
     with pytest.raises(ShuttingDown):

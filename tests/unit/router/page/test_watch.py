@@ -19,6 +19,7 @@ from tercet.router.page.program_counts import MOST_PROGRAMS, OTHER, ProgramCount
 from tercet.router.page.records import DEAD, DRAINING, SILENT, EngineTTFT, Frame
 from tercet.router.page.watch import FleetWatch, about_service
 from tercet.settings import RetryBudget
+from tests.longest_wait import LONGEST_WAIT_S
 from tests.unit.router.conftest import LiveRouter
 
 from .test_records import picture
@@ -289,7 +290,7 @@ async def test_a_request_that_moves_is_followed_from_its_first_token_on(router: 
     request = Request(seq_id="s", prompt=tuple(range(100)), sampling_params={"max_tokens": 9})
     stream = router.service.run(request, trace := Trace(), on_sequence=found.append)
     serving = asyncio.ensure_future(_tokens_of(stream))
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(LONGEST_WAIT_S):
         while not found or len(found[0].tokens) < 3:
             await asyncio.sleep(0.001)
     watch = watch_of(router)  # it began before a page was open

@@ -12,6 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from tercet.protocol import TransferFailed
 from tercet.transport.memory import buffers
 from tercet.transport.memory.buffers import BufferLedger, BufferPool
+from tests.longest_wait import LONGEST_WAIT_S
 
 
 class Ledger(RuleBasedStateMachine):
@@ -96,7 +97,7 @@ def test_who_waits_gets_what_is_given_back() -> None:
     waiting = threading.Thread(target=lambda: got.append(found.take().number))
     waiting.start()
     held.give_back()
-    waiting.join(30)
+    waiting.join(LONGEST_WAIT_S)
     assert got == [held.number]
 
 

@@ -28,6 +28,7 @@ from tercet.router.router_app import RouterApp
 from tercet.router.service import Service
 from tercet.router.service_programs import ServicePrograms
 from tercet.settings import Limits
+from tests.longest_wait import LONGEST_WAIT_S
 from tests.unit.fakes import FakeEngine, stream_of
 from tests.unit.router.conftest import shared_over
 
@@ -157,7 +158,7 @@ class LiveRouters:
         self.engine.expect(name, script, free=free)
         given = {"x-request-id": name, **headers}
         events: list[str] = []
-        with httpx.stream("POST", self.urls[router] + path, json=body, headers=given, timeout=30) as answer:
+        with httpx.stream("POST", self.urls[router] + path, json=body, headers=given, timeout=LONGEST_WAIT_S) as answer:
             if answer.status_code != 200:
                 return answer.status_code, answer.read().decode()
             for line in answer.iter_lines():
@@ -302,7 +303,7 @@ def live_routers(model: str) -> Generator[LiveRouters]:
         raise failed[0]
     yield routers
     loop.call_soon_threadsafe(stop.set)
-    thread.join(30)
+    thread.join(LONGEST_WAIT_S)
     for collector in set(prometheus_client.REGISTRY._collector_to_names) - before:
         prometheus_client.REGISTRY.unregister(collector)
     assert not failed

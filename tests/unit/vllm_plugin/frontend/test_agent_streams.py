@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 
 from tercet.protocol import Output, TokenLogprob
 from tercet.vllm_plugin.differences import OFFSETS_OF_SENT_TEXT
+from tests.longest_wait import LONGEST_WAIT_S
 
 from .conftest import CREATED, LiveRouters, Step
 from .test_client_connection import until
@@ -235,7 +236,7 @@ def test_browsers(routers: LiveRouters, written: list[str]) -> None:
     for router in ("fast", "stock"):
         routers.engine.expect("browser", [*singly(routers, "one two three"), "stop"], free=True)
         headers = {"x-request-id": "browser", "origin": "http://browser"}
-        answer = httpx.post(routers.urls[router] + CHAT, json=body(CHAT), headers=headers, timeout=30)
+        answer = httpx.post(routers.urls[router] + CHAT, json=body(CHAT), headers=headers, timeout=LONGEST_WAIT_S)
         found.append((dict(answer.headers, date=""), CREATED.sub("", answer.text)))
     assert found[0] == found[1]
     assert found[0][0]["access-control-allow-origin"] == "http://browser"

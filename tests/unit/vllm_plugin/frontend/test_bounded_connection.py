@@ -14,6 +14,7 @@ from uvicorn.server import ServerState
 from tercet.aio import incoming
 from tercet.aio.incoming import LONGEST_HEAD
 from tercet.wire.serving.client_connection import StreamingProtocol
+from tests.longest_wait import LONGEST_WAIT_S
 
 SOON = 0.1
 HEAD = b"POST /x HTTP/1.1\r\nhost: h\r\ncontent-length: 10\r\n\r\n"
@@ -76,7 +77,7 @@ async def all_said(reader: asyncio.StreamReader) -> bytes:
     """Up to the end of the connection, however it ends."""
     said = b""
     with suppress(ConnectionResetError):
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(LONGEST_WAIT_S):
             while part := await reader.read(65536):
                 said += part
     return said
@@ -160,10 +161,10 @@ async def test_long_bodies_after_short_heads_are_served_and_connections_go_on(se
         for _ in range(3):
             for request in (head + body, chunked % (len(body), body)):
                 writer.write(request)
-                async with asyncio.timeout(20):
+                async with asyncio.timeout(LONGEST_WAIT_S):
                     await reader.readuntil(b"\r\n\r\nok")
         await asyncio.sleep(3 * SOON)  # idle between requests is for the keep-alive time to say
         writer.write(b"GET / HTTP/1.1\r\nhost: h\r\n\r\n")
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(LONGEST_WAIT_S):
             await reader.readuntil(b"\r\n\r\nok")
     assert served.app.bodies == [*[body] * 6, b""]

@@ -16,6 +16,7 @@ from uvicorn.protocols.http.flow_control import FlowControl
 
 from tercet.wire.serving import client_connection
 from tercet.wire.serving.client_connection import ClientConnection, StreamingProtocol
+from tests.longest_wait import LONGEST_WAIT_S
 
 from .conftest import LiveRouters, Step
 
@@ -23,7 +24,7 @@ MODEL = 'say "text":1'
 
 
 def until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + LONGEST_WAIT_S
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.01)
@@ -61,7 +62,7 @@ def test_a_client_that_leaves_ends_its_sequence(routers: LiveRouters) -> None:
     routers.let_go("leaves")
     read_until(client, b'"text":" two"')
     client.close()
-    assert ended.wait(20)
+    assert ended.wait(LONGEST_WAIT_S)
     until(lambda: not routers.processor.request_states)
     assert not routers.engine.running
 
@@ -217,7 +218,7 @@ def test_a_client_that_never_reads_is_let_go_and_others_stream(
     other = connect(routers, "other", [*[[token] for token in routers.tokens("one two three four")], "stop"])
     routers.let_go("other", 10)
     assert b"[DONE]" in read_until(other, b"[DONE]")
-    assert ended.wait(20)
+    assert ended.wait(LONGEST_WAIT_S)
     until(lambda: not routers.processor.request_states and not routers.engine.running)
     client.close()
     other.close()
@@ -262,7 +263,7 @@ async def test_whoever_writes_to_a_client_that_does_not_read_is_freed(
         protocol.resume_writing()
         await asyncio.sleep(0.2)
     else:
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(LONGEST_WAIT_S):
             while not transport.aborted:
                 await asyncio.sleep(0.01)
     assert transport.aborted is not reads

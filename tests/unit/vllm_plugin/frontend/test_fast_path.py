@@ -13,6 +13,7 @@ import prometheus_client
 import pytest
 
 from tercet.vllm_plugin.differences import OFFSETS_OF_SENT_TEXT
+from tests.longest_wait import LONGEST_WAIT_S
 
 from .conftest import LiveRouters, Step
 from .test_client_connection import connect, until
@@ -108,7 +109,7 @@ def test_refusals_are_vllms(routers: LiveRouters, path: str, body: Any, headers:
             routers.urls[router] + path,
             content=content,
             headers={"content-type": "application/json", **headers},
-            timeout=30,
+            timeout=LONGEST_WAIT_S,
         )
         for router in ("fast", "stock")
     ]
@@ -124,7 +125,7 @@ def test_headers_are_vllms(routers: LiveRouters) -> None:
         routers.engine.expect("headers", script(routers))
         routers.let_go("headers", 10)
         answer = httpx.post(
-            routers.urls[router] + COMPLETIONS, json=PLAIN, headers={"x-request-id": "headers"}, timeout=30
+            routers.urls[router] + COMPLETIONS, json=PLAIN, headers={"x-request-id": "headers"}, timeout=LONGEST_WAIT_S
         )
         # ``vary`` is for caches, and none keeps the answer to a POST.
         found.append({name: value for name, value in answer.headers.items() if name not in ("date", "vary")})
@@ -155,12 +156,12 @@ def test_a_client_that_leaves_before_the_first_token(routers: LiveRouters) -> No
     until(lambda: "early" in routers.engine.said)
     client.shutdown(socket.SHUT_RDWR)
     client.close()
-    assert ended.wait(20)
+    assert ended.wait(LONGEST_WAIT_S)
     until(lambda: not routers.processor.request_states and not routers.engine.running)
 
 
 def test_a_connection_is_used_again(routers: LiveRouters) -> None:
-    with httpx.Client(timeout=30) as client:
+    with httpx.Client(timeout=LONGEST_WAIT_S) as client:
         for number in range(3):
             name = f"again{number}"
             routers.engine.expect(name, script(routers))

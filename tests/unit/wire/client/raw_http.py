@@ -8,6 +8,8 @@ from collections.abc import AsyncGenerator, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 
+from tests.longest_wait import LONGEST_WAIT_S
+
 HOST = "127.0.0.1"
 
 
@@ -65,7 +67,7 @@ async def raw_server(**says: object) -> AsyncGenerator[RawServer]:
         server.close()
 
 
-async def said(port: int, *pieces: bytes, until: bytes = b"", seconds: float = 10.0) -> bytes:
+async def said(port: int, *pieces: bytes, until: bytes = b"", seconds: float = LONGEST_WAIT_S) -> bytes:
     """What a server says to these bytes, until it closes the connection, or has said ``until``."""
     reader, writer = await asyncio.open_connection(HOST, port)
     got = b""

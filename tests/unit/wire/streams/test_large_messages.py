@@ -23,6 +23,7 @@ from tercet.protocol import (
 )
 from tercet.protocol.wire import StartGenerateCall
 from tercet.wire.streams import engine_connection, router_connection
+from tests.longest_wait import LONGEST_WAIT_S
 from tests.unit.wire.streams.test_streams import Pair, call_of, connected, stream_fed_here
 
 LONGEST = 4096
@@ -73,7 +74,7 @@ async def test_an_output_that_no_message_holds_ends_its_own_sequence() -> None:
             with pytest.raises(BadRequest, match="request fewer log probabilities") as caught:
                 await anext(outputs)
             assert caught.value.param == "sampling_params"
-            await asyncio.wait_for(stopped.wait(), 10)
+            await asyncio.wait_for(stopped.wait(), LONGEST_WAIT_S)
             assert not sender.open
         await other.require_whole(pair)
 
@@ -103,7 +104,7 @@ async def test_an_output_that_cannot_be_said_ends_its_own_sequence(caplog: pytes
             sender.send(Output((2**70,)))
             with pytest.raises(EngineError, match="OverflowError"):
                 await anext(outputs)
-            await asyncio.wait_for(stopped.wait(), 10)
+            await asyncio.wait_for(stopped.wait(), LONGEST_WAIT_S)
         await other.require_whole(pair)
 
 

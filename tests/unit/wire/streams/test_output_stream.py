@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tercet.protocol import EngineError, Output, OutputStream
+from tests.longest_wait import LONGEST_WAIT_S
 from tests.unit.fakes import stream_of
 
 
@@ -164,7 +165,7 @@ async def test_a_loop_that_is_left_early_ends_the_stream_by_itself() -> None:
     await asyncio.sleep(0)
     fed.stream.put(Output((1,)))
     await leaving
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(LONGEST_WAIT_S):
         while not fed.produced:
             await asyncio.sleep(0)
     assert len(fed.observer.ends) == 1
@@ -214,7 +215,7 @@ async def test_cancelled_in_any_turn(turns: int) -> None:
     consumer.cancel()
     await asyncio.wait([consumer])
     assert consumer.cancelled()
-    async with asyncio.timeout(5):  # Python closes a generator that a loop left in a step of its own
+    async with asyncio.timeout(LONGEST_WAIT_S):  # Python closes a generator that a loop left in a step of its own
         while fed.producing or len(fed.observer.ends) < fed.observer.starts:
             await asyncio.sleep(0)
     assert len(fed.observer.ends) == fed.observer.starts

@@ -14,6 +14,7 @@ from tercet.protocol.wire import RouterAddress, StartGenerateCall, StreamDestina
 from tercet.wire.client import stream_keeper
 from tercet.wire.client.stream_keeper import StreamKeeper
 from tercet.wire.streams import RouterConnections, StreamListener, engine_connection
+from tests.longest_wait import LONGEST_WAIT_S
 
 URL = "http://127.0.0.1:1"
 
@@ -93,7 +94,7 @@ def stream_fed_here() -> OutputStream:
 
 
 async def until(true: Callable[[], object]) -> None:
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(LONGEST_WAIT_S):
         while not true():
             await asyncio.sleep(0.01)
 

@@ -34,6 +34,7 @@ from tercet.wire.streams import (
     StreamListener,
 )
 from tercet.wire.streams.wire_format import LONGEST_FRAME, LONGEST_HELLO, PROTOCOL, frame_of
+from tests.longest_wait import LONGEST_WAIT_S
 
 LOAD = EngineLoad(waiting=1, running=2, kv_usage=0.25, tokens=30, step_time=0.02)
 ENGINE_URL = "http://127.0.0.1:1"
@@ -91,7 +92,7 @@ async def connected(longest_call: int = LONGEST_FRAME) -> AsyncGenerator[Pair]:
             router_connections.close()
 
 
-async def until(true: Callable[[], object], seconds: float = 10.0) -> None:
+async def until(true: Callable[[], object], seconds: float = LONGEST_WAIT_S) -> None:
     async with asyncio.timeout(seconds):
         while not true():
             await asyncio.sleep(0.005)
@@ -207,7 +208,7 @@ async def test_leaving_early_stops_the_sequence_on_the_engine() -> None:
     async with connected() as pair:
         with pair.engine.sequence(0, stream_fed_here()) as number:
             pair.router.sender(number, 0, stopped.set)
-        await asyncio.wait_for(stopped.wait(), 10)
+        await asyncio.wait_for(stopped.wait(), LONGEST_WAIT_S)
 
 
 async def test_what_was_cancelled_before_it_began_does_not_begin() -> None:
@@ -218,7 +219,7 @@ async def test_what_was_cancelled_before_it_began_does_not_begin() -> None:
         stopped = asyncio.Event()
         pair.router.sender(later.__enter__(), 0, stopped.set)
         later.__exit__(None, None, None)
-        await asyncio.wait_for(stopped.wait(), 10)  # orders come in order, so the first is there too
+        await asyncio.wait_for(stopped.wait(), LONGEST_WAIT_S)  # orders come in order, so the first is there too
         with pytest.raises(Conflict, match="cancelled before"):
             pair.router.sender(number, 0, never)
 
@@ -227,7 +228,7 @@ async def test_what_nobody_opened_is_stopped() -> None:
     stopped = asyncio.Event()
     async with connected() as pair:
         pair.router.sender(99, 0, stopped.set).send(Output((1,)))
-        await asyncio.wait_for(stopped.wait(), 10)
+        await asyncio.wait_for(stopped.wait(), LONGEST_WAIT_S)
 
 
 async def test_the_engine_goes_and_every_sequence_ends() -> None:
@@ -248,7 +249,7 @@ async def test_the_router_goes_and_every_sequence_is_stopped() -> None:
         for number, event in enumerate(stopped):
             pair.router.sender(number, 0, event.set)
         pair.listener.forget(pair.engine)
-        await asyncio.wait_for(asyncio.gather(*(event.wait() for event in stopped)), 10)
+        await asyncio.wait_for(asyncio.gather(*(event.wait() for event in stopped)), LONGEST_WAIT_S)
         with pytest.raises(RouterUnreachable):
             pair.router.sender(7, 0, never)
         with pytest.raises(RouterUnreachable):  # its key is void
@@ -304,7 +305,8 @@ async def test_a_router_that_is_not_there_is_named_in_the_log_alone(caplog: pyte
         frame_of(OutputBatch((), LOAD)),
     ],
 )
-async def test_strangers_are_shown_out_and_change_nothing(sent: bytes) -> None:
+async def test_strangers_are_shown_out_and_change_nothing(sent: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tercet.wire.streams.stream_listener.HELLO_SECONDS", 600.0)
     outputs = stream_fed_here()
     async with connected() as pair:
         with pair.engine.sequence(0, outputs) as number:
@@ -313,7 +315,7 @@ async def test_strangers_are_shown_out_and_change_nothing(sent: bytes) -> None:
             reader, writer = await asyncio.open_connection(host, int(port))
             writer.write(sent)
             with contextlib.suppress(ConnectionError):
-                assert await asyncio.wait_for(reader.read(), 10) == b""
+                assert await asyncio.wait_for(reader.read(), LONGEST_WAIT_S) == b""
             writer.close()
             sender.send(Output((4,), "stop"))
             assert (await anext(outputs)).token_ids == (4,)
@@ -321,12 +323,13 @@ async def test_strangers_are_shown_out_and_change_nothing(sent: bytes) -> None:
 
 async def test_strangers_do_not_keep_engines_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tercet.wire.streams.stream_listener.MOST_STRANGERS", 3)
+    monkeypatch.setattr("tercet.wire.streams.stream_listener.HELLO_SECONDS", 600.0)
     async with connected() as pair:
         host, _, port = pair.address.rpartition(":")
         silent = [await asyncio.open_connection(host, int(port)) for _ in range(5)]
         for reader, _ in silent[:2]:
             with contextlib.suppress(ConnectionError):
-                assert await asyncio.wait_for(reader.read(), 10) == b""
+                assert await asyncio.wait_for(reader.read(), LONGEST_WAIT_S) == b""
         other = pair.listener.connection_of("other", lambda _: None)
         router_connections = RouterConnections("other", "i", lambda: None, no_start)
         await router_connections.connect(pair.address, other.key)
@@ -370,14 +373,15 @@ async def test_an_engine_that_sends_garbage_loses_its_stream_only() -> None:
             writer.close()
 
 
-async def test_an_engine_that_speaks_another_version_is_refused() -> None:
+async def test_an_engine_that_speaks_another_version_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tercet.wire.streams.stream_listener.HELLO_SECONDS", 600.0)
     async with connected() as pair:
         pair.engine.drop("for this test")
         host, _, port = pair.address.rpartition(":")
         reader, writer = await asyncio.open_connection(host, int(port))
         writer.write(frame_of(StreamHello("tercet-stream/999", pair.engine.key, "e", "i")))
         with contextlib.suppress(ConnectionError):
-            assert await asyncio.wait_for(reader.read(), 10) == b""
+            assert await asyncio.wait_for(reader.read(), LONGEST_WAIT_S) == b""
         assert not pair.engine.connected
         writer.close()
 
@@ -404,7 +408,7 @@ async def test_waiting_can_be_cancelled_at_any_time(steps: int) -> None:
             await task
         assert not pair.engine.inbox.sequences
         if begun:
-            await asyncio.wait_for(stopped.wait(), 10)
+            await asyncio.wait_for(stopped.wait(), LONGEST_WAIT_S)
 
 
 async def test_a_connection_that_closes_is_told_at_once_and_one_that_is_given_up_is_not() -> None:
