@@ -77,7 +77,17 @@ class Process:
         return Process(self.name, self._argv, self._env, log, self._grace, self._warm)
 
     async def start(self) -> None:
-        """Start the process; its output goes to the log."""
+        """Start the process; its output goes to the log. Raises :class:`StartFailed` if the system refuses it."""
+        try:
+            await self._spawn()
+        except BaseException as error:
+            self._cut_lifeline()
+            self._remove_sockets()
+            if isinstance(error, OSError):
+                raise StartFailed(f"{self.name} cannot be started: {error}") from error
+            raise
+
+    async def _spawn(self) -> None:
         guards_end, self._lifeline = os.pipe()
         try:
             # vLLM does not remove its sockets' files when it ends.
@@ -98,10 +108,6 @@ class Process:
                     process_group=0,
                     pass_fds=self._inherited,
                 )
-        except BaseException:
-            self._cut_lifeline()
-            self._remove_sockets()
-            raise
         finally:
             os.close(guards_end)
 

@@ -208,6 +208,8 @@ class Guard:
 
     def _end_group(self) -> None:
         """End the process group, of which this process is a member; the call does not return."""
+        if self._child.forget():
+            _end_what_is_left()
         os.killpg(0, signal.SIGTERM)
         deadline = time.monotonic() + self._grace
         while self._child.poll() is None and time.monotonic() < deadline:

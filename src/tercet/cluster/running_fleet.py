@@ -58,17 +58,15 @@ class RunningEngine:
     async def until_it_stays_dead(self, on_event: OnEvent) -> str:
         """Restart the engine when it ends, up to its limit; return a description of its last end.
 
-        Raises :class:`~tercet.cluster.child_process.StartFailed` if a restart is not possible.
+        A restart that fails, or that the system refuses, counts as another end.
         """
-        while True:
-            how = describe_exit(await self.process.ended())
-            pause = self.restarts.ended(time.monotonic())
-            if pause is None:
-                return how
+        how = describe_exit(await self.process.ended())
+        while (pause := self.restarts.ended(time.monotonic())) is not None:
             count = f"restart {self.restarts.used} of {self.restarts.limit} in {pause:g} s"
             on_event(self.name, f"{how}; {count}; log: {self.process.log}")
             await asyncio.sleep(pause)
-            await self._restart(on_event)
+            how = await self._end_of_restart(on_event)
+        return how
 
     async def leave(self) -> None:
         """Stop the engine for good: it is not restarted."""
@@ -78,20 +76,21 @@ class RunningEngine:
             await asyncio.gather(self.keeping, return_exceptions=True)
         await self.process.stop()
 
-    async def _restart(self, on_event: OnEvent) -> None:
-        """Restart the engine at the same address, where the router finds it; a failed start appears as another end."""
+    async def _end_of_restart(self, on_event: OnEvent) -> str:
+        """Restart the engine at the same address, where the router finds it; return a description of its end."""
         dead, self.starts = self.process, self.starts + 1
         self.process = dead.again(dead.log.with_name(f"{self.name}-{self.starts}.log"))
         await dead.stop()
         try:
             await self.process.start()
-        except OSError as error:
-            raise StartFailed(f"{self.name} cannot be restarted: {error}") from error
+        except StartFailed as error:
+            return error.message.removeprefix(f"{self.name} ")
         on_event(self.name, LOADING)
         try:
             await self.until_ready(on_event)
         except StartFailed:
             await self.process.stop()  # the process has ended, or the timeout has passed
+        return describe_exit(await self.process.ended())
 
 
 @dataclass

@@ -69,8 +69,9 @@ class Upgrade:
         if self._old == self._new:
             raise BadRequest("--to: must be another router than --from", "--to")
         if self._new not in there:
-            there = await self._put({self._new: 0.0})
+            there = await self._add_new()
         old, new = there[self._old], there[self._new]
+        self._weight = old["weight"] + new["weight"] or 1.0
         missing = [name for name in old["models"] if name not in new["models"]]
         if missing or not new["answers"]:
             await self._leave(self._new)
@@ -79,7 +80,6 @@ class Upgrade:
                 f"--to: the router at {self._new} {what}; it must serve the old router's models, see served-model-name",
                 "--to",
             )
-        self._weight = old["weight"] + new["weight"] or 1.0
         self.rollout = Rollout(self._plan, new["weight"] / self._weight)
 
     async def _shift(self) -> None:
@@ -94,14 +94,20 @@ class Upgrade:
     async def _apply(self) -> None:
         """Set the weights of both routers; the share of other routers of the same model does not change."""
         share = self.rollout.share
-        await self._put({self._old: self._weight * (1 - share), self._new: self._weight * share})
+        await self._change({self._old: self._weight * (1 - share), self._new: self._weight * share})
         why = f": {self.rollout.why}" if self.rollout.why else ""
         self._told(f"{self._new} has {share:.0%} of the requests, {self._old} {1 - share:.0%}{why}")
 
     async def _leave(self, url: str) -> None:
-        """Send a router no new requests, wait until it is empty, for at most ``drain_s`` seconds, and remove it."""
+        """Send a router no new requests, wait until it is empty, for at most ``drain_s`` seconds, and remove it.
+
+        If another command has removed the other router, this one stays as it is: it may be the only one that serves.
+        """
         other = self._new if url == self._old else self._old
-        there = await self._put({url: 0.0, other: self._weight})
+        if other not in await self._backends():
+            self._told(f"{url} keeps its requests: another command removed {other} from the model router")
+            return
+        there = await self._change({url: 0.0, other: self._weight})
         empty, said = 0, -1
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(self._drain_s):
@@ -113,16 +119,30 @@ class Upgrade:
                         said = left
                     await asyncio.sleep(LOOK_SECONDS)
                     there = await self._backends()
-        await self._put({url: None})
+        await self._change({url: None})
 
     async def _backends(self) -> Backends:
         found: list[dict[str, Any]] = await ask_router(self._url, "GET", "/backends", admin_key=self._key)
         return {each["url"]: each for each in found}
 
-    async def _put(self, changes: Mapping[str, float | None]) -> Backends:
-        """Change the weights of these routers, and remove those whose weight is None; other routers stay unchanged."""
-        weights: dict[str, float | None] = {url: each["weight"] for url, each in (await self._backends()).items()}
-        weights |= changes
+    async def _add_new(self) -> Backends:
+        """Add the new router with the weight 0; remove it again if the call is cancelled."""
+        try:
+            return await self._put({**await self._weights(), self._new: 0.0})
+        except asyncio.CancelledError:
+            await asyncio.shield(self._change({self._new: None}))
+            raise
+
+    async def _change(self, changes: Mapping[str, float | None]) -> Backends:
+        """Change the weights of those of these routers that are listed, and remove those whose weight is None."""
+        weights = await self._weights()
+        return await self._put({**weights, **{url: to for url, to in changes.items() if url in weights}})
+
+    async def _weights(self) -> Mapping[str, float]:
+        return {url: each["weight"] for url, each in (await self._backends()).items()}
+
+    async def _put(self, weights: Mapping[str, float | None]) -> Backends:
+        """Make these the model router's routers, without those whose weight is None."""
         routers = [{"url": url, "weight": weight} for url, weight in weights.items() if weight is not None]
         body = {"routers": routers}
         found: list[dict[str, Any]] = await ask_router(self._url, "PUT", "/backends", body, self._key)

@@ -18,6 +18,7 @@ from tercet.gateway.openai_call import OpenAICall
 from tercet.gateway.rendering import Tokens, estimated, token_ids
 from tercet.gateway.segments import SEGMENT, SegmentTokenizer
 from tercet.protocol import BadRequest
+from tercet.protocol.json_text import UNREADABLE
 
 logger = logging.getLogger("tercet.gateway")
 MANY_MESSAGES = 64
@@ -44,15 +45,18 @@ class ModelRenderer:
 
     ``budget`` and ``most_bytes`` are as for :class:`~tercet.gateway.segments.SegmentTokenizer`. A prompt that cannot be
     rendered (pictures, failing templates and tokenizers) gets stand-ins as a whole. Raises
-    :class:`~tercet.protocol.BadRequest` if there is no tokenizer.
+    :class:`~tercet.protocol.BadRequest` if the checkpoint's tokenizer or chat template cannot be read.
     """
 
     def __init__(self, directory: Path, budget: int = 8 * SEGMENT, most_bytes: int = 128 * 2**20) -> None:
         file = tokenizer_file(directory)
-        self.segments = SegmentTokenizer(Tokenizer.from_file(str(file)), budget, most_bytes)
-        config = directory / "tokenizer_config.json"
-        self._config: dict[str, Any] = msgspec.json.decode(config.read_bytes()) if config.is_file() else {}
+        try:
+            tokenizer: Any = Tokenizer.from_file(str(file))
+        except Exception as error:  # the library raises no other class
+            raise BadRequest(f"render-model: {file} is not a tokenizer: {error}", "render-model") from error
+        self._config = _config_of(directory)
         self._template = _template_of(directory, self._config)
+        self.segments = SegmentTokenizer(tokenizer, budget, most_bytes)
         self._rendering = 0
         self._told: set[str] = set()
 
@@ -132,10 +136,22 @@ def _token(declared: object) -> str:
     return declared if isinstance(declared, str) else ""
 
 
+def _config_of(directory: Path) -> Mapping[str, Any]:
+    """Return the tokenizer's configuration; an empty one if the checkpoint has none."""
+    file = directory / "tokenizer_config.json"
+    try:
+        return msgspec.json.decode(file.read_bytes(), type=dict[str, Any]) if file.is_file() else {}
+    except (OSError, *UNREADABLE) as error:
+        raise BadRequest(f"render-model: {file} cannot be read: {error}", "render-model") from error
+
+
 def _template_of(directory: Path, config: Mapping[str, Any]) -> jinja2.Template | None:
     """Return the checkpoint's chat template, in the environment that such templates expect; None without one."""
     file = directory / "chat_template.jinja"
-    source = file.read_text() if file.is_file() else config.get("chat_template")
+    try:
+        source = file.read_text(encoding="utf-8") if file.is_file() else config.get("chat_template")
+    except (OSError, UnicodeDecodeError) as error:
+        raise BadRequest(f"render-model: {file} cannot be read: {error}", "render-model") from error
     if not isinstance(source, str):
         return None
     environment = jinja2.sandbox.ImmutableSandboxedEnvironment(

@@ -12,6 +12,7 @@ import msgspec
 from tokenizers import Tokenizer
 
 from tercet.protocol import BadRequest
+from tercet.protocol.json_text import UNREADABLE
 
 
 class TextPart(msgspec.Struct, frozen=True):
@@ -52,7 +53,10 @@ class PromptTexts:
         except Exception as error:  # the library raises no other class
             raise BadRequest(f"model: {file} is not a tokenizer: {error}", "model") from error
         environment = jinja2.sandbox.ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
-        self._template = environment.from_string(_template_in(checkpoint))
+        try:
+            self._template = environment.from_string(_template_in(checkpoint))
+        except (OSError, jinja2.TemplateError, *UNREADABLE) as error:
+            raise BadRequest(f"model: the chat template of {checkpoint} cannot be read: {error}", "model") from error
 
     def encode(self, text: str) -> list[int]:
         """Return the tokens of a text."""
@@ -87,6 +91,6 @@ def _template_in(checkpoint: Path) -> str:
     if own.is_file():
         return own.read_text(encoding="utf-8")
     file = checkpoint / "tokenizer_config.json"
-    config: dict[str, Any] = msgspec.json.decode(file.read_bytes()) if file.is_file() else {}
+    config = msgspec.json.decode(file.read_bytes(), type=dict[str, Any]) if file.is_file() else {}
     template = config.get("chat_template")
     return template if isinstance(template, str) else PLAIN_TEMPLATE

@@ -168,7 +168,8 @@ class Sessions:
     # ---- execution of decisions ----------------------------------------------------------------------------------
 
     def _look(self) -> None:
-        if not self.table and not self._pins:
+        if not (self.table or self._pins or self._holds):
+            self._metrics.sizes(0, 0)
             return
         engines = LiveEngines(self._fleet)
         self._act(self.table.look(engines, self._clock()))

@@ -202,6 +202,21 @@ def test_told_to_stop_before_it_was_forked_it_never_runs() -> None:
         run.until_empty()
 
 
+def test_when_its_owner_ends_before_it_was_forked_it_never_runs(tmp_path: Path) -> None:
+    """Not in place of a fork either, when the warm parent ends meanwhile as well."""
+    written = tmp_path / "written"
+    with parent_that("sys.stdin.readline()") as parent:
+        os.kill(parent.process.pid, signal.SIGSTOP)
+        run = Run(parent.address, f"open({str(written)!r}, 'w'); {WAITS}")
+        until_waiting(run.guard.pid)
+        assert run.guard.stdin is not None
+        run.guard.stdin.close()
+        parent.process.kill()
+        assert run.ends() == -signal.SIGKILL
+        run.until_empty()
+    assert not written.exists()
+
+
 def until_waiting(pid: int) -> None:
     """Until the process sleeps and has its handlers."""
     deadline = time.monotonic() + LONGEST_WAIT_S

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import os
 import signal
 import socket
@@ -246,6 +247,40 @@ async def test_one_that_dies_again_and_again_is_left_alone_and_all_of_them_end_t
         "decode-0 ended with exit code 3; no further restart",
     ]
     assert gone(children_of(tmp_path / "logs"))
+
+
+async def test_an_engine_that_the_system_does_not_start_again_is_left_and_the_fleet_runs_on(
+    tmp_path: Path, scripts: dict[str, str], soon: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object, **__: object) -> str:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    said: list[str] = []
+    async with local_fleet(config_of(tmp_path, engine_restarts=2), "m", lambda *_: None) as fleet:
+        watching = asyncio.create_task(fleet.until_broken(lambda name, state: said.append(f"{name} {state}")))
+        monkeypatch.setattr(child_process.tempfile, "mkdtemp", full)
+        _kill(fleet, "decode-0")
+        await _until(lambda: any("no further restart" in line for line in said))
+        assert not watching.done()
+        watching.cancel()
+    assert [line.split("; log")[0] for line in said] == [
+        "decode-0 was killed by SIGKILL; restart 1 of 2 in 0.01 s",
+        "decode-0 cannot be started: [Errno 28] No space left on device; restart 2 of 2 in 0.02 s",
+        "decode-0 cannot be started: [Errno 28] No space left on device; no further restart",
+    ]
+    assert gone(children_of(tmp_path / "logs"))
+
+
+async def test_a_start_that_the_system_refuses_is_an_error_of_one_line(
+    tmp_path: Path, scripts: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def none_left() -> tuple[int, int]:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    monkeypatch.setattr(child_process.os, "pipe", none_left)
+    with pytest.raises(StartFailed, match=r"cannot be started: \[Errno 24\] Too many open files"):
+        async with local_fleet(config_of(tmp_path), "m", lambda *_: None):
+            pytest.fail("it should not have started")
 
 
 @pytest.mark.parametrize("after", [0.0, 0.02, 0.1, 0.3])

@@ -140,10 +140,41 @@ async def test_one_that_was_killed_goes_on_where_it_was() -> None:
 
 async def test_a_fleet_that_does_not_serve_the_names_gets_nothing() -> None:
     old, new = await fleets("other")
-    async with world(old) as found:
+    async with world(old, weights=(9.0,)) as found:
         with pytest.raises(BadRequest, match="does not serve chat; it must serve the old router's models"):
             await upgrade_of(found, old, new, []).run()
-        assert await weights(found) == {old.url: 1.0}
+        assert await weights(found) == {old.url: 9.0}
         with pytest.raises(BadRequest, match="has no router at"):
             await upgrade_of(found, new, old, []).run()
+    await new.running.aclose()
+
+
+@pytest.mark.parametrize("interrupted", [False, True])
+async def test_the_new_one_serves_on_when_another_command_removes_the_old_one(interrupted: bool) -> None:
+    old, new = await fleets()
+    told = list[str]()
+    async with world(old) as found:
+        running = asyncio.create_task(upgrade_of(found, old, new, told, RolloutPlan((0.5, 1.0), hold_s=20.0)).run())
+        await until(lambda: any(" has 50%" in line for line in told))
+        await found.put([{"url": new.url}])
+        if interrupted:
+            running.cancel()
+        with pytest.raises(asyncio.CancelledError if interrupted else BadRequest):
+            await running
+        assert await weights(found) == {new.url: 1.0}
+        assert told[-1].endswith("another command removed " + old.url + " from the model router")
+    await new.running.aclose()
+
+
+async def test_cancelled_while_the_new_one_is_added_it_is_removed_again() -> None:
+    old, new = await fleets()
+    new.lists.clear()
+    async with world(old) as found:
+        running = asyncio.create_task(upgrade_of(found, old, new, []).run())
+        await until(lambda: len(found.server.routes.backends) == 2)
+        running.cancel()
+        new.lists.set()
+        with pytest.raises(asyncio.CancelledError):
+            await running
+        assert await weights(found) == {old.url: 1.0}
     await new.running.aclose()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import shutil
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -235,6 +236,25 @@ async def test_templates_that_loop_and_complain(checkpoint: Path, tmp_path: Path
 async def test_without_a_tokenizer(tmp_path: Path) -> None:
     with pytest.raises(BadRequest, match=r"tokenizer\.json"):
         ModelRenderer(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "says"),
+    [
+        ("tokenizer.json", b"version https://git-lfs.github.com/spec/v1", "is not a tokenizer"),
+        ("tokenizer_config.json", b"{", r"tokenizer_config\.json cannot be read"),
+        ("tokenizer_config.json", b"[]", r"tokenizer_config\.json cannot be read"),
+        ("chat_template.jinja", b"\xff", r"chat_template\.jinja cannot be read"),
+    ],
+)
+async def test_a_checkpoint_that_cannot_be_read_is_refused(
+    checkpoint: Path, tmp_path: Path, file: str, content: bytes, says: str
+) -> None:
+    shutil.copy(checkpoint / "tokenizer.json", tmp_path)
+    (tmp_path / file).write_bytes(content)
+    with pytest.raises(BadRequest, match=says) as refused:
+        ModelRenderer(tmp_path)
+    assert refused.value.param == "render-model"
 
 
 @pytest.mark.parametrize(

@@ -257,3 +257,24 @@ def test_the_last_turn_ends_its_session(metrics: Metrics) -> None:
             assert made.sessions.table.kept == 0
 
     run_virtual(check())
+
+
+def test_the_hold_of_an_engine_ends_with_the_last_session(metrics: Metrics) -> None:
+    """Its last turn ends while its context moves off an engine that leaves."""
+
+    async def check() -> None:
+        async with world(metrics, "ab", **{"session-keep": "none"}) as made:
+            engine, _ = await made.turn("s")
+            made.fleet.drain(engine)
+            for _ in range(100):
+                await asyncio.sleep(0)
+                if made.sessions._holds:
+                    break
+            assert made.sessions.table.moving("s")
+            made.sessions._act(made.sessions.table.over("s"))
+            assert not made.sessions.table
+            await asyncio.sleep(10)
+            assert not made.sessions._holds
+            assert not made.fleet.member(engine).in_flight
+
+    run_virtual(check())

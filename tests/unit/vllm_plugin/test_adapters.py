@@ -24,6 +24,7 @@ from tercet.protocol.content import cache_key, content_of, packed
 from tercet.protocol.wire import RemoteSendCall
 from tercet.vllm_plugin.core import core_methods
 from tercet.vllm_plugin.core.keyed_prompt import KeyedPrompt
+from tercet.vllm_plugin.edge.adapter_contents import read_contents
 from tercet.vllm_plugin.edge.adapters import Adapter, Adapters, _require_done, digest_of
 from tercet.vllm_plugin.edge.call_checks import check_adapter
 from tercet.vllm_plugin.worker.lora_on_cpu import leave_the_base_model_alone
@@ -126,6 +127,19 @@ async def test_what_has_no_adapter_in_it_is_refused(adapters: Adapters, models: 
     with pytest.raises(BadRequest, match="has no adapter"):
         await adapters.find("a")
     assert await adapters.reports() == ()
+
+
+@pytest.mark.parametrize("config", ["", "{", "[]"])
+def test_an_adapter_without_a_valid_configuration_is_refused(config: str, tmp_path: Path) -> None:
+    place = write(tmp_path / "a")
+    (tmp_path / "a" / "adapter_config.json").write_text(config)
+    with pytest.raises(BadRequest, match="has no adapter"):
+        read_contents(place)
+
+
+def test_a_path_that_the_system_refuses_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(BadRequest, match="File name too long"):
+        read_contents(str(tmp_path / ("a" * 300)))
 
 
 async def test_who_wants_other_contents_is_refused(adapters: Adapters, models: Models, tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ import msgspec
 
 from tercet.aio import TaskSet, repeat
 from tercet.gateway.model_router.routes import ModelRoutes, WeightedRouter
+from tercet.protocol import EngineUnreachable
 from tercet.protocol.bearer import bearer
 from tercet.protocol.wire import UNREADABLE
 from tercet.wire.client.bounded_answers import PLAIN, read_answer
@@ -70,11 +71,23 @@ class BackendPolls:
             self.origins[backend.url] = Origin(
                 backend.url, None, keep_alive_s=KEEPALIVE_SECONDS, connect_s=CONNECT_SECONDS, max_head=MOST_ANSWER_HEAD
             )
-        await asyncio.gather(*(self.poll(backend) for backend in backends))
-        for backend in backends:
-            self._polls[backend.url] = self._tasks.spawn(
-                repeat(lambda backend=backend: self.poll(backend), self._interval_s), f"polls of {backend.url}"
-            )
+        firsts = [asyncio.Event() for _ in backends]
+        for backend, first in zip(backends, firsts, strict=True):
+            polling = self._polling(backend, first)
+            self._polls[backend.url] = self._tasks.spawn(polling, f"polls of {backend.url}")
+        for first in firsts:  # a caller that leaves here leaves routers that are polled
+            await first.wait()
+
+    async def _polling(self, backend: WeightedRouter, first: asyncio.Event) -> None:
+        """Poll a router until cancelled; set ``first`` after the first poll, or when none will follow."""
+
+        async def poll() -> None:
+            try:
+                await self.poll(backend)
+            finally:
+                first.set()
+
+        await repeat(poll, self._interval_s)
 
     async def poll(self, backend: WeightedRouter) -> None:
         """Ask one router for its models."""
@@ -90,6 +103,7 @@ class BackendPolls:
             backend.silent += 1
             if backend.silent >= SILENT_POLLS:
                 self.lost(backend, reason_of(error))
+                backend.calls.lose(EngineUnreachable(f"{backend.url} was lost: it did not answer {SILENT_POLLS} polls"))
         except aiohttp.ClientResponseError as error:
             self.lost(backend, f"it answers {error.status} when asked for its models")
         except (aiohttp.ClientError, OSError) as error:
@@ -102,7 +116,7 @@ class BackendPolls:
             backend.models, backend.answers, backend.silent, backend.lost = models, True, 0, False
 
     def lost(self, backend: WeightedRouter, reason: str) -> None:
-        """Mark the router as lost: it gets no request until a poll succeeds."""
+        """Mark the router as lost: it gets no request until a poll succeeds. Running requests continue."""
         if not backend.lost:
             logger.warning("%s is unavailable: %s", backend.url, reason)
         backend.answers, backend.lost = False, True

@@ -141,20 +141,18 @@ class ModelProxy:
         while True:
             backend = self._routes.choose(model, self._draw(), failed)
             with self._counted(backend, model) as status:
-                try:
-                    response = await self._asked(http, backend, body)
-                except NotConnected as error:
-                    failed.add(backend)
-                    self._polls.lost(backend, reason_of(error.__cause__ or error))
-                    continue
-                status.append(response.status)
-                try:
-                    await self._answer(answer, response)
-                except EngineUnreachable:
-                    status.append(EngineUnreachable.status)
-                    raise
-                finally:
-                    response.close()
+                async with until_lost(backend.calls):
+                    try:
+                        response = await self._asked(http, backend, body)
+                    except NotConnected as error:
+                        failed.add(backend)
+                        self._polls.lost(backend, reason_of(error.__cause__ or error))
+                        continue
+                    status.append(response.status)
+                    try:
+                        await self._answer(answer, response)
+                    finally:
+                        response.close()
             return
 
     async def _asked(self, http: ClientCall, backend: WeightedRouter, body: bytes) -> OriginAnswer:

@@ -6,6 +6,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from tercet.fleet.calls_in_flight import CallsInFlight
 from tercet.protocol import BadRequest, EngineUnreachable, UnknownModel
 from tercet.protocol.weights import chosen_by_weight
 
@@ -18,7 +19,7 @@ class WeightedRouter:
     True if it answered the last poll; ``silent`` counts consecutive polls without an answer in time, and ``lost`` is
     True from its first failure to its next answer. ``weight`` is its share of the requests for each of its models,
     relative to other routers that serve the same name. ``failures`` counts requests that ended with a status of 500 or
-    above, or were cut off.
+    above, or were cut off. ``calls`` ends running requests when the router does not answer any more.
     """
 
     url: str
@@ -30,6 +31,7 @@ class WeightedRouter:
     in_flight: int = 0
     requests: int = 0
     failures: int = 0
+    calls: CallsInFlight = field(default_factory=CallsInFlight, repr=False)
 
     def serves(self, model: str) -> bool:
         """True if the router lists the model ``model``."""

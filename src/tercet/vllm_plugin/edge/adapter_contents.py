@@ -52,11 +52,13 @@ class Contents:
 def read_contents(path: str) -> Contents:
     """Read all files at an adapter's path: adapters are small. Raises ``BadRequest`` if there is no adapter."""
     root = Path(get_adapter_absolute_path(path))
-    files = [root / CONFIG, *sorted(file for pattern in WEIGHTS for file in root.glob(pattern))]
     digest = hashlib.blake2b(digest_size=16)
     try:
+        files = [root / CONFIG, *sorted(file for pattern in WEIGHTS for file in root.glob(pattern))]
         stamp = _stamp(tuple((str(file), 0, 0, 0) for file in files))
-        config: dict[str, Any] = json.loads(files[0].read_bytes())
+        config: Any = json.loads(files[0].read_bytes())
+        if not isinstance(config, dict):
+            raise ValueError(f"{CONFIG} is not a JSON object")
         kept = {key: value for key, value in config.items() if key not in IGNORED_KEYS}
         digest.update(json.dumps(kept, sort_keys=True).encode())
         for file in files[1:]:

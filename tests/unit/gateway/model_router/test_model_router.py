@@ -12,6 +12,7 @@ import aiohttp
 import pytest
 from aiohttp import web
 
+from tercet.gateway.model_router import backends
 from tercet.gateway.model_router.server import ModelRouterServer, model_router
 from tercet.protocol import BadRequest
 from tercet.settings import Source, decode_settings
@@ -23,7 +24,10 @@ CHAT = "/v1/chat/completions"
 
 
 class Router:
-    """Serves models by name; ``answers`` lets its streams begin, ``go`` lets them end, ``breaks`` cuts them off."""
+    """Serves models by name; ``answers`` lets its streams begin, ``go`` lets them end, ``breaks`` cuts them off.
+
+    ``lists`` lets it say which models it has.
+    """
 
     def __init__(self, *models: str) -> None:
         self.models = models
@@ -33,6 +37,8 @@ class Router:
         self.go.set()
         self.answers = asyncio.Event()
         self.answers.set()
+        self.lists = asyncio.Event()
+        self.lists.set()
         self.breaks = False
         self.status = 200
         self.key = ""
@@ -48,6 +54,7 @@ class Router:
         return self
 
     async def _models(self, request: web.Request) -> web.Response:
+        await self.lists.wait()
         if self.key and request.headers.get("authorization") != f"Bearer {self.key}":
             return web.json_response({"error": {"message": "key"}}, status=401)
         return web.json_response({"object": "list", "data": [{"id": name, "root": self.url} for name in self.models]})
@@ -95,8 +102,8 @@ class World:
 @asynccontextmanager
 async def world(*routers: Router, weights: tuple[float, ...] = (), **settings: Any) -> AsyncGenerator[World]:
     shares = weights or (1.0,) * len(routers)
-    backends = tuple(ModelBackend(each.url, weight) for each, weight in zip(routers, shares, strict=True))
-    config = ModelRouterConfig(routers=backends, port=0, poll_s=0.05, **settings)
+    listed = tuple(ModelBackend(each.url, weight) for each, weight in zip(routers, shares, strict=True))
+    config = ModelRouterConfig(routers=listed, port=0, poll_s=0.05, **settings)
     async with model_router(config) as server, aiohttp.ClientSession() as session:
         try:
             yield World(server, session)
@@ -285,3 +292,46 @@ async def test_routers_that_ask_for_keys() -> None:
 def test_settings_that_cannot_be(routers: list[str], said: str) -> None:
     with pytest.raises(BadRequest, match=said):
         decode_settings(ModelRouterConfig, Source({"routers": routers}))
+
+
+async def test_a_router_whose_addition_was_interrupted_is_polled_and_may_be_removed() -> None:
+    old, new = await Router("a").start(), await Router("b").start()
+    new.lists.clear()
+    async with world(old) as found:
+        asking = asyncio.create_task(found.put([{"url": old.url}, {"url": new.url}]))
+        async with asyncio.timeout(LONGEST_WAIT_S):
+            while len(found.server.routes.backends) < 2:
+                await asyncio.sleep(0.01)
+        asking.cancel()
+        await asyncio.wait({asking})
+        new.lists.set()
+        async with asyncio.timeout(LONGEST_WAIT_S):
+            while not found.server.routes.backends[1].answers:
+                await asyncio.sleep(0.01)
+        assert (await found.ask("b"))[:2] == (200, new.url)
+        assert (await found.put([{"url": old.url}]))[0] == 200
+        assert [each.url for each in found.server.routes.backends] == [old.url]
+    await new.running.aclose()
+
+
+@pytest.mark.parametrize("begun", [False, True])
+async def test_requests_of_a_router_that_stands_still_end(begun: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(backends, "POLL_TIMEOUT", aiohttp.ClientTimeout(total=0.1))
+    a = await Router("a").start()
+    async with world(a) as found:
+        a.go.clear()
+        if not begun:
+            a.answers.clear()
+        asking = asyncio.create_task(found.ask("a"))
+        async with asyncio.timeout(LONGEST_WAIT_S):
+            while not a.bodies:
+                await asyncio.sleep(0.01)
+            a.lists.clear()
+            status, _, text = await asking
+            assert status == (200 if begun else 503)
+            assert '"code":"engine_unreachable"' in text
+            while found.server.routes.backends[0].in_flight:
+                await asyncio.sleep(0.01)
+        assert found.server.routes.backends[0].failures == 1
+        a.answers.set()
+        a.lists.set()

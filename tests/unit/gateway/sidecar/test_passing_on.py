@@ -6,13 +6,14 @@ import asyncio
 import gzip
 import re
 from collections.abc import AsyncGenerator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from typing import Any
 
 import pytest
 
 from tercet.gateway.sidecar.server import sidecar
 from tercet.settings import SidecarConfig
+from tercet.wire.client.passing import messages
 from tests.longest_wait import LONGEST_WAIT_S
 from tests.unit.wire.client.raw_http import Message, RawServer, parsed, raw_server, said
 
@@ -169,6 +170,32 @@ async def test_an_engine_may_refuse_before_the_body_has_come() -> None:
     told = await asked(request(b"Expect: 100-continue", b"Content-Length: 9"), interim=refusal)
     assert told[1].startswith(b"HTTP/1.1 417 No\r\n")
     assert told[1].endswith(b"no")
+
+
+async def test_a_client_that_reads_nothing_is_disconnected(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else a stopped client would hold its connection, and the engine's answer, for ever."""
+    monkeypatch.setattr(messages, "UNREAD_SECONDS", 0.2)
+    head = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n"
+    engine_is_left = asyncio.Event()
+
+    async def endless(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(head)
+        with suppress(OSError):
+            while True:
+                writer.write(b"10000\r\n%b\r\n" % (b"x" * 0x10000))
+                await writer.drain()
+        engine_is_left.set()
+        writer.close()
+
+    async with await asyncio.start_server(endless, "127.0.0.1", 0) as engine:
+        url = f"http://127.0.0.1:{engine.sockets[0].getsockname()[1]}"
+        config = SidecarConfig(engine=url, port=0, prefill_hosts="127.0.0.1:*")
+        async with sidecar(config) as server, asyncio.timeout(LONGEST_WAIT_S):
+            _, writer = await asyncio.open_connection("127.0.0.1", server.port, limit=1000)
+            writer.write(request(start=b"GET /x HTTP/1.1"))
+            await engine_is_left.wait()
+            writer.close()
 
 
 async def test_requests_in_a_row_on_one_connection() -> None:

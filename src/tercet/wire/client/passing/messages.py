@@ -15,6 +15,11 @@ HEADS = h11.Request, h11.Response, h11.InformationalResponse
 MOST_JOINED = 256 * 1024
 """Most bytes of a body that are passed on at once: chunks that arrive together are sent together."""
 
+UNREAD_SECONDS = 60.0
+"""Longest time for the other side to read enough of what was sent that more can be; then the connection is aborted."""
+ALWAYS_ROOM = 16 * 1024
+"""Most unsent bytes with which no transport of asyncio or uvloop pauses: below, a drain does not wait."""
+
 
 class BrokeOff(ConnectionError):
     """An error: the other side closed the connection before its message was complete."""
@@ -144,19 +149,22 @@ class Connection:
     # ---- writing ---------------------------------------------------------------------------------------------
 
     async def send(self, event: Any) -> None:
-        """Write an h11 event, and wait until there is room for more."""
+        """Write an h11 event, and wait until there is room for more.
+
+        Raises :class:`OSError` of the socket, and if the other side makes no room for :data:`UNREAD_SECONDS`.
+        """
         data = cast("bytes | None", self.http.send(event))
         if isinstance(event, (h11.Request, h11.Response)):
             self._in_chunks = b"\r\ntransfer-encoding: chunked\r\n" in (data or b"").lower()
         if data:
             self.writer.write(data)
-            await self.writer.drain()
+            await self._drain()
 
     async def send_part(self, part: bytes) -> None:
         """Write a part of a body; do nothing if it is empty."""
         if self._in_chunks and part:  # h11 does not count chunked bytes, and would take a third of a token's time
             self.writer.write(b"%x\r\n%b\r\n" % (len(part), part))
-            await self.writer.drain()
+            await self._drain()
         elif part:
             await self.send(h11.Data(data=part))
 
@@ -168,6 +176,18 @@ class Connection:
             if not trailers:
                 raise
             await self.send(h11.EndOfMessage())
+
+    async def _drain(self) -> None:
+        """Wait until there is room for more."""
+        if self.writer.transport.get_write_buffer_size() <= ALWAYS_ROOM:
+            await self.writer.drain()
+            return
+        try:
+            async with asyncio.timeout(UNREAD_SECONDS):
+                await self.writer.drain()
+        except TimeoutError:
+            self.abort()
+            raise ConnectionAbortedError(f"the other side has not read enough for {UNREAD_SECONDS:g} s") from None
 
     def close(self) -> None:
         """Close the connection after all written data is sent."""
