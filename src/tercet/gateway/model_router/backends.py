@@ -100,10 +100,7 @@ class BackendPolls:
                 found = msgspec.json.decode(await read_answer(response), type=_ModelList)
                 models = {str(each["id"]): each for each in found.data}
         except TimeoutError as error:
-            backend.silent += 1
-            if backend.silent >= SILENT_POLLS:
-                self.lost(backend, reason_of(error))
-                backend.calls.lose(EngineUnreachable(f"{backend.url} was lost: it did not answer {SILENT_POLLS} polls"))
+            self._silent(backend, error)
         except aiohttp.ClientResponseError as error:
             self.lost(backend, f"it answers {error.status} when asked for its models")
         except (aiohttp.ClientError, OSError) as error:
@@ -114,6 +111,18 @@ class BackendPolls:
             if not backend.answers or backend.models is None or models.keys() != backend.models.keys():
                 logger.info("%s serves %s", backend.url, ", ".join(models) or "no model")
             backend.models, backend.answers, backend.silent, backend.lost = models, True, 0, False
+            backend.still = 0
+
+    def _silent(self, backend: WeightedRouter, error: TimeoutError) -> None:
+        """Count a poll without an answer. A router that is overloaded may still send its answers; they continue."""
+        backend.silent += 1
+        backend.still = 0 if backend.sent else backend.still + 1
+        backend.sent = False
+        if backend.silent >= SILENT_POLLS:
+            self.lost(backend, reason_of(error))
+        if backend.still >= SILENT_POLLS:
+            reason = f"{backend.url} was lost: it did not answer {SILENT_POLLS} polls, and sent nothing meanwhile"
+            backend.calls.lose(EngineUnreachable(reason))
 
     def lost(self, backend: WeightedRouter, reason: str) -> None:
         """Mark the router as lost: it gets no request until a poll succeeds. Running requests continue."""

@@ -114,7 +114,7 @@ class ModelProxy:
         response = await self._asked(http, backend, b"")
         try:
             if response.status != 200:
-                await self._answer(answer, response)
+                await self._answer(answer, response, backend)
                 return
             while await response.part():
                 pass
@@ -150,7 +150,7 @@ class ModelProxy:
                         continue
                     status.append(response.status)
                     try:
-                        await self._answer(answer, response)
+                        await self._answer(answer, response, backend)
                     finally:
                         response.close()
             return
@@ -171,13 +171,14 @@ class ModelProxy:
         except OSError as error:
             raise EngineUnreachable(f"{backend.url} was lost: {reason_of(error)}") from error
 
-    async def _answer(self, answer: ProxiedAnswer, response: OriginAnswer) -> None:
+    async def _answer(self, answer: ProxiedAnswer, response: OriginAnswer, backend: WeightedRouter) -> None:
         await answer.begin(response)
         while True:
             try:
                 part = await response.part()
             except (NotReadable, OSError) as error:
                 raise EngineUnreachable(f"the router was lost: {reason_of(error)}") from error
+            backend.sent = True
             if not part:
                 break
             await answer.write(part)

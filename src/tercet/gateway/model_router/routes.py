@@ -19,7 +19,10 @@ class WeightedRouter:
     True if it answered the last poll; ``silent`` counts consecutive polls without an answer in time, and ``lost`` is
     True from its first failure to its next answer. ``weight`` is its share of the requests for each of its models,
     relative to other routers that serve the same name. ``failures`` counts requests that ended with a status of 500 or
-    above, or were cut off. ``calls`` ends running requests when the router does not answer any more.
+    above, or were cut off.
+
+    ``sent`` is True if a part of an answer came since the last silent poll; ``still`` counts consecutive silent polls
+    before which none came. ``calls`` ends running requests when the router stands still.
     """
 
     url: str
@@ -31,6 +34,8 @@ class WeightedRouter:
     in_flight: int = 0
     requests: int = 0
     failures: int = 0
+    sent: bool = False
+    still: int = 0
     calls: CallsInFlight = field(default_factory=CallsInFlight, repr=False)
 
     def serves(self, model: str) -> bool:

@@ -26,7 +26,7 @@ CHAT = "/v1/chat/completions"
 class Router:
     """Serves models by name; ``answers`` lets its streams begin, ``go`` lets them end, ``breaks`` cuts them off.
 
-    ``lists`` lets it say which models it has.
+    ``lists`` lets it say which models it has. With ``pace_s`` it writes more until it may end, at this pace.
     """
 
     def __init__(self, *models: str) -> None:
@@ -40,6 +40,7 @@ class Router:
         self.lists = asyncio.Event()
         self.lists.set()
         self.breaks = False
+        self.pace_s = 0.0
         self.status = 200
         self.key = ""
         self.running = AsyncExitStack()
@@ -68,6 +69,9 @@ class Router:
         answer = web.StreamResponse(headers={"content-type": "text/event-stream", "x-by": self.url})
         await answer.prepare(request)
         await answer.write(b'data: {"text": "first"}\n\n')
+        while self.pace_s and not self.go.is_set():
+            await answer.write(b'data: {"text": "more"}\n\n')
+            await asyncio.sleep(self.pace_s)
         await self.go.wait()
         if self.breaks:
             assert request.transport is not None
@@ -334,4 +338,23 @@ async def test_requests_of_a_router_that_stands_still_end(begun: bool, monkeypat
                 await asyncio.sleep(0.01)
         assert found.server.routes.backends[0].failures == 1
         a.answers.set()
+        a.lists.set()
+
+
+async def test_a_stream_of_an_overloaded_router_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It answers no poll, so it gets no new request; what it sends is passed on."""
+    monkeypatch.setattr(backends, "POLL_TIMEOUT", aiohttp.ClientTimeout(total=0.2))
+    a = await Router("a").start()
+    async with world(a) as found:
+        a.lists.clear()
+        a.pace_s = 0.02
+        a.go.clear()
+        asking = asyncio.create_task(found.ask("a"))
+        async with asyncio.timeout(LONGEST_WAIT_S):
+            while found.server.routes.backends[0].silent < 3 * backends.SILENT_POLLS:
+                await asyncio.sleep(0.01)
+        assert (await found.ask("a"))[0] == 503
+        a.go.set()
+        status, _, text = await asking
+        assert (status, text.endswith("data: [DONE]\n\n")) == (200, True)
         a.lists.set()
