@@ -14,9 +14,13 @@ def read_whole(path: Path, most: int | None = None) -> bytes:
     A read of a pipe might never return.
     """
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-    with open(descriptor, "rb") as file:
+    try:
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
             raise OSError(errno.EINVAL, "is not a regular file")
+    except BaseException:
+        os.close(descriptor)
+        raise
+    with open(descriptor, "rb") as file:
         if most is None:
             return file.read()
         content = file.read(most + 1)

@@ -6,6 +6,7 @@ import asyncio
 import logging
 import os
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import msgspec
@@ -129,8 +130,10 @@ class RoleKeeper:
         return {name: PrefillLine(each.waiting_s, each.busy_s) for name, each in self._shared.reports.engines().items()}
 
     async def decision(self) -> RoleDecision | None:
-        """Return the last decision of the deciding process; None before the first one."""
-        return await self._files.run(read_decision, self._said)
+        """Return the last decision of the deciding process; None before the first, and if the files do not answer."""
+        with suppress(TimeoutError):
+            return await self._files.run(read_decision, self._said)
+        return None
 
     async def _flip(self, flip: RoleFlip) -> bool:
         """Change the roles of several engines at once in the shared state; return True if the change was made."""

@@ -48,6 +48,8 @@ def asking(api: ApiAccess) -> Ask:
             return _call(api.url, api.tls(), method, path, None if body is None else msgspec.json.encode(body), headers)
         except (OSError, http.client.HTTPException, *UNREADABLE) as error:
             raise EngineError(f"state: the API server at {api.url} does not answer: {error}") from error
+        except ValueError as error:  # a token that is not text of one line, or a port that is not one
+            raise BadRequest(f"kubeconfig: {api.url} cannot be called: {error}", "kubeconfig") from error
 
     return ask
 

@@ -6,7 +6,6 @@ process calls the head for it; that process may end, and the next call starts an
 
 from __future__ import annotations
 
-import select
 import subprocess
 import sys
 import threading
@@ -55,12 +54,21 @@ class HeadAccess:
         process = self._running()
         assert process.stdin is not None
         assert process.stdout is not None
-        process.stdin.write(line)
-        process.stdin.flush()
-        seconds = max(ANSWER_SECONDS, self._started + START_SECONDS - time.monotonic())
-        if not select.select([process.stdout], [], [], seconds)[0]:
-            raise TimeoutError(f"no answer within {seconds:.0f} s")
-        return msgspec.json.decode(process.stdout.readline(), type=tuple[int, Json])
+        began = time.monotonic()
+        seconds = max(ANSWER_SECONDS, self._started + START_SECONDS - began)
+        # A stopped process does not read, and may have written half a line: only its end ends a write and a read.
+        ending = threading.Timer(seconds, process.kill)
+        ending.daemon = True
+        ending.start()
+        try:
+            process.stdin.write(line)
+            process.stdin.flush()
+            answer = process.stdout.readline()
+        finally:
+            ending.cancel()
+            if time.monotonic() - began >= seconds:
+                raise TimeoutError(f"no answer within {seconds:.0f} s")
+        return msgspec.json.decode(answer, type=tuple[int, Json])
 
     def _running(self) -> subprocess.Popen[bytes]:
         if self._process is None or self._process.poll() is not None:

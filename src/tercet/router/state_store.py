@@ -178,3 +178,5 @@ def _lock_within(lock: int, seconds: float, path: Path) -> None:
             if time.monotonic() > deadline:
                 raise EngineError(f"another process has held the lock of {path} for {seconds:.0f} s") from None
             time.sleep(RETRY_DELAY_S)
+        except OSError as error:  # of network file systems
+            raise EngineError(f"state: {path}.lock cannot be locked: {error.strerror}") from error

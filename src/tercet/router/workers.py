@@ -187,7 +187,11 @@ class Place:
         """Keep a worker running until cancelled; return an exit code if that fails."""
         failures, ever_served = 0, False
         while True:
-            code, served = await self._one()
+            try:
+                code, served = await self._one()
+            except OSError as error:
+                logger.error("worker %d cannot be started: %s", self.index, error)
+                code, served = 1, False
             ever_served |= served
             failures = 0 if served else failures + 1
             if not ever_served or failures >= MOST_FAILURES:

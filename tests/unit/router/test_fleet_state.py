@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import subprocess
@@ -255,6 +256,15 @@ def test_a_writer_that_hangs_is_not_waited_for_forever(tmp_path: Path, monkeypat
         fcntl.flock(held, fcntl.LOCK_EX)
         with pytest.raises(EngineError, match="has held the lock"):
             StateFile(tmp_path / "state.json").update(lambda state: state, FIRST)
+
+
+def test_a_file_system_without_locks_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr(state_store.fcntl, "flock", refuse)
+    with pytest.raises(EngineError, match=r"state\.json\.lock cannot be locked: No locks available"):
+        StateFile(tmp_path / "state.json").update(lambda state: state, FIRST)
 
 
 def test_a_place_that_cannot_be_written_is_said() -> None:

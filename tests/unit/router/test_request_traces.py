@@ -98,7 +98,9 @@ async def test_refusals_have_their_code_and_strangers_leave_no_trace(router: Liv
     assert (found.outcome, found.sequences) == ("request_too_large", [])
 
 
-@pytest.mark.parametrize("query", ["newest=0", "slowest=x", "newest=1&slowest=1", "newest=101", "oldest=3"])
+@pytest.mark.parametrize(
+    "query", ["newest=0", "slowest=x", "newest=1&slowest=1", "newest=101", "newest=" + "9" * 5000, "oldest=3"]
+)
 async def test_wrong_lists_are_refused(client: httpx.AsyncClient, query: str) -> None:
     answer = await client.get(f"/tercet/v1/traces?{query}")
     assert answer.status_code == 400, answer.text

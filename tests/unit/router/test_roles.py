@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from tercet.aio.file_thread import FileThread
 from tercet.decisions.objectives import Attainments
 from tercet.decisions.roles import Pressures, RoleFlip, RoleLook
 from tercet.fleet.member_state import MemberState
@@ -132,6 +133,19 @@ async def test_a_lock_that_came_too_late_for_its_caller_is_given_back(
     finally:
         second.cancel()
         await asyncio.wait([second])
+
+
+async def test_a_decision_that_cannot_be_read_in_time_is_not_shown(
+    router: LiveRouter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    router.shared.role_keeper = keeper = keeper_of(router)
+    go_on = threading.Event()
+    monkeypatch.setattr("tercet.router.role_keeper.read_decision", lambda _: go_on.wait(60))
+    keeper._files = FileThread(0.05, 0.05)
+    async with router.client() as client:
+        answer = await client.get("/roles")
+    assert (answer.status_code, answer.json()["decision"]) == (200, None)
+    go_on.set()
 
 
 async def test_an_operators_later_change_stands(router: LiveRouter) -> None:

@@ -15,6 +15,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from tercet.decisions.roles import RoleFlip
 from tercet.fleet import EngineFleet
+from tercet.fleet.discovery.api_access import ApiAccess
 from tercet.fleet.membership import Membership
 from tercet.protocol import BadRequest, Conflict, EngineError
 from tercet.router.fleet_state import StateFile
@@ -24,7 +25,7 @@ from tercet.router.role_keeper import RoleKeeper
 from tercet.router.routing import Plan
 from tercet.router.service import Service
 from tercet.router.shared_state import SharedState
-from tercet.router.state_configmap import ConfigMapStore, LeaseTurn, configmap_store
+from tercet.router.state_configmap import ConfigMapStore, LeaseTurn, asking, configmap_store
 from tercet.settings.role_settings import Objectives
 
 from .api_objects import NAMESPACE, ApiObjects, served_objects
@@ -371,3 +372,9 @@ class TurnsOfMachines(RuleBasedStateMachine):
 
 
 TestTurnsOfMachines = pytest.mark.slow(TurnsOfMachines.TestCase)
+
+
+@pytest.mark.parametrize(("url", "token"), [("http://127.0.0.1:1", "a\nb"), ("https://127.0.0.1:99999", "t")])
+def test_access_that_no_call_can_have_is_refused(url: str, token: str) -> None:
+    with pytest.raises(BadRequest, match="cannot be called"):
+        asking(ApiAccess(url, "llm", lambda: token))("GET", "/", None)

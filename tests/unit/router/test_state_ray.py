@@ -152,6 +152,8 @@ def test_a_writer_that_stood_still_before_it_wrote_is_told(others: int) -> None:
 
 ANSWERS = "import json, sys\nfor line in sys.stdin: print(json.dumps([200, {'asked': json.loads(line)}]), flush=True)"
 SILENT = "import sys\nfor line in sys.stdin: pass"
+HALF = "import sys\nfor line in sys.stdin: print('[200', end='', flush=True)"
+DEAF = "import time\ntime.sleep(600)"
 
 
 def test_a_process_asks_and_another_one_is_started_when_it_ends() -> None:
@@ -173,6 +175,20 @@ def test_a_head_that_does_not_answer_is_an_error(monkeypatch: pytest.MonkeyPatch
     ends = HeadAccess("10.0.0.1:6379", (sys.executable, "-c", "raise SystemExit(1)"))
     with pytest.raises(EngineError, match="does not answer"):
         ends.ask("GET", OBJECT, None)
+
+
+@pytest.mark.parametrize("does", [HALF, DEAF])
+def test_a_process_that_stops_in_the_middle_is_replaced(does: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also one that does not read a line that is larger than its pipe."""
+    monkeypatch.setattr(state_ray, "START_SECONDS", 0.3)
+    monkeypatch.setattr(state_ray, "ANSWER_SECONDS", 0.3)
+    access = HeadAccess("10.0.0.1:6379", (sys.executable, "-c", does))
+    with pytest.raises(EngineError, match="no answer within"):
+        access.ask("PUT", OBJECT, {"data": "x" * 500_000})
+    monkeypatch.setattr(state_ray, "START_SECONDS", 60.0)
+    access._argv = (sys.executable, "-c", ANSWERS)
+    assert access.ask("GET", OBJECT, None)[0] == 200
+    access._end()
 
 
 def test_one_place_has_the_state() -> None:

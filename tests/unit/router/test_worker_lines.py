@@ -99,6 +99,24 @@ sys.exit(workers.supervise(RouterConfig(engines=engines, workers=2, host="127.0.
 """
 
 
+async def test_workers_that_the_system_does_not_start_are_failures_and_not_the_end_of_others(
+    loads: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(workers, "RETRY_DELAY_S", 0.001)
+    lives = iter([(0, True), OSError(28, "No space left on device"), (0, True), *[OSError(11, "try again")] * 10])
+
+    async def one(_: Place) -> tuple[int, bool]:
+        found = next(lives)
+        if isinstance(found, OSError):
+            raise found
+        return found
+
+    monkeypatch.setattr(Place, "_one", one)
+    with socket.socket() as listening:
+        assert await Place(CONFIG, 0, listening, loads, tmp_path, asyncio.Event()).keep() == 1
+    assert len(list(lives)) == 10 - workers.MOST_FAILURES
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 0), (signal.SIGINT, 0), (signal.SIGKILL, -9)])
 def test_workers_end_with_their_supervisor(tmp_path: Path, number: signal.Signals, code: int) -> None:

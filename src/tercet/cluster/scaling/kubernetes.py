@@ -198,6 +198,8 @@ class KubernetesFleet:
                 status, content = response.status, await response.read()
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
             raise EngineUnreachable(f"the API server at {self._api.url} does not answer: {reason_of(error)}") from error
+        except ValueError as error:  # a token that is not text of one line
+            raise BadRequest(f"kubeconfig: {self._api.url} cannot be called: {error}", "kubeconfig") from error
         if status == NOT_FOUND and method == "GET":
             return None
         if status >= 400:

@@ -84,8 +84,10 @@ def from_kubeconfig(file: Path) -> ApiAccess:
         content = yaml.safe_load(file.read_text(encoding="utf-8"))
         context = _called(content, "contexts", "context", content["current-context"])
         cluster = _called(content, "clusters", "cluster", context["cluster"])
-        user: Mapping[str, Any] = _called(content, "users", "user", context["user"]) if context.get("user") else {}
-        url = str(cluster["server"])
+        user: Mapping[str, Any] = (
+            _called(content, "users", "user", context["user"]) if context.get("user") else None
+        ) or {}
+        url, token = str(cluster["server"]), _token_of(user, file)
     except OSError as error:
         raise BadRequest(f"kubeconfig: {file} cannot be read: {error.strerror}", "kubeconfig") from error
     except (yaml.YAMLError, UnicodeError, KeyError, TypeError, AttributeError) as error:
@@ -99,7 +101,7 @@ def from_kubeconfig(file: Path) -> ApiAccess:
             )
     context_tls = _tls_of(cluster, user, file) if url.startswith("https://") else None
     namespace = str(context.get("namespace") or "default")
-    return ApiAccess(url.rstrip("/"), namespace, _token_of(user, file), lambda: context_tls)
+    return ApiAccess(url.rstrip("/"), namespace, token, lambda: context_tls)
 
 
 def _called(content: Any, several: str, one: str, name: str) -> Any:

@@ -16,6 +16,9 @@ from tercet.router.admin_access import ADMITTED
 from tercet.router.named_files import NamedFiles
 from tercet.router.shared_state import SharedState
 
+MOST_DIGITS = 18
+"""Most digits of a number in a query; Python refuses to read thousands of them."""
+
 
 class AdminRoute(APIRoute):
     """A route that answers with Tercet's errors; the application's handlers would turn them into server failures."""

@@ -134,3 +134,8 @@ async def test_what_is_refused_says_why(cluster: Cluster) -> None:
     cluster.put(f"{APPS}/deployments", "t-prefill-2", "prefill", 1)
     with pytest.raises(BadRequest, match="t-prefill and t-prefill-2 both run prefill engines"):
         await cluster.fleet.scale(ScaleCall(prefill=2), print)
+
+
+async def test_a_token_that_is_not_one_line_is_refused(cluster: Cluster) -> None:
+    with pytest.raises(BadRequest, match=r"kubeconfig: .* cannot be called"):
+        await KubernetesFleet(ApiAccess(cluster.api.url, "llm", lambda: "a\nb")).workloads()

@@ -101,6 +101,18 @@ def test_a_kubeconfig(tmp_path: Path) -> None:
     assert context.verify_mode is ssl.CERT_NONE
 
 
+def test_a_user_without_credentials(tmp_path: Path) -> None:
+    text = (
+        "current-context: c\ncontexts: [{name: c, context: {cluster: k, user: u}}]\n"
+        "clusters: [{name: k, cluster: {server: 'http://127.0.0.1:1'}}]\nusers: [{name: u, user: %s}]\n"
+    )
+    (tmp_path / "config").write_text(text % "")
+    assert from_kubeconfig(tmp_path / "config").token() == ""
+    (tmp_path / "config").write_text(text % "[token]")
+    with pytest.raises(BadRequest, match="kubeconfig"):
+        from_kubeconfig(tmp_path / "config")
+
+
 def test_a_client_certificate(tmp_path: Path) -> None:
     certificate, key = Authority(tmp_path, "ca").issue("me")
     pair = {"client-certificate": str(certificate), "client-key": str(key)}
