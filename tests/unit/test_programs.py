@@ -210,6 +210,15 @@ async def test_a_program_from_a_file(tmp_path: Path, pair: Pair) -> None:
     assert isinstance(await anext(program(request_of(), pair[2])), Output)  # type: ignore[call-overload]
 
 
+WANTING = """
+async def wants_more(request, fleet, *, more):
+    yield
+
+async def wants_three(request, fleet, third):
+    yield
+"""
+
+
 @pytest.mark.parametrize(
     ("name", "args", "says"),
     [
@@ -219,12 +228,14 @@ async def test_a_program_from_a_file(tmp_path: Path, pair: Pair) -> None:
         ("{missing}:shout", {}, "there is no file"),
         ("{broken}:shout", {}, "failed to load: SyntaxError"),
         ("{file}:shout", {"loud": "1"}, "no parameter 'loud'"),
+        ("{file}:wants_more", {}, "missing a required argument: 'more'"),
+        ("{file}:wants_three", {}, "missing a required argument: 'third'"),
         ("{file}:shout", {"times": "many"}, "times: must be a whole number, is .many"),
         ("data_parallel", {"min_send": "1"}, "no parameter 'min_send'"),
     ],
 )
 def test_what_is_wrong_with_a_program_is_said(tmp_path: Path, name: str, args: dict[str, str], says: str) -> None:
-    (tmp_path / "mine.py").write_text(OWN)
+    (tmp_path / "mine.py").write_text(OWN + WANTING)
     (tmp_path / "broken.py").write_text("def (")
     name = name.format(file=tmp_path / "mine.py", missing=tmp_path / "no.py", broken=tmp_path / "broken.py")
     with pytest.raises(BadRequest, match=says) as raised:

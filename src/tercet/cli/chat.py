@@ -52,7 +52,11 @@ def chat(
     if sys.stdin.isatty():
         _talk(talk, max_tokens)
     else:
-        question = sys.stdin.read().strip()
+        try:
+            question = sys.stdin.read().strip()
+            question.encode()  # bytes that are not text were read as surrogates
+        except UnicodeError as error:
+            raise BadRequest("standard input: is not UTF-8", "stdin") from error
         if not question:
             raise BadRequest("standard input: is empty; write a question into it", "stdin")
         reason = asyncio.run(talk.ask(question, write))

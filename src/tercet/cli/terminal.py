@@ -105,9 +105,14 @@ def show_table(title: str, headings: Iterable[str], rows: Iterable[Iterable[str]
 
 
 def require_folder(path: Path | None, flag: str) -> None:
-    """Raise :class:`~tercet.protocol.BadRequest` if the folder of ``path`` does not exist; call it before the work."""
+    """Raise :class:`~tercet.protocol.BadRequest` if ``path`` cannot be a file: its folder does not exist, or it is one.
+
+    Call it before the work.
+    """
     if path is not None and not path.absolute().parent.is_dir():
         raise BadRequest(f"{flag}: {path.parent} is not a folder; give an existing one", flag)
+    if path is not None and path.is_dir():
+        raise BadRequest(f"{flag}: {path} is a folder; name a file", flag)
 
 
 def write_file(path: Path, data: bytes, flag: str) -> None:

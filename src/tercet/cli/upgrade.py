@@ -16,7 +16,7 @@ from tercet.cli.flag_records import flags_as_records
 from tercet.cli.terminal import announce
 from tercet.cluster.detached_fleets import DetachedFleet, detached_fleets
 from tercet.cluster.up_config import UpConfig
-from tercet.cluster.upgrading import Upgrade
+from tercet.cluster.upgrading import Upgrade, require_listed
 from tercet.decisions.rollout import STEPS, RolloutPlan
 from tercet.protocol import BadRequest
 from tercet.settings import Source, decode_settings, read_yaml, require_url
@@ -95,6 +95,7 @@ def upgrade(given: UpgradeFlags) -> None:
     """
     given.require_consistent()
     plan = given.plan()
+    asyncio.run(require_listed(given.model_router, given.admin_key, given.old))  # before a fleet is started
     started = None if given.config is None else _started(given.config)
     new = started.url if started is not None else given.to or ""
     changed = Upgrade(

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from tercet.decisions.rollout import Rollout, RolloutPlan, Seen
-from tercet.protocol import BadRequest, EngineError
+from tercet.protocol import BadRequest, EngineError, UnknownPath
 from tercet.wire.client.ask_router import ask_router
 
 LOOK_SECONDS = 0.5
@@ -61,11 +61,7 @@ class Upgrade:
 
     async def _enter(self) -> None:
         """Add the new router to the model router with the weight 0, unless it is listed, and check both routers."""
-        there = await self._backends()
-        if self._old not in there:
-            raise BadRequest(
-                f"--from: the model router has no router at {self._old}; it has {', '.join(there)}", "--from"
-            )
+        there = await require_listed(self._url, self._key, self._old)
         if self._old == self._new:
             raise BadRequest("--to: must be another router than --from", "--to")
         if self._new not in there:
@@ -122,8 +118,7 @@ class Upgrade:
         await self._change({url: None})
 
     async def _backends(self) -> Backends:
-        found: list[dict[str, Any]] = await ask_router(self._url, "GET", "/backends", admin_key=self._key)
-        return {each["url"]: each for each in found}
+        return await _listed(self._url, self._key)
 
     async def _add_new(self) -> Backends:
         """Add the new router with the weight 0; remove it again if the call is cancelled."""
@@ -147,6 +142,22 @@ class Upgrade:
         body = {"routers": routers}
         found: list[dict[str, Any]] = await ask_router(self._url, "PUT", "/backends", body, self._key)
         return {each["url"]: each for each in found}
+
+
+async def require_listed(url: str, key: str, router: str) -> Backends:
+    """Return the routers of the model router at ``url``; raise BadRequest if the router ``router`` is none of them."""
+    there = await _listed(url, key)
+    if router.rstrip("/") not in there:
+        raise BadRequest(f"--from: the model router has no router at {router}; it has {', '.join(there)}", "--from")
+    return there
+
+
+async def _listed(url: str, key: str) -> Backends:
+    try:
+        found: list[dict[str, Any]] = await ask_router(url, "GET", "/backends", admin_key=key)
+    except UnknownPath as error:
+        raise BadRequest(f"--model-router: the server at {url} is not a model router", "--model-router") from error
+    return {each["url"]: each for each in found}
 
 
 def _seen(there: Backends, url: str) -> Seen:

@@ -47,7 +47,13 @@ def load_program(
     function = _from_file(name, locate, source) if source is not None or name not in BUILT_IN else BUILT_IN[name]
     if not inspect.isasyncgenfunction(function):
         raise BadRequest(f"program: {name} is not an async generator (async def with yield)", "program")
-    return partial(function, **_convert(name, function, args or {}, locate))
+    given = _convert(name, function, args or {}, locate)
+    try:
+        inspect.signature(function).bind(None, None, **given)
+    except TypeError as error:
+        needs = f"{name} must accept a request, a fleet and these arguments: {error}"
+        raise BadRequest(f"program: {needs}; give parameters by program-arg, or defaults", "program") from error
+    return partial(function, **given)
 
 
 def name_of(program: Program) -> str:

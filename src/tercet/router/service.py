@@ -358,10 +358,10 @@ def _is_own_fault(chosen: Chosen, error: BaseException) -> bool:
     """True if the program caused the error, not its client or the fleet.
 
     A :class:`~tercet.protocol.BadRequest` concerns the client's request, unless it names one of the program's own
-    parameters or the picker that the program named.
+    parameters, or an argument of a verb: the picker, or the bounds of a range.
     """
     if isinstance(error, BadRequest):
-        return error.param in {"pick", *inspect.signature(chosen.program).parameters}
+        return error.param in {"pick", "begin", "end", *inspect.signature(chosen.program).parameters}
     return not isinstance(error, TercetError)
 
 

@@ -134,7 +134,9 @@ def test_an_answer_has_a_bound_and_says_that_it_was_cut(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("text", "url", "code"), [("", None, 2), ("x", "nonsense", 2), ("x", "http://127.0.0.1:9", 1)])
+@pytest.mark.parametrize(
+    ("text", "url", "code"), [("", None, 2), ("\udcff", None, 2), ("x", "nonsense", 2), ("x", "http://127.0.0.1:9", 1)]
+)
 def test_wrong_use(
     router: LiveRouter,
     monkeypatch: pytest.MonkeyPatch,

@@ -8,9 +8,12 @@ import sys
 from pathlib import Path
 
 import pytest
+from aiohttp import web
 
 from tercet.cli.app import exit_code_of
-from tercet.cli.upgrade import upgrade
+from tercet.cli.upgrade import UpgradeFlags, upgrade
+from tercet.protocol import UnknownPath
+from tests.servers import served
 from tests.unit.gateway.model_router.test_model_router import Router, world
 
 
@@ -33,6 +36,32 @@ def test_what_is_refused(given: dict[str, object], said: str, capsys: pytest.Cap
     code = exit_code_of(lambda: upgrade(**{**told, **given}))
     assert code == (1 if "answers" in said else 2)
     assert said in capsys.readouterr().err
+
+
+async def test_a_new_fleet_is_not_started_before_the_old_one_is_found(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("tercet.cli.upgrade.detach", lambda _: pytest.fail("a fleet is started"))
+    async with world(await Router("chat").start()) as found:
+        assert await refused_at(found.url) == 2
+    assert "--from: the model router has no router at http://127.0.0.1:9; it has" in capsys.readouterr().err
+
+
+async def test_a_router_is_told_from_a_model_router(capsys: pytest.CaptureFixture[str]) -> None:
+    async def unknown(_: web.Request) -> web.Response:
+        error = UnknownPath("this server has no such route")
+        return web.json_response(error.to_wire(), status=error.status)
+
+    app = web.Application()
+    app.router.add_get("/{path:.*}", unknown)
+    async with served(app) as url:
+        assert await refused_at(url) == 2
+    assert f"--model-router: the server at {url} is not a model router" in capsys.readouterr().err
+
+
+async def refused_at(model_router: str) -> int:
+    flags = UpgradeFlags(old="http://127.0.0.1:9", config=Path("new.yaml"), model_router=model_router)
+    return await asyncio.to_thread(exit_code_of, lambda: upgrade(**vars(flags)))
 
 
 @pytest.mark.processes

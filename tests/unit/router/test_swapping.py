@@ -93,6 +93,16 @@ async def test_with_nothing_to_return_to_one_engine_serves_on(router: LiveRouter
     assert routing.failures == {"disaggregated": 5}
 
 
+@pytest.mark.parametrize("param", ["end", "begin"])
+async def test_a_range_that_a_program_computes_is_its_own_fault(router: LiveRouter, param: str) -> None:
+    """Else all clients would get an error about a field that they do not know, for ever."""
+    router.engine("d").failures["prep_recv"] = BadRequest(f"{param}: 15 is outside the prompt", param)
+    await router.use(Plan(program="disaggregated"))
+    for _ in range(2):
+        assert await router.ask() == ("disaggregated -> data_parallel", ANSWER)
+    assert router.service.routing.failures == {"disaggregated": 2}
+
+
 async def test_what_the_client_or_the_fleet_did_is_not_the_programs_fault(router: LiveRouter, programs: str) -> None:
     await router.use(Plan(program=f"{programs}:refuses"))
     for _ in range(5):

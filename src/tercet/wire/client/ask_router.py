@@ -14,7 +14,8 @@ from tercet.wire.client.bounded_answers import PLAIN, read_answer
 from tercet.wire.client.connection_errors import reason_of
 
 # Adding an engine waits for the engine's answer, and loading a program for the user's module.
-ROUTER_ANSWER = aiohttp.ClientTimeout(total=60.0, sock_connect=5.0)
+CHANGE_ANSWER = aiohttp.ClientTimeout(total=60.0, sock_connect=5.0)
+READ_ANSWER = aiohttp.ClientTimeout(total=20.0, sock_connect=5.0)
 
 
 async def ask_router(
@@ -27,10 +28,11 @@ async def ask_router(
     """
     headers = {"content-type": "application/json", **bearer(admin_key), **PLAIN}
     data = None if body is None else msgspec.json.encode(body)
+    timeout = READ_ANSWER if method == "GET" else CHANGE_ANSWER
     where = f"{url.rstrip('/')}{API_PREFIX}{path}"
     try:
         async with (
-            aiohttp.ClientSession(timeout=ROUTER_ANSWER, auto_decompress=False) as session,
+            aiohttp.ClientSession(timeout=timeout, auto_decompress=False) as session,
             session.request(
                 method, where, data=data, headers=headers, allow_redirects=False, ssl=checks_certificate
             ) as response,

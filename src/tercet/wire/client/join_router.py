@@ -13,7 +13,7 @@ import msgspec
 from tercet.protocol import EngineUnreachable, from_wire
 from tercet.protocol.call_proofs import CHALLENGE_HEADER, Prover, digest_of
 from tercet.protocol.wire import API_PREFIX, MEMBERS, UNREADABLE, JoinCall, Joined
-from tercet.wire.client.ask_router import ROUTER_ANSWER
+from tercet.wire.client.ask_router import CHANGE_ANSWER
 from tercet.wire.client.bounded_answers import PLAIN, read_answer
 from tercet.wire.client.connection_errors import reason_of
 
@@ -34,7 +34,7 @@ class RouterMembership:
         self._prover = Prover(secret)
 
     async def __aenter__(self) -> Self:
-        self._client = aiohttp.ClientSession(timeout=ROUTER_ANSWER, auto_decompress=False)
+        self._client = aiohttp.ClientSession(timeout=CHANGE_ANSWER, auto_decompress=False)
         return self
 
     async def __aexit__(

@@ -8,6 +8,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Coroutine, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
+from traceback import extract_tb
 from typing import Any, Protocol
 
 import msgspec
@@ -184,8 +185,18 @@ async def _serve_all(
     all_sent: asyncio.Future[None] = loop.create_future()
     # Not a TaskSet: it would log an error of a program, but an unhandled exception must end the simulation.
     running: set[asyncio.Task[None]] = set()
+    broken: list[Exception] = []
+
+    def on_end(task: asyncio.Task[Any] | None, error: Exception | None) -> None:
+        running.discard(task)  # pyright: ignore[reportArgumentType]
+        if error is not None:
+            broken.append(error)
+            if not all_sent.done():
+                all_sent.set_exception(error)
 
     def await_next() -> None:
+        if all_sent.done():  # the simulation is broken
+            return
         following = next(coming, None)
         if following is None:
             samples.over = True
@@ -196,15 +207,17 @@ async def _serve_all(
             loop.call_later(when - loop.time(), loop.call_soon, arrive, request, number >= warm_up)
 
     def arrive(request: Request, measured: bool) -> None:
-        running.add(loop.create_task(_converse(built, request, outcome, measured, follow_ups, running.discard)))
+        running.add(loop.create_task(_converse(built, request, outcome, measured, follow_ups, on_end)))
         await_next()
 
     async with alongside(samples.take()):
         await_next()
         await all_sent
     outcome.imbalance = samples.summary()
-    while running:
-        await asyncio.wait(running)
+    while running and not broken:
+        await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
+    if broken:
+        raise broken[0]
 
 
 async def _converse(
@@ -213,9 +226,13 @@ async def _converse(
     outcome: Outcome,
     measured: bool,
     follow_ups: FollowUps | None,
-    on_end: Callable[[asyncio.Task[Any] | None], object],
+    on_end: Callable[[asyncio.Task[Any] | None, Exception | None], object],
 ) -> None:
-    """Run a request and its follow-ups, one after the other. Call ``on_end`` with the current task at the end."""
+    """Run a request and its follow-ups, one after the other.
+
+    Call ``on_end`` at the end, with the current task and the error of the program, if there was one.
+    """
+    broken: Exception | None = None
     try:
         while True:
             sequence = await _serve(built, request, outcome, measured)
@@ -237,8 +254,10 @@ async def _converse(
                 following = following._replace(request=msgspec.structs.replace(following.request, headers=headers))
             request = following.request
             await asyncio.sleep(following.pause)
+    except Exception as error:
+        broken = error
     finally:
-        on_end(asyncio.current_task())
+        on_end(asyncio.current_task(), broken)
 
 
 async def _serve(built: VirtualFleet, request: Request, outcome: Outcome, measured: bool) -> RunningSequence | None:
@@ -271,13 +290,15 @@ def _drop(_: Output) -> None:
 
 
 def _cause_of(error: TercetError) -> TercetError:
-    """Return the error of a failed request. Raise the exception that the program itself raised, if there is one."""
+    """Return the error of a failed request. Raise an error with the program's own exception, if there is one."""
     cause = error.__cause__
     if not isinstance(error, ProgramFailed) or cause is None or isinstance(cause, ProgramFault):
         return error
     if isinstance(cause, TercetError):
         return cause
-    raise cause
+    place = extract_tb(cause.__traceback__)[-1]
+    what = f"{type(cause).__name__}: {cause} ({place.filename}, line {place.lineno})"
+    raise ProgramFailed(f"the program failed: {what}") from cause
 
 
 def _collect(built: VirtualFleet, outcome: Outcome) -> None:
