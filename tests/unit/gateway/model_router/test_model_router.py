@@ -320,7 +320,6 @@ async def test_a_router_whose_addition_was_interrupted_is_polled_and_may_be_remo
 
 @pytest.mark.parametrize("begun", [False, True])
 async def test_requests_of_a_router_that_stands_still_end(begun: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(backends, "POLL_TIMEOUT", aiohttp.ClientTimeout(total=0.1))
     a = await Router("a").start()
     async with world(a) as found:
         a.go.clear()
@@ -331,6 +330,7 @@ async def test_requests_of_a_router_that_stands_still_end(begun: bool, monkeypat
             while not a.bodies:
                 await asyncio.sleep(0.01)
             a.lists.clear()
+            monkeypatch.setattr(backends, "POLL_TIMEOUT", aiohttp.ClientTimeout(total=0.1))
             status, _, text = await asking
             assert status == (200 if begun else 503)
             assert '"code":"engine_unreachable"' in text
@@ -343,14 +343,16 @@ async def test_requests_of_a_router_that_stands_still_end(begun: bool, monkeypat
 
 async def test_a_stream_of_an_overloaded_router_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
     """It answers no poll, so it gets no new request; what it sends is passed on."""
-    monkeypatch.setattr(backends, "POLL_TIMEOUT", aiohttp.ClientTimeout(total=0.2))
     a = await Router("a").start()
     async with world(a) as found:
-        a.lists.clear()
         a.pace_s = 0.02
         a.go.clear()
         asking = asyncio.create_task(found.ask("a"))
         async with asyncio.timeout(LONGEST_WAIT_S):
+            while not a.bodies:
+                await asyncio.sleep(0.01)
+            a.lists.clear()
+            monkeypatch.setattr(backends, "POLL_TIMEOUT", aiohttp.ClientTimeout(total=0.2))
             while found.server.routes.backends[0].silent < 3 * backends.SILENT_POLLS:
                 await asyncio.sleep(0.01)
         assert (await found.ask("a"))[0] == 503
