@@ -95,8 +95,10 @@ def upgrade(given: UpgradeFlags) -> None:
     """
     given.require_consistent()
     plan = given.plan()
-    asyncio.run(require_listed(given.model_router, given.admin_key, given.old))  # before a fleet is started
-    started = None if given.config is None else _started(given.config)
+    started = None
+    if given.config is not None:
+        asyncio.run(require_listed(given.model_router, given.admin_key, given.old))
+        started = _started(given.config)
     new = started.url if started is not None else given.to or ""
     changed = Upgrade(
         given.model_router, given.admin_key, given.old, new, plan, given.drain_timeout,

@@ -87,6 +87,14 @@ class Process:
                 raise StartFailed(f"{self.name} cannot be started: {error}") from error
             raise
 
+    async def refusal_of_start(self) -> str:
+        """Start the process; return why the system refuses it, as :func:`describe_exit` does, or an empty string."""
+        try:
+            await self.start()
+        except StartFailed as error:
+            return error.message.removeprefix(f"{self.name} ")
+        return ""
+
     async def _spawn(self) -> None:
         guards_end, self._lifeline = os.pipe()
         try:

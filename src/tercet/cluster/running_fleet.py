@@ -81,10 +81,8 @@ class RunningEngine:
         dead, self.starts = self.process, self.starts + 1
         self.process = dead.again(dead.log.with_name(f"{self.name}-{self.starts}.log"))
         await dead.stop()
-        try:
-            await self.process.start()
-        except StartFailed as error:
-            return error.message.removeprefix(f"{self.name} ")
+        if refusal := await self.process.refusal_of_start():
+            return refusal
         on_event(self.name, LOADING)
         try:
             await self.until_ready(on_event)

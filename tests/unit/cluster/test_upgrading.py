@@ -13,7 +13,7 @@ from tercet.cluster import upgrading
 from tercet.cluster.upgrading import Upgrade
 from tercet.decisions.rollout import RolloutPlan
 from tercet.protocol import BadRequest, EngineError
-from tests.longest_wait import LONGEST_WAIT_S
+from tests.longest_wait import until
 from tests.unit.gateway.model_router.test_model_router import Router, World, world
 
 pytestmark = pytest.mark.slow
@@ -62,12 +62,6 @@ def upgrade_of(found: World, old: Router, new: Router, told: list[str], plan: Ro
 
 async def weights(found: World) -> dict[str, float]:
     return {each["url"]: each["weight"] for each in (await found.get("/tercet/v1/backends"))[1]}
-
-
-async def until(condition: object) -> None:
-    async with asyncio.timeout(LONGEST_WAIT_S):
-        while not condition():  # type: ignore[operator]
-            await asyncio.sleep(0.01)
 
 
 async def test_all_requests_are_served_while_the_new_one_takes_over() -> None:

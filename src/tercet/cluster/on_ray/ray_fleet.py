@@ -86,15 +86,7 @@ class Follower:
                 await asyncio.sleep(AGAIN_SECONDS)
                 dead, self.process = self.process, self.process.again(self.process.log)
                 await dead.stop()
-                how = await self._refusal_of_start()
-
-    async def _refusal_of_start(self) -> str:
-        """Start the process; return why the system refuses it, or an empty string."""
-        try:
-            await self.process.start()
-        except StartFailed as error:
-            return error.message.removeprefix(f"{self.process.name} ")
-        return ""
+                how = await self.process.refusal_of_start()
 
     async def until_ready(self, hands: RayHands, on_event: OnEvent) -> Sequence[EngineAddress]:
         """Wait until all wanted engines are ready in the roster, and return them. Raises :class:`StartFailed`."""

@@ -20,6 +20,11 @@ MOST_DIGITS = 18
 """Most digits of a number in a query; Python refuses to read thousands of them."""
 
 
+def whole_number(text: str) -> int | None:
+    """Return the number in a query's text; None if it is not a number from 0 on."""
+    return int(text) if text.isascii() and text.isdigit() and len(text) <= MOST_DIGITS else None
+
+
 class AdminRoute(APIRoute):
     """A route that answers with Tercet's errors; the application's handlers would turn them into server failures."""
 

@@ -15,7 +15,7 @@ from tercet.programs import migrate_context
 from tercet.protocol import BadRequest, UnknownSequence
 from tercet.protocol.multimodal import MultiModalFeatures
 from tercet.protocol.wire import MoveCall, decode_call
-from tercet.router.admin.admin_route import MOST_DIGITS, AdminRoute, fleet_of, json_answer, shared_of
+from tercet.router.admin.admin_route import AdminRoute, fleet_of, json_answer, shared_of, whole_number
 from tercet.router.moves import MoveRecord
 from tercet.router.proposals import pass_on
 
@@ -78,9 +78,10 @@ async def move_sequence(request: Request, seq_id: str) -> Response:
 async def moves(request: Request) -> Response:
     """List the moves of this process, oldest first; with ``?since=NUMBER`` only those after the move NUMBER."""
     since = request.query_params.get("since", "0")
-    if not (since.isascii() and since.isdigit() and len(since) <= MOST_DIGITS):
+    number = whole_number(since)
+    if number is None:
         raise BadRequest(f"since: {since[:40]!r} is not a number; give the number of a move", "since")
-    return json_answer([move_shown(move) for move in shared_of(request).service.moves.since(int(since))])
+    return json_answer([move_shown(move) for move in shared_of(request).service.moves.since(number)])
 
 
 def move_shown(move: MoveRecord) -> dict[str, Any]:

@@ -6,7 +6,7 @@ import msgspec
 from fastapi import APIRouter, Request, Response
 
 from tercet.protocol import BadRequest, UnknownSequence
-from tercet.router.admin.admin_route import MOST_DIGITS, AdminRoute, json_answer, shared_of
+from tercet.router.admin.admin_route import AdminRoute, json_answer, shared_of, whole_number
 from tercet.router.shared_traces import MOST_LISTED, TraceQuestion
 
 # Number of traces in a list if the request gives none.
@@ -41,6 +41,7 @@ async def trace(request: Request, name: str) -> Response:
 def _number(name: str, text: str | None) -> int:
     if text is None:
         return 0
-    if not (text.isascii() and text.isdigit() and len(text) <= MOST_DIGITS and 0 < int(text) <= MOST_LISTED):
+    number = whole_number(text)
+    if number is None or not 0 < number <= MOST_LISTED:
         raise BadRequest(f"{name}: {text[:40]!r} is not a number from 1 to {MOST_LISTED}", name)
-    return int(text)
+    return number

@@ -17,7 +17,7 @@ from tercet.gateway.model_router.server import ModelRouterServer, model_router
 from tercet.protocol import BadRequest
 from tercet.settings import Source, decode_settings
 from tercet.settings.model_router_config import ModelBackend, ModelRouterConfig
-from tests.longest_wait import LONGEST_WAIT_S
+from tests.longest_wait import LONGEST_WAIT_S, until
 from tests.servers import served
 
 CHAT = "/v1/chat/completions"
@@ -303,15 +303,11 @@ async def test_a_router_whose_addition_was_interrupted_is_polled_and_may_be_remo
     new.lists.clear()
     async with world(old) as found:
         asking = asyncio.create_task(found.put([{"url": old.url}, {"url": new.url}]))
-        async with asyncio.timeout(LONGEST_WAIT_S):
-            while len(found.server.routes.backends) < 2:
-                await asyncio.sleep(0.01)
+        await until(lambda: len(found.server.routes.backends) == 2)
         asking.cancel()
         await asyncio.wait({asking})
         new.lists.set()
-        async with asyncio.timeout(LONGEST_WAIT_S):
-            while not found.server.routes.backends[1].answers:
-                await asyncio.sleep(0.01)
+        await until(lambda: found.server.routes.backends[1].answers)
         assert (await found.ask("b"))[:2] == (200, new.url)
         assert (await found.put([{"url": old.url}]))[0] == 200
         assert [each.url for each in found.server.routes.backends] == [old.url]
@@ -326,16 +322,13 @@ async def test_requests_of_a_router_that_stands_still_end(begun: bool, monkeypat
         if not begun:
             a.answers.clear()
         asking = asyncio.create_task(found.ask("a"))
-        async with asyncio.timeout(LONGEST_WAIT_S):
-            while not a.bodies:
-                await asyncio.sleep(0.01)
-            a.lists.clear()
-            monkeypatch.setattr(backends, "POLL_TIMEOUT", aiohttp.ClientTimeout(total=0.1))
-            status, _, text = await asking
-            assert status == (200 if begun else 503)
-            assert '"code":"engine_unreachable"' in text
-            while found.server.routes.backends[0].in_flight:
-                await asyncio.sleep(0.01)
+        await until(lambda: a.bodies)
+        a.lists.clear()
+        monkeypatch.setattr(backends, "POLL_TIMEOUT", aiohttp.ClientTimeout(total=0.1))
+        status, _, text = await asyncio.wait_for(asking, LONGEST_WAIT_S)
+        assert status == (200 if begun else 503)
+        assert '"code":"engine_unreachable"' in text
+        await until(lambda: not found.server.routes.backends[0].in_flight)
         assert found.server.routes.backends[0].failures == 1
         a.answers.set()
         a.lists.set()
@@ -348,13 +341,10 @@ async def test_a_stream_of_an_overloaded_router_goes_on(monkeypatch: pytest.Monk
         a.pace_s = 0.02
         a.go.clear()
         asking = asyncio.create_task(found.ask("a"))
-        async with asyncio.timeout(LONGEST_WAIT_S):
-            while not a.bodies:
-                await asyncio.sleep(0.01)
-            a.lists.clear()
-            monkeypatch.setattr(backends, "POLL_TIMEOUT", aiohttp.ClientTimeout(total=0.2))
-            while found.server.routes.backends[0].silent < 3 * backends.SILENT_POLLS:
-                await asyncio.sleep(0.01)
+        await until(lambda: a.bodies)
+        a.lists.clear()
+        monkeypatch.setattr(backends, "POLL_TIMEOUT", aiohttp.ClientTimeout(total=0.2))
+        await until(lambda: found.server.routes.backends[0].silent >= 3 * backends.SILENT_POLLS)
         assert (await found.ask("a"))[0] == 503
         a.go.set()
         status, _, text = await asking
