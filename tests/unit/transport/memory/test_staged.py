@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import numpy as np
 import pytest
@@ -22,6 +23,7 @@ from tercet.transport.memory.staged import BUFFERS, StagedMemory
 from tercet.transport.memory.torch_blocks import TorchBlocks, host_planes
 from tercet.transport.memory.torch_devices import CopyDevice
 from tercet.transport.region import Numbers, RegionShape
+from tests.longest_wait import LONGEST_WAIT_S
 from tests.unit.transport.ranks import (
     FINGERPRINT,
     TOKENS,
@@ -380,18 +382,28 @@ def test_a_device_that_cannot_be_mapped_is_reached_through_buffers() -> None:
         assert transfer(sender, source, receiver, (1, 2), (3, 4)).transport == "tcp"
 
 
-def test_a_mapped_device_whose_send_is_over_is_not_believed() -> None:
+def test_a_mapped_device_whose_send_is_over_is_not_believed(monkeypatch: pytest.MonkeyPatch) -> None:
     source, target = filled(LAYERS, BLOCKS, BYTES, 1), filled(LAYERS, BLOCKS, BYTES, 2)
-    auto = TransportSettings()
+    auto, device, may_copy = TransportSettings(), SharedBlocks(target, source), threading.Event()
+    begin_across = device.begin_across
+
+    def begin_later(*args: Any) -> Callable[[], bool]:
+        assert may_copy.wait(LONGEST_WAIT_S)
+        return begin_across(*args)
+
+    monkeypatch.setattr(device, "begin_across", begin_later)
     with (
         staged_rank(source, auto, SharedBlocks(source)) as (sender, _),
-        staged_rank(target, auto, SharedBlocks(target, source)) as (receiver, _),
+        staged_rank(target, auto, device) as (receiver, _),
     ):
+        may_copy.set()
         transfer(sender, source, receiver, (1,), (3,))  # the session is there
+        may_copy.clear()
         lease = grant(receiver, (0, 1))
         send = Send(sender, receiver.addresses, lease, whole(source))
         send.push(range(LAYERS), (2, 3))
         send.cancel()
+        may_copy.set()  # a fast copy would be over, and valid, before the send is
         assert receiver.grants.revoke(lease) in (0, None)
 
 
