@@ -7,20 +7,19 @@ import sys
 from collections.abc import Callable
 from functools import cache
 from types import FrameType
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 import typer.main
 
 from tercet import __version__
 from tercet.cli.commands import LazyGroup
-from tercet.cli.given_names import kind_of
 from tercet.cli.missing_values import require_values
 from tercet.cli.terminal import NobodyReads, forget_stdout, printable
-from tercet.cli.unknown_variables import unknown_variables
 from tercet.protocol import TercetError
-from tercet.settings import Declared, declared
-from tercet.settings.declaration import near
+
+if TYPE_CHECKING:
+    from tercet.settings import Declared
 
 # Commands that run for a long time and read settings from environment variables.
 SERVERS = frozenset({"up", "engine", "router", "epp", "sidecar", "model-router", "rescheduler", "demo", "chaos"})
@@ -62,6 +61,8 @@ def tercet(
     - `tercet program`, `tercet engines`, `tercet scale` and `tercet upgrade` change a fleet while it serves.
     """
     if context.invoked_subcommand in SERVERS:
+        from tercet.cli.unknown_variables import unknown_variables
+
         for line in unknown_variables(context.invoked_subcommand or ""):
             typer.echo(f"tercet: {line}", err=True)
 
@@ -115,6 +116,10 @@ def exit_code_of(run: Callable[[], int | None]) -> int:
 
 def _nearest(error: Any) -> str:
     """Return a hint for an unknown option: the most similar one, and all options of the command."""
+    from tercet.cli.given_names import kind_of
+    from tercet.settings import declared
+    from tercet.settings.declaration import near
+
     path = error.ctx.command_path
     kind = kind_of(error.ctx.command)
     for setting in () if kind is None else declared(kind):

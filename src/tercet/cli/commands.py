@@ -1,18 +1,17 @@
-"""The commands of ``tercet``, each imported at its first use: one command imports a quarter of all modules."""
+"""The commands of ``tercet``, each imported at its first use; their list is printed without any of them."""
 
 from __future__ import annotations
 
+import ast
 from collections.abc import Iterator, Mapping
 from functools import cache
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 import typer
 import typer.core
 import typer.main
-
-from tercet.cli.given_names import SETTINGS_OF
-from tercet.cli.settings_help import SettingsCommand
 
 # In the order of `tercet --help`; each is a function of its module, or a group of commands.
 MODULES: Mapping[str, str] = {
@@ -59,9 +58,36 @@ class LazyGroup(typer.core.TyperGroup):
             ctx.fail(f"No such command '{args[0]}'. Use {PARTS_OF[args[0]]}")
         return super().resolve_command(ctx, args)
 
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        """Print the help; it lists the commands without an import of their modules."""
+        real, self.commands = self.commands, {name: _listed(name) for name in MODULES}
+        try:
+            super().format_help(ctx, formatter)
+        finally:
+            self.commands = real
+
+
+def _listed(name: str) -> Any:
+    """Return a command with the real one's help, read from the source of its module, which is not imported."""
+    module, wanted = MODULES[name], name.replace("-", "_")
+    source = Path(__file__).with_name(f"{module}.py").read_text(encoding="utf-8")
+    for node in ast.parse(source).body:
+        if isinstance(node, ast.FunctionDef) and node.name == wanted:
+            return typer.core.TyperCommand(name, help=ast.get_docstring(node))
+        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name) and node.targets[0].id == wanted:
+            call = node.value
+            given = call.keywords if isinstance(call, ast.Call) else []
+            return typer.core.TyperGroup(
+                name=name, help=next(ast.literal_eval(k.value) for k in given if k.arg == "help")
+            )
+    raise AssertionError(f"{module}.py does not define the command {name}")
+
 
 @cache
 def _built(name: str) -> Any:
+    from tercet.cli.given_names import SETTINGS_OF
+    from tercet.cli.settings_help import SettingsCommand
+
     found: Any = getattr(import_module(f"tercet.cli.{MODULES[name]}"), name.replace("-", "_"))
     around = typer.Typer(rich_markup_mode="markdown", pretty_exceptions_enable=False)
     if isinstance(found, typer.Typer):

@@ -3,6 +3,8 @@
 Positions are token positions in ``prompt + output``; every range is half-open, ``[begin, end)``.
 """
 
+from typing import TYPE_CHECKING, Any
+
 from tercet.protocol.addresses import CacheGroup, KVAddrInfo, KVLayout, RankAddress
 from tercet.protocol.content import Content, cache_key, content_of, packed
 from tercet.protocol.engine import Engine, Reservation, TakesAdapters
@@ -42,7 +44,6 @@ from tercet.protocol.fleet import EngineView, Fleet, PrefillRule, Role, Route, W
 from tercet.protocol.multimodal import MultiModalFeature, digest_of_feature, digest_of_features
 from tercet.protocol.ranges import resolve_range
 from tercet.protocol.revision import Revision, TextFingerprint, kv_obstacle, may_exchange_kv
-from tercet.protocol.stream import OutputStream
 from tercet.protocol.types import (
     AdapterLoad,
     AdapterReport,
@@ -57,6 +58,9 @@ from tercet.protocol.types import (
     TokenLogprob,
     Usage,
 )
+
+if TYPE_CHECKING:
+    from tercet.protocol.stream import OutputStream
 
 __all__ = [
     "AdapterLoad",
@@ -128,3 +132,12 @@ __all__ = [
     "packed",
     "resolve_range",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """Import the stream of outputs at its first use: it needs asyncio, which a command's errors and help do not."""
+    if name != "OutputStream":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from tercet.protocol.stream import OutputStream
+
+    return OutputStream

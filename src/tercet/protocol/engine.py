@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractAsyncContextManager
-from typing import Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 import msgspec
 
 from tercet.protocol.addresses import KVAddrInfo
-from tercet.protocol.stream import OutputStream
 from tercet.protocol.types import AdapterReport, EngineStatus, Request, Sent
+
+if TYPE_CHECKING:
+    from tercet.protocol.stream import OutputStream
 
 
 class Reservation(msgspec.Struct, frozen=True):

@@ -173,3 +173,18 @@ def test_the_shell_completes_commands(typed: str, expected: str) -> None:
     }  # fmt: skip
     ended = subprocess.run([sys.executable, "-m", "tercet.cli"], capture_output=True, text=True, timeout=60, env=env)
     assert (ended.returncode, ended.stdout.split()) == (0, [expected])
+
+
+COUNTED = """
+import atexit, sys
+atexit.register(lambda: print(len(sys.modules), file=sys.stderr))
+from tercet.cli import main
+main()
+"""
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(("argv", "most"), [("--version", 280), ("--help", 390)])
+def test_a_command_that_does_little_imports_little(argv: str, most: int) -> None:
+    done = subprocess.run([sys.executable, "-c", COUNTED, argv], capture_output=True, text=True, check=False)
+    assert int(done.stderr.split()[-1]) <= most
