@@ -131,6 +131,7 @@ class VirtualLoop(asyncio.AbstractEventLoop):
         """
         task: asyncio.Future[Any] = asyncio.ensure_future(future, loop=self)
         ready, hooks = self._ready, sys.get_asyncgen_hooks()
+        outer = asyncio._get_running_loop()  # pyright: ignore[reportPrivateUsage]
         sys.set_asyncgen_hooks(finalizer=self._finalize)
         asyncio._set_running_loop(self)  # pyright: ignore[reportPrivateUsage]
         try:
@@ -144,7 +145,8 @@ class VirtualLoop(asyncio.AbstractEventLoop):
                         failure, self._failure = self._failure, None
                         raise failure
         finally:
-            asyncio._set_running_loop(None)  # pyright: ignore[reportPrivateUsage]
+            # The caller's loop, such as that of a notebook, which waits for this run to return.
+            asyncio._set_running_loop(outer)  # pyright: ignore[reportPrivateUsage]
             sys.set_asyncgen_hooks(*hooks)
         return task.result()
 

@@ -197,3 +197,27 @@ async def _socket() -> None:
 def test_the_real_world_is_refused(what) -> None:  # type: ignore[no-untyped-def]
     with pytest.raises(RuntimeError, match="needs real time"):
         run_virtual(what())
+
+
+def test_a_run_inside_a_running_loop_leaves_that_loop_as_it_was() -> None:
+    async def inner(depth: int) -> float:
+        await asyncio.sleep(3600)
+        if depth:
+            assert run_virtual(inner(depth - 1)) == 3600
+        return asyncio.get_running_loop().time()
+
+    async def notebook() -> None:
+        around = asyncio.get_running_loop()
+        assert run_virtual(inner(2)) == 3600
+        assert asyncio.get_running_loop() is around
+        with pytest.raises(EngineError, match="cannot continue"):
+            run_virtual(_waits_for_ever())
+        await asyncio.sleep(0)  # the caller's loop goes on, also after a run that has failed
+
+    asyncio.run(notebook())
+    with pytest.raises(RuntimeError, match="no running event loop"):
+        asyncio.get_running_loop()
+
+
+async def _waits_for_ever() -> None:
+    await asyncio.get_running_loop().create_future()
