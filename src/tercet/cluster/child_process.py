@@ -47,7 +47,8 @@ class Process:
     SIGTERM and SIGKILL when the child is stopped. The child runs under :mod:`tercet.cluster.guard`, which ends the
     child and all its children when this process ends, even by SIGKILL. Guard, command and children are one process
     group, so that each can be signalled after the others' end. If ``warm`` is given, the warm parent that listens there
-    (see :mod:`tercet.cluster.warm_start`) forks the child. The child inherits the descriptors ``inherited``.
+    (see :mod:`tercet.cluster.warm_start`) forks the child. The child inherits the descriptors ``inherited``. Its output
+    begins at the byte ``log_begin`` of the log.
     """
 
     def __init__(
@@ -62,6 +63,8 @@ class Process:
     ) -> None:
         self.name = name
         self.log = log
+        self.log_begin = 0
+        self._continues_log = False
         self._argv = argv
         self._env = env
         self._grace = grace
@@ -73,8 +76,10 @@ class Process:
         self._sockets: str | None = None
 
     def again(self, log: Path) -> Process:
-        """Return a new process for the same command, with the log file ``log``."""
-        return Process(self.name, self._argv, self._env, log, self._grace, self._warm)
+        """Return a new process for the same command, with the log file ``log``; it continues this process's log."""
+        found = Process(self.name, self._argv, self._env, log, self._grace, self._warm)
+        found._continues_log = log == self.log
+        return found
 
     async def start(self) -> None:
         """Start the process; its output goes to the log. Raises :class:`StartFailed` if the system refuses it."""
@@ -101,8 +106,10 @@ class Process:
             # vLLM does not remove its sockets' files when it ends.
             self._sockets = tempfile.mkdtemp(prefix=guard.SOCKETS_PREFIX)
             env = {**os.environ, guard.SOCKETS: self._sockets, **self._env}
-            self.log.write_bytes(b"")
+            if not self._continues_log:
+                self.log.write_bytes(b"")
             with self.log.open("ab") as log:  # append mode, so that the file can be truncated during writing
+                self.log_begin = log.tell()
                 self._process = await asyncio.create_subprocess_exec(
                     *(sys.executable, "-I", "-S", guard.__file__, str(self._grace)),
                     *(() if self._warm is None else (guard.FROM, str(self._warm))),
@@ -142,10 +149,12 @@ class Process:
         return self._process is not None and _listens(self._process.pid, port)
 
     def tail(self) -> str:
-        """Return the last lines of the log that are not empty."""
+        """Return the last lines of this process's output that are not empty."""
         try:
             with self.log.open("rb") as log:
-                log.seek(max(0, self.log.stat().st_size - TAIL_BYTES))
+                size = self.log.stat().st_size
+                begin = self.log_begin if self.log_begin <= size else 0  # the log may have been rotated
+                log.seek(max(begin, size - TAIL_BYTES))
                 lines = log.read().decode(errors="replace").splitlines()
         except OSError:
             return ""

@@ -24,7 +24,7 @@ from tercet.cluster.model import BUILT_IN
 from tercet.cluster.ports import free_ports, require_free, url_of
 from tercet.cluster.replicas import is_group, rank_flags
 from tercet.cluster.restarts import Restarts
-from tercet.cluster.running_fleet import LOADING, OnEvent, RunningEngine, RunningFleet, until_ready
+from tercet.cluster.running_fleet import LOADING, KeptRouter, OnEvent, RunningEngine, RunningFleet
 from tercet.cluster.scaling.router_admin import RouterAdmin
 from tercet.cluster.up_config import UpConfig
 from tercet.cluster.warm_start import can_fork, warm_parent
@@ -70,7 +70,7 @@ async def local_fleet(
             async with asyncio.TaskGroup() as group:
                 for queue in queues:
                     group.create_task(_until_all_ready(queue, on_event))
-                group.create_task(until_ready(fleet.router, fleet.url, on_event))
+                group.create_task(fleet.kept_router.until_ready(on_event))
             yield fleet
         except* StartFailed as failures:
             raise failures.exceptions[0] from None
@@ -107,7 +107,7 @@ def fleet_of(
         forks = warm if can_fork(argv) else None
         process = Process(spec.name, argv, {**engine_env(spec), **environment}, log, warm=forks)
         restarts = Restarts(0 if is_group(spec.extra_args) else config.engine_restarts)
-        return RunningEngine(spec.name, role, url_of(spec.host, spec.port), process, restarts)
+        return RunningEngine(spec.name, url_of(spec.host, spec.port), process, restarts, role=role)
 
     engines = [launch(spec, role) for spec, (_, role) in zip(specs, config.engine_roles, strict=True)]
     port = config.port or free_ports(config.host, 1)[0]
@@ -116,9 +116,7 @@ def fleet_of(
         url = url.replace("http://", "https://", 1)
     key = secrets.token_urlsafe()
     addresses = [EngineAddress(engine.name, engine.url, engine.role) for engine in engines]
-    argv = router_argv(router_config(config, model, port, addresses, supervisor_key=key), log_dir)
-    grace = config.shutdown_timeout_s + GRACE_SECONDS
-    router = Process("router", argv, router_env(model), log_dir / "router.log", grace=grace, warm=warm)
+    router = router_of(config, router_config(config, model, port, addresses, supervisor_key=key), url, log_dir, warm)
     changed = asyncio.Event()
     hands = LocalHands(engines, changed, specs, launch, RouterAdmin(url, key), on_event)
     return RunningFleet(url, engines, router, log_dir, hands, changed)
@@ -216,6 +214,21 @@ def router_config(
     fields |= {"model": model, "served_model_name": config.public_name, "port": port, "engines": tuple(engines)}
     fields |= {"discovery": discovery, "supervisor_key": supervisor_key}
     return RouterConfig(**fields)
+
+
+def router_of(
+    config: UpConfig, settings: RouterConfig, url: str, log_dir: Path, warm: Path | None = None
+) -> KeptRouter:
+    """Return the router with these ``settings``, which answers at ``url``; it is not started yet.
+
+    Its state is in the log directory, so that a restarted router finds everything that was changed since the start.
+    """
+    state = log_dir / "router-state.json"
+    state.unlink(missing_ok=True)  # that of an earlier fleet with this log directory
+    argv = router_argv(msgspec.structs.replace(settings, state=str(state)), log_dir)
+    grace = config.shutdown_timeout_s + GRACE_SECONDS
+    process = Process("router", argv, router_env(settings.model), log_dir / "router.log", grace=grace, warm=warm)
+    return KeptRouter("router", url, process, Restarts(config.engine_restarts))
 
 
 def router_argv(config: RouterConfig, log_dir: Path) -> list[str]:

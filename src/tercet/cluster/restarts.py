@@ -1,4 +1,4 @@
-"""Decisions, without I/O, about the restart of an engine that has ended."""
+"""Decisions, without I/O, about the restart of an engine or a router that has ended."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ LIVED_SECONDS = 60.0
 
 @dataclass
 class Restarts:
-    """One engine's restarts, limited to ``limit``. Times are seconds of one clock.
+    """One process's restarts, limited to ``limit``. Times are seconds of one clock.
 
-    The pause doubles each time. After an engine has served for :data:`LIVED_SECONDS`, the count starts again at 0.
+    The pause doubles each time. After it has served for :data:`LIVED_SECONDS`, the count starts again at 0.
     """
 
     limit: int
@@ -21,11 +21,11 @@ class Restarts:
     _ready_at: float | None = None
 
     def ready(self, now: float) -> None:
-        """Record that the engine serves."""
+        """Record that the process serves."""
         self._ready_at = now
 
     def ended(self, now: float) -> float | None:
-        """Record that the engine has ended; return the seconds until its restart, or None for no restart."""
+        """Record that the process has ended; return the seconds until its restart, or None for no restart."""
         ready_at, self._ready_at = self._ready_at, None
         if ready_at is not None and now - ready_at >= LIVED_SECONDS:
             self.used = 0

@@ -10,7 +10,7 @@ from collections.abc import Callable, Coroutine, Generator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar, NoReturn
 from urllib.parse import urlsplit
 
 import aiohttp
@@ -21,7 +21,7 @@ from tercet.cluster.log_rotation import rotate_logs
 from tercet.cluster.restarts import Restarts
 from tercet.cluster.scaling.hands import Hands
 from tercet.cluster.start_progress import StartProgress
-from tercet.protocol import Role, ShuttingDown, TercetError, from_wire
+from tercet.protocol import EngineUnreachable, Role, ShuttingDown, TercetError, from_wire
 from tercet.protocol.wire import UNREADABLE
 from tercet.settings.log_lines import serious_event
 
@@ -29,57 +29,49 @@ READY_SECONDS = 900.0
 ASK_SECONDS = 0.5
 START_POLL_SECONDS = 0.2
 LOADING = "loading"
+HEALTH, LIVE = "/health", "/live"
 OnEvent = Callable[[str, str], None]
 
 
 @dataclass
-class RunningEngine:
-    """An engine at ``url``; ``process`` is its last start. Each start has a separate log.
-
-    ``is_kept``: the engine is a member, and is restarted when it ends. ``given_up``: it has ended and is not restarted.
-    """
+class KeptProcess:
+    """A process that serves at ``url`` and is restarted when it ends; ``process`` is its last start."""
 
     name: str
-    role: Role
     url: str
     process: Process
     restarts: Restarts
     starts: int = 1
-    is_kept: bool = True
-    given_up: bool = False
-    keeping: asyncio.Task[str] | None = None
+    meanwhile: ClassVar[str] = ""
+    """What happens until the process has been restarted, for its users."""
 
     async def until_ready(self, on_event: OnEvent) -> None:
-        """Wait until the engine answers; raise the errors of :func:`until_ready`."""
+        """Wait until the process serves; raise the errors of :func:`until_ready`."""
         await until_ready(self.process, self.url, on_event)
         self.process.remember_shared_memory()
         self.restarts.ready(time.monotonic())
 
     async def until_it_stays_dead(self, on_event: OnEvent) -> str:
-        """Restart the engine when it ends, up to its limit; return a description of its last end.
+        """Restart the process when it ends, up to its limit; return a description of its last end.
 
         A restart that fails, or that the system refuses, counts as another end.
         """
         how = describe_exit(await self.process.ended())
         while (pause := self.restarts.ended(time.monotonic())) is not None:
-            count = f"restart {self.restarts.used} of {self.restarts.limit} in {pause:g} s"
+            count = f"restart {self.restarts.used} of {self.restarts.limit} in {pause:g} s{self.meanwhile}"
             on_event(self.name, f"{how}; {count}; log: {self.process.log}")
             await asyncio.sleep(pause)
             how = await self._end_of_restart(on_event)
         return how
 
-    async def leave(self) -> None:
-        """Stop the engine for good: it is not restarted."""
-        self.is_kept = False
-        if self.keeping is not None:
-            self.keeping.cancel()
-            await asyncio.gather(self.keeping, return_exceptions=True)
-        await self.process.stop()
+    def next_log(self) -> Path:
+        """Return the log of the next start; the log of the last start is continued."""
+        return self.process.log
 
     async def _end_of_restart(self, on_event: OnEvent) -> str:
-        """Restart the engine at the same address, where the router finds it; return a description of its end."""
+        """Restart the process at the same address; return a description of its end."""
         dead, self.starts = self.process, self.starts + 1
-        self.process = dead.again(dead.log.with_name(f"{self.name}-{self.starts}.log"))
+        self.process = dead.again(self.next_log())
         await dead.stop()
         if refusal := await self.process.refusal_of_start():
             return refusal
@@ -92,23 +84,74 @@ class RunningEngine:
 
 
 @dataclass
+class RunningEngine(KeptProcess):
+    """An engine with a ``role``; each start has a separate log.
+
+    ``is_kept``: the engine is a member, and is restarted when it ends. ``given_up``: it has ended and is not restarted.
+    """
+
+    role: Role = field(kw_only=True)
+    is_kept: bool = True
+    given_up: bool = False
+    keeping: asyncio.Task[str] | None = None
+
+    def next_log(self) -> Path:
+        """Return the log of the next start."""
+        return self.process.log.with_name(f"{self.name}-{self.starts}.log")
+
+    async def leave(self) -> None:
+        """Stop the engine for good: it is not restarted."""
+        self.is_kept = False
+        if self.keeping is not None:
+            self.keeping.cancel()
+            await asyncio.gather(self.keeping, return_exceptions=True)
+        await self.process.stop()
+
+
+class KeptRouter(KeptProcess):
+    """The router of a fleet; all its starts write one log, and its state is in a file that outlives them.
+
+    A restarted router is ready once it answers, also while no engine can be picked.
+    """
+
+    meanwhile = "; the engines continue to run"
+
+    async def until_ready(self, on_event: OnEvent) -> None:
+        """Wait until the router serves; a restarted one may serve errors, for example while all engines load."""
+        path = HEALTH if self.starts == 1 else LIVE
+        await until_ready(self.process, self.url, on_event, path)
+        self.restarts.ready(time.monotonic())
+
+    async def until_broken(self, on_event: OnEvent) -> NoReturn:
+        """Restart the router when it ends, up to its limit; then raise :class:`StartFailed` with the last end."""
+        how = await self.until_it_stays_dead(on_event)
+        many = f"; it has been restarted {self.restarts.used} times in a row" if self.restarts.used else ""
+        raise self.process.failure(f"{how}{many}")
+
+
+@dataclass
 class RunningFleet:
     """A fleet that answers at ``url``. ``hands`` start and stop engines, and set ``changed`` after a start."""
 
     url: str
     engines: list[RunningEngine]
-    router: Process
+    kept_router: KeptRouter
     log_dir: Path
     hands: Hands
     changed: asyncio.Event = field(default_factory=asyncio.Event)
 
+    @property
+    def router(self) -> Process:
+        """The present process of the router."""
+        return self.kept_router.process
+
     async def until_broken(self, on_event: OnEvent) -> None:
-        """Restart engines until the router ends, or the last engine reaches its limit of restarts.
+        """Restart engines and router until the router, or the last engine, reaches its limit of restarts.
 
         The call never returns: it then raises :class:`~tercet.cluster.child_process.StartFailed`. ``on_event`` receives
         every end and every start, and the router's log events of level WARNING or ERROR.
         """
-        router = asyncio.create_task(self.router.ended())
+        router = asyncio.create_task(self.kept_router.until_broken(on_event))
         reading = asyncio.create_task(read_events(self.router.log, partial(on_event, self.router.name)))
         rotating = asyncio.create_task(rotate_logs(self.logs))
         kept = dict[asyncio.Task[str], RunningEngine]()
@@ -119,7 +162,7 @@ class RunningFleet:
                 kept |= self._keep_new(on_event)
                 await asyncio.wait([router, changed, *kept], return_when=asyncio.FIRST_COMPLETED)
                 if router.done():
-                    raise self.router.failure(describe_exit(router.result()))
+                    router.result()
                 if changed.done():
                     self.changed.clear()
                     changed = asyncio.create_task(self.changed.wait())
@@ -139,11 +182,16 @@ class RunningFleet:
             await asyncio.gather(*ending, return_exceptions=True)
 
     async def _forget(self, engine: RunningEngine, on_event: OnEvent) -> None:
-        """Remove an engine that is not restarted from the router."""
-        try:
-            await self.hands.router.remove(engine.name)
-        except TercetError as error:
-            on_event(self.router.name, f"cannot remove {engine.name}: {error.message}")
+        """Remove an engine that is not restarted from the router, once the router answers."""
+        while True:
+            try:
+                await self.hands.router.remove(engine.name)
+                return
+            except EngineUnreachable:  # the router is restarted, or began to end during the call
+                await asyncio.sleep(ASK_SECONDS)
+            except TercetError as error:
+                on_event(self.router.name, f"cannot remove {engine.name}: {error.message}")
+                return
 
     def _keep_new(self, on_event: OnEvent) -> dict[asyncio.Task[str], RunningEngine]:
         """Start to keep new engines; return their tasks."""
@@ -224,19 +272,21 @@ async def read_events(log: Path, say: Callable[[str], object]) -> None:
             await asyncio.sleep(ASK_SECONDS)
 
 
-async def until_ready(process: Process, url: str, on_event: OnEvent) -> None:
-    """Wait until a server is ready; raise :class:`~tercet.cluster.child_process.StartFailed` if it ends or is too slow.
+async def until_ready(process: Process, url: str, on_event: OnEvent, path: str = HEALTH) -> None:
+    """Wait until a server answers 200 at ``path``.
+
+    Raises :class:`~tercet.cluster.child_process.StartFailed` if the server ends or is too slow.
 
     ``on_event`` receives each stage that the server reaches: :data:`LOADING` with the stage's name.
     """
-    progress = StartProgress(process.log)
+    progress = StartProgress(process.log, process.log_begin)
     port, somebody_else = urlsplit(url).port or 80, False
     async with _asking() as session:
         while progress.seconds < READY_SECONDS:
             if process.returncode is not None:
                 raise process.failure(f"{describe_exit(process.returncode)} while it was starting")
             with contextlib.suppress(aiohttp.ClientError, OSError):  # includes timeouts
-                async with session.get(f"{url}/health") as response:
+                async with session.get(url + path) as response:
                     # If two fleets start on one port, the later one would poll the other's router.
                     somebody_else = response.status == 200 and not await asyncio.to_thread(process.listens_at, port)
                     if response.status == 200 and not somebody_else:

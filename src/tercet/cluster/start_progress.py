@@ -13,12 +13,12 @@ SHORT_SECONDS = 1.0
 
 
 class StartProgress:
-    """Progress of one start, whose output goes to ``log``; time counts from the construction."""
+    """Progress of one start, whose output goes to ``log`` from byte ``begin`` on; time counts from the construction."""
 
-    def __init__(self, log: Path) -> None:
+    def __init__(self, log: Path, begin: int = 0) -> None:
         self.stage = STARTING
         self._log = log
-        self._read = 0
+        self._read = begin
         self._began = self._since = time.monotonic()
         self._took: dict[str, float] = {}
 

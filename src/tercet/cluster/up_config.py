@@ -86,7 +86,10 @@ class UpConfig(RouterSettings, frozen=True):
     ] = 1
     engine_restarts: Annotated[
         NotNegative,
-        Setting("Most restarts of an engine in a row; a minute of serving resets the count. 0: none.", panel=ENGINES),
+        Setting(
+            "Most restarts of an engine, or of the router, in a row; a minute of serving resets the count. 0: none.",
+            panel=ENGINES,
+        ),
     ] = 5
     detach: Annotated[
         bool,

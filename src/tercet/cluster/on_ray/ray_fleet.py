@@ -15,9 +15,9 @@ from pathlib import Path
 import msgspec
 
 from tercet.aio.whole_files import read_whole, write_whole
-from tercet.cluster.child_process import GRACE_SECONDS, Process, StartFailed, describe_exit
+from tercet.cluster.child_process import Process, StartFailed, describe_exit
 from tercet.cluster.engine_command import EngineSpec, ranks_of, value_of
-from tercet.cluster.local import lora_flags, router_argv, router_config, router_env, shared_environment
+from tercet.cluster.local import lora_flags, router_config, router_of, shared_environment
 from tercet.cluster.log_directories import log_directory
 from tercet.cluster.log_rotation import rotate_logs
 from tercet.cluster.model import BUILT_IN
@@ -25,7 +25,7 @@ from tercet.cluster.on_ray import follower as follower_module
 from tercet.cluster.on_ray.ray_hands import RayHands
 from tercet.cluster.on_ray.wanted import Resources, WantedEngine, WantedFleet
 from tercet.cluster.ports import free_ports, require_free, url_of
-from tercet.cluster.running_fleet import LOADING, READY_SECONDS, OnEvent, read_events, until_ready
+from tercet.cluster.running_fleet import LOADING, READY_SECONDS, KeptRouter, OnEvent, read_events
 from tercet.cluster.scaling.router_admin import RouterAdmin
 from tercet.cluster.up_config import UpConfig
 from tercet.fleet.discovery.roster import MOST_BYTES, read_roster
@@ -43,14 +43,18 @@ class RayFleet:
 
     url: str
     engines: Sequence[EngineAddress]
-    router: Process
+    kept_router: KeptRouter
     follower: Follower
     log_dir: Path
     hands: RayHands
 
+    @property
+    def router(self) -> Process:
+        """The present process of the router."""
+        return self.kept_router.process
+
     async def until_broken(self, on_event: OnEvent) -> None:
-        """Restart the follower when it ends, until the router ends; then raise :class:`StartFailed`."""
-        router = asyncio.create_task(self.router.ended())
+        """Restart follower and router until the router reaches its limit; then raise :class:`StartFailed`."""
         beside = [
             asyncio.create_task(each)
             for each in (
@@ -60,11 +64,11 @@ class RayFleet:
             )
         ]
         try:
-            raise self.router.failure(describe_exit(await router))
+            await self.kept_router.until_broken(on_event)
         finally:
-            for task in (router, *beside):
+            for task in beside:
                 task.cancel()
-            await asyncio.gather(router, *beside, return_exceptions=True)
+            await asyncio.gather(*beside, return_exceptions=True)
 
 
 class Follower:
@@ -147,18 +151,19 @@ async def ray_fleet(
     await asyncio.to_thread(roster.unlink, missing_ok=True)
     follower = Follower(file, roster, log_dir)
     key = secrets.token_urlsafe()
-    router = router_of(config, model, port, roster, log_dir, key)
     url = url_of(config.host, port)
     if value_of(config.vllm_args, "--ssl-certfile") is not None:
         url = url.replace("http://", "https://", 1)
+    settings = router_config(config, model, port, (), DiscoverySettings(roster=str(roster)), key)
+    router = router_of(config, settings, url, log_dir)
     try:
         await follower.process.start()
-        await router.start()
+        await router.process.start()
         on_event(router.name, LOADING)
         hands = RayHands(file, roster, wanted, RouterAdmin(url, key), on_event)
         async with asyncio.TaskGroup() as group:
             ready = group.create_task(follower.until_ready(hands, on_event))
-            group.create_task(until_ready(router, url, on_event))
+            group.create_task(router.until_ready(on_event))
         yield RayFleet(url, ready.result(), router, follower, log_dir, hands)
     except* StartFailed as failures:
         raise failures.exceptions[0] from None
@@ -166,14 +171,14 @@ async def ray_fleet(
         await asyncio.shield(_stop(router, follower, on_event, hurry or asyncio.Event()))
 
 
-async def _stop(router: Process, follower: Follower, on_event: OnEvent, hurry: asyncio.Event) -> None:
+async def _stop(router: KeptRouter, follower: Follower, on_event: OnEvent, hurry: asyncio.Event) -> None:
     async def hurried() -> None:
         await hurry.wait()
-        await router.hurry()
+        await router.process.hurry()
 
     hurrying = asyncio.create_task(hurried())
     try:
-        await router.stop()
+        await router.process.stop()
     finally:
         hurrying.cancel()
         await follower.stop_all(on_event)
@@ -208,10 +213,3 @@ def _spec(config: UpConfig, model: str, name: str) -> EngineSpec:
         simulate=config.simulate,
         options=config.options,
     )
-
-
-def router_of(config: UpConfig, model: str, port: int, roster: Path, log_dir: Path, key: str = "") -> Process:
-    """Return the router's process, which follows the roster; it is not started yet."""
-    told = router_config(config, model, port, (), DiscoverySettings(roster=str(roster)), key)
-    grace = config.shutdown_timeout_s + GRACE_SECONDS
-    return Process("router", router_argv(told, log_dir), router_env(model), log_dir / "router.log", grace=grace)

@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 from urllib.parse import quote
 
-from tercet.protocol import EngineUnreachable, Role, UnknownEngine
+from tercet.protocol import EngineNotReached, EngineUnreachable, Role, UnknownEngine
 from tercet.wire.client.ask_router import ask_router
+
+AWAY_SECONDS = 30.0
+"""Longest wait in seconds for a router that does not listen: it has ended, and is restarted."""
+POLL_INTERVAL_S = 0.2
 
 
 class RouterAdmin:
-    """Client of the router at ``url`` with ``key``. Every method raises :class:`~tercet.protocol.TercetError`."""
+    """Client of the router at ``url`` with ``key``, which waits while the router is restarted.
+
+    Every method raises :class:`~tercet.protocol.TercetError`.
+    """
 
     def __init__(self, url: str, key: str) -> None:
         self._url = url
@@ -44,8 +52,14 @@ class RouterAdmin:
         await self._ask("DELETE", f"/engines/{quote(name, safe='')}")
 
     async def _ask(self, method: str, path: str, body: Any = None) -> Any:
-        try:
-            # The router is on this machine, and its certificate is for its clients' names.
-            return await ask_router(self._url, method, path, body, self._key, checks_certificate=False)
-        except EngineUnreachable as error:
-            raise EngineUnreachable(f"the router does not answer: {error.message}") from error
+        clock = asyncio.get_running_loop().time
+        deadline = clock() + AWAY_SECONDS
+        while True:
+            try:
+                # The router is on this machine, and its certificate is for its clients' names.
+                return await ask_router(self._url, method, path, body, self._key, checks_certificate=False)
+            except EngineUnreachable as error:
+                # A call that may have reached the router is not repeated: it may have been carried out.
+                if not isinstance(error, EngineNotReached) or clock() > deadline:
+                    raise EngineUnreachable(f"the router does not answer: {error.message}") from error
+            await asyncio.sleep(POLL_INTERVAL_S)

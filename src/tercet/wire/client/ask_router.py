@@ -7,7 +7,7 @@ from typing import Any
 import aiohttp
 import msgspec
 
-from tercet.protocol import EngineUnreachable, from_wire
+from tercet.protocol import EngineNotReached, EngineUnreachable, from_wire
 from tercet.protocol.bearer import bearer
 from tercet.protocol.wire import API_PREFIX, UNREADABLE
 from tercet.wire.client.bounded_answers import PLAIN, read_answer
@@ -24,7 +24,7 @@ async def ask_router(
     """Return the router's JSON answer to ``method`` on ``/tercet/v1`` + ``path``.
 
     Raises the :class:`~tercet.protocol.TercetError` in the answer, and :class:`~tercet.protocol.EngineUnreachable` if
-    no router answers there.
+    no router answers there: :class:`~tercet.protocol.EngineNotReached` if the call was certainly not sent.
     """
     headers = {"content-type": "application/json", **bearer(admin_key), **PLAIN}
     data = None if body is None else msgspec.json.encode(body)
@@ -38,6 +38,8 @@ async def ask_router(
             ) as response,
         ):
             status, answer = response.status, await read_answer(response)
+    except aiohttp.ClientConnectorError as error:
+        raise EngineNotReached(f"no router answers at {url}: {reason_of(error)}", "url") from error
     except (aiohttp.ClientError, TimeoutError, OSError) as error:
         raise EngineUnreachable(f"no router answers at {url}: {reason_of(error)}", "url") from error
     try:
