@@ -2,7 +2,11 @@
 
 One unit is about a millisecond of xgrammar with a vocabulary of 50,000 tokens, measured on one core of this machine: a
 class of characters costs 1, a class with most of Unicode in it (``.``, ``[^a]``) 4, an object or a property of a
-schema 3, a letter 0.1. Counted repetitions (``x{1000}``, ``minLength``) cost no more than one, up to a limit.
+schema 3, a letter 0.1. Counted repetitions (``x{1000}``, ``minLength``) cost no more than one, up to a limit; counts in
+counts are multiplied, since each token is then compared with all combinations of them.
+
+These are estimates, made before anything is compiled. An engine measures what they miss
+(:mod:`tercet.vllm_plugin.core.grammar_time`).
 """
 
 from __future__ import annotations
@@ -17,6 +21,8 @@ from tercet.protocol import BadRequest
 
 MOST_UNITS = 4000.0
 MOST_REPEATED = 100_000
+# Limits for products of nested counts. In a schema, brackets and quotes tell where each repetition ends.
+MOST_NESTED, MOST_NESTED_IN_SCHEMA = 20_000, 10_000_000
 MOST_CHOICES = 5000
 LONGEST_COUNT = 18
 LITERAL, CLASS, WIDE, NODE, CHOICE = 0.1, 1.0, 4.0, 3.0, 0.05
@@ -27,6 +33,9 @@ _PARTS = re.compile(r"\\.|\[(?:[^\]\\]|\\.)*+\]?|\{(\d+)?,?(\d+)?\}|[^\\\[{|.()?
 _CLASSES, _WIDE_CLASSES = frozenset("wds"), frozenset("WDSpP")
 _COUNTS = frozenset({"minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties"})
 _CHOICES = frozenset({"enum", "anyOf", "oneOf", "allOf"})
+# Fields of schemas and structural tags: values that are compiled letter by letter; expressions and grammars.
+_VALUES = frozenset({"const", "enum", "begin", "end", "value", "triggers", "excludes", "separator"})
+_TEXTS = frozenset({"pattern", "regex", "grammar"})
 
 
 def require_small(structured: Mapping[str, Any], param: str = "structured_outputs") -> None:
@@ -60,9 +69,24 @@ def _of_text(text: str, param: str) -> Iterator[float]:
     if len(text) * LITERAL > MOST_UNITS:
         yield MOST_UNITS + 1
     alternatives = 0
+    groups, last = [1], 1  # how often the groups that are open, and the last part, repeat what is in them
     for found in _PARTS.finditer(text):
         part = found[0]
-        _require_count(max(map(_count, filter(None, found.groups())), default=0), param)
+        if counts := [_count(each) for each in found.groups() if each]:
+            _require_count(max(counts), param)
+            if last > 1:
+                _require_nested(last * max(counts), MOST_NESTED, param)
+            last *= max(1, *counts)
+            groups[-1] = max(groups[-1], last)
+        elif part[0] in "()?*+":
+            for letter in part:
+                if letter == "(":
+                    groups.append(1)
+                elif letter == ")" and len(groups) > 1:
+                    last = groups.pop()
+                    groups[-1] = max(groups[-1], last)
+        elif not part.isspace():
+            last = 1
         alternatives += part == "|"
         if alternatives > MOST_CHOICES:
             raise BadRequest(f"{param}: has more than {MOST_CHOICES} alternatives", param)
@@ -87,10 +111,23 @@ def _of_choices(choices: Sequence[Any], param: str) -> Iterator[float]:
         yield CHOICE + LITERAL * len(choice) if isinstance(choice, str) else CHOICE
 
 
-def _of_schema(schema: Any, param: str) -> Iterator[float]:
-    """Yield the cost of each node of a JSON schema, or of an object with schemas.
+def _of_value(value: Any) -> Iterator[float]:
+    """Yield the cost of a value that is compiled letter by letter."""
+    left = [value]
+    while left:
+        found = left.pop()
+        yield CHOICE + LITERAL * len(found) if isinstance(found, str) else CHOICE
+        if isinstance(found, dict):
+            for name, inner in cast("dict[str, Any]", found).items():
+                left += (name, inner)
+        elif isinstance(found, list):
+            left += cast("list[Any]", found)
 
-    Patterns in it are regular expressions.
+
+def _of_schema(schema: Any, param: str) -> Iterator[float]:
+    """Yield the cost of each node of a JSON schema, of an object with schemas, or of a structural tag.
+
+    Patterns in it are regular expressions, and a structural tag may contain grammars.
     """
     if isinstance(schema, str):
         if len(schema) * SCHEMA_LETTER > MOST_UNITS:
@@ -99,26 +136,32 @@ def _of_schema(schema: Any, param: str) -> Iterator[float]:
             schema = msgspec.json.decode(schema)
         except (msgspec.MsgspecError, RecursionError):
             return
-    left: list[Any] = [schema]
+    left: list[tuple[Any, int]] = [(schema, 1)] if isinstance(schema, (dict, list)) else []
     while left:
-        node = left.pop()
-        if isinstance(node, dict):
-            yield NODE
-            for name, value in cast("dict[str, Any]", node).items():
-                yield LITERAL * len(name)
-                if name in _COUNTS and isinstance(value, (int, float)):
-                    _require_count(value, f"{param}: {name}")
-                elif name == "pattern" and isinstance(value, str):
-                    yield from _of_text(value, param)
-                elif name == "patternProperties" and isinstance(value, dict):
-                    for pattern in cast("dict[str, Any]", value):
-                        yield from _of_text(pattern, param)
-                if name in _CHOICES and isinstance(value, list):
-                    yield from _of_choices(cast("list[Any]", value), f"{param}: {name}")
-                if isinstance(value, (dict, list)):
-                    left.append(value)
-        elif isinstance(node, list):
-            left += [each for each in cast("list[Any]", node) if isinstance(each, (dict, list))]
+        node, times = left.pop()
+        if isinstance(node, list):
+            left += [(each, times) for each in cast("list[Any]", node) if isinstance(each, (dict, list))]
+            continue
+        yield NODE
+        fields = cast("dict[str, Any]", node)
+        counts = {name: value for name in _COUNTS if isinstance(value := fields.get(name), (int, float))}
+        for name, count in counts.items():
+            _require_count(count, f"{param}: {name}")
+        times *= max([1, *map(int, counts.values())])
+        _require_nested(times, MOST_NESTED_IN_SCHEMA, param)
+        for name, value in fields.items():
+            yield LITERAL * len(name)
+            if name in _TEXTS and isinstance(value, str):
+                yield from _of_text(value, param)
+            elif name == "patternProperties" and isinstance(value, dict):
+                for pattern in cast("dict[str, Any]", value):
+                    yield from _of_text(pattern, param)
+            if name in _CHOICES and isinstance(value, list):
+                yield from _of_choices(cast("list[Any]", value), f"{param}: {name}")
+            if name in _VALUES and (name == "const" or isinstance(value, (str, list))):
+                yield from _of_value(value)
+            elif isinstance(value, (dict, list)):
+                left.append((cast("Any", value), times))
 
 
 def _count(digits: str) -> int:
@@ -126,6 +169,12 @@ def _count(digits: str) -> int:
 
 
 def _require_count(count: float, what: str) -> None:
-    if count > MOST_REPEATED:
+    if not count <= MOST_REPEATED:  # also not a number
         said = f"{what}: repeats {count:g} times; at most {MOST_REPEATED} are accepted"
         raise BadRequest(said, what.partition(":")[0])
+
+
+def _require_nested(times: int, most: int, param: str) -> None:
+    if times > most:
+        said = f"{param}: counts in counts repeat {times:.3g} times; at most {most} are accepted"
+        raise BadRequest(said, param.partition(":")[0])

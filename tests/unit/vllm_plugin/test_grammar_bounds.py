@@ -21,6 +21,12 @@ FINE: list[dict[str, Any]] = [
     {"regex": r"\d{4}-\d{2}-\d{2}T\d{2}:\d{2}:\d{2}(\.\d+)?(Z|[+-]\d{2}:\d{2})"},
     {"regex": "(a|b){1000}.*[^x]+"},
     {"regex": "x" * 30_000},
+    {"regex": r"(.{1,200}\n){1,100}"},
+    {"regex": "a{1000} b{1000} (c|d{50}){100}"},
+    {"grammar": 'root ::= "(" [a-z]{1,500} ")" ([0-9]{1,500})?'},
+    {"json": {"type": "array", "maxItems": 1000, "items": {"type": "string", "maxLength": 1000}}},
+    {"json": {"properties": {"end": {"const": "x" * 1000}, "minItems": {"enum": ["a", 1, None, [2]]}}}},
+    {"json": {"type": "string", "description": "x" * 100_000, "default": "y" * 100_000}},
     {"regex": "("},
     {"regex": "a\\"},
     {"choice": [f"label {number}" for number in range(2000)]},
@@ -34,12 +40,33 @@ FINE: list[dict[str, Any]] = [
     {"regex": None, "json": None, "choice": None},
     {"regex": 7, "choice": "a", "json": 7, "grammar": []},
 ]
+RULES = "root ::= r0\n" + "\n".join(f'r{n} ::= "a{n}" [a-z]+ r{n + 1}' for n in range(20_000))
+
+
+def _tag(form: dict[str, Any]) -> str:
+    return json.dumps({"type": "structural_tag", "format": form})
+
+
 POISON: list[tuple[dict[str, Any], str]] = [
     ({"regex": "[a-z]" * 6000}, "regex"),
     ({"regex": "." * 2000}, "regex"),
     ({"regex": r"[^a]x" * 2000}, "regex"),
     ({"regex": r"\W" * 2000}, "regex"),
     ({"regex": "x" * 1_000_000}, "regex"),
+    ({"regex": "([^a]{0,1000}b){0,1000}"}, "regex"),
+    ({"regex": "(([^a]{0,50}b){0,50}c|d){0,50}"}, "regex"),
+    ({"regex": "(?:(x|[^a]{0,200}b)+c)*(y(z{200}){200})?"}, "regex"),
+    ({"regex": "(a{200}){2}{200}"}, "regex"),
+    ({"grammar": 'root ::= "a" ([^a]{0,1000} "b") {0,1000}'}, "grammar"),
+    ({"json": {"const": "ab c" * 100_000}}, "json"),
+    ({"json": {"const": {"a": ["ab c" * 100_000]}}}, "json"),
+    ({"json": {"const": {"ab c" * 100_000: 1}}}, "json"),
+    ({"json": {"const": [1] * 100_000}}, "json"),
+    ({"json": {"enum": [{"a": "ab c" * 100_000}]}}, "json"),
+    ({"json": {"enum": ["ab c" * 100_000]}}, "json"),
+    ({"json": {"properties": {"x": {"items": [{"const": "ab c" * 100_000}]}}}}, "json"),
+    ({"json": {"maxItems": 1000, "items": {"minItems": 1000, "items": {"maxLength": 1000}}}}, "json"),
+    ({"json": {"pattern": "([^a]{0,1000}b){0,1000}"}}, "json"),
     ({"regex": f"a{{{MOST_REPEATED + 1}}}"}, "regex"),
     ({"regex": f"a{{1,{10**30}}}"}, "regex"),
     ({"regex": f"a{{{'9' * 10_000}}}"}, "regex"),
@@ -58,6 +85,14 @@ POISON: list[tuple[dict[str, Any], str]] = [
     ({"grammar": f'root ::= "a"{{{10**8}}}'}, "grammar"),
     ({"grammar": "root ::= " + " | ".join('"a"' for _ in range(20_000))}, "grammar"),
     ({"structural_tag": json.dumps({"structures": [{"schema": {"minLength": 10**8}}]})}, "structural_tag"),
+    ({"structural_tag": _tag({"type": "grammar", "grammar": RULES})}, "structural_tag"),
+    (
+        {"structural_tag": _tag({"type": "sequence", "elements": [{"type": "grammar", "grammar": RULES}]})},
+        "structural_tag",
+    ),
+    ({"structural_tag": _tag({"type": "regex", "pattern": "([^a]{0,1000}b){0,1000}"})}, "structural_tag"),
+    ({"structural_tag": _tag({"type": "const_string", "value": "ab c" * 100_000})}, "structural_tag"),
+    ({"structural_tag": _tag({"type": "tag", "begin": "ab c" * 100_000, "end": ""})}, "structural_tag"),
     ({"json": {"a": 1}, "whitespace_pattern": "." * 2000}, "whitespace_pattern"),
 ]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -23,6 +24,11 @@ def _nested(count: int) -> Fields:
     for _ in range(min(count, 200)):
         found = {"type": "object", "properties": {"a": found}}
     return found
+
+
+def _tag_with_rules(count: int) -> str:
+    rules = "\n".join(f'r{number} ::= "a{number}" [a-z]+ r{number + 1}' for number in range(count))
+    return json.dumps({"type": "structural_tag", "format": {"type": "grammar", "grammar": f"root ::= r0\n{rules}"}})
 
 
 FULL_OF_SEQUENCES: tuple[tuple[str, str, Fields], ...] = (
@@ -74,5 +80,10 @@ POISONOUS: tuple[tuple[str, Fields], ...] = (
     ("rules that begin with each other", {"grammar": 'root ::= x\nx ::= y "b"\ny ::= x'}),
     ("an unknown rule", {"grammar": "root ::= other"}),
     ("a regex without an end", {"regex": "(a"}),
+    ("counts in counts", {"regex": "([^a]{0,1000}b){0,1000}"}),
+    ("counts in counts of a grammar", {"grammar": 'root ::= ([^a]{0,1000} "b"){0,1000}'}),
+    ("a const of 400 KB", {"json": {"const": "ab c" * 100_000}}),
+    ("an enum of 400 KB", {"json": {"enum": [{"a": "ab c" * 100_000}]}}),
+    ("a structural tag with 20,000 rules", {"structural_tag": _tag_with_rules(20_000)}),
 )
 """Structures that are expensive or invalid: name, and the value of ``structured_outputs``."""
