@@ -71,6 +71,8 @@ def _run_sweep(simulation: Simulation, given: SimFlags) -> None:
     if given.plot is not None:
         plot_sweep(report, given.plot)
     title = f"{simulation.program}, {_load_of(given.request_rate)}; starred by {given.x} and {given.y}"
+    if len(report.seeds) > 1:
+        title += f" ({report.comparisons} comparisons, Holm)"
     _show(given, title, headings(report), rows(report))
 
 

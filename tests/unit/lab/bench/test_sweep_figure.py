@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import random
 from pathlib import Path
 
 import pytest
@@ -17,9 +18,35 @@ pytestmark = pytest.mark.slow
 
 
 def test_with_one_seed_the_best_are_the_frontier() -> None:
-    assert standings_of([([1.0], [5.0]), ([2.0], [3.0]), ([3.0], [4.0]), ([1.0], [6.0]), ([math.inf], [1.0])]) == [
-        "best", "best", "beaten", "beaten", "beaten",
-    ]  # fmt: skip
+    trials = [([1.0], [5.0]), ([2.0], [3.0]), ([3.0], [4.0]), ([1.0], [6.0]), ([math.inf], [1.0])]
+    # The four that finished are compared in pairs and in both metrics.
+    assert standings_of(trials) == (["best", "best", "beaten", "beaten", "beaten"], 12)
+
+
+@pytest.mark.parametrize("count", [2, 4, 10, 20])
+def test_equal_settings_are_rarely_beaten(count: int) -> None:
+    chance, sweeps, wrong = random.Random(count), 100, 0
+    for _ in range(sweeps):
+        seeds = [chance.gauss(1, 0.3) for _ in range(5)]
+        trials = [
+            ([each + chance.gauss(0, 0.1) for each in seeds], [chance.gauss(1, 0.1) for _ in seeds])
+            for _ in range(count)
+        ]
+        wrong += "beaten" in standings_of(trials)[0]
+    assert wrong / sweeps < 0.07
+
+
+def test_a_setting_that_is_much_worse_is_beaten_among_twenty() -> None:
+    chance = random.Random(0)
+    equal = [[chance.gauss(1, 0.01) for _ in range(5)] for _ in range(20)]
+    trials = [(each, each) for each in equal] + [([2 * each for each in equal[0]], equal[1])]
+    assert standings_of(trials)[0][-1] == "beaten"
+
+
+def test_trials_of_another_load_do_not_compete() -> None:
+    light, heavy = ([1.0, 1.1, 1.2], [5.0, 5.1, 5.2]), ([9.0, 9.1, 9.2], [50.0, 50.1, 50.2])
+    assert standings_of([light, heavy], ["2", "4"]) == (["best", "best"], 0)
+    assert standings_of([light, heavy], ["2", "2"]) == (["best", "beaten"], 2)
 
 
 def test_what_seeds_differ_in_more_than_trials_is_chance() -> None:
@@ -28,11 +55,11 @@ def test_what_seeds_differ_in_more_than_trials_is_chance() -> None:
     worse = ([1.01, 2.01, 3.01], [5.01, 5.11, 5.21])
     # Worse in the mean, better for one seed.
     unlucky = ([1.5, 1.0, 4.5], [5.0, 5.1, 5.2])
-    assert standings_of([plain, worse]) == ["best", "beaten"]
-    assert standings_of([plain, unlucky]) == ["best", "near"]
+    assert standings_of([plain, worse])[0] == ["best", "beaten"]
+    assert standings_of([plain, unlucky])[0] == ["best", "near"]
     # On the frontier for a difference that is chance, and clearly worse otherwise.
     lucky = ([2.0, 3.0, 4.0], [4.9, 5.2, 5.19])
-    assert standings_of([plain, lucky]) == ["best", "near"]
+    assert standings_of([plain, lucky])[0] == ["best", "near"]
 
 
 def test_an_interval_is_students() -> None:
@@ -64,7 +91,13 @@ def report(*trials: Trial, seeds: int = 5) -> SweepReport:
         "over": {"balance_ratio": [], "max_num_batched_tokens": []},
     }  # fmt: skip
     return SweepReport(
-        version="0.1.0", arguments=arguments, seeds=tuple(range(seeds)), x="ttft.mean", y="tpot.mean", trials=trials
+        version="0.1.0",
+        arguments=arguments,
+        seeds=tuple(range(seeds)),
+        x="ttft.mean",
+        y="tpot.mean",
+        trials=trials,
+        comparisons=90,
     )
 
 

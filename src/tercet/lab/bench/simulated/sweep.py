@@ -71,16 +71,6 @@ class Estimate(msgspec.Struct, frozen=True):
         error = statistics.stdev(values) / math.sqrt(len(values))
         return Estimate(mean, error * float(student.stdtrit(len(values) - 1, 0.5 + CONFIDENCE / 2)))
 
-    @property
-    def is_above_zero(self) -> bool:
-        """True if the whole interval is above zero."""
-        return self.mean - (self.half or 0.0) > 0
-
-    @property
-    def is_below_zero(self) -> bool:
-        """True if the whole interval is below zero."""
-        return self.mean + (self.half or 0.0) < 0
-
 
 class Trial(msgspec.Struct, frozen=True, kw_only=True):
     """One combination of the axes' values, run once for each seed.
@@ -97,7 +87,10 @@ class Trial(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SweepReport(msgspec.Struct, frozen=True, kw_only=True):
-    """All trials of a sweep. ``x`` and ``y`` are the names of the two compared metrics; smaller is better."""
+    """All trials of a sweep. ``x`` and ``y`` are the names of the two compared metrics; smaller is better.
+
+    ``comparisons`` is the number of differences that were tested for the marks.
+    """
 
     kind: str = "simulated sweep"
     version: str = __version__
@@ -106,6 +99,7 @@ class SweepReport(msgspec.Struct, frozen=True, kw_only=True):
     x: str
     y: str
     trials: tuple[Trial, ...]
+    comparisons: int = 0
 
     def to_json(self) -> bytes:
         """Return the report as a file for ``tercet bench report``, with one line of means over seeds for each trial.
@@ -113,7 +107,10 @@ class SweepReport(msgspec.Struct, frozen=True, kw_only=True):
         All other results are under ``sweep`` in its config.
         """
         arguments = dict(self.arguments)
-        told = {"kind": self.kind, "seeds": self.seeds, "x": self.x, "y": self.y, "trials": self.trials}
+        told = {
+            "kind": self.kind, "seeds": self.seeds, "x": self.x, "y": self.y, "trials": self.trials,
+            "comparisons": self.comparisons,
+        }  # fmt: skip
         result = BenchResult(
             source="sim",
             created="simulation",
@@ -180,7 +177,10 @@ def sweep(
         note(", ".join(f"{name}={value}" for name, value in settings.items()))
         runs = (msgspec.structs.replace(simulation, seed=seed).point(at, note) for seed in used)
         found.append((settings, tuple(runs)))
-    standings = standings_of([([value_of(p, x) for p in runs], [value_of(p, y) for p in runs]) for _, runs in found])
+    standings, comparisons = standings_of(
+        [([value_of(p, x) for p in runs], [value_of(p, y) for p in runs]) for _, runs in found],
+        [settings.get("request-rate") for settings, _ in found],
+    )
     if seeds > 1 and all(alike(runs) for _, runs in found):
         note(f"warning: all {seeds} seeds gave the same results: a trace with its recorded times has no randomness")
     trials = tuple(
@@ -196,7 +196,7 @@ def sweep(
     # JSON has no number for infinity.
     load = {"rate": "inf" if math.isinf(rate) else rate, "over": {axis.name: list(axis.values) for axis in axes}}
     arguments = {**base.arguments(), **load}
-    return SweepReport(arguments=arguments, seeds=used, x=x, y=y, trials=trials)
+    return SweepReport(arguments=arguments, seeds=used, x=x, y=y, trials=trials, comparisons=comparisons)
 
 
 def alike(runs: Sequence[SimulatedPoint]) -> bool:
@@ -204,31 +204,66 @@ def alike(runs: Sequence[SimulatedPoint]) -> bool:
     return all(run == runs[0] for run in runs)
 
 
-def standings_of(trials: Sequence[tuple[Sequence[float], Sequence[float]]]) -> list[Standing]:
-    """Return the standing of each trial. A trial is given by the values of its two metrics, one value per seed."""
-    frontier = pareto([(statistics.fmean(x), statistics.fmean(y)) for x, y in trials])
-    return [
-        _standing(index in frontier, any(_beats(one, trial) for one in trials)) for index, trial in enumerate(trials)
-    ]
+def standings_of(
+    trials: Sequence[tuple[Sequence[float], Sequence[float]]], loads: Sequence[object] = ()
+) -> tuple[list[Standing], int]:
+    """Return the standing of each trial, and the number of comparisons that decided them.
+
+    A trial is given by the values of its two metrics, one value per seed. Only trials of an equal load compete:
+    ``loads`` has the load of each trial, and is empty if all are equal. A difference counts if Holm's step-down
+    procedure over all comparisons rejects its t-test, so that all trials of equal settings stand unbeaten in 95% of
+    sweeps, however many there are (S. Holm, "A simple sequentially rejective multiple test procedure", 1979).
+    """
+    groups: dict[object, list[int]] = {}
+    for index in range(len(trials)):
+        groups.setdefault(loads[index] if loads else None, []).append(index)
+    frontier, beaten, chances = set[int](), set[int](), dict[tuple[int, int, int], float]()
+    for group in groups.values():
+        means = [(statistics.fmean(trials[index][0]), statistics.fmean(trials[index][1])) for index in group]
+        frontier |= {group[each] for each in pareto(means)}
+        measured = [index for index in group if all(map(math.isfinite, itertools.chain(*trials[index])))]
+        if measured:
+            beaten |= set(group) - set(measured)  # requests failed, and another trial has no failure
+        for one, other in itertools.combinations(measured, 2):
+            for metric in (0, 1):
+                chances[one, other, metric] = _chance_of(trials[one][metric], trials[other][metric])
+    real = _rejected(chances)
+    for one, other in {(one, other) for one, other, _ in real}:
+        for winner, loser in ((one, other), (other, one)):
+            gains = [statistics.fmean(trials[loser][at]) - statistics.fmean(trials[winner][at]) for at in (0, 1)]
+            wins = any(gains[at] > 0 and (one, other, at) in real for at in (0, 1))
+            # A loss counts without the correction: it only keeps a mark back.
+            loses = any(gains[at] < 0 and chances[one, other, at] < 1 - CONFIDENCE for at in (0, 1))
+            if wins and not loses:
+                beaten.add(loser)
+    return [_standing(index in frontier, index in beaten) for index in range(len(trials))], len(chances)
+
+
+def _chance_of(one: Sequence[float], other: Sequence[float]) -> float:
+    """Return the probability of such a mean difference, seed by seed, if there is none: Student's paired test."""
+    differences = [theirs - ours for ours, theirs in zip(one, other, strict=True)]
+    mean = statistics.fmean(differences)
+    if len(set(differences)) < 2:  # one seed, or no chance at work
+        return 1.0 if mean == 0 else 0.0
+    student: Any = import_module("scipy.special")
+    error = statistics.stdev(differences) / math.sqrt(len(differences))
+    return 2 * float(student.stdtr(len(differences) - 1, -abs(mean) / error))
+
+
+def _rejected(chances: Mapping[tuple[int, int, int], float]) -> set[tuple[int, int, int]]:
+    """Return the comparisons whose difference is not chance, by Holm's procedure at the level of one in twenty."""
+    found = set[tuple[int, int, int]]()
+    for rank, (each, chance) in enumerate(sorted(chances.items(), key=lambda item: item[1])):
+        if chance * (len(chances) - rank) >= 1 - CONFIDENCE:
+            break
+        found.add(each)
+    return found
 
 
 def _standing(on_frontier: bool, beaten: bool) -> Standing:
     if on_frontier == beaten:
         return "near"
     return "beaten" if beaten else "best"
-
-
-def _beats(one: tuple[Sequence[float], Sequence[float]], other: tuple[Sequence[float], Sequence[float]]) -> bool:
-    """True if ``one`` is better than ``other`` in a metric and not worse in any, beyond the variation between seeds."""
-    if not all(map(math.isfinite, (*one[0], *one[1]))):
-        return False
-    if not all(map(math.isfinite, (*other[0], *other[1]))):
-        return True
-    gains = [
-        Estimate.of([theirs - ours for ours, theirs in zip(*side, strict=True)])
-        for side in zip(one, other, strict=True)
-    ]
-    return any(gain.is_above_zero for gain in gains) and not any(gain.is_below_zero for gain in gains)
 
 
 def _settings(axes: Sequence[Axis]) -> Iterator[dict[str, str]]:

@@ -160,6 +160,7 @@ def _footer(report: SweepReport, undrawn: int) -> Iterator[str]:
     told += [f"n = {requests} requests" + (f" x {seeds} seeds" if seeds > 1 else "")] if requests else []
     yield " · ".join((*told, f"Tercet {report.version}"))
     if seeds > 1:
-        yield "Bars: 95% intervals of means over seeds. Settings are compared seed by seed, which is more exact."
+        tested = f"{report.comparisons} comparisons, Holm-corrected"
+        yield f"Bars: 95% intervals over seeds. Settings are compared seed by seed: {tested}."
     if undrawn:
         yield f"{undrawn} settings are not drawn: some of their requests failed."
