@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tercet.cli.setting_flags import settings_command
 from tercet.cluster.ports import require_free
-from tercet.gateway.model_router.server import serve
+from tercet.gateway.model_router.server import keys_of, serve
 from tercet.settings.model_router_config import ModelRouterConfig
 
 
@@ -19,6 +19,7 @@ def model_router(config: ModelRouterConfig) -> None:
     - `tercet model-router --router http://127.0.0.1:8001 --router http://127.0.0.1:8002`
     - `tercet model-router --router http://10.0.0.7:8000,weight=9 --router http://10.0.0.8:8000,weight=1`
     """
+    keys_of(config)  # refuses what is open to other machines before anything listens
     if config.port:
         require_free(config.host, config.port)
     serve(config)

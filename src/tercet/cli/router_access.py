@@ -7,9 +7,9 @@ from collections.abc import Mapping
 
 from tercet.cluster.engine_command import value_of
 from tercet.protocol.bearer import key_of
-from tercet.router.router_keys import RouterKeys
 from tercet.settings import RouterConfig, RouterSettings
 from tercet.settings.variables import API_KEY_VARIABLE
+from tercet.wire.serving.router_keys import RouterKeys
 
 
 def require_private_router(config: RouterSettings, inherited: Mapping[str, str] = os.environ) -> None:

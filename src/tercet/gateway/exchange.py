@@ -31,10 +31,19 @@ from tercet.gateway.protos import (
     Struct,
     TrailersResponse,
 )
-from tercet.protocol import EngineUnreachable, RequestTooLarge, RoleUnavailable, Saturated, ShuttingDown, TercetError
+from tercet.protocol import (
+    EngineUnreachable,
+    RequestTooLarge,
+    RoleUnavailable,
+    Saturated,
+    ShuttingDown,
+    TercetError,
+    UnknownPath,
+)
 from tercet.protocol.error_forms import error_body
 from tercet.protocol.headers import CONTROL_HEADERS as CONTROL
 from tercet.protocol.headers import PREFILLER_HEADER as PREFILLER
+from tercet.protocol.openai_routes import PROBES, is_for_clients
 
 DESTINATION = "x-gateway-destination-endpoint"
 SERVED = "x-gateway-destination-endpoint-served"
@@ -110,6 +119,10 @@ class Exchange:
             raise ExchangeBroken("headers of a second request on one stream")
         self._headers = headers_of(message)
         self.candidates = candidates_of(message)
+        if self.path and not is_for_clients(self.path) and self.path not in PROBES:
+            raise UnknownPath(
+                f"{self.path:.200} is not for clients, so no engine is picked for it; use the engine's own port"
+            )
         announced = self._headers.get("content-length", "")
         if announced.isdecimal() and int(announced) > self._max_bytes:
             raise self._too_large()

@@ -1,7 +1,8 @@
-"""Routes of vLLM's server that need engine time: one table for router and endpoint picker, by decoded path."""
+"""Routes of vLLM's server, by decoded path: those that need engine time, and those that clients may use."""
 
 from __future__ import annotations
 
+import re
 from urllib.parse import unquote
 
 COMPLETIONS, CHAT, RESPONSES = "/v1/completions", "/v1/chat/completions", "/v1/responses"
@@ -15,6 +16,17 @@ POOLING = frozenset(
      "/v2/rerank"}
 )  # fmt: skip
 """Routes of pooling models, whose servers do not use the verbs."""
+MODELS = "/v1/models"
+PROBES = frozenset({"/health", "/ping", "/live", "/load", "/version", "/metrics", "/metrics/"})
+"""Routes for probes and monitoring. vLLM and a router serve them without a key."""
+CLIENTS = GENERATING | POOLING | {
+    MODELS, "/version", "/tokenize", "/detokenize", "/tokenizer_info", "/v1/messages/count_tokens",
+    "/v1/audio/transcriptions", "/v1/audio/translations",
+    *(f"{path}/{step}" for path in (COMPLETIONS, CHAT, RESPONSES, "/v1/messages", "/cohere/v2/chat")
+      for step in ("render", "derender")),
+}  # fmt: skip
+"""Routes for clients. Other routes of vLLM, such as ``/sleep`` or ``/v1/load_lora_adapter``, are for operators."""
+_STORED_ANSWER = re.compile(r"/v1/responses/[\w-]{1,256}(/cancel)?", re.ASCII)
 PREFILLED_BELOW = "/v1/"
 """Prefix of routes on which engines can let other engines prefill a prompt, if the request asks for it."""
 
@@ -22,3 +34,12 @@ PREFILLED_BELOW = "/v1/"
 def path_of(target: str) -> str:
     """Return the path of a request target in the form that servers match: decoded, and without the query."""
     return unquote(target.partition("?")[0].partition("#")[0])
+
+
+def is_for_clients(path: str) -> bool:
+    """True if a decoded path is one of :data:`CLIENTS`, or that of one stored answer.
+
+    Paths are compared as they are. No server here merges slashes or resolves dots, so another spelling of a route is
+    not that route.
+    """
+    return path in CLIENTS or _STORED_ANSWER.fullmatch(path) is not None

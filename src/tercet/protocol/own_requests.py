@@ -18,8 +18,9 @@ from tercet.protocol.errors import Forbidden, UnsupportedMediaType
 _OWN_SITES = frozenset({"same-origin", "none"})
 # Types that pages may send to other origins without a preflight request.
 _UNASKED = frozenset({"text/plain", "application/x-www-form-urlencoded", "multipart/form-data"})
-# A proxy adds one of these headers to requests that it forwards.
-_OF_PROXIES = ("forwarded", "via", "x-forwarded-for", "x-forwarded-host", "x-forwarded-proto", "x-real-ip")
+# A proxy adds one of these headers, or one that begins with the prefix, to requests that it forwards.
+_OF_PROXIES = frozenset({"forwarded", "via", "x-real-ip", "x-client-ip", "true-client-ip", "cf-connecting-ip"})
+_PROXY_PREFIX = "x-forwarded"
 
 
 class ShownHeaders:
@@ -38,6 +39,12 @@ class ShownHeaders:
     def all(self, name: str) -> Sequence[str]:
         """Return the values of the header with this lower-case name."""
         return self._values.get(name, ())
+
+    @property
+    def of_a_proxy(self) -> str:
+        """The name of a header by which a proxy says that it forwards the request; empty without one."""
+        found = (name for name in self._values if name in _OF_PROXIES or name.startswith(_PROXY_PREFIX))
+        return next(found, "")
 
     @property
     def has_body(self) -> bool:
@@ -62,31 +69,45 @@ def require_no_page(headers: ShownHeaders) -> None:
         raise Forbidden(f"origin: a web page of another origin sent this request ({origins[0]:.80})", "origin")
 
 
-def require_local_host(headers: ShownHeaders) -> None:
-    """Raise :class:`~tercet.protocol.errors.Forbidden` unless the request names this machine by a loopback name.
+def require_this_machine(headers: ShownHeaders, peer: str | None, remedy: str = "") -> None:
+    """Raise :class:`~tercet.protocol.errors.Forbidden` unless a process of this machine makes the request itself.
 
-    Another host name is refused, even if it leads to this machine: the owner of a web page can make one that does (DNS
-    rebinding). A request through a proxy is refused, too.
+    This one check decides what is open to this machine where no key is required. ``peer`` is the caller's address; None
+    for a socket file. Refused are other machines, web pages, and requests that a proxy forwards, for their sender is
+    not known. The host must be a loopback name: the owner of a web page can make another name lead to this machine (DNS
+    rebinding). ``remedy`` ends the errors about callers.
     """
-    hosts = headers.all("host")
-    if len(hosts) != 1 or not is_loopback_name(_name_in(hosts[0])):
-        raise Forbidden("host: must be localhost, 127.0.0.1 or [::1], because this server has no key", "host")
-    for name in _OF_PROXIES:
-        if headers.all(name):
-            raise Forbidden(f"{name}: this server has no key, so it refuses requests through a proxy", name)
+    _require_direct(headers, peer, remedy)
+    _require_local_host(headers)
 
 
 def require_own_call(headers: ShownHeaders, peer: str | None) -> None:
-    """Raise :class:`~tercet.protocol.TercetError` for a call that a web page caused; used where no key is required.
+    """Raise :class:`~tercet.protocol.TercetError` unless a process of this machine makes this call of a verb itself.
 
-    ``peer`` is the caller's address; None for a socket file, where host names are not checked.
+    As :func:`require_this_machine`, but names are not checked at a socket file, to which no web page connects. Types of
+    bodies that a page can send unasked are refused, too.
     """
-    require_no_page(headers)
+    _require_direct(headers, peer, "")
     if peer is not None:
-        require_local_host(headers)
+        _require_local_host(headers)
     for each in headers.media_types:
         if each in _UNASKED:
             raise UnsupportedMediaType(f"content-type: must be application/json, is {each}", "content-type")
+
+
+def _require_direct(headers: ShownHeaders, peer: str | None, remedy: str) -> None:
+    require_no_page(headers)
+    more = remedy and f"; {remedy}"
+    if peer is not None and not is_loopback_address(peer):
+        raise Forbidden(f"without a key, this route accepts requests from this machine only{more}")
+    if proxy := headers.of_a_proxy:
+        raise Forbidden(f"{proxy}: this server has no key, so it refuses requests through a proxy{more}", proxy)
+
+
+def _require_local_host(headers: ShownHeaders) -> None:
+    hosts = headers.all("host")
+    if len(hosts) != 1 or not is_loopback_name(_name_in(hosts[0])):
+        raise Forbidden("host: must be localhost, 127.0.0.1 or [::1], because this server has no key", "host")
 
 
 def require_json(headers: ShownHeaders) -> None:

@@ -18,8 +18,8 @@ import uvicorn
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from tercet.protocol import BadRequest
-from tercet.router.admin_access import AT_ADMIN
 from tercet.settings.admin_address import AdminAddress
+from tercet.wire.serving.admin_access import AT_ADMIN
 from tercet.wire.serving.bounded_connection import BoundedProtocol
 
 CLOSE_SECONDS = 1

@@ -13,10 +13,10 @@ from tercet.router.exposition import with_metrics
 from tercet.router.page.serving_page import with_page
 from tercet.router.pooling import PoolingServers
 from tercet.router.router_app import RouterApp
-from tercet.router.router_keys import RouterKeys
 from tercet.router.shared_state import SharedState
 from tercet.router.shutdown import Shutdown
 from tercet.settings import RouterConfig
+from tercet.wire.serving.router_keys import RouterKeys
 
 if TYPE_CHECKING:
     from tercet.vllm_plugin.fast_path.entry import FastPath

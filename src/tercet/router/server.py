@@ -40,7 +40,6 @@ from tercet.router.request_traces import RequestTrace, RequestTraces
 from tercet.router.rescheduler import OwnSequences, Rescheduler
 from tercet.router.role_keeper import RoleKeeper
 from tercet.router.roles import with_roles_followed
-from tercet.router.router_keys import RouterKeys
 from tercet.router.router_layers import put_layers_before
 from tercet.router.service import Service
 from tercet.router.service_programs import ServicePrograms
@@ -59,6 +58,7 @@ from tercet.settings.log_lines import log_to_stderr
 from tercet.settings.variables import API_KEY_VARIABLE
 from tercet.wire.client import engine_tls
 from tercet.wire.exported_spans import exporting_spans
+from tercet.wire.serving.router_keys import RouterKeys
 from tercet.wire.streams import StreamListener
 
 

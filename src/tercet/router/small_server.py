@@ -18,7 +18,6 @@ from tercet.router.admin_server import CLOSE_SECONDS, QuietServer, admin_served
 from tercet.router.listening import listening_socket
 from tercet.router.named_files import NamedFiles
 from tercet.router.pooling import PoolingServers
-from tercet.router.router_keys import RouterKeys
 from tercet.router.router_layers import put_layers_before
 from tercet.router.service_programs import ServicePrograms
 from tercet.router.shared_state import SharedState
@@ -27,6 +26,7 @@ from tercet.router.small_openai import prompt_texts, small_app
 from tercet.router.workers import tell_ready
 from tercet.settings import RouterConfig
 from tercet.wire.serving.bounded_connection import BoundedProtocol
+from tercet.wire.serving.router_keys import RouterKeys
 from tercet.wire.serving.server_access import api_keys
 
 

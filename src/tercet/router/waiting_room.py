@@ -19,10 +19,10 @@ from tercet.router.admin_server import CLOSE_SECONDS, QuietServer
 from tercet.router.listening import listening_socket
 from tercet.router.named_files import NamedFiles
 from tercet.router.router_app import RouterApp
-from tercet.router.router_keys import RouterKeys
 from tercet.router.shared_state import SharedState
 from tercet.settings import RouterConfig
 from tercet.wire.serving.bounded_connection import BoundedProtocol
+from tercet.wire.serving.router_keys import RouterKeys
 from tercet.wire.serving.server_access import api_keys
 
 logger = logging.getLogger("tercet.router")

@@ -13,9 +13,12 @@ from tercet.settings.declaration import Port, Seconds, Setting, Settings, key_va
 from tercet.settings.process_settings import (
     MAX_REQUEST_BYTES,
     AdminKey,
+    AdminKeyFile,
+    APIKeyFile,
     LeastLogged,
     LogLines,
     MostRequestBytes,
+    OpenToAll,
     TLSCertificate,
     TLSKey,
     require_pair,
@@ -80,14 +83,24 @@ class ModelRouterConfig(Settings, frozen=True, kw_only=True):
         Annotated[float, Meta(ge=0, le=1_000_000_000)],
         Setting("Time to finish running requests after a signal to stop.", unit="seconds"),
     ] = msgspec.field(default=25.0, name="shutdown-timeout")
-    router_key: Annotated[
+    api_key: Annotated[
         str,
         Setting(
-            "API key with which routers are polled for models; a client's key is forwarded. Give it as a variable.",
+            "API key that clients must send; it is forwarded to the router. Give it as a variable.",
             flag="", env=API_KEY_VARIABLE, default="none", is_key=True,
         ),
     ] = ""  # fmt: skip
+    api_key_file: APIKeyFile = None
+    open_to_all: OpenToAll = False
+    router_key: Annotated[
+        str,
+        Setting(
+            "API key with which routers are polled for models. Give it as a variable.",
+            flag="", default="the first client key", is_key=True,
+        ),
+    ] = ""  # fmt: skip
     admin_key: AdminKey = ""
+    admin_key_file: AdminKeyFile = None
     tls_cert: TLSCertificate = None
     tls_key: TLSKey = None
     log_level: LeastLogged = "info"

@@ -38,6 +38,15 @@ AdminKeyFile = Annotated[
         "File of admin keys, one on each line, reloaded when it changes.", metavar="FILE", default="none", panel=ACCESS
     ),
 ]
+APIKeyFile = Annotated[
+    str | None,
+    Setting(
+        "File of client keys, one on each line, reloaded when it changes.", metavar="FILE", default="none", panel=ACCESS
+    ),
+]
+OpenToAll = Annotated[
+    bool, Setting("Serve other machines although no client key is set.", default="off", panel=ACCESS)
+]  # fmt: skip
 MAX_REQUEST_BYTES = 64 * 1024 * 1024
 MostRequestBytes = Annotated[
     AtLeastOne, Setting("Largest request body; a larger one gets 413.", unit="bytes", default="64 MiB")

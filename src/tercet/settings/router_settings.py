@@ -19,8 +19,10 @@ from tercet.settings.process_settings import (
     AccessLog,
     AdminKey,
     AdminKeyFile,
+    APIKeyFile,
     EngineSecret,
     LogLines,
+    OpenToAll,
     TraceRequests,
 )
 from tercet.settings.retry_settings import RetryBudget
@@ -200,17 +202,8 @@ class RouterSettings(Settings, frozen=True):
     ] = "auto"
     admin_key: AdminKey = ""
     admin_key_file: AdminKeyFile = None
-    api_key_file: Annotated[
-        str | None,
-        Setting(
-            "File of client keys, one on each line, reloaded when it changes.", metavar="FILE", default="none",
-            panel=ACCESS,
-        ),
-    ] = None  # fmt: skip
-    open_to_all: Annotated[
-        bool,
-        Setting("Serve other machines although no client key is set.", default="off", panel=ACCESS),
-    ] = False
+    api_key_file: APIKeyFile = None
+    open_to_all: OpenToAll = False
     admin_folders: Annotated[
         tuple[str, ...],
         Setting(

@@ -30,7 +30,7 @@ from tercet.gateway.endpoint_picker import Endpoints
 from tercet.gateway.exchange import SUBSET, SUBSET_METADATA, Exchange, candidates_of
 from tercet.gateway.protos import HealthCheckRequest, HealthCheckResponse, HealthStub
 from tercet.gateway.server import READY_NAMES, picking
-from tercet.protocol import BadRequest, Role
+from tercet.protocol import BadRequest, Role, UnknownPath
 from tercet.settings import PickerConfig
 from tests.conformance.envoy_side import BUFFERED, DUPLEX, PREFILLER, EnvoySide, Stream
 from tests.longest_wait import LONGEST_WAIT_S
@@ -291,6 +291,14 @@ async def test_a_body_is_let_go_of_when_it_has_been_picked_for() -> None:
     assert exchange._chunks == [BODY]
     assert exchange.picked(Endpoints(["10.0.0.1:8000"]))
     assert exchange._chunks == []
+
+
+@pytest.mark.parametrize("path", ["/tercet/v1/status", "//tercet/v1/status", "/sleep?level=1", "/v1/load_lora_adapter"])
+def test_no_engine_is_picked_for_what_is_not_for_clients(path: str) -> None:
+    headers = HttpHeaders()
+    headers.headers.headers.add(key=":path", raw_value=path.encode())
+    with pytest.raises(UnknownPath, match="is not for clients"):
+        Exchange(10_000).receive(ProcessingRequest(request_headers=headers))
 
 
 async def test_health_has_a_port_of_its_own_without_tls(tmp_path: Path) -> None:

@@ -25,7 +25,6 @@ from tercet.protocol import EngineStatus, EngineUnreachable, Request
 from tercet.protocol.bearer import BearerKeys
 from tercet.protocol.revision import TextFingerprint
 from tercet.router import admin
-from tercet.router.admin_access import AdminAccess
 from tercet.router.fleet_state import FleetState, ProgramInUse
 from tercet.router.metrics import Metrics
 from tercet.router.named_files import NamedFiles
@@ -35,6 +34,7 @@ from tercet.router.service import Service
 from tercet.router.shared_state import SharedState
 from tercet.settings import EngineAddress, Limits
 from tercet.wire.client import Admit
+from tercet.wire.serving.admin_access import AdminAccess
 from tests.unit.fakes import FakeEngine
 
 PROGRAMS = """

@@ -13,11 +13,11 @@ import pytest
 from tercet.fleet.admission import Gate
 from tercet.protocol import BadRequest
 from tercet.protocol.bearer import BearerKeys
-from tercet.router.admin_access import is_admin_path
 from tercet.router.metrics import Metrics
 from tercet.router.router_app import RouterApp
-from tercet.router.router_keys import RouterKeys
 from tercet.settings import EngineAddress, Limits, RouterConfig
+from tercet.wire.serving.admin_access import is_admin_path
+from tercet.wire.serving.router_keys import RouterKeys
 
 from .conftest import LiveRouter
 

@@ -14,9 +14,9 @@ from tercet.protocol.bearer import BearerKeys
 from tercet.protocol.call_proofs import Callers
 from tercet.protocol.wire import JoinCall
 from tercet.router import joined_members
-from tercet.router.admin_access import AdminAccess
 from tercet.router.joined_members import GoneEngines, join, leave, remove_gone
 from tercet.wire.client.join_router import RouterMembership
+from tercet.wire.serving.admin_access import AdminAccess
 from tests.longest_wait import LONGEST_WAIT_S
 from tests.servers import served_asgi
 

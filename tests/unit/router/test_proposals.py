@@ -24,12 +24,12 @@ from tercet.lab.sim.step_times import StepTimes
 from tercet.protocol import Conflict, EngineLoad, MoveProposal, Role, UnknownSequence
 from tercet.protocol.seq_ids import find_id, further_id
 from tercet.router import admin
-from tercet.router.admin_access import ADMITTED
 from tercet.router.metrics import MOST_REASONS, Metrics
 from tercet.router.moves import MoveRecord
 from tercet.router.service import Service
 from tercet.settings import EngineAddress, MoveSettings
 from tercet.wire.client import HttpEngine
+from tercet.wire.serving.admin_access import ADMITTED
 from tercet.wire.streams import StreamListener
 from tests.unit.lab.sim.models import is_empty, profile_of, request_of
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Self
 
 import aiohttp
@@ -31,16 +31,16 @@ class _ModelList(msgspec.Struct):
 
 
 class BackendPolls:
-    """Polls of the routers of ``routes`` every ``interval_s`` seconds; ``key`` is sent to them.
+    """Polls of the routers of ``routes`` every ``interval_s`` seconds, with the key that ``key`` returns.
 
     An async context manager. ``origins`` are their connections, by URL.
     """
 
-    def __init__(self, routes: ModelRoutes, interval_s: float, key: str = "") -> None:
+    def __init__(self, routes: ModelRoutes, interval_s: float, key: Callable[[], str]) -> None:
         self.origins: dict[str, Origin] = {}
         self._routes = routes
         self._interval_s = interval_s
-        self._headers = {**bearer(key), **PLAIN}
+        self._key = key
         self._polls: dict[str, asyncio.Task[None]] = {}
         self._tasks = TaskSet()
         self._session: aiohttp.ClientSession | None = None
@@ -94,7 +94,10 @@ class BackendPolls:
         assert self._session is not None
         try:
             async with self._session.get(
-                f"{backend.url}/v1/models", headers=self._headers, timeout=POLL_TIMEOUT, allow_redirects=False
+                f"{backend.url}/v1/models",
+                headers={**bearer(self._key()), **PLAIN},
+                timeout=POLL_TIMEOUT,
+                allow_redirects=False,
             ) as response:
                 response.raise_for_status()
                 found = msgspec.json.decode(await read_answer(response), type=_ModelList)

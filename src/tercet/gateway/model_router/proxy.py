@@ -25,14 +25,22 @@ from tercet.protocol import (
     UnknownModel,
     UnknownPath,
 )
+from tercet.protocol.bearer import BearerKeys
 from tercet.protocol.error_forms import in_form
 from tercet.protocol.json_text import in_utf8, read_json
-from tercet.protocol.wire import API_PREFIX
+from tercet.protocol.openai_routes import MODELS, is_for_clients
 from tercet.wire.client.connection_errors import reason_of
-from tercet.wire.client.passing import NotConnected, NotReadable, OriginAnswer, end_to_end, passed_trailers
+from tercet.wire.client.passing import (
+    NotConnected,
+    NotReadable,
+    OriginAnswer,
+    end_to_end,
+    passed_trailers,
+    with_forwarder,
+)
 
 logger = logging.getLogger("tercet.gateway")
-MODELS = "/v1/models"
+ASKS = "this model router requires an API key: Authorization: Bearer KEY"
 HEALTH = frozenset({"/health", "/ping"})
 LIVE = "/live"
 METRICS = frozenset({"/metrics", "/metrics/"})
@@ -41,6 +49,7 @@ NOT_FOUND = "NotFoundError"
 CLIENT_LEFT = 499
 """Status that proxies record for a request whose client did not wait for its answer."""
 NOT_PASSED = frozenset({b"trailer", b"expect", b"content-length"})
+OPTIONS = b"OPTIONS"
 
 
 class ModelMetrics:
@@ -58,16 +67,21 @@ class ModelMetrics:
 
 
 class ModelProxy:
-    """The proxy for requests to the routers of ``routes``; ``draw`` returns a number in ``[0, 1)`` for each choice."""
+    """The proxy for requests of clients to the routers of ``routes``.
+
+    ``keys`` are the client keys. ``draw`` returns a number in ``[0, 1)`` for each choice. Routes that are not for
+    clients do not pass.
+    """
 
     def __init__(
-        self, routes: ModelRoutes, polls: BackendPolls, bodies: RequestBodies,
+        self, routes: ModelRoutes, polls: BackendPolls, bodies: RequestBodies, keys: BearerKeys,
         draw: Callable[[], float] = random.random,
     ) -> None:  # fmt: skip
         self.metrics = ModelMetrics()
         self._routes = routes
         self._polls = polls
         self._bodies = bodies
+        self._keys = keys
         self._draw = draw
         self._under_way = CallsInFlight()
 
@@ -98,14 +112,20 @@ class ModelProxy:
             await http.answer(200, b"", "text/plain")
         elif http.path in METRICS and reads:
             await http.answer(200, generate_latest(self.metrics.registry), "text/plain")
-        elif http.path.startswith(API_PREFIX):
-            urls = ", ".join(each.url for each in self._routes.backends)
-            raise UnknownPath(f"{http.path} is served by the router of each model: {urls}")
-        elif http.path == MODELS and reads:
-            await self._models(http, answer)
         else:
+            if http.method != OPTIONS:  # browsers ask without a key whether a page may send one
+                self._keys.require(http.headers("authorization"), ASKS)
+            if not is_for_clients(http.path):
+                raise UnknownPath(
+                    f"{http.path:.200} is not for clients, so it does not pass a model router; if it exists, it is "
+                    "served by the router of each model"
+                )
+            if http.path == MODELS and reads:
+                await self._models(http, answer)
+                return
             body = await self._bodies.whole(http)
-            await self._pass_on(http, answer, self._model_in(body), body)
+            model = self._routes.any_model() if http.method == OPTIONS and not body else self._model_in(body)
+            await self._pass_on(http, answer, model, body)
 
     async def _models(self, http: ClientCall, answer: ProxiedAnswer) -> None:
         """List all models, for a client whose key a router accepts; otherwise pass on that router's refusal."""
@@ -160,6 +180,8 @@ class ModelProxy:
         fields = end_to_end(http.fields, NOT_PASSED)
         if not any(name.lower() == b"host" for name, _ in fields):
             fields.insert(0, (b"Host", origin.host))
+        host = (http.header("host") or "").encode("latin-1")
+        fields = with_forwarder(fields, http.peer or "", host, http.scheme, http.http_version)
         if http.has_body:
             fields.append((b"Content-Length", str(len(body)).encode()))
         try:

@@ -77,6 +77,15 @@ class ModelRoutes:
         self._require_all_known()
         raise BadRequest(f"model: is missing; choose one of {', '.join(self.names)}", "model")
 
+    def any_model(self) -> str:
+        """Return a model of a router that answers, for a request to which every router answers alike.
+
+        Raises :class:`~tercet.protocol.EngineUnreachable` if no router answers.
+        """
+        self.require_answers()
+        able = (each.models for each in self.backends if each.answers and each.weight > 0 and each.models)
+        return next((next(iter(models)) for models in able), "") or self.only_model()
+
     @property
     def names(self) -> list[str]:
         """All names that routers have listed."""

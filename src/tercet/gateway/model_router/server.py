@@ -13,7 +13,7 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta
 
-from tercet.aio import signals_to
+from tercet.aio import TaskSet, signals_to
 from tercet.gateway.model_router.backends import BackendPolls
 from tercet.gateway.model_router.proxy import ModelProxy
 from tercet.gateway.model_router.routes import ModelRoutes, WeightedRouter
@@ -21,14 +21,13 @@ from tercet.gateway.proxied_answer import JSON
 from tercet.gateway.request_bodies import RequestBodies
 from tercet.gateway.served_certificate import ServedCertificate
 from tercet.gateway.sidecar.listener import ClientCall, Listener
-from tercet.protocol import BadRequest, Forbidden, ShuttingDown, TercetError
-from tercet.protocol.bearer import BearerKeys
+from tercet.protocol import BadRequest, ShuttingDown, TercetError
 from tercet.protocol.error_forms import error_body
-from tercet.protocol.own_requests import ShownHeaders, is_loopback_address, require_json, require_own_call
 from tercet.protocol.wire import API_PREFIX, decode_call
 from tercet.settings.log_lines import log_to_stderr
 from tercet.settings.model_router_config import ModelBackend, ModelRouterConfig, require_backends
-from tercet.settings.variables import ADMIN_KEY_VARIABLE
+from tercet.wire.serving.admin_access import AdminAccess
+from tercet.wire.serving.router_keys import RouterKeys
 
 logger = logging.getLogger("tercet.gateway")
 BACKENDS = f"{API_PREFIX}/backends"
@@ -111,18 +110,31 @@ class ModelRouterServer:
         self._listener.abort()
 
 
+def keys_of(config: ModelRouterConfig) -> RouterKeys:
+    """Return the keys of a model router.
+
+    Raises :class:`~tercet.protocol.BadRequest` for unusable keys, and for a model router that other machines reach
+    without a client key, as a router does.
+    """
+    keys = RouterKeys(config, [config.api_key] if config.api_key else [])
+    keys.require_private(config.host, config)
+    return keys
+
+
 @asynccontextmanager
 async def model_router(config: ModelRouterConfig) -> AsyncGenerator[ModelRouterServer]:
     """Serve in this context.
 
-    Raises :class:`~tercet.protocol.BadRequest` for a port or certificate that cannot be used.
+    Raises :class:`~tercet.protocol.BadRequest` for keys, a port or a certificate that cannot be used.
     """
     routes = ModelRoutes([WeightedRouter(each.url.rstrip("/"), each.weight) for each in config.routers])
     async with AsyncExitStack() as stack:
-        polls = await stack.enter_async_context(BackendPolls(routes, config.poll_s, config.router_key))
+        keys = keys_of(config)
+        polls = BackendPolls(routes, config.poll_s, lambda: config.router_key or keys.first_of_clients)
+        await stack.enter_async_context(polls)
         bodies = RequestBodies(config.max_request_bytes)
-        proxy = ModelProxy(routes, polls, bodies)
-        admin = _BackendsRoute(routes, polls, bodies, BearerKeys((config.admin_key,)))
+        proxy = ModelProxy(routes, polls, bodies, keys.clients)
+        admin = _BackendsRoute(routes, polls, bodies, keys.access)
 
         async def handle(http: ClientCall) -> None:
             await (admin.handle if http.path == BACKENDS else proxy.handle)(http)
@@ -136,23 +148,26 @@ async def model_router(config: ModelRouterConfig) -> AsyncGenerator[ModelRouterS
             await listener.start(config.host, config.port, tls)
         except OSError as error:
             raise BadRequest(f"port: cannot listen on {config.host}:{config.port}: {error.strerror}", "port") from error
+        following = TaskSet()
+        stack.push_async_callback(following.close)
+        following.spawn(keys.follow(), "keys")
         yield ModelRouterServer(listener.port, routes, proxy, listener)
 
 
 class _BackendsRoute:
-    """The route that shows and replaces routers, for callers with one of ``keys``; without keys, for this machine."""
+    """The route that shows and replaces routers, for the callers that ``access`` admits to admin routes."""
 
-    def __init__(self, routes: ModelRoutes, polls: BackendPolls, bodies: RequestBodies, keys: BearerKeys) -> None:
+    def __init__(self, routes: ModelRoutes, polls: BackendPolls, bodies: RequestBodies, access: AdminAccess) -> None:
         self._routes = routes
         self._polls = polls
         self._bodies = bodies
-        self._keys = keys
+        self._access = access
         self._turn = asyncio.Lock()
 
     async def handle(self, http: ClientCall) -> None:
         """Serve ``GET`` and ``PUT /tercet/v1/backends``."""
         try:
-            self._require(http)
+            self._access.require_call(http.method.decode("latin-1"), http.path, http.fields, http.peer)
             if http.method == b"PUT":
                 await self._replace(await self._bodies.whole(http))
             elif http.method != b"GET":
@@ -169,15 +184,3 @@ class _BackendsRoute:
             await self._polls.replace({each.url.rstrip("/"): each.weight for each in wanted.routers})
         shares = ", ".join(f"{each.url} weight {each.weight:g}" for each in self._routes.backends)
         logger.info("routers are now %s", shares)
-
-    def _require(self, http: ClientCall) -> None:
-        headers = ShownHeaders.of_asgi(http.fields)
-        require_own_call(headers, None if self._keys else http.peer)
-        require_json(headers)
-        if self._keys:
-            refusal = (
-                f"this route requires the model router's admin key ({ADMIN_KEY_VARIABLE}): Authorization: Bearer KEY"
-            )
-            self._keys.require(http.headers("authorization"), refusal)
-        elif http.peer is not None and not is_loopback_address(http.peer):
-            raise Forbidden(f"without an admin key this route answers only its own machine; set {ADMIN_KEY_VARIABLE}")

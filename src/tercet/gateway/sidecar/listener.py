@@ -59,6 +59,11 @@ class ClientCall:
         return [value.decode("latin-1") for value in values(self.fields, name.encode())]
 
     @property
+    def scheme(self) -> str:
+        """``https`` for a connection with TLS, otherwise ``http``."""
+        return "http" if self._connection.writer.get_extra_info("sslcontext") is None else "https"
+
+    @property
     def peer(self) -> str | None:
         """The client's address; None at a socket file."""
         found = self._connection.writer.get_extra_info("peername")

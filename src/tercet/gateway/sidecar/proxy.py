@@ -19,10 +19,11 @@ from tercet.gateway.sidecar.listener import ClientCall
 from tercet.gateway.sidecar.opening import Opening
 from tercet.gateway.sidecar.prefill_legs import DecodeLeg, PrefillLeg
 from tercet.gateway.sidecar.split_call import KV_PARAMS, SPLIT_PATHS, SplitCall
-from tercet.protocol import BadRequest, EngineError, EngineUnreachable, TercetError, Unauthorized
+from tercet.protocol import BadRequest, EngineError, EngineUnreachable, TercetError, Unauthorized, UnknownPath
 from tercet.protocol.call_proofs import CHALLENGE_HEADER, Callers, Prover, require_digest, secrets_of
 from tercet.protocol.headers import CONTROL_HEADERS, PREFILLER_HEADER, REQUEST_ID_HEADER, TRACE_HEADER
 from tercet.protocol.json_text import in_utf8, read_json
+from tercet.protocol.openai_routes import PROBES, is_for_clients
 from tercet.protocol.own_requests import ShownHeaders, require_own_call
 from tercet.protocol.prefill_hosts import AllowedPrefillers
 from tercet.protocol.spans import TRACEPARENT, TRACESTATE, span_context_of, span_of, working_in
@@ -124,11 +125,19 @@ class Proxy:
     def _require_caller(self, http: ClientCall) -> str | None:
         """Raise :class:`~tercet.protocol.Unauthorized` for a verb whose caller is not a member of the fleet.
 
+        Raise :class:`~tercet.protocol.UnknownPath` for another route that is not for clients, if other machines reach
+        this sidecar: the engine may serve it on loopback only.
+
         Returns the digest of the body of a call that proved the secret without showing it; None for other requests. A
         loopback-only engine does not check keys, but the sidecar makes its verbs reachable from elsewhere, so it
         requires the fleet's secret.
         """
         if not http.path.startswith(API_PREFIX):
+            if not self._verbs_are_open and not (is_for_clients(http.path) or http.path in PROBES):
+                raise UnknownPath(
+                    f"{http.path:.200} is not for clients, so a sidecar that other machines reach does not pass it on; "
+                    "use the engine's own port"
+                )
             return None
         if not self._callers and not self._verbs_are_open:
             raise BadRequest(f"{API_PREFIX}: this sidecar passes no verbs on without TERCET_SECRET; set it")

@@ -12,9 +12,9 @@ from fastapi.routing import APIRoute
 from tercet.fleet import EngineFleet
 from tercet.protocol import Forbidden, TercetError
 from tercet.protocol.headers import BEHIND_HEADER
-from tercet.router.admin_access import ADMITTED
 from tercet.router.named_files import NamedFiles
 from tercet.router.shared_state import SharedState
+from tercet.wire.serving.admin_access import ADMITTED
 
 MOST_DIGITS = 18
 """Most digits of a number in a query; Python refuses to read thousands of them."""

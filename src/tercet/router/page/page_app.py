@@ -17,9 +17,9 @@ from tercet.protocol import MethodNotAllowed, TercetError, Unauthorized
 from tercet.protocol.bearer import BearerKeys
 from tercet.protocol.own_requests import ShownHeaders, require_no_page
 from tercet.protocol.wire import API_PREFIX
-from tercet.router.admin_access import AT_ADMIN, AdminAccess, path_of
 from tercet.router.page.page_answers import answer, answer_error, send_file, start_of
 from tercet.router.page.viewers import Viewers
+from tercet.wire.serving.admin_access import AT_ADMIN, AdminAccess, path_of
 
 ROOT = "/tercet"
 ABOUT, STREAM = "about", "stream"

@@ -33,6 +33,8 @@ class Router:
         self.models = models
         self.bodies: list[bytes] = []
         self.headers: list[dict[str, str]] = []
+        self.seen: list[str] = []
+        self.forwarded: list[list[str]] = []
         self.go = asyncio.Event()
         self.go.set()
         self.answers = asyncio.Event()
@@ -61,6 +63,8 @@ class Router:
         return web.json_response({"object": "list", "data": [{"id": name, "root": self.url} for name in self.models]})
 
     async def _post(self, request: web.Request) -> web.StreamResponse:
+        self.seen.append(request.raw_path)
+        self.forwarded.append(request.headers.getall("forwarded", []))
         self.bodies.append(await request.read())
         self.headers.append({name.lower(): value for name, value in request.headers.items()})
         await self.answers.wait()

@@ -549,8 +549,16 @@ async def test_verbs_are_for_those_who_know_the_secret() -> None:
         shown = {"authorization": "Bearer s"}
         async with found.session.get(f"{found.url}/tercet/v1/status", headers=shown) as answer:
             assert answer.status == 200
-    async with house(host="0.0.0.0") as found, found.session.get(f"{found.url}/tercet/v1/status") as answer:
-        assert answer.status == 400
+    async with house(host="0.0.0.0") as found:
+        async with found.session.get(f"{found.url}/tercet/v1/status") as answer:
+            assert answer.status == 400
+        before = len(found.decode.bodies)
+        for path in ("/sleep", "/v1/load_lora_adapter", "//tercet/v1/status", "/x/tercet/v1/status", "/docs"):
+            async with found.session.post(found.url + path, json={}) as answer:
+                assert (answer.status, path) == (404, path)
+                assert "is not for clients" in await answer.text()
+        assert len(found.decode.bodies) == before
+        assert (await found.ask(path="/tokenize"))[0] == 200
 
 
 async def test_a_sidecar_that_is_told_to_stop_finishes_what_runs_and_gives_up_when_hurried() -> None:

@@ -34,13 +34,13 @@ from tercet.router.fleet_state import FleetState, ProgramInUse
 from tercet.router.metrics import Metrics
 from tercet.router.page.serving_page import with_page
 from tercet.router.router_app import RouterApp
-from tercet.router.router_keys import RouterKeys
 from tercet.router.service import Service
 from tercet.router.shared_state import SharedState
 from tercet.router.shutdown import Shutdown
 from tercet.settings import EngineAddress, Limits, RouterSettings
 from tercet.wire.client import Admit
 from tercet.wire.serving.bounded_connection import BoundedProtocol
+from tercet.wire.serving.router_keys import RouterKeys
 
 PROFILE = "llama-3.1-8b-h100-tp1"
 

@@ -13,15 +13,15 @@ import msgspec
 import pytest
 from starlette.types import Message
 
-from tercet.router.admin_access import AT_ADMIN
 from tercet.router.page import page_app
 from tercet.router.page.page_files import FOLDER, POLICY, SAFETY, page_files
 from tercet.router.page.recorded_page import RecordedPage
 from tercet.router.page.records import Frame
 from tercet.router.page.serving_page import with_page
-from tercet.router.router_keys import RouterKeys
 from tercet.router.shutdown import Shutdown
 from tercet.settings import RouterSettings
+from tercet.wire.serving.admin_access import AT_ADMIN
+from tercet.wire.serving.router_keys import RouterKeys
 from tests.longest_wait import LONGEST_WAIT_S
 from tests.unit.router.conftest import LiveRouter
 

@@ -5,7 +5,15 @@
 cookies and redirects are not handled.
 """
 
-from tercet.wire.client.passing.fields import Fields, end_to_end, first, passed_on, passed_trailers, values
+from tercet.wire.client.passing.fields import (
+    Fields,
+    end_to_end,
+    first,
+    passed_on,
+    passed_trailers,
+    values,
+    with_forwarder,
+)
 from tercet.wire.client.passing.messages import BrokeOff, MessageTooLarge, NotReadable
 from tercet.wire.client.passing.origin import NotConnected, Origin, OriginAnswer
 
@@ -22,4 +30,5 @@ __all__ = [
     "passed_on",
     "passed_trailers",
     "values",
+    "with_forwarder",
 ]

@@ -55,6 +55,21 @@ def passed_on(fields: Fields, but: Collection[bytes] = ()) -> list[tuple[bytes, 
     return found
 
 
+def with_forwarder(fields: Fields, peer: str, host: bytes, scheme: str, version: bytes) -> list[tuple[bytes, bytes]]:
+    """Return the fields with those by which a proxy says that it forwards a request (RFC 9110, 7.6.3; RFC 7239).
+
+    ``peer`` is the address of the client, empty if it is not known; ``host``, ``scheme`` and ``version`` are those of
+    its request. They follow what the client itself said in such fields: the last values are the ones to believe.
+    """
+    node = (peer or "unknown").encode()
+    told = b"for=" + (b'"[%b]"' % node if b":" in node else node) + b";proto=" + scheme.encode()
+    if host:
+        told += b';host="%b"' % host.replace(b"\\", b"\\\\").replace(b'"', b'\\"')
+    chain = b", ".join([*values(fields, b"x-forwarded-for"), node])
+    kept = [(name, value) for name, value in fields if name.lower() != b"x-forwarded-for"]
+    return [*kept, (b"X-Forwarded-For", chain), (b"Forwarded", told), (b"Via", version + b" tercet")]
+
+
 def passed_trailers(fields: Fields, but: Collection[bytes] = ()) -> list[tuple[bytes, bytes]]:
     """Return the trailers that a proxy passes on.
 

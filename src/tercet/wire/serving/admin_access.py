@@ -6,17 +6,18 @@ are refused, too, with any key.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from starlette.types import Scope
 
-from tercet.protocol import Forbidden, Unauthorized
+from tercet.protocol import Unauthorized
 from tercet.protocol.bearer import BearerKeys
 from tercet.protocol.call_proofs import Callers
 from tercet.protocol.own_requests import (
     ShownHeaders,
-    is_loopback_address,
     require_json,
-    require_local_host,
     require_no_page,
+    require_this_machine,
 )
 from tercet.protocol.wire import API_PREFIX, MEMBERS
 from tercet.settings import SECRET_VARIABLE
@@ -83,13 +84,15 @@ class AdminAccess:
         require_json(headers)
         scope[ADMITTED] = True
 
+    def require_call(self, method: str, path: str, fields: Iterable[tuple[bytes, bytes]], peer: str | None) -> None:
+        """Check a request of a server without ASGI; see :meth:`require`. ``peer`` is the caller's address."""
+        client = None if peer is None else (peer, 0)
+        self.require({"method": method, "path": path, "headers": fields, "client": client})
+
     def _require_engine(self, scope: Scope, headers: ShownHeaders, path: str) -> None:
         """Require that an engine proves the fleet's secret; without a secret, that it runs on this machine."""
         if not self._engines:
-            client = scope.get("client")
-            if client is not None and not is_loopback_address(client[0]):
-                raise Forbidden(f"{_WITHOUT_SECRET}; {SET_A_SECRET}")
-            require_local_host(headers)
+            require_this_machine(headers, _peer_of(scope), f"{_WITHOUT_SECRET}; {SET_A_SECRET}")
             return
         try:
             shown = headers.all("authorization")
@@ -108,7 +111,10 @@ class AdminAccess:
         by_file = bool(scope.get(AT_ADMIN)) and scope.get("client") is None
         if self._clients and not by_file:  # only the owner may open the socket's file
             raise Unauthorized(f"this router has client keys but no admin key; {_SET_ONE}", "authorization")
-        client = scope.get("client")  # None for a connection by a socket's file
-        if client is not None and not is_loopback_address(client[0]):
-            raise Forbidden(f"without an admin key, this route accepts requests from this machine only; {_SET_ONE}")
-        require_local_host(headers)
+        require_this_machine(headers, _peer_of(scope), _SET_ONE)
+
+
+def _peer_of(scope: Scope) -> str | None:
+    """Return the caller's address; None for a connection by a socket's file."""
+    client = scope.get("client")
+    return None if client is None else client[0]

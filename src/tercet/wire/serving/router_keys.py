@@ -1,4 +1,4 @@
-"""The keys of a router for clients and for administrators, which are reloaded when their files change."""
+"""The keys of a router or a model router for clients and administrators, reloaded when their files change."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from collections.abc import Sequence
 from tercet.protocol import BadRequest
 from tercet.protocol.bearer import BearerKeys
 from tercet.protocol.call_proofs import Callers, secrets_of
-from tercet.router.admin_access import AdminAccess
-from tercet.settings import RouterSettings
+from tercet.settings import ModelRouterConfig, RouterSettings
 from tercet.settings.admin_address import AdminAddress
 from tercet.settings.key_files import KeyFile
 from tercet.settings.router_config import RouterConfig
 from tercet.settings.variables import ADMIN_KEY_VARIABLE, API_KEY_VARIABLE
+from tercet.wire.serving.admin_access import AdminAccess
 from tercet.wire.serving.server_access import is_loopback
 
 logger = logging.getLogger("tercet.router")
@@ -27,13 +27,13 @@ class RouterKeys:
     ``given`` are client keys that come from flags or the environment.
     """
 
-    def __init__(self, config: RouterSettings, given: Sequence[str]) -> None:
+    def __init__(self, config: RouterSettings | ModelRouterConfig, given: Sequence[str]) -> None:
         self._given = {"api-key-file": tuple(given), "admin-key-file": (config.admin_key,)}
         paths = {"api-key-file": config.api_key_file, "admin-key-file": config.admin_key_file}
         self._files = {name: KeyFile(path, name) for name, path in paths.items() if path is not None}
         self._read = {name: file.first() for name, file in self._files.items()}
         self._failed: dict[str, str] = {}
-        self._engines = Callers(secrets_of(config.secret))
+        self._engines = Callers(secrets_of(config.secret if isinstance(config, RouterSettings) else ""))
         self._supervisor = config.supervisor_key if isinstance(config, RouterConfig) else ""
         self.clients, self.admins = (self._keys(name) for name in paths)
         if self.admins.shares_with(self.clients):
@@ -49,12 +49,18 @@ class RouterKeys:
         """The check of access to admin routes."""
         return AdminAccess(self.admins, self.clients, self._engines, self._supervisor)
 
-    def require_private(self, host: str, config: RouterSettings) -> None:
+    @property
+    def first_of_clients(self) -> str:
+        """One of the client keys, to be shown to other servers; empty without keys."""
+        return next(iter((*self._given["api-key-file"], *self._read.get("api-key-file", ()))), "")
+
+    def require_private(self, host: str, config: RouterSettings | ModelRouterConfig) -> None:
         """Raise :class:`~tercet.protocol.BadRequest` if other machines reach ``host`` and clients need no key."""
         if not self.clients and not config.open_to_all and not is_loopback(host):
+            flag = "--api-key after --, " if isinstance(config, RouterSettings) else ""
             raise BadRequest(
-                f"host: other machines reach {host or 'any address'}, and clients need no key; set --api-key after "
-                f"--, {API_KEY_VARIABLE} or --api-key-file, or allow this with --open-to-all",
+                f"host: other machines reach {host or 'any address'}, and clients need no key; set {flag}"
+                f"{API_KEY_VARIABLE} or --api-key-file, or allow this with --open-to-all",
                 "host",
             )
 
