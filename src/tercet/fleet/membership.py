@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from collections.abc import Callable, Coroutine, Sequence
 from contextlib import AsyncExitStack
 from typing import Any, Self
@@ -27,6 +28,8 @@ REPORTED_WITHIN = 1.0
 READY_SECONDS = 600.0
 CLOSE_SECONDS = 10.0
 ASK_SECONDS = 5.0
+OTHERS_SECONDS = 2.0
+"""Seconds that a starting router waits for further engines once one has answered."""
 
 
 class Membership:
@@ -107,12 +110,12 @@ class Membership:
             self._admit(status)
 
     async def until_ready(self, seconds: float = READY_SECONDS) -> Promise:
-        """Wait for the first status of every member; engines that do not answer are polled later.
+        """Wait for the first status of any member, and then at most :data:`OTHERS_SECONDS` for those of the others.
 
-        Returns the promise that the engines that answered keep together. Raises
-        :class:`~tercet.protocol.EngineUnreachable` if none answers within ``seconds``.
+        Engines that do not answer are polled later. Returns the promise that the engines that answered keep together.
+        Raises :class:`~tercet.protocol.EngineUnreachable` if none answers within ``seconds``.
         """
-        statuses = await self.look(seconds)
+        statuses = await self.look(seconds, others=OTHERS_SECONDS)
         if not statuses:
             raise EngineUnreachable(f"no engine of this fleet answered within {seconds:g} s")
         return Promise.of(statuses)
@@ -124,7 +127,7 @@ class Membership:
         :class:`~tercet.protocol.EngineUnreachable` if none answers within ``seconds``.
         """
         deadline = asyncio.get_running_loop().time() + seconds
-        while not (statuses := await self.look()):
+        while not (statuses := await self.look(ASK_SECONDS, others=OTHERS_SECONDS)):
             if asyncio.get_running_loop().time() > deadline:
                 raise EngineUnreachable(f"no engine that answers was found within {seconds:g} s")
             await asyncio.sleep(POLL_INTERVAL_S)
@@ -200,18 +203,19 @@ class Membership:
                 task.cancel()
 
     async def look(
-        self, seconds: float = POLL_INTERVAL_S, members: Sequence[Member] | None = None
+        self, seconds: float = POLL_INTERVAL_S, members: Sequence[Member] | None = None, others: float = math.inf
     ) -> list[EngineStatus]:
         """Poll ``members`` (None: all) for ``seconds``, and return their statuses.
 
-        Members that do not answer in time become unreachable.
+        Once one has answered, the others are polled for at most ``others`` seconds. Members that do not answer in time
+        become unreachable.
         """
         members = self._fleet.members if members is None else members
         if not members:
             return []
         asked = [asyncio.ensure_future(_first_status(member, seconds)) for member in members]
         try:
-            await asyncio.wait(asked, timeout=seconds)
+            await _answers(asked, seconds, others)
         finally:
             for task in asked:
                 task.cancel()
@@ -283,15 +287,25 @@ class Membership:
             self._closing.spawn(found[1].aclose())
 
 
+async def _answers(asked: Sequence[asyncio.Future[EngineStatus]], seconds: float, others: float) -> None:
+    """Wait for all answers, at most ``seconds``, and at most ``others`` seconds after the first status."""
+    clock = asyncio.get_running_loop().time
+    deadline, answered, waiting = clock() + seconds, False, set(asked)
+    while waiting and (left := deadline - clock()) > 0:
+        done, waiting = await asyncio.wait(waiting, timeout=left, return_when=asyncio.FIRST_COMPLETED)
+        if not answered and any(not task.cancelled() and task.exception() is None for task in done):
+            answered, deadline = True, min(deadline, clock() + others)
+
+
 async def _first_status(member: Member, seconds: float) -> EngineStatus:
-    """Return a member's status as soon as it answers; a wait is logged once if ``seconds`` exceed one poll."""
-    is_said = seconds <= POLL_INTERVAL_S
+    """Return a member's status as soon as it answers; a wait is logged once if ``seconds`` exceed a usual poll."""
+    is_said = seconds <= ASK_SECONDS
     while True:
         try:
             return await member.engine.status()
         except EngineUnreachable as error:
             if not is_said:
-                logger.warning("engines: waiting up to %.0f s for %s: %s", seconds, member.name, error.message)
+                logger.warning("engines: waiting for %s: %s", member.name, error.message)
             is_said = True
             await asyncio.sleep(FIRST_POLL_INTERVAL_S)
         except TercetError as error:

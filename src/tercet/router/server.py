@@ -7,7 +7,7 @@ import math
 import os
 import signal
 from collections.abc import Callable, Generator
-from contextlib import AsyncExitStack, contextmanager
+from contextlib import AsyncExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -23,7 +23,7 @@ from tercet.fleet.discovery import discovery_of
 from tercet.fleet.discovery.pod_discovery import access_of
 from tercet.fleet.membership import READY_SECONDS, Membership
 from tercet.fleet.promise import Promise
-from tercet.protocol import spans
+from tercet.protocol import EngineUnreachable, spans
 from tercet.protocol.spans import SpanContext
 from tercet.router import admin
 from tercet.router.admin_server import admin_served, tls_options
@@ -60,6 +60,9 @@ from tercet.wire.client import engine_tls
 from tercet.wire.exported_spans import exporting_spans
 from tercet.wire.serving.router_keys import RouterKeys
 from tercet.wire.streams import StreamListener
+
+SOON_SECONDS = 6.0
+"""Seconds in which a named engine should answer; later the port answers with an error meanwhile."""
 
 
 def serve(config: RouterConfig, shared: Shared | None = None) -> None:
@@ -145,11 +148,14 @@ class _Router:
             _import_vllm(self.config)
 
     async def _first_promise(self) -> Promise:
-        if self._engines_come_later:
-            return await _first_engine(self.config, self.state, self.membership)
-        promise = await self.state.until_ready()
-        self.background.spawn(self.state.follow(), "state")
-        return promise
+        """Wait for an engine that answers; if engines are named, the port stays closed for the first seconds."""
+        if not self._engines_come_later:
+            try:
+                with suppress(EngineUnreachable):
+                    return await self.state.until_ready(partial(self.membership.until_ready, SOON_SECONDS))
+            finally:
+                self.background.spawn(self.state.follow(), "state")
+        return await _first_engine(self.config, self.state, self.membership)
 
     def _follow_fleet(self, promise: Promise) -> None:
         """Check each engine against the fleet's ``promise``, from now on."""
@@ -196,7 +202,7 @@ class _Router:
 
 
 async def _first_engine(config: RouterConfig, state: SharedState, membership: Membership) -> Promise:
-    """Wait for the first engine that is found or joins; answer errors at the port meanwhile, if that is possible."""
+    """Wait for the first engine that answers; answer errors at the port meanwhile, if that is possible."""
     if not can_wait(config):
         return await state.until_ready(membership.until_one_answers)
     async with waiting_room(config, state, named_files(config)):

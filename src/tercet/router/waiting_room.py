@@ -1,4 +1,4 @@
-"""The answers of a router whose fleet has no engine yet: an error to clients, and the routes by which engines join."""
+"""The answers of a router before an engine has answered: an error to clients, and the routes by which engines join."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from tercet.wire.serving.server_access import api_keys
 logger = logging.getLogger("tercet.router")
 # Flags with which vLLM's layer does not listen at a plain port.
 OTHER_LISTENING = ("--ssl", "--uds", "--root-path")
-REASON = "this router has no engine yet; it serves once an engine has joined or is found"
+REASON = "this router has no engine yet that answers; it serves once one does"
 
 
 def can_wait(config: RouterConfig) -> bool:

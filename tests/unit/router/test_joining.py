@@ -164,3 +164,32 @@ async def test_a_change_asks_only_engines_that_are_away(router: LiveRouter) -> N
     router.fleet.member("d").reachable = False
     await router.shared.change(draining("d", True))
     assert [member.reachable for member in router.fleet.members] == [True, True]
+
+
+@pytest.mark.parametrize("how", ["refuses", "is silent"])
+async def test_a_router_begins_by_those_that_answer(
+    router: LiveRouter, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    monkeypatch.setattr(membership, "OTHERS_SECONDS", 0.05)
+
+    async def silent() -> EngineStatus:
+        await asyncio.sleep(LONGEST_WAIT_S * 10)
+        raise AssertionError
+
+    router.engine("p").gone = True
+    if how == "is silent":
+        monkeypatch.setattr(router.engine("p"), "status", silent)
+    async with asyncio.timeout(LONGEST_WAIT_S):
+        for wait in (router.membership.until_ready, router.membership.until_one_answers):
+            assert await wait(LONGEST_WAIT_S * 10) == Promise(("m",), 1000)
+    assert [member.reachable for member in router.fleet.members] == [False, True]
+
+
+async def test_engines_that_answer_a_moment_later_than_the_first_count_for_the_promise(
+    router: LiveRouter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(membership, "OTHERS_SECONDS", LONGEST_WAIT_S)
+    late = router.engine("d")
+    late.max_model_len, late.gone = 500, True
+    asyncio.get_running_loop().call_later(0.05, setattr, late, "gone", False)
+    assert await router.membership.until_ready() == Promise(("m",), 500)
