@@ -35,6 +35,7 @@ from tercet.cluster.ports import require_free, url_of
 from tercet.lab.sim import EngineOptions, load_profile, options_from
 from tercet.lab.sim.sim_server import ServerConfig
 from tercet.lab.sim.sim_server import serve as serve_simulated
+from tercet.protocol.names import require_engine_name
 from tercet.protocol.prefill_hosts import AllowedPrefillers
 from tercet.settings import key_values
 from tercet.settings.variables import THREADS_BIND
@@ -76,6 +77,8 @@ def engine(given: EngineFlags) -> None:
 
 def _spec_of(given: EngineFlags) -> EngineSpec:
     """Return the engine of these flags, without cores or devices; its model is the name that was given."""
+    if given.name is not None:
+        require_engine_name(given.name, "--name")
     return EngineSpec(
         name=given.name or f"{given.host}:{given.port}",
         model=given.model,

@@ -13,6 +13,7 @@ from tercet.cluster.engine_command import check_engine_flags, check_flags
 from tercet.cluster.replicas import is_group
 from tercet.decisions.launch import launch_order, ratio_of
 from tercet.protocol import BadRequest, Role
+from tercet.protocol.names import require_fleet_name
 from tercet.settings import RouterSettings, Setting
 from tercet.settings.declaration import NotNegative, Port
 from tercet.settings.panels import ENGINES, MODEL, OBSERVABILITY, SERVER
@@ -146,6 +147,8 @@ class UpConfig(RouterSettings, frozen=True):
             )
 
     def _require_ray(self) -> None:
+        if self.fleet_name is not None:
+            require_fleet_name(self.fleet_name, "fleet-name")
         if self.on is None:
             given = (self.fleet_name, self.engine_cpus, self.engine_gpus, self.engine_memory_gib, self.engines_on_head)
             if any(given):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
+from tercet.protocol.names import require_uid
 from tercet.settings import EngineAddress
 
 JOINED = "joined:"
@@ -22,6 +23,10 @@ class MemberState(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     draining: bool = False
     uid: str = msgspec.field(default="", name="pod")
     withheld: str = ""
+
+    def __post_init__(self) -> None:
+        if self.uid:
+            require_uid(self.uid)
 
     @property
     def leaving(self) -> bool:

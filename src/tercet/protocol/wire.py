@@ -22,6 +22,7 @@ from tercet.protocol.errors import BadRequest, Conflict
 from tercet.protocol.headers import INCARNATION_HEADER
 from tercet.protocol.json_text import UNREADABLE, in_utf8, read_json, unwritable_field
 from tercet.protocol.multimodal import MultiModalFeatures
+from tercet.protocol.names import require_adapter_name, require_text, require_uid
 from tercet.protocol.roles import Role
 
 API_PREFIX = "/tercet/v1"
@@ -153,14 +154,21 @@ class ReleaseAnswer(msgspec.Struct, frozen=True, kw_only=True):
 class LoadAdapterCall(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Body of ``POST /tercet/v1/adapters``: a name for the LoRA adapter at ``path``, on the engine's machine."""
 
-    name: Name
+    name: str
     path: Path
+
+    def __post_init__(self) -> None:
+        require_adapter_name(self.name)
+        require_text(self.path, "path")
 
 
 class ReplaceAdapterCall(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Body of ``PUT /tercet/v1/adapters/{name}``: the name stands for the LoRA adapter at ``path`` from now on."""
 
     path: Path
+
+    def __post_init__(self) -> None:
+        require_text(self.path, "path")
 
 
 class JoinCall(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -169,10 +177,13 @@ class JoinCall(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     ``uid`` differs for each start of the engine. ``leaving``: the engine gets no new sequences, and running ones move.
     """
 
-    url: Annotated[str, msgspec.Meta(max_length=2048)]
-    uid: Annotated[str, msgspec.Meta(min_length=1, max_length=64)]
+    url: str
+    uid: str
     role: Role = "both"
     leaving: bool = False
+
+    def __post_init__(self) -> None:
+        require_uid(self.uid, longest=64)
 
 
 class Joined(msgspec.Struct, frozen=True):

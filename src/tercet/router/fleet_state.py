@@ -11,7 +11,7 @@ import random
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import msgspec
 
@@ -19,6 +19,7 @@ from tercet.fleet.discovery import FoundEngine, with_found
 from tercet.fleet.member_state import JOINED, MemberState
 from tercet.fleet.promise import Promise
 from tercet.protocol import BadRequest, Conflict, EngineError, Role, UnknownEngine
+from tercet.protocol.names import require_adapter_name, require_text
 from tercet.protocol.wire import UNREADABLE
 from tercet.router.routing import Plan
 from tercet.router.state_store import LOCK_SECONDS, RETRY_DELAY_S, FileStore, SharedTurn, StateStore, Stored
@@ -49,6 +50,10 @@ class AdapterState(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     name: str
     path: str
     digest: str = ""
+
+    def __post_init__(self) -> None:
+        require_adapter_name(self.name)
+        require_text(self.path, "path")
 
 
 class MadeChange(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -225,19 +230,49 @@ class FleetState(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
 FORMAT = 1
 """The format of a file without the field ``format``. New fields do not change it; an incompatible change does."""
+MOST_BYTES = 16 * 1024 * 1024
+"""Largest size of a stored state in bytes; a change that makes it larger is refused."""
 _KIND = msgspec.inspect.type_info(FleetState)
+_FIELDS = {each.encode_name: each for each in msgspec.structs.fields(FleetState)}
+_RECORDS: Mapping[str, Any] = {"members": MemberState, "adapters": AdapterState, "changes": MadeChange}
+"""The lists of a state, by field, and the kind of their records."""
+_OPTIONAL = "before", "scheduling", "promise", "role_keeper"
+_REFUSALS = (BadRequest, *UNREADABLE)
+
+
+class LeftOut(NamedTuple):
+    """A record of a stored state that cannot be used: its field and place in it, its JSON, and the reason."""
+
+    field: str
+    place: str
+    content: Any
+    reason: str
+
+
+class _Read(NamedTuple):
+    """What is stored: the state, None without one; the decoded JSON; and the records that the state is without."""
+
+    state: FleetState | None
+    content: dict[str, Any]
+    left_out: Sequence[LeftOut] = ()
 
 
 class StateFile:
     """The newest state of a fleet, in the file at ``path`` or in another ``store``, for any number of processes.
 
     Every method does I/O. Changes keep fields that a later version of Tercet has added; the log names these fields.
+
+    A record that cannot be used, such as an engine with an invalid name, is left out, and the log names it; all others
+    are used. It stays in the store, since another version of Tercet may understand it, until a record with the same
+    name replaces it, or until it is corrected or removed there. A change is encoded and decoded again before it is
+    written, by the rules of reading; so no change of this version makes such a record.
     """
 
     def __init__(self, path: Path, store: StateStore | None = None) -> None:
         self.path = path
         self._store = FileStore(path) if store is None else store
         self._told: set[str] = set()
+        self._left_out: Sequence[LeftOut] = ()  # those that the log has named
 
     @property
     def name(self) -> str:
@@ -252,31 +287,40 @@ class StateFile:
         """Return a lock for one task of all processes; see :meth:`~tercet.router.state_store.StateStore.turn`."""
         return self._store.turn(what)
 
-    def read(self) -> FleetState | None:
-        """Return the state, or None; raise :class:`~tercet.protocol.BadRequest` for invalid content."""
-        return self._understood(self._store.load())[0]
+    def read(self, known: FleetState | None = None) -> FleetState | None:
+        """Return the state, or None; raise :class:`~tercet.protocol.BadRequest` for invalid content.
 
-    def _understood(self, stored: Stored) -> tuple[FleetState | None, Any]:
-        """Return the state, and the decoded JSON that is stored; None and None without a state."""
+        If the stored programs cannot be used, those before them or those of ``known`` are.
+        """
+        return self._understood(self._store.load(), known).state
+
+    def _understood(self, stored: Stored, known: FleetState | None) -> _Read:
         if stored.content is None:
-            return None, None
+            return _Read(None, {})
         try:
-            content = msgspec.json.decode(stored.content)
+            content = msgspec.json.decode(stored.content, type=dict[str, Any])
             self._require_format(content)
             unknown = list(unknown_names(content, _KIND))
-            state = msgspec.convert(known_part(content, _KIND), FleetState)
-        except (BadRequest, *UNREADABLE) as error:
+            state, left_out = _usable(content, known)
+        except _REFUSALS as error:
             raise BadRequest(f"state: {self.name} is not the state of a fleet: {error}", "state") from error
+        for each in left_out:
+            if each not in self._left_out:
+                logger.error(
+                    "state: %s: %s is left out, and all other records are used: %.1000s. It stays there; correct it or "
+                    "remove it. It is %.300s", self.name, each.place, each.reason, each.content,
+                )  # fmt: skip
+        self._left_out = left_out
         if not self._told.issuperset(unknown):
             self._told.update(unknown)
             logger.warning(
                 "state: %s has fields that this version of Tercet does not know; they are kept, and have no effect "
                 "here: %.1000s", self.name, ", ".join(unknown),
             )  # fmt: skip
-        return state, content
+        return _Read(state, content, left_out)
 
-    def _require_format(self, content: Any) -> None:
-        said = cast("dict[str, Any]", content).get("format", FORMAT) if isinstance(content, dict) else FORMAT
+    def _require_format(self, content: Mapping[str, Any]) -> None:
+        said = content.get("format", FORMAT)
         if said != FORMAT:
             raise BadRequest(
                 f"its format is {said!r:.100}, but this version of Tercet reads only {FORMAT}. Run the version that "
@@ -287,24 +331,106 @@ class StateFile:
         """Change the state, which is ``otherwise`` if none is stored, and return the state after the change.
 
         A ``change`` that returns its argument writes nothing. It may be called again if another process was faster.
-        Raises the errors of ``change``, and then the state stays as it was; the errors of :meth:`read`; and
+        Raises the errors of ``change``, and :class:`~tercet.protocol.BadRequest` for a state that could not be read
+        again, and then the state stays as it was; the errors of :meth:`read`; and
         :class:`~tercet.protocol.TercetError` for a store that cannot be written.
         """
         deadline = time.monotonic() + LOCK_SECONDS
         while time.monotonic() < deadline:
             stored = self._store.load()
-            found, content = self._understood(stored)
-            before = otherwise if found is None else found
+            found = self._understood(stored, otherwise)
+            before = otherwise if found.state is None else found.state
             after = change(before)
             if after is not before:
                 after = msgspec.structs.replace(after, version=after.version + 1)
-            if after is found:
+            if after is found.state:
                 return after
-            known = msgspec.json.encode(after)
-            written = known
-            if content is not None:
-                written = msgspec.json.encode(with_unknown(msgspec.json.decode(known), content, _KIND))
-            if self._store.store(msgspec.json.format(written), stored.mark):
-                return msgspec.json.decode(known, type=FleetState)  # as it will be read
+            known, as_read = _encoded(after)
+            written = msgspec.json.format(known if found.state is None else _with_what_was_there(known, as_read, found))
+            if len(written) > MOST_BYTES:
+                raise BadRequest(f"state: would have {len(written)} bytes, and may have {MOST_BYTES}", "state")
+            if self._store.store(written, stored.mark):
+                return as_read
             time.sleep(random.uniform(0, RETRY_DELAY_S))
         raise EngineError(f"state: other processes kept changing {self.name} for {LOCK_SECONDS:.0f} s; retry later")
+
+
+def _usable(content: dict[str, Any], known: FleetState | None) -> tuple[FleetState, list[LeftOut]]:
+    """Return the state of the records that can be used, and the others; raise one of ``_REFUSALS`` if there is none."""
+    found, left_out = cast("dict[str, Any]", known_part(content, _KIND)), list[LeftOut]()
+    for field, kind in _RECORDS.items():
+        if isinstance(found.get(field), list):
+            found[field] = tuple(_usable_records(field, found[field], kind, content[field], left_out))
+    for field in (*_OPTIONAL, "program"):
+        if field in found:
+            try:
+                found[field] = msgspec.convert(found[field], _FIELDS[field].type)
+            except _REFUSALS as error:
+                del found[field]
+                left_out.append(LeftOut(field, field, content[field], str(error)))
+    if "program" not in found and "program" in content:
+        instead = found.get("before") or (None if known is None else known.program)
+        if instead is None:
+            raise BadRequest(left_out[-1].reason)
+        found["program"] = instead
+    return msgspec.convert(found, FleetState), left_out
+
+
+def _usable_records(
+    field: str, records: Sequence[Any], kind: Any, contents: Sequence[Any], left_out: list[LeftOut]
+) -> Sequence[Any]:
+    usable = list[Any]()
+    for place, (known, content) in enumerate(zip(records, contents, strict=True)):
+        try:
+            record = msgspec.convert(known, kind)
+            if twin := next((value for value in _own(record) for each in usable if value in _own(each)), None):
+                raise BadRequest(f"another record has {twin!r}, too")
+        except _REFUSALS as error:
+            left_out.append(LeftOut(field, f"{field}[{place}]", content, str(error)))
+        else:
+            usable.append(record)
+    return usable
+
+
+def _own(record: Any) -> Sequence[str]:
+    """Return the name and URL that no other record of its list may have."""
+    if isinstance(record, MemberState):
+        return record.address.name, record.address.url.rstrip("/")
+    return (record.name,) if isinstance(record, AdapterState) else ()
+
+
+def _encoded(state: FleetState) -> tuple[bytes, FleetState]:
+    """Return a state as JSON, and as it will be read; raise :class:`~tercet.protocol.BadRequest` if it cannot be."""
+    try:
+        known = msgspec.json.encode(state)
+        as_read, left_out = _usable(msgspec.json.decode(known, type=dict[str, Any]), None)
+    except (*_REFUSALS, UnicodeEncodeError, OverflowError, TypeError) as error:
+        raise BadRequest(f"state: the change is refused, since it could not be read again: {error}", "state") from error
+    if left_out:
+        refused = left_out[0]
+        raise BadRequest(
+            f"state: the change is refused, since {refused.place} could not be read again: {refused.reason}", "state"
+        )
+    return known, as_read
+
+
+def _with_what_was_there(known: bytes, after: FleetState, before: _Read) -> bytes:
+    """Return the JSON ``known`` of ``after`` with fields of later versions, and with records that were left out."""
+    content: dict[str, Any] = with_unknown(msgspec.json.decode(known), before.content, _KIND)
+    for each in before.left_out:
+        if each.field in _RECORDS:
+            now, earlier = ({_own(record)[:1] for record in getattr(of, each.field)} for of in (after, before.state))
+            if (_name_in(each.content),) not in now - earlier and each.field != "changes":
+                content[each.field] = [*content[each.field], each.content]
+        elif getattr(after, each.field) == getattr(before.state, each.field):
+            content[each.field] = before.content[each.field]
+    return msgspec.json.encode(content)
+
+
+def _name_in(content: Any) -> str:
+    """Return the name in a record of any form, or an empty text."""
+    if not isinstance(content, dict):
+        return ""
+    named = cast("dict[str, Any]", content)
+    name = named.get("name")
+    return name if isinstance(name, str) else _name_in(named.get("address"))

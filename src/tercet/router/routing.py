@@ -17,11 +17,13 @@ import msgspec
 
 from tercet.programs import Program
 from tercet.protocol import BadRequest
+from tercet.protocol.names import require_text
 from tercet.protocol.weights import chosen_by_weight
 
 # Number of previous versions to which the router can return.
 REMEMBERED = 16
-Name = Annotated[str, msgspec.Meta(min_length=1, max_length=1024)]
+LONGEST_PROGRAM_NAME = 1024
+Name = Annotated[str, msgspec.Meta(min_length=1, max_length=LONGEST_PROGRAM_NAME)]
 Weight = Annotated[float, msgspec.Meta(ge=0)]
 Args = Mapping[str, str | int | float | bool]
 Source = Annotated[str, msgspec.Meta(max_length=1_000_000)]
@@ -37,6 +39,9 @@ class Arm(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True,
     args: Args = {}
     name: Name | None = None
     source: Source | None = None
+
+    def __post_init__(self) -> None:
+        _require_names(program=self.program, name=self.name)
 
     @property
     def label(self) -> str:
@@ -72,6 +77,8 @@ class Rule(Arm, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defa
     model: Name | None = None
 
     def __post_init__(self) -> None:
+        super().__post_init__()
+        _require_names(header=self.header, value=self.value or None, model=self.model)
         if self.header is None and self.model is None:
             raise BadRequest(f"rules: the rule for {self.label} needs a header or a model", "rules")
         if self.value is not None and self.header is None:
@@ -103,6 +110,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     sticky: Name | None = None
 
     def __post_init__(self) -> None:
+        _require_names(program=self.program, name=self.name, sticky=self.sticky)
         if (self.program is None) == (not self.split):
             raise BadRequest("program: give either a program or a split between several programs", "program")
         if self.args and self.program is None:
@@ -139,6 +147,13 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         """Every program of the plan; the same program may occur twice."""
         yield from self.shares
         yield from self.rules
+
+
+def _require_names(**given: str | None) -> None:
+    """Raise :class:`~tercet.protocol.BadRequest` for names that metrics, logs and headers could not show."""
+    for field, name in given.items():
+        if name is not None:
+            require_text(name, field, LONGEST_PROGRAM_NAME)
 
 
 def as_text(value: str | float | bool) -> str:

@@ -185,7 +185,7 @@ class SharedState:
             found = self.found
             try:
                 self._stamp = await self.filed(self._file.stamp)
-                state = await self.filed(self._file.read)
+                state = await self.filed(self._file.read, found)
                 if state is None or state is not state.following(found):  # write it again, since versions only grow
                     state = await self._update(_unchanged)
                 if state.version > found.version:

@@ -4,32 +4,44 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, cast
+from typing import Any, cast
 
 import msgspec
-from msgspec import Meta
 
 from tercet.protocol import BadRequest, Role
+from tercet.protocol.names import require_engine_name, require_text
 from tercet.settings.declaration import complaint, key_values
 from tercet.settings.discovery_settings import DiscoverySettings
 from tercet.settings.urls import require_engine_url
 
 LABEL = "label."
+MOST_LABELS_BYTES = 16 * 1024
+"""Largest size of an engine's labels, keys and values together, in characters."""
 
 
 class EngineAddress(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One engine of the fleet: its name, its server's base URL, and the role that the router gives it.
 
-    ``labels`` are given by operators; scheduling plugins may use them.
+    ``labels`` are given by operators; scheduling plugins may use them. Every source of engines makes this record, which
+    raises :class:`~tercet.protocol.BadRequest` for a name, URL or label that cannot be used.
     """
 
-    name: Annotated[str, Meta(pattern=r"^[^/\s]+$", max_length=256)]
+    name: str
     url: str
     role: Role = "both"
-    labels: Mapping[Annotated[str, Meta(min_length=1)], str] = {}
+    labels: Mapping[str, str] = {}
 
     def __post_init__(self) -> None:
+        require_engine_name(self.name)
         require_engine_url(self.url, "url")
+        if not self.labels:
+            return
+        for key, value in self.labels.items():
+            require_text(key, "labels")
+            if value:
+                require_text(value, f"labels.{key}")
+        if sum(len(key) + len(value) for key, value in self.labels.items()) > MOST_LABELS_BYTES:
+            raise BadRequest(f"labels: have more than {MOST_LABELS_BYTES} characters", "labels")
 
 
 def engine_fields(given: Any, index: int) -> Any:

@@ -30,7 +30,7 @@ MOST_CLASSES = 16
 class ObjectiveClass(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The objectives of requests whose header has this ``name``: limits in seconds, None means no limit."""
 
-    name: Annotated[str, Meta(pattern=r"^[\w.-]+$", max_length=64)]
+    name: Annotated[str, Meta(pattern=r"^[\w.-]+\Z", max_length=64)]
     ttft: Seconds | None = None
     tpot: Seconds | None = None
     share: Share = 0.99
@@ -94,7 +94,7 @@ class Objectives(Settings, frozen=True):
         ),
     ] = msgspec.field(default=(), name="objective-class")  # fmt: skip
     header: Annotated[
-        Annotated[str, Meta(pattern=r"^[a-z0-9-]+$", max_length=64)],
+        Annotated[str, Meta(pattern=r"^[a-z0-9-]+\Z", max_length=64)],
         Setting("Name of the header that has a request's class, in lower case.", in_file=True, panel=OBJECTIVES),
     ] = msgspec.field(default="x-objective-class", name="objective-header")
 

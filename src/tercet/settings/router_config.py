@@ -16,8 +16,8 @@ from tercet.settings.process_settings import EngineTLS, LeastLogged, SupervisorK
 from tercet.settings.router_settings import RouterSettings
 
 _KUBERNETES_NAME = r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?"
-_CONFIGMAP = rf"^({_KUBERNETES_NAME}/)?{_KUBERNETES_NAME}$"
-_RAY_RECORD = rf"^([^\s/]+:[0-9]{{1,5}}/)?{_KUBERNETES_NAME}$"
+_CONFIGMAP = rf"^({_KUBERNETES_NAME}/)?{_KUBERNETES_NAME}\Z"
+_RAY_RECORD = rf"^([^\s/]+:[0-9]{{1,5}}/)?{_KUBERNETES_NAME}\Z"
 
 
 class RouterConfig(RouterSettings, frozen=True, kw_only=True):

@@ -10,6 +10,7 @@ from msgspec import Meta
 
 from tercet.protocol import BadRequest, WithoutRole
 from tercet.protocol.hosts import LAST_PORT
+from tercet.protocol.names import require_adapter_name, require_text
 from tercet.settings.declaration import AtLeastOne, NotNegative, Port, Seconds, Setting, Settings
 from tercet.settings.limit_settings import Limits
 from tercet.settings.move_settings import MoveSettings, RescheduleSettings
@@ -230,6 +231,9 @@ class RouterSettings(Settings, frozen=True):
                 "workers: the small OpenAI layer runs in one process; set workers to 1 or openai-layer to vllm",
                 "workers",
             )
+        for name, path in self.lora_modules.items():
+            require_adapter_name(name, "lora-modules")
+            require_text(path, "lora-modules")
         require_objectives(self.roles_by, self.objectives)
         for url in self.pooling_servers:
             require_url(url, "pooling-servers")

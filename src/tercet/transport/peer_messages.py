@@ -37,7 +37,7 @@ HEADER_BYTES = _HEADER.size
 Count = Annotated[int, msgspec.Meta(ge=0, lt=2**32)]
 # A sender's number for a send, never used twice by its process.
 SendNumber = Annotated[int, msgspec.Meta(ge=1, le=2**63 - 1)]
-Lease = Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{32}$")]
+Lease = Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{32}\Z")]
 Session = Annotated[str, msgspec.Meta(min_length=1, max_length=64)]
 # A place in a distributed trace; the limit leaves space for additions by later versions of the header.
 Traceparent = Annotated[str, msgspec.Meta(max_length=128)]

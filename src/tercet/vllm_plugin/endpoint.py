@@ -19,6 +19,7 @@ from starlette.responses import StreamingResponse
 from tercet.protocol import DeadlineExceeded, EngineError, Output, Revision, TercetError, Unauthorized, UnknownSequence
 from tercet.protocol.call_proofs import CHALLENGE_HEADER, Callers, require_digest
 from tercet.protocol.headers import INCARNATION_HEADER
+from tercet.protocol.names import require_engine_name
 from tercet.protocol.own_requests import ShownHeaders, require_own_call
 from tercet.protocol.types import FinishReason
 from tercet.protocol.wire import (
@@ -100,6 +101,7 @@ class TercetEndpoints:
         state.tercet_max_request_bytes = settings.max_request_bytes
         state.tercet_callers = callers_of(args, secret)
         name = os.environ.get(ENGINE_NAME_VARIABLE) or f"{args.host or 'localhost'}:{args.port}"
+        require_engine_name(name, ENGINE_NAME_VARIABLE)
         lora = engine_client.vllm_config.lora_config
         adapters = Adapters(lambda: state.openai_serving_models, 0 if lora is None else lora.max_loras)
         await adapters.watch(engine_client)  # type: ignore[arg-type]

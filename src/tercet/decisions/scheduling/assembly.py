@@ -35,7 +35,7 @@ from tercet.settings.decoding import load_yaml, parse_yaml
 logger = logging.getLogger("tercet.decisions.scheduling")
 T = TypeVar("T")
 Name = Annotated[str, Meta(min_length=1)]
-FairnessHeader = Annotated[str, Meta(min_length=1, pattern="^[a-z0-9_-]+$")]
+FairnessHeader = Annotated[str, Meta(min_length=1, pattern=r"^[a-z0-9_-]+\Z")]
 
 
 class _Strict(msgspec.Struct, frozen=True, kw_only=True, rename="camel", forbid_unknown_fields=True):

@@ -19,7 +19,7 @@ from tercet.protocol.headers import OTHER_SESSION_HEADERS, SESSION_HEADER
 UNKNOWN = 0.5
 # An engine with at most this multiple of its share of the sequences still gets sessions that prefer it.
 MAX_LOAD = 1.25
-Header = Annotated[str, Meta(min_length=1, pattern="^[a-z0-9-]+$")]
+Header = Annotated[str, Meta(min_length=1, pattern=r"^[a-z0-9-]+\Z")]
 
 
 class QueueScorer(Scorer, frozen=True):

@@ -10,7 +10,9 @@ import msgspec
 from msgspec import Meta
 
 from tercet.fleet.discovery.found import FoundEngine
+from tercet.fleet.member_state import JOINED
 from tercet.protocol import BadRequest, Role
+from tercet.protocol.names import require_uid
 from tercet.settings import EngineAddress
 
 MOST_BYTES = 4 * 1024 * 1024
@@ -25,16 +27,21 @@ class RosterEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_
     same, such as a start that is not complete: until it is empty, an engine that was not a member does not become one.
     """
 
-    name: Annotated[str, Meta(pattern=r"^[^/\s]+$", max_length=256)]
-    url: Annotated[str, Meta(max_length=2048)]
-    uid: Annotated[str, Meta(min_length=1, max_length=256)]
+    name: str
+    url: str
+    uid: str
     role: Role = "both"
     draining: bool = False
     withheld: Text = ""
     labels: Mapping[str, str] = {}
 
+    def __post_init__(self) -> None:
+        require_uid(self.uid)
+        if self.uid.startswith(JOINED):
+            raise BadRequest(f"uid: must not begin with {JOINED}, as those of engines that join do", "uid")
+
     def found(self) -> FoundEngine:
-        """Return the engine as a fleet uses it; raise :class:`~tercet.protocol.BadRequest` for an invalid URL."""
+        """Return the engine as a fleet uses it; raise :class:`~tercet.protocol.BadRequest` for a wrong name or URL."""
         address = EngineAddress(self.name, self.url.rstrip("/"), self.role, self.labels)
         return FoundEngine(address, self.uid, not self.withheld, self.withheld or (DRAINING if self.draining else ""))
 

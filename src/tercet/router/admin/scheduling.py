@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Any
 
 import msgspec
 from fastapi import APIRouter, Request, Response
 
+from tercet.protocol.names import require_text
 from tercet.protocol.wire import decode_call
 from tercet.router.admin.admin_route import AdminRoute, asked_by, files_of, json_answer, shared_of
 from tercet.router.routing import Source
@@ -21,8 +22,11 @@ class SchedulingCall(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     If ``content`` is given, no file is read, and ``file`` is only a name for the content.
     """
 
-    file: Annotated[str, msgspec.Meta(min_length=1, max_length=4096)]
+    file: str
     content: Source | None = None
+
+    def __post_init__(self) -> None:
+        require_text(self.file, "file")
 
 
 @routes.get("/scheduling")
