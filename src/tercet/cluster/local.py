@@ -224,7 +224,9 @@ def router_of(
     Its state is in the log directory, so that a restarted router finds everything that was changed since the start.
     """
     state = log_dir / "router-state.json"
-    state.unlink(missing_ok=True)  # that of an earlier fleet with this log directory
+    for old in log_dir.glob(f"{state.name}*"):  # of an earlier fleet with this log directory
+        if old.is_file():
+            old.unlink()
     argv = router_argv(msgspec.structs.replace(settings, state=str(state)), log_dir)
     grace = config.shutdown_timeout_s + GRACE_SECONDS
     process = Process("router", argv, router_env(settings.model), log_dir / "router.log", grace=grace, warm=warm)

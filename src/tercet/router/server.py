@@ -175,12 +175,22 @@ class _Router:
         own = OwnSequences(service.fleet, service.sequences, service.moves)
         spawn(Rescheduler(service.fleet, own, policies).run(), "rescheduler")
         if config.sessions.on:
-            service.sessions = sessions = Sessions(service.fleet, config.sessions, SessionCounters())
+            service.sessions = sessions = Sessions(
+                service.fleet, config.sessions, SessionCounters(), file=self._session_file
+            )
             spawn(sessions.run(), "sessions")
         if config.missing_adapters == "load":
             spawn(AdapterLoader(service.fleet, self.membership).run(), "adapters")
         if config.dev:
             spawn(reload_on_change(state), "reload")
+
+    @property
+    def _session_file(self) -> Path | None:
+        """The file of this process's sessions, next to a state file; its name is the same after a restart."""
+        if self.config.state is None:
+            return None
+        index = 0 if self.shared is None else self.shared.index
+        return self.path.with_name(f"{self.path.name}.sessions-{self.config.port}-{index}.json")
 
     async def _serve_clients(self, max_model_len: int) -> None:
         config, state, shutdown, pooling = self.config, self.state, self.shutdown, self.pooling

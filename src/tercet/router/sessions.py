@@ -3,23 +3,32 @@
 from __future__ import annotations
 
 import asyncio
+import logging
+import math
 import uuid
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AsyncExitStack, suppress
+from pathlib import Path
 from typing import Literal, Protocol
 
 import msgspec
 
 from tercet.aio import TaskSet
+from tercet.aio.file_thread import FileThread
+from tercet.aio.whole_files import read_whole, write_whole
 from tercet.decisions.sessions import Action, Context, EngineSeen, Keep, MoveContext, Pause, SessionTable, session_named
 from tercet.fleet import EngineFleet, Member, RunningSequence, Trace
 from tercet.programs import migrate_context
-from tercet.protocol import Request, TercetError
+from tercet.protocol import Request, Role, TercetError
 from tercet.protocol.headers import SESSION_FINAL_HEADER
+from tercet.protocol.wire import UNREADABLE
 from tercet.settings.log_events import SESSION_MOVE
 from tercet.settings.session_settings import SessionSettings
 
+logger = logging.getLogger("tercet.router")
 LOOK_INTERVAL_S = 0.25
+WRITE_INTERVAL_S = 1.0
+"""Shortest time between two writes of the sessions' engines to their file."""
 # Seconds between renewals of a pin, which must be less than the timeout of an engine's lease.
 RENEWAL_INTERVAL_S = 15.0
 MOVE_DEADLINE_S = 30.0
@@ -90,13 +99,16 @@ class LiveEngines(Mapping[str, EngineSeen]):
 class Sessions:
     """The sessions of this router process; ``table`` decides, and picks of ``fleet`` use it.
 
-    ``name`` is the prefix of the ids of leases and sends, which must differ from those of other processes.
+    ``name`` is the prefix of the ids of leases and sends, which must differ from those of other processes. ``file``
+    keeps the engine of each session for the next start of this process.
     """
 
     def __init__(
-        self, fleet: EngineFleet, settings: SessionSettings, metrics: SessionMetrics, name: str | None = None
-    ) -> None:
+        self, fleet: EngineFleet, settings: SessionSettings, metrics: SessionMetrics, name: str | None = None,
+        file: Path | None = None,
+    ) -> None:  # fmt: skip
         self.table = fleet.sessions = SessionTable(settings)
+        self._kept = None if file is None else _KeptBindings(file, self.table, fleet.costs.clock())
         self._fleet = fleet
         self._metrics = metrics
         self._name = name or f"session-{uuid.uuid4().hex[:12]}"
@@ -117,9 +129,13 @@ class Sessions:
             while True:
                 self._wake.clear()
                 self._look()
+                if self._kept is not None:
+                    self._kept.look(self._clock())
                 with suppress(TimeoutError):
                     await asyncio.wait_for(self._wake.wait(), LOOK_INTERVAL_S)
         finally:
+            if self._kept is not None:
+                self._kept.close()
             await self._tasks.close()
 
     # ---- turns ---------------------------------------------------------------------------------------------------
@@ -265,3 +281,43 @@ class Sessions:
     def _next_id(self) -> str:
         self._ids += 1
         return f"{self._name}-{self._ids}"
+
+
+class _KeptBindings:
+    """The engines of the sessions of ``table`` in a file, which it reads at the start and writes after changes."""
+
+    def __init__(self, file: Path, table: SessionTable, now: float) -> None:
+        self._file = file
+        self._table = table
+        self._thread = FileThread()
+        self._written_at = -math.inf
+        self._tasks = TaskSet()
+        self._said = ""
+        try:
+            table.restore(msgspec.json.decode(read_whole(file), type=dict[str, dict[Role, str]]), now)
+        except FileNotFoundError:
+            pass
+        except (OSError, *UNREADABLE) as error:
+            logger.warning("sessions: %s is not read, so sessions may go to other engines: %s", file, error)
+        self._written = table.changes
+
+    def look(self, now: float) -> None:
+        """Write the file if there was a change, at most once in :data:`WRITE_INTERVAL_S`."""
+        if self._table.changes != self._written and now - self._written_at >= WRITE_INTERVAL_S and not self._tasks:
+            self._written, self._written_at = self._table.changes, now
+            self._tasks.spawn(self._write(msgspec.json.encode(self._table.bindings)), "session file")
+
+    def close(self) -> None:
+        """Stop writing."""
+        self._tasks.cancel()
+        self._thread.close()
+
+    async def _write(self, content: bytes) -> None:
+        try:
+            await self._thread.run(write_whole, self._file, content)
+            self._said = ""
+        except (OSError, TimeoutError) as error:
+            reason = str(error) or "its file system does not answer"
+            if reason != self._said:
+                logger.error("sessions: %s is not written: %s", self._file, reason)
+            self._said = reason

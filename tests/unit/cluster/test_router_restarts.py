@@ -13,6 +13,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import aiohttp
+import msgspec
 import psutil
 import pytest
 
@@ -24,6 +25,7 @@ from tercet.cluster.scaling.records import ScaleCall
 from tercet.cluster.scaling.scaler import Scaler
 from tercet.cluster.up_config import UpConfig
 from tercet.protocol import EngineStatus
+from tercet.settings.session_settings import SessionSettings
 from tercet.wire.client import HttpEngine
 from tercet.wire.client.ask_router import ask_router
 from tests.longest_wait import LONGEST_WAIT_S
@@ -146,6 +148,13 @@ async def status_of(url: str) -> EngineStatus:
         return await engine.status()
 
 
+async def turn(client: aiohttp.ClientSession, url: str) -> None:
+    """The turn of a session."""
+    body = {"model": "smollm2", "prompt": "one two", "max_tokens": 20}
+    async with client.post(f"{url}/v1/completions", json=body, headers={"x-session-id": "s"}) as response:
+        assert response.status == 200, await response.text()
+
+
 async def until_restarted(said: list[str]) -> None:
     await until(lambda: any(line.startswith("router ready in") for line in said))
 
@@ -155,7 +164,11 @@ async def test_killed_under_streams_it_comes_back_with_all_changes_and_the_engin
     tmp_path: Path,
 ) -> None:
     said: list[str] = []
-    async with simulated(tmp_path, said, prefill=1, decode=2) as fleet, aiohttp.ClientSession() as session:
+    sessions = msgspec.convert({"sessions": "on"}, SessionSettings)
+    async with (
+        simulated(tmp_path, said, prefill=1, decode=2, sessions=sessions) as fleet,
+        aiohttp.ClientSession() as session,
+    ):
         url = fleet.url
         async with Scaler(fleet.hands, lambda *_: None) as scaler:
             await scaler.scale(ScaleCall(decode=3))
@@ -164,6 +177,7 @@ async def test_killed_under_streams_it_comes_back_with_all_changes_and_the_engin
         await ask_router(url, "POST", "/engines/decode-1/drain")
         await ask_router(url, "PUT", "/engines/decode-0/role", {"role": "both"})
         program, engines = await ask_router(url, "GET", "/program"), await ask_router(url, "GET", "/engines")
+        await turn(session, url)
         at_rest = {each.name: await status_of(each.url) for each in fleet.engines}
 
         begun = [asyncio.Event() for _ in range(6)]
@@ -173,6 +187,7 @@ async def test_killed_under_streams_it_comes_back_with_all_changes_and_the_engin
         ]
         await asyncio.gather(*(event.wait() for event in begun))
         assert sum([(await status_of(each.url)).running for each in fleet.engines])
+        await until(lambda: any(fleet.log_dir.glob("router-state.json.sessions*")))
         kill_router(fleet)
         assert all(await asyncio.gather(*streams, return_exceptions=True)), "streams end with their router"
         await until_restarted(said)
@@ -181,7 +196,10 @@ async def test_killed_under_streams_it_comes_back_with_all_changes_and_the_engin
         kept = ("name", "url", "role", "draining")
         assert [[each[key] for key in kept] for each in after] == [[each[key] for key in kept] for each in engines]
         assert await ask_router(url, "GET", "/program") == program
-        await read_whole(session, url, "one two", 20)
+        await turn(session, url)
+        async with session.get(f"{url}/metrics") as response:
+            turns = [line for line in (await response.text()).splitlines() if "session_turns_total{" in line]
+        assert turns == ['tercet_session_turns_total{engine="bound"} 1.0']
         for engine in fleet.engines:
             async with asyncio.timeout(LONGEST_WAIT_S):
                 while (now := await status_of(engine.url)).running or now.leases or now.sends:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Mapping
 from contextlib import asynccontextmanager
+from pathlib import Path
 
 import msgspec
 import pytest
@@ -17,6 +18,8 @@ from tercet.router.metrics import Metrics
 from tercet.router.service import Service
 from tercet.router.sessions import Sessions
 from tercet.settings.session_settings import SessionSettings
+from tests.longest_wait import LONGEST_WAIT_S
+from tests.unit.fakes import FakeEngine
 from tests.unit.lab.sim.models import BLOCK, engines_of, is_empty, profile_of
 
 TURN = 320
@@ -278,3 +281,52 @@ def test_the_hold_of_an_engine_ends_with_the_last_session(metrics: Metrics) -> N
             assert not made.fleet.member(engine).in_flight
 
     run_virtual(check())
+
+
+# ---- a router that is restarted --------------------------------------------------------------------------------------
+
+
+SETTINGS = msgspec.convert({"sessions": "on"}, SessionSettings)
+
+
+def picked(fleet: EngineFleet, request: Request) -> str:
+    with fleet.pick(request=request) as engine:
+        return engine.name
+
+
+async def test_a_restarted_router_sends_a_session_to_the_engine_that_has_its_context(
+    metrics: Metrics, tmp_path: Path
+) -> None:
+    """Which is not the one that it would choose for a new session: a drain has moved it."""
+    file = tmp_path / "sessions.json"
+    fleet = EngineFleet([Member(name, f"sim://{name}", "both", FakeEngine(name)) for name in "abc"])
+    first = Sessions(fleet, SETTINGS, SessionCounts(), file=file)
+    request = Request(seq_id="1", prompt=(1, 2), headers={"x-dynamo-session-id": "s"})
+    await first.begins(request)
+    home = picked(fleet, request)
+    fleet.drain(home, True)
+    other = picked(fleet, request)
+    fleet.drain(home, False)
+    running = asyncio.create_task(first.run())
+    async with asyncio.timeout(LONGEST_WAIT_S):
+        while not file.exists():
+            await asyncio.sleep(0.01)
+    running.cancel()
+    await asyncio.gather(running, return_exceptions=True)
+    Sessions(fleet, SETTINGS, SessionCounts(), file=file)
+    assert other != home
+    assert picked(fleet, request) == other
+
+
+@pytest.mark.parametrize("content", [b"", b"[]", b'{"s": {"cook": "a"}}', b'{"s": 3}', b"\xff"])
+def test_a_file_of_sessions_that_is_not_one_is_left(tmp_path: Path, content: bytes) -> None:
+    file = tmp_path / "sessions.json"
+    file.write_bytes(content)
+    assert len(Sessions(EngineFleet(()), SETTINGS, SessionCounts(), file=file).table) == 0
+
+
+def test_no_more_sessions_come_back_than_are_remembered(tmp_path: Path) -> None:
+    file = tmp_path / "sessions.json"
+    file.write_bytes(msgspec.json.encode({f"s{number}": {"decode": "a"} for number in range(5)}))
+    few = msgspec.convert({"sessions": "on", "max-sessions-remembered": 2}, SessionSettings)
+    assert list(Sessions(EngineFleet(()), few, SessionCounts(), file=file).table.bindings) == ["s3", "s4"]

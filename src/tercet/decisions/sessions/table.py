@@ -22,6 +22,8 @@ from tercet.settings.session_settings import SessionSettings
 
 Pause = Literal["tool", "client"]
 """Reason of a pause between two turns: the session waits for a tool that it called, or for its client."""
+Bindings = Mapping[str, Mapping[Role, str]]
+"""The engines of sessions, by session and role."""
 # Maximum number of contexts per session: each of its simultaneous model calls has one.
 MOST_CONTEXTS = 4
 # Maximum number of contexts that leave one engine at the same time.
@@ -78,6 +80,8 @@ class SessionTable:
         self._tokens = 0
         self._kept: dict[Context, None] = {}
         self._known: set[str] = set()
+        self.changes = 0
+        """Number of changes of :attr:`bindings`."""
 
     def __len__(self) -> int:
         return len(self._sessions)
@@ -89,6 +93,16 @@ class SessionTable:
 
     # ---- engines of turns ----------------------------------------------------------------------------------------
 
+    @property
+    def bindings(self) -> Bindings:
+        """The engines of each session by role, in the order of the last turns: what a restarted router needs."""
+        return {name: dict(each.engines) for name, each in self._sessions.items() if each.engines}
+
+    def restore(self, bindings: Bindings, now: float) -> None:
+        """Remember the ``bindings`` of an earlier process, without the tokens of their contexts."""
+        for name, engines in [*bindings.items()][-self._settings.most :]:
+            self._sessions.setdefault(name, _Session(engines=dict(engines), last_at=now))
+
     def engine_of(self, session: str, role: Role) -> str | None:
         """Return the engine that the session belongs to, for picks of this role; None before its first pick."""
         found = self._sessions.get(session)
@@ -98,7 +112,12 @@ class SessionTable:
         """Record that a turn of the session has picked an engine; an unknown session is ignored."""
         found = self._sessions.get(session)
         if found is not None:
+            self._bind(found, role, engine)
+
+    def _bind(self, found: _Session, role: Role, engine: str) -> None:
+        if found.engines.get(_side(role)) != engine:
             found.engines[_side(role)] = engine
+            self.changes += 1
 
     def cached(self, session: str, engine: str, request: Request) -> int:
         """Return the number of the request's first tokens that the engine should have, by the session's turns."""
@@ -141,7 +160,7 @@ class SessionTable:
         found.last_at = now
         if not engine:
             return []
-        found.engines[_side("decode")] = engine
+        self._bind(found, "decode", engine)
         if request.mm_features or not output:  # the data of images is not remembered
             return []
         prompt = packed(request.prompt)
@@ -300,7 +319,7 @@ class SessionTable:
         if to is None:
             return []
         context.to = to
-        self._sessions[context.session].engines[_side("decode")] = to
+        self._bind(self._sessions[context.session], "decode", to)
         return [MoveContext(context, to)]
 
     def _drop(self, session: _Session, context: Context) -> list[Action]:
@@ -310,6 +329,7 @@ class SessionTable:
 
     def _forget(self, session: str) -> Iterator[Action]:
         found = self._sessions.pop(session, None) or _Session()
+        self.changes += 1
         for context in [*found.contexts]:
             yield from self._drop(found, context)
 
