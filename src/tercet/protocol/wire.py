@@ -30,7 +30,10 @@ JSON, MSGPACK = "application/json", "application/msgpack"
 # Range of token ids that vLLM's arrays and its tokenizers accept.
 TokenId = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
 # Range of priorities that vLLM's own messages can carry.
-Priority = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
+LEAST_PRIORITY, MOST_PRIORITY = -(2**63), 2**63 - 1
+Priority = Annotated[int, msgspec.Meta(ge=LEAST_PRIORITY, le=MOST_PRIORITY)]
+# Number of characters of a cache salt that vLLM accepts.
+LONGEST_SALT = 1024
 Name = Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
 Digest = Annotated[str, msgspec.Meta(max_length=256)]
 Path = Annotated[str, msgspec.Meta(min_length=1, max_length=4096)]

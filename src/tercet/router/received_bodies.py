@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from typing import Any, cast
 
@@ -130,13 +130,15 @@ def is_json(context: RequestContext) -> bool:
 
 def asked_by(fields: dict[str, Any]) -> Asked:
     """Return the fields of a body that the router uses; skip a field of a wrong type, which vLLM refuses or ignores."""
-    session = session_in_body(fields)
     given = {name: fields[name] for name in _ASKED if name in fields}
     try:
         asked = msgspec.convert(given, Asked, strict=False)
     except msgspec.ValidationError:
         asked = msgspec.convert(dict(_valid(given)), Asked, strict=False)
-    return asked if session is None else msgspec.structs.replace(asked, session_name=session)
+    session, parameters = session_in_body(fields), parameters_of(fields)
+    if session is None and not parameters:
+        return asked
+    return msgspec.structs.replace(asked, session_name=session, parameters=parameters)
 
 
 def _valid(given: dict[str, Any]) -> Iterator[tuple[str, Any]]:
@@ -146,4 +148,44 @@ def _valid(given: dict[str, Any]) -> Iterator[tuple[str, Any]]:
             yield name, value
 
 
-_ASKED = tuple(name for name in Asked.__struct_fields__ if name != "session_name")
+def parameters_of(fields: Mapping[str, Any]) -> dict[str, str]:
+    """Return the fields of a body from which vLLM derives sampling parameters of other names, by parameter."""
+    if _DERIVING.isdisjoint(fields):
+        return {}
+    return {
+        parameter: name
+        for parameter, names in _DERIVED.items()
+        if (name := next((name for name in names if _has_effect(fields, name)), None)) is not None
+    }
+
+
+def _has_effect(fields: Mapping[str, Any], path: str) -> bool:
+    found: Any = fields
+    for name in path.split("."):
+        found = cast("dict[str, Any]", found).get(name) if isinstance(found, dict) else None
+    return found is not None and found not in _WITHOUT_EFFECT.get(path, ())
+
+
+_ASKED = tuple(name for name in Asked.__struct_fields__ if name not in ("session_name", "parameters"))
+# Fields of the APIs, by the sampling parameter that vLLM derives from them; of several, the first one decides.
+_DERIVED = {
+    "structured_outputs": (
+        "sampling_params.structured_outputs",
+        "structured_outputs",
+        "tool_choice",
+        "response_format",
+        "text.format",
+        "output_config.format",
+        "output_format",
+        "parallel_tool_calls",
+        "tools",
+    ),
+    "logprobs": ("sampling_params.logprobs", "logprobs", "top_logprobs", "include"),
+    "prompt_logprobs": ("sampling_params.prompt_logprobs", "prompt_logprobs", "echo"),
+    "max_tokens": ("sampling_params.max_tokens", "max_completion_tokens", "max_output_tokens"),
+}
+_DERIVING = frozenset(name.partition(".")[0] for names in _DERIVED.values() for name in names)
+_WITHOUT_EFFECT: dict[str, tuple[Any, ...]] = {
+    "tool_choice": ("auto", "none"), "response_format": ({"type": "text"},), "text.format": ({"type": "text"},),
+    "parallel_tool_calls": (True,), "tools": ([],), "echo": (False,), "logprobs": (False,),
+}  # fmt: skip

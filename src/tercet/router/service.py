@@ -11,6 +11,8 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any, Generic, Protocol, TypeVar
 
+import msgspec
+
 from tercet.aio import run_in_thread
 from tercet.decisions.objectives import Attainments
 from tercet.fleet import EngineFleet, Retry, RunningSequence, RunningSequences, Trace
@@ -26,8 +28,11 @@ from tercet.protocol import (
     TercetError,
 )
 from tercet.protocol.headers import PROGRAM_HEADER
+from tercet.protocol.json_text import unwritable_field
+from tercet.protocol.seq_ids import sequence_id
 from tercet.protocol.spans import SpanContext, current_span, working_in
 from tercet.protocol.trace import FALLBACK, RETRY, TraceEvent
+from tercet.protocol.wire import LEAST_PRIORITY, LONGEST_SALT, MOST_PRIORITY
 from tercet.router.attempts import ONE_ENGINE, Attempts, BrokenOff, ProgramFault, is_fallback, one_engine
 from tercet.router.moves import MoveMetrics, Moves
 from tercet.router.named_files import load_anywhere
@@ -193,8 +198,10 @@ class Service(Generic[M]):
         ``model`` is the name of the model in the request, for rules; ``began`` is the start of the request's timeout
         (:func:`time.monotonic`), None for now. ``on_sequence`` gets the sequence when it begins. The stream raises the
         program's :class:`~tercet.protocol.TercetError` once the budget for retries is spent, and
-        :class:`~tercet.protocol.DeadlineExceeded`.
+        :class:`~tercet.protocol.DeadlineExceeded`. Raises :class:`~tercet.protocol.BadRequest` at once for a request
+        that no engine accepts: no program runs for it.
         """
+        request = entering(request)
         began = time.monotonic() if began is None else began
         return OutputStream(partial(self._serve, request, trace, model, began, on_sequence))
 
@@ -347,6 +354,31 @@ class Service(Generic[M]):
             log_events.PROGRAM_RETURNED.tell(
                 version=returned.from_version, to_version=returned.to_version, program=returned.program, reason=why
             )
+
+
+def entering(request: Request) -> Request:
+    """Return the request as programs and engines get it: with an id that engines accept.
+
+    Raises :class:`~tercet.protocol.BadRequest`, which names the field, for values that no engine accepts. Every layer
+    that reads clients' requests relies on this check: what passes here is never the fault of a program.
+    """
+    if not request.prompt:
+        raise BadRequest("prompt: is empty; send at least one token", "prompt")
+    if not LEAST_PRIORITY <= request.priority <= MOST_PRIORITY:
+        raise BadRequest(
+            f"priority: must be an integer from {LEAST_PRIORITY} to {MOST_PRIORITY}, which is 64 bits", "priority"
+        )
+    most, salt = request.sampling_params.get("max_tokens"), request.cache_salt
+    if most is not None and (type(most) is not int or most < 1):
+        raise BadRequest(f"max_tokens: must be an integer of at least 1, is {most!r:.100}", "max_tokens")
+    if salt is not None and not 0 < len(salt) <= LONGEST_SALT:
+        raise BadRequest(f"cache_salt: must have 1 to {LONGEST_SALT} characters, has {len(salt)}", "cache_salt")
+    fields = {**request.sampling_params, "cache_salt": salt, "user": request.user, "session_id": request.session}
+    found = unwritable_field(fields)
+    if found is not None:
+        raise BadRequest(f"{found}: has text or a number that cannot be sent to an engine", found)
+    seq_id = sequence_id(request.seq_id)
+    return request if seq_id == request.seq_id else msgspec.structs.replace(request, seq_id=seq_id)
 
 
 def _load(plan: Plan, load_arm: LoadArm = load_anywhere) -> dict[str, Program]:

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import partial
 from http import HTTPStatus
 
-from tercet.fleet import Trace
-from tercet.protocol import ProgramFailed, Request, TercetError, Usage
+from tercet.fleet import RunningSequence, Trace
+from tercet.protocol import BadRequest, ProgramFailed, Request, TercetError, Usage
+from tercet.protocol.seq_ids import sequence_id
 from tercet.router.metrics import Metrics
 from tercet.router.service import Service, SessionTurns
 from tercet.settings.log_events import REQUEST_FAILED
 from tercet.wire.serving.request_context import RequestContext
+
+# Beginning of the names of sampling parameters in engines' refusals.
+OF_SAMPLING = "sampling_params."
 
 
 class ServicePrograms:
@@ -28,12 +33,6 @@ class ServicePrograms:
         """The dtype in which the engines compute; empty if they differ."""
         return self._service.fleet.model_dtype
 
-    def failed(self, seq_id: str, error: TercetError) -> None:
-        """Count a sequence that ended in an error, and log the error unless the client caused it."""
-        self._service.metrics.errors.labels(error.code).inc()
-        if error.status >= HTTPStatus.INTERNAL_SERVER_ERROR:
-            REQUEST_FAILED.tell(seq_id=seq_id, code=error.code, reason=_with_cause(error))
-
 
 def _with_cause(error: TercetError) -> str:
     """Return the message of an error, with the program's own error, which clients do not get."""
@@ -45,17 +44,45 @@ def _answered(sessions: SessionTurns, request: Request, context: RequestContext)
     sessions.answered(request, calls_tool=context.calls_tool)
 
 
+def _in_clients_words(error: TercetError, named: Mapping[str, str]) -> TercetError:
+    """Return an engine's refusal of a sampling parameter with the name of the field that the client sent.
+
+    ``named`` are the client's fields by parameter (:class:`~tercet.wire.serving.request_context.Asked`).
+    """
+    if not isinstance(error, BadRequest) or error.param is None or not error.param.startswith(OF_SAMPLING):
+        return error
+    parameter = error.param.removeprefix(OF_SAMPLING)
+    first, _, rest = parameter.partition(".")
+    field = named.get(first, "")
+    # A part of a structure has its place in the client's own field only.
+    own = f"{field}.{rest}" if rest and field.endswith(first) else field or parameter
+    return BadRequest(error.message.replace(error.param, own, 1), own)
+
+
 class TracedRun:
-    """The run of one sequence's program; ``stream`` has its outputs."""
+    """The run of one sequence's program; ``stream`` has its outputs.
+
+    Raises :class:`~tercet.protocol.BadRequest` for a request that no engine accepts.
+    """
 
     def __init__(self, service: Service[Metrics], request: Request, context: RequestContext) -> None:
         self._trace = Trace()
-        if service.sessions is not None:
-            context.when_ended.append(partial(_answered, service.sessions, request))
+        self._service, self._context = service, context
+        self._seq_id = sequence_id(request.seq_id)
+        self.stream = service.run(request, self._trace, context.asked.model or "", context.began, self._begins)
         context.traces.append(self._trace)
-        self.stream = service.run(
-            request, self._trace, context.asked.model or "", context.began, context.sequences.append
-        )
+
+    def _begins(self, sequence: RunningSequence) -> None:
+        self._context.sequences.append(sequence)
+        if self._service.sessions is not None:
+            self._context.when_ended.append(partial(_answered, self._service.sessions, sequence.request))
+
+    def failed(self, error: TercetError) -> TercetError:
+        """Count a sequence that ended in an error, log the error unless the client caused it; return it for clients."""
+        self._service.metrics.errors.labels(error.code).inc()
+        if error.status >= HTTPStatus.INTERNAL_SERVER_ERROR:
+            REQUEST_FAILED.tell(seq_id=self._seq_id, code=error.code, reason=_with_cause(error))
+        return _in_clients_words(error, self._context.asked.parameters)
 
     def prompt_usage(self, usage: Usage | None) -> Usage:
         """Return the usage with the cached tokens of the engine that prefilled; KV that was sent counts as computed."""

@@ -12,19 +12,21 @@ import uuid
 from collections.abc import AsyncIterator
 from contextlib import aclosing
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, TypeVar, cast
 
 import msgspec
 from fastapi import FastAPI, Request, Response
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+from pydantic import BaseModel, Field, ValidationError
 from starlette.responses import StreamingResponse
 
 from tercet import __version__
 from tercet.protocol import BadRequest, Output, TercetError, UnknownModel
 from tercet.protocol import Request as ProgramRequest
 from tercet.protocol.error_forms import error_body
+from tercet.protocol.headers import REQUEST_ID_HEADER
 from tercet.protocol.json_text import in_utf8, read_json
-from tercet.protocol.wire import TokenId, decode_call
+from tercet.protocol.wire import LEAST_PRIORITY, MOST_PRIORITY
 from tercet.router.prompt_texts import ChatMessage, PromptTexts
 from tercet.router.service_programs import ServicePrograms, TracedRun
 from tercet.wire.serving.error_answers import error_headers
@@ -36,47 +38,74 @@ CHAT_MAX_TOKENS = 256
 """Default for chats: a simulated model ends each answer only at its limit."""
 DONE = b"data: [DONE]\n\n"
 JSON = "application/json"
+VLLM_PRIORITY_HEADER = "x-vllm-priority"
+C = TypeVar("C", bound=BaseModel)
 # Fields that would change the answer, and the values without effect, which are accepted.
 NOT_SERVED: dict[str, tuple[Any, ...]] = {
     "n": (1,), "best_of": (1,), "logprobs": (False,), "top_logprobs": (0,), "prompt_logprobs": (), "echo": (False,),
     "suffix": ("",), "tools": ([],), "tool_choice": ("none", "auto"), "functions": ([],), "response_format": (),
     "structured_outputs": (), "guided_json": (), "stop": ("", []), "stop_token_ids": ([],), "prompt_embeds": (),
-    "logit_bias": ({},),
+    "logit_bias": ({},), "use_beam_search": (False,),
 }  # fmt: skip
+Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+Penalty = Annotated[float, Field(ge=-2, le=2, allow_inf_nan=False)]
+Share = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
+Int64 = Annotated[int, Field(ge=LEAST_PRIORITY, le=MOST_PRIORITY)]
+TokenIds = Annotated[list[Annotated[int, Field(ge=0, lt=2**31)]], Field(fail_fast=True)]
 
 
-class UsageOptions(msgspec.Struct, frozen=True):
+class UsageOptions(BaseModel):
     """Options of a stream: with ``include_usage``, a last chunk has the numbers of tokens."""
 
-    include_usage: bool = False
+    include_usage: bool | None = False
 
 
-class Call(msgspec.Struct, frozen=True, kw_only=True):
-    """Fields of completions and chats. Other fields that a simulated model ignores (temperature, ...) are allowed."""
+class Call(BaseModel):
+    """Fields of completions and chats, which take the forms that vLLM's layer takes (``"true"``, ``16.0``).
+
+    A simulated model ignores sampling, but wrong values are refused. Other fields are allowed.
+    """
 
     model: str | None = None
     max_tokens: int | None = None
-    stream: bool = False
+    min_tokens: Annotated[int, Field(ge=0)] = 0
+    stream: bool | None = False
     stream_options: UsageOptions | None = None
-    priority: int = 0
-    cache_salt: str | None = None
+    priority: Int64 = 0
+    cache_salt: Annotated[str, Field(pattern=r"\A[^@/\\\x00]{1,128}\z")] | None = None
     user: str | None = None
+    request_id: str | None = None
+    session_id: str | None = None
+    n: int | None = 1
+    best_of: int | None = None
+    echo: bool | None = False
+    use_beam_search: bool = False
+    ignore_eos: bool = False
+    seed: Int64 | None = None
+    temperature: Annotated[float, Field(ge=0, le=2, allow_inf_nan=False)] | None = None
+    top_p: Annotated[Share, Field(gt=0)] | None = None
+    top_k: Annotated[int, Field(ge=-1)] | None = None
+    min_p: Share | None = None
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
+    repetition_penalty: Positive | None = None
 
 
-class TextCompletionCall(Call, frozen=True, kw_only=True):
+class TextCompletionCall(Call):
     """Body of ``POST /v1/completions``."""
 
-    prompt: str | list[TokenId]
+    max_tokens: int | None = DEFAULT_MAX_TOKENS
+    prompt: str | TokenIds
 
 
-class ChatCall(Call, frozen=True, kw_only=True):
+class ChatCall(Call):
     """Body of ``POST /v1/chat/completions``."""
 
-    messages: list[ChatMessage]
+    messages: list[Any]
     max_completion_tokens: int | None = None
 
 
-class TextCall(msgspec.Struct, frozen=True):
+class TextCall(BaseModel):
     """Body of ``POST /tokenize``."""
 
     prompt: str
@@ -118,15 +147,14 @@ class SmallAPI:
         """Serve ``POST /v1/completions``."""
         call = await _read(http, TextCompletionCall)
         prompt = await asyncio.to_thread(self._encode, call.prompt) if isinstance(call.prompt, str) else call.prompt
-        most = DEFAULT_MAX_TOKENS if call.max_tokens is None else call.max_tokens
-        return await self._answer(call, prompt, most, Form("cmpl", "text_completion", chat=False))
+        return await self._answer(call, prompt, call.max_tokens, Form("cmpl", "text_completion", chat=False))
 
     async def chat(self, http: Request) -> Response:
         """Serve ``POST /v1/chat/completions``."""
         call = await _read(http, ChatCall)
-        prompt = await asyncio.to_thread(lambda: self._encode(self._texts.chat(call.messages)))
-        wanted = call.max_tokens if call.max_completion_tokens is None else call.max_completion_tokens
-        most = min(CHAT_MAX_TOKENS, max(1, self._max_model_len - len(prompt))) if wanted is None else wanted
+        messages = _messages(call.messages)
+        prompt = await asyncio.to_thread(lambda: self._encode(self._texts.chat(messages)))
+        most = call.max_tokens if call.max_completion_tokens is None else call.max_completion_tokens
         return await self._answer(call, prompt, most, Form("chatcmpl", "chat.completion", chat=True))
 
     async def tokenize(self, http: Request) -> Response:
@@ -155,30 +183,47 @@ class SmallAPI:
     def _encode(self, text: str) -> list[int]:
         return self._texts.encode(text)
 
-    async def _answer(self, call: Call, prompt: list[int], max_tokens: int, form: Form) -> Response:
-        if call.model not in (None, *self._names):
+    async def _answer(self, call: Call, prompt: list[int], most: int | None, form: Form) -> Response:
+        """Answer with at most ``most`` tokens, and no more than fit; None: up to the default for chats."""
+        if call.model and call.model not in self._names:
             raise UnknownModel(f"model: this router does not serve {call.model!r}; use {self._names[0]}", "model")
-        if not prompt:
-            raise BadRequest("prompt: is empty; send at least one token", "prompt")
-        if max_tokens < 1:
-            raise BadRequest(f"max_tokens: is {max_tokens}, and must be at least 1", "max_tokens")
-        if len(prompt) + max_tokens > self._max_model_len:
+        room = self._max_model_len - len(prompt)
+        if room < 1:
             raise BadRequest(
-                f"max_tokens: {len(prompt)} tokens of the prompt and {max_tokens} output tokens exceed the model's "
-                f"context length of {self._max_model_len}",
+                f"prompt: has {len(prompt)} tokens, which fill the model's context length of {self._max_model_len}",
+                "prompt",
+            )
+        wanted = min(CHAT_MAX_TOKENS, room) if most is None else most
+        if not 1 <= wanted <= self._max_model_len:
+            raise BadRequest(
+                f"max_tokens: is {wanted}, and must be 1 to the model's context length of {self._max_model_len}",
                 "max_tokens",
             )
+        max_tokens = min(wanted, room)
+        if call.min_tokens > max_tokens:
+            raise BadRequest(f"min_tokens: is {call.min_tokens}, more than max_tokens ({max_tokens})", "min_tokens")
+        if call.stream_options is not None and not call.stream:
+            raise BadRequest("stream_options: needs `stream: true`", "stream_options")
         context = current()
-        name = f"{form.prefix}-{context.headers.get('x-request-id') or uuid.uuid4().hex}"
+        name = context.headers.get(REQUEST_ID_HEADER) or call.request_id or uuid.uuid4().hex
         request = ProgramRequest(
-            seq_id=name, prompt=tuple(prompt), sampling_params={"max_tokens": max_tokens}, priority=call.priority,
-            cache_salt=call.cache_salt, headers=context.headers, user=call.user,
+            seq_id=f"{form.prefix}-{name}", prompt=tuple(prompt), sampling_params={"max_tokens": max_tokens},
+            priority=_priority(context, call), cache_salt=call.cache_salt, headers=context.headers, user=call.user,
+            session=context.asked.session_name,
         )  # fmt: skip
         answer = Answering(self._programs, self._texts, request, form, call.model or self._names[0], context)
         if call.stream:
             usage = call.stream_options is not None and call.stream_options.include_usage
-            return await answer.streamed(usage)
+            return await answer.streamed(bool(usage))
         return await answer.whole()
+
+
+def _priority(context: RequestContext, call: Call) -> int:
+    """Return the priority of the header of vLLM's API, if it is an integer, else that of the body."""
+    try:
+        return int(context.headers[VLLM_PRIORITY_HEADER])
+    except (KeyError, ValueError):
+        return call.priority
 
 
 class Form(msgspec.Struct, frozen=True):
@@ -203,7 +248,6 @@ class Answering:
         self, programs: ServicePrograms, texts: PromptTexts, request: ProgramRequest, form: Form, model: str,
         context: RequestContext,
     ) -> None:  # fmt: skip
-        self._programs = programs
         self._texts = texts
         self._request = request
         self._form = form
@@ -234,9 +278,8 @@ class Answering:
                 async for output in stream:
                     yield output
         except TercetError as error:
-            self._programs.failed(self._request.seq_id, error)
-            self._context.failed = error
-            raise
+            self._context.failed = self._run.failed(error)
+            raise self._context.failed from error
 
     async def _events(
         self, output: Output | None, rest: AsyncIterator[Output], include_usage: bool
@@ -267,16 +310,32 @@ class Answering:
         return {"prompt_tokens": prompt, "completion_tokens": tokens, "total_tokens": prompt + tokens}
 
 
-async def _read(http: Request, kind: type[Any]) -> Any:
+async def _read(http: Request, kind: type[C]) -> C:
     """Return the decoded body; raise :class:`~tercet.protocol.BadRequest` for features that are not supported."""
-    body = await http.body()
-    call = decode_call(body, kind)
-    for name, value in read_json(in_utf8(body)).items():
-        if name in NOT_SERVED and value is not None and not _asks_for_nothing(value, NOT_SERVED[name]):
+    fields = read_json(in_utf8(await http.body()))
+    if not isinstance(fields, dict):
+        raise BadRequest("the request's body must be a JSON object")
+    given = cast("dict[str, Any]", fields)
+    try:
+        call = kind.model_validate(given)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False, include_context=False)[0]
+        field = str(first["loc"][0]) if first["loc"] else None
+        raise BadRequest(f"{field}: {first['msg']}" if field else first["msg"], field) from None
+    for name in NOT_SERVED.keys() & given.keys():
+        value = getattr(call, name, given[name])
+        if value is not None and not _asks_for_nothing(value, NOT_SERVED[name]):
             raise BadRequest(
                 f"{name}: the small OpenAI layer of simulated fleets does not support it; use --openai-layer vllm", name
             )
     return call
+
+
+def _messages(given: list[Any]) -> list[ChatMessage]:
+    try:
+        return msgspec.convert(given, list[ChatMessage])
+    except msgspec.ValidationError as error:
+        raise BadRequest(f"messages: {error}", "messages") from error
 
 
 def _asks_for_nothing(value: Any, values: tuple[Any, ...]) -> bool:

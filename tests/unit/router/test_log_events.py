@@ -25,6 +25,7 @@ from tercet.router.state_changes import because
 from tercet.settings import RetryBudget, log_events
 from tercet.settings.log_events import LogEvent
 from tercet.settings.log_lines import EVENTS, FIELDS
+from tercet.wire.serving.request_context import RequestContext
 
 from .conftest import Engine, LiveRouter, counted, draining
 from .test_reload import TEXT, until
@@ -319,7 +320,7 @@ async def test_a_client_of_a_program_that_failed_is_told_which_and_where(
     with pytest.raises(ProgramFailed) as failed:
         await served(router)
     assert failed.value.message == f"the program {programs}:raises failed at s1: the router's log says why"
-    ServicePrograms(router.service).failed("s1", failed.value)
+    ServicePrograms(router.service).run(Request(seq_id="s1", prompt=(1,)), RequestContext()).failed(failed.value)
     (line,) = told(log_events.REQUEST_FAILED)
     assert line["reason"] == f"{failed.value.message} (ValueError: oh no)"
 

@@ -90,7 +90,7 @@ async def test_token_ids_models_and_the_admin_routes(client: httpx.AsyncClient) 
         ("completions", {"prompt": "w1", "n": 2}, 400, "n"),
         ("completions", {"prompt": "w1", "logprobs": 0}, 400, "logprobs"),
         ("completions", {"prompt": "w1", "max_tokens": 0}, 400, "max_tokens"),
-        ("completions", {"prompt": "w1", "max_tokens": LENGTH}, 400, "max_tokens"),
+        ("completions", {"prompt": "w1", "max_tokens": LENGTH + 1}, 400, "max_tokens"),
         ("completions", {"prompt": "w1", "max_tokens": "x"}, 400, "max_tokens"),
         ("chat/completions", {"messages": []}, 400, "messages"),
         ("chat/completions", {"messages": [{"role": "user", "content": "w1"}], "tools": [{}]}, 400, "tools"),

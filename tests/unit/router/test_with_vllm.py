@@ -12,96 +12,16 @@ import prometheus_client
 import pytest
 import pytest_asyncio
 
-from tercet.cluster.model import resolve_model
-from tercet.fleet import EngineFleet, Member
 from tercet.fleet.admission import Gate
-from tercet.fleet.membership import Membership
 from tercet.protocol import BadRequest, EngineUnreachable, NoSpace, Request
 from tercet.protocol.sse import EventSplitter, object_of
-from tercet.router import admin
-from tercet.router.metrics import Metrics
-from tercet.router.router_app import RouterApp
-from tercet.router.service import Service
-from tercet.router.service_programs import ServicePrograms
 from tercet.settings import Limits
 from tests.longest_wait import LONGEST_WAIT_S
-from tests.unit.fakes import FakeEngine
 
-from .conftest import shared_over
+from .houses import ANSWER, BODY, MESSAGES, PROMPT, REQUEST_TIMEOUT_S, House
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
-# None of these tests takes so long, also on a busy machine.
-REQUEST_TIMEOUT_S = 100.0
-PROMPT = list(range(1000, 1100))
-BODY: dict[str, Any] = {"model": "m", "prompt": PROMPT, "max_tokens": 6, "temperature": 0, "return_token_ids": True}
-MESSAGES = [{"role": "user", "content": "x"}]
 PICTURE = {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:,"}}]}
-ANSWER = [1100, 1101, 1102, 1103, 1104, 1105]
-
-
-class House:
-    """The application, its engines, and a client of it."""
-
-    def __init__(self) -> None:
-        self.engines = {name: FakeEngine(name) for name in "pd"}
-        roles: dict[str, Any] = {"p": "prefill", "d": "decode"}
-        self.fleet = EngineFleet([Member(name, f"http://{name}", roles[name], e) for name, e in self.engines.items()])
-        self.metrics = Metrics()
-        self.service = Service(self.fleet, "disaggregated", {}, self.metrics, request_timeout=REQUEST_TIMEOUT_S)
-        self.gate = Gate(Limits(in_flight=2, queued=0), self.fleet, self.metrics)
-        self.app: Any = None
-
-    async def build(self) -> Any:
-        from tercet.vllm_plugin.frontend import openai_server as vllm
-        from tercet.wire.serving.server_access import api_keys
-
-        model = resolve_model("smollm2", lambda _: None)
-        args = vllm.server_args(model, ["m"], "127.0.0.1", 0, 512, ("--api-key", "secret"))
-        client = vllm.engine_client_over(ServicePrograms(self.service), args)
-        server = vllm.with_fast_path(await vllm.openai_server(args, client), args, client)
-        self.app = server.app
-        membership = Membership(self.fleet, lambda *_: pytest.fail("nobody joins"))
-        admin.install(self.app, shared_over(self.service, membership), ["m"])
-        self.app.middleware_stack = RouterApp(
-            server.layers, server.fast, self.gate, api_keys(args), self.service.program_called, 10_000
-        )
-        return client
-
-    def client(self, key: str = "secret") -> httpx.AsyncClient:
-        headers = {"authorization": f"Bearer {key}"}
-        return httpx.AsyncClient(transport=httpx.ASGITransport(self.app), base_url="http://localhost", headers=headers)
-
-    async def complete(self, **fields: Any) -> httpx.Response:
-        async with self.client() as client:
-            return await client.post("/v1/completions", json={**BODY, **fields})
-
-    async def events(self, **fields: Any) -> list[dict[str, Any]]:
-        answer = await self.complete(stream=True, **fields)
-        assert answer.status_code == 200, answer.text
-        lines = [line.removeprefix("data: ") for line in answer.text.splitlines() if line]
-        assert lines[-1] == "[DONE]"
-        return [json.loads(line) for line in lines[:-1]]
-
-    async def until(self, in_flight: int, request: asyncio.Task[Any]) -> None:
-        """Until so many sequences are on their way, while the request is under way."""
-        async with asyncio.timeout(LONGEST_WAIT_S):
-            while self.fleet.member("d").in_flight < in_flight:
-                assert not request.done(), request.result().text
-                await asyncio.sleep(0.001)
-
-    def mend(self) -> None:
-        for engine in self.engines.values():
-            engine.pause.set()
-            engine.failures.clear()
-            engine.fail_after, engine.on_request = None, lambda _: None
-        for member in self.fleet.members:
-            member.reachable = True
-
-    @property
-    def is_empty(self) -> bool:
-        return not any(engine.running or engine.leases for engine in self.engines.values()) and not any(
-            member.in_flight for member in self.fleet.members
-        )
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
@@ -196,19 +116,6 @@ async def test_an_error_of_vllms_own_in_a_converted_stream_is_no_pydantic_text(h
     assert "ChatCompletionStreamResponse" not in last["error"]["message"]
 
 
-@pytest.mark.parametrize("stream", [False, True])
-async def test_a_clients_id_of_any_length_is_served_and_carried(house: House, stream: bool) -> None:
-    seen: list[Request] = []
-    house.engines["d"].on_request = seen.append
-    for given in ("x" * 300, "y" * 5000, "a\nb"):
-        answer = await house.complete(request_id=given, stream=stream)
-        assert answer.status_code == 200
-        event = json.loads(answer.text.removeprefix("data: ").partition("\n")[0]) if stream else answer.json()
-        assert event["id"] == f"cmpl-{given}"
-    assert all(len(request.seq_id) <= 256 and request.seq_id.isprintable() for request in seen)
-    assert len({request.seq_id for request in seen}) == len(seen)
-
-
 HALF = "\\ud83d"
 TEXT_FIELDS = [
     ("/v1/completions", '{"model": "m", "prompt": "x", "request_id": "HALF"}'),
@@ -256,100 +163,6 @@ async def test_half_an_emoji_in_json_in_a_text_blames_nobody_else(house: House, 
         )
     assert answer.status_code in (200, 400)
     assert not house.service.routing.failures
-
-
-@pytest.mark.parametrize("header", ["x-request-id", "x-session-token", "user-agent", "traceparent"])
-async def test_odd_bytes_in_a_header_are_carried_or_refused(house: House, header: str) -> None:
-    async with house.client() as client:
-        for value in (b"\xed\xa0\xbd", b"\xff\xfe", "gr\u00f6\u00dfe".encode()):
-            answer = await client.post("/v1/completions", json=BODY, headers={header.encode(): value})
-            assert answer.status_code == 200, answer.text
-    assert not house.service.routing.failures
-
-
-@pytest.mark.parametrize("path", ["/v1/completions?x=%ED%A0%BD", "/v1/completions?\u00ff", "/v1/%ED%A0%BD"])
-async def test_odd_bytes_in_a_target(house: House, path: str) -> None:
-    async with house.client() as client:
-        answer = await client.post(path, json=BODY)
-    assert answer.status_code == (404 if path == "/v1/%ED%A0%BD" else 200)
-    assert answer.headers["content-type"].startswith("application/json")
-
-
-async def test_what_a_program_refuses_names_the_field(house: House) -> None:
-    for engine in house.engines.values():
-        engine.failures["start_generate"] = BadRequest("max_tokens: too many", "max_tokens")
-    answer = await house.complete()
-    expected = {"message": "max_tokens: too many", "type": "BadRequest", "param": "max_tokens", "code": "bad_request"}
-    assert (answer.status_code, answer.json()["error"]) == (400, expected)
-
-
-@pytest.mark.slow
-async def test_a_request_that_takes_too_long(house: House, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(house.service, "_request_timeout", 0.5)
-    house.engines["d"].pause.clear()
-    answer = await house.complete()
-    assert answer.status_code == 504
-    assert "0.5 s" in answer.json()["error"]["message"]
-    *_, last = await house.events()
-    assert last["error"]["code"] == answer.json()["error"]["code"] == "deadline_exceeded"
-
-
-async def test_a_saturated_fleet(house: House) -> None:
-    house.engines["d"].pause.clear()
-    others = [asyncio.create_task(house.complete(prompt=PROMPT[:40])) for _ in range(2)]
-    while house.fleet.member("d").in_flight < 2:
-        await asyncio.sleep(0)
-    refused = await house.complete()
-    assert (refused.status_code, refused.json()["error"]["code"]) == (429, "saturated")
-    assert int(refused.headers["retry-after"]) >= 1
-    async with house.client() as client:
-        assert (await client.get("/v1/models")).status_code == 200  # costs no engine anything
-    house.engines["d"].pause.set()
-    for other in others:
-        assert len(tokens_of(await other)) == 6
-    assert tokens_of(await house.complete()) == ANSWER
-
-
-async def test_the_key(house: House) -> None:
-    for path in ("/v1/models", "/tokenize", "/tercet/v1/program", "/openapi.json"):
-        async with house.client("wrong") as client:
-            answer = await client.get(path)
-        assert (answer.status_code, answer.json()["error"]["code"]) == (401, "unauthorized")
-    async with house.client("wrong") as client:
-        for path in ("/health", "/version", "/metrics"):
-            assert (await client.get(path, follow_redirects=True)).status_code == 200
-
-
-async def test_a_path_that_is_not_served(house: House) -> None:
-    async with house.client() as client:
-        answer = await client.get("/v2/models")
-    error = answer.json()["error"]
-    assert (answer.status_code, error["code"]) == (404, "unknown_path")
-    assert "GET /v2/models" in error["message"]
-
-
-@pytest.mark.parametrize(
-    ("method", "path", "takes"), [("GET", "/v1/completions", "POST"), ("DELETE", "/v1/models", "GET")]
-)
-async def test_a_method_that_a_path_does_not_take(house: House, method: str, path: str, takes: str) -> None:
-    async with house.client() as client:
-        answer = await client.request(method, path)
-    error = answer.json()["error"]
-    assert (answer.status_code, error["code"], error["type"]) == (405, "method_not_allowed", "MethodNotAllowed")
-    assert takes in answer.headers["allow"]
-    assert path in error["message"]
-
-
-async def test_a_body_that_is_too_large(house: House) -> None:
-    answer = await house.complete(prompt="x" * 10_001)
-    assert (answer.status_code, answer.json()["error"]["code"]) == (413, "request_too_large")
-
-
-async def test_user_and_priority_reach_the_program(house: House) -> None:
-    seen: list[Request] = []
-    house.engines["d"].on_request = seen.append
-    assert tokens_of(await house.complete(user="ann", priority=-4)) == ANSWER
-    assert [(request.user, request.priority) for request in seen] == [("ann", -4)]
 
 
 @pytest.mark.parametrize(

@@ -9,9 +9,11 @@ from tercet.protocol import Request
 from tercet.protocol.headers import AGENT_HEADERS, OTHER_SESSION_HEADERS, SESSION_HEADER, SUBAGENT_HEADER
 
 HEADERS = (SESSION_HEADER, *OTHER_SESSION_HEADERS, SUBAGENT_HEADER, *AGENT_HEADERS)
-# Fields of bodies that vLLM does not read; the first one in a body counts. A trajectory is one chain of reasoning of a
-# run, and is therefore the session; if a client of Dynamo names no trajectory, its session id is used.
+# Fields of bodies, first those of vLLM's API; the first one in a body counts. A trajectory is one chain of reasoning of
+# a run, and is therefore the session; if a client of Dynamo names no trajectory, its session id is used.
 FIELDS = (
+    ("session_id",),
+    ("vllm_xargs", "session_id"),
     ("nvext", "agent_context", "trajectory_id"),
     ("nvext", "agent_context", "session_id"),
     ("nvext", "session_control", "session_id"),
@@ -31,7 +33,7 @@ def session_named(request: Request | None) -> str | None:
 
 
 def session_in_body(body: Mapping[str, Any]) -> str | None:
-    """Return the session that a body names by fields that vLLM does not read; None unless it is a string."""
+    """Return the session that a body names; None unless it is a string."""
     return next((found for path in FIELDS if (found := _text_at(body, path))), None)
 
 

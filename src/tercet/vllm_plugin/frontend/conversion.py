@@ -17,8 +17,6 @@ from vllm.v1.outputs import LogprobsLists, LogprobsTensors
 
 from tercet.protocol import BadRequest, EngineError, MultiModalFeature, Output, Request, TokenLogprob, Usage
 from tercet.protocol.grammar_bounds import require_small
-from tercet.protocol.json_text import unwritable_field
-from tercet.protocol.seq_ids import sequence_id
 from tercet.vllm_plugin.mm_features import to_wire
 from tercet.wire.serving.request_context import NOTHING, Asked
 
@@ -29,6 +27,8 @@ NOT_FORWARDED = frozenset(
      "include_stop_str_in_output", "skip_special_tokens", "spaces_between_special_tokens", "stream_interval",
      "flat_logprobs"}
 )  # fmt: skip
+# Extra arguments that the serving layer has read: a session, and parameters of engines that prefill.
+READ_BY_ROUTER = frozenset({"kv_transfer_params", "session_id"})
 _DEFAULTS = SamplingParams()
 FORWARDED = tuple(
     name for name in SamplingParams.__struct_fields__ if not name.startswith("_") and name not in NOT_FORWARDED
@@ -47,8 +47,7 @@ def to_request(
 
     ``features`` are its images and other media inputs; ``known`` are the fields read from the request's body.
 
-    Raises ``VLLMValidationError`` (status 400) for features that cannot be sent to engines yet, and for values that
-    cannot be encoded, so that no program gets them.
+    Raises ``VLLMValidationError`` (status 400) for features that cannot be sent to engines yet.
     """
     unsupported = {
         "prompt embeddings": request.prompt_embeds is not None,
@@ -59,9 +58,8 @@ def to_request(
         if wanted:
             raise VLLMValidationError(f"{what}: not supported by this router; ask an engine directly")
     sampling = sampling_to_wire(request.sampling_params or _DEFAULTS) | _reasoning(request)
-    _require_writable({**sampling, "cache_salt": request.cache_salt, "user": known.user, "priority": request.priority})
     return Request(
-        seq_id=sequence_id(request.request_id),
+        seq_id=request.request_id,
         prompt=tuple(request.prompt_token_ids or ()),
         sampling_params=sampling,
         priority=request.priority,
@@ -72,12 +70,6 @@ def to_request(
         adapter=None if request.lora_request is None else request.lora_request.lora_name,
         mm_features=features,
     )
-
-
-def _require_writable(fields: Mapping[str, Any]) -> None:
-    found = unwritable_field(fields)
-    if found is not None:
-        raise VLLMValidationError(f"{found}: has text or a number that cannot be sent to an engine", parameter=found)
 
 
 async def features_of(request: EngineCoreRequest, model_dtype: str = "") -> tuple[MultiModalFeature, ...]:
@@ -108,7 +100,7 @@ def _reasoning(request: EngineCoreRequest) -> dict[str, Any]:
 
 def sampling_to_wire(params: SamplingParams) -> dict[str, Any]:
     """Return the fields that differ from vLLM's defaults, as plain values; raises ``VLLMValidationError``."""
-    extra = {key for key in params.extra_args or {} if key != "kv_transfer_params"}
+    extra = (params.extra_args or {}).keys() - READ_BY_ROUTER
     if extra:
         raise VLLMValidationError(f"extra_args: {', '.join(sorted(extra))} is not supported by this router")
     given = zip(FORWARDED, _forwarded_of(params), _FORWARDED_DEFAULTS, strict=True)

@@ -22,6 +22,7 @@ from vllm.v1.engine.core_client import EngineCoreClient
 
 from tercet.aio import TaskSet
 from tercet.protocol import (
+    BadRequest,
     DeadlineExceeded,
     Output,
     OutputStream,
@@ -58,6 +59,10 @@ class ProgramRun(Protocol):
         """Return the client's usage, from ``usage`` of the first output; ``cached``: tokens that no engine computed."""
         ...
 
+    def failed(self, error: TercetError) -> TercetError:
+        """Record that the sequence has ended with an error; return the error in its client's words."""
+        ...
+
 
 class Programs(Protocol):
     """The router's runner of programs, as vLLM's layer needs it."""
@@ -68,16 +73,18 @@ class Programs(Protocol):
         ...
 
     def run(self, request: Request, context: RequestContext) -> ProgramRun:
-        """Return the program of one sequence of an HTTP request."""
-        ...
+        """Return the program of one sequence of an HTTP request.
 
-    def failed(self, seq_id: str, error: TercetError) -> None:
-        """Record that a sequence has ended with an error."""
+        Raises :class:`~tercet.protocol.BadRequest` for a request that no engine accepts.
+        """
         ...
 
 
 class SequenceOutputs:
-    """One sequence's outputs as vLLM's messages, and its failures as vLLM's exceptions."""
+    """One sequence's outputs as vLLM's messages, and its failures as vLLM's exceptions.
+
+    The constructor raises :class:`SequenceFailed` for a request that no engine accepts.
+    """
 
     def __init__(
         self, programs: Programs, request: Request, context: RequestContext, request_id: str | None = None
@@ -86,9 +93,12 @@ class SequenceOutputs:
         # vLLM's id of the sequence in this process; the client may have chosen it.
         self.request_id = request_id or request.seq_id
         self._num_prompt_tokens = request.num_tokens
-        self._programs = programs
         self._context = context
-        self._run = programs.run(request, context)
+        try:
+            self._run = programs.run(request, context)
+        except BadRequest as error:
+            context.failed = context.failed or error
+            raise SequenceFailed(error) from error
         self.stream = self._run.stream
         self._is_first = True
         asked = request.sampling_params.keys()
@@ -127,9 +137,9 @@ class SequenceOutputs:
             raise self._failed(failure) from error
 
     def _failed(self, error: TercetError) -> SequenceFailed:
-        self._programs.failed(self.seq_id, error)
-        self._context.failed = self._context.failed or error
-        return SequenceFailed(error)
+        told = self._run.failed(error)
+        self._context.failed = self._context.failed or told
+        return SequenceFailed(told)
 
 
 class SequenceFailed(GracefulHTTPError):
@@ -215,11 +225,11 @@ class ProgramClient(EngineCoreClient):
             _require_few(context)
             features = await features_of(request, self._programs.model_dtype)
             sequence = to_request(request, context.headers, context.asked, features)
-        except VLLMValidationError:
+            outputs = SequenceOutputs(self._programs, sequence, context, request.request_id)
+        except (VLLMValidationError, SequenceFailed):
             # AsyncLLM has already registered the request, and does not remove it after an error raised here.
             self._processor.abort_requests((request.request_id,), internal=True)
             raise
-        outputs = SequenceOutputs(self._programs, sequence, context, request.request_id)
         if context.stream is not None:
             context.stream.begin(outputs)
             return

@@ -58,7 +58,8 @@ class FastStream(Protocol):
 class Asked(msgspec.Struct, frozen=True):
     """The fields that the router itself uses; vLLM reads the others. Empty if vLLM would not accept the body.
 
-    ``session_name`` is a session that the body names by fields that vLLM does not read.
+    ``session_name`` is the session that the body names. ``parameters`` are the fields from which sampling parameters
+    are derived, by parameter: an engine that refuses a parameter refuses that field.
     """
 
     model: str | None = ""
@@ -66,6 +67,7 @@ class Asked(msgspec.Struct, frozen=True):
     user: str | None = None
     stream: Any = None
     session_name: str | None = None
+    parameters: Mapping[str, str] = {}
 
 
 NOTHING = Asked()
