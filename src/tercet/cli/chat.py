@@ -17,7 +17,7 @@ import typer
 from tercet.cli.router_calls import HERE, ApiKey, Url
 from tercet.cli.terminal import note, write
 from tercet.protocol import BadRequest, EngineError, EngineUnreachable, TercetError
-from tercet.protocol.bearer import bearer
+from tercet.protocol.bearer import bearer, given_key
 from tercet.protocol.sse import DONE, read_events
 from tercet.protocol.wire import UNREADABLE
 from tercet.settings import require_url
@@ -106,7 +106,7 @@ class Chat:
     def __init__(self, url: str, api_key: str | None, options: dict[str, Any], system: str | None = None) -> None:
         self.url = url
         self.messages: list[Message] = [{"role": "system", "content": system}] if system else []
-        self._headers = bearer(api_key or "")
+        self._headers = bearer(given_key(api_key, "--api-key"))
         self._options = options
 
     @property

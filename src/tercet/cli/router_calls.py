@@ -13,9 +13,10 @@ from typing import Annotated, Any
 
 import typer
 
+from tercet.aio.whole_files import read_named
 from tercet.cli.terminal import say
 from tercet.protocol import BadRequest, EngineUnreachable
-from tercet.protocol.bearer import key_of
+from tercet.protocol.bearer import given_key
 from tercet.settings import require_url
 from tercet.settings.key_files import KeyFile
 from tercet.settings.variables import ADMIN_KEY_FILE_VARIABLE, ADMIN_KEY_VARIABLE, CLIENT_KEY_VARIABLE, URL_VARIABLE
@@ -51,7 +52,7 @@ class RunningRouter:
 
 def _key(given: str | None) -> str:
     if given is not None:
-        return key_of(given, "--admin-key")
+        return given_key(given, "--admin-key")
     file = os.environ.get(ADMIN_KEY_FILE_VARIABLE, "")
     return KeyFile(file, ADMIN_KEY_FILE_VARIABLE).first()[0] if file else ""
 
@@ -70,7 +71,7 @@ def understood() -> Generator[None]:
 def text_of(file: Path, name: str) -> str:
     """Return the text of a file; raise :class:`~tercet.protocol.BadRequest` if it cannot be read."""
     try:
-        return file.read_text(encoding="utf-8")
+        return read_named(file).decode("utf-8")
     except (OSError, ValueError) as error:
         raise BadRequest(f"{name}: {file} cannot be read: {getattr(error, 'strerror', None) or error}", name) from error
 

@@ -19,7 +19,7 @@ import msgspec
 
 from tercet.cluster.compute import as_cpu_list, default_dtype, split_cores
 from tercet.protocol import BadRequest
-from tercet.protocol.bearer import key_of
+from tercet.protocol.bearer import given_key, key_of
 from tercet.settings import SECRET_VARIABLE
 from tercet.settings.prefill_settings import PREFILL_HOSTS_VARIABLE
 from tercet.settings.variables import API_KEY_VARIABLE, ENGINE_NAME_VARIABLE, NO_DYNAMO, PRELOAD, THREADS_BIND
@@ -221,7 +221,7 @@ def require_private(spec: EngineSpec, inherited: Mapping[str, str] = os.environ)
     given: dict[str, Any] = json.loads(kv_transfer_config(spec.extra_args)).get("kv_connector_extra_config") or {}
     keys = [key_of(inherited.get(name, ""), name) for name in (SECRET_VARIABLE, API_KEY_VARIABLE)]
     keys.append(key_of(str(given.get("secret", "")), "secret"))
-    keys.append(key_of(value_of(spec.extra_args, "--api-key") or "", "--api-key"))
+    keys.append(given_key(value_of(spec.extra_args, "--api-key"), "--api-key"))
     if value_of(spec.extra_args, "--uds") is None:
         require_key_beyond_loopback(spec.host, keys)
     servers = value_of(spec.extra_args, "--api-server-count", "-asc")

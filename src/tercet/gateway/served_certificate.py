@@ -7,6 +7,7 @@ import ssl
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from tercet.aio.whole_files import require_regular
 from tercet.protocol import BadRequest
 
 if TYPE_CHECKING:
@@ -70,6 +71,8 @@ class ServedCertificate:
         return True
 
     def _stamp(self) -> object:
+        for each in self._files:
+            require_regular(each)
         return [(stat.st_mtime_ns, stat.st_ino, stat.st_size) for stat in (each.stat() for each in self._files)]
 
     def _pair(self) -> grpc.ServerCertificateConfiguration:

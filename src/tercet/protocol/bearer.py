@@ -72,7 +72,17 @@ def key_of(text: str, name: str) -> str:
         raise BadRequest(f"{name}: the key is blank; give a key, or leave {name} out", name)
     if any(ord(char) < 0x20 or ord(char) == 0x7F for char in key):
         raise BadRequest(f"{name}: has a control character; give a key of one line without control characters", name)
+    if not key.isascii():
+        raise BadRequest(f"{name}: has a character that is not ASCII, which a header cannot carry; use ASCII", name)
     return key
+
+
+def given_key(text: str | None, name: str) -> str:
+    """Return :func:`key_of` a flag's value, and an empty text without the flag (None).
+
+    Raise :class:`~tercet.protocol.BadRequest` for an empty value, too: a key was intended.
+    """
+    return "" if text is None else key_of(text or " ", name)
 
 
 def _digest(text: str) -> bytes:

@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 import uvicorn
 
 from tercet.protocol import BadRequest
-from tercet.protocol.bearer import key_of
+from tercet.protocol.bearer import given_key
 from tercet.router import admin
 from tercet.router.admin_server import CLOSE_SECONDS, QuietServer, admin_served
 from tercet.router.listening import listening_socket
@@ -44,7 +44,7 @@ class _Flags(argparse.ArgumentParser):
 def flags_of(given: Sequence[str]) -> argparse.Namespace:
     """Return the parsed flags after ``--``; raise :class:`~tercet.protocol.BadRequest` for those of vLLM's layer."""
     parser = _Flags(add_help=False, allow_abbrev=False)
-    parser.add_argument("--api-key", nargs="+", type=lambda text: key_of(text, "--api-key"))
+    parser.add_argument("--api-key", nargs="+", type=lambda text: given_key(text, "--api-key"))
     return parser.parse_args(list(given))
 
 

@@ -14,11 +14,14 @@ from typing import Any, TypeVar, cast, get_args
 import msgspec
 import yaml
 
+from tercet.aio.whole_files import read_named
 from tercet.protocol import BadRequest
-from tercet.protocol.bearer import key_of
+from tercet.protocol.bearer import given_key
 from tercet.settings.declaration import Declared, complaint, declared, fields_of, is_group, key_values, near
 
 S = TypeVar("S", bound=msgspec.Struct)
+MOST_SETTINGS = 16 * 1024 * 1024
+"""Largest file of settings, in bytes."""
 # Kubernetes sets NAME_PORT to such a URL in every pod of a namespace that has a service NAME.
 _SERVICE_LINK = re.compile(r"(tcp|udp|sctp)://\S+:[0-9]+")
 
@@ -53,7 +56,7 @@ def decode_settings(kind: type[S], *sources: Source) -> S:
     values = {known[key].path: _value(known[key], value, name) for key, (value, name) in found.items()}
     for key, (value, name) in found.items():
         if known[key].setting.is_key and isinstance(value, str):
-            values[known[key].path] = key_of(value, name)
+            values[known[key].path] = given_key(value, name)
     for each in known.values():
         if each.is_required and each.key not in found:
             raise BadRequest(f"{sources[0].name_of(each.key) if sources else each.key}: is required", each.key)
@@ -90,7 +93,7 @@ def load_yaml(file: Path, name: str, param: str | None = None) -> Any:
     """Return the content of a YAML file. Raises :class:`~tercet.protocol.BadRequest` that begins with ``name``."""
     param = param or name
     try:
-        text = file.read_text(encoding="utf-8")
+        text = read_named(file, MOST_SETTINGS).decode("utf-8")
     except OSError as error:
         raise BadRequest(f"{name}: the file cannot be read: {error.strerror}", param) from error
     except ValueError as error:

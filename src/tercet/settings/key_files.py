@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from tercet.aio.whole_files import read_whole
 from tercet.protocol import BadRequest
 
 LARGEST_FILE = 1024 * 1024
@@ -23,15 +24,12 @@ class KeyFile:
         has the number of the line, and never its text, which may be a secret.
         """
         try:
-            if not self._path.is_file():
-                raise BadRequest(f"{self._name}: the file {self._path} does not exist", self._name)
-            with self._path.open("rb") as file:
-                content = file.read(LARGEST_FILE + 1)
+            content = read_whole(self._path, LARGEST_FILE)  # not a pipe: the file is read again when it changes
+        except FileNotFoundError as error:
+            raise BadRequest(f"{self._name}: the file {self._path} does not exist", self._name) from error
         except (OSError, ValueError) as error:
             reason = getattr(error, "strerror", None) or error
             raise BadRequest(f"{self._name}: {self._path} cannot be read: {reason}", self._name) from error
-        if len(content) > LARGEST_FILE:
-            raise BadRequest(f"{self._name}: {self._path} has more than {LARGEST_FILE} bytes", self._name)
         lines = [line.strip() for line in content.splitlines()]
         found = [(number, line) for number, line in enumerate(lines, 1) if line and not line.startswith(b"#")]
         for number, line in found:

@@ -218,6 +218,20 @@ def test_a_door_with_a_key_or_on_purpose_starts(
     assert started(monkeypatch, "router", "--host", "192.0.2.1", *more) == 0
 
 
+@pytest.mark.parametrize(
+    "rest", [("--api-key", ""), ("--api-key=",), ("--api-key", "  "), ("--api-key", "schl\u00fcssel")]
+)
+def test_a_key_that_is_given_is_one(
+    rest: tuple[str, ...], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delenv("VLLM_API_KEY", raising=False)
+    monkeypatch.setattr("tercet.cli.servers.require_free", lambda *_: None)
+    assert started(monkeypatch, "router", "--", *rest) == 2
+    said = capsys.readouterr().err
+    assert "--api-key: " in said
+    assert "blank" in said or "ASCII" in said
+
+
 @pytest.mark.parametrize("name", ["--api-key-file", "--admin-key-file"])
 def test_a_file_of_keys_is_read_before_anything_is_loaded(
     name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path

@@ -8,6 +8,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Protocol
 
+from tercet.aio.whole_files import read_whole
 from tercet.decisions.scheduling import affinity, context_length, filters, pickers, profiles, scorers, topology
 from tercet.decisions.scheduling.plugin import Decider, Filter, Picker, Plugin, Scorer
 from tercet.protocol import BadRequest
@@ -116,7 +117,7 @@ def load_module(file: Path, field: str, source: str | None = None) -> ModuleType
     module.__file__ = str(file)
     sys.modules[name] = module  # dataclasses and type hints look up their module
     try:
-        exec(compile(file.read_bytes() if source is None else source, str(file), "exec"), module.__dict__)
+        exec(compile(read_whole(file) if source is None else source, str(file), "exec"), module.__dict__)
     except (Exception, SystemExit) as error:  # the user's code may raise anything
         if before is None:
             del sys.modules[name]

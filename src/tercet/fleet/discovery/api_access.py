@@ -13,6 +13,7 @@ from typing import Any
 
 import yaml
 
+from tercet.aio.whole_files import read_named
 from tercet.protocol import BadRequest
 from tercet.protocol.hosts import bracketed
 
@@ -81,7 +82,7 @@ def from_kubeconfig(file: Path) -> ApiAccess:
     Raises :class:`~tercet.protocol.BadRequest` for a file that cannot be read and for access that is not supported.
     """
     try:
-        content = yaml.safe_load(file.read_text(encoding="utf-8"))
+        content = yaml.safe_load(read_named(file).decode("utf-8"))
         context = _called(content, "contexts", "context", content["current-context"])
         cluster = _called(content, "clusters", "cluster", context["cluster"])
         user: Mapping[str, Any] = (
@@ -111,7 +112,7 @@ def _called(content: Any, several: str, one: str, name: str) -> Any:
 def _token_of(user: Mapping[str, Any], file: Path) -> Callable[[], str]:
     if user.get("tokenFile"):
         path = file.parent / str(user["tokenFile"])
-        return lambda: path.read_text().strip()
+        return lambda: read_named(path).decode().strip()
     token = str(user.get("token") or "")
     return lambda: token
 
@@ -138,4 +139,4 @@ def _content(of: Mapping[str, Any], what: str, file: Path) -> bytes | None:
     """Return the content of an item, from the file that it names or inline in base64; None if it is not set."""
     if data := of.get(f"{what}-data"):
         return base64.b64decode(str(data))
-    return (file.parent / str(of[what])).read_bytes() if of.get(what) else None
+    return read_named(file.parent / str(of[what])) if of.get(what) else None

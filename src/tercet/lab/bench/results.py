@@ -18,6 +18,7 @@ from typing import Any, Literal
 import msgspec
 
 from tercet import __version__
+from tercet.aio.whole_files import read_named
 from tercet.protocol import BadRequest
 from tercet.protocol.wire import UNREADABLE
 
@@ -177,7 +178,7 @@ def save_result(result: BenchResult, file: Path) -> None:
 def load_result(file: Path) -> BenchResult:
     """Read a result file. Raise :class:`~tercet.protocol.BadRequest` that explains what is wrong with it."""
     try:
-        data = file.read_bytes()
+        data = read_named(file)
     except OSError as error:
         raise BadRequest(f"{file}: {error.strerror}", "file") from error
     try:

@@ -10,6 +10,7 @@ from typing import Literal, get_args
 
 import msgspec
 
+from tercet.aio.whole_files import read_named
 from tercet.protocol import BadRequest
 from tercet.settings.declaration import complaint
 
@@ -132,7 +133,7 @@ def _fault(chance: random.Random, shape: FleetShape, at: float, kind: FaultKind,
 def load_schedule(path: Path) -> FaultSchedule:
     """Load a schedule from a file. Raise :class:`~tercet.protocol.BadRequest` that explains an error in the file."""
     try:
-        data = path.read_bytes()
+        data = read_named(path)
     except OSError as error:
         raise BadRequest(f"schedule: {path} cannot be read: {error.strerror}", "schedule") from error
     try:

@@ -19,6 +19,7 @@ from pathlib import Path
 
 import msgspec
 
+from tercet.aio.whole_files import read_named
 from tercet.protocol import BadRequest, KVLayout
 
 
@@ -183,9 +184,13 @@ def load_profile(name: str) -> Profile:
     """
     file = Path(name).expanduser()
     if name.endswith(".json"):
-        if not file.is_file():
-            raise BadRequest(f"profile: file {name} does not exist", "profile")
-        return parse_profile(file.read_bytes(), name)
+        try:
+            content = read_named(file)
+        except FileNotFoundError as error:
+            raise BadRequest(f"profile: file {name} does not exist", "profile") from error
+        except OSError as error:
+            raise BadRequest(f"profile: {name} cannot be read: {error.strerror}", "profile") from error
+        return parse_profile(content, name)
     shipped = shipped_profiles()
     if name not in shipped:
         raise BadRequest(f"profile: {name!r} does not exist; choose {', '.join(shipped)}, or a .json file", "profile")

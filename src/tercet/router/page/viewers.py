@@ -18,7 +18,8 @@ from tercet.router.page.watch import FleetWatch
 
 INTERVAL_S, LARGE_INTERVAL_S, LARGE = 0.5, 1.0, 200
 """Seconds between two frames, also for fleets of more than :data:`LARGE` engines, and that number of engines."""
-MOST_VIEWERS = 32
+MOST_VIEWERS, FOR_ADMINS = 32, 4
+"""Most pages that watch a process, and the number among them that clients cannot take."""
 MOST_PENDING = 6
 """Largest number of frames that wait for a slow viewer; beyond it the viewer gets one whole frame when it reads."""
 
@@ -135,8 +136,10 @@ class Viewers:
         """
         if self._is_over():
             raise ShuttingDown("this router is shutting down, so its page is closed")
-        if len(self._viewers) >= MOST_VIEWERS:
-            raise NoSpace(f"{MOST_VIEWERS} pages watch this router process already; close one of them")
+        most = MOST_VIEWERS if admin else MOST_VIEWERS - FOR_ADMINS
+        if sum(not isinstance(each, Worker) for each in self._viewers) >= most:
+            kept = "" if admin else f", and {FOR_ADMINS} more places are for administrators"
+            raise NoSpace(f"{most} pages watch this router process already{kept}; close one of them")
         return self._enter(Viewer(admin))
 
     def enter_worker(self) -> Viewer:

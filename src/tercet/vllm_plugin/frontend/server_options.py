@@ -11,8 +11,10 @@ import argparse
 import os
 import ssl
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
+from tercet.aio.whole_files import require_regular
 from tercet.protocol import BadRequest
 
 KEEP_ALIVE_VARIABLE = "VLLM_HTTP_TIMEOUT_KEEP_ALIVE"
@@ -128,6 +130,8 @@ def _require_tls(found: Mapping[str, Any]) -> None:
                 raise _refused(name, "TLS needs --ssl-certfile as well")
         return
     try:
+        for file in filter(None, (certificate, found.get("ssl_keyfile"), found.get("ssl_ca_certs"))):
+            require_regular(Path(file))
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         context.load_cert_chain(certificate, found.get("ssl_keyfile"), lambda: "")  # never prompts for a password
         context.verify_mode = ssl.VerifyMode(found.get("ssl_cert_reqs", ssl.CERT_NONE))

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ssl
+from pathlib import Path
 
+from tercet.aio.whole_files import require_regular
 from tercet.protocol import BadRequest
 
 
@@ -19,11 +21,16 @@ def engine_tls(ca: str | None, certificate: str | None, key: str | None) -> ssl.
     if ca is None and certificate is None:
         return None
     try:
+        if ca is not None:
+            require_regular(Path(ca))
         context = ssl.create_default_context(cafile=ca)
     except (OSError, ssl.SSLError) as error:
         raise BadRequest(f"engine-ca: {ca} is not a file of certificates (PEM): {error}", "engine-ca") from error
     if certificate is not None:
         try:
+            for each in (certificate, key):
+                if each is not None:
+                    require_regular(Path(each))
             # Without a password OpenSSL would ask for one on the terminal.
             context.load_cert_chain(certificate, key, password="")
         except (OSError, ssl.SSLError) as error:

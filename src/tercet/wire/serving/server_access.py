@@ -9,7 +9,7 @@ from argparse import Namespace
 from collections.abc import Sequence
 
 from tercet.protocol import BadRequest
-from tercet.protocol.bearer import key_of
+from tercet.protocol.bearer import given_key, key_of
 from tercet.protocol.call_proofs import Callers, secrets_of
 from tercet.settings import SECRET_VARIABLE
 from tercet.settings.variables import API_KEY_VARIABLE
@@ -34,9 +34,9 @@ def callers_of(args: Namespace, secret: str) -> Callers:
 def api_keys(args: Namespace) -> Sequence[str]:
     """Return vLLM's own keys, by vLLM's rule: those of its command line, otherwise that of its variable.
 
-    Empty keys are ignored. Raises :class:`~tercet.protocol.BadRequest` for a blank one.
+    An empty variable counts as none. Raises :class:`~tercet.protocol.BadRequest` for another blank key.
     """
-    given = [key_of(key, "--api-key") for key in args.api_key or ()]
+    given = [given_key(key, "--api-key") for key in args.api_key or ()]
     return [key for key in given or [key_of(os.environ.get(API_KEY_VARIABLE, ""), API_KEY_VARIABLE)] if key]
 
 

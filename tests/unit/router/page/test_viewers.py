@@ -13,7 +13,7 @@ from tercet.protocol import NoSpace, ShuttingDown
 from tercet.router.page import viewers as module
 from tercet.router.page.engine_rows import ReportedLoads
 from tercet.router.page.records import Frame
-from tercet.router.page.viewers import MOST_PENDING, MOST_VIEWERS, Viewers
+from tercet.router.page.viewers import FOR_ADMINS, MOST_PENDING, MOST_VIEWERS, Viewers
 from tercet.router.page.watch import FleetWatch, about_service
 from tests.longest_wait import LONGEST_WAIT_S
 from tests.unit.router.conftest import LiveRouter
@@ -118,7 +118,11 @@ async def test_a_slow_viewer_is_never_behind_by_more_than_a_few_frames(gallery: 
 
 
 async def test_there_is_a_most_of_viewers(gallery: Gallery) -> None:
-    entered = [gallery.viewers.enter(admin=True) for _ in range(MOST_VIEWERS)]
+    gallery.viewers.enter_worker()
+    entered = [gallery.viewers.enter(admin=False) for _ in range(MOST_VIEWERS - FOR_ADMINS)]
+    with pytest.raises(NoSpace, match="for administrators; close one"):
+        gallery.viewers.enter(admin=False)
+    entered += [gallery.viewers.enter(admin=True) for _ in range(FOR_ADMINS)]
     with pytest.raises(NoSpace, match="close one"):
         gallery.viewers.enter(admin=True)
     stream = gallery.viewers.stream(entered[0])

@@ -14,6 +14,7 @@ from typing import Annotated, Any, TypeVar, cast
 
 import msgspec
 
+from tercet.aio.whole_files import read_named
 from tercet.lab.bench.workloads.conversations import (
     Conversation,
     ConversationTurn,
@@ -38,6 +39,8 @@ SCATTER = 0x9E3779B97F4A7C15
 PEOPLE = ("human", "user")
 MODELS = ("gpt", "assistant", "chatgpt", "bard", "bing", "model")
 Exchange = tuple[str, str]
+MOST_RECORDED = 4 * 1024**3
+"""Largest file of recorded requests, in bytes."""
 
 
 def read_text(path: str, kind: str) -> str:
@@ -45,7 +48,7 @@ def read_text(path: str, kind: str) -> str:
     if not path:
         raise BadRequest(f"workload: {kind}: path is missing; write {kind},path=FILE", "path")
     try:
-        return Path(path).expanduser().read_text(encoding="utf-8-sig")
+        return read_named(Path(path).expanduser(), MOST_RECORDED).decode("utf-8-sig")
     except OSError as error:
         raise BadRequest(f"workload: {kind}: cannot read {path}: {error.strerror}", "path") from error
     except UnicodeDecodeError as error:
