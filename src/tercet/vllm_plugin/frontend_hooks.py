@@ -162,6 +162,22 @@ FRONTEND_HOOKS = (
         ),
     ),
     Hook(
+        name="validation of bodies",
+        what="A body's validation ends at the first wrong item of a list, and tries only a union's members of its type",
+        why="An item of /v1/responses with an unknown type gave 237 errors, and 250 held the event loop for a second",
+        until="vLLM's models discriminate their unions and end at first errors",
+        replaces=("TypeAdapter.validator", "BaseModel.__pydantic_validator__"),
+        relies_on=(
+            Takes("pydantic_core:SchemaValidator", "schema", "_use_prebuilt"),
+            Takes("pydantic_core.core_schema:dict_schema", "fail_fast"),
+            Says("pydantic:TypeAdapter.validate_python", "self.validator.validate_python("),
+            Says("pydantic:BaseModel.model_validate", "cls.__pydantic_validator__.validate_python("),
+            Says("fastapi._compat:ModelField.validate", "self._type_adapter.validate_python("),
+            Says("fastapi.dependencies.utils:solve_dependencies", "body_fields=dependant.body_params"),
+            Takes("vllm.entrypoints.generate.factories:get_generate_invocation_types", "supported_tasks"),
+        ),
+    ),
+    Hook(
         name="connections",
         what="uvicorn's protocol puts a request's connection into its scope, and chunks are written to it",
         why="A token is written to the socket without passing through the application's layers",

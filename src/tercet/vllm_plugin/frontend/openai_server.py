@@ -59,8 +59,12 @@ async def openai_server(args: argparse.Namespace, engine_client: Any) -> OpenAIS
     from vllm.entrypoints.launchers.api_server.app_state import init_app_state
     from vllm.entrypoints.launchers.app import build_app
 
+    from tercet.vllm_plugin.frontend.body_models import bound_invocations, bound_routes
+
     tasks = await engine_client.get_supported_tasks()
+    bound_invocations(tasks, engine_client.model_config)
     app = build_app(args, tasks, engine_client.model_config)
+    bound_routes(app)
     await init_app_state(engine_client, app.state, args, tasks)
     messages = getattr(app.state, "anthropic_serving_messages", None)
     if messages is not None:
