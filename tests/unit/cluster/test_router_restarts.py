@@ -21,7 +21,7 @@ from tercet.cluster.child_process import StartFailed
 from tercet.cluster.local import local_fleet
 from tercet.cluster.model import resolve_tokenizer
 from tercet.cluster.running_fleet import RunningFleet
-from tercet.cluster.scaling.records import ScaleCall
+from tercet.cluster.scaling.records import Counts, ScaleCall
 from tercet.cluster.scaling.scaler import Scaler
 from tercet.cluster.up_config import UpConfig
 from tercet.protocol import EngineStatus
@@ -213,3 +213,19 @@ async def test_killed_under_streams_it_comes_back_with_all_changes_and_the_engin
                 while (now := await status_of(engine.url)).running or now.leases or now.sends:
                     await asyncio.sleep(0.05)
             assert now.free_blocks == at_rest[engine.name].free_blocks
+
+
+@pytest.mark.usefixtures("forked")
+async def test_scaling_waits_for_a_router_that_is_restarted(tmp_path: Path) -> None:
+    said: list[str] = []
+    async with simulated(tmp_path, said) as fleet, Scaler(fleet.hands, lambda *_: None) as scaler:
+        kill_router(fleet)
+        await until(lambda: bool(said))
+        record = await scaler.scale(ScaleCall(decode=2))
+        kill_router(fleet)  # and once more, while the new engine starts
+        async with asyncio.timeout(LONGEST_WAIT_S):
+            while (record := await scaler.record()).state == "under_way":
+                await asyncio.sleep(0.05)
+        assert (record.state, record.present, record.why) == ("done", Counts(1, 2), "")
+        names = [each["name"] for each in await ask_router(fleet.url, "GET", "/engines")]
+        assert names == ["prefill-0", "decode-0", "decode-1"]
