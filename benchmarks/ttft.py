@@ -20,7 +20,7 @@ from dataclasses import dataclass
 
 import aiohttp
 
-from tercet.protocol.sse import DONE, read_events
+from tercet.protocol.sse import read_answer
 
 
 @dataclass(frozen=True)
@@ -41,9 +41,8 @@ async def measure(session: aiohttp.ClientSession, url: str, program: str | None,
     headers = {"x-tercet-program": program} if program else {}
     began, times = time.perf_counter(), list[float]()
     async with session.post(f"{url}/v1/completions", json=body, headers=headers) as response:
-        async for data in read_events(response.content.iter_any()):
-            if data != DONE:
-                times.append((time.perf_counter() - began) * 1e3)
+        async for _ in read_answer(response.content.iter_any()):
+            times.append((time.perf_counter() - began) * 1e3)
     return Timing(times[0], times[1] - times[0], (times[-1] - times[1]) / max(1, len(times) - 2))
 
 

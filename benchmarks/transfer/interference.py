@@ -21,7 +21,7 @@ from benchmarks.transfer.cases import MIB
 from benchmarks.transfer.unsignalled import start_unsignalled
 
 from tercet.protocol import Content, EngineError, KVAddrInfo, TercetError, content_of, packed
-from tercet.protocol.sse import DONE, read_events
+from tercet.protocol.sse import read_answer
 from tercet.transport import HeadSlice, KVRegion, RankTransport, SendDestination, SendReport, TransportSettings
 from tercet.transport.pacing import Turn
 from tercet.wire.client.connection_errors import reason_of
@@ -104,8 +104,7 @@ async def _steps(
     async with session.post(f"{engine}/v1/completions", json=body) as response:
         if response.status != 200:
             raise EngineError(f"{engine} refused to generate: {(await response.text())[:300]}")
-        events = read_events(response.content.iter_any())
-        times = [time.perf_counter() async for data in events if data != DONE]
+        times = [time.perf_counter() async for _ in read_answer(response.content.iter_any())]
     return [after - before for before, after in itertools.pairwise(times[1:])]
 
 

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from scripts.gpu_report.servers import model_of, post
 
-from tercet.protocol.sse import DONE, EventReader
+from tercet.protocol.sse import AnswerReader
 
 ROUNDS, WARM_UP = 15, 3
 TOKENS = 64
@@ -56,8 +56,9 @@ def _stream(url: str, model: str, prompt: str) -> tuple[float, float]:
     """Return the seconds to the first token of a stream, and the mean seconds between two later tokens."""
     begun = time.perf_counter()
     with post(url, {**_greedy(model, prompt), "stream": True}) as response:
-        reader, chunks = EventReader(), iter(partial(response.read1, 65536), b"")
-        times = [time.perf_counter() for chunk in chunks for data in reader.read(chunk) if data != DONE]
+        reader, chunks = AnswerReader(), iter(partial(response.read1, 65536), b"")
+        times = [time.perf_counter() for chunk in chunks for _ in reader.events(chunk)]
+        reader.end()
     if len(times) < 3:
         raise RuntimeError(f"a stream of {TOKENS} tokens has {len(times)} parts")
     return times[0] - begun, (times[-1] - times[1]) / (len(times) - 2)

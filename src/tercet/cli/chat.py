@@ -18,7 +18,7 @@ from tercet.cli.router_calls import HERE, ApiKey, Url
 from tercet.cli.terminal import note, write
 from tercet.protocol import BadRequest, EngineError, EngineUnreachable, TercetError
 from tercet.protocol.bearer import bearer, given_key
-from tercet.protocol.sse import DONE, read_events
+from tercet.protocol.sse import read_answer
 from tercet.protocol.wire import UNREADABLE
 from tercet.settings import require_url
 from tercet.wire.client.connection_errors import reason_of
@@ -166,20 +166,15 @@ async def _texts(chunks: AsyncIterable[bytes]) -> AsyncIterator[tuple[str, str]]
 
     Raises :class:`~tercet.protocol.EngineError` if an event is an error, or the stream ends early.
     """
-    async for data in read_events(chunks):
-        if data == DONE:
-            return
+    async for data in read_answer(chunks):
         for found in _texts_of(data):
             yield found
-    raise EngineError("the connection closed before the answer ended")
 
 
 def _texts_of(said: bytes) -> list[tuple[str, str]]:
     """Return text and finish reason of each choice of one event. Raises :class:`~tercet.protocol.EngineError`."""
     try:
         event: dict[str, Any] = msgspec.json.decode(said, type=dict[str, Any])
-        if "error" in event:
-            raise EngineError(_message(said))
         return [
             (str(choice.get("delta", {}).get("content") or ""), str(choice.get("finish_reason") or ""))
             for choice in event.get("choices", ())

@@ -15,7 +15,7 @@ from tercet.cluster.up_config import UpConfig
 from tercet.fleet.trace import Trace
 from tercet.protocol import EngineError
 from tercet.protocol.headers import TRACE_HEADER
-from tercet.protocol.sse import DONE, read_events
+from tercet.protocol.sse import AnswerFailed, read_answer
 from tercet.protocol.trace import TraceEvent
 from tercet.wire.client.connection_errors import reason_of
 
@@ -85,18 +85,17 @@ async def _ask(fleet: StartedFleet, max_tokens: int) -> Trace:
 async def show_answer(chunks: AsyncIterable[bytes]) -> Trace:
     """Print a stream's text as it arrives, and return its trace. Raises :class:`~tercet.protocol.EngineError`."""
     trace: Trace | None = None
-    async for data in read_events(chunks):
-        if data == DONE:
-            continue
-        event: dict[str, Any] = msgspec.json.decode(data)
-        if "error" in event:
-            console.print()
-            raise EngineError(f"the router's answer ended with an error: {event['error']}")
-        if "tercet" in event:
-            trace = msgspec.convert(event["tercet"], Trace)
-        for choice in event.get("choices", ()):
-            console.print(choice.get("delta", {}).get("content") or "", end="", markup=False)
-            console.file.flush()
+    try:
+        async for data in read_answer(chunks):
+            event: dict[str, Any] = msgspec.json.decode(data)
+            if "tercet" in event:
+                trace = msgspec.convert(event["tercet"], Trace)
+            for choice in event.get("choices", ()):
+                console.print(choice.get("delta", {}).get("content") or "", end="", markup=False)
+                console.file.flush()
+    except AnswerFailed as error:
+        console.print()
+        raise EngineError(f"the router's answer ended with an error: {error.message}") from error
     if trace is None:
         raise EngineError("the router's answer has no trace")
     return trace

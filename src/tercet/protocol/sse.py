@@ -2,17 +2,20 @@ r"""Server-sent events (WHATWG HTML, 9.2), as machines without I/O: they take by
 
 A line ends with ``\n``, ``\r\n`` or ``\r``, an event with an empty line; lines that begin with a colon are comments.
 Other characters, such as U+2028 in a text, do not end a line. An event that the end of the stream cuts off is dropped.
+
+Servers say in many forms that a streamed answer has failed, after the status 200. :func:`fault_in` knows them;
+:class:`AnswerReader` reads the answers of any server by it.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import AsyncGenerator, AsyncIterable
-from typing import Any
+from collections.abc import AsyncGenerator, AsyncIterable, Iterator
+from typing import Any, cast
 
 import msgspec
 
-from tercet.protocol.errors import EngineError
+from tercet.protocol.errors import LONGEST_MESSAGE, EngineError
 from tercet.protocol.json_text import UNREADABLE
 from tercet.protocol.splitting import Splitter
 
@@ -23,11 +26,26 @@ LONGEST_EVENT = 64 * 1024 * 1024
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 _EVENT_ENDS = re.compile(rb"\n\n|\n\r\n?|\r\r\n?")
 _LINE_ENDS = b"\r\n"
+# An event without any of these is not an error.
+_MARKS = (b"rror", b"ERROR", b".failed", b".incomplete", b"cancel", b'"detail"', b'"message"')
+_ERROR_WORD = re.compile(rb"\W*error\b", re.IGNORECASE)
+_FAILED_TYPES = frozenset({"error", "response.failed", "response.error", "response.cancelled"})
+_LENGTH = "max_output_tokens"
+# The last events of answers: a finish reason, and those of Responses, Anthropic and Cohere.
+_ENDS = re.compile(rb'"finish_reason": ?"|"type": ?"(?:response\.(?:completed|incomplete)|message_stop|message-end)"')
 _ONE_LINE = re.compile(rb"data: ?([^\r\n]*)(?:\n\n|\r\n\r\n)")
 
 
 class EventTooLong(EngineError):
     """The stream has an event that is longer than allowed."""
+
+
+class AnswerFailed(EngineError):
+    """The server ended a streamed answer with an error; the message is the server's, ``event`` what it wrote."""
+
+    def __init__(self, message: str, event: bytes = b"") -> None:
+        super().__init__(message)
+        self.event = event
 
 
 class EventSplitter(Splitter):
@@ -66,11 +84,56 @@ class EventReader:
 
     def read(self, chunk: bytes) -> list[bytes]:
         """Return the data of the events that ``chunk`` completes."""
+        return [data for data in map(data_of, self._split(chunk)) if data is not None]
+
+    def _split(self, chunk: bytes) -> list[bytes]:
         events = self._events.split(chunk)
         if self._is_first and events:
             self._is_first = False
             events[0] = events[0].removeprefix(_BYTE_ORDER_MARK)
-        return [data for data in map(data_of, events) if data is not None]
+        return events
+
+
+class AnswerReader(EventReader):
+    """Reader of a streamed answer of OpenAI's APIs, Anthropic's or Cohere's.
+
+    ``done`` is True after ``[DONE]``, ``ended`` also after an event that ends an answer, such as a finish reason.
+    """
+
+    def __init__(self, longest: int = LONGEST_EVENT) -> None:
+        super().__init__(longest)
+        self.done = self.ended = False
+
+    def read(self, chunk: bytes) -> list[bytes]:
+        """Return the data of the events before ``[DONE]`` that ``chunk`` completes.
+
+        Raises :class:`EventTooLong`, and :class:`AnswerFailed` if one of the events says an error.
+        """
+        return [*self.events(chunk)]
+
+    def events(self, chunk: bytes) -> Iterator[bytes]:
+        """Yield what :meth:`read` returns, so that the events before an error are not lost."""
+        for event in self._split(chunk):
+            if self.done:
+                return
+            if (fault := fault_in(event)) is not None:
+                raise AnswerFailed(fault, event)
+            data = data_of(event)
+            if data == DONE:
+                self.done = self.ended = True
+            elif data is not None:
+                self.ended = self.ended or _ENDS.search(data) is not None
+                yield data
+
+    def end(self) -> None:
+        """Raise :class:`AnswerFailed` unless the answer has ended: its connection was closed too early."""
+        if not self.ended:
+            why = "the stream ended before the answer: without [DONE] and without a finish reason"
+            raise AnswerFailed(self.fault_at_end() or why)
+
+    def fault_at_end(self) -> str | None:
+        """Return the error that a server wrote last, without the empty line that ends an event; None without one."""
+        return fault_in(self._events.rest())
 
 
 async def read_events(chunks: AsyncIterable[bytes], longest: int = LONGEST_EVENT) -> AsyncGenerator[bytes]:
@@ -79,6 +142,97 @@ async def read_events(chunks: AsyncIterable[bytes], longest: int = LONGEST_EVENT
     async for chunk in chunks:
         for data in reader.read(chunk):
             yield data
+
+
+async def read_answer(chunks: AsyncIterable[bytes], longest: int = LONGEST_EVENT) -> AsyncGenerator[bytes]:
+    """Yield the data of each event of a streamed answer before ``[DONE]``.
+
+    Raises :class:`EventTooLong`, and :class:`AnswerFailed` if the server says an error or ends the answer too early.
+    """
+    reader = AnswerReader(longest)
+    async for chunk in chunks:
+        for data in reader.events(chunk):
+            yield data
+    reader.end()
+
+
+def fault_in(event: bytes) -> str | None:
+    """Return the message of an event that says an error, in any form that servers use; None for other events.
+
+    Known are an event with the name ``error``, a comment or a field ``error``, JSON without ``data:``, and the error
+    objects of OpenAI's APIs, Anthropic, Cohere, vLLM and FastAPI, also as text or in a choice.
+    """
+    if not any(mark in event for mark in _MARKS):  # most events, which are not read twice
+        return None
+    name, data, told = "", list[bytes](), None
+    for line in event.removeprefix(_BYTE_ORDER_MARK).splitlines():
+        field, _, value = line.partition(b":")
+        if field == b"event":
+            name = value.decode(errors="replace").strip()
+        elif field == b"data":
+            data.append(value.removeprefix(b" "))
+        elif field.strip().lower() == b"error":
+            told = _fault_of(_value_of(value), is_error=True)
+        elif not field:
+            comment = value.strip()
+            told = told or (_text(comment) if _ERROR_WORD.match(comment) else None)
+        elif line.lstrip().startswith(b"{"):
+            told = told or _fault_of(_value_of(line), is_error=False)
+    is_error = name in _FAILED_TYPES or name.startswith("error")
+    if not data:
+        return told or (f"the server sent the event {name!r}" if is_error else None)
+    return told or _fault_of(_value_of(b"\n".join(data)), is_error)
+
+
+def _fault_of(value: Any, is_error: bool) -> str | None:
+    """Return the message of an event's value if it is an error, or if ``is_error`` says so."""
+    if isinstance(value, str):  # text that begins as an object is broken JSON, which its reader refuses
+        failed = is_error or (not value.startswith("{") and _ERROR_WORD.match(value.encode()) is not None)
+        return (value or "error") if failed else None
+    if not isinstance(value, dict):
+        return f"the server sent the error {value!r:.200}" if is_error else None
+    said = cast("dict[str, Any]", value)
+    if isinstance(choices := said.get("choices"), list):
+        objects = [cast("dict[str, Any]", each) for each in cast("list[Any]", choices) if isinstance(each, dict)]
+        said = {"error": said.get("error") or next((each["error"] for each in objects if each.get("error")), None)}
+    kind, inner = said.get("type"), said.get("response", said.get("delta"))
+    nested = cast("dict[str, Any]", inner) if isinstance(inner, dict) else {}
+    if kind == "response.incomplete":  # an answer of the asked length is not whole either, but no failure
+        why = _message_in(nested.get("incomplete_details")) or "incomplete"
+        return None if why == _LENGTH else f"the response is incomplete: {why}"
+    failed = (
+        is_error
+        or kind in _FAILED_TYPES
+        or said.get("object") == "error"
+        or str(nested.get("finish_reason")).upper() == "ERROR"
+        or ("message" in said and ("code" in said or "status" in said))
+        or ("detail" in said and "type" not in said and "object" not in said)
+    )
+    error = said.get("error") or nested.get("error")
+    if not failed and not said.get("error"):
+        return None
+    return _message_in(error) or _message_in(said) or _text(msgspec.json.encode(value))
+
+
+def _message_in(value: Any) -> str | None:
+    if isinstance(value, dict):
+        fields = cast("dict[str, Any]", value)
+        value = next((fields[name] for name in ("message", "detail", "reason", "code") if fields.get(name)), None)
+        value = value if isinstance(value, str) or value is None else _text(msgspec.json.encode(value))
+    return value[:LONGEST_MESSAGE] if isinstance(value, str) and value else None
+
+
+def _value_of(text: bytes) -> Any:
+    """Return the JSON value of a text, also if it is JSON in a JSON string; the text if it is no JSON."""
+    try:
+        value = msgspec.json.decode(text)
+    except UNREADABLE:
+        return _text(text.strip())
+    return _value_of(value.encode()) if isinstance(value, str) and value.lstrip().startswith("{") else value
+
+
+def _text(said: bytes) -> str:
+    return said.decode(errors="replace")[:LONGEST_MESSAGE]
 
 
 def data_of(event: bytes) -> bytes | None:

@@ -10,7 +10,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tercet.protocol.sse import EventReader, EventSplitter, EventTooLong, data_of, object_of, read_events
+from tercet.protocol.sse import (
+    AnswerFailed,
+    AnswerReader,
+    EventReader,
+    EventSplitter,
+    EventTooLong,
+    data_of,
+    fault_in,
+    object_of,
+    read_events,
+)
 from tercet.wire.serving.trace_answers import TracingSend
 
 TEXT = b'data: {"text": "data: [DONE]\\n\\ndata: [DONE]"}\n\n'
@@ -111,3 +121,96 @@ async def test_a_text_that_only_says_so_is_no_end() -> None:
     line = b'data: {"text": "x"} data: [DONE]\n\n'
     assert await traced(b"text/event-stream", line) == line
     assert await traced(b"text/plain", STREAM) == STREAM
+
+
+# ---- errors in streams -------------------------------------------------------------------------------------------
+
+FAULTS = {
+    b'data: {"error": {"message": "boom", "code": 500}}': "boom",
+    b'data: {"error": "boom"}': "boom",
+    b'data: {"error": {"code": "overloaded"}}': "overloaded",
+    b'data: {"object": "error", "message": "boom", "type": "E", "param": null, "code": 500}': "boom",
+    b'data: {"message": "boom", "code": 500}': "boom",
+    b'data: {"detail": "boom"}': "boom",
+    b'data: {"detail": [{"msg": "boom"}]}': "boom",
+    b'event: error\ndata: {"type": "error", "error": {"type": "overloaded_error", "message": "boom"}}': "boom",
+    b'data: {"type": "error", "code": "c", "message": "boom", "param": null}': "boom",
+    b'event: response.failed\ndata: {"type": "response.failed", "response": {"error": {"message": "boom"}}}': "boom",
+    b'data: {"type": "response.failed", "response": {"status": "failed"}}': "response.failed",
+    b'data: {"type":"response.incomplete","response":{"incomplete_details":{"reason":"boom"}}}': "boom",
+    b'data: {"type": "message-end", "delta": {"finish_reason": "ERROR", "error": "boom"}}': "boom",
+    b'data: {"choices": [{"index": 0, "error": {"message": "boom"}, "finish_reason": "error"}]}': "boom",
+    b'data: "{\\"error\\": {\\"message\\": \\"boom\\"}}"': "boom",
+    b"data: Error: boom": "boom", b"data: [ERROR] boom": "boom", b'data: "error: boom"': "boom",
+    b"event: error\ndata: boom": "boom", b"event: error": "error", b"event: error\ndata:": "error",
+    b'error: {"message": "boom"}': "boom", b"error: boom": "boom", b'error:{"error":{"message":"boom"}}': "boom",
+    b": error boom": "boom", b":error: boom": "boom", b": ERROR boom": "boom",
+    b'{"error": {"message": "boom"}}': "boom", b'  {"object":"error","message":"boom"}': "boom",
+}  # fmt: skip
+NO_FAULTS = (
+    b'data: {"choices": [{"text": "error: boom", "finish_reason": null}]}',
+    b'data: {"choices": [{"delta": {"content": "{\\"error\\": 1}"}, "finish_reason": "stop"}], "error": null}',
+    b'data: {"choices": [{"delta": {"content": "x"}, "error": null}], "message": "x", "code": 1}',
+    b'event: message_start\ndata: {"type": "message_start", "message": {"id": "m", "error": null}}',
+    b'data: {"type":"response.completed","response":{"error":null,"incomplete_details":null,"status":"completed"}}',
+    b'data: {"type":"response.incomplete","response":{"incomplete_details":{"reason":"max_output_tokens"}}}',
+    b'data: {"type": "response.output_text.delta", "delta": "error"}',
+    b'data: {"tercet": {"events": [{"verb": "retry", "reason": "error"}], "error": null}}',
+    b": keep-alive",
+    b": no error so far",
+    b"event: ping\ndata: {}",
+    b"id: error",
+    b"retry: 5",
+    b"data: [DONE]",
+    b"",
+)
+
+
+@pytest.mark.parametrize("end", [b"\n\n", b"\r\n\r\n", b"\r\r"])
+@pytest.mark.parametrize(("event", "said"), FAULTS.items())
+def test_an_error_of_any_form_ends_an_answer(event: bytes, said: str, end: bytes) -> None:
+    whole = b'data: {"choices": []}' + end + event.replace(b"\n", end[: len(end) // 2]) + end
+    reader, found = AnswerReader(), list[bytes]()
+
+    def read() -> None:
+        for at in range(len(whole)):
+            found.extend(reader.events(whole[at : at + 1]))
+
+    with pytest.raises(AnswerFailed, match=said):
+        read()
+    assert found == [b'{"choices": []}']
+    cut = AnswerReader()
+    assert [*cut.events(event)] == []
+    with pytest.raises(AnswerFailed, match=said):  # the connection closes before the empty line
+        cut.end()
+
+
+@pytest.mark.parametrize("event", NO_FAULTS)
+def test_an_event_that_only_mentions_an_error_is_none(event: bytes) -> None:
+    assert fault_in(event + b"\n\n") is None
+
+
+@given(st.binary(max_size=60), st.sampled_from([*FAULTS, *NO_FAULTS]), st.data())
+def test_any_bytes_are_an_event_or_an_error(noise: bytes, event: bytes, data: st.DataObject) -> None:
+    at = data.draw(st.integers(0, len(event)))
+    found = fault_in(event[:at] + noise + event[at:])
+    assert found is None or (found and len(found) <= 5000)
+
+
+@pytest.mark.parametrize(
+    "last",
+    [b"data: [DONE]", b'data: {"choices": [{"finish_reason":"stop"}]}', b'data: {"type":"message_stop"}',
+     b'data: {"type": "response.completed"}'],
+)  # fmt: skip
+def test_an_answer_ends_with_its_last_event_or_has_failed(last: bytes) -> None:
+    reader = AnswerReader()
+    reader.read(b'data: {"choices": [{"finish_reason": null}]}\n\n')
+    with pytest.raises(AnswerFailed, match="ended before the answer"):
+        reader.end()
+    reader.read(last + b"\n\n")
+    reader.end()
+    assert reader.done == (last == b"data: [DONE]")
+
+
+def test_what_follows_the_end_is_not_read() -> None:
+    assert AnswerReader().read(b"data: [DONE]\n\nerror: boom\n\n") == []

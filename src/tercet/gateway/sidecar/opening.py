@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from typing import Literal
 
-from tercet.protocol.sse import EventSplitter, data_of, object_of
+from tercet.protocol.sse import EventSplitter, data_of, fault_in, object_of
 
-# The events of a response before the engine has computed anything, and its failure events.
+# The events of a response before the engine has computed anything.
 _BEFORE = ("response.created", "response.queued", "response.in_progress")
-_FAILED = ("error", "response.failed")
 
 
 class Opening:
@@ -22,11 +21,8 @@ class Opening:
         """Return the outcome so far, including this chunk."""
         self.held += chunk
         for event in self._events.split(chunk):
-            if data_of(event) is None:
-                continue
-            said = object_of(event)
-            if said.get("error") or said.get("type") in _FAILED:
+            if fault_in(event) is not None:
                 return "failure"
-            if said.get("type") not in _BEFORE:
+            if data_of(event) is not None and object_of(event).get("type") not in _BEFORE:
                 return "tokens"
         return "nothing"

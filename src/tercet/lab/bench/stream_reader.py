@@ -12,7 +12,7 @@ from typing import Annotated, Any
 import msgspec
 
 from tercet.lab.bench.results import Failure
-from tercet.protocol.sse import DONE, EventReader, EventTooLong
+from tercet.protocol.sse import AnswerFailed, AnswerReader, EventTooLong
 from tercet.protocol.wire import UNREADABLE
 
 BROKEN_OFF = ("abort", "error")
@@ -48,7 +48,6 @@ class _Usage(msgspec.Struct):
 class _Event(msgspec.Struct):
     choices: list[_Choice] = []
     usage: _Usage | None = None
-    error: Any = None
 
 
 _EVENT = msgspec.json.Decoder(_Event)
@@ -89,19 +88,18 @@ class StreamReader:
     def __init__(self) -> None:
         self.reading = Reading()
         self._broken_off: str | None = None
-        self._events = EventReader()
+        self._events = AnswerReader()
 
     def feed(self, data: bytes, now: float) -> None:
         """Parse ``data``, which arrived at ``now`` (seconds). Raise :class:`StreamFailed` if it is invalid."""
         try:
-            payloads = self._events.read(data)
+            for payload in self._events.events(data):
+                self._event(payload, now)
         except EventTooLong as error:
             raise StreamFailed("protocol", error.message) from error
-        for payload in payloads:
-            if payload == DONE:
-                self.reading.done = True
-            elif not self.reading.done:
-                self._event(payload, now)
+        except AnswerFailed as error:
+            raise StreamFailed("server", error.message) from error
+        self.reading.done = self._events.done
 
     def end(self) -> Reading:
         """End the stream and return the reading. Raise :class:`StreamFailed` if it ended too early or was empty."""
@@ -109,6 +107,8 @@ class StreamReader:
         if self._broken_off is not None:
             raise StreamFailed("server", f"the server aborted the answer: finish_reason {self._broken_off}")
         if not reading.done and reading.finish_reason is None:
+            if (fault := self._events.fault_at_end()) is not None:
+                raise StreamFailed("server", fault)
             raise StreamFailed("disconnected", f"the stream ended after {len(reading.times)} events without [DONE]")
         # The last event of some servers is empty; others put the last token there.
         known = reading.completion_tokens
@@ -123,11 +123,8 @@ class StreamReader:
             if not payload.isascii():
                 payload.decode()  # the decoder accepts any bytes in fields that it does not read
             event = _EVENT.decode(payload)
-            complaint = None if event.error is None else _message_of(event.error)
         except UNREADABLE as error:
             raise StreamFailed("protocol", f"an event does not match the API: {error}") from error
-        if complaint is not None:
-            raise StreamFailed("server", complaint)
         if event.usage is not None:
             self.reading.prompt_tokens = event.usage.prompt_tokens
             self.reading.completion_tokens = event.usage.completion_tokens
@@ -152,8 +149,3 @@ class StreamReader:
         reading.times.append(now)
         reading.text.append(said)
         reading.last_is_silent = not said and choice.finish_reason is not None
-
-
-def _message_of(error: Any) -> str:
-    found: Any = error.get("message") if isinstance(error, dict) else error  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
-    return str(found)  # pyright: ignore[reportUnknownArgumentType]

@@ -11,7 +11,7 @@ import msgspec
 from tercet.lab.chaos.client_load import AnswerBrokenOff, Arrival
 from tercet.protocol import EngineUnreachable, from_wire
 from tercet.protocol.headers import PROGRAM_HEADER
-from tercet.protocol.sse import DONE, read_events
+from tercet.protocol.sse import AnswerFailed, object_of, read_answer
 from tercet.protocol.wire import UNREADABLE
 
 
@@ -36,12 +36,8 @@ class OpenAIClients:
                 if response.status != 200:
                     raise from_wire(response.status, _decoded(await response.read()))
                 whole = False
-                async for data in read_events(response.content.iter_any()):
-                    if data == DONE:
-                        continue
+                async for data in read_answer(response.content.iter_any()):
                     event: dict[str, Any] = msgspec.json.decode(data)
-                    if "error" in event:
-                        raise from_wire(500, event)
                     for choice in event["choices"]:
                         reason = choice["finish_reason"]
                         whole = whole or reason is not None
@@ -53,6 +49,9 @@ class OpenAIClients:
                     raise AnswerBrokenOff("the answer ended without a finish reason")
         except (aiohttp.ClientError, OSError) as error:
             raise EngineUnreachable(f"the connection to the router failed: {error!r}") from error
+        except AnswerFailed as error:
+            said = object_of(error.event)
+            raise from_wire(500, said) if "error" in said else AnswerBrokenOff(error.message) from error
         except UNREADABLE as error:
             raise AnswerBrokenOff(f"the answer does not match the API: {error}") from error
 
