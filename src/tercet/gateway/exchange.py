@@ -40,6 +40,7 @@ from tercet.protocol import (
     TercetError,
     UnknownPath,
 )
+from tercet.protocol.body_forms import WITH_BODY, forms_of, labelled
 from tercet.protocol.error_forms import error_body
 from tercet.protocol.headers import CONTROL_HEADERS as CONTROL
 from tercet.protocol.headers import PREFILLER_HEADER as PREFILLER
@@ -83,6 +84,7 @@ class Exchange:
         self._is_whole = False
         self._trailers_follow = False
         self._endpoints: Endpoints | None = None
+        self._relabelled: Mapping[str, str] = {}
 
     @property
     def path(self) -> str:
@@ -123,6 +125,11 @@ class Exchange:
             raise UnknownPath(
                 f"{self.path:.200} is not for clients, so no engine is picked for it; use the engine's own port"
             )
+        if not message.request_headers.end_of_stream and self._headers.get(":method") in WITH_BODY:
+            fields = _fields_of(message)
+            label = labelled(fields, forms_of(self.path))
+            if label.fields != fields:
+                self._relabelled = {"content-type": label.content_type}
         announced = self._headers.get("content-length", "")
         if announced.isdecimal() and int(announced) > self._max_bytes:
             raise self._too_large()
@@ -206,7 +213,7 @@ class Exchange:
         return chain([first], _streamed("request_body", chunks, not self._trailers_follow), last)
 
     def _mutation(self, endpoints: Endpoints) -> HeaderMutation:
-        told = {DESTINATION: ",".join(endpoints.decode)}
+        told = {DESTINATION: ",".join(endpoints.decode), **self._relabelled}
         if endpoints.prefill:
             told[PREFILLER] = endpoints.prefill
         stripped = [name for name in CONTROL if self._headers and name in self._headers and name not in told]
@@ -264,10 +271,15 @@ def _piece(content: bytes, last: bool) -> BodyResponse:
 def headers_of(message: ProcessingRequest) -> dict[str, str]:
     """Return the request's headers; values of a repeated header are joined by commas."""
     found: dict[str, str] = {}
-    for header in message.request_headers.headers.headers:
-        name, value = header.key.lower(), header.raw_value.decode("latin-1") if header.raw_value else header.value
+    for field, content in _fields_of(message):
+        name, value = field.decode("latin-1"), content.decode("latin-1")
         found[name] = f"{found[name]},{value}" if name in found else value
     return found
+
+
+def _fields_of(message: ProcessingRequest) -> list[tuple[bytes, bytes]]:
+    headers = message.request_headers.headers.headers
+    return [(header.key.lower().encode(), header.raw_value or header.value.encode()) for header in headers]
 
 
 def candidates_of(message: ProcessingRequest) -> Sequence[str] | None:

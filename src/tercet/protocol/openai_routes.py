@@ -16,12 +16,13 @@ POOLING = frozenset(
      "/v2/rerank"}
 )  # fmt: skip
 """Routes of pooling models, whose servers do not use the verbs."""
+TRANSCRIBING = frozenset({"/v1/audio/transcriptions", "/v1/audio/translations"})
+"""Routes whose body is a form with an audio file; the bodies of all other routes are JSON."""
 MODELS = "/v1/models"
 PROBES = frozenset({"/health", "/ping", "/live", "/load", "/version", "/metrics", "/metrics/"})
 """Routes for probes and monitoring. vLLM and a router serve them without a key."""
-CLIENTS = GENERATING | POOLING | {
+CLIENTS = GENERATING | POOLING | TRANSCRIBING | {
     MODELS, "/version", "/tokenize", "/detokenize", "/tokenizer_info", "/v1/messages/count_tokens",
-    "/v1/audio/transcriptions", "/v1/audio/translations",
     *(f"{path}/{step}" for path in (COMPLETIONS, CHAT, RESPONSES, "/v1/messages", "/cohere/v2/chat")
       for step in ("render", "derender")),
 }  # fmt: skip

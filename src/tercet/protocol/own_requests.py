@@ -12,7 +12,9 @@ import ipaddress
 from collections.abc import Iterable, Sequence
 from urllib.parse import urlsplit
 
+from tercet.protocol.body_forms import CONTENT_TYPE, Fields, announces_body, labelled
 from tercet.protocol.errors import Forbidden, UnsupportedMediaType
+from tercet.protocol.wire import JSON
 
 # A browser's values for requests of the same origin, and for addresses that its user typed.
 _OWN_SITES = frozenset({"same-origin", "none"})
@@ -45,11 +47,6 @@ class ShownHeaders:
         """The name of a header by which a proxy says that it forwards the request; empty without one."""
         found = (name for name in self._values if name in _OF_PROXIES or name.startswith(_PROXY_PREFIX))
         return next(found, "")
-
-    @property
-    def has_body(self) -> bool:
-        """True if the headers announce a body."""
-        return "transfer-encoding" in self._values or any(value.strip() != "0" for value in self.all("content-length"))
 
     @property
     def media_types(self) -> Sequence[str]:
@@ -110,19 +107,15 @@ def _require_local_host(headers: ShownHeaders) -> None:
         raise Forbidden("host: must be localhost, 127.0.0.1 or [::1], because this server has no key", "host")
 
 
-def require_json(headers: ShownHeaders) -> None:
-    """Raise :class:`~tercet.protocol.errors.UnsupportedMediaType` for a body that is not declared as JSON.
+def require_json(fields: Fields) -> None:
+    """Raise the errors of :func:`~tercet.protocol.body_forms.labelled` for a body that is not declared as JSON.
 
     Some clients, such as aiohttp, declare ``application/octet-stream`` when they send no body. A page cannot send that
     type to another origin without a preflight request.
     """
-    types = headers.media_types
-    if types == ["application/octet-stream"] and not headers.has_body:
-        return
-    wrong = [each for each in types if each != "application/json"]
-    if wrong or len(types) > 1 or (headers.has_body and not types):
-        said = ", ".join(types) or "nothing"
-        raise UnsupportedMediaType(f"content-type: must be application/json, is {said:.80}", "content-type")
+    types = [value.strip().lower() for name, value in fields if name.lower() == CONTENT_TYPE]
+    if announces_body(fields) or types not in ([], [b"application/octet-stream"]):
+        labelled(fields, (JSON,))
 
 
 def is_loopback_name(name: str) -> bool:

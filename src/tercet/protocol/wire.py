@@ -228,9 +228,12 @@ def encode_call(call: msgspec.Struct) -> tuple[bytes, str]:
         raise BadRequest(f"{field}: has text or numbers that cannot be sent to an engine: {error}", field) from error
 
 
-def decode_call(body: bytes, kind: type[C], content_type: str = JSON) -> C:
-    """Parse a call's body; raises :class:`~tercet.protocol.errors.BadRequest` whose ``param`` names the field."""
-    is_packed = content_type.partition(";")[0].strip().lower() == MSGPACK
+def decode_call(body: bytes, kind: type[C], form: str = JSON) -> C:
+    """Parse a call's body in the form that :mod:`tercet.protocol.body_forms` has decided.
+
+    Raises :class:`~tercet.protocol.errors.BadRequest` whose ``param`` names the field.
+    """
+    is_packed = form == MSGPACK
     try:
         return msgspec.msgpack.decode(body, type=kind) if is_packed else msgspec.json.decode(in_utf8(body), type=kind)
     except UNREADABLE as error:

@@ -8,14 +8,14 @@ from contextlib import suppress
 from typing import Any, cast
 
 import msgspec
-from starlette.types import Message, Receive
+from starlette.types import Message, Receive, Scope
 
 from tercet.decisions.sessions import closes_session, session_in_body
 from tercet.fleet.admission import ClientLeft
 from tercet.fleet.bodies_held import HeldBody
+from tercet.protocol.body_forms import announces_body, forms_of, labelled
 from tercet.protocol.headers import SESSION_FINAL_HEADER
 from tercet.protocol.json_text import in_utf8, read_json
-from tercet.protocol.wire import API_PREFIX
 from tercet.router.body_items import require_few_items, require_readable, require_small_structures
 from tercet.wire.serving.request_body import read_whole
 from tercet.wire.serving.request_context import Asked, RequestContext
@@ -78,14 +78,20 @@ def _again(first: Message, receive: Receive) -> Receive:
     return received
 
 
-async def receive_body(context: RequestContext, receive: Receive, limit: int, kept: HeldBody) -> ReceivedBody:
-    """Read and return the body of a request; ``kept`` counts its bytes.
+async def receive_body(
+    context: RequestContext, scope: Scope, receive: Receive, limit: int, kept: HeldBody
+) -> ReceivedBody:
+    """Decide what the body of a request is, read it, and return it; ``kept`` counts its bytes.
 
-    Raises :class:`~tercet.protocol.RequestTooLarge`, :class:`~tercet.protocol.Saturated` if all bodies together are too
-    large, and :class:`ClientLeft` if the client leaves before the end of the body.
+    The application gets only the header fields of that decision. Raises the errors of
+    :func:`~tercet.protocol.body_forms.labelled`, :class:`~tercet.protocol.RequestTooLarge`,
+    :class:`~tercet.protocol.Saturated` if all bodies together are too large, and :class:`ClientLeft` if the client
+    leaves before the end of the body.
     """
     announced = context.headers.get("content-length", "")
     taker = "this router (--max-request-bytes)"
+    if announces_body(scope["headers"]):
+        _decide(context, scope)
     first = await receive()
     if first["type"] == "http.request" and first.get("more_body", False):
         async with kept.until_let_go():
@@ -94,7 +100,13 @@ async def receive_body(context: RequestContext, receive: Receive, limit: int, ke
         content = await read_whole(_again(first, receive), announced, limit, taker, kept.add)
     if content is None:
         raise ClientLeft
+    if content and not context.form:  # HTTP/2 need not announce a body
+        _decide(context, scope)
     return ReceivedBody(content, receive)
+
+
+def _decide(context: RequestContext, scope: Scope) -> None:
+    context.form, scope["headers"], _ = labelled(scope["headers"], forms_of(context.path))
 
 
 async def read_body(context: RequestContext, body: ReceivedBody, most_items: int) -> None:
@@ -115,17 +127,6 @@ async def read_body(context: RequestContext, body: ReceivedBody, most_items: int
         context.asked = asked_by(context.fields)
         if closes_session(context.fields):
             context.headers = {**context.headers, SESSION_FINAL_HEADER: "true"}
-
-
-def is_json(context: RequestContext) -> bool:
-    """True if the router reads a body: Tercet's routes read their own bodies, and vLLM accepts only JSON.
-
-    A compressed body is passed to pooling servers unchanged, and vLLM refuses it.
-    """
-    if context.headers.get("content-encoding", "identity").strip().lower() not in ("", "identity"):
-        return False
-    kind = context.headers.get("content-type", "application/json").partition(";")[0].strip().lower()
-    return not context.path.startswith(API_PREFIX) and (kind == "application/json" or kind.endswith("+json"))
 
 
 def asked_by(fields: dict[str, Any]) -> Asked:

@@ -21,14 +21,15 @@ from tercet.fleet.long_bodies import LongBodies, is_long
 from tercet.fleet.portions import Portions
 from tercet.protocol import EngineUnreachable, RouterFailed, TercetError, UnknownPath
 from tercet.protocol.bearer import BearerKeys
+from tercet.protocol.body_forms import WITH_BODY
 from tercet.protocol.error_forms import error_body
 from tercet.protocol.headers import PROGRAM_HEADER
 from tercet.protocol.openai_routes import GENERATING
-from tercet.protocol.wire import API_PREFIX
+from tercet.protocol.wire import API_PREFIX, JSON
 from tercet.router.access_log import access_logged
 from tercet.router.followed_requests import followed_request, take_id_of_body
 from tercet.router.pooling import PooledAnswer, PoolingServers, close_result
-from tercet.router.received_bodies import ReceivedBody, is_json, nothing_from, read_body, receive_body
+from tercet.router.received_bodies import ReceivedBody, nothing_from, read_body, receive_body
 from tercet.router.request_traces import FollowedRequest, RequestTraces
 from tercet.router.sequence_count import require_few_sequences
 from tercet.router.shutdown import Shutdown
@@ -53,7 +54,6 @@ READY = frozenset({"/health", "/ping"})
 OPEN = READY | {LIVE, "/load", "/version", "/metrics", "/metrics/"}
 # Close code of a websocket that the server refuses.
 POLICY_VIOLATION = 1008
-WITH_BODY = frozenset({"POST", "PUT", "PATCH"})
 
 
 class RouterApp:
@@ -124,7 +124,7 @@ class RouterApp:
             await self._refusals({**scope, ERROR: elsewhere}, receive, send)
             return
         if scope["method"] == "OPTIONS":
-            await self._app(scope, receive, send)
+            await self._app(scope, nothing_from(receive), send)
             return
         if context.path == LIVE:
             await _answer(send, 200, b"")
@@ -231,13 +231,14 @@ class RouterApp:
             self._check_program(context.headers[PROGRAM_HEADER])
         if scope["method"] not in WITH_BODY or context.path in OPEN:
             return None  # no body is buffered for a caller without a key
-        body = await receive_body(context, receive, self._max_bytes, kept)
-        if not body.content or not is_json(context):
-            return body
+        body = await receive_body(context, scope, receive, self._max_bytes, kept)
+        if not body.content or context.path.startswith(API_PREFIX):
+            return body  # Tercet's own routes read their bodies
         try:
             if is_long(body.content):
                 await self._take_turn(context, scope, body, kept)
-            await read_body(context, body, self._gate.limits.items)
+            if context.form == JSON:
+                await read_body(context, body, self._gate.limits.items)
         except BaseException:
             body.close()
             raise

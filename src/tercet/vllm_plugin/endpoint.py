@@ -17,6 +17,7 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import StreamingResponse
 
 from tercet.protocol import DeadlineExceeded, EngineError, Output, Revision, TercetError, Unauthorized, UnknownSequence
+from tercet.protocol.body_forms import VERB_FORMS, labelled
 from tercet.protocol.call_proofs import CHALLENGE_HEADER, Callers, require_digest
 from tercet.protocol.headers import INCARNATION_HEADER
 from tercet.protocol.names import require_engine_name
@@ -165,13 +166,14 @@ def _verbs(request: Request) -> EngineVerbs:
 
 async def _call(request: Request, kind: type[T]) -> T:
     """Read and decode a call, with a limit on its body's size."""
+    form = labelled(request.scope["headers"], VERB_FORMS).form
     most: int = request.app.state.tercet_max_request_bytes
     taker = "this engine (max_request_bytes in kv_connector_extra_config)"
     body = await read_whole(request.receive, request.headers.get("content-length", ""), most, taker)
     if body is None:
         raise ClientDisconnect
     require_digest(body, getattr(request.state, "tercet_digest", None))
-    return decode_call(body, kind, request.headers.get("content-type", ""))
+    return decode_call(body, kind, form)
 
 
 def _body(kind: type) -> dict[str, Any]:

@@ -26,6 +26,7 @@ from tercet.protocol import (
     UnknownPath,
 )
 from tercet.protocol.bearer import BearerKeys
+from tercet.protocol.body_forms import forms_of, labelled
 from tercet.protocol.error_forms import in_form
 from tercet.protocol.json_text import in_utf8, read_json
 from tercet.protocol.openai_routes import MODELS, is_for_clients
@@ -123,8 +124,11 @@ class ModelProxy:
             if http.path == MODELS and reads:
                 await self._models(http, answer)
                 return
+            form = ""
+            if http.has_body:
+                form, http.fields, _ = labelled(http.fields, forms_of(http.path))
             body = await self._bodies.whole(http)
-            model = self._routes.any_model() if http.method == OPTIONS and not body else self._model_in(body)
+            model = self._routes.any_model() if http.method == OPTIONS and not body else self._model_in(body, form)
             await self._pass_on(http, answer, model, body)
 
     async def _models(self, http: ClientCall, answer: ProxiedAnswer) -> None:
@@ -144,9 +148,12 @@ class ModelProxy:
             response.close()
         await http.answer(200, msgspec.json.encode({"object": "list", "data": self._routes.listed()}), JSON)
 
-    def _model_in(self, body: bytes) -> str:
-        """Return the model that a body names, or the only one. Raises :class:`~tercet.protocol.BadRequest`."""
-        found = read_json(in_utf8(body)) if body else {}
+    def _model_in(self, body: bytes, form: str) -> str:
+        """Return the model that a body of this form names, or the only one; of forms, only JSON is read.
+
+        Raises :class:`~tercet.protocol.BadRequest`.
+        """
+        found = read_json(in_utf8(body)) if body and form == JSON else {}
         model = cast("Mapping[str, Any]", found).get("model") if isinstance(found, dict) else None
         if model is not None and not isinstance(model, str):
             raise BadRequest("model: must be a string", "model")

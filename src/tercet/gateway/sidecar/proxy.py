@@ -20,6 +20,7 @@ from tercet.gateway.sidecar.opening import Opening
 from tercet.gateway.sidecar.prefill_legs import DecodeLeg, PrefillLeg
 from tercet.gateway.sidecar.split_call import KV_PARAMS, SPLIT_PATHS, SplitCall
 from tercet.protocol import BadRequest, EngineError, EngineUnreachable, TercetError, Unauthorized, UnknownPath
+from tercet.protocol.body_forms import forms_of, labelled
 from tercet.protocol.call_proofs import CHALLENGE_HEADER, Callers, Prover, require_digest, secrets_of
 from tercet.protocol.headers import CONTROL_HEADERS, PREFILLER_HEADER, REQUEST_ID_HEADER, TRACE_HEADER
 from tercet.protocol.json_text import in_utf8, read_json
@@ -28,7 +29,7 @@ from tercet.protocol.own_requests import ShownHeaders, require_own_call
 from tercet.protocol.prefill_hosts import AllowedPrefillers
 from tercet.protocol.spans import TRACEPARENT, TRACESTATE, span_context_of, span_of, working_in
 from tercet.protocol.trace import VerbTrace
-from tercet.protocol.wire import API_PREFIX
+from tercet.protocol.wire import API_PREFIX, JSON
 from tercet.settings import SidecarConfig
 from tercet.settings.log_lines import lines_of_request, request_renamed
 from tercet.wire.client.connection_errors import reason_of
@@ -113,9 +114,13 @@ class Proxy:
             body = await self._body(http, is_known=True)
             require_digest(body, digest)
             await self._forward(http, answer, body, digest=digest)
-        elif http.method == b"POST" and http.path in SPLIT_PATHS:
+            return
+        form = ""
+        if http.has_body and not http.path.startswith(API_PREFIX):  # the engine decides about bodies of verbs
+            form, http.fields, _ = labelled(http.fields, forms_of(http.path))
+        if http.method == b"POST" and http.path in SPLIT_PATHS:
             await self._split(http, answer)
-        elif self._refuses_params and _may_be_json(http):
+        elif self._refuses_params and form == JSON:
             body = await self._body(http)
             self._fields(body)
             await self._forward(http, answer, body)
@@ -387,11 +392,6 @@ async def _read(response: OriginAnswer, waiting: _Waiting) -> bytes:
 def _reason(error: BaseException) -> str:
     """Return the reason of an error in words; of an error without a connection, the cause."""
     return reason_of(error.__cause__ if isinstance(error, NotConnected) and error.__cause__ is not None else error)
-
-
-def _may_be_json(http: ClientCall) -> bool:
-    """True if vLLM may read the body as JSON, which it also does without a content type."""
-    return http.has_body and "json" in (http.header("content-type") or "json").lower()
 
 
 def _has_params(fields: Mapping[str, Any]) -> bool:

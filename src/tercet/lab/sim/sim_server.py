@@ -24,6 +24,7 @@ from tercet.lab.sim.sim_engine import SimEngine
 from tercet.lab.sim.sim_verbs import (
     HttpNetwork,
     Verbs,
+    call_in,
     errors_as_json,
     event_stream,
     json_of,
@@ -38,7 +39,7 @@ from tercet.protocol.call_proofs import secrets_of
 from tercet.protocol.headers import PREFILLER_HEADER, TRACE_HEADER
 from tercet.protocol.prefill_hosts import AllowedPrefillers
 from tercet.protocol.trace import VerbTrace
-from tercet.protocol.wire import TokenId, decode_call
+from tercet.protocol.wire import TokenId
 from tercet.settings import SECRET_VARIABLE
 from tercet.settings.prefill_settings import PrefillBudget
 from tercet.settings.variables import API_KEY_VARIABLE
@@ -121,7 +122,7 @@ class OpenAI:
 
     async def completions(self, http: web.Request) -> web.StreamResponse:
         """Generate on this engine. If the request's header names engines that prefill, they prefill first."""
-        call = decode_call(await http.read(), CompletionCall)
+        call = await call_in(http, CompletionCall)
         if call.model not in (None, self._model):
             raise BadRequest(f"model: {call.model!r} is not served here; use {self._model}", "model")
         name = f"cmpl-{next(self._numbers)}"
@@ -150,7 +151,7 @@ class OpenAI:
 
     async def tokenize(self, http: web.Request) -> web.StreamResponse:
         """Answer with the tokens of a text, in the form of vLLM's server."""
-        tokens = tokens_of(decode_call(await http.read(), TokenizeCall).prompt)
+        tokens = tokens_of((await call_in(http, TokenizeCall)).prompt)
         length = self._engine.profile.max_model_len
         return json_of({"count": len(tokens), "max_model_len": length, "tokens": tokens})
 
@@ -269,7 +270,9 @@ async def serving(config: ServerConfig) -> AsyncGenerator[SimEngine]:
         app = web.Application(middlewares=[errors_as_json], client_max_size=LONGEST_BODY)
         app.add_routes([*verbs.routes(), *OpenAI(engine, config.model, config.root, allowed, remote).routes()])
         # When a client disconnects, its handler is cancelled and releases its resources.
-        runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=1.0)
+        runner = web.AppRunner(
+            app, handler_cancellation=True, access_log=None, shutdown_timeout=1.0, auto_decompress=False
+        )  # fmt: skip
         await runner.setup()
         try:
             await web.TCPSite(runner, config.host, config.port).start()

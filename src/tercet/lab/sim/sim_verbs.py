@@ -12,7 +12,7 @@ import zlib
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, aclosing
 from http import HTTPStatus
-from typing import Any
+from typing import Any, TypeVar
 
 import aiohttp
 import msgspec
@@ -35,6 +35,7 @@ from tercet.protocol import (
     Unauthorized,
     UnknownSequence,
 )
+from tercet.protocol.body_forms import VERB_FORMS, forms_of, labelled
 from tercet.protocol.call_proofs import CHALLENGE_HEADER, Callers, Prover, digest_of, require_digest
 from tercet.protocol.headers import INCARNATION_HEADER
 from tercet.protocol.own_requests import ShownHeaders, require_own_call
@@ -58,6 +59,7 @@ from tercet.settings.verb_log import LoggedGeneration, is_access_logged, lines_o
 from tercet.wire.client.bounded_answers import PLAIN, read_answer
 from tercet.wire.streams import RouterConnections, StreamRelay, propose_move
 
+C = TypeVar("C")
 DELIVER = f"{API_PREFIX}/sim/deliver"
 ADDRESS = re.compile(r"http://[^/\s]+:[0-9]{1,5}")
 ASKS_FOR_A_KEY = "this engine requires its fleet's secret (TERCET_SECRET): Authorization: Bearer KEY"
@@ -193,7 +195,7 @@ class Verbs:
 
         async def admitted(http: web.Request) -> web.StreamResponse:
             if not self._callers:
-                require_own_call(ShownHeaders(http.headers.items()), http.remote)
+                require_own_call(ShownHeaders.of_asgi(http.raw_headers), http.remote)
                 return await handler(http)
             shown = http.headers.getall("authorization", [])
             try:
@@ -209,7 +211,7 @@ class Verbs:
         return admitted
 
     async def prep_recv(self, http: web.Request) -> web.StreamResponse:
-        call = decode_call(await http.read(), PrepRecvCall, http.content_type)
+        call = await call_in(http, PrepRecvCall)
         with self._logged("prep_recv", call, http):
             return json_of(await self._reserved(call))
 
@@ -224,14 +226,14 @@ class Verbs:
 
     async def remote_send(self, http: web.Request) -> web.StreamResponse:
         """Prefill, then notify the receiver when the KV would have arrived."""
-        call = decode_call(await http.read(), RemoteSendCall, http.content_type)
+        call = await call_in(http, RemoteSendCall)
         to = Reservation(call.kv_addr_info, call.kv_addr_info.begin)
         with self._logged("remote_send", call, http):
             return json_of(await self._engine.remote_send(request_of(call), to, call.begin, call.end, call.sample))
 
     async def start_generate(self, http: web.Request) -> web.StreamResponse:
         """Decode. Send outputs to the call's router, or as server-sent events, or (``stream: false``) as one answer."""
-        call = decode_call(await http.read(), StartGenerateCall, http.content_type)
+        call = await call_in(http, StartGenerateCall)
         if call.router is not None:
             await self._relay(call, call.router)
             return json_of({"accepted": True})
@@ -261,18 +263,18 @@ class Verbs:
 
     async def connect(self, http: web.Request) -> web.StreamResponse:
         """Connect to a router, which then receives token streams and reports."""
-        router = decode_call(await http.read(), ConnectCall).router
+        router = (await call_in(http, ConnectCall)).router
         await self.relay.router_connections.connect(router.address, router.key)
         return json_of({"connected": True})
 
     async def abort(self, http: web.Request) -> web.StreamResponse:
-        call = decode_call(await http.read(), AbortCall)
+        call = await call_in(http, AbortCall)
         known = self._engine.works_on(call.seq_id)
         await self._engine.abort(call.seq_id)
         return json_of({"aborted": known})
 
     async def release(self, http: web.Request) -> web.StreamResponse:
-        call = decode_call(await http.read(), ReleaseCall)
+        call = await call_in(http, ReleaseCall)
         return json_of(ReleaseAnswer(valid_end=await self._engine.release(call.lease)))
 
     async def status(self, http: web.Request) -> web.StreamResponse:
@@ -292,14 +294,14 @@ class Verbs:
 
     async def propose_move(self, http: web.Request) -> web.StreamResponse:
         """Forward a proposal to move a sequence to the router that runs the sequence."""
-        call = decode_call(await http.read(), MoveCall)
+        call = await call_in(http, MoveCall)
         senders = {found.seq_id: self.relay.senders.get(found.seq_id) for found in await self._engine.sequences()}
         propose_move(senders, http.match_info["seq_id"], call)
         return json_of({"accepted": True}, 202)
 
     async def deliver(self, http: web.Request) -> web.StreamResponse:
         """Record a delivery from a sender in another process. Answer with the refusal, or null."""
-        news = decode_call(await http.read(), Delivery)
+        news = await call_in(http, Delivery)
         refusal = self._engine.refuses_content(news.lease, news.content)
         if refusal is None:
             self._engine.take_in(news.lease, news.begin, news.content.end)
@@ -324,6 +326,12 @@ def request_of(call: PrepRecvCall | RemoteSendCall | StartGenerateCall) -> Reque
         adapter_digest=call.adapter_digest,
         mm_features=call.mm_features,
     )
+
+
+async def call_in(http: web.Request, kind: type[C]) -> C:
+    """Read the call in a request's body. Raise :class:`~tercet.protocol.TercetError` for another form of body."""
+    form = labelled(http.raw_headers, VERB_FORMS if http.path.startswith(API_PREFIX) else forms_of(http.path)).form
+    return decode_call(await http.read(), kind, form)
 
 
 def json_of(value: Any, status: int = 200) -> web.Response:

@@ -19,6 +19,7 @@ from starlette.requests import Request
 from starlette.types import Message, Receive, Scope, Send
 
 from tercet.protocol.headers import TRACE_HEADER
+from tercet.protocol.wire import JSON
 from tercet.vllm_plugin.fast_path.fast_routes import FastRoute, routes_of
 from tercet.vllm_plugin.fast_path.header_layers import with_header_layers
 from tercet.vllm_plugin.fast_path.logprob_chunks import TokenPieces
@@ -110,12 +111,11 @@ def may_be_fast(args: argparse.Namespace) -> bool:
 
 def is_fast_call(scope: Scope, context: RequestContext) -> bool:
     """True if a request asks for a stream, and has no headers that other layers handle."""
-    headers = context.headers
     return (
         context.asked.stream is True
         and scope["http_version"] == "1.1"
-        and headers.get("content-type", "").partition(";")[0].strip().lower() == "application/json"
-        and TRACE_HEADER not in headers
+        and context.form == JSON
+        and TRACE_HEADER not in context.headers
     )
 
 

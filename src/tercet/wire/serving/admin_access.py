@@ -81,7 +81,7 @@ class AdminAccess:
             self._require_key(headers)
         else:
             self._require_this_machine(scope, headers)
-        require_json(headers)
+        require_json(scope["headers"])
         scope[ADMITTED] = True
 
     def require_call(self, method: str, path: str, fields: Iterable[tuple[bytes, bytes]], peer: str | None) -> None:

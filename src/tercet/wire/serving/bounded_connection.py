@@ -1,11 +1,11 @@
 """uvicorn's connection with limits: a head of at most 64 KiB within 10 s, a minimum rate of bodies, and timeouts.
 
 httptools copies the received part of a header each time more of it arrives, so one long header costs the square of its
-size: the limit is checked before the header's end.
+size: the limit is checked before the header's end. Trailers are dropped.
 
-Relies on uvicorn's ``HttpToolsProtocol``: httptools calls its ``on_message_begin``, ``on_headers_complete``,
-``on_body`` and ``on_message_complete``, it has ``url``, ``headers``, ``cycle``, ``flow`` and ``transport``, and
-``handle_websocket_upgrade`` gives the connection to another protocol.
+Relies on uvicorn's ``HttpToolsProtocol``: httptools calls its ``on_message_begin``, ``on_header``,
+``on_headers_complete``, ``on_body`` and ``on_message_complete``, it has ``url``, ``headers``, ``cycle``, ``flow`` and
+``transport``, and ``handle_websocket_upgrade`` gives the connection to another protocol.
 """
 
 from __future__ import annotations
@@ -74,6 +74,11 @@ class BoundedProtocol(HttpToolsProtocol):
         """Record that a head begins."""
         self._part = "head"
         super().on_message_begin()
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        """Add a field to the head; drop a trailer, which uvicorn would add there after the head was checked."""
+        if self._part == "head":
+            super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
         """Record that a head is complete, and check its size."""

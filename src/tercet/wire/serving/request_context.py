@@ -79,6 +79,8 @@ CONTEXT = "tercet.context"
 class RequestContext:
     """One HTTP request. ``headers`` have names in lower case; ``fields`` is its body, if that is a JSON object.
 
+    ``form`` is the form of its body by :mod:`tercet.protocol.body_forms`; empty without a body.
+
     ``began`` is the time of its arrival, in seconds of :func:`time.monotonic`. ``traces`` has one entry per sequence
     that it started (``n``, or several prompts), and so has ``sequences``, with the generated output; with
     ``wants_trace`` its client gets the traces. ``client_left`` is True if its client left before it was admitted.
@@ -87,6 +89,7 @@ class RequestContext:
 
     path: str = ""
     headers: Mapping[str, str] = field(default_factory=dict[str, str])
+    form: str = ""
     fields: dict[str, Any] | None = None
     asked: Asked = NOTHING
     began: float = field(default_factory=time.monotonic)
