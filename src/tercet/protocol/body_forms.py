@@ -32,7 +32,7 @@ Fields = Sequence[tuple[bytes, bytes]]
 class Labelled(NamedTuple):
     """The ``form`` of a body (its media type), and the request's header ``fields``, which have no other meaning.
 
-    ``content_type`` is the only one in the fields.
+    ``content_type`` is the only one in the fields, and empty without one.
     """
 
     form: str
@@ -48,7 +48,8 @@ def forms_of(path: str) -> Sequence[str]:
 def labelled(fields: Fields, forms: Sequence[str]) -> Labelled:
     """Decide the form of a request's body; ``forms`` are those that its route reads. Call it for requests with a body.
 
-    The returned fields have one ``content-type``, and no ``content-encoding``: bodies with an encoding are refused.
+    A body without a ``content-type`` has the first of the forms. The returned fields have at most one, and no
+    ``content-encoding``: bodies with an encoding are refused.
     Raises :class:`~tercet.protocol.errors.BadRequest` for fields that disagree, and
     :class:`~tercet.protocol.errors.UnsupportedMediaType` for a form or an encoding that is not read; ``param`` is the
     name of the field.
@@ -67,11 +68,9 @@ def labelled(fields: Fields, forms: Sequence[str]) -> Labelled:
     kinds = dict.fromkeys(_media_type(item) for value in said[CONTENT_TYPE] for item in _items(value))
     _require_one(CONTENT_TYPE, kinds)
     kind = next(iter(kinds), "")
-    form = kind.partition(";")[0]
+    form = kind.partition(";")[0] if kinds else forms[0]
     if form not in forms:
-        raise UnsupportedMediaType(
-            f"content-type: must be {' or '.join(forms)}, is {form or 'nothing':.80}", "content-type"
-        )
+        raise UnsupportedMediaType(f"content-type: must be {' or '.join(forms)}, is {form:.80}", "content-type")
     passed = kind.encode("latin-1")
     return Labelled(form, [(name, passed if name.lower() == CONTENT_TYPE else value) for name, value in rest], kind)
 

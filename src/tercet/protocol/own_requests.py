@@ -108,13 +108,16 @@ def _require_local_host(headers: ShownHeaders) -> None:
 
 
 def require_json(fields: Fields) -> None:
-    """Raise the errors of :func:`~tercet.protocol.body_forms.labelled` for a body that is not declared as JSON.
+    """Raise :class:`~tercet.protocol.errors.TercetError` for a body that is not declared as JSON.
 
     Some clients, such as aiohttp, declare ``application/octet-stream`` when they send no body. A page cannot send that
     type to another origin without a preflight request.
     """
     types = [value.strip().lower() for name, value in fields if name.lower() == CONTENT_TYPE]
-    if announces_body(fields) or types not in ([], [b"application/octet-stream"]):
+    has_body = announces_body(fields)
+    if has_body and not any(types):
+        raise UnsupportedMediaType("content-type: must be application/json, is nothing", "content-type")
+    if has_body or types not in ([], [b"application/octet-stream"]):
         labelled(fields, (JSON,))
 
 

@@ -31,9 +31,6 @@ class App:
         self.model = current().asked.model
 
 
-JSON = (b"content-type", b"application/json")
-
-
 async def post(app: App, router: LiveRouter, metrics: Metrics, *chunks: bytes) -> None:
     messages = [
         {"type": "http.request", "body": chunk, "more_body": index < len(chunks) - 1}
@@ -47,7 +44,7 @@ async def post(app: App, router: LiveRouter, metrics: Metrics, *chunks: bytes) -
         raise AssertionError("nothing is answered here")
 
     front = RouterApp(app, None, Gate(Limits(), router.fleet, metrics), (), router.service.program_called, 1000)
-    scope = {"type": "http", "method": "POST", "path": "/v1/completions", "headers": [JSON], "app": app}
+    scope = {"type": "http", "method": "POST", "path": "/v1/completions", "headers": [], "app": app}
     await front(scope, receive, send)  # type: ignore[arg-type]
 
 

@@ -24,7 +24,7 @@ from tercet.wire.serving.request_context import Asked, current
 from tercet.wire.serving.trace_answers import wants_trace
 from tests.longest_wait import LONGEST_WAIT_S
 
-from .conftest import JSON, LiveRouter, counted
+from .conftest import LiveRouter, counted
 
 PATH = "/v1/completions"
 
@@ -71,8 +71,7 @@ class House:
         self.app = App()
         self.gate = Gate(limits, router.fleet, metrics)
         self.front = RouterApp(self.app, None, self.gate, keys, router.service.program_called, size)
-        transport = httpx.ASGITransport(self.front)
-        self.client = httpx.AsyncClient(transport=transport, base_url="http://localhost", headers=JSON)
+        self.client = httpx.AsyncClient(transport=httpx.ASGITransport(self.front), base_url="http://localhost")
 
     async def post(self, path: str = PATH, headers: dict[str, str] | None = None, **body: Any) -> httpx.Response:
         return await self.client.post(path, json=body, headers=headers)
@@ -271,8 +270,7 @@ class Sender:
         self.pieces: asyncio.Queue[Any] = asyncio.Queue()
         self.sent: list[Any] = []
         self.received = 0
-        headers = [(b"content-type", b"application/json")]
-        headers += [] if key is None else [(b"authorization", f"Bearer {key}".encode())]
+        headers = [] if key is None else [(b"authorization", f"Bearer {key}".encode())]
         scope: Any = {"type": "http", "method": method, "path": path, "headers": headers, "query_string": b""}
         self.task = asyncio.create_task(front(scope, self._receive, self._send))
 
@@ -391,7 +389,7 @@ async def test_a_client_that_leaves_while_it_waits_gives_up_its_turn(house: Hous
     async def send(message: Any) -> None:
         sent.append(message)
 
-    scope = {"type": "http", "method": "POST", "path": PATH, "headers": [(b"content-type", b"application/json")]}
+    scope = {"type": "http", "method": "POST", "path": PATH, "headers": []}
     waiting = asyncio.create_task(house.front(scope, receive, send))  # type: ignore[arg-type]
     for _ in range(30):
         await asyncio.sleep(0)
@@ -419,7 +417,7 @@ async def test_after_a_wait_the_application_still_learns_that_its_client_left(ho
         seen.extend([(await receive())["type"], (await receive())["type"]])
 
     front = RouterApp(app, None, house.gate, (), lambda _: None, 1000)
-    scope = {"type": "http", "method": "POST", "path": PATH, "headers": [(b"content-type", b"application/json")]}
+    scope = {"type": "http", "method": "POST", "path": PATH, "headers": []}
     running = asyncio.create_task(front(scope, receive, None))  # type: ignore[arg-type]
     for _ in range(30):
         await asyncio.sleep(0)

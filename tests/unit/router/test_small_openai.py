@@ -28,7 +28,7 @@ from tercet.router.small_openai import CHAT_MAX_TOKENS, small_app
 from tercet.router.small_server import flags_of
 from tercet.settings import EngineAddress, Limits, RouterConfig
 
-from .conftest import JSON, LiveRouter, counted, series
+from .conftest import LiveRouter, counted, series
 
 LENGTH = 1000
 
@@ -122,8 +122,8 @@ async def test_a_program_that_there_is_none_of_is_refused(client: httpx.AsyncCli
 
 
 async def test_what_no_utf_8_is_is_refused(client: httpx.AsyncClient) -> None:
-    assert (await client.post("/v1/completions", content=b"\xff{", headers=JSON)).status_code == 400
-    assert (await client.post("/v1/completions", content=b"[]", headers=JSON)).status_code == 400
+    assert (await client.post("/v1/completions", content=b"\xff{")).status_code == 400
+    assert (await client.post("/v1/completions", content=b"[]")).status_code == 400
 
 
 def test_a_checkpoint_without_a_tokenizer_is_refused(tmp_path: Path) -> None:

@@ -31,16 +31,9 @@ def app() -> FastAPI:
     return found
 
 
-JSON = {"content-type": "application/json"}
-
-
-def scope_of(content_type: bytes) -> dict[str, Any]:
-    return {"headers": [(b"content-type", content_type)]}
-
-
 async def sent(app: FastAPI, path: str, body: Any) -> httpx.Response:
     transport = httpx.ASGITransport(app)
-    async with httpx.AsyncClient(transport=transport, base_url="http://localhost", headers=JSON) as client:
+    async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
         return await client.post(f"/tercet/v1/{path}", content=body)
 
 
@@ -74,9 +67,7 @@ async def test_what_is_read_is_the_call(app: FastAPI) -> None:
     async def receive() -> Any:
         return messages.pop(0)
 
-    request: Any = SimpleNamespace(
-        app=app, receive=receive, headers={}, scope=scope_of(b"application/json"), state=None
-    )
+    request: Any = SimpleNamespace(app=app, receive=receive, headers={}, scope={"headers": []}, state=None)
     assert msgspec.to_builtins(await _call(request, ReleaseCall)) == {"lease": "l"}
 
 
@@ -92,7 +83,7 @@ async def test_a_packed_call_is_read_as_well() -> None:
         receive=receive,
         headers={},
         state=None,
-        scope=scope_of(b"application/msgpack"),
+        scope={"headers": [(b"content-type", b"application/msgpack")]},
     )
     assert msgspec.to_builtins(await _call(request, ReleaseCall)) == {"lease": "l"}
 
@@ -100,8 +91,8 @@ async def test_a_packed_call_is_read_as_well() -> None:
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize(
     ("labels", "status"),
-    [([], 415), ([("content-type", "text/json")], 415), ([*JSON.items(), ("content-encoding", "gzip")], 415),
-     ([*JSON.items(), ("content-type", "application/msgpack")], 400)],
+    [([("content-type", "text/json")], 415), ([("content-encoding", "gzip")], 415),
+     ([("content-type", "application/json"), ("content-type", "application/msgpack")], 400)],
 )  # fmt: skip
 async def test_a_call_is_what_its_labels_say_or_refused(path: str, labels: Any, status: int, app: FastAPI) -> None:
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost") as client:
@@ -136,7 +127,7 @@ async def test_a_stranger_gets_a_challenge_and_a_member_answers_it(path: str, ap
     app.state.tercet_callers = Callers(["secret"])
     prover, body = Prover("secret"), b"not json"
     transport = httpx.ASGITransport(app)
-    async with httpx.AsyncClient(transport=transport, base_url="http://engine", headers=JSON) as client:
+    async with httpx.AsyncClient(transport=transport, base_url="http://engine") as client:
         answer = await client.post(f"/tercet/v1/{path}", content=body)
         assert answer.status_code == 401
         assert prover.meets(answer.headers.get_list("www-authenticate"))

@@ -116,7 +116,7 @@ class Proxy:
             await self._forward(http, answer, body, digest=digest)
             return
         form = ""
-        if http.has_body and not http.path.startswith(API_PREFIX):  # the engine decides about bodies of verbs
+        if http.has_body and is_for_clients(http.path):  # bodies for other routes pass as they are
             form, http.fields, _ = labelled(http.fields, forms_of(http.path))
         if http.method == b"POST" and http.path in SPLIT_PATHS:
             await self._split(http, answer)

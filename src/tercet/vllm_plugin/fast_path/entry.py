@@ -115,6 +115,7 @@ def is_fast_call(scope: Scope, context: RequestContext) -> bool:
         context.asked.stream is True
         and scope["http_version"] == "1.1"
         and context.form == JSON
+        and "content-type" in context.headers  # vLLM reads no body without one
         and TRACE_HEADER not in context.headers
     )
 

@@ -116,7 +116,7 @@ async def test_folded_lines_are_one() -> None:
 @pytest.mark.parametrize("path", [b"/x", b"/v1/completions"])
 @pytest.mark.parametrize("body", [b"", b"\0\r\n\r\n", bytes(range(256)) * 1000, GZIP], ids=["", "few", "many", "gzip"])
 async def test_bodies_with_a_length(path: bytes, body: bytes) -> None:
-    encoding = [b"Content-Encoding: gzip"] if body is GZIP else []
+    encoding = [b"Content-Encoding: gzip"] if body is GZIP and path == b"/x" else []
     length = b"Content-Length: %d" % len(body)
     heard, told = await asked(request(*encoding, length, start=b"POST " + path + b" HTTP/1.1", body=body))
     assert (heard.body, heard.named(b"content-length")) == (body, [b"%d" % len(body)])

@@ -137,6 +137,9 @@ async def house(**settings: Any) -> AsyncGenerator[House]:
         yield House(session, decode, prefill, f"http://{HOST}:{server.port}", server)
 
 
+JSON = {"content-type": "application/json"}
+
+
 # ---- vLLM's own protocol ---------------------------------------------------------------------------------------
 
 
@@ -467,7 +470,7 @@ async def test_the_largest_of_many_unfinished_bodies_is_let_go() -> None:
             yield b"x"
 
         async def ask(size: int) -> int:
-            url, headers = f"{found.url}/v1/completions", {PREFILLER: found.prefill.address}
+            url, headers = f"{found.url}/v1/completions", {PREFILLER: found.prefill.address, **JSON}
             async with found.session.post(url, data=unfinished(size), headers=headers) as answer:
                 return answer.status
 
