@@ -115,7 +115,7 @@ class Membership:
         Engines that do not answer are polled later. Returns the promise that the engines that answered keep together.
         Raises :class:`~tercet.protocol.EngineUnreachable` if none answers within ``seconds``.
         """
-        statuses = await self.look(seconds, others=OTHERS_SECONDS)
+        statuses = await self._first_look(seconds)
         if not statuses:
             raise EngineUnreachable(f"no engine of this fleet answered within {seconds:g} s")
         return Promise.of(statuses)
@@ -127,7 +127,7 @@ class Membership:
         :class:`~tercet.protocol.EngineUnreachable` if none answers within ``seconds``.
         """
         deadline = asyncio.get_running_loop().time() + seconds
-        while not (statuses := await self.look(ASK_SECONDS, others=OTHERS_SECONDS)):
+        while not (statuses := await self._first_look(ASK_SECONDS)):
             if asyncio.get_running_loop().time() > deadline:
                 raise EngineUnreachable(f"no engine that answers was found within {seconds:g} s")
             await asyncio.sleep(POLL_INTERVAL_S)
@@ -203,14 +203,32 @@ class Membership:
                 task.cancel()
 
     async def look(
-        self, seconds: float = POLL_INTERVAL_S, members: Sequence[Member] | None = None, others: float = math.inf
+        self, seconds: float = POLL_INTERVAL_S, members: Sequence[Member] | None = None
     ) -> list[EngineStatus]:
         """Poll ``members`` (None: all) for ``seconds``, and return their statuses.
 
-        Once one has answered, the others are polled for at most ``others`` seconds. Members that do not answer in time
-        become unreachable.
+        Members that do not answer in time become unreachable.
         """
         members = self._fleet.members if members is None else members
+        return self._noted(await self._polled(members, seconds, math.inf), seconds)
+
+    async def _first_look(self, seconds: float) -> list[EngineStatus]:
+        """Poll all members before the first service, and return their statuses, or none after ``seconds``.
+
+        Once one has answered, the others have :data:`OTHERS_SECONDS`. While none answers, none is reported as lost:
+        engines and router start at the same time.
+        """
+        found = await self._polled(self._fleet.members, seconds, OTHERS_SECONDS)
+        if any(isinstance(answer, EngineStatus) for _, answer in found):
+            return self._noted(found, seconds)
+        for member, _ in found:
+            member.reachable = False
+        return []
+
+    async def _polled(
+        self, members: Sequence[Member], seconds: float, others: float
+    ) -> list[tuple[Member, EngineStatus | BaseException]]:
+        """Poll members for ``seconds``, and once one has answered at most ``others`` more; return what each answers."""
         if not members:
             return []
         asked = [asyncio.ensure_future(_first_status(member, seconds)) for member in members]
@@ -219,9 +237,13 @@ class Membership:
         finally:
             for task in asked:
                 task.cancel()
-        answers = await asyncio.gather(*asked, return_exceptions=True)
+        return list(zip(members, await asyncio.gather(*asked, return_exceptions=True), strict=True))
+
+    def _noted(
+        self, answers: Sequence[tuple[Member, EngineStatus | BaseException]], seconds: float
+    ) -> list[EngineStatus]:
         found: list[EngineStatus] = []
-        for member, answer in zip(members, answers, strict=True):
+        for member, answer in answers:
             if isinstance(answer, EngineStatus):
                 found.append(answer)
                 self._answered(member, answer)

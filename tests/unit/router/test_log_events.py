@@ -349,3 +349,16 @@ async def test_an_engine_that_breaks_a_sequence_off_is_named(router: LiveRouter,
     assert {each["engine"] for each in lines} == {"p", "d"}
     assert [each["reason"] for each in lines] == [f"{each['engine']} ended the sequence: abort" for each in lines]
     assert {each["code"] for each in lines} == {"engine_error"}
+
+
+async def test_engines_that_start_with_their_router_are_not_reported_as_lost(router: LiveRouter, told: Told) -> None:
+    for name in ("p", "d"):
+        router.engine(name).gone = True
+    with pytest.raises(EngineUnreachable):
+        await router.membership.until_ready(0.05)
+    assert not any(member.reachable for member in router.fleet.members)
+    for name in ("p", "d"):
+        router.engine(name).gone = False
+    await router.membership.until_ready()
+    assert all(member.reachable for member in router.fleet.members)
+    assert told() == []
