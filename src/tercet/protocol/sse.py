@@ -31,8 +31,8 @@ _MARKS = (b"rror", b"ERROR", b".failed", b".incomplete", b"cancel", b'"detail"',
 _ERROR_WORD = re.compile(rb"\W*error\b", re.IGNORECASE)
 _FAILED_TYPES = frozenset({"error", "response.failed", "response.error", "response.cancelled"})
 _LENGTH = "max_output_tokens"
-# The last events of answers: a finish reason, and those of Responses, Anthropic and Cohere.
-_ENDS = re.compile(rb'"finish_reason": ?"|"type": ?"(?:response\.(?:completed|incomplete)|message_stop|message-end)"')
+# The last events of answers of the APIs without [DONE]: Responses, Anthropic's and Cohere's.
+_ENDS = re.compile(rb'"type": ?"(?:response\.(?:completed|incomplete)|message_stop|message-end)"')
 _ONE_LINE = re.compile(rb"data: ?([^\r\n]*)(?:\n\n|\r\n\r\n)")
 
 
@@ -97,7 +97,7 @@ class EventReader:
 class AnswerReader(EventReader):
     """Reader of a streamed answer of OpenAI's APIs, Anthropic's or Cohere's.
 
-    ``done`` is True after ``[DONE]``, ``ended`` also after an event that ends an answer, such as a finish reason.
+    ``done`` is True after ``[DONE]``, ``ended`` also after the last event of an API without it.
     """
 
     def __init__(self, longest: int = LONGEST_EVENT) -> None:
@@ -128,7 +128,7 @@ class AnswerReader(EventReader):
     def end(self) -> None:
         """Raise :class:`AnswerFailed` unless the answer has ended: its connection was closed too early."""
         if not self.ended:
-            why = "the stream ended before the answer: without [DONE] and without a finish reason"
+            why = "the connection closed before the answer ended"
             raise AnswerFailed(self.fault_at_end() or why)
 
     def fault_at_end(self) -> str | None:

@@ -199,13 +199,14 @@ def test_any_bytes_are_an_event_or_an_error(noise: bytes, event: bytes, data: st
 
 @pytest.mark.parametrize(
     "last",
-    [b"data: [DONE]", b'data: {"choices": [{"finish_reason":"stop"}]}', b'data: {"type":"message_stop"}',
+    [b"data: [DONE]", b'data: {"type":"message_stop"}', 
+     b'data: {"type":"response.incomplete","response":{"incomplete_details":{"reason":"max_output_tokens"}}}',
      b'data: {"type": "response.completed"}'],
 )  # fmt: skip
 def test_an_answer_ends_with_its_last_event_or_has_failed(last: bytes) -> None:
     reader = AnswerReader()
-    reader.read(b'data: {"choices": [{"finish_reason": null}]}\n\n')
-    with pytest.raises(AnswerFailed, match="ended before the answer"):
+    reader.read(b'data: {"choices": [{"index": 1, "finish_reason": "stop"}]}\n\n')
+    with pytest.raises(AnswerFailed, match="before the answer ended"):
         reader.end()
     reader.read(last + b"\n\n")
     reader.end()

@@ -6,6 +6,7 @@ import json
 from itertools import islice
 from pathlib import Path
 from random import Random
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,6 +15,7 @@ from tercet.lab.bench.target import fit_text
 from tercet.lab.bench.workloads import Conversation, Workload, parse_phase
 from tercet.lab.bench.workloads.conversations import Draw
 from tercet.lab.bench.workloads.hashed_words import HashedWords
+from tercet.lab.bench.workloads.recorded import read_sharegpt
 from tercet.lab.bench.workloads.synthetic import INSTRUCTION, Lines, sonnet_lines
 from tercet.protocol import BadRequest
 
@@ -245,6 +247,65 @@ def test_burstgpt(tmp_path: Path) -> None:
         (5.0, 1087, 100), (45.5, 472, 18),
     ]  # fmt: skip
     assert "line 2" in complaint(f"burstgpt,path={write(tmp_path / 'b', head, 'nan,x,1,1,2,x')}")
+
+
+def test_chats_whose_content_is_a_list_of_parts(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    def chat(*parts: Any, answer: Any = "because it is what it is now") -> dict[str, Any]:
+        return {"messages": [{"role": "user", "content": list(parts)}, {"role": "assistant", "content": answer}]}
+
+    texts = [{"type": "text", "text": "why is the sky"}, {"type": "input_text", "text": " so blue"}, " today"]
+    answer = [{"type": "output_text", "text": "because it is what it is now"}]
+    whole = [("why is the sky so blue today", "because it is what it is now")]
+    assert read_sharegpt(str(write(tmp_path / "a", chat(*texts, answer=answer)))) == [whole]
+    assert not caplog.text
+    picture = {"type": "image_url", "image_url": {"url": "data:,"}}
+    mixed = write(tmp_path / "b", chat(*texts), chat(*texts, picture), chat(7), chat({"type": "text", "text": None}))
+    assert read_sharegpt(str(mixed)) == [whole]
+    assert "3 messages have parts that are not text (7, image_url, text); they are left out" in caplog.text
+    assert "no conversation" in complaint(f"sharegpt,path={write(tmp_path / 'c', chat(picture))}")
+    assert "(image_url)" in complaint(f"sharegpt,path={tmp_path / 'c'}")
+    # What follows a picture depends on it.
+    later = chat(*texts)["messages"] + chat(picture)["messages"] + chat(*texts)["messages"]
+    assert read_sharegpt(str(write(tmp_path / "d", {"messages": later}))) == [whole]
+
+
+@pytest.mark.parametrize("lines", [("{0}", "{1}"), ("\ufeff{0}\r", "\r", "{1}\r"), ("{1}", "{0}")])
+def test_mooncake_rows_without_output_are_left_out_and_counted(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, lines: tuple[str, ...]
+) -> None:
+    file = tmp_path / "t"
+    text = "\n".join(lines).replace("{0}", json.dumps(row(5, 10, 0))).replace("{1}", json.dumps(row(3, 10, 2)))
+    file.write_bytes(text.encode())
+    assert len(some(f"mooncake,path={file}", 9)) == 1
+    assert "1 rows have a length of 0; they are left out" in caplog.text
+    assert "no requests" in complaint(f"mooncake,path={write(tmp_path / 'z', row(0, 10, 0))}")
+
+
+@pytest.mark.parametrize("field", ["timestamp", "input_length", "output_length", "hash_ids"])
+@pytest.mark.parametrize("value", ["-1", "null", '"5"', "1e999", "NaN", "1" + "0" * 30, "1" + "0" * 400, "true", "[-1]",
+                                   "[1.5]", "[[]]", "{}", None])  # fmt: skip
+def test_a_mooncake_row_with_a_wrong_value_names_line_and_field(tmp_path: Path, field: str, value: str | None) -> None:
+    if field == "hash_ids" and value is None:
+        return
+    fields = {"timestamp": "0", "input_length": "10", "output_length": "2", "hash_ids": "[]"}
+    fields = {**fields, field: value} if value is not None else {n: v for n, v in fields.items() if n != field}
+    line = "{" + ", ".join(f'"{name}": {text}' for name, text in fields.items()) + "}"
+    said = complaint(f"mooncake,path={write(tmp_path / 't', row(0, 10, 3), line)}")
+    assert "line 2" in said
+    assert field in said or "JSON" in said or "number" in said.lower()
+
+
+def test_mooncake_ids_that_do_not_fit_the_block_are_counted(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    file = write(tmp_path / "t", row(0, 1000, 3, 1, 2), row(0, 1000, 3, 1), row(0, 1000, 3, 1, 2, 3), row(0, 1000, 3))
+    assert [len(prompt) for prompt in prompts(some(f"mooncake,path={file}", 4))] == [1000] * 4
+    assert "2 rows have hash_ids that are not one for each 512 tokens (block)" in caplog.text
+
+
+def test_files_that_are_none(tmp_path: Path) -> None:
+    (tmp_path / "z.gz").write_bytes(b"\x1f\x8b\x08\x00" + bytes(20))
+    for kind in ("mooncake", "sharegpt", "azure", "burstgpt"):
+        assert "cannot read" in complaint(f"{kind},path={tmp_path}")
+        assert "unpack it first" in complaint(f"{kind},path={tmp_path / 'z.gz'}")
 
 
 # What str.splitlines takes for an end of a line, and JSON for a character of a text.

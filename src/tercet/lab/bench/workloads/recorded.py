@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import csv
+import logging
 import math
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from datetime import UTC, datetime
 from io import StringIO
@@ -30,6 +32,7 @@ from tercet.lab.bench.workloads.synthetic import Lines
 from tercet.protocol import BadRequest
 from tercet.protocol.wire import UNREADABLE
 
+logger = logging.getLogger(__name__)
 T = TypeVar("T")
 AZURE_COLUMNS = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
 BURSTGPT_COLUMNS = ("Timestamp", "Request tokens", "Response tokens")
@@ -39,6 +42,11 @@ SCATTER = 0x9E3779B97F4A7C15
 PEOPLE = ("human", "user")
 MODELS = ("gpt", "assistant", "chatgpt", "bard", "bing", "model")
 Exchange = tuple[str, str]
+# Parts of a message that are text, in the names of OpenAI's two APIs.
+TEXTS = ("text", "input_text", "output_text")
+LONGEST_RECORDED = 2**24
+"""Maximum number of tokens of a recorded prompt or answer: longer than any model's context."""
+LATEST_MS = 1e12
 MOST_RECORDED = 4 * 1024**3
 """Largest file of recorded requests, in bytes."""
 
@@ -52,7 +60,9 @@ def read_text(path: str, kind: str) -> str:
     except OSError as error:
         raise BadRequest(f"workload: {kind}: cannot read {path}: {error.strerror}", "path") from error
     except UnicodeDecodeError as error:
-        raise BadRequest(f"workload: {kind}: {path} is not UTF-8 text", "path") from error
+        raise BadRequest(
+            f"workload: {kind}: {path} is not UTF-8 text; unpack it first if it is compressed", "path"
+        ) from error
 
 
 def json_lines(text: str) -> Iterator[tuple[int, str]]:
@@ -62,6 +72,12 @@ def json_lines(text: str) -> Iterator[tuple[int, str]]:
     U+2028.
     """
     return enumerate(text.split("\n"), start=1)
+
+
+def left_out(kind: str, path: str, count: int, what: str) -> None:
+    """Log how many records of a file are left out, and why."""
+    if count:
+        logger.warning("workload: %s: %s: %d %s", kind, path, count, what)
 
 
 def broken(kind: str, path: str, line: int, why: str) -> BadRequest:
@@ -85,12 +101,17 @@ class Mooncake(RecordedTrace, frozen=True, tag="mooncake"):
     """A trace of Mooncake. Each line has ``timestamp`` (ms), ``input_length``, ``output_length`` and ``hash_ids``.
 
     Each id represents ``block`` tokens of the prompt. Equal ids are equal tokens, so prefixes are shared as recorded.
+    Tokens beyond the ids are random, and ids beyond the prompt are ignored.
     """
 
     block: Tokens = 512
 
     def conversations(self, draw: Draw) -> Iterator[Conversation]:
         rows = sorted(read_mooncake(self.path), key=lambda row: row.timestamp)
+        odd = sum(1 for row in rows if row.hash_ids and len(row.hash_ids) != -(-row.input_length // self.block))
+        left_out(
+            "mooncake", self.path, odd, f"rows have hash_ids that are not one for each {self.block} tokens (block)"
+        )
         last = max((block_id for row in rows for block_id in row.hash_ids), default=0)
         text = HashedText(draw.vocabulary, draw.content_seed, self.block, last)
         for row in rows:
@@ -133,14 +154,17 @@ class BurstGPT(TraceOfLengths, frozen=True, tag="burstgpt"):
 class MooncakeRow(msgspec.Struct, frozen=True):
     """One line of a Mooncake trace. Other fields are ignored."""
 
-    timestamp: Annotated[float, msgspec.Meta(ge=0)]
-    input_length: Annotated[int, msgspec.Meta(ge=1)]
-    output_length: Annotated[int, msgspec.Meta(ge=1)]
-    hash_ids: tuple[int, ...] = ()
+    timestamp: Annotated[float, msgspec.Meta(ge=0, le=LATEST_MS)]
+    input_length: Annotated[int, msgspec.Meta(ge=1, le=LONGEST_RECORDED)]
+    output_length: Annotated[int, msgspec.Meta(ge=0, le=LONGEST_RECORDED)]
+    hash_ids: tuple[Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)], ...] = ()
 
 
 def read_mooncake(path: str) -> list[MooncakeRow]:
-    """Return the rows of a trace in the file's order. Raise ``BadRequest``, which names the line."""
+    """Return the rows of a trace in the file's order. Raise ``BadRequest``, which names line and field.
+
+    Rows without output are left out, and their number is logged: they cannot be measured.
+    """
     decoder = msgspec.json.Decoder(MooncakeRow)
     found: list[MooncakeRow] = []
     for number, line in json_lines(read_text(path, "mooncake")):
@@ -149,7 +173,7 @@ def read_mooncake(path: str) -> list[MooncakeRow]:
                 found.append(decoder.decode(line))
             except UNREADABLE as error:
                 raise broken("mooncake", path, number, str(error)) from error
-    return _some(found, "mooncake", path)
+    return _some(_with_output(found, [row for row in found if row.output_length], "mooncake", path), "mooncake", path)
 
 
 def _rows(rows: csv.DictReader[str], kind: str, path: str) -> Iterator[dict[str, str]]:
@@ -164,8 +188,8 @@ def read_lengths(
 ) -> list[tuple[float, int, int]]:
     """Return time (seconds), prompt length and answer length (tokens) of each row of a CSV file.
 
-    ``columns`` name the three columns; ``seconds`` converts the text of a time. Rows with a length of 0 are left out.
-    Raise :class:`~tercet.protocol.BadRequest`, which names the line.
+    ``columns`` name the three columns; ``seconds`` converts the text of a time. Rows with a length of 0 are left out,
+    and their number is logged. Raise :class:`~tercet.protocol.BadRequest`, which names the line.
     """
     rows = csv.DictReader(StringIO(read_text(path, kind), newline=""))
     missing = [name for name in columns if name not in (rows.fieldnames or ())]
@@ -176,13 +200,18 @@ def read_lengths(
         try:
             when, prompt, answer = (row[name] for name in columns)
             at, lengths = seconds(when), (int(prompt), int(answer))
-            if min(lengths) < 0 or not math.isfinite(at):
+            if min(lengths) < 0 or max(lengths) > LONGEST_RECORDED or not math.isfinite(at):
                 raise ValueError(f"{when}, {prompt}, {answer} are not a time and two lengths")
             found.append((at, *lengths))
         except (TypeError, ValueError) as error:
             raise broken(kind, path, rows.line_num, str(error)) from error
+    return _some(_with_output(found, [row for row in found if row[1] and row[2]], kind, path), kind, path)
+
+
+def _with_output(found: list[T], measurable: list[T], kind: str, path: str) -> list[T]:
     # A few rows of the published traces have no output: they cannot be measured.
-    return _some([row for row in found if row[1] and row[2]], kind, path)
+    left_out(kind, path, len(found) - len(measurable), "rows have a length of 0; they are left out")
+    return measurable
 
 
 def timestamp(text: str) -> float:
@@ -292,10 +321,13 @@ def read_sharegpt(path: str) -> list[list[Exchange]]:
     Raise :class:`~tercet.protocol.BadRequest` for an invalid file or one without conversations.
     """
     text = read_text(path, "sharegpt")
-    entries = _entries(text, path)
-    found = [exchanges for entry in entries if (exchanges := _exchanges(entry))]
+    others = Counter[str]()
+    found = [exchanges for entry in _entries(text, path) if (exchanges := _exchanges(entry, others))]
+    kinds = ", ".join(sorted(others))[:200]
+    left_out("sharegpt", path, others.total(), f"messages have parts that are not text ({kinds}); they are left out")
     if not found:
-        raise BadRequest(f"workload: sharegpt: {path} has no conversation between a person and a model", "path")
+        why = f": all have parts that are not text ({kinds})" if others else ""
+        raise BadRequest(f"workload: sharegpt: {path} has no conversation between a person and a model{why}", "path")
     return found
 
 
@@ -315,13 +347,25 @@ def _entries(text: str, path: str) -> list[Any]:
     return found
 
 
-def _exchanges(entry: Any) -> list[Exchange]:
-    """Return the pairs of a person's message and the model's answer directly after it. Skip other messages."""
+def _exchanges(entry: Any, others: Counter[str]) -> list[Exchange]:
+    """Return the pairs of a person's message and the model's answer directly after it. Skip other messages.
+
+    ``others`` counts the messages with parts that are not text, by the type of the first such part. A conversation ends
+    before such a message: what follows depends on it.
+    """
     fields: dict[str, Any] = cast("dict[str, Any]", entry) if isinstance(entry, dict) else {}
     messages = fields.get("conversations") or fields.get("conversation") or fields.get("messages")
     if not isinstance(messages, list):
         return []
-    said = [message for item in cast("list[Any]", messages) if (message := _message(item)) is not None]
+    said = list[tuple[str, str]]()
+    for item in cast("list[Any]", messages):
+        try:
+            message = _message(item)
+        except _NoText as other:
+            others[str(other)] += 1
+            break
+        if message is not None:
+            said.append(message)
     pairs = pairwise(said)
     return [
         (question, answer)
@@ -330,9 +374,25 @@ def _exchanges(entry: Any) -> list[Exchange]:
     ]
 
 
+class _NoText(Exception):
+    """A part of a message is not text; the argument is its type."""
+
+
 def _message(item: Any) -> tuple[str, str] | None:
     if not isinstance(item, dict):
         return None
     fields = cast("dict[str, Any]", item)
     who, what = fields.get("from", fields.get("role")), fields.get("value", fields.get("content"))
+    if isinstance(what, list):
+        what = "".join(_text_of(part) for part in cast("list[Any]", what))
     return (who.lower(), what) if isinstance(who, str) and isinstance(what, str) else None
+
+
+def _text_of(part: Any) -> str:
+    if isinstance(part, str):
+        return part
+    fields = cast("dict[str, Any]", part) if isinstance(part, dict) else {}
+    kind, text = str(fields.get("type", "text")), fields.get("text")
+    if kind in TEXTS and isinstance(text, str):
+        return text
+    raise _NoText((kind if fields else repr(part))[:40])
