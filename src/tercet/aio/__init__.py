@@ -2,7 +2,15 @@
 
 from tercet.aio.signals import signals_to
 from tercet.aio.task_groups import keep_cancellation_counts
-from tercet.aio.tasks import TaskSet, is_cancelled, repeat
+from tercet.aio.tasks import TaskSet, is_cancelled, keep_running, repeat
 from tercet.aio.threads import run_in_thread
 
-__all__ = ["TaskSet", "is_cancelled", "keep_cancellation_counts", "repeat", "run_in_thread", "signals_to"]
+__all__ = [
+    "TaskSet",
+    "is_cancelled",
+    "keep_cancellation_counts",
+    "keep_running",
+    "repeat",
+    "run_in_thread",
+    "signals_to",
+]

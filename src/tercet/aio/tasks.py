@@ -9,6 +9,11 @@ from typing import Any, TypeVar
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
+AGAIN_S = 1.0
+"""Seconds between the error of a background task and its next start."""
+WELL_S = 10.0
+"""Seconds after which a background task that was started again counts as working."""
+MOST_TOLD, LONGEST_TOLD = 16, 500
 
 
 def is_cancelled() -> bool:
@@ -17,11 +22,61 @@ def is_cancelled() -> bool:
     return task is None or task.cancelling() > 0
 
 
-async def repeat(work: Callable[[], Awaitable[object]], pause_s: float) -> None:
-    """Run ``work`` in a loop, with ``pause_s`` seconds after each run, until cancelled or until it raises."""
+class _Failures:
+    """The log of one background task's errors: each different one is logged once, until the task works again."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._told = set[str]()
+
+    def tell(self, error: Exception) -> None:
+        """Log the error unless it was logged since the task worked last."""
+        text = f"{type(error).__name__}: {error}"[:LONGEST_TOLD]
+        if text in self._told or len(self._told) >= MOST_TOLD:
+            return
+        self._told.add(text)
+        logger.error("%s failed and is started again: %s", self._name, text, exc_info=error)
+
+    def works(self) -> None:
+        """Log once that the task works again."""
+        if self._told:
+            logger.warning("%s works again", self._name)
+            self._told.clear()
+
+
+async def repeat(work: Callable[[], Awaitable[object]], pause_s: float, name: str) -> None:
+    """Run ``work`` in a loop, with ``pause_s`` seconds after each run, until cancelled.
+
+    An error of ``work`` does not end the loop: it is logged once under the task's ``name``.
+    """
+    failures = _Failures(name)
     while True:
-        await work()
+        try:
+            await work()
+        except Exception as error:
+            failures.tell(error)
+        else:
+            failures.works()
         await asyncio.sleep(pause_s)
+
+
+async def keep_running(work: Callable[[], Awaitable[object]], name: str) -> None:
+    """Run ``work``, which contains a loop of its own, and run it again when it has raised an error.
+
+    Return when ``work`` returns. An error is logged once under the task's ``name``, and once more if ``work`` ran for
+    :data:`WELL_S` seconds since; ``work`` is run again :data:`AGAIN_S` seconds after an error.
+    """
+    failures, loop = _Failures(name), asyncio.get_running_loop()
+    while True:
+        began = loop.time()
+        try:
+            await work()
+            return
+        except Exception as error:
+            if loop.time() - began >= WELL_S:
+                failures = _Failures(name)
+            failures.tell(error)
+        await asyncio.sleep(AGAIN_S)
 
 
 class TaskSet:
@@ -47,6 +102,10 @@ class TaskSet:
         self._tasks.add(task)
         task.add_done_callback(self._ended)
         return task
+
+    def keep(self, work: Callable[[], Awaitable[object]], name: str) -> asyncio.Task[None]:
+        """Start a task that runs ``work`` until it returns, and again after each error: see :func:`keep_running`."""
+        return self.spawn(keep_running(work, name), name)
 
     def cancel(self) -> None:
         """Ask all tasks to end now."""

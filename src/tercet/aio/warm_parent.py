@@ -19,6 +19,7 @@ import signal
 import socket
 import sys
 import threading
+import time
 from collections.abc import Callable, Collection, Iterable
 from contextlib import suppress
 from functools import partial
@@ -27,6 +28,7 @@ from typing import Any
 FORK = b"fork 0"
 MOST_DESCRIPTORS = 16
 MOST_BYTES = 4096
+ACCEPT_PAUSE_S = 0.1
 
 
 def unforkable(own: Iterable[int]) -> str | None:
@@ -107,7 +109,15 @@ class _Parent:
             elif fd in self._channels:
                 self._answer(self._channels[fd])
             elif self._listening is not None:
-                self.add(self._listening.accept()[0])
+                self._accept(self._listening)
+
+    def _accept(self, listening: socket.socket) -> None:
+        try:
+            self.add(listening.accept()[0])
+        except (
+            OSError
+        ):  # the caller has left, or a descriptor is missing; the poll then returns at once, again and again
+            time.sleep(ACCEPT_PAUSE_S)
 
     def close(self) -> None:
         for pidfd in self._children:

@@ -7,7 +7,9 @@ import contextlib
 import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
+from tercet.aio import keep_running
 from tercet.cluster.child_process import Process, describe_exit
 from tercet.cluster.running_fleet import LOADING, OnEvent, until_ready
 from tercet.protocol import Role, TercetError
@@ -61,7 +63,9 @@ async def _run(engine: JoiningEngine, router: str, secret: str, drain_seconds: f
     await until_ready(engine.process, engine.url, on_event)
     engine.process.remember_shared_memory()
     async with RouterMembership(router, engine.name, secret) as membership:
-        staying = asyncio.create_task(_stay(engine, membership, on_event))
+        staying = asyncio.create_task(
+            keep_running(partial(_stay, engine, membership, on_event), f"join of {engine.name}")
+        )
         ended = asyncio.create_task(engine.process.ended())
         try:
             await asyncio.wait({staying, ended}, return_when=asyncio.FIRST_COMPLETED)

@@ -9,6 +9,8 @@ import shutil
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
+from tercet.aio import repeat
+
 logger = logging.getLogger(__name__)
 LARGEST = 64 * 1024 * 1024
 """Largest size of a log in bytes; together with its previous part it has at most twice this size."""
@@ -37,7 +39,9 @@ def rotate(log: Path, largest: int = LARGEST) -> bool:
 
 async def rotate_logs(logs: Callable[[], Iterable[Path]]) -> None:
     """Check the logs every ``POLL_INTERVAL_S`` seconds, and rotate large ones, until cancelled."""
-    while True:
-        await asyncio.sleep(POLL_INTERVAL_S)
+
+    async def look() -> None:
         for log in list(logs()):
             await asyncio.to_thread(rotate, log)
+
+    await repeat(look, POLL_INTERVAL_S, "log rotation")

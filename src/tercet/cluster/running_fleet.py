@@ -16,6 +16,7 @@ from urllib.parse import urlsplit
 import aiohttp
 import msgspec
 
+from tercet.aio import keep_running
 from tercet.cluster.child_process import Process, StartFailed, describe_exit
 from tercet.cluster.log_rotation import rotate_logs
 from tercet.cluster.restarts import Restarts
@@ -257,6 +258,10 @@ def _asking() -> aiohttp.ClientSession:
 
 async def read_events(log: Path, say: Callable[[str], object]) -> None:
     """Pass new events of level WARNING or ERROR in a log to ``say``, until cancelled."""
+    await keep_running(partial(_read_events, log, say), f"reading of {log}")
+
+
+async def _read_events(log: Path, say: Callable[[str], object]) -> None:
     with log.open("rb") as lines:
         lines.seek(0, os.SEEK_END)
         begun = b""

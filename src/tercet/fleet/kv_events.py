@@ -6,6 +6,7 @@ import asyncio
 import logging
 from collections.abc import AsyncGenerator
 from contextlib import ExitStack, asynccontextmanager
+from functools import partial
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -13,6 +14,7 @@ import msgspec
 import zmq
 import zmq.asyncio
 
+from tercet.aio import keep_running
 from tercet.fleet.knowledge import FleetKnowledge
 from tercet.fleet.kv_inbox import KVInbox
 from tercet.protocol import Engine, KVEvents, TercetError
@@ -35,7 +37,9 @@ async def cache_followed(
     name: str, url: str, engine: Engine, knowledge: FleetKnowledge, restarted: asyncio.Event
 ) -> AsyncGenerator[None]:
     """Run :func:`follow_cache` while entered."""
-    following = asyncio.create_task(follow_cache(name, url, engine, knowledge, restarted))
+    following = asyncio.create_task(
+        keep_running(partial(follow_cache, name, url, engine, knowledge, restarted), f"KV events of {name}")
+    )
     try:
         yield
     finally:

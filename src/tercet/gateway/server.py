@@ -10,6 +10,7 @@ import sys
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 from importlib import resources
 from pathlib import Path
 
@@ -118,10 +119,10 @@ async def fleet_of(config: PickerConfig) -> AsyncGenerator[EngineFleet]:
     ):
         try:
             await membership.become([MemberState(address) for address in config.engines])
-            background.spawn(membership.watch(), "membership")
+            background.keep(membership.watch, "membership")
             if config.discovery.is_wanted:
                 discovery, known = discovery_of(config.discovery), asyncio.Event()
-                background.spawn(follow_found(discovery, membership, config.engines, known), "pods")
+                background.keep(partial(follow_found, discovery, membership, config.engines, known), "pods")
                 await until_known(known, discovery.source)
             yield fleet
         finally:
@@ -210,7 +211,7 @@ async def picking(fleet: EngineFleet, config: PickerConfig) -> AsyncGenerator[Pi
             if (name := config.discovery.pool_name) is not None:
                 api, pool = access_of(config.discovery), PoolReference(name, group=config.discovery.pool_group)
                 namespace = config.discovery.pool_namespace or api.namespace
-                background.spawn(follow_objectives(api, namespace, pool, picker.set_objectives), "objectives")
+                background.keep(partial(follow_objectives, api, namespace, pool, picker.set_objectives), "objectives")
             yield PickerServer(port, metrics_port, picker, told, starting)
         finally:
             starting.cancel()

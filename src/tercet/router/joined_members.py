@@ -66,9 +66,8 @@ class GoneEngines:
         return {each for each, since in self._since.items() if now - since >= self._after_s}
 
 
-async def remove_gone(state: SharedState, gone: GoneEngines | None = None) -> None:
+async def remove_gone(state: SharedState, gone: GoneEngines) -> None:
     """Remove engines that have joined and do not answer for :data:`GONE_AFTER_S` seconds, until cancelled."""
-    gone = gone or GoneEngines(asyncio.get_running_loop().time)
     while True:
         await asyncio.sleep(POLL_INTERVAL_S)
         reports = state.reports.engines()

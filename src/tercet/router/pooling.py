@@ -13,6 +13,7 @@ import ssl
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from http import HTTPStatus
 from typing import Self
 from urllib.parse import unquote, urlsplit
@@ -186,9 +187,8 @@ class PoolingServers:
         connector = aiohttp.TCPConnector(limit=0, ssl=self._tls or True, keepalive_timeout=KEEP_ALIVE_SECONDS)
         self._session = aiohttp.ClientSession(connector=connector, cookie_jar=aiohttp.DummyCookieJar())
         for server in self.servers:
-            self._tasks.spawn(
-                repeat(lambda server=server: self.look_at(server), POLL_INTERVAL_S), f"poll of {server.url}"
-            )
+            name = f"poll of {server.url}"
+            self._tasks.spawn(repeat(partial(self.look_at, server), POLL_INTERVAL_S, name), name)
         return self
 
     async def __aexit__(self, *_: object) -> None:

@@ -77,7 +77,7 @@ class Rescheduler:
     async def run(self) -> None:
         """Make a round (:meth:`look`) at each interval, until cancelled."""
         try:
-            await repeat(self.look, self._settings.interval_s)
+            await repeat(self.look, self._settings.interval_s, "rescheduler")
         finally:
             await self._tasks.close()
 

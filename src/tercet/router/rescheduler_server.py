@@ -74,7 +74,7 @@ async def _serve(config: ReschedulerConfig) -> None:
             whose = await _begin_to_follow(config, membership, background)
             policies = ", ".join(config.reschedule.policies)
             logger.info("rescheduling %d engines of %s by the policies %s", len(fleet.members), whose, policies)
-            background.spawn(membership.watch(), "membership")
+            background.keep(membership.watch, "membership")
             await rescheduler.run()
         finally:
             await background.close()
@@ -84,10 +84,10 @@ async def _begin_to_follow(config: ReschedulerConfig, membership: Membership, ba
     """Start to follow the engines of the router, or those that discovery finds; return their source once known."""
     if not config.discovery.is_wanted:
         await _follow_once(config, membership)
-        background.spawn(_follow(config, membership), "engines")
+        background.keep(partial(_follow, config, membership), "engines")
         return config.url
     discovery, known = discovery_of(config.discovery), asyncio.Event()
-    background.spawn(follow_found(discovery, membership, (), known), "pods")
+    background.keep(partial(follow_found, discovery, membership, (), known), "pods")
     await until_known(known, discovery.source)
     return discovery.source
 

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import msgspec
 
+from tercet.aio import keep_running
 from tercet.aio.file_thread import FileThread
 from tercet.aio.whole_files import read_whole, write_whole
 from tercet.decisions.roles import RoleFlip
@@ -71,18 +72,21 @@ class RoleKeeper:
     async def run(self) -> None:
         """Wait for the lock, then decide while this process holds it, until cancelled."""
         try:
-            while True:
-                await self._turn()
-                roles = FleetRoles(
-                    self._shared.service.fleet, self._objectives, self._flip, self._seen, self._lines,
-                    self._shared.reports.processes,
-                )  # fmt: skip
-                while await self._has_turn():
-                    await self._look(roles)
-                    await asyncio.sleep(INTERVAL_S)
+            await keep_running(self._decide, "roles")
         finally:
             self._shared.service.observers.remove(self._seen)
             self._files.close(self._give_back)
+
+    async def _decide(self) -> None:
+        while True:
+            await self._turn()
+            roles = FleetRoles(
+                self._shared.service.fleet, self._objectives, self._flip, self._seen, self._lines,
+                self._shared.reports.processes,
+            )  # fmt: skip
+            while await self._has_turn():
+                await self._look(roles)
+                await asyncio.sleep(INTERVAL_S)
 
     async def _turn(self) -> None:
         """Wait until this process holds the lock and the state names it as the decider."""

@@ -79,7 +79,7 @@ class FleetRoles:
 
     async def run(self) -> None:
         """Make a decision (:meth:`look`) at each interval, until cancelled."""
-        await repeat(self.look, INTERVAL_S)
+        await repeat(self.look, INTERVAL_S, "roles")
 
     async def look(self) -> None:
         """Observe the fleet once, and execute the policy's decision."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import asyncio
 import math
 import os
 import signal
@@ -30,7 +31,7 @@ from tercet.router.admin_server import admin_served, tls_options
 from tercet.router.fleet_adapters import AdapterLoader
 from tercet.router.fleet_state import FleetState
 from tercet.router.found_members import follow_found
-from tercet.router.joined_members import remove_gone
+from tercet.router.joined_members import GoneEngines, remove_gone
 from tercet.router.metrics import Metrics
 from tercet.router.named_files import NamedFiles
 from tercet.router.pooling import PoolingServers
@@ -138,12 +139,12 @@ class _Router:
     async def _join_fleet(self) -> None:
         """Read the shared state, and import vLLM while engines are still loading."""
         if self.shared is not None:
-            self.background.spawn(self.shared.follow_supervisor(self.shutdown.hurry), "supervisor")
+            self.background.keep(partial(self.shared.follow_supervisor, self.shutdown.hurry), "supervisor")
         await self.state.start(FleetState.of(self.config))
         if self._engines_come_later:
             if self.state.tells and self.config.discovery.is_wanted:
-                self.background.spawn(follow_found(self.state, discovery_of(self.config.discovery)), "pods")
-            self.background.spawn(self.state.follow(), "state")
+                self.background.keep(lambda: follow_found(self.state, discovery_of(self.config.discovery)), "pods")
+            self.background.keep(self.state.follow, "state")
         if not self.config.serves_without_vllm:
             _import_vllm(self.config)
 
@@ -154,35 +155,36 @@ class _Router:
                 with suppress(EngineUnreachable):
                     return await self.state.until_ready(partial(self.membership.until_ready, SOON_SECONDS))
             finally:
-                self.background.spawn(self.state.follow(), "state")
+                self.background.keep(self.state.follow, "state")
         return await _first_engine(self.config, self.state, self.membership)
 
     def _follow_fleet(self, promise: Promise) -> None:
         """Check each engine against the fleet's ``promise``, from now on."""
         self.membership.promise, self.membership.on_replaced = promise, self.state.replaced
-        self.background.spawn(self.membership.watch(), "membership")
+        self.background.keep(self.membership.watch, "membership")
         if self.state.tells:
-            self.background.spawn(remove_gone(self.state), "gone engines")
+            gone = GoneEngines(asyncio.get_running_loop().time)
+            self.background.keep(partial(remove_gone, self.state, gone), "gone engines")
 
     def _start_deciding(self) -> None:
         """Start the background decisions: roles, moves, sessions, adapters, and reloads of a program."""
-        config, state, service, spawn = self.config, self.state, self.state.service, self.background.spawn
+        config, state, service, keep = self.config, self.state, self.state.service, self.background.keep
         policies = config.reschedule
         if config.roles_by == "auto":
             policies = with_roles_followed(policies)
             state.role_keeper = RoleKeeper(state, self.path, config.objectives)
-            spawn(state.role_keeper.run(), "roles")
+            self.background.spawn(state.role_keeper.run(), "roles")
         own = OwnSequences(service.fleet, service.sequences, service.moves)
-        spawn(Rescheduler(service.fleet, own, policies).run(), "rescheduler")
+        keep(Rescheduler(service.fleet, own, policies).run, "rescheduler")
         if config.sessions.on:
             service.sessions = sessions = Sessions(
                 service.fleet, config.sessions, SessionCounters(), file=self._session_file
             )
-            spawn(sessions.run(), "sessions")
+            self.background.spawn(sessions.run(), "sessions")
         if config.missing_adapters == "load":
-            spawn(AdapterLoader(service.fleet, self.membership).run(), "adapters")
+            keep(AdapterLoader(service.fleet, self.membership).run, "adapters")
         if config.dev:
-            spawn(reload_on_change(state), "reload")
+            keep(partial(reload_on_change, state), "reload")
 
     @property
     def _session_file(self) -> Path | None:
@@ -306,7 +308,7 @@ async def _serve_openai(
             server.app, server.layers, config, state, keys, shutdown, pooling, server.fast,
             lambda refusals: with_cors(refusals, args),
         )  # fmt: skip
-        following.spawn(keys.follow(), "keys")
+        following.keep(keys.follow, "keys")
 
         async def shut_down() -> None:
             heed_signals()

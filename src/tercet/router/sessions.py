@@ -13,7 +13,7 @@ from typing import Literal, Protocol
 
 import msgspec
 
-from tercet.aio import TaskSet
+from tercet.aio import TaskSet, keep_running
 from tercet.aio.file_thread import FileThread
 from tercet.aio.whole_files import read_whole, write_whole
 from tercet.decisions.sessions import Action, Context, EngineSeen, Keep, MoveContext, Pause, SessionTable, session_named
@@ -126,17 +126,20 @@ class Sessions:
     async def run(self) -> None:
         """Check the engines at intervals, and at once when an engine begins to leave, until cancelled."""
         try:
-            while True:
-                self._wake.clear()
-                self._look()
-                if self._kept is not None:
-                    self._kept.look(self._clock())
-                with suppress(TimeoutError):
-                    await asyncio.wait_for(self._wake.wait(), LOOK_INTERVAL_S)
+            await keep_running(self._watch, "sessions")
         finally:
             if self._kept is not None:
                 self._kept.close()
             await self._tasks.close()
+
+    async def _watch(self) -> None:
+        while True:
+            self._wake.clear()
+            self._look()
+            if self._kept is not None:
+                self._kept.look(self._clock())
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._wake.wait(), LOOK_INTERVAL_S)
 
     # ---- turns ---------------------------------------------------------------------------------------------------
 

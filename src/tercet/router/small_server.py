@@ -11,6 +11,7 @@ from typing import Any, NoReturn
 
 import uvicorn
 
+from tercet.aio import keep_running
 from tercet.protocol import BadRequest
 from tercet.protocol.bearer import given_key
 from tercet.router import admin
@@ -84,7 +85,7 @@ async def _accept(
 ) -> None:
     """Serve until ``shut_down`` returns."""
     serving = asyncio.ensure_future(server.serve([sock]))
-    following = asyncio.ensure_future(keys.follow())
+    following = asyncio.ensure_future(keep_running(keys.follow, "keys"))
     ending = asyncio.ensure_future(shut_down)
     try:
         if await server.started_by(serving):

@@ -99,13 +99,16 @@ class KVReceiver:
             yield address
 
     def _accept(self, listener: socket.socket) -> None:
+        told = ""
         while not self._closed.is_set():
             try:
                 connection, _ = listener.accept()
                 self._begin(connection)
+                told = ""
             except (OSError, RuntimeError) as error:
                 # One failed connection does not stop the next one: only close() ends this thread.
-                if not self._closed.wait(ACCEPT_PAUSE_SECONDS):
+                if not self._closed.wait(ACCEPT_PAUSE_SECONDS) and told != str(error):
+                    told = str(error)
                     logger.warning("cannot accept a sender's connection: %s", error)
 
     def _begin(self, connection: socket.socket) -> None:

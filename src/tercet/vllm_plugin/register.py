@@ -3,6 +3,16 @@
 from __future__ import annotations
 
 import logging
+import multiprocessing
+import os
+import signal
+import threading
+import time
+
+LOOK_SECONDS = 0.5
+"""Seconds between two looks of an engine's process at the process that started it."""
+CLEAN_UP_SECONDS = 3.0
+_watch: threading.Thread | None = None
 
 
 def register() -> None:
@@ -46,3 +56,33 @@ def register() -> None:
     bound_replay_requests()
     bound_grammar_time()
     tell_stages_of_workers()
+    end_with_parent()
+
+
+def end_with_parent() -> None:
+    """Make an engine's core or worker end when the process that started it has been killed.
+
+    vLLM's API server ends its core when it stops, and the core its workers, but not when they are killed: the core,
+    its workers and their agents would keep memory and devices until somebody ends them. The opposite direction is
+    vLLM's: a core whose worker has ended ends, and so does the API server of such a core.
+    """
+    global _watch
+    parent = multiprocessing.parent_process()
+    if parent is None or parent.pid is None or _watch is not None:
+        return
+    _watch = threading.Thread(target=_end_with, args=(parent.pid,), name="tercet-parent", daemon=True)
+    _watch.start()
+
+
+def _end_with(parent: int) -> None:
+    # The parent's id, and not the signal that the kernel can send: that one comes already when the thread has ended
+    # that started this process.
+    while os.getppid() == parent:
+        time.sleep(LOOK_SECONDS)
+    name = multiprocessing.current_process().name
+    logging.getLogger(__name__).critical(
+        "the process %d, which started %s, was lost; %s (process %d) ends with it", parent, name, name, os.getpid()
+    )
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(CLEAN_UP_SECONDS)
+    os._exit(1)

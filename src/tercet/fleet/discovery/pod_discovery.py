@@ -61,8 +61,9 @@ class PodDiscovery:
 
         The caller must close the generator (``aclosing``), which ends its watches: garbage collection is too late.
         """
+        self._pods = self._wanted = None  # an earlier reader's watches have ended
         if self._settings.pool_name is not None:
-            self._tasks.spawn(self._pool_watch().run(), "watch on the pool")
+            self._tasks.keep(self._pool_watch().run, "watch on the pool")
         else:
             self._want((self._settings.endpoint_selector or "", self._ports(())))
         try:
@@ -110,7 +111,7 @@ class PodDiscovery:
         selector, ports = wanted
         query, path = {"labelSelector": selector}, PODS.format(self._namespace)
         watch = Watch(self._api, path, Pod, query, partial(self._pods_changed, ports), self._waits)
-        self._pods = self._tasks.spawn(watch.run(), "watch on pods")
+        self._pods = self._tasks.keep(watch.run, "watch on pods")
 
     def _pods_changed(self, ports: Sequence[int], pods: Sequence[Pod]) -> None:
         self._tell([each for pod in pods for each in self._engines_of(pod, ports)])

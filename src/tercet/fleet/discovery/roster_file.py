@@ -22,7 +22,7 @@ class RosterFile:
     def __init__(self, path: Path, interval: float = POLL_INTERVAL_S) -> None:
         self._path = path
         self._interval = interval
-        self._files = FileThread()
+        self._files: FileThread
         self._failure = ""
         self._stamp: object = None
         self._last: Sequence[FoundEngine] | None = None
@@ -34,6 +34,7 @@ class RosterFile:
 
     async def changes(self) -> AsyncGenerator[Sequence[FoundEngine]]:
         """Yield the engines once a roster was read, and again at each change."""
+        self._files, self._stamp, self._last = FileThread(), None, None
         try:
             while True:
                 found = await self._look()

@@ -87,7 +87,7 @@ class BackendPolls:
             finally:
                 first.set()
 
-        await repeat(poll, self._interval_s)
+        await repeat(poll, self._interval_s, f"polls of {backend.url}")
 
     async def poll(self, backend: WeightedRouter) -> None:
         """Ask one router for its models."""

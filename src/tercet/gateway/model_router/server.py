@@ -150,7 +150,7 @@ async def model_router(config: ModelRouterConfig) -> AsyncGenerator[ModelRouterS
             raise BadRequest(f"port: cannot listen on {config.host}:{config.port}: {error.strerror}", "port") from error
         following = TaskSet()
         stack.push_async_callback(following.close)
-        following.spawn(keys.follow(), "keys")
+        following.keep(keys.follow, "keys")
         yield ModelRouterServer(listener.port, routes, proxy, listener)
 
 

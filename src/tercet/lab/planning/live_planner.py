@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from tercet.aio import run_in_thread
+from tercet.aio import keep_running, run_in_thread
 from tercet.cluster.scaling.kubernetes import KubernetesFleet
 from tercet.decisions.planning import FleetPlan, Forecast, Observed, PlanLimits, Planner, Policy, WantedPlan
 from tercet.decisions.planning.acting import FleetChange, change_to
@@ -64,6 +64,9 @@ class LivePlanner:
 
     async def run(self) -> None:
         """Look every :data:`LOOK_S` seconds until cancelled; log when the router stops and starts to answer."""
+        await keep_running(self._look_on, "planner")
+
+    async def _look_on(self) -> None:
         while True:
             began = time.monotonic()
             try:

@@ -55,7 +55,7 @@ class OtherWorkers:
 
     def begin(self) -> None:
         """Start following the other workers."""
-        self._tasks.spawn(self._find(), "page-workers")
+        self._tasks.keep(self._find, "page-workers")
 
     def end(self) -> None:
         """Stop following the other workers, and drop their frames."""

@@ -108,7 +108,7 @@ class AsyncControlClient:
     def call(self, command: Command) -> asyncio.Future[Any]:
         """Send a command; the returned future gets the answer, or :class:`~tercet.protocol.EngineError`."""
         if not len(self._tasks):
-            self._tasks.spawn(self._take_answers(), "tercet-control")
+            self._tasks.keep(self._take_answers, "tercet-control")
         self._serial += 1
         answer = self._asked[self._serial] = asyncio.get_running_loop().create_future()
         answer.add_done_callback(_seen)

@@ -13,6 +13,7 @@ import msgspec
 import zmq
 import zmq.asyncio
 
+from tercet.aio import keep_running
 from tercet.protocol import TransferFailed
 from tercet.protocol.spans import Span, process, read_traceparent
 from tercet.protocol.wire import UNREADABLE
@@ -80,7 +81,7 @@ class AgentReports:
         self._socket = bounded(zmq.asyncio.Context.instance().socket(zmq.PULL))
         self._socket.linger = 0
         self._address = bind_somewhere(self._socket, host)
-        self._task = asyncio.get_running_loop().create_task(self._receive())
+        self._task = asyncio.get_running_loop().create_task(keep_running(self._receive, "reports of KV agents"))
 
     @property
     def address(self) -> str:

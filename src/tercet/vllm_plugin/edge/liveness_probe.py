@@ -90,12 +90,12 @@ class LivenessProbe:
         Raises :class:`~tercet.protocol.EngineError` if one part does not answer.
         """
         for part in self._parts:
-            self._tasks.spawn(part.ask_again_and_again())
+            self._tasks.keep(part.ask_again_and_again, f"probe of the {part.name}")
         await self.news(FIRST_SECONDS)
         silent = [part.name for part in self._parts if part.answer is None]
         if silent:
             raise EngineError(f"the engine's {', '.join(silent)} did not answer within {FIRST_SECONDS:.0f} s")
-        self._tasks.spawn(self._watch())
+        self._tasks.keep(self._watch, "watch of stalls")
 
     async def news(self, seconds: float = NEWS_SECONDS) -> None:
         """Poll every part again now, and wait for the answers, at most ``seconds``."""

@@ -54,6 +54,8 @@ class StopWhenEmpty:
                     await asyncio.sleep(POLL_INTERVAL_S)
         except TimeoutError:
             logger.warning("the engine stops with running work: it is not empty after %g s", self._grace)
+        except Exception:  # the stop was requested, and must not be lost
+            logger.exception("the engine stops with running work: it is not known whether it is empty")
         self._stop()
 
 

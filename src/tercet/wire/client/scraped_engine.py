@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
 import ssl
 from collections.abc import Callable, Sequence
 from contextlib import AbstractAsyncContextManager, suppress
 
 import aiohttp
 
-from tercet.aio import TaskSet
+from tercet.aio import TaskSet, repeat
 from tercet.protocol import (
     Conflict,
     EngineLoad,
@@ -68,7 +67,8 @@ class ScrapedEngine:
             auto_decompress=False,
             timeout=aiohttp.ClientTimeout(total=TOGETHER_SECONDS),
         )
-        self._tasks.spawn(self._read_on(), f"metrics of {self.name}")
+        name = f"metrics of {self.name}"
+        self._tasks.spawn(repeat(self._read_on, self._interval, name), name)
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -98,10 +98,8 @@ class ScrapedEngine:
         )
 
     async def _read_on(self) -> None:
-        while True:
-            with suppress(EngineUnreachable):  # the fleet's watch polls engines without reports, and logs the reason
-                await self._reading()
-            await asyncio.sleep(self._interval)
+        with suppress(EngineUnreachable):  # the fleet's watch polls engines without reports, and logs the reason
+            await self._reading()
 
     async def _reading(self) -> VllmMetrics:
         assert self._session is not None

@@ -7,6 +7,7 @@ import logging
 import time
 from collections.abc import Awaitable, Callable
 
+from tercet.aio import keep_running
 from tercet.protocol import EngineUnreachable, TercetError
 from tercet.protocol.wire import RouterAddress
 from tercet.settings.log_events import STREAM_BACK, STREAM_FALLBACK
@@ -51,7 +52,7 @@ class StreamKeeper:
 
     def start(self) -> None:
         """Start to keep the stream connected."""
-        self._keeping = asyncio.get_running_loop().create_task(self._keep())
+        self._keeping = asyncio.get_running_loop().create_task(keep_running(self._keep, f"stream of {self._name}"))
 
     async def close(self) -> None:
         """Disconnect; sequences that the engine still runs for this router end."""

@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from tercet.aio import TaskSet
+from tercet.aio import TaskSet, repeat
 from tercet.protocol import EngineLoad, EngineUnreachable, MoveProposal
 from tercet.protocol.hosts import host_and_port
 from tercet.protocol.splitting import FrameSplitter, ItemTooLong
@@ -51,7 +51,7 @@ class StreamListener:
         self._tasks = TaskSet()
 
     async def __aenter__(self) -> Self:
-        self._tasks.spawn(self._send_heartbeats())
+        self._tasks.spawn(repeat(self._send_heartbeats, HEARTBEAT_SECONDS, "heartbeats"), "heartbeats")
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -109,10 +109,8 @@ class StreamListener:
         return found[0] if found else None
 
     async def _send_heartbeats(self) -> None:
-        while True:
-            await asyncio.sleep(HEARTBEAT_SECONDS)
-            for connection in list(self._connections.values()):
-                connection.heartbeat()
+        for connection in list(self._connections.values()):
+            connection.heartbeat()
 
 
 class _Arrival(asyncio.Protocol):
