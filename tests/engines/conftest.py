@@ -40,7 +40,7 @@ START_SECONDS = 420
 # Fixtures of the engines that tests share.
 SHARED = {"fleet", "speaking", "breakable"}
 # Engines may be named to prefill for one another.
-PREFILLERS = {"TERCET_PREFILL_HOSTS": "127.0.0.1:*"}
+PREFILLERS = {"TERCET_PREFILL_HOSTS": "127.0.0.1:*", "TERCET_CLIENT_TRACES": "1"}
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest selects by marks

@@ -21,7 +21,7 @@ async def start(world: Gateway) -> None:
         if name != "p":
             url, allowed = f"http://{HOST}:{engine_port}", f"{HOST}:*"
             flags = ("--engine", url, "--port", str(port), "--prefill-hosts", allowed, "--stuck-after", "2")
-            await world.start(f"sidecar-{name}", *TERCET, "sidecar", *flags)
+            await world.start(f"sidecar-{name}", *TERCET, "sidecar", "--client-traces", *flags)
             world.engines[name] = port
     await world.start_picker("--stuck-after=2", roles={"p": "prefill", "d0": "decode", "d1": "decode"})
     await world.start_envoy()

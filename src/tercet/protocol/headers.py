@@ -41,7 +41,7 @@ HEADERS = (
         TRACE_HEADER,
         "requests to a router, an engine or a sidecar",
         "`true` or `1`: add to the answer what each engine did for it, under `tercet`; in a stream as the event before "
-        "`[DONE]`. `false` or `0`: do not.",
+        "`[DONE]`. `false` or `0`: do not. For administrators, or with `--client-traces`; else 403.",
     ),
     Header(
         SESSION_HEADER,

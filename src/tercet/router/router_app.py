@@ -19,7 +19,7 @@ from tercet.fleet.admission import ClientLeft, Gate
 from tercet.fleet.bodies_held import LARGEST_AT_ONCE, BodiesHeld, HeldBody
 from tercet.fleet.long_bodies import LongBodies, is_long
 from tercet.fleet.portions import Portions
-from tercet.protocol import EngineUnreachable, RouterFailed, TercetError, UnknownPath
+from tercet.protocol import BadRequest, EngineUnreachable, RouterFailed, TercetError, UnknownPath
 from tercet.protocol.bearer import BearerKeys
 from tercet.protocol.body_forms import WITH_BODY
 from tercet.protocol.error_forms import error_body
@@ -38,7 +38,7 @@ from tercet.wire.serving.client_connection import CONNECTION
 from tercet.wire.serving.error_answers import ErrorSend, error_headers, fault_of
 from tercet.wire.serving.request_context import CONTEXT, RequestContext, serving
 from tercet.wire.serving.tool_calls import ToolCallsSend
-from tercet.wire.serving.trace_answers import TracingSend, wants_trace
+from tercet.wire.serving.trace_answers import TracingSend, trace_refused, wants_trace
 
 if TYPE_CHECKING:
     from tercet.vllm_plugin.fast_path.entry import FastPath
@@ -66,7 +66,8 @@ class RouterApp:
     ``shutdown`` counts every request, and refuses all after it has begun; None for a router that does not stop.
     ``access_log`` is true if each request is logged. ``pooling`` serves embeddings, scores and reranking, if given.
     ``keys`` are the client keys, and ``admins`` checks access to admin routes. ``admin_apart`` is true if only a
-    separate address serves admin routes. ``traces`` records requests for engines.
+    separate address serves admin routes. ``traces`` records requests for engines. ``client_traces`` is true if clients
+    may see the trace of their request in its answer.
     """
 
     def __init__(
@@ -79,6 +80,7 @@ class RouterApp:
         admins: AdminAccess | None = None,
         admin_apart: bool = False,
         traces: RequestTraces | None = None,
+        client_traces: bool = False,
     ) -> None:  # fmt: skip
         self._app = app
         self._fast = fast
@@ -93,6 +95,7 @@ class RouterApp:
         self._long = LongBodies(gate.limits, gate.count_refusal)
         self._access_log = access_log
         self._pooling = pooling
+        self._client_traces = client_traces
         self._traces = traces or RequestTraces(0)
         self._refusals = around_refusals(_refused)
         self._answers = around_refusals(_passed_on)
@@ -225,7 +228,7 @@ class RouterApp:
         if is_admin_path(context.path):
             self._admins.require(scope)
         elif context.path not in OPEN:
-            self._require_key(scope)
+            self._require_client(context, scope)
         context.wants_trace = wants_trace(context.headers)
         if PROGRAM_HEADER in context.headers:
             self._check_program(context.headers[PROGRAM_HEADER])
@@ -257,6 +260,20 @@ class RouterApp:
             shown = "".join(value.decode("latin-1") for name, value in scope["headers"] if name == b"authorization")
             return shown.partition(" ")[2]  # the scheme may be written in any case
         return (scope.get("client") or ("",))[0]
+
+    def _require_client(self, context: RequestContext, scope: Scope) -> None:
+        """Require a client key; for a trace, that of an administrator instead, unless clients may see traces."""
+        try:
+            if not self._client_traces and wants_trace(context.headers):
+                self._admins.require_operator(scope)
+                return
+        except BadRequest:
+            self._require_key(scope)
+            raise
+        except TercetError as refusal:
+            self._require_key(scope)
+            raise trace_refused("send the admin key in Authorization instead of a client key") from refusal
+        self._require_key(scope)
 
     def _require_key(self, scope: Scope) -> None:
         refusal = "this router requires an API key: Authorization: Bearer KEY"

@@ -36,7 +36,7 @@ def put_layers_before(
     front = RouterApp(
         with_metrics(layers, service.fleet, state.traces.exemplars), fast, gate, keys.clients, service.program_called,
         config.max_request_bytes, around_refusals, shutdown, config.access_log, pooling, keys.access, apart,
-        state.traces.own,
+        state.traces.own, config.client_traces,
     )  # fmt: skip
     app.middleware_stack = with_page(front, state, keys, config.public_name, shutdown, apart)
     return gate

@@ -47,6 +47,15 @@ APIKeyFile = Annotated[
 OpenToAll = Annotated[
     bool, Setting("Serve other machines although no client key is set.", default="off", panel=ACCESS)
 ]  # fmt: skip
+CLIENT_TRACES_VARIABLE = "TERCET_CLIENT_TRACES"
+ClientTraces = Annotated[
+    bool,
+    Setting(
+        "Let every client ask for its trace (`x-tercet-trace`), which shows how much of a prompt others had cached; "
+        "without it only administrators may.",
+        default="off", panel=ACCESS,
+    ),
+]  # fmt: skip
 MAX_REQUEST_BYTES = 64 * 1024 * 1024
 MostRequestBytes = Annotated[
     AtLeastOne, Setting("Largest request body; a larger one gets 413.", unit="bytes", default="64 MiB")

@@ -21,6 +21,7 @@ from tercet.settings.process_settings import (
     AdminKey,
     AdminKeyFile,
     APIKeyFile,
+    ClientTraces,
     EngineSecret,
     LogLines,
     OpenToAll,
@@ -205,6 +206,7 @@ class RouterSettings(Settings, frozen=True):
     admin_key_file: AdminKeyFile = None
     api_key_file: APIKeyFile = None
     open_to_all: OpenToAll = False
+    client_traces: ClientTraces = False
     admin_folders: Annotated[
         tuple[str, ...],
         Setting(

@@ -18,6 +18,7 @@ from tercet.settings.prefill_settings import (
 )
 from tercet.settings.process_settings import (
     MAX_REQUEST_BYTES,
+    ClientTraces,
     EngineSecret,
     EngineTLS,
     LeastLogged,
@@ -58,6 +59,7 @@ class SidecarConfig(Settings, frozen=True, kw_only=True):
         Seconds, Setting("Longest gap in the answer of an engine that sends heartbeats.", unit="seconds")
     ] = msgspec.field(default=300.0, name="idle-timeout")
     max_request_bytes: MostRequestBytes = MAX_REQUEST_BYTES
+    client_traces: ClientTraces = False
     tls_cert: TLSCertificate = None
     tls_key: TLSKey = None
     secret: EngineSecret = ""

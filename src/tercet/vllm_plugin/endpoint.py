@@ -17,8 +17,9 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import StreamingResponse
 
 from tercet.protocol import DeadlineExceeded, EngineError, Output, Revision, TercetError, Unauthorized, UnknownSequence
+from tercet.protocol.bearer import BearerKeys
 from tercet.protocol.body_forms import VERB_FORMS, labelled
-from tercet.protocol.call_proofs import CHALLENGE_HEADER, Callers, require_digest
+from tercet.protocol.call_proofs import CHALLENGE_HEADER, Callers, require_digest, secrets_of
 from tercet.protocol.headers import INCARNATION_HEADER
 from tercet.protocol.names import require_engine_name
 from tercet.protocol.own_requests import ShownHeaders, require_own_call
@@ -43,7 +44,7 @@ from tercet.protocol.wire import (
 from tercet.settings.variables import ENGINE_NAME_VARIABLE
 from tercet.settings.verb_log import lines_of_call, logged_call
 from tercet.vllm_plugin.edge.adapters import Adapters
-from tercet.vllm_plugin.edge.prefilled_requests import PrefilledRequests, PrefillerHeader
+from tercet.vllm_plugin.edge.prefilled_requests import PrefilledRequests, PrefillerHeader, require_trace_reader
 from tercet.vllm_plugin.edge.stopping import StopWhenEmpty, let_vllm_stop, stop_on_sigterm
 from tercet.vllm_plugin.edge.verbs import EngineVerbs
 from tercet.vllm_plugin.start.plugin_settings import PluginSettings, parse_settings
@@ -90,7 +91,11 @@ class TercetEndpoints:
         app.router.lifespan_context = partial(_stopping_when_empty, app.router.lifespan_context)
         app.add_exception_handler(TercetError, _on_error)
         # This layer is inside vLLM's layers, so the API key has been checked before.
-        app.add_middleware(PrefillerHeader, allowed=lambda: app.state.tercet_prefillers)
+        app.add_middleware(
+            PrefillerHeader,
+            allowed=lambda: app.state.tercet_prefillers,
+            require_operator=lambda scope: app.state.tercet_require_trace_reader(scope),
+        )
 
     async def init_state(self, engine_client: EngineClient | None, state: State, args: Namespace) -> None:
         """Attach to the engine behind this server."""
@@ -109,6 +114,11 @@ class TercetEndpoints:
         most = settings.max_request_bytes
         verbs = state.tercet = await EngineVerbs.attach(engine_client, name, secret, adapters, most)  # type: ignore[arg-type]
         state.tercet_prefillers = settings.allowed_prefillers()
+        state.tercet_require_trace_reader = partial(
+            require_trace_reader, secrets=BearerKeys(secrets_of(secret)), is_keyed=bool(state.tercet_callers)
+        )
+        if settings.shows_traces_to_clients:
+            state.tercet_require_trace_reader = lambda _: None
         remote = _remote_prefill(settings, verbs, args) if state.tercet_prefillers else None
         state.tercet_prefilling = remote, PrefilledRequests(engine_client, verbs, remote)  # type: ignore[arg-type]
 

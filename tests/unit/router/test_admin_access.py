@@ -281,3 +281,32 @@ def test_what_is_no_file_is_refused(tmp_path: Path) -> None:
 def test_a_clients_key_must_not_be_the_admins(tmp_path: Path) -> None:
     with pytest.raises(BadRequest, match="admin-key"):
         RouterKeys(config(admin_key="same"), ["same"])
+
+
+@pytest.mark.parametrize(
+    ("clients", "admins", "shown", "status"),
+    [
+        ((), (), None, 200),  # this machine
+        (("client",), (), "client", 403),
+        (("client",), ("admin",), "client", 403),
+        (("client",), ("admin",), "admin", 200),
+        (("client",), ("admin",), "other", 401),
+        (("client",), ("admin",), None, 401),
+        ((), ("admin",), None, 403),
+        ((), ("admin",), "admin", 200),
+    ],
+)
+async def test_only_administrators_see_traces(
+    router: LiveRouter, clients: Sequence[str], admins: Sequence[str], shown: str | None, status: int
+) -> None:
+    headers = {"x-tercet-trace": "1", **(bearer(shown) if shown else {})}
+    async with client_of(router, keys=clients, admin_keys=admins) as client:
+        answer = await client.get("/openapi.json", headers=headers)
+        assert answer.status_code == status
+        assert status != 403 or answer.json()["error"]["param"] == "x-tercet-trace"
+        if not clients:
+            for proxied in ({"via": "1.1 tercet"}, {"x-forwarded-for": "10.0.0.9"}, {"sec-fetch-site": "cross-site"}):
+                answer = await client.get("/openapi.json", headers={"x-tercet-trace": "1", **proxied})
+                assert answer.status_code == 403, proxied
+        headers = {"x-tercet-trace": "0", **(bearer("client") if clients else {})}
+        assert (await client.get("/openapi.json", headers=headers)).status_code == 200

@@ -20,6 +20,7 @@ from tercet.gateway.sidecar.opening import Opening
 from tercet.gateway.sidecar.prefill_legs import DecodeLeg, PrefillLeg
 from tercet.gateway.sidecar.split_call import KV_PARAMS, SPLIT_PATHS, SplitCall
 from tercet.protocol import BadRequest, EngineError, EngineUnreachable, TercetError, Unauthorized, UnknownPath
+from tercet.protocol.bearer import BearerKeys
 from tercet.protocol.body_forms import forms_of, labelled
 from tercet.protocol.call_proofs import CHALLENGE_HEADER, Callers, Prover, require_digest, secrets_of
 from tercet.protocol.headers import CONTROL_HEADERS, PREFILLER_HEADER, REQUEST_ID_HEADER, TRACE_HEADER
@@ -44,7 +45,7 @@ from tercet.wire.client.passing import (
     passed_trailers,
     values,
 )
-from tercet.wire.serving.trace_answers import wants_trace
+from tercet.wire.serving.trace_answers import trace_refused, wants_trace
 
 logger = logging.getLogger("tercet.gateway")
 # The client's headers for this sidecar, which are not passed on to the engine.
@@ -79,6 +80,8 @@ class Proxy:
         self._leg = leg
         self._allowed = allowed
         self._callers = Callers(secrets_of(config.secret))
+        self._secrets = BearerKeys(secrets_of(config.secret))
+        self._client_traces = config.client_traces
         self._prover = Prover(config.secret)
         self._verbs_are_open = verbs_are_open
         self._refuses_params = config.connector == "nixl"
@@ -152,6 +155,18 @@ class Proxy:
         shown = http.headers("authorization")
         return self._callers.require(shown, http.method.decode("latin-1"), _verb_of(http), refusal)
 
+    def _require_operator(self, http: ClientCall) -> None:
+        """Raise :class:`~tercet.protocol.Forbidden` for a caller who may not see traces."""
+        if self._client_traces or self._secrets.fits("".join(http.headers("authorization"))):
+            return
+        refused = trace_refused("send the fleet's secret in Authorization, or call a sidecar on 127.0.0.1 directly")
+        if not self._verbs_are_open:  # an engine's pod may call a sidecar from loopback, too
+            raise refused
+        try:
+            require_own_call(ShownHeaders.of_asgi(http.fields), http.peer)
+        except TercetError as refusal:
+            raise refused from refusal
+
     # ---- requests that may be split --------------------------------------------------------------------------
 
     async def _split(self, http: ClientCall, answer: ProxiedAnswer) -> None:
@@ -164,6 +179,7 @@ class Proxy:
             return
         traces = [VerbTrace()]
         if wants_trace({TRACE_HEADER: http.header(TRACE_HEADER) or "false"}):
+            self._require_operator(http)
             answer.traces = traces
         request_id = http.header(REQUEST_ID_HEADER) or request_renamed(uuid.uuid4().hex)
         if http.header(REQUEST_ID_HEADER) != request_id:  # the engine that decodes gets the same id

@@ -20,16 +20,18 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from tercet.protocol import BadRequest, Request, Reservation, TercetError
+from tercet.protocol.bearer import BearerKeys
 from tercet.protocol.error_forms import error_body
 from tercet.protocol.headers import PREFILLED_HEADER, PREFILLER_HEADER
 from tercet.protocol.openai_routes import PREFILLED_BELOW
+from tercet.protocol.own_requests import ShownHeaders, require_own_call
 from tercet.protocol.prefill_hosts import AllowedPrefillers
 from tercet.protocol.seq_ids import sequence_id
 from tercet.protocol.trace import TraceEvent, VerbTrace
 from tercet.vllm_plugin.edge.verbs import EngineVerbs
 from tercet.wire.client.prefill_attempts import prefill_here
 from tercet.wire.client.remote_prefill import RemotePrefill
-from tercet.wire.serving.trace_answers import TracingSend, wants_trace
+from tercet.wire.serving.trace_answers import TracingSend, trace_refused, wants_trace
 
 if TYPE_CHECKING:
     from vllm.v1.engine import EngineCoreRequest
@@ -65,12 +67,19 @@ class PrefillerHeader:
     """An ASGI layer before vLLM's API, for the header that names engines to prefill.
 
     It reads the header, refuses engines that are not allowed, and adds traces to answers. Without ``allowed`` engines,
-    the header is ignored. A sidecar's header reports a prefill that is already done.
+    the header is ignored. A sidecar's header reports a prefill that is already done. ``require_operator`` raises for a
+    caller who may not see traces.
     """
 
-    def __init__(self, app: ASGIApp, allowed: Callable[[], AllowedPrefillers]) -> None:
+    def __init__(
+        self,
+        app: ASGIApp,
+        allowed: Callable[[], AllowedPrefillers],
+        require_operator: Callable[[Scope], None] = lambda scope: require_trace_reader(scope, BearerKeys(())),
+    ) -> None:
         self._app = app
         self._allowed = allowed
+        self._require_operator = require_operator
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve a request, as an ASGI application."""
@@ -86,7 +95,9 @@ class PrefillerHeader:
             return
         try:
             hosts, traced = allowed.named(said), wants_trace(headers)
-        except BadRequest as error:
+            if traced:
+                self._require_operator(scope)
+        except TercetError as error:
             await _refuse(send, scope["path"], error)
             return
         async with AsyncExitStack() as held:
@@ -96,6 +107,24 @@ class PrefillerHeader:
                 await self._app(scope, receive, TracingSend(send, named.traces) if traced else send)
             finally:
                 _named.reset(token)
+
+
+def require_trace_reader(scope: Scope, secrets: BearerKeys, is_keyed: bool = False) -> None:
+    """Raise :class:`~tercet.protocol.Forbidden` for a caller who may not see traces of this engine.
+
+    It must show one of the fleet's ``secrets``; if the engine ``is_keyed`` with none of them, no caller may. Without a
+    key, callers of this machine may.
+    """
+    shown = ShownHeaders.of_asgi(scope["headers"])
+    if secrets.fits("".join(shown.all("authorization"))):
+        return
+    if secrets or is_keyed:
+        raise trace_refused("send the fleet's secret in Authorization")
+    client = scope.get("client")
+    try:
+        require_own_call(shown, None if client is None else client[0])
+    except TercetError as refusal:
+        raise trace_refused("call this engine from its own machine") from refusal
 
 
 def _headers(scope: Scope) -> dict[str, str]:

@@ -24,6 +24,7 @@ from tercet.settings.prefill_settings import (
     PrefillStuckAfter,
     PrefillTimeout,
 )
+from tercet.settings.process_settings import CLIENT_TRACES_VARIABLE, ClientTraces
 from tercet.transport import AUTO, MAX_STREAMS, TRANSPORTS, TransportSettings
 from tercet.transport.bounded_sockets import LOOPBACK
 from tercet.wire.serving.server_access import SET_A_SECRET
@@ -93,6 +94,7 @@ class PluginSettings(Settings, frozen=True, rename=lambda name: name):
         ),
     ] = MAX_REQUEST_BYTES
     prefill_hosts: PrefillHosts = ""
+    client_traces: ClientTraces = False
     prefill_timeout: PrefillTimeout = TIMEOUT_S
     prefill_stuck_after: PrefillStuckAfter = STUCK_AFTER_S
 
@@ -142,6 +144,14 @@ class PluginSettings(Settings, frozen=True, rename=lambda name: name):
         if self.prefill_hosts:
             return AllowedPrefillers(self.prefill_hosts, "prefill_hosts")
         return AllowedPrefillers(os.environ.get(PREFILL_HOSTS_VARIABLE, ""), PREFILL_HOSTS_VARIABLE)
+
+    @property
+    def shows_traces_to_clients(self) -> bool:
+        """True if every client may see traces. Raises :class:`~tercet.protocol.BadRequest` for another variable."""
+        said = os.environ.get(CLIENT_TRACES_VARIABLE, "").strip().lower()
+        if said not in ("", "0", "false", "1", "true"):
+            raise BadRequest(f"{CLIENT_TRACES_VARIABLE}: must be true or false, is {said!r}", CLIENT_TRACES_VARIABLE)
+        return self.client_traces or said in ("1", "true")
 
     @property
     def prefill_budget(self) -> PrefillBudget:

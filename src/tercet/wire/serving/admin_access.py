@@ -75,14 +75,24 @@ class AdminAccess:
         require_no_page(headers)
         if (path := path_of(scope)).startswith(f"{API_PREFIX}{MEMBERS}"):
             self._require_engine(scope, headers, path.removeprefix(API_PREFIX))
-        elif self._supervisor.fits("".join(headers.all("authorization"))):
-            pass
-        elif self._keys:
+        else:
+            self._require_operator(scope, headers)
+        require_json(scope["headers"])
+        scope[ADMITTED] = True
+
+    def require_operator(self, scope: Scope) -> None:
+        """Raise :class:`~tercet.protocol.TercetError` unless the sender of a client's request is an administrator."""
+        headers = ShownHeaders.of_asgi(scope["headers"])
+        require_no_page(headers)
+        self._require_operator(scope, headers)
+
+    def _require_operator(self, scope: Scope, headers: ShownHeaders) -> None:
+        if self._supervisor.fits("".join(headers.all("authorization"))):
+            return
+        if self._keys:
             self._require_key(headers)
         else:
             self._require_this_machine(scope, headers)
-        require_json(scope["headers"])
-        scope[ADMITTED] = True
 
     def require_call(self, method: str, path: str, fields: Iterable[tuple[bytes, bytes]], peer: str | None) -> None:
         """Check a request of a server without ASGI; see :meth:`require`. ``peer`` is the caller's address."""

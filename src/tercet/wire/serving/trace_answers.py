@@ -1,4 +1,8 @@
-"""Addition of sequences' traces to their request's answer, for clients that send ``x-tercet-trace: true``."""
+"""Addition of sequences' traces to their request's answer, for callers that send ``x-tercet-trace: true``.
+
+A trace shows the addresses of engines, and how many tokens of a prompt they had in their caches because of other
+clients. So callers need the rights of an administrator, unless a setting gives them to every client.
+"""
 
 from __future__ import annotations
 
@@ -7,10 +11,11 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from tercet.protocol import BadRequest
+from tercet.protocol import BadRequest, Forbidden
 from tercet.protocol.headers import TRACE_HEADER
 from tercet.protocol.sse import DONE, EVENTS, EventSplitter, data_of
 from tercet.protocol.wire import UNREADABLE
+from tercet.settings.process_settings import CLIENT_TRACES_VARIABLE
 
 if TYPE_CHECKING:
     from starlette.types import Message, Send
@@ -24,6 +29,15 @@ def wants_trace(headers: Mapping[str, str]) -> bool:
     if said not in _MEANS:
         raise BadRequest(f"{TRACE_HEADER}: {said!r} is neither true nor false", TRACE_HEADER)
     return _MEANS[said]
+
+
+def trace_refused(path_to_it: str) -> Forbidden:
+    """Return the error for a caller who may not see traces; ``path_to_it`` says how an administrator shows that."""
+    return Forbidden(
+        f"{TRACE_HEADER}: a trace shows what prompts of others engines have cached, so it is for administrators; "
+        f"{path_to_it}, or let every client see traces with --client-traces ({CLIENT_TRACES_VARIABLE}=1)",
+        TRACE_HEADER,
+    )
 
 
 class TracingSend:
