@@ -1,13 +1,17 @@
-"""A limit for the total size of request bodies that are buffered before their requests are admitted.
+"""A limit for the total size of request bodies that a process buffers, before their requests are admitted or passed on.
 
 A client may begin many bodies of the largest accepted size and end none. When the bodies of one process exceed the
 limit, the largest one is dropped, with HTTP status 429, so that small requests of other clients still pass.
+
+The pieces of a long body are copied into pages that go back to the system as soon as the body is dropped or taken. As
+thousands of objects of 64 KiB they would leave holes between other objects, and the process would keep twice the limit.
 """
 
 from __future__ import annotations
 
 from collections.abc import Generator
 from contextlib import contextmanager
+from mmap import MAP_ANONYMOUS, MAP_PRIVATE, PAGESIZE, mmap
 
 from tercet.fleet.calls_in_flight import CallsInFlight, UntilLost, until_lost
 from tercet.protocol import Saturated
@@ -15,13 +19,19 @@ from tercet.protocol import Saturated
 LARGEST_AT_ONCE = 4
 """Number of bodies of the largest accepted size that fit into the limit together."""
 RETRY_SECONDS = 10
+LONG_BYTES = 256 * 1024
+"""Bytes above which a body is in its own pages."""
 
 
 class HeldBody:
-    """The buffered bytes of one body."""
+    """The buffered bytes of one body; ``size`` is their number, and ``content`` the whole body once it has arrived."""
 
     def __init__(self, bodies: BodiesHeld) -> None:
         self.size = 0
+        self.content = b""
+        self._pieces: list[bytes] = []
+        self._pages: mmap | None = None
+        self._written = 0
         self.calls = CallsInFlight()
         self._bodies = bodies
         self._refusal: Saturated | None = None
@@ -34,6 +44,42 @@ class HeldBody:
         if self._refusal is not None:
             raise self._refusal
 
+    def take(self, piece: bytes) -> None:
+        """Keep one more piece of the body; raise :class:`~tercet.protocol.Saturated` if this body is dropped."""
+        self.add(len(piece))
+        self._pieces.append(piece)
+        if self.size - self._written >= (LONG_BYTES if self._pages is None else LONG_BYTES // 4):
+            self._to_pages()
+
+    def end(self) -> None:
+        """Make ``content`` of the pieces: the body has arrived. It counts until :meth:`forget`."""
+        if self._pages is not None:
+            self._to_pages()
+            content = self._pages[: self._written]
+        else:
+            content = self._pieces[0] if len(self._pieces) == 1 else b"".join(self._pieces)
+        self._drop()
+        self.content = content
+
+    def _to_pages(self) -> None:
+        """Move the pieces to the end of the pages."""
+        end = self._written + sum(map(len, self._pieces))
+        if self._pages is None:
+            self._pages = mmap(-1, _whole_pages(2 * end), MAP_PRIVATE | MAP_ANONYMOUS)
+        elif end > len(self._pages):
+            self._pages.resize(_whole_pages(2 * end))
+        for piece in self._pieces:
+            self._pages[self._written : self._written + len(piece)] = piece
+            self._written += len(piece)
+        self._pieces.clear()
+
+    def _drop(self) -> None:
+        self.content = b""
+        self._pieces.clear()
+        if self._pages is not None:
+            self._pages.close()
+        self._pages, self._written = None, 0
+
     def until_let_go(self) -> UntilLost:
         """Return a context inside which :class:`~tercet.protocol.Saturated` is raised when the body is dropped."""
         if self._refusal is not None:
@@ -41,12 +87,14 @@ class HeldBody:
         return until_lost(self.calls)
 
     def forget(self) -> None:
-        """Stop counting its bytes."""
+        """Drop the bytes, and stop counting them."""
+        self._drop()
         self._bodies.forget(self)
 
     def let_go(self, refusal: Saturated) -> None:
         """Drop the body: its reader gets ``refusal``."""
         self._refusal = refusal
+        self._drop()
         self.calls.lose(refusal)
 
 
@@ -68,7 +116,7 @@ class BodiesHeld:
         try:
             yield body
         finally:
-            self.forget(body)
+            body.forget()
 
     def require_room(self, body: HeldBody, size: int) -> None:
         """Count ``size`` more bytes of ``body``; above the limit, drop the largest bodies, maybe this one."""
@@ -90,3 +138,7 @@ class BodiesHeld:
         if body in self._bodies:
             self._bodies.discard(body)
             self.size -= body.size
+
+
+def _whole_pages(size: int) -> int:
+    return -(-size // PAGESIZE) * PAGESIZE

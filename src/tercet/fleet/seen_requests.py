@@ -19,6 +19,8 @@ BLOCK = 512
 USUAL_TPOT_S = 0.02
 MOST_SEEN = 50_000
 """Largest number of requests that are kept, for any window."""
+MOST_BLOCKS = 1_000_000
+"""Largest number of blocks of all kept requests, about 36 bytes each; beyond it the oldest requests are dropped."""
 
 
 def block_names(prompt: Sequence[int]) -> tuple[int, ...]:
@@ -77,7 +79,8 @@ class SeenRequests:
         self._running: dict[RunningSequence, SeenRequest] = {}
         self.arrived = self.ended = self.met = 0
         self._window_s = window_s
-        self._seen: deque[SeenRequest] = deque(maxlen=MOST_SEEN)
+        self._seen: deque[SeenRequest] = deque()
+        self._blocks = 0
         self._tpot = USUAL_TPOT_S
 
     def begins(self, sequence: RunningSequence, trace: Trace) -> None:
@@ -86,6 +89,9 @@ class SeenRequests:
         self._forget(now)
         found = self._running[sequence] = SeenRequest(sequence, now, self._named)
         self._seen.append(found)
+        self._blocks += len(found.blocks)
+        while len(self._seen) > MOST_SEEN or self._blocks > MOST_BLOCKS:
+            self._drop_oldest()
         self.arrived += 1
 
     def ends(self, sequence: RunningSequence, trace: Trace, outcome: Literal["served", "failed", "left"]) -> None:
@@ -110,4 +116,7 @@ class SeenRequests:
 
     def _forget(self, now: float) -> None:
         while self._seen and now - self._seen[0].at > self._window_s:
-            self._seen.popleft()
+            self._drop_oldest()
+
+    def _drop_oldest(self) -> None:
+        self._blocks -= len(self._seen.popleft().blocks)

@@ -27,7 +27,9 @@ from tercet.protocol import (
     TercetError,
     UnknownAdapter,
 )
+from tercet.protocol.headers import REQUEST_ID_HEADER
 from tercet.protocol.hosts import host_and_port
+from tercet.protocol.seq_ids import sequence_id
 from tercet.settings import Limits, PickerConfig
 from tercet.wire.streams.wire_format import REPORT_SECONDS
 
@@ -197,7 +199,7 @@ def room_of(fleet: EngineFleet, load: ReportedLoad, config: PickerConfig) -> Roo
 def _request(call: OpenAICall, prompt: Tokens, adapter: str | None) -> Request:
     body, limit = call.body, call.max_tokens
     return Request(
-        seq_id=call.headers.get("x-request-id") or f"pick-{next(_numbers)}",
+        seq_id=sequence_id(call.headers.get(REQUEST_ID_HEADER) or f"pick-{next(_numbers)}"),
         prompt=prompt,
         sampling_params={} if limit is None else {"max_tokens": limit},
         priority=body.priority,

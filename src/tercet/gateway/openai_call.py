@@ -9,6 +9,7 @@ from typing import Annotated, Any, cast
 import msgspec
 
 from tercet.protocol import BadRequest
+from tercet.protocol.client_names import kept_name
 from tercet.protocol.json_text import UNREADABLE, in_utf8, read_json
 from tercet.protocol.openai_routes import CHAT, COMPLETIONS, GENERATING, PREFILLED_BELOW, RESPONSES, path_of
 from tercet.protocol.wire import field_of
@@ -106,7 +107,7 @@ class OpenAICall(msgspec.Struct, frozen=True):
 
         ``others`` are headers that name the flow if the usual headers do not.
         """
-        return self._header((*FAIRNESS_HEADERS, *others)) or ""
+        return kept_name(self._header((*FAIRNESS_HEADERS, *others)) or "")
 
     def _header(self, names: Sequence[str]) -> str | None:
         return next((value for name in names if (value := self.headers.get(name))), None)

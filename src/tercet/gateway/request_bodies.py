@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from tercet.fleet.bodies_held import LARGEST_AT_ONCE, BodiesHeld
+from contextlib import AbstractContextManager
+
+from tercet.fleet.bodies_held import LARGEST_AT_ONCE, BodiesHeld, HeldBody
 from tercet.gateway.sidecar.listener import ClientCall
 from tercet.protocol import RequestTooLarge
 
@@ -13,6 +15,15 @@ class RequestBodies:
     def __init__(self, most: int) -> None:
         self._most = most
         self._held = BodiesHeld(LARGEST_AT_ONCE * most)
+
+    @property
+    def size(self) -> int:
+        """Bytes of all buffered bodies."""
+        return self._held.size
+
+    def one(self) -> AbstractContextManager[HeldBody]:
+        """Return a context for one body, which is dropped at its exit."""
+        return self._held.one()
 
     def announced(self, http: ClientCall) -> int | None:
         """Return the length in bytes that a request announces; None if it announces none.
@@ -25,24 +36,20 @@ class RequestBodies:
             raise self._too_large()
         return length
 
-    async def whole(self, http: ClientCall) -> bytes:
-        """Read the body.
+    async def read(self, http: ClientCall, body: HeldBody) -> None:
+        """Read the whole body; the caller forgets it once it was passed on.
 
         Raises :class:`~tercet.protocol.RequestTooLarge`, :class:`~tercet.protocol.Saturated` if all bodies together
         exceed their limit, and the errors of :meth:`~tercet.gateway.sidecar.listener.ClientCall.parts`.
         """
         self.announced(http)
         await http.expected()
-        chunks, size = list[bytes](), 0
-        with self._held.one() as kept:
-            async with kept.until_let_go():
-                async for chunk in http.parts():
-                    chunks.append(chunk)
-                    size += len(chunk)
-                    if size > self._most:
-                        raise self._too_large()
-                    kept.add(len(chunk))
-        return b"".join(chunks)
+        async with body.until_let_go():
+            async for chunk in http.parts():
+                if body.size + len(chunk) > self._most:
+                    raise self._too_large()
+                body.take(chunk)
+        body.end()
 
     def _too_large(self) -> RequestTooLarge:
         return RequestTooLarge(f"the request's body has more than {self._most} bytes (--max-request-bytes)")

@@ -18,6 +18,7 @@ from tercet.gateway.openai_call import OpenAICall
 from tercet.gateway.picker_metrics import PickerMetrics
 from tercet.gateway.protos import SERVICE, ProcessingRequest, ProcessingResponse
 from tercet.protocol import EngineError, TercetError
+from tercet.protocol.client_names import kept_name
 from tercet.protocol.headers import REQUEST_ID_HEADER
 from tercet.protocol.spans import span_context_of, span_of, working_in
 from tercet.settings.log_lines import lines_of_request
@@ -84,7 +85,9 @@ class EndpointPickerService:
     async def _pick(self, exchange: Exchange, call: OpenAICall) -> Endpoints:
         """Pick, with log lines and a span for the request."""
         headers = call.headers
-        told: dict[str, Any] = {"url.path": exchange.path, "gen_ai.request.model": call.body.model or ""}
+        told: dict[str, Any] = {
+            "url.path": kept_name(exchange.path), "gen_ai.request.model": kept_name(call.body.model or ""),
+        }  # fmt: skip
         with (
             lines_of_request(headers.get(REQUEST_ID_HEADER, "")),
             working_in(span_context_of(headers)),

@@ -13,7 +13,7 @@ from http import HTTPStatus
 from typing import Any, ClassVar, cast
 
 LONGEST_MESSAGE = 4096
-"""Maximum number of characters kept of another process's message, which goes to logs and to clients."""
+"""Maximum number of characters of a message, which may quote text of a client or of another process."""
 
 
 class TercetError(Exception):
@@ -35,6 +35,10 @@ class TercetError(Exception):
             cls.code, cls.status = re.sub(r"\B([A-Z])", r"_\1", cls.__name__).lower(), status
 
     def __init__(self, message: str, param: str | None = None) -> None:
+        if len(message) > LONGEST_MESSAGE:
+            # The quoted text comes first, the reason and the remedy last.
+            message = f"{message[: LONGEST_MESSAGE * 3 // 4]}...{message[-LONGEST_MESSAGE // 4 :]}"
+        message = _writable(message)
         super().__init__(message)
         self.message = message
         self.param = param
@@ -47,8 +51,7 @@ class TercetError(Exception):
     def to_wire(self) -> dict[str, Any]:
         """Return the error body of an HTTP answer. Characters that cannot be encoded are escaped."""
         param = None if self.param is None else _writable(self.param)
-        message = _writable(self.message)
-        return {"error": {"message": message, "type": type(self).__name__, "param": param, "code": self.code}}
+        return {"error": {"message": self.message, "type": type(self).__name__, "param": param, "code": self.code}}
 
 
 class BadRequest(TercetError, status=400):
@@ -188,9 +191,9 @@ def from_wire(status: int, body: Mapping[str, Any]) -> TercetError:
     """Return the error whose :meth:`TercetError.to_wire` is ``body``; for an unknown body, an :class:`EngineError`."""
     found: Any = body.get("error")
     if not isinstance(found, Mapping):
-        return EngineError(f"HTTP {status}: {dict(body)!r}"[:LONGEST_MESSAGE])
+        return EngineError(f"HTTP {status}: {dict(body)!r}")
     detail = cast("Mapping[str, Any]", found)
-    message = str(detail.get("message") or f"HTTP {status}")[:LONGEST_MESSAGE]
+    message = str(detail.get("message") or f"HTTP {status}")
     param = detail.get("param")
     cls = _BY_CODE.get(str(detail.get("code")))
     if cls is None:

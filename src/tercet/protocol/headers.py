@@ -65,8 +65,8 @@ HEADERS = (
     Header(
         REQUEST_ID_HEADER,
         "requests to a router, calls to an engine",
-        "The id of the request, as in vLLM, in its answer and in each log line about it. In logs an id of over "
-        "128 characters is shortened.",
+        "The id of the request, as in vLLM, in its answer and in each log line about it. Logs and traces have an id of "
+        "over 128 characters as its beginning and a digest; so has the answer if it is over 8,192.",
     ),
     Header(
         "authorization",

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterable
+
+from tercet.protocol.client_names import kept_name
 
 # Maximum characters of a sequence's id: engines accept 256, and later attempts add a few characters.
 LONGEST_ID = 200
-# Number of characters kept of a longer id, to recognise it in logs.
-KEPT = 64
 
 
 def sequence_id(request_id: str) -> str:
@@ -16,10 +15,7 @@ def sequence_id(request_id: str) -> str:
 
     It is the request's id, unless that is too long or not printable: then it is the beginning and a digest of the id.
     """
-    if len(request_id) <= LONGEST_ID and request_id.isprintable():
-        return request_id
-    digest = hashlib.sha256(request_id.encode("utf-8", "surrogatepass")).hexdigest()[:32]
-    return f"{''.join(each if each.isprintable() else '_' for each in request_id[:KEPT])}-{digest}"
+    return kept_name(request_id, LONGEST_ID)
 
 
 def further_id(seq_id: str, number: int) -> str:

@@ -24,9 +24,9 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
 
     ``seq_id`` names it on every engine that works on it. ``prompt`` are token ids. ``sampling_params`` hold vLLM's
     ``SamplingParams`` by field name; missing ones have vLLM's default. ``headers`` are the client's HTTP headers, in
-    lower case; ``user`` is the field ``user`` of its OpenAI request, ``session`` the id by which vLLM identifies a
-    conversation. ``adapter`` is the name of the requested LoRA adapter, None for the base model; programs can ignore
-    it, since the request carries it. ``adapter_digest`` identifies the contents of that adapter when the
+    lower case; ``user`` is the field ``user`` of its OpenAI request, ``session`` the session that its body names.
+    ``adapter`` is the name of the requested LoRA adapter, None for the base model; programs can ignore it, since the
+    request carries it. ``adapter_digest`` identifies the contents of that adapter when the
     request arrived (:class:`AdapterReport`): an engine with other contents refuses the request; empty means any
     contents. ``mm_features`` are the images and other features for which the prompt has placeholder tokens, in the
     order of the prompt; programs can ignore them, too.

@@ -9,9 +9,12 @@ from typing import Any
 
 from starlette.types import Message, Scope, Send
 
-from tercet.settings.log_lines import FIELDS, REQUEST_ID, access_logger, request_id, shortened
+from tercet.protocol.client_names import kept_name
+from tercet.settings.log_lines import FIELDS, REQUEST_ID, access_logger, request_id
 from tercet.wire.serving.request_context import CONTEXT, RequestContext
 
+LONGEST_PATH = 512
+"""Maximum characters of a path that are logged; a longer one is logged as its beginning and a digest."""
 WORDS = "%(method)s %(path)s %(status)d in %(seconds).3f s from %(client)s"
 WITH_MODEL = ", model %(model)s"
 WITH_TOKENS = ", %(prompt_tokens)d + %(output_tokens)d tokens"
@@ -27,7 +30,8 @@ def access_logged(scope: Scope, send: Send) -> Generator[Send]:
     as the client has them. Query strings, other headers and the rest of bodies are not logged.
     """
     began = time.monotonic()
-    found: dict[str, Any] = {"method": scope["method"], "path": scope["path"], "status": 0, "seconds": 0.0}
+    path = kept_name(scope["path"], LONGEST_PATH)
+    found: dict[str, Any] = {"method": scope["method"], "path": path, "status": 0, "seconds": 0.0}
     found["client"] = (scope.get("client") or ("",))[0]
 
     async def noted(message: Message) -> None:
@@ -49,9 +53,9 @@ def _asked_and_generated(context: RequestContext | None) -> dict[str, Any]:
     if context is None:
         return found
     if context.asked.model:
-        found["model"] = shortened(context.asked.model)
+        found["model"] = kept_name(context.asked.model)
     if sequences := context.sequences:
         found["prompt_tokens"] = sum(each.request.num_tokens for each in sequences)
         found["output_tokens"] = sum(len(each.tokens) for each in sequences)
-        found[REQUEST_ID] = request_id() or shortened(sequences[0].request.seq_id)
+        found[REQUEST_ID] = request_id() or kept_name(sequences[0].request.seq_id)
     return found

@@ -14,6 +14,7 @@ from tercet.decisions.sessions import closes_session, session_in_body
 from tercet.fleet.admission import ClientLeft
 from tercet.fleet.bodies_held import HeldBody
 from tercet.protocol.body_forms import announces_body, forms_of, labelled
+from tercet.protocol.client_names import kept_name
 from tercet.protocol.headers import SESSION_FINAL_HEADER
 from tercet.protocol.json_text import in_utf8, read_json
 from tercet.router.body_items import require_few_items, require_readable, require_small_structures
@@ -37,7 +38,7 @@ class ReceivedBody:
     async def receive(self) -> Message:
         """Return the body, then later messages: ASGI's ``receive``."""
         if self._content is not None:
-            content, self._content = self._content, None  # vLLM has its own copy from now on
+            content, self._content, self.content = self._content, None, b""  # vLLM has its own copy from now on
             return {"type": "http.request", "body": content, "more_body": False}
         return await (self._receive() if self._next is None else asyncio.shield(self._next))
 
@@ -95,14 +96,14 @@ async def receive_body(
     first = await receive()
     if first["type"] == "http.request" and first.get("more_body", False):
         async with kept.until_let_go():
-            content = await read_whole(_again(first, receive), announced, limit, taker, kept.add)
+            is_whole = await read_whole(_again(first, receive), announced, limit, taker, kept)
     else:  # a body in one message, the usual case
-        content = await read_whole(_again(first, receive), announced, limit, taker, kept.add)
-    if content is None:
+        is_whole = await read_whole(_again(first, receive), announced, limit, taker, kept)
+    if not is_whole:
         raise ClientLeft
-    if content and not context.form:  # HTTP/2 need not announce a body
+    if kept.content and not context.form:  # HTTP/2 need not announce a body
         _decide(context, scope)
-    return ReceivedBody(content, receive)
+    return ReceivedBody(kept.content, receive)
 
 
 def _decide(context: RequestContext, scope: Scope) -> None:
@@ -136,10 +137,11 @@ def asked_by(fields: dict[str, Any]) -> Asked:
         asked = msgspec.convert(given, Asked, strict=False)
     except msgspec.ValidationError:
         asked = msgspec.convert(dict(_valid(given)), Asked, strict=False)
+    user = None if asked.user is None else kept_name(asked.user)
     session, parameters = session_in_body(fields), parameters_of(fields)
-    if session is None and not parameters:
+    if user is None and session is None and not parameters:
         return asked
-    return msgspec.structs.replace(asked, session_name=session, parameters=parameters)
+    return msgspec.structs.replace(asked, user=user, session_name=session, parameters=parameters)
 
 
 def _valid(given: dict[str, Any]) -> Iterator[tuple[str, Any]]:

@@ -15,13 +15,15 @@ import msgspec
 
 from tercet.fleet import RunningSequence, Trace
 from tercet.protocol import TercetError, Unauthorized
+from tercet.protocol.client_names import kept_name
 from tercet.protocol.spans import SpanContext
 from tercet.protocol.trace import PickEvent, TraceEvent
 from tercet.router.moves import MoveRecord
-from tercet.settings.log_lines import shortened
 from tercet.wire.serving.request_context import RequestContext
 
 KEPT = 1000
+KEPT_BYTES = 64 * 1024 * 1024
+"""Most bytes of the last traces as they are kept; slowest ones have a tenth of it. A usual trace has 2,000 bytes."""
 # The number of slowest requests that are kept is this fraction of the number of last ones: a tenth.
 SLOWEST_SHARE = 10
 RUNNING, SERVED, LEFT = "running", "served", "client_left"
@@ -117,7 +119,7 @@ class FollowedRequest:
         return RequestTrace(
             request_id=self.request_id,
             path=context.path,
-            model=shortened(context.asked.model or ""),
+            model=kept_name(context.asked.model or ""),
             at=self._at,
             seconds=time.monotonic() - self._began,
             outcome=outcome,
@@ -141,9 +143,14 @@ def _sequence(sequence: RunningSequence, trace: Trace, began: float, move_of: Mo
     )  # fmt: skip
 
 
+_encode = msgspec.msgpack.Encoder().encode
+_decode = msgspec.msgpack.Decoder(RequestTrace).decode
+
+
 class RequestTraces:
     """The traces of this process: all running requests, the last ``kept``, and a tenth as many of the slowest ones.
 
+    Traces of requests that have ended are kept encoded: that takes a quarter of the memory, and its size is known.
     ``move_of`` returns the record of a move by its number. ``on_end`` gets each request of a sampled distributed trace
     that has ended, with its place in that trace.
     """
@@ -158,8 +165,9 @@ class RequestTraces:
         self._move_of = move_of
         self._on_end = on_end
         self._running: dict[FollowedRequest, None] = {}
-        self._last: deque[RequestTrace] = deque(maxlen=kept)
-        self._slowest: list[tuple[float, int, RequestTrace]] = []
+        self._last: deque[bytes] = deque()
+        self._slowest: list[tuple[float, int, bytes]] = []
+        self._last_bytes = self._slowest_bytes = 0
         self._numbers = itertools.count()
 
     @contextmanager
@@ -168,7 +176,7 @@ class RequestTraces:
         place: SpanContext | None = None,
     ) -> Generator[FollowedRequest]:  # fmt: skip
         """Follow a request while entered, and keep its trace at the exit."""
-        followed = FollowedRequest(context, shortened(request_id), caller, place)
+        followed = FollowedRequest(context, kept_name(request_id), caller, place)
         self._running[followed] = None
         try:
             yield followed
@@ -184,19 +192,38 @@ class RequestTraces:
             self._on_end(trace, followed.place)
         if not self._kept:
             return
-        self._last.append(trace)
-        entry = trace.seconds, next(self._numbers), trace
-        if len(self._slowest) < max(1, self._kept // SLOWEST_SHARE):
-            heapq.heappush(self._slowest, entry)
-        elif entry > self._slowest[0]:
-            heapq.heapreplace(self._slowest, entry)
+        encoded = _encode(trace)
+        self._last.append(encoded)
+        self._last_bytes += len(encoded)
+        while len(self._last) > self._kept or self._last_bytes > KEPT_BYTES:
+            self._last_bytes -= len(self._last.popleft())
+        heapq.heappush(self._slowest, (trace.seconds, next(self._numbers), encoded))
+        self._slowest_bytes += len(encoded)
+        most, most_bytes = max(1, self._kept // SLOWEST_SHARE), KEPT_BYTES // SLOWEST_SHARE
+        while len(self._slowest) > most or self._slowest_bytes > most_bytes:
+            self._slowest_bytes -= len(heapq.heappop(self._slowest)[2])
+
+    @property
+    def kept(self) -> tuple[int, int]:
+        """Number and bytes of the traces that are kept; one of the last and of the slowest ones counts twice."""
+        return len(self._last) + len(self._slowest), self._last_bytes + self._slowest_bytes
 
     def __iter__(self) -> Iterator[RequestTrace]:
         """Yield all traces, newest first, and then older ones that are kept as slowest, slowest first."""
         yield from (each.seen(self._move_of, is_over=False) for each in reversed([*self._running]))
-        yield from reversed(self._last)
+        yield from map(self._seen_again, reversed([*self._last]))
         last = {id(each) for each in self._last}
-        yield from (trace for _, _, trace in sorted(self._slowest, reverse=True) if id(trace) not in last)
+        slowest = [encoded for _, _, encoded in sorted(self._slowest, reverse=True) if id(encoded) not in last]
+        yield from map(self._seen_again, slowest)
+
+    def _seen_again(self, encoded: bytes) -> RequestTrace:
+        """Return a kept trace; its moves may have ended after the request."""
+        trace = _decode(encoded)
+        for sequence in trace.sequences:
+            sequence.moves[:] = [
+                (self._move_of(move.number) or move) if move.outcome == "under_way" else move for move in sequence.moves
+            ]
+        return trace
 
     def called(self, name: str) -> list[RequestTrace]:
         """Return the traces with this id, newest first: a client may use one id for several requests."""

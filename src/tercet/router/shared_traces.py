@@ -18,6 +18,7 @@ from typing import TypeVar
 import msgspec
 
 from tercet.protocol import TercetError
+from tercet.protocol.client_names import kept_name
 from tercet.protocol.wire import UNREADABLE
 from tercet.router.exemplars import WORKERS_VARIABLE, Exemplars, KeptExemplar
 from tercet.router.request_traces import RequestTrace, RequestTraces
@@ -47,7 +48,7 @@ class TraceQuestion(msgspec.Struct, frozen=True, omit_defaults=True):
     def answer(self, traces: RequestTraces) -> list[RequestTrace]:
         """Return the traces of this process that match."""
         if self.id:
-            return traces.called(self.id)
+            return traces.called(kept_name(self.id))
         return [*traces.newest(self.newest), *traces.slowest(self.slowest)]
 
     def best(self, found: Sequence[RequestTrace]) -> list[RequestTrace]:

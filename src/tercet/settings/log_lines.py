@@ -15,6 +15,7 @@ from typing import Any, Literal
 
 import msgspec
 
+from tercet.protocol.client_names import kept_name
 from tercet.protocol.spans import current_span
 
 LogLevel = Literal["debug", "info", "warning", "error"]
@@ -28,8 +29,6 @@ EVENTS = "tercet.events"
 """Name of the logger of :mod:`tercet.settings.log_events`."""
 REQUEST_ID = "request_id"
 """Field of a line: the ``x-request-id`` of the request that the line is about."""
-MOST_OF_A_NAME = 128
-"""Most characters that are logged of a name that a client chose: a client must not decide how much is logged."""
 _request_id: ContextVar[str] = ContextVar("tercet_request_id", default="")
 _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]")
 _SERIOUS_EVENT = re.compile(rf"(?:WARNING|ERROR) \S+ \S+ \[{re.escape(EVENTS)}\] (.*)")
@@ -43,7 +42,7 @@ def request_id() -> str:
 @contextmanager
 def lines_of_request(found: str) -> Generator[None]:
     """Add the ``x-request-id`` ``found`` to lines of the block, and of tasks that the block starts."""
-    token = _request_id.set(shortened(found))
+    token = _request_id.set(kept_name(found))
     try:
         yield
     finally:
@@ -52,13 +51,8 @@ def lines_of_request(found: str) -> Generator[None]:
 
 def request_renamed(found: str) -> str:
     """Set the ``x-request-id`` of lines of the current task and of the tasks that it starts; return its logged form."""
-    _request_id.set(shortened(found))
+    _request_id.set(kept_name(found))
     return request_id()
-
-
-def shortened(name: str) -> str:
-    """Return a name that a client chose in its logged form: at most ``MOST_OF_A_NAME`` characters."""
-    return name if len(name) <= MOST_OF_A_NAME else f"{name[:MOST_OF_A_NAME]}..."
 
 
 LONGEST_LINE = 8192

@@ -52,7 +52,7 @@ from tercet.wire.client import engine_tls
 from tercet.wire.client.prefill_attempts import PrefillAttempts
 from tercet.wire.client.remote_prefill import RemotePrefill
 from tercet.wire.exported_spans import exporting_spans
-from tercet.wire.serving.request_body import read_whole
+from tercet.wire.serving.request_body import BodyPieces, read_whole
 from tercet.wire.serving.server_access import ASKS_FOR_A_KEY, api_keys, callers_of
 
 if TYPE_CHECKING:
@@ -179,11 +179,11 @@ async def _call(request: Request, kind: type[T]) -> T:
     form = labelled(request.scope["headers"], VERB_FORMS).form
     most: int = request.app.state.tercet_max_request_bytes
     taker = "this engine (max_request_bytes in kv_connector_extra_config)"
-    body = await read_whole(request.receive, request.headers.get("content-length", ""), most, taker)
-    if body is None:
+    body = BodyPieces()
+    if not await read_whole(request.receive, request.headers.get("content-length", ""), most, taker, body):
         raise ClientDisconnect
-    require_digest(body, getattr(request.state, "tercet_digest", None))
-    return decode_call(body, kind, form)
+    require_digest(body.content, getattr(request.state, "tercet_digest", None))
+    return decode_call(body.content, kind, form)
 
 
 def _body(kind: type) -> dict[str, Any]:

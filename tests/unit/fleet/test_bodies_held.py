@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import gc
-from contextlib import suppress
+from contextlib import ExitStack, suppress
+from mmap import PAGESIZE
+from pathlib import Path
 
 import pytest
 
@@ -84,7 +86,7 @@ async def test_bytes_of_a_body_that_is_let_go_are_gone_at_once() -> None:
     async def read() -> None:
         with suppress(Saturated), bodies.one() as body:
             async with body.until_let_go():
-                await read_whole(receive, "", 10_000, "this", body.add)
+                await read_whole(receive, "", 10_000, "this", body)
 
     received: list[bool] = []
     try:
@@ -96,3 +98,44 @@ async def test_bytes_of_a_body_that_is_let_go_are_gone_at_once() -> None:
         assert Piece.gone == 1
     finally:
         gc.enable()
+
+
+def resident() -> int:
+    """Bytes of this process in memory."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * PAGESIZE
+
+
+@pytest.mark.parametrize("sizes", [(1,), (70_000,), (300_000,), (5_000_000, 200_000)])
+async def test_a_body_is_what_its_pieces_were(sizes: tuple[int, ...]) -> None:
+    bodies = BodiesHeld(100_000_000)
+    for size in sizes:
+        expected = bytes(range(256)) * (size // 256 + 1)
+        with bodies.one() as body:
+            for begin in range(0, len(expected), 65_521):
+                body.take(expected[begin : begin + 65_521])
+            assert bodies.size == body.size == len(expected)
+            body.end()
+            assert body.content == expected
+            assert bodies.size == len(expected)
+            body.forget()
+            assert (body.content, bodies.size, len(bodies)) == (b"", 0, 0)
+
+
+async def test_unfinished_bodies_take_the_memory_of_their_limit_and_give_it_back() -> None:
+    """Measured in pages of the process: between pieces of dropped bodies lie objects that stay."""
+    bodies, between, most = BodiesHeld(32 * 2**20), list[bytes](), 0
+    before = resident()
+    with ExitStack() as held:
+        begun = [held.enter_context(bodies.one()) for _ in range(14)]
+        for _ in range(240):
+            for body in [*begun]:
+                try:
+                    body.take(bytes(64 * 1024))
+                except Saturated:
+                    begun.remove(body)
+                between.append(bytes(600))
+            most = max(most, resident() - before)
+            assert bodies.size <= 32 * 2**20
+    assert len(begun) < 5
+    assert most < 48 * 2**20
+    assert resident() - before < 16 * 2**20

@@ -7,6 +7,7 @@ import json
 from collections.abc import AsyncIterator, Callable, Coroutine
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 import httpx
 import pytest
@@ -15,6 +16,7 @@ from fastapi import FastAPI
 
 from tercet.fleet.admission import Gate
 from tercet.protocol import EngineUnreachable, Saturated
+from tercet.protocol.seq_ids import LONGEST_ID
 from tercet.router import admin
 from tercet.router.prompt_texts import PromptTexts
 from tercet.router.request_traces import FollowedRequest, RequestTraces
@@ -69,6 +71,21 @@ async def test_a_request_without_an_id_gets_one_that_engines_and_the_answer_have
     (newest,) = (await client.get("/tercet/v1/traces")).json()
     assert len(newest["request_id"]) == 32
     assert newest["request_id"] in answer.json()["id"]
+
+
+@pytest.mark.parametrize("at", ["header", "body"])
+async def test_a_long_id_is_kept_as_its_beginning_and_a_digest(client: httpx.AsyncClient, at: str) -> None:
+    name = "mine-" + "é" * (at == "body") + "n" * 20_000
+    headers, fields = ({"x-request-id": name}, {}) if at == "header" else ({}, {"request_id": name})
+    answer = await client.post("/v1/completions", json={**BODY, **fields}, headers=headers)
+    assert answer.status_code == 200, answer.text
+    assert len(answer.json()["id"]) <= LONGEST_ID
+    (newest,) = (await client.get("/tercet/v1/traces")).json()
+    assert newest["request_id"].startswith("mine-")
+    assert len(json.dumps(newest)) < 3000
+    assert await traced(client, newest["request_id"]) == newest
+    (found,) = (await client.get("/tercet/v1/traces/" + quote(name))).json()
+    assert found == newest
 
 
 async def test_an_engine_that_fails_is_in_the_trace(client: httpx.AsyncClient, router: LiveRouter) -> None:

@@ -283,6 +283,25 @@ def test_the_hold_of_an_engine_ends_with_the_last_session(metrics: Metrics) -> N
     run_virtual(check())
 
 
+def test_a_stranger_ends_no_session_of_another_client(metrics: Metrics) -> None:
+    """The session of one key has the same name as that of another key, and as that of a client without a key."""
+
+    async def check() -> None:
+        async with world(metrics, "ab", **{"session-keep": "all"}) as made:
+            mine = {"authorization": "Bearer mine"}
+            engine, _ = await made.turn("s", headers=mine)
+            for stranger in ({"authorization": "Bearer theirs"}, {}):
+                await made.turn("s", headers={**stranger, "x-dynamo-session-final": "true"})
+                assert len(made.sessions.table) == 1
+            again, _ = await made.turn("s", headers=mine)
+            assert again == engine
+            assert made.counts.counts["session_turns_bound"] == 1
+            await made.turn("s", headers={"authorization": "bearer mine", "x-dynamo-session-final": "true"})
+            assert len(made.sessions.table) == 0
+
+    run_virtual(check())
+
+
 # ---- a router that is restarted --------------------------------------------------------------------------------------
 
 

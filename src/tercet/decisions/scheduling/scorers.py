@@ -14,6 +14,7 @@ from msgspec import Meta
 from tercet.decisions.scheduling.hashing import preference
 from tercet.decisions.scheduling.plugin import Decision, Engines, Floats, Integers, Scorer
 from tercet.protocol import AdapterLoad, Request
+from tercet.protocol.client_names import owned_name
 from tercet.protocol.headers import OTHER_SESSION_HEADERS, SESSION_HEADER
 
 UNKNOWN = 0.5
@@ -281,8 +282,9 @@ def home_of(session: str, engines: Engines, max_load: float = MAX_LOAD) -> int:
 
 
 def session_of(request: Request | None, header: str, by_user: bool) -> str | None:
-    """Return the name of the request's session, or None."""
+    """Return the name of the request's session among those of all clients, or None."""
     if request is None:
         return None
     named = (request.headers.get(name) for name in (header, *OTHER_SESSION_HEADERS))
-    return next(filter(None, named), None) or request.session or (request.user if by_user else None)
+    found = next(filter(None, named), None) or request.session or (request.user if by_user else None)
+    return owned_name(found, request.headers) if found else None

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any, cast
 
 from tercet.protocol import Request
+from tercet.protocol.client_names import kept_name, owned_name
 from tercet.protocol.headers import AGENT_HEADERS, OTHER_SESSION_HEADERS, SESSION_HEADER, SUBAGENT_HEADER
 
 HEADERS = (SESSION_HEADER, *OTHER_SESSION_HEADERS, SUBAGENT_HEADER, *AGENT_HEADERS)
@@ -24,17 +25,19 @@ FIELDS = (
 def session_named(request: Request | None) -> str | None:
     """Return the session of a request, from its headers or its body; None without one.
 
-    The field ``user`` is not used: one user has many sessions.
+    A session belongs to the client that made it (:func:`~tercet.protocol.client_names.owned_name`). The field ``user``
+    is not used: one user has many sessions.
     """
     if request is None:
         return None
     headers = request.headers
-    return next((headers[name] for name in HEADERS if headers.get(name)), None) or request.session or None
+    named = next((headers[name] for name in HEADERS if headers.get(name)), None) or request.session
+    return owned_name(named, headers) if named else None
 
 
 def session_in_body(body: Mapping[str, Any]) -> str | None:
-    """Return the session that a body names; None unless it is a string."""
-    return next((found for path in FIELDS if (found := _text_at(body, path))), None)
+    """Return the session that a body names, in the form that is kept; None unless it is a string."""
+    return next((kept_name(found) for path in FIELDS if (found := _text_at(body, path))), None)
 
 
 def closes_session(body: Mapping[str, Any]) -> bool:

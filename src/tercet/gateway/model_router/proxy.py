@@ -11,6 +11,7 @@ from typing import Any, cast
 import msgspec
 from prometheus_client import CollectorRegistry, Counter, generate_latest
 
+from tercet.fleet.bodies_held import HeldBody
 from tercet.fleet.calls_in_flight import CallsInFlight, until_lost
 from tercet.gateway.model_router.backends import BackendPolls
 from tercet.gateway.model_router.routes import ModelRoutes, WeightedRouter
@@ -28,7 +29,7 @@ from tercet.protocol import (
 from tercet.protocol.bearer import BearerKeys
 from tercet.protocol.body_forms import forms_of, labelled
 from tercet.protocol.error_forms import in_form
-from tercet.protocol.json_text import in_utf8, read_json
+from tercet.protocol.json_text import UNREADABLE, in_utf8, read_json
 from tercet.protocol.openai_routes import MODELS, is_for_clients
 from tercet.wire.client.connection_errors import reason_of
 from tercet.wire.client.passing import (
@@ -51,6 +52,10 @@ CLIENT_LEFT = 499
 """Status that proxies record for a request whose client did not wait for its answer."""
 NOT_PASSED = frozenset({b"trailer", b"expect", b"content-length"})
 OPTIONS = b"OPTIONS"
+
+
+class _Named(msgspec.Struct):
+    model: msgspec.Raw = msgspec.Raw(b"null")
 
 
 class ModelMetrics:
@@ -127,9 +132,11 @@ class ModelProxy:
             form = ""
             if http.has_body:
                 form, http.fields, _ = labelled(http.fields, forms_of(http.path))
-            body = await self._bodies.whole(http)
-            model = self._routes.any_model() if http.method == OPTIONS and not body else self._model_in(body, form)
-            await self._pass_on(http, answer, model, body)
+            with self._bodies.one() as body:
+                await self._bodies.read(http, body)
+                asks = http.method == OPTIONS and not body.size
+                model = self._routes.any_model() if asks else self._model_in(body.content, form)
+                await self._pass_on(http, answer, model, body)
 
     async def _models(self, http: ClientCall, answer: ProxiedAnswer) -> None:
         """List all models, for a client whose key a router accepts; otherwise pass on that router's refusal."""
@@ -153,16 +160,12 @@ class ModelProxy:
 
         Raises :class:`~tercet.protocol.BadRequest`.
         """
-        found = read_json(in_utf8(body)) if body and form == JSON else {}
-        model = cast("Mapping[str, Any]", found).get("model") if isinstance(found, dict) else None
-        if model is not None and not isinstance(model, str):
-            raise BadRequest("model: must be a string", "model")
-        return model or self._routes.only_model()
+        return (_model_of(in_utf8(body)) if form == JSON else None) or self._routes.only_model()
 
-    async def _pass_on(self, http: ClientCall, answer: ProxiedAnswer, model: str, body: bytes) -> None:
+    async def _pass_on(self, http: ClientCall, answer: ProxiedAnswer, model: str, body: HeldBody) -> None:
         """Pass the request to a router of its model; try another one if a router cannot be connected.
 
-        A router that cannot be connected has received nothing of the request.
+        A router that cannot be connected has received nothing of the request. The body counts until the answer begins.
         """
         failed = set[WeightedRouter]()
         while True:
@@ -170,11 +173,13 @@ class ModelProxy:
             with self._counted(backend, model) as status:
                 async with until_lost(backend.calls):
                     try:
-                        response = await self._asked(http, backend, body)
+                        async with body.until_let_go():
+                            response = await self._asked(http, backend, body.content)
                     except NotConnected as error:
                         failed.add(backend)
                         self._polls.lost(backend, reason_of(error.__cause__ or error))
                         continue
+                    body.forget()
                     status.append(response.status)
                     try:
                         await self._answer(answer, response, backend)
@@ -233,3 +238,17 @@ class ModelProxy:
             if last >= 500:
                 backend.failures += 1
             self.metrics.requests.labels(model, backend.url, str(last)).inc()
+
+
+def _model_of(body: bytes) -> str | None:
+    """Return the model that a body names; other fields are skipped, since objects of them take many times its bytes."""
+    if not body:
+        return None
+    try:
+        model = msgspec.json.decode(msgspec.json.decode(body, type=_Named).model)
+    except UNREADABLE:
+        found = read_json(body)  # explains invalid JSON; other JSON than an object names no model
+        model = cast("Mapping[str, Any]", found).get("model") if isinstance(found, dict) else None
+    if model is not None and not isinstance(model, str):
+        raise BadRequest("model: must be a string", "model")
+    return model

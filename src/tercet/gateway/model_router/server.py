@@ -85,8 +85,14 @@ class ModelRouterServer:
 
     port: int
     routes: ModelRoutes
+    _bodies: RequestBodies
     _proxy: ModelProxy
     _listener: Listener
+
+    @property
+    def bytes_kept(self) -> int:
+        """Bytes of buffered bodies of requests that no router has yet."""
+        return self._bodies.size
 
     async def finish(self, seconds: float, hurried: asyncio.Event) -> None:
         """Accept no new requests, and return when all requests have ended.
@@ -151,7 +157,7 @@ async def model_router(config: ModelRouterConfig) -> AsyncGenerator[ModelRouterS
         following = TaskSet()
         stack.push_async_callback(following.close)
         following.keep(keys.follow, "keys")
-        yield ModelRouterServer(listener.port, routes, proxy, listener)
+        yield ModelRouterServer(listener.port, routes, bodies, proxy, listener)
 
 
 class _BackendsRoute:
@@ -169,7 +175,9 @@ class _BackendsRoute:
         try:
             self._access.require_call(http.method.decode("latin-1"), http.path, http.fields, http.peer)
             if http.method == b"PUT":
-                await self._replace(await self._bodies.whole(http))
+                with self._bodies.one() as body:
+                    await self._bodies.read(http, body)
+                    await self._replace(body.content)
             elif http.method != b"GET":
                 raise BadRequest("this route accepts only GET and PUT")
             body = msgspec.json.encode([BackendReport.of(each) for each in self._routes.backends])

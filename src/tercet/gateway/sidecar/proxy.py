@@ -12,6 +12,7 @@ from functools import partial
 from http import HTTPStatus
 from typing import Any, cast
 
+from tercet.fleet.bodies_held import HeldBody
 from tercet.fleet.calls_in_flight import CallsInFlight, until_lost
 from tercet.gateway.proxied_answer import ProxiedAnswer, is_stream
 from tercet.gateway.request_bodies import RequestBodies
@@ -23,6 +24,7 @@ from tercet.protocol import BadRequest, EngineError, EngineUnreachable, TercetEr
 from tercet.protocol.bearer import BearerKeys
 from tercet.protocol.body_forms import forms_of, labelled
 from tercet.protocol.call_proofs import CHALLENGE_HEADER, Callers, Prover, require_digest, secrets_of
+from tercet.protocol.client_names import kept_name
 from tercet.protocol.headers import CONTROL_HEADERS, PREFILLER_HEADER, REQUEST_ID_HEADER, TRACE_HEADER
 from tercet.protocol.json_text import in_utf8, read_json
 from tercet.protocol.openai_routes import PROBES, is_for_clients
@@ -113,22 +115,23 @@ class Proxy:
 
     async def _serve(self, http: ClientCall, answer: ProxiedAnswer) -> None:
         digest = self._require_caller(http)
-        if digest is not None:
-            body = await self._body(http, is_known=True)
-            require_digest(body, digest)
-            await self._forward(http, answer, body, digest=digest)
-            return
-        form = ""
-        if http.has_body and is_for_clients(http.path):  # bodies for other routes pass as they are
-            form, http.fields, _ = labelled(http.fields, forms_of(http.path))
-        if http.method == b"POST" and http.path in SPLIT_PATHS:
-            await self._split(http, answer)
-        elif self._refuses_params and form == JSON:
-            body = await self._body(http)
-            self._fields(body)
-            await self._forward(http, answer, body)
-        else:
-            await self._forward(http, answer, http.parts() if http.has_body else None)
+        with self._bodies.one() as body:
+            if digest is not None:
+                await self._read(http, body, is_known=True)
+                require_digest(body.content, digest)
+                await self._forward(http, answer, body, digest=digest)
+                return
+            form = ""
+            if http.has_body and is_for_clients(http.path):  # bodies for other routes pass as they are
+                form, http.fields, _ = labelled(http.fields, forms_of(http.path))
+            if http.method == b"POST" and http.path in SPLIT_PATHS:
+                await self._split(http, answer, body)
+            elif self._refuses_params and form == JSON:
+                await self._read(http, body)
+                self._fields(body.content)
+                await self._forward(http, answer, body)
+            else:
+                await self._forward(http, answer, http.parts() if http.has_body else None)
 
     def _require_caller(self, http: ClientCall) -> str | None:
         """Raise :class:`~tercet.protocol.Unauthorized` for a verb whose caller is not a member of the fleet.
@@ -169,11 +172,11 @@ class Proxy:
 
     # ---- requests that may be split --------------------------------------------------------------------------
 
-    async def _split(self, http: ClientCall, answer: ProxiedAnswer) -> None:
-        body = await self._body(http)
+    async def _split(self, http: ClientCall, answer: ProxiedAnswer, body: HeldBody) -> None:
+        await self._read(http, body)
         named = http.header(PREFILLER_HEADER)
         hosts = self._allowed.named(named) if named is not None and self._allowed else ()
-        fields = self._fields(body) if hosts or self._refuses_params else {}
+        fields = self._fields(body.content) if hosts or self._refuses_params else {}
         if not hosts or not fields:
             await self._forward(http, answer, body)
             return
@@ -181,13 +184,14 @@ class Proxy:
         if wants_trace({TRACE_HEADER: http.header(TRACE_HEADER) or "false"}):
             self._require_operator(http)
             answer.traces = traces
-        request_id = http.header(REQUEST_ID_HEADER) or request_renamed(uuid.uuid4().hex)
-        if http.header(REQUEST_ID_HEADER) != request_id:  # the engine that decodes gets the same id
+        request_id = kept_name(http.header(REQUEST_ID_HEADER) or "")
+        if not request_id:  # the engine that decodes gets the same id
+            request_id = request_renamed(uuid.uuid4().hex)
             http.fields = [*http.fields, (REQUEST_ID_HEADER.encode(), request_id.encode())]
         # Clients may choose equal ids: engines pin and free by ids, so these must be unique.
-        seq_id = f"{request_id[:LONGEST_ID]}-{uuid.uuid4().hex}"
+        seq_id = f"{kept_name(request_id, LONGEST_ID)}-{uuid.uuid4().hex}"
         shown = {name: value for name in SHOWN if (value := http.header(name)) is not None} | {"x-request-id": seq_id}
-        call = SplitCall(http.path, body, fields, shown, request_id, seq_id)
+        call = SplitCall(http.path, body.content, fields, shown, request_id, seq_id)
         async with AsyncExitStack() as held:
             told = {"url.path": http.path, "tercet.seq_id": seq_id, "tercet.prefillers": [*hosts]}
             with span_of("prefill", told, "server") as place:
@@ -211,12 +215,12 @@ class Proxy:
             raise BadRequest(f"{KV_PARAMS}: tells engines where to fetch KV; clients must not set it", KV_PARAMS)
         return fields
 
-    async def _body(self, http: ClientCall, is_known: bool = False) -> bytes:
-        """Return the whole body; a long one only from a known client, or if the engine accepts the request's key."""
+    async def _read(self, http: ClientCall, body: HeldBody, is_known: bool = False) -> None:
+        """Read the whole body; a long one only from a known client, or if the engine accepts the request's key."""
         length = self._bodies.announced(http)
         if not is_known and http.has_body and (length is None or length > UNASKED_BYTES):
             await self._require_key(http)
-        return await self._bodies.whole(http)
+        await self._bodies.read(http, body)
 
     async def _require_key(self, http: ClientCall) -> None:
         """Raise :class:`~tercet.protocol.Unauthorized` if the engine does not accept the request's key."""
@@ -243,7 +247,7 @@ class Proxy:
         self,
         http: ClientCall,
         answer: ProxiedAnswer,
-        body: DecodeLeg | bytes | AsyncIterator[bytes] | None,
+        body: DecodeLeg | HeldBody | AsyncIterator[bytes] | None,
         held: AsyncExitStack | None = None,
         digest: str | None = None,
     ) -> None:
@@ -253,6 +257,7 @@ class Proxy:
         engine.
         """
         prepared = body if isinstance(body, DecodeLeg) else None
+        buffered = body if isinstance(body, HeldBody) else None
         waiting, lost = _Waiting(), CallsInFlight()
         watching = asyncio.ensure_future(self._watch(waiting, lost))
         try:
@@ -261,8 +266,13 @@ class Proxy:
                 if prepared is not None:
                     prepared.sent = True
                 if prepared is None or prepared.local is None:
-                    asked, more = (body, {}) if prepared is None else (prepared.body, prepared.headers)
-                    response = await self._asked(http, asked, stack, more, digest)
+                    if buffered is not None:
+                        async with buffered.until_let_go():
+                            response = await self._asked(http, buffered.content, stack, digest=digest)
+                        buffered.forget()
+                    else:
+                        asked, more = (body, {}) if prepared is None else (prepared.body, prepared.headers)
+                        response = await self._asked(http, asked, stack, more)
                 else:
                     opened = partial(self._opened, http, prepared, stack, waiting)
                     try:

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Awaitable, Callable, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
 import msgspec
 
 from tercet.aio import TaskSet
-from tercet.lab.chaos.hostile_bodies import FULL_OF_SEQUENCES, LONG, ODD, POISONOUS
+from tercet.lab.chaos.hostile_bodies import COMPLETIONS, FULL_OF_SEQUENCES, LAST, LONG, NAMES, ODD, POISONOUS
 from tercet.lab.chaos.tricks import PlannedTrick, PlayedTrick, TrickKind
 
 REFUSED_SECONDS = 30.0
@@ -23,6 +23,7 @@ REFUSED_SECONDS = 30.0
 ANSWERED_SECONDS = 180.0
 """Time limit, in seconds, for the answer to a long body, which may be served."""
 LONG_HEAD = 2**20
+LONG_NAME_IN_HEAD = 30_000
 WRITTEN_AT_ONCE = 64 * 1024
 DRIP_SECONDS = 1.0
 # Size, in bytes, of the buffers of a slow reader.
@@ -91,13 +92,17 @@ class RawConnection:
 
 
 class Adversary:
-    """A client that plays tricks on the router at ``host`` and ``port``. ``played`` has the finished tricks."""
+    """A client that plays tricks on the router at ``host`` and ``port``. ``played`` has the finished tricks.
+
+    ``others`` are the addresses of other servers that buffer bodies, such as a model router.
+    """
 
     def __init__(
-        self, host: str, port: int, model: str, seed: int, sizes: Sizes, clock: Callable[[], float]
+        self, host: str, port: int, model: str, seed: int, sizes: Sizes, clock: Callable[[], float],
+        others: Sequence[tuple[str, int]] = (),
     ) -> None:  # fmt: skip
         self.played: list[PlayedTrick] = []
-        self._where = host, port
+        self._doors = ((host, port), *others)
         self._model = model
         self._seed = seed
         self._sizes = sizes
@@ -116,7 +121,7 @@ class Adversary:
 
     async def play(self, planned: PlannedTrick) -> None:
         """Play one trick, and add its result to ``played``."""
-        trick = Trick(self._where, self._model, random.Random(f"{self._seed} trick {planned.number}"), self._sizes)
+        trick = Trick(self._doors, self._model, random.Random(f"{self._seed} trick {planned.number}"), self._sizes)
         began, wrong = self._clock(), ""
         limit = ANSWERED_SECONDS if planned.kind == "long_bodies" else REFUSED_SECONDS
         try:
@@ -138,21 +143,24 @@ class Adversary:
 
 
 class Trick:
-    """A trick that is being played. ``what`` describes its variant."""
+    """A trick that is being played at ``door``. ``what`` describes its variant, ``name`` is the id of its requests."""
 
-    def __init__(self, where: tuple[str, int], model: str, chance: random.Random, sizes: Sizes) -> None:
+    def __init__(
+        self, doors: Sequence[tuple[str, int]], model: str, chance: random.Random, sizes: Sizes
+    ) -> None:  # fmt: skip
         self.statuses: list[int] = []
         self.what = ""
         self.chance = chance
         self.sizes = sizes
-        self._where = where
+        self.doors = doors
+        self.door = doors[0]
         self._model = model
-        self._name = f"adversary-{chance.getrandbits(64):x}"
+        self.name = f"adversary-{chance.getrandbits(64):x}"
         self._open: list[RawConnection] = []
 
     async def connect(self, limit: int = 64 * 1024) -> RawConnection:
         """Open one more connection, with a read buffer of about ``limit`` bytes."""
-        connection = RawConnection(*await asyncio.open_connection(*self._where, limit=limit))
+        connection = RawConnection(*await asyncio.open_connection(*self.door, limit=limit))
         self._open.append(connection)
         return connection
 
@@ -163,9 +171,10 @@ class Trick:
 
     def head(self, path: str, length: int) -> bytes:
         """Return the head of a request with a body of ``length`` bytes."""
+        named = f"x-request-id: {self.name}\r\n" if self.name else ""
         return (
             f"POST {path} HTTP/1.1\r\nhost: router\r\ncontent-type: application/json\r\nconnection: close\r\n"
-            f"x-request-id: {self._name}\r\ncontent-length: {length}\r\n\r\n"
+            f"{named}content-length: {length}\r\n\r\n"
         ).encode()
 
     def encoded(self, fields: Mapping[str, Any]) -> bytes:
@@ -220,6 +229,7 @@ async def _poisonous_grammars(trick: Trick) -> None:
 
 async def _unfinished_bodies(trick: Trick) -> None:
     trick.what, size = "a body that does not end", trick.sizes.body
+    trick.door = trick.chance.choice(trick.doors)
 
     async def one() -> None:
         connection = await trick.connect()
@@ -249,6 +259,15 @@ async def _long_heads(trick: Trick) -> None:
     trick.statuses.append(status)
     if status not in (0, 431):
         raise WrongAnswerToTrick(f"{trick.what}: answered with {status}")
+
+
+async def _long_names(trick: Trick) -> None:
+    what, fields = trick.chance.choice(NAMES)
+    name = trick.name.ljust(trick.sizes.body // 2, "n")
+    # An id in a body counts only without one in the head.
+    trick.name = "" if what == "request_id" else name[:LONG_NAME_IN_HEAD]
+    trick.what = f"{what} of {len(name)} characters"
+    await trick.must_be((200, 400, 404), COMPLETIONS, trick.encoded({"prompt": "x", **LAST, **fields(name)}))
 
 
 async def _silence(trick: Trick) -> None:
@@ -282,6 +301,7 @@ PLAYS: Mapping[TrickKind, Callable[[Trick], Awaitable[None]]] = {
     "unfinished_bodies": _unfinished_bodies,
     "unfinished_heads": _unfinished_heads,
     "long_heads": _long_heads,
+    "long_names": _long_names,
     "silence": _silence,
     "slow_reading": _slow_reading,
     "leaving": _leaving,

@@ -60,6 +60,19 @@ LONG: tuple[tuple[str, str, Callable[[int], Fields]], ...] = (
 )  # fmt: skip
 """Bodies with long fields: name of the items, route, and a function that returns the body for a number of items."""
 
+NAMES: tuple[tuple[str, Callable[[str], Fields]], ...] = (
+    ("request_id", lambda name: {"request_id": name}),
+    ("session_id", lambda name: {"session_id": name}),
+    ("vllm_xargs.session_id", lambda name: {"vllm_xargs": {"session_id": name}}),
+    ("a trajectory of Dynamo", lambda name: {"nvext": {"agent_context": {"trajectory_id": name}}}),
+    ("a session that ends", lambda name: {"nvext": {"session_control": {"session_id": name, "action": "close"}}}),
+    ("program_id", lambda name: {"program_id": name}),
+    ("user", lambda name: {"user": name}),
+    ("cache_salt", lambda name: {"cache_salt": name}),
+    ("model", lambda name: {"model": name}),
+)
+"""Fields that name something: what it is, and a function that returns the field for a name."""
+
 ODD: tuple[tuple[str, bytes], ...] = (
     ("half of a surrogate pair as request_id", rb'{"prompt": "x", "request_id": "\ud83d"}'),
     ("half of a surrogate pair in a prompt", rb'{"prompt": "\udc00"}'),

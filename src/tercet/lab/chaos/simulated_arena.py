@@ -21,6 +21,7 @@ from tercet.fleet import EngineFleet, Trace
 from tercet.fleet.bodies_held import LARGEST_AT_ONCE
 from tercet.fleet.connecting import connecting
 from tercet.fleet.membership import Membership
+from tercet.gateway.model_router.server import model_router
 from tercet.lab.chaos.adversary import Adversary, Sizes
 from tercet.lab.chaos.arena import Arena, BreakableEngine, Holdings, Note, retries_in
 from tercet.lab.chaos.chaos_report import ORPHANS, ChaosResult
@@ -36,16 +37,20 @@ from tercet.protocol import Request, Role, TercetError
 from tercet.protocol.headers import PROGRAM_HEADER
 from tercet.router.metrics import Metrics
 from tercet.router.moves import MoveRecord
+from tercet.router.request_traces import RequestTraces
 from tercet.router.rescheduler import OwnSequences, Rescheduler
 from tercet.router.service import Service
 from tercet.settings import EngineAddress, RouterSettings
+from tercet.settings.model_router_config import ModelBackend, ModelRouterConfig
 from tercet.wire.serving.bounded_connection import BoundedProtocol
 from tercet.wire.streams import StreamListener
 
-ROUTER, STRANGER, HOSTILE = "127.0.0.1", "127.0.0.2", "127.0.0.3"
+ROUTER, STRANGER, HOSTILE, MODELS = "127.0.0.1", "127.0.0.2", "127.0.0.3", "127.0.0.4"
 PORT = 8000
 # Maximum of a body at the router's HTTP port: small, so that a run reaches the limit of all bodies together.
 MOST_BYTES = 2**20
+# A trace of a request with one sequence, whatever its client called it; and the retries of one that meets faults.
+MOST_BYTES_OF_TRACE = 16 * 1024
 HOSTILE_SIZES = Sizes(items=20_000, body=900 * 1024)
 PROFILE = "llama-3.1-8b-h100-tp1"
 MODEL = "simulated"
@@ -53,6 +58,9 @@ START_SECONDS = 10.0
 REST_SECONDS = 12
 # Number of idle HTTP connections that a client may keep for later; one of them is used every few seconds.
 POOLED = 8
+MODEL_ROUTER = ModelRouterConfig(
+    routers=(ModelBackend(f"http://{ROUTER}:{PORT}"),), host=MODELS, port=PORT, max_request_bytes=MOST_BYTES
+)
 PROGRAMS = ("disaggregated", "balanced", "data_parallel")
 
 
@@ -178,12 +186,14 @@ class SimulatedArena(Arena):
         self._places = {
             name: SimulatedEngine(loop, _server_config(fleet, name, number)) for number, name in enumerate(fleet.roles)
         }
-        adversary = Adversary(ROUTER, PORT, MODEL, schedule.seed, HOSTILE_SIZES, self._clock)
+        adversary = Adversary(ROUTER, PORT, MODEL, schedule.seed, HOSTILE_SIZES, self._clock, [(MODELS, PORT)])
         super().__init__(self._places, schedule, load, loop.time, note, adversary, tricks)
         loop.complaints = self.complaints
         self._router = VirtualProcess(loop, ROUTER)
         self._stranger = VirtualProcess(loop, STRANGER)
         self._hostile = VirtualProcess(loop, HOSTILE)
+        self._models = VirtualProcess(loop, MODELS)
+        self._traces = RequestTraces()
         given = RouterSettings()
         self._fleet = EngineFleet((), clock=loop.time, stuck_after_s=given.stuck_after_s, seed=schedule.seed)
         self._service = Service(
@@ -208,8 +218,17 @@ class SimulatedArena(Arena):
             rescheduler = Rescheduler(self._fleet, own, RouterSettings().reschedule)
             looking = [asyncio.create_task(members.watch()), asyncio.create_task(rescheduler.run())]
             try:
-                async with http_port(self._loop, self._service, ROUTER, PORT, MODEL, MOST_BYTES) as self._door:
-                    yield
+                async with http_port(
+                    self._loop, self._service, ROUTER, PORT, MODEL, MOST_BYTES, self._traces
+                ) as self._door:
+                    with self._models.enter():
+                        serving = model_router(MODEL_ROUTER)
+                        self._model_router = await serving.__aenter__()
+                    try:
+                        yield
+                    finally:
+                        with self._models.enter():
+                            await serving.__aexit__(None, None, None)
             finally:
                 for task in looking:
                     task.cancel()
@@ -266,6 +285,12 @@ class SimulatedArena(Arena):
         self._most_memory = max(self._most_memory, self._door.bytes_kept)
         if self._door.bytes_kept > LARGEST_AT_ONCE * MOST_BYTES:
             self.complaints.append(f"the router keeps {self._door.bytes_kept} bytes of bodies, more than its limit")
+        if self._model_router.bytes_kept > LARGEST_AT_ONCE * MOST_BYTES:
+            kept = self._model_router.bytes_kept
+            self.complaints.append(f"the model router keeps {kept} bytes of bodies, more than its limit")
+        traces, size = self._traces.kept
+        if size > traces * MOST_BYTES_OF_TRACE:
+            self.complaints.append(f"the router keeps {size} bytes of {traces} traces")
 
     async def _at_rest(self) -> Holdings:
         await asyncio.sleep(self.leftover_seconds)  # idle connections are closed by then
@@ -290,10 +315,11 @@ class SimulatedArena(Arena):
             found["router", f"{member.name} is not picked again"] = int(not member.reachable)
         found["router", "sequences"] = len(self._service.sequences)
         found["router", "bytes of bodies"] = self._door.bytes_kept
+        found["model router", "bytes of bodies"] = self._model_router.bytes_kept
         found["router", "connections of clients"] = sum(
             isinstance(each.get_protocol(), BoundedProtocol) for each in self._router.transports
         )
-        everywhere = self._router, self._stranger, self._hostile
+        everywhere = self._router, self._stranger, self._hostile, self._models
         for process in (*everywhere, *(place.process for place in self._places.values())):
             found[process.address, "connections"] = len(process.transports) // POOLED
             for each in process.transports:

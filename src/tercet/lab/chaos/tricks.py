@@ -12,7 +12,7 @@ from tercet.protocol import BadRequest
 
 TrickKind = Literal[
     "many_sequences", "long_bodies", "odd_text", "poisonous_grammars", "unfinished_bodies", "unfinished_heads",
-    "long_heads", "silence", "slow_reading", "leaving",
+    "long_heads", "long_names", "silence", "slow_reading", "leaving",
 ]  # fmt: skip
 """
 - ``many_sequences``: one request with thousands of prompts or choices.
@@ -20,9 +20,10 @@ TrickKind = Literal[
   letters.
 - ``odd_text``: invalid JSON, half of a surrogate pair, numbers that are not in JSON, deeply nested lists.
 - ``poisonous_grammars``: structures that take an engine's core seconds to compile, or that are infinite.
-- ``unfinished_bodies``: several large bodies at the same time that do not end.
+- ``unfinished_bodies``: several large bodies at the same time that do not end, at the router or at a model router.
 - ``unfinished_heads``: request heads that do not end.
 - ``long_heads``: request heads of a megabyte.
+- ``long_names``: ids, sessions, users and salts of half a megabyte.
 - ``silence``: connections that send nothing.
 - ``slow_reading``: a stream that its client does not read.
 - ``leaving``: a client that leaves in the middle of its head, its body, the wait for the answer, or the answer.

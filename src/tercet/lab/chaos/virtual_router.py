@@ -18,6 +18,7 @@ from tercet.lab.chaos.client_load import VOCABULARY
 from tercet.lab.chaos.virtual_network import NetworkedLoop
 from tercet.router.metrics import Metrics
 from tercet.router.prompt_texts import ChatMessage, PromptTexts
+from tercet.router.request_traces import RequestTraces
 from tercet.router.router_app import RouterApp
 from tercet.router.service import Service
 from tercet.router.service_programs import ServicePrograms
@@ -46,13 +47,14 @@ class WordTexts(PromptTexts):
 
 @asynccontextmanager
 async def http_port(
-    loop: NetworkedLoop, service: Service[Metrics], host: str, port: int, model: str, most_bytes: int
-) -> AsyncGenerator[RouterApp]:
+    loop: NetworkedLoop, service: Service[Metrics], host: str, port: int, model: str, most_bytes: int,
+    traces: RequestTraces,
+) -> AsyncGenerator[RouterApp]:  # fmt: skip
     """Serve HTTP in the current virtual process while the context is open. Bodies have at most ``most_bytes`` bytes."""
     limits = RouterSettings().limits
     gate = Gate(limits, service.fleet, service.metrics, clock=loop.time)
     app = small_app(ServicePrograms(service), WordTexts(), [model], MAX_MODEL_LEN)
-    router = RouterApp(app.build_middleware_stack(), None, gate, (), service.program_called, most_bytes)
+    router = RouterApp(app.build_middleware_stack(), None, gate, (), service.program_called, most_bytes, traces=traces)
     app.middleware_stack = router
     config = uvicorn.Config(app, http=BoundedProtocol, log_config=None, access_log=False, lifespan="off")
     config.load()

@@ -19,6 +19,7 @@ from prometheus_client.registry import Collector
 
 from tercet import __version__
 from tercet.aio import signals_to
+from tercet.fleet.bodies_held import LARGEST_AT_ONCE, BodiesHeld
 from tercet.lab.sim.engine_options import EngineOptions
 from tercet.lab.sim.sim_engine import SimEngine
 from tercet.lab.sim.sim_verbs import (
@@ -27,6 +28,7 @@ from tercet.lab.sim.sim_verbs import (
     call_in,
     errors_as_json,
     event_stream,
+    held_bodies,
     json_of,
     text_of,
     together,
@@ -267,7 +269,8 @@ async def serving(config: ServerConfig) -> AsyncGenerator[SimEngine]:
         network = HttpNetwork(profile.transfer, session, secret or api_key)
         engine = SimEngine(config.name, profile, network, config.options, address=config.url)
         verbs = Verbs(engine, [*secrets_of(secret), api_key], config.model)
-        app = web.Application(middlewares=[errors_as_json], client_max_size=LONGEST_BODY)
+        held = held_bodies(BodiesHeld(LARGEST_AT_ONCE * LONGEST_BODY), LONGEST_BODY)
+        app = web.Application(middlewares=[errors_as_json, held], client_max_size=LONGEST_BODY)
         app.add_routes([*verbs.routes(), *OpenAI(engine, config.model, config.root, allowed, remote).routes()])
         # When a client disconnects, its handler is cancelled and releases its resources.
         runner = web.AppRunner(

@@ -17,8 +17,10 @@ from typing import Any, TypeVar
 import aiohttp
 import msgspec
 from aiohttp import web
+from aiohttp.typedefs import Middleware
 
 from tercet.aio import TaskSet
+from tercet.fleet.bodies_held import BodiesHeld
 from tercet.lab.sim.network import Network, SendTarget
 from tercet.lab.sim.prompts import VOCABULARY, Prompt
 from tercet.lab.sim.sim_engine import SimEngine
@@ -30,6 +32,7 @@ from tercet.protocol import (
     Output,
     OutputStream,
     Request,
+    RequestTooLarge,
     Reservation,
     TercetError,
     Unauthorized,
@@ -346,6 +349,29 @@ async def errors_as_json(request: web.Request, handler: Handler) -> web.StreamRe
         return await handler(request)
     except TercetError as error:
         return json_of(error.to_wire(), error.status)
+
+
+def held_bodies(bodies: BodiesHeld, most: int) -> Middleware:
+    """Return a middleware that reads bodies of at most ``most`` bytes before their handlers; ``bodies`` limits all.
+
+    Relies on aiohttp's ``Request.read``, which returns ``_read_bytes`` if a body was read before.
+    """
+
+    @web.middleware
+    async def held(request: web.Request, handler: Handler) -> web.StreamResponse:
+        with bodies.one() as body:
+            if request.can_read_body:
+                async with body.until_let_go():
+                    while piece := await request.content.readany():
+                        if body.size + len(piece) > most:
+                            raise RequestTooLarge(f"the request's body has more than {most} bytes")
+                        body.take(piece)
+                body.end()
+                read: Any = request
+                read._read_bytes = body.content
+        return await handler(request)
+
+    return held
 
 
 async def event_stream(http: web.Request, values: AsyncIterator[Any], end: bytes = b"") -> web.StreamResponse:

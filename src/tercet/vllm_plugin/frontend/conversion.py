@@ -66,7 +66,7 @@ def to_request(
         cache_salt=request.cache_salt,
         headers=headers,
         user=known.user,
-        session=request.session_id or known.session_name,
+        session=known.session_name,
         adapter=None if request.lora_request is None else request.lora_request.lora_name,
         mm_features=features,
     )

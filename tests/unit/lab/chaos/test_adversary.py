@@ -65,8 +65,8 @@ def test_each_trick_meets_its_bound(kind: TrickKind, everything: ChaosResult) ->
     statuses = {status for trick in played for status in trick.statuses}
     expected = {
         "many_sequences": {400}, "long_bodies": {200, 400, 413}, "odd_text": {400}, "poisonous_grammars": {400},
-        "unfinished_bodies": {408, 429}, "unfinished_heads": {408}, "long_heads": {431}, "silence": {0},
-        "slow_reading": set[int](), "leaving": set[int](),
+        "unfinished_bodies": {408, 429}, "unfinished_heads": {408}, "long_heads": {431}, "long_names": {200, 400, 404},
+        "silence": {0}, "slow_reading": set[int](), "leaving": set[int](),
     }[kind]  # fmt: skip
     assert statuses <= expected
     assert bool(statuses) == bool(expected)
@@ -86,6 +86,16 @@ def test_bodies_that_are_kept_for_ever_are_found(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr("tercet.fleet.bodies_held.BodiesHeld.require_room", _count_alone)
     found = run(("unfinished_bodies",), seconds=3.0).violations
     assert {each.rule for each in found} >= {"nothing is left behind", "no failure goes unhandled"}
+
+
+@pytest.mark.slow
+def test_names_that_are_kept_whole_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tercet.router.small_openai.sequence_id", lambda name: name)
+    monkeypatch.setattr("tercet.router.request_traces.kept_name", lambda name: name)
+    monkeypatch.setattr("tercet.router.followed_requests.kept_name", lambda name, _longest: name)
+    monkeypatch.setattr("tercet.settings.log_lines.kept_name", lambda name: name)
+    result = run(("long_names",), seconds=20.0)
+    assert any("traces" in str(found) for found in result.violations)
 
 
 def _count_alone(bodies: object, _body: object, size: int) -> None:
