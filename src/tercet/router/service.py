@@ -27,7 +27,6 @@ from tercet.protocol import (
     Request,
     TercetError,
 )
-from tercet.protocol.client_names import kept_name
 from tercet.protocol.headers import PROGRAM_HEADER
 from tercet.protocol.json_text import unwritable_field
 from tercet.protocol.seq_ids import sequence_id
@@ -378,10 +377,8 @@ def entering(request: Request) -> Request:
     found = unwritable_field(fields)
     if found is not None:
         raise BadRequest(f"{found}: has text or a number that cannot be sent to an engine", found)
-    seq_id, kept_salt = sequence_id(request.seq_id), None if salt is None else kept_name(salt)
-    if (seq_id, kept_salt) == (request.seq_id, salt):
-        return request
-    return msgspec.structs.replace(request, seq_id=seq_id, cache_salt=kept_salt)
+    seq_id = sequence_id(request.seq_id)
+    return request if seq_id == request.seq_id else msgspec.structs.replace(request, seq_id=seq_id)
 
 
 def _load(plan: Plan, load_arm: LoadArm = load_anywhere) -> dict[str, Program]:

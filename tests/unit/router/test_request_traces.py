@@ -16,8 +16,8 @@ from fastapi import FastAPI
 
 from tercet.fleet.admission import Gate
 from tercet.protocol import EngineUnreachable, Saturated
-from tercet.protocol.seq_ids import LONGEST_ID
 from tercet.router import admin
+from tercet.router.followed_requests import LONGEST_IN_ANSWERS
 from tercet.router.prompt_texts import PromptTexts
 from tercet.router.request_traces import FollowedRequest, RequestTraces
 from tercet.router.router_app import RouterApp
@@ -79,7 +79,7 @@ async def test_a_long_id_is_kept_as_its_beginning_and_a_digest(client: httpx.Asy
     headers, fields = ({"x-request-id": name}, {}) if at == "header" else ({}, {"request_id": name})
     answer = await client.post("/v1/completions", json={**BODY, **fields}, headers=headers)
     assert answer.status_code == 200, answer.text
-    assert len(answer.json()["id"]) <= LONGEST_ID
+    assert len(answer.json()["id"]) <= LONGEST_IN_ANSWERS + len("cmpl-")
     (newest,) = (await client.get("/tercet/v1/traces")).json()
     assert newest["request_id"].startswith("mine-")
     assert len(json.dumps(newest)) < 3000

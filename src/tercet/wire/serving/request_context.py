@@ -58,9 +58,9 @@ class FastStream(Protocol):
 class Asked(msgspec.Struct, frozen=True):
     """The fields that the router itself uses; vLLM reads the others. Empty if vLLM would not accept the body.
 
-    ``session_name`` is the session that the body names; it and ``user`` are in the form that is kept. ``parameters`` are
-    the fields from which sampling parameters are derived, by parameter: an engine that refuses a parameter refuses that
-    field.
+    ``session_name`` is the session that the body names; it and ``user`` are in the form that is kept. ``parameters``
+    are the fields from which sampling parameters are derived, by parameter: an engine that refuses a parameter refuses
+    that field.
     """
 
     model: str | None = ""
