@@ -45,7 +45,7 @@ from tercet.settings.variables import ENGINE_NAME_VARIABLE
 from tercet.settings.verb_log import lines_of_call, logged_call
 from tercet.vllm_plugin.edge.adapters import Adapters
 from tercet.vllm_plugin.edge.prefilled_requests import PrefilledRequests, PrefillerHeader, require_trace_reader
-from tercet.vllm_plugin.edge.stopping import StopWhenEmpty, let_vllm_stop, stop_on_sigterm
+from tercet.vllm_plugin.edge.stopping import StopWhenEmpty, fail_at_exit, let_vllm_stop, stop_on_sigterm
 from tercet.vllm_plugin.edge.verbs import EngineVerbs
 from tercet.vllm_plugin.start.plugin_settings import PluginSettings, parse_settings
 from tercet.wire.client import engine_tls
@@ -146,11 +146,14 @@ async def _stopping_when_empty(lifespan: Lifespan, app: FastAPI) -> AsyncGenerat
     async with lifespan(app) as state:
         verbs: EngineVerbs = app.state.tercet
         grace: float = app.state.tercet_stop_grace
-        stop_on_sigterm(StopWhenEmpty(verbs.announce_stop, lambda: verbs.is_empty, let_vllm_stop, grace))
+        stop = StopWhenEmpty(verbs.announce_stop, lambda: verbs.is_empty, let_vllm_stop, grace)
+        stop_on_sigterm(stop)
         try:
             with exporting_spans("tercet-engine", {"service.instance.id": verbs.name}):
                 yield state
         finally:
+            if verbs.core_is_lost and not stop.is_asked:
+                fail_at_exit("the engine's core was lost, itself or with one of its workers or agents")
             remote: RemotePrefill | None = app.state.tercet_prefilling[0]
             if remote is not None:
                 await remote.close()

@@ -199,7 +199,7 @@ def test_any_bytes_are_an_event_or_an_error(noise: bytes, event: bytes, data: st
 
 @pytest.mark.parametrize(
     "last",
-    [b"data: [DONE]", b'data: {"type":"message_stop"}', 
+    [b"data: [DONE]", b'data: {"type":"message_stop"}',
      b'data: {"type":"response.incomplete","response":{"incomplete_details":{"reason":"max_output_tokens"}}}',
      b'data: {"type": "response.completed"}'],
 )  # fmt: skip

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import atexit
 import logging
+import os
 import signal
 from collections.abc import Callable
 
@@ -33,13 +35,18 @@ class StopWhenEmpty:
         self._asked = False
         self._tasks = TaskSet()
 
+    @property
+    def is_asked(self) -> bool:
+        """True once a stop was requested."""
+        return self._asked
+
     def ask(self) -> None:
         """Request a stop of the engine."""
-        if self._asked or not self._grace:
+        asked_before, self._asked = self._asked, True
+        if asked_before or not self._grace:
             self._tasks.cancel()
             self._stop()
             return
-        self._asked = True
         self._tasks.spawn(self._stop_when_empty(), "stop when empty")
 
     async def _stop_when_empty(self) -> None:
@@ -70,3 +77,16 @@ def stop_on_sigterm(stop: StopWhenEmpty) -> None:
 def let_vllm_stop() -> None:
     """Run vLLM's own handler."""
     signal.raise_signal(signal.SIGINT)
+
+
+def fail_at_exit(reason: str) -> None:
+    """Log the ``reason`` and make this process exit with 1: vLLM's server exits with 0 also after its core was lost."""
+    logger.critical("the engine ends with exit code 1: %s", reason)
+
+    def fail() -> None:
+        atexit.unregister(fail)
+        atexit._run_exitfuncs()  # those that were registered earlier
+        logging.shutdown()
+        os._exit(1)
+
+    atexit.register(fail)

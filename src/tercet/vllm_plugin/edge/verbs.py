@@ -187,7 +187,12 @@ class EngineVerbs:
         return self.router_connections.tell_now()
 
     @property
+    def core_is_lost(self) -> bool:
+        """True if the engine's core has ended by itself or was killed."""
+        return self._client.errored
+
+    @property
     def is_empty(self) -> bool:
         """True if the engine has no leases and no work, by the verbs or vLLM's own API; or if its core has ended."""
         running = self._client.output_processor.get_num_unfinished_requests()
-        return self._client.errored or not (running or len(self._work) or len(self.leases))
+        return self.core_is_lost or not (running or len(self._work) or len(self.leases))
