@@ -172,7 +172,7 @@ class UpConfig(RouterSettings, frozen=True):
     def serves_without_vllm(self) -> bool:
         """True if vLLM is not needed: engines are simulated, and the router does not use vLLM's OpenAI layer."""
         return self.openai_layer == "small" or (
-            self.openai_layer == "auto" and self.simulate is not None and self.workers == 1 and not self.vllm_args
+            self.openai_layer == "auto" and self.simulate is not None and not self.vllm_args
         )
 
     @property

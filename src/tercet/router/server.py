@@ -198,7 +198,7 @@ class _Router:
         config, state, shutdown, pooling = self.config, self.state, self.shutdown, self.pooling
         if config.serves_without_vllm:
             files = named_files(config)
-            await serve_small(config, state, max_model_len, shutdown, pooling, files, self._heed_signals)
+            await serve_small(config, state, max_model_len, shutdown, pooling, files, self._heed_signals, self.shared)
         else:
             await _serve_openai(
                 config, state, self.membership, max_model_len, shutdown, self.shared, pooling, self._heed_signals

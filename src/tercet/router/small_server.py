@@ -6,6 +6,7 @@ import argparse
 import asyncio
 import socket
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from contextlib import nullcontext
 from functools import partial
 from typing import Any, NoReturn
 
@@ -24,7 +25,7 @@ from tercet.router.service_programs import ServicePrograms
 from tercet.router.shared_state import SharedState
 from tercet.router.shutdown import Shutdown
 from tercet.router.small_openai import prompt_texts, small_app
-from tercet.router.workers import tell_ready
+from tercet.router.workers import Shared, tell_ready
 from tercet.settings import RouterConfig
 from tercet.wire.serving.bounded_connection import BoundedProtocol
 from tercet.wire.serving.router_keys import RouterKeys
@@ -51,11 +52,12 @@ def flags_of(given: Sequence[str]) -> argparse.Namespace:
 
 async def serve_small(
     config: RouterConfig, state: SharedState, max_model_len: int, shutdown: Shutdown, pooling: PoolingServers,
-    files: NamedFiles, heed_signals: Callable[[], object],
+    files: NamedFiles, heed_signals: Callable[[], object], shared: Shared | None = None,
 ) -> None:  # fmt: skip
     """Serve until a shutdown; ``heed_signals`` is called to make signals begin it.
 
-    ``files`` are the files that admin routes may name.
+    With ``shared``, serve as one of several workers: one of them accepts each connection, and the first one serves the
+    admin address. ``files`` are the files that admin routes may name.
     """
     service = state.service
     keys = RouterKeys(config, api_keys(flags_of(config.vllm_args)))
@@ -70,16 +72,18 @@ async def serve_small(
                        timeout_graceful_shutdown=CLOSE_SECONDS)
     )  # fmt: skip
     run = partial(shutdown.run, gate.close, service.give_up)
-    with listening_socket(config) as sock:
-        async with admin_served(app, config.admin_address):
+    ready = partial(tell_ready, config) if shared is None else shared.serving
+    own = config.admin_address if shared is None or not shared.index else None
+    with listening_socket(config) if shared is None else nullcontext(shared.listening) as sock:
+        async with admin_served(app, own):
             await state.serving()
-            await _accept(server, sock, config, keys, _shut_down(heed_signals, run))
+            await _accept(server, sock, ready, keys, _shut_down(heed_signals, run))
 
 
 async def _accept(
     server: QuietServer,
     sock: socket.socket,
-    config: RouterConfig,
+    ready: Callable[[], object],
     keys: RouterKeys,
     shut_down: Coroutine[Any, Any, None],
 ) -> None:
@@ -89,7 +93,7 @@ async def _accept(
     ending = asyncio.ensure_future(shut_down)
     try:
         if await server.started_by(serving):
-            tell_ready(config)
+            ready()
         await asyncio.wait({serving, ending}, return_when=asyncio.FIRST_COMPLETED)
         server.should_exit = True
         if ending.done():

@@ -112,7 +112,8 @@ def supervise(config: RouterConfig) -> int:
     with tempfile.TemporaryDirectory(prefix="tercet-workers-") as directory, ExitStack() as stack:
         metrics = Path(directory) / "metrics"
         metrics.mkdir()
-        cold = os.environ.get(WARM_PARENT_VARIABLE) == COLD
+        # A worker without vLLM starts in a second: it needs no parent that has imported vLLM.
+        cold = config.serves_without_vllm or os.environ.get(WARM_PARENT_VARIABLE) == COLD
         channel = None if cold else stack.enter_context(warm_parent(metrics))
         return asyncio.run(_supervise(config, Path(directory), channel))
 
@@ -227,7 +228,7 @@ class Place:
                 self.on_serving(self.index)
 
     async def _start(self, line: socket.socket) -> asyncio.subprocess.Process | ForkedChild:
-        """Start a worker: a fork of the warm parent, or a process that imports vLLM if the parent is not available."""
+        """Start a worker: a fork of the warm parent, or a process of its own if the parent is not available."""
         if self.forks is not None:
             try:
                 return await self._fork(self.forks, line)
@@ -243,7 +244,7 @@ class Place:
             return await forks.fork([settings.fileno(), *fds])
 
     async def _start_cold(self, line: socket.socket) -> asyncio.subprocess.Process:
-        """Start a worker that imports vLLM; its settings, which may have keys, go through a pipe.
+        """Start a worker that imports what it needs; its settings, which may have keys, go through a pipe.
 
         Other users of the machine can read command lines.
         """

@@ -228,11 +228,6 @@ class RouterSettings(Settings, frozen=True):
                 f"stream-port: {self.workers} workers need {self.workers} consecutive ports; {LAST_PORT} is the last",
                 "stream-port",
             )
-        if self.openai_layer == "small" and self.workers > 1:
-            raise BadRequest(
-                "workers: the small OpenAI layer runs in one process; set workers to 1 or openai-layer to vllm",
-                "workers",
-            )
         for name, path in self.lora_modules.items():
             require_adapter_name(name, "lora-modules")
             require_text(path, "lora-modules")

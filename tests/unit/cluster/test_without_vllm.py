@@ -19,11 +19,13 @@ pytestmark = pytest.mark.processes
 BARRED = "import sys\nfor name in ('torch', 'vllm', 'transformers', 'gguf'):\n    sys.modules[name] = None\n"
 
 
-def test_a_simulated_fleet_needs_a_tokenizer_alone(tmp_path: Path) -> None:
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_simulated_fleet_needs_a_tokenizer_alone(tmp_path: Path, workers: int) -> None:
     (tmp_path / "sitecustomize.py").write_text(BARRED)
     paths = os.pathsep.join(filter(None, (str(tmp_path), os.environ.get("PYTHONPATH", ""))))
     env = {**os.environ, "PYTHONPATH": paths, "TERCET_CACHE": str(tmp_path / "cache")}
     command = [sys.executable, "-m", "tercet.cli", "up", "--simulate", "llama-3.1-8b-h100-tp1", "--port", "0"]
+    command += ["--workers", str(workers)]
     with subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
         try:
             assert process.stdout is not None

@@ -158,13 +158,12 @@ def test_which_layer_serves() -> None:
     assert not UpConfig().serves_without_vllm
     assert UpConfig(simulate=profile).serves_without_vllm
     assert not UpConfig(simulate=profile, openai_layer="vllm").serves_without_vllm
-    assert not UpConfig(simulate=profile, workers=2).serves_without_vllm
+    assert UpConfig(simulate=profile, workers=2).serves_without_vllm
     assert router_config(UpConfig(simulate=profile), "/m", 8000, engines).serves_without_vllm
     assert not router_config(UpConfig(), "/m", 8000, engines).serves_without_vllm
     with pytest.raises(BadRequest, match="openai-layer"):
         UpConfig(openai_layer="small")
-    with pytest.raises(BadRequest, match="workers"):
-        RouterConfig(engines=tuple(engines), openai_layer="small", workers=2)
+    assert RouterConfig(engines=tuple(engines), openai_layer="small", workers=2).serves_without_vllm
 
 
 @pytest.mark.slow

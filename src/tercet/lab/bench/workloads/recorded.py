@@ -391,8 +391,8 @@ def _message(item: Any) -> tuple[str, str] | None:
 def _text_of(part: Any) -> str:
     if isinstance(part, str):
         return part
-    fields = cast("dict[str, Any]", part) if isinstance(part, dict) else {}
+    fields = cast("dict[str, Any]", part) if isinstance(part, dict) else dict[str, Any]()
     kind, text = str(fields.get("type", "text")), fields.get("text")
     if kind in TEXTS and isinstance(text, str):
         return text
-    raise _NoText((kind if fields else repr(part))[:40])
+    raise _NoText((kind if fields else repr(cast("object", part)))[:40])
