@@ -223,7 +223,7 @@ def _message_in(value: Any) -> str | None:
 
 
 def _value_of(text: bytes) -> Any:
-    """Return the JSON value of a text, also if it is JSON in a JSON string; the text if it is no JSON."""
+    """Return the JSON value of a text, also if it is JSON in a JSON string; the text if it is not JSON."""
     try:
         value = msgspec.json.decode(text)
     except UNREADABLE:

@@ -228,7 +228,7 @@ class Place:
                 self.on_serving(self.index)
 
     async def _start(self, line: socket.socket) -> asyncio.subprocess.Process | ForkedChild:
-        """Start a worker: a fork of the warm parent, or a process of its own if the parent is not available."""
+        """Start a worker: a fork of the warm parent, or its own process if the parent is not available."""
         if self.forks is not None:
             try:
                 return await self._fork(self.forks, line)
