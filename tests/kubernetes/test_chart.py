@@ -75,6 +75,41 @@ def test_kubernetes_takes_it(values: Object, version: str) -> None:
             kubernetes_validate.validate(each, version, strict=True)
 
 
+OWN: Object = {
+    "env": [{"name": "HOME", "value": "/mine"}, {"name": "TERCET_SECRET", "value": "s"}, {"name": "NEW", "value": "n"}],
+    "podLabels": {"helm.sh/chart": "mine", "new": "label"},
+    "podAnnotations": {"tercet/settings": "mine"},
+}
+MOUNTED: Object = {
+    "volumes": [{"name": "tmp", "emptyDir": {"sizeLimit": "1Gi"}}, {"name": "more", "emptyDir": {}}],
+    "volumeMounts": [{"name": "more", "mountPath": "/tmp/"}, {"name": "more", "mountPath": "/more"}],
+}
+
+
+def test_a_users_items_replace_the_charts_of_the_same_name() -> None:
+    gateway = {"enabled": True, "parentRefs": [{"name": "g"}]}
+    both = {**OWN, **MOUNTED}
+    values: Object = {"engineDefaults": both, "router": both, "epp": both, "rescheduler": {**OWN, "enabled": True}}
+    made = pods(objects({**values, "gateway": gateway}))
+    found = {name: pod for name, pod in made if name.startswith("Deployment/")}
+    assert len(found) == 5
+    for name, pod in found.items():
+        [container] = pod["spec"]["containers"]
+        names = [each["name"] for each in container["env"]]
+        assert len(names) == len(set(names)), name
+        assert {"HOME", "TERCET_SECRET", "NEW"} <= set(names)
+        assert all(each in container["env"] for each in OWN["env"])
+        assert pod["metadata"]["labels"]["helm.sh/chart"] == "mine"
+        assert pod["metadata"]["annotations"]["tercet/settings"] == "mine"
+        if "rescheduler" in name:
+            continue
+        volumes = [each["name"] for each in pod["spec"]["volumes"]]
+        paths = [each["mountPath"].rstrip("/") for each in container["volumeMounts"]]
+        assert (len(volumes), len(paths)) == (len(set(volumes)), len(set(paths)))
+        assert all(each in pod["spec"]["volumes"] for each in MOUNTED["volumes"])
+        assert all(each in container["volumeMounts"] for each in MOUNTED["volumeMounts"])
+
+
 def test_helm_finds_nothing_to_say() -> None:
     import helm_python
 
@@ -116,6 +151,23 @@ def test_values_that_mean_nothing_are_refused(values: Object, said: str) -> None
         ({"autoscaler": {"kind": "ScaledObject"}, "router": {"autoscaling": {"enabled": True}}}, "prometheus"),
         ({"engines": {"decode": {"autoscaling": {"enabled": True, "kvUsage": ""}}}}, "no signal"),
         ({"router": {"route": {"enabled": True}}}, "name the Gateway"),
+        ({"router": {"autoscaling": {"enabled": True, "minReplicas": 5}}}, "minReplicas, 5, is above .*maxReplicas, 4"),
+        (
+            {"engines": {"decode": {"autoscaling": {"enabled": True, "minReplicas": 3, "maxReplicas": 2}}}},
+            "decode: autoscaling.minReplicas, 3, is above autoscaling.maxReplicas, 2",
+        ),
+        (
+            {"router": {"env": [{"name": "A", "value": "1"}, {"name": "A", "value": "2"}]}},
+            "router.env: A is given twice",
+        ),
+        ({"router": {"volumeMounts": [{"name": "x"}]}}, "router.volumeMounts: an item has no mountPath"),
+        ({"router": {"podLabels": {"app.kubernetes.io/component": "x"}}}, "cannot be replaced"),
+        ({"router": {"initContainers": [{"name": "router"}]}}, "is called router already"),
+        ({"engineDefaults": {"initContainers": [FETCH, FETCH]}}, "is called fetch already"),
+        ({"ports": {"kvEvents": 8000}}, "ports.kvEvents: 8000 is also ports.engine"),
+        ({"ports": {"kvReplay": 9110}}, "is one of the ports from"),
+        ({"ports": {"kvFirst": 9200}}, "is above ports.kvLast"),
+        ({"router": {"port": 9200}}, "is also ports.streams"),
         (
             {"router": {"route": {"enabled": True, "parentRefs": [{"name": "g"}]}, "tls": {"existingSecret": "c"}}},
             "leave",

@@ -41,6 +41,7 @@ already, one without is a sum over pods.
 {{- $ := .root }}{{ $with := $.Values.autoscaler }}
 {{- $signals := fromJsonArray .signals }}
 {{- if not $signals }}{{ fail (printf "%s: autoscaling has no signal for its role; see values.yaml" .name) }}{{ end }}
+{{- if gt (int .scaling.minReplicas) (int .scaling.maxReplicas) }}{{ fail (printf "%s: autoscaling.minReplicas, %d, is above autoscaling.maxReplicas, %d" .name (int .scaling.minReplicas) (int .scaling.maxReplicas)) }}{{ end }}
 {{- $keda := eq $with.kind "ScaledObject" }}
 {{- if and $keda (not $with.prometheus) }}{{ fail "autoscaler.prometheus: is required with KEDA; give the URL of a Prometheus, such as http://prometheus-operated.monitoring:9090" }}{{ end }}
 apiVersion: {{ ternary "keda.sh/v1alpha1" "autoscaling/v2" $keda }}

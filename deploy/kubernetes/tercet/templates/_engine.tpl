@@ -18,15 +18,12 @@ The pod of an engine, or with "node" of its ranks on a further machine: (dict "r
 {{- $ := .root }}{{ $engine := .engine }}{{ $several := eq $engine.kind "LeaderWorkerSet" -}}
 metadata:
   labels:
-    {{- include "tercet.labels" (list $ (ternary "engine-node" "engine" .node)) | nindent 4 }}
-    tercet/group: {{ .group }}
+    {{- $labels := include "tercet.labels" (list $ (ternary "engine-node" "engine" .node)) | fromYaml }}
+    {{- $_ := set $labels "tercet/group" .group }}
     {{- if not .node }}
-    tercet/role: {{ $engine.role }}
-    llm-d.ai/role: {{ $engine.role }}
+    {{- $_ := set $labels "tercet/role" $engine.role }}{{ $_ := set $labels "llm-d.ai/role" $engine.role }}
     {{- end }}
-    {{- with $engine.podLabels }}
-    {{- toYaml . | nindent 4 }}
-    {{- end }}
+    {{- include "tercet.named" (list (printf "engines.%s.podLabels" .group) (toYaml $labels) $engine.podLabels) | nindent 4 }}
   {{- $annotations := $engine.podAnnotations }}
   {{- if not .node }}{{ $annotations = merge (dict "tercet/port" ($.Values.ports.engine | toString)) $annotations }}{{ end }}
   {{- with $annotations }}
@@ -44,6 +41,7 @@ spec:
   {{- $placed = merge (dict "affinity" (dict "podAntiAffinity" (dict "preferredDuringSchedulingIgnoredDuringExecution" (list (dict "weight" 1 "podAffinityTerm" $apart))))) $engine }}
   {{- end }}
   {{- include "tercet.placement" $placed | nindent 2 }}
+  {{- include "tercet.requireNames" (list (printf "engines.%s.initContainers" .group) $engine.initContainers (ternary (list "engine" "sidecar") (list "engine") (and .sidecar (not .node)))) }}
   {{- if or $engine.initContainers (and .sidecar (not .node)) }}
   initContainers:
   {{- with $engine.initContainers }}
@@ -123,23 +121,7 @@ spec:
     {{- range $engine.vllmArgs }}
     - {{ . | quote }}
     {{- end }}
-    env:
-    - name: POD_NAME
-      valueFrom: {fieldRef: {fieldPath: metadata.name}}
-    - name: POD_IP
-      valueFrom: {fieldRef: {fieldPath: status.podIP}}
-    {{- if $several }}
-    - {name: VLLM_HOST_IP, value: $(POD_IP)}
-    {{- end }}
-    {{- include "tercet.fleetSecret" $ | nindent 4 }}
-    {{- if $.Values.auth.engines }}
-    - name: VLLM_API_KEY
-      {{- include "tercet.apiKey" $ | nindent 6 }}
-    {{- end }}
-    {{- include "tercet.modelEnvironment" $ | nindent 4 }}
-    {{- with $engine.env }}
-    {{- toYaml . | nindent 4 }}
-    {{- end }}
+    env: {{ include "tercet.items" (list (printf "engines.%s.env" .group) "name" (include "tercet.engineEnvironment" (dict "root" $ "several" $several)) $engine.env) | nindent 4 }}
     {{- if .node }}
     lifecycle:
       # A sidecar is deleted together with its engine, which needs it until the engine has ended.
@@ -176,15 +158,25 @@ spec:
     {{- end }}
     resources: {{ toYaml $resources | nindent 6 }}
     securityContext: {{ mergeOverwrite (include "tercet.containerSecurity" $ | fromYaml) $engine.securityContext | toYaml | nindent 6 }}
-    volumeMounts:
-    {{- include "tercet.modelMounts" $ | nindent 4 }}
-    {{- with $engine.volumeMounts }}
-    {{- toYaml . | nindent 4 }}
-    {{- end }}
-  volumes:
-  {{- include "tercet.modelVolumes" $ | nindent 2 }}
-  - {name: shm, emptyDir: {medium: Memory, sizeLimit: {{ $engine.shmSize }}}}
-  {{- with $engine.volumes }}
-  {{- toYaml . | nindent 2 }}
-  {{- end }}
+    volumeMounts: {{ include "tercet.items" (list (printf "engines.%s.volumeMounts" .group) "mountPath" (include "tercet.modelMounts" $) $engine.volumeMounts) | nindent 4 }}
+  {{- $volumes := printf "%s\n- {name: shm, emptyDir: {medium: Memory, sizeLimit: %s}}" (include "tercet.modelVolumes" $) $engine.shmSize }}
+  volumes: {{ include "tercet.items" (list (printf "engines.%s.volumes" .group) "name" $volumes $engine.volumes) | nindent 2 }}
+{{- end }}
+
+{{/* Environment of an engine, before the user's: (dict "root" $ "several" BOOL). */}}
+{{- define "tercet.engineEnvironment" -}}
+{{- $ := .root -}}
+- name: POD_NAME
+  valueFrom: {fieldRef: {fieldPath: metadata.name}}
+- name: POD_IP
+  valueFrom: {fieldRef: {fieldPath: status.podIP}}
+{{- if .several }}
+- {name: VLLM_HOST_IP, value: $(POD_IP)}
+{{- end }}
+{{ include "tercet.fleetSecret" $ }}
+{{- if $.Values.auth.engines }}
+- name: VLLM_API_KEY
+  {{- include "tercet.apiKey" $ | nindent 2 }}
+{{- end }}
+{{ include "tercet.modelEnvironment" $ }}
 {{- end }}

@@ -151,3 +151,61 @@ imagePullSecrets:
 {{- define "tercet.checksum" -}}
 tercet/settings: {{ toJson . | sha256sum | trunc 16 | quote }}
 {{- end }}
+
+{{/*
+The chart's items (YAML) and the user's, each name once: a user's item replaces the chart's of the same name, in its place.
+(list NAME-OF-THE-VALUE KEY YAML LIST); KEY is the field that must differ.
+*/}}
+{{- define "tercet.items" -}}
+{{- $value := index . 0 }}{{ $key := index . 1 }}{{ $own := dict }}{{ $found := list }}
+{{- range index . 3 }}
+{{- $name := get . $key | toString | trimSuffix "/" }}
+{{- if not $name }}{{ fail (printf "%s: an item has no %s" $value $key) }}{{ end }}
+{{- if hasKey $own $name }}{{ fail (printf "%s: %s is given twice" $value $name) }}{{ end }}
+{{- $_ := set $own $name . }}
+{{- end }}
+{{- $placed := dict }}
+{{- range index . 2 | fromYamlArray }}
+{{- $name := get . $key | toString }}{{ $_ := set $placed $name true }}
+{{- $found = append $found (get $own $name | default .) }}
+{{- end }}
+{{- range index . 3 }}
+{{- if not (hasKey $placed (get . $key | toString | trimSuffix "/")) }}{{ $found = append $found . }}{{ end }}
+{{- end }}
+{{- toYaml $found }}
+{{- end }}
+
+{{/*
+The chart's labels or annotations (YAML) with the user's, which replace those of the same name, except the ones by which objects of
+the chart select pods: (list NAME-OF-THE-VALUE YAML MAP).
+*/}}
+{{- define "tercet.named" -}}
+{{- $value := index . 0 }}{{ $user := index . 2 | default dict }}
+{{- range list "app.kubernetes.io/name" "app.kubernetes.io/instance" "app.kubernetes.io/component" "tercet/group" }}
+{{- if hasKey $user . }}{{ fail (printf "%s: %s selects the pods, and cannot be replaced" $value .) }}{{ end }}
+{{- end }}
+{{- mergeOverwrite (index . 1 | fromYaml) (deepCopy $user) | toYaml }}
+{{- end }}
+
+{{/* Refuse containers that have the same name: (list NAME-OF-THE-VALUE LIST NAMES-OF-THE-CHART). */}}
+{{- define "tercet.requireNames" -}}
+{{- $value := index . 0 }}{{ $seen := index . 2 }}
+{{- range index . 1 }}
+{{- if has .name $seen }}{{ fail (printf "%s: a container of the pod is called %s already; choose another name" $value .name) }}{{ end }}
+{{- $seen = append $seen .name }}
+{{- end }}
+{{- end }}
+
+{{/* Refuse ports of one pod that are the same; kvFirst to kvLast are a range. */}}
+{{- define "tercet.requirePorts" -}}
+{{- $ports := .Values.ports }}
+{{- if gt (int $ports.kvFirst) (int $ports.kvLast) }}{{ fail (printf "ports.kvFirst: %d is above ports.kvLast, %d" (int $ports.kvFirst) (int $ports.kvLast)) }}{{ end }}
+{{- $taken := dict }}
+{{- range list "engine" "behindSidecar" "kvEvents" "kvReplay" }}
+{{- $port := get $ports . | int }}{{ $name := printf "ports.%s" . }}
+{{- if and (ge $port (int $ports.kvFirst)) (le $port (int $ports.kvLast)) }}{{ fail (printf "%s: %d is one of the ports from ports.kvFirst to ports.kvLast" $name $port) }}{{ end }}
+{{- if hasKey $taken ($port | toString) }}{{ fail (printf "%s: %d is also %s" $name $port (get $taken ($port | toString))) }}{{ end }}
+{{- $_ := set $taken ($port | toString) $name }}
+{{- end }}
+{{- if and .Values.router.enabled (eq (int .Values.router.port) (int $ports.streams)) }}{{ fail (printf "router.port: %d is also ports.streams" (int .Values.router.port)) }}{{ end }}
+{{- end }}
