@@ -1,5 +1,7 @@
 """The longest gap in a stream while another client sends the longest bodies that a router accepts, for each field.
 
+The last cases are longer bodies under odd header fields, which a router has to refuse.
+
 ``python benchmarks/long_bodies.py --url http://127.0.0.1:8400 --model NAME`` streams from a running router, sends each
 body, and prints the longest gap between two events of the stream in that time; first without another client.
 
@@ -11,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import json
 import time
 from pathlib import Path
 from typing import Any
@@ -78,6 +81,27 @@ def bodies(items: int, sequences: int) -> list[tuple[str, str, dict[str, Any]]]:
     ]  # fmt: skip
 
 
+JSON: tuple[str, str] = "content-type", "application/json"
+LABELS: list[list[tuple[str, str]]] = [
+    [JSON, ("content-encoding", "deflate")],
+    [JSON, ("content-encoding", "identity, gzip")],
+    [JSON, ("content-type", "text/plain")],
+    [("content-type", "text/plain"), JSON],
+    [],
+]
+
+
+def labelled() -> list[tuple[str, str, dict[str, Any], list[tuple[str, str]]]]:
+    """Return route, field, body and header fields of bodies above the limits, which are not said to be plain JSON."""
+    found: list[tuple[str, str, dict[str, Any], list[tuple[str, str]]]] = []
+    for labels in LABELS:
+        said = "; ".join(value for _, value in labels) or "no content-type"
+        content = [{"role": "user", "content": [PART] * 80_000}]
+        found.append(("/v1/responses", f"input ({said})", {"input": [TURN] * 30_000, "max_output_tokens": 2}, labels))
+        found.append(("/v1/chat/completions", f"content ({said})", {"messages": content, **LAST}, labels))
+    return found
+
+
 class Bystander:
     """A client with a stream. ``longest`` is the longest gap, in seconds, since it was last set to 0."""
 
@@ -125,14 +149,19 @@ async def measure(url: str, model: str, items: int, sequences: int, pid: int | N
         gap, _ = await bystander.during(asyncio.sleep(3))
         print(f"{'no other client':45} {gap * 1000:8.1f} ms")
 
-        async def asked(route: str, body: dict[str, Any]) -> int:
-            async with session.post(url + route, json={"model": model, **body}) as answer:
+        async def asked(route: str, content: bytes, labels: list[tuple[str, str]]) -> int:
+            skipped = () if labels else ("content-type",)
+            async with session.post(
+                url + route, data=content, headers=labels, skip_auto_headers=skipped, allow_redirects=False
+            ) as answer:
                 await answer.read()
                 return answer.status
 
-        for route, field, body in bodies(items, sequences):
+        plain = [(*each, [JSON]) for each in bodies(items, sequences)]
+        for route, field, body, labels in [*plain, *labelled()]:
+            content = json.dumps({"model": model, **body}).encode()
             before = loop_ms(pid)
-            gap, status = await bystander.during(asked(route, body))
+            gap, status = await bystander.during(asked(route, content, labels))
             took = "" if pid is None else f", loop {loop_ms(pid) - before:.0f} ms"
             print(f"{route + ' ' + field:45} {gap * 1000:8.1f} ms, {status}{took}", flush=True)
         bystander.end()

@@ -114,7 +114,7 @@ class RequestTooLarge(TercetError, status=413):
 
 
 class UnsupportedMediaType(TercetError, status=415):
-    """The request's body has a media type that this server does not accept."""
+    """The request's body has a media type, or an encoding, that this server does not accept."""
 
 
 class HeadTooLarge(TercetError, status=431):

@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 
 from tercet.aio import TaskSet
-from tercet.lab.chaos.hostile_bodies import COMPLETIONS, FULL_OF_SEQUENCES, LAST, LONG, NAMES, ODD, POISONOUS
+from tercet.lab.chaos.hostile_bodies import COMPLETIONS, FULL_OF_SEQUENCES, LABELS, LAST, LONG, NAMES, ODD, POISONOUS
 from tercet.lab.chaos.tricks import PlannedTrick, PlayedTrick, TrickKind
 
 REFUSED_SECONDS = 30.0
@@ -169,13 +169,11 @@ class Trick:
         for connection in self._open:
             connection.leave()
 
-    def head(self, path: str, length: int) -> bytes:
-        """Return the head of a request with a body of ``length`` bytes."""
-        named = f"x-request-id: {self.name}\r\n" if self.name else ""
-        return (
-            f"POST {path} HTTP/1.1\r\nhost: router\r\ncontent-type: application/json\r\nconnection: close\r\n"
-            f"{named}content-length: {length}\r\n\r\n"
-        ).encode()
+    def head(self, path: str, length: int, labels: Sequence[str] = ("content-type: application/json",)) -> bytes:
+        """Return the head of a request with a body of ``length`` bytes; ``labels`` are fields that describe it."""
+        named = [f"x-request-id: {self.name}"] if self.name else []
+        fields = ["host: router", *labels, "connection: close", *named, f"content-length: {length}"]
+        return "\r\n".join([f"POST {path} HTTP/1.1", *fields, "\r\n"]).encode()
 
     def encoded(self, fields: Mapping[str, Any]) -> bytes:
         """Return a body as JSON, with the model's name."""
@@ -219,6 +217,17 @@ async def _long_bodies(trick: Trick) -> None:
 async def _odd_text(trick: Trick) -> None:
     trick.what, body = trick.chance.choice(ODD)
     await trick.must_be((400,), "/v1/completions", body)
+
+
+async def _odd_labels(trick: Trick) -> None:
+    labels = trick.chance.choice(LABELS)
+    what, path, fields = trick.chance.choice(LONG)
+    trick.what, body = f"{what} under {'; '.join(labels)}", trick.encoded(fields(trick.sizes.items))
+    connection = await trick.connect()
+    await connection.send(trick.head(path, len(body), labels) + body)
+    trick.statuses.append(await connection.status())
+    if trick.statuses[-1] not in (400, 413, 415):
+        raise WrongAnswerToTrick(f"{trick.what}: answered with {trick.statuses[-1]}")
 
 
 async def _poisonous_grammars(trick: Trick) -> None:
@@ -297,6 +306,7 @@ PLAYS: Mapping[TrickKind, Callable[[Trick], Awaitable[None]]] = {
     "many_sequences": _many_sequences,
     "long_bodies": _long_bodies,
     "odd_text": _odd_text,
+    "odd_labels": _odd_labels,
     "poisonous_grammars": _poisonous_grammars,
     "unfinished_bodies": _unfinished_bodies,
     "unfinished_heads": _unfinished_heads,

@@ -84,6 +84,21 @@ ODD: tuple[tuple[str, bytes], ...] = (
 )
 """Invalid bodies: name and body."""
 
+_JSON = "content-type: application/json"
+LABELS: tuple[tuple[str, ...], ...] = (
+    (_JSON, "content-encoding: deflate"),
+    (_JSON, "Content-Encoding: identity, GZIP"),
+    (_JSON, "content-encoding: identity", "content-encoding: br"),
+    (_JSON, "content-encoding: no-such-encoding"),
+    (_JSON, "content-type: text/plain"),
+    ("content-type: text/plain", _JSON),
+    ("content-type: application/json, text/plain",),
+    ("content-type: multipart/form-data; boundary=a", _JSON),
+    ("content-type: text/plain",),
+    ("content-type: application/x+json",),
+)
+"""Header fields that do not say, or do not agree, that a body is JSON."""
+
 POISONOUS: tuple[tuple[str, Fields], ...] = (
     ("a regex of 30,000 characters", {"regex": "(a|b.c)*" * 3750}),
     ("a billion repetitions", {"regex": "(a{1,1000000000}){1,1000000000}"}),

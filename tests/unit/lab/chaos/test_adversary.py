@@ -64,7 +64,8 @@ def test_each_trick_meets_its_bound(kind: TrickKind, everything: ChaosResult) ->
     assert len(played) > 2
     statuses = {status for trick in played for status in trick.statuses}
     expected = {
-        "many_sequences": {400}, "long_bodies": {200, 400, 413}, "odd_text": {400}, "poisonous_grammars": {400},
+        "many_sequences": {400}, "long_bodies": {200, 400, 413}, "odd_text": {400}, "odd_labels": {400, 413, 415},
+        "poisonous_grammars": {400},
         "unfinished_bodies": {408, 429}, "unfinished_heads": {408}, "long_heads": {431}, "long_names": {200, 400, 404},
         "silence": {0}, "slow_reading": set[int](), "leaving": set[int](),
     }[kind]  # fmt: skip
