@@ -61,7 +61,7 @@ async def repeat(work: Callable[[], Awaitable[object]], pause_s: float, name: st
 
 
 async def keep_running(work: Callable[[], Awaitable[object]], name: str) -> None:
-    """Run ``work``, which contains a loop of its own, and run it again when it has raised an error.
+    """Run ``work``, which contains a loop, and run it again when it has raised an error.
 
     Return when ``work`` returns. An error is logged once under the task's ``name``, and once more if ``work`` ran for
     :data:`WELL_S` seconds since; ``work`` is run again :data:`AGAIN_S` seconds after an error.

@@ -63,7 +63,7 @@ def end_with_parent() -> None:
     """Make an engine's core or worker end when the process that started it has been killed.
 
     vLLM's API server ends its core when it stops, and the core its workers, but not when they are killed: the core,
-    its workers and their agents would keep memory and devices until somebody ends them. The opposite direction is
+    its workers and their agents would keep memory and devices until they are killed, too. The opposite direction is
     vLLM's: a core whose worker has ended ends, and so does the API server of such a core.
     """
     global _watch
