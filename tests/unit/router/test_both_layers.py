@@ -359,3 +359,9 @@ async def test_a_body_that_is_too_large(house: House, path: str) -> None:
 @pytest.mark.parametrize("target", ["/v1/completions?x=%ED%A0%BD", "/v1/completions?\u00ff"])
 async def test_odd_bytes_in_a_query(house: House, target: str) -> None:
     assert (await post(house, target, BODY)).status_code == 200
+
+
+@pytest.mark.parametrize("kind", ["text/plain", "application/xml", "application/x-www-form-urlencoded"])
+async def test_another_media_type(house: House, kind: str) -> None:
+    answer = await post(house, COMPLETIONS, BODY, **{"content-type": kind})
+    assert (answer.status_code, error_of(answer)["code"]) == (415, "unsupported_media_type")

@@ -22,11 +22,13 @@ from tercet.fleet.admission import Gate
 from tercet.protocol import BadRequest, Fleet, Output, Request
 from tercet.router import admin
 from tercet.router.prompt_texts import PromptTexts
+from tercet.router.received_bodies import asked_by
 from tercet.router.router_app import RouterApp
 from tercet.router.service_programs import ServicePrograms
 from tercet.router.small_openai import CHAT_MAX_TOKENS, small_app
 from tercet.router.small_server import flags_of
 from tercet.settings import EngineAddress, Limits, RouterConfig
+from tercet.wire.serving.request_context import RequestContext
 
 from .conftest import LiveRouter, counted, series
 
@@ -218,3 +220,34 @@ async def test_a_client_that_makes_names_up_makes_no_series(client: httpx.AsyncC
         await attack(number)
     assert series() == before
     assert counted("tercet_sequences_total", program="data_parallel") >= 60
+
+
+NO_STRUCTURE = BadRequest(
+    "sampling_params.structured_outputs: a simulated engine does not support it", "sampling_params.structured_outputs"
+)
+
+
+@pytest.mark.parametrize(
+    ("fields", "named"),
+    [
+        ({"parallel_tool_calls": False, "tools": [{}]}, "parallel_tool_calls"),
+        ({"parallel_tool_calls": False, "tool_choice": "auto"}, "parallel_tool_calls"),
+        ({"tool_choice": "required", "parallel_tool_calls": False, "response_format": {}}, "tool_choice"),
+        ({"tools": [{}], "parallel_tool_calls": True}, "tools"),
+        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"response_format": {"type": "text"}, "structured_outputs": {"regex": "x"}}, "structured_outputs"),
+        ({"text": {"format": {"type": "json_schema"}}}, "text.format"),
+        ({"output_config": {"format": {"type": "json_schema"}}}, "output_config.format"),
+        ({"sampling_params": {"structured_outputs": {}}}, "sampling_params.structured_outputs"),
+        ({"text": "x", "output_config": [1], "tools": 7}, "tools"),
+        ({}, "structured_outputs"),
+    ],
+)
+async def test_a_refusal_of_a_derived_parameter_names_the_clients_field(
+    router: LiveRouter, fields: dict[str, Any], named: str
+) -> None:
+    run = ServicePrograms(router.service).run(
+        Request(seq_id="s", prompt=(1,)), RequestContext(asked=asked_by({"model": "m", **fields}))
+    )
+    told = run.failed(NO_STRUCTURE)
+    assert (told.param, told.message) == (named, f"{named}: a simulated engine does not support it")
