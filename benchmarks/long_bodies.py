@@ -5,6 +5,10 @@ The last cases are longer bodies under odd header fields, which a router has to 
 ``python benchmarks/long_bodies.py --url http://127.0.0.1:8400 --model NAME`` streams from a running router, sends each
 body, and prints the longest gap between two events of the stream in that time; first without another client.
 
+Then it sends many small bodies at once: for each list of each route, which it finds in the router's ``/openapi.json``,
+bodies with 250 items of each wrong shape, and of each right one. It prints a line for each route, with the list of the
+longest gap.
+
 With ``--pid PID``, the router's process on this machine, it also prints the CPU time of the router's event loop for the
 request and the stream together. On an idle machine, no gap is longer than that.
 """
@@ -15,10 +19,14 @@ import argparse
 import asyncio
 import json
 import time
+from collections.abc import Iterator
+from itertools import groupby
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import aiohttp
+
+from tercet.lab.chaos.wrong_items import list_fields
 
 TURN: dict[str, Any] = {"role": "user", "content": "x"}
 PART: dict[str, Any] = {"type": "text", "text": "x"}
@@ -26,7 +34,9 @@ INPUT_PART: dict[str, Any] = {"type": "input_text", "text": "x"}
 FUNCTION: dict[str, Any] = {"type": "function", "function": {"name": "f", "parameters": {}}}
 CALL: dict[str, Any] = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}
 TOOL: dict[str, Any] = {"name": "f", "input_schema": {}}
+CALL_ITEM: dict[str, Any] = {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"}
 LAST = {"max_tokens": 2}
+SMALL, AT_ONCE = 250, 20
 
 
 def bodies(items: int, sequences: int) -> list[tuple[str, str, dict[str, Any]]]:
@@ -81,6 +91,7 @@ def bodies(items: int, sequences: int) -> list[tuple[str, str, dict[str, Any]]]:
     ]  # fmt: skip
 
 
+Labelled = tuple[str, str, dict[str, Any], list[tuple[str, str]]]
 JSON: tuple[str, str] = "content-type", "application/json"
 LABELS: list[list[tuple[str, str]]] = [
     [JSON, ("content-encoding", "deflate")],
@@ -91,15 +102,34 @@ LABELS: list[list[tuple[str, str]]] = [
 ]
 
 
-def labelled() -> list[tuple[str, str, dict[str, Any], list[tuple[str, str]]]]:
+def labelled() -> list[Labelled]:
     """Return route, field, body and header fields of bodies above the limits, which are not said to be plain JSON."""
-    found: list[tuple[str, str, dict[str, Any], list[tuple[str, str]]]] = []
+    found: list[Labelled] = []
     for labels in LABELS:
         said = "; ".join(value for _, value in labels) or "no content-type"
         content = [{"role": "user", "content": [PART] * 80_000}]
         found.append(("/v1/responses", f"input ({said})", {"input": [TURN] * 30_000, "max_output_tokens": 2}, labels))
         found.append(("/v1/chat/completions", f"content ({said})", {"messages": content, **LAST}, labels))
     return found
+
+
+def small_bodies() -> Iterator[tuple[str, str, list[dict[str, Any]]]]:
+    """Yield route, field and the bodies that are sent at once."""
+    for what, item in (("unknown types", {"type": "zzz"}), ("numbers", 1), ("turns", TURN), ("calls", CALL_ITEM)):
+        for at_once in (8, AT_ONCE):
+            yield (
+                "/v1/responses",
+                f"{at_once} inputs: {what}",
+                [{"input": [item] * SMALL, "max_output_tokens": 2}] * at_once,
+            )
+
+
+def bodies_of_lists(openapi: dict[str, Any]) -> Iterator[tuple[str, str, list[Any]]]:
+    """Yield route, field and bodies that are sent at once, for each list: with wrong items, and with right ones."""
+    for each in list_fields(openapi):
+        for what, items in (("wrong", each.wrong), ("right", each.examples)):
+            found = [each.filled([item] * SMALL) for item in items]
+            yield each.route, f"{what} {each.field}", (found * AT_ONCE)[: max(AT_ONCE, len(found))]
 
 
 class Bystander:
@@ -142,9 +172,11 @@ def loop_ms(pid: int | None) -> float:
     return int(Path(f"/proc/{pid}/task/{pid}/schedstat").read_text().split()[0]) / 1e6
 
 
-async def measure(url: str, model: str, items: int, sequences: int, pid: int | None) -> None:
-    """Print a line for each case."""
-    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=120)) as session:
+async def measure(url: str, model: str, long: list[Labelled], pid: int | None) -> None:
+    """Print a line for each of the ``long`` bodies, and for small ones that are sent at once."""
+    # A connection for each request: the router closes idle ones.
+    connector = aiohttp.TCPConnector(limit=0, force_close=True)
+    async with aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout(total=120)) as session:
         bystander = Bystander(session, url, model)
         gap, _ = await bystander.during(asyncio.sleep(3))
         print(f"{'no other client':45} {gap * 1000:8.1f} ms")
@@ -157,13 +189,34 @@ async def measure(url: str, model: str, items: int, sequences: int, pid: int | N
                 await answer.read()
                 return answer.status
 
-        plain = [(*each, [JSON]) for each in bodies(items, sequences)]
-        for route, field, body, labels in [*plain, *labelled()]:
-            content = json.dumps({"model": model, **body}).encode()
+        def encoded(body: Any) -> bytes:
+            return json.dumps(
+                {"model": model, **cast("dict[str, Any]", body)} if isinstance(body, dict) else body
+            ).encode()
+
+        async def asked_at_once(route: str, bodies: list[Any]) -> list[int]:
+            return await asyncio.gather(*(asked(route, encoded(body), [JSON]) for body in bodies))
+
+        for route, field, body, labels in long:
+            content = encoded(body)
             before = loop_ms(pid)
             gap, status = await bystander.during(asked(route, content, labels))
             took = "" if pid is None else f", loop {loop_ms(pid) - before:.0f} ms"
             print(f"{route + ' ' + field:45} {gap * 1000:8.1f} ms, {status}{took}", flush=True)
+        for route, field, small in small_bodies():
+            before = loop_ms(pid)
+            gap, statuses = await bystander.during(asked_at_once(route, small))
+            took = "" if pid is None else f", loop {loop_ms(pid) - before:.0f} ms"
+            print(f"{route + ' ' + field:45} {gap * 1000:8.1f} ms, {statuses[0]}{took}", flush=True)
+        async with session.get(f"{url}/openapi.json", raise_for_status=True) as answer:
+            lists = list(bodies_of_lists(await answer.json()))
+        for route, of_route in groupby(lists, key=lambda each: each[0]):
+            gaps: list[tuple[float, str]] = []
+            for _, field, small in of_route:
+                gap, _ = await bystander.during(asked_at_once(route, small))
+                gaps.append((gap, field))
+            for gap, field in sorted(gaps, reverse=True)[:3]:
+                print(f"{f'{route}, {len(gaps)} times at once':45} {gap * 1000:8.1f} ms, {field}", flush=True)
         bystander.end()
 
 
@@ -175,9 +228,12 @@ def main() -> None:
     parser.add_argument("--max-request-items", type=int, default=4096)
     parser.add_argument("--max-sequences", type=int, default=512)
     parser.add_argument("--pid", type=int)
+    parser.add_argument("--small", action="store_true", help="send only the small bodies")
     given = parser.parse_args()
     try:
-        asyncio.run(measure(given.url, given.model, given.max_request_items, given.max_sequences, given.pid))
+        plain = [(*each, [JSON]) for each in bodies(given.max_request_items, given.max_sequences)]
+        long = [] if given.small else [*plain, *labelled()]
+        asyncio.run(measure(given.url, given.model, long, given.pid))
     except aiohttp.ClientError as error:
         parser.error(f"--url: {given.url} does not serve streams of {given.model}: {error}")
 

@@ -2,8 +2,8 @@
 
 The work for a body before its first sequence runs (parsing, validation, templates, tokenization) grows with the body,
 and most of it runs on the event loop. The long bodies of one client are prepared one after the other, in order; other
-clients do not wait for them. Between the work for two long bodies, of any clients, the loop does all other work that
-is ready, such as sending tokens.
+clients do not wait for them. Between the work for two bodies that are not short, of any clients, the loop does all
+other work that is ready, such as sending tokens. Clients take turns there.
 """
 
 from __future__ import annotations
@@ -22,14 +22,24 @@ LONG_BYTES = 256 * 1024
 LONG_ITEMS = 256
 """Number of lists and objects from which on a shorter body is long, too; each takes about 20 us on the event loop."""
 COMMAS_PER_ITEM = 16
+SHORT_SHARE = 8
+"""A body with less than this part of a long body's size, in each respect, is short: many of them take little time."""
 
 
 def is_long(content: bytes) -> bool:
     """True if the work for a body takes long, so that the body has to wait for its turn."""
-    if len(content) >= LONG_BYTES:
+    return _has(content, LONG_BYTES, LONG_ITEMS)
+
+
+def is_short(content: bytes) -> bool:
+    """True if the work for a body takes so little time that many of them may be done at once."""
+    return not _has(content, LONG_BYTES // SHORT_SHARE, LONG_ITEMS // SHORT_SHARE)
+
+
+def _has(content: bytes, size: int, items: int) -> bool:
+    if len(content) >= size or content.count(b",") >= items * COMMAS_PER_ITEM:
         return True
-    commas = content.count(b",")
-    return commas >= LONG_ITEMS * COMMAS_PER_ITEM or content.count(b"{") + content.count(b"[") >= LONG_ITEMS
+    return content.count(b"{") + content.count(b"[") >= items
 
 
 class BodyTurn:
@@ -62,7 +72,8 @@ class LongBodies:
         # The waiting bodies of each client with a body in preparation.
         self._waiting: dict[str, deque[asyncio.Future[BodyTurn]]] = {}
         self._is_worked_on = False
-        self._next: deque[asyncio.Future[None]] = deque()
+        # The bodies of each client that wait to be worked on; the first client is the next one.
+        self._next: dict[str, deque[asyncio.Future[None]]] = {}
 
     def __len__(self) -> int:
         return len(self._waiting)
@@ -100,11 +111,14 @@ class LongBodies:
             "long_queue_timeout", f"after {seconds:g} s, earlier long requests of this client were not prepared yet"
         )
 
-    async def alone(self) -> None:
-        """Wait for an iteration of the event loop in which no other caller of this method returns."""
+    async def alone(self, client: str) -> None:
+        """Wait for an iteration of the event loop in which no other caller of this method returns.
+
+        One caller of each client returns, then the next one of each.
+        """
         if self._is_worked_on:
             mine: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-            self._next.append(mine)
+            self._next.setdefault(client, deque()).append(mine)
             await mine
             return
         self._work()
@@ -139,7 +153,11 @@ class LongBodies:
     def _worked(self) -> None:
         self._is_worked_on = False
         while self._next:
-            following = self._next.popleft()
+            client, waiting = next(iter(self._next.items()))
+            following = waiting.popleft()
+            del self._next[client]
+            if waiting:
+                self._next[client] = waiting
             if not following.done():
                 following.set_result(None)
                 self._work()

@@ -17,7 +17,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from tercet.fleet.admission import ClientLeft, Gate
 from tercet.fleet.bodies_held import LARGEST_AT_ONCE, BodiesHeld, HeldBody
-from tercet.fleet.long_bodies import LongBodies, is_long
+from tercet.fleet.long_bodies import LongBodies, is_long, is_short
 from tercet.fleet.portions import Portions
 from tercet.protocol import BadRequest, EngineUnreachable, RouterFailed, TercetError, UnknownPath
 from tercet.protocol.bearer import BearerKeys
@@ -176,6 +176,8 @@ class RouterApp:
                         followed.admitted()
                 if context.preparation is not None and pooling is None:
                     await self._take_turn(context, scope, body, kept)
+                elif pooling is None and not is_short(body.content):
+                    await self._long.alone(self._client_of(scope))
         if body is None or pooling is None:
             return body, None
         context.prepared()
@@ -252,7 +254,7 @@ class RouterApp:
         if context.preparation is None or context.preparation.has_ended:
             async with kept.until_let_go():
                 context.preparation = await self._long.turn(self._client_of(scope), body.left)
-        await self._long.alone()
+        await self._long.alone(self._client_of(scope))
 
     def _client_of(self, scope: Scope) -> str:
         """Return the key that a client sent; its address if the router requires no key."""

@@ -8,7 +8,7 @@ import itertools
 import pytest
 
 from tercet.fleet.admission import ClientLeft
-from tercet.fleet.long_bodies import LONG_BYTES, LONG_ITEMS, BodyTurn, LongBodies, is_long
+from tercet.fleet.long_bodies import LONG_BYTES, LONG_ITEMS, BodyTurn, LongBodies, is_long, is_short
 from tercet.protocol import Saturated
 from tercet.settings import Limits
 
@@ -46,6 +46,21 @@ async def wanted(bodies: LongBodies, client: str) -> asyncio.Task[BodyTurn]:
 )
 def test_what_is_long(content: bytes, expected: bool) -> None:
     assert is_long(content) is expected
+
+
+@pytest.mark.parametrize(
+    ("content", "expected"),
+    [
+        (b"x" * (LONG_BYTES // 8 - 1), True),
+        (b"x" * (LONG_BYTES // 8), False),
+        (b"{" * (LONG_ITEMS // 8 - 1), True),
+        (b"[" * (LONG_ITEMS // 8), False),
+        (b",5" * (2 * LONG_ITEMS), False),
+        (b"", True),
+    ],
+)
+def test_what_is_short(content: bytes, expected: bool) -> None:
+    assert is_short(content) is expected
 
 
 async def test_a_client_has_one_in_work_and_others_have_theirs(bodies: LongBodies) -> None:
@@ -126,7 +141,7 @@ async def test_the_loop_takes_one_long_body_at_a_time(bodies: LongBodies) -> Non
     order: list[str] = []
 
     async def prepare(name: str) -> None:
-        await bodies.alone()
+        await bodies.alone("a")
         order.append(name)
 
     async def stream() -> None:
@@ -140,10 +155,21 @@ async def test_the_loop_takes_one_long_body_at_a_time(bodies: LongBodies) -> Non
     assert all(after - before > 1 for before, after in itertools.pairwise(long))
 
 
+async def test_clients_take_turns_at_the_loop(bodies: LongBodies) -> None:
+    order: list[str] = []
+
+    async def prepare(client: str) -> None:
+        await bodies.alone(client)
+        order.append(client)
+
+    await asyncio.gather(*(prepare(client) for client in "aaaaabbc"))
+    assert order == list("aabcabaa")
+
+
 async def test_one_that_is_cancelled_before_it_is_alone_holds_up_nobody(bodies: LongBodies) -> None:
-    await bodies.alone()
-    waiting = [asyncio.create_task(bodies.alone()) for _ in range(3)]
+    await bodies.alone("a")
+    waiting = [asyncio.create_task(bodies.alone("a")) for _ in range(3)]
     await asyncio.sleep(0)
     waiting[0].cancel()
     await asyncio.wait_for(asyncio.gather(*waiting[1:]), 1)
-    await asyncio.wait_for(bodies.alone(), 1)
+    await asyncio.wait_for(bodies.alone("a"), 1)

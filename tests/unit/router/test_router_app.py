@@ -625,6 +625,29 @@ async def test_a_client_has_one_long_body_in_preparation(crowd: House) -> None:
     assert len(crowd.front._long) == 0
 
 
+async def test_two_bodies_that_are_not_short_do_not_begin_at_once(crowd: House) -> None:
+    """Many of them would hold up streams as a long one does."""
+    passes, began = 0, list[int]()
+
+    async def count() -> None:
+        nonlocal passes
+        while True:
+            passes += 1
+            await asyncio.sleep(0)
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        began.append(passes)
+        await crowd.app(scope, receive, send)
+
+    crowd.front._app = app
+    crowd.app.go.set()
+    counting = asyncio.create_task(count())
+    answers = await asyncio.gather(*(crowd.client.post(PATH, json={"prompt": [[5]] * 40}) for _ in range(6)))
+    counting.cancel()
+    assert {answer.status_code for answer in answers} == {200}
+    assert len(set(began)) == 6
+
+
 async def test_once_its_sequence_runs_the_next_one_is_prepared(crowd: House) -> None:
     seen: list[Any] = []
 

@@ -15,7 +15,18 @@ from typing import Any
 import msgspec
 
 from tercet.aio import TaskSet
-from tercet.lab.chaos.hostile_bodies import COMPLETIONS, FULL_OF_SEQUENCES, LABELS, LAST, LONG, NAMES, ODD, POISONOUS
+from tercet.lab.chaos.hostile_bodies import (
+    COMPLETIONS,
+    FULL_OF_SEQUENCES,
+    LABELS,
+    LAST,
+    LONG,
+    NAMES,
+    ODD,
+    POISONOUS,
+    WRONG,
+    WRONG_ITEMS,
+)
 from tercet.lab.chaos.tricks import PlannedTrick, PlayedTrick, TrickKind
 
 REFUSED_SECONDS = 30.0
@@ -24,6 +35,7 @@ ANSWERED_SECONDS = 180.0
 """Time limit, in seconds, for the answer to a long body, which may be served."""
 LONG_HEAD = 2**20
 LONG_NAME_IN_HEAD = 30_000
+WRONG_IN_A_BODY, WRONG_AT_ONCE = 250, 20
 WRITTEN_AT_ONCE = 64 * 1024
 DRIP_SECONDS = 1.0
 # Size, in bytes, of the buffers of a slow reader.
@@ -214,6 +226,17 @@ async def _long_bodies(trick: Trick) -> None:
         raise WrongAnswerToTrick(f"{trick.what} ({len(body)} bytes): answered with {status}")
 
 
+async def _wrong_items(trick: Trick) -> None:
+    what, path, fields = trick.chance.choice(WRONG_ITEMS)
+    item = trick.chance.choice(WRONG)
+    trick.what, body = f"{what} that are {item!r}", trick.encoded(fields([item] * WRONG_IN_A_BODY))
+    async with asyncio.TaskGroup() as group:
+        for _ in range(WRONG_AT_ONCE):
+            group.create_task(trick.ask(path, body))
+    if wrong := [status for status in trick.statuses if status not in (400, 404, 429)]:
+        raise WrongAnswerToTrick(f"{trick.what}: answered with {wrong[0]}")
+
+
 async def _odd_text(trick: Trick) -> None:
     trick.what, body = trick.chance.choice(ODD)
     await trick.must_be((400,), "/v1/completions", body)
@@ -305,6 +328,7 @@ async def _leaving(trick: Trick) -> None:
 PLAYS: Mapping[TrickKind, Callable[[Trick], Awaitable[None]]] = {
     "many_sequences": _many_sequences,
     "long_bodies": _long_bodies,
+    "wrong_items": _wrong_items,
     "odd_text": _odd_text,
     "odd_labels": _odd_labels,
     "poisonous_grammars": _poisonous_grammars,

@@ -73,6 +73,22 @@ NAMES: tuple[tuple[str, Callable[[str], Fields]], ...] = (
 )
 """Fields that name something: what it is, and a function that returns the field for a name."""
 
+WRONG_ITEMS: tuple[tuple[str, str, Callable[[list[Any]], Fields]], ...] = (
+    ("items of /v1/responses", RESPONSES, lambda items: {"input": items}),
+    ("parts of /v1/responses", RESPONSES, lambda items: {"input": [{"role": "user", "content": items}]}),
+    ("tools of /v1/responses", RESPONSES, lambda items: {"input": "x", "tools": items}),
+    ("messages", CHAT, lambda items: {"messages": items}),
+    ("parts", CHAT, lambda items: {"messages": [{"role": "user", "content": items}]}),
+    ("tools", CHAT, lambda items: {"messages": [TURN], "tools": items}),
+    ("messages of Anthropic's form", MESSAGES, lambda items: {"messages": items, **LAST}),
+    ("parts of Anthropic's form", MESSAGES, lambda items: {"messages": [{"role": "user", "content": items}], **LAST}),
+    ("prompts", COMPLETIONS, lambda items: {"prompt": items}),
+    ("messages to tokenize", TOKENIZE, lambda items: {"messages": items}),
+)  # fmt: skip
+"""Small bodies with wrong items: name of the items, route, and a function that returns the body for these items."""
+WRONG: tuple[Any, ...] = ({"type": "zzz"}, {"type": 1}, {"role": 1}, {"type": "function"}, 1.5, [[1.5]])
+"""Items that no list accepts."""
+
 ODD: tuple[tuple[str, bytes], ...] = (
     ("half of a surrogate pair as request_id", rb'{"prompt": "x", "request_id": "\ud83d"}'),
     ("half of a surrogate pair in a prompt", rb'{"prompt": "\udc00"}'),

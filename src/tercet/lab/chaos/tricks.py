@@ -11,13 +11,14 @@ import msgspec
 from tercet.protocol import BadRequest
 
 TrickKind = Literal[
-    "many_sequences", "long_bodies", "odd_text", "odd_labels", "poisonous_grammars", "unfinished_bodies",
+    "many_sequences", "long_bodies", "wrong_items", "odd_text", "odd_labels", "poisonous_grammars", "unfinished_bodies",
     "unfinished_heads", "long_heads", "long_names", "silence", "slow_reading", "leaving",
 ]  # fmt: skip
 """
 - ``many_sequences``: one request with thousands of prompts or choices.
 - ``long_bodies``: tens of thousands of items of one kind: messages, parts, tools, choices, stop strings, token ids,
   letters.
+- ``wrong_items``: many small bodies at once, each with hundreds of wrong items in one list.
 - ``odd_text``: invalid JSON, half of a surrogate pair, numbers that are not in JSON, deeply nested lists.
 - ``odd_labels``: long bodies under encodings and types that they do not have, and under two types that disagree.
 - ``poisonous_grammars``: structures that take an engine's core seconds to compile, or that are infinite.

@@ -64,8 +64,8 @@ def test_each_trick_meets_its_bound(kind: TrickKind, everything: ChaosResult) ->
     assert len(played) > 2
     statuses = {status for trick in played for status in trick.statuses}
     expected = {
-        "many_sequences": {400}, "long_bodies": {200, 400, 413}, "odd_text": {400}, "odd_labels": {400, 413, 415},
-        "poisonous_grammars": {400},
+        "many_sequences": {400}, "long_bodies": {200, 400, 413}, "wrong_items": {400, 404}, "odd_text": {400},
+        "odd_labels": {400, 413, 415}, "poisonous_grammars": {400},
         "unfinished_bodies": {408, 429}, "unfinished_heads": {408}, "long_heads": {431}, "long_names": {200, 400, 404},
         "silence": {0}, "slow_reading": set[int](), "leaving": set[int](),
     }[kind]  # fmt: skip
@@ -143,7 +143,12 @@ async def _served(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) ->
 
 @pytest.mark.parametrize(
     ("kind", "answering", "wrong"),
-    [("long_bodies", _five_hundred, "500"), ("many_sequences", _served, "200"), ("poisonous_grammars", _served, "200")],
+    [
+        ("long_bodies", _five_hundred, "500"),
+        ("wrong_items", _served, "200"),
+        ("many_sequences", _served, "200"),
+        ("poisonous_grammars", _served, "200"),
+    ],
 )
 async def test_wrong_answers_are_named(kind: TrickKind, answering: Answering, wrong: str) -> None:
     async with a_server(answering) as (host, port):
