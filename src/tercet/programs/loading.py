@@ -57,9 +57,10 @@ def load_program(
 
 
 def name_of(program: Program) -> str:
-    """Return the name of a built-in program; empty for any other."""
+    """Return the name of a built-in program; for any other the name of its function, or of its class."""
     function = program.func if isinstance(program, partial) else program
-    return next((name for name, each in BUILT_IN.items() if each is function), "")
+    called = getattr(function, "__name__", type(function).__name__)
+    return next((name for name, each in BUILT_IN.items() if each is function), called)
 
 
 def _from_file(name: str, locate: Locate, source: str | None = None) -> Callable[..., Answer]:

@@ -128,7 +128,7 @@ def test_what_the_server_refuses_names_the_right_that_is_missing() -> None:
 
 
 def test_a_state_that_kubernetes_would_refuse_is_refused_with_the_remedy() -> None:
-    plan = Plan(program="p" * 1_000_000)
+    plan = Plan(program="file.py:function", source="#" * 1_000_000)
     with pytest.raises(BadRequest, match="remove engines"):
         state_in(ApiObjects()).update(lambda state: state.with_program(plan), FIRST)
 
