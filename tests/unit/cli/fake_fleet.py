@@ -99,10 +99,11 @@ def _serve(mark: str, mode: str, port: int) -> None:
                 {"choices": [{"delta": {"content": "it."}}]},
                 {"choices": [], "usage": {}},
             ]
+            said = [json.dumps(event) for event in events]
             if mode != "breaks-off":
-                events.append({"tercet": TRACE})
-            for event in events:
-                self.wfile.write(f"data: {json.dumps(event)}\n\n".encode())
+                said += [json.dumps({"tercet": TRACE}), "[DONE]"]
+            for data in said:
+                self.wfile.write(f"data: {data}\n\n".encode())
 
         def log_message(self, format: str, *args: Any) -> None:
             pass

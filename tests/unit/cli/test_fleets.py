@@ -131,8 +131,8 @@ def test_a_second_ctrl_c_hurries_and_does_not_break_off_the_stop(tmp_path: Path,
     assert run.leaves_nothing(0)
 
 
-def test_when_all_servers_are_killed_it_ends_by_itself(tmp_path: Path, up: list[Run]) -> None:
-    run = start_up(tmp_path, up, "answers")
+def test_when_all_servers_are_killed_and_none_is_restarted_it_ends_by_itself(tmp_path: Path, up: list[Run]) -> None:
+    run = start_up(tmp_path, up, "answers", "--engine-restarts", "0")
     run.says("Ctrl-C")
     for process in run.left():
         process.kill()

@@ -341,7 +341,7 @@ def test_an_engine_that_strangers_cannot_call_starts(spec: EngineSpec, environme
     ("spec", "said"),
     [
         (spec_at("0.0.0.0"), "set TERCET_SECRET to"),
-        (spec_at("0.0.0.0", "--api-key", ""), "set TERCET_SECRET to"),
+        (spec_at("0.0.0.0", "--api-key", ""), "--api-key: the key is blank"),
         (spec_at("127.0.0.1", "--api-server-count=2"), "one API server keeps an engine's leases"),
     ],
     ids=str,

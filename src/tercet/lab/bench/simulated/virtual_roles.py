@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Mapping
 from typing import Any
 
 import msgspec
 
-from tercet.aio import repeat
 from tercet.decisions.roles import RoleFlip
 from tercet.lab.sim import SimEngine
 from tercet.router.roles import INTERVAL_S, FleetRoles, seen_for_roles
@@ -40,8 +40,10 @@ class VirtualRoles:
         return [VirtualFlip(each.at, each.flip.engines, each.flip.role, each.flip.reason) for each in self._roles.flips]
 
     async def run(self) -> None:
-        """Check the roles at regular intervals, until cancelled."""
-        await repeat(self._look, INTERVAL_S)
+        """Check the roles at regular intervals, until cancelled or until it raises: a simulation shows its errors."""
+        while True:
+            await self._look()
+            await asyncio.sleep(INTERVAL_S)
 
     async def _look(self) -> None:
         """Report the engines' loads, as real engines do: a simulated engine reports nothing during a run of steps."""
