@@ -149,7 +149,7 @@ async def get(app: App, **headers: str) -> tuple[int, dict[bytes, bytes], bytes]
 
     raw = [(name.replace("_", "-").encode(), value.encode()) for name, value in headers.items()]
     gate = Gate(Limits(), app.router.fleet, app.metrics)
-    front = RouterApp(app, None, gate, (), app.router.service.program_called, 1000)
+    front = RouterApp(app, None, gate, (), app.router.service.program_called, 1000, client_traces=True)
     scope = {"type": "http", "method": "GET", "path": "/v1/models", "headers": raw}
     await front(scope, lambda: None, send)  # type: ignore[arg-type]
     body = b"".join(message.get("body", b"") for message in sent[1:])
