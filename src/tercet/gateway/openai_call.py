@@ -12,7 +12,7 @@ from tercet.protocol import BadRequest
 from tercet.protocol.client_names import kept_name
 from tercet.protocol.json_text import UNREADABLE, in_utf8, read_json
 from tercet.protocol.openai_routes import CHAT, COMPLETIONS, GENERATING, PREFILLED_BELOW, RESPONSES, path_of
-from tercet.protocol.wire import field_of
+from tercet.protocol.wire import Salt, field_of
 
 MOST_READ = 1024 * 1024
 """Largest body, in bytes, that is parsed; the beginning of a longer one stands for its prompt.
@@ -41,7 +41,7 @@ class OpenAIBody(msgspec.Struct, frozen=True):
     max_completion_tokens: int | None = None
     max_output_tokens: int | None = None
     priority: Annotated[int, msgspec.Meta(ge=-(2**31), lt=2**31)] = 0
-    cache_salt: str | None = None
+    cache_salt: Salt | None = None
     user: str | None = None
     chat_template_kwargs: Mapping[str, Any] | None = None
 

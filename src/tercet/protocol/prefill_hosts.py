@@ -67,11 +67,11 @@ class AllowedPrefillers:
     def _allowed(self, part: str) -> str:
         host, port = _host_and_port(part)
         if not _ONE_PORT.fullmatch(port) or not 1 <= int(port) <= LAST_PORT:
-            raise _refused(f"{part!r} is not HOST:PORT")
+            raise _refused(f"{part!r:.200} is not HOST:PORT")
         if _address(host) is None and not _NAME.fullmatch(host):
-            raise _refused(f"{part!r} is not HOST:PORT")
+            raise _refused(f"{part!r:.200} is not HOST:PORT")
         if not any(pattern.covers(host, int(port)) for pattern in self._patterns):
-            raise _refused(f"{part} is not one of the engines that may prefill here (prefill-hosts)")
+            raise _refused(f"{part:.200} is not one of the engines that may prefill here (prefill-hosts)")
         return host_and_port(host, int(port))
 
 

@@ -35,6 +35,7 @@ Priority = Annotated[int, msgspec.Meta(ge=LEAST_PRIORITY, le=MOST_PRIORITY)]
 # Number of characters of a cache salt that vLLM accepts.
 LONGEST_SALT = 1024
 Name = Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
+Salt = Annotated[str, msgspec.Meta(max_length=LONGEST_SALT)]
 Digest = Annotated[str, msgspec.Meta(max_length=256)]
 Path = Annotated[str, msgspec.Meta(min_length=1, max_length=4096)]
 Prompt = str | list[TokenId]
@@ -49,7 +50,7 @@ class PrepRecvCall(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     prompt: Prompt
     seq_id: Name
     end: int | None = None
-    cache_salt: str | None = None
+    cache_salt: Salt | None = None
     adapter: Name | None = None
     adapter_digest: Digest = ""
     mm_features: MultiModalFeatures = ()
@@ -79,7 +80,7 @@ class RemoteSendCall(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     end: int | None = None
     sample: bool = False
     sampling_params: Mapping[str, Any] = {}
-    cache_salt: str | None = None
+    cache_salt: Salt | None = None
     adapter: Name | None = None
     adapter_digest: Digest = ""
     mm_features: MultiModalFeatures = ()
@@ -119,7 +120,7 @@ class StartGenerateCall(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     stream: bool = True
     router: StreamDestination | None = None
     sampling_params: Mapping[str, Any] = {}
-    cache_salt: str | None = None
+    cache_salt: Salt | None = None
     adapter: Name | None = None
     adapter_digest: Digest = ""
     mm_features: MultiModalFeatures = ()

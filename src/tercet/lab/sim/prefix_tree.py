@@ -8,6 +8,7 @@ are computed only when they are needed.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from weakref import WeakValueDictionary
 
 import msgspec
 
@@ -18,11 +19,12 @@ from tercet.protocol.block_hashes import chain, root_of
 class Run:
     """The first ``blocks`` blocks of ``tokens``; they follow the blocks of ``parent``.
 
-    A root has no blocks, and is its own parent. ``pins`` counts the holders of the run; each of them also holds all
-    runs before it. ``children`` are the runs that follow, by the hashes of their first blocks; None for a leaf.
+    A root has no blocks, and its parent is ``ORIGIN``, which is its own parent. ``pins`` counts the holders of the run;
+    each of them also holds all runs before it. ``children`` are the runs that follow, by the hashes of their first
+    blocks; None for a leaf.
     """
 
-    __slots__ = ("blocks", "children", "names", "parent", "pins", "tokens")
+    __slots__ = ("__weakref__", "blocks", "children", "names", "parent", "pins", "tokens")
 
     def __init__(self, parent: Run | None, tokens: tuple[int, ...], blocks: int, pins: int = 0) -> None:
         self.parent = parent or self
@@ -31,6 +33,9 @@ class Run:
         self.pins = pins
         self.children: dict[int, Run] | None = None
         self.names: list[int] | None = None
+
+
+ORIGIN = Run(None, (), 0)
 
 
 class Match(msgspec.Struct, frozen=True):
@@ -42,13 +47,17 @@ class Match(msgspec.Struct, frozen=True):
 
 
 class PrefixTree:
-    """A tree of runs for each pair of cache salt and adapter: prompts of different pairs share no blocks."""
+    """A tree of runs for each pair of cache salt and adapter: prompts of different pairs share no blocks.
+
+    Clients choose salts, so a tree without blocks and holders is not kept.
+    """
 
     __slots__ = ("_block_size", "_roots")
 
     def __init__(self, block_size: int) -> None:
         self._block_size = block_size
-        self._roots: dict[tuple[str | None, str | None], Run] = {}
+        # A root's holders and its children refer to it.
+        self._roots = WeakValueDictionary[tuple[str | None, str | None], Run]()
 
     def __iter__(self) -> Iterator[Run]:
         """Yield all runs, each after its parent."""
@@ -63,7 +72,7 @@ class PrefixTree:
         """Return the root of all prompts with this cache salt and adapter."""
         found = self._roots.get((salt, adapter))
         if found is None:
-            found = self._roots[salt, adapter] = Run(None, (), 0)
+            found = self._roots[salt, adapter] = Run(ORIGIN, (), 0)
             found.names = [root_of(salt, adapter)]
         return found
 

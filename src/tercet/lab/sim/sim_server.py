@@ -41,7 +41,7 @@ from tercet.protocol.call_proofs import secrets_of
 from tercet.protocol.headers import PREFILLER_HEADER, TRACE_HEADER
 from tercet.protocol.prefill_hosts import AllowedPrefillers
 from tercet.protocol.trace import VerbTrace
-from tercet.protocol.wire import TokenId
+from tercet.protocol.wire import Salt, TokenId
 from tercet.settings import SECRET_VARIABLE
 from tercet.settings.prefill_settings import PrefillBudget
 from tercet.settings.variables import API_KEY_VARIABLE
@@ -89,7 +89,7 @@ class CompletionCall(msgspec.Struct, frozen=True, kw_only=True):
     stream: bool = False
     stream_options: StreamOptions | None = None
     return_token_ids: bool = False
-    cache_salt: str | None = None
+    cache_salt: Salt | None = None
     n: Literal[1] = 1
     logprobs: Literal[None] = None
 
@@ -126,7 +126,7 @@ class OpenAI:
         """Generate on this engine. If the request's header names engines that prefill, they prefill first."""
         call = await call_in(http, CompletionCall)
         if call.model not in (None, self._model):
-            raise BadRequest(f"model: {call.model!r} is not served here; use {self._model}", "model")
+            raise BadRequest(f"model: {call.model!r:.100} is not served here; use {self._model}", "model")
         name = f"cmpl-{next(self._numbers)}"
         request = Request(
             seq_id=name,

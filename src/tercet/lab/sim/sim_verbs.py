@@ -64,7 +64,9 @@ from tercet.wire.streams import RouterConnections, StreamRelay, propose_move
 
 C = TypeVar("C")
 DELIVER = f"{API_PREFIX}/sim/deliver"
-ADDRESS = re.compile(r"http://[^/\s]+:[0-9]{1,5}")
+ADDRESS = re.compile(r"http://[^/\s]{1,255}:[0-9]{1,5}")
+MOST_PEERS = 1024
+"""Most engines whose proofs an engine remembers."""
 ASKS_FOR_A_KEY = "this engine requires its fleet's secret (TERCET_SECRET): Authorization: Bearer KEY"
 # The answer needs no engine step, so a peer that takes longer is dead.
 ANSWER = aiohttp.ClientTimeout(total=10.0)
@@ -105,6 +107,8 @@ class HttpNetwork(Network):
 
     async def _deliver(self, url: str, delivery: Delivery, answer: Callable[[str | None], None]) -> None:
         prover, data = self._provers.setdefault(url, Prover(self._secret)), msgspec.json.encode(delivery)
+        if len(self._provers) > MOST_PEERS:
+            del self._provers[next(iter(self._provers))]
         try:
             status, body = await self._asked(url, data, prover)
             said = msgspec.json.decode(body, type=str | None) if status == 200 else f"{status}"

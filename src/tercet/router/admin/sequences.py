@@ -14,7 +14,7 @@ from tercet.fleet import RunningSequence
 from tercet.programs import migrate_context
 from tercet.protocol import BadRequest, UnknownSequence
 from tercet.protocol.multimodal import MultiModalFeatures
-from tercet.protocol.wire import MoveCall, decode_call
+from tercet.protocol.wire import MoveCall, Salt, decode_call
 from tercet.router.admin.admin_route import AdminRoute, fleet_of, json_answer, shared_of, whole_number
 from tercet.router.moves import MoveRecord
 from tercet.router.proposals import pass_on
@@ -31,7 +31,7 @@ class MigrateCall(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     prompt: Annotated[tuple[int, ...], msgspec.Meta(min_length=1)]
     source: str
     destination: str
-    cache_salt: str | None = None
+    cache_salt: Salt | None = None
     adapter: str | None = None
     mm_features: MultiModalFeatures = ()
 
