@@ -47,6 +47,7 @@ from tercet.vllm_plugin.edge.adapters import Adapters
 from tercet.vllm_plugin.edge.prefilled_requests import PrefilledRequests, PrefillerHeader, require_trace_reader
 from tercet.vllm_plugin.edge.stopping import StopWhenEmpty, fail_at_exit, let_vllm_stop, stop_on_sigterm
 from tercet.vllm_plugin.edge.verbs import EngineVerbs
+from tercet.vllm_plugin.mm_features import bound_uuids
 from tercet.vllm_plugin.start.plugin_settings import PluginSettings, parse_settings
 from tercet.wire.client import engine_tls
 from tercet.wire.client.prefill_attempts import PrefillAttempts
@@ -111,6 +112,7 @@ class TercetEndpoints:
         lora = engine_client.vllm_config.lora_config
         adapters = Adapters(lambda: state.openai_serving_models, 0 if lora is None else lora.max_loras)
         await adapters.watch(engine_client)  # type: ignore[arg-type]
+        bound_uuids(engine_client.renderer)
         most = settings.max_request_bytes
         verbs = state.tercet = await EngineVerbs.attach(engine_client, name, secret, adapters, most)  # type: ignore[arg-type]
         state.tercet_prefillers = settings.allowed_prefillers()

@@ -16,6 +16,7 @@ RUNNER = "vllm.v1.worker.gpu_model_runner:GPUModelRunner"
 BATCH = "vllm.v1.worker.gpu_input_batch"
 QUEUE = "vllm.distributed.device_communicators.shm_broadcast"
 LAUNCHER = "vllm.entrypoints.launchers.launcher"
+RENDERER = "vllm.renderers.base:BaseRenderer"
 REGISTRY = "vllm.model_executor.models.registry"
 SERVING_MODELS = "vllm.entrypoints.openai.models.serving:OpenAIServingModels"
 LORA_OPS = "vllm.lora.ops.torch_ops.lora_ops"
@@ -218,6 +219,17 @@ ENGINE_HOOKS = (
             Has("vllm.multimodal.inputs:MultiModalFeatureSpec", "identifier", "mm_position", "mm_hash"),
             Has("vllm.multimodal.inputs:PlaceholderRange", "offset", "length", "is_embed"),
             Takes("vllm.v1.serial_utils:MsgpackDecoder.__init__", "t"),
+        ),
+    ),
+    Hook(
+        name="names of images",
+        what="A renderer shortens long names that clients give to images and the like (uuid) before it uses them",
+        why="vLLM's caches have these names as keys, and do not count their bytes",
+        until="vLLM limits these names",
+        replaces=("BaseRenderer._process_mm_uuids",),
+        relies_on=(
+            Says(f"{RENDERER}._process_multimodal", "mm_uuid_items = self._process_mm_uuids("),
+            Says(f"{RENDERER}._process_mm_uuids", "return mm_uuid_items"),
         ),
     ),
     Hook(

@@ -75,6 +75,17 @@ FRONTEND_HOOKS = (
         ),
     ),
     Hook(
+        name="names of images",
+        what="A renderer shortens long names that clients give to images and the like (uuid) before it uses them",
+        why="vLLM's caches have these names as keys, and do not count their bytes",
+        until="vLLM limits these names",
+        replaces=("BaseRenderer._process_mm_uuids",),
+        relies_on=(
+            Says(f"{RENDERER}._process_multimodal", "mm_uuid_items = self._process_mm_uuids("),
+            Says(f"{RENDERER}._process_mm_uuids", "return mm_uuid_items"),
+        ),
+    ),
+    Hook(
         name="launcher",
         what="The functions of vLLM's own command make the application, its state, its options and its server",
         why="The router has every route, option and middleware of vLLM's API server, and vLLM maintains them",

@@ -6,7 +6,8 @@ Relies on ``MsgpackEncoder`` putting every tensor that is smaller than its thres
 encoder's result, by ``identifier``, which ``InputProcessor`` makes from ``mm_hashes``; on a renderer keeping its
 processor's results in ``_mm_processor_cache``; and on processors casting them to the ``dtype`` of their model's
 configuration, and using that for nothing else. Tercet's hashes are digests of the data, so a feature has the same name
-on every engine, and clients cannot choose it.
+on every engine, and clients cannot choose it. In vLLM's caches it has the ``uuid`` that its client gave, if any, which
+relies on a renderer passing all of these through ``_process_mm_uuids``.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from vllm.utils.jsontree import json_map_leaves
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
 from tercet.protocol import BadRequest, MultiModalFeature, digest_of_feature
+from tercet.protocol.client_names import kept_name
 
 # Larger than any tensor: all tensors are inside the message.
 INLINE = 2**62
@@ -101,6 +103,22 @@ def keep_data_here(renderer: Any, model_config: Any) -> None:
     """Make a ``renderer`` keep its tensors; vLLM's renderer drops them once an engine has them."""
     if renderer.mm_processor_cache is not None:
         renderer._mm_processor_cache = MultiModalProcessorOnlyCache(model_config)
+
+
+def bound_uuids(renderer: Any) -> None:
+    """Make a ``renderer`` use the names that clients give to features as :func:`~.client_names.kept_name` keeps them.
+
+    vLLM's caches count the bytes of features, and not those of names.
+    """
+    processed = renderer._process_mm_uuids
+
+    def bounded(*given: Any) -> dict[str, Any]:
+        return {
+            modality: None if uuids is None else [None if each is None else kept_name(each) for each in uuids]
+            for modality, uuids in processed(*given).items()
+        }
+
+    renderer._process_mm_uuids = bounded
 
 
 def process_exactly(model_config: Any) -> None:

@@ -6,7 +6,7 @@ import asyncio
 import threading
 from collections.abc import AsyncGenerator
 from contextlib import suppress
-from types import SimpleNamespace
+from types import MethodType, SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -22,8 +22,10 @@ from vllm.multimodal.inputs import (
     MultiModalKwargsItem,
     PlaceholderRange,
 )
+from vllm.renderers.base import BaseRenderer
 
 from tercet.protocol import BadRequest, KVAddrInfo, MultiModalFeature, RankAddress, digest_of_feature
+from tercet.protocol.client_names import LONGEST_NAME
 from tercet.protocol.wire import (
     JSON,
     MSGPACK,
@@ -40,7 +42,7 @@ from tercet.vllm_plugin.edge import llm_requests
 from tercet.vllm_plugin.edge.call_checks import ModelLimits
 from tercet.vllm_plugin.edge.llm_requests import LLMRequest
 from tercet.vllm_plugin.frontend import conversion
-from tercet.vllm_plugin.mm_features import to_prompt, to_specs, to_wire
+from tercet.vllm_plugin.mm_features import bound_uuids, to_prompt, to_specs, to_wire
 from tests.longest_wait import LONGEST_WAIT_S
 
 from .tiny_engine import BLOCK, LAYOUT, TinyEngine, crossed, tokens_of
@@ -72,6 +74,20 @@ def test_digests_are_of_what_the_model_is_given() -> None:
     assert to_wire(spec(1.5)).digest == to_wire(spec(1.5, offset=8)).digest
     others = [to_wire(each).digest for each in (spec(1.5), spec(2.5), spec(1.5, mask=None), spec(1.5, mask=~MASK))]
     assert len(set(others)) == len(others)
+
+
+def test_names_of_clients_are_bounded_before_vllm_keeps_them() -> None:
+    """The real function of vLLM's renderer, without a model: it passes on the names that requests give."""
+    config = SimpleNamespace(multimodal_config=None)
+    renderer: Any = SimpleNamespace(model_config=config, _validate_mm_uuids=lambda *_: None)
+    renderer._process_mm_uuids = MethodType(BaseRenderer._process_mm_uuids, renderer)
+    bound_uuids(renderer)
+    given = {"image": ["short", None, "n" * 4_000_000, "n" * 3_999_999], "audio": None}
+    found = renderer._process_mm_uuids({}, {}, given, "request")
+    short, absent, *long = found["image"]
+    assert (short, absent, found["audio"]) == ("short", None, None)
+    assert len({*long}) == 2
+    assert max(map(len, long)) <= LONGEST_NAME
 
 
 def spec_of(pixels: torch.Tensor) -> MultiModalFeatureSpec:

@@ -153,7 +153,7 @@ def engine_client_over(programs: Programs, args: argparse.Namespace) -> Any:
     from vllm.v1.engine.core_client import EngineCoreClient
     from vllm.v1.executor import Executor
 
-    from tercet.vllm_plugin.mm_features import fetch_nothing_unasked, keep_data_here, process_exactly
+    from tercet.vllm_plugin.mm_features import bound_uuids, fetch_nothing_unasked, keep_data_here, process_exactly
 
     engine_args = AsyncEngineArgs.from_cli_args(args)
     model_config = engine_args.create_model_config()
@@ -178,6 +178,7 @@ def engine_client_over(programs: Programs, args: argparse.Namespace) -> Any:
         EngineCoreClient.make_async_mp_client = original  # type: ignore[method-assign]
     client.attach(engine_client.output_processor)
     keep_data_here(engine_client.renderer, model_config)
+    bound_uuids(engine_client.renderer)
     start_one_by_one(engine_client)
     bound_texts(engine_client.renderer, model_config.max_model_len)
     return engine_client
