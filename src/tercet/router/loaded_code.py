@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -10,12 +11,14 @@ from tercet.aio import run_in_thread
 from tercet.decisions.scheduling import Scheduling, load_scheduling
 from tercet.decisions.scheduling.registry import user_file
 from tercet.programs import Program
-from tercet.protocol import BadRequest
+from tercet.protocol import TercetError
 from tercet.router.fleet_state import FleetState, ProgramInUse
 from tercet.router.metrics import Metrics
+from tercet.router.routing import Plan
 from tercet.router.service import Service
 from tercet.settings import log_events
 
+logger = logging.getLogger("tercet.router")
 LoadScheduling = Callable[[str, str | None], Scheduling]
 
 
@@ -38,6 +41,10 @@ def number_at_start(service: Service[Metrics], state: FleetState) -> int:
     return oldest.number if same else 0
 
 
+def _labels(plan: Plan) -> str:
+    return ", ".join(arm.label for arm in plan.arms)
+
+
 @dataclass
 class LoadedCode:
     """The loaded code of a state: programs by the number of their plan, a scheduling file by its number."""
@@ -48,20 +55,43 @@ class LoadedCode:
     async def load(self, service: Service[Metrics], state: FleetState, in_use: FleetState | None) -> None:
         """Load the code of ``state`` that is neither loaded nor ``in_use``; None: the service has only its first plan.
 
-        Raises :class:`~tercet.protocol.TercetError`.
+        Raises :class:`~tercet.protocol.TercetError` if a process that serves cannot load it. A process that starts
+        serves without what it cannot load: by the programs before, else by those of its command; the log says which.
         """
         number = number_at_start(service, state) if in_use is None else in_use.program.number
         if state.before is not None and state.before.number > number:
             await self._load_one_before(service, state.before)
         if state.program.number > number and state.program.number not in self.programs:
-            self.programs[state.program.number] = await service.load(state.program.plan)
+            try:
+                self.programs[state.program.number] = await service.load(state.program.plan)
+            except TercetError as error:
+                if in_use is not None:
+                    raise
+                self._tell_what_is_used_instead(service, state, error)
         file = state.scheduling
         if file is not None and (in_use is None or file != in_use.scheduling) and file.number not in self.scheduling:
-            self.scheduling[file.number] = await load_scheduling_file(file.file, file.content)
+            try:
+                self.scheduling[file.number] = await load_scheduling_file(file.file, file.content)
+            except TercetError as error:
+                if in_use is not None:
+                    raise
+                logger.error(
+                    "scheduling: %s of the state cannot be used, and that of this command is used: %s",
+                    file.file, error.message,
+                )  # fmt: skip
+
+    def _tell_what_is_used_instead(self, service: Service[Metrics], state: FleetState, error: TercetError) -> None:
+        before = state.before
+        if before is not None and (before.number in self.programs or before.number == number_at_start(service, state)):
+            instead = f"the programs before it, of version {before.number} ({_labels(before.plan)}),"
+        else:
+            instead = f"the program of this command ({_labels(service.wanted)})"
+        reason = f"{error.message}; {instead} serves instead. Correct the file, or choose another program"
+        log_events.PROGRAM_NOT_KEPT.tell(version=state.program.number, code=error.code, reason=reason)
 
     async def _load_one_before(self, service: Service[Metrics], program: ProgramInUse) -> None:
         """Load the programs to return to; a failure is only logged, and the requested programs are still used."""
         try:
             self.programs[program.number] = await service.load(program.plan)
-        except BadRequest as error:
+        except TercetError as error:
             log_events.PROGRAM_NOT_KEPT.tell(version=program.number, code=error.code, reason=error.message)

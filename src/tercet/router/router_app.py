@@ -54,6 +54,8 @@ READY = frozenset({"/health", "/ping"})
 OPEN = READY | {LIVE, "/load", "/version", "/metrics", "/metrics/"}
 # Close code of a websocket that the server refuses.
 POLICY_VIOLATION = 1008
+# The first printable character of ASCII, and the control character after the last one.
+FIRST_PRINTABLE, DELETE = 32, "\x7f"
 
 
 class RouterApp:
@@ -123,8 +125,9 @@ class RouterApp:
     async def _pass(
         self, context: RequestContext, followed: FollowedRequest | None, scope: Scope, receive: Receive, send: Send
     ) -> None:
-        if (elsewhere := self._served_elsewhere(context.path, scope)) is not None:
-            await self._refusals({**scope, ERROR: elsewhere}, receive, send)
+        refused = _odd_path(context.path) or self._served_elsewhere(context.path, scope)
+        if refused is not None:
+            await self._refusals({**scope, ERROR: refused}, receive, send)
             return
         if scope["method"] == "OPTIONS":
             await self._app(scope, nothing_from(receive), send)
@@ -285,6 +288,8 @@ class RouterApp:
     async def _open(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve a websocket; refuse it before it opens if the key is missing or wrong."""
         try:
+            if (odd := _odd_path(path_of(scope))) is not None:
+                raise odd
             self._require_key(scope)
         except TercetError:
             await send({"type": "websocket.close", "code": POLICY_VIOLATION})
@@ -324,6 +329,13 @@ def context_of(scope: Scope) -> RequestContext:
     """Return the context of a request, from its head."""
     headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
     return RequestContext(path_of(scope), headers, connection=scope.get(CONNECTION))
+
+
+def _odd_path(path: str) -> BadRequest | None:
+    """Return the error if a path has control characters; a route's pattern would ignore a line break at its end."""
+    if path.isprintable() or not any(ord(char) < FIRST_PRINTABLE or char == DELETE for char in path):
+        return None
+    return BadRequest(f"path: {path!r:.300} has control characters; remove them (%00 to %1F and %7F)", "path")
 
 
 def _target(scope: Scope, path: str) -> bytes:

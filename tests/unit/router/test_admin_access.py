@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
+from starlette.routing import Route
 
 from tercet.fleet.admission import Gate
 from tercet.protocol import BadRequest
 from tercet.protocol.bearer import BearerKeys
+from tercet.router.admin.installing import router as admin_routes
 from tercet.router.metrics import Metrics
 from tercet.router.router_app import RouterApp
 from tercet.settings import EngineAddress, Limits, RouterConfig
@@ -310,3 +313,37 @@ async def test_only_administrators_see_traces(
                 assert answer.status_code == 403, proxied
         headers = {"x-tercet-trace": "0", **(bearer("client") if clients else {})}
         assert (await client.get("/openapi.json", headers=headers)).status_code == 200
+
+
+# ---- control characters in a path ----------------------------------------------------------------------------
+
+NAMED = [
+    ("PUT", "/tercet/v1/members/{}"), ("DELETE", "/tercet/v1/members/{}/1"), ("DELETE", "/tercet/v1/members/d/{}"),
+    ("DELETE", "/tercet/v1/engines/{}"), ("POST", "/tercet/v1/engines/{}/drain"),
+    ("DELETE", "/tercet/v1/engines/{}/drain"), ("PUT", "/tercet/v1/engines/{}/role"), ("GET", "/tercet/v1/traces/{}"),
+    ("PUT", "/tercet/v1/adapters/{}"), ("DELETE", "/tercet/v1/adapters/{}"),
+    ("POST", "/tercet/v1/sequences/{}/move"), ("GET", "/tercet/v1/engines{}"), ("PUT", "/tercet/v1/program{}"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("method", "path"), NAMED)
+async def test_a_path_with_control_characters_is_refused(router: LiveRouter, method: str, path: str) -> None:
+    state = router.shared.state
+    async with client_of(router) as client:
+        for odd in ("d%0A", "%0Ad", "d%0D%0A", "d%00", "d%7F", "d%1F"):
+            answer = await client.request(method, path.format(odd), content=b"{}", headers=JSON)
+            assert answer.status_code == 400, odd
+            assert "control characters" in answer.text
+    assert router.shared.state is state
+
+
+def test_every_admin_route_with_a_name_is_tried() -> None:
+    routes = {
+        (method, re.sub(r"\{[^}]*\}", "{}", route.path))
+        for route in admin_routes.routes
+        if isinstance(route, Route)
+        for method in route.methods or ()
+        if "{" in route.path
+    }
+    tried = {(method, path.replace("/members/{}/1", "/members/{}/{}")) for method, path in NAMED}
+    assert routes - tried == set()

@@ -310,6 +310,45 @@ async def test_the_commands_own_programs_are_not_returned_to_where_the_state_has
         assert [version.number for version in routing._before] == [2]
 
 
+@pytest.mark.parametrize("content", [None, "def broken(", "raise RuntimeError('no')"])
+@pytest.mark.parametrize("is_before_there", [True, False])
+async def test_a_router_starts_without_the_file_of_its_stored_program(
+    router: LiveRouter,
+    metrics: Metrics,
+    programs: str,
+    caplog: pytest.LogCaptureFixture,
+    content: str | None,
+    is_before_there: bool,
+) -> None:
+    lost = Path(programs).with_name("lost.py")
+    shutil.copy(programs, lost)
+    before = f"{programs if is_before_there else lost}:marked"
+    await router.use(Plan(program=before))
+    await router.use(Plan(program=f"{lost}:good"))
+    lost.unlink() if content is None else lost.write_text(content)
+    async with joined(router, metrics) as late:
+        assert late.program == ((2, before) if is_before_there else (1, "disaggregated"))
+        assert late.shared.state.program.plan.program == f"{lost}:good", "the state keeps what was asked for"
+        assert "serves instead" in caplog.text
+        assert str(lost) in caplog.text
+        assert (f"{before}" if is_before_there else "the program of this command (disaggregated)") in caplog.text
+        await router.use(Plan(program=f"{programs}:good"))
+        async with asyncio.timeout(LONGEST_WAIT_S):
+            while late.program != (4, f"{programs}:good"):
+                await asyncio.sleep(0.01)
+
+
+async def test_a_router_starts_without_its_stored_scheduling_file(
+    router: LiveRouter, metrics: Metrics, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    file = tmp_path / "scheduling.py"
+    file.write_text("")
+    await router.shared.change(lambda state: state.with_scheduling(str(file), None))
+    file.unlink()
+    async with joined(router, metrics):
+        assert "that of this command is used" in caplog.text
+
+
 # ---- paths that hang -------------------------------------------------------------------------------------------------
 
 
