@@ -31,7 +31,7 @@ from tests.fuzz.mutation import Case
 from tests.unit.gateway.pickers import IDLE, House
 
 MOST_BODY = 20_000
-REFUSALS = {400, 413, 503}
+REFUSALS = {400, 404, 413, 415, 503}
 
 
 class Messages:
