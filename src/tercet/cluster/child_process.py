@@ -48,7 +48,7 @@ class Process:
     child and all its children when this process ends, even by SIGKILL. Guard, command and children are one process
     group, so that each can be signalled after the others' end. If ``warm`` is given, the warm parent that listens there
     (see :mod:`tercet.cluster.warm_start`) forks the child. The child inherits the descriptors ``inherited``. Its output
-    begins at the byte ``log_begin`` of the log.
+    begins at the byte ``log_begin`` of the log. ``at_first`` are variables that a restart of the command does not get.
     """
 
     def __init__(
@@ -70,6 +70,7 @@ class Process:
         self._grace = grace
         self._warm = warm
         self._inherited = inherited
+        self.at_first: Mapping[str, str] = {}
         self._process: asyncio.subprocess.Process | None = None
         self._lifeline: int | None = None
         self._shared_memory: set[Path] = set()
@@ -77,7 +78,7 @@ class Process:
 
     def again(self, log: Path) -> Process:
         """Return a new process for the same command, with the log file ``log``; it continues this process's log."""
-        found = Process(self.name, self._argv, self._env, log, self._grace, self._warm)
+        found = Process(self.name, self._argv, self._env, log, self._grace, self._warm, self._inherited)
         found._continues_log = log == self.log
         return found
 
@@ -105,7 +106,7 @@ class Process:
         try:
             # vLLM does not remove its sockets' files when it ends.
             self._sockets = tempfile.mkdtemp(prefix=guard.SOCKETS_PREFIX)
-            env = {**os.environ, guard.SOCKETS: self._sockets, **self._env}
+            env = {**os.environ, guard.SOCKETS: self._sockets, **self._env, **self.at_first}
             if not self._continues_log:
                 self.log.write_bytes(b"")
             with self.log.open("ab") as log:  # append mode, so that the file can be truncated during writing

@@ -21,7 +21,7 @@ from tercet.cluster.foresight import require_memory, shared_cores
 from tercet.cluster.local_hands import LocalHands
 from tercet.cluster.log_directories import log_directory
 from tercet.cluster.model import BUILT_IN
-from tercet.cluster.ports import free_ports, require_free, url_of
+from tercet.cluster.ports import bound_socket, free_ports, require_free, url_of
 from tercet.cluster.replicas import is_group, rank_flags
 from tercet.cluster.restarts import Restarts
 from tercet.cluster.running_fleet import LOADING, KeptRouter, OnEvent, RunningEngine, RunningFleet
@@ -30,7 +30,13 @@ from tercet.cluster.up_config import UpConfig
 from tercet.cluster.warm_start import can_fork, warm_parent
 from tercet.protocol import Role
 from tercet.settings import DiscoverySettings, EngineAddress, RouterConfig, RouterSettings, declared, encode_settings
-from tercet.settings.variables import API_KEY_VARIABLE, COLD, WARM_PARENT_VARIABLE
+from tercet.settings.variables import (
+    ALL_ENGINES_VARIABLE,
+    API_KEY_VARIABLE,
+    COLD,
+    LISTENING_VARIABLE,
+    WARM_PARENT_VARIABLE,
+)
 
 T = TypeVar("T")
 # Only the router calls engines, and their control endpoints need no key.
@@ -228,9 +234,15 @@ def router_of(
         if old.is_file():
             old.unlink()
     argv = router_argv(msgspec.structs.replace(settings, state=str(state)), log_dir)
-    grace = config.shutdown_timeout_s + GRACE_SECONDS
-    process = Process("router", argv, router_env(settings.model), log_dir / "router.log", grace=grace, warm=warm)
-    return KeptRouter("router", url, process, Restarts(config.engine_restarts))
+    env, log, grace = router_env(settings.model), log_dir / "router.log", config.shutdown_timeout_s + GRACE_SECONDS
+    listening = None
+    if value_of(config.vllm_args, "--uds") is None:
+        listening = bound_socket(settings.host, settings.port)
+        env = {**env, LISTENING_VARIABLE: str(listening.fileno())}
+    inherited = () if listening is None else (listening.fileno(),)
+    process = Process("router", argv, env, log, grace, warm, inherited)
+    process.at_first = {ALL_ENGINES_VARIABLE: "1"}
+    return KeptRouter("router", url, process, Restarts(config.engine_restarts), listening=listening)
 
 
 def router_argv(config: RouterConfig, log_dir: Path) -> list[str]:

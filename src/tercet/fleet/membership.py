@@ -120,6 +120,17 @@ class Membership:
             raise EngineUnreachable(f"no engine of this fleet answered within {seconds:g} s")
         return Promise.of(statuses)
 
+    async def until_all_ready(self, seconds: float = READY_SECONDS) -> Promise:
+        """Wait for the first status of every member, for the start of a whole fleet.
+
+        Engines that do not answer within ``seconds`` are polled later. Raises
+        :class:`~tercet.protocol.EngineUnreachable` if none answers in that time.
+        """
+        statuses = await self._first_look(seconds, math.inf)
+        if not statuses:
+            raise EngineUnreachable(f"no engine of this fleet answered within {seconds:g} s")
+        return Promise.of(statuses)
+
     async def until_one_answers(self, seconds: float = READY_SECONDS) -> Promise:
         """Wait until any member answers, while members still come and go.
 
@@ -212,13 +223,13 @@ class Membership:
         members = self._fleet.members if members is None else members
         return self._noted(await self._polled(members, seconds, math.inf), seconds)
 
-    async def _first_look(self, seconds: float) -> list[EngineStatus]:
+    async def _first_look(self, seconds: float, others: float = OTHERS_SECONDS) -> list[EngineStatus]:
         """Poll all members before the first service, and return their statuses, or none after ``seconds``.
 
-        Once one has answered, the others have :data:`OTHERS_SECONDS`. While none answers, none is reported as lost:
+        Once one has answered, the others have ``others`` more seconds. While none answers, none is reported as lost:
         engines and router start at the same time.
         """
-        found = await self._polled(self._fleet.members, seconds, OTHERS_SECONDS)
+        found = await self._polled(self._fleet.members, seconds, others)
         if any(isinstance(answer, EngineStatus) for _, answer in found):
             return self._noted(found, seconds)
         for member, _ in found:

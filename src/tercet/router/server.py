@@ -32,6 +32,7 @@ from tercet.router.fleet_adapters import AdapterLoader
 from tercet.router.fleet_state import FleetState
 from tercet.router.found_members import follow_found
 from tercet.router.joined_members import GoneEngines, remove_gone
+from tercet.router.listening import forget_inherited_socket, inherited_socket
 from tercet.router.metrics import Metrics
 from tercet.router.named_files import NamedFiles
 from tercet.router.pooling import PoolingServers
@@ -56,7 +57,7 @@ from tercet.router.waiting_room import can_wait, waiting_room
 from tercet.router.workers import Shared, tell_ready
 from tercet.settings import RouterConfig
 from tercet.settings.log_lines import log_to_stderr
-from tercet.settings.variables import API_KEY_VARIABLE
+from tercet.settings.variables import ALL_ENGINES_VARIABLE, API_KEY_VARIABLE
 from tercet.wire.client import engine_tls
 from tercet.wire.exported_spans import exporting_spans
 from tercet.wire.serving.router_keys import RouterKeys
@@ -152,6 +153,8 @@ class _Router:
         """Wait for an engine that answers; if engines are named, the port stays closed for the first seconds."""
         if not self._engines_come_later:
             try:
+                if os.environ.pop(ALL_ENGINES_VARIABLE, ""):
+                    return await self.state.until_ready(self.membership.until_all_ready)
                 with suppress(EngineUnreachable):
                     return await self.state.until_ready(partial(self.membership.until_ready, SOON_SECONDS))
             finally:
@@ -295,7 +298,8 @@ async def _serve_openai(
     args.api_key = None
     os.environ.pop(API_KEY_VARIABLE, None)
     following = TaskSet()
-    sock = vllm.listening_socket(args, shared.listening if shared is not None else None)
+    sock = vllm.listening_socket(args, shared.listening if shared is not None else inherited_socket())
+    forget_inherited_socket()
     engine_client = vllm.engine_client_over(ServicePrograms(service), args)
     try:
         await membership.speak(vllm.text_of(engine_client, args))

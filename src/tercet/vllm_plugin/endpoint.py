@@ -15,6 +15,7 @@ from fastapi import APIRouter, Depends, FastAPI, Request, Response
 from starlette.datastructures import State
 from starlette.requests import ClientDisconnect
 from starlette.responses import StreamingResponse
+from starlette.types import Scope
 
 from tercet.protocol import DeadlineExceeded, EngineError, Output, Revision, TercetError, Unauthorized, UnknownSequence
 from tercet.protocol.bearer import BearerKeys
@@ -95,7 +96,7 @@ class TercetEndpoints:
         app.add_middleware(
             PrefillerHeader,
             allowed=lambda: app.state.tercet_prefillers,
-            require_operator=lambda scope: app.state.tercet_require_trace_reader(scope),
+            require_operator=partial(_require_trace_reader, app.state),
         )
 
     async def init_state(self, engine_client: EngineClient | None, state: State, args: Namespace) -> None:
@@ -116,13 +117,15 @@ class TercetEndpoints:
         most = settings.max_request_bytes
         verbs = state.tercet = await EngineVerbs.attach(engine_client, name, secret, adapters, most)  # type: ignore[arg-type]
         state.tercet_prefillers = settings.allowed_prefillers()
-        state.tercet_require_trace_reader = partial(
-            require_trace_reader, secrets=BearerKeys(secrets_of(secret)), is_keyed=bool(state.tercet_callers)
-        )
-        if settings.shows_traces_to_clients:
-            state.tercet_require_trace_reader = lambda _: None
+        state.tercet_trace_keys = None if settings.shows_traces_to_clients else BearerKeys(secrets_of(secret))
         remote = _remote_prefill(settings, verbs, args) if state.tercet_prefillers else None
         state.tercet_prefilling = remote, PrefilledRequests(engine_client, verbs, remote)  # type: ignore[arg-type]
+
+
+def _require_trace_reader(state: State, scope: Scope) -> None:
+    """Raise unless clients may read traces, or the caller belongs to the fleet."""
+    if state.tercet_trace_keys is not None:
+        require_trace_reader(scope, state.tercet_trace_keys, is_keyed=bool(state.tercet_callers))
 
 
 def _remote_prefill(settings: PluginSettings, verbs: EngineVerbs, args: Namespace) -> RemotePrefill:
