@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import msgspec
@@ -23,7 +22,6 @@ from tercet.router import serve
 from tercet.router.rescheduler_server import serve_rescheduler
 from tercet.router.workers import supervise
 from tercet.settings import ReschedulerConfig, RouterConfig, require_url
-from tercet.settings.variables import LISTENING_VARIABLE
 from tercet.wire.client import engine_tls
 
 
@@ -51,8 +49,7 @@ def router(config: RouterConfig) -> None:
         load_scheduling(Path(config.scheduling).expanduser())
     engine_tls(config.engine_tls.ca, config.engine_tls.cert, config.engine_tls.key)
     known = known_model(config.model)
-    if LISTENING_VARIABLE not in os.environ:
-        require_free(config.host, config.port)
+    require_free(config.host, config.port)
     model = resolve_tokenizer(known) if config.serves_without_vllm else resolve_model(known, note)
     config = msgspec.structs.replace(config, model=model, served_model_name=config.public_name)
     if config.workers > 1:

@@ -78,7 +78,7 @@ class Process:
 
     def again(self, log: Path) -> Process:
         """Return a new process for the same command, with the log file ``log``; it continues this process's log."""
-        found = Process(self.name, self._argv, self._env, log, self._grace, self._warm, self._inherited)
+        found = Process(self.name, self._argv, self._env, log, self._grace, self._warm)
         found._continues_log = log == self.log
         return found
 

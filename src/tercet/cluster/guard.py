@@ -38,8 +38,6 @@ libc = ctypes.CDLL(None)
 
 
 FROM = "--from"
-# Variable with the descriptor of the socket that a router inherits.
-LISTENING = "TERCET_LISTENING"
 
 
 class Child(Protocol):
@@ -104,7 +102,6 @@ class Forked:
             request.write(json.dumps(wanted).encode())
             request.seek(0)
             given = [request.fileno(), nothing.fileno(), sys.stdout.fileno(), sys.stderr.fileno()]
-            given += [int(os.environ[LISTENING])] if LISTENING in os.environ else []
             socket.send_fds(self._channel, [f"fork {os.getpgrp()}".encode()], given)
 
     def timeout(self) -> float | None:
@@ -141,8 +138,6 @@ class Forked:
         if word == "forked":
             self._pidfd = descriptors[0]
             self.ready = (self._channel.fileno(), self._pidfd)
-            if LISTENING in os.environ:
-                os.close(int(os.environ[LISTENING]))
         elif word == "ended":
             self._code = int(rest.split()[1])
         elif self._is_awaited():

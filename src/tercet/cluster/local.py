@@ -21,7 +21,7 @@ from tercet.cluster.foresight import require_memory, shared_cores
 from tercet.cluster.local_hands import LocalHands
 from tercet.cluster.log_directories import log_directory
 from tercet.cluster.model import BUILT_IN
-from tercet.cluster.ports import bound_socket, free_ports, require_free, url_of
+from tercet.cluster.ports import free_ports, require_free, url_of
 from tercet.cluster.replicas import is_group, rank_flags
 from tercet.cluster.restarts import Restarts
 from tercet.cluster.running_fleet import LOADING, KeptRouter, OnEvent, RunningEngine, RunningFleet
@@ -34,7 +34,6 @@ from tercet.settings.variables import (
     ALL_ENGINES_VARIABLE,
     API_KEY_VARIABLE,
     COLD,
-    LISTENING_VARIABLE,
     WARM_PARENT_VARIABLE,
 )
 
@@ -235,14 +234,9 @@ def router_of(
             old.unlink()
     argv = router_argv(msgspec.structs.replace(settings, state=str(state)), log_dir)
     env, log, grace = router_env(settings.model), log_dir / "router.log", config.shutdown_timeout_s + GRACE_SECONDS
-    listening = None
-    if value_of(config.vllm_args, "--uds") is None:
-        listening = bound_socket(settings.host, settings.port)
-        env = {**env, LISTENING_VARIABLE: str(listening.fileno())}
-    inherited = () if listening is None else (listening.fileno(),)
-    process = Process("router", argv, env, log, grace, warm, inherited)
+    process = Process("router", argv, env, log, grace, warm)
     process.at_first = {ALL_ENGINES_VARIABLE: "1"}
-    return KeptRouter("router", url, process, Restarts(config.engine_restarts), listening=listening)
+    return KeptRouter("router", url, process, Restarts(config.engine_restarts))
 
 
 def router_argv(config: RouterConfig, log_dir: Path) -> list[str]:

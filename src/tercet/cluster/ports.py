@@ -38,21 +38,6 @@ def require_free(host: str, port: int, setting: str = "port") -> None:
         ) from error
 
 
-def bound_socket(host: str, port: int) -> socket.socket:
-    """Return a socket that is bound to ``host`` and ``port``, and does not listen yet.
-
-    Raises :class:`~tercet.protocol.BadRequest` as :func:`require_free` does.
-    """
-    require_free(host, port)
-    family, address = _resolve(host, port)
-    found = socket.socket(family)
-    found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    if (error := _bind_error(found, address)) is not None:  # taken a moment ago
-        found.close()
-        raise BadRequest(f"--port: cannot listen at {host}:{port}: {_reason(error)}", "port") from error
-    return found
-
-
 def free_ports(host: str, count: int) -> list[int]:
     """Return free ports, each only once. Raises :class:`~tercet.protocol.BadRequest` naming ``--host``.
 

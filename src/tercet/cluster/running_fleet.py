@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-import socket
 import time
 from collections.abc import Callable, Coroutine, Generator, Sequence
 from dataclasses import dataclass, field
@@ -110,23 +109,13 @@ class RunningEngine(KeptProcess):
         await self.process.stop()
 
 
-@dataclass
 class KeptRouter(KeptProcess):
     """The router of a fleet; all its starts write one log, and its state is in a file that outlives them.
 
-    A restarted router is ready once it answers, also while no engine can be picked. ``listening`` is the socket that
-    all its starts inherit: clients that connect between two starts wait for the next one. It is None for a router that
-    listens at a socket file.
+    A restarted router is ready once it answers, also while no engine can be picked.
     """
 
-    listening: socket.socket | None = None
     meanwhile = "; the engines continue to run"
-
-    async def stop(self) -> None:
-        """Stop the router for good: new connections are refused while it finishes its requests."""
-        if self.listening is not None:
-            self.listening.close()
-        await self.process.stop()
 
     async def until_ready(self, on_event: OnEvent) -> None:
         """Wait until the router serves; a restarted one may serve errors, for example while all engines load."""
@@ -226,7 +215,7 @@ class RunningFleet:
         engines = [engine.process for engine in self.engines]
         try:
             with _meanwhile(_hurry([self.router], hurry), _say_what_is_left(self.url, on_event)):
-                await self.kept_router.stop()
+                await self.router.stop()
         finally:
             with _meanwhile(_hurry(engines, hurry)):
                 await asyncio.gather(*(engine.stop() for engine in engines))

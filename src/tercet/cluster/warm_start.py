@@ -29,7 +29,7 @@ from tercet.aio.importing import without_collections
 from tercet.aio.warm_parent import serve_forks
 from tercet.cluster.child_process import Process
 from tercet.cluster.engine_command import WITH_ONE_IMPORT
-from tercet.settings.variables import LISTENING_VARIABLE, NO_DYNAMO, PRELOAD, THREADS_BIND
+from tercet.settings.variables import NO_DYNAMO, PRELOAD, THREADS_BIND
 
 COMMAND = (sys.executable, "-m", "tercet.cluster.warm_start")
 COMMAND_LINE = "tercet.cli"
@@ -96,18 +96,15 @@ def main() -> None:
 def be(began_with: Mapping[str, str], descriptors: list[int]) -> int:
     """Run the command of a request in this fork; the warm parent started with the variables ``began_with``.
 
-    The descriptors are the request, the three standard streams, and the socket that a router inherits, if any.
+    The descriptors are the request and the three standard streams.
     """
     from tercet.vllm_plugin.start.before_forks import forget_changed_tokenizer
 
     with open(descriptors[0], "rb") as request:
         command = msgspec.json.decode(request.read(), type=ForkedCommand)
-    for stream, fd in enumerate(descriptors[1:4]):
+    for stream, fd in enumerate(descriptors[1:]):
         os.dup2(fd, stream)
         os.close(fd)
-    for fd in descriptors[4:]:
-        os.set_inheritable(fd, True)
-        command.env[LISTENING_VARIABLE] = str(fd)
     module = command.argv[2]
     others = early_differences(began_with, command.env, READ_LATE | OF_ENGINES if module == COMMAND_LINE else READ_LATE)
     os.chdir(command.cwd)

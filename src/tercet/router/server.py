@@ -32,7 +32,6 @@ from tercet.router.fleet_adapters import AdapterLoader
 from tercet.router.fleet_state import FleetState
 from tercet.router.found_members import follow_found
 from tercet.router.joined_members import GoneEngines, remove_gone
-from tercet.router.listening import forget_inherited_socket, inherited_socket
 from tercet.router.metrics import Metrics
 from tercet.router.named_files import NamedFiles
 from tercet.router.pooling import PoolingServers
@@ -298,8 +297,7 @@ async def _serve_openai(
     args.api_key = None
     os.environ.pop(API_KEY_VARIABLE, None)
     following = TaskSet()
-    sock = vllm.listening_socket(args, shared.listening if shared is not None else inherited_socket())
-    forget_inherited_socket()
+    sock = vllm.listening_socket(args, shared.listening if shared is not None else None)
     engine_client = vllm.engine_client_over(ServicePrograms(service), args)
     try:
         await membership.speak(vllm.text_of(engine_client, args))

@@ -17,7 +17,7 @@ from tercet.protocol import BadRequest
 from tercet.protocol.bearer import given_key
 from tercet.router import admin
 from tercet.router.admin_server import CLOSE_SECONDS, QuietServer, admin_served
-from tercet.router.listening import forget_inherited_socket, listening_socket
+from tercet.router.listening import listening_socket
 from tercet.router.named_files import NamedFiles
 from tercet.router.pooling import PoolingServers
 from tercet.router.router_layers import put_layers_before
@@ -75,7 +75,6 @@ async def serve_small(
     ready = partial(tell_ready, config) if shared is None else shared.serving
     own = config.admin_address if shared is None or not shared.index else None
     with listening_socket(config) if shared is None else nullcontext(shared.listening) as sock:
-        forget_inherited_socket()
         async with admin_served(app, own):
             await state.serving()
             await _accept(server, sock, ready, keys, _shut_down(heed_signals, run))

@@ -25,7 +25,7 @@ from prometheus_client import multiprocess
 from tercet.aio import signals_to
 from tercet.aio.forked_child import ForkedChild, Forks, NoFork
 from tercet.protocol import TercetError
-from tercet.router.listening import forget_inherited_socket, listening_socket
+from tercet.router.listening import listening_socket
 from tercet.router.warm_workers import warm_parent
 from tercet.settings import RouterConfig
 from tercet.settings.log_events import ROUTER_READY, WORKER_ENDED
@@ -110,22 +110,19 @@ def supervise(config: RouterConfig) -> int:
     """
     log_to_stderr(config.log_level, config.log_format)
     with tempfile.TemporaryDirectory(prefix="tercet-workers-") as directory, ExitStack() as stack:
-        listening = stack.enter_context(listening_socket(config))
-        forget_inherited_socket()
         metrics = Path(directory) / "metrics"
         metrics.mkdir()
         # A worker without vLLM starts in a second: it needs no parent that has imported vLLM.
         cold = config.serves_without_vllm or os.environ.get(WARM_PARENT_VARIABLE) == COLD
         channel = None if cold else stack.enter_context(warm_parent(metrics))
-        return asyncio.run(_supervise(config, listening, Path(directory), channel))
+        return asyncio.run(_supervise(config, Path(directory), channel))
 
 
-async def _supervise(
-    config: RouterConfig, listening: socket.socket, common: Path, channel: socket.socket | None
-) -> int:
+async def _supervise(config: RouterConfig, common: Path, channel: socket.socket | None) -> int:
     stopped, hurried = asyncio.Event(), asyncio.Event()
     with ExitStack() as stack:
         stack.enter_context(signals_to(stopped.set, hurried.set))
+        listening = stack.enter_context(listening_socket(config))
         if config.state is None:
             config = msgspec.structs.replace(config, state=str(common / "state.json"))
         loads = os.memfd_create("tercet-loads")

@@ -23,11 +23,9 @@ CLIENT_KEY_VARIABLE = "TERCET_API_KEY"
 POOLING_KEY_VARIABLE = "TERCET_POOLING_KEY"
 OF_COMMANDS = frozenset({URL_VARIABLE, ADMIN_KEY_VARIABLE, ADMIN_KEY_FILE_VARIABLE, CLIENT_KEY_VARIABLE})
 """Variables that are read by commands that call a router."""
-LISTENING_VARIABLE = "TERCET_LISTENING"
-"""Descriptor of the socket for clients that `tercet up` has bound, and that outlives its router."""
 ALL_ENGINES_VARIABLE = "TERCET_ALL_ENGINES"
 """If it is 1, a router keeps its port closed until all of its engines have answered: they start with it."""
-INTERNAL = frozenset({"TERCET_CLOCK_OFFSET", "TERCET_ALLOWED_CORES", LISTENING_VARIABLE, ALL_ENGINES_VARIABLE})
+INTERNAL = frozenset({"TERCET_CLOCK_OFFSET", "TERCET_ALLOWED_CORES", ALL_ENGINES_VARIABLE})
 """Variables that Tercet's processes set for their child processes."""
 OF_TESTS = frozenset({"TERCET_LONG_TESTS", "TERCET_GOLDEN"})
 OPENAI_KEY_VARIABLE = "OPENAI_API_KEY"

@@ -199,9 +199,6 @@ async def test_killed_under_streams_it_comes_back_with_all_changes_and_the_engin
         assert sum([(await status_of(each.url)).running for each in fleet.engines])
         await until(lambda: any(fleet.log_dir.glob("router-state.json.sessions*")))
         kill_router(fleet)
-        # A client that connects while no router runs waits for the next one: it is not refused.
-        async with session.get(f"{url}/live", timeout=aiohttp.ClientTimeout(total=LONGEST_WAIT_S)) as response:
-            assert response.status == 200
         assert all(await asyncio.gather(*streams, return_exceptions=True)), "streams end with their router"
         await until_restarted(said)
 

@@ -68,6 +68,8 @@ def error_of(answer: httpx.Response) -> dict[str, Any]:
     assert error.keys() == {"message", "type", "param", "code"}
     assert error["message"]
     assert isinstance(error["code"], str)
+    if error["param"] is not None:  # vLLM's name of a body's field begins so
+        error["param"] = error["param"].removeprefix("body.")
     return error
 
 

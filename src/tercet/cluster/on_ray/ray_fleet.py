@@ -178,7 +178,7 @@ async def _stop(router: KeptRouter, follower: Follower, on_event: OnEvent, hurry
 
     hurrying = asyncio.create_task(hurried())
     try:
-        await router.stop()
+        await router.process.stop()
     finally:
         hurrying.cancel()
         await follower.stop_all(on_event)

@@ -34,8 +34,6 @@ if TYPE_CHECKING:
 
     from tercet.wire.serving.request_context import RequestContext
 
-# Beginning of the names by which vLLM calls the fields of a body.
-IN_BODY = "body."
 FIRST_ERROR = 400
 # This text is in every error event, of any API.
 ERROR_MARK = b'"error"'
@@ -100,8 +98,6 @@ def with_named_code(body: bytes) -> bytes:
 def _completed(said: Mapping[str, Any], status: int) -> dict[str, Any]:
     """Return vLLM's error with all fields of OpenAI's form."""
     param, code = said.get("param"), said.get("code")
-    if isinstance(param, str):
-        param = param.removeprefix(IN_BODY)
     if not isinstance(code, str):
         code = _name_of(code if isinstance(code, int) else status, param)
     kind = said.get("type") or _phrase(status)
