@@ -11,6 +11,7 @@ These are estimates, made before anything is compiled. An engine measures what t
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, cast
@@ -43,25 +44,35 @@ def require_small(structured: Mapping[str, Any], param: str = "structured_output
 
     ``structured`` are vLLM's fields, one of which has the structure; vLLM refuses malformed ones.
     """
+    for field, units in _units(structured, param):
+        total = 0.0
+        for each in units:
+            total += each
+            if total > MOST_UNITS:
+                raise BadRequest(
+                    f"{field}: takes too long to compile; use fewer classes of characters, `.`, properties and choices",
+                    field,
+                )
+
+
+def price(structured: Mapping[str, Any]) -> float:
+    """Return the units of a structured output, infinite if a limit other than that of the units refuses it."""
+    try:
+        return sum(sum(units) for _, units in _units(structured, ""))
+    except BadRequest:
+        return math.inf
+
+
+def _units(structured: Mapping[str, Any], param: str) -> Iterator[tuple[str, Iterator[float]]]:
+    """Yield each field that is compiled, with the costs of its parts, which raise ``BadRequest``."""
     for name in ("regex", "grammar", "whitespace_pattern"):
         if isinstance(text := structured.get(name), str):
-            _require(_of_text(text, f"{param}.{name}"), f"{param}.{name}")
+            yield f"{param}.{name}", _of_text(text, f"{param}.{name}")
     if isinstance(choices := structured.get("choice"), list):
-        _require(_of_choices(cast("list[Any]", choices), f"{param}.choice"), f"{param}.choice")
+        yield f"{param}.choice", _of_choices(cast("list[Any]", choices), f"{param}.choice")
     for name in ("json", "structural_tag"):
         if (schema := structured.get(name)) is not None:
-            _require(_of_schema(schema, f"{param}.{name}"), f"{param}.{name}")
-
-
-def _require(units: Iterator[float], param: str) -> None:
-    total = 0.0
-    for each in units:
-        total += each
-        if total > MOST_UNITS:
-            raise BadRequest(
-                f"{param}: takes too long to compile; use fewer classes of characters, `.`, properties and choices",
-                param,
-            )
+            yield f"{param}.{name}", _of_schema(schema, f"{param}.{name}")
 
 
 def _of_text(text: str, param: str) -> Iterator[float]:

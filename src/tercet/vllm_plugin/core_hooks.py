@@ -12,6 +12,7 @@ SINGLE = "vllm.v1.core.single_type_kv_cache_manager:SingleTypeKVCacheManager"
 POOL = "vllm.v1.core.block_pool:BlockPool"
 REQUEST = "vllm.v1.request:Request"
 CORE = "vllm.v1.engine.core:EngineCore"
+EXECUTOR = "vllm.v1.executor.abstract:Executor"
 STRUCTURED = "vllm.v1.structured_output:StructuredOutputManager"
 
 CORE_HOOKS = (
@@ -160,15 +161,30 @@ CORE_HOOKS = (
     ),
     Hook(
         name="grammars' time",
-        what="A request ends if its grammar takes too long to compile, or allows no first token",
-        why="The request would wait for its grammar for ever, or end as if the engine had failed",
-        until="vLLM has a timeout for compilation, and refuses grammars that no text matches",
-        replaces=("StructuredOutputManager.grammar_init",),
+        what="A grammar is first compiled and followed by a process that the kernel ends at its limits, and only then "
+        "in the core; a request ends if its grammar is refused, allows no first token, or becomes slow",
+        why="A thread that compiles cannot be ended, and grammars of thirty letters occupy a core for minutes; a "
+        "request would wait for its grammar for ever, or end as if the engine had failed",
+        until="vLLM bounds the time and the memory of grammars, and refuses those that no text matches",
+        replaces=("StructuredOutputManager.grammar_init", "Executor.__init__"),
         relies_on=(
             Takes(f"{STRUCTURED}.grammar_init", "request"),
-            Says(f"{STRUCTURED}.grammar_init", "self.executor.submit", "request.structured_output_request.grammar = "),
+            Says(
+                f"{STRUCTURED}.grammar_init",
+                "if self.backend is None:",
+                "structured_outputs._backend",
+                "if self._use_async_grammar_compilation:",
+                "self.executor.submit",
+                "request.structured_output_request.grammar = ",
+            ),
+            Takes(f"{STRUCTURED}._create_grammar", "request"),
+            Says(f"{STRUCTURED}._create_grammar", "struct_request.structured_output_key", "compile_grammar("),
+            Takes(f"{EXECUTOR}.__init__", "vllm_config"),
+            Says(f"{CORE}.__init__", "load_general_plugins()", "executor_class(vllm_config)"),
+            Says(f"{SCHEDULER}.update_from_output", "accept_tokens(", "RequestStatus.FINISHED_ERROR"),
             Takes("vllm.v1.structured_output.backend_types:StructuredOutputBackend.allocate_token_bitmask"),
             Takes("vllm.v1.structured_output.backend_types:StructuredOutputGrammar.fill_bitmask", "bitmask"),
+            Takes("vllm.v1.structured_output.backend_types:StructuredOutputGrammar.accept_tokens", "request_id"),
         ),
     ),
     Hook(

@@ -14,6 +14,8 @@ from tercet.cluster import guard as guard_module
 from tercet.lab.chaos.fault_schedule import ProcessKind
 
 AGENT_MODULE = "tercet.transport.agent"
+# The title of the process in which a core tries grammars, and of its children.
+GRAMMARS_TITLE = "::Grammars"
 HELPERS = ("resource_tracker", "forkserver", "semaphore_tracker")
 # Kind of process by its depth below the server, which has depth 0.
 BY_DEPTH: tuple[ProcessKind, ...] = ("api", "core", "worker", "agent")
@@ -31,18 +33,21 @@ def classify(server: int, tree: Sequence[RunningProcess]) -> Mapping[ProcessKind
     """Return the process ids of an engine by kind. ``server`` is the id of its API server.
 
     The server starts the core, the core starts the workers, and each worker starts an agent. Python's helper processes
-    are siblings of them and do not belong to the engine.
+    are siblings of them and do not belong to the engine. The core's process for grammars is of no kind of its own.
     """
     parents = {
         each.pid: each.parent for each in tree if not any(helper in each.command for helper in HELPERS)
     }  # fmt: skip
+    grammars = {each.pid for each in tree if GRAMMARS_TITLE in each.command}
     agents = {each.pid for each in tree if AGENT_MODULE in each.command}
     found: defaultdict[ProcessKind, list[int]] = defaultdict(list)
     for pid in sorted({server, *parents}):
         depth, at = 0, pid
         while at != server and at in parents:
             depth, at = depth + 1, parents[at]
-        if at == server:
+        if at == server and pid in grammars:
+            found["engine"].append(pid)
+        elif at == server:
             found["agent" if pid in agents else BY_DEPTH[min(depth, len(BY_DEPTH) - 1)]].append(pid)
             found["engine"].append(pid)
     return found

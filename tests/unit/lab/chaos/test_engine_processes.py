@@ -19,6 +19,8 @@ TREE = [
     RunningProcess(16, 12, "VLLM::Worker_TP1"),
     RunningProcess(17, 15, "python -m tercet.transport.agent 3"),
     RunningProcess(9, 16, "python -m tercet.transport.agent 4"),
+    RunningProcess(19, 12, "VLLM::Grammars"),
+    RunningProcess(20, 19, "VLLM::Grammars"),
     RunningProcess(18, 12, "python -c from multiprocessing.resource_tracker import main"),
 ]
 
@@ -29,7 +31,7 @@ def test_an_engine_of_two_ranks() -> None:
     assert found["core"] == [12]
     assert sorted(found["worker"]) == [15, 16]
     assert sorted(found["agent"]) == [9, 17]
-    assert found["engine"] == [9, 10, 12, 15, 16, 17]
+    assert found["engine"] == [9, 10, 12, 15, 16, 17, 19, 20]
 
 
 def test_a_simulated_engine_is_one_process() -> None:

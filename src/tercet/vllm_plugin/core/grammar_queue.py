@@ -1,0 +1,122 @@
+"""The order in which grammars are tried: a state machine without clocks, threads or processes.
+
+Each grammar is compiled by a process with a limit of CPU time: first a short one, and, each time the limit ends the
+process, later with the next longer one. So a usual grammar never waits for more than a few short tries of others, no
+matter how many expensive ones arrive with it. Among grammars with the same limit, the one with the lowest price is
+first (:mod:`tercet.protocol.grammar_bounds`), then the oldest. The longest tries never occupy the last free place.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Hashable
+from dataclasses import dataclass, field
+from enum import Enum
+
+LIMITS = (0.1, 1.0, 8.0)
+"""CPU seconds of a grammar's first, second and third try."""
+PLACES = 2
+MOST_VERDICTS = 4096
+
+
+class Outcome(Enum):
+    """What a try came to; ``LOST``: the process ended for a reason that has nothing to do with the grammar."""
+
+    FINE = "fine"
+    OVER_LIMIT = "over limit"
+    REFUSED = "refused"
+    LOST = "lost"
+
+
+@dataclass(frozen=True)
+class Try:
+    """One try of the grammar ``key``, with ``limit`` CPU seconds; ``level`` counts the shorter tries before it."""
+
+    key: Hashable
+    level: int
+
+    @property
+    def limit(self) -> float:
+        return LIMITS[self.level]
+
+
+@dataclass
+class _Waiting:
+    price: float
+    arrived: int
+    level: int = 0
+    losses: int = 0
+
+
+@dataclass
+class GrammarQueue:
+    """Decide which grammar is tried next. ``places`` are the tries at a time."""
+
+    places: int = PLACES
+    _waiting: dict[Hashable, _Waiting] = field(default_factory=dict[Hashable, _Waiting])
+    _running: dict[Hashable, tuple[Try, _Waiting]] = field(default_factory=dict[Hashable, tuple[Try, _Waiting]])
+    _verdicts: OrderedDict[Hashable, str] = field(default_factory=OrderedDict[Hashable, str])
+    _arrived: int = 0
+
+    def __len__(self) -> int:
+        return len(self._waiting) + len(self._running)
+
+    def verdict(self, key: Hashable) -> str | None:
+        """Return why the grammar is refused, "" if it is known to be fine, None if it is not known."""
+        if key in self._verdicts:
+            self._verdicts.move_to_end(key)
+        return self._verdicts.get(key)
+
+    def add(self, key: Hashable, price: float) -> None:
+        """Let a grammar wait for its tries, unless it does so already."""
+        if key not in self._waiting and key not in self._running:
+            self._arrived += 1
+            self._waiting[key] = _Waiting(price, self._arrived)
+
+    def drop(self, key: Hashable) -> bool:
+        """Forget a grammar that no request needs any more; return False if it is not waiting but tried now."""
+        return self._waiting.pop(key, None) is not None
+
+    def next_try(self) -> Try | None:
+        """Return the next try, which begins now, or None if there is no place or none waits."""
+        if len(self._running) >= self.places:
+            return None
+        last = len(LIMITS) - 1
+        longest = sum(each.level == last for each, _ in self._running.values())
+        may_be_long = longest < max(1, self.places - 1)
+        able = [(each.level, each.price, each.arrived, key) for key, each in self._waiting.items()
+                if each.level < last or may_be_long]  # fmt: skip
+        if not able:
+            return None
+        level, _, _, key = min(able, key=lambda each: each[:3])
+        found = Try(key, level)
+        self._running[key] = found, self._waiting.pop(key)
+        return found
+
+    def ended(self, tried: Try, outcome: Outcome, why: str = "") -> bool:
+        """Record what a try came to. Return True if that is the grammar's end: its verdict is known, or it is lost.
+
+        A grammar that was lost twice has no verdict, since it may be fine.
+        """
+        _, waiting = self._running.pop(tried.key)
+        if outcome is Outcome.LOST:
+            waiting.losses += 1
+            if waiting.losses > 1:
+                return True
+            self._waiting[tried.key] = waiting
+            return False
+        if outcome is Outcome.OVER_LIMIT:
+            if tried.level < len(LIMITS) - 1:
+                waiting.level += 1
+                self._waiting[tried.key] = waiting
+                return False
+            why = f"takes more than {tried.limit:g} s of CPU time to compile"
+        self.decide(tried.key, "" if outcome is Outcome.FINE else why)
+        return True
+
+    def decide(self, key: Hashable, why: str) -> None:
+        """Record a verdict: why the grammar is refused, or "" if it is fine. The oldest verdicts are forgotten."""
+        self._verdicts[key] = why
+        self._verdicts.move_to_end(key)
+        while len(self._verdicts) > MOST_VERDICTS:
+            self._verdicts.popitem(last=False)

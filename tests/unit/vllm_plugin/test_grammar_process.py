@@ -1,0 +1,146 @@
+"""The process in which grammars are tried: each way in which a try ends, and nothing of it remains."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import psutil
+import pytest
+import torch
+
+from tercet.vllm_plugin.core import grammar_process
+from tercet.vllm_plugin.core.grammar_process import NO_TEXT, TOO_SLOW, GrammarProcess, Job
+from tercet.vllm_plugin.core.grammar_queue import Outcome
+from tests.longest_wait import LONGEST_WAIT_S
+
+pytestmark = [pytest.mark.processes, pytest.mark.vllm, pytest.mark.slow]
+
+
+class Grammar:
+    """A grammar whose text says what it does."""
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+
+    def fill_bitmask(self, mask: Any, at: int) -> None:
+        mask[at] = 0 if self.text == "nothing" else -1
+
+    def accept_tokens(self, request_id: str, tokens: list[int]) -> bool:
+        if self.text == "slow":
+            _spin(0.2)
+        return True
+
+    def is_terminated(self) -> bool:
+        return self.text == "short"
+
+
+def _spin(seconds: float) -> None:
+    until = time.process_time() + seconds
+    while time.process_time() < until:
+        pass
+
+
+def _compiled(manager: Any, backend: str, kind: Any, text: str) -> Grammar:
+    match text:
+        case "spin":
+            _spin(1000)
+        case "eat":
+            bytearray(2 * grammar_process.MEMORY)
+        case "wrong":
+            raise ValueError("no such rule")
+        case "die":
+            os.kill(os.getpid(), signal.SIGKILL)
+        case "crash":
+            os.abort()
+        case "stand still":
+            os.kill(os.getpid(), signal.SIGSTOP)
+    return Grammar(text)
+
+
+@pytest.fixture
+def process(monkeypatch: pytest.MonkeyPatch) -> Iterator[GrammarProcess]:
+    tokenizer = SimpleNamespace(encode=lambda text, **_: [ord(letter) for letter in text])
+    backend = SimpleNamespace(allocate_token_bitmask=lambda count: torch.zeros(count, 8, dtype=torch.int32))
+    monkeypatch.setattr(grammar_process, "_manager", lambda *_: SimpleNamespace(tokenizer=tokenizer, backend=backend))
+    monkeypatch.setattr(grammar_process, "_compiled", _compiled)
+    monkeypatch.setattr(grammar_process, "FOLLOWING_SECONDS", 0.3)
+    monkeypatch.setattr(grammar_process, "STALL_SECONDS", 2.0)
+    made = GrammarProcess(None)
+    made.fork()
+    try:
+        yield made
+    finally:
+        made.close()
+
+
+def attempt(process: GrammarProcess, text: str, limit: float = 0.5) -> tuple[Outcome, str]:
+    return process.attempt("xgrammar", Job("REGEX", text, limit, 0))
+
+
+def children() -> list[psutil.Process]:
+    return psutil.Process().children(recursive=True)
+
+
+@pytest.mark.parametrize(
+    ("text", "outcome", "why"),
+    [
+        ("fine", Outcome.FINE, ""), ("short", Outcome.FINE, ""), ("nothing", Outcome.REFUSED, NO_TEXT),
+        ("slow", Outcome.REFUSED, TOO_SLOW), ("wrong", Outcome.REFUSED, "cannot be compiled: no such rule"),
+        ("eat", Outcome.REFUSED, "takes too much memory to compile"), ("spin", Outcome.OVER_LIMIT, ""),
+        ("die", Outcome.OVER_LIMIT, ""), ("crash", Outcome.OVER_LIMIT, ""), ("stand still", Outcome.LOST, ""),
+    ],
+)  # fmt: skip
+def test_each_end_of_a_try(process: GrammarProcess, text: str, outcome: Outcome, why: str) -> None:
+    limit = 2.0 if text == "slow" else 0.5
+    assert attempt(process, text, limit) == (outcome, why)
+    assert attempt(process, "fine") == (Outcome.FINE, "")
+    (only,) = [each for each in children() if each.pid == process.pid]
+    until = time.monotonic() + LONGEST_WAIT_S
+    while any(each.status() != psutil.STATUS_ZOMBIE for each in only.children()):
+        assert time.monotonic() < until, "a try is still running"
+        time.sleep(0.01)
+
+
+def test_it_keeps_no_descriptor_of_the_core(process: GrammarProcess) -> None:
+    assert attempt(process, "fine") == (Outcome.FINE, "")
+    assert process.pid is not None
+    assert psutil.Process(process.pid).num_fds() <= 4
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_one_that_has_ended_or_stands_still_is_started_again(
+    process: GrammarProcess, number: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(grammar_process, "START_SECONDS", 2.0 if number == signal.SIGSTOP else LONGEST_WAIT_S)
+    monkeypatch.setattr(GrammarProcess, "_spawn", GrammarProcess.fork)
+    assert process.pid is not None
+    first = psutil.Process(process.pid)
+    first.send_signal(number)
+    assert attempt(process, "fine") == (Outcome.LOST, "")
+    monkeypatch.setattr(grammar_process, "START_SECONDS", LONGEST_WAIT_S)
+    assert attempt(process, "fine") == (Outcome.FINE, "")
+    assert process.pid != first.pid
+    assert not first.is_running()
+
+
+def test_it_ends_with_the_core(process: GrammarProcess) -> None:
+    core = os.fork()
+    if not core:
+        inner = GrammarProcess(None)
+        inner.fork()
+        attempt(inner, "fine")
+        while True:
+            signal.pause()
+    until = time.monotonic() + LONGEST_WAIT_S
+    while not (below := psutil.Process(core).children()):
+        assert time.monotonic() < until
+        time.sleep(0.01)
+    os.kill(core, signal.SIGKILL)
+    os.waitpid(core, 0)
+    psutil.wait_procs(below, LONGEST_WAIT_S)
+    assert not [each for each in below if each.is_running() and each.status() != psutil.STATUS_ZOMBIE]
