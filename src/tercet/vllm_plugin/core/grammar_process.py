@@ -94,10 +94,7 @@ class GrammarProcess:
             ours.settimeout(START_SECONDS)
             try:
                 pid = int.from_bytes(_receive(ours, 4), "big")
-            except EOFError:
-                self._reap(channel)
-                return Outcome.LOST, ""
-            except OSError:  # the process is stopped, or occupied
+            except (EOFError, OSError):  # the process has ended, is stopped, or is occupied
                 self._kill(channel)
                 return Outcome.LOST, ""
             return self._result(ours, pid, job)
@@ -159,13 +156,6 @@ class GrammarProcess:
             process = context.Process(target=_serve, args=(theirs, self._config, os.getpid()), name="Grammars")
             process.start()
         self._channel, self.pid = ours, process.pid
-
-    def _reap(self, channel: socket.socket) -> None:
-        """Forget the process if it has ended."""
-        with self._lock:
-            if self._channel is channel and self.pid is not None and os.waitpid(self.pid, os.WNOHANG)[0]:
-                self._channel, self.pid = None, None
-                channel.close()
 
     def _kill(self, channel: socket.socket) -> None:
         with self._lock:
