@@ -171,7 +171,8 @@ def _of_schema(schema: Any, param: str) -> Iterator[float]:
                 yield from _of_choices(cast("list[Any]", value), f"{param}: {name}")
             if name in _VALUES and (name == "const" or isinstance(value, (str, list))):
                 yield from _of_value(value)
-            elif isinstance(value, (dict, list)):
+            if isinstance(value, dict) or (isinstance(value, list) and name not in _VALUES):
+                # An object under ``const`` may be the schema of a property with that name.
                 left.append((cast("Any", value), times))
 
 

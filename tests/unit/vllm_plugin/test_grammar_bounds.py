@@ -120,3 +120,9 @@ def test_looking_at_a_text_takes_no_longer_than_its_length(text: str, field: str
     with suppress(BadRequest):
         require_small({field: text})
     assert time.process_time() - began < 0.5
+
+
+def test_a_property_named_const_hides_no_schema() -> None:
+    poison = {"type": "string", "pattern": "([^a]{0,1000}b){0,1000}"}
+    with pytest.raises(BadRequest, match="counts in counts"):
+        require_small({"json": {"type": "object", "properties": {"const": poison}}})
