@@ -234,7 +234,7 @@ def router_of(
             old.unlink()
     argv = router_argv(msgspec.structs.replace(settings, state=str(state)), log_dir)
     env, log, grace = router_env(settings.model), log_dir / "router.log", config.shutdown_timeout_s + GRACE_SECONDS
-    process = Process("router", argv, env, log, grace, warm)
+    process = Process("router", argv, env, log, grace=grace, warm=warm)
     process.at_first = {ALL_ENGINES_VARIABLE: "1"}
     return KeptRouter("router", url, process, Restarts(config.engine_restarts))
 
