@@ -14,8 +14,8 @@ import pytest
 import torch
 
 from tercet.vllm_plugin.core import grammar_process
-from tercet.vllm_plugin.core.grammar_process import NO_TEXT, TOO_SLOW, GrammarProcess, Job
-from tercet.vllm_plugin.core.grammar_queue import Outcome
+from tercet.vllm_plugin.core.grammar_process import NO_TEXT, TOO_SLOW, GrammarProcess, TryJob
+from tercet.vllm_plugin.core.grammar_queue import TryOutcome
 from tests.longest_wait import LONGEST_WAIT_S
 
 pytestmark = [pytest.mark.processes, pytest.mark.vllm, pytest.mark.slow]
@@ -78,8 +78,8 @@ def process(monkeypatch: pytest.MonkeyPatch) -> Iterator[GrammarProcess]:
         made.close()
 
 
-def attempt(process: GrammarProcess, text: str, limit: float = 0.5) -> tuple[Outcome, str]:
-    return process.attempt("xgrammar", Job("REGEX", text, limit, 0))
+def attempt(process: GrammarProcess, text: str, limit: float = 0.5) -> tuple[TryOutcome, str]:
+    return process.attempt("xgrammar", TryJob("REGEX", text, limit, 0))
 
 
 def children() -> list[psutil.Process]:
@@ -89,16 +89,16 @@ def children() -> list[psutil.Process]:
 @pytest.mark.parametrize(
     ("text", "outcome", "why"),
     [
-        ("fine", Outcome.FINE, ""), ("short", Outcome.FINE, ""), ("nothing", Outcome.REFUSED, NO_TEXT),
-        ("slow", Outcome.REFUSED, TOO_SLOW), ("wrong", Outcome.REFUSED, "cannot be compiled: no such rule"),
-        ("eat", Outcome.REFUSED, "takes too much memory to compile"), ("spin", Outcome.OVER_LIMIT, ""),
-        ("die", Outcome.OVER_LIMIT, ""), ("crash", Outcome.OVER_LIMIT, ""), ("stand still", Outcome.LOST, ""),
+        ("fine", TryOutcome.FINE, ""), ("short", TryOutcome.FINE, ""), ("nothing", TryOutcome.REFUSED, NO_TEXT),
+        ("slow", TryOutcome.REFUSED, TOO_SLOW), ("wrong", TryOutcome.REFUSED, "cannot be compiled: no such rule"),
+        ("eat", TryOutcome.REFUSED, "takes too much memory to compile"), ("spin", TryOutcome.OVER_LIMIT, ""),
+        ("die", TryOutcome.OVER_LIMIT, ""), ("crash", TryOutcome.OVER_LIMIT, ""), ("stand still", TryOutcome.LOST, ""),
     ],
 )  # fmt: skip
-def test_each_end_of_a_try(process: GrammarProcess, text: str, outcome: Outcome, why: str) -> None:
+def test_each_end_of_a_try(process: GrammarProcess, text: str, outcome: TryOutcome, why: str) -> None:
     limit = 2.0 if text == "slow" else 0.5
     assert attempt(process, text, limit) == (outcome, why)
-    assert attempt(process, "fine") == (Outcome.FINE, "")
+    assert attempt(process, "fine") == (TryOutcome.FINE, "")
     (only,) = [each for each in children() if each.pid == process.pid]
     until = time.monotonic() + LONGEST_WAIT_S
     while any(each.status() != psutil.STATUS_ZOMBIE for each in only.children()):
@@ -107,7 +107,7 @@ def test_each_end_of_a_try(process: GrammarProcess, text: str, outcome: Outcome,
 
 
 def test_it_keeps_no_descriptor_of_the_core(process: GrammarProcess) -> None:
-    assert attempt(process, "fine") == (Outcome.FINE, "")
+    assert attempt(process, "fine") == (TryOutcome.FINE, "")
     assert process.pid is not None
     assert psutil.Process(process.pid).num_fds() <= 4
 
@@ -121,9 +121,9 @@ def test_one_that_has_ended_or_stands_still_is_started_again(
     assert process.pid is not None
     first = psutil.Process(process.pid)
     first.send_signal(number)
-    assert attempt(process, "fine") == (Outcome.LOST, "")
+    assert attempt(process, "fine") == (TryOutcome.LOST, "")
     monkeypatch.setattr(grammar_process, "START_SECONDS", LONGEST_WAIT_S)
-    assert attempt(process, "fine") == (Outcome.FINE, "")
+    assert attempt(process, "fine") == (TryOutcome.FINE, "")
     assert process.pid != first.pid
     assert not first.is_running()
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tercet.vllm_plugin.core.grammar_queue import LIMITS, MOST_VERDICTS, GrammarQueue, Outcome, Try
+from tercet.vllm_plugin.core.grammar_queue import LIMITS, MOST_VERDICTS, GrammarQueue, Try, TryOutcome
 
 LAST = len(LIMITS) - 1
 
@@ -25,7 +25,7 @@ def run(queue: GrammarQueue, costs: dict[str, float]) -> dict[str, float]:
         assert len(running) <= queue.places
         assert sum(each.level == LAST for _, _, each in running) <= max(1, queue.places - 1)
         now, _, tried = heapq.heappop(running)
-        outcome = Outcome.FINE if costs[str(tried.key)] <= tried.limit else Outcome.OVER_LIMIT
+        outcome = TryOutcome.FINE if costs[str(tried.key)] <= tried.limit else TryOutcome.OVER_LIMIT
         if queue.ended(tried, outcome):
             ended[str(tried.key)] = now
     return ended
@@ -64,15 +64,15 @@ def test_the_cheaper_one_is_first() -> None:
     tried = queue.next_try()
     assert tried == Try("cheap", 0)
     assert queue.next_try() is None
-    assert queue.ended(tried, Outcome.REFUSED, "no text matches")
+    assert queue.ended(tried, TryOutcome.REFUSED, "no text matches")
     assert queue.verdict("cheap") == "no text matches"
 
 
 def test_a_grammar_that_is_lost_is_tried_once_more_and_has_no_verdict_then() -> None:
     queue = GrammarQueue()
     queue.add("a", 0)
-    assert not queue.ended(queue.next_try(), Outcome.LOST)  # pyright: ignore[reportArgumentType]
-    assert queue.ended(queue.next_try(), Outcome.LOST)  # pyright: ignore[reportArgumentType]
+    assert not queue.ended(queue.next_try(), TryOutcome.LOST)  # pyright: ignore[reportArgumentType]
+    assert queue.ended(queue.next_try(), TryOutcome.LOST)  # pyright: ignore[reportArgumentType]
     assert queue.verdict("a") is None
     assert len(queue) == 0
 

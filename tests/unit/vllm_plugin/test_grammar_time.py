@@ -13,8 +13,8 @@ import xgrammar
 from vllm.v1.structured_output.backend_types import StructuredOutputOptions
 
 from tercet.vllm_plugin.core import grammar_time
-from tercet.vllm_plugin.core.grammar_process import NO_TEXT, TOO_SLOW, Job
-from tercet.vllm_plugin.core.grammar_queue import LIMITS, Outcome
+from tercet.vllm_plugin.core.grammar_process import NO_TEXT, TOO_SLOW, TryJob
+from tercet.vllm_plugin.core.grammar_queue import LIMITS, TryOutcome
 from tercet.vllm_plugin.core.grammar_time import BoundedGrammars, WatchedGrammar, require_beginning
 from tests.longest_wait import LONGEST_WAIT_S
 
@@ -78,23 +78,23 @@ class Request:
 class Process:
     """The process that tries grammars: what ``costs`` says is over the limit until it is not; others are fine."""
 
-    def __init__(self, costs: dict[str, float | Outcome] | None = None) -> None:
+    def __init__(self, costs: dict[str, float | TryOutcome] | None = None) -> None:
         self.costs = costs or {}
-        self.jobs: list[Job] = []
+        self.jobs: list[TryJob] = []
         self.goes_on = threading.Event()
         self.goes_on.set()
 
-    def attempt(self, backend: str, job: Job) -> tuple[Outcome, str]:
+    def attempt(self, backend: str, job: TryJob) -> tuple[TryOutcome, str]:
         assert backend == "xgrammar"
         self.jobs.append(job)
         self.goes_on.wait(LONGEST_WAIT_S)
         cost = self.costs.get(job.text, 0.0)
-        if isinstance(cost, Outcome):
-            return cost, NO_TEXT if cost is Outcome.REFUSED else ""
-        return (Outcome.FINE if cost <= job.limit else Outcome.OVER_LIMIT), ""
+        if isinstance(cost, TryOutcome):
+            return cost, NO_TEXT if cost is TryOutcome.REFUSED else ""
+        return (TryOutcome.FINE if cost <= job.limit else TryOutcome.OVER_LIMIT), ""
 
 
-def bounded(costs: dict[str, float | Outcome] | None = None) -> tuple[BoundedGrammars, Manager, Process]:
+def bounded(costs: dict[str, float | TryOutcome] | None = None) -> tuple[BoundedGrammars, Manager, Process]:
     manager, process = Manager(), Process(costs)
     return BoundedGrammars(manager, process.attempt), manager, process
 
@@ -111,13 +111,15 @@ def test_a_grammar_is_compiled_after_it_was_tried_and_tried_once() -> None:
     assert manager.compiled == ["[a-z]+"] * 2
 
 
-@pytest.mark.parametrize("cost", [100.0, Outcome.REFUSED])
-def test_one_that_is_refused_is_never_compiled_here_nor_tried_again(cost: float | Outcome) -> None:
+@pytest.mark.parametrize("cost", [100.0, TryOutcome.REFUSED])
+def test_one_that_is_refused_is_never_compiled_here_nor_tried_again(cost: float | TryOutcome) -> None:
     grammars, manager, process = bounded({"(a|b)*": cost})
     first = failure(grammars.grammar(Request("(a|b)*")))
     tries = len(process.jobs)
     assert failure(grammars.grammar(Request("(a|b)*"))) == first
-    assert first == (NO_TEXT if cost is Outcome.REFUSED else f"takes more than {LIMITS[-1]:g} s of CPU time to compile")
+    assert first == (
+        NO_TEXT if cost is TryOutcome.REFUSED else f"takes more than {LIMITS[-1]:g} s of CPU time to compile"
+    )
     assert (manager.compiled, len(process.jobs)) == ([], tries)
 
 
@@ -149,7 +151,7 @@ def test_only_texts_are_compiled_untried(kind: StructuredOutputOptions, text: st
 
 
 def test_without_a_process_requests_are_served_all_the_same() -> None:
-    grammars, manager, _ = bounded({"[a-z]": Outcome.LOST})
+    grammars, manager, _ = bounded({"[a-z]": TryOutcome.LOST})
     grammars.grammar(Request("[a-z]")).result(LONGEST_WAIT_S)
     assert manager.compiled == ["[a-z]"]
 

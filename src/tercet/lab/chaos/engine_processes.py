@@ -33,7 +33,7 @@ def classify(server: int, tree: Sequence[RunningProcess]) -> Mapping[ProcessKind
     """Return the process ids of an engine by kind. ``server`` is the id of its API server.
 
     The server starts the core, the core starts the workers, and each worker starts an agent. Python's helper processes
-    are siblings of them and do not belong to the engine. The core's process for grammars is of no kind of its own.
+    are siblings of them and do not belong to the engine. The core's process for grammars has no separate kind.
     """
     parents = {
         each.pid: each.parent for each in tree if not any(helper in each.command for helper in HELPERS)

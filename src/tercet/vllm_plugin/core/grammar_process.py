@@ -1,6 +1,6 @@
 """The process that tries grammars before the core compiles them, so that a try can be ended.
 
-An engine's core forks it before it loads a model, when the core has no device and almost no memory of its own. It
+An engine's core forks it before it loads a model, when the core has no device and almost no private memory. It
 forks one child for each try: the child compiles the grammar and lets it follow a few tokens, within limits of CPU time
 and memory, which the kernel enforces. Nothing of a child remains, and the core compiles only what was fine.
 
@@ -32,7 +32,7 @@ import vllm.envs
 from vllm.utils.system_utils import set_process_title
 
 from tercet.settings.variables import PARALLEL_TOKENIZERS
-from tercet.vllm_plugin.core.grammar_queue import Outcome
+from tercet.vllm_plugin.core.grammar_queue import TryOutcome
 
 logger = logging.getLogger(__name__)
 PR_SET_PDEATHSIG = 1
@@ -46,7 +46,7 @@ NICE = 5
 _SIZE = struct.Struct("!I")
 
 
-class Job(msgspec.Struct, frozen=True):
+class TryJob(msgspec.Struct, frozen=True):
     """A grammar to try: vLLM's name of its kind, its text, and the CPU seconds of the try; ``level`` of its tries."""
 
     kind: str
@@ -83,20 +83,20 @@ class GrammarProcess:
         theirs.close()
         self._channel, self.pid = ours, pid
 
-    def attempt(self, backend: str, job: Job) -> tuple[Outcome, str]:
+    def attempt(self, backend: str, job: TryJob) -> tuple[TryOutcome, str]:
         """Return what a try of ``job`` comes to, with the reason if it is refused. Wait as long as it takes."""
         ours, theirs = socket.socketpair()
         with ours:
             with theirs:
                 channel = self._ask(backend, theirs)
             if channel is None:
-                return Outcome.LOST, ""
+                return TryOutcome.LOST, ""
             ours.settimeout(START_SECONDS)
             try:
                 pid = int.from_bytes(_receive(ours, 4), "big")
             except (EOFError, OSError):  # the process has ended, is stopped, or is occupied
                 self._kill(channel)
-                return Outcome.LOST, ""
+                return TryOutcome.LOST, ""
             return self._result(ours, pid, job)
 
     def warm(self, backend: str) -> None:
@@ -126,11 +126,11 @@ class GrammarProcess:
         self._kill(channel)
         return None
 
-    def _result(self, ours: socket.socket, pid: int, job: Job) -> tuple[Outcome, str]:
+    def _result(self, ours: socket.socket, pid: int, job: TryJob) -> tuple[TryOutcome, str]:
         try:
             pidfd = os.pidfd_open(pid)
         except OSError:
-            return Outcome.OVER_LIMIT, ""
+            return TryOutcome.OVER_LIMIT, ""
         # The kernel ends the child at its limit of CPU time; a child that is stopped, or gets no CPU, is ended here.
         try:
             ours.settimeout(STALL_SECONDS)
@@ -138,14 +138,14 @@ class GrammarProcess:
             ours.sendall(_SIZE.pack(len(text)) + text)
             result = msgspec.msgpack.decode(_receive_all(ours), type=Result)
         except (EOFError, ConnectionError):
-            return Outcome.OVER_LIMIT, ""
+            return TryOutcome.OVER_LIMIT, ""
         except (OSError, msgspec.MsgspecError):
-            return Outcome.LOST, ""
+            return TryOutcome.LOST, ""
         finally:
             with suppress(ProcessLookupError):
                 signal.pidfd_send_signal(pidfd, signal.SIGKILL)
             os.close(pidfd)
-        return (Outcome.REFUSED, result.refused) if result.refused else (Outcome.FINE, "")
+        return (TryOutcome.REFUSED, result.refused) if result.refused else (TryOutcome.FINE, "")
 
     def _spawn(self) -> None:
         """Start the process as a new one: this one cannot be forked any more."""
@@ -272,7 +272,7 @@ def _compiled(manager: Any, backend: str, kind: Any, text: str) -> Any:
 
 def _try(connection: socket.socket, manager: Any) -> None:
     connection.sendall(os.getpid().to_bytes(4, "big"))
-    job = msgspec.msgpack.decode(_receive_all(connection), type=Job)
+    job = msgspec.msgpack.decode(_receive_all(connection), type=TryJob)
     logging.disable(logging.CRITICAL)
     os.nice(NICE * job.level)
     ctypes.CDLL(None).mallopt(M_ARENA_MAX, 1)
@@ -307,7 +307,7 @@ def _limit_memory() -> None:
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
 
 
-def _why_refused(manager: Any, job: Job) -> str:
+def _why_refused(manager: Any, job: TryJob) -> str:
     """Compile and follow the grammar; return why it is refused, or ""."""
     import numpy as np
     from vllm.v1.structured_output.backend_types import StructuredOutputOptions
@@ -319,7 +319,7 @@ def _why_refused(manager: Any, job: Job) -> str:
     grammar.fill_bitmask(mask, 0)
     if not mask.any():
         return NO_TEXT
-    # What a grammar needs to follow a text is its own cost: the limit begins again.
+    # What a grammar needs to follow a text counts apart: the limit begins again.
     _limit_time(max(job.limit - (time.process_time() - began), min(job.limit, FOLLOWING_SECONDS)))
     began = time.process_time()
     own = np.array(manager.tokenizer.encode(job.text[:TEXT_OF_STEPS], add_special_tokens=False) or [0])

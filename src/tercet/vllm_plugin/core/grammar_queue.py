@@ -19,7 +19,7 @@ PLACES = 2
 MOST_VERDICTS = 4096
 
 
-class Outcome(Enum):
+class TryOutcome(Enum):
     """What a try came to; ``LOST``: the process ended for a reason that has nothing to do with the grammar."""
 
     FINE = "fine"
@@ -41,7 +41,7 @@ class Try:
 
 
 @dataclass
-class _Waiting:
+class _WaitingGrammar:
     price: float
     arrived: int
     level: int = 0
@@ -53,8 +53,10 @@ class GrammarQueue:
     """Decide which grammar is tried next. ``places`` are the tries at a time."""
 
     places: int = PLACES
-    _waiting: dict[Hashable, _Waiting] = field(default_factory=dict[Hashable, _Waiting])
-    _running: dict[Hashable, tuple[Try, _Waiting]] = field(default_factory=dict[Hashable, tuple[Try, _Waiting]])
+    _waiting: dict[Hashable, _WaitingGrammar] = field(default_factory=dict[Hashable, _WaitingGrammar])
+    _running: dict[Hashable, tuple[Try, _WaitingGrammar]] = field(
+        default_factory=dict[Hashable, tuple[Try, _WaitingGrammar]]
+    )
     _verdicts: OrderedDict[Hashable, str] = field(default_factory=OrderedDict[Hashable, str])
     _arrived: int = 0
 
@@ -71,7 +73,7 @@ class GrammarQueue:
         """Let a grammar wait for its tries, unless it does so already."""
         if key not in self._waiting and key not in self._running:
             self._arrived += 1
-            self._waiting[key] = _Waiting(price, self._arrived)
+            self._waiting[key] = _WaitingGrammar(price, self._arrived)
 
     def drop(self, key: Hashable) -> bool:
         """Forget a grammar that no request needs any more; return False if it is not waiting but tried now."""
@@ -93,25 +95,25 @@ class GrammarQueue:
         self._running[key] = found, self._waiting.pop(key)
         return found
 
-    def ended(self, tried: Try, outcome: Outcome, why: str = "") -> bool:
+    def ended(self, tried: Try, outcome: TryOutcome, why: str = "") -> bool:
         """Record what a try came to. Return True if that is the grammar's end: its verdict is known, or it is lost.
 
         A grammar that was lost twice has no verdict, since it may be fine.
         """
         _, waiting = self._running.pop(tried.key)
-        if outcome is Outcome.LOST:
+        if outcome is TryOutcome.LOST:
             waiting.losses += 1
             if waiting.losses > 1:
                 return True
             self._waiting[tried.key] = waiting
             return False
-        if outcome is Outcome.OVER_LIMIT:
+        if outcome is TryOutcome.OVER_LIMIT:
             if tried.level < len(LIMITS) - 1:
                 waiting.level += 1
                 self._waiting[tried.key] = waiting
                 return False
             why = f"takes more than {tried.limit:g} s of CPU time to compile"
-        self.decide(tried.key, "" if outcome is Outcome.FINE else why)
+        self.decide(tried.key, "" if outcome is TryOutcome.FINE else why)
         return True
 
     def decide(self, key: Hashable, why: str) -> None:

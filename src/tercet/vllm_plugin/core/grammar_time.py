@@ -36,8 +36,14 @@ from vllm.v1.structured_output import StructuredOutputManager
 from vllm.v1.structured_output.backend_types import StructuredOutputOptions
 
 from tercet.protocol.grammar_bounds import price
-from tercet.vllm_plugin.core.grammar_process import NO_TEXT, TOO_SLOW, GrammarProcess, Job, compile_without_own_timeout
-from tercet.vllm_plugin.core.grammar_queue import GrammarQueue, Outcome, Try
+from tercet.vllm_plugin.core.grammar_process import (
+    NO_TEXT,
+    TOO_SLOW,
+    GrammarProcess,
+    TryJob,
+    compile_without_own_timeout,
+)
+from tercet.vllm_plugin.core.grammar_queue import GrammarQueue, Try, TryOutcome
 from tercet.vllm_plugin.start.patching import Method, wrap
 
 logger = logging.getLogger(__name__)
@@ -136,7 +142,7 @@ class _Wanted:
 class BoundedGrammars:
     """The grammars of one manager. ``attempt`` tries one for a backend and waits for its outcome."""
 
-    def __init__(self, manager: Any, attempt: Callable[[str, Job], tuple[Outcome, str]]) -> None:
+    def __init__(self, manager: Any, attempt: Callable[[str, TryJob], tuple[TryOutcome, str]]) -> None:
         self._manager, self._attempt = manager, attempt
         self._queue = GrammarQueue()
         self._wanted = dict[Hashable, _Wanted]()
@@ -191,7 +197,7 @@ class BoundedGrammars:
                 self._work_on(tried, wanted)
             except Exception as error:  # the thread goes on with other grammars
                 logger.exception("a grammar could not be tried")
-                self._finish(tried, Outcome.REFUSED, str(error))
+                self._finish(tried, TryOutcome.REFUSED, str(error))
 
     def _next(self) -> Try | None:
         for key in [key for key, wanted in self._wanted.items() if all(map(_is_over, wanted.requests))]:
@@ -201,15 +207,15 @@ class BoundedGrammars:
         return self._queue.next_try()
 
     def _work_on(self, tried: Try, wanted: _Wanted) -> None:
-        outcome, why = self._attempt(wanted.backend, Job(wanted.kind.name, wanted.text, tried.limit, tried.level))
-        if outcome is Outcome.FINE:
+        outcome, why = self._attempt(wanted.backend, TryJob(wanted.kind.name, wanted.text, tried.limit, tried.level))
+        if outcome is TryOutcome.FINE:
             # In this place of the queue, so that expensive grammars do not occupy the core together.
             with self._changed:
                 first, *_ = wanted.requests
             self._keep(tried.key, first)
         self._finish(tried, outcome, why)
 
-    def _finish(self, tried: Try, outcome: Outcome, why: str = "") -> None:
+    def _finish(self, tried: Try, outcome: TryOutcome, why: str = "") -> None:
         with self._changed:
             if not self._queue.ended(tried, outcome, why):
                 self._changed.notify_all()
