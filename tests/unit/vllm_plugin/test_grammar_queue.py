@@ -64,6 +64,7 @@ def test_the_cheaper_one_is_first() -> None:
     tried = queue.next_try()
     assert tried == Try("cheap", 0)
     assert queue.next_try() is None
+    assert tried is not None
     assert queue.ended(tried, TryOutcome.REFUSED, "no text matches")
     assert queue.verdict("cheap") == "no text matches"
 
