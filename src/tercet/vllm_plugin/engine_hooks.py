@@ -22,6 +22,19 @@ SERVING_MODELS = "vllm.entrypoints.openai.models.serving:OpenAIServingModels"
 LORA_OPS = "vllm.lora.ops.torch_ops.lora_ops"
 CPU_ATTENTION = "vllm.v1.attention.backends.cpu_attn"
 
+IMAGE_NAMES = Hook(
+    name="names of images",
+    what="A renderer shortens long names that clients give to images and the like (uuid) before it uses them",
+    why="vLLM's caches have these names as keys, and do not count their bytes",
+    until="vLLM limits these names",
+    replaces=("BaseRenderer._process_mm_uuids",),
+    relies_on=(
+        Says(f"{RENDERER}._process_multimodal", "mm_uuid_items = self._process_mm_uuids("),
+        Says(f"{RENDERER}._process_mm_uuids", "return mm_uuid_items"),
+    ),
+)
+"""The hook of routers and engines, whose renderers are the same class."""
+
 ENGINE_HOOKS = (
     Hook(
         name="KV connector",
@@ -221,17 +234,7 @@ ENGINE_HOOKS = (
             Takes("vllm.v1.serial_utils:MsgpackDecoder.__init__", "t"),
         ),
     ),
-    Hook(
-        name="names of images",
-        what="A renderer shortens long names that clients give to images and the like (uuid) before it uses them",
-        why="vLLM's caches have these names as keys, and do not count their bytes",
-        until="vLLM limits these names",
-        replaces=("BaseRenderer._process_mm_uuids",),
-        relies_on=(
-            Says(f"{RENDERER}._process_multimodal", "mm_uuid_items = self._process_mm_uuids("),
-            Says(f"{RENDERER}._process_mm_uuids", "return mm_uuid_items"),
-        ),
-    ),
+    IMAGE_NAMES,
     Hook(
         name="base model with adapters",
         what="On a CPU rows without an adapter get zeros from the first of LoRA's two products, and give zeros to the "

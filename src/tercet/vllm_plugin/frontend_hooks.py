@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from tercet.vllm_plugin.differences import CLI_ARGS, FORMER_CLI_ARGS
+from tercet.vllm_plugin.engine_hooks import IMAGE_NAMES
 from tercet.vllm_plugin.expectations import Has, OneOf, Says, Takes
 from tercet.vllm_plugin.hooks import Hook
 
@@ -74,17 +75,7 @@ FRONTEND_HOOKS = (
             Takes(f"{SERIAL}:MsgpackEncoder.__init__", "size_threshold"),
         ),
     ),
-    Hook(
-        name="names of images",
-        what="A renderer shortens long names that clients give to images and the like (uuid) before it uses them",
-        why="vLLM's caches have these names as keys, and do not count their bytes",
-        until="vLLM limits these names",
-        replaces=("BaseRenderer._process_mm_uuids",),
-        relies_on=(
-            Says(f"{RENDERER}._process_multimodal", "mm_uuid_items = self._process_mm_uuids("),
-            Says(f"{RENDERER}._process_mm_uuids", "return mm_uuid_items"),
-        ),
-    ),
+    IMAGE_NAMES,
     Hook(
         name="launcher",
         what="The functions of vLLM's own command make the application, its state, its options and its server",

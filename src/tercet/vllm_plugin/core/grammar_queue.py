@@ -80,7 +80,7 @@ class GrammarQueue:
         return self._waiting.pop(key, None) is not None
 
     def next_try(self) -> Try | None:
-        """Return the next try, which begins now, or None if there is no place or none waits."""
+        """Return the next try, which begins now, or None if all places are taken or no grammar waits."""
         if len(self._running) >= self.places:
             return None
         last = len(LIMITS) - 1
