@@ -18,16 +18,15 @@ from tercet.router.router_app import RouterApp
 from tercet.router.service import Service
 from tercet.settings import EngineAddress, Limits, RetryBudget, RouterConfig
 from tercet.wire.serving.request_context import current
+from tests.own_metrics import own_metrics
 
 from .fakes import FakeEngine
 
 
 @pytest.fixture
 def metrics() -> Iterator[Metrics]:
-    before = set(prometheus_client.REGISTRY._collector_to_names)
-    yield Metrics()
-    for collector in set(prometheus_client.REGISTRY._collector_to_names) - before:
-        prometheus_client.REGISTRY.unregister(collector)
+    with own_metrics():
+        yield Metrics()
 
 
 def counted(name: str, **labels: str) -> float:

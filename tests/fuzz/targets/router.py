@@ -12,7 +12,6 @@ from typing import Any
 
 import httpx
 import msgspec
-import prometheus_client
 from aiohttp import web
 
 from tercet.decisions.scheduling import load_scheduling
@@ -32,6 +31,7 @@ from tercet.wire.client.ask_router import ask_router
 from tests.fuzz.fuzzing import Outcome, Target
 from tests.fuzz.mutation import Case, Named
 from tests.fuzz.targets.kv_transfer import kind_of
+from tests.own_metrics import own_metrics
 from tests.servers import served
 from tests.unit.fakes import LAYOUT
 from tests.unit.router.conftest import JSON, Engine, LiveRouter
@@ -114,23 +114,21 @@ class UnknownUrls(dict[str, Engine]):
 
 @asynccontextmanager
 async def _admin() -> AsyncGenerator[AdminRoom]:
-    before = set(prometheus_client.REGISTRY._collector_to_names)
-    router = LiveRouter(Metrics(), "disaggregated", return_after=3)
-    router.engines = UnknownUrls(router.engines)
-    try:
-        with tempfile.TemporaryDirectory() as directory:
-            (Path(directory) / "programs.py").write_text(PROGRAM)
-            async with router.membership:
-                await router.start()
-                transport = httpx.ASGITransport(router.application(), raise_app_exceptions=False)
-                async with httpx.AsyncClient(
-                    transport=transport, base_url="http://localhost/tercet/v1", headers=JSON
-                ) as client:
-                    yield AdminRoom(router, client, Path(directory))
-    finally:
-        router.close()
-        for collector in set(prometheus_client.REGISTRY._collector_to_names) - before:
-            prometheus_client.REGISTRY.unregister(collector)
+    with own_metrics():
+        router = LiveRouter(Metrics(), "disaggregated", return_after=3)
+        router.engines = UnknownUrls(router.engines)
+        try:
+            with tempfile.TemporaryDirectory() as directory:
+                (Path(directory) / "programs.py").write_text(PROGRAM)
+                async with router.membership:
+                    await router.start()
+                    transport = httpx.ASGITransport(router.application(), raise_app_exceptions=False)
+                    async with httpx.AsyncClient(
+                        transport=transport, base_url="http://localhost/tercet/v1", headers=JSON
+                    ) as client:
+                        yield AdminRoom(router, client, Path(directory))
+        finally:
+            router.close()
 
 
 def _admin_cases() -> list[Case]:

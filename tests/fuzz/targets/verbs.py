@@ -15,7 +15,6 @@ from typing import Any
 
 import httpx
 import msgspec
-import prometheus_client
 from fastapi import FastAPI
 from vllm.config import CacheConfig, KVTransferConfig, ModelConfig, SchedulerConfig, VllmConfig
 from vllm.v1.core.sched.output import SchedulerOutput
@@ -44,6 +43,7 @@ from tercet.wire.streams import StreamListener, router_connections
 from tests.fuzz.fuzzing import Outcome, Target
 from tests.fuzz.mutation import Case, Named
 from tests.fuzz.verb_calls import ADDRESS, GETS, KEY, LEASE, VERBS, seeds
+from tests.own_metrics import own_metrics
 from tests.unit.fakes import LAYOUT
 from tests.unit.vllm_plugin.tiny_engine import BLOCK, MAX_BATCHED, NO_ADAPTERS, TinyEngine
 
@@ -245,50 +245,48 @@ async def _counters() -> dict[str, int]:
 
 @asynccontextmanager
 async def _room() -> AsyncGenerator[VerbsRoom]:
-    metrics = set(prometheus_client.REGISTRY._collector_to_names)
-    patience, router_connections.CONNECT_SECONDS = router_connections.CONNECT_SECONDS, CONNECT_SECONDS
-    original = EngineCoreClient.make_async_mp_client
-    with tempfile.TemporaryDirectory() as directory:
-        config = _config(Path(directory))
-        core = TinyCore(config)
-        EngineCoreClient.make_async_mp_client = staticmethod(lambda *_, **__: core)  # type: ignore[method-assign]
+    with own_metrics():
+        patience, router_connections.CONNECT_SECONDS = router_connections.CONNECT_SECONDS, CONNECT_SECONDS
+        original = EngineCoreClient.make_async_mp_client
+        with tempfile.TemporaryDirectory() as directory:
+            config = _config(Path(directory))
+            core = TinyCore(config)
+            EngineCoreClient.make_async_mp_client = staticmethod(lambda *_, **__: core)  # type: ignore[method-assign]
+            try:
+                engine = AsyncLLM(config, executor_class=Executor, log_stats=True, log_requests=False)
+            finally:
+                EngineCoreClient.make_async_mp_client = original  # type: ignore[method-assign]
+        about = EngineDescription([["tcp://127.0.0.1:1"]], [], [], LAYOUT, core.connector.token, 60.0, 0.01, None)
+        calls = CoreCalls(engine)
+        probe = LivenessProbe(partial(calls.call, status), [_counters], [])
+        await probe.start()
+        verbs = EngineVerbs(engine, "e", calls, about, AgentCalls([core.agent]), probe, NO_ADAPTERS)
+        core.reports = verbs._reports
+        app = FastAPI()
+        TercetEndpoints().attach_router(app)
+        app.state.tercet = verbs
+        app.state.tercet_callers = Callers([])
+        app.state.tercet_max_request_bytes = PluginSettings().max_request_bytes
+        app.state.tercet_prefillers = AllowedPrefillers("", "prefill_hosts")
+        loads: list[EngineLoad] = []
         try:
-            engine = AsyncLLM(config, executor_class=Executor, log_stats=True, log_requests=False)
+            async with StreamListener() as listener:
+                router = listener.connection_of("e", loads.append)
+                address = await listener.address_for("http://127.0.0.1:1")
+                transport = httpx.ASGITransport(app, raise_app_exceptions=False)
+                async with httpx.AsyncClient(
+                    transport=transport, base_url=f"http://localhost{API_PREFIX}", timeout=None
+                ) as client:
+                    yield VerbsRoom(core, verbs, client, (address, router.key))
+                verbs.router_connections.close()
         finally:
-            EngineCoreClient.make_async_mp_client = original  # type: ignore[method-assign]
-    about = EngineDescription([["tcp://127.0.0.1:1"]], [], [], LAYOUT, core.connector.token, 60.0, 0.01, None)
-    calls = CoreCalls(engine)
-    probe = LivenessProbe(partial(calls.call, status), [_counters], [])
-    await probe.start()
-    verbs = EngineVerbs(engine, "e", calls, about, AgentCalls([core.agent]), probe, NO_ADAPTERS)
-    core.reports = verbs._reports
-    app = FastAPI()
-    TercetEndpoints().attach_router(app)
-    app.state.tercet = verbs
-    app.state.tercet_callers = Callers([])
-    app.state.tercet_max_request_bytes = PluginSettings().max_request_bytes
-    app.state.tercet_prefillers = AllowedPrefillers("", "prefill_hosts")
-    loads: list[EngineLoad] = []
-    try:
-        async with StreamListener() as listener:
-            router = listener.connection_of("e", loads.append)
-            address = await listener.address_for("http://127.0.0.1:1")
-            transport = httpx.ASGITransport(app, raise_app_exceptions=False)
-            async with httpx.AsyncClient(
-                transport=transport, base_url=f"http://localhost{API_PREFIX}", timeout=None
-            ) as client:
-                yield VerbsRoom(core, verbs, client, (address, router.key))
-            verbs.router_connections.close()
-    finally:
-        await probe.close()
-        router_connections.CONNECT_SECONDS = patience
-        verbs._reports._task.cancel()
-        with suppress(asyncio.CancelledError):
-            await verbs._reports._task
-        verbs._reports._socket.close()
-        engine.shutdown()
-        for collector in set(prometheus_client.REGISTRY._collector_to_names) - metrics:
-            prometheus_client.REGISTRY.unregister(collector)
+            await probe.close()
+            router_connections.CONNECT_SECONDS = patience
+            verbs._reports._task.cancel()
+            with suppress(asyncio.CancelledError):
+                await verbs._reports._task
+            verbs._reports._socket.close()
+            engine.shutdown()
 
 
 TARGETS = (Target("verbs", seeds, Named(), _room, "calls"),)

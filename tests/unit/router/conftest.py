@@ -35,6 +35,7 @@ from tercet.router.shared_state import SharedState
 from tercet.settings import EngineAddress, Limits
 from tercet.wire.client import Admit
 from tercet.wire.serving.admin_access import AdminAccess
+from tests.own_metrics import own_metrics
 from tests.unit.fakes import FakeEngine
 
 PROGRAMS = """
@@ -206,10 +207,8 @@ def draining(name: str, draining: bool) -> Callable[[FleetState], FleetState]:
 
 @pytest.fixture
 def metrics() -> Iterator[Metrics]:
-    before = set(prometheus_client.REGISTRY._collector_to_names)
-    yield Metrics()
-    for collector in set(prometheus_client.REGISTRY._collector_to_names) - before:
-        prometheus_client.REGISTRY.unregister(collector)
+    with own_metrics():
+        yield Metrics()
 
 
 @pytest.fixture

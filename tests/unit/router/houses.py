@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Sequence
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,8 @@ from tercet.router.service import Service
 from tercet.router.service_programs import ServicePrograms
 from tercet.router.small_openai import small_app
 from tercet.settings import Limits
-from tests.longest_wait import LONGEST_WAIT_S
+from tests.longest_wait import LONGEST_WAIT_S, until
+from tests.own_metrics import own_metrics
 from tests.unit.fakes import FakeEngine
 
 from .conftest import shared_over
@@ -111,3 +113,27 @@ class House:
         return not any(engine.running or engine.leases for engine in self.engines.values()) and not any(
             member.in_flight for member in self.fleet.members
         )
+
+
+@asynccontextmanager
+async def built_house(*, small: bool = False) -> AsyncGenerator[House]:
+    """A house with vLLM's layer, or with the small one, while entered."""
+    with own_metrics():
+        house = House()
+        client = None if small else await house.build()
+        if small:
+            house.build_small()
+        try:
+            yield house
+        finally:
+            if client is not None:
+                client.shutdown()
+
+
+@asynccontextmanager
+async def mended(built: House) -> AsyncGenerator[House]:
+    """The house for one test; afterwards no engine works."""
+    built.mend()
+    yield built
+    built.mend()
+    await until(lambda: built.is_empty)

@@ -8,7 +8,6 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import httpx
-import prometheus_client
 import pytest
 import pytest_asyncio
 
@@ -16,7 +15,7 @@ from tercet.decisions.sessions import session_named
 from tercet.protocol import BadRequest, Request
 from tests.longest_wait import LONGEST_WAIT_S
 
-from .houses import BODY, LENGTH, MESSAGES, PROMPT, House
+from .houses import BODY, LENGTH, MESSAGES, PROMPT, House, built_house, mended
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 JSON = {"content-type": "application/json"}
@@ -33,25 +32,15 @@ WHOLE: dict[str, dict[str, Any]] = {
     scope="module", loop_scope="module", params=["small", pytest.param("vllm", marks=pytest.mark.vllm)]
 )
 async def built(request: pytest.FixtureRequest) -> AsyncIterator[House]:
-    before = set(prometheus_client.REGISTRY._collector_to_names)
-    house = House()
-    client = await house.build() if request.param == "vllm" else house.build_small()
-    yield house
-    if client is not None:
-        client.shutdown()
-    for collector in set(prometheus_client.REGISTRY._collector_to_names) - before:
-        prometheus_client.REGISTRY.unregister(collector)
+    async with built_house(small=request.param == "small") as house:
+        yield house
 
 
 @pytest_asyncio.fixture(loop_scope="module")
 async def house(built: House) -> AsyncIterator[House]:
     """The house; afterwards no engine works, and no program is said to have failed."""
-    built.mend()
-    yield built
-    built.mend()
-    async with asyncio.timeout(LONGEST_WAIT_S):
-        while not built.is_empty:
-            await asyncio.sleep(0.01)
+    async with mended(built):
+        yield built
     assert not built.service.routing.failures
 
 

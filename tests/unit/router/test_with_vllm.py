@@ -8,7 +8,6 @@ from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
 import httpx
-import prometheus_client
 import pytest
 import pytest_asyncio
 
@@ -18,7 +17,7 @@ from tercet.protocol.sse import EventSplitter, object_of
 from tercet.settings import Limits
 from tests.longest_wait import LONGEST_WAIT_S
 
-from .houses import ANSWER, BODY, MESSAGES, PROMPT, REQUEST_TIMEOUT_S, House
+from .houses import ANSWER, BODY, MESSAGES, PROMPT, REQUEST_TIMEOUT_S, House, built_house, mended
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 PICTURE = {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:,"}}]}
@@ -26,23 +25,14 @@ PICTURE = {"role": "user", "content": [{"type": "image_url", "image_url": {"url"
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def built() -> AsyncIterator[House]:
-    before = set(prometheus_client.REGISTRY._collector_to_names)
-    house = House()
-    client = await house.build()
-    yield house
-    client.shutdown()
-    for collector in set(prometheus_client.REGISTRY._collector_to_names) - before:
-        prometheus_client.REGISTRY.unregister(collector)
+    async with built_house() as house:
+        yield house
 
 
 @pytest_asyncio.fixture(loop_scope="module")
 async def house(built: House) -> AsyncIterator[House]:
-    built.mend()
-    yield built
-    built.mend()
-    async with asyncio.timeout(LONGEST_WAIT_S):
-        while not built.is_empty:
-            await asyncio.sleep(0.01)
+    async with mended(built):
+        yield built
 
 
 def tokens_of(answer: httpx.Response) -> list[int]:

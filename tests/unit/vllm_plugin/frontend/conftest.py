@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any, cast
 
 import httpx
-import prometheus_client
 import pytest
 
 from tercet.cluster.model import resolve_model
@@ -29,6 +28,7 @@ from tercet.router.service import Service
 from tercet.router.service_programs import ServicePrograms
 from tercet.settings import Limits
 from tests.longest_wait import LONGEST_WAIT_S
+from tests.own_metrics import own_metrics
 from tests.unit.fakes import FakeEngine, stream_of
 from tests.unit.router.conftest import shared_over
 
@@ -280,30 +280,28 @@ def agent_routers(agent_model: str) -> Iterator[LiveRouters]:
 def live_routers(model: str) -> Generator[LiveRouters]:
     """The two routers, while entered."""
     loop = asyncio.new_event_loop()
-    before = set(prometheus_client.REGISTRY._collector_to_names)
-    engine = ScriptedEngine()
-    fleet = EngineFleet([Member("scripted", "http://nowhere", "both", engine)])
-    metrics = Metrics()
-    routers = LiveRouters(loop, engine, Service(fleet, "data_parallel", {}, metrics), metrics)
-    membership = Membership(fleet, lambda *_: pytest.fail("nobody joins"))
-    ready, stop = threading.Event(), asyncio.Event()
-    failed: list[BaseException] = []
+    with own_metrics():
+        engine = ScriptedEngine()
+        fleet = EngineFleet([Member("scripted", "http://nowhere", "both", engine)])
+        metrics = Metrics()
+        routers = LiveRouters(loop, engine, Service(fleet, "data_parallel", {}, metrics), metrics)
+        membership = Membership(fleet, lambda *_: pytest.fail("nobody joins"))
+        ready, stop = threading.Event(), asyncio.Event()
+        failed: list[BaseException] = []
 
-    def run() -> None:
-        try:
-            loop.run_until_complete(_serve(routers, model, membership, ready, stop))
-        except BaseException as error:
-            failed.append(error)
-            ready.set()
+        def run() -> None:
+            try:
+                loop.run_until_complete(_serve(routers, model, membership, ready, stop))
+            except BaseException as error:
+                failed.append(error)
+                ready.set()
 
-    thread = threading.Thread(target=run)
-    thread.start()
-    assert ready.wait(600), "the routers do not start"
-    if failed:
-        raise failed[0]
-    yield routers
-    loop.call_soon_threadsafe(stop.set)
-    thread.join(LONGEST_WAIT_S)
-    for collector in set(prometheus_client.REGISTRY._collector_to_names) - before:
-        prometheus_client.REGISTRY.unregister(collector)
-    assert not failed
+        thread = threading.Thread(target=run)
+        thread.start()
+        assert ready.wait(600), "the routers do not start"
+        if failed:
+            raise failed[0]
+        yield routers
+        loop.call_soon_threadsafe(stop.set)
+        thread.join(LONGEST_WAIT_S)
+        assert not failed

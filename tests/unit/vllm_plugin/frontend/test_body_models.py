@@ -15,6 +15,7 @@ from vllm.exceptions import VLLMError
 from tercet.lab.chaos.wrong_items import ListField, list_fields
 from tercet.vllm_plugin.frontend.body_models import body_adapters, bound_invocations, bound_routes, bounded_validator
 from tercet.vllm_plugin.frontend.openai_server import import_vllm, server_args
+from tests.own_metrics import own_metrics
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 ITEMS = 120
@@ -43,7 +44,8 @@ def application() -> FastAPI:
     import_vllm()
     from vllm.entrypoints.launchers.app import build_app
 
-    return build_app(server_args("m", ["m"], "127.0.0.1", 0, 512, ()), TASKS, None)
+    with own_metrics():  # one of the layers that vLLM builds here registers them
+        return build_app(server_args("m", ["m"], "127.0.0.1", 0, 512, ()), TASKS, None)
 
 
 @pytest.fixture(scope="module")
