@@ -60,6 +60,7 @@ REFUSED: tuple[tuple[Headers, int], ...] = (
 )
 ACCEPTED: tuple[Headers, ...] = (
     [JSON, JSON], [(TYPE, "APPLICATION/json ;charset=utf-8"), JSON, (ENCODING, ""), (ENCODING, "Identity,")],
+    [(TYPE, "application/octet-stream")],
 )  # fmt: skip
 OPENAI = sorted(GENERATING | POOLING | {"/tokenize", "/v1/load_lora_adapter", "/v1/nothing"})
 VERBS = ("prep_recv", "remote_send", "start_generate", "connect", "abort", "release", "sequences/x/move")
@@ -170,7 +171,7 @@ async def test_a_router_refuses_them_on_each_route(vllm: VLLM, router: LiveRoute
 
 WORDS = ("application/json", "text/plain", "application/a+json", "APPLICATION/JSON; charset=x", "",
          "multipart/form-data", "application/json, text/plain", "text/plain; a=application/json",
-         "application/json,")  # fmt: skip
+         "application/json,", "application/octet-stream")  # fmt: skip
 
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/raw", "/v1/audio/transcriptions"])

@@ -18,6 +18,8 @@ from tercet.protocol.wire import JSON, MSGPACK
 MULTIPART = "multipart/form-data"
 VERB_FORMS = (JSON, MSGPACK)
 """The forms of bodies that engines read in calls of verbs."""
+UNKNOWN_BYTES = "application/octet-stream"
+"""What HTTP libraries declare for bytes of which they were told nothing; it means the same as no declaration."""
 WITH_BODY = frozenset({"POST", "PUT", "PATCH"})
 """Methods whose bodies are read; no server reads a body of another method."""
 CONTENT_TYPE, CONTENT_ENCODING = b"content-type", b"content-encoding"
@@ -48,8 +50,8 @@ def forms_of(path: str) -> Sequence[str]:
 def labelled(fields: Fields, forms: Sequence[str]) -> Labelled:
     """Decide the form of a request's body; ``forms`` are those that its route reads. Call it for requests with a body.
 
-    A body without a ``content-type`` has the first of the forms. The returned fields have at most one, and no
-    ``content-encoding``: bodies with an encoding are refused.
+    A body without a ``content-type``, or of unknown bytes, has the first of the forms. The returned fields have at
+    most one, and no ``content-encoding``: bodies with an encoding are refused.
     Raises :class:`~tercet.protocol.errors.BadRequest` for fields that disagree, and
     :class:`~tercet.protocol.errors.UnsupportedMediaType` for a form or an encoding that is not read; ``param`` is the
     name of the field.
@@ -68,6 +70,8 @@ def labelled(fields: Fields, forms: Sequence[str]) -> Labelled:
     kinds = dict.fromkeys(_media_type(item) for value in said[CONTENT_TYPE] for item in _items(value))
     _require_one(CONTENT_TYPE, kinds)
     kind = next(iter(kinds), "")
+    if kind == UNKNOWN_BYTES:
+        kind = forms[0]
     form = kind.partition(";")[0] if kinds else forms[0]
     if form not in forms:
         raise UnsupportedMediaType(f"content-type: must be {' or '.join(forms)}, is {form:.80}", "content-type")

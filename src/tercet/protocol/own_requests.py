@@ -12,7 +12,7 @@ import ipaddress
 from collections.abc import Iterable, Sequence
 from urllib.parse import urlsplit
 
-from tercet.protocol.body_forms import CONTENT_TYPE, Fields, announces_body, labelled
+from tercet.protocol.body_forms import CONTENT_TYPE, UNKNOWN_BYTES, Fields, announces_body, labelled
 from tercet.protocol.errors import Forbidden, UnsupportedMediaType
 from tercet.protocol.wire import JSON
 
@@ -115,9 +115,11 @@ def require_json(fields: Fields) -> None:
     """
     types = [value.strip().lower() for name, value in fields if name.lower() == CONTENT_TYPE]
     has_body = announces_body(fields)
-    if has_body and not any(types):
-        raise UnsupportedMediaType("content-type: must be application/json, is nothing", "content-type")
-    if has_body or types not in ([], [b"application/octet-stream"]):
+    unknown = UNKNOWN_BYTES.encode()
+    if has_body and (not any(types) or unknown in types):
+        named = unknown.decode() if any(types) else "nothing"
+        raise UnsupportedMediaType(f"content-type: must be application/json, is {named}", "content-type")
+    if has_body or types not in ([], [unknown]):
         labelled(fields, (JSON,))
 
 

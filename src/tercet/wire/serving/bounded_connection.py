@@ -3,14 +3,19 @@
 httptools copies the received part of a header each time more of it arrives, so one long header costs the square of its
 size: the limit is checked before the header's end. Trailers are dropped.
 
+A client that asks for the connection's end after its request is answered may still send its body. If the connection
+were closed with unread bytes, it would be reset, and the client would lose the answer: the rest is read and dropped.
+
 Relies on uvicorn's ``HttpToolsProtocol``: httptools calls its ``on_message_begin``, ``on_header``,
 ``on_headers_complete``, ``on_body`` and ``on_message_complete``, it has ``url``, ``headers``, ``cycle``, ``flow`` and
-``transport``, and ``handle_websocket_upgrade`` gives the connection to another protocol.
+``transport``, and ``handle_websocket_upgrade`` gives the connection to another protocol. A cycle has ``keep_alive``,
+and calls ``transport.close()`` after an answer with which the connection ends.
 """
 
 from __future__ import annotations
 
 import asyncio
+import math
 from typing import Any
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
@@ -20,6 +25,8 @@ from tercet.wire.serving.error_answers import breach_error, last_answer
 
 LAST_SECONDS = 2.0
 """Seconds for a refused client to read the error; data that it sends in that time is dropped."""
+LINGER_SECONDS = 30.0
+"""Seconds in which the rest of a body is dropped after the answer that ends a connection."""
 # Bytes of a header in addition to its name and value: ": " and the line end.
 BESIDE = 4
 
@@ -32,6 +39,8 @@ class BoundedProtocol(HttpToolsProtocol):
     _progressed = False
     _feeding = 0
     _refused = False
+    _lingers = False
+    _linger_until = math.inf
     _ending: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
@@ -52,6 +61,8 @@ class BoundedProtocol(HttpToolsProtocol):
         if incoming is None:
             if not self._refused:
                 super().data_received(data)
+            elif self._lingers:
+                self._end_after(LAST_SECONDS)
             return
         self._progressed = False
         self._feeding = incoming.unfinished + len(data)
@@ -89,6 +100,9 @@ class BoundedProtocol(HttpToolsProtocol):
             self.refuse(Breach.LONG_HEAD)
             return
         super().on_headers_complete()
+        cycle: Any = self.cycle
+        if not cycle.keep_alive:
+            cycle.transport = LastAnswer(self, self.transport)
 
     def on_body(self, body: bytes) -> None:
         """Record a part of a body."""
@@ -106,7 +120,15 @@ class BoundedProtocol(HttpToolsProtocol):
         """Record that a request is answered; its body may not have ended."""
         if self._incoming is not None:
             self._incoming.answered()
+        if self._lingers:
+            self.flow.resume_reading()
+            self.pipeline.clear()
         super().on_response_complete()
+
+    def timeout_keep_alive_handler(self) -> None:
+        """Close a connection on which no further request arrives. Overrides uvicorn's method."""
+        if not self._lingers:
+            super().timeout_keep_alive_handler()
 
     def _head_bytes(self) -> int:
         return len(self.url) + sum(len(name) + len(value) + BESIDE for name, value in self.headers)
@@ -132,12 +154,44 @@ class BoundedProtocol(HttpToolsProtocol):
             cycle.disconnected = True
             cycle.message_event.set()
         self.transport.write(last_answer(breach_error(breach)))
-        # If the connection were closed with unread bytes, it would be reset, and the answer would be lost.
+        self._end_output()
+
+    def end(self) -> None:
+        """Close the connection after its last answer; if its request still arrives, once the client has read that."""
+        if self._part == "nothing" or self._refused or self.transport.is_closing():
+            self.transport.close()
+            return
+        self._refused = self._lingers = True
+        self._forget()
+        self._linger_until = asyncio.get_running_loop().time() + LINGER_SECONDS
+        self._end_output()
+
+    def _end_output(self) -> None:
         if self.transport.can_write_eof():
             self.transport.write_eof()
-        self._ending = asyncio.get_running_loop().call_later(LAST_SECONDS, self.transport.abort)
+        self._end_after(LAST_SECONDS)
+
+    def _end_after(self, seconds: float) -> None:
+        """Close the connection after so many seconds without data; a client that sends on is given a limited time."""
+        if self._ending is not None:
+            self._ending.cancel()
+        loop = asyncio.get_running_loop()
+        until = min(loop.time() + seconds, self._linger_until)
+        self._ending = loop.call_at(until, self.transport.abort)
 
     def _forget(self) -> None:
         if self._incoming is not None:
             self._incoming.closed()
             self._incoming = None
+
+
+class LastAnswer:
+    """The transport of ``protocol`` for the answer with which the connection ends: closing it lets the client read."""
+
+    def __init__(self, protocol: BoundedProtocol, transport: asyncio.Transport) -> None:
+        self._transport = transport
+        self.write = transport.write
+        self.close = protocol.end
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._transport, name)
