@@ -44,7 +44,7 @@ class Labelled(NamedTuple):
 
 def forms_of(path: str) -> Sequence[str]:
     """Return the forms of bodies that servers of the OpenAI API read at a path, the name of each in lower case."""
-    return (MULTIPART,) if path in TRANSCRIBING else (JSON,)
+    return (MULTIPART, JSON) if path in TRANSCRIBING else (JSON,)
 
 
 def labelled(fields: Fields, forms: Sequence[str]) -> Labelled:
