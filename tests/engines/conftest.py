@@ -34,13 +34,13 @@ from tests.otlp import Receiver
 from tests.small_llama import small_llama
 from tests.warm import MODEL, spec_of, start_guarded, warm_parent
 
-from .processes import EnginePlace
+from .processes import TRACED, EnginePlace
 
 START_SECONDS = 420
 # Fixtures of the engines that tests share.
 SHARED = {"fleet", "speaking", "breakable"}
 # Engines may be named to prefill for one another.
-PREFILLERS = {"TERCET_PREFILL_HOSTS": "127.0.0.1:*", "TERCET_CLIENT_TRACES": "1"}
+PREFILLERS = {"TERCET_PREFILL_HOSTS": "127.0.0.1:*"}
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest selects by marks
@@ -141,7 +141,9 @@ def start_fleet(tmp: Path, *args: str, model: str = MODEL) -> Fleet:
         "--engine-restarts", "0", *args,
     ]  # fmt: skip
     with log.open("wb") as output:
-        process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, env={**os.environ, **PREFILLERS})
+        process = subprocess.Popen(
+            command, stdout=output, stderr=subprocess.STDOUT, env={**os.environ, **PREFILLERS, **TRACED}
+        )
     url = f"http://127.0.0.1:{port}"
     deadline = time.monotonic() + START_SECONDS
     while time.monotonic() < deadline:

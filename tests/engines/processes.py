@@ -67,6 +67,10 @@ def stopped(processes: list[psutil.Process]) -> Generator[None]:
         send_signal(processes, signal.SIGCONT)
 
 
+# Tests read traces also where a request has passed a proxy.
+TRACED = {"TERCET_CLIENT_TRACES": "1"}
+
+
 class EnginePlace:
     """Where an engine runs, and the command that starts one there."""
 
@@ -82,7 +86,7 @@ class EnginePlace:
     @classmethod
     def of(cls, spec: EngineSpec, log: Path, **environment: str) -> Self:
         """The place of an engine of that description, which is yet to be started; it writes to `log`."""
-        environment = {**os.environ, **engine_env(spec), **environment}
+        environment = {**os.environ, **engine_env(spec), **TRACED, **environment}
         return cls(spec.name, f"http://{spec.host}:{spec.port}", engine_argv(spec), environment, log)
 
     @classmethod

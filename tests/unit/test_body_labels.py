@@ -197,7 +197,7 @@ async def test_a_form_with_a_file_is_read_where_it_is_one(vllm: VLLM, router: Li
             assert (await asker.ask(path, [form, (ENCODING, "gzip")], FILE)).status_code == 415
             assert (await asker.ask(path, [form, (TYPE, "multipart/form-data; boundary=b")], FILE)).status_code == 400
         assert (await asker.ask("/v1/audio/transcriptions", [form, form], FILE)).status_code == 200
-        assert vllm.read == ["sound"]
+        assert vllm.read[-1] == "sound"
         assert (await asker.ask("/v1/audio/transcriptions", [form], b" " * 100_001)).status_code == 413
 
 
