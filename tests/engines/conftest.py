@@ -141,7 +141,8 @@ def start_fleet(tmp: Path, *args: str, model: str = MODEL) -> Fleet:
         "--engine-restarts", "0", *args,
     ]  # fmt: skip
     with log.open("wb") as output:
-        process = subprocess.Popen(
+        environment = {**os.environ, **PREFILLERS, **TRACED}
+        process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, env=environment)
             command, stdout=output, stderr=subprocess.STDOUT, env={**os.environ, **PREFILLERS, **TRACED}
         )
     url = f"http://127.0.0.1:{port}"
