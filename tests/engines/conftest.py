@@ -143,8 +143,6 @@ def start_fleet(tmp: Path, *args: str, model: str = MODEL) -> Fleet:
     with log.open("wb") as output:
         environment = {**os.environ, **PREFILLERS, **TRACED}
         process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, env=environment)
-            command, stdout=output, stderr=subprocess.STDOUT, env={**os.environ, **PREFILLERS, **TRACED}
-        )
     url = f"http://127.0.0.1:{port}"
     deadline = time.monotonic() + START_SECONDS
     while time.monotonic() < deadline:
