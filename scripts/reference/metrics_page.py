@@ -50,7 +50,7 @@ BOUNDS = {
     "model": "names that routers list",
     "status": "HTTP statuses",
     "rank": "ranks of the engine",
-    "model_name": "for a router and an engine, the names that it serves; for a picker, the first 64 names of at most 256 characters that clients request, and `other`",
+    "model_name": "for a router and an engine, the names that it serves; for a picker, the first 64 requested names of at most 256 characters that its engines report as their model or adapters, and `other`",
     "finished_reason": "vLLM's reasons",
     "error_code": "HTTP statuses",
     "decision_type": "2",
@@ -96,7 +96,7 @@ def metrics_page() -> str:
             "## Of an endpoint picker",
             _table(
                 [
-                    *declared_by(vars(PickerMetrics())),
+                    *declared_by(vars(PickerMetrics(lambda _: False))),
                     *collected(PoolCollector(_fleet(), "tercet").collect()),
                     *collected(EngineCollector(_fleet()).collect()),
                 ]
@@ -109,8 +109,7 @@ def metrics_page() -> str:
             _table([*_of_simulated_engines()]),
             "## Of a planner\n\nAt port `--metrics-port` of `tercet planner`.",
             _table(declared_by(vars(PlannerMetrics()))),
-            "## Labels\n\nThese limits bound the number of series for any requests of clients. No label has a text from a client, "
-            "except a picker's `model_name`.",
+            "## Labels\n\nThese limits bound the number of series for any requests of clients. No label has a text from a client.",
             table(("label", "values"), ((code(name), BOUNDS[name]) for name in sorted(BOUNDS))),
         ]
     )

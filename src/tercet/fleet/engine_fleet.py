@@ -148,6 +148,10 @@ class EngineFleet:
         """Pass on an engine's proposal to move a sequence that it generates."""
         self.on_proposal(name, proposal)
 
+    def serves(self, model: str) -> bool:
+        """True if an engine has reported this name of a model, or if it is the name of an adapter of this fleet."""
+        return model in self.adapters or any(member.model == model for member in self._roster.members)
+
     @property
     def model_dtype(self) -> str:
         """The dtype in which the engines compute, as they report it; empty if they differ or none has reported."""

@@ -24,11 +24,11 @@ class Member:
     or the engine is stuck, and true again when the router's watch finds the engine well. ``when_idle`` is called each
     time its last sequence ends. ``kv_tokens`` is the capacity of its KV cache in tokens; 0 until it is reported.
     ``adapters`` are the LoRA adapters that it reports, by name, and ``max_adapters`` is the number of adapters that one
-    step may serve: 0 if it serves none. ``model_dtype`` is the dtype in which it computes, ``revision`` its software,
-    weights and KV layout. ``said_stamp`` is the adapter stamp of its last report, ``asked_stamp`` the stamp at its last
-    status. ``refused`` is the reason why an engine that answers may not serve here, such as another model; empty if it
-    may. ``on_change`` is called for each change of a field in ``FOLLOWED``: picks use columns of these fields instead
-    of reading every engine.
+    step may serve: 0 if it serves none. ``model`` is the reported name of its model, ``model_dtype`` the dtype in which
+    it computes, ``revision`` its software, weights and KV layout. ``said_stamp`` is the adapter stamp of its last
+    report, ``asked_stamp`` the stamp at its last status. ``refused`` is the reason why an engine that answers may not
+    serve here, such as another model; empty if it may. ``on_change`` is called for each change of a field in
+    ``FOLLOWED``: picks use columns of these fields instead of reading every engine.
     """
 
     name: str
@@ -47,6 +47,7 @@ class Member:
     paused: Paused = ""
     adapters: Mapping[str, AdapterReport] = field(default_factory=dict[str, AdapterReport])
     max_adapters: int = 0
+    model: str = ""
     model_dtype: str = ""
     revision: Revision = UNKNOWN_REVISION
     said_stamp: int = 0

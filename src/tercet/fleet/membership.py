@@ -268,6 +268,7 @@ class Membership:
         """Record an engine's status; an engine that breaks the promise is not picked, and the reason is logged once."""
         self._fleet.health.heard(member.name, status.stalled_s)
         member.kv_tokens = status.total_blocks * status.block_size
+        member.model = status.model
         member.model_dtype = status.model_dtype
         if member.revision != status.revision:
             member.revision = status.revision

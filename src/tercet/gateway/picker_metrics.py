@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
@@ -18,8 +18,9 @@ SIZES = (64, 256, 1024, 4096, 16384, 65536, 262144, 1048576, 4194304)
 TOKENS = (1, 16, 64, 256, 1024, 4096, 16384, 65536, 131072, 262144)
 RATIOS = (0.0, 0.1, 0.25, 0.5, 0.75, 0.9, 1.0)
 MOST_MODELS, LONGEST_MODEL = 64, 256
-"""Most model names that are counted, and most characters of a name: clients choose the names in their requests."""
+"""Most model names with own labels, and most characters of such a name."""
 OTHER_MODELS = "other"
+"""The label of all other models, among them names that no engine serves: clients choose the names in requests."""
 
 
 @dataclass(frozen=True)
@@ -34,9 +35,13 @@ class _OfModel:
 
 
 class PickerMetrics:
-    """The counters of decisions; ``registry`` is shown at ``/metrics``. Times are in seconds."""
+    """The counters of decisions; ``registry`` is shown at ``/metrics``. Times are in seconds.
 
-    def __init__(self, registry: CollectorRegistry | None = None) -> None:
+    ``serves`` returns True for the name of a model that the fleet serves.
+    """
+
+    def __init__(self, serves: Callable[[str], bool], registry: CollectorRegistry | None = None) -> None:
+        self._serves = serves
         self.registry = own = CollectorRegistry() if registry is None else registry
         model = ["model_name"]
         self._models: dict[str, _OfModel] = {}
@@ -104,21 +109,20 @@ class PickerMetrics:
 
     def _counted_as(self, model: str) -> _OfModel:
         """Return a model's counters, from a cache: looking them up costs more than counting."""
-        found = self._models.get(model)
-        if found is None:
-            known = len(self._models) < MOST_MODELS and len(model) <= LONGEST_MODEL
-            name = model if known else OTHER_MODELS
+        if (found := self._models.get(model)) is not None:
+            return found
+        has_own = len(self._models) < MOST_MODELS and len(model) <= LONGEST_MODEL and self._serves(model)
+        name = model if has_own else OTHER_MODELS
+        if name not in self._models:
             kinds = self._disaggregated
-            found = _OfModel(
+            self._models[name] = _OfModel(
                 self._requests.labels(name),
                 self._sizes.labels(name),
                 self._tokens.labels(name),
                 kinds.labels(name, "decode-only"),
                 kinds.labels(name, "prefill-decode"),
             )
-            if known:
-                self._models[model] = found
-        return found
+        return self._models[name]
 
 
 class PoolCollector(Collector):

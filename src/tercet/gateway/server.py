@@ -186,7 +186,7 @@ class PickerServer:
 @asynccontextmanager
 async def picking(fleet: EngineFleet, config: PickerConfig) -> AsyncGenerator[PickerServer]:
     """Serve in this context. Raises :class:`~tercet.protocol.BadRequest` for a port in use."""
-    metrics = PickerMetrics()
+    metrics = PickerMetrics(fleet.serves)
     metrics.registry.register(PoolCollector(fleet, config.pool))
     metrics.registry.register(EngineCollector(fleet))
     renderer = renderer_of(config)

@@ -32,6 +32,8 @@ def config_for(roles: Sequence[Role], **fields: Any) -> PickerConfig:
 
 def fleet_for(config: PickerConfig, clock: Any = None, seed: int = 1) -> EngineFleet:
     members = [Member(a.name, a.url, a.role, FakeEngine(a.name), labels=a.labels) for a in config.engines]
+    for member in members:
+        member.model = "m"
     timed = {} if clock is None else {"clock": clock}
     return EngineFleet(members, scheduling=scheduling_of(config), seed=seed, **timed)
 
@@ -43,7 +45,7 @@ class House:
         self.now = 100.0
         self.config = config_for(roles, **fields)
         self.fleet = fleet or fleet_for(self.config, lambda: self.now)
-        self.metrics = PickerMetrics()
+        self.metrics = PickerMetrics(self.fleet.serves)
         self.picker = EndpointPicker(self.fleet, ByCharacters(), self.metrics, self.config, lambda: self.now)
 
     def report(self, name: str, **load: Any) -> None:

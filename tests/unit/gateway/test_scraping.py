@@ -86,7 +86,7 @@ async def pool(many: int, scheduling: str | None = None) -> AsyncGenerator[Pool]
             scheduling=scheduling,
         )
         fleet = await stack.enter_async_context(fleet_of(config))
-        made = Pool(engines, fleet, EndpointPicker(fleet, ByCharacters(), PickerMetrics(), config))
+        made = Pool(engines, fleet, EndpointPicker(fleet, ByCharacters(), PickerMetrics(fleet.serves), config))
         async with asyncio.timeout(SECONDS):
             while not all(member.reachable for member in fleet.members):
                 await asyncio.sleep(0.01)
@@ -112,6 +112,12 @@ async def test_a_full_engine_has_no_room() -> None:
         assert not asked.done()
         there.engines[1].usage = 0.1
         assert await asyncio.wait_for(asked, SECONDS) == address_of(there.engines[1].url)
+
+
+async def test_the_models_are_those_that_pages_name() -> None:
+    async with pool(1) as there:
+        assert there.fleet.serves("m")
+        assert not there.fleet.serves("invented")
 
 
 @pytest.mark.slow
