@@ -1,7 +1,9 @@
-"""A limit for the total size of request bodies that a process buffers, before their requests are admitted or passed on.
+"""Limits for the total size of request bodies in a process: buffered ones, and those of admitted requests.
 
-A client may begin many bodies of the largest accepted size and end none. When the bodies of one process exceed the
-limit, the largest one is dropped, with HTTP status 429, so that small requests of other clients still pass.
+Buffered bodies are those of requests that are not admitted or passed on yet. A client may begin many bodies of the
+largest accepted size and end none. When the buffered bodies of one process exceed their limit, the largest one is
+dropped, with HTTP status 429, so that small requests of other clients still pass. Requests that run are not ended for
+others: a request whose body does not fit beside theirs is refused, also with 429.
 
 The pieces of a long body are copied into pages that go back to the system as soon as the body is dropped or taken. As
 thousands of objects of 64 KiB they would leave holes between other objects, and the process would keep twice the limit.
@@ -18,6 +20,8 @@ from tercet.protocol import Saturated
 
 LARGEST_AT_ONCE = 4
 """Number of bodies of the largest accepted size that fit into the limit together."""
+ADMITTED_BYTES = 1024**3
+"""Most bytes of the bodies of admitted requests: 10,000 requests of 100 KB."""
 RETRY_SECONDS = 10
 LONG_BYTES = 256 * 1024
 """Bytes above which a body is in its own pages."""
@@ -138,6 +142,32 @@ class BodiesHeld:
         if body in self._bodies:
             self._bodies.discard(body)
             self.size -= body.size
+
+
+class AdmittedBodies:
+    """The bodies of the requests that one process serves now, with at most ``most`` bytes in total."""
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self.size = 0
+
+    @contextmanager
+    def one(self, size: int) -> Generator[None]:
+        """Count a body of ``size`` bytes while entered; raise :class:`~tercet.protocol.Saturated` if it does not fit.
+
+        A body fits if no other one is there.
+        """
+        if self.size and self.size + size > self._most:
+            raise Saturated(
+                f"the running requests of this process have bodies of {self.size} bytes, and this one of {size} bytes "
+                f"would exceed the limit of {self._most}; retry after {RETRY_SECONDS} s",
+                retry_after=RETRY_SECONDS,
+            )
+        self.size += size
+        try:
+            yield
+        finally:
+            self.size -= size
 
 
 def _whole_pages(size: int) -> int:

@@ -16,10 +16,10 @@ from urllib.parse import quote
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from tercet.fleet.admission import ClientLeft, Gate
-from tercet.fleet.bodies_held import LARGEST_AT_ONCE, BodiesHeld, HeldBody
+from tercet.fleet.bodies_held import ADMITTED_BYTES, LARGEST_AT_ONCE, AdmittedBodies, BodiesHeld, HeldBody
 from tercet.fleet.long_bodies import LongBodies, is_long, is_short
 from tercet.fleet.portions import Portions
-from tercet.protocol import BadRequest, EngineUnreachable, RouterFailed, TercetError, UnknownPath
+from tercet.protocol import BadRequest, EngineUnreachable, RouterFailed, Saturated, TercetError, UnknownPath
 from tercet.protocol.bearer import BearerKeys
 from tercet.protocol.body_forms import WITH_BODY
 from tercet.protocol.error_forms import error_body
@@ -94,6 +94,7 @@ class RouterApp:
         self._check_program = check_program
         self._max_bytes = max_bytes
         self._bodies = BodiesHeld(LARGEST_AT_ONCE * max_bytes)
+        self._admitted = AdmittedBodies(max(ADMITTED_BYTES, LARGEST_AT_ONCE * max_bytes))
         self._long = LongBodies(gate.limits, gate.count_refusal)
         self._access_log = access_log
         self._pooling = pooling
@@ -181,12 +182,21 @@ class RouterApp:
                     await self._take_turn(context, scope, body, kept)
                 elif pooling is None and not is_short(body.content):
                     await self._long.alone(self._client_of(scope))
+                self._count_admitted(len(body.content), held)
         if body is None or pooling is None:
             return body, None
         context.prepared()
         pooled = await self._pooled(pooling, context, body, scope)
         held.callback(pooled.close)
         return body, pooled
+
+    def _count_admitted(self, size: int, held: AsyncExitStack) -> None:
+        """Count the body of a request until its end; raise :class:`~tercet.protocol.Saturated` if it does not fit."""
+        try:
+            held.enter_context(self._admitted.one(size))
+        except Saturated:
+            self._gate.count_refusal("bodies_full")
+            raise
 
     def _served_elsewhere(self, path: str, scope: Scope) -> UnknownPath | None:
         """Return the error if only the router's other address serves this path, otherwise None."""

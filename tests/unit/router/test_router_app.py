@@ -14,6 +14,7 @@ import pytest
 from tercet.fleet import RunningSequence
 from tercet.fleet.admission import Gate
 from tercet.protocol import Request
+from tercet.router import router_app
 from tercet.router.metrics import Metrics
 from tercet.router.received_bodies import asked_by
 from tercet.router.router_app import RouterApp
@@ -107,6 +108,39 @@ async def test_what_is_not_limited_passes(router: LiveRouter, metrics: Metrics) 
     assert house.app.running == 50
     house.app.go.set()
     assert {(await task).status_code for task in tasks} == {200}
+
+
+async def test_bodies_of_running_requests_have_a_bound_in_bytes(
+    router: LiveRouter, metrics: Metrics, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(router_app, "ADMITTED_BYTES", 50_000)
+    house = House(router, metrics, Limits(), size=10_000)
+    tasks = await house.fill(5, prompt="x" * 9_900)
+    refused = await house.post(prompt="x" * 9_900)
+    assert (refused.status_code, refused.headers["retry-after"]) == (429, "10")
+    assert "would exceed the limit of 50000" in refused.json()["error"]["message"]
+    assert counted("tercet_requests_refused_total", reason="bodies_full") == 1
+    small = await house.one(prompt="x")
+    assert house.app.running == 6, "what fits passes"
+    house.app.go.set()
+    assert {(await task).status_code for task in [*tasks, small]} == {200}
+    assert house.front._admitted.size == 0
+    assert (await house.post(prompt="x" * 9_900)).status_code == 200
+
+
+@pytest.mark.parametrize("how", ["the client leaves", "the application fails"])
+async def test_the_bytes_of_a_request_that_breaks_off_are_free_again(
+    router: LiveRouter, metrics: Metrics, how: str
+) -> None:
+    house = House(router, metrics, Limits())
+    (task,) = await house.fill(1, prompt="x" * 900)
+    assert house.front._admitted.size > 900
+    if how == "the client leaves":
+        task.cancel()
+    house.app.fails = True
+    house.app.go.set()
+    await asyncio.gather(task, return_exceptions=True)
+    assert house.front._admitted.size == 0
 
 
 async def test_the_application_gets_the_body_and_what_it_asks_for(house: House) -> None:
