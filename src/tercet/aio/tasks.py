@@ -22,7 +22,7 @@ def is_cancelled() -> bool:
     return task is None or task.cancelling() > 0
 
 
-class _Failures:
+class Failures:
     """The log of one background task's errors: each different one is logged once, until the task works again."""
 
     def __init__(self, name: str) -> None:
@@ -35,7 +35,7 @@ class _Failures:
         if text in self._told or len(self._told) >= MOST_TOLD:
             return
         self._told.add(text)
-        logger.error("%s failed and is started again: %s", self._name, text, exc_info=error)
+        logger.error("%s failed and is tried again: %s", self._name, text, exc_info=error)
 
     def works(self) -> None:
         """Log once that the task works again."""
@@ -44,17 +44,24 @@ class _Failures:
             self._told.clear()
 
 
+def _end_if_cancelled() -> None:
+    """End a cancelled task whose clean-up failed: the error of the clean-up has replaced the cancellation."""
+    if is_cancelled():
+        raise asyncio.CancelledError
+
+
 async def repeat(work: Callable[[], Awaitable[object]], pause_s: float, name: str) -> None:
     """Run ``work`` in a loop, with ``pause_s`` seconds after each run, until cancelled.
 
     An error of ``work`` does not end the loop: it is logged once under the task's ``name``.
     """
-    failures = _Failures(name)
+    failures = Failures(name)
     while True:
         try:
             await work()
         except Exception as error:
             failures.tell(error)
+            _end_if_cancelled()
         else:
             failures.works()
         await asyncio.sleep(pause_s)
@@ -66,7 +73,7 @@ async def keep_running(work: Callable[[], Awaitable[object]], name: str) -> None
     Return when ``work`` returns. An error is logged once under the task's ``name``, and once more if ``work`` ran for
     :data:`WELL_S` seconds since; ``work`` is run again :data:`AGAIN_S` seconds after an error.
     """
-    failures, loop = _Failures(name), asyncio.get_running_loop()
+    failures, loop = Failures(name), asyncio.get_running_loop()
     while True:
         began = loop.time()
         try:
@@ -74,8 +81,9 @@ async def keep_running(work: Callable[[], Awaitable[object]], name: str) -> None
             return
         except Exception as error:
             if loop.time() - began >= WELL_S:
-                failures = _Failures(name)
+                failures = Failures(name)
             failures.tell(error)
+            _end_if_cancelled()
         await asyncio.sleep(AGAIN_S)
 
 

@@ -258,23 +258,29 @@ def _asking() -> aiohttp.ClientSession:
 
 async def read_events(log: Path, say: Callable[[str], object]) -> None:
     """Pass new events of level WARNING or ERROR in a log to ``say``, until cancelled."""
-    await keep_running(partial(_read_events, log, say), f"reading of {log}")
+    await keep_running(_EventLog(log, say).follow, f"reading of {log}")
 
 
-async def _read_events(log: Path, say: Callable[[str], object]) -> None:
-    with log.open("rb") as lines:
-        lines.seek(0, os.SEEK_END)
-        begun = b""
-        while True:
-            if os.fstat(lines.fileno()).st_size < lines.tell():  # the log was rotated
-                lines.seek(0)
-                begun = b""
-            *whole, begun = (begun + lines.read()).split(b"\n")
-            for line in whole:
-                event = serious_event(line.decode(errors="replace"))
-                if event is not None:
-                    say(event)
-            await asyncio.sleep(ASK_SECONDS)
+class _EventLog:
+    """A log whose later lines are read. An error of reading loses no line: the next start reads on."""
+
+    def __init__(self, log: Path, say: Callable[[str], object]) -> None:
+        self._log, self._say = log, say
+        self._read_to = log.stat().st_size if log.exists() else 0
+
+    async def follow(self) -> None:
+        with self._log.open("rb") as lines:
+            while True:
+                if os.fstat(lines.fileno()).st_size < self._read_to:  # the log was rotated
+                    self._read_to = 0
+                lines.seek(self._read_to)
+                *whole, _ = lines.read().split(b"\n")
+                for line in whole:
+                    self._read_to += len(line) + 1
+                    event = serious_event(line.decode(errors="replace"))
+                    if event is not None:
+                        self._say(event)
+                await asyncio.sleep(ASK_SECONDS)
 
 
 async def until_ready(process: Process, url: str, on_event: OnEvent, path: str = HEALTH) -> None:

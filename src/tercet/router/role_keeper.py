@@ -11,12 +11,12 @@ from pathlib import Path
 
 import msgspec
 
-from tercet.aio import keep_running
+from tercet.aio import Failures, keep_running
 from tercet.aio.file_thread import FileThread
 from tercet.aio.whole_files import read_whole, write_whole
 from tercet.decisions.roles import RoleFlip
 from tercet.fleet.observed_roles import PrefillLine
-from tercet.protocol import TercetError
+from tercet.protocol import EngineError, TercetError
 from tercet.protocol.wire import UNREADABLE
 from tercet.router.fleet_state import FleetState
 from tercet.router.roles import INTERVAL_S, FleetRoles, seen_for_roles
@@ -68,6 +68,7 @@ class RoleKeeper:
         self._seen = seen_for_roles(shared.service.fleet, objectives)
         shared.service.observers.add(self._seen)
         self._files = FileThread()
+        self._failures = Failures("the decision about roles")
 
     async def run(self) -> None:
         """Wait for the lock, then decide while this process holds it, until cancelled."""
@@ -96,7 +97,7 @@ class RoleKeeper:
                     await self._shared.change(lambda state: state.with_role_keeper(self._name))
                     return
                 except TercetError as error:
-                    logger.error("roles: %s", error)
+                    self._failures.tell(error)
             await asyncio.sleep(INTERVAL_S)
 
     async def _has_turn(self) -> bool:
@@ -104,9 +105,10 @@ class RoleKeeper:
         try:
             return await self._files.run(self._mine.take)
         except OSError as error:
-            logger.error("roles: %s: %s", self._mine.name, error.strerror or "the file system does not answer")
+            reason = error.strerror or "the file system does not answer"
+            self._failures.tell(EngineError(f"{self._mine.name}: {reason}"))
         except TercetError as error:
-            logger.error("roles: %s", error)
+            self._failures.tell(error)
         return False
 
     def _give_back(self) -> None:
@@ -121,8 +123,9 @@ class RoleKeeper:
         try:
             await roles.look()
             await self._files.run(self._say, roles)
+            self._failures.works()
         except (TercetError, OSError) as error:
-            logger.error("roles: %s", error)
+            self._failures.tell(error)
         found, metrics = roles.last, self._shared.service.metrics
         if found is not None and found.pressures is not None:
             metrics.pressures(*found.pressures)

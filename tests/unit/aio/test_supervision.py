@@ -6,7 +6,8 @@ import ast
 import asyncio
 import errno
 import logging
-from collections.abc import Awaitable, Callable, Generator
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ ENDLESS = {
     "aio/tasks.py:repeat": "the mechanism",
     "cluster/joining.py:_stay": KEPT,
     "cluster/on_ray/ray_fleet.py:Follower.keep": ENDS,
-    "cluster/running_fleet.py:_read_events": KEPT,
+    "cluster/running_fleet.py:_EventLog.follow": KEPT,
     "cluster/running_fleet.py:_say_what_is_left": "it tells how a stop proceeds, and the stop does not wait for it",
     "fleet/discovery/pod_discovery.py:PodDiscovery.changes": "its reader, follow_found, is run again",
     "fleet/discovery/roster_file.py:RosterFile.changes": "its reader, follow_found, is run again",
@@ -102,94 +103,23 @@ def test_what_is_kept_is_never_a_bare_task() -> None:
         assert f"spawn(keys{bare}" not in text
 
 
-# ---- an error at each await ------------------------------------------------------------------------------------
-
-
-class FailsAt:
-    """An awaitable that runs a coroutine, and raises ``error`` at its ``number``-th suspension, instead of waiting."""
-
-    def __init__(self, work: Awaitable[object], number: int, error: Exception) -> None:
-        self._work, self._number, self._error = work, number, error
-        self.reached = False
-
-    def __await__(self) -> Generator[Any, Any, object]:
-        steps = self._work.__await__()
-        value: Any = None
-        fault: BaseException | None = None
-        for number in range(1_000_000):
-            try:
-                waited = steps.send(value) if fault is None else steps.throw(fault)
-            except StopIteration as end:
-                return end.value
-            value = fault = None
-            if number == self._number:
-                self.reached, fault = True, self._error
-                if waited is not None:
-                    waited._asyncio_future_blocking = False
-                    waited.cancel()
-                continue
-            try:
-                value = yield waited
-            except BaseException as raised:
-                fault = raised
-        raise AssertionError
-
-
-async def with_an_error_at_each_await(
-    work: Callable[[], Awaitable[object]],
-    works: Callable[[], Awaitable[object]],
-    awaits: int,
-    before: Callable[[], Awaitable[object]] | None = None,
-) -> None:
-    """Keep ``work`` with an error at its first, second, ... await; ``works`` returns if it then does its task.
-
-    ``before`` is awaited before each, to give the task something to do.
-    """
-    for number in range(awaits):
-        for error in (EMFILE, RuntimeError("unforeseen")):
-            if before is not None:
-                await before()
-            runs: list[FailsAt | None] = [FailsAt(work(), number, error), None]
-
-            def one(runs: list[FailsAt | None] = runs) -> Awaitable[object]:
-                first = runs.pop(0) if runs[0] is not None else None
-                return work() if first is None else first
-
-            injected = runs[0]
-            assert injected is not None
-            kept = TaskSet()
-            task = kept.keep(one, "loop")
-            try:
-                async with asyncio.timeout(20):
-                    while not injected.reached:
-                        await asyncio.sleep(0.001)
-                    await works()
-                assert not task.done()
-            finally:
-                await kept.close()
+def test_every_kept_loop_gets_an_error_at_each_of_its_awaits() -> None:
+    tried = list[str]()
+    for file in Path(__file__).parents[1].rglob("test_*.py"):
+        if "with_an_error_at_each_await" not in file.read_text():
+            continue
+        tests = [each for each in ast.parse(file.read_text()).body if isinstance(each, ast.AsyncFunctionDef)]
+        for each in (each for test in tests if test.name.startswith("test_") for each in ast.walk(test)):
+            if isinstance(each, ast.Call) and ast.unparse(each.func) == "with_an_error_at_each_await":
+                assert isinstance(each.args[0], ast.Constant)
+                tried.append(str(each.args[0].value))
+    kept = [each for each, how in ENDLESS.items() if how == KEPT]
+    assert sorted(tried) == sorted(kept), "each loop of the table that is kept has one test of its own"
 
 
 @pytest.fixture(autouse=True)
 def soon(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tasks, "AGAIN_S", 0.001)
-
-
-async def test_a_loop_goes_on_after_an_error_at_each_of_its_awaits() -> None:
-    turns = 0
-
-    async def work() -> None:
-        nonlocal turns
-        while True:
-            await asyncio.sleep(0.001)
-            await asyncio.wait_for(asyncio.sleep(0.001), 1)
-            turns += 1
-
-    async def works() -> None:
-        before = turns
-        while turns < before + 2:
-            await asyncio.sleep(0.001)
-
-    await with_an_error_at_each_await(work, works, 4)
 
 
 async def test_an_error_is_logged_once_until_the_loop_works_again(caplog: pytest.LogCaptureFixture) -> None:
@@ -218,6 +148,24 @@ async def test_an_error_is_logged_once_until_the_loop_works_again(caplog: pytest
         task.cancel()
         await asyncio.wait({task})
     assert len(caplog.records) == 5
+
+
+@pytest.mark.parametrize("keeping", [keep_running, partial(repeat, pause_s=0.0)])
+async def test_a_task_whose_clean_up_fails_ends_when_it_is_cancelled(keeping: Callable[..., Any]) -> None:
+    began = asyncio.Event()
+
+    async def work() -> None:
+        began.set()
+        try:
+            await asyncio.sleep(60)
+        finally:
+            raise EMFILE
+
+    task = asyncio.create_task(keeping(work, name="it"))
+    await began.wait()
+    task.cancel()
+    await asyncio.wait({task}, timeout=1)
+    assert task.cancelled()
 
 
 async def test_a_kept_task_ends_when_it_returns_or_is_cancelled() -> None:

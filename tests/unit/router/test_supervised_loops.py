@@ -3,31 +3,54 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+import itertools
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
+from typing import Any
 
+import msgspec
 import pytest
 
+from tercet.decisions.roles import Pressures, RoleFlip, RoleLook
 from tercet.fleet import membership
+from tercet.lab.bench.simulated.moving_fleet import SessionCounts
 from tercet.protocol.wire import JoinCall
-from tercet.router import joined_members, reload, shared_state
+from tercet.router import (
+    fleet_adapters,
+    joined_members,
+    reload,
+    rescheduler_server,
+    role_keeper,
+    sessions,
+    shared_state,
+)  # fmt: skip
 from tercet.router.fleet_state import StateFile
-from tercet.router.joined_members import GoneEngines, join, remove_gone
+from tercet.router.joined_members import GoneEngines, join
+from tercet.router.page import other_workers
 from tercet.router.routing import Plan
+from tercet.settings import ReschedulerConfig
+from tercet.settings.role_settings import Objectives
+from tercet.settings.session_settings import SessionSettings
 from tests.longest_wait import LONGEST_WAIT_S
-from tests.unit.aio.test_supervision import soon, with_an_error_at_each_await
+from tests.unit.fleet.test_adapters import Host, fleet_of, membership_of, report
+from tests.unit.supervision import Works, kept, until, with_an_error_at_each_await
 
 from .conftest import Engine, LiveRouter
 
-__all__ = ["soon"]
-AWAITS = 4
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(LONGEST_WAIT_S):
-        while not condition():
-            await asyncio.sleep(0.001)
+SCHEDULING = """
+apiVersion: llm-d.ai/v1alpha1
+kind: EndpointPickerConfig
+plugins:
+- type: queue-scorer
+- type: max-score-picker
+schedulingProfiles:
+- name: default
+  plugins:
+  - pluginRef: queue-scorer
+  - pluginRef: max-score-picker
+"""
 
 
 @pytest.fixture(autouse=True)
@@ -39,21 +62,18 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 async def test_vanished_engines_are_removed(router: LiveRouter) -> None:
     router.engines["http://e"] = Engine("e")
-    gone = GoneEngines(asyncio.get_running_loop().time, 0.01)
 
-    def is_there() -> bool:
-        return any(member.name == "e" for member in router.fleet.members)
-
-    async def vanish() -> None:
-        await join(router.shared, "e", JoinCall(url="http://e", uid="1"))
+    async def one_is_removed() -> None:
+        if not any(member.name == "e" for member in router.fleet.members):
+            await join(router.shared, "e", JoinCall(url="http://e", uid="1"))
         router.fleet.member("e").reachable = False
+        await until(lambda: not any(member.name == "e" for member in router.fleet.members))
 
-    async def is_removed() -> None:
-        if not is_there():
-            await vanish()
-        await until(lambda: not is_there())
+    def started() -> Any:
+        gone = GoneEngines(asyncio.get_running_loop().time, 0.01)
+        return kept(lambda: joined_members.remove_gone(router.shared, gone), one_is_removed)
 
-    await with_an_error_at_each_await(partial(remove_gone, router.shared, gone), is_removed, 8, vanish)
+    await with_an_error_at_each_await("router/joined_members.py:remove_gone", started)
 
 
 async def test_changes_of_other_processes_are_applied(router: LiveRouter) -> None:
@@ -64,7 +84,8 @@ async def test_changes_of_other_processes_are_applied(router: LiveRouter) -> Non
         file.update(lambda state: state.with_draining("d", wanted), router.shared.state)
         await until(lambda: router.fleet.member("d").draining is wanted)
 
-    await with_an_error_at_each_await(router.shared.follow, one_is_applied, AWAITS)
+    started = partial(kept, lambda: router.shared.follow(), one_is_applied)
+    await with_an_error_at_each_await("router/shared_state.py:SharedState.follow", started)
 
 
 async def test_engines_are_polled(router: LiveRouter) -> None:
@@ -72,19 +93,153 @@ async def test_engines_are_polled(router: LiveRouter) -> None:
         router.fleet.member("d").reachable = False
         await until(lambda: router.fleet.member("d").reachable)
 
-    await with_an_error_at_each_await(router.membership.watch, one_is_found, AWAITS)
+    started = partial(kept, lambda: router.membership.watch(), one_is_found)
+    await with_an_error_at_each_await("fleet/membership.py:Membership.watch", started)
 
 
-async def test_changed_programs_are_loaded(router: LiveRouter, programs: str) -> None:
+async def test_changed_programs_are_loaded(router: LiveRouter, programs: str, tmp_path: Path) -> None:
     await router.use(Plan(program=f"{programs}:good"))
+    scheduling = tmp_path / "scheduling.yaml"
+    scheduling.write_text(SCHEDULING)
+    await router.shared.use_scheduling(str(scheduling))
 
-    async def one_is_loaded() -> None:
-        before = router.shared.state.program.number
-        file, lines = Path(programs), 0
-        async with asyncio.timeout(LONGEST_WAIT_S):
-            while router.shared.state.program.number == before:
-                lines += 1
-                file.write_text(file.read_text() + f"# {lines}\n")
-                await asyncio.sleep(0.02)
+    async def all_are_loaded() -> None:
+        before = router.shared.state
+        assert before.scheduling is not None
+        for file in (Path(programs), scheduling):
+            async with asyncio.timeout(LONGEST_WAIT_S):
+                while (now := router.shared.state).program.number == before.program.number or (
+                    file == scheduling and now.scheduling == before.scheduling
+                ):
+                    file.write_text(file.read_text() + "# one more line\n")
+                    await asyncio.sleep(0.005)
 
-    await with_an_error_at_each_await(partial(reload.reload_on_change, router.shared, 0.002), one_is_loaded, 2)
+    started = partial(kept, lambda: reload.reload_on_change(router.shared, 0.002), all_are_loaded)
+    await with_an_error_at_each_await("router/reload.py:reload_on_change", started)
+
+
+async def test_sessions_are_looked_at(router: LiveRouter, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sessions, "LOOK_INTERVAL_S", 0.002)
+    looks: list[int] = []
+
+    class Counts(SessionCounts):
+        def sizes(self, sessions: int, kept: int) -> None:
+            looks.append(sessions)
+
+    settings = msgspec.convert({"sessions": "on"}, SessionSettings)
+
+    @asynccontextmanager
+    async def started() -> AsyncGenerator[Works]:
+        running = asyncio.create_task(sessions.Sessions(router.fleet, settings, Counts(), "test").run())
+
+        async def works() -> None:
+            before = len(looks)
+            await until(lambda: len(looks) > before)
+
+        try:
+            yield works
+        finally:
+            running.cancel()
+            await asyncio.wait({running})
+
+    await with_an_error_at_each_await("router/sessions.py:Sessions._watch", started)
+
+
+async def test_roles_are_decided(router: LiveRouter, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(role_keeper, "INTERVAL_S", 0.002)
+    flips = [RoleFlip(("d",), "prefill", "pressed"), RoleFlip(("d",), "decode", "pressed")]
+
+    class Decides:
+        def __init__(self, _: object) -> None: ...
+
+        def look(self, now: float, engines: Any) -> RoleLook:
+            flip = flips[router.fleet.member("d").role == "prefill"]
+            return RoleLook(now, flip.reason, Pressures(1.5, 0.5), {"prefill": 1, "decode": 1}, None, flip)
+
+    monkeypatch.setattr("tercet.router.roles.RolePolicy", Decides)
+
+    @asynccontextmanager
+    async def started() -> AsyncGenerator[Works]:
+        keeper = role_keeper.RoleKeeper(router.shared, router.directory / "state.json", Objectives(ttft=1.0, tpot=0.1))
+        running = asyncio.create_task(keeper.run())
+
+        async def works() -> None:
+            before = router.shared.state.version
+            await until(lambda: router.shared.state.version > before + 1)
+
+        try:
+            yield works
+        finally:
+            running.cancel()
+            await asyncio.wait({running})
+
+    await with_an_error_at_each_await("router/role_keeper.py:RoleKeeper._decide", started)
+
+
+async def test_adapters_are_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fleet_adapters, "POLL_INTERVAL_S", 0.002)
+    numbers = itertools.count()
+
+    def started() -> Any:
+        fleet = fleet_of(x=Host(most=1000))
+        loader = fleet_adapters.AdapterLoader(fleet, membership_of(fleet))
+
+        async def one_is_loaded() -> None:
+            name = f"a{next(numbers)}"
+            fleet.adapters.declared = [report(name, path="/a")]
+            await until(lambda: name in fleet.member("x").adapters)
+
+        return kept(lambda: loader.run(), one_is_loaded)
+
+    await with_an_error_at_each_await("router/fleet_adapters.py:AdapterLoader.run", started)
+
+
+async def test_other_workers_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(other_workers, "NAMES_INTERVAL_S", 0.002)
+
+    @asynccontextmanager
+    async def started() -> AsyncGenerator[Works]:
+        names: list[str] = []
+        read: list[str] = []
+
+        async def named() -> list[str]:
+            await asyncio.sleep(0)
+            return names
+
+        async def frames_of(name: str) -> AsyncGenerator[bytes]:
+            read.append(name)
+            await asyncio.Event().wait()
+            yield b""
+
+        others = other_workers.OtherWorkers(named, frames_of)
+        others.begin()
+
+        async def works() -> None:
+            names.append(f"w{len(names)}")
+            await until(lambda: names[-1] in read)
+
+        try:
+            yield works
+        finally:
+            others.end()
+
+    await with_an_error_at_each_await("router/page/other_workers.py:OtherWorkers._find", started)
+
+
+async def test_a_rescheduler_follows_its_router(router: LiveRouter, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rescheduler_server, "FOLLOW_SECONDS", 0.002)
+    listed = [{"name": name, "url": f"http://{name}", "role": "both", "draining": False} for name in ("p", "d")]
+
+    async def ask(*_: object, **__: object) -> Any:
+        await asyncio.sleep(0)
+        return listed
+
+    monkeypatch.setattr(rescheduler_server, "ask_router", ask)
+    config = ReschedulerConfig(url="http://router")
+
+    async def one_is_drained() -> None:
+        wanted = listed[1]["draining"] = not router.fleet.member("d").draining
+        await until(lambda: router.fleet.member("d").draining is wanted)
+
+    started = partial(kept, lambda: rescheduler_server._follow(config, router.membership), one_is_drained)
+    await with_an_error_at_each_await("router/rescheduler_server.py:_follow", started)

@@ -21,6 +21,7 @@ from urllib.parse import urlencode
 import aiohttp
 import msgspec
 
+from tercet.aio import Failures
 from tercet.fleet.discovery.api_access import ApiAccess
 from tercet.fleet.discovery.api_objects import ObjectList, Status
 from tercet.fleet.discovery.mirror import GONE, HasMetadata, Mirror, WatchBroken
@@ -95,6 +96,7 @@ class Watch(Generic[T]):
         self._pause_s = waits.first_pause_s
         self._random = Random()
         self._lost = False
+        self._failures = Failures(f"the watch on {path}")
 
     async def run(self) -> None:
         """Follow the collection until cancelled."""
@@ -125,13 +127,13 @@ class Watch(Generic[T]):
             self._is_lost(reason_of(error))
             return self._next_pause()
         except Exception as error:  # discovery must continue after any error
-            logger.exception("listing %s again", self._path)
+            self._failures.tell(error)
             self._mirror.void()
-            self._is_lost(f"{type(error).__name__}: {error}")
             return self._next_pause()
         if lasted < self._waits.first_pause_s:  # the server, or a proxy before it, ends every watch at once
             return self._next_pause()
         self._pause_s = self._waits.first_pause_s
+        self._failures.works()
         return 0.0
 
     def _next_pause(self) -> float:

@@ -15,7 +15,7 @@ from contextlib import suppress
 from functools import partial
 from typing import Any
 
-from tercet.aio import TaskSet
+from tercet.aio import Failures, TaskSet
 from tercet.protocol import EngineError, TercetError
 
 logger = logging.getLogger(__name__)
@@ -91,9 +91,13 @@ class LivenessProbe:
         """
         for part in self._parts:
             self._tasks.keep(part.ask_again_and_again, f"probe of the {part.name}")
+        end = time.monotonic() + FIRST_SECONDS
         await self.news(FIRST_SECONDS)
-        silent = [part.name for part in self._parts if part.answer is None]
-        if silent:
+        while silent := [part.name for part in self._parts if part.answer is None]:
+            left = end - time.monotonic()
+            if left > 0:
+                await asyncio.wait([part.polled for part in self._parts if part.answer is None], timeout=left)
+                continue
             raise EngineError(f"the engine's {', '.join(silent)} did not answer within {FIRST_SECONDS:.0f} s")
         self._tasks.keep(self._watch, "watch of stalls")
 
@@ -167,12 +171,18 @@ class _Part:
         self.name = name
         self._question = question
         self._clock = clock
+        self._failures = Failures(f"poll of the engine's {name}")
         self._wanted = asyncio.Event()
         self._next: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     def asked_again(self) -> asyncio.Future[None]:
         """Return the future of the answer to a poll that is still to be sent."""
         self._wanted.set()
+        return self._next
+
+    @property
+    def polled(self) -> asyncio.Future[None]:
+        """The future of the next answer or failure; the part is polled at intervals."""
         return self._next
 
     async def ask_again_and_again(self) -> None:
@@ -183,11 +193,12 @@ class _Part:
             try:
                 self.answer = await self._question()
                 self._clock.answered(self.name)
+                self._failures.works()
             except TercetError as error:  # an error is also an answer
                 self._clock.answered(self.name)
                 logger.debug("the engine's %s: %s", self.name, error)
             except Exception as error:  # vLLM raises this for a core that has ended
-                logger.debug("the engine's %s cannot be polled: %s", self.name, error)
+                self._failures.tell(error)
             if not current.done():
                 current.set_result(None)
             with suppress(TimeoutError):
