@@ -3,7 +3,7 @@
 Buffered bodies are those of requests that are not admitted or passed on yet. A client may begin many bodies of the
 largest accepted size and end none. When the buffered bodies of one process exceed their limit, the largest one is
 dropped, with HTTP status 429, so that small requests of other clients still pass. Requests that run are not ended for
-others: a request whose body does not fit beside theirs is refused, also with 429.
+others: a request whose body would exceed the limit for theirs is refused, also with 429.
 
 The pieces of a long body are copied into pages that go back to the system as soon as the body is dropped or taken. As
 thousands of objects of 64 KiB they would leave holes between other objects, and the process would keep twice the limit.
