@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from contextlib import suppress
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -87,3 +88,36 @@ async def test_a_client_that_sends_on_and_on_is_disconnected(monkeypatch: pytest
 
         with pytest.raises(ConnectionError):
             await send_on()
+
+
+@pytest.mark.parametrize("field", [b"content-type: application/json\x0b", b"x y: z", b"content-length: 1x"])
+async def test_what_cannot_be_parsed_is_answered_also_if_more_follows(field: bytes) -> None:
+    async with served_asgi(refused, http=BoundedProtocol) as url:
+        reader, writer = await asyncio.open_connection("127.0.0.1", urlsplit(url).port)
+        writer.write(b"POST / HTTP/1.1\r\nhost: a\r\n" + field + b"\r\n\r\n")
+        assert (await reader.readline()).split()[1] == b"400"
+        writer.write(bytes(8_000_000))
+        await writer.drain()
+        assert b"is not valid HTTP/1.1" in await reader.read()
+        writer.close()
+
+
+async def test_garbage_within_a_body_does_not_enter_the_answer_that_is_being_sent() -> None:
+    went = asyncio.Event()
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"9")]})
+        await send({"type": "http.response.body", "body": b"so far", "more_body": True})
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        went.set()
+
+    async with served_asgi(app, http=BoundedProtocol) as url:
+        reader, writer = await asyncio.open_connection("127.0.0.1", urlsplit(url).port)
+        writer.write(b"POST / HTTP/1.1\r\nhost: a\r\ntransfer-encoding: chunked\r\n\r\n")
+        await reader.readuntil(b"so far")
+        writer.write(b"no length\r\n")
+        with suppress(ConnectionError):
+            assert await reader.read() == b""
+        await went.wait()
+        writer.close()

@@ -21,6 +21,7 @@ from typing import Any
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from tercet.aio.incoming import LONGEST_HEAD, Breach, Incoming, Part, deadlines_of_connections
+from tercet.protocol.errors import BadRequest, TercetError
 from tercet.wire.serving.error_answers import breach_error, last_answer
 
 LAST_SECONDS = 2.0
@@ -143,17 +144,29 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def refuse(self, breach: Breach) -> None:
         """Send the reason, if an answer can still be begun, and close the connection."""
+        if breach is Breach.SILENT:
+            self._refused = True
+            self._forget()
+            self.transport.abort()
+        else:
+            self._refuse(breach_error(breach))
+
+    def send_400_response(self, msg: str) -> None:
+        """Refuse what is not HTTP/1.1, in the form of other errors. Overrides uvicorn's method."""
+        self._refuse(BadRequest("the request is not valid HTTP/1.1: its head or the framing of its body"))
+
+    def _refuse(self, error: TercetError) -> None:
         self._refused = True
         self._forget()
         cycle: Any = self.cycle
         under_way = bool(cycle) and not cycle.response_complete
-        if breach is Breach.SILENT or (under_way and cycle.response_started) or self.transport.is_closing():
+        if (under_way and cycle.response_started) or self.transport.is_closing():
             self.transport.abort()
             return
         if under_way:  # the application is notified that its client has left
             cycle.disconnected = True
             cycle.message_event.set()
-        self.transport.write(last_answer(breach_error(breach)))
+        self.transport.write(last_answer(error))
         self._end_output()
 
     def end(self) -> None:
