@@ -185,6 +185,10 @@ class Process:
         finally:
             self._cut_lifeline()
 
+    def kill(self) -> None:
+        """Kill the process group; :meth:`ended` tells when it has ended."""
+        self._signal_group(signal.SIGKILL)
+
     async def hurry(self) -> None:
         """Make a running :meth:`stop` end soon: send SIGTERM again, and SIGKILL after ``HURRY_SECONDS``."""
         self._signal_group(signal.SIGTERM)

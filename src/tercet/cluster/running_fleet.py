@@ -31,6 +31,8 @@ ASK_SECONDS = 0.5
 START_POLL_SECONDS = 0.2
 LOADING = "loading"
 HEALTH, LIVE = "/health", "/live"
+LOOK_SECONDS, MOST_SILENT = 5.0, 6
+"""Seconds of one look at whether a router is alive, and looks in a row without an answer before it is killed."""
 OnEvent = Callable[[str, str], None]
 
 
@@ -57,7 +59,7 @@ class KeptProcess:
 
         A restart that fails, or that the system refuses, counts as another end.
         """
-        how = describe_exit(await self.process.ended())
+        how = await self._end()
         while (pause := self.restarts.ended(time.monotonic())) is not None:
             count = f"restart {self.restarts.used} of {self.restarts.limit} in {pause:g} s{self.meanwhile}"
             on_event(self.name, f"{how}; {count}; log: {self.process.log}")
@@ -81,6 +83,10 @@ class KeptProcess:
             await self.until_ready(on_event)
         except StartFailed:
             await self.process.stop()  # the process has ended, or the timeout has passed
+        return await self._end()
+
+    async def _end(self) -> str:
+        """Wait until the process ends; return a description of its end."""
         return describe_exit(await self.process.ended())
 
 
@@ -112,7 +118,8 @@ class RunningEngine(KeptProcess):
 class KeptRouter(KeptProcess):
     """The router of a fleet; all its starts write one log, and its state is in a file that outlives them.
 
-    A restarted router is ready once it answers, also while no engine can be picked.
+    A restarted router is ready once it answers, also while no engine can be picked. From then on it must answer: one
+    that is alive without answering, such as a stopped process, is killed.
     """
 
     meanwhile = "; the engines continue to run"
@@ -122,6 +129,40 @@ class KeptRouter(KeptProcess):
         path = HEALTH if self.starts == 1 else LIVE
         await until_ready(self.process, self.url, on_event, path)
         self.restarts.ready(time.monotonic())
+
+    async def _end(self) -> str:
+        ended = asyncio.ensure_future(super()._end())
+        silent = asyncio.ensure_future(self._until_silent())
+        try:
+            await asyncio.wait((ended, silent), return_when=asyncio.FIRST_COMPLETED)
+            if ended.done():
+                return ended.result()
+            silent.result()
+            self.process.kill()
+            await ended
+            return f"did not answer for {MOST_SILENT * LOOK_SECONDS:g} s and was killed"
+        finally:
+            for task in (ended, silent):
+                task.cancel()
+            await asyncio.gather(ended, silent, return_exceptions=True)
+
+    async def _until_silent(self) -> None:
+        """Return once the router has not answered :data:`MOST_SILENT` times in a row.
+
+        Other failures, such as a lack of descriptors in this process, say nothing about the router.
+        """
+        silent = 0
+        async with _asking(LOOK_SECONDS) as session:
+            while silent < MOST_SILENT:
+                began = time.monotonic()
+                try:
+                    async with session.get(self.url + LIVE):
+                        silent = 0
+                except TimeoutError:
+                    silent += 1
+                except (aiohttp.ClientError, OSError):
+                    silent = 0
+                await asyncio.sleep(began + LOOK_SECONDS - time.monotonic())
 
     async def until_broken(self, on_event: OnEvent) -> NoReturn:
         """Restart the router when it ends, up to its limit; then raise :class:`StartFailed` with the last end."""
@@ -251,9 +292,13 @@ async def _say_what_is_left(url: str, on_event: OnEvent) -> None:
                     on_event("router", said)
 
 
-def _asking() -> aiohttp.ClientSession:
-    """Return a session for requests to the fleet's processes on this machine, without checks of their certificates."""
-    return aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=5), connector=aiohttp.TCPConnector(ssl=False))
+def _asking(seconds: float = 5.0) -> aiohttp.ClientSession:
+    """Return a session for requests to the fleet's processes on this machine, without checks of their certificates.
+
+    Each request has its own connection, so it does not always reach the same one of several workers.
+    """
+    connector = aiohttp.TCPConnector(ssl=False, force_close=True)
+    return aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=seconds), connector=connector)
 
 
 async def read_events(log: Path, say: Callable[[str], object]) -> None:

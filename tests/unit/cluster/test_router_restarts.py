@@ -17,6 +17,7 @@ import msgspec
 import psutil
 import pytest
 
+from tercet.cluster import running_fleet
 from tercet.cluster.child_process import StartFailed
 from tercet.cluster.local import local_fleet
 from tercet.cluster.model import resolve_tokenizer
@@ -72,6 +73,44 @@ async def test_a_dead_router_is_restarted_where_it_was_and_the_engines_continue(
         assert [each.process for each in fleet.engines] == engines
         assert all(each.returncode is None for each in engines)
         assert not keeping.done()
+        keeping.cancel()
+    assert gone(children_of(tmp_path / "logs"))
+
+
+async def test_a_router_that_stands_still_is_killed_and_restarted(
+    tmp_path: Path, scripts: dict[str, str], soon: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(running_fleet, "LOOK_SECONDS", 1.0)
+    monkeypatch.setattr(running_fleet, "MOST_SILENT", 3)
+    said: list[str] = []
+    async with local_fleet(config_of(tmp_path), "m", lambda *_: None) as fleet:
+        keeping = asyncio.create_task(fleet.until_broken(lambda name, state: said.append(f"{name} {state}")))
+        engines, first = [each.process for each in fleet.engines], fleet.router
+        os.killpg(first.pid or 0, signal.SIGSTOP)
+        await until(lambda: any("router ready" in line for line in said))
+        assert said[0].startswith("router did not answer for 3 s and was killed; restart 1 of 5 in 0.01 s; the engines")
+        assert fleet.router is not first
+        assert first.returncode is not None
+        assert [each.process for each in fleet.engines] == engines
+        keeping.cancel()
+    assert gone(children_of(tmp_path / "logs"))
+
+
+async def test_a_slow_router_is_left_alone(
+    tmp_path: Path, scripts: dict[str, str], soon: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(running_fleet, "LOOK_SECONDS", 1.0)
+    monkeypatch.setattr(running_fleet, "MOST_SILENT", 3)
+    said: list[str] = []
+    async with local_fleet(config_of(tmp_path), "m", lambda *_: None) as fleet:
+        keeping = asyncio.create_task(fleet.until_broken(lambda name, state: said.append(f"{name} {state}")))
+        first = fleet.router
+        for _ in range(3):  # 1.5 s without an answer each time
+            os.killpg(first.pid or 0, signal.SIGSTOP)
+            await asyncio.sleep(1.5)
+            os.killpg(first.pid or 0, signal.SIGCONT)
+            await asyncio.sleep(1.5)
+        assert (fleet.router, said) == (first, [])
         keeping.cancel()
     assert gone(children_of(tmp_path / "logs"))
 
