@@ -19,6 +19,7 @@ from aiohttp import web
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 
 from tercet.aio import TaskSet, signals_to
+from tercet.aio.descriptors import descriptors_watched
 from tercet.aio.incoming import LONGEST_HEAD, SECONDS
 from tercet.decisions.scheduling import Scheduling, load_scheduling
 from tercet.fleet import EngineFleet
@@ -85,7 +86,7 @@ def serve(config: PickerConfig) -> None:
 async def _serve(config: PickerConfig) -> None:
     stopped, hurried = asyncio.Event(), asyncio.Event()
     with signals_to(stopped.set, hurried.set):
-        async with fleet_of(config) as fleet, picking(fleet, config) as server:
+        async with descriptors_watched(), fleet_of(config) as fleet, picking(fleet, config) as server:
             logger.info("listening for Envoy on port %d, /metrics on port %d", server.port, server.metrics_port)
             await stopped.wait()
             await server.drain(config.shutdown_timeout_s, hurried)

@@ -12,6 +12,7 @@ from typing import Any
 import msgspec
 
 from tercet.aio import TaskSet
+from tercet.aio.descriptors import descriptors_watched
 from tercet.fleet import EngineFleet
 from tercet.fleet.discovery import discovery_of, follow_found, until_known
 from tercet.fleet.member_state import MemberState
@@ -69,7 +70,11 @@ async def _serve(config: ReschedulerConfig) -> None:
     source = ReportedSequences(fleet, engines, config.moves, config.reschedule.stale_after_s)
     rescheduler = Rescheduler(fleet, source, config.reschedule)
     background = TaskSet()
-    async with StreamListener(config.stream_port) as listener, Membership(fleet, connect) as membership:
+    async with (
+        descriptors_watched(),
+        StreamListener(config.stream_port) as listener,
+        Membership(fleet, connect) as membership,
+    ):
         try:
             whose = await _begin_to_follow(config, membership, background)
             policies = ", ".join(config.reschedule.policies)

@@ -18,6 +18,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp
 
 from tercet.aio import TaskSet, signals_to
+from tercet.aio.descriptors import descriptors_watched
 from tercet.fleet import EngineFleet
 from tercet.fleet.connecting import connecting
 from tercet.fleet.discovery import discovery_of
@@ -86,6 +87,7 @@ async def _serve(config: RouterConfig, shared: Shared | None) -> None:
     metrics = Metrics()
     async with (
         AsyncExitStack() as until_ended,
+        descriptors_watched(),
         StreamListener(stream_port(config, shared)) as listener,
         Membership(fleet, connecting(fleet, listener, config.secret, tls)) as membership,
         PoolingServers(

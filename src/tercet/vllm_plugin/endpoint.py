@@ -17,6 +17,7 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import StreamingResponse
 from starlette.types import Scope
 
+from tercet.aio.descriptors import descriptors_watched
 from tercet.protocol import DeadlineExceeded, EngineError, Output, Revision, TercetError, Unauthorized, UnknownSequence
 from tercet.protocol.bearer import BearerKeys
 from tercet.protocol.body_forms import VERB_FORMS, labelled
@@ -148,7 +149,7 @@ def _settings(config: VllmConfig) -> PluginSettings:
 @asynccontextmanager
 async def _stopping_when_empty(lifespan: Lifespan, app: FastAPI) -> AsyncGenerator[Any]:
     """Wrap vLLM's ``lifespan`` of the server: while it is active, SIGTERM first empties the engine."""
-    async with lifespan(app) as state:
+    async with descriptors_watched(), lifespan(app) as state:
         verbs: EngineVerbs = app.state.tercet
         grace: float = app.state.tercet_stop_grace
         stop = StopWhenEmpty(verbs.announce_stop, lambda: verbs.is_empty, let_vllm_stop, grace)

@@ -15,6 +15,7 @@ import aiohttp
 import msgspec
 from aiohttp import web
 
+from tercet.aio.descriptors import descriptors_watched
 from tercet.cluster.scaling.records import ScaleCall, ScaleRecord
 from tercet.cluster.scaling.scaler import Scaler
 from tercet.protocol import EngineUnreachable, TercetError, from_wire
@@ -44,7 +45,8 @@ async def control_socket(scaler: Scaler) -> AsyncGenerator[Path]:
         await runner.setup()
         try:
             await web.UnixSite(runner, str(socket)).start()
-            yield socket
+            async with descriptors_watched():
+                yield socket
         finally:
             await runner.cleanup()
 

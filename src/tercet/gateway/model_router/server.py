@@ -14,6 +14,7 @@ import msgspec
 from msgspec import Meta
 
 from tercet.aio import TaskSet, signals_to
+from tercet.aio.descriptors import descriptors_watched
 from tercet.gateway.model_router.backends import BackendPolls
 from tercet.gateway.model_router.proxy import ModelProxy
 from tercet.gateway.model_router.routes import ModelRoutes, WeightedRouter
@@ -73,7 +74,7 @@ def serve(config: ModelRouterConfig) -> None:
 async def _serve(config: ModelRouterConfig) -> None:
     stopped, hurried = asyncio.Event(), asyncio.Event()
     with signals_to(stopped.set, hurried.set):
-        async with model_router(config) as server:
+        async with descriptors_watched(), model_router(config) as server:
             logger.info("ready on port %d, before %d routers", server.port, len(config.routers))
             await stopped.wait()
             await server.finish(config.shutdown_timeout_s, hurried)

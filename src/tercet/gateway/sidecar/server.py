@@ -16,6 +16,7 @@ import aiohttp
 from prometheus_client.exposition import generate_latest
 
 from tercet.aio import signals_to
+from tercet.aio.descriptors import descriptors_watched
 from tercet.gateway.served_certificate import ServedCertificate
 from tercet.gateway.sidecar.listener import ClientCall, Listener
 from tercet.gateway.sidecar.prefill_legs import NixlLeg, PrefillLeg, TercetLeg
@@ -60,7 +61,7 @@ def serve(config: SidecarConfig) -> None:
 async def _serve(config: SidecarConfig) -> None:
     stopped, hurried = asyncio.Event(), asyncio.Event()
     with signals_to(stopped.set, hurried.set):
-        async with sidecar(config) as server:
+        async with descriptors_watched(), sidecar(config) as server:
             logger.info("proxying %s on port %d", config.engine, server.port)
             await stopped.wait()
             await server.finish(LAST_SECONDS, hurried)

@@ -19,6 +19,7 @@ from prometheus_client.registry import Collector
 
 from tercet import __version__
 from tercet.aio import signals_to
+from tercet.aio.descriptors import descriptors_watched
 from tercet.fleet.bodies_held import LARGEST_AT_ONCE, BodiesHeld
 from tercet.lab.sim.engine_options import EngineOptions
 from tercet.lab.sim.sim_engine import SimEngine
@@ -297,5 +298,5 @@ def serve(config: ServerConfig) -> None:
 async def _serve(config: ServerConfig) -> None:
     stopped = asyncio.Event()
     with signals_to(stopped.set, stopped.set):
-        async with serving(config):
+        async with descriptors_watched(), serving(config):
             await stopped.wait()
