@@ -275,7 +275,7 @@ async def _left(connection: Connection, serving: asyncio.Task[None]) -> None:
 
 async def _linger(connection: Connection) -> None:
     """Read data that a client still sends, for a limited time: closing earlier could destroy the answer on its way."""
-    if connection.http.their_state is not h11.SEND_BODY or connection.writer.is_closing():
+    if connection.http.their_state not in (h11.SEND_BODY, h11.ERROR) or connection.writer.is_closing():
         return
     with contextlib.suppress(TimeoutError, OSError):
         async with asyncio.timeout(LINGER_SECONDS):

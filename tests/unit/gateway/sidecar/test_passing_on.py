@@ -346,3 +346,14 @@ async def test_a_stream_that_is_compressed_comes_at_once_and_whole() -> None:
     ) + events
     _, told = await asked(request(start=b"GET / HTTP/1.1"), answer=answer)
     assert parsed(told).body == events
+
+
+async def test_what_cannot_be_parsed_is_answered_also_if_more_follows() -> None:
+    async with passing() as (_, port):
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(b"POST /v1/completions HTTP/1.1\r\nhost: a\r\ncontent-type: application/json\x0b\r\n\r\n")
+        assert (await reader.readline()).split()[1] == b"400"
+        writer.write(bytes(8_000_000))
+        await writer.drain()
+        assert b"cannot be parsed" in await reader.read()
+        writer.close()
