@@ -55,7 +55,7 @@ class _Descriptors:
         error = context.get("exception")
         if "socket" in context and isinstance(error, OSError) and error.errno in MISSING:
             self.are_missing()
-        else:
+        elif "_start_serving" not in context["message"]:  # asyncio tries to accept again, but the listener is closed
             loop.default_exception_handler(context)
 
 
