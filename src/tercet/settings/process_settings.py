@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Annotated
 
 import msgspec
@@ -56,6 +57,16 @@ ClientTraces = Annotated[
         default="off", panel=ACCESS,
     ),
 ]  # fmt: skip
+
+
+def clients_see_traces() -> bool:
+    """True if the variable lets all clients see traces; raise :class:`~tercet.protocol.BadRequest` for other values."""
+    said = os.environ.get(CLIENT_TRACES_VARIABLE, "").strip().lower()
+    if said not in ("", "0", "false", "1", "true"):
+        raise BadRequest(f"{CLIENT_TRACES_VARIABLE}: must be true or false, is {said!r}", CLIENT_TRACES_VARIABLE)
+    return said in ("1", "true")
+
+
 MAX_REQUEST_BYTES = 64 * 1024 * 1024
 MostRequestBytes = Annotated[
     AtLeastOne, Setting("Largest request body; a larger one gets 413.", unit="bytes", default="64 MiB")

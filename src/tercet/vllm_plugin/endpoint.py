@@ -46,7 +46,7 @@ from tercet.protocol.wire import (
 from tercet.settings.variables import ENGINE_NAME_VARIABLE
 from tercet.settings.verb_log import lines_of_call, logged_call
 from tercet.vllm_plugin.edge.adapters import Adapters
-from tercet.vllm_plugin.edge.prefilled_requests import PrefilledRequests, PrefillerHeader, require_trace_reader
+from tercet.vllm_plugin.edge.prefilled_requests import PrefilledRequests, PrefillerHeader
 from tercet.vllm_plugin.edge.stopping import StopWhenEmpty, fail_at_exit, let_vllm_stop, stop_on_sigterm
 from tercet.vllm_plugin.edge.verbs import EngineVerbs
 from tercet.vllm_plugin.mm_features import bound_uuids
@@ -57,6 +57,7 @@ from tercet.wire.client.remote_prefill import RemotePrefill
 from tercet.wire.exported_spans import exporting_spans
 from tercet.wire.serving.request_body import BodyPieces, read_whole
 from tercet.wire.serving.server_access import ASKS_FOR_A_KEY, api_keys, callers_of
+from tercet.wire.serving.trace_answers import require_trace_reader
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

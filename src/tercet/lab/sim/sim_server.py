@@ -6,7 +6,7 @@ import asyncio
 import itertools
 import os
 import time
-from collections.abc import AsyncGenerator, Iterable
+from collections.abc import AsyncGenerator, Callable, Iterable
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 from typing import Any, Literal
 
@@ -37,19 +37,21 @@ from tercet.lab.sim.sim_verbs import (
 )
 from tercet.lab.sim.step_times import Profile
 from tercet.protocol import BadRequest, EngineStatus, Output, OutputStream, Request, Revision
-from tercet.protocol.bearer import key_of
+from tercet.protocol.bearer import BearerKeys, key_of
 from tercet.protocol.call_proofs import secrets_of
-from tercet.protocol.headers import PREFILLER_HEADER, TRACE_HEADER
+from tercet.protocol.headers import PREFILLER_HEADER
 from tercet.protocol.prefill_hosts import AllowedPrefillers
 from tercet.protocol.trace import VerbTrace
 from tercet.protocol.wire import Salt, TokenId
 from tercet.settings import SECRET_VARIABLE
 from tercet.settings.prefill_settings import PrefillBudget
+from tercet.settings.process_settings import clients_see_traces
 from tercet.settings.variables import API_KEY_VARIABLE
 from tercet.wire.client import prefill_metrics
 from tercet.wire.client.prefill_attempts import PrefillAttempts
 from tercet.wire.client.remote_prefill import RemotePrefill
 from tercet.wire.exported_spans import exporting_spans
+from tercet.wire.serving.trace_answers import require_trace_reader, wants_trace
 
 # vLLM's names, so that code that reads the load of a real engine can read this engine's.
 GAUGES = {
@@ -99,17 +101,19 @@ class OpenAI:
     """The handlers of the OpenAI API for one engine.
 
     ``model`` is its public name, ``root`` the path of its tokenizer (None: unknown). A request may name engines of
-    ``allowed`` to prefill; ``remote`` calls them.
+    ``allowed`` to prefill; ``remote`` calls them. ``require_trace_reader`` raises for a caller who may not see traces.
     """
 
     def __init__(
-        self, engine: SimEngine, model: str, root: str | None, allowed: AllowedPrefillers, remote: RemotePrefill
-    ) -> None:
+        self, engine: SimEngine, model: str, root: str | None, allowed: AllowedPrefillers, remote: RemotePrefill,
+        require_trace_reader: Callable[[web.Request], None],
+    ) -> None:  # fmt: skip
         self._engine = engine
         self._model = model
         self._root = root
         self._allowed = allowed
         self._remote = remote
+        self._require_trace_reader = require_trace_reader
         self._numbers = itertools.count()
 
     def routes(self) -> list[web.RouteDef]:
@@ -125,6 +129,8 @@ class OpenAI:
 
     async def completions(self, http: web.Request) -> web.StreamResponse:
         """Generate on this engine. If the request's header names engines that prefill, they prefill first."""
+        if traced := wants_trace(http.headers):
+            self._require_trace_reader(http)
         call = await call_in(http, CompletionCall)
         if call.model not in (None, self._model):
             raise BadRequest(f"model: {call.model!r:.100} is not served here; use {self._model}", "model")
@@ -138,7 +144,7 @@ class OpenAI:
         named, trace = http.headers.get(PREFILLER_HEADER), VerbTrace()
         hosts = self._allowed.named(named) if named is not None and self._allowed else ()
         answer = _CompletionAnswer(name, self._model, call, request.num_tokens)
-        if http.headers.get(TRACE_HEADER) == "true":
+        if traced:
             answer.trace = trace
         async with AsyncExitStack() as stack:
             begin = 0
@@ -272,7 +278,10 @@ async def serving(config: ServerConfig) -> AsyncGenerator[SimEngine]:
         verbs = Verbs(engine, [*secrets_of(secret), api_key], config.model)
         held = held_bodies(BodiesHeld(LARGEST_AT_ONCE * LONGEST_BODY), LONGEST_BODY)
         app = web.Application(middlewares=[errors_as_json, held], client_max_size=LONGEST_BODY)
-        app.add_routes([*verbs.routes(), *OpenAI(engine, config.model, config.root, allowed, remote).routes()])
+        openai = OpenAI(
+            engine, config.model, config.root, allowed, remote, _trace_rule(secret, bool(secret or api_key))
+        )
+        app.add_routes([*verbs.routes(), *openai.routes()])
         # When a client disconnects, its handler is cancelled and releases its resources.
         runner = web.AppRunner(
             app, handler_cancellation=True, access_log=None, shutdown_timeout=1.0, auto_decompress=False
@@ -285,6 +294,19 @@ async def serving(config: ServerConfig) -> AsyncGenerator[SimEngine]:
             await verbs.relay.close()
             await runner.cleanup()
             await network.posting.close()
+
+
+def _trace_rule(secret: str, is_keyed: bool) -> Callable[[web.Request], None]:
+    """Return the check of callers who ask for a trace: that of a vLLM engine."""
+    if clients_see_traces():
+        return lambda http: None
+    secrets = BearerKeys(secrets_of(secret))
+
+    def require(http: web.Request) -> None:
+        client = None if http.remote is None else (http.remote, 0)
+        require_trace_reader({"headers": http.raw_headers, "client": client}, secrets, is_keyed)
+
+    return require
 
 
 def serve(config: ServerConfig) -> None:

@@ -24,14 +24,13 @@ from tercet.protocol.bearer import BearerKeys
 from tercet.protocol.error_forms import error_body
 from tercet.protocol.headers import PREFILLED_HEADER, PREFILLER_HEADER
 from tercet.protocol.openai_routes import PREFILLED_BELOW
-from tercet.protocol.own_requests import ShownHeaders, require_own_call
 from tercet.protocol.prefill_hosts import AllowedPrefillers
 from tercet.protocol.seq_ids import sequence_id
 from tercet.protocol.trace import TraceEvent, VerbTrace
 from tercet.vllm_plugin.edge.verbs import EngineVerbs
 from tercet.wire.client.prefill_attempts import prefill_here
 from tercet.wire.client.remote_prefill import RemotePrefill
-from tercet.wire.serving.trace_answers import TracingSend, trace_refused, wants_trace
+from tercet.wire.serving.trace_answers import TracingSend, require_trace_reader, wants_trace
 
 if TYPE_CHECKING:
     from vllm.v1.engine import EngineCoreRequest
@@ -107,24 +106,6 @@ class PrefillerHeader:
                 await self._app(scope, receive, TracingSend(send, named.traces) if traced else send)
             finally:
                 _named.reset(token)
-
-
-def require_trace_reader(scope: Scope, secrets: BearerKeys, is_keyed: bool = False) -> None:
-    """Raise :class:`~tercet.protocol.Forbidden` for a caller who may not see traces of this engine.
-
-    It must show one of the fleet's ``secrets``; if the engine ``is_keyed`` with none of them, no caller may. Without a
-    key, callers of this machine may.
-    """
-    shown = ShownHeaders.of_asgi(scope["headers"])
-    if secrets.fits("".join(shown.all("authorization"))):
-        return
-    if secrets or is_keyed:
-        raise trace_refused("send the fleet's secret in Authorization")
-    client = scope.get("client")
-    try:
-        require_own_call(shown, None if client is None else client[0])
-    except TercetError as refusal:
-        raise trace_refused("call this engine from its own machine") from refusal
 
 
 def _headers(scope: Scope) -> dict[str, str]:

@@ -24,7 +24,7 @@ from tercet.settings.prefill_settings import (
     PrefillStuckAfter,
     PrefillTimeout,
 )
-from tercet.settings.process_settings import CLIENT_TRACES_VARIABLE, ClientTraces
+from tercet.settings.process_settings import ClientTraces, clients_see_traces
 from tercet.transport import AUTO, MAX_STREAMS, TRANSPORTS, TransportSettings
 from tercet.transport.bounded_sockets import LOOPBACK
 from tercet.wire.serving.server_access import SET_A_SECRET
@@ -148,10 +148,7 @@ class PluginSettings(Settings, frozen=True, rename=lambda name: name):
     @property
     def shows_traces_to_clients(self) -> bool:
         """True if every client may see traces. Raises :class:`~tercet.protocol.BadRequest` for another variable."""
-        said = os.environ.get(CLIENT_TRACES_VARIABLE, "").strip().lower()
-        if said not in ("", "0", "false", "1", "true"):
-            raise BadRequest(f"{CLIENT_TRACES_VARIABLE}: must be true or false, is {said!r}", CLIENT_TRACES_VARIABLE)
-        return self.client_traces or said in ("1", "true")
+        return clients_see_traces() or self.client_traces
 
     @property
     def prefill_budget(self) -> PrefillBudget:

@@ -11,14 +11,16 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from tercet.protocol import BadRequest, Forbidden
+from tercet.protocol import BadRequest, Forbidden, TercetError
+from tercet.protocol.bearer import BearerKeys
 from tercet.protocol.headers import TRACE_HEADER
+from tercet.protocol.own_requests import ShownHeaders, require_own_call
 from tercet.protocol.sse import DONE, EVENTS, EventSplitter, data_of
 from tercet.protocol.wire import UNREADABLE
 from tercet.settings.process_settings import CLIENT_TRACES_VARIABLE
 
 if TYPE_CHECKING:
-    from starlette.types import Message, Send
+    from starlette.types import Message, Scope, Send
 
 _MEANS: Mapping[str, bool] = {"1": True, "true": True, "0": False, "false": False}
 
@@ -38,6 +40,24 @@ def trace_refused(path_to_it: str) -> Forbidden:
         f"{path_to_it}, or let every client see traces with --client-traces ({CLIENT_TRACES_VARIABLE}=1)",
         TRACE_HEADER,
     )
+
+
+def require_trace_reader(scope: Scope, secrets: BearerKeys, is_keyed: bool = False) -> None:
+    """Raise :class:`~tercet.protocol.Forbidden` for a caller who may not see traces of this engine.
+
+    It must show one of the fleet's ``secrets``; if the engine ``is_keyed`` with none of them, no caller may. Without a
+    key, callers of this machine may.
+    """
+    shown = ShownHeaders.of_asgi(scope["headers"])
+    if secrets.fits("".join(shown.all("authorization"))):
+        return
+    if secrets or is_keyed:
+        raise trace_refused("send the fleet's secret in Authorization")
+    client = scope.get("client")
+    try:
+        require_own_call(shown, None if client is None else client[0])
+    except TercetError as refusal:
+        raise trace_refused("call this engine from its own machine") from refusal
 
 
 class TracingSend:

@@ -335,6 +335,30 @@ def test_as_an_openai_server() -> None:
     run(main)
 
 
+@pytest.mark.parametrize(("allowed", "status"), [("", 403), ("1", 200)])
+def test_traces_are_for_the_fleet_unless_a_variable_allows_them(
+    monkeypatch: pytest.MonkeyPatch, allowed: str, status: int
+) -> None:
+    monkeypatch.setenv("TERCET_CLIENT_TRACES", allowed)
+
+    async def main() -> None:
+        (port,) = free_ports("127.0.0.1", 1)
+        url = url_of("127.0.0.1", port)
+        config = ServerConfig(name="a", profile=profile_of(), port=port, url=url, model="m", secret="s" * 32)
+        body = {"model": "m", "prompt": "four words are here", "max_tokens": 3}
+        async with serving(config), aiohttp.ClientSession() as http:
+            for headers, expected in (
+                ({}, 200), ({"x-tercet-trace": "true"}, status), ({"x-tercet-trace": "1"}, status),
+                ({"x-tercet-trace": "1", "authorization": "Bearer " + "s" * 32}, 200), ({"x-tercet-trace": "x"}, 400),
+            ):  # fmt: skip
+                async with http.post(f"{url}/v1/completions", json=body, headers=headers) as response:
+                    assert response.status == expected, headers
+                    answer = await response.json()
+                assert ("tercet" in answer) == (expected == 200 and bool(headers))
+
+    asyncio.run(main())
+
+
 def test_no_engine_library_is_loaded() -> None:
     """The command's own modules, in a process that has nothing else."""
     code = (
