@@ -185,7 +185,7 @@ class BoundedProtocol(HttpToolsProtocol):
         self._end_after(LAST_SECONDS)
 
     def _end_after(self, seconds: float) -> None:
-        """Close the connection after so many seconds without data; a client that sends on is given a limited time."""
+        """Close the connection after ``seconds`` without data, at the latest LINGER_SECONDS after its last answer."""
         if self._ending is not None:
             self._ending.cancel()
         loop = asyncio.get_running_loop()
