@@ -44,6 +44,9 @@ def bodies(items: int, sequences: int) -> list[tuple[str, str, dict[str, Any]]]:
     few, numbers = items // 8 - 8, items * 32
     words = [f"a{number}" for number in range(items * 2 - 100)]
     grammar = "root ::= " + " ".join("[a-z]" for _ in range(3000))
+    rules = "".join(f'\nr{number} ::= "a{number}" [a-z]+ r{number + 1}' for number in range(20_000))
+    tag = json.dumps({"type": "structural_tag", "format": {"type": "grammar", "grammar": f"root ::= r0{rules}"}})
+    counts, enum = "([^a]{0,1000}b){0,1000}", {"enum": [f"{word} " + "ab c" * 1000 for word in words[:100]]}
     completions, chat, messages, responses = "/v1/completions", "/v1/chat/completions", "/v1/messages", "/v1/responses"
 
     def form(names: list[str]) -> dict[str, Any]:
@@ -66,6 +69,9 @@ def bodies(items: int, sequences: int) -> list[tuple[str, str, dict[str, Any]]]:
         (completions, "regex", {"prompt": "x", "structured_outputs": {"regex": "x" * 39_000}, **LAST}),
         (completions, "regex: classes", {"prompt": "x", "structured_outputs": {"regex": "[a-z]" * 3900}, **LAST}),
         (completions, "grammar", {"prompt": "x", "structured_outputs": {"grammar": grammar}, **LAST}),
+        (completions, "regex: counts in counts", {"prompt": "x", "structured_outputs": {"regex": counts}, **LAST}),
+        (completions, "json: enum of 400 KB", {"prompt": "x", "structured_outputs": {"json": enum}, **LAST}),
+        (completions, "structural_tag", {"prompt": "x", "structured_outputs": {"structural_tag": tag}, **LAST}),
         (completions, "unknown", {"prompt": "x", "unknown": [5] * numbers, **LAST}),
         (completions, "user", {"prompt": "x", "user": "a b " * 500_000, **LAST}),
         (completions, "logit_bias", {"prompt": "x", "logit_bias": {str(at): 1 for at in range(len(words))}, **LAST}),

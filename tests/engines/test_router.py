@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import random
 import uuid
 from collections.abc import AsyncIterator
 from typing import Any
 
 import aiohttp
+import msgspec
 import openai
+import psutil
 import pytest
 
+from tercet.lab.chaos.engine_processes import GRAMMARS_TITLE
 from tercet.wire.client import HttpEngine
 from tests.long_runs import FULL
+from tests.longest_wait import LONGEST_WAIT_S
 
 from .conftest import Fleet, get_json, settled
+from .processes import part_of, processes_of
 from .prompts import calls_of, complete, prompt_of, tokens_of
 
 pytestmark = pytest.mark.usefixtures("nothing_leaks")
@@ -199,3 +205,65 @@ async def test_clients_of_whom_many_leave(fleet: Fleet, prefill: HttpEngine, dec
     await settled(prefill)
     await settled(decode)
     assert [engine["in_flight"] for engine in get_json(f"{fleet.url}/tercet/v1/engines")] == [0, 0]
+
+
+_RULES = "\n".join(f'r{number} ::= "a{number}" [a-z]+ r{number + 1}' for number in range(20_000))
+TAG = json.dumps({"type": "structural_tag", "format": {"type": "grammar", "grammar": f"root ::= r0\n{_RULES}"}})
+TOO_MUCH_TO_COMPILE: dict[str, dict[str, Any]] = {
+    "counts": {"regex": "([^a]{0,1000}b){0,1000}"},
+    "enum": {"json": {"enum": [f"{number} " + "ab c" * 1000 for number in range(100)]}},
+    "tag": {"structural_tag": TAG},
+}
+NO_TEXT = {"grammar": 'root ::= root "a"'}  # only the core's process finds this one out
+
+
+async def structured(session: aiohttp.ClientSession, url: str, structure: dict[str, Any], **more: Any) -> Any:
+    """Status, headers and text of a completion."""
+    body = {"model": "smollm2", "prompt": "x", "max_tokens": 8, "structured_outputs": structure, **more}
+    async with session.post(f"{url}/v1/completions", json=body) as response:
+        return response.status, response.headers, await response.text()
+
+
+async def test_expensive_structures_are_refused_with_the_reason_and_cost_an_innocent_client_nothing(
+    fleet: Fleet,
+) -> None:
+    cores = [core for place in fleet.places.values() for core in part_of(place.url, "core")]
+    grammars = [each for place in fleet.places.values() for each in processes_of(place.url)
+                if any(GRAMMARS_TITLE in word for word in each.cmdline())]  # fmt: skip
+    assert len(grammars) == len(cores) == 2
+    before = [core.memory_info().rss for core in cores]
+    poisons = [*TOO_MUCH_TO_COMPILE.values(), NO_TEXT]
+    word = uuid.uuid4().hex[:6]
+    async with aiohttp.ClientSession() as session:
+        sent = [structured(session, fleet.url, each, stream=stream) for each in poisons for stream in (False, True)]
+        *refused, (status, _, text) = await asyncio.gather(
+            *sent, structured(session, fleet.url, {"choice": [f"yes {word}", f"no {word}"]}, max_tokens=40)
+        )
+        direct = await structured(session, fleet.engine_url("decode"), NO_TEXT)
+    assert status == 200, text
+    assert msgspec.json.decode(text)["choices"][0]["text"] in (f"yes {word}", f"no {word}")
+    *refused, streamed = refused
+    assert streamed[0] == 200  # the stream had begun
+    assert '"code":"bad_request"' in streamed[2]
+    for each in (*refused, direct):
+        assert 400 <= each[0] < 500, each[2]
+        assert "structured_outputs" in each[2]
+    said = [each[2] for each in (*refused, streamed)]
+    assert all("at most 20000 are accepted" in each for each in said[:2])
+    assert all("takes too long to compile" in each for each in said[2:6])
+    assert all("no text matches this structure" in each for each in (*said[6:], direct[2]))
+
+    async def spent() -> float:
+        """CPU seconds of the cores and their processes in a second."""
+        earlier = [each.cpu_times() for each in (*cores, *grammars)]
+        await asyncio.sleep(1)
+        now = [each.cpu_times() for each in (*cores, *grammars)]
+        return sum(b.user + b.system - a.user - a.system for a, b in zip(earlier, now, strict=True))
+
+    async with asyncio.timeout(LONGEST_WAIT_S):
+        while await spent() > 0.1:
+            pass
+    tries = [child for each in grammars for child in each.children()]
+    assert all(child.status() == psutil.STATUS_ZOMBIE for child in tries)
+    grown = [core.memory_info().rss - earlier for core, earlier in zip(cores, before, strict=True)]
+    assert max(grown) < 150 * 2**20

@@ -148,6 +148,12 @@ class NoSpace(TercetError, status=503):
     """The engine cannot reserve this number of blocks now; try another engine, or retry later."""
 
 
+class GrammarsBusy(TercetError, status=503):
+    """The engine could not try this structured output in time; that says nothing about it. Retry, or elsewhere."""
+
+    retry_after = 10
+
+
 class EngineError(TercetError, status=500):
     """The engine failed while it ran the request."""
 

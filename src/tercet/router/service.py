@@ -52,8 +52,6 @@ MOVES = MoveSettings()
 OBJECTIVES = Objectives()
 _NO_DEADLINE = nullcontext()
 
-GRAMMAR_FAILED = "structured_outputs: the engine could not compile this structure, or not within its time limit"
-
 
 class ServiceMetrics(MoveMetrics, Protocol):
     """Counters of sequences and programs: the router's metrics, or those of a simulation."""
@@ -249,8 +247,6 @@ class Service(Generic[M]):
                 while (failure := await attempts.run(program)) is not None:
                     retry = self._next_attempt(chosen, failure, sequence, tried_at)
                     if retry is None:
-                        if _is_grammars_fault(failure, sequence):
-                            raise BadRequest(GRAMMAR_FAILED, "structured_outputs") from failure
                         self._note_failed(chosen, failure, sequence, observed)
                         attempts.finish(_last_output(chosen, failure, request.seq_id))
                         return
@@ -303,8 +299,6 @@ class Service(Generic[M]):
     ) -> Retry | None:
         """Return the retry after ``error``, or None."""
         is_own_fault = _is_own_fault(chosen, error)
-        if _is_grammars_fault(error, sequence):
-            return None
         if is_own_fault and not self._retries_faults:
             return None
         if is_own_fault and not sequence.attempt:
@@ -395,12 +389,6 @@ def _is_own_fault(chosen: Chosen, error: BaseException) -> bool:
     if isinstance(error, BadRequest):
         return error.param in {"pick", "begin", "end", *inspect.signature(chosen.program).parameters}
     return not isinstance(error, TercetError)
-
-
-def _is_grammars_fault(error: BaseException, sequence: RunningSequence) -> bool:
-    """True if an engine failed to compile a structured output: another engine would fail in the same way."""
-    asks = sequence.request.sampling_params.get("structured_outputs") is not None
-    return asks and not sequence.tokens and isinstance(error, BrokenOff) and error.output.finish_reason == "error"
 
 
 def _code(chosen: Chosen, error: BaseException) -> str:

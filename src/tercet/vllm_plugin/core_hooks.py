@@ -13,6 +13,7 @@ POOL = "vllm.v1.core.block_pool:BlockPool"
 REQUEST = "vllm.v1.request:Request"
 CORE = "vllm.v1.engine.core:EngineCore"
 EXECUTOR = "vllm.v1.executor.abstract:Executor"
+OUTPUTS = "vllm.v1.engine.output_processor"
 STRUCTURED = "vllm.v1.structured_output:StructuredOutputManager"
 
 CORE_HOOKS = (
@@ -162,26 +163,42 @@ CORE_HOOKS = (
     Hook(
         name="grammars' time",
         what="A grammar is first compiled and followed by a process that the kernel ends at its limits, and only then "
-        "in the core; a request ends if its grammar is refused, allows no first token, or becomes slow",
+        "in the core; a request ends if its grammar is refused, allows no first token, or becomes slow, and its client "
+        "gets the reason",
         why="A thread that compiles cannot be ended, and grammars of thirty letters occupy a core for minutes; a "
         "request would wait for its grammar for ever, or end as if the engine had failed",
         until="vLLM bounds the time and the memory of grammars, and refuses those that no text matches",
-        replaces=("StructuredOutputManager.grammar_init", "Executor.__init__"),
+        replaces=(
+            "StructuredOutputManager.grammar_init",
+            "Executor.__init__",
+            "Scheduler.update_from_output",
+            "OutputProcessor.process_outputs",
+        ),
         relies_on=(
             Takes(f"{STRUCTURED}.grammar_init", "request"),
             Says(
                 f"{STRUCTURED}.grammar_init",
                 "if self.backend is None:",
-                "structured_outputs._backend",
                 "if self._use_async_grammar_compilation:",
                 "self.executor.submit",
                 "request.structured_output_request.grammar = ",
             ),
+            Says(f"{STRUCTURED}.grammar_init", "structured_outputs._backend"),
             Takes(f"{STRUCTURED}._create_grammar", "request"),
             Says(f"{STRUCTURED}._create_grammar", "struct_request.structured_output_key", "compile_grammar("),
             Takes(f"{EXECUTOR}.__init__", "vllm_config"),
             Says(f"{CORE}.__init__", "load_general_plugins()", "executor_class(vllm_config)"),
             Says(f"{SCHEDULER}.update_from_output", "accept_tokens(", "RequestStatus.FINISHED_ERROR"),
+            Says(
+                f"{SCHEDULER}.update_from_output", "stop_reason=request.stop_reason", "self.grammar_compile_error_reqs"
+            ),
+            Says(f"{SCHEDULER}.__init__", "self.requests: dict[str, Request]", "self.grammar_compile_error_reqs"),
+            Has("vllm.v1.engine:EngineCoreOutput", "request_id", "finish_reason", "stop_reason"),
+            Takes(f"{OUTPUTS}:OutputProcessor.process_outputs", "engine_core_outputs"),
+            Says(
+                f"{OUTPUTS}:OutputProcessor.process_outputs", "engine_core_output.stop_reason", "req_state.queue.put("
+            ),
+            Says(f"{OUTPUTS}:RequestOutputCollector.put", "isinstance(output, Exception)", "elif isinstance("),
             Takes("vllm.v1.structured_output.backend_types:StructuredOutputBackend.allocate_token_bitmask"),
             Takes("vllm.v1.structured_output.backend_types:StructuredOutputGrammar.fill_bitmask", "bitmask"),
             Takes("vllm.v1.structured_output.backend_types:StructuredOutputGrammar.accept_tokens", "request_id"),

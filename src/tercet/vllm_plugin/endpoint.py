@@ -46,6 +46,7 @@ from tercet.protocol.wire import (
 from tercet.settings.variables import ENGINE_NAME_VARIABLE
 from tercet.settings.verb_log import lines_of_call, logged_call
 from tercet.vllm_plugin.edge.adapters import Adapters
+from tercet.vllm_plugin.edge.grammar_failures import tell_failures
 from tercet.vllm_plugin.edge.prefilled_requests import PrefilledRequests, PrefillerHeader
 from tercet.vllm_plugin.edge.stopping import StopWhenEmpty, fail_at_exit, let_vllm_stop, stop_on_sigterm
 from tercet.vllm_plugin.edge.verbs import EngineVerbs
@@ -116,6 +117,7 @@ class TercetEndpoints:
         adapters = Adapters(lambda: state.openai_serving_models, 0 if lora is None else lora.max_loras)
         await adapters.watch(engine_client)  # type: ignore[arg-type]
         bound_uuids(engine_client.renderer)
+        tell_failures()
         most = settings.max_request_bytes
         verbs = state.tercet = await EngineVerbs.attach(engine_client, name, secret, adapters, most)  # type: ignore[arg-type]
         state.tercet_prefillers = settings.allowed_prefillers()
@@ -170,6 +172,8 @@ async def _on_error(request: Request, error: Exception) -> Response:
     if not isinstance(error, TercetError):
         raise error
     answer = _json(error.to_wire(), error.status)
+    if error.retry_after is not None:
+        answer.headers["retry-after"] = str(error.retry_after)
     callers: Callers | None = getattr(request.app.state, "tercet_callers", None)
     if isinstance(error, Unauthorized) and callers:
         answer.headers[CHALLENGE_HEADER] = callers.challenge()

@@ -17,6 +17,7 @@ from tercet.protocol import (
     EngineError,
     EngineNotReached,
     EngineUnreachable,
+    GrammarsBusy,
     LayoutMismatch,
     LeaseEnded,
     NoSpace,
@@ -26,6 +27,7 @@ from tercet.protocol import (
     TercetError,
     TransferFailed,
     UnknownSequence,
+    from_wire,
 )
 from tercet.router.metrics import Metrics
 from tercet.router.service import Service
@@ -451,25 +453,40 @@ async def test_what_runs_goes_on_even_if_new_requests_are_refused(router: LiveRo
 
 
 async def ended(router: LiveRouter, **params: Any) -> list[str | None]:
-    """How the answer to a request with these parameters ends, where the engine asked first ends it with an error."""
+    """How the answer to a request with these parameters ends, where the engine asked first does not serve it."""
     request = Request(seq_id="s", prompt=(1, 2, 3), sampling_params=params)
     return [output.finish_reason async for output in router.service.run(request, Trace())]
 
 
-async def test_a_structure_that_an_engine_cannot_compile_is_its_clients_error(router: LiveRouter) -> None:
-    """Another engine could not compile it either: it is not asked, and no program is blamed."""
-    router.engine("d").breaks_off = Output((), "error")
-    with pytest.raises(BadRequest, match="could not compile") as refused:
-        await ended(router, structured_outputs={"regex": "(a"})
+@pytest.mark.parametrize("after", [0, 2])
+async def test_a_structure_that_an_engine_refuses_is_its_clients_error_with_the_reason(
+    router: LiveRouter, after: int
+) -> None:
+    """Another engine would refuse it, too: it is not asked, and no program is blamed."""
+    refusal = BadRequest("structured_outputs: no text matches this structure", "structured_outputs")
+    router.engine("d").fail_after, router.engine("d").failures["stream"] = after, refusal
+    with pytest.raises(BadRequest, match="no text matches") as refused:
+        await ended(router, structured_outputs={"regex": "(a"}, max_tokens=3)
     assert refused.value.param == "structured_outputs"
     assert "start_generate" not in router.engine("p").verbs
     assert not router.service.routing.failures
-    assert (await ended(router))[-1] == "length"  # without a structure another engine is asked
     assert await router.has_everything_back()
 
 
-@pytest.mark.parametrize("broken_off", [Output((100,), "error"), Output((), "abort")])
-async def test_a_structure_that_was_begun_with_goes_on_elsewhere(router: LiveRouter, broken_off: Output) -> None:
+async def test_a_structure_that_an_engine_has_no_time_for_goes_elsewhere_and_then_is_a_503(router: LiveRouter) -> None:
+    busy = GrammarsBusy("structured_outputs: this structure could not be tried")
+    router.engine("d").failures["start_generate"] = busy
+    assert (await ended(router, structured_outputs={"regex": "a+"}))[-1] == "length"
+    for name in "dp":
+        router.engine(name).failures["start_generate"] = from_wire(500, busy.to_wire())
+    with pytest.raises(GrammarsBusy) as refused:
+        await ended(router, structured_outputs={"regex": "a+"})
+    assert (refused.value.status, refused.value.retry_after) == (503, 10)
+    assert await router.has_everything_back()
+
+
+@pytest.mark.parametrize("broken_off", [Output((100,), "error"), Output((), "error"), Output((), "abort")])
+async def test_a_structure_that_an_engine_broke_off_goes_on_elsewhere(router: LiveRouter, broken_off: Output) -> None:
     router.engine("d").breaks_off = broken_off
     assert (await ended(router, structured_outputs={"regex": "a+"}))[-1] == "length"
     assert await router.has_everything_back()

@@ -31,8 +31,8 @@ class Grammar:
         mask[at] = 0 if self.text == "nothing" else -1
 
     def accept_tokens(self, request_id: str, tokens: list[int]) -> bool:
-        if self.text == "slow":
-            _spin(0.2)
+        if self.text in ("slow", "often long"):
+            _spin(0.07 if self.text == "slow" else 0.15)
         return True
 
     def is_terminated(self) -> bool:
@@ -46,6 +46,7 @@ def _spin(seconds: float) -> None:
 
 
 def _compiled(manager: Any, backend: str, kind: Any, text: str) -> Grammar:
+    assert backend == "xgrammar"  # vLLM 0.33 refuses any other one than the manager's
     match text:
         case "spin":
             _spin(1000)
@@ -68,7 +69,14 @@ def _compiled(manager: Any, backend: str, kind: Any, text: str) -> Grammar:
 def process(monkeypatch: pytest.MonkeyPatch) -> Iterator[GrammarProcess]:
     tokenizer = SimpleNamespace(encode=lambda text, **_: [ord(letter) for letter in text])
     backend = SimpleNamespace(allocate_token_bitmask=lambda count: torch.zeros(count, 8, dtype=torch.int32))
-    monkeypatch.setattr(grammar_process, "_manager", lambda *_: SimpleNamespace(tokenizer=tokenizer, backend=backend))
+    manager = SimpleNamespace(tokenizer=tokenizer, backend=backend)
+
+    def managers(name: str, _: Any) -> Any:
+        if name == "missing":
+            raise ValueError("no such backend")
+        return manager
+
+    monkeypatch.setattr(grammar_process, "_manager", managers)
     monkeypatch.setattr(grammar_process, "_compiled", _compiled)
     monkeypatch.setattr(grammar_process, "STALL_SECONDS", LONGEST_WAIT_S)
     made = GrammarProcess(None)
@@ -91,7 +99,8 @@ def children() -> list[psutil.Process]:
     ("text", "outcome", "why"),
     [
         ("fine", TryOutcome.FINE, ""), ("short", TryOutcome.FINE, ""), ("nothing", TryOutcome.REFUSED, NO_TEXT),
-        ("slow", TryOutcome.REFUSED, TOO_SLOW), ("wrong", TryOutcome.REFUSED, "cannot be compiled: no such rule"),
+        ("slow", TryOutcome.REFUSED, TOO_SLOW), ("often long", TryOutcome.REFUSED, TOO_SLOW),
+        ("wrong", TryOutcome.REFUSED, "cannot be compiled: no such rule"),
         ("eat", TryOutcome.REFUSED, "takes too much memory to compile"), ("spin", TryOutcome.OVER_LIMIT, ""),
         ("die", TryOutcome.OVER_LIMIT, ""), ("crash", TryOutcome.OVER_LIMIT, ""), ("stand still", TryOutcome.LOST, ""),
     ],
@@ -109,6 +118,10 @@ def test_each_end_of_a_try(
     while any(each.status() != psutil.STATUS_ZOMBIE for each in only.children()):
         assert time.monotonic() < until, "a try is still running"
         time.sleep(0.01)
+
+
+def test_without_a_backend_nothing_is_fine(process: GrammarProcess) -> None:
+    assert process.attempt("missing", TryJob("REGEX", "fine", 30.0, 0)) == (TryOutcome.LOST, "")
 
 
 def test_it_keeps_no_descriptor_of_the_core(process: GrammarProcess) -> None:

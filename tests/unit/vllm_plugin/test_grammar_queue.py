@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tercet.vllm_plugin.core.grammar_queue import LIMITS, MOST_VERDICTS, GrammarQueue, Try, TryOutcome
+from tercet.vllm_plugin.core.grammar_queue import LIMITS, MOST_VERDICTS, MOST_WAITING, GrammarQueue, Try, TryOutcome
 
 LAST = len(LIMITS) - 1
 
@@ -76,6 +76,21 @@ def test_a_grammar_that_is_lost_is_tried_once_more_and_has_no_verdict_then() -> 
     assert queue.ended(queue.next_try(), TryOutcome.LOST)  # pyright: ignore[reportArgumentType]
     assert queue.verdict("a") is None
     assert len(queue) == 0
+
+
+def test_a_full_queue_gives_up_what_it_would_try_last() -> None:
+    queue = GrammarQueue(places=1)
+    queue.add("tried twice", 0.0)
+    tried = queue.next_try()
+    assert tried is not None
+    assert [queue.add(number, 1.0 + number) for number in range(MOST_WAITING - 1)] == [None] * (MOST_WAITING - 1)
+    assert not queue.ended(tried, TryOutcome.OVER_LIMIT)
+    assert queue.add("tried twice", 0.0) is None
+    assert queue.add("usual", 5.0) == "tried twice"
+    assert queue.add("usual", 5.0) is None
+    assert queue.add("dearest", 1e9) == "dearest"
+    assert queue.add("cheap", 1.0) == MOST_WAITING - 2
+    assert len(queue) == MOST_WAITING
 
 
 def test_what_no_request_needs_any_more_is_dropped_unless_it_is_tried_now() -> None:

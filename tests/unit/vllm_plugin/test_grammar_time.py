@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,9 +15,24 @@ import xgrammar
 from vllm.v1.structured_output.backend_types import StructuredOutputOptions
 
 from tercet.vllm_plugin.core import grammar_time
-from tercet.vllm_plugin.core.grammar_process import NO_TEXT, TOO_SLOW, TryJob
-from tercet.vllm_plugin.core.grammar_queue import LIMITS, TryOutcome
-from tercet.vllm_plugin.core.grammar_time import BoundedGrammars, WatchedGrammar, require_beginning
+from tercet.vllm_plugin.core.grammar_process import LONG_SECONDS, MOST_LONG, NO_TEXT, TOO_SLOW, TryJob
+from tercet.vllm_plugin.core.grammar_queue import LIMITS, MOST_WAITING, TryOutcome
+from tercet.vllm_plugin.core.grammar_time import (
+    BUSY,
+    LONGEST_REASON,
+    LONGEST_WAIT_SECONDS,
+    LOST,
+    REFUSED,
+    UNTRIED,
+    BoundedGrammars,
+    GrammarRefused,
+    GrammarUntried,
+    StructurePace,
+    WatchedGrammar,
+    reason_of,
+    require_beginning,
+    with_reasons,
+)
 from tests.longest_wait import LONGEST_WAIT_S
 
 pytestmark = pytest.mark.vllm
@@ -70,6 +87,7 @@ class Request:
         self.structured_output_request = self.sampling_params = self.structured_outputs = self
         self._backend = "xgrammar"
         self.over = False
+        self.stop_reason: str | None = None
 
     def is_finished(self) -> bool:
         return self.over
@@ -78,7 +96,7 @@ class Request:
 class Process:
     """The process that tries grammars: what ``costs`` says is over the limit until it is not; others are fine."""
 
-    def __init__(self, costs: dict[str, float | TryOutcome] | None = None) -> None:
+    def __init__(self, costs: Mapping[str, float | TryOutcome | Exception] | None = None) -> None:
         self.costs = costs or {}
         self.jobs: list[TryJob] = []
         self.goes_on = threading.Event()
@@ -89,12 +107,16 @@ class Process:
         self.jobs.append(job)
         self.goes_on.wait(LONGEST_WAIT_S)
         cost = self.costs.get(job.text, 0.0)
+        if isinstance(cost, Exception):
+            raise cost
         if isinstance(cost, TryOutcome):
             return cost, NO_TEXT if cost is TryOutcome.REFUSED else ""
         return (TryOutcome.FINE if cost <= job.limit else TryOutcome.OVER_LIMIT), ""
 
 
-def bounded(costs: dict[str, float | TryOutcome] | None = None) -> tuple[BoundedGrammars, Manager, Process]:
+def bounded(
+    costs: Mapping[str, float | TryOutcome | Exception] | None = None,
+) -> tuple[BoundedGrammars, Manager, Process]:
     manager, process = Manager(), Process(costs)
     return BoundedGrammars(manager, process.attempt), manager, process
 
@@ -150,10 +172,66 @@ def test_only_texts_are_compiled_untried(kind: StructuredOutputOptions, text: st
     assert len(process.jobs) == (not is_plain)
 
 
-def test_without_a_process_requests_are_served_all_the_same() -> None:
-    grammars, manager, _ = bounded({"[a-z]": TryOutcome.LOST})
-    grammars.grammar(Request("[a-z]")).result(LONGEST_WAIT_S)
-    assert manager.compiled == ["[a-z]"]
+@pytest.mark.parametrize("lost", [TryOutcome.LOST, RuntimeError("no such file")])
+def test_one_that_cannot_be_tried_is_not_compiled_here_and_may_be_sent_again(
+    lost: TryOutcome | Exception, caplog: pytest.LogCaptureFixture
+) -> None:
+    costs = {"[a-z]": lost}
+    grammars, manager, process = bounded(costs)
+    untried = grammars.grammar(Request("[a-z]")).exception(LONGEST_WAIT_S)
+    assert (type(untried), str(untried)) == (GrammarUntried, LOST)
+    assert (manager.compiled, len(process.jobs)) == ([], 2)
+    assert "was lost twice" in caplog.text
+    costs.clear()
+    assert isinstance(grammars.grammar(Request("[a-z]")).result(LONGEST_WAIT_S), WatchedGrammar)
+
+
+def until(holds: Callable[[], bool]) -> None:
+    end = time.monotonic() + LONGEST_WAIT_S
+    while not holds():
+        assert time.monotonic() < end
+        time.sleep(0.001)
+
+
+def test_a_request_waits_for_a_bounded_time_and_one_whose_structure_is_known_does_not_wait(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    grammars, manager, process = bounded()
+    grammars.grammar(Request("[a-c]")).result(LONGEST_WAIT_S)
+    process.goes_on.clear()
+    held = [grammars.grammar(Request(f"[a-{letter}]")) for letter in "xyz"]
+    until(lambda: len(process.jobs) == 3)  # both places are taken, and one structure waits
+    assert isinstance(grammars.grammar(Request("[a-c]")).result(LONGEST_WAIT_S), WatchedGrammar)
+    assert not any(each.done() for each in held)
+    with grammars._changed:
+        for wanted in grammars._wanted.values():
+            for each in wanted.requests:
+                assert 0 < each.until - time.monotonic() <= LONGEST_WAIT_SECONDS
+                each.until = time.monotonic()
+        grammars._waits.notify()
+    failures = [each.exception(LONGEST_WAIT_S) for each in held]
+    assert [(type(each), str(each)) for each in failures] == [(GrammarUntried, BUSY)] * 3
+    assert "refused with 503" in caplog.text
+    later = grammars.grammar(Request("[a-x]"))  # while it is tried for the one that has left
+    process.goes_on.set()
+    assert isinstance(later.result(LONGEST_WAIT_S), WatchedGrammar)
+    assert isinstance(grammars.grammar(Request("[a-z]")).result(LONGEST_WAIT_S), WatchedGrammar)
+    assert manager.compiled.count("[a-z]") == 1
+
+
+def test_a_full_queue_gives_up_the_most_expensive_one_not_the_newest() -> None:
+    grammars, _, process = bounded()
+    process.goes_on.clear()
+    running = [grammars.grammar(Request("[a-b]")), grammars.grammar(Request("[a-c]"))]
+    until(lambda: len(process.jobs) == 2)
+    dear = [grammars.grammar(Request(f"[^a]*{number}")) for number in range(MOST_WAITING)]
+    assert not any(each.done() for each in dear)
+    innocent = grammars.grammar(Request("[a-d]"))
+    (given_up,) = [each for each in dear if each.done()]
+    assert isinstance(given_up.exception(), GrammarUntried)
+    process.goes_on.set()
+    for each in (*running, innocent):
+        assert isinstance(each.result(LONGEST_WAIT_S), WatchedGrammar)
 
 
 def test_grammars_that_no_request_needs_any_more_are_not_tried() -> None:
@@ -161,9 +239,7 @@ def test_grammars_that_no_request_needs_any_more_are_not_tried() -> None:
     process.goes_on.clear()
     requests = [Request(f"[a-{letter}]") for letter in "bcdefgh"]
     futures = [grammars.grammar(request) for request in requests]
-    until = time.monotonic() + LONGEST_WAIT_S
-    while len(process.jobs) < 2:
-        assert time.monotonic() < until
+    until(lambda: len(process.jobs) == 2)
     for request in requests[:-1]:
         request.over = True
     process.goes_on.set()
@@ -215,26 +291,93 @@ class Slow:
         return False
 
 
-def test_a_grammar_that_becomes_slow_ends_its_request(monkeypatch: pytest.MonkeyPatch) -> None:
+def slow_one(monkeypatch: pytest.MonkeyPatch) -> tuple[Slow, list[str], StructurePace, Any]:
     slow, told = Slow(), list[str]()
     monkeypatch.setattr(grammar_time.time, "thread_time", lambda: slow.now)
-    watched, mask = WatchedGrammar(slow, lambda: told.append(TOO_SLOW)), torch.zeros(1, 2, dtype=torch.int32)
+    return slow, told, StructurePace(lambda: told.append(TOO_SLOW)), torch.zeros(1, 2, dtype=torch.int32)
+
+
+def test_a_grammar_that_becomes_slow_ends_its_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    slow, told, pace, mask = slow_one(monkeypatch)
+    request = Request("a")
+    watched = WatchedGrammar(slow, pace, request)
     for _ in range(10_000):
         slow.seconds = 0.005
         watched.fill_bitmask(mask, 0)
         assert watched.accept_tokens("r", [1])
-    slow.seconds, before = 0.3, slow.now
+    slow.seconds, before = 0.9 * LONG_SECONDS, slow.now
     while watched.accept_tokens("r", [1]):
+        assert request.stop_reason is None
         watched.fill_bitmask(mask, 0)
-    assert slow.now - before < 3
+    assert 2 < slow.now - before < 3
     fills = slow.fills
     watched.fill_bitmask(mask, 0)
     assert (slow.fills, told, mask.tolist()) == (fills, [TOO_SLOW], [[-1, -1]])
+    assert request.stop_reason == f"{REFUSED}structured_outputs: {TOO_SLOW}"
     assert not watched.is_terminated()
+
+
+def test_others_wait_for_few_long_tokens_of_all_requests_with_a_structure(monkeypatch: pytest.MonkeyPatch) -> None:
+    slow, told, pace, mask = slow_one(monkeypatch)
+    same = [WatchedGrammar(slow, pace, Request("a")) for _ in range(50)]
+    slow.seconds = 0.3
+    for each in same:  # one step of the engine
+        each.fill_bitmask(mask, 0)
+    assert (slow.fills, told) == (MOST_LONG, [TOO_SLOW])
+    assert not any(each.accept_tokens("r", [1]) for each in same)
+
+
+def test_long_tokens_that_are_far_apart_do_not_end_a_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    slow, told, pace, mask = slow_one(monkeypatch)
+    monkeypatch.setattr(grammar_time.time, "monotonic", lambda: slow.now * 1000)
+    watched = WatchedGrammar(slow, pace, Request("a"))
+    for _ in range(10):
+        slow.seconds = 0.15
+        watched.fill_bitmask(mask, 0)
+        slow.seconds = 0.0
+        for _ in range(20):
+            assert watched.accept_tokens("r", [1])
+    assert told == []
 
 
 def test_after_it_was_slow_for_one_request_it_is_refused() -> None:
     grammars, _, _ = bounded()
-    watched = grammars.grammar(Request("([^a]*b)*")).result(LONGEST_WAIT_S)
-    watched._on_slow()
+    first, second = (grammars.grammar(Request("([^a]*b)*")).result(LONGEST_WAIT_S) for _ in range(2))
+    first._pace.end()
     assert failure(grammars.grammar(Request("([^a]*b)*"))) == TOO_SLOW
+    assert not second.accept_tokens("r", [1])
+
+
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [
+        (GrammarRefused(NO_TEXT), f"{REFUSED}structured_outputs: {NO_TEXT}"),
+        (RuntimeError("no rule x"), f"{REFUSED}structured_outputs: cannot be compiled: no rule x"),
+        (GrammarUntried(BUSY), UNTRIED + BUSY),
+    ],
+)
+@pytest.mark.parametrize("own", [False, True])
+def test_the_output_of_a_request_whose_grammar_failed_has_the_reason(error: Exception, reason: str, own: bool) -> None:
+    """vLLM 0.33 has an error of its own, which says that the request is wrong."""
+    ended = SimpleNamespace(request_id="r", finished=True, stop_reason=None, error="the client's" if own else None)
+    others = [
+        SimpleNamespace(request_id="r", finished=False, stop_reason=None),
+        SimpleNamespace(request_id="other", finished=True, stop_reason="."),
+    ]
+    request = SimpleNamespace(request_id="r", structured_output_request=SimpleNamespace(grammar=error))
+    failed: Any = {"r": "the client's", "gone": ""} if own else {"r", "gone"}
+    scheduler = SimpleNamespace(grammar_compile_error_reqs=failed, requests={"r": request})
+
+    def update(scheduler: Any, step: int) -> Any:
+        assert step == 1
+        scheduler.requests.clear()
+        failed.clear()
+        return {0: SimpleNamespace(outputs=[*others, ended])}
+
+    assert with_reasons(update, scheduler, 1)[0].outputs[-1] is ended
+    assert (ended.stop_reason, ended.error) == (reason, None)
+    assert [each.stop_reason for each in others] == [None, "."]
+
+
+def test_a_reason_is_bounded() -> None:
+    assert len(reason_of(RuntimeError("x" * 100_000))) == LONGEST_REASON

@@ -7,8 +7,8 @@ and memory, which the kernel enforces. Nothing of a child remains, and the core 
 Who ends it: the end of the core, however it ends, kills the process, and the end of the process kills its children.
 Who starts it again: :class:`GrammarProcess`, with the next try, as a new process that imports vLLM.
 
-Relies on ``StructuredOutputManager.grammar_init`` making a backend, and compiling at once if
-``_use_async_grammar_compilation`` is false.
+Relies on ``StructuredOutputManager.grammar_init`` making a backend, taking requests of the same one, and compiling at
+once if ``_use_async_grammar_compilation`` is false.
 """
 
 from __future__ import annotations
@@ -41,6 +41,8 @@ MEMORY = 512 * 1024 * 1024
 """Bytes that a try may allocate."""
 STEPS, FOLLOWING_SECONDS, TEXT_OF_STEPS = 32, 2.0, 2000
 """Tokens that a grammar follows in a try, and the CPU seconds that it may take for them."""
+LONG_SECONDS, MOST_LONG = 0.1, 3
+"""A token that takes more CPU seconds than the first is long: others wait for it. The second ends a try as too slow."""
 START_SECONDS, STALL_SECONDS = 180.0, 60.0
 NICE = 5
 _SIZE = struct.Struct("!I")
@@ -56,9 +58,10 @@ class TryJob(msgspec.Struct, frozen=True):
 
 
 class Result(msgspec.Struct, frozen=True):
-    """What a try came to: "" in ``refused`` if the grammar is fine."""
+    """What a try came to: "" in ``refused`` if the grammar is fine. ``tried`` is false without a backend."""
 
     refused: str
+    tried: bool = True
 
 
 class GrammarProcess:
@@ -145,6 +148,8 @@ class GrammarProcess:
             with suppress(ProcessLookupError):
                 signal.pidfd_send_signal(pidfd, signal.SIGKILL)
             os.close(pidfd)
+        if not result.tried:
+            return TryOutcome.LOST, ""
         return (TryOutcome.REFUSED, result.refused) if result.refused else (TryOutcome.FINE, "")
 
     def _spawn(self) -> None:
@@ -220,7 +225,11 @@ def _serve(channel: socket.socket, vllm_config: Any, parent: int) -> None:
             try:
                 managers[name] = _manager(name, vllm_config)
             except Exception:
-                logger.exception("grammars are not tried: the backend %s cannot be loaded", name)
+                logger.exception(
+                    "structured outputs are refused with 503: their process cannot load the backend %s; "
+                    "name another one by --structured-outputs-config.backend",
+                    name,
+                )
                 managers[name] = None
         if not descriptors:
             continue
@@ -230,7 +239,7 @@ def _serve(channel: socket.socket, vllm_config: Any, parent: int) -> None:
                 channel.close()
                 _end_with(me)
                 signal.signal(signal.SIGTERM, signal.SIG_DFL)
-                _try(connection, managers[name])
+                _try(connection, managers[name], name)
             finally:
                 os._exit(0)
         connection.close()
@@ -270,7 +279,7 @@ def _compiled(manager: Any, backend: str, kind: Any, text: str) -> Any:
     return found.result() if hasattr(found, "result") else found
 
 
-def _try(connection: socket.socket, manager: Any) -> None:
+def _try(connection: socket.socket, manager: Any, backend: str) -> None:
     connection.sendall(os.getpid().to_bytes(4, "big"))
     job = msgspec.msgpack.decode(_receive_all(connection), type=TryJob)
     logging.disable(logging.CRITICAL)
@@ -281,14 +290,14 @@ def _try(connection: socket.socket, manager: Any) -> None:
     refused = ""
     if manager is not None:
         try:
-            refused = _why_refused(manager, job)
+            refused = _why_refused(manager, backend, job)
         except MemoryError:
             refused = "takes too much memory to compile"
         except Exception as error:
             out = "bad_alloc" in str(error)
             refused = "takes too much memory to compile" if out else f"cannot be compiled: {str(error)[:300]}"
     signal.setitimer(signal.ITIMER_PROF, 0)
-    text = msgspec.msgpack.encode(Result(refused))
+    text = msgspec.msgpack.encode(Result(refused, manager is not None))
     connection.sendall(_SIZE.pack(len(text)) + text)
 
 
@@ -307,13 +316,13 @@ def _limit_memory() -> None:
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
 
 
-def _why_refused(manager: Any, job: TryJob) -> str:
+def _why_refused(manager: Any, name: str, job: TryJob) -> str:
     """Compile and follow the grammar; return why it is refused, or ""."""
     import numpy as np
     from vllm.v1.structured_output.backend_types import StructuredOutputOptions
 
     began = time.process_time()
-    grammar = _compiled(manager, "", StructuredOutputOptions[job.kind], job.text)
+    grammar = _compiled(manager, name, StructuredOutputOptions[job.kind], job.text)
     backend = manager.backend
     mask = backend.allocate_token_bitmask(1)
     grammar.fill_bitmask(mask, 0)
@@ -321,7 +330,7 @@ def _why_refused(manager: Any, job: TryJob) -> str:
         return NO_TEXT
     # What a grammar needs to follow a text counts apart: the limit begins again.
     _limit_time(max(job.limit - (time.process_time() - began), min(job.limit, FOLLOWING_SECONDS)))
-    began = time.process_time()
+    began, long = time.process_time(), 0
     own = np.array(manager.tokenizer.encode(job.text[:TEXT_OF_STEPS], add_special_tokens=False) or [0])
     for step in range(STEPS):
         allowed = np.unpackbits(mask.numpy().view(np.uint8)[0], bitorder="little")
@@ -329,12 +338,15 @@ def _why_refused(manager: Any, job: TryJob) -> str:
         preferred = own[allowed[own] > 0] if step % 2 else own[:0]
         choices = preferred if len(preferred) else np.flatnonzero(allowed)
         token = int(choices[(step * 7919) % len(choices)])
+        begins = time.process_time()
         if not grammar.accept_tokens("tried", [token]) or grammar.is_terminated():
             return ""
         grammar.fill_bitmask(mask, 0)
         if not mask.any():
             return ""
-        if time.process_time() - began > FOLLOWING_SECONDS:
+        ends = time.process_time()
+        long += ends - begins > LONG_SECONDS
+        if long >= MOST_LONG or ends - began > FOLLOWING_SECONDS:
             return TOO_SLOW
     return ""
 

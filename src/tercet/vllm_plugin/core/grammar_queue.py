@@ -4,6 +4,8 @@ Each grammar is compiled by a process with a limit of CPU time: first a short on
 process, later with the next longer one. So a usual grammar never waits for more than a few short tries of others, no
 matter how many expensive ones arrive with it. Among grammars with the same limit, the one with the lowest price is
 first (:mod:`tercet.protocol.grammar_bounds`), then the oldest. The longest tries never occupy the last free place.
+
+A queue that is full gives up the grammar that would be tried last, so expensive ones cannot keep others out.
 """
 
 from __future__ import annotations
@@ -17,6 +19,8 @@ LIMITS = (0.1, 1.0, 8.0)
 """CPU seconds of a grammar's first, second and third try."""
 PLACES = 2
 MOST_VERDICTS = 4096
+MOST_WAITING = 256
+"""Grammars that may wait: as many first tries take about 13 s."""
 
 
 class TryOutcome(Enum):
@@ -47,6 +51,10 @@ class _WaitingGrammar:
     level: int = 0
     losses: int = 0
 
+    @property
+    def order(self) -> tuple[int, float, int]:
+        return self.level, self.price, self.arrived
+
 
 @dataclass
 class GrammarQueue:
@@ -69,11 +77,20 @@ class GrammarQueue:
             self._verdicts.move_to_end(key)
         return self._verdicts.get(key)
 
-    def add(self, key: Hashable, price: float) -> None:
-        """Let a grammar wait for its tries, unless it does so already."""
-        if key not in self._waiting and key not in self._running:
-            self._arrived += 1
-            self._waiting[key] = _WaitingGrammar(price, self._arrived)
+    def add(self, key: Hashable, price: float) -> Hashable | None:
+        """Let a grammar wait for its tries, unless it does so already; return the one that is given up for it.
+
+        None is given up while there is room. The new grammar itself is given up if it would be tried last.
+        """
+        if key in self._waiting or key in self._running:
+            return None
+        self._arrived += 1
+        self._waiting[key] = _WaitingGrammar(price, self._arrived)
+        if len(self._waiting) <= MOST_WAITING:
+            return None
+        last = max(self._waiting, key=lambda each: self._waiting[each].order)
+        del self._waiting[last]
+        return last
 
     def drop(self, key: Hashable) -> bool:
         """Forget a grammar that no request needs any more; return False if it is not waiting but tried now."""
@@ -86,19 +103,18 @@ class GrammarQueue:
         last = len(LIMITS) - 1
         longest = sum(each.level == last for each, _ in self._running.values())
         may_be_long = longest < max(1, self.places - 1)
-        able = [(each.level, each.price, each.arrived, key) for key, each in self._waiting.items()
-                if each.level < last or may_be_long]  # fmt: skip
+        able = [key for key, each in self._waiting.items() if each.level < last or may_be_long]
         if not able:
             return None
-        level, _, _, key = min(able, key=lambda each: each[:3])
-        found = Try(key, level)
+        key = min(able, key=lambda each: self._waiting[each].order)
+        found = Try(key, self._waiting[key].level)
         self._running[key] = found, self._waiting.pop(key)
         return found
 
     def ended(self, tried: Try, outcome: TryOutcome, why: str = "") -> bool:
         """Record what a try came to. Return True if that is the grammar's end: its verdict is known, or it is lost.
 
-        A grammar that was lost twice has no verdict, since it may be fine.
+        A grammar that was lost twice has no verdict: it may be fine, and a later request may try it again.
         """
         _, waiting = self._running.pop(tried.key)
         if outcome is TryOutcome.LOST:

@@ -7,14 +7,20 @@ main thread, once for each token. Both may take minutes and gigabytes, for a tex
   (:mod:`.grammar_process`), in an order in which cheap grammars do not wait for expensive ones
   (:mod:`.grammar_queue`). Only what was fine is compiled in the core, in the same order. Verdicts are kept by digest.
 - What is only text, such as a few choices, is compiled at once: it takes as long as its letters.
-- A grammar that all the same becomes slow while it is followed ends its own request.
+- A request waits for its grammar for a bounded time, and a bounded number of grammars wait. A request whose grammar
+  could not be tried for such a reason fails as one that may be sent again, never as one that is wrong.
+- A grammar that all the same becomes slow while it is followed ends its own request, and all that have the same.
 - A grammar that allows no first token is refused, as for a rule that begins with itself (``root ::= root "a"``): vLLM
   would sample a random token, and end the request as if the engine had failed.
 
+The last output of a request that ends for one of these reasons has it as its stop reason, for the engine's API server
+(:mod:`tercet.vllm_plugin.edge.grammar_failures`).
+
 Relies on ``StructuredOutputManager.grammar_init`` putting a future into the request's ``structured_output_request``,
-whose failure ends only that request; on ``_create_grammar``, which compiles for any thread; on a grammar's
-``fill_bitmask``, which leaves zeros for tokens that may not follow; on the scheduler ending a request whose
-``accept_tokens`` returns false; and on ``Executor.__init__`` running in the core before it has a device.
+whose failure ends only that request, in the next ``Scheduler.update_from_output``, without the reason; on
+``_create_grammar``, which compiles for any thread; on a grammar's ``fill_bitmask``, which leaves zeros for tokens that
+may not follow; on the scheduler ending a request whose ``accept_tokens`` returns false; and on ``Executor.__init__``
+running in the core before it has a device.
 """
 
 from __future__ import annotations
@@ -26,8 +32,10 @@ import re
 import threading
 import time
 import weakref
+from collections import deque
 from collections.abc import Callable, Hashable
-from concurrent.futures import Future
+from concurrent.futures import Future, InvalidStateError
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -37,6 +45,8 @@ from vllm.v1.structured_output.backend_types import StructuredOutputOptions
 
 from tercet.protocol.grammar_bounds import price
 from tercet.vllm_plugin.core.grammar_process import (
+    LONG_SECONDS,
+    MOST_LONG,
     NO_TEXT,
     TOO_SLOW,
     GrammarProcess,
@@ -49,6 +59,16 @@ from tercet.vllm_plugin.start.patching import Method, wrap
 logger = logging.getLogger(__name__)
 # A grammar may take this long for a token, and owe as much as the second number, both in CPU seconds.
 FREE_SECONDS, MOST_OWED_SECONDS = 0.02, 2.0
+# MOST_LONG long tokens (LONG_SECONDS) within this time make a grammar too slow, for all requests that have it.
+LONG_WITHIN_SECONDS = 60.0
+LONGEST_WAIT_SECONDS = 30.0
+"""Seconds that a request waits for the tries of its grammar."""
+LONGEST_REASON = 400
+REFUSED, UNTRIED = "tercet: refused: ", "tercet: untried: "
+"""Beginnings of stop reasons: the request is wrong; it may be sent again."""
+_ALWAYS = "structured_outputs: this structure could not be tried: "
+BUSY = _ALWAYS + "others are before it; send the request again later"
+LOST = _ALWAYS + "the engine's process for structures was lost; send the request again later"
 # Letters of a structure of texts alone that is compiled at once.
 MOST_PLAIN = 2000
 _PLAIN = {
@@ -70,23 +90,64 @@ def bound_grammar_time() -> None:
             wanted = request.structured_output_request
             wanted.grammar = checked(wanted._grammar, manager.backend)
             return
-        if manager.backend is None:
+        backend = request.sampling_params.structured_outputs._backend
+        # From 0.33 on vLLM refuses a request for another backend than the first one.
+        if manager.backend is None or getattr(manager, "backend_name", None) not in (None, backend):
             original(manager, _of_backend(request))
         found = _bounded.get(manager)
         if found is None:
             compile_without_own_timeout()
             process = _process_of(manager.vllm_config)
-            process.warm(request.sampling_params.structured_outputs._backend)
+            process.warm(backend)
             found = _bounded[manager] = BoundedGrammars(manager, process.attempt)
         request.structured_output_request.grammar = found.grammar(request)
 
     def begin(original: Method, executor: Any, vllm_config: Any, *args: Any, **more: Any) -> None:
         if not vllm_config.model_config.skip_tokenizer_init:
             _process_of(vllm_config).fork()
+            from vllm.v1.core.sched.scheduler import Scheduler  # no other process needs it
+
+            wrap(Scheduler, "update_from_output", with_reasons)
         original(executor, vllm_config, *args, **more)
 
     wrap(StructuredOutputManager, "grammar_init", init)
     wrap(Executor, "__init__", begin)
+
+
+def with_reasons(original: Method, scheduler: Any, *args: Any, **more: Any) -> Any:
+    """Give the outputs of requests whose grammars have failed the reason as their stop reason.
+
+    vLLM 0.33 sends its own reason, as if every failure were the client's.
+    """
+    failed = scheduler.grammar_compile_error_reqs
+    if not failed:
+        return original(scheduler, *args, **more)
+    requests = [request for each in failed if (request := scheduler.requests.get(each)) is not None]
+    reasons = {each.request_id: reason_of(each.structured_output_request.grammar) for each in requests}
+    found = original(scheduler, *args, **more)
+    for outputs in found.values():
+        for output in outputs.outputs:
+            if output.finished and (reason := reasons.get(output.request_id)) is not None:
+                output.stop_reason = reason
+                if getattr(output, "error", None) is not None:
+                    output.error = None
+    return found
+
+
+class GrammarRefused(ValueError):
+    """Raised for a grammar that is wrong or takes too much; the text says why."""
+
+
+class GrammarUntried(Exception):
+    """Raised for a grammar about which nothing is known, since it was not tried."""
+
+
+def reason_of(error: object) -> str:
+    """Return a grammar's failure as a stop reason."""
+    if isinstance(error, GrammarUntried):
+        return UNTRIED + str(error)
+    said = str(error) if isinstance(error, GrammarRefused) else f"cannot be compiled: {error}"
+    return f"{REFUSED}structured_outputs: {said}"[:LONGEST_REASON]
 
 
 _bounded: weakref.WeakKeyDictionary[StructuredOutputManager, BoundedGrammars] = weakref.WeakKeyDictionary()
@@ -122,21 +183,34 @@ def checked(compiled: Any, backend: Any) -> Any:
 
 
 def require_beginning(backend: Any, grammar: Any) -> None:
-    """Raise ``ValueError`` for a grammar that has not begun and allows no token."""
+    """Raise :class:`GrammarRefused` for a grammar that has not begun and allows no token."""
     mask = backend.allocate_token_bitmask(1)
     grammar.fill_bitmask(mask, 0)
     if not mask.any():
-        raise ValueError(NO_TEXT)
+        raise GrammarRefused(NO_TEXT)
+
+
+@dataclass(eq=False)
+class _WaitingRequest:
+    """A request, the future of its grammar, and the time until which it waits."""
+
+    request: Any
+    grammar: Future[Any]
+    until: float
+
+    def fail(self, error: Exception) -> None:
+        with suppress(InvalidStateError):  # it has waited too long, and failed already
+            self.grammar.set_exception(error)
 
 
 @dataclass(eq=False)
 class _Wanted:
-    """A grammar that requests wait for: each with the future that its grammar comes to."""
+    """A grammar that requests wait for."""
 
     kind: StructuredOutputOptions
     text: str
     backend: str
-    requests: list[tuple[Any, Future[Any]]] = field(default_factory=list[tuple[Any, "Future[Any]"]])
+    requests: list[_WaitingRequest] = field(default_factory=list[_WaitingRequest])
 
 
 class BoundedGrammars:
@@ -146,12 +220,19 @@ class BoundedGrammars:
         self._manager, self._attempt = manager, attempt
         self._queue = GrammarQueue()
         self._wanted = dict[Hashable, _Wanted]()
-        self._changed = threading.Condition()
+        lock = threading.RLock()
+        self._changed = threading.Condition(lock)
+        self._waits = threading.Condition(lock)  # notified of the first request that waits
+        self._paces = weakref.WeakValueDictionary[Hashable, StructurePace]()
         self._threads = 0
+        self._timer: threading.Thread | None = None
         self._backend: tuple[Any, str] = (None, "")
 
     def grammar(self, request: Any) -> Future[Any]:
-        """Return the future of the request's grammar; it fails with ``ValueError`` for a grammar that is refused."""
+        """Return the future of the request's grammar.
+
+        It fails with :class:`GrammarRefused`, or with :class:`GrammarUntried` if the grammar was not tried.
+        """
         kind, text = request.structured_output_request.structured_output_key
         if self._backend[0] is not self._manager.backend:  # the first structured output decides for all
             self._backend = self._manager.backend, request.sampling_params.structured_outputs._backend
@@ -162,30 +243,66 @@ class BoundedGrammars:
             verdict = self._queue.verdict(key)
             if verdict:
                 refused: Future[Any] = Future()
-                refused.set_exception(ValueError(verdict))
+                refused.set_exception(GrammarRefused(verdict))
                 return refused
             if verdict == "" or (plain is not None and len(text) <= MOST_PLAIN and plain.fullmatch(text)):
                 return self._manager.executor.submit(self._compiled, key, request)
-            grammar: Future[Any] = Future()
-            wanted = self._wanted.setdefault(key, _Wanted(kind, text, backend))
-            wanted.requests.append((request, grammar))
-            self._queue.add(key, price({kind.name.lower(): text}))
+            waiting = _WaitingRequest(request, Future(), time.monotonic() + LONGEST_WAIT_SECONDS)
+            if not any(wanted.requests for wanted in self._wanted.values()):
+                self._waits.notify()
+            self._wanted.setdefault(key, _Wanted(kind, text, backend)).requests.append(waiting)
+            given_up = self._queue.add(key, price({kind.name.lower(): text}))
+            if given_up is not None:
+                self._give_up(self._wanted.pop(given_up).requests)
+            if self._timer is None:
+                self._timer = threading.Thread(target=self._end_waits, name="grammars' waits", daemon=True)
+                self._timer.start()
             if self._threads < self._queue.places:
                 self._threads += 1
                 threading.Thread(target=self._work, name=f"grammars {self._threads}", daemon=True).start()
             self._changed.notify()
-        return grammar
+        return waiting.grammar
 
     def too_slow(self, key: Hashable) -> None:
         """Refuse a grammar from now on, since it was too slow for a request."""
-        logger.warning("a structured output ends its request: it %s", TOO_SLOW)
+        logger.warning("a structured output ends its requests: it %s", TOO_SLOW)
         with self._changed:
             self._queue.decide(key, TOO_SLOW)
 
     def _compiled(self, key: Hashable, request: Any) -> WatchedGrammar:
         grammar = self._manager._create_grammar(request)
         require_beginning(self._manager.backend, grammar)
-        return WatchedGrammar(grammar, lambda: self.too_slow(key))
+        with self._changed:
+            pace = self._paces.get(key)
+            if pace is None:
+                pace = self._paces[key] = StructurePace(lambda: self.too_slow(key))
+        return WatchedGrammar(grammar, pace, request)
+
+    def _end_waits(self) -> None:
+        """Fail requests that have waited for too long; a try that runs for them goes on, and its verdict is kept."""
+        with self._changed:
+            while True:
+                soonest = min(
+                    (each.until for wanted in self._wanted.values() for each in wanted.requests), default=None
+                )
+                self._waits.wait(None if soonest is None else max(0.0, soonest - time.monotonic()))
+                now = time.monotonic()
+                for key, wanted in list(self._wanted.items()):
+                    late = [each for each in wanted.requests if each.until <= now]
+                    wanted.requests = [each for each in wanted.requests if each.until > now]
+                    self._give_up(late)
+                    if not wanted.requests and self._queue.drop(key):
+                        del self._wanted[key]
+
+    def _give_up(self, requests: list[_WaitingRequest]) -> None:
+        if requests:
+            logger.warning(
+                "%d requests are refused with 503: the structures that wait before theirs take too long; "
+                "find the client that sends many expensive ones",
+                len(requests),
+            )
+        for each in requests:
+            each.fail(GrammarUntried(BUSY))
 
     def _work(self) -> None:
         while True:
@@ -195,15 +312,15 @@ class BoundedGrammars:
                 wanted = self._wanted[tried.key]
             try:
                 self._work_on(tried, wanted)
-            except Exception as error:  # the thread goes on with other grammars
-                logger.exception("a grammar could not be tried")
-                self._finish(tried, TryOutcome.REFUSED, str(error))
+            except Exception:  # the thread goes on with other grammars
+                logger.exception("a structured output could not be tried")
+                self._finish(tried, TryOutcome.LOST)
 
     def _next(self) -> Try | None:
         for key in [key for key, wanted in self._wanted.items() if all(map(_is_over, wanted.requests))]:
             if self._queue.drop(key):
-                for _, grammar in self._wanted.pop(key).requests:
-                    grammar.cancel()
+                for each in self._wanted.pop(key).requests:
+                    each.grammar.cancel()
         return self._queue.next_try()
 
     def _work_on(self, tried: Try, wanted: _Wanted) -> None:
@@ -211,8 +328,9 @@ class BoundedGrammars:
         if outcome is TryOutcome.FINE:
             # In this place of the queue, so that expensive grammars do not occupy the core together.
             with self._changed:
-                first, *_ = wanted.requests
-            self._keep(tried.key, first)
+                first = wanted.requests[:1]
+            for each in first:
+                self._keep(tried.key, each)
         self._finish(tried, outcome, why)
 
     def _finish(self, tried: Try, outcome: TryOutcome, why: str = "") -> None:
@@ -224,42 +342,70 @@ class BoundedGrammars:
             waiting = self._wanted.pop(tried.key).requests
             self._changed.notify_all()
         if verdict is None:
-            logger.warning("a structured output could not be tried: it is compiled without limits")
-        for request, grammar in waiting:
-            if grammar.done():
+            logger.error(
+                "%d requests are refused with 503: the process that tries structured outputs was lost twice with "
+                "theirs; if that goes on, look for its end in the system's log, and give the engine more memory",
+                len(waiting),
+            )
+        for each in waiting:
+            if each.grammar.done():
                 continue
-            if verdict:
-                grammar.set_exception(ValueError(verdict))
+            if verdict is None:
+                each.fail(GrammarUntried(LOST))
+            elif verdict:
+                each.fail(GrammarRefused(verdict))
             else:
-                self._keep(tried.key, (request, grammar))
+                self._keep(tried.key, each)
 
-    def _keep(self, key: Hashable, waiting: tuple[Any, Future[Any]]) -> None:
-        request, grammar = waiting
+    def _keep(self, key: Hashable, waiting: _WaitingRequest) -> None:
         try:
-            found = self._compiled(key, request)
+            found = self._compiled(key, waiting.request)
         except Exception as error:
-            grammar.set_exception(error)
+            waiting.fail(error)
         else:
-            grammar.set_result(found)
+            with suppress(InvalidStateError):  # it has waited too long, and failed already
+                waiting.grammar.set_result(found)
 
 
-def _is_over(waiting: tuple[Any, Future[Any]]) -> bool:
-    return waiting[0].is_finished()
+def _is_over(waiting: _WaitingRequest) -> bool:
+    return waiting.request.is_finished()
+
+
+class StructurePace:
+    """How long the tokens of one structure take, for all its requests; ``on_slow`` is called once."""
+
+    def __init__(self, on_slow: Callable[[], None]) -> None:
+        self._on_slow = on_slow
+        self._long = deque[float](maxlen=MOST_LONG)
+        self.is_slow = False
+
+    def spent(self, seconds: float) -> None:
+        """Count a call that took as many CPU seconds."""
+        if seconds > LONG_SECONDS:
+            now = time.monotonic()
+            self._long.append(now)
+            if len(self._long) == MOST_LONG and now - self._long[0] <= LONG_WITHIN_SECONDS:
+                self.end()
+
+    def end(self) -> None:
+        """Say that the structure is too slow."""
+        if not self.is_slow:
+            self.is_slow = True
+            self._on_slow()
 
 
 class WatchedGrammar:
-    """A grammar that rejects its request's tokens, which ends the request, once it has been slow for too long."""
+    """A grammar that rejects its request's tokens, which ends the request, once its structure has been too slow."""
 
-    def __init__(self, grammar: Any, on_slow: Callable[[], None]) -> None:
-        self._grammar, self._on_slow = grammar, on_slow
+    def __init__(self, grammar: Any, pace: StructurePace, request: Any) -> None:
+        self._grammar, self._pace, self._request = grammar, pace, request
         self._owed = 0.0
-        self._is_slow = False
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._grammar, name)
 
     def fill_bitmask(self, bitmask: Any, idx: int) -> None:
-        if self._is_slow:
+        if self._pace.is_slow:
             bitmask[idx].fill_(-1)  # its next token is rejected
             return
         began = time.thread_time()
@@ -267,7 +413,8 @@ class WatchedGrammar:
         self._spent(time.thread_time() - began)
 
     def accept_tokens(self, request_id: str, tokens: list[int]) -> bool:
-        if self._is_slow:
+        if self._pace.is_slow:
+            self._request.stop_reason = reason_of(GrammarRefused(TOO_SLOW))
             return False
         began = time.thread_time()
         accepted = self._grammar.accept_tokens(request_id, tokens)
@@ -275,7 +422,7 @@ class WatchedGrammar:
         return accepted
 
     def _spent(self, seconds: float) -> None:
+        self._pace.spent(seconds)
         self._owed = max(0.0, self._owed + seconds - FREE_SECONDS)
-        if self._owed > MOST_OWED_SECONDS and not self._is_slow:
-            self._is_slow = True
-            self._on_slow()
+        if self._owed > MOST_OWED_SECONDS:
+            self._pace.end()

@@ -32,6 +32,7 @@ from tercet.protocol.wire import StreamDestination
 from tercet.settings.verb_log import LoggedGeneration
 from tercet.vllm_plugin.core.connector_messages import REQUEST_PREFIX, TercetParams
 from tercet.vllm_plugin.core.keyed_prompt import KeyedPrompt
+from tercet.vllm_plugin.edge.grammar_failures import StructureRefused, StructureUntried
 from tercet.vllm_plugin.edge.sampling_params import first_token_only, reasoning_of, to_vllm
 from tercet.vllm_plugin.mm_features import to_prompt
 from tercet.wire.streams import RouterConnection, SequenceSender
@@ -180,15 +181,19 @@ class LLMRequest:
 def _vllms_errors_as_ours() -> Generator[None]:
     try:
         yield
-    except (VLLMClientError, ValueError, EngineDeadError, EngineGenerateError, GenerationError) as error:
+    except (
+        VLLMClientError, StructureUntried, ValueError, EngineDeadError, EngineGenerateError, GenerationError
+    ) as error:  # fmt: skip
         raise _as_ours(error) from error
 
 
 def _as_ours(error: Exception) -> TercetError:
     """Return an error of vLLM as a Tercet error: another engine can serve the request, unless the request is wrong.
 
-    From 0.33 on vLLM ends a request with the error that it has, such as that of a paused engine or of a wrong grammar.
+    From 0.33 on vLLM ends a request with the error that it has, such as that of a paused engine.
     """
+    if isinstance(error, (StructureRefused, StructureUntried)):
+        return error.to_tercet()
     if isinstance(error, (VLLMClientError, ValueError)):
         return BadRequest(str(error))
     return EngineError(f"the engine failed: {error}")
