@@ -15,7 +15,7 @@ from statistics import median
 
 from tercet.decisions.migration import migrate
 from tercet.fleet import EngineFleet, Member, RunningSequence
-from tercet.fleet.moving import MovingSequence
+from tercet.fleet.sequences import MovingSequence
 from tercet.fleet.trace import Trace
 from tercet.lab.sim import EngineOptions, Network, SimEngine, load_profile, run_virtual
 from tercet.protocol import Output, Request

@@ -23,7 +23,7 @@ import msgspec
 
 from tercet.decisions.migration import Stage, migrate
 from tercet.fleet import EngineFleet, Member, RunningSequence, Trace
-from tercet.fleet.moving import MovingSequence
+from tercet.fleet.sequences import MovingSequence
 from tercet.fleet.trace import Generation, TracedEngine
 from tercet.protocol import Engine, Output, OutputStream, Request
 from tercet.settings import MoveSettings, RetryBudget

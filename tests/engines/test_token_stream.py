@@ -12,7 +12,7 @@ import pytest
 
 from tercet.fleet import EngineFleet as Members
 from tercet.fleet import Member
-from tercet.fleet.connecting import connecting
+from tercet.fleet.membership import connecting
 from tercet.protocol import BadRequest, Engine, EngineStatus, EngineUnreachable, Output, Request
 from tercet.wire.client import HttpEngine
 from tercet.wire.streams import StreamListener

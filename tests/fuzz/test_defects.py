@@ -16,7 +16,7 @@ import zmq.asyncio
 from aiohttp import web
 
 from tercet.fleet import FleetKnowledge, kv_events
-from tercet.fleet.kv_inbox import MOST_SIZES, KVInbox
+from tercet.fleet.kv_events import MOST_SIZES, KVInbox
 from tercet.programs.loading import load_program
 from tercet.protocol import (
     BadRequest,

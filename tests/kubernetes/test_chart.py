@@ -18,8 +18,8 @@ import yaml
 
 from tercet.cli.app import app
 from tercet.cli.setting_flags import flags_given
-from tercet.fleet.discovery.api_objects import InferencePool, Pod
-from tercet.fleet.discovery.pods import engines_of
+from tercet.fleet.discovery.kubernetes_api import InferencePool, Pod
+from tercet.fleet.discovery.pod_discovery import engines_of
 from tercet.protocol.prefill_hosts import AllowedPrefillers
 from tercet.router.state_configmap import ConfigMapStore
 from tercet.settings import PickerConfig, ReschedulerConfig, RouterConfig, Settings, SidecarConfig, decode_settings

@@ -15,7 +15,7 @@ import pytest
 from tercet.cluster import joining, running_fleet
 from tercet.cluster.joining import JoiningEngine
 from tercet.fleet import kv_events
-from tercet.fleet.discovery.api_objects import Pod
+from tercet.fleet.discovery.kubernetes_api import Pod
 from tercet.fleet.discovery.watching import Waits, Watch
 from tercet.fleet.kv_events import cache_followed
 from tercet.lab.planning import live_planner

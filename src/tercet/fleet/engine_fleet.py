@@ -10,17 +10,12 @@ from random import Random
 from tercet.decisions.cost import Costs, Targets
 from tercet.decisions.scheduling import Scheduling
 from tercet.decisions.sessions import SessionTable
-from tercet.fleet.adapters import has, wanted_by
-from tercet.fleet.agreed_adapters import AgreedAdapters
-from tercet.fleet.calls_in_flight import CallsInFlight
-from tercet.fleet.engine_health import EngineHealth
+from tercet.fleet.adapters import AgreedAdapters, has, wanted_by
+from tercet.fleet.engine_health import STUCK_AFTER_S, EngineHealth, Liveness
 from tercet.fleet.knowledge import STALE_AFTER, FleetKnowledge
-from tercet.fleet.liveness import STUCK_AFTER_S, Liveness
-from tercet.fleet.members import Counted, Member
+from tercet.fleet.members import CallsInFlight, Counted, Member, Roster
 from tercet.fleet.picking import Picking
-from tercet.fleet.prefix_hits import PrefixHits
-from tercet.fleet.roster import Roster
-from tercet.fleet.trace import Generation, Trace, TracedEngine, Tracing
+from tercet.fleet.trace import Generation, PrefixHits, Trace, TracedEngine, Tracing
 from tercet.protocol import (
     BadRequest,
     Engine,

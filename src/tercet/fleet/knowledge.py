@@ -14,8 +14,7 @@ from numpy.typing import NDArray
 
 from tercet.decisions.scheduling.hashing import block_hashes, key_of
 from tercet.decisions.scheduling.plugin import Floats, Integers
-from tercet.fleet.prefix_index import RoutingHistory
-from tercet.fleet.stored_blocks import StoredBlocks
+from tercet.fleet.prefix_index import RoutingHistory, StoredBlocks
 from tercet.protocol import AdapterLoad, EngineLoad, Request
 from tercet.protocol.block_hashes import Extras
 

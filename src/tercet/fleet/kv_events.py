@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator
+import re
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import ExitStack, asynccontextmanager
 from functools import partial
-from typing import Any
+from typing import Annotated, Any, cast
 from urllib.parse import urlsplit
 
 import msgspec
@@ -16,8 +17,8 @@ import zmq.asyncio
 
 from tercet.aio import keep_running
 from tercet.fleet.knowledge import FleetKnowledge
-from tercet.fleet.kv_inbox import KVInbox
 from tercet.protocol import Engine, KVEvents, TercetError
+from tercet.protocol.block_hashes import extra_of
 from tercet.protocol.hosts import bracketed
 from tercet.protocol.wire import UNREADABLE
 from tercet.transport.bounded_sockets import bounded
@@ -30,6 +31,17 @@ REPLAY_SECONDS = 5.0
 MOST_UNREAD = 100_000
 NUMBER_BYTES = 8
 END_OF_REPLAY = (-1).to_bytes(NUMBER_BYTES, "big", signed=True)
+BlockName = int | bytes
+# Kinds of layers that do not attend to all tokens: their blocks say little about a prompt's matches.
+WINDOWED = frozenset(
+    ("sliding_window", "sliding_window_mla", "chunked_local_attention", "mamba", "cross_attention",
+     "encoder_only_attention")
+)  # fmt: skip
+DEVICE, HERE = "gpu", "local"
+MOST_SIZES = 8
+"""Largest number of block sizes of one engine: vLLM has up to two per kind of layer, for full and for last blocks."""
+MOST_WARNINGS = 20
+DIGEST = re.compile(r"[0-9a-f]{64}")
 
 
 @asynccontextmanager
@@ -162,3 +174,235 @@ def _numbered(parts: list[bytes]) -> tuple[int, bytes]:
     if number < 0:
         raise ValueError(f"not a KV event: number {number}")
     return number, parts[2]
+
+
+# ---- what the events say ---------------------------------------------------------------------------------------------
+
+
+class BlockStored(msgspec.Struct, frozen=True, tag=True):
+    """A copy of consecutive blocks of ``block_size`` tokens each was stored in the cache.
+
+    ``extra_keys`` has, for each block, the parts of its name in addition to its tokens: the cache salt (first block
+    only), an adapter, images. ``group_idx`` numbers the groups of layers of models that have several groups,
+    ``kv_cache_spec_kind`` is their kind. ``medium`` names the place: the device or a lower tier. A lower tier may
+    report hashes only, without tokens and with size 0, and may have blocks of another size. ``locality`` and
+    ``ownership`` describe the place, too.
+    """
+
+    block_hashes: list[BlockName]
+    parent_block_hash: BlockName | None
+    token_ids: list[int]
+    block_size: Annotated[int, msgspec.Meta(ge=0)]
+    lora_id: int | None = None
+    lora_name: str | None = None
+    extra_keys: list[list[Any] | None] | None = None
+    group_idx: int | None = None
+    kv_cache_spec_kind: str | None = None
+    medium: str | None = None
+    locality: str | None = None
+    ownership: str | None = None
+
+
+class BlockRemoved(msgspec.Struct, frozen=True, tag=True):
+    """A copy of each of these blocks was removed from the cache."""
+
+    block_hashes: list[BlockName]
+    group_idx: int | None = None
+    medium: str | None = None
+    locality: str | None = None
+    ownership: str | None = None
+
+
+class AllBlocksCleared(msgspec.Struct, frozen=True, tag=True):
+    """All blocks were removed: the cache is empty."""
+
+
+KVEvent = BlockStored | BlockRemoved | AllBlocksCleared
+
+
+class EventBatch(msgspec.Struct, frozen=True, array_like=True):
+    """The events of one engine step; ``ts`` is the engine's clock in seconds."""
+
+    ts: float
+    events: list[KVEvent]
+
+
+class _RawBatch(msgspec.Struct, frozen=True, array_like=True):
+    ts: float
+    events: list[msgspec.Raw]
+
+
+class _Kind(msgspec.Struct, frozen=True):
+    type: str
+
+
+_decode_batch = msgspec.msgpack.Decoder(EventBatch).decode
+_decode_events = msgspec.msgpack.Decoder(_RawBatch).decode
+_decode_event = msgspec.msgpack.Decoder(KVEvent).decode
+_decode_kind = msgspec.msgpack.Decoder(_Kind).decode
+
+
+class KVInbox:
+    """The receiver of one engine's numbered batches, which applies each batch once and in order.
+
+    vLLM numbers batches from 0 at each start of an engine, publishes without waiting for subscribers, and replays
+    recent batches on request. ``name`` is the engine's name in the fleet. ``expected`` is the number of the next
+    batch, where a replay must begin.
+    """
+
+    def __init__(self, name: str, knowledge: FleetKnowledge) -> None:
+        self._name = name
+        self._knowledge = knowledge
+        self.expected = 0
+        self._last_live = -1
+        self._sizes = set[int]()
+        self._warned = set[str]()
+        self._group, self._looks_back = 0, False
+
+    def reset(self) -> None:
+        """Drop all knowledge: the engine was restarted, and its cache is empty."""
+        self._knowledge.cleared(self._name)
+        self.expected, self._last_live = 0, -1
+        self._sizes.clear()
+        self._group, self._looks_back = 0, False
+
+    def take(self, number: int, payload: bytes) -> bool:
+        """Apply a published batch; return True, and do not apply it, if earlier batches are missing and need a replay.
+
+        Raises one of ``UNREADABLE`` for an invalid batch.
+        """
+        batch = self._read(payload)
+        if number <= self._last_live:
+            self.reset()  # a publisher's numbers only grow, so this is a new publisher
+        self._last_live = number
+        if number > self.expected:
+            return True
+        self._apply(number, batch)
+        return False
+
+    def take_replayed(self, number: int, payload: bytes) -> None:
+        """Apply a replayed batch, or a published batch that had to wait for earlier ones.
+
+        If batches are missing before it, removals may be missing, so all older knowledge is dropped.
+        """
+        batch = self._read(payload)
+        if number > self.expected:
+            self._knowledge.cleared(self._name)
+            self.expected = number
+        self._apply(number, batch)
+
+    def _read(self, payload: bytes) -> Sequence[KVEvent]:
+        """Return the events of a batch; an unreadable event is skipped, the others count."""
+        try:
+            return _decode_batch(payload).events
+        except UNREADABLE:
+            raw = _decode_events(payload).events
+        return [event for each in raw for event in self._read_one(each)]
+
+    def _read_one(self, raw: msgspec.Raw) -> Sequence[KVEvent]:
+        """Return the event; if it is unreadable, nothing or an event that clears all.
+
+        A missing BlockStored event only loses a match. A missing BlockRemoved event would leave blocks that do not
+        exist any more, so all blocks are cleared.
+        """
+        try:
+            return [_decode_event(raw)]
+        except UNREADABLE as error:
+            kind = _decode_kind(raw).type
+            self._warn(f"{kind} event", f"ignoring an invalid {kind} event: {error}")
+        return [AllBlocksCleared()] if kind == BlockRemoved.__name__ else []
+
+    def _warn(self, kind: str, message: str) -> None:
+        if kind not in self._warned and len(self._warned) < MOST_WARNINGS:
+            self._warned.add(kind)
+            logger.warning("KV events of %s: %.300s; more of this kind are not logged", self._name, message)
+
+    def _apply(self, number: int, events: Sequence[KVEvent]) -> None:
+        if number != self.expected:
+            return  # it was applied already
+        self.expected += 1
+        told = [event for event in events if isinstance(event, AllBlocksCleared) or _is_on_device(event)]
+        self._choose_group(told)
+        for event in told:
+            if isinstance(event, AllBlocksCleared):
+                self._knowledge.cleared(self._name)
+            elif event.group_idx not in (None, self._group):
+                continue
+            elif isinstance(event, BlockStored):
+                self._store(event)
+            else:
+                self._knowledge.unstore(self._name, event.block_hashes)
+
+    def _choose_group(self, events: Sequence[KVEvent]) -> None:
+        """Follow a group of layers that attends to all tokens, if there is one: others drop blocks behind their window.
+
+        Events of one step come in one batch, so no event of that group was missed before its first event arrives.
+        """
+        if self._looks_back:
+            return
+        for event in events:
+            kind = event.kv_cache_spec_kind if isinstance(event, BlockStored) else None
+            if isinstance(event, BlockStored) and kind is not None and kind not in WINDOWED:
+                if event.group_idx not in (None, self._group):
+                    self._knowledge.cleared(self._name)  # forget the events of the other groups
+                self._group, self._looks_back = event.group_idx or 0, True
+                return
+
+    def _store(self, event: BlockStored) -> None:
+        keys = [_without_adapter(block or (), event.lora_name) for block in event.extra_keys or ()]
+        extras, salt = None, None
+        if any(keys):
+            extras, keys = _features_of(keys)
+        if any(keys):
+            # Only a salt is a single text in a chain's first block; other keys belong to prompts that Tercet cannot
+            # name.
+            first = keys[0]
+            if event.parent_block_hash is not None or any(keys[1:]) or len(first) != 1 or not isinstance(first[0], str):
+                return
+            salt = first[0]
+        size = event.block_size or max(self._sizes, default=0)
+        if not size:
+            return  # names without tokens before any event with a size
+        if size not in self._sizes and len(self._sizes) >= MOST_SIZES:
+            self._warn("block_size", f"ignoring blocks of {size} tokens: the engine has {MOST_SIZES} other block sizes")
+            return
+        self._sizes.add(size)
+        self._knowledge.store(
+            self._name, size, event.block_hashes, event.parent_block_hash, event.token_ids, salt,
+            event.lora_name, extras,
+        )  # fmt: skip
+
+
+def _is_on_device(event: BlockStored | BlockRemoved) -> bool:
+    """True if the event concerns the device's memory, not a lower tier or another machine."""
+    medium, locality = (event.medium or DEVICE).lower(), (event.locality or HERE).lower()
+    return medium == DEVICE and locality == HERE and event.ownership is None
+
+
+def _features_of(keys: Sequence[Sequence[Any]]) -> tuple[dict[int, tuple[int, ...]], list[list[Any]]]:
+    """Return the extras of images and other features by block, and the remaining keys of each block.
+
+    vLLM reports pairs of name and position. Names that Tercet gives are digests. An image that reached the engine by
+    its own API has a name from vLLM, which prompts of a router never have.
+    """
+    extras, others = dict[int, tuple[int, ...]](), list[list[Any]]()
+    for block, of_block in enumerate(keys):
+        pairs = [key for key in of_block if _is_feature(key)]
+        if pairs:
+            extras[block] = tuple(number for digest, offset in pairs for number in extra_of(digest, offset))
+        others.append([key for key in of_block if not _is_feature(key)])
+    return extras, others
+
+
+def _is_feature(key: Any) -> bool:
+    if not isinstance(key, list):
+        return False
+    pair = cast(list[object], key)
+    if len(pair) != 2 or not isinstance(pair[1], int):
+        return False
+    return isinstance(pair[0], str) and DIGEST.fullmatch(pair[0]) is not None
+
+
+def _without_adapter(keys: Sequence[Any], adapter: str | None) -> Sequence[Any]:
+    """Return a block's keys without the adapter's name, which is the first key of each block."""
+    return keys[1:] if adapter is not None and keys and keys[0] == adapter else keys

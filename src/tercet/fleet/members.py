@@ -2,16 +2,96 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import TracebackType
 
-from tercet.fleet.calls_in_flight import CallsInFlight
-from tercet.protocol import AdapterReport, Engine, Revision, Role
+from tercet.fleet.knowledge import FleetKnowledge
+from tercet.fleet.picking import Picking
+from tercet.protocol import AdapterReport, Conflict, Engine, Revision, Role, TercetError, UnknownEngine
 from tercet.protocol.revision import UNKNOWN_REVISION
 from tercet.protocol.types import Paused
 
+Fail = Callable[[TercetError], object]
+Waits = Callable[[], bool]
 COUNTS = frozenset({"in_flight", "in_flight_tokens"})
 FOLLOWED = COUNTS | {"role", "reachable", "labels", "revision"}
+
+
+class CallsInFlight:
+    """The calls and streams that wait for one engine, each with the function that makes it fail."""
+
+    def __init__(self) -> None:
+        self._fails: dict[object, tuple[Fail, Waits]] = {}
+
+    def __len__(self) -> int:
+        return len(self._fails)
+
+    def lose(self, error: TercetError) -> None:
+        """End every call to the engine with ``error``."""
+        for fail, _ in list(self._fails.values()):
+            fail(error)
+
+    def lose_waiting(self, error: TercetError) -> None:
+        """End with ``error`` every call that has no output yet."""
+        for fail, waits in list(self._fails.values()):
+            if waits():
+                fail(error)
+
+    def note(self, fail: Fail, waits: Waits = lambda: True) -> object:
+        """Register ``fail``, which :meth:`lose` calls; pass the returned value to :meth:`forget` to end that.
+
+        ``waits`` returns True while the call has no output.
+        """
+        key = object()
+        self._fails[key] = fail, waits
+        return key
+
+    def forget(self, noted: object) -> None:
+        """Unregister the function for which :meth:`note` returned ``noted``."""
+        del self._fails[noted]
+
+
+class UntilLost:
+    """A context that is cancelled as soon as one of ``engines`` is lost, and then raises that engine's error.
+
+    A class and not a generator, which costs more: a request enters such a context several times.
+    """
+
+    __slots__ = ("_engines", "_loss", "_noted", "_patience")
+
+    def __init__(self, engines: Sequence[CallsInFlight]) -> None:
+        self._engines = engines
+        self._noted: list[object] = []
+        self._loss: TercetError | None = None
+        self._patience = asyncio.timeout(None)
+
+    async def __aenter__(self) -> None:
+        await self._patience.__aenter__()
+        self._noted = [engine.note(self._give_up) for engine in self._engines]
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None
+    ) -> None:
+        for engine, noted in zip(self._engines, self._noted, strict=True):
+            engine.forget(noted)
+        try:
+            await self._patience.__aexit__(kind, error, at)
+        except TimeoutError as expired:
+            error = expired
+        if isinstance(error, TimeoutError) and self._loss is not None and self._patience.expired():
+            raise self._loss from None
+
+    def _give_up(self, error: TercetError) -> None:
+        if self._loss is None:
+            self._loss = error
+            self._patience.reschedule(asyncio.get_running_loop().time())
+
+
+def until_lost(*engines: CallsInFlight) -> UntilLost:
+    """Cancel the code inside the context as soon as one of the engines is lost, and raise that engine's error."""
+    return UntilLost(engines)
 
 
 @dataclass
@@ -108,3 +188,78 @@ class Counted:
         member.in_flight_tokens += one * self._tokens
         if member.in_flight == 0 and member.when_idle is not None:
             member.when_idle()
+
+
+class Roster:
+    """A fleet's members; it updates the columns in ``knowledge`` and ``picking`` when a member changes.
+
+    ``open`` are the members that may be picked now. The list changes in place, and then ``when_reopened`` is called.
+    """
+
+    def __init__(self, members: Sequence[Member], knowledge: FleetKnowledge, picking: Picking[Member]) -> None:
+        self.open = list[Member]()
+        self._members = {member.name: member for member in members}
+        self._knowledge = knowledge
+        self._picking = picking
+        self.when_reopened: Callable[[], object] = lambda: None
+        for member in members:
+            self._follow(member)
+        self.reopen()
+
+    @property
+    def members(self) -> Sequence[Member]:
+        """All members, including drained ones."""
+        return list(self._members.values())
+
+    def get(self, name: str) -> Member | None:
+        """Return the member of that name, or None."""
+        return self._members.get(name)
+
+    def member(self, name: str) -> Member:
+        """Return the member of that name; raise :class:`~tercet.protocol.UnknownEngine` if there is none."""
+        found = self._members.get(name)
+        if found is None:
+            known = ", ".join(self._members) or "none"
+            raise UnknownEngine(f"name: this fleet has no engine {name!r}; it has {known}", "name")
+        return found
+
+    def add(self, member: Member) -> None:
+        """Add a member, which may be picked at once; raise :class:`~tercet.protocol.Conflict` for a name in use."""
+        if member.name in self._members:
+            raise Conflict(f"name: this fleet already has an engine {member.name!r}; choose another name", "name")
+        self._members[member.name] = member
+        self._follow(member)
+        self.reopen()
+
+    def remove(self, name: str) -> Member:
+        """Remove a member and the knowledge about it; raise :class:`~tercet.protocol.UnknownEngine` if unknown."""
+        member = self.member(name)
+        del self._members[name]
+        member.on_change = None
+        self._knowledge.remove(name)
+        self.reopen()
+        return member
+
+    def drain(self, name: str, draining: bool = True) -> None:
+        """Stop or resume picking a member; raise :class:`~tercet.protocol.UnknownEngine` if there is none."""
+        self.member(name).draining = draining
+        self.reopen()
+
+    def reopen(self) -> None:
+        """Compute again which members may be picked, after a member came, left or began to leave."""
+        # In place: the views of a fleet share this list.
+        self.open[:] = [member for member in self._members.values() if member.is_open]
+        self._picking.reopen(self.open, [member for member in self._members.values() if not member.is_open])
+        self.when_reopened()
+
+    def _follow(self, member: Member) -> None:
+        """Update the columns that picks use when the member changes."""
+        self._knowledge.add(member.name)
+        self._knowledge.loads.count(member.name, member.in_flight, member.in_flight_tokens)
+        member.on_change = self._changed
+
+    def _changed(self, member: Member, field: str) -> None:
+        if field in COUNTS:
+            self._knowledge.loads.count(member.name, member.in_flight, member.in_flight_tokens)
+        else:
+            self._picking.forget_candidates()

@@ -5,21 +5,28 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-from collections.abc import Callable, Coroutine, Sequence
-from contextlib import AsyncExitStack
+import ssl
+from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
+from functools import partial
 from typing import Any, Self
+from urllib.parse import urlsplit
 
 from tercet.aio import TaskSet
-from tercet.fleet.connecting import Connect
 from tercet.fleet.engine_fleet import EngineFleet, Member
+from tercet.fleet.kv_events import cache_followed
 from tercet.fleet.member_state import MemberState
-from tercet.fleet.promise import Promise
-from tercet.fleet.replaced_model import ReplacedModel
-from tercet.fleet.same_text import has_same_text, require_same_text
-from tercet.protocol import BadRequest, EngineError, EngineStatus, EngineUnreachable, TercetError
+from tercet.fleet.served_model import ReplacedModel, ServedModel, has_same_text, require_same_text
+from tercet.protocol import BadRequest, Engine, EngineError, EngineStatus, EngineUnreachable, KVEvents, TercetError
+from tercet.protocol.hosts import bracketed
 from tercet.protocol.revision import TextFingerprint
 from tercet.settings import EngineAddress
+from tercet.wire.client import Admit, HttpEngine
+from tercet.wire.client.scraped_engine import ScrapedEngine
+from tercet.wire.streams import StreamListener
 
+Connect = Callable[[str, str, Admit], AbstractAsyncContextManager[Engine]]
+"""Connects to an engine. Arguments: name, URL, and a function that raises for an engine that must not serve here."""
 logger = logging.getLogger("tercet.fleet")
 POLL_INTERVAL_S = 0.5
 FIRST_POLL_INTERVAL_S = 0.2
@@ -32,16 +39,78 @@ OTHERS_SECONDS = 2.0
 """Seconds that a starting router waits for further engines once one has answered."""
 
 
+def connecting(
+    fleet: EngineFleet, listener: StreamListener, secret: str = "", tls: ssl.SSLContext | None = None
+) -> Connect:
+    """Return a function that connects to an engine by name and URL, and passes its reports to ``fleet``.
+
+    Knowledge about an engine's cache is dropped when the engine was restarted. ``secret`` and ``tls`` are those of
+    :class:`~tercet.wire.client.HttpEngine`.
+    """
+
+    @asynccontextmanager
+    async def connect(name: str, url: str, admit: Admit) -> AsyncGenerator[Engine]:
+        report, restarted = partial(fleet.report, name), asyncio.Event()
+
+        def note_restart() -> None:
+            fleet.health.restarted(name)
+            restarted.set()
+
+        proposed, hung_up = partial(fleet.proposed, name), partial(fleet.liveness.hung_up, name)
+        async with (
+            HttpEngine(name, url, listener, report, admit, note_restart, secret, tls, proposed, hung_up) as engine,
+            cache_followed(name, url, engine, fleet.knowledge, restarted),
+        ):
+            yield engine
+
+    return connect
+
+
+def scraping(
+    fleet: EngineFleet,
+    interval: float,
+    kv_events_port: int | None = None,
+    tls: ssl.SSLContext | None = None,
+) -> Connect:
+    """Return a function that connects to an engine and reads its ``/metrics`` every ``interval`` seconds.
+
+    With ``kv_events_port`` each engine publishes vLLM's KV events on this port of its host. ``tls`` is that of
+    :class:`~tercet.wire.client.HttpEngine`. The page needs no key on any vLLM server, so none is sent.
+    """
+
+    @asynccontextmanager
+    async def connect(name: str, url: str, admit: Admit) -> AsyncGenerator[Engine]:
+        restarted = asyncio.Event()
+
+        def note_restart() -> None:
+            fleet.health.restarted(name)
+            restarted.set()
+
+        events = None if kv_events_port is None else KVEvents(f"tcp://{_host_of(url)}:{kv_events_port}")
+        reported = partial(fleet.report, name)
+        async with (
+            ScrapedEngine(name, url, interval, reported, note_restart, tls, events) as engine,
+            cache_followed(name, url, engine, fleet.knowledge, restarted),
+        ):
+            yield engine
+
+    return connect
+
+
+def _host_of(url: str) -> str:
+    return bracketed(urlsplit(url).hostname or "127.0.0.1")
+
+
 class Membership:
     """The members of ``fleet``: adds and removes engines, whose connections ``connect`` opens.
 
-    Use as an async context manager; its end closes every connection. ``promise`` is None until it is known. When all
-    engines serve other weights, ``on_replaced`` gets the new promise, and must set ``promise``.
+    Use as an async context manager; its end closes every connection. ``served_model`` is None until it is known. When
+    all engines serve other weights, ``on_replaced`` gets the model with these, and must set ``served_model``.
     """
 
     def __init__(self, fleet: EngineFleet, connect: Connect) -> None:
-        self.promise: Promise | None = None
-        self.on_replaced: Callable[[Promise], Coroutine[Any, Any, object]] | None = None
+        self.served_model: ServedModel | None = None
+        self.on_replaced: Callable[[ServedModel], Coroutine[Any, Any, object]] | None = None
         self._replaced = ReplacedModel()
         self._others: dict[int, EngineStatus] = {}
         self._text = TextFingerprint()
@@ -109,18 +178,18 @@ class Membership:
                 raise BadRequest(f"url: the server at {address.url} is not a Tercet engine: {error}", "url") from error
             self._admit(status)
 
-    async def until_ready(self, seconds: float = READY_SECONDS) -> Promise:
+    async def until_ready(self, seconds: float = READY_SECONDS) -> ServedModel:
         """Wait for the first status of any member, and then at most :data:`OTHERS_SECONDS` for those of the others.
 
-        Engines that do not answer are polled later. Returns the promise that the engines that answered keep together.
+        Engines that do not answer are polled later. Returns the model that the engines that answered serve together.
         Raises :class:`~tercet.protocol.EngineUnreachable` if none answers within ``seconds``.
         """
         statuses = await self._first_look(seconds)
         if not statuses:
             raise EngineUnreachable(f"no engine of this fleet answered within {seconds:g} s")
-        return Promise.of(statuses)
+        return ServedModel.of(statuses)
 
-    async def until_all_ready(self, seconds: float = READY_SECONDS) -> Promise:
+    async def until_all_ready(self, seconds: float = READY_SECONDS) -> ServedModel:
         """Wait for the first status of every member, for the start of a whole fleet.
 
         Engines that do not answer within ``seconds`` are polled later. Raises
@@ -129,12 +198,12 @@ class Membership:
         statuses = await self._first_look(seconds, math.inf)
         if not statuses:
             raise EngineUnreachable(f"no engine of this fleet answered within {seconds:g} s")
-        return Promise.of(statuses)
+        return ServedModel.of(statuses)
 
-    async def until_one_answers(self, seconds: float = READY_SECONDS) -> Promise:
+    async def until_one_answers(self, seconds: float = READY_SECONDS) -> ServedModel:
         """Wait until any member answers, while members still come and go.
 
-        Returns the promise that the engines that answered keep together. Raises
+        Returns the model that the engines that answered serve together. Raises
         :class:`~tercet.protocol.EngineUnreachable` if none answers within ``seconds``.
         """
         deadline = asyncio.get_running_loop().time() + seconds
@@ -142,7 +211,7 @@ class Membership:
             if asyncio.get_running_loop().time() > deadline:
                 raise EngineUnreachable(f"no engine that answers was found within {seconds:g} s")
             await asyncio.sleep(POLL_INTERVAL_S)
-        return Promise.of(statuses)
+        return ServedModel.of(statuses)
 
     def remove(self, name: str) -> Member:
         """Remove an engine at once; its connection is closed when the last sequence on it has ended."""
@@ -182,14 +251,19 @@ class Membership:
         serves = any(member.reachable for member in self._fleet.members)
         refused = [self._others[id(member)] for member in self._fleet.members if id(member) in self._others]
         found = self._replaced.seen(asyncio.get_running_loop().time(), refused, serves)
-        if found is None or self.promise is None or self.on_replaced is None or not has_same_text(found, self._text):
+        if (
+            found is None
+            or self.served_model is None
+            or self.on_replaced is None
+            or not has_same_text(found, self._text)
+        ):
             return None
-        promise = self.promise.of_replaced(found)
-        if promise is None or promise == self.promise:
+        replaced = self.served_model.of_replaced(found)
+        if replaced is None or replaced == self.served_model:
             return None
         self._replaced = ReplacedModel()  # a failed attempt is repeated
-        logger.warning("engines: accepting other weights (%s), which all engines have now", promise.fingerprint)
-        return self.on_replaced(promise)
+        logger.warning("engines: accepting other weights (%s), which all engines have now", replaced.fingerprint)
+        return self.on_replaced(replaced)
 
     async def _ask(self, member: Member) -> None:
         stamp = member.said_stamp
@@ -265,7 +339,7 @@ class Membership:
         return found
 
     def _answered(self, member: Member, status: EngineStatus) -> None:
-        """Record an engine's status; an engine that breaks the promise is not picked, and the reason is logged once."""
+        """Record an engine's status; an engine with another model is not picked, and the reason is logged once."""
         self._fleet.health.heard(member.name, status.stalled_s)
         member.kv_tokens = status.total_blocks * status.block_size
         member.model = status.model
@@ -300,8 +374,8 @@ class Membership:
             require_same_text(wrong[0], text, "model")
 
     def _admit(self, status: EngineStatus) -> None:
-        if self.promise is not None:
-            self.promise.require_kept(status)
+        if self.served_model is not None:
+            self.served_model.require_kept(status)
         require_same_text(status, self._text, "url")
 
     def _refuse(self, member: Member, error: TercetError) -> None:

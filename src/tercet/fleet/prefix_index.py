@@ -8,11 +8,13 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 
+import msgspec
 import numpy as np
 
 from tercet.decisions.scheduling.plugin import Integers
+from tercet.protocol.block_hashes import Extras, chain, root_of
 
 MANY = 24
 
@@ -128,3 +130,177 @@ class RoutingHistory(Holders):
         """Drop all blocks of the engine in ``row``: it was removed or has lost its cache."""
         for block in self._recent.pop(row, ()):
             self.discard(row, block)
+
+
+class _Unplaced(msgspec.Struct, frozen=True):
+    """A block whose parent is not known yet; without ``tokens``, only its name is known."""
+
+    parent: Hashable | None = None
+    tokens: tuple[int, ...] = ()
+    extra: tuple[int, ...] = ()
+
+
+class _Held(msgspec.Struct):
+    """The blocks of one engine.
+
+    ``places`` has the hash of each placed block by name, ``unplaced`` the other blocks. ``children`` has the unplaced
+    blocks that wait for each parent. ``spare`` counts the copies of a block after the first.
+    """
+
+    places: dict[Hashable, int] = {}
+    unplaced: dict[Hashable, _Unplaced] = {}
+    children: dict[Hashable, set[Hashable]] = {}
+    spare: dict[Hashable, int] = {}
+
+
+class StoredBlocks(Holders):
+    """The blocks of one size that engines hold, according to their KV events.
+
+    Engines name blocks by their own hashes, which other processes cannot compute; the tokens in the events are hashed
+    again. A name stands for the same tokens, and the same tokens before them, in all events.
+
+    An engine may hold several copies of a block, and reports each copy as stored and removed: prompts match the block
+    until the last copy is removed. A block whose parent is not known waits until the parent is stored: no prompt
+    matches it earlier, as blocks before it are missing. ``orphans`` counts these blocks.
+    """
+
+    def __init__(self, rows: Callable[[], int], block_size: int) -> None:
+        super().__init__(rows)
+        self._block_size = block_size
+        self._rows_held: dict[int, _Held] = {}
+        # One block of tokens may be held under several names, for example with layers of several kinds.
+        self._names: dict[tuple[int, int], int] = {}
+
+    def __bool__(self) -> bool:
+        """True if any engine holds blocks, placed or not."""
+        return bool(self._rows_held)
+
+    @property
+    def orphans(self) -> int:
+        """Number of blocks that no prompt matches, since the blocks before them are not known."""
+        return sum(len(held.unplaced) for held in self._rows_held.values())
+
+    def store(
+        self,
+        row: int,
+        names: Sequence[Hashable],
+        parent: Hashable | None,
+        tokens: Sequence[int],
+        salt: str | None = None,
+        adapter: str | None = None,
+        extras: Extras | None = None,
+    ) -> None:
+        """Record that an engine stored a copy of the consecutive blocks ``names``, after the block ``parent``.
+
+        ``tokens`` are the tokens of these blocks, and ``extras`` describe images and other features in them; ``salt``
+        and ``adapter`` are those of their request. If the number of tokens does not match the blocks, only the names
+        are recorded.
+        """
+        if not names:
+            return
+        held = self._rows_held.setdefault(row, _Held())
+        size, told = self._block_size, tuple(tokens)
+        if len(told) != len(names) * size:
+            for name in names:
+                self._add_unplaced(held, name, _Unplaced())
+            return
+        place = root_of(salt, adapter) if parent is None else held.places.get(parent)
+        if place is not None:
+            for name, block in zip(names, chain(place, told, size, extras=extras), strict=True):
+                self._add_placed(row, held, name, block)
+            return
+        for index, name in enumerate(names):
+            block = told[index * size : (index + 1) * size]
+            self._add_unplaced(held, name, _Unplaced(parent, block, (extras or {}).get(index, ())))
+            parent = name
+
+    def hold(self, row: int, hashes: Sequence[int]) -> None:
+        """Record that the engine stored blocks whose names are Tercet's hashes; such blocks have one copy each."""
+        held = self._rows_held.setdefault(row, _Held())
+        for block in hashes:
+            if block not in held.places:
+                self._place(row, held, block, block)
+
+    def _add_placed(self, row: int, held: _Held, name: Hashable, place: int) -> None:
+        """Add a copy of a block whose place is known."""
+        if name in held.places:
+            self._add_copy(held, name)
+            return
+        if name in held.unplaced:
+            self._add_copy(held, name)
+            self._wait_no_more(held, name)
+        self._place(row, held, name, place)
+
+    def _add_unplaced(self, held: _Held, name: Hashable, block: _Unplaced) -> None:
+        """Add a copy of a block whose place is not known from this event."""
+        known = held.unplaced.get(name)
+        if known is not None or name in held.places:
+            self._add_copy(held, name)
+        if name in held.places or (known is not None and (known.tokens or not block.tokens)):
+            return
+        held.unplaced[name] = block
+        if block.tokens:
+            held.children.setdefault(block.parent, set()).add(name)
+
+    @staticmethod
+    def _add_copy(held: _Held, name: Hashable) -> None:
+        held.spare[name] = held.spare.get(name, 0) + 1
+
+    def _place(self, row: int, held: _Held, name: Hashable, place: int) -> None:
+        """Place the block, so that prompts match it, and then the blocks that wait for it."""
+        self._find(row, held, name, place)
+        placed = [(name, place)] if held.children else []
+        while placed:
+            name, place = placed.pop()
+            for child in held.children.pop(name, ()):
+                block = held.unplaced.pop(child)
+                (found,) = chain(place, block.tokens, self._block_size, extras={0: block.extra})
+                self._find(row, held, child, found)
+                placed.append((child, found))
+
+    def _find(self, row: int, held: _Held, name: Hashable, place: int) -> None:
+        held.places[name] = place
+        self._names[row, place] = self._names.get((row, place), 0) + 1
+        self.add(row, place)
+
+    def _wait_no_more(self, held: _Held, name: Hashable) -> None:
+        block = held.unplaced.pop(name)
+        siblings = held.children.get(block.parent)
+        if siblings is not None:
+            siblings.discard(name)
+            if not siblings:
+                del held.children[block.parent]
+
+    def remove(self, row: int, names: Sequence[Hashable]) -> None:
+        """Record that the engine dropped a copy of these blocks; unknown names are ignored."""
+        held = self._rows_held.get(row)
+        if held is None:
+            return
+        for name in names:
+            spare = held.spare.pop(name, 0)
+            if spare > 1:
+                held.spare[name] = spare - 1
+            elif not spare:
+                self._drop(row, held, name)
+        if not held.places and not held.unplaced:
+            del self._rows_held[row]
+
+    def _drop(self, row: int, held: _Held, name: Hashable) -> None:
+        """Drop the last copy of a block; later blocks keep their places, as the block may come back before they go."""
+        if name in held.unplaced:
+            self._wait_no_more(held, name)
+        place = held.places.pop(name, None)
+        if place is None:
+            return
+        left = self._names.pop((row, place)) - 1
+        if left:
+            self._names[row, place] = left
+        else:
+            self.discard(row, place)
+
+    def forget(self, row: int) -> None:
+        """Drop all blocks of an engine that cleared its cache or was removed."""
+        held = self._rows_held.pop(row, None)
+        for place in () if held is None else held.places.values():
+            if self._names.pop((row, place), None) is not None:
+                self.discard(row, place)

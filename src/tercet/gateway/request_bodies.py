@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from contextlib import AbstractContextManager
 
-from tercet.fleet.bodies_held import LARGEST_AT_ONCE, BodiesHeld, HeldBody
+from tercet.fleet.bodies import LARGEST_AT_ONCE, BodiesHeld, HeldBody
 from tercet.gateway.sidecar.listener import ClientCall
 from tercet.protocol import RequestTooLarge
 

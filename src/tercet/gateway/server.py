@@ -23,13 +23,11 @@ from tercet.aio.descriptors import descriptors_watched
 from tercet.aio.incoming import LONGEST_HEAD, SECONDS
 from tercet.decisions.scheduling import Scheduling, load_scheduling
 from tercet.fleet import EngineFleet
-from tercet.fleet.connecting import Connect, connecting
 from tercet.fleet.discovery import PoolReference, access_of, discovery_of, follow_found, follow_objectives, until_known
 from tercet.fleet.engine_gauges import EngineCollector
 from tercet.fleet.knowledge import STALE_AFTER
 from tercet.fleet.member_state import MemberState
-from tercet.fleet.membership import Membership
-from tercet.fleet.scraping import scraping
+from tercet.fleet.membership import Connect, Membership, connecting, scraping
 from tercet.gateway.bounded_server import BoundedRunner
 from tercet.gateway.endpoint_picker import EndpointPicker
 from tercet.gateway.model_renderer import ModelRenderer, tokenizer_file

@@ -11,7 +11,7 @@ import grpc
 from google.protobuf.message import DecodeError
 
 from tercet.aio.incoming import LEAST_OF_BODY, SECONDS, Breach
-from tercet.fleet.bodies_held import LARGEST_AT_ONCE, BodiesHeld, HeldBody
+from tercet.fleet.bodies import LARGEST_AT_ONCE, BodiesHeld, HeldBody
 from tercet.gateway.endpoint_picker import EndpointPicker, Endpoints
 from tercet.gateway.exchange import Exchange, ExchangeBroken, refusal
 from tercet.gateway.openai_call import OpenAICall

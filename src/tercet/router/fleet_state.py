@@ -17,7 +17,7 @@ import msgspec
 
 from tercet.fleet.discovery import FoundEngine, with_found
 from tercet.fleet.member_state import JOINED, MemberState
-from tercet.fleet.promise import Promise
+from tercet.fleet.served_model import ServedModel
 from tercet.protocol import BadRequest, Conflict, EngineError, Role, UnknownEngine
 from tercet.protocol.names import require_adapter_name, require_text
 from tercet.protocol.wire import UNREADABLE
@@ -78,7 +78,7 @@ class FleetState(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     program: ProgramInUse
     before: ProgramInUse | None = None
     scheduling: SchedulingInUse | None = None
-    promise: Promise | None = None
+    promise: ServedModel | None = None
     adapters: tuple[AdapterState, ...] = ()
     changes: tuple[MadeChange, ...] = ()
     role_keeper: str = ""
@@ -115,11 +115,11 @@ class FleetState(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         number = 1 if self.scheduling is None else self.scheduling.number + 1
         return msgspec.structs.replace(self, scheduling=SchedulingInUse(number, file, content))
 
-    def with_promise(self, promise: Promise) -> FleetState:
+    def with_promise(self, promise: ServedModel) -> FleetState:
         """Return the state with ``promise``, unless it has one already."""
         return self if self.promise is not None else msgspec.structs.replace(self, promise=promise)
 
-    def with_replaced(self, promise: Promise) -> FleetState:
+    def with_replaced(self, promise: ServedModel) -> FleetState:
         """Return the state with another promise, after engines have got other weights."""
         return self if self.promise == promise else msgspec.structs.replace(self, promise=promise)
 

@@ -29,7 +29,7 @@ ALIVE, REPORT, MOVES = ".alive", ".json", ".moves"
 class EngineReport(msgspec.Struct, frozen=True):
     """The state of an engine in one process; ``waiting_s`` and ``busy_s`` concern the process's prefills there.
 
-    See :class:`~tercet.fleet.observed_roles.PrefillLine`.
+    See :class:`~tercet.fleet.policy_views.PrefillLine`.
     """
 
     in_flight: int

@@ -14,9 +14,9 @@ import msgspec
 
 from tercet.decisions.migration import MovesUnderWay, Stage, migrate
 from tercet.fleet import EngineFleet, RunningSequence
-from tercet.fleet.calls_in_flight import until_lost
-from tercet.fleet.loaded_fleet import counted_move
-from tercet.fleet.moving import MovingSequence
+from tercet.fleet.members import until_lost
+from tercet.fleet.policy_views import counted_move
+from tercet.fleet.sequences import MovingSequence
 from tercet.fleet.trace import TracedEngine
 from tercet.protocol import BadRequest, Conflict, DeadlineExceeded, EngineUnreachable, TercetError
 from tercet.protocol.spans import working_in

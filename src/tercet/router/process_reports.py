@@ -8,7 +8,7 @@ import os
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from tercet.fleet.observed_roles import prefill_line
+from tercet.fleet.policy_views import prefill_line
 from tercet.protocol import EngineError, TercetError
 from tercet.router.followers import EngineReport, FollowerReport, Followers
 from tercet.router.recovery import POLL_INTERVAL_S

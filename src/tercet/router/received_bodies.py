@@ -12,7 +12,7 @@ from starlette.types import Message, Receive, Scope
 
 from tercet.decisions.sessions import closes_session, session_in_body
 from tercet.fleet.admission import ClientLeft
-from tercet.fleet.bodies_held import HeldBody
+from tercet.fleet.bodies import HeldBody
 from tercet.protocol.body_forms import announces_body, forms_of, labelled
 from tercet.protocol.client_names import kept_name
 from tercet.protocol.headers import SESSION_FINAL_HEADER

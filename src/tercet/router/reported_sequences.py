@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 from tercet.decisions.migration import CountedMove, MovesUnderWay, SequenceView, Wanted
 from tercet.fleet import EngineFleet
-from tercet.fleet.loaded_fleet import counted_move
+from tercet.fleet.policy_views import counted_move
 from tercet.protocol import NoSpace, SequenceReport, TercetError
 from tercet.router.rescheduler import Views
 from tercet.settings import MoveSettings

@@ -23,7 +23,7 @@ from tercet.decisions.migration import (
     policies_of,
 )
 from tercet.fleet import EngineFleet, RunningSequence, RunningSequences
-from tercet.fleet.loaded_fleet import is_stale, loaded_engines
+from tercet.fleet.policy_views import is_stale, loaded_engines
 from tercet.router.moves import Moves
 from tercet.settings import RescheduleSettings
 

@@ -15,7 +15,7 @@ from tercet.aio import Failures, keep_running
 from tercet.aio.file_thread import FileThread
 from tercet.aio.whole_files import read_whole, write_whole
 from tercet.decisions.roles import RoleFlip
-from tercet.fleet.observed_roles import PrefillLine
+from tercet.fleet.policy_views import PrefillLine
 from tercet.protocol import EngineError, TercetError
 from tercet.protocol.wire import UNREADABLE
 from tercet.router.fleet_state import FleetState

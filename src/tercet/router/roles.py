@@ -17,8 +17,7 @@ from tercet.decisions.roles import ObservedEngine, RoleFlip, RoleLook, RolePolic
 from tercet.decisions.roles.observed import WINDOW_S
 from tercet.decisions.roles.policy import idlest
 from tercet.fleet import EngineFleet
-from tercet.fleet.observed_roles import PrefillLine, observed_engines
-from tercet.fleet.seen_requests import SeenRequests
+from tercet.fleet.policy_views import PrefillLine, SeenRequests, observed_engines
 from tercet.settings import RescheduleSettings
 from tercet.settings.role_settings import Objectives
 

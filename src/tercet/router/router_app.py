@@ -15,10 +15,17 @@ from urllib.parse import quote
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from tercet.fleet.admission import ClientLeft, Gate
-from tercet.fleet.bodies_held import ADMITTED_BYTES, LARGEST_AT_ONCE, AdmittedBodies, BodiesHeld, HeldBody
-from tercet.fleet.long_bodies import LongBodies, is_long, is_short
-from tercet.fleet.portions import Portions
+from tercet.fleet.admission import ClientLeft, Gate, Portions
+from tercet.fleet.bodies import (
+    ADMITTED_BYTES,
+    LARGEST_AT_ONCE,
+    AdmittedBodies,
+    BodiesHeld,
+    HeldBody,
+    LongBodies,
+    is_long,
+    is_short,
+)
 from tercet.protocol import BadRequest, EngineUnreachable, RouterFailed, Saturated, TercetError, UnknownPath
 from tercet.protocol.bearer import BearerKeys
 from tercet.protocol.body_forms import WITH_BODY

@@ -20,11 +20,10 @@ from starlette.types import ASGIApp
 from tercet.aio import TaskSet, signals_to
 from tercet.aio.descriptors import descriptors_watched
 from tercet.fleet import EngineFleet
-from tercet.fleet.connecting import connecting
 from tercet.fleet.discovery import discovery_of
 from tercet.fleet.discovery.pod_discovery import access_of
-from tercet.fleet.membership import READY_SECONDS, Membership
-from tercet.fleet.promise import Promise
+from tercet.fleet.membership import READY_SECONDS, Membership, connecting
+from tercet.fleet.served_model import ServedModel
 from tercet.protocol import EngineUnreachable, spans
 from tercet.protocol.spans import SpanContext
 from tercet.router import admin
@@ -150,7 +149,7 @@ class _Router:
         if not self.config.serves_without_vllm:
             _import_vllm(self.config)
 
-    async def _first_promise(self) -> Promise:
+    async def _first_promise(self) -> ServedModel:
         """Wait for an engine that answers; if engines are named, the port stays closed for the first seconds."""
         if not self._engines_come_later:
             try:
@@ -162,9 +161,9 @@ class _Router:
                 self.background.keep(self.state.follow, "state")
         return await _first_engine(self.config, self.state, self.membership)
 
-    def _follow_fleet(self, promise: Promise) -> None:
+    def _follow_fleet(self, promise: ServedModel) -> None:
         """Check each engine against the fleet's ``promise``, from now on."""
-        self.membership.promise, self.membership.on_replaced = promise, self.state.replaced
+        self.membership.served_model, self.membership.on_replaced = promise, self.state.replaced
         self.background.keep(self.membership.watch, "membership")
         if self.state.tells:
             gone = GoneEngines(asyncio.get_running_loop().time)
@@ -217,7 +216,7 @@ class _Router:
         self.until_ended.enter_context(signals_to(self.shutdown.begin, second))
 
 
-async def _first_engine(config: RouterConfig, state: SharedState, membership: Membership) -> Promise:
+async def _first_engine(config: RouterConfig, state: SharedState, membership: Membership) -> ServedModel:
     """Wait for the first engine that answers; answer errors at the port meanwhile, if that is possible."""
     if not can_wait(config):
         return await state.until_ready(membership.until_one_answers)

@@ -16,7 +16,7 @@ import msgspec
 from tercet.aio import run_in_thread
 from tercet.decisions.objectives import Attainments
 from tercet.fleet import EngineFleet, Retry, RunningSequence, RunningSequences, Trace
-from tercet.fleet.seen_requests import SeenRequests
+from tercet.fleet.policy_views import SeenRequests
 from tercet.programs import BUILT_IN, Program, load_program
 from tercet.protocol import (
     BadRequest,

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, TypeVar
 from tercet.aio import TaskSet
 from tercet.aio.file_thread import BOUND_SECONDS, FileThread
 from tercet.fleet.membership import Membership
-from tercet.fleet.promise import Promise
+from tercet.fleet.served_model import ServedModel
 from tercet.protocol import AdapterReport, BadRequest, EngineError, EngineUnreachable, TercetError
 from tercet.router.adapter_changes import AdapterChanges
 from tercet.router.fleet_state import FleetState, StateFile
@@ -120,7 +120,7 @@ class SharedState:
         self._stamp = await self.filed(self._file.stamp)
         await self._apply(self.state, LoadedCode(), from_scratch=True)
 
-    async def until_ready(self, promised: Callable[[], Awaitable[Promise]] | None = None) -> Promise:
+    async def until_ready(self, promised: Callable[[], Awaitable[ServedModel]] | None = None) -> ServedModel:
         """Return the promise to clients: that of the state, or that of the engines once they have loaded.
 
         ``promised`` waits for the engines' promise; None waits for all members.
@@ -130,13 +130,13 @@ class SharedState:
             await self._update(lambda state: state.with_promise(promise))
             await self._catch_up(LoadedCode())
         else:
-            self._membership.promise = self.state.promise
+            self._membership.served_model = self.state.promise
             await self._membership.look()
         if self.state.promise is None:
             raise BadRequest(f"state: {self._file.name} has no promise", "state")
         return self.state.promise
 
-    async def replaced(self, promise: Promise) -> None:
+    async def replaced(self, promise: ServedModel) -> None:
         """Accept other weights from now on, here and in all processes that follow."""
         await self.change(lambda state: state.with_replaced(promise), "all engines serve other weights")
 
@@ -237,7 +237,7 @@ class SharedState:
             self._fleet.scheduling = loaded.scheduling[state.scheduling.number]
         if not from_scratch and self.state.promise is not None and state.promise != self.state.promise:
             self.service.break_off(EngineUnreachable(REPLACED))
-            self._membership.promise = state.promise
+            self._membership.served_model = state.promise
         await self._apply_members(state, from_scratch)
         self._fleet.adapters.declared = [AdapterReport(each.name, each.path, each.digest) for each in state.adapters]
         if not from_scratch and state.adapters != self.state.adapters:

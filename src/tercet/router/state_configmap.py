@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from tercet.fleet.discovery.api_access import ApiAccess
+from tercet.fleet.discovery.kubernetes_api import ApiAccess
 from tercet.protocol import BadRequest, EngineError
 from tercet.protocol.wire import UNREADABLE
 from tercet.router.lease_claim import LEASE_SECONDS, LeaseClaim, LeaseRecord

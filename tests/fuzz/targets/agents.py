@@ -10,8 +10,7 @@ from typing import Any
 import msgspec
 
 from tercet.fleet import FleetKnowledge
-from tercet.fleet.kv_events import _numbered
-from tercet.fleet.kv_inbox import AllBlocksCleared, BlockRemoved, BlockStored, EventBatch, KVInbox
+from tercet.fleet.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, EventBatch, KVInbox, _numbered
 from tercet.protocol import Request, packed
 from tercet.protocol.spans import SpanContext
 from tercet.protocol.wire import UNREADABLE

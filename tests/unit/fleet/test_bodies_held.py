@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tercet.fleet.bodies_held import BodiesHeld
+from tercet.fleet.bodies import BodiesHeld
 from tercet.protocol import Saturated
 from tercet.wire.serving.request_body import read_whole
 

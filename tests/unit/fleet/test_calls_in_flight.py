@@ -9,8 +9,8 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager
 import pytest
 
 from tercet.fleet import EngineFleet
-from tercet.fleet.calls_in_flight import CallsInFlight, until_lost
 from tercet.fleet.engine_fleet import Member
+from tercet.fleet.members import CallsInFlight, until_lost
 from tercet.protocol import (
     Engine,
     EngineStatus,

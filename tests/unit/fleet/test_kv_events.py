@@ -16,8 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tercet.fleet import FleetKnowledge, kv_events
-from tercet.fleet.kv_events import at, follow_cache
-from tercet.fleet.kv_inbox import AllBlocksCleared, BlockRemoved, BlockStored, EventBatch, KVInbox
+from tercet.fleet.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, EventBatch, KVInbox, at, follow_cache
 from tercet.protocol import EngineUnreachable, KVEvents, MultiModalFeature, Request
 from tests.longest_wait import LONGEST_WAIT_S
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tercet.fleet.liveness import Liveness, Stuck
+from tercet.fleet.engine_health import Liveness, Stuck
 
 EVERY = 0.5
 

@@ -8,7 +8,7 @@ import itertools
 import pytest
 
 from tercet.fleet.admission import ClientLeft
-from tercet.fleet.long_bodies import LONG_BYTES, LONG_ITEMS, BodyTurn, LongBodies, is_long, is_short
+from tercet.fleet.bodies import LONG_BYTES, LONG_ITEMS, BodyTurn, LongBodies, is_long, is_short
 from tercet.protocol import Saturated
 from tercet.settings import Limits
 

@@ -7,8 +7,7 @@ import random
 
 import pytest
 
-from tercet.fleet.admission import Admission, FleetLoad, Ticket
-from tercet.fleet.portions import Portions
+from tercet.fleet.admission import Admission, FleetLoad, Portions, Ticket
 from tercet.settings import Limits
 
 LOAD = FleetLoad()

@@ -9,7 +9,7 @@ import pytest
 
 from tercet.decisions.scheduling import Scheduling
 from tercet.fleet import EngineFleet, Member, Trace
-from tercet.fleet.prefix_hits import LEAST_PICKS, NEAR, PrefixHits
+from tercet.fleet.trace import LEAST_PICKS, NEAR, PrefixHits
 from tercet.programs import load_program, outputs_of
 from tercet.protocol import Request
 from tercet.settings.log_lines import EVENTS, FIELDS

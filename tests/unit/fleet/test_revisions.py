@@ -9,7 +9,7 @@ import pytest
 
 from tercet.decisions.scheduling import Scheduling
 from tercet.fleet import EngineFleet, Member, Trace
-from tercet.fleet.loaded_fleet import loaded_engines
+from tercet.fleet.policy_views import loaded_engines
 from tercet.protocol import LayoutMismatch, Revision, Role, RoleUnavailable
 from tests.unit.decisions.scheduling.builders import loaded, request_of
 from tests.unit.fakes import FakeEngine

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tercet.decisions.scheduling.hashing import block_hashes
-from tercet.fleet.stored_blocks import StoredBlocks
+from tercet.fleet.prefix_index import StoredBlocks
 from tercet.protocol import Request
 
 PROMPT = Request(seq_id="s", prompt=(1, 2, 3, 4, 5, 6))

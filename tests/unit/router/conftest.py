@@ -146,8 +146,8 @@ class LiveRouter:
         program = ProgramInUse(1, self.service.wanted)
         members = tuple(MemberState(address) for address in addresses)
         await self.shared.start(FleetState(members=members, program=program))
-        self.membership.promise = await self.shared.until_ready()
-        assert self.membership.promise.max_model_len == 1000
+        self.membership.served_model = await self.shared.until_ready()
+        assert self.membership.served_model.max_model_len == 1000
 
     async def use(self, plan: Plan) -> None:
         """As an operator asks for it."""

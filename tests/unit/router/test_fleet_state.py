@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from tercet.aio.whole_files import stamp_of
 from tercet.fleet.member_state import MemberState
-from tercet.fleet.promise import Promise
+from tercet.fleet.served_model import ServedModel
 from tercet.protocol import BadRequest, Conflict, EngineError, TercetError, UnknownEngine
 from tercet.router import state_store
 from tercet.router.fleet_state import FleetState, ProgramInUse, StateFile
@@ -100,8 +100,8 @@ def test_the_reasons_of_the_last_changes_are_kept() -> None:
 
 
 def test_the_first_promise_stands() -> None:
-    first = FIRST.with_promise(Promise(("m",), 100))
-    assert first.with_promise(Promise(("other",), 1)) is first
+    first = FIRST.with_promise(ServedModel(("m",), 100))
+    assert first.with_promise(ServedModel(("other",), 1)) is first
 
 
 names = st.sampled_from(["p", "d", "e", "f"])

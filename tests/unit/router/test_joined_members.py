@@ -80,7 +80,7 @@ async def test_names_and_addresses_are_one_engines(world: LiveRouter) -> None:
 
 async def test_who_does_not_fit_does_not_join(world: LiveRouter) -> None:
     world.engine("e").max_model_len = 10
-    world.membership.promise = None
+    world.membership.served_model = None
     with pytest.raises(BadRequest, match="url"):
         await join(world.shared, "e", JoinCall(url="nonsense", uid="1"))
     assert not states(world)

@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from tercet.fleet import membership
-from tercet.fleet.promise import Promise
+from tercet.fleet.served_model import ServedModel
 from tercet.protocol import BadRequest, EngineStatus, EngineUnreachable
 from tercet.protocol.revision import TextFingerprint
 from tercet.settings import EngineAddress
@@ -18,7 +18,7 @@ from .conftest import Engine, LiveRouter, draining
 
 async def test_engines_that_do_not_answer_are_asked_later(router: LiveRouter) -> None:
     router.engine("p").gone = True
-    assert await router.membership.until_ready(0.01) == Promise(("m",), 1000)
+    assert await router.membership.until_ready(0.01) == ServedModel(("m",), 1000)
     assert [member.reachable for member in router.fleet.members] == [False, True]
 
 
@@ -118,7 +118,7 @@ async def test_an_engine_with_other_words_does_not_join(router: LiveRouter) -> N
 
 
 async def test_a_router_that_joins_holds_engines_to_what_was_promised(router: LiveRouter) -> None:
-    router.membership.promise = None
+    router.membership.served_model = None
     router.engine("p").model = "another"
     await router.shared.until_ready()
     assert [member.reachable for member in router.fleet.members] == [False, True]
@@ -181,7 +181,7 @@ async def test_a_router_begins_by_those_that_answer(
         monkeypatch.setattr(router.engine("p"), "status", silent)
     async with asyncio.timeout(LONGEST_WAIT_S):
         for wait in (router.membership.until_ready, router.membership.until_one_answers):
-            assert await wait(LONGEST_WAIT_S * 10) == Promise(("m",), 1000)
+            assert await wait(LONGEST_WAIT_S * 10) == ServedModel(("m",), 1000)
     assert [member.reachable for member in router.fleet.members] == [False, True]
 
 
@@ -192,4 +192,4 @@ async def test_engines_that_answer_a_moment_later_than_the_first_count_for_the_p
     late = router.engine("d")
     late.max_model_len, late.gone = 500, True
     asyncio.get_running_loop().call_later(0.05, setattr, late, "gone", False)
-    assert await router.membership.until_ready() == Promise(("m",), 500)
+    assert await router.membership.until_ready() == ServedModel(("m",), 500)

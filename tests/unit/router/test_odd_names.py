@@ -18,8 +18,8 @@ from hypothesis import strategies as st
 from tercet.cli.engine import _spec_of
 from tercet.cli.engine_flags import EngineFlags
 from tercet.cluster.up_config import UpConfig
-from tercet.fleet.discovery.api_objects import Metadata, Pod, PodStatus
-from tercet.fleet.discovery.pods import engines_of
+from tercet.fleet.discovery.kubernetes_api import Metadata, Pod, PodStatus
+from tercet.fleet.discovery.pod_discovery import engines_of
 from tercet.fleet.discovery.roster import RosterEntry
 from tercet.fleet.member_state import MemberState
 from tercet.fleet.membership import Membership

@@ -16,8 +16,7 @@ from fastapi import FastAPI
 
 from tercet.cluster.ports import free_ports, url_of
 from tercet.fleet import EngineFleet, Trace
-from tercet.fleet.connecting import connecting
-from tercet.fleet.membership import Membership
+from tercet.fleet.membership import Membership, connecting
 from tercet.lab.sim import SimEngine
 from tercet.lab.sim.sim_server import ServerConfig, serving
 from tercet.lab.sim.step_times import StepTimes

@@ -8,9 +8,8 @@ from collections.abc import AsyncIterator
 import msgspec
 import pytest
 
-from tercet.fleet import membership, replaced_model
-from tercet.fleet.promise import Promise
-from tercet.fleet.replaced_model import REPLACED_AFTER_S, ReplacedModel
+from tercet.fleet import membership, served_model
+from tercet.fleet.served_model import REPLACED_AFTER_S, ReplacedModel, ServedModel
 from tercet.protocol import EngineStatus, EngineUnreachable
 from tercet.protocol.revision import TextFingerprint
 from tests.longest_wait import LONGEST_WAIT_S
@@ -45,7 +44,7 @@ async def test_it_takes_all_that_answer_and_some_time() -> None:
 async def watched(router: LiveRouter, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[LiveRouter]:
     monkeypatch.setattr(membership, "POLL_INTERVAL_S", 0.01)
     monkeypatch.setattr(membership, "REPORTED_WITHIN", 0.0)
-    monkeypatch.setattr(replaced_model, "REPLACED_AFTER_S", 0.1)
+    monkeypatch.setattr(served_model, "REPLACED_AFTER_S", 0.1)
     await replace(router, "p", "d", weights="old")
     await router.shared.replaced(promised(router, "old"))
     await router.membership.speak(OURS)
@@ -55,7 +54,7 @@ async def watched(router: LiveRouter, monkeypatch: pytest.MonkeyPatch) -> AsyncI
     watching.cancel()
 
 
-def promised(router: LiveRouter, weights: str) -> Promise:
+def promised(router: LiveRouter, weights: str) -> ServedModel:
     assert router.shared.state.promise is not None
     return msgspec.structs.replace(router.shared.state.promise, fingerprint=weights)
 
@@ -81,9 +80,9 @@ async def test_the_router_serves_other_weights_once_all_engines_have_them(watche
     async with asyncio.timeout(LONGEST_WAIT_S):
         while not all(member.reachable for member in watched.fleet.members):
             await asyncio.sleep(0.01)
-    assert watched.membership.promise is not None
-    assert watched.membership.promise.fingerprint == "new"
-    assert watched.shared.state.promise == watched.membership.promise  # so it is after a restart
+    assert watched.membership.served_model is not None
+    assert watched.membership.served_model.fingerprint == "new"
+    assert watched.shared.state.promise == watched.membership.served_model  # so it is after a restart
     await replace(watched, "d", weights="old")
     assert await serves(watched) == [True, False]
 

@@ -48,7 +48,7 @@ async def joined(router: LiveRouter, metrics: Metrics) -> AsyncGenerator[Other]:
     other = Other(router, metrics)
     async with other.membership:
         await other.shared.start(router.shared.state)
-        other.membership.promise = await other.shared.until_ready()
+        other.membership.served_model = await other.shared.until_ready()
         await other.shared.serving()
         following = asyncio.ensure_future(other.shared.follow())
         try:
@@ -115,7 +115,7 @@ async def test_an_engine_that_is_away_is_no_reason_not_to_join(router: LiveRoute
     router.engine("d").gone = True
     async with joined(router, metrics) as late:
         assert [member.reachable for member in late.fleet.members] == [True, False]
-        assert late.membership.promise == router.membership.promise
+        assert late.membership.served_model == router.membership.served_model
 
 
 async def test_a_state_that_cannot_be_applied_leaves_the_last_good_one_and_is_said(

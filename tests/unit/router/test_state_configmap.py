@@ -15,7 +15,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from tercet.decisions.roles import RoleFlip
 from tercet.fleet import EngineFleet
-from tercet.fleet.discovery.api_access import ApiAccess
+from tercet.fleet.discovery.kubernetes_api import ApiAccess
 from tercet.fleet.membership import Membership
 from tercet.protocol import BadRequest, Conflict, EngineError
 from tercet.router.fleet_state import StateFile
@@ -157,7 +157,7 @@ async def router_elsewhere(
     shared = SharedState(path, membership, service, store=ConfigMapStore(api.ask, NAMESPACE, "fleet"))
     async with membership:
         await shared.start(router.shared.state)
-        membership.promise = await shared.until_ready()
+        membership.served_model = await shared.until_ready()
         await shared.serving()
         following = asyncio.ensure_future(shared.follow())
         try:

@@ -15,7 +15,7 @@ import pytest
 from fastapi import FastAPI
 
 from tercet.fleet.admission import Gate
-from tercet.fleet.seen_requests import SeenRequests
+from tercet.fleet.policy_views import SeenRequests
 from tercet.lab.bench.simulated.moving_fleet import SessionCounts
 from tercet.protocol.client_names import LONGEST_NAME
 from tercet.protocol.headers import (

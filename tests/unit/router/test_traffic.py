@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tercet.fleet.seen_requests import BLOCK, SeenRequests, block_names
+from tercet.fleet.policy_views import BLOCK, SeenRequests, block_names
 from tercet.lab.planning.observing import TrafficView, read_traffic
 from tercet.settings.role_settings import Objectives
 

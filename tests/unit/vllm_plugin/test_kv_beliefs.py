@@ -37,7 +37,7 @@ from vllm.v1.kv_offload.base import Medium, OffloadingEvent, OffloadingKVEventsC
 from vllm.v1.request import Request as VllmRequest
 
 from tercet.fleet import FleetKnowledge
-from tercet.fleet.kv_inbox import KVInbox
+from tercet.fleet.kv_events import KVInbox
 from tercet.protocol import Request
 
 BLOCK, BLOCKS, WINDOW = 4, 14, 8

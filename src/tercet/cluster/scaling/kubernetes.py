@@ -15,7 +15,7 @@ import aiohttp
 import msgspec
 
 from tercet.cluster.scaling.records import Counts, ScaleCall
-from tercet.fleet.discovery.api_access import ApiAccess
+from tercet.fleet.discovery.kubernetes_api import ApiAccess
 from tercet.protocol import BadRequest, Conflict, EngineError, EngineUnreachable, Role
 from tercet.protocol.wire import UNREADABLE
 from tercet.wire.client.connection_errors import reason_of

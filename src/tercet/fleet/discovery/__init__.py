@@ -5,12 +5,9 @@ The watch on the API server is :class:`.watching.Watch`; :func:`.pods.engines_of
 :func:`.members.with_found` computes the fleet's members.
 """
 
-from tercet.fleet.discovery.api_objects import PoolReference
-from tercet.fleet.discovery.chosen import discovery_of
-from tercet.fleet.discovery.found import Discovery, FoundEngine
-from tercet.fleet.discovery.members import follow_found, roles_of, until_known, with_found
-from tercet.fleet.discovery.objectives import follow_objectives
-from tercet.fleet.discovery.pod_discovery import PodDiscovery, access_of
+from tercet.fleet.discovery.found import Discovery, FoundEngine, follow_found, roles_of, until_known, with_found
+from tercet.fleet.discovery.kubernetes_api import PoolReference
+from tercet.fleet.discovery.pod_discovery import PodDiscovery, access_of, discovery_of, follow_objectives
 
 __all__ = [
     "Discovery",

@@ -4,27 +4,109 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Sequence
+import re
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
 from tercet.aio import TaskSet
-from tercet.fleet.discovery.api_access import ApiAccess, from_kubeconfig, in_cluster
-from tercet.fleet.discovery.api_objects import EarlierInferencePool, InferencePool, Pod
-from tercet.fleet.discovery.found import FoundEngine
-from tercet.fleet.discovery.pods import engines_of
+from tercet.fleet.discovery.found import Discovery, FoundEngine
+from tercet.fleet.discovery.kubernetes_api import (
+    ApiAccess,
+    EarlierInferencePool,
+    InferenceObjective,
+    InferencePool,
+    Pod,
+    PoolReference,
+    from_kubeconfig,
+    in_cluster,
+)
+from tercet.fleet.discovery.roster import RosterFile
 from tercet.fleet.discovery.watching import WAITS, Waits, Watch
-from tercet.protocol import BadRequest
-from tercet.settings import DiscoverySettings, log_events
+from tercet.protocol import BadRequest, Role
+from tercet.settings import DiscoverySettings, EngineAddress, log_events
 from tercet.settings.discovery_settings import EARLIER_POOL_GROUP, POOL_GROUP
 
+ROLE, LLM_D_ROLE, PORT, DRAIN = "tercet/role", "llm-d.ai/role", "tercet/port", "tercet/drain"
+"""Labels or annotations of a pod. A label overrides an annotation, and Tercet's names override llm-d's."""
+ROLES: Mapping[str, Role] = {
+    "prefill": "prefill",
+    "encode-prefill": "prefill",
+    "decode": "decode",
+    "both": "both",
+    "prefill-decode": "both",
+    "encode-prefill-decode": "both",
+}
+_PORT = re.compile("[0-9]{1,5}")
+OVER = ("Succeeded", "Failed")
 logger = logging.getLogger("tercet.fleet.discovery")
 POOLS = f"/apis/{POOL_GROUP}/v1/namespaces/{{}}/inferencepools"
 EARLIER_POOLS = f"/apis/{EARLIER_POOL_GROUP}/v1alpha2/namespaces/{{}}/inferencepools"
 PODS = "/api/v1/namespaces/{}/pods"
-PORT = 8000
+DEFAULT_PORT = 8000
 Wanted = tuple[str, Sequence[int]]
 """A label selector for pods, and the ports of their engines."""
+OBJECTIVES = "/apis/inference.networking.x-k8s.io/v1alpha2/namespaces/{}/inferenceobjectives"
+
+
+def engines_of(pod: Pod, ports: Sequence[int], scheme: str = "http") -> Sequence[FoundEngine]:
+    """Return a pod's engines, one for each of ``ports``; none before the pod has an address or after it has ended.
+
+    Raises :class:`~tercet.protocol.BadRequest` for a pod with invalid labels or annotations.
+    """
+    if not pod.status.pod_ip or pod.status.phase in OVER:
+        return ()
+    told = {**(pod.metadata.annotations or {}), **(pod.metadata.labels or {})}
+    role, own, withheld = role_of(told), _ports(told) or ports, why_withheld(pod, told)
+    serves = _is_ready(pod) and pod.metadata.deletion_timestamp is None
+    host, name = _host(pod.status.pod_ip), pod.metadata.name
+    names = [name] if len(own) == 1 else [f"{name}-rank-{index}" for index in range(len(own))]
+    addresses = (
+        EngineAddress(each, f"{scheme}://{host}:{port}", role, pod.metadata.labels or {})
+        for each, port in zip(names, own, strict=True)
+    )
+    return [FoundEngine(address, pod.metadata.uid, serves, withheld) for address in addresses]
+
+
+def role_of(told: Mapping[str, str]) -> Role:
+    """Return the role in a pod's labels, or ``both``; raise :class:`~tercet.protocol.BadRequest` if it is unknown."""
+    for label in (ROLE, LLM_D_ROLE):
+        if label in told:
+            role = ROLES.get(told[label])
+            if role is None:
+                raise BadRequest(
+                    f"{label}: {told[label]!r} is not a role that generates; choose one of {', '.join(ROLES)}"
+                )
+            return role
+    return "both"
+
+
+def why_withheld(pod: Pod, told: Mapping[str, str]) -> str:
+    """Return the reason why the pod gets no new requests; empty if it gets them."""
+    if pod.metadata.deletion_timestamp is not None:
+        return "its pod is being deleted"
+    if not _is_ready(pod):
+        return "its pod is not ready"
+    return f"its pod is marked {DRAIN}" if told.get(DRAIN) == "true" else ""
+
+
+def _is_ready(pod: Pod) -> bool:
+    return any(each.type == "Ready" and each.status == "True" for each in pod.status.conditions or ())
+
+
+def _ports(told: Mapping[str, str]) -> Sequence[int]:
+    """Return the ports in a pod's labels, one or several separated by commas; empty if it names none."""
+    text = told.get(PORT)
+    if text is None:
+        return ()
+    found = text.replace(" ", "").split(",")
+    if not all(_PORT.fullmatch(each) and 0 < int(each) < 65536 for each in found):
+        raise BadRequest(f"{PORT}: {text!r} is not a port")
+    return [int(each) for each in found]
+
+
+def _host(ip: str) -> str:
+    return f"[{ip}]" if ":" in ip else ip
 
 
 def access_of(settings: DiscoverySettings) -> ApiAccess:
@@ -96,7 +178,7 @@ class PodDiscovery:
         self._want((selector, self._ports(ports)) if selector else None)
 
     def _ports(self, of_pool: Sequence[int]) -> Sequence[int]:
-        return tuple(self._settings.endpoint_target_ports or of_pool or (PORT,))
+        return tuple(self._settings.endpoint_target_ports or of_pool or (DEFAULT_PORT,))
 
     def _want(self, wanted: Wanted | None) -> None:
         if wanted is not None and wanted == self._wanted:
@@ -128,3 +210,40 @@ class PodDiscovery:
     def _tell(self, engines: Sequence[FoundEngine]) -> None:
         self._engines = engines
         self._changed.set()
+
+
+async def follow_objectives(
+    api: ApiAccess,
+    namespace: str,
+    pool: PoolReference,
+    tell: Callable[[Mapping[str, int]], object],
+    waits: Waits = WAITS,
+) -> None:
+    """Call ``tell`` with the priorities of all objectives of the ``pool``, by name, at each change, until cancelled.
+
+    While the API server does not answer, the last known priorities stay valid.
+    """
+
+    def changed(found: Sequence[InferenceObjective]) -> None:
+        tell(priorities_of(found, pool))
+
+    await Watch(api, OBJECTIVES.format(namespace), InferenceObjective, {}, changed, waits).run()
+
+
+def priorities_of(found: Sequence[InferenceObjective], pool: PoolReference) -> dict[str, int]:
+    """Return the priorities of the pool's objectives, by name; 0 for an objective without a priority.
+
+    Objectives that are being deleted are left out. A pool of the same name in another API group is another pool.
+    """
+    return {
+        each.metadata.name: each.spec.priority or 0
+        for each in found
+        if each.spec.pool_ref == pool and each.metadata.deletion_timestamp is None
+    }
+
+
+def discovery_of(settings: DiscoverySettings) -> Discovery:
+    """Return the discovery that is set; raise :class:`~tercet.protocol.BadRequest` for pods without an API server."""
+    if settings.roster is not None:
+        return RosterFile(Path(settings.roster).expanduser())
+    return PodDiscovery(settings, access_of(settings))

@@ -11,8 +11,8 @@ from typing import Any, cast
 import msgspec
 from prometheus_client import CollectorRegistry, Counter, generate_latest
 
-from tercet.fleet.bodies_held import HeldBody
-from tercet.fleet.calls_in_flight import CallsInFlight, until_lost
+from tercet.fleet.bodies import HeldBody
+from tercet.fleet.members import CallsInFlight, until_lost
 from tercet.gateway.model_router.backends import BackendPolls
 from tercet.gateway.model_router.routes import ModelRoutes, WeightedRouter
 from tercet.gateway.proxied_answer import JSON, ProxiedAnswer

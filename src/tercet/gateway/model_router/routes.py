@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from tercet.fleet.calls_in_flight import CallsInFlight
+from tercet.fleet.members import CallsInFlight
 from tercet.protocol import BadRequest, EngineUnreachable, UnknownModel
 from tercet.protocol.weights import chosen_by_weight
 

@@ -12,8 +12,8 @@ from functools import partial
 from http import HTTPStatus
 from typing import Any, cast
 
-from tercet.fleet.bodies_held import HeldBody
-from tercet.fleet.calls_in_flight import CallsInFlight, until_lost
+from tercet.fleet.bodies import HeldBody
+from tercet.fleet.members import CallsInFlight, until_lost
 from tercet.gateway.proxied_answer import ProxiedAnswer, is_stream
 from tercet.gateway.request_bodies import RequestBodies
 from tercet.gateway.sidecar.listener import ClientCall

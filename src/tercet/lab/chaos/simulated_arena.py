@@ -18,9 +18,8 @@ import msgspec
 from prometheus_client import REGISTRY, generate_latest
 
 from tercet.fleet import EngineFleet, Trace
-from tercet.fleet.bodies_held import LARGEST_AT_ONCE
-from tercet.fleet.connecting import connecting
-from tercet.fleet.membership import Membership
+from tercet.fleet.bodies import LARGEST_AT_ONCE
+from tercet.fleet.membership import Membership, connecting
 from tercet.gateway.model_router.server import model_router
 from tercet.lab.chaos.adversary import Adversary, Sizes
 from tercet.lab.chaos.arena import Arena, BreakableEngine, Holdings, Note, retries_in
@@ -213,7 +212,7 @@ class SimulatedArena(Arena):
         async with StreamListener() as listener, Membership(self._fleet, connecting(self._fleet, listener)) as members:
             for name, role in self._roles.items():
                 await members.enter(EngineAddress(name, self._places[name].url, role))
-            members.promise = await members.until_ready(START_SECONDS)
+            members.served_model = await members.until_ready(START_SECONDS)
             own = OwnSequences(self._fleet, self._service.sequences, self._service.moves)
             rescheduler = Rescheduler(self._fleet, own, RouterSettings().reschedule)
             looking = [asyncio.create_task(members.watch()), asyncio.create_task(rescheduler.run())]

@@ -14,7 +14,7 @@ from tercet.aio import keep_running, run_in_thread
 from tercet.cluster.scaling.kubernetes import KubernetesFleet
 from tercet.decisions.planning import FleetPlan, Forecast, Observed, PlanLimits, Planner, Policy, WantedPlan
 from tercet.decisions.planning.acting import FleetChange, change_to
-from tercet.fleet.discovery.api_access import from_kubeconfig, in_cluster
+from tercet.fleet.discovery.kubernetes_api import from_kubeconfig, in_cluster
 from tercet.lab.planning.crystal import FleetSimulator, ProfileCapacity
 from tercet.lab.planning.hands import Ask, KubernetesHands, PlannerHands, RoleHands, ScaleHands, fleet_of_router
 from tercet.lab.planning.journal import PlanJournal, steps_of

@@ -8,7 +8,7 @@ from dataclasses import replace
 from tercet.decisions.planning import Forecast, Observed, ObservedRequest, Planner, Policy, WantedPlan
 from tercet.decisions.planning.planner import Evaluate
 from tercet.decisions.scheduling.registry import load_module, user_file
-from tercet.fleet.seen_requests import BLOCK, block_names
+from tercet.fleet.policy_views import BLOCK, block_names
 from tercet.lab.planning.crystal import ProfileCapacity
 from tercet.lab.sim.engine_options import max_tokens_of
 from tercet.protocol import BadRequest, Request

@@ -14,8 +14,7 @@ from tercet.decisions.planning import FleetPlan, Observed, PlanLimits, Planner, 
 from tercet.decisions.planning.acting import change_to
 from tercet.decisions.roles import ObservedEngine
 from tercet.decisions.roles.observed import WINDOW_S
-from tercet.fleet.observed_roles import observed_engines
-from tercet.fleet.seen_requests import SeenRequests
+from tercet.fleet.policy_views import SeenRequests, observed_engines
 from tercet.lab.bench.simulated.moving_fleet import MoveCounts
 from tercet.lab.bench.simulated.planned_run import FleetSample, PlannedChange, PlannedRun
 from tercet.lab.sim import SimEngine

@@ -20,7 +20,7 @@ from prometheus_client.registry import Collector
 from tercet import __version__
 from tercet.aio import signals_to
 from tercet.aio.descriptors import descriptors_watched
-from tercet.fleet.bodies_held import LARGEST_AT_ONCE, BodiesHeld
+from tercet.fleet.bodies import LARGEST_AT_ONCE, BodiesHeld
 from tercet.lab.sim.engine_options import EngineOptions
 from tercet.lab.sim.sim_engine import SimEngine
 from tercet.lab.sim.sim_verbs import (

@@ -20,7 +20,7 @@ from aiohttp import web
 from aiohttp.typedefs import Middleware
 
 from tercet.aio import TaskSet
-from tercet.fleet.bodies_held import BodiesHeld
+from tercet.fleet.bodies import BodiesHeld
 from tercet.lab.sim.network import Network, SendTarget
 from tercet.lab.sim.prompts import VOCABULARY, Prompt
 from tercet.lab.sim.sim_engine import SimEngine

@@ -7,8 +7,7 @@ from typing import Any
 
 from fastapi import APIRouter, Request, Response
 
-from tercet.fleet.observed_roles import PrefillLine, observed_engines
-from tercet.fleet.seen_requests import SeenRequests
+from tercet.fleet.policy_views import PrefillLine, SeenRequests, observed_engines
 from tercet.protocol import BadRequest
 from tercet.router.admin.admin_route import AdminRoute, fleet_of, json_answer, shared_of
 from tercet.router.admin.roles import objectives_shown

@@ -11,7 +11,7 @@ from aiohttp import web
 from tercet.cluster.scaling import kubernetes
 from tercet.cluster.scaling.kubernetes import KubernetesFleet
 from tercet.cluster.scaling.records import Counts, ScaleCall
-from tercet.fleet.discovery.api_access import ApiAccess
+from tercet.fleet.discovery.kubernetes_api import ApiAccess
 from tercet.protocol import BadRequest, Conflict, EngineError, EngineUnreachable
 
 Object = dict[str, Any]

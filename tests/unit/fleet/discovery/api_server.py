@@ -16,7 +16,7 @@ from typing import Any
 
 from aiohttp import web
 
-from tercet.fleet.discovery.api_access import ApiAccess
+from tercet.fleet.discovery.kubernetes_api import ApiAccess
 from tercet.fleet.discovery.watching import Waits
 from tests.servers import served
 

@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tercet.fleet.discovery.api_objects import Pod
-from tercet.fleet.discovery.members import roles_of, with_found
-from tercet.fleet.discovery.pods import FoundEngine, engines_of
+from tercet.fleet.discovery.found import roles_of, with_found
+from tercet.fleet.discovery.kubernetes_api import Pod
+from tercet.fleet.discovery.pod_discovery import FoundEngine, engines_of
 from tercet.fleet.member_state import MemberState
 from tercet.protocol import BadRequest
 from tercet.settings import EngineAddress

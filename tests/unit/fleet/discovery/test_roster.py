@@ -18,8 +18,7 @@ from tercet.aio.whole_files import write_whole
 from tercet.fleet import EngineFleet
 from tercet.fleet.discovery import discovery_of, follow_found, with_found
 from tercet.fleet.discovery.found import FoundEngine
-from tercet.fleet.discovery.roster import MOST_BYTES, RosterEntry, read_roster, write_roster
-from tercet.fleet.discovery.roster_file import RosterFile
+from tercet.fleet.discovery.roster import MOST_BYTES, RosterEntry, RosterFile, read_roster, write_roster
 from tercet.fleet.member_state import MemberState
 from tercet.fleet.membership import Membership
 from tercet.protocol import BadRequest

@@ -13,8 +13,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tercet.fleet.discovery.api_access import ApiAccess
-from tercet.fleet.discovery.api_objects import Pod
+from tercet.fleet.discovery.kubernetes_api import ApiAccess, Pod
 from tercet.fleet.discovery.watching import Waits, Watch
 from tests.longest_wait import LONGEST_WAIT_S
 

@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from tercet.cluster.ports import free_ports, url_of
-from tercet.fleet.promise import Promise
+from tercet.fleet.served_model import ServedModel
 from tercet.lab.sim.sim_server import ServerConfig, serving
 from tercet.protocol import EngineUnreachable
 from tercet.wire.client import HttpEngine
@@ -28,7 +28,7 @@ def with_other_weights(config: ServerConfig) -> ServerConfig:
 @pytest.mark.parametrize("other", [with_other_weights, lambda config: config])
 async def test_an_engine_that_was_replaced(streaming: bool, other: Callable[[ServerConfig], ServerConfig]) -> None:
     (port,) = free_ports(HOST, 1)
-    config, promises, anew = config_of("e", port), list[Promise](), list[str]()
+    config, promises, anew = config_of("e", port), list[ServedModel](), list[str]()
     async with StreamListener() as listener:
         engine = HttpEngine(
             "e",
@@ -40,7 +40,7 @@ async def test_an_engine_that_was_replaced(streaming: bool, other: Callable[[Ser
         async with engine:
             async with serving(config):
                 await up(engine.url)
-                promises.append(Promise.of([await engine.status()]))
+                promises.append(ServedModel.of([await engine.status()]))
                 assert [output async for output in engine.start_generate(request_of("s", 100, 3))]
             async with serving(other(config)):
                 await up(engine.url)

@@ -90,7 +90,7 @@ class PageFleet:
             program=ProgramInUse(1, self.service.wanted),
         )
         await self.shared.start(state)
-        self.membership.promise = await self.shared.until_ready()
+        self.membership.served_model = await self.shared.until_ready()
         for name, engine in self.engines.items():  # as token streams do
             engine.observe(ReportTo(self.fleet, name))
 

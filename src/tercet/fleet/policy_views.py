@@ -1,15 +1,20 @@
-"""The requests of the last minutes in the form that planners get: times, lengths and hashes of blocks, no text."""
+"""The view of a fleet that role policies use."""
 
 from __future__ import annotations
 
 import itertools
 import math
 from collections import deque
-from collections.abc import Callable, Sequence
-from typing import Literal
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Literal, NamedTuple
 
+from tercet.decisions.cost.reported_work import UNKNOWN_CONTEXT
+from tercet.decisions.migration import CountedMove, LoadedEngine, SequenceView
 from tercet.decisions.objectives import meets
 from tercet.decisions.planning import ObservedRequest
+from tercet.decisions.roles import ObservedEngine
+from tercet.fleet.engine_fleet import EngineFleet
+from tercet.fleet.members import Member
 from tercet.fleet.sequences import RunningSequence
 from tercet.fleet.trace import Trace
 from tercet.settings.role_settings import Objectives
@@ -21,6 +26,93 @@ MOST_SEEN = 50_000
 """Largest number of requests that are kept, for any window."""
 MOST_BLOCKS = 1_000_000
 """Largest number of blocks of all kept requests, about 36 bytes each; beyond it the oldest requests are dropped."""
+
+
+class PrefillLine(NamedTuple):
+    """Prefills of one engine, as routers count them; ``waiting_s`` is the estimated wait of a new request in seconds.
+
+    ``busy_s`` is for how many seconds, since the engine was first seen, prefills ran or waited there.
+    """
+
+    waiting_s: float
+    busy_s: float
+
+
+def prefill_line(fleet: EngineFleet, name: str) -> PrefillLine:
+    """Return the prefills of this process on the engine ``name``."""
+    now, work = fleet.costs.clock(), fleet.costs.work(name)
+    return PrefillLine(work.waiting(now), work.busy(now))
+
+
+def observed_engines(fleet: EngineFleet, lines: Mapping[str, PrefillLine] | None = None) -> list[ObservedEngine]:
+    """Return every engine; ``lines`` are the prefills of all processes that share the fleet, None for this process."""
+    return [
+        _observed(fleet, member, (lines or {}).get(member.name) or prefill_line(fleet, member.name))
+        for member in fleet.members
+    ]
+
+
+def _observed(fleet: EngineFleet, member: Member, line: PrefillLine) -> ObservedEngine:
+    able = member.reachable and not member.leaving and not member.refused
+    last = fleet.knowledge.loads.last(member.name)
+    if last is None:
+        return ObservedEngine(member.name, member.role, able, line.waiting_s, line.busy_s)
+    load = last[0]
+    # Sequences whose prompts still wait on other engines have reserved KV here, which no step reads.
+    share = load.running / max(load.running, member.in_flight, 1)
+    contexts = int(load.kv_usage * member.kv_tokens * share) or load.running * UNKNOWN_CONTEXT
+    return ObservedEngine(
+        member.name, member.role, able, line.waiting_s, line.busy_s, load.running, load.waiting, contexts,
+        load.step_time, load.kv_usage,
+    )  # fmt: skip
+
+
+def is_stale(fleet: EngineFleet, member: Member, stale_after_s: float) -> bool:
+    """True if a reachable engine has made no progress for ``stale_after_s`` seconds.
+
+    A lost engine is not stale: its sequences have left it.
+    """
+    return member.reachable and fleet.liveness.stalled_s(member.name) > stale_after_s
+
+
+def counted_move(fleet: EngineFleet, source: str, destination: str, tokens: int) -> CountedMove:
+    """Return a move of ``tokens`` in the form that limits count.
+
+    Raises :class:`~tercet.protocol.UnknownEngine` for an unknown destination.
+    """
+    last = fleet.knowledge.loads.last(destination)
+    usage = last[0].kv_usage if last is not None else None
+    return CountedMove(source, destination, tokens, fleet.member(destination).share(tokens), usage)
+
+
+def loaded_engines(
+    fleet: EngineFleet,
+    sequences: Mapping[str, Sequence[SequenceView]],
+    moves: Iterable[CountedMove],
+    stale_after_s: float,
+) -> list[LoadedEngine]:
+    """Return all engines, each with its ``sequences`` and with its load after all ``moves`` have ended."""
+    members = {member.name: member for member in fleet.members}
+    engines = {name: _engine(fleet, member, sequences.get(name, ()), stale_after_s) for name, member in members.items()}
+    for move in moves:
+        for name, sign in ((move.source, -1), (move.destination, 1)):
+            if name in engines:
+                engines[name].arriving += sign * members[name].share(move.tokens)
+    return list(engines.values())
+
+
+def _engine(
+    fleet: EngineFleet, member: Member, sequences: Sequence[SequenceView], stale_after_s: float
+) -> LoadedEngine:
+    last = fleet.knowledge.loads.last(member.name)
+    load, waiting = (last[0].kv_usage, last[0].waiting) if last is not None else (None, 0)
+    stale = is_stale(fleet, member, stale_after_s)
+    return LoadedEngine(
+        member.name, member.role, load, sequences, member.leaving, member.reachable, stale, waiting, member.revision
+    )
+
+
+# ---- requests --------------------------------------------------------------------------------------------------------
 
 
 def block_names(prompt: Sequence[int]) -> tuple[int, ...]:
