@@ -23,7 +23,7 @@ from benchmarks.transfer.unsignalled import start_unsignalled
 from tercet.protocol import Content, EngineError, KVAddrInfo, TercetError, content_of, packed
 from tercet.protocol.sse import read_answer
 from tercet.transport import HeadSlice, KVRegion, RankTransport, SendDestination, SendReport, TransportSettings
-from tercet.transport.pacing import Turn
+from tercet.transport.inbound import Turn
 from tercet.wire.client.connection_errors import reason_of
 
 LEASED_TOKENS = 2048

@@ -12,7 +12,7 @@ from tercet.protocol import TransferFailed
 from tercet.transport import KVRegion
 from tercet.transport.backends.mooncake import begin_engine
 from tercet.transport.backends.nixl import NixlAgent, Registered, load_bindings
-from tercet.transport.backends.registered import RegisteredRegion
+from tercet.transport.backends.reading import RegisteredRegion
 from tercet.transport.region import RegionShape
 
 LOCALHOST = "127.0.0.1"

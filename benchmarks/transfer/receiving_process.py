@@ -21,8 +21,8 @@ from benchmarks.transfer.unsignalled import start_unsignalled
 
 from tercet.protocol import EngineError, TercetError, packed
 from tercet.transport import Grant, KVRegion, RankTransport, TransportSettings
-from tercet.transport.agent.agent_process import past_the_caches
-from tercet.transport.vectors import Vector
+from tercet.transport.agent.agent import past_the_caches
+from tercet.transport.sockets import Vector
 
 FINGERPRINT = "bench"
 ANSWER_SECONDS = 120.0

@@ -22,7 +22,7 @@ from benchmarks.transfer.receiving_process import FINGERPRINT, ReceivingProcess,
 
 from tercet.protocol import TercetError, TransferFailed, content_of, packed
 from tercet.transport import HeadSlice, KVRegion, RankTransport, SendDestination, SendReport, TransportSettings
-from tercet.transport.vectors import Vector
+from tercet.transport.sockets import Vector
 
 ACK_SECONDS = 120.0
 

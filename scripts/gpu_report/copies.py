@@ -96,8 +96,8 @@ def staged_memory(device: str, nbytes: int) -> tuple[Any, Any]:
 
     from tercet.transport import shape_of
     from tercet.transport.backends.tcp import MAX_CHUNK_BYTES
-    from tercet.transport.memory.staged import StagedMemory
-    from tercet.transport.memory.torch_blocks import TorchBlocks
+    from tercet.transport.staged import StagedMemory
+    from tercet.transport.torch_blocks import TorchBlocks
 
     blocks = nbytes // BLOCK_BYTES
     plane = torch.zeros(blocks, BLOCK_BYTES, dtype=torch.uint8, device=device)
@@ -112,7 +112,7 @@ def ipc() -> float:
     import msgspec
 
     from tercet.transport import DeviceHandles, RegionShape
-    from tercet.transport.memory.torch_blocks import PeerBlocks, device_planes
+    from tercet.transport.torch_blocks import PeerBlocks, device_planes
 
     spawn = multiprocessing.get_context("spawn")
     ours, theirs = spawn.Pipe()
@@ -160,12 +160,12 @@ def nixl(device: str = "cuda", nbytes: int = COPIED_BYTES) -> float:
     import torch
 
     from tercet.transport import KVRegion
-    from tercet.transport.backends.nixl_device import NixlDeviceBackend, RegisteredPlanes
+    from tercet.transport.backends.nixl import NixlDeviceBackend, RegisteredPlanes
     from tercet.transport.backends.reading import Batch, SendingPeer
     from tercet.transport.backends.tcp import MAX_CHUNK_BYTES
-    from tercet.transport.memory.staged import StagedMemory
-    from tercet.transport.memory.torch_blocks import TorchBlocks
     from tercet.transport.peer_messages import BLOCK_NUMBER, ReadDescriptors
+    from tercet.transport.staged import StagedMemory
+    from tercet.transport.torch_blocks import TorchBlocks
 
     blocks, together = nbytes // BLOCK_BYTES, MAX_CHUNK_BYTES // BLOCK_BYTES
     planes = [torch.zeros(blocks, BLOCK_BYTES, dtype=torch.uint8, device=device) for _ in range(2)]

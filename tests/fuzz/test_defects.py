@@ -37,10 +37,8 @@ from tercet.settings import EngineAddress
 from tercet.settings.decoding import read_yaml
 from tercet.transport import GrantLease, KVRegion, LeaseFilled, SendDone, TransportSettings, is_address
 from tercet.transport.agent.agent import Agent, AgentSetup
-from tercet.transport.agent.agent_messages import ReadCounters
-from tercet.transport.agent.control_channel import ControlServer
-from tercet.transport.backends.reading import BackendUnavailable
-from tercet.transport.backends.registered import understood
+from tercet.transport.agent.agent_messages import ControlServer, ReadCounters
+from tercet.transport.backends.reading import BackendUnavailable, understood
 from tercet.vllm_plugin.edge.agent_reports import AgentReports
 from tercet.vllm_plugin.edge.sampling_params import first_token_only, to_vllm
 from tercet.wire.client import HttpEngine

@@ -14,10 +14,17 @@ import torch
 
 from tercet.transport import DeviceHandles, KVRegion, RankTransport, RegionShape, TransportSettings, shape_of
 from tercet.transport.backends.tcp import MAX_CHUNK_BYTES
-from tercet.transport.memory.staged import StagedMemory, wait_until
-from tercet.transport.memory.torch_blocks import ComputedEvents, PeerBlocks, TorchBlocks, device_planes
-from tercet.transport.memory.torch_devices import CudaDevice, HostDevice
-from tercet.transport.memory.torch_planes import Planes, Side
+from tercet.transport.staged import StagedMemory, wait_until
+from tercet.transport.torch_blocks import (
+    ComputedEvents,
+    CudaDevice,
+    HostDevice,
+    PeerBlocks,
+    Planes,
+    Side,
+    TorchBlocks,
+    device_planes,
+)
 from tercet.vllm_plugin.worker.device_export import DeviceExport
 from tercet.vllm_plugin.worker.kv_planes import LayerPlanes
 from tests.unit.transport.ranks import FINGERPRINT, transfer

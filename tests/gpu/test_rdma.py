@@ -13,8 +13,8 @@ import torch
 
 from tercet.transport import KVRegion, RankTransport, TransportSettings
 from tercet.transport.backends.tcp import MAX_CHUNK_BYTES
-from tercet.transport.memory.staged import StagedMemory
-from tercet.transport.memory.torch_blocks import TorchBlocks
+from tercet.transport.staged import StagedMemory
+from tercet.transport.torch_blocks import TorchBlocks
 from tercet.vllm_plugin.worker.device_export import DeviceExport
 from tercet.vllm_plugin.worker.kv_planes import LayerPlanes
 from tests.gpu.test_device_memory import LAYERS, blocks_of, cache, planes_of

@@ -32,10 +32,8 @@ ENGINE_LIBRARIES = {"torch", "vllm"}
 # One converts a checkpoint in a process of its own, the other copies KV of accelerators.
 OUTSIDE_OF_THE_PLUGIN = {
     "cluster/model.py",
-    "transport/memory/cuda_copies.py",
-    "transport/memory/torch_blocks.py",
-    "transport/memory/torch_devices.py",
-    "transport/memory/torch_planes.py",
+    "transport/cuda_copies.py",
+    "transport/torch_blocks.py",
 }
 
 
@@ -205,8 +203,8 @@ def test_files_of_the_plugin_import_vllm_or_their_package_says_why_not() -> None
     [
         ("cluster/model.py", "import torch", False),
         ("cluster/local.py", "import torch", True),
-        ("transport/memory/torch_blocks.py", "import torch", False),
-        ("transport/memory/staged.py", "import torch", True),
+        ("transport/torch_blocks.py", "import torch", False),
+        ("transport/staged.py", "import torch", True),
         ("lab/sim/engine.py", "from vllm.v1 import engine", True),
         ("vllm_plugin/connector.py", "from vllm.v1 import engine", False),
         ("router/server.py", "from vllm.v1 import engine", True),

@@ -23,8 +23,7 @@ from tercet.lab.planning.observing import LOOK_S
 from tercet.settings.log_lines import EVENTS
 from tercet.transport import SendDone
 from tercet.transport.agent.agent import Reporter
-from tercet.transport.agent.agent_messages import ReadCounters
-from tercet.transport.agent.control_channel import AsyncControlClient, ControlServer
+from tercet.transport.agent.agent_messages import AsyncControlClient, ControlServer, ReadCounters
 from tercet.vllm_plugin.edge import liveness_probe
 from tercet.vllm_plugin.edge.agent_reports import AgentReports
 from tercet.vllm_plugin.edge.liveness_probe import LivenessProbe
@@ -143,7 +142,7 @@ async def test_answers_of_agents_are_taken() -> None:
             client.close()
             server.close()
 
-    await with_an_error_at_each_await("transport/agent/control_channel.py:AsyncControlClient._take_answers", started)
+    await with_an_error_at_each_await("transport/agent/agent_messages.py:AsyncControlClient._take_answers", started)
 
 
 async def test_an_engine_stays_a_member(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,7 +21,7 @@ from tercet.protocol import Engine, KVEvents, TercetError
 from tercet.protocol.block_hashes import extra_of
 from tercet.protocol.hosts import bracketed
 from tercet.protocol.wire import UNREADABLE
-from tercet.transport.bounded_sockets import bounded
+from tercet.transport.sockets import bounded
 
 logger = logging.getLogger("tercet.fleet")
 RETRY_DELAY_S, ASK_SETTLED_SECONDS = 5.0, 60.0

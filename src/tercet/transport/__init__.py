@@ -8,9 +8,11 @@ machines without I/O (:mod:`.grants`: which blocks may be written; :mod:`.inboun
 layers of sockets and threads around them.
 """
 
-from tercet.transport.agent.agent import AgentSetup
+from tercet.transport.agent.agent import AgentProcess, AgentSetup
 from tercet.transport.agent.agent_messages import (
+    AsyncControlClient,
     CancelSend,
+    ControlServer,
     ExtendLease,
     GrantLease,
     LayersDone,
@@ -26,34 +28,27 @@ from tercet.transport.agent.agent_messages import (
     StepBegins,
     StepEnds,
 )
-from tercet.transport.agent.agent_process import AgentProcess
-from tercet.transport.agent.control_channel import AsyncControlClient, ControlServer
 from tercet.transport.backends import AUTO, TRANSPORTS
 from tercet.transport.backends.tcp import MAX_STREAMS
-from tercet.transport.block_sizes import BlockShape
-from tercet.transport.core_words import CoreWords, core_word
-from tercet.transport.grant import Grant
-from tercet.transport.head_slices import HeadSlice
-from tercet.transport.layer_runs import PlaneRun
+from tercet.transport.grants import Grant, ReceiveEnd
+from tercet.transport.layouts import BlockOrder, BlockShape, HeadSlice, PlaneRun, RankRoute, routes
 from tercet.transport.local_rank import TransportSettings
-from tercet.transport.memory.block_order import BlockOrder
-from tercet.transport.memory.handles import DeviceHandles
-from tercet.transport.outgoing import SendReport
-from tercet.transport.rank import RankTransport
-from tercet.transport.receive_traces import ReceiveEnd
+from tercet.transport.peer import SendReport
+from tercet.transport.rank import RankTransport, SendDestination
 from tercet.transport.region import (
     CORE_WORDS,
     PAGE_BYTES,
     TAIL_BYTES,
+    CoreWords,
     KVRegion,
     RegionShape,
+    core_word,
     create_file,
     create_sealed_file,
     shape_of,
 )
-from tercet.transport.routes import RankRoute, routes
-from tercet.transport.sender import SendDestination
 from tercet.transport.sockets import is_address
+from tercet.transport.staged import DeviceHandles
 
 __all__ = [
     "AUTO",

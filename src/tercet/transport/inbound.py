@@ -1,25 +1,32 @@
-"""A state machine without I/O for the messages of one sender.
+"""One sender's session: a state machine without I/O for its messages, and the loop that carries out its actions.
 
-:meth:`Inbound.take` and :meth:`Inbound.settle` return actions: chunks to read, and answers. The loop around it
-(:mod:`.receiver`) carries them out and reports the results of reads. Read descriptors that arrive together are read
-together, which is faster with libraries.
+:meth:`Inbound.take` and :meth:`Inbound.settle` return actions: chunks to read, and answers. :class:`SenderSession`
+carries them out at the allowed rate, under the lease's fence, and reports the results of reads. Read descriptors that
+arrive together are read together, which is faster with libraries.
 """
 
 from __future__ import annotations
 
+import logging
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 from typing import TypeVar
 
 import msgspec
 
 from tercet.protocol import TercetError, TransferFailed
-from tercet.transport.backends.reading import Batch, Copies, copies_of, staging_copies
-from tercet.transport.block_sizes import BlockShape
+from tercet.transport.backends.reading import Batch, Copies, Fence, copies_of, staging_copies
+from tercet.transport.backends.tcp import TcpReader
 from tercet.transport.grants import GrantTable
-from tercet.transport.greeting import Agreement
-from tercet.transport.local_rank import LocalRank
-from tercet.transport.memory.block_order import rearranged
+from tercet.transport.layouts import BlockShape, place, rearranged
+from tercet.transport.local_rank import Agreement, LocalRank
 from tercet.transport.peer_messages import (
+    Acknowledged,
     FromSender,
     Greeting,
     ProtocolViolation,
@@ -29,13 +36,19 @@ from tercet.transport.peer_messages import (
     SendEnd,
 )
 
+logger = logging.getLogger(__name__)
 S = TypeVar("S", ReadDescriptors, SendEnd)
+
+OnFilled = Callable[[str, int], None]
 
 REMEMBERED_REFUSED = 1024
 MAX_BATCH_ROWS = 65536
 # Maximum bytes that may wait for conversion; one chunk may be larger.
 MAX_STAGED_BYTES = 8 * 1024 * 1024
 MAX_STAGED_CHUNK_BYTES = 256 * 1024 * 1024
+TURN_BYTES = 1024 * 1024
+# Maximum time, in seconds, for which a receiver with a limit may catch up after it was idle or slept too long.
+BURST_SECONDS = 0.005
 
 
 @dataclass(frozen=True)
@@ -223,3 +236,172 @@ class Inbound:
         if len(self._refused) > REMEMBERED_REFUSED:
             del self._refused[next(iter(self._refused))]
         return [Refused(send, reason)]
+
+
+class Turn:
+    """One thread's turn on a core that it shares.
+
+    vLLM's processes wait for one another by yielding their core and polling. A thread that copies without a pause would
+    keep the core until the kernel preempts it, several milliseconds per poll; so it yields, too.
+    """
+
+    def __init__(self) -> None:
+        self._copied = 0
+
+    def took(self, nbytes: int) -> None:
+        """Count copied bytes; after :data:`TURN_BYTES`, let other threads run."""
+        self._copied += nbytes
+        if self._copied >= TURN_BYTES:
+            self._copied = 0
+            os.sched_yield()
+
+
+class Pace:
+    """Common limit of a rank's receiving threads: ``limit`` bytes per second, 0 for no limit.
+
+    If cores share the path to memory, receiving slows down computing on any core. Thread-safe.
+    """
+
+    def __init__(self, limit: float = 0.0) -> None:
+        self._limit = limit
+        self._free_at = 0.0
+        self._lock = threading.Lock()
+        self._over = threading.Event()
+
+    def took(self, nbytes: int) -> None:
+        """Count received bytes; return once more may be received. Do not call this while a lease is held."""
+        if not self._limit:
+            return
+        with self._lock:
+            now = time.monotonic()
+            self._free_at = max(self._free_at, now - BURST_SECONDS) + nbytes / self._limit
+            wait = self._free_at - now
+        if wait > 0:
+            self._over.wait(wait)
+
+    def close(self) -> None:
+        """Release all waiting threads."""
+        self._over.set()
+
+
+class SenderSession:
+    """One sender's session: it carries out the actions of its messages in order, and answers with ``say``."""
+
+    def __init__(
+        self,
+        rank: LocalRank,
+        grants: GrantTable,
+        agreed: Agreement,
+        pace: Pace,
+        on_filled: OnFilled,
+        say: Callable[[msgspec.Struct], None],
+    ) -> None:
+        self._rank, self._grants, self._agreed = rank, grants, agreed
+        self._pace, self._on_filled, self._say = pace, on_filled, say
+        self._inbound = Inbound(rank, grants, agreed)
+        self._turn = Turn()
+
+    def take(self, messages: Iterable[FromSender]) -> None:
+        """Carry out the actions of messages; raise :class:`ProtocolViolation`."""
+        for message in messages:
+            if isinstance(message, SendEnd):
+                self.settle()  # all its chunks have arrived: read them now
+            self._act(self._inbound.take(message))
+
+    def settle(self) -> None:
+        """Carry out the actions that were postponed because more messages could arrive."""
+        self._act(self._inbound.settle())
+
+    def _act(self, actions: list[Action]) -> None:
+        todo = deque(actions)
+        while todo:
+            match todo.popleft():
+                case Batch() as batch:
+                    todo.extend(self._read(batch))
+                case Filled() as filled:
+                    todo.extend(self._tell(filled))
+                case Refused() as refused:
+                    self._say(refused)
+
+    def _read(self, batch: Batch) -> list[Action]:
+        fence: Fence = (lambda step: step()) if batch.staged else self._fence(batch)
+        try:
+            alive = self._agreed.reader.read(batch, fence)
+            if batch.staged and alive:
+                self._convert(batch)
+        except ProtocolViolation:
+            raise
+        except TercetError as error:
+            return self._inbound.was_not_read(batch, error)
+        except OSError as error:
+            if isinstance(self._agreed.reader, TcpReader):
+                raise  # the next bytes on the connection are unknown
+            return self._inbound.was_not_read(batch, TransferFailed(f"the sender's memory cannot be read: {error}"))
+        found = self._inbound.was_read(batch, alive=alive)
+        valid_end = self._grants.progress(batch.lease, time.monotonic())
+        if valid_end is not None:
+            self._report(batch.lease, valid_end)
+        return found
+
+    def _report(self, lease: str, valid_end: int) -> bool:
+        """Report the end of a lease's valid KV; return True if the engine accepted it."""
+        try:
+            self._on_filled(lease, valid_end)
+        except Exception:
+            logger.exception("on_filled of lease %s failed", lease)
+            return False
+        return True
+
+    def _fence(self, batch: Batch) -> Fence:
+        begun = False
+
+        def begin(step: Callable[[], int]) -> int:
+            nonlocal begun
+            # Several threads may do this; each does it before it writes.
+            for chunk, in_place in zip(batch.chunks, batch.in_place, strict=True):
+                self._grants.overwriting(chunk, in_place)
+            begun = True
+            return step()
+
+        def run(step: Callable[[], int]) -> int:
+            moved = self._grants.write(batch.lease, step if begun else partial(begin, step))
+            self._turn.took(moved)
+            self._pace.took(moved)
+            return moved
+
+        return run
+
+    def _convert(self, batch: Batch) -> None:
+        """Copy the tokens of staged blocks into our blocks of another size."""
+        ours, theirs, region = self._rank.block, self._agreed.block, self._rank.region
+        if ours is None or theirs is None:
+            raise TransferFailed("blocks of another size were not agreed on")
+        at = 0
+        for chunk in batch.chunks:
+            heads, part = ours.heads // chunk.parts, region.shape.block_bytes // chunk.parts
+            slots = chunk.end - chunk.begin
+            in_place = self._grants.in_place((self._agreed.session, chunk.send), chunk.lease)
+            moves = self._grants.locate_tokens(chunk, in_place)
+            self._grants.overwriting(chunk, in_place)
+            for layer in range(chunk.layer, chunk.layer + chunk.layers):
+                for move in moves:
+                    source = batch.target[at + (move.slot - chunk.begin) * chunk.size :][: chunk.size]
+                    target = region.blocks(layer, move.block)[chunk.part * part :][:part]
+                    self._grants.write(chunk.lease, partial(place, source, theirs, target, ours, heads, move))
+                at += slots * chunk.size
+            self._pace.took(chunk.nbytes)
+
+    def _tell(self, filled: Filled) -> list[Action]:
+        if not self._report(filled.lease, filled.valid_end):
+            return self._inbound.was_not_taken(filled)
+        self._rank.counters.count(receives_done=1)
+        self._say(Acknowledged(filled.send))
+        return []
+
+    def close(self) -> None:
+        """Release the session's resources."""
+        lost = self._inbound.close()
+        self._rank.counters.count(receives_dropped=len(lost))
+        self._agreed.reader.close()
+        for lease, valid_end in lost:
+            self._report(lease, valid_end)

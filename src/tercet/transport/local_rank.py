@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
+import logging
+import secrets
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Annotated
+from typing import Annotated, NamedTuple
 
+import msgspec
 from msgspec import Meta
 
+from tercet.protocol import TercetError, TransferFailed
+from tercet.protocol.call_proofs import secrets_of
 from tercet.settings import Settings
 from tercet.settings.declaration import FixedPort
-from tercet.transport.backends import AUTO, Backend
+from tercet.transport.backends import AUTO
+from tercet.transport.backends.reading import Backend, BackendUnavailable, Batch, Reader, SendingPeer
 from tercet.transport.backends.tcp import MAX_STREAMS
-from tercet.transport.block_sizes import BlockShape
-from tercet.transport.memory.kv_memory import HostPages, KVMemory
-from tercet.transport.memory.staged import StagedMemory
-from tercet.transport.region import KVRegion
+from tercet.transport.layouts import BlockShape, rearranged
+from tercet.transport.peer_messages import NONCE_BYTES, Challenge, Greeting, ProtocolViolation, Welcome, proof_of
+from tercet.transport.region import HostPages, KVMemory, KVRegion, RegionShape
+from tercet.transport.staged import StagedMemory
 
 
 class TransportSettings(Settings, frozen=True, rename=lambda name: name):
@@ -85,3 +91,145 @@ class LocalRank:
     def memory(self) -> KVMemory:
         """The memory that holds the rank's KV."""
         return self.staged or HostPages(self.region)
+
+
+logger = logging.getLogger(__name__)
+
+
+# ---- the sender's side -----------------------------------------------------------------------------------------------
+
+
+def greet(
+    rank: LocalRank, challenge: Challenge, session: str, stream: int, offers: dict[str, bytes], word: int
+) -> Greeting:
+    """Return a greeting that proves our identity; in a session's first one, ``offers`` has ways to read our memory.
+
+    ``word`` is the number of a generation word that is set.
+    """
+    nonce = secrets.token_bytes(NONCE_BYTES)
+    secret = next(iter(secrets_of(rank.settings.secret)), "")
+    proof = proof_of("sender", secret, challenge.nonce, nonce, session)
+    greeting = Greeting(rank.fingerprint, session, stream, nonce, proof)
+    if stream:
+        return greeting
+    return msgspec.structs.replace(greeting, shape=rank.region.shape, word=word, offers=offers, block=rank.block)
+
+
+def chosen(rank: LocalRank, challenge: Challenge, greeting: Greeting, welcome: Welcome) -> str:
+    """Return the receiver's choice; raise :class:`ProtocolViolation` if the receiver does not belong to the fleet."""
+    said = challenge.nonce, greeting.nonce, greeting.session
+    known = secrets_of(rank.settings.secret) or ("",)
+    if not any(secrets.compare_digest(proof_of("receiver", each, *said), welcome.proof) for each in known):
+        raise ProtocolViolation("secret: the receiver does not know this fleet's secret")
+    if welcome.transport not in greeting.offers:
+        raise ProtocolViolation(f"the receiver chose {welcome.transport!r:.40}, which was not offered")
+    return welcome.transport
+
+
+# ---- the receiver's side ---------------------------------------------------------------------------------------------
+
+
+class Agreement(NamedTuple):
+    """A receiver's record of a sender: its session, its region, and the reader for it.
+
+    ``block`` is None unless the sender's blocks have another size than ours.
+    """
+
+    session: str
+    shape: RegionShape
+    reader: Reader
+    block: BlockShape | None
+    welcome: Welcome
+
+
+def require_ours(rank: LocalRank, challenge: Challenge, greeting: Greeting) -> None:
+    """Raise :class:`ProtocolViolation` unless a sender knows the secret and has KV of our layout."""
+    if _shared_secret(rank, challenge, greeting) is None:
+        raise ProtocolViolation("secret: the sender does not know this fleet's secret")
+    if greeting.fingerprint != rank.fingerprint:
+        raise ProtocolViolation("layout: the sender's KV layout differs from the receiver's")
+
+
+def _shared_secret(rank: LocalRank, challenge: Challenge, greeting: Greeting) -> str | None:
+    """Return the secret that a sender has proved; empty without secrets, None if the proof is wrong.
+
+    During a rotation there are two secrets.
+    """
+    said = challenge.nonce, greeting.nonce, greeting.session
+    known = secrets_of(rank.settings.secret) or ("",)
+    fits = [each for each in known if secrets.compare_digest(proof_of("sender", each, *said), greeting.proof)]
+    return fits[0] if fits else None
+
+
+def agree(rank: LocalRank, challenge: Challenge, greeting: Greeting, memory: int | None) -> Agreement:
+    """Choose how to read KV of a sender, which passed a descriptor of its ``memory``, or None.
+
+    Raises :class:`ProtocolViolation` if no common transport works.
+    """
+    if greeting.shape is None:
+        raise ProtocolViolation("the sender's greeting does not describe its region")
+    block = _other_block(rank.block, greeting.block)
+    try:
+        greeting.shape.require_sane()
+        order = rearranged(greeting.shape.order, rank.region.shape.order)
+        if order is not None and rank.staged is None:
+            raise TransferFailed("layout: the items of the sender's blocks have another order")
+    except TransferFailed as error:
+        raise ProtocolViolation(error.message) from error
+    if block is not None and block.block_bytes != greeting.shape.block_bytes:
+        raise ProtocolViolation("layout: the sender's blocks have another size than its greeting says")
+    backend, reader = _choose(rank, greeting, SendingPeer(greeting.shape, memory), block)
+    secret = _shared_secret(rank, challenge, greeting) or ""
+    proof = proof_of("receiver", secret, challenge.nonce, greeting.nonce, greeting.session)
+    return Agreement(greeting.session, greeting.shape, reader, block, Welcome(backend.name, proof))
+
+
+def _other_block(ours: BlockShape | None, theirs: BlockShape | None) -> BlockShape | None:
+    """Return the sender's block if its size differs from ours, else None; the fingerprint covers the rest."""
+    if ours is None or theirs is None or ours.tokens == theirs.tokens:
+        return None
+    try:
+        theirs.require_sane()
+    except TercetError as error:
+        raise ProtocolViolation(f"layout: {error.message}") from error
+    if (ours.head_size, ours.item_bytes) != (theirs.head_size, theirs.item_bytes):
+        raise ProtocolViolation("layout: heads of the sender's blocks have another size")
+    return theirs
+
+
+def _choose(
+    rank: LocalRank, greeting: Greeting, sender: SendingPeer, block: BlockShape | None
+) -> tuple[Backend, Reader]:
+    """Return the first common backend that passes its check, with its reader."""
+    reasons: list[str] = []
+    for backend in rank.backends:
+        try:
+            reader = _connect(rank, backend, greeting, sender, block)
+        except TransferFailed as error:
+            reasons.append(error.message)
+        except OSError as error:
+            reasons.append(f"{backend.name}: the sender's memory cannot be read: {error}")
+        else:
+            if reasons:
+                logger.info("KV of this sender is read over %s: %s", backend.name, "; ".join(reasons))
+            return backend, reader
+    raise ProtocolViolation("no transport that both sides allow works: " + "; ".join(reasons))
+
+
+def _connect(
+    rank: LocalRank, backend: Backend, greeting: Greeting, sender: SendingPeer, block: BlockShape | None
+) -> Reader:
+    offer = greeting.offers.get(backend.name)
+    if offer is None:
+        raise BackendUnavailable(f"{backend.name}: the sender does not offer it")
+    if block is not None and not backend.stages:
+        raise BackendUnavailable(f"{backend.name}: does not convert blocks of another size")
+    reader = backend.connect(offer, sender)
+    try:  # it must read the word that the sender has set
+        empty = Batch(greeting.word, "", rank.region.bytes)
+        if greeting.word == 0 or not reader.read(empty, lambda step: step()):
+            raise BackendUnavailable(f"{backend.name}: does not read the sender's memory correctly")
+    except BaseException:
+        reader.close()
+        raise
+    return reader

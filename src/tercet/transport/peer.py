@@ -8,38 +8,139 @@ does not accept blocks that it reads by itself.
 
 from __future__ import annotations
 
+import itertools
 import logging
 import secrets
 import socket
 import threading
 import time
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field
+from typing import TypeVar
 
 import numpy as np
 
-from tercet.protocol import BadRequest, TercetError, TransferFailed
+from tercet.protocol import BadRequest, Content, TercetError, TransferFailed
 from tercet.transport.backends import tcp
 from tercet.transport.backends.host import HostBackend
-from tercet.transport.core_words import is_core_word
-from tercet.transport.greeting import chosen, greet
-from tercet.transport.local_rank import LocalRank
-from tercet.transport.outgoing import Leg, SendReport, parts_of, send_numbers
-from tercet.transport.pacing import start_thread
+from tercet.transport.layouts import HeadSlice, PlaneRun
+from tercet.transport.local_rank import LocalRank, chosen, greet
 from tercet.transport.peer_messages import (
     BLOCK_NUMBER,
+    FROM_RECEIVER,
     Acknowledged,
     Challenge,
     FromReceiver,
+    MessageSplitter,
     ProtocolViolation,
+    ReadDescriptors,
     ReadRequest,
     Refused,
+    SendBegin,
+    SendEnd,
     Welcome,
     framed,
 )
-from tercet.transport.receiver_answers import ReceiverAnswers
-from tercet.transport.sockets import UNIX, Post, connect_unix, parse_address, shut, tune, wait_in_calls
-from tercet.transport.vectors import Vector
+from tercet.transport.region import Numbers, is_core_word
+from tercet.transport.sockets import (
+    UNIX,
+    Post,
+    Vector,
+    connect_unix,
+    parse_address,
+    shut,
+    start_thread,
+    tune,
+    wait_in_calls,
+)
+
+# A number is never repeated in a process, on any connection: a reader that checks a generation word late must not find
+# the number of a send that has ended. The core's words have separate numbers.
+send_numbers = itertools.filterfalse(is_core_word, itertools.count(1 + secrets.randbits(62)))
+
+
+@dataclass(frozen=True)
+class SendReport:
+    """Result of a send that is in place at the receiver: bytes of KV, number of chunks, and the transport."""
+
+    bytes: int
+    chunks: int
+    transport: str = ""
+
+
+OnDone = Callable[[SendReport | TercetError], None]
+
+
+@dataclass(eq=False)
+class Leg:
+    """A send of ``content`` to one receiving rank, under ``lease``; ``head_slice`` is its part of each block.
+
+    ``planes`` are those that the rank gets, all of them if empty. ``chunks`` are those that the receiver was told to
+    read. ``on_done`` is called once, without locks of the transport. ``number`` identifies the send. It is also the
+    value of its generation word, which is written here while the blocks are pinned, or by the core
+    (:class:`.region.CoreWords`), whose number must not be cleared here. ``traceparent`` is its place in a sampled trace, or
+    empty.
+    """
+
+    lease: str
+    content: Content
+    head_slice: HeadSlice
+    on_done: OnDone
+    number: int = field(default_factory=lambda: next(send_numbers))
+    planes: tuple[PlaneRun, ...] = ()
+    traceparent: str = ""
+    chunks: list[ReadDescriptors] = field(default_factory=list[ReadDescriptors])
+    begun: bool = False  # True once the receiver has the begin message
+    finished_at: float | None = None  # when the receiver got the end message
+    readers: int = 0  # threads that are writing its blocks to the receiver
+    outcome: SendReport | TercetError | None = None
+    told: bool = False
+
+    def beginning(self) -> bytes:
+        """Return the framed begin message, or empty bytes if the receiver has it."""
+        if self.begun:
+            return b""
+        self.begun = True
+        planes = tuple((run.target, run.target + run.length) for run in self.planes)
+        return framed(SendBegin(self.number, self.lease, self.content, planes, self.traceparent))
+
+    def ending(self, begin: int, end: int) -> SendEnd:
+        """Return the end message: ``[begin, end)`` is complete with the chunks so far."""
+        part = self.head_slice
+        return SendEnd(self.number, self.lease, begin, end, len(self.chunks), part.part, part.parts)
+
+    def next_chunks(self, run: PlaneRun, slot: int, blocks: Numbers, limit: int) -> Iterator[ReadDescriptors]:
+        """Yield a push as chunks of at most ``limit`` blocks; add each to ``chunks`` before the next is made."""
+        part, away = self.head_slice, run.source - run.target
+        for some, cut in cuts(range(run.target, run.target + run.length), len(blocks), limit):
+            yield ReadDescriptors(
+                self.number, self.lease, len(self.chunks), some.start, len(some), slot + cut.start, slot + cut.stop,
+                blocks[cut].astype(BLOCK_NUMBER).tobytes(), part.source_offset, part.size, part.part, part.parts,
+                source=some.start + away if away else None,
+            )  # fmt: skip
+
+
+def parts_of(layers: range, planes: Sequence[PlaneRun]) -> list[PlaneRun]:
+    """Return the parts of ``layers`` that go to ``planes``; all of them if ``planes`` is empty."""
+    if not planes:
+        return [PlaneRun(layers.start, layers.start, len(layers))]
+    return [found for run in planes if (found := run.within(layers)) is not None]
+
+
+def cuts(layers: range, count: int, limit: int) -> Iterator[tuple[range, slice]]:
+    """Cut ``count`` blocks in each layer into chunks of at most ``limit``; yield layers, and a slice of their blocks.
+
+    A chunk has several whole layers if they fit, or a part of one layer's blocks.
+    """
+    if not count:
+        return
+    at_once, parts = max(1, limit // count), -(-count // limit)
+    size = -(-count // parts)
+    for first in range(0, len(layers), at_once):
+        for start in range(0, count, size):
+            yield layers[first : first + at_once], slice(start, min(start + size, count))
+
 
 logger = logging.getLogger(__name__)
 CONNECT_SECONDS = 5.0
@@ -400,3 +501,63 @@ def _words(error: BaseException) -> str:
     if isinstance(error, TimeoutError):
         return "it neither answers nor reads"
     return str(error) or type(error).__name__
+
+
+M = TypeVar("M", bound=FromReceiver)
+
+
+class ReceiverAnswers:
+    """A receiver's messages. Those before :meth:`read_from` must be complete within ``seconds`` in total.
+
+    Use :meth:`expect` before that call, and :meth:`next` after it.
+    """
+
+    def __init__(self, sock: socket.socket, seconds: float) -> None:
+        self._sock = sock
+        self._deadline: float | None = time.monotonic() + seconds
+        self._on_silence = self._give_up
+        self._splitter = MessageSplitter(FROM_RECEIVER)
+        self._messages = self._receive()
+
+    def read_from(self, sock: socket.socket, on_silence: Callable[[], None]) -> None:
+        """Read from ``sock`` from now on.
+
+        ``on_silence`` is called at each timeout of it, and may raise to end the wait.
+        """
+        self._sock, self._on_silence, self._deadline = sock, on_silence, None
+
+    def next(self) -> FromReceiver:
+        """Return the next message.
+
+        Raises ``OSError`` when the connection ends, and :class:`ProtocolViolation` for a refusal.
+        """
+        message = next(self._messages)
+        if isinstance(message, Refused) and message.send == 0:
+            raise ProtocolViolation(message.reason)
+        return message
+
+    def expect(self, kind: type[M]) -> M:
+        """Return the next message, which is a ``kind``; raise :class:`~tercet.protocol.TransferFailed` if late."""
+        message = self.next()
+        if not isinstance(message, kind):
+            raise ProtocolViolation(f"a receiver must send {kind.__name__} here, not {type(message).__name__}")
+        return message
+
+    def _give_up(self) -> None:
+        raise TransferFailed("the receiver did not answer the greeting in time")
+
+    def _receive(self) -> Iterator[FromReceiver]:
+        while True:
+            if self._deadline is not None:
+                left = self._deadline - time.monotonic()
+                if left <= 0:
+                    self._give_up()
+                self._sock.settimeout(left)
+            try:
+                data = self._sock.recv(64 * 1024)
+            except (TimeoutError, BlockingIOError):
+                self._on_silence()
+                continue
+            if not data:
+                raise ConnectionResetError("the receiver closed the connection")
+            yield from self._splitter.feed(data)

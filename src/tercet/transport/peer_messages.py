@@ -22,7 +22,7 @@ import msgspec
 from tercet.protocol import Content, TercetError
 from tercet.protocol.splitting import BrokenFrame, FrameSplitter, ItemTooLong
 from tercet.protocol.wire import UNREADABLE
-from tercet.transport.block_sizes import BlockShape
+from tercet.transport.layouts import BlockShape
 from tercet.transport.region import RegionShape
 
 MAGIC = b"TRC8"

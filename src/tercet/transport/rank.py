@@ -2,17 +2,208 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+import threading
+import weakref
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
 
+import msgspec
+
+from tercet.protocol import BadRequest, Conflict, Content, TercetError, TransferFailed
 from tercet.transport.backends import backends_for, backends_of_device
-from tercet.transport.block_sizes import BlockShape
-from tercet.transport.grants import GrantTable
+from tercet.transport.grants import GrantTable, OnReceiveEnd
+from tercet.transport.layouts import BlockShape, HeadSlice, PlaneRun
 from tercet.transport.local_rank import LocalRank, TransportSettings
-from tercet.transport.memory.staged import StagedMemory
-from tercet.transport.receive_traces import OnReceiveEnd
+from tercet.transport.peer import Leg, OnDone, SendReport, TransferPeer
 from tercet.transport.receiver import KVReceiver, OnFilled
-from tercet.transport.region import KVRegion
-from tercet.transport.sender import KVSender
+from tercet.transport.region import KVRegion, is_core_word
+from tercet.transport.staged import StagedMemory
+
+_LEASE = re.compile(r"[0-9a-f]{32}")
+REMEMBERED_CANCELLED = 4096
+
+
+class SendDestination(msgspec.Struct, frozen=True):
+    """One receiving rank: its addresses, and its part of the blocks."""
+
+    addresses: tuple[str, ...]
+    head_slice: HeadSlice
+    planes: tuple[PlaneRun, ...] = ()
+
+
+@dataclass(eq=False)
+class _Send:
+    """One send.
+
+    A leg for each receiving rank, the number of legs that have not ended, and the results of the others.
+    """
+
+    on_done: OnDone
+    left: int
+    legs: list[tuple[TransferPeer, Leg]] = field(default_factory=list[tuple[TransferPeer, Leg]])
+    reports: list[SendReport] = field(default_factory=list[SendReport])
+    error: TercetError | None = None
+
+    def outcome(self) -> SendReport | TercetError:
+        """Return the result to report after all legs have ended."""
+        if self.error is not None:
+            return self.error
+        ways = sorted({each.transport for each in self.reports})
+        return SendReport(
+            sum(each.bytes for each in self.reports), sum(each.chunks for each in self.reports), "+".join(ways)
+        )
+
+
+class KVSender:
+    """All sends of one rank. A session is opened on first use, and again after it has broken. Thread-safe."""
+
+    def __init__(self, rank: LocalRank) -> None:
+        self._rank = rank
+        self._peers: dict[tuple[str, ...], TransferPeer] = {}
+        self._sends: dict[str, _Send] = {}
+        # Ids that were cancelled, perhaps before their send was opened: the cancellation counts.
+        self._cancelled: deque[str] = deque(maxlen=REMEMBERED_CANCELLED)
+        # Broken sessions whose threads still run; the threads keep these entries alive.
+        self._ending: weakref.WeakSet[TransferPeer] = weakref.WeakSet()
+        self._lock = threading.Lock()
+        self._closed = False
+
+    def under_way(self) -> dict[str, int]:
+        """Return the numbers of sessions with receivers and of running sends."""
+        return {"sessions_out": len(self._peers), "sends_active": len(self._sends)}
+
+    def open(
+        self,
+        send_id: str,
+        lease: str,
+        content: Content,
+        destinations: Sequence[SendDestination],
+        on_done: OnDone,
+        word: int | None = None,
+        traceparent: str = "",
+    ) -> None:
+        """Begin a send of ``content`` to each of ``destinations``; a send that was cancelled before is dropped.
+
+        Its blocks are pinned, unless ``word`` is given: the number of a core's word that guarantees them, used once.
+        Receivers get ``traceparent``, its place in a sampled trace.
+
+        ``on_done`` is called exactly once, when all destinations have the KV or one failed, also for wrong input. The
+        caller holds no locks of the transport; the call mostly comes from another thread, but perhaps before a call for
+        this send returns. KV of the send that is read after it is not accepted.
+        """
+        started: list[TransferPeer] = []
+        with self._lock:
+            if send_id in self._cancelled:
+                return
+            refusal = self._refusal(send_id, lease, destinations, word)
+            if refusal is None:
+                send = self._sends[send_id] = _Send(on_done, len(destinations))
+                for to in destinations:
+                    ended = partial(self._ended, send_id, send)
+                    leg = Leg(lease, content, to.head_slice, ended, planes=to.planes, traceparent=traceparent)
+                    leg.number = word or leg.number
+                    send.legs.append((self._session(to.addresses, leg, started), leg))
+                if not send.legs:  # other ranks hold the same heads, and send them
+                    del self._sends[send_id]
+        for peer in started:
+            peer.start()
+        if refusal is not None:
+            self._rank.counters.count(sends_failed=1)
+            on_done(refusal)
+        elif not destinations:
+            on_done(SendReport(0, 0))
+
+    def push(self, send_id: str, layers: range, slot: int, blocks: Sequence[int]) -> None:
+        """Offer ``blocks`` of all of ``layers``, which are adjacent, for the receiver's slots from ``slot`` on.
+
+        The KV must not change until the send has ended; a send that has ended ignores this call.
+        """
+        for peer, leg in self._legs(send_id):
+            peer.push(leg, layers, slot, blocks)
+
+    def finish(self, send_id: str, begin: int, end: int) -> None:
+        """Declare that the KV of tokens ``[begin, end)`` is complete."""
+        for peer, leg in self._legs(send_id):
+            peer.finish(leg, begin, end)
+
+    def cancel(self, send_id: str) -> None:
+        """End a send, also one that has not begun; KV that a receiver reads after this is not accepted."""
+        with self._lock:
+            self._cancelled.append(send_id)
+        for peer, leg in self._legs(send_id):
+            peer.cancel(leg)
+
+    def _legs(self, send_id: str) -> Sequence[tuple[TransferPeer, Leg]]:
+        found = self._sends.get(send_id)
+        return found.legs if found is not None else ()
+
+    def _refusal(
+        self, send_id: str, lease: str, destinations: Sequence[SendDestination], word: int | None
+    ) -> TercetError | None:
+        if self._closed:
+            return TransferFailed("the transport was closed")
+        if send_id in self._sends:
+            return Conflict(f"send {send_id} is already running")
+        if not _LEASE.fullmatch(lease):
+            return BadRequest(f"lease: {lease!r:.80} is not a valid lease", "kv_addr_info")
+        if word is not None and not (is_core_word(word) and self._rank.region.has_word(word)):
+            return TransferFailed("the engine's core is no longer stuck; send through the core")
+        for each in destinations:
+            part = each.head_slice
+            inside = 0 <= part.source_offset <= self._rank.region.shape.block_bytes - part.size
+            held = range(self._rank.region.num_layers + 1)
+            known = all(
+                run.length > 0 and run.target >= 0 and run.source in held and run.source + run.length in held
+                for run in each.planes
+            )
+            if not (each.addresses and part.size > 0 and inside and known and 0 <= part.part < part.parts):
+                what = f"{part}, {each.planes!r:.80} at {each.addresses!r:.80}"
+                return BadRequest(f"{what} is not a part of this rank's blocks", "kv_addr_info")
+        return None
+
+    def _session(self, addresses: tuple[str, ...], leg: Leg, started: list[TransferPeer]) -> TransferPeer:
+        """Return the session for a leg; a new one must be started after the lock is released."""
+        peer = self._peers.get(addresses)
+        if peer is None or not peer.open(leg):
+            peer = self._peers[addresses] = TransferPeer(addresses, self._rank, self._forget)
+            started.append(peer)
+            peer.open(leg)
+        return peer
+
+    def _ended(self, send_id: str, send: _Send, outcome: SendReport | TercetError) -> None:
+        with self._lock:
+            send.left -= 1
+            failed_first = isinstance(outcome, TercetError) and send.error is None
+            if isinstance(outcome, SendReport):
+                send.reports.append(outcome)
+            else:
+                send.error = send.error or outcome
+            over = send.left == 0
+            if over:
+                del self._sends[send_id]
+        if over:
+            return send.on_done(send.outcome())
+        # If one receiving rank is lost, the others are not needed.
+        for peer, leg in send.legs if failed_first else ():
+            peer.cancel(leg)
+        return None
+
+    def _forget(self, peer: TransferPeer) -> None:
+        with self._lock:
+            if self._peers.get(peer.addresses) is peer:
+                del self._peers[peer.addresses]
+            self._ending.add(peer)
+
+    def close(self) -> None:
+        """End all sessions; later sends fail."""
+        with self._lock:
+            self._closed = True
+            peers = {*self._peers.values(), *self._ending}
+        for peer in peers:
+            peer.close()
 
 
 class RankTransport:

@@ -1,7 +1,7 @@
 """The server that accepts senders: one thread per listener and per connection. Idle threads sleep in the kernel.
 
-:class:`~.inbound.Inbound` decides the consequences of a session's messages; :class:`SenderSession` carries them out, at
-the allowed rate.
+A connection's first message is a greeting. It begins a session, whose messages :class:`~.inbound.SenderSession` takes,
+or adds a connection to one, on which :class:`~.backends.tcp.TcpReader` reads.
 """
 
 from __future__ import annotations
@@ -14,36 +14,28 @@ import socket
 import sys
 import threading
 import time
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 
 import msgspec
 
-from tercet.protocol import TercetError, TransferFailed
 from tercet.transport.backends.host import HostBackend
-from tercet.transport.backends.reading import Batch, Fence
 from tercet.transport.backends.tcp import TcpReader
-from tercet.transport.block_sizes import place
 from tercet.transport.grants import GrantTable
-from tercet.transport.greeting import Agreement, agree, require_ours
-from tercet.transport.inbound import Action, Filled, Inbound
-from tercet.transport.local_rank import LocalRank
-from tercet.transport.pacing import Pace, Turn, start_thread
+from tercet.transport.inbound import OnFilled, Pace, SenderSession
+from tercet.transport.local_rank import Agreement, LocalRank, agree, require_ours
 from tercet.transport.peer_messages import (
     FROM_SENDER,
     NONCE_BYTES,
-    Acknowledged,
     Challenge,
     FromSender,
     Greeting,
     MessageSplitter,
     ProtocolViolation,
     Refused,
-    SendEnd,
     framed,
 )
-from tercet.transport.sockets import listen, listen_unix, require_own_user, shut, tune, wait_in_calls
+from tercet.transport.sockets import listen, listen_unix, require_own_user, shut, start_thread, tune, wait_in_calls
 
 logger = logging.getLogger(__name__)
 GREETING_SECONDS = 10.0
@@ -56,8 +48,6 @@ PATIENCE_SECONDS = 0.005
 # Each connection costs a thread. The oldest unauthenticated one is closed to accept a new one.
 MAX_CONNECTIONS, MAX_STRANGERS = 1024, 64
 RECEIVED_AT_A_TIME = 64 * 1024
-
-OnFilled = Callable[[str, int], None]
 
 
 class KVReceiver:
@@ -288,126 +278,3 @@ class _Talk:
         if self.memory is not None:
             os.close(self.memory)
             self.memory = None
-
-
-class SenderSession:
-    """One sender's session: it carries out the actions of its messages in order, and answers with ``say``."""
-
-    def __init__(
-        self,
-        rank: LocalRank,
-        grants: GrantTable,
-        agreed: Agreement,
-        pace: Pace,
-        on_filled: OnFilled,
-        say: Callable[[msgspec.Struct], None],
-    ) -> None:
-        self._rank, self._grants, self._agreed = rank, grants, agreed
-        self._pace, self._on_filled, self._say = pace, on_filled, say
-        self._inbound = Inbound(rank, grants, agreed)
-        self._turn = Turn()
-
-    def take(self, messages: Iterable[FromSender]) -> None:
-        """Carry out the actions of messages; raise :class:`ProtocolViolation`."""
-        for message in messages:
-            if isinstance(message, SendEnd):
-                self.settle()  # all its chunks have arrived: read them now
-            self._act(self._inbound.take(message))
-
-    def settle(self) -> None:
-        """Carry out the actions that were postponed because more messages could arrive."""
-        self._act(self._inbound.settle())
-
-    def _act(self, actions: list[Action]) -> None:
-        todo = deque(actions)
-        while todo:
-            match todo.popleft():
-                case Batch() as batch:
-                    todo.extend(self._read(batch))
-                case Filled() as filled:
-                    todo.extend(self._tell(filled))
-                case Refused() as refused:
-                    self._say(refused)
-
-    def _read(self, batch: Batch) -> list[Action]:
-        fence: Fence = (lambda step: step()) if batch.staged else self._fence(batch)
-        try:
-            alive = self._agreed.reader.read(batch, fence)
-            if batch.staged and alive:
-                self._convert(batch)
-        except ProtocolViolation:
-            raise
-        except TercetError as error:
-            return self._inbound.was_not_read(batch, error)
-        except OSError as error:
-            if isinstance(self._agreed.reader, TcpReader):
-                raise  # the next bytes on the connection are unknown
-            return self._inbound.was_not_read(batch, TransferFailed(f"the sender's memory cannot be read: {error}"))
-        found = self._inbound.was_read(batch, alive=alive)
-        valid_end = self._grants.progress(batch.lease, time.monotonic())
-        if valid_end is not None:
-            self._report(batch.lease, valid_end)
-        return found
-
-    def _report(self, lease: str, valid_end: int) -> bool:
-        """Report the end of a lease's valid KV; return True if the engine accepted it."""
-        try:
-            self._on_filled(lease, valid_end)
-        except Exception:
-            logger.exception("on_filled of lease %s failed", lease)
-            return False
-        return True
-
-    def _fence(self, batch: Batch) -> Fence:
-        begun = False
-
-        def begin(step: Callable[[], int]) -> int:
-            nonlocal begun
-            # Several threads may do this; each does it before it writes.
-            for chunk, in_place in zip(batch.chunks, batch.in_place, strict=True):
-                self._grants.overwriting(chunk, in_place)
-            begun = True
-            return step()
-
-        def run(step: Callable[[], int]) -> int:
-            moved = self._grants.write(batch.lease, step if begun else partial(begin, step))
-            self._turn.took(moved)
-            self._pace.took(moved)
-            return moved
-
-        return run
-
-    def _convert(self, batch: Batch) -> None:
-        """Copy the tokens of staged blocks into our blocks of another size."""
-        ours, theirs, region = self._rank.block, self._agreed.block, self._rank.region
-        if ours is None or theirs is None:
-            raise TransferFailed("blocks of another size were not agreed on")
-        at = 0
-        for chunk in batch.chunks:
-            heads, part = ours.heads // chunk.parts, region.shape.block_bytes // chunk.parts
-            slots = chunk.end - chunk.begin
-            in_place = self._grants.in_place((self._agreed.session, chunk.send), chunk.lease)
-            moves = self._grants.locate_tokens(chunk, in_place)
-            self._grants.overwriting(chunk, in_place)
-            for layer in range(chunk.layer, chunk.layer + chunk.layers):
-                for move in moves:
-                    source = batch.target[at + (move.slot - chunk.begin) * chunk.size :][: chunk.size]
-                    target = region.blocks(layer, move.block)[chunk.part * part :][:part]
-                    self._grants.write(chunk.lease, partial(place, source, theirs, target, ours, heads, move))
-                at += slots * chunk.size
-            self._pace.took(chunk.nbytes)
-
-    def _tell(self, filled: Filled) -> list[Action]:
-        if not self._report(filled.lease, filled.valid_end):
-            return self._inbound.was_not_taken(filled)
-        self._rank.counters.count(receives_done=1)
-        self._say(Acknowledged(filled.send))
-        return []
-
-    def close(self) -> None:
-        """Release the session's resources."""
-        lost = self._inbound.close()
-        self._rank.counters.count(receives_dropped=len(lost))
-        self._agreed.reader.close()
-        for lease, valid_end in lost:
-            self._report(lease, valid_end)

@@ -2,7 +2,7 @@
 
 In addition to the KV it holds a table of *generation words*, one for each running send. A word holds the send's number
 while the send's blocks are pinned. A process that reads blocks checks the word after the copy: if the number is still
-there, the blocks were pinned. Only the engine's core (:mod:`.core_words`) writes the first :data:`CORE_WORDS`.
+there, the blocks were pinned. Only the engine's core (:class:`CoreWords`) writes the first :data:`CORE_WORDS`.
 """
 
 from __future__ import annotations
@@ -12,14 +12,16 @@ import itertools
 import mmap
 import os
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Protocol
 
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
 from tercet.protocol import BadRequest, TransferFailed
-from tercet.transport.memory.block_order import BlockOrder
-from tercet.transport.vectors import Places, address_of
+from tercet.transport.layouts import BlockOrder
+from tercet.transport.sockets import Places, Vector, address_of
 
 WORDS = 4096
 WORD_BYTES = 8
@@ -209,3 +211,61 @@ def groups(apart: NDArray[np.bool_]) -> tuple[Numbers, Numbers]:
     """Return the beginnings and sizes of groups; ``apart[i]`` is True if another group begins after item i."""
     edges = np.concatenate((_ZERO, apart.nonzero()[0] + 1, [len(apart) + 1]))
     return edges[:-1], edges[1:] - edges[:-1]
+
+
+class CoreWords:
+    """The core's words in one rank's region, mapped by the core itself."""
+
+    def __init__(self, path: str, offset: int) -> None:
+        """Map the words. Raise ``OSError``, or ``ValueError`` for an invalid place."""
+        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        try:
+            self._map = mmap.mmap(fd, CORE_WORDS * WORD_BYTES, offset=offset)
+        finally:
+            os.close(fd)
+        self._words = np.frombuffer(self._map, dtype=np.int64)
+        self._first = np.arange(CORE_WORDS, dtype=np.int64)
+
+    def turn(self, epoch: int) -> None:
+        """Set the words to those of ``epoch``: data under words of any other epoch is not accepted from now on."""
+        np.add(self._first, epoch * WORDS, out=self._words)
+
+
+def core_word(epoch: int, index: int) -> int:
+    """Return the number of the core's word ``index`` in ``epoch``; no other epoch has it."""
+    return epoch * WORDS + index
+
+
+def is_core_word(number: int) -> bool:
+    """True if only a core uses this number."""
+    return number % WORDS < CORE_WORDS
+
+
+class KVMemory(Protocol):
+    """One rank's KV, by plane and block."""
+
+    def reading(self, layers: range, blocks: Numbers, offset: int, size: int) -> AbstractContextManager[Vector]:
+        """Yield the memory of bytes ``[offset, offset + size)`` of each layer's blocks, for sending.
+
+        The order is layer by layer, and within each that of ``blocks``. Raises :class:`~tercet.protocol.BadRequest` for
+        unknown blocks.
+        """
+        ...
+
+    def close(self) -> None:
+        """Release all resources."""
+        ...
+
+
+class HostPages(KVMemory):
+    """KV in pages of the host; bytes are sent directly from there."""
+
+    def __init__(self, region: KVRegion) -> None:
+        self._region = region
+
+    def reading(self, layers: range, blocks: Numbers, offset: int, size: int) -> AbstractContextManager[Vector]:
+        places = self._region.places(layers, blocks, offset, size)
+        return nullcontext(Vector(places, self._region, len(layers) * len(blocks) * size))
+
+    def close(self) -> None:
+        """Do nothing: the region belongs to its owner."""

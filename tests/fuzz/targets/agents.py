@@ -33,7 +33,7 @@ from tercet.transport import (
     TransportSettings,
 )
 from tercet.transport.agent.agent import Agent, AgentSetup
-from tercet.transport.agent.control_channel import Envelope
+from tercet.transport.agent.agent_messages import Envelope
 from tercet.vllm_plugin.edge.agent_reports import AgentReports
 from tests.fuzz.fuzzing import Outcome, Target
 from tests.fuzz.mutation import Case, MessagePack

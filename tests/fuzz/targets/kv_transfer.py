@@ -15,11 +15,9 @@ import numpy as np
 from tercet.protocol import TercetError
 from tercet.transport import BlockShape, HeadSlice, KVRegion, SendReport, TransportSettings
 from tercet.transport.backends import tcp
-from tercet.transport.greeting import agree, chosen, greet, require_ours
-from tercet.transport.local_rank import LocalRank
-from tercet.transport.outgoing import Leg
-from tercet.transport.pacing import Pace
-from tercet.transport.peer import TransferPeer
+from tercet.transport.inbound import Pace, SenderSession
+from tercet.transport.local_rank import LocalRank, agree, chosen, greet, require_ours
+from tercet.transport.peer import Leg, TransferPeer
 from tercet.transport.peer_messages import (
     FROM_RECEIVER,
     FROM_SENDER,
@@ -36,7 +34,6 @@ from tercet.transport.peer_messages import (
     framed,
     proof_of,
 )
-from tercet.transport.receiver import SenderSession
 from tercet.transport.sockets import wait_in_calls
 from tests.fuzz.fuzzing import Outcome, Target
 from tests.fuzz.mutation import Case, MessagePack, pieces

@@ -43,7 +43,7 @@ ENDLESS = {
     "router/role_keeper.py:RoleKeeper._decide": KEPT,
     "router/sessions.py:Sessions._watch": KEPT,
     "router/shared_state.py:SharedState.follow": KEPT,
-    "transport/agent/control_channel.py:AsyncControlClient._take_answers": KEPT,
+    "transport/agent/agent_messages.py:AsyncControlClient._take_answers": KEPT,
     "vllm_plugin/edge/agent_reports.py:AgentReports._receive": KEPT,
     "vllm_plugin/edge/liveness_probe.py:LivenessProbe._watch": KEPT,
     "vllm_plugin/edge/liveness_probe.py:_Part.ask_again_and_again": KEPT,

@@ -25,6 +25,8 @@ from tercet.transport import (
 )
 from tercet.transport.agent.agent_messages import (
     Command,
+    ControlAnswer,
+    Envelope,
     GrantLease,
     LayersDone,
     LeaseFilled,
@@ -37,7 +39,6 @@ from tercet.transport.agent.agent_messages import (
     StepBegins,
     StepEnds,
 )
-from tercet.transport.agent.control_channel import ControlAnswer, Envelope
 from tests.longest_wait import LONGEST_WAIT_S
 from tests.unit.transport.ranks import SECONDS, TOKENS, filled, new_lease, of_lease
 

@@ -12,9 +12,8 @@ from tercet.transport import BlockShape, KVRegion, TransportSettings
 from tercet.transport.backends import Backend
 from tercet.transport.backends.reading import Batch, Copies, Fence, Reader, SendingPeer, in_steps
 from tercet.transport.grants import GrantTable
-from tercet.transport.greeting import Agreement, agree, require_ours
-from tercet.transport.local_rank import LocalRank
-from tercet.transport.pacing import Pace
+from tercet.transport.inbound import Pace, SenderSession
+from tercet.transport.local_rank import Agreement, LocalRank, agree, require_ours
 from tercet.transport.peer_messages import (
     FROM_SENDER,
     NONCE_BYTES,
@@ -30,9 +29,8 @@ from tercet.transport.peer_messages import (
     framed,
     proof_of,
 )
-from tercet.transport.receiver import SenderSession
 from tercet.transport.region import RegionShape
-from tercet.transport.vectors import Places
+from tercet.transport.sockets import Places
 from tests.unit.transport.models import a_grant, whose
 
 LAYERS, BLOCKS, BLOCK_BYTES, SIZE = 2, 8, 64, 16

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from tercet.protocol import BadRequest, Content, TransferFailed, content_of, packed
 from tercet.transport import Grant
-from tercet.transport.open_lease import MAX_PARTS, MAX_SENDS, SendKey
+from tercet.transport.grants import MAX_PARTS, MAX_SENDS, SendKey
 from tercet.transport.peer_messages import ReadDescriptors, SendEnd
 
 LEASE = "ab" * 16

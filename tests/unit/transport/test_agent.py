@@ -20,11 +20,13 @@ import zmq
 
 from tercet.protocol import EngineError, packed
 from tercet.transport import TransportSettings
-from tercet.transport.agent import agent_process
-from tercet.transport.agent.agent import AgentSetup
+from tercet.transport.agent import agent
+from tercet.transport.agent.agent import AgentProcess, AgentSetup
 from tercet.transport.agent.agent_messages import (
+    AsyncControlClient,
     CancelSend,
     Command,
+    ControlServer,
     GrantLease,
     LayersDone,
     LeaseFilled,
@@ -36,8 +38,6 @@ from tercet.transport.agent.agent_messages import (
     SendComplete,
     SendDone,
 )
-from tercet.transport.agent.agent_process import AgentProcess
-from tercet.transport.agent.control_channel import AsyncControlClient, ControlServer
 from tests.unit.transport.agents import (
     ALL,
     BLOCKS,
@@ -391,7 +391,7 @@ def test_an_agent_that_is_stopped_is_killed_when_it_is_to_end(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO, logger="tercet")
-    monkeypatch.setattr(agent_process, "STOP_SECONDS", 0.3)
+    monkeypatch.setattr(agent, "STOP_SECONDS", 0.3)
     with rank(3) as ours:
         os.kill(ours.agent.pid, signal.SIGSTOP)
     assert not is_there(ours.agent.pid)
@@ -427,7 +427,7 @@ def test_notes_are_kept_for_an_agent_that_is_stopped(source: Rank, target: Rank,
 
 @pytest.mark.slow
 def test_a_worker_does_not_wait_for_an_agent_that_takes_no_notes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(agent_process, "BACKLOG_BYTES", 100_000)
+    monkeypatch.setattr(agent, "BACKLOG_BYTES", 100_000)
     with rank(3) as ours:
         os.kill(ours.agent.pid, signal.SIGSTOP)
         with pytest.raises(EngineError, match="does not accept notes"):

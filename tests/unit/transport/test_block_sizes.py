@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from tercet.protocol import BadRequest
-from tercet.transport.block_sizes import BlockShape, Move, first_token, moves, place
+from tercet.transport.layouts import BlockShape, Move, first_token, moves, place
 
 UNTOUCHED = 0xEE
 SIZES = st.integers(16, 256)

@@ -10,7 +10,7 @@ import pytest
 import zmq
 
 import tercet
-from tercet.transport.bounded_sockets import bounded
+from tercet.transport.sockets import bounded
 
 SOURCE = Path(tercet.__file__).parent
 

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from tercet.transport.agent.agent_process import COPY_PAST_THE_CACHES, TUNABLES, past_the_caches
+from tercet.transport.agent.agent import COPY_PAST_THE_CACHES, TUNABLES, past_the_caches
 
 
 def _tunables(environment: dict[str, str]) -> dict[str, str]:

@@ -15,9 +15,8 @@ from hypothesis import strategies as st
 from tercet.protocol import TransferFailed
 from tercet.transport import CORE_WORDS, CoreWords, KVRegion, RankTransport, SendReport, TransportSettings, core_word
 from tercet.transport.backends import host, tcp
-from tercet.transport.core_words import is_core_word
-from tercet.transport.outgoing import send_numbers
-from tercet.transport.region import WORDS
+from tercet.transport.peer import send_numbers
+from tercet.transport.region import WORDS, is_core_word
 from tests.unit.transport.ranks import (
     TOKENS,
     Held,

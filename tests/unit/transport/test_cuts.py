@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from tercet.transport.agent.agent import neighbouring
 from tercet.transport.backends.tcp import LEAST_CHUNK_BYTES, MAX_CHUNK_BYTES, chunk_bytes
-from tercet.transport.outgoing import cuts
+from tercet.transport.peer import cuts
 
 
 @given(st.integers(0, 5), st.integers(1, 9), st.integers(0, 30), st.integers(1, 9))

@@ -27,10 +27,16 @@ from tercet.protocol import (
 )
 from tercet.transport import Grant
 from tercet.transport.backends.reading import NOWHERE
-from tercet.transport.grants import REMEMBERED_ENDED, REPORT_SECONDS, GrantTable
-from tercet.transport.open_lease import MAX_PARTS, MAX_SENDS, SendKey
+from tercet.transport.grants import (
+    MAX_PARTS,
+    MAX_SENDS,
+    REMEMBERED_ENDED,
+    REPORT_SECONDS,
+    GrantTable,
+    ReceiveEnd,
+    SendKey,
+)
 from tercet.transport.peer_messages import ReadDescriptors, SendBegin, SendEnd
-from tercet.transport.receive_traces import ReceiveEnd
 from tests.longest_wait import LONGEST_WAIT_S
 from tests.unit.transport.models import LEASE, LeaseModel, a_grant, chunk, ending, whose
 

@@ -21,11 +21,10 @@ from tercet.transport import (
     SendReport,
     TransportSettings,
 )
-from tercet.transport.backends import BackendUnavailable, backends_of_device, nixl, nixl_device, tcp
-from tercet.transport.backends.nixl_device import LANDINGS, NixlDeviceBackend, RegisteredPlanes
-from tercet.transport.memory.handles import RdmaHandles
-from tercet.transport.memory.staged import StagedMemory
-from tercet.transport.memory.torch_blocks import TorchBlocks
+from tercet.transport.backends import BackendUnavailable, backends_of_device, nixl, tcp
+from tercet.transport.backends.nixl import LANDINGS, NixlDeviceBackend, RegisteredPlanes
+from tercet.transport.staged import RdmaHandles, StagedMemory
+from tercet.transport.torch_blocks import TorchBlocks
 from tests.longest_wait import LONGEST_WAIT_S
 from tests.unit.transport.ranks import FINGERPRINT, TOKENS, Send, grant, idle, transfer, transport_to
 
@@ -40,7 +39,7 @@ SETTINGS = TransportSettings("nixl")
 @pytest.fixture(autouse=True)
 def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(nixl, "READ_SECONDS", 2.0)
-    monkeypatch.setattr(nixl_device, "WAIT_SECONDS", 2.0)
+    monkeypatch.setattr(nixl, "WAIT_SECONDS", 2.0)
     monkeypatch.setattr(tcp, "MAX_CHUNK_BYTES", CHUNK)
     monkeypatch.setattr(tcp, "LEAST_CHUNK_BYTES", BYTES)
 
@@ -78,7 +77,7 @@ class Device:
         return [plane.clone() for plane in self.planes]
 
 
-def landings_of(rank: RankTransport) -> nixl_device.Landings:
+def landings_of(rank: RankTransport) -> nixl.Landings:
     (backend,) = rank._rank.backends
     assert isinstance(backend, NixlDeviceBackend)
     return backend._landings
@@ -143,9 +142,9 @@ def test_a_read_that_is_under_way_when_the_lease_ends_writes_to_no_block(monkeyp
     """The fence: what comes over RDMA meanwhile is in a landing, and is put nowhere."""
     ours, theirs = Device(1), Device(2)
     reading, go_on = queue.SimpleQueue[None](), queue.SimpleQueue[None]()
-    fetch = nixl_device.NixlDeviceReader._fetch
+    fetch = nixl.NixlDeviceReader._fetch
 
-    def slowly(self: nixl_device.NixlDeviceReader, *args: Any) -> None:
+    def slowly(self: nixl.NixlDeviceReader, *args: Any) -> None:
         fetch(self, *args)
         reading.put(None)
         go_on.get(timeout=LONGEST_WAIT_S)
@@ -153,7 +152,7 @@ def test_a_read_that_is_under_way_when_the_lease_ends_writes_to_no_block(monkeyp
     with ours.rank() as sender, theirs.rank() as receiver:
         transfer(sender, ours.region, receiver, [0], [0])  # the session is there
         before = theirs.content()
-        monkeypatch.setattr(nixl_device.NixlDeviceReader, "_fetch", slowly)
+        monkeypatch.setattr(nixl.NixlDeviceReader, "_fetch", slowly)
         lease = grant(receiver, (4,))
         send = Send(sender, receiver.addresses, lease, HeadSlice(0, BYTES))
         send.push(range(LAYERS), (3,))
@@ -179,7 +178,7 @@ def test_a_read_that_fails_drops_its_agent_before_its_landing_is_of_use_again() 
         wrong = RdmaHandles(
             memory.registered.handles.metadata, tuple((1 << 40, BYTES) for _ in range(LAYERS)), "DRAM", 0
         )
-        offer = nixl_device._DeviceOffer(backend._own_offer().words, wrong)
+        offer = nixl._DeviceOffer(backend._own_offer().words, wrong)
         reader = backend._reader(offer, memory.region.shape)
         with pytest.raises(TransferFailed, match="cannot read the sender"):
             reader.require_block()
@@ -202,14 +201,14 @@ def test_a_host_and_a_device_take_another_way(caplog: pytest.LogCaptureFixture) 
     ours, host = Device(1), KVRegion.create(LAYERS, BLOCKS, BYTES)
     (backend,) = backends_of_device("nixl", ours.region, ours.staged)
     theirs = nixl.NixlBackend(host)
-    sender = nixl_device.SendingPeer(host.shape)
+    sender = nixl.SendingPeer(host.shape)
     with pytest.raises(BackendUnavailable, match="cannot be decoded"):
         backend.connect(theirs.offer(), sender)
     with pytest.raises(BackendUnavailable, match="cannot be decoded"):
         theirs.connect(backend.offer(), sender)
     few = RegionShape((0,), BLOCKS, BYTES, BLOCKS * BYTES, BLOCKS * BYTES)
     with pytest.raises(BackendUnavailable, match="other planes"):
-        backend.connect(backend.offer(), nixl_device.SendingPeer(few))
+        backend.connect(backend.offer(), nixl.SendingPeer(few))
     for each in (backend, theirs):
         each.close()
     ours.region.close()
@@ -233,7 +232,7 @@ def test_auto_goes_on_where_nixl_does_not_read_the_device(
     def unreadable(self: object, *_: object) -> None:
         raise TransferFailed("nixl: the sender's memory cannot be read: no")
 
-    monkeypatch.setattr(nixl_device.NixlDeviceReader, "_fetch", unreadable)
+    monkeypatch.setattr(nixl.NixlDeviceReader, "_fetch", unreadable)
     found = backends_of_device("auto", memory.region, memory.staged)
     assert [each.name for each in found] == ["tcp"]
     assert "auto continues without nixl" in caplog.text
@@ -248,6 +247,6 @@ def test_memory_that_cannot_be_registered_is_named(monkeypatch: pytest.MonkeyPat
     def no_backend(*_: object, **__: object) -> None:
         raise RuntimeError("no UCX backend")
 
-    monkeypatch.setattr(nixl_device, "NixlAgent", no_backend)
+    monkeypatch.setattr(nixl, "NixlAgent", no_backend)
     with pytest.raises(BackendUnavailable, match="cannot register this engine's KV: no UCX backend"):
         RegisteredPlanes([(4096, 4096)], [(4096, 64)], "DRAM")

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tercet.transport import TransportSettings, pacing
-from tercet.transport.pacing import BURST_SECONDS, Pace
+from tercet.transport import TransportSettings, inbound
+from tercet.transport.inbound import BURST_SECONDS, Pace
 from tests.unit.transport.ranks import filled, rank, transfer
 
 LIMIT = 1000.0
@@ -37,7 +37,7 @@ class Clock:
 def test_no_more_than_the_limit_and_no_wait_for_nothing(steps: list[tuple[int, float]], oversleep: float) -> None:
     clock, pace = Clock(oversleep), Pace(LIMIT)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(pacing, "time", clock)
+        patch.setattr(inbound, "time", clock)
         patch.setattr(pace, "_over", clock)
         taken, idle = 0, 0.0
         for nbytes, pause in steps:
@@ -50,7 +50,7 @@ def test_no_more_than_the_limit_and_no_wait_for_nothing(steps: list[tuple[int, f
 
 
 def test_without_a_limit_nothing_waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pacing, "time", None)
+    monkeypatch.setattr(inbound, "time", None)
     Pace().took(10**15)
 
 

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tercet.transport.block_sizes import BlockShape
+from tercet.transport.layouts import BlockShape
 from tercet.transport.peer_messages import (
     FROM_RECEIVER,
     FROM_SENDER,

@@ -23,8 +23,7 @@ from tercet.transport.peer_messages import (
     ReadRequest,
     framed,
 )
-from tercet.transport.sockets import wait_in_calls
-from tercet.transport.vectors import Vector, address_of
+from tercet.transport.sockets import Vector, address_of, wait_in_calls
 from tests.unit.transport.builders import sending_region
 from tests.unit.transport.ranks import SECONDS, settle
 

@@ -11,8 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tercet.transport.sockets import send_all, wait_in_calls
-from tercet.transport.vectors import Vector, address_of, nowhere
+from tercet.transport.sockets import Vector, address_of, nowhere, send_all, wait_in_calls
 
 
 def gather(vector: Vector) -> bytes:

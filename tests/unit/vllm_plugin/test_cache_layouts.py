@@ -13,9 +13,9 @@ from vllm.v1.kv_cache_layout import KVCacheLayout
 
 from tercet.protocol import TransferFailed
 from tercet.transport import BlockOrder, RegionShape, shape_of
-from tercet.transport.memory.block_order import rearranged
-from tercet.transport.memory.staged import StagedMemory
-from tercet.transport.memory.torch_blocks import TorchBlocks
+from tercet.transport.layouts import rearranged
+from tercet.transport.staged import StagedMemory
+from tercet.transport.torch_blocks import TorchBlocks
 from tercet.vllm_plugin.worker.kv_planes import LayerPlanes, is_in_blocks, order_of
 
 LAYERS, BLOCKS = 3, 6

@@ -11,8 +11,13 @@ import torch
 
 from tercet.protocol import TransferFailed
 from tercet.transport import DeviceHandles, LayersDone, Push, RegionShape
-from tercet.transport.memory.torch_blocks import ComputedEvents, device_planes, open_device_planes
-from tercet.transport.memory.torch_devices import CudaDevice, CudaStream
+from tercet.transport.torch_blocks import (
+    ComputedEvents,
+    CudaDevice,
+    CudaStream,
+    device_planes,
+    open_device_planes,
+)
 from tercet.vllm_plugin.core.connector_messages import StepMetadata
 from tercet.vllm_plugin.worker.device_export import EVENTS, DeviceExport
 from tercet.vllm_plugin.worker.kv_planes import LayerPlanes

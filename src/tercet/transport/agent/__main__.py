@@ -1,4 +1,4 @@
-"""Program of the agent: :class:`.agent_process.AgentProcess` runs ``python -m tercet.transport.agent DESCRIPTOR``."""
+"""Program of the agent: :class:`.agent.AgentProcess` runs ``python -m tercet.transport.agent DESCRIPTOR``."""
 
 from __future__ import annotations
 

@@ -6,12 +6,23 @@ gets none. The agent sends a :data:`Report` to the HTTP edges of this engine.
 
 from __future__ import annotations
 
-import msgspec
+import asyncio
+import secrets
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
 
-from tercet.protocol import Content
-from tercet.transport.grant import Grant
-from tercet.transport.receive_traces import ReceiveEnd
-from tercet.transport.sender import SendDestination
+import msgspec
+import zmq
+import zmq.asyncio
+
+from tercet.aio import TaskSet
+from tercet.protocol import Content, EngineError, TercetError
+from tercet.protocol.wire import UNREADABLE
+from tercet.transport.grants import Grant, ReceiveEnd
+from tercet.transport.rank import SendDestination
+from tercet.transport.sockets import LOOPBACK, bind_somewhere, bounded, with_ipv6
 
 
 class SendOpening(msgspec.Struct, frozen=True):
@@ -46,7 +57,7 @@ class SendComplete(msgspec.Struct, frozen=True):
     end: int
 
 
-# ---- from the API server's process ---------------------------------------------------------------------------
+# ---- from the API server's process -----------------------------------------------------------------------------------
 
 
 class GrantLease(Grant, frozen=True, tag=True):
@@ -92,7 +103,7 @@ class ReadCounters(msgspec.Struct, frozen=True, tag=True):
 
 Command = GrantLease | ExtendLease | RevokeLease | CancelSend | PushCached | ReadCounters
 
-# ---- from the worker -----------------------------------------------------------------------------------------
+# ---- from the worker -------------------------------------------------------------------------------------------------
 
 
 class StepBegins(msgspec.Struct, frozen=True, tag=True):
@@ -117,7 +128,7 @@ class StepEnds(msgspec.Struct, frozen=True, tag=True):
 
 StepNote = StepBegins | LayersDone | StepEnds
 
-# ---- to the edges --------------------------------------------------------------------------------------------
+# ---- to the edges ----------------------------------------------------------------------------------------------------
 
 
 class SendDone(msgspec.Struct, frozen=True):
@@ -147,3 +158,122 @@ class ReceiveDone(msgspec.Struct, frozen=True):
 
 
 Report = SendDone | LeaseFilled | ReceiveDone
+
+
+# ---- The control channel ---------------------------------------------------------------------------------------------
+
+
+class Envelope(msgspec.Struct, frozen=True, array_like=True):
+    """One command with a serial number, so that a late answer is recognised.
+
+    ``secret`` is the agent's. vLLM passes it to the API server's process; other processes on this machine do not have
+    it.
+    """
+
+    secret: str
+    serial: int
+    command: Command
+
+
+class ControlAnswer(msgspec.Struct, frozen=True, array_like=True):
+    """The answer to ``serial``: a value, or an error."""
+
+    serial: int
+    value: Any = None
+    error: str | None = None
+
+
+class ControlServer:
+    """An agent's end of the channel: it runs ``handle`` for each command, in a separate thread.
+
+    Clients connect to ``address``, at ``host``, and must send ``secret``.
+    """
+
+    def __init__(self, handle: Callable[[Command], Any], host: str = LOOPBACK) -> None:
+        self._handle = handle
+        self.secret = secrets.token_hex(16)
+        self._context = zmq.Context()
+        self._socket = bounded(self._context.socket(zmq.ROUTER))
+        self._socket.linger = 0
+        self._socket.sndhwm = 0  # a ROUTER drops messages beyond its queue, and no answer may be lost
+        self.address = bind_somewhere(self._socket, host)
+        self._thread = threading.Thread(target=self._serve, name="tercet-control", daemon=True)
+        self._thread.start()
+
+    def _serve(self) -> None:
+        decoder = msgspec.msgpack.Decoder(Envelope)
+        # close() ends the running call, and waits until the socket is closed.
+        with self._socket, suppress(zmq.ContextTerminated):
+            while True:
+                try:
+                    peer, body = self._socket.recv_multipart()
+                    envelope = decoder.decode(body)
+                except (ValueError, *UNREADABLE):
+                    continue  # sent by another process that found the port
+                if secrets.compare_digest(envelope.secret.encode(), self.secret.encode()):
+                    self._socket.send_multipart([peer, msgspec.msgpack.encode(self._answer(envelope))])
+
+    def _answer(self, envelope: Envelope) -> ControlAnswer:
+        try:
+            return ControlAnswer(envelope.serial, self._handle(envelope.command))
+        except TercetError as error:
+            return ControlAnswer(envelope.serial, error=error.message)
+        except Exception as error:  # the thread must survive a failed command
+            return ControlAnswer(envelope.serial, error=f"{type(error).__name__}: {error}")
+
+    def close(self) -> None:
+        """Stop answering and join the thread."""
+        self._context.term()
+        self._thread.join()
+
+
+class AsyncControlClient:
+    """Client of one agent for an event loop. It never blocks the loop, and any number of commands may be pending.
+
+    The agent runs them in the order of the calls, including those whose caller was cancelled. A stopped agent answers
+    when it continues: the caller decides how long to wait.
+    """
+
+    def __init__(self, address: str, secret: str) -> None:
+        self._secret = secret
+        self._serial = 0
+        self._asked: dict[int, asyncio.Future[Any]] = {}
+        self._tasks = TaskSet()
+        self._socket = bounded(zmq.asyncio.Context.instance().socket(zmq.DEALER))
+        self._socket.linger = 0
+        self._socket.sndhwm = 0  # messages that a stopped agent does not read are kept for it, so a send never waits
+        with_ipv6(self._socket, address)
+        self._socket.connect(address)
+
+    def call(self, command: Command) -> asyncio.Future[Any]:
+        """Send a command; the returned future gets the answer, or :class:`~tercet.protocol.EngineError`."""
+        if not len(self._tasks):
+            self._tasks.keep(self._take_answers, "tercet-control")
+        self._serial += 1
+        answer = self._asked[self._serial] = asyncio.get_running_loop().create_future()
+        answer.add_done_callback(_seen)
+        self._socket.send(msgspec.msgpack.encode(Envelope(self._secret, self._serial, command)))
+        return answer
+
+    async def _take_answers(self) -> None:
+        decoder = msgspec.msgpack.Decoder(ControlAnswer)
+        while True:
+            found = decoder.decode(await self._socket.recv())
+            asked = self._asked.pop(found.serial, None)
+            if asked is None or asked.done():
+                continue
+            if found.error is None:
+                asked.set_result(found.value)
+            else:
+                asked.set_exception(EngineError(found.error))
+
+    def close(self) -> None:
+        """Stop reading answers; pending commands stay unanswered."""
+        self._tasks.cancel()
+        self._socket.close()
+
+
+def _seen(answer: asyncio.Future[Any]) -> None:
+    # An error that arrives after its caller was cancelled is not needed.
+    if not answer.cancelled():
+        answer.exception()

@@ -12,16 +12,13 @@ import logging
 from collections.abc import Callable, Sequence
 
 from tercet.protocol import BadRequest
-from tercet.transport.backends.host import HostBackend
-from tercet.transport.backends.ipc import IpcBackend
+from tercet.transport.backends.host import HostBackend, IpcBackend
 from tercet.transport.backends.mooncake import MooncakeBackend
-from tercet.transport.backends.nixl import NixlBackend
-from tercet.transport.backends.nixl_device import NixlDeviceBackend
-from tercet.transport.backends.reading import Backend, BackendUnavailable
-from tercet.transport.backends.registered import has_rdma
+from tercet.transport.backends.nixl import NixlBackend, NixlDeviceBackend
+from tercet.transport.backends.reading import Backend, BackendUnavailable, has_rdma
 from tercet.transport.backends.tcp import TcpBackend
-from tercet.transport.memory.staged import StagedMemory
 from tercet.transport.region import KVRegion
+from tercet.transport.staged import StagedMemory
 
 logger = logging.getLogger(__name__)
 AUTO = "auto"

@@ -14,6 +14,8 @@ import os
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 
+import numpy as np
+
 from tercet.transport.backends.reading import (
     Backend,
     BackendUnavailable,
@@ -24,8 +26,10 @@ from tercet.transport.backends.reading import (
     SendingPeer,
     in_steps,
 )
-from tercet.transport.pacing import start_thread
-from tercet.transport.region import WORD_BYTES, KVRegion, RegionShape
+from tercet.transport.peer_messages import BLOCK_NUMBER, ReadDescriptors
+from tercet.transport.region import WORD_BYTES, KVRegion, Numbers, RegionShape
+from tercet.transport.sockets import start_thread
+from tercet.transport.staged import Places, StagedMemory
 
 MADV_POPULATE_READ = 22  # Linux 5.14
 # Bytes mapped in one call, during which no other thread of this process runs: about a millisecond.
@@ -109,3 +113,55 @@ def _touch(region: mmap.mmap, filled: Sequence[range]) -> None:
         for part in filled:
             for at in range(part.start, part.stop, TOUCHED_AT_A_TIME):
                 region.madvise(MADV_POPULATE_READ, at, min(TOUCHED_AT_A_TIME, part.stop - at))
+
+
+# ---- Devices ---------------------------------------------------------------------------------------------------------
+
+
+class IpcBackend(HostBackend):
+    """Backend that reads KV on devices of other processes of this machine."""
+
+    name = "ipc"
+    stages = False
+
+    def __init__(self, region: KVRegion, memory: StagedMemory) -> None:
+        super().__init__(region)
+        self._memory = memory
+
+    def offer(self) -> bytes:
+        return self._memory.device.offer
+
+    def connect(self, offer: bytes, sender: SendingPeer) -> Reader:
+        words = super().connect(b"", sender)
+        try:
+            return IpcReader(words, self._memory, self._memory.device.opened(offer, sender.shape))
+        except BaseException:
+            words.close()
+            raise
+
+
+class IpcReader(Reader):
+    """Reader of ``theirs``, the sender's mapped device memory; ``words`` reads the sender's generation words."""
+
+    def __init__(self, words: Reader, ours: StagedMemory, theirs: object) -> None:
+        self._words, self._ours = words, ours
+        self._theirs: object | None = theirs
+
+    def read(self, batch: Batch, fence: Fence) -> bool:
+        chunks = [_places(chunk, blocks) for chunk, blocks in zip(batch.chunks, batch.blocks, strict=True)]
+        if chunks:
+            fence(lambda: self._ours.copy_across(self._theirs, chunks, batch.order))
+        return self._words.read(Batch(batch.send, batch.lease, memoryview(b"")), fence)
+
+    def close(self) -> None:
+        # The mapping ends with its last user. Until then the memory of a dead worker may stay allocated, and
+        # its replacement may find too little.
+        self._theirs = None
+        self._words.close()
+
+
+def _places(chunk: ReadDescriptors, blocks: Numbers) -> tuple[Places, Places, int]:
+    """Return a chunk's places there, its places here, and the bytes of each block."""
+    sources = np.frombuffer(chunk.blocks, BLOCK_NUMBER).astype(np.int64)
+    layers = range(chunk.layer, chunk.layer + chunk.layers)
+    return (chunk.sources, sources, chunk.offset), (layers, blocks, chunk.part * chunk.size), chunk.size

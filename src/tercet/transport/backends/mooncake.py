@@ -22,8 +22,16 @@ import msgspec
 import numpy as np
 
 from tercet.protocol import TransferFailed
-from tercet.transport.backends.reading import Backend, BackendUnavailable, Copies, SendingPeer
-from tercet.transport.backends.registered import RegisteredReader, RegisteredRegion, has_rdma, understood
+from tercet.transport.backends.reading import (
+    Backend,
+    BackendUnavailable,
+    Copies,
+    RegisteredReader,
+    RegisteredRegion,
+    SendingPeer,
+    has_rdma,
+    understood,
+)
 from tercet.transport.region import KVRegion, RegionShape
 
 REMEDY = (

@@ -21,8 +21,6 @@ import numpy as np
 
 from tercet.protocol import TercetError, TransferFailed
 from tercet.transport.backends.reading import NOWHERE, Backend, Batch, Fence, SendingPeer
-from tercet.transport.memory.buffers import StagingBuffer
-from tercet.transport.memory.staged import whole
 from tercet.transport.peer_messages import (
     REQUESTS,
     WORD,
@@ -33,8 +31,8 @@ from tercet.transport.peer_messages import (
     framed,
 )
 from tercet.transport.region import KVRegion
-from tercet.transport.sockets import send_all
-from tercet.transport.vectors import Vector, address_of, nowhere
+from tercet.transport.sockets import Vector, address_of, nowhere, send_all
+from tercet.transport.staged import StagingBuffer, whole
 
 # Maximum number of connections of one session.
 MAX_STREAMS = 64

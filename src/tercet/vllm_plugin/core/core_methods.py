@@ -32,7 +32,7 @@ from tercet.protocol import (
 )
 from tercet.protocol.types import Paused
 from tercet.transport import Push
-from tercet.transport.bounded_sockets import LOOPBACK
+from tercet.transport.sockets import LOOPBACK
 from tercet.vllm_plugin.connector import TercetConnector
 from tercet.vllm_plugin.core.cache_groups import GroupTables
 from tercet.vllm_plugin.core.connector_messages import REQUEST_PREFIX, ReservedBlocks, SendParams

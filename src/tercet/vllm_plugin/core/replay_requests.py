@@ -12,7 +12,7 @@ from typing import Any
 
 from vllm.distributed.kv_events import ZmqEventPublisher
 
-from tercet.transport.bounded_sockets import bounded
+from tercet.transport.sockets import bounded
 from tercet.vllm_plugin.start.patching import Method, wrap
 
 LONGEST_REQUEST = 1024

@@ -18,7 +18,7 @@ from tercet.protocol import TransferFailed
 from tercet.protocol.spans import Span, process, read_traceparent
 from tercet.protocol.wire import UNREADABLE
 from tercet.transport import LeaseFilled, ReceiveDone, SendDone
-from tercet.transport.bounded_sockets import LOOPBACK, bind_somewhere, bounded
+from tercet.transport.sockets import LOOPBACK, bind_somewhere, bounded
 
 RECEIVE = "receive"
 

@@ -5,7 +5,7 @@ makes :data:`VERSION` odd while it changes anything, and a reader accepts its da
 and is the same after. A writer that is stopped within a change leaves the version odd, and then nothing is found.
 
 :data:`EPOCH` shows how long the table is true. It is the number of the core's words
-(:mod:`tercet.transport.core_words`) that guarantee all blocks in the table, and 0 from the time when the core allocates
+(:mod:`tercet.transport.region`) that guarantee all blocks in the table, and 0 from the time when the core allocates
 a block again until it has updated the table: a block of the table may be among those, since the table still has
 sequences that ended after its last change.
 """

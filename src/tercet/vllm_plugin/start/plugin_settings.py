@@ -26,7 +26,7 @@ from tercet.settings.prefill_settings import (
 )
 from tercet.settings.process_settings import ClientTraces, clients_see_traces
 from tercet.transport import AUTO, MAX_STREAMS, TRANSPORTS, TransportSettings
-from tercet.transport.bounded_sockets import LOOPBACK
+from tercet.transport.sockets import LOOPBACK
 from tercet.wire.serving.server_access import SET_A_SECRET
 
 ORIGIN = "kv_connector_extra_config: "

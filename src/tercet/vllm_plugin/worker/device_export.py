@@ -13,8 +13,8 @@ import torch
 
 from tercet.transport import AUTO, DeviceHandles
 from tercet.transport.backends import BackendUnavailable
-from tercet.transport.backends.nixl_device import RegisteredPlanes
-from tercet.transport.backends.registered import has_rdma
+from tercet.transport.backends.nixl import RegisteredPlanes
+from tercet.transport.backends.reading import has_rdma
 from tercet.vllm_plugin.hooks import UnsupportedVLLM
 from tercet.vllm_plugin.worker.kv_planes import LayerPlanes
 

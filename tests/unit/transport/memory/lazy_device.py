@@ -19,9 +19,9 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_map_only
 
-from tercet.transport.memory.staged import IsOver
-from tercet.transport.memory.torch_devices import CopyDevice, Stream
 from tercet.transport.region import Numbers
+from tercet.transport.staged import IsOver
+from tercet.transport.torch_blocks import CopyDevice, Stream
 
 NOISE = 0x5A
 

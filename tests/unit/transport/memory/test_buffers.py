@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from tercet.protocol import TransferFailed
-from tercet.transport.memory import buffers
-from tercet.transport.memory.buffers import BufferLedger, BufferPool
+from tercet.transport import staged
+from tercet.transport.staged import BufferLedger, BufferPool
 from tests.longest_wait import LONGEST_WAIT_S
 
 
@@ -102,7 +102,7 @@ def test_who_waits_gets_what_is_given_back() -> None:
 
 
 def test_who_waits_for_too_long_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(buffers, "WAIT_SECONDS", 0.01)
+    monkeypatch.setattr(staged, "WAIT_SECONDS", 0.01)
     found = pool(1)
     found.take()
     with pytest.raises(TransferFailed, match="no staging buffer"):

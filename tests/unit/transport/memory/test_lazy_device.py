@@ -16,15 +16,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tercet.protocol import TransferFailed
-from tercet.transport import BlockOrder, KVRegion, RankTransport, RegionShape, TransportSettings
+from tercet.transport import BlockOrder, KVRegion, RankTransport, RegionShape, TransportSettings, staged
 from tercet.transport.backends import tcp
-from tercet.transport.memory import staged
-from tercet.transport.memory.block_order import rearranged
-from tercet.transport.memory.staged import BUFFERS, DeviceLost, IsOver, StagedMemory, wait_until
-from tercet.transport.memory.torch_blocks import PeerBlocks, TorchBlocks, host_planes
-from tercet.transport.memory.torch_devices import CopyDevice, CudaDevice
-from tercet.transport.memory.torch_planes import Planes, Side
+from tercet.transport.layouts import rearranged
 from tercet.transport.region import Numbers
+from tercet.transport.staged import BUFFERS, DeviceLost, IsOver, StagedMemory, wait_until
+from tercet.transport.torch_blocks import (
+    CopyDevice,
+    CudaDevice,
+    PeerBlocks,
+    Planes,
+    Side,
+    TorchBlocks,
+    host_planes,
+)
 from tests.unit.transport.memory.lazy_device import LazyDevice
 from tests.unit.transport.ranks import FINGERPRINT, content, expected_after, filled, idle, settle, transfer
 
@@ -307,7 +312,7 @@ def test_a_device_that_does_not_copy_is_found_in_practice() -> None:
 
 def test_a_gpu_without_triton_is_an_error_with_its_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "triton", None)
-    monkeypatch.delitem(sys.modules, "tercet.transport.memory.cuda_copies", raising=False)
+    monkeypatch.delitem(sys.modules, "tercet.transport.cuda_copies", raising=False)
     region = filled(1, BLOCKS, BYTES, 1)
     side = Side(Planes(host_planes(region)), range(1), np.array([1]))
     with pytest.raises(TransferFailed, match="pip install triton"):

@@ -14,15 +14,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tercet.protocol import BadRequest, TransferFailed
-from tercet.transport import BlockOrder, HeadSlice, KVRegion, RankTransport, SendReport, TransportSettings
+from tercet.transport import BlockOrder, HeadSlice, KVRegion, RankTransport, SendReport, TransportSettings, staged
 from tercet.transport.backends import backends_for, backends_of_device, tcp
 from tercet.transport.backends.reading import Batch
-from tercet.transport.layer_runs import PlaneRun
-from tercet.transport.memory import staged
-from tercet.transport.memory.staged import BUFFERS, StagedMemory
-from tercet.transport.memory.torch_blocks import TorchBlocks, host_planes
-from tercet.transport.memory.torch_devices import CopyDevice
+from tercet.transport.layouts import PlaneRun
 from tercet.transport.region import Numbers, RegionShape
+from tercet.transport.staged import BUFFERS, StagedMemory
+from tercet.transport.torch_blocks import CopyDevice, TorchBlocks, host_planes
 from tests.longest_wait import LONGEST_WAIT_S
 from tests.unit.transport.ranks import (
     FINGERPRINT,

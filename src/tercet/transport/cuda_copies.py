@@ -17,7 +17,7 @@ import torch
 import triton
 import triton.language as tl
 
-from tercet.transport.memory.torch_planes import Side, widest_item
+from tercet.transport.torch_blocks import Side, widest_item
 
 # Number of items that one program of the kernel copies.
 ITEMS_OF_A_PROGRAM = 1024
