@@ -74,28 +74,26 @@ OnDone = Callable[[SendReport | TercetError], None]
 
 @dataclass(eq=False)
 class Leg:
-    """A send of ``content`` to one receiving rank, under ``lease``; ``head_slice`` is its part of each block.
+    """A send of ``content`` to one receiving rank, under ``lease``.
 
-    ``planes`` are those that the rank gets, all of them if empty. ``chunks`` are those that the receiver was told to
-    read. ``on_done`` is called once, without locks of the transport. ``number`` identifies the send. It is also the
-    value of its generation word, which is written here while the blocks are pinned, or by the core
-    (:class:`.region.CoreWords`), whose number must not be cleared here. ``traceparent`` is its place in a sampled trace, or
-    empty.
+    ``on_done`` is called once, without locks of the transport.
     """
 
     lease: str
     content: Content
-    head_slice: HeadSlice
+    head_slice: HeadSlice  # its part of each block
     on_done: OnDone
+    # Identifies the send. It is also the value of the generation word, which is written here while the blocks are
+    # pinned, or by the core (:class:`.region.CoreWords`), whose number must not be cleared here.
     number: int = field(default_factory=lambda: next(send_numbers))
-    planes: tuple[PlaneRun, ...] = ()
-    traceparent: str = ""
-    chunks: list[ReadDescriptors] = field(default_factory=list[ReadDescriptors])
+    planes: tuple[PlaneRun, ...] = ()  # those that the rank gets, all of them if empty
+    traceparent: str = ""  # its place in a sampled trace, or empty
+    chunks: list[ReadDescriptors] = field(default_factory=list[ReadDescriptors])  # the receiver was told to read these
     begun: bool = False  # True once the receiver has the begin message
     finished_at: float | None = None  # when the receiver got the end message
     readers: int = 0  # threads that are writing its blocks to the receiver
     outcome: SendReport | TercetError | None = None
-    told: bool = False
+    reported: bool = False  # on_done was called
 
     def beginning(self) -> bytes:
         """Return the framed begin message, or empty bytes if the receiver has it."""
@@ -461,9 +459,9 @@ class TransferPeer:
         """Call ``on_done`` once, if the send has ended and no thread writes its blocks."""
         with self._changed:
             outcome = leg.outcome
-            if outcome is None or leg.readers or leg.told:
+            if outcome is None or leg.readers or leg.reported:
                 return
-            leg.told = True
+            leg.reported = True
         done = isinstance(outcome, SendReport)
         self._rank.counters.count(sends_done=done, sends_failed=not done)
         try:
