@@ -21,7 +21,7 @@ from tercet.router.page.engine_rows import ReportedLoads
 from tercet.router.page.records import encoded
 from tercet.router.page.viewers import INTERVAL_S, LARGE, LARGE_INTERVAL_S
 from tercet.router.page.watch import FleetWatch, about_service
-from tercet.router.service import Service
+from tercet.router.serve.service import Service
 from tercet.settings import RetryBudget
 
 

@@ -16,9 +16,9 @@ from tercet.gateway.picker_metrics import PickerMetrics, PoolCollector
 from tercet.lab.planning.planner_metrics import PlannerMetrics
 from tercet.lab.sim.sim_server import COUNTERS, GAUGES
 from tercet.protocol import Engine, EngineLoad
-from tercet.router.exposition import COUNTED_HERE, KNOWN_HERE, SERVED, VLLMS
-from tercet.router.metrics import Metrics
-from tercet.router.session_metrics import SessionCounters
+from tercet.router.observe.exposition import COUNTED_HERE, KNOWN_HERE, SERVED, VLLMS
+from tercet.router.observe.metrics import Metrics
+from tercet.router.observe.session_metrics import SessionCounters
 from tercet.vllm_plugin.edge import agent_metrics
 from tercet.vllm_plugin.edge.liveness_probe import LivenessProbe
 from tercet.wire.client import prefill_metrics

@@ -16,7 +16,7 @@ from tercet.decisions.scheduling.registry import BUILT_IN
 from tercet.lab.bench.bench_config import BenchConfig, CompareConfig, ServeConfig
 from tercet.lab.bench.simulated.scenario import EngineGroup, Fault, FleetSpec
 from tercet.lab.sim import EngineOptions
-from tercet.router.routing import Plan, Rule, Share
+from tercet.router.serve.routing import Plan, Rule, Share
 from tercet.settings import (
     Declared,
     EngineAddress,

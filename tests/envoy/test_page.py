@@ -16,7 +16,7 @@ import yaml
 
 from tercet.cluster.child_process import Process
 from tercet.cluster.ports import free_ports
-from tercet.router.metrics import Metrics
+from tercet.router.observe.metrics import Metrics
 from tests.unit.router.conftest import metrics  # noqa: F401  # pyright: ignore[reportUnusedImport]
 from tests.unit.router.page.chromium import COMMAND, MISSING, chromium
 from tests.unit.router.page.page_fleet import PageFleet, page_fleet, served

@@ -30,9 +30,9 @@ from tercet.protocol import (
 )
 from tercet.protocol.json_text import read_json
 from tercet.protocol.wire import RemoteSendCall, StartGenerateCall, decode_call
-from tercet.router.fleet_state import StateFile
-from tercet.router.followers import ALIVE, REPORT, Followers
-from tercet.router.loaded_code import load_scheduling_file
+from tercet.router.state.fleet_state import StateFile
+from tercet.router.state.followers import ALIVE, REPORT, Followers
+from tercet.router.state.loaded_code import load_scheduling_file
 from tercet.settings import EngineAddress
 from tercet.settings.decoding import read_yaml
 from tercet.transport import GrantLease, KVRegion, LeaseFilled, SendDone, TransportSettings, is_address

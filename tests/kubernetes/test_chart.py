@@ -21,7 +21,7 @@ from tercet.cli.setting_flags import flags_given
 from tercet.fleet.discovery.kubernetes_api import InferencePool, Pod
 from tercet.fleet.discovery.pod_discovery import engines_of
 from tercet.protocol.prefill_hosts import AllowedPrefillers
-from tercet.router.state_configmap import ConfigMapStore
+from tercet.router.state.state_configmap import ConfigMapStore
 from tercet.settings import PickerConfig, ReschedulerConfig, RouterConfig, Settings, SidecarConfig, decode_settings
 from tercet.vllm_plugin.start.plugin_settings import parse_settings
 from tests.unit.router.api_objects import ApiObjects

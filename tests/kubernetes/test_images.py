@@ -123,7 +123,7 @@ STARTED = (
     "tercet.gateway.sidecar.server",
     "tercet.gateway.server",
     "tercet.gateway.model_renderer",
-    "tercet.router.rescheduler_server",
+    "tercet.router.serve.rescheduler_server",
     "tercet.wire.otel",
     "opentelemetry.exporter.otlp.proto.http.trace_exporter",
 )

@@ -30,11 +30,11 @@ from tercet.lab.sim.sim_server import serving as simulated
 from tercet.protocol import TercetError
 from tercet.protocol.openai_routes import CLIENTS, GENERATING, POOLING, TRANSCRIBING
 from tercet.router import admin
-from tercet.router.metrics import Metrics
+from tercet.router.observe.metrics import Metrics
 from tercet.router.pooling import PoolingServers
 from tercet.router.prompt_texts import PromptTexts
 from tercet.router.router_app import RouterApp
-from tercet.router.service_programs import ServicePrograms
+from tercet.router.serve.service_programs import ServicePrograms
 from tercet.router.small_openai import small_app
 from tercet.settings import Limits, SidecarConfig
 from tercet.settings.model_router_config import ModelBackend, ModelRouterConfig

@@ -58,7 +58,7 @@ WHAT_RUNS = (
     "tercet.cli.up", "tercet.cli.engine", "tercet.cli.servers", "tercet.cli.detached", "tercet.cli.demo",
     "tercet.cli.chat", "tercet.cli.status", "tercet.cli.sim", "tercet.cli.bench", "tercet.cli.chaos", "tercet.cli.epp",
     "tercet.cluster.local", "tercet.router.server", "tercet.router.small_server", "tercet.router.workers",
-    "tercet.router.rescheduler_server", "tercet.gateway.sidecar.server", "tercet.lab.sim.sim_server",
+    "tercet.router.serve.rescheduler_server", "tercet.gateway.sidecar.server", "tercet.lab.sim.sim_server",
 )  # fmt: skip
 OF_ENGINES = (
     "tercet.vllm_plugin.register", "tercet.vllm_plugin.connector", "tercet.vllm_plugin.endpoint",

@@ -13,9 +13,9 @@ import pytest
 from tercet.fleet import EngineFleet, Member, Trace
 from tercet.fleet.admission import Gate
 from tercet.protocol import BadRequest, EngineUnreachable, NoSpace, ProgramFailed, Request, TransferFailed
-from tercet.router.metrics import Metrics
+from tercet.router.observe.metrics import Metrics
 from tercet.router.router_app import RouterApp
-from tercet.router.service import Service
+from tercet.router.serve.service import Service
 from tercet.settings import EngineAddress, Limits, RetryBudget, RouterConfig
 from tercet.wire.serving.request_context import current
 from tests.own_metrics import own_metrics

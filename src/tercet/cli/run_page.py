@@ -9,7 +9,7 @@ import uvicorn
 
 from tercet.aio import signals_to
 from tercet.cli.terminal import say
-from tercet.router.admin_server import QuietServer
+from tercet.router.admin.admin_server import QuietServer
 from tercet.router.page.recorded_page import RecordedPage
 
 HOST = "127.0.0.1"

@@ -18,8 +18,7 @@ from tercet.decisions.migration import policies_of
 from tercet.decisions.scheduling import load_scheduling
 from tercet.programs import load_program
 from tercet.protocol import BadRequest
-from tercet.router import serve
-from tercet.router.rescheduler_server import serve_rescheduler
+from tercet.router.serve.rescheduler_server import serve_rescheduler
 from tercet.router.workers import supervise
 from tercet.settings import ReschedulerConfig, RouterConfig, require_url
 from tercet.wire.client import engine_tls
@@ -54,6 +53,8 @@ def router(config: RouterConfig) -> None:
     config = msgspec.structs.replace(config, model=model, served_model_name=config.public_name)
     if config.workers > 1:
         raise typer.Exit(supervise(config))
+    from tercet.router.server import serve  # imports vLLM, which takes seconds, unless the small API serves
+
     serve(config)
 
 

@@ -33,13 +33,13 @@ from tercet.protocol.error_forms import error_body
 from tercet.protocol.headers import PROGRAM_HEADER
 from tercet.protocol.openai_routes import GENERATING
 from tercet.protocol.wire import API_PREFIX, JSON
-from tercet.router.access_log import access_logged
-from tercet.router.followed_requests import followed_request, take_id_of_body
+from tercet.router.limits.received_bodies import ReceivedBody, nothing_from, read_body, receive_body
+from tercet.router.limits.sequence_count import require_few_sequences
+from tercet.router.observe.access_log import access_logged
+from tercet.router.observe.followed_requests import followed_request, take_id_of_body
+from tercet.router.observe.request_traces import FollowedRequest, RequestTraces
 from tercet.router.pooling import PooledAnswer, PoolingServers, close_result
-from tercet.router.received_bodies import ReceivedBody, nothing_from, read_body, receive_body
-from tercet.router.request_traces import FollowedRequest, RequestTraces
-from tercet.router.sequence_count import require_few_sequences
-from tercet.router.shutdown import Shutdown
+from tercet.router.serve.shutdown import Shutdown
 from tercet.wire.serving.admin_access import AT_ADMIN, AdminAccess, is_admin_path, path_of
 from tercet.wire.serving.client_connection import CONNECTION
 from tercet.wire.serving.error_answers import ErrorSend, error_headers, fault_of

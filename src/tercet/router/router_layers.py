@@ -9,12 +9,12 @@ from starlette.applications import Starlette
 from starlette.types import ASGIApp
 
 from tercet.fleet.admission import Gate
-from tercet.router.exposition import with_metrics
+from tercet.router.observe.exposition import with_metrics
 from tercet.router.page.serving_page import with_page
 from tercet.router.pooling import PoolingServers
 from tercet.router.router_app import RouterApp
-from tercet.router.shared_state import SharedState
-from tercet.router.shutdown import Shutdown
+from tercet.router.serve.shutdown import Shutdown
+from tercet.router.state.shared_state import SharedState
 from tercet.settings import RouterConfig
 from tercet.wire.serving.router_keys import RouterKeys
 

@@ -27,31 +27,31 @@ from tercet.fleet.served_model import ServedModel
 from tercet.protocol import EngineUnreachable, spans
 from tercet.protocol.spans import SpanContext
 from tercet.router import admin
-from tercet.router.admin_server import admin_served, tls_options
-from tercet.router.fleet_adapters import AdapterLoader
-from tercet.router.fleet_state import FleetState
-from tercet.router.found_members import follow_found
-from tercet.router.joined_members import GoneEngines, remove_gone
-from tercet.router.metrics import Metrics
-from tercet.router.named_files import NamedFiles
+from tercet.router.admin.admin_server import admin_served, tls_options
+from tercet.router.observe.metrics import Metrics
+from tercet.router.observe.request_spans import spans_of
+from tercet.router.observe.request_traces import RequestTrace, RequestTraces
+from tercet.router.observe.session_metrics import SessionCounters
 from tercet.router.pooling import PoolingServers
-from tercet.router.reload import reload_on_change
-from tercet.router.request_spans import spans_of
-from tercet.router.request_traces import RequestTrace, RequestTraces
-from tercet.router.rescheduler import OwnSequences, Rescheduler
-from tercet.router.role_keeper import RoleKeeper
-from tercet.router.roles import with_roles_followed
 from tercet.router.router_layers import put_layers_before
-from tercet.router.service import Service
-from tercet.router.service_programs import ServicePrograms
-from tercet.router.session_metrics import SessionCounters
-from tercet.router.sessions import Sessions
-from tercet.router.shared_state import SharedState
-from tercet.router.shutdown import Shutdown
+from tercet.router.serve.named_files import NamedFiles
+from tercet.router.serve.rescheduler import OwnSequences, Rescheduler
+from tercet.router.serve.service import Service
+from tercet.router.serve.service_programs import ServicePrograms
+from tercet.router.serve.sessions import Sessions
+from tercet.router.serve.shutdown import Shutdown
 from tercet.router.small_server import serve_small
-from tercet.router.state_configmap import configmap_store
-from tercet.router.state_ray import ray_store
-from tercet.router.state_store import StateStore
+from tercet.router.state.fleet_adapters import AdapterLoader
+from tercet.router.state.fleet_state import FleetState
+from tercet.router.state.found_members import follow_found
+from tercet.router.state.joined_members import GoneEngines, remove_gone
+from tercet.router.state.reload import reload_on_change
+from tercet.router.state.role_keeper import RoleKeeper
+from tercet.router.state.roles import with_roles_followed
+from tercet.router.state.shared_state import SharedState
+from tercet.router.state.state_configmap import configmap_store
+from tercet.router.state.state_ray import ray_store
+from tercet.router.state.state_store import StateStore
 from tercet.router.waiting_room import can_wait, waiting_room
 from tercet.router.workers import Shared, tell_ready
 from tercet.settings import RouterConfig

@@ -16,15 +16,15 @@ from tercet.aio import keep_running
 from tercet.protocol import BadRequest
 from tercet.protocol.bearer import given_key
 from tercet.router import admin
-from tercet.router.admin_server import CLOSE_SECONDS, QuietServer, admin_served
+from tercet.router.admin.admin_server import CLOSE_SECONDS, QuietServer, admin_served
 from tercet.router.listening import listening_socket
-from tercet.router.named_files import NamedFiles
 from tercet.router.pooling import PoolingServers
 from tercet.router.router_layers import put_layers_before
-from tercet.router.service_programs import ServicePrograms
-from tercet.router.shared_state import SharedState
-from tercet.router.shutdown import Shutdown
+from tercet.router.serve.named_files import NamedFiles
+from tercet.router.serve.service_programs import ServicePrograms
+from tercet.router.serve.shutdown import Shutdown
 from tercet.router.small_openai import prompt_texts, small_app
+from tercet.router.state.shared_state import SharedState
 from tercet.router.workers import Shared, tell_ready
 from tercet.settings import RouterConfig
 from tercet.wire.serving.bounded_connection import BoundedProtocol

@@ -15,11 +15,11 @@ from tercet.fleet.admission import Gate
 from tercet.protocol import EngineUnreachable
 from tercet.router import admin
 from tercet.router.admin.admin_route import json_answer
-from tercet.router.admin_server import CLOSE_SECONDS, QuietServer
+from tercet.router.admin.admin_server import CLOSE_SECONDS, QuietServer
 from tercet.router.listening import listening_socket
-from tercet.router.named_files import NamedFiles
 from tercet.router.router_app import RouterApp
-from tercet.router.shared_state import SharedState
+from tercet.router.serve.named_files import NamedFiles
+from tercet.router.state.shared_state import SharedState
 from tercet.settings import RouterConfig
 from tercet.wire.serving.bounded_connection import BoundedProtocol
 from tercet.wire.serving.router_keys import RouterKeys

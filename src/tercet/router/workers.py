@@ -1,7 +1,7 @@
 """Several router processes behind one port: a supervisor starts workers and replaces workers that end.
 
 Each worker has its own view of the fleet, its own programs and its own token streams. Operators' changes reach all
-workers by the state that they follow: see :mod:`tercet.router.shared_state`.
+workers by the state that they follow: see :mod:`tercet.router.state.shared_state`.
 """
 
 from __future__ import annotations

@@ -20,10 +20,10 @@ from tercet.fleet.member_state import MemberState
 from tercet.programs.loading import load_program
 from tercet.protocol import KVAddrInfo, Output, RankAddress, Request, Sent, TercetError, Usage
 from tercet.protocol.wire import PrepRecvAnswer
-from tercet.router.fleet_state import FleetState, ProgramInUse, StateFile
-from tercet.router.followers import EngineReport, FollowerReport, _read
-from tercet.router.metrics import Metrics
-from tercet.router.routing import Plan
+from tercet.router.observe.metrics import Metrics
+from tercet.router.serve.routing import Plan
+from tercet.router.state.fleet_state import FleetState, ProgramInUse, StateFile
+from tercet.router.state.followers import EngineReport, FollowerReport, _read
 from tercet.settings import EngineAddress, RouterConfig
 from tercet.settings.decoding import decode_settings, read_yaml
 from tercet.wire.client import HttpEngine

@@ -21,8 +21,8 @@ from tercet.cli.roles_in_words import roles_in_words
 from tercet.decisions.migration import Stage
 from tercet.decisions.objectives import Attainments
 from tercet.router.admin.programs import version_shown
-from tercet.router.metrics import Metrics
-from tercet.router.moves import MoveRecord
+from tercet.router.observe.metrics import Metrics
+from tercet.router.serve.moves import MoveRecord
 from tercet.settings.role_settings import ObjectiveClass, Objectives
 from tests.servers import served_in_thread
 from tests.unit.router.conftest import PROGRAMS, Engine, LiveRouter, metrics

@@ -44,7 +44,7 @@ def free_port() -> int:
 def received(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *flags: str) -> RouterConfig:
     """The configuration that the router of `tercet up` with these flags would serve with."""
     found: list[RouterConfig] = []
-    monkeypatch.setattr("tercet.cli.servers.serve", found.append)
+    monkeypatch.setattr("tercet.router.server.serve", found.append)
     monkeypatch.setattr("tercet.cli.servers.known_model", lambda name: name)
     engine = EngineAddress("e", "http://127.0.0.1:1", "decode")
 
@@ -137,7 +137,7 @@ def test_variables_were_heard_when_the_file_was_made(monkeypatch: pytest.MonkeyP
 def test_bad_flags_end_with_one_line_and_exit_code_2(
     flags: tuple[str, ...], complaint: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("tercet.cli.servers.serve", lambda _: pytest.fail("it was served"))
+    monkeypatch.setattr("tercet.router.server.serve", lambda _: pytest.fail("it was served"))
     monkeypatch.setattr("tercet.cli.servers.known_model", lambda name: name)
     assert app._run(["router", "--engine", "http://127.0.0.1:1", "--port", str(free_port()), *flags]) == 2
     said = capsys.readouterr().err
@@ -179,7 +179,7 @@ def test_neither_unless_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 
 def started(monkeypatch: pytest.MonkeyPatch, command: str, *flags: str) -> int:
-    monkeypatch.setattr("tercet.cli.servers.serve", lambda _: None)
+    monkeypatch.setattr("tercet.router.server.serve", lambda _: None)
     monkeypatch.setattr("tercet.cli.servers.known_model", lambda name: name)
     monkeypatch.setattr("tercet.cli.up.known_model", lambda name: name)
     monkeypatch.setattr("tercet.cli.up.resolve_model", lambda *_: pytest.fail("a model was loaded"))

@@ -52,6 +52,6 @@ def test_docstrings_of_benchmarks_name_their_flags(file: Path) -> None:
 
 
 def test_faults_are_found() -> None:
-    assert missing_paths("`router/not_there.py` and `router/moves.py`") == ["router/not_there.py"]
+    assert missing_paths("`router/not_there.py` and `router/serve/moves.py`") == ["router/not_there.py"]
     assert cut_tables("| a |\n| --- |\n| 1 |\n\n| 2 |\n") == [5]
     assert unknown_flags('"""Do.\n\n    python benchmarks/x.py [--json FILE] [--n N]\n"""\nadd("--n")\n') == ["--json"]

@@ -285,4 +285,4 @@ def test_what_does_not_exist_is_found(find: Any, text: str) -> None:
 
 
 def test_a_symbol_in_another_file_is_found() -> None:
-    assert misplaced("`fleet/admission.py` `Gate` and `router/moves.py` `Gate`") == ["router/moves.py Gate"]
+    assert misplaced("`fleet/admission.py` `Gate` and `router/serve/moves.py` `Gate`") == ["router/serve/moves.py Gate"]

@@ -24,7 +24,7 @@ from tercet.protocol import (
     Unauthorized,
     UnknownAdapter,
 )
-from tercet.router.fleet_adapters import AdapterLoader, load_everywhere, unload_everywhere
+from tercet.router.state.fleet_adapters import AdapterLoader, load_everywhere, unload_everywhere
 from tests.longest_wait import LONGEST_WAIT_S
 
 
@@ -231,7 +231,7 @@ async def test_who_comes_back_without_it_loads_it() -> None:
 async def test_an_engine_that_leaves_while_it_loads_does_not_keep_others_from_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    monkeypatch.setattr("tercet.router.fleet_adapters.POLL_INTERVAL_S", 0.01)
+    monkeypatch.setattr("tercet.router.state.fleet_adapters.POLL_INTERVAL_S", 0.01)
     leaving, host = Host(refuses=RuntimeError("Session is closed")), Host()
     fleet = fleet_of(x=leaving, y=host)
     fleet.adapters.declared = [report("a", path="/a")]

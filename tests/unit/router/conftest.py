@@ -25,13 +25,13 @@ from tercet.protocol import EngineStatus, EngineUnreachable, Request
 from tercet.protocol.bearer import BearerKeys
 from tercet.protocol.revision import TextFingerprint
 from tercet.router import admin
-from tercet.router.fleet_state import FleetState, ProgramInUse
-from tercet.router.metrics import Metrics
-from tercet.router.named_files import NamedFiles
+from tercet.router.observe.metrics import Metrics
 from tercet.router.router_app import RouterApp
-from tercet.router.routing import Plan
-from tercet.router.service import Service
-from tercet.router.shared_state import SharedState
+from tercet.router.serve.named_files import NamedFiles
+from tercet.router.serve.routing import Plan
+from tercet.router.serve.service import Service
+from tercet.router.state.fleet_state import FleetState, ProgramInUse
+from tercet.router.state.shared_state import SharedState
 from tercet.settings import EngineAddress, Limits
 from tercet.wire.client import Admit
 from tercet.wire.serving.admin_access import AdminAccess

@@ -17,11 +17,11 @@ from tercet.fleet import EngineFleet, Member
 from tercet.fleet.admission import Gate
 from tercet.fleet.membership import Membership
 from tercet.router import admin
-from tercet.router.metrics import Metrics
+from tercet.router.observe.metrics import Metrics
 from tercet.router.prompt_texts import PromptTexts
 from tercet.router.router_app import RouterApp
-from tercet.router.service import Service
-from tercet.router.service_programs import ServicePrograms
+from tercet.router.serve.service import Service
+from tercet.router.serve.service_programs import ServicePrograms
 from tercet.router.small_openai import small_app
 from tercet.settings import Limits
 from tests.longest_wait import LONGEST_WAIT_S, until

@@ -21,9 +21,9 @@ from tercet.protocol import (
     UnknownAdapter,
 )
 from tercet.router import admin
-from tercet.router.fleet_state import AdapterState
-from tercet.router.metrics import Metrics
+from tercet.router.observe.metrics import Metrics
 from tercet.router.router_app import RouterApp
+from tercet.router.state.fleet_state import AdapterState
 from tercet.settings import Limits
 
 from .conftest import Engine, LiveRouter

@@ -16,7 +16,7 @@ from tercet.fleet.admission import Gate
 from tercet.protocol import BadRequest
 from tercet.protocol.bearer import BearerKeys
 from tercet.router.admin.installing import router as admin_routes
-from tercet.router.metrics import Metrics
+from tercet.router.observe.metrics import Metrics
 from tercet.router.router_app import RouterApp
 from tercet.settings import EngineAddress, Limits, RouterConfig
 from tercet.wire.serving.admin_access import is_admin_path

@@ -21,11 +21,11 @@ from tercet.fleet.admission import Gate
 from tercet.protocol import BadRequest
 from tercet.protocol.bearer import BearerKeys
 from tercet.router import admin
-from tercet.router.admin_server import admin_served
-from tercet.router.named_files import NamedFiles
+from tercet.router.admin.admin_server import admin_served
 from tercet.router.pooling import PoolingServers
 from tercet.router.router_app import RouterApp
-from tercet.router.shutdown import Shutdown
+from tercet.router.serve.named_files import NamedFiles
+from tercet.router.serve.shutdown import Shutdown
 from tercet.router.small_server import serve_small
 from tercet.settings import EngineAddress, Limits, RouterConfig
 from tercet.settings.admin_address import AdminAddress

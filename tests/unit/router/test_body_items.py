@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from tercet.protocol import BadRequest
-from tercet.router import body_items
-from tercet.router.body_items import require_few_items, require_readable, require_small_structures
+from tercet.router.limits import body_items
+from tercet.router.limits.body_items import require_few_items, require_readable, require_small_structures
 
 TURN = {"role": "user", "content": "x"}
 PART = {"type": "text", "text": "x"}

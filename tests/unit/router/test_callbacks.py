@@ -9,8 +9,8 @@ import pytest
 
 from tercet.fleet import EngineFleet, Member, Trace
 from tercet.protocol import EngineUnreachable, Output, Request
-from tercet.router.metrics import Metrics
-from tercet.router.service import Service
+from tercet.router.observe.metrics import Metrics
+from tercet.router.serve.service import Service
 from tests.unit.fakes import FakeEngine
 
 

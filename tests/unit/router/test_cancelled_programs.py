@@ -10,9 +10,9 @@ import pytest
 from tercet.fleet import Trace
 from tercet.programs import Answer
 from tercet.protocol import Fleet, Output, OutputStream, Request
-from tercet.router.metrics import Metrics
-from tercet.router.routing import Chosen
-from tercet.router.service import NO_VERSION, Service
+from tercet.router.observe.metrics import Metrics
+from tercet.router.serve.routing import Chosen
+from tercet.router.serve.service import NO_VERSION, Service
 
 from .conftest import LiveRouter, counted
 

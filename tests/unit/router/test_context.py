@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from tercet.fleet.admission import Gate
-from tercet.router.metrics import Metrics
+from tercet.router.observe.metrics import Metrics
 from tercet.router.router_app import RouterApp
 from tercet.settings import Limits
 from tercet.wire.serving.request_context import current

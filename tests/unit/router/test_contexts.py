@@ -9,7 +9,7 @@ from tercet.fleet import Trace
 from tercet.protocol import Request
 from tercet.protocol.trace import TraceEvent
 from tercet.router.admin import sequences
-from tercet.router.metrics import Metrics
+from tercet.router.observe.metrics import Metrics
 
 from .conftest import LiveRouter, counted
 

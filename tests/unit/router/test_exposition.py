@@ -13,14 +13,14 @@ from starlette.types import Receive, Scope, Send
 from tercet.protocol import BadRequest
 from tercet.protocol.headers import PROGRAM_HEADER
 from tercet.protocol.spans import SpanContext, working_in
-from tercet.router import exposition, shared_traces
-from tercet.router.exemplars import MOST_EXEMPLARS, WORKERS_VARIABLE, Exemplars, by_bucket
-from tercet.router.exposition import KNOWN_HERE, with_metrics
-from tercet.router.metrics import MOST_REASONS
-from tercet.router.moves import MoveRecord
-from tercet.router.request_traces import RequestTraces
-from tercet.router.routing import Plan, Rule
-from tercet.router.shared_traces import SharedTraces, TraceQuestion
+from tercet.router.observe import exposition, shared_traces
+from tercet.router.observe.exemplars import MOST_EXEMPLARS, WORKERS_VARIABLE, Exemplars, by_bucket
+from tercet.router.observe.exposition import KNOWN_HERE, with_metrics
+from tercet.router.observe.metrics import MOST_REASONS
+from tercet.router.observe.request_traces import RequestTraces
+from tercet.router.observe.shared_traces import SharedTraces, TraceQuestion
+from tercet.router.serve.moves import MoveRecord
+from tercet.router.serve.routing import Plan, Rule
 
 from .conftest import LiveRouter, series
 

@@ -20,11 +20,11 @@ from tercet.aio.whole_files import stamp_of
 from tercet.fleet.member_state import MemberState
 from tercet.fleet.served_model import ServedModel
 from tercet.protocol import BadRequest, Conflict, EngineError, TercetError, UnknownEngine
-from tercet.router import state_store
-from tercet.router.fleet_state import FleetState, ProgramInUse, StateFile
-from tercet.router.followers import EngineReport, FollowerReport, Followers
-from tercet.router.routing import Plan, Share
-from tercet.router.state_changes import REMEMBERED, because, changes_with_reasons
+from tercet.router.serve.routing import Plan, Share
+from tercet.router.state import state_store
+from tercet.router.state.fleet_state import FleetState, ProgramInUse, StateFile
+from tercet.router.state.followers import EngineReport, FollowerReport, Followers
+from tercet.router.state.state_changes import REMEMBERED, because, changes_with_reasons
 from tercet.settings import EngineAddress, RouterConfig
 
 FIRST = FleetState(
@@ -34,7 +34,7 @@ FIRST = FleetState(
 WRITER = """
 import sys
 from pathlib import Path
-from tercet.router.routing import Plan
+from tercet.router.serve.routing import Plan
 from tests.unit.router.test_fleet_state import FIRST, StateFile
 for number in range(int(sys.argv[2])):
     StateFile(Path(sys.argv[1])).update(lambda state: state.with_program(Plan(program=f"p{number}" * 200)), FIRST)
@@ -284,7 +284,7 @@ def test_followers_see_each_other_and_not_the_dead(tmp_path: Path) -> None:
     b.tell(report)
     assert (a.others(), b.others()) == ([report], [])
     code = (
-        "import os, sys; from pathlib import Path; from tercet.router.followers import *;"
+        "import os, sys; from pathlib import Path; from tercet.router.state.followers import *;"
         "f = Followers(Path(sys.argv[1])); f.tell(FollowerReport(os.getpid())); os.kill(os.getpid(), 9)"
     )
     assert subprocess.run([sys.executable, "-c", code, str(path)]).returncode == -9

@@ -13,8 +13,8 @@ from tercet.protocol import BadRequest, Conflict, Forbidden, Unauthorized
 from tercet.protocol.bearer import BearerKeys
 from tercet.protocol.call_proofs import Callers
 from tercet.protocol.wire import JoinCall
-from tercet.router import joined_members
-from tercet.router.joined_members import GoneEngines, join, leave, remove_gone
+from tercet.router.state import joined_members
+from tercet.router.state.joined_members import GoneEngines, join, leave, remove_gone
 from tercet.wire.client.join_router import RouterMembership
 from tercet.wire.serving.admin_access import AdminAccess
 from tests.longest_wait import LONGEST_WAIT_S

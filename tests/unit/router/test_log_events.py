@@ -15,13 +15,13 @@ from msgspec import structs
 from tercet.fleet import Trace
 from tercet.protocol import EngineUnreachable, NoSpace, Output, ProgramFailed, Request, TercetError
 from tercet.protocol.trace import TraceEvent
-from tercet.router.fleet_state import FleetState, StateFile
-from tercet.router.metrics import Metrics
-from tercet.router.reload import reload_on_change
-from tercet.router.routing import Plan
-from tercet.router.service import Service
-from tercet.router.service_programs import ServicePrograms
-from tercet.router.state_changes import because
+from tercet.router.observe.metrics import Metrics
+from tercet.router.serve.routing import Plan
+from tercet.router.serve.service import Service
+from tercet.router.serve.service_programs import ServicePrograms
+from tercet.router.state.fleet_state import FleetState, StateFile
+from tercet.router.state.reload import reload_on_change
+from tercet.router.state.state_changes import because
 from tercet.settings import RetryBudget, log_events
 from tercet.settings.log_events import LogEvent
 from tercet.settings.log_lines import EVENTS, FIELDS

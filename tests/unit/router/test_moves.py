@@ -28,10 +28,10 @@ from tercet.protocol import (
     TransferFailed,
     UnknownEngine,
 )
-from tercet.router.followers import Followers
-from tercet.router.metrics import Metrics
-from tercet.router.rescheduler import OwnSequences, Rescheduler
-from tercet.router.routing import Plan
+from tercet.router.observe.metrics import Metrics
+from tercet.router.serve.rescheduler import OwnSequences, Rescheduler
+from tercet.router.serve.routing import Plan
+from tercet.router.state.followers import Followers
 from tercet.settings import MoveSettings, RescheduleSettings
 from tests.longest_wait import LONGEST_WAIT_S
 

@@ -14,8 +14,8 @@ from tercet.aio import TaskSet
 from tercet.fleet import EngineFleet, Member, Trace
 from tercet.lab.sim import SimEngine, run_virtual
 from tercet.protocol import TercetError
-from tercet.router.metrics import Metrics
-from tercet.router.service import Service
+from tercet.router.observe.metrics import Metrics
+from tercet.router.serve.service import Service
 from tercet.settings import MoveSettings
 from tests.unit.lab.sim.models import engines_of, is_empty, profile_of, request_of
 

@@ -10,9 +10,9 @@ import pytest
 from tercet.fleet import EngineFleet, Member, Trace
 from tercet.lab.sim import SimEngine, run_virtual
 from tercet.protocol import EngineLoad
-from tercet.router.metrics import Metrics
-from tercet.router.moves import MoveRecord
-from tercet.router.service import Service
+from tercet.router.observe.metrics import Metrics
+from tercet.router.serve.moves import MoveRecord
+from tercet.router.serve.service import Service
 from tercet.settings import MoveSettings
 from tests.unit.lab.sim.models import KV_BYTES, engines_of, is_empty, profile_of, request_of
 

@@ -25,13 +25,13 @@ from tercet.fleet.member_state import MemberState
 from tercet.fleet.membership import Membership
 from tercet.protocol import BadRequest, TercetError
 from tercet.protocol.wire import JoinCall
-from tercet.router import fleet_state
-from tercet.router.fleet_state import AdapterState, FleetState, StateFile
-from tercet.router.metrics import Metrics
-from tercet.router.routing import Plan, Rule, Share
-from tercet.router.service import Service
-from tercet.router.shared_state import SharedState
-from tercet.router.state_changes import because
+from tercet.router.observe.metrics import Metrics
+from tercet.router.serve.routing import Plan, Rule, Share
+from tercet.router.serve.service import Service
+from tercet.router.state import fleet_state
+from tercet.router.state.fleet_state import AdapterState, FleetState, StateFile
+from tercet.router.state.shared_state import SharedState
+from tercet.router.state.state_changes import because
 from tercet.settings import EngineAddress, RouterConfig
 from tercet.settings.engine_addresses import engine_address
 

@@ -10,8 +10,8 @@ import pytest
 from tercet.fleet import EngineFleet, Member, Trace
 from tercet.lab.sim import SimEngine, run_virtual
 from tercet.protocol import EngineLoad, EngineUnreachable, Request, TercetError
-from tercet.router.metrics import Metrics
-from tercet.router.service import Service
+from tercet.router.observe.metrics import Metrics
+from tercet.router.serve.service import Service
 from tests.unit.lab.sim.models import engines_of, is_empty, request_of
 
 from .conftest import LiveRouter

@@ -20,7 +20,7 @@ from tercet.fleet.admission import Gate
 from tercet.protocol import BadRequest, EngineError, EngineUnreachable, UnknownModel
 from tercet.protocol.openai_routes import POOLING
 from tercet.router import pooling as module
-from tercet.router.metrics import Metrics
+from tercet.router.observe.metrics import Metrics
 from tercet.router.pooling import PoolingServers
 from tercet.router.router_app import RouterApp
 from tercet.settings import EngineAddress, Limits, RouterConfig

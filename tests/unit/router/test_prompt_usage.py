@@ -11,9 +11,9 @@ from tercet.fleet import EngineFleet, Member
 from tercet.lab.sim import SimEngine, run_virtual
 from tercet.protocol import Request, Usage
 from tercet.protocol.trace import FALLBACK, TraceEvent, VerbTrace
-from tercet.router.metrics import Metrics
-from tercet.router.service import Service
-from tercet.router.service_programs import ServicePrograms
+from tercet.router.observe.metrics import Metrics
+from tercet.router.serve.service import Service
+from tercet.router.serve.service_programs import ServicePrograms
 from tercet.wire.serving.request_context import RequestContext
 from tests.unit.lab.sim.models import BLOCK, engines_of, request_of, tokens_of
 

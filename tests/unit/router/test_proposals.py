@@ -23,9 +23,9 @@ from tercet.lab.sim.step_times import StepTimes
 from tercet.protocol import Conflict, EngineLoad, MoveProposal, Role, UnknownSequence
 from tercet.protocol.seq_ids import find_id, further_id
 from tercet.router import admin
-from tercet.router.metrics import MOST_REASONS, Metrics
-from tercet.router.moves import MoveRecord
-from tercet.router.service import Service
+from tercet.router.observe.metrics import MOST_REASONS, Metrics
+from tercet.router.serve.moves import MoveRecord
+from tercet.router.serve.service import Service
 from tercet.settings import EngineAddress, MoveSettings
 from tercet.wire.client import HttpEngine
 from tercet.wire.serving.admin_access import ADMITTED

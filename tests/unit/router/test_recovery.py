@@ -29,8 +29,8 @@ from tercet.protocol import (
     UnknownSequence,
     from_wire,
 )
-from tercet.router.metrics import Metrics
-from tercet.router.service import Service
+from tercet.router.observe.metrics import Metrics
+from tercet.router.serve.service import Service
 from tercet.settings import EngineAddress, RetryBudget
 from tests.unit.lab.sim.models import engines_of, is_empty, request_of
 

@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 
 from tercet.programs import load_program
-from tercet.router import reload
-from tercet.router.metrics import Metrics
-from tercet.router.reload import FileWatch, files_of, reload_on_change
-from tercet.router.routing import Plan, Rule, Share
+from tercet.router.observe.metrics import Metrics
+from tercet.router.serve.routing import Plan, Rule, Share
+from tercet.router.state import reload
+from tercet.router.state.reload import FileWatch, files_of, reload_on_change
 from tests.longest_wait import LONGEST_WAIT_S
 
 from .conftest import LiveRouter

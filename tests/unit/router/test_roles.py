@@ -14,10 +14,10 @@ from tercet.decisions.objectives import Attainments
 from tercet.decisions.roles import Pressures, RoleFlip, RoleLook
 from tercet.fleet.member_state import MemberState
 from tercet.protocol import EngineLoad
-from tercet.router.fleet_state import FleetState, ProgramInUse
-from tercet.router.role_keeper import RoleKeeper
-from tercet.router.roles import FleetRoles, seen_for_roles, with_roles_followed
-from tercet.router.routing import Plan
+from tercet.router.serve.routing import Plan
+from tercet.router.state.fleet_state import FleetState, ProgramInUse
+from tercet.router.state.role_keeper import RoleKeeper
+from tercet.router.state.roles import FleetRoles, seen_for_roles, with_roles_followed
 from tercet.settings import EngineAddress, RescheduleSettings
 from tercet.settings.role_settings import ObjectiveClass, Objectives
 
@@ -51,12 +51,12 @@ async def until(condition: Any) -> None:
 
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tercet.router.role_keeper.INTERVAL_S", 0.01)
+    monkeypatch.setattr("tercet.router.state.role_keeper.INTERVAL_S", 0.01)
 
 
 @pytest.mark.usefixtures("quick")
 async def test_a_flip_is_an_operators_change(router: LiveRouter, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tercet.router.roles.RolePolicy", lambda objectives: Decides(FLIP))
+    monkeypatch.setattr("tercet.router.state.roles.RolePolicy", lambda objectives: Decides(FLIP))
     router.shared.role_keeper = keeper_of(router)
     version = router.shared.state.version
     task = asyncio.ensure_future(router.shared.role_keeper.run())
@@ -86,7 +86,7 @@ async def test_one_process_decides_and_the_next_takes_over(router: LiveRouter, m
         began.append(Decides())
         return began[-1]
 
-    monkeypatch.setattr("tercet.router.roles.RolePolicy", policy)
+    monkeypatch.setattr("tercet.router.state.roles.RolePolicy", policy)
     keepers = [asyncio.ensure_future(keeper_of(router).run())]
     try:
         await until(lambda: len(began) == 1)
@@ -114,7 +114,7 @@ async def test_a_lock_that_came_too_late_for_its_caller_is_given_back(
         goes_on.wait(60)
         flock(held, how)
 
-    monkeypatch.setattr("tercet.router.state_store.fcntl.flock", slow)
+    monkeypatch.setattr("tercet.router.state.state_store.fcntl.flock", slow)
     first = asyncio.ensure_future(keeper_of(router).run())
     await until(taking.is_set)
     first.cancel()
@@ -126,7 +126,7 @@ async def test_a_lock_that_came_too_late_for_its_caller_is_given_back(
         began.append(Decides())
         return began[-1]
 
-    monkeypatch.setattr("tercet.router.roles.RolePolicy", policy)
+    monkeypatch.setattr("tercet.router.state.roles.RolePolicy", policy)
     second = asyncio.ensure_future(keeper_of(router).run())
     try:
         await until(lambda: len(began) == 1)
@@ -140,7 +140,7 @@ async def test_a_decision_that_cannot_be_read_in_time_is_not_shown(
 ) -> None:
     router.shared.role_keeper = keeper = keeper_of(router)
     go_on = threading.Event()
-    monkeypatch.setattr("tercet.router.role_keeper.read_decision", lambda _: go_on.wait(60))
+    monkeypatch.setattr("tercet.router.state.role_keeper.read_decision", lambda _: go_on.wait(60))
     keeper._files = FileThread(0.05, 0.05)
     async with router.client() as client:
         answer = await client.get("/roles")
@@ -167,7 +167,7 @@ def test_a_flip_is_one_change_of_several_engines() -> None:
 
 
 async def test_a_flip_that_was_not_made_is_not_remembered(router: LiveRouter, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tercet.router.roles.RolePolicy", lambda objectives: Decides(FLIP))
+    monkeypatch.setattr("tercet.router.state.roles.RolePolicy", lambda objectives: Decides(FLIP))
 
     async def refuses(flip: RoleFlip) -> bool:
         return False

@@ -15,10 +15,10 @@ from tercet.fleet import RunningSequence
 from tercet.fleet.admission import Gate
 from tercet.protocol import Request
 from tercet.router import router_app
-from tercet.router.metrics import Metrics
-from tercet.router.received_bodies import asked_by
+from tercet.router.limits.received_bodies import asked_by
+from tercet.router.observe.metrics import Metrics
 from tercet.router.router_app import RouterApp
-from tercet.router.service_programs import ServicePrograms
+from tercet.router.serve.service_programs import ServicePrograms
 from tercet.settings import Limits, RetryBudget
 from tercet.settings.log_lines import request_id
 from tercet.wire.serving.request_context import Asked, current

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from tercet.programs import data_parallel
 from tercet.protocol import BadRequest
 from tercet.protocol.wire import decode_call
-from tercet.router.routing import REMEMBERED, Chosen, Plan, Routing, Rule, Share, Version
+from tercet.router.serve.routing import REMEMBERED, Chosen, Plan, Routing, Rule, Share, Version
 
 
 def version(number: int, plan: Plan) -> Version:

@@ -17,12 +17,12 @@ from tercet.aio.file_thread import FileThread
 from tercet.fleet import EngineFleet
 from tercet.fleet.membership import Membership
 from tercet.protocol import BadRequest, Conflict, EngineLoad, EngineUnreachable
-from tercet.router import process_reports
-from tercet.router.fleet_state import FleetState
-from tercet.router.metrics import Metrics
-from tercet.router.routing import Plan
-from tercet.router.service import Service
-from tercet.router.shared_state import SharedState
+from tercet.router.observe.metrics import Metrics
+from tercet.router.serve.routing import Plan
+from tercet.router.serve.service import Service
+from tercet.router.state import process_reports
+from tercet.router.state.fleet_state import FleetState
+from tercet.router.state.shared_state import SharedState
 from tercet.settings import EngineAddress
 from tests.longest_wait import LONGEST_WAIT_S
 
@@ -392,7 +392,7 @@ async def test_a_file_system_that_hangs_stops_no_process(
     other.shared._files = FileThread(0.1, 0.05)
     with monkeypatch.context() as patched:
         if call == "stamp_of":
-            patched.setattr("tercet.router.state_store.stamp_of", hangs)
+            patched.setattr("tercet.router.state.state_store.stamp_of", hangs)
         elif call == "read":
             patched.setattr(other.shared._file, "read", hangs)
             (router.directory / "state.json").touch()

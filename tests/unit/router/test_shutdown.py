@@ -10,9 +10,9 @@ import pytest
 
 from tercet.fleet.admission import Gate
 from tercet.protocol import ShuttingDown, TercetError
-from tercet.router.metrics import Metrics
+from tercet.router.observe.metrics import Metrics
 from tercet.router.router_app import RouterApp
-from tercet.router.shutdown import Shutdown
+from tercet.router.serve.shutdown import Shutdown
 from tercet.settings import Limits
 from tests.longest_wait import LONGEST_WAIT_S
 

@@ -21,10 +21,10 @@ from tercet.cluster.up_config import UpConfig
 from tercet.fleet.admission import Gate
 from tercet.protocol import BadRequest, Fleet, Output, Request
 from tercet.router import admin
+from tercet.router.limits.received_bodies import asked_by
 from tercet.router.prompt_texts import PromptTexts
-from tercet.router.received_bodies import asked_by
 from tercet.router.router_app import RouterApp
-from tercet.router.service_programs import ServicePrograms
+from tercet.router.serve.service_programs import ServicePrograms
 from tercet.router.small_openai import CHAT_MAX_TOKENS, small_app
 from tercet.router.small_server import flags_of
 from tercet.settings import EngineAddress, Limits, RouterConfig

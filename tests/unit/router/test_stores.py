@@ -26,11 +26,11 @@ from tercet.protocol.headers import (
     SESSION_HEADER,
     SUBAGENT_HEADER,
 )
+from tercet.router.observe.request_traces import RequestTraces
 from tercet.router.prompt_texts import PromptTexts
-from tercet.router.request_traces import RequestTraces
 from tercet.router.router_app import RouterApp
-from tercet.router.service_programs import ServicePrograms
-from tercet.router.sessions import Sessions
+from tercet.router.serve.service_programs import ServicePrograms
+from tercet.router.serve.sessions import Sessions
 from tercet.router.small_openai import small_app
 from tercet.settings import Limits
 from tercet.settings.role_settings import Objectives

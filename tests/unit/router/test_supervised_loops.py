@@ -17,19 +17,12 @@ from tercet.decisions.roles import Pressures, RoleFlip, RoleLook
 from tercet.fleet import membership
 from tercet.lab.bench.simulated.moving_fleet import SessionCounts
 from tercet.protocol.wire import JoinCall
-from tercet.router import (
-    fleet_adapters,
-    joined_members,
-    reload,
-    rescheduler_server,
-    role_keeper,
-    sessions,
-    shared_state,
-)  # fmt: skip
-from tercet.router.fleet_state import StateFile
-from tercet.router.joined_members import GoneEngines, join
 from tercet.router.page import other_workers
-from tercet.router.routing import Plan
+from tercet.router.serve import rescheduler_server, sessions
+from tercet.router.serve.routing import Plan
+from tercet.router.state import fleet_adapters, joined_members, reload, role_keeper, shared_state
+from tercet.router.state.fleet_state import StateFile
+from tercet.router.state.joined_members import GoneEngines, join
 from tercet.settings import ReschedulerConfig
 from tercet.settings.role_settings import Objectives
 from tercet.settings.session_settings import SessionSettings
@@ -73,7 +66,7 @@ async def test_vanished_engines_are_removed(router: LiveRouter) -> None:
         gone = GoneEngines(asyncio.get_running_loop().time, 0.01)
         return kept(lambda: joined_members.remove_gone(router.shared, gone), one_is_removed)
 
-    await with_an_error_at_each_await("router/joined_members.py:remove_gone", started)
+    await with_an_error_at_each_await("router/state/joined_members.py:remove_gone", started)
 
 
 async def test_changes_of_other_processes_are_applied(router: LiveRouter) -> None:
@@ -85,7 +78,7 @@ async def test_changes_of_other_processes_are_applied(router: LiveRouter) -> Non
         await until(lambda: router.fleet.member("d").draining is wanted)
 
     started = partial(kept, lambda: router.shared.follow(), one_is_applied)
-    await with_an_error_at_each_await("router/shared_state.py:SharedState.follow", started)
+    await with_an_error_at_each_await("router/state/shared_state.py:SharedState.follow", started)
 
 
 async def test_engines_are_polled(router: LiveRouter) -> None:
@@ -115,7 +108,7 @@ async def test_changed_programs_are_loaded(router: LiveRouter, programs: str, tm
                     await asyncio.sleep(0.005)
 
     started = partial(kept, lambda: reload.reload_on_change(router.shared, 0.002), all_are_loaded)
-    await with_an_error_at_each_await("router/reload.py:reload_on_change", started)
+    await with_an_error_at_each_await("router/state/reload.py:reload_on_change", started)
 
 
 async def test_sessions_are_looked_at(router: LiveRouter, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -142,7 +135,7 @@ async def test_sessions_are_looked_at(router: LiveRouter, monkeypatch: pytest.Mo
             running.cancel()
             await asyncio.wait({running})
 
-    await with_an_error_at_each_await("router/sessions.py:Sessions._watch", started)
+    await with_an_error_at_each_await("router/serve/sessions.py:Sessions._watch", started)
 
 
 async def test_roles_are_decided(router: LiveRouter, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -156,7 +149,7 @@ async def test_roles_are_decided(router: LiveRouter, monkeypatch: pytest.MonkeyP
             flip = flips[router.fleet.member("d").role == "prefill"]
             return RoleLook(now, flip.reason, Pressures(1.5, 0.5), {"prefill": 1, "decode": 1}, None, flip)
 
-    monkeypatch.setattr("tercet.router.roles.RolePolicy", Decides)
+    monkeypatch.setattr("tercet.router.state.roles.RolePolicy", Decides)
 
     @asynccontextmanager
     async def started() -> AsyncGenerator[Works]:
@@ -173,7 +166,7 @@ async def test_roles_are_decided(router: LiveRouter, monkeypatch: pytest.MonkeyP
             running.cancel()
             await asyncio.wait({running})
 
-    await with_an_error_at_each_await("router/role_keeper.py:RoleKeeper._decide", started)
+    await with_an_error_at_each_await("router/state/role_keeper.py:RoleKeeper._decide", started)
 
 
 async def test_adapters_are_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -191,7 +184,7 @@ async def test_adapters_are_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
 
         return kept(lambda: loader.run(), one_is_loaded)
 
-    await with_an_error_at_each_await("router/fleet_adapters.py:AdapterLoader.run", started)
+    await with_an_error_at_each_await("router/state/fleet_adapters.py:AdapterLoader.run", started)
 
 
 async def test_other_workers_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -242,4 +235,4 @@ async def test_a_rescheduler_follows_its_router(router: LiveRouter, monkeypatch:
         await until(lambda: router.fleet.member("d").draining is wanted)
 
     started = partial(kept, lambda: rescheduler_server._follow(config, router.membership), one_is_drained)
-    await with_an_error_at_each_await("router/rescheduler_server.py:_follow", started)
+    await with_an_error_at_each_await("router/serve/rescheduler_server.py:_follow", started)

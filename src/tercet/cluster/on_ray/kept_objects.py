@@ -4,8 +4,8 @@ The store has one atomic operation: a put that fails if the key exists. Each ver
 key; the writer that puts version N + 1 first wins. The newest :data:`KEPT` versions are kept. A writer that paused for
 longer than that may put a version that existed and was deleted; it detects this by the newer versions, and fails.
 
-Objects, methods and answers are those of Kubernetes' API server that :mod:`tercet.router.state_configmap` uses, so that
-the same code claims and changes both.
+Objects, methods and answers are those of Kubernetes' API server that :mod:`tercet.router.state.state_configmap` uses,
+so that the same code claims and changes both.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ from tercet.lab.chaos.fault_schedule import ON_PROCESSES, FaultSchedule, Planned
 from tercet.lab.chaos.invariants import Leftover
 from tercet.lab.chaos.tricks import PlannedTrick
 from tercet.protocol import Engine, NoSpace, Request, TercetError
-from tercet.router.moves import MoveRecord
+from tercet.router.serve.moves import MoveRecord
 from tercet.wire.client import HttpEngine
 
 Holdings = Counter[tuple[str, str]]

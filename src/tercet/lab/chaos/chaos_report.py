@@ -11,7 +11,7 @@ import msgspec
 from tercet.lab.chaos.fault_schedule import KINDS, PlannedFault
 from tercet.lab.chaos.invariants import ClientRecord, Leftover, Piece, Violation, hostile, violations_of
 from tercet.lab.chaos.tricks import TRICKS, PlayedTrick
-from tercet.router.moves import MoveRecord
+from tercet.router.serve.moves import MoveRecord
 
 HEADINGS = ["fault", "process", "planned", "injected", "skipped", "requests hit", "of these failed", "longest gap"]
 MOVE_HEADINGS = ["moves", "outcome", "number", "KV sent, MB", "recomputed", "pause, median", "longest"]

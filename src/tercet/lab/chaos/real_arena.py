@@ -29,7 +29,7 @@ from tercet.lab.chaos.real_fleet import RealFleet, running_fleet, slow_disk
 from tercet.lab.chaos.tricks import PlannedTrick
 from tercet.lab.chaos.wrong_clock import can_be_built
 from tercet.protocol import EngineUnreachable, SequenceReport
-from tercet.router.moves import MoveRecord
+from tercet.router.serve.moves import MoveRecord
 from tercet.wire.client import HttpEngine
 
 # Allowed growth of the number at the start: idle connections, logs, and files that libraries open at first use.

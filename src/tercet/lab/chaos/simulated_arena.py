@@ -34,11 +34,11 @@ from tercet.lab.sim import EngineOptions, load_profile
 from tercet.lab.sim.sim_server import ServerConfig
 from tercet.protocol import Request, Role, TercetError
 from tercet.protocol.headers import PROGRAM_HEADER
-from tercet.router.metrics import Metrics
-from tercet.router.moves import MoveRecord
-from tercet.router.request_traces import RequestTraces
-from tercet.router.rescheduler import OwnSequences, Rescheduler
-from tercet.router.service import Service
+from tercet.router.observe.metrics import Metrics
+from tercet.router.observe.request_traces import RequestTraces
+from tercet.router.serve.moves import MoveRecord
+from tercet.router.serve.rescheduler import OwnSequences, Rescheduler
+from tercet.router.serve.service import Service
 from tercet.settings import EngineAddress, RouterSettings
 from tercet.settings.model_router_config import ModelBackend, ModelRouterConfig
 from tercet.wire.serving.bounded_connection import BoundedProtocol

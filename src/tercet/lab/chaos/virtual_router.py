@@ -16,12 +16,12 @@ from uvicorn.server import ServerState
 from tercet.fleet.admission import Gate
 from tercet.lab.chaos.client_load import VOCABULARY
 from tercet.lab.chaos.virtual_network import NetworkedLoop
-from tercet.router.metrics import Metrics
+from tercet.router.observe.metrics import Metrics
+from tercet.router.observe.request_traces import RequestTraces
 from tercet.router.prompt_texts import ChatMessage, PromptTexts
-from tercet.router.request_traces import RequestTraces
 from tercet.router.router_app import RouterApp
-from tercet.router.service import Service
-from tercet.router.service_programs import ServicePrograms
+from tercet.router.serve.service import Service
+from tercet.router.serve.service_programs import ServicePrograms
 from tercet.router.small_openai import small_app
 from tercet.settings import RouterSettings
 from tercet.wire.serving.bounded_connection import BoundedProtocol

@@ -24,7 +24,7 @@ from tercet.lab.planning.policies import load_policy
 from tercet.lab.planning.virtual_planner import VirtualPlanner
 from tercet.lab.sim import EngineOptions, SimEngine, load_profile, options_from
 from tercet.protocol import BadRequest
-from tercet.router.service import Service
+from tercet.router.serve.service import Service
 
 if TYPE_CHECKING:
     from tercet.lab.bench.simulated.simulation import Simulation

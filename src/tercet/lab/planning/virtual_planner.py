@@ -19,7 +19,7 @@ from tercet.lab.bench.simulated.moving_fleet import MoveCounts
 from tercet.lab.bench.simulated.planned_run import FleetSample, PlannedChange, PlannedRun
 from tercet.lab.sim import SimEngine
 from tercet.protocol import Role
-from tercet.router.service import Service
+from tercet.router.serve.service import Service
 from tercet.settings.planner_settings import PlannerSettings
 from tercet.settings.role_settings import Objectives
 

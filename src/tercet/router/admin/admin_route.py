@@ -12,8 +12,8 @@ from fastapi.routing import APIRoute
 from tercet.fleet import EngineFleet
 from tercet.protocol import Forbidden, TercetError
 from tercet.protocol.headers import BEHIND_HEADER
-from tercet.router.named_files import NamedFiles
-from tercet.router.shared_state import SharedState
+from tercet.router.serve.named_files import NamedFiles
+from tercet.router.state.shared_state import SharedState
 from tercet.wire.serving.admin_access import ADMITTED
 
 MOST_DIGITS = 18

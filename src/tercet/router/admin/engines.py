@@ -12,8 +12,8 @@ from tercet.fleet import Member
 from tercet.protocol import Role
 from tercet.protocol.wire import decode_call
 from tercet.router.admin.admin_route import AdminRoute, asked_by, fleet_of, json_answer, shared_of
-from tercet.router.fleet_state import FleetState
-from tercet.router.shared_state import SharedState
+from tercet.router.state.fleet_state import FleetState
+from tercet.router.state.shared_state import SharedState
 from tercet.settings import EngineAddress
 
 routes = APIRouter(route_class=AdminRoute)

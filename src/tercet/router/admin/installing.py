@@ -26,8 +26,8 @@ from tercet.router.admin import (
 )
 from tercet.router.admin.adapters import vllms
 from tercet.router.admin.admin_route import AdminRoute, json_answer
-from tercet.router.named_files import NamedFiles
-from tercet.router.shared_state import SharedState
+from tercet.router.serve.named_files import NamedFiles
+from tercet.router.state.shared_state import SharedState
 
 router = APIRouter(prefix=API_PREFIX, tags=["tercet"], route_class=AdminRoute)
 SUBJECTS = (status, programs, scheduling, sequences, traces, adapters, engines, members, roles, traffic, planners)

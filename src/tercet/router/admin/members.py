@@ -6,8 +6,8 @@ from fastapi import APIRouter, Request, Response
 
 from tercet.protocol.call_proofs import require_digest
 from tercet.protocol.wire import MEMBERS, JoinCall, decode_call
-from tercet.router import joined_members
 from tercet.router.admin.admin_route import AdminRoute, json_answer, shared_of
+from tercet.router.state import joined_members
 from tercet.wire.serving.admin_access import PROVED
 
 routes = APIRouter(route_class=AdminRoute)

@@ -9,9 +9,9 @@ from fastapi import APIRouter, Request, Response
 
 from tercet.protocol.wire import decode_call
 from tercet.router.admin.admin_route import AdminRoute, asked_by, files_of, json_answer, shared_of
-from tercet.router.metrics import Metrics
-from tercet.router.routing import Plan, Version
-from tercet.router.service import Service
+from tercet.router.observe.metrics import Metrics
+from tercet.router.serve.routing import Plan, Version
+from tercet.router.serve.service import Service
 
 routes = APIRouter(route_class=AdminRoute)
 
@@ -24,7 +24,7 @@ async def program(request: Request) -> Response:
 
 @routes.put("/program")
 async def set_program(request: Request) -> Response:
-    """Set the programs that serve requests from now on; the body is a :class:`~tercet.router.routing.Plan`."""
+    """Set the programs that serve requests from now on; the body is a :class:`~tercet.router.serve.routing.Plan`."""
     shared = shared_of(request)
     plan = decode_call(await request.body(), Plan)
     behind = await shared.use_program(plan, asked_by(request), load_arm=files_of(request).load_arm)

@@ -8,7 +8,7 @@ import msgspec
 from fastapi import APIRouter, Request, Response
 
 from tercet.router.admin.admin_route import AdminRoute, json_answer, shared_of
-from tercet.router.shared_state import SharedState
+from tercet.router.state.shared_state import SharedState
 from tercet.settings.role_settings import DEFAULT_CLASS, ObjectiveClass, Objectives
 
 routes = APIRouter(route_class=AdminRoute)

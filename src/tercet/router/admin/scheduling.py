@@ -10,8 +10,8 @@ from fastapi import APIRouter, Request, Response
 from tercet.protocol.names import require_text
 from tercet.protocol.wire import decode_call
 from tercet.router.admin.admin_route import AdminRoute, asked_by, files_of, json_answer, shared_of
-from tercet.router.routing import Source
-from tercet.router.shared_state import SharedState
+from tercet.router.serve.routing import Source
+from tercet.router.state.shared_state import SharedState
 
 routes = APIRouter(route_class=AdminRoute)
 

@@ -16,8 +16,8 @@ from tercet.protocol import BadRequest, UnknownSequence
 from tercet.protocol.multimodal import MultiModalFeatures
 from tercet.protocol.wire import MoveCall, Salt, decode_call
 from tercet.router.admin.admin_route import AdminRoute, fleet_of, json_answer, shared_of, whole_number
-from tercet.router.moves import MoveRecord
-from tercet.router.proposals import pass_on
+from tercet.router.serve.moves import MoveRecord
+from tercet.router.serve.proposals import pass_on
 
 routes = APIRouter(route_class=AdminRoute)
 

@@ -7,7 +7,7 @@ from fastapi import APIRouter, Request, Response
 
 from tercet.protocol import BadRequest, UnknownSequence
 from tercet.router.admin.admin_route import AdminRoute, json_answer, shared_of, whole_number
-from tercet.router.shared_traces import MOST_LISTED, TraceQuestion
+from tercet.router.observe.shared_traces import MOST_LISTED, TraceQuestion
 
 # Number of traces in a list if the request gives none.
 USUAL = 20

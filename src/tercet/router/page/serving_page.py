@@ -14,8 +14,8 @@ from tercet.router.page.page_app import PageApp
 from tercet.router.page.records import About
 from tercet.router.page.viewers import Viewers
 from tercet.router.page.watch import FleetWatch, about_service
-from tercet.router.shared_state import SharedState
-from tercet.router.shutdown import Shutdown
+from tercet.router.serve.shutdown import Shutdown
+from tercet.router.state.shared_state import SharedState
 from tercet.wire.serving.router_keys import RouterKeys
 
 

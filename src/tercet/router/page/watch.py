@@ -12,13 +12,13 @@ from typing import Any
 
 from tercet.fleet import RunningSequence, Trace
 from tercet.protocol import UnknownSequence
-from tercet.router.moves import MoveRecord
 from tercet.router.page.engine_rows import EngineRows, FirstTokenTimes, LoadSource
 from tercet.router.page.lanes import LONGEST_WORDS, Lanes, in_ms
 from tercet.router.page.program_counts import ProgramCounts
 from tercet.router.page.records import About, EngineTTFT, FleetPoint, Frame, MoveShown, ShareShown
-from tercet.router.sequence_observers import Outcome
-from tercet.router.service import Service
+from tercet.router.serve.moves import MoveRecord
+from tercet.router.serve.sequence_observers import Outcome
+from tercet.router.serve.service import Service
 
 POINTS_KEPT = 600
 """Number of points of the charts that a new viewer gets."""

@@ -27,7 +27,7 @@ from tercet.lab.chaos.invariants import (
 )
 from tercet.lab.chaos.real_arena import is_owned
 from tercet.protocol import SequenceReport
-from tercet.router.moves import MoveRecord
+from tercet.router.serve.moves import MoveRecord
 
 CALM: dict[int, tuple[Piece, ...]] = {0: (1, 2, 3, 4, 5, 6, 7, 8)}
 

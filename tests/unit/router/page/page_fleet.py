@@ -29,14 +29,14 @@ from tercet.fleet.membership import Membership
 from tercet.lab.sim import EngineOptions, Network, SimEngine, load_profile
 from tercet.protocol import Request, Role, TercetError
 from tercet.router import admin
-from tercet.router.admin_server import QuietServer
-from tercet.router.fleet_state import FleetState, ProgramInUse
-from tercet.router.metrics import Metrics
+from tercet.router.admin.admin_server import QuietServer
+from tercet.router.observe.metrics import Metrics
 from tercet.router.page.serving_page import with_page
 from tercet.router.router_app import RouterApp
-from tercet.router.service import Service
-from tercet.router.shared_state import SharedState
-from tercet.router.shutdown import Shutdown
+from tercet.router.serve.service import Service
+from tercet.router.serve.shutdown import Shutdown
+from tercet.router.state.fleet_state import FleetState, ProgramInUse
+from tercet.router.state.shared_state import SharedState
 from tercet.settings import EngineAddress, Limits, RouterSettings
 from tercet.wire.client import Admit
 from tercet.wire.serving.bounded_connection import BoundedProtocol

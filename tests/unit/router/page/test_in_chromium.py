@@ -12,7 +12,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from tercet.decisions.planning.planner_report import PlannerReport, ReportedPlan
 from tercet.lab.bench.simulated import Simulation, SyntheticWorkload
-from tercet.router.metrics import Metrics
+from tercet.router.observe.metrics import Metrics
 from tercet.router.page.recorded_page import RecordedPage
 
 from .chromium import COMMAND, MISSING, Tab, chromium

@@ -11,6 +11,8 @@ import msgspec
 import pytest
 from msgspec.structs import replace
 
+from tercet.router.observe.request_traces import RequestTraces
+from tercet.router.observe.shared_traces import SharedTraces
 from tercet.router.page.engine_rows import ReportedLoads
 from tercet.router.page.other_workers import APART, OtherWorkers, added, numbered
 from tercet.router.page.records import (
@@ -26,8 +28,6 @@ from tercet.router.page.records import (
 )
 from tercet.router.page.viewers import Viewers
 from tercet.router.page.watch import FleetWatch, about_service
-from tercet.router.request_traces import RequestTraces
-from tercet.router.shared_traces import SharedTraces
 
 from ..conftest import LiveRouter
 

@@ -18,7 +18,7 @@ from tercet.router.page.page_files import FOLDER, POLICY, SAFETY, page_files
 from tercet.router.page.recorded_page import RecordedPage
 from tercet.router.page.records import Frame
 from tercet.router.page.serving_page import with_page
-from tercet.router.shutdown import Shutdown
+from tercet.router.serve.shutdown import Shutdown
 from tercet.settings import RouterSettings
 from tercet.wire.serving.admin_access import AT_ADMIN
 from tercet.wire.serving.router_keys import RouterKeys

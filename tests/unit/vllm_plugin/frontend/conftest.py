@@ -22,10 +22,10 @@ from tercet.fleet.admission import Gate
 from tercet.fleet.membership import Membership
 from tercet.protocol import BadRequest, Output, OutputStream, Request, TokenLogprob
 from tercet.router import admin
-from tercet.router.metrics import Metrics
+from tercet.router.observe.metrics import Metrics
 from tercet.router.router_app import RouterApp
-from tercet.router.service import Service
-from tercet.router.service_programs import ServicePrograms
+from tercet.router.serve.service import Service
+from tercet.router.serve.service_programs import ServicePrograms
 from tercet.settings import Limits
 from tests.longest_wait import LONGEST_WAIT_S
 from tests.own_metrics import own_metrics

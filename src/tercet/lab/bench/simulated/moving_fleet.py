@@ -16,11 +16,11 @@ from tercet.fleet import Trace
 from tercet.lab.bench.simulated.request_classes import weights_of
 from tercet.lab.bench.simulated.virtual_roles import VirtualRoles
 from tercet.lab.sim import SimEngine
-from tercet.router.moves import MoveRecord
-from tercet.router.rescheduler import OwnSequences, Rescheduler
-from tercet.router.roles import with_roles_followed
-from tercet.router.service import Service
-from tercet.router.sessions import MoveEnd, PinEnd, Ran, Sessions
+from tercet.router.serve.moves import MoveRecord
+from tercet.router.serve.rescheduler import OwnSequences, Rescheduler
+from tercet.router.serve.service import Service
+from tercet.router.serve.sessions import MoveEnd, PinEnd, Ran, Sessions
+from tercet.router.state.roles import with_roles_followed
 from tercet.settings import MoveSettings, RescheduleSettings, Settings
 from tercet.settings.declaration import Setting
 from tercet.settings.planner_settings import NO_PLANNER, PlannedBy, PlannerSettings, require_planner

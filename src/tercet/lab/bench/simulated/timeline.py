@@ -14,7 +14,7 @@ from tercet.fleet import Member
 from tercet.lab.sim import SimEngine
 from tercet.router.page.records import Frame, halved
 from tercet.router.page.watch import FleetWatch, about_service
-from tercet.router.service import Service
+from tercet.router.serve.service import Service
 
 MOST_FRAMES, FEWEST_FRAMES, MOST_ROWS = 600, 60, 300_000
 """Limits of the frames that are kept, and of the rows of engines in them; larger fleets get fewer frames."""

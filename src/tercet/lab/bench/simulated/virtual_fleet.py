@@ -16,7 +16,7 @@ from tercet.lab.bench.simulated.scenario import Fault, FleetSpec, members_of
 from tercet.lab.sim import EngineOptions, Host, Network, Profile, SimEngine, load_profile, options_from
 from tercet.programs import Program, name_of
 from tercet.protocol import BadRequest, LayoutMismatch
-from tercet.router.service import Service
+from tercet.router.serve.service import Service
 from tercet.settings import RetryBudget, RouterSettings
 
 RETRIES = RetryBudget()

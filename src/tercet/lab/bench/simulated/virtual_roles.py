@@ -10,8 +10,8 @@ import msgspec
 
 from tercet.decisions.roles import RoleFlip
 from tercet.lab.sim import SimEngine
-from tercet.router.roles import INTERVAL_S, FleetRoles, seen_for_roles
-from tercet.router.service import Service
+from tercet.router.serve.service import Service
+from tercet.router.state.roles import INTERVAL_S, FleetRoles, seen_for_roles
 from tercet.settings.role_settings import Objectives
 
 

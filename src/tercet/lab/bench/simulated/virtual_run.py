@@ -26,8 +26,8 @@ from tercet.lab.bench.simulated.virtual_fleet import VirtualFleet, build_fleet, 
 from tercet.lab.sim import EngineOptions, SimEngine, run_virtual
 from tercet.programs import Program
 from tercet.protocol import Output, ProgramFailed, Request, TercetError
-from tercet.router.attempts import ProgramFault
-from tercet.router.service import Service
+from tercet.router.serve.attempts import ProgramFault
+from tercet.router.serve.service import Service
 
 MOVING = MovingSettings()
 

@@ -18,10 +18,10 @@ from tercet.decisions.roles import RoleFlip
 from tercet.fleet.policy_views import PrefillLine
 from tercet.protocol import EngineError, TercetError
 from tercet.protocol.wire import UNREADABLE
-from tercet.router.fleet_state import FleetState
-from tercet.router.roles import INTERVAL_S, FleetRoles, seen_for_roles
-from tercet.router.shared_state import SharedState
-from tercet.router.state_store import name_of_this_process
+from tercet.router.state.fleet_state import FleetState
+from tercet.router.state.roles import INTERVAL_S, FleetRoles, seen_for_roles
+from tercet.router.state.shared_state import SharedState
+from tercet.router.state.state_store import name_of_this_process
 from tercet.settings.role_settings import Objectives
 
 logger = logging.getLogger("tercet.router")

@@ -15,7 +15,7 @@ import msgspec
 
 from tercet.protocol import EngineError
 from tercet.protocol.wire import UNREADABLE
-from tercet.router.state_configmap import ConfigMapStore, Json
+from tercet.router.state.state_configmap import ConfigMapStore, Json
 
 PROCESS = "tercet.cluster.on_ray.kept_objects_process"
 NAMESPACE = "ray"
@@ -42,7 +42,7 @@ class HeadAccess:
             self._running()
 
     def ask(self, method: str, path: str, body: Json | None) -> tuple[int, Json]:
-        """Call the head; the arguments and errors are those of :func:`tercet.router.state_configmap.asking`."""
+        """Call the head; the arguments and errors are those of :func:`tercet.router.state.state_configmap.asking`."""
         with self._lock:
             try:
                 return self._asked(msgspec.json.encode((method, path, body)) + b"\n")

@@ -5,12 +5,12 @@ from __future__ import annotations
 from prometheus_client import Counter, Gauge, Histogram
 
 from tercet.decisions.sessions import Pause
-from tercet.router.sessions import MoveEnd, PinEnd, Ran
+from tercet.router.serve.sessions import MoveEnd, PinEnd, Ran
 from tercet.wire.metric_buckets import SECONDS
 
 
 class SessionCounters:
-    """Counters of the sessions of one router process; see :class:`~tercet.router.sessions.SessionMetrics`."""
+    """Counters of the sessions of one router process; see :class:`~tercet.router.serve.sessions.SessionMetrics`."""
 
     def __init__(self) -> None:
         self._sessions = Gauge("tercet_sessions", "Sessions that the router remembers.", multiprocess_mode="livesum")

@@ -21,8 +21,8 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from tercet.fleet import EngineFleet
 from tercet.fleet.engine_gauges import EngineCollector
-from tercet.router.exemplars import WORKERS_VARIABLE, Bucket, KeptExemplar, by_bucket, with_exemplar
-from tercet.router.metrics import OTHER_ENGINES
+from tercet.router.observe.exemplars import WORKERS_VARIABLE, Bucket, KeptExemplar, by_bucket, with_exemplar
+from tercet.router.observe.metrics import OTHER_ENGINES
 
 METRICS = "/metrics"
 OPENMETRICS = "application/openmetrics-text"

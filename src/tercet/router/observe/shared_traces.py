@@ -20,8 +20,8 @@ import msgspec
 from tercet.protocol import TercetError
 from tercet.protocol.client_names import kept_name
 from tercet.protocol.wire import UNREADABLE
-from tercet.router.exemplars import WORKERS_VARIABLE, Exemplars, KeptExemplar
-from tercet.router.request_traces import RequestTrace, RequestTraces
+from tercet.router.observe.exemplars import WORKERS_VARIABLE, Exemplars, KeptExemplar
+from tercet.router.observe.request_traces import RequestTrace, RequestTraces
 
 T = TypeVar("T")
 logger = logging.getLogger("tercet.router")

@@ -18,8 +18,8 @@ import msgspec
 from tercet.fleet.discovery.kubernetes_api import ApiAccess
 from tercet.protocol import BadRequest, EngineError
 from tercet.protocol.wire import UNREADABLE
-from tercet.router.lease_claim import LEASE_SECONDS, LeaseClaim, LeaseRecord
-from tercet.router.state_store import SharedTurn, Stored, name_of_this_process
+from tercet.router.state.lease_claim import LEASE_SECONDS, LeaseClaim, LeaseRecord
+from tercet.router.state.state_store import SharedTurn, Stored, name_of_this_process
 
 KEY = "state.json"
 MOST_BYTES = 900 * 1024
@@ -106,7 +106,7 @@ class ConfigMapStore:
         return self._noted(Stored(None if content is None else str(content).encode(), version_of(found)))
 
     def store(self, content: bytes, since: object) -> bool:
-        """Replace the content; see :meth:`~tercet.router.state_store.StateStore.store`."""
+        """Replace the content; see :meth:`~tercet.router.state.state_store.StateStore.store`."""
         if len(content) > MOST_BYTES:
             raise BadRequest(
                 f"state: has {len(content)} bytes, and {self.name} may have {MOST_BYTES}; remove engines, or use "

@@ -18,7 +18,7 @@ from tercet.protocol import TercetError, Unauthorized
 from tercet.protocol.client_names import kept_name
 from tercet.protocol.spans import SpanContext
 from tercet.protocol.trace import PickEvent, TraceEvent
-from tercet.router.moves import MoveRecord
+from tercet.router.serve.moves import MoveRecord
 from tercet.wire.serving.request_context import RequestContext
 
 KEPT = 1000

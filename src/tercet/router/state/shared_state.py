@@ -17,32 +17,32 @@ from tercet.aio.file_thread import BOUND_SECONDS, FileThread
 from tercet.fleet.membership import Membership
 from tercet.fleet.served_model import ServedModel
 from tercet.protocol import AdapterReport, BadRequest, EngineError, EngineUnreachable, TercetError
-from tercet.router.adapter_changes import AdapterChanges
-from tercet.router.fleet_state import FleetState, StateFile
-from tercet.router.followers import FollowerReport, Followers
-from tercet.router.loaded_code import (
+from tercet.router.observe.metrics import Metrics
+from tercet.router.observe.request_traces import RequestTraces
+from tercet.router.observe.shared_traces import SharedTraces
+from tercet.router.serve.named_files import load_anywhere
+from tercet.router.serve.recovery import POLL_INTERVAL_S
+from tercet.router.serve.routing import Plan
+from tercet.router.serve.service import LoadArm, Service
+from tercet.router.serve.shutdown import Shutdown
+from tercet.router.state.adapter_changes import AdapterChanges
+from tercet.router.state.fleet_state import FleetState, StateFile
+from tercet.router.state.followers import FollowerReport, Followers
+from tercet.router.state.loaded_code import (
     LoadedCode,
     LoadScheduling,
     load_scheduling_file,
     number_at_start,
     scheduling_anywhere,
 )
-from tercet.router.metrics import Metrics
-from tercet.router.named_files import load_anywhere
-from tercet.router.planner_reports import PlannerReports
-from tercet.router.process_reports import ProcessReports
-from tercet.router.recovery import POLL_INTERVAL_S
-from tercet.router.request_traces import RequestTraces
-from tercet.router.routing import Plan
-from tercet.router.service import LoadArm, Service
-from tercet.router.shared_traces import SharedTraces
-from tercet.router.shutdown import Shutdown
-from tercet.router.state_changes import ASKED, because, changes_with_reasons
-from tercet.router.state_store import LOCK_SECONDS, SharedTurn, StateStore
+from tercet.router.state.planner_reports import PlannerReports
+from tercet.router.state.process_reports import ProcessReports
+from tercet.router.state.state_changes import ASKED, because, changes_with_reasons
+from tercet.router.state.state_store import LOCK_SECONDS, SharedTurn, StateStore
 from tercet.settings import EngineAddress, log_events
 
 if TYPE_CHECKING:
-    from tercet.router.role_keeper import RoleKeeper
+    from tercet.router.state.role_keeper import RoleKeeper
 
 logger = logging.getLogger("tercet.router")
 T = TypeVar("T")

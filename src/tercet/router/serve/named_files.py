@@ -11,7 +11,7 @@ from tercet.decisions.scheduling import Scheduling, load_scheduling
 from tercet.decisions.scheduling.registry import user_file
 from tercet.programs import BUILT_IN, Program, load_program
 from tercet.protocol import BadRequest, Forbidden, TercetError
-from tercet.router.routing import Arm
+from tercet.router.serve.routing import Arm
 
 logger = logging.getLogger("tercet.router")
 T = TypeVar("T")

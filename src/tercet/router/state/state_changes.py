@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 import msgspec
 
 from tercet.fleet.member_state import Change, member_changes
-from tercet.router.fleet_state import FleetState, MadeChange, ProgramInUse
+from tercet.router.state.fleet_state import FleetState, MadeChange, ProgramInUse
 from tercet.settings import log_events as events
 
 REMEMBERED = 32

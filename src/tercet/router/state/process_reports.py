@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING
 
 from tercet.fleet.policy_views import prefill_line
 from tercet.protocol import EngineError, TercetError
-from tercet.router.followers import EngineReport, FollowerReport, Followers
-from tercet.router.recovery import POLL_INTERVAL_S
-from tercet.router.shutdown import Shutdown
+from tercet.router.serve.recovery import POLL_INTERVAL_S
+from tercet.router.serve.shutdown import Shutdown
+from tercet.router.state.followers import EngineReport, FollowerReport, Followers
 from tercet.settings import log_events
 
 if TYPE_CHECKING:
-    from tercet.router.shared_state import SharedState
+    from tercet.router.state.shared_state import SharedState
 
 logger = logging.getLogger("tercet.router")
 FOLLOW_SECONDS = 30.0
@@ -25,7 +25,7 @@ FOLLOW_SECONDS = 30.0
 class ProcessReports:
     """The reports of all processes that follow ``shared``, which ``followers`` reads and writes.
 
-    ``serving`` and ``failure`` are part of this process's report; see :class:`~tercet.router.followers.FollowerReport`.
+    ``serving`` and ``failure`` are part of this process's report; see :class:`~.followers.FollowerReport`.
     """
 
     def __init__(self, shared: SharedState, followers: Followers, shutdown: Shutdown) -> None:

@@ -33,13 +33,13 @@ from tercet.protocol.seq_ids import sequence_id
 from tercet.protocol.spans import SpanContext, current_span, working_in
 from tercet.protocol.trace import FALLBACK, RETRY, TraceEvent
 from tercet.protocol.wire import LEAST_PRIORITY, LONGEST_SALT, MOST_PRIORITY
-from tercet.router.attempts import ONE_ENGINE, Attempts, BrokenOff, ProgramFault, is_fallback, one_engine
-from tercet.router.moves import MoveMetrics, Moves
-from tercet.router.named_files import load_anywhere
-from tercet.router.proposals import Proposals
-from tercet.router.recovery import Recovery
-from tercet.router.routing import Arm, Chosen, Plan, Routing, Version
-from tercet.router.sequence_observers import ObservedSequence, SequenceObservers
+from tercet.router.serve.attempts import ONE_ENGINE, Attempts, BrokenOff, ProgramFault, is_fallback, one_engine
+from tercet.router.serve.moves import MoveMetrics, Moves
+from tercet.router.serve.named_files import load_anywhere
+from tercet.router.serve.proposals import Proposals
+from tercet.router.serve.recovery import Recovery
+from tercet.router.serve.routing import Arm, Chosen, Plan, Routing, Version
+from tercet.router.serve.sequence_observers import ObservedSequence, SequenceObservers
 from tercet.settings import MoveSettings, RetryBudget, log_events
 from tercet.settings.role_settings import Objectives
 

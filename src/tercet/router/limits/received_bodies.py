@@ -17,7 +17,7 @@ from tercet.protocol.body_forms import announces_body, forms_of, labelled
 from tercet.protocol.client_names import kept_name
 from tercet.protocol.headers import SESSION_FINAL_HEADER
 from tercet.protocol.json_text import in_utf8, read_json
-from tercet.router.body_items import require_few_items, require_readable, require_small_structures
+from tercet.router.limits.body_items import require_few_items, require_readable, require_small_structures
 from tercet.wire.serving.request_body import read_whole
 from tercet.wire.serving.request_context import Asked, RequestContext
 

@@ -12,10 +12,10 @@ from tercet.decisions.scheduling import Scheduling, load_scheduling
 from tercet.decisions.scheduling.registry import user_file
 from tercet.programs import Program
 from tercet.protocol import TercetError
-from tercet.router.fleet_state import FleetState, ProgramInUse
-from tercet.router.metrics import Metrics
-from tercet.router.routing import Plan
-from tercet.router.service import Service
+from tercet.router.observe.metrics import Metrics
+from tercet.router.serve.routing import Plan
+from tercet.router.serve.service import Service
+from tercet.router.state.fleet_state import FleetState, ProgramInUse
 from tercet.settings import log_events
 
 logger = logging.getLogger("tercet.router")

@@ -8,8 +8,8 @@ from pathlib import Path
 
 from tercet.aio.whole_files import stamp_of
 from tercet.protocol import TercetError
-from tercet.router.routing import Plan
-from tercet.router.shared_state import SharedState
+from tercet.router.serve.routing import Plan
+from tercet.router.state.shared_state import SharedState
 from tercet.settings.log_events import RELOAD_REFUSED
 
 EVERY_SECONDS = 0.3

@@ -19,8 +19,8 @@ from tercet.fleet.member_state import MemberState
 from tercet.fleet.membership import Membership
 from tercet.protocol import EngineUnreachable, Role, TercetError
 from tercet.protocol.wire import UNREADABLE
-from tercet.router.reported_sequences import ReportedSequences
-from tercet.router.rescheduler import Rescheduler
+from tercet.router.serve.reported_sequences import ReportedSequences
+from tercet.router.serve.rescheduler import Rescheduler
 from tercet.settings import EngineAddress, ReschedulerConfig
 from tercet.settings.key_files import KeyFile
 from tercet.settings.log_lines import log_to_stderr

@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING
 from tercet.fleet import EngineFleet
 from tercet.fleet.membership import Membership
 from tercet.protocol import UnknownAdapter
-from tercet.router.fleet_adapters import load_everywhere, replace_everywhere, unload_everywhere
-from tercet.router.fleet_state import AdapterState
-from tercet.router.state_changes import ASKED
+from tercet.router.state.fleet_adapters import load_everywhere, replace_everywhere, unload_everywhere
+from tercet.router.state.fleet_state import AdapterState
+from tercet.router.state.state_changes import ASKED
 
 if TYPE_CHECKING:
-    from tercet.router.shared_state import SharedState
+    from tercet.router.state.shared_state import SharedState
 
 
 class AdapterChanges:

@@ -8,7 +8,7 @@ from contextlib import aclosing
 
 from tercet.fleet.discovery import Discovery, roles_of
 from tercet.protocol import Role, TercetError
-from tercet.router.shared_state import SharedState
+from tercet.router.state.shared_state import SharedState
 
 logger = logging.getLogger("tercet.router")
 RETRY_DELAY_S = 1.0

@@ -7,7 +7,7 @@ from typing import Any
 
 from tercet.protocol.spans import Span, SpanContext, new_span_id
 from tercet.protocol.trace import FALLBACK, RETRY, PickEvent, TraceEvent
-from tercet.router.request_traces import RUNNING, SERVED, RequestTrace, SequenceTrace
+from tercet.router.observe.request_traces import RUNNING, SERVED, RequestTrace, SequenceTrace
 
 NANOSECONDS = 1_000_000_000
 # Shortest wait (seconds) for admission that gets a span: most requests are admitted at once, and a span costs 50 us.

@@ -12,8 +12,8 @@ from tercet.protocol.client_names import kept_name
 from tercet.protocol.headers import REQUEST_ID_HEADER
 from tercet.protocol.openai_routes import GENERATING
 from tercet.protocol.spans import entered, span_context_of, working_in
-from tercet.router.request_spans import request_attributes
-from tercet.router.request_traces import FollowedRequest, RequestTraces
+from tercet.router.observe.request_spans import request_attributes
+from tercet.router.observe.request_traces import FollowedRequest, RequestTraces
 from tercet.settings.log_lines import lines_of_request, request_id, request_renamed
 from tercet.wire.serving.request_context import RequestContext
 

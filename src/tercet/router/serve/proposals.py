@@ -13,7 +13,7 @@ from typing import Protocol, runtime_checkable
 from tercet.aio import TaskSet
 from tercet.fleet import EngineFleet, RunningSequences
 from tercet.protocol import Conflict, MoveProposal, TercetError, UnknownSequence
-from tercet.router.moves import Moves
+from tercet.router.serve.moves import Moves
 from tercet.settings.log_events import MOVE
 
 logger = logging.getLogger("tercet.router")

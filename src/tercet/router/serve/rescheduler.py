@@ -1,7 +1,7 @@
 """The rescheduler, which polls the fleet at intervals and begins the moves that policies propose, within limits.
 
 Sequences come from one of two sources: :class:`OwnSequences` are those of this router process, which moves them;
-:class:`~tercet.router.reported_sequences.ReportedSequences` are those that engines report, for all routers of a fleet.
+:class:`~.reported_sequences.ReportedSequences` are those that engines report, for all routers of a fleet.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from tercet.decisions.migration import (
 )
 from tercet.fleet import EngineFleet, RunningSequence, RunningSequences
 from tercet.fleet.policy_views import is_stale, loaded_engines
-from tercet.router.moves import Moves
+from tercet.router.serve.moves import Moves
 from tercet.settings import RescheduleSettings
 
 Views = Mapping[str, Sequence[SequenceView]]

@@ -15,7 +15,7 @@ from tercet.decisions.migration import CountedMove, MovesUnderWay, SequenceView,
 from tercet.fleet import EngineFleet
 from tercet.fleet.policy_views import counted_move
 from tercet.protocol import NoSpace, SequenceReport, TercetError
-from tercet.router.rescheduler import Views
+from tercet.router.serve.rescheduler import Views
 from tercet.settings import MoveSettings
 
 logger = logging.getLogger("tercet.rescheduler")
@@ -42,7 +42,7 @@ Place = tuple[str, str]
 class ReportedSequences:
     """The sequences that ``engines`` (by name) report; a move is a proposal to the router that runs the sequence.
 
-    It implements :class:`~tercet.router.rescheduler.SequenceSource`. Routers empty drained engines themselves. An
+    It implements :class:`~tercet.router.serve.rescheduler.SequenceSource`. Routers empty drained engines themselves. An
     engine that does not answer within ``stale_after_s`` seconds is left out.
     """
 
@@ -80,13 +80,13 @@ class ReportedSequences:
         return bool(report.router) and report.age >= SETTLED_SECONDS and (engine, report.seq_id) not in self._leaving
 
     def refusal(self, wanted: Wanted) -> str | None:
-        """Return why a move may not begin now, or None; see :class:`~tercet.router.rescheduler.SequenceSource`."""
+        """Return why a move may not begin now, or None; see :class:`~.rescheduler.SequenceSource`."""
         if wanted.source not in self._engines:
             return f"{wanted.source} has left the fleet"
         return self.under_way.refusal(self._counted(wanted))
 
     def move(self, wanted: Wanted) -> Coroutine[Any, Any, object]:
-        """Propose a move to its router; see :class:`~tercet.router.rescheduler.SequenceSource`."""
+        """Propose a move to its router; see :class:`~.rescheduler.SequenceSource`."""
         return self._propose(wanted, self._counted(wanted))
 
     def held_back(self, moves: int) -> None:

@@ -9,8 +9,8 @@ from http import HTTPStatus
 from tercet.fleet import RunningSequence, Trace
 from tercet.protocol import BadRequest, ProgramFailed, Request, TercetError, Usage
 from tercet.protocol.seq_ids import sequence_id
-from tercet.router.metrics import Metrics
-from tercet.router.service import Service, SessionTurns
+from tercet.router.observe.metrics import Metrics
+from tercet.router.serve.service import Service, SessionTurns
 from tercet.settings.log_events import REQUEST_FAILED
 from tercet.wire.serving.request_context import RequestContext
 

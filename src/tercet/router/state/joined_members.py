@@ -9,7 +9,7 @@ from collections.abc import Callable
 from tercet.fleet.member_state import JOINED
 from tercet.protocol import TercetError, UnknownEngine
 from tercet.protocol.wire import JoinCall, Joined
-from tercet.router.shared_state import SharedState
+from tercet.router.state.shared_state import SharedState
 from tercet.settings import EngineAddress
 
 logger = logging.getLogger("tercet.router")

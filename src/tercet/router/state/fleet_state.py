@@ -21,9 +21,9 @@ from tercet.fleet.served_model import ServedModel
 from tercet.protocol import BadRequest, Conflict, EngineError, Role, UnknownEngine
 from tercet.protocol.names import require_adapter_name, require_text
 from tercet.protocol.wire import UNREADABLE
-from tercet.router.routing import Plan
-from tercet.router.state_store import LOCK_SECONDS, RETRY_DELAY_S, FileStore, SharedTurn, StateStore, Stored
-from tercet.router.unknown_fields import known_part, unknown_names, with_unknown
+from tercet.router.serve.routing import Plan
+from tercet.router.state.state_store import LOCK_SECONDS, RETRY_DELAY_S, FileStore, SharedTurn, StateStore, Stored
+from tercet.router.state.unknown_fields import known_part, unknown_names, with_unknown
 from tercet.settings import EngineAddress, RouterConfig
 
 logger = logging.getLogger("tercet.router")
@@ -284,7 +284,7 @@ class StateFile:
         return self._store.stamp()
 
     def turn(self, what: str) -> SharedTurn:
-        """Return a lock for one task of all processes; see :meth:`~tercet.router.state_store.StateStore.turn`."""
+        """Return a lock for one task of all processes; see :meth:`~tercet.router.state.state_store.StateStore.turn`."""
         return self._store.turn(what)
 
     def read(self, known: FleetState | None = None) -> FleetState | None:

@@ -1,0 +1,1 @@
+"""The state that all processes of a router share: its stores, its followers, members, roles and adapters."""
