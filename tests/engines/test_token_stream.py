@@ -16,6 +16,7 @@ from tercet.fleet.membership import connecting
 from tercet.protocol import BadRequest, Engine, EngineStatus, EngineUnreachable, Output, Request
 from tercet.wire.client import HttpEngine
 from tercet.wire.streams import StreamListener
+from tests.abort import abort
 
 from .conftest import Fleet, settled
 
@@ -97,7 +98,7 @@ async def test_leaving_and_abort_reach_the_engine(fleet: Fleet, decode: HttpEngi
         await settled(decode)
         aborted = here.decode.start_generate(request_of("aborted", 31, **endless))
         outputs = [await anext(aborted)]
-        await here.decode.abort("aborted")
+        await abort(here.decode, "aborted")
         outputs += [output async for output in aborted]
         assert outputs[-1].finish_reason == "abort"
         await settled(decode)

@@ -15,6 +15,7 @@ import pytest
 from tercet.protocol import Request, UnknownAdapter
 from tercet.protocol.wire import API_PREFIX
 from tercet.wire.client import HttpEngine
+from tests.abort import abort
 from tests.fuzz.mutation import Mutator, Named
 from tests.fuzz.verb_calls import VERBS, seeds
 
@@ -42,7 +43,7 @@ async def test_an_engine_outlives_wrong_calls(decode: HttpEngine) -> None:
                 answers[f"{verb} {status}"] += 1
             made += len(case)
         for seq_id in ("s", "a", "g", "d"):
-            await decode.abort(seq_id)
+            await abort(decode, seq_id)
     print(f"{made} calls of {CALLS}: {sorted(answers.items())}")
     assert (await asyncio.wait_for(settled(decode, 90.0), 100.0)).total_blocks == before.total_blocks
     assert await alone(decode.url, prompt, max_tokens=4) == expected

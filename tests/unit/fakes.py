@@ -127,9 +127,6 @@ class FakeEngine:
         finally:
             self.running -= 1
 
-    async def abort(self, seq_id: str) -> None:
-        self.calls.append(("abort", seq_id))
-
     async def status(self) -> EngineStatus:
         raise NotImplementedError
 

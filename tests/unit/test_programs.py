@@ -11,7 +11,7 @@ import pytest
 
 from tercet.fleet import EngineFleet, Member, Trace
 from tercet.programs import BUILT_IN, Program, load_program, outputs_of
-from tercet.protocol import BadRequest, EngineUnreachable, NoSpace, Output, Request, TransferFailed
+from tercet.protocol import BadRequest, EngineUnreachable, Fleet, NoSpace, Output, Request, TransferFailed
 
 from .fakes import FakeEngine
 
@@ -26,7 +26,7 @@ def request_of(length: int = 100, **sampling: int) -> Request:
     return Request(seq_id="s", prompt=tuple(range(length)), sampling_params=sampling)
 
 
-async def tokens(program: Program, request: Request, fleet: EngineFleet) -> list[int]:
+async def tokens(program: Program, request: Request, fleet: Fleet) -> list[int]:
     return [token async for output in outputs_of(program(request, fleet)) for token in output.token_ids]
 
 

@@ -1,6 +1,6 @@
 """The fleet: its engines, their roles, their loads and their prefix caches."""
 
-from tercet.fleet.engine_fleet import EngineFleet, Member
+from tercet.fleet.engine_fleet import EngineFleet, FleetView, Member
 from tercet.fleet.knowledge import EngineObserver, FleetKnowledge
 from tercet.fleet.sequences import Retry, RunningSequence, RunningSequences
 from tercet.fleet.trace import Trace
@@ -9,6 +9,7 @@ __all__ = [
     "EngineFleet",
     "EngineObserver",
     "FleetKnowledge",
+    "FleetView",
     "Member",
     "Retry",
     "RunningSequence",

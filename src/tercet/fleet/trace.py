@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Callable, Generator, Sequence
+from collections.abc import AsyncGenerator, Generator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import TYPE_CHECKING
 
-from tercet.decisions.cost import Costs, RouteDecision
+from tercet.decisions.cost import RouteDecision
 from tercet.fleet.members import CallsInFlight, Counted, Member, until_lost
 from tercet.protocol import (
-    EngineError,
     EngineStatus,
     Output,
     OutputStream,
@@ -24,6 +23,9 @@ from tercet.protocol import (
 from tercet.protocol.spans import SpanContext, current_span, working_in
 from tercet.protocol.trace import PickEvent, TraceEvent, VerbTrace
 from tercet.settings import log_events
+
+if TYPE_CHECKING:  # engine_fleet makes traced engines
+    from tercet.fleet.engine_fleet import FleetView
 
 NEAR = 64
 """Difference in tokens that is ignored: block sizes may differ, and engines compute a prompt's last block again."""
@@ -102,61 +104,39 @@ class Trace(VerbTrace):
     failed: list[TraceEvent] = []
 
 
-class Tracing(NamedTuple):
-    """The recorders of one request's calls to engines.
-
-    ``costs`` learn from the calls. ``on_generate`` is called with each generation that begins, ``on_failure`` with the
-    name of the engine to blame and its error. ``calls_of`` returns the calls in flight of an engine by its name: a call
-    fails when its engine, or the engine that receives its KV, is lost. ``require_exchange`` raises for a sender and a
-    receiver that must not exchange KV. ``hits`` compares the cached tokens that picks predicted with those found.
-    ``began`` is the start of the sequence by the costs' clock; ``place`` is its place in a distributed trace, or None.
-    """
-
-    trace: Trace
-    costs: Costs
-    on_generate: Callable[[Generation], object]
-    on_failure: Callable[[str, TercetError], None]
-    calls_of: Callable[[str], CallsInFlight]
-    require_exchange: Callable[[str, str], None]
-    hits: PrefixHits
-    began: float
-    place: SpanContext | None
-
-
 @dataclass(slots=True)
 class StartedCall:
-    """A call of a verb in progress: the time of its start, and its place in a distributed trace.
-
-    ``caller`` is the parent of that place; None if the call has no separate place.
-    """
+    """A call of a verb in progress."""
 
     started: float
-    place: SpanContext | None = None
-    caller: SpanContext | None = None
+    span: SpanContext | None = None  # in a distributed trace
+    caller: SpanContext | None = None  # the parent of that span; None if the call has no span of its own
 
 
 class TracedEngine:
-    """An :class:`~tercet.protocol.Engine` for one request, which is ``counted`` there; it records calls in ``tracing``.
+    """An :class:`~tercet.protocol.Engine` for the request of ``view``, which is ``counted`` there.
 
-    ``predicted`` is the number of the prompt's tokens that its pick expected in its cache; None without a prediction.
+    Its calls are recorded in the view's trace, and a failed call blames an engine there. A call fails when its engine,
+    or the engine that receives its KV, is lost.
     """
 
-    def __init__(self, member: Member, counted: Counted, tracing: Tracing, predicted: int | None = None) -> None:
+    def __init__(self, member: Member, counted: Counted, view: FleetView, predicted: int | None = None) -> None:
         self._member = member
         self.engine = member.engine
         self._counted = counted
-        self.tracing = tracing
-        self.costs = tracing.costs
+        self.view = view
+        self.costs = view.fleet.costs  # learn from the calls
+        # The number of the prompt's tokens that its pick expected in its cache; None without a prediction.
         self._predicted = predicted
 
     def instead(self, member: Member) -> TracedEngine:
         """Return another engine for the same request, which counts there when that engine starts to generate."""
-        return TracedEngine(member, self._counted, self.tracing)
+        return TracedEngine(member, self._counted, self.view)
 
     def generates(self, generation: Generation) -> None:
         """Record that a generation begins here."""
         self._counted.go_to(self._member)
-        self.tracing.on_generate(generation)
+        self.view.on_generate(generation)
 
     @property
     def calls(self) -> CallsInFlight:
@@ -166,13 +146,13 @@ class TracedEngine:
     def failed(self, error: TercetError, receiver: str | None = None) -> None:
         """Report a failed call with the engine to blame, which is ``receiver`` if it did not accept the KV."""
         by_receiver = receiver if error.param == "kv_addr_info" else None
-        self.tracing.on_failure(error.blames or by_receiver or self.name, error)
+        self.view.note_failure(error.blames or by_receiver or self.name, error)
 
     @contextmanager
     def _watched(self, verb: str, receiver: str | None = None) -> Generator[StartedCall]:
         call = self.called()
         try:
-            with working_in(call.place):
+            with working_in(call.span):
                 yield call
         except TercetError as error:
             self.failed(error, receiver)
@@ -181,18 +161,18 @@ class TracedEngine:
 
     def called(self) -> StartedCall:
         """Return a call that begins now; its caller is a move if the current task makes one, else the program."""
-        started, place = self.costs.clock(), self.tracing.place
-        if place is None or not place.sampled or spans.process.sink is None:  # no span of the call: use the caller's
-            return StartedCall(started, place)
+        started, program = self.costs.clock(), self.view.span
+        if program is None or not program.sampled or spans.process.sink is None:  # no span of the call: the caller's
+            return StartedCall(started, program)
         here = current_span()
-        caller = here if here is not None and here.trace_id == place.trace_id else place
+        caller = here if here is not None and here.trace_id == program.trace_id else program
         return StartedCall(started, caller.child(), caller)
 
     def note_failed(self, event: TraceEvent, call: StartedCall, error: TercetError) -> None:
         """Add a failed call to the trace."""
         event.code, event.reason = error.code, error.message
         self._fill(event, call)
-        self.tracing.trace.failed.append(event)
+        self.view.trace.failed.append(event)
 
     @property
     def name(self) -> str:
@@ -222,12 +202,12 @@ class TracedEngine:
     ) -> Sent:
         stop = to.end if end is None else end
         receiver = to.kv_addr_info.engine
-        self.tracing.require_exchange(self.name, receiver)
+        self.view.fleet.require_exchange(self.name, receiver)
         with (
             self._watched("remote_send", receiver) as call,
             self.costs.sending(self.name, request, begin, stop) as done,
         ):
-            async with until_lost(self.calls, self.tracing.calls_of(receiver)):
+            async with until_lost(self.calls, self.view.fleet.calls_of(receiver)):
                 sent = await self.engine.remote_send(request, to, begin, end, sample)
             done(sent.usage)
         event = TraceEvent(
@@ -248,7 +228,7 @@ class TracedEngine:
 
     def start_generate(self, request: Request, begin: int = 0, output: Sequence[int] = ()) -> OutputStream:
         call = self.called()
-        with working_in(call.place):
+        with working_in(call.span):
             stream = self.engine.start_generate(request, begin, output)
         cost = self.costs.generating(self.name, request, begin, len(output))
         if cost is not None:
@@ -261,21 +241,18 @@ class TracedEngine:
         """Compare ``cached`` of the engine's first event with the prediction of its pick, within the event's tokens."""
         if self._predicted is not None:
             event.predicted, self._predicted = min(self._predicted, event.end), None
-            self.tracing.hits.found(self.name, event.predicted, event.cached)
+            self.view.fleet.hits.found(self.name, event.predicted, event.cached)
 
     def note(self, event: TraceEvent, call: StartedCall) -> None:
         """Add the event of a call that has ended."""
         self._fill(event, call)
-        self.tracing.trace.events.append(event)
+        self.view.trace.events.append(event)
 
     def _fill(self, event: TraceEvent, call: StartedCall) -> None:
         event.seconds = self.costs.clock() - call.started
-        event.at = call.started - self.tracing.began
-        if call.place is not None and call.caller is not None:
-            event.span, event.parent = call.place.span_id, call.caller.span_id
-
-    async def abort(self, seq_id: str) -> None:
-        await self.engine.abort(seq_id)
+        event.at = call.started - self.view.began
+        if call.span is not None and call.caller is not None:
+            event.span, event.parent = call.span.span_id, call.caller.span_id
 
     async def status(self) -> EngineStatus:
         return await self.engine.status()
@@ -316,9 +293,6 @@ class Generation:
         if not self.begun:
             self._begin(output.usage)
         self.tokens += output.token_ids
-        if output.finish_reason is not None and output.broken_off:
-            error = EngineError(f"{self.engine.name} ended the sequence: {output.finish_reason}")
-            self.engine.failed(error)
 
     def on_end(self, error: BaseException | None) -> None:
         self.stream = None

@@ -38,7 +38,7 @@ class Reservation(msgspec.Struct, frozen=True):
 
 
 class Engine(Protocol):
-    """One engine: three verbs, and calls that stop work."""
+    """One engine: three verbs. A cancelled call or stream ends its work on the engine."""
 
     @property
     def name(self) -> str:
@@ -83,10 +83,6 @@ class Engine(Protocol):
         ``output`` are tokens that another engine generated: they count for ``max_tokens``, penalties, ``min_tokens``,
         seeds and grammar state, and are not yielded again.
         """
-        ...
-
-    async def abort(self, seq_id: str) -> None:
-        """End all work of this engine for ``seq_id``; unknown ids are ignored."""
         ...
 
     async def status(self) -> EngineStatus:

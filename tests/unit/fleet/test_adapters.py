@@ -108,7 +108,7 @@ def test_who_lacks_the_adapter_is_not_picked(by: str) -> None:
     fleet.adapters.reported(fleet.member("z"), status_of(report("a")))
     fleet.adapters.reported(fleet.member("x"), status_of(report("a", "2"), report("b")))
     if by == "scheduled":
-        found = {fleet._picking.candidates("both", request=request("a"))[at].name for at in range(2)}
+        found = {fleet.picking.candidates("both", request=request("a"))[at].name for at in range(2)}
         assert found == {"y", "z"}
         return
     for adapter, expected in (("a", {"y", "z"}), ("b", {"x"}), (None, {"x", "y", "z"})):

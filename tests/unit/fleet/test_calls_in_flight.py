@@ -8,7 +8,7 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager
 
 import pytest
 
-from tercet.fleet import EngineFleet
+from tercet.fleet import EngineFleet, FleetView, Trace
 from tercet.fleet.engine_fleet import Member
 from tercet.fleet.members import CallsInFlight, until_lost
 from tercet.protocol import (
@@ -68,9 +68,6 @@ class Frozen:
 
         return OutputStream(produce)
 
-    async def abort(self, seq_id: str) -> None:
-        await self._for_ever()
-
     async def status(self) -> EngineStatus:
         await self._for_ever()
         raise AssertionError
@@ -80,8 +77,8 @@ def reservation(name: str) -> Reservation:
     return Reservation(KVAddrInfo("lease", name, 0, 3, "tcp", (), LAYOUT), 0)
 
 
-def fleet_of(*engines: Engine) -> EngineFleet:
-    return EngineFleet([Member(engine.name, "", "both", engine) for engine in engines]).traced(EngineFleet(())._trace)
+def view_of(*engines: Engine) -> FleetView:
+    return EngineFleet([Member(engine.name, "", "both", engine) for engine in engines]).traced(Trace())
 
 
 async def generated(engine: Engine, found: list[Output]) -> None:
@@ -100,8 +97,9 @@ async def reserved(engine: Engine) -> None:
 @pytest.mark.parametrize("verb", ["prep_recv", "run", "iterate"])
 async def test_a_call_to_a_lost_engine_fails_at_once(verb: str) -> None:
     frozen, other = Frozen("a", outputs=2), Frozen("b")
-    fleet, found = fleet_of(frozen, other), list[Output]()
-    with fleet.engine("a") as engine:
+    view, found = view_of(frozen, other), list[Output]()
+    fleet = view.fleet
+    with view.engine("a") as engine:
         calls = {"prep_recv": reserved(engine), "run": generated(engine, found), "iterate": iterated(engine, found)}
         task = asyncio.create_task(calls.pop(verb))
         for unused in calls.values():
@@ -117,13 +115,14 @@ async def test_a_call_to_a_lost_engine_fails_at_once(verb: str) -> None:
     assert len(found) == (2 if verb == "run" else 0)
     assert not len(fleet.member("a").calls)
     assert not fleet.member("a").reachable
-    assert not fleet.offers("decode")
+    assert not view.offers("decode")
 
 
 async def test_a_push_that_the_receiver_does_not_take_is_not_its_senders_failure() -> None:
     sender, receiver = Frozen("sender"), Frozen("receiver")
-    fleet = fleet_of(sender, receiver)
-    with fleet.engine("sender") as engine:
+    view = view_of(sender, receiver)
+    fleet = view.fleet
+    with view.engine("sender") as engine:
         task = asyncio.create_task(engine.remote_send(REQUEST, reservation("receiver"), 0))
         await asyncio.sleep(0)
         fleet.health.lose("receiver", "it answers, but has made no progress")
@@ -131,7 +130,7 @@ async def test_a_push_that_the_receiver_does_not_take_is_not_its_senders_failure
             await task
     assert fleet.member("sender").reachable
     assert not fleet.member("receiver").reachable
-    with fleet.pick() as picked:
+    with view.pick() as picked:
         assert picked.name == "sender"
     assert not len(fleet.member("sender").calls)
     assert not len(fleet.member("receiver").calls)

@@ -15,7 +15,7 @@ from tercet.decisions.scheduling.filters import ByLabel
 from tercet.decisions.scheduling.pickers import MaxScorePicker
 from tercet.fleet import EngineFleet, Member, Trace
 from tercet.programs import load_program, outputs_of
-from tercet.protocol import BadRequest, EngineLoad, EngineUnreachable, Request, Role, RoleUnavailable
+from tercet.protocol import BadRequest, EngineLoad, EngineUnreachable, Fleet, Request, Role, RoleUnavailable
 from tests.unit.decisions.scheduling.builders import loaded, request_of
 from tests.unit.fakes import FakeEngine
 
@@ -57,7 +57,7 @@ def prompt(first: int, length: int = 16) -> Request:
     return request_of(*range(first, first + length), seq_id=f"s{first}")
 
 
-def picked(fleet: EngineFleet, request: Request | None = None, by: str = "decode", role: Role = "both") -> str:
+def picked(fleet: Fleet, request: Request | None = None, by: str = "decode", role: Role = "both") -> str:
     with fleet.pick(role, by=by, request=request) as engine:
         return engine.name
 
@@ -241,7 +241,7 @@ async def test_built_in_programs_pick_by_profile(plan: Scheduling, name: str) ->
     tokens = [token async for output in outputs_of(program(prompt(0, 100), fleet)) for token in output.token_ids]
     assert tokens == [100, 101, 102]
     assert all(each.in_flight == each.in_flight_tokens == 0 for each in fleet.members)
-    assert fleet._picking.believed == {}  # pyright: ignore[reportPrivateUsage]
+    assert fleet.picking.believed == {}
 
 
 @pytest.mark.parametrize("steps", range(8))
@@ -258,7 +258,7 @@ async def test_cancelled_anywhere_nothing_stays_believed(plan: Scheduling, steps
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)
     assert all(each.in_flight == each.in_flight_tokens == 0 for each in fleet.members)
-    assert fleet._picking.believed == {}  # pyright: ignore[reportPrivateUsage]
+    assert fleet.picking.believed == {}
 
 
 # ---- speed ---------------------------------------------------------------------------------------------------------

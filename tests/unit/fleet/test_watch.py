@@ -6,12 +6,12 @@ import asyncio
 
 import pytest
 
-from tercet.fleet import EngineFleet, membership
+from tercet.fleet import EngineFleet, Trace, membership
 from tercet.fleet.engine_fleet import Member
 from tercet.fleet.membership import Membership
 from tercet.protocol import Engine, EngineStatus, EngineUnreachable
 from tests.longest_wait import LONGEST_WAIT_S
-from tests.unit.fleet.test_calls_in_flight import REQUEST, Frozen, fleet_of
+from tests.unit.fleet.test_calls_in_flight import REQUEST, Frozen, view_of
 
 
 class Answering(Frozen):
@@ -56,7 +56,7 @@ async def test_an_engine_that_stands_still_is_given_up_alone_and_comes_back(how:
     fleet, looking = watched(frozen, other)
     running = asyncio.create_task(looking.watch())
     await until(lambda: fleet.health.heard_within("a", 1) and fleet.health.heard_within("b", 1))
-    view = fleet.traced(EngineFleet(())._trace)
+    view = fleet.traced(Trace())
     with view.engine("a") as engine:
         asked = asyncio.create_task(engine.start_generate(REQUEST).run(lambda _: None))
         if how == "core":
@@ -89,5 +89,5 @@ async def test_who_reports_is_not_asked() -> None:
 
 
 async def test_a_view_without_a_watch_loses_nobody() -> None:
-    fleet = fleet_of(Answering("a"))
+    fleet = view_of(Answering("a")).fleet
     assert fleet.health.stand_still(0.5) == []

@@ -10,7 +10,7 @@ import pytest
 
 from tercet.fleet import EngineFleet, Member, Trace
 from tercet.programs import BUILT_IN, load_program, migrate_context, outputs_of
-from tercet.protocol import BadRequest, EngineLoad, NoSpace, Output, Request, TransferFailed, UnknownEngine
+from tercet.protocol import BadRequest, EngineLoad, Fleet, NoSpace, Output, Request, TransferFailed, UnknownEngine
 from tests.unit.fakes import FakeEngine
 
 Pair = tuple[FakeEngine, FakeEngine, EngineFleet]
@@ -26,7 +26,7 @@ def pair() -> Pair:
     return prefill, decode, EngineFleet([Member("p", "", "prefill", prefill), Member("d", "", "decode", decode)])
 
 
-async def run(name: str, fleet: EngineFleet, request: Request | None = None, **args: str) -> list[Output]:
+async def run(name: str, fleet: Fleet, request: Request | None = None, **args: str) -> list[Output]:
     return [output async for output in outputs_of(load_program(name, args)(request or request_of(), fleet))]
 
 

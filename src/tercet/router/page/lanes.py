@@ -72,7 +72,7 @@ class Lanes:
             return
         if not self._is_allowed():
             return
-        trace, ttft = generation.engine.tracing.trace, sequence.ttft
+        trace, ttft = generation.engine.view.trace, sequence.ttft
         is_first = ttft is not None and not sequence.moves and not sequence.attempt
         started = next((event for event in trace.events if event.verb == "start_generate"), None)
         lane = self._follow(sequence, trace, sequence.began if is_first else self._clock())

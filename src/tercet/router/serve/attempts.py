@@ -27,8 +27,8 @@ class BrokenOff(EngineError):
     ``begun`` has the tokens of the last output, and ``output`` its finish reason.
     """
 
-    def __init__(self, output: Output) -> None:
-        super().__init__(f"the engine ended the sequence: {output.finish_reason}")
+    def __init__(self, output: Output, engine: str) -> None:
+        super().__init__(f"{engine or 'the program'} ended the sequence: {output.finish_reason}")
         self.begun = msgspec.structs.replace(output, finish_reason=None, stop_reason=None)
         self.output = Output((), output.finish_reason, output.stop_reason)
 
@@ -77,7 +77,9 @@ class Attempts:
             self._sequence.record(output, self._clock())
             self._stream.put(output)
         elif output.broken_off:
-            self._fault = BrokenOff(output)
+            self._fault = BrokenOff(output, self._sequence.engine)
+            if self._sequence.generation is not None:
+                self._sequence.generation.engine.failed(self._fault)
             if output.token_ids:
                 self.put(self._fault.begun)
         else:

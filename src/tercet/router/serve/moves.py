@@ -174,7 +174,7 @@ class Moves:
         call = moving.engine.called()
         stages: list[Stage] = []
         try:
-            with self.metrics.move(), working_in(call.place):
+            with self.metrics.move(), working_in(call.span):
                 async with asyncio.timeout(self.settings.deadline_s), until_lost(sequence.waiting):
                     await migrate(moving, to, self.settings, stages, partial(self._share, moving.engine.name))
             sequence.moves += 1

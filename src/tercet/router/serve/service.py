@@ -15,7 +15,7 @@ import msgspec
 
 from tercet.aio import run_in_thread
 from tercet.decisions.objectives import Attainments
-from tercet.fleet import EngineFleet, Retry, RunningSequence, RunningSequences, Trace
+from tercet.fleet import EngineFleet, FleetView, Retry, RunningSequence, RunningSequences, Trace
 from tercet.fleet.policy_views import SeenRequests
 from tercet.programs import BUILT_IN, Program, load_program
 from tercet.protocol import (
@@ -308,14 +308,15 @@ class Service(Generic[M]):
         return self._recovery.next_attempt(sequence, error, tried_at)
 
     def _tell_next_attempt(
-        self, chosen: Chosen, error: BaseException, sequence: RunningSequence, fleet: EngineFleet
+        self, chosen: Chosen, error: BaseException, sequence: RunningSequence, fleet: FleetView
     ) -> TraceEvent:
         """Count and log a retry or a fallback of a sequence; return the event for its trace."""
-        engine, cause = fleet.at_fault(error)
-        code, tokens, seq_id = _code(chosen, error), len(sequence.tokens), sequence.request.seq_id
-        traced = _words(cause) if self._tells_faults or not _is_own_fault(chosen, error) else _words_to_clients(error)
+        engine, code, tokens = fleet.at_fault(error), _code(chosen, error), len(sequence.tokens)
+        traced = _words(error) if self._tells_faults or not _is_own_fault(chosen, error) else _words_to_clients(error)
         self.metrics.retried(code, sequence.answered)
-        said = {"seq_id": seq_id, "engine": engine, "code": code, "tokens": tokens, "reason": _words(cause)}
+        said = {
+            "seq_id": sequence.request.seq_id, "engine": engine, "code": code, "tokens": tokens, "reason": _words(error)
+        }  # fmt: skip
         if not is_fallback(sequence, chosen.name):
             log_events.RETRY.tell(program=ONE_ENGINE, **said)
             return TraceEvent(RETRY, engine, end=tokens, code=code, reason=f"{ONE_ENGINE} again: {traced}")

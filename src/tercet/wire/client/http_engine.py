@@ -33,7 +33,6 @@ from tercet.protocol import (
 from tercet.protocol.spans import SpanContext, current_span, working_in
 from tercet.protocol.sse import EventTooLong, read_events
 from tercet.protocol.wire import (
-    AbortCall,
     ConnectCall,
     LoadAdapterCall,
     MoveCall,
@@ -228,9 +227,6 @@ class HttpEngine:
 
     async def _connect(self, router: RouterAddress) -> None:
         await self._calls.result_of("connect", ConnectCall(router=router), dict[str, Any])
-
-    async def abort(self, seq_id: str) -> None:
-        await self._calls.result_of("abort", AbortCall(seq_id=seq_id), dict[str, Any])
 
     async def load_adapter(self, name: str, path: str) -> AdapterReport:
         """Load an adapter: see :class:`~tercet.protocol.TakesAdapters`."""

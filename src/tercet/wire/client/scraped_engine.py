@@ -135,8 +135,5 @@ class ScrapedEngine:
     def start_generate(self, request: Request, begin: int = 0, output: Sequence[int] = ()) -> OutputStream:
         raise self._without_verbs()
 
-    async def abort(self, seq_id: str) -> None:
-        raise self._without_verbs()
-
     def _without_verbs(self) -> Conflict:
         return Conflict(f"{self.name} has no verbs: it is read from /metrics, as an engine without Tercet's plugin")

@@ -24,6 +24,7 @@ from tercet.protocol.wire import API_PREFIX
 from tercet.settings.log_lines import lines_of_request
 from tercet.wire.client import HttpEngine
 from tercet.wire.streams import StreamListener
+from tests.abort import abort
 from tests.longest_wait import LONGEST_WAIT_S
 
 from .models import BLOCK, engines_of, is_empty, profile_of, request_of, tokens_of
@@ -291,7 +292,7 @@ def test_abort_and_release() -> None:
         engine = found.clients[0]
         async with aclosing(engine.start_generate(request_of("a", 50, 10_000))) as stream:
             await anext(stream)
-            await engine.abort("a")
+            await abort(engine, "a")
             reasons = [output.finish_reason async for output in stream]
         assert reasons[-1] == "abort"
         with pytest.raises(UnknownSequence):

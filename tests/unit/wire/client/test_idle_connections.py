@@ -10,6 +10,7 @@ import pytest
 
 from tercet.protocol import EngineStatus
 from tercet.wire.client import HttpEngine, engine_calls
+from tests.abort import abort
 
 IDLE_SECONDS = 0.2
 STATUS = EngineStatus(
@@ -43,5 +44,5 @@ async def test_a_connection_that_was_idle_is_not_used_again(monkeypatch: pytest.
     port = server.sockets[0].getsockname()[1]
     async with server, HttpEngine("e", f"http://127.0.0.1:{port}") as engine:
         for _ in range(3):
-            await engine.abort("nobody")
+            await abort(engine, "nobody")
             await asyncio.sleep(2 * IDLE_SECONDS)

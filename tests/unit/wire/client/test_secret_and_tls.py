@@ -16,6 +16,7 @@ from tercet.lab.sim.sim_verbs import HttpNetwork, Verbs, errors_as_json
 from tercet.protocol import BadRequest, EngineUnreachable, TercetError, Unauthorized
 from tercet.wire.client import HttpEngine, engine_tls
 from tercet.wire.streams import StreamListener
+from tests.abort import abort
 from tests.servers import served
 from tests.unit.lab.sim.models import profile_of, request_of
 from tests.unit.lab.sim.test_serving import QUICK
@@ -76,7 +77,7 @@ async def test_every_call_proves_the_secret_and_none_shows_it(secret: str, keys:
                     pass
                 outputs = [output async for output in engine.start_generate(request_of("s", 8, max_tokens=3))]
                 assert outputs[-1].finished
-                await engine.abort("nobody")
+                await abort(engine, "nobody")
     assert not any("s3cret" in (shown or "") for shown in seen)
     proofs = [shown for shown in seen if shown is not None]
     assert len(set(proofs)) == len(proofs)
@@ -158,7 +159,7 @@ async def test_an_engine_that_wants_another_secret_is_an_error_that_says_so() ->
     app.router.add_route("*", "/{rest:.*}", refuse)
     async with served(app) as url, HttpEngine("e", url, secret="wrong") as engine:
         with pytest.raises(TercetError, match="fleet's secret") as caught:
-            await engine.abort("s")
+            await abort(engine, "s")
         assert "wrong" not in str(caught.value)
 
 
