@@ -1,4 +1,4 @@
-"""The house: one name for each thing, and no word that people of this field do not use."""
+"""The house: files and functions that one can read, and no word that people of this field do not use."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ SOURCE = Path(__file__).resolve().parents[2] / "src" / "tercet"
 # Names of files that say nothing without their folder: each may be there once.
 VAGUE = {"base", "checks", "config", "core", "loading", "messages", "metrics", "options", "report", "reports", "run",
          "spec", "stream"}  # fmt: skip
+MOST_LINES_OF_A_FILE, MOST_LINES_OF_A_FUNCTION = 700, 80
 # What these words were for has a name in the field.
 RETIRED = {
     "short way": "streaming fast path",
@@ -28,25 +29,24 @@ RETIRED = {
 }
 
 
-def class_names() -> dict[str, list[str]]:
-    """Where each class of the package is defined."""
-    found: defaultdict[str, list[str]] = defaultdict(list)
-    for path in sorted(SOURCE.rglob("*.py")):
-        for node in ast.parse(path.read_text()).body:
-            if isinstance(node, ast.ClassDef):
-                found[node.name].append(path.relative_to(SOURCE).as_posix())
-    return found
-
-
 def words_of(text: str) -> str:
     """Text with names taken apart: ``ShortWay`` and ``short_way`` are both ``short way``."""
     return re.sub(r"(?<=[a-z])(?=[A-Z])", " ", text).replace("_", " ").replace("-", " ").lower()
 
 
 @pytest.mark.slow
-def test_no_class_has_the_name_of_another() -> None:
-    twice = {name: where for name, where in class_names().items() if len(where) > 1}
-    assert not twice, "give one of each another name: " + "; ".join(f"{n} in {', '.join(w)}" for n, w in twice.items())
+def test_a_file_and_a_function_can_be_read_at_once() -> None:
+    long: list[str] = []
+    for path in sorted(SOURCE.rglob("*.py")):
+        text = path.read_text()
+        if (lines := text.count("\n")) > MOST_LINES_OF_A_FILE:
+            long.append(f"{path.relative_to(SOURCE)} has {lines} lines")
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                lines = (node.end_lineno or node.lineno) - node.lineno + 1
+                if lines > MOST_LINES_OF_A_FUNCTION:
+                    long.append(f"{path.relative_to(SOURCE)}:{node.lineno} {node.name} has {lines} lines")
+    assert not long, f"split these where two parts can be understood alone: {'; '.join(long)}"
 
 
 def test_no_two_files_have_a_name_that_says_nothing() -> None:

@@ -12,16 +12,63 @@ from enum import Enum
 from typing import Literal, Protocol
 from weakref import WeakKeyDictionary
 
-from tercet.aio.deadlines import Deadlines
-
 LONGEST_HEAD = 64 * 1024
 """Maximum bytes of a request head, and of the data between two pieces of a body (chunk extensions, trailers)."""
 SECONDS = 10.0
 """Time limit in seconds: of a connection's first byte, of a head from its first byte, and between body checks."""
 LEAST_OF_BODY = 32 * 1024
 """Minimum number of bytes of a body within :data:`SECONDS`, unless the body ends before."""
-
 Part = Literal["nothing", "head", "body"]
+
+
+class Expires(Protocol):
+    """An object that waits for something until a deadline."""
+
+    def expired(self) -> None:
+        """Handle the end of the deadline; called when it has passed."""
+        ...
+
+
+class Deadlines:
+    """Deadlines: :meth:`Expires.expired` is called on each object that is not discarded within ``seconds``.
+
+    The calls run on the event loop on which this object was made.
+    """
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds = seconds
+        self._loop = asyncio.get_running_loop()
+        self._at: dict[Expires, float] = {}  # in order: each deadline is later than those before it
+        self._timer: asyncio.TimerHandle | None = None
+
+    def __len__(self) -> int:
+        return len(self._at)
+
+    def set(self, waiting: Expires) -> None:
+        """Set the deadline of ``waiting`` to ``seconds`` from now; an earlier deadline of it is replaced."""
+        self._at.pop(waiting, None)
+        self._at[waiting] = at = self._loop.time() + self._seconds
+        if self._timer is None:
+            self._timer = self._loop.call_at(at, self._look)
+
+    def discard(self, waiting: Expires) -> None:
+        """Remove the deadline of ``waiting``, if it has one."""
+        self._at.pop(waiting, None)
+
+    def _look(self) -> None:
+        self._timer = None
+        now = self._loop.time()
+        over = list[Expires]()
+        for waiting, at in self._at.items():
+            if at > now:
+                self._timer = self._loop.call_at(at, self._look)
+                break
+            over.append(waiting)
+        for waiting in over:
+            # An object that expires may discard others, or set them again.
+            if self._at.get(waiting, now + 1) <= now:
+                del self._at[waiting]
+                waiting.expired()
 
 
 class Breach(Enum):

@@ -11,6 +11,7 @@ answer ``forked PID`` with a pidfd, or ``refused REASON``; and, when a child has
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import os
 import random
@@ -20,7 +21,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import Any
@@ -29,6 +30,8 @@ FORK = b"fork 0"
 MOST_DESCRIPTORS = 16
 MOST_BYTES = 4096
 ACCEPT_PAUSE_S = 0.1
+UNKNOWN = 1
+"""The exit code of a child whose parent ended first: its real code is unknown."""
 
 
 def unforkable(own: Iterable[int]) -> str | None:
@@ -114,9 +117,7 @@ class _Parent:
     def _accept(self, listening: socket.socket) -> None:
         try:
             self.add(listening.accept()[0])
-        except (
-            OSError
-        ):  # the caller has left, or a descriptor is missing; the poll then returns at once, again and again
+        except OSError:  # the caller has left, or a descriptor is missing: the poll then returns at once, every time
             time.sleep(ACCEPT_PAUSE_S)
 
     def close(self) -> None:
@@ -205,7 +206,11 @@ def _be_child(group: int, others: Collection[int], descriptors: list[int], child
             os.setpgid(0, group)
         signal.signal(signal.SIGINT, signal.default_int_handler)
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        _reseed()
+        # Children must not draw the same numbers.
+        random.seed()
+        numpy: Any = sys.modules.get("numpy")
+        if numpy is not None:
+            numpy.random.seed()
         code = child(descriptors)
     except SystemExit as stopped:
         code = stopped.code if isinstance(stopped.code, int) else int(stopped.code is not None)
@@ -237,14 +242,6 @@ def _unjoinable(group: int) -> str | None:
     return None
 
 
-def _reseed() -> None:
-    """Reseed random generators: children must not draw the same numbers."""
-    random.seed()
-    numpy: Any = sys.modules.get("numpy")
-    if numpy is not None:
-        numpy.random.seed()
-
-
 def _opened() -> dict[int, str]:
     """Return the open descriptors of this process with their targets; standard streams are left out."""
     found = dict[int, str]()
@@ -253,3 +250,120 @@ def _opened() -> dict[int, str]:
             if fd > 2:
                 found[fd] = os.readlink(f"/proc/self/fd/{fd}")
     return found
+
+
+# ---- the requester's end ---------------------------------------------------------------------------------------
+
+
+class NoFork(Exception):
+    """Error: the warm parent has ended or refuses to fork. The message has the reason."""
+
+
+class ForkedChild:
+    """A child of the warm parent, with those methods of :class:`asyncio.subprocess.Process` that the router needs."""
+
+    def __init__(self, pid: int, pidfd: int) -> None:
+        self.pid = pid
+        self.returncode: int | None = None
+        self._pidfd = pidfd
+        self._code = asyncio.get_running_loop().create_future()
+
+    async def wait(self) -> int:
+        """Return the child's exit code, or -N if signal N ended it."""
+        return await asyncio.shield(self._code)
+
+    def terminate(self) -> None:
+        self._signal(signal.SIGTERM)
+
+    def kill(self) -> None:
+        self._signal(signal.SIGKILL)
+
+    def ended(self, code: int) -> None:
+        """Record the child's exit code, and close its descriptor."""
+        if self.returncode is None:
+            self.returncode = code
+            os.close(self._pidfd)
+            self._code.set_result(code)
+
+    def orphaned(self) -> None:
+        """Watch the pidfd for the child's end: the warm parent has ended and cannot report it."""
+        loop = asyncio.get_running_loop()
+
+        def over() -> None:
+            loop.remove_reader(self._pidfd)
+            self.ended(UNKNOWN)
+
+        loop.add_reader(self._pidfd, over)
+
+    def _signal(self, number: signal.Signals) -> None:
+        if self.returncode is None:
+            signal.pidfd_send_signal(self._pidfd, number)
+
+
+class Forks:
+    """The channel to a warm parent. Call :meth:`close` after all children have ended."""
+
+    def __init__(self, channel: socket.socket) -> None:
+        self._channel = channel
+        self._children = dict[int, ForkedChild]()
+        self._asked: list[asyncio.Future[ForkedChild]] = []  # in the order of the answers
+        self._gone = False
+        channel.setblocking(False)
+        asyncio.get_running_loop().add_reader(channel, self._receive)
+
+    async def fork(self, descriptors: Sequence[int]) -> ForkedChild:
+        """Fork a child that has copies of ``descriptors``. Raise :class:`NoFork` if that is not possible."""
+        if self._gone:
+            raise NoFork("the process that forks workers has ended")
+        try:
+            socket.send_fds(self._channel, [FORK], list(descriptors))
+        except OSError as error:
+            raise NoFork(str(error)) from error
+        answer = asyncio.get_running_loop().create_future()
+        self._asked.append(answer)
+        try:
+            return await asyncio.shield(answer)
+        except asyncio.CancelledError:
+            answer.add_done_callback(_kill_unwanted)
+            raise
+
+    def close(self) -> None:
+        """Close the channel. The warm parent then ends."""
+        self._lose("the router is shutting down")
+        self._channel.close()
+
+    def _receive(self) -> None:
+        try:
+            message, descriptors, _, _ = socket.recv_fds(self._channel, MOST_BYTES, 1)
+        except BlockingIOError:
+            return
+        except OSError:
+            message, descriptors = b"", []
+        word, _, rest = message.decode().partition(" ")
+        if word == "forked":
+            child = self._children[int(rest)] = ForkedChild(int(rest), descriptors[0])
+            self._asked.pop(0).set_result(child)
+        elif word == "refused":
+            self._asked.pop(0).set_exception(NoFork(rest))
+        elif word == "ended":
+            pid, code = map(int, rest.split())
+            self._children.pop(pid).ended(code)
+        else:
+            self._lose("the process that forks workers has ended")
+
+    def _lose(self, reason: str) -> None:
+        if self._gone:
+            return
+        self._gone = True
+        asyncio.get_running_loop().remove_reader(self._channel)
+        for answer in self._asked:
+            answer.set_exception(NoFork(reason))
+        self._asked.clear()
+        for child in self._children.values():
+            child.orphaned()
+        self._children.clear()
+
+
+def _kill_unwanted(answer: asyncio.Future[ForkedChild]) -> None:
+    with suppress(NoFork):
+        answer.result().kill()

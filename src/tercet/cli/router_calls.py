@@ -13,7 +13,7 @@ from typing import Annotated, Any
 
 import typer
 
-from tercet.aio.whole_files import read_named
+from tercet.aio.files import read_named
 from tercet.cli.terminal import say
 from tercet.protocol import BadRequest, EngineUnreachable
 from tercet.protocol.bearer import given_key

@@ -7,7 +7,7 @@ import ssl
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tercet.aio.whole_files import require_regular
+from tercet.aio.files import require_regular
 from tercet.protocol import BadRequest
 
 if TYPE_CHECKING:

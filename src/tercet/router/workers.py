@@ -23,7 +23,7 @@ import msgspec
 from prometheus_client import multiprocess
 
 from tercet.aio import signals_to
-from tercet.aio.forked_child import ForkedChild, Forks, NoFork
+from tercet.aio.warm_parent import ForkedChild, Forks, NoFork
 from tercet.protocol import TercetError
 from tercet.router.listening import listening_socket
 from tercet.router.warm_workers import warm_parent

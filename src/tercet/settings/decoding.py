@@ -14,7 +14,7 @@ from typing import Any, TypeVar, cast, get_args
 import msgspec
 import yaml
 
-from tercet.aio.whole_files import read_named
+from tercet.aio.files import read_named
 from tercet.protocol import BadRequest
 from tercet.protocol.bearer import given_key
 from tercet.settings.declaration import Declared, complaint, declared, fields_of, is_group, key_values, near

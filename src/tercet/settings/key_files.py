@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tercet.aio.whole_files import read_whole
+from tercet.aio.files import read_whole
 from tercet.protocol import BadRequest
 
 LARGEST_FILE = 1024 * 1024

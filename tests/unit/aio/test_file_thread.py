@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from tercet.aio.file_thread import FileThread
+from tercet.aio.files import FileThread
 from tests.longest_wait import LONGEST_WAIT_S
 
 

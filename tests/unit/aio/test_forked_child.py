@@ -11,7 +11,7 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from tercet.aio.forked_child import UNKNOWN, Forks, NoFork
+from tercet.aio.warm_parent import UNKNOWN, Forks, NoFork
 from tests.longest_wait import LONGEST_WAIT_S
 
 # A child does as the descriptor's text says.

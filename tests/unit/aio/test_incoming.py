@@ -6,8 +6,7 @@ import asyncio
 
 import pytest
 
-from tercet.aio.deadlines import Deadlines
-from tercet.aio.incoming import LEAST_OF_BODY, LONGEST_HEAD, Breach, Incoming, Part
+from tercet.aio.incoming import LEAST_OF_BODY, LONGEST_HEAD, Breach, Deadlines, Incoming, Part
 from tests.longest_wait import LONGEST_WAIT_S
 
 

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from tercet.aio import whole_files
-from tercet.aio.whole_files import read_named
+from tercet.aio import files
+from tercet.aio.files import read_named
 from tercet.gateway.served_certificate import ServedCertificate
 from tercet.lab.bench.results import load_result
 from tercet.lab.bench.workloads.recorded import read_text
@@ -40,7 +40,7 @@ READERS: dict[str, Callable[[Path], object]] = {
 @pytest.mark.parametrize("name", READERS)
 @pytest.mark.parametrize("kind", ["fifo", "device", "directory", "socket", "nothing"])
 def test_every_kind_ends_with_one_line(name: str, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(whole_files, "PIPE_SECONDS", 0.01)
+    monkeypatch.setattr(files, "PIPE_SECONDS", 0.01)
     path = tmp_path / "given.json"
     if kind == "fifo":
         os.mkfifo(path)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tercet.aio.whole_files import read_whole, write_whole
+from tercet.aio.files import read_whole, write_whole
 
 
 @pytest.mark.parametrize("kind", ["directory", "pipe", "device", "too long"])

@@ -16,7 +16,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tercet.aio.whole_files import stamp_of
+from tercet.aio.files import stamp_of
 from tercet.fleet.member_state import MemberState
 from tercet.fleet.served_model import ServedModel
 from tercet.protocol import BadRequest, Conflict, EngineError, TercetError, UnknownEngine

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tercet.aio.file_thread import FileThread
+from tercet.aio.files import FileThread
 from tercet.decisions.objectives import Attainments
 from tercet.decisions.roles import Pressures, RoleFlip, RoleLook
 from tercet.fleet.member_state import MemberState

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from tercet.aio.file_thread import FileThread
+from tercet.aio.files import FileThread
 from tercet.fleet import EngineFleet
 from tercet.fleet.membership import Membership
 from tercet.protocol import BadRequest, Conflict, EngineLoad, EngineUnreachable

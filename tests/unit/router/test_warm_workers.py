@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from tercet.aio.forked_child import Forks, NoFork
+from tercet.aio.warm_parent import Forks, NoFork
 from tercet.router.workers import Place
 from tercet.settings import EngineAddress, RouterConfig
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import msgspec
 
-from tercet.aio.whole_files import read_whole, write_whole
+from tercet.aio.files import read_whole, write_whole
 from tercet.cluster.on_ray.fleet_keeper import FleetKeeper
 from tercet.cluster.on_ray.ray_access import connect
 from tercet.cluster.on_ray.reconcile import merged

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import msgspec
 
-from tercet.aio.whole_files import read_whole, write_whole
+from tercet.aio.files import read_whole, write_whole
 from tercet.cluster.child_process import Process, StartFailed, describe_exit
 from tercet.cluster.engine_command import EngineSpec, ranks_of, value_of
 from tercet.cluster.local import lora_flags, router_config, router_of, shared_environment

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import msgspec
 
-from tercet.aio.whole_files import read_whole, write_whole
+from tercet.aio.files import read_whole, write_whole
 from tercet.cluster.on_ray.wanted import WantedEngine, WantedFleet
 from tercet.cluster.running_fleet import LOADING, READY_SECONDS, OnEvent
 from tercet.cluster.scaling.router_admin import RouterAdmin

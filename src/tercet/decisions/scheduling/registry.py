@@ -8,7 +8,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Protocol
 
-from tercet.aio.whole_files import read_whole
+from tercet.aio.files import read_whole
 from tercet.decisions.scheduling import affinity, context_length, filters, pickers, profiles, scorers, topology
 from tercet.decisions.scheduling.plugin import Decider, Filter, Picker, Plugin, Scorer
 from tercet.protocol import BadRequest

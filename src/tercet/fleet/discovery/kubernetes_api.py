@@ -14,7 +14,7 @@ from typing import Any, Generic, TypeVar
 import msgspec
 import yaml
 
-from tercet.aio.whole_files import read_named
+from tercet.aio.files import read_named
 from tercet.protocol import BadRequest
 from tercet.protocol.hosts import bracketed
 

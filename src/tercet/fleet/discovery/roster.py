@@ -11,8 +11,7 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
-from tercet.aio.file_thread import FileThread
-from tercet.aio.whole_files import read_whole, stamp_of
+from tercet.aio.files import FileThread, read_whole, stamp_of
 from tercet.fleet.discovery.found import FoundEngine
 from tercet.fleet.member_state import JOINED
 from tercet.protocol import BadRequest, Role

@@ -18,7 +18,7 @@ from typing import Any, Literal
 import msgspec
 
 from tercet import __version__
-from tercet.aio.whole_files import read_named
+from tercet.aio.files import read_named
 from tercet.protocol import BadRequest
 from tercet.protocol.wire import UNREADABLE
 

@@ -10,7 +10,7 @@ from typing import Literal, get_args
 
 import msgspec
 
-from tercet.aio.whole_files import read_named
+from tercet.aio.files import read_named
 from tercet.protocol import BadRequest
 from tercet.settings.declaration import complaint
 

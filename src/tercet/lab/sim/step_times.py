@@ -19,7 +19,7 @@ from pathlib import Path
 
 import msgspec
 
-from tercet.aio.whole_files import read_named
+from tercet.aio.files import read_named
 from tercet.protocol import BadRequest, KVLayout
 
 

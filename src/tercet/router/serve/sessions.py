@@ -14,8 +14,7 @@ from typing import Literal, Protocol
 import msgspec
 
 from tercet.aio import TaskSet, keep_running
-from tercet.aio.file_thread import FileThread
-from tercet.aio.whole_files import read_whole, write_whole
+from tercet.aio.files import FileThread, read_whole, write_whole
 from tercet.decisions.sessions import Action, Context, EngineSeen, Keep, MoveContext, Pause, SessionTable, session_named
 from tercet.fleet import EngineFleet, Member, RunningSequence, Trace
 from tercet.programs import migrate_context

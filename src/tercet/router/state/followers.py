@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from tercet.aio.whole_files import read_whole, write_whole
+from tercet.aio.files import read_whole, write_whole
 from tercet.decisions.migration import CountedMove
 from tercet.protocol.wire import UNREADABLE
 

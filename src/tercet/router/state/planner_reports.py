@@ -7,8 +7,7 @@ from pathlib import Path
 
 import msgspec
 
-from tercet.aio.file_thread import FileThread
-from tercet.aio.whole_files import read_whole, write_whole
+from tercet.aio.files import FileThread, read_whole, write_whole
 from tercet.decisions.planning.planner_report import PlannerReport
 from tercet.protocol import EngineError
 from tercet.protocol.wire import UNREADABLE

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Awaitable, Iterable, Sequence
 from pathlib import Path
 
-from tercet.aio.whole_files import stamp_of
+from tercet.aio.files import stamp_of
 from tercet.protocol import TercetError
 from tercet.router.serve.routing import Plan
 from tercet.router.state.shared_state import SharedState

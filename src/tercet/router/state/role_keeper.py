@@ -12,8 +12,7 @@ from pathlib import Path
 import msgspec
 
 from tercet.aio import Failures, keep_running
-from tercet.aio.file_thread import FileThread
-from tercet.aio.whole_files import read_whole, write_whole
+from tercet.aio.files import FileThread, read_whole, write_whole
 from tercet.decisions.roles import RoleFlip
 from tercet.fleet.policy_views import PrefillLine
 from tercet.protocol import EngineError, TercetError

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from tercet.aio import TaskSet
-from tercet.aio.file_thread import BOUND_SECONDS, FileThread
+from tercet.aio.files import BOUND_SECONDS, FileThread
 from tercet.fleet.membership import Membership
 from tercet.fleet.served_model import ServedModel
 from tercet.protocol import AdapterReport, BadRequest, EngineError, EngineUnreachable, TercetError

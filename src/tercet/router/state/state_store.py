@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
-from tercet.aio.whole_files import read_whole, stamp_of, write_whole
+from tercet.aio.files import read_whole, stamp_of, write_whole
 from tercet.protocol import BadRequest, EngineError
 
 LOCK_SECONDS = 10.0

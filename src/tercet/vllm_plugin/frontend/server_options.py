@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from tercet.aio.whole_files import require_regular
+from tercet.aio.files import require_regular
 from tercet.protocol import BadRequest
 
 KEEP_ALIVE_VARIABLE = "VLLM_HTTP_TIMEOUT_KEEP_ALIVE"

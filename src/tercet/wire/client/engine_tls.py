@@ -5,7 +5,7 @@ from __future__ import annotations
 import ssl
 from pathlib import Path
 
-from tercet.aio.whole_files import require_regular
+from tercet.aio.files import require_regular
 from tercet.protocol import BadRequest
 
 

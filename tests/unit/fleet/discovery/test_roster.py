@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tercet.aio.whole_files import write_whole
+from tercet.aio.files import write_whole
 from tercet.fleet import EngineFleet
 from tercet.fleet.discovery import discovery_of, follow_found, with_found
 from tercet.fleet.discovery.found import FoundEngine
@@ -160,7 +160,7 @@ async def test_a_file_system_that_hangs_changes_nothing(tmp_path: Path, monkeypa
     changes = roster.changes()
     assert [each.address.name for each in await anext(changes)] == answers[0]
     with monkeypatch.context() as patched:
-        patched.setattr("tercet.aio.file_thread.FileThread.run", hangs)
+        patched.setattr("tercet.aio.files.FileThread.run", hangs)
         following = asyncio.ensure_future(anext(changes))
         await asyncio.sleep(0.02)
         assert not following.done()

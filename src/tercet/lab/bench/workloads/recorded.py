@@ -16,7 +16,7 @@ from typing import Annotated, Any, TypeVar, cast
 
 import msgspec
 
-from tercet.aio.whole_files import read_named
+from tercet.aio.files import read_named
 from tercet.lab.bench.workloads.conversations import (
     Conversation,
     ConversationTurn,
