@@ -37,8 +37,8 @@ from envoy.service.ext_proc.v3.external_processor_pb2 import (
 )
 from envoy.service.ext_proc.v3.external_processor_pb2_grpc import ExternalProcessorStub
 
-from tercet.lab.sim import load_profile
-from tercet.lab.sim.sim_server import ServerConfig, serving
+from tercet_lab.sim import load_profile
+from tercet_lab.sim.sim_server import ServerConfig, serving
 
 HOST = "127.0.0.1"
 FULL_DUPLEX = 4

@@ -34,12 +34,12 @@ from tercet.aio import signals_to
 from tercet.cli.terminal import note, show_table
 from tercet.cluster.model import resolve_tokenizer
 from tercet.cluster.ports import free_ports, url_of
-from tercet.lab.bench.results import RequestRecord, load_result
-from tercet.lab.sim import Profile, load_profile
-from tercet.lab.sim.sim_server import ServerConfig, serving
-from tercet.lab.sim.step_times import StepTimes
 from tercet.protocol import EngineError, TercetError
 from tercet.wire.client.ask_router import ask_router
+from tercet_lab.bench.results import RequestRecord, load_result
+from tercet_lab.sim import Profile, load_profile
+from tercet_lab.sim.sim_server import ServerConfig, serving
+from tercet_lab.sim.step_times import StepTimes
 
 HOST, MODEL = "127.0.0.1", "smollm2"
 TTFT_S, TPOT_S = 10.0, 0.45

@@ -13,7 +13,8 @@ import argparse
 import sys
 from pathlib import Path
 
-from tercet.lab.bench.simulated.microserving import (
+from tercet.protocol import BadRequest
+from tercet_lab.bench.simulated.microserving import (
     LINES,
     LOWEST,
     RATES,
@@ -28,7 +29,6 @@ from tercet.lab.bench.simulated.microserving import (
     parse_plot,
     tp8_gain,
 )
-from tercet.protocol import BadRequest
 
 READ = Path(__file__).with_name("microserving_figure.json")
 TABLES = (("ttft", "mean TTFT, s", 1.0, 2), ("tpot", "mean TPOT, ms", 1e3, 1), ("jct", "mean JCT, s", 1.0, 2))

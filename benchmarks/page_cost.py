@@ -14,7 +14,6 @@ from contextlib import AbstractContextManager
 from typing import cast
 
 from tercet.fleet import EngineFleet, Member, RunningSequence, Trace
-from tercet.lab.bench.simulated.moving_fleet import MoveCounts
 from tercet.protocol import Engine, EngineLoad, Request
 from tercet.protocol.trace import TraceEvent
 from tercet.router.page.engine_rows import ReportedLoads
@@ -23,6 +22,7 @@ from tercet.router.page.viewers import INTERVAL_S, LARGE, LARGE_INTERVAL_S
 from tercet.router.page.watch import FleetWatch, about_service
 from tercet.router.serve.service import Service
 from tercet.settings import RetryBudget
+from tercet_lab.bench.simulated.moving_fleet import MoveCounts
 
 
 class BusyFleet:

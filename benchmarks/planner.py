@@ -27,7 +27,10 @@ from benchmarks.command_line import run
 
 from tercet.cli.terminal import note, show_table, write_file
 from tercet.decisions.planning import FleetPlan
-from tercet.lab.bench.simulated import (
+from tercet.programs import load_program
+from tercet.protocol import BadRequest
+from tercet.settings.role_settings import Objectives
+from tercet_lab.bench.simulated import (
     MovingSettings,
     PlannedWorkload,
     SimulatedPoint,
@@ -36,14 +39,11 @@ from tercet.lab.bench.simulated import (
     point_of,
     run_once,
 )
-from tercet.lab.bench.summary import MS, Slo
-from tercet.lab.planning.hindsight import best_sequence
-from tercet.lab.sim import EngineOptions, load_profile
-from tercet.lab.sim.step_times import StepModel, pairs_of
-from tercet.programs import load_program
-from tercet.protocol import BadRequest
-from tercet.settings.planner_settings import PlannerSettings
-from tercet.settings.role_settings import Objectives
+from tercet_lab.bench.summary import MS, Slo
+from tercet_lab.planning.hindsight import best_sequence
+from tercet_lab.planning.planner_settings import PlannerSettings
+from tercet_lab.sim import EngineOptions, load_profile
+from tercet_lab.sim.step_times import StepModel, pairs_of
 
 BLOCK = 512
 INTERVAL_S = 60.0

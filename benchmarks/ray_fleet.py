@@ -22,11 +22,11 @@ from tests.unit.cluster.on_ray.ray_cluster import ray_cluster
 from tests.unit.cluster.whole_streams import streams
 
 from tercet.cluster.model import resolve_tokenizer
-from tercet.cluster.on_ray.ray_fleet import ray_fleet
 from tercet.cluster.scaling.control import control_socket, scale_fleet, scaling_of
 from tercet.cluster.scaling.records import ScaleCall
 from tercet.cluster.scaling.scaler import Scaler
 from tercet.cluster.up_config import UpConfig
+from tercet_ray.ray_fleet import ray_fleet
 
 KINDS = {"ray::EngineOwner": "owner", "guard.py": "guard", "tercet.cli engine": "engine", "tercet.cli router": "router"}
 MARK = "TERCET_BENCHMARK"

@@ -18,13 +18,13 @@ from benchmarks.command_line import run
 
 from tercet.cli.terminal import show_table
 from tercet.decisions.scheduling import load_scheduling
-from tercet.lab.bench.simulated import MovingSettings, PlannedWorkload
-from tercet.lab.bench.simulated.outcome import Outcome
-from tercet.lab.bench.simulated.scenario import EngineGroup, Fault, FleetSpec
-from tercet.lab.bench.simulated.virtual_run import run_once
-from tercet.lab.sim import EngineOptions
 from tercet.programs import load_program
 from tercet.settings.session_settings import SessionSettings
+from tercet_lab.bench.simulated import MovingSettings, PlannedWorkload
+from tercet_lab.bench.simulated.outcome import Outcome
+from tercet_lab.bench.simulated.scenario import EngineGroup, Fault, FleetSpec
+from tercet_lab.bench.simulated.virtual_run import run_once
+from tercet_lab.sim import EngineOptions
 
 PROFILE = "llama-3.1-8b-h100-tp1"
 SESSIONS = (

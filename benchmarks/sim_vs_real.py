@@ -36,9 +36,12 @@ import msgspec
 from msgspec.structs import replace
 
 from tercet.cluster.model import resolve_model
-from tercet.lab.bench.bench_config import ServeConfig
-from tercet.lab.bench.experiment import Cell, Contender, Experiment, prepare
-from tercet.lab.bench.profiles.engine_probe import (
+from tercet.programs import load_program
+from tercet.protocol import Request, TercetError
+from tercet.wire.client import HttpEngine
+from tercet_lab.bench.bench_config import ServeConfig
+from tercet_lab.bench.experiment import Cell, Contender, Experiment, prepare
+from tercet_lab.bench.profiles.engine_probe import (
     BATCH,
     CONTEXT,
     STEPS,
@@ -49,14 +52,11 @@ from tercet.lab.bench.profiles.engine_probe import (
     names_from,
     sharing_from,
 )
-from tercet.lab.bench.results import Point, RequestRecord
-from tercet.lab.bench.simulated import parse_fleet, point_of, run_requests
-from tercet.lab.bench.simulated.outcome import Outcome
-from tercet.lab.sim import EngineOptions, Profile, StepModel, load_profile
-from tercet.lab.sim.step_times import pairs_of
-from tercet.programs import load_program
-from tercet.protocol import Request, TercetError
-from tercet.wire.client import HttpEngine
+from tercet_lab.bench.results import Point, RequestRecord
+from tercet_lab.bench.simulated import parse_fleet, point_of, run_requests
+from tercet_lab.bench.simulated.outcome import Outcome
+from tercet_lab.sim import EngineOptions, Profile, StepModel, load_profile
+from tercet_lab.sim.step_times import pairs_of
 
 PROGRAMS = ("data_parallel", "disaggregated")
 SHARED = 512

@@ -17,9 +17,9 @@ from tercet.decisions.migration import migrate
 from tercet.fleet import EngineFleet, Member, RunningSequence
 from tercet.fleet.sequences import MovingSequence
 from tercet.fleet.trace import Trace
-from tercet.lab.sim import EngineOptions, Network, SimEngine, load_profile, run_virtual
 from tercet.protocol import Output, Request
 from tercet.settings import MoveSettings, RetryBudget
+from tercet_lab.sim import EngineOptions, Network, SimEngine, load_profile, run_virtual
 
 BEFORE, AFTER = 30, 70
 Measured = tuple[float, float, int]

@@ -17,9 +17,9 @@ from statistics import fmean
 from typing import NamedTuple
 
 from tercet.fleet import EngineFleet, Member
-from tercet.lab.sim import EngineOptions, Network, SimEngine, load_profile, run_virtual
 from tercet.programs import Answer, migrate_context, outputs_of
 from tercet.protocol import Request, Sent
+from tercet_lab.sim import EngineOptions, Network, SimEngine, load_profile, run_virtual
 
 PROFILE = "llama-3.1-8b-h100-tp1"
 CONTEXT, QUESTION, ANSWER = 16_000, 200, 150

@@ -21,9 +21,9 @@ from typing import NamedTuple
 
 from tercet.decisions.scheduling import load_scheduling
 from tercet.fleet import EngineFleet, EngineObserver, Member
-from tercet.lab.sim import EngineOptions, Network, SimEngine, load_profile, run_virtual
 from tercet.programs import data_parallel, outputs_of
 from tercet.protocol import Request
+from tercet_lab.sim import EngineOptions, Network, SimEngine, load_profile, run_virtual
 
 PROMPT, OUTPUT = 512, 128
 # Weights as in llm-d's own example; the last scorer is there or not.

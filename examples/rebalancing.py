@@ -17,9 +17,9 @@ from collections.abc import Sequence
 from statistics import fmean
 from typing import NamedTuple
 
-from tercet.lab.bench.simulated import MovingSettings, SimulatedPoint, Simulation, SyntheticWorkload
-from tercet.lab.bench.simulated.sweep import Estimate
 from tercet.settings import Source, decode_settings
+from tercet_lab.bench.simulated import MovingSettings, SimulatedPoint, Simulation, SyntheticWorkload
+from tercet_lab.bench.simulated.sweep import Estimate
 
 PICKS = ("round_robin", "least_loaded")
 PER_ENGINE = 190

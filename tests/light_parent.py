@@ -27,9 +27,9 @@ MODULES = (
     "uvloop",
     "tercet.cli.app",
     "tercet.cluster.local",
-    "tercet.lab.sim.sim_server",
+    "tercet_lab.sim.sim_server",
     "tercet.router.server",
-    "tercet.router.small_server",
+    "tercet_lab.small_server",
     "tercet.wire.serving.server_access",
 )
 

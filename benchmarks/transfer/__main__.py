@@ -20,12 +20,12 @@ from benchmarks.transfer.measurement import (
 from benchmarks.transfer.transfer_figure import draw_transfer
 
 from tercet.cli.terminal import progress, require_folder, say, show_table
-from tercet.lab.bench.digits import three_digits
-from tercet.lab.bench.drawing import require_drawing
-from tercet.lab.bench.results import where_and_when
 from tercet.protocol import TransferFailed
 from tercet.settings import require_url
 from tercet.transport import TransportSettings
+from tercet_lab.bench.digits import three_digits
+from tercet_lab.bench.drawing import require_drawing
+from tercet_lab.bench.results import where_and_when
 
 
 def transfer(

@@ -17,10 +17,10 @@ from benchmarks.transfer.receiving_process import ReceivingProcess
 from benchmarks.transfer.ways import ChunkedSockets, Direct, Memcpy, OurTransport, PlainSockets, Way
 
 from tercet import __version__
-from tercet.lab.bench.digits import three_digits
-from tercet.lab.bench.results import machine
 from tercet.protocol import TercetError
 from tercet.transport import KVRegion, TransportSettings
+from tercet_lab.bench.digits import three_digits
+from tercet_lab.bench.results import machine
 
 SOCKET_STREAMS, CHUNK_STREAMS = (1, 2, 4), (2, 4)
 BACKENDS = ("host", "tcp", "nixl", "mooncake")

@@ -9,12 +9,12 @@ from fastapi import APIRouter
 from fastapi.routing import APIRoute
 from scripts.reference.markdown import code, first_sentence, prose, table
 
-from tercet.gateway import exchange
-from tercet.gateway.openai_call import FAIRNESS_HEADERS, OBJECTIVE_HEADERS
 from tercet.protocol import TercetError
 from tercet.protocol.headers import HEADERS
 from tercet.router import admin
 from tercet.vllm_plugin import endpoint
+from tercet_gateway import exchange
+from tercet_gateway.openai_call import FAIRNESS_HEADERS, OBJECTIVE_HEADERS
 
 HEAD = """# HTTP: routes, headers, errors
 

@@ -11,10 +11,6 @@ from scripts.reference.markdown import code, table
 
 from tercet.fleet import EngineFleet, Member
 from tercet.fleet.engine_gauges import EngineCollector
-from tercet.gateway.model_router.proxy import ModelMetrics
-from tercet.gateway.picker_metrics import PickerMetrics, PoolCollector
-from tercet.lab.planning.planner_metrics import PlannerMetrics
-from tercet.lab.sim.sim_server import COUNTERS, GAUGES
 from tercet.protocol import Engine, EngineLoad
 from tercet.router.observe.exposition import COUNTED_HERE, KNOWN_HERE, SERVED, VLLMS
 from tercet.router.observe.metrics import Metrics
@@ -22,6 +18,10 @@ from tercet.router.observe.session_metrics import SessionCounters
 from tercet.vllm_plugin.edge import agent_metrics
 from tercet.vllm_plugin.edge.liveness_probe import LivenessProbe
 from tercet.wire.client import prefill_metrics
+from tercet_gateway.model_router.proxy import ModelMetrics
+from tercet_gateway.picker_metrics import PickerMetrics, PoolCollector
+from tercet_lab.planning.planner_metrics import PlannerMetrics
+from tercet_lab.sim.sim_server import COUNTERS, GAUGES
 
 HEAD = """# Metrics
 

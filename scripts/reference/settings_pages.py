@@ -9,28 +9,20 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_typ
 import msgspec
 from scripts.reference.markdown import code, first_sentence, prose, table
 
-from tercet.cli.chaos import ChaosConfig
 from tercet.cluster.up_config import UpConfig
 from tercet.decisions.scheduling.assembly import PluginEntry, PluginUse, ProfileConfig, SchedulingConfig
 from tercet.decisions.scheduling.registry import BUILT_IN
-from tercet.lab.bench.bench_config import BenchConfig, CompareConfig, ServeConfig
-from tercet.lab.bench.simulated.scenario import EngineGroup, Fault, FleetSpec
-from tercet.lab.sim import EngineOptions
 from tercet.router.serve.routing import Plan, Rule, Share
-from tercet.settings import (
-    Declared,
-    EngineAddress,
-    PickerConfig,
-    ReschedulerConfig,
-    RouterConfig,
-    RouterSettings,
-    Settings,
-    SidecarConfig,
-    declared,
-)
-from tercet.settings.model_router_config import ModelRouterConfig
-from tercet.settings.planner_config import PlannerConfig
+from tercet.settings import Declared, EngineAddress, ReschedulerConfig, RouterConfig, RouterSettings, Settings, declared
 from tercet.vllm_plugin.start.plugin_settings import PluginSettings
+from tercet_gateway.model_router.model_router_config import ModelRouterConfig
+from tercet_gateway.picker_config import PickerConfig
+from tercet_gateway.sidecar.sidecar_config import SidecarConfig
+from tercet_lab.bench.bench_config import BenchConfig, CompareConfig, ServeConfig
+from tercet_lab.bench.simulated.scenario import EngineGroup, Fault, FleetSpec
+from tercet_lab.commands.chaos import ChaosConfig
+from tercet_lab.planning.planner_config import PlannerConfig
+from tercet_lab.sim import EngineOptions
 
 OF_COMMANDS: Mapping[str, type[Settings]] = {
     "tercet up": UpConfig,

@@ -8,9 +8,9 @@ import uuid
 
 import pytest
 
-from tercet.lab.chaos.fault_schedule import ProcessKind
 from tercet.protocol import EngineStatus, Request
 from tercet.wire.client import HttpEngine
+from tercet_lab.chaos.fault_schedule import ProcessKind
 
 from .conftest import settled
 from .processes import part_of, stopped

@@ -12,8 +12,8 @@ from collections.abc import Callable
 import psutil
 import pytest
 
-from tercet.lab.chaos.fault_schedule import ProcessKind
 from tercet.wire.client import HttpEngine
+from tercet_lab.chaos.fault_schedule import ProcessKind
 from tests.long_runs import in_full
 
 from .client_streams import BODIES, Answer, Readers, read, read_all

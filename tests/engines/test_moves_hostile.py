@@ -10,8 +10,8 @@ from typing import Any
 import aiohttp
 import pytest
 
-from tercet.lab.chaos.arena import fill_cache
 from tercet.wire.client import HttpEngine
+from tercet_lab.chaos.arena import fill_cache
 from tests.long_runs import in_full
 from tests.small_llama import WIDE, small_llama
 

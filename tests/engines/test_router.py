@@ -15,8 +15,8 @@ import openai
 import psutil
 import pytest
 
-from tercet.lab.chaos.engine_processes import GRAMMARS_TITLE
 from tercet.wire.client import HttpEngine
+from tercet_lab.chaos.engine_processes import GRAMMARS_TITLE
 from tests.long_runs import FULL
 from tests.longest_wait import LONGEST_WAIT_S
 

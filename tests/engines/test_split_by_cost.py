@@ -12,8 +12,8 @@ import aiohttp
 import pytest
 
 from tercet.cluster.model import resolve_model
-from tercet.gateway.split_cost import ENOUGH_PREFILLS
 from tercet.wire.client import HttpEngine
+from tercet_gateway.split_cost import ENOUGH_PREFILLS
 
 from ..conformance.envoy_side import PREFILLER
 from .commands import SECONDS, generating

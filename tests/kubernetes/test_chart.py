@@ -22,8 +22,10 @@ from tercet.fleet.discovery.kubernetes_api import InferencePool, Pod
 from tercet.fleet.discovery.pod_discovery import engines_of
 from tercet.protocol.prefill_hosts import AllowedPrefillers
 from tercet.router.state.state_configmap import ConfigMapStore
-from tercet.settings import PickerConfig, ReschedulerConfig, RouterConfig, Settings, SidecarConfig, decode_settings
+from tercet.settings import ReschedulerConfig, RouterConfig, Settings, decode_settings
 from tercet.vllm_plugin.start.plugin_settings import parse_settings
+from tercet_gateway.picker_config import PickerConfig
+from tercet_gateway.sidecar.sidecar_config import SidecarConfig
 from tests.unit.router.api_objects import ApiObjects
 
 from .chart import (

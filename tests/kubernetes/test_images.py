@@ -120,9 +120,9 @@ sys.argv[:] = ["tercet", *sys.argv[3:]]
 raise SystemExit(main())
 """
 STARTED = (
-    "tercet.gateway.sidecar.server",
-    "tercet.gateway.server",
-    "tercet.gateway.model_renderer",
+    "tercet_gateway.sidecar.server",
+    "tercet_gateway.server",
+    "tercet_gateway.model_renderer",
     "tercet.router.serve.rescheduler_server",
     "tercet.wire.otel",
     "opentelemetry.exporter.otlp.proto.http.trace_exporter",

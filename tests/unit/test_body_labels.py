@@ -20,13 +20,6 @@ from fastapi import FastAPI, Request, UploadFile
 
 from tercet.cluster.ports import free_ports
 from tercet.fleet.admission import Gate
-from tercet.gateway.endpoint_picker import Endpoints
-from tercet.gateway.exchange import Exchange, refusal
-from tercet.gateway.model_router.server import model_router
-from tercet.gateway.sidecar.server import sidecar
-from tercet.lab.sim import load_profile
-from tercet.lab.sim.sim_server import ServerConfig
-from tercet.lab.sim.sim_server import serving as simulated
 from tercet.protocol import TercetError
 from tercet.protocol.openai_routes import CLIENTS, GENERATING, POOLING, TRANSCRIBING
 from tercet.router import admin
@@ -35,9 +28,17 @@ from tercet.router.pooling import PoolingServers
 from tercet.router.prompt_texts import PromptTexts
 from tercet.router.router_app import RouterApp
 from tercet.router.serve.service_programs import ServicePrograms
-from tercet.router.small_openai import small_app
-from tercet.settings import Limits, SidecarConfig
-from tercet.settings.model_router_config import ModelBackend, ModelRouterConfig
+from tercet.settings import Limits
+from tercet_gateway.endpoint_picker import Endpoints
+from tercet_gateway.exchange import Exchange, refusal
+from tercet_gateway.model_router.model_router_config import ModelBackend, ModelRouterConfig
+from tercet_gateway.model_router.server import model_router
+from tercet_gateway.sidecar.server import sidecar
+from tercet_gateway.sidecar.sidecar_config import SidecarConfig
+from tercet_lab.sim import load_profile
+from tercet_lab.sim.sim_server import ServerConfig
+from tercet_lab.sim.sim_server import serving as simulated
+from tercet_lab.small_openai import small_app
 from tests.conformance.envoy_side import DUPLEX
 from tests.servers import served
 

@@ -56,9 +56,9 @@ sys.meta_path.insert(0, Refuse())
 """
 WHAT_RUNS = (
     "tercet.cli.up", "tercet.cli.engine", "tercet.cli.servers", "tercet.cli.detached", "tercet.cli.demo",
-    "tercet.cli.chat", "tercet.cli.status", "tercet.cli.sim", "tercet.cli.bench", "tercet.cli.chaos", "tercet.cli.epp",
-    "tercet.cluster.local", "tercet.router.server", "tercet.router.small_server", "tercet.router.workers",
-    "tercet.router.serve.rescheduler_server", "tercet.gateway.sidecar.server", "tercet.lab.sim.sim_server",
+    "tercet.cli.chat", "tercet.cli.status", "tercet_lab.commands.sim", "tercet_lab.commands.bench", "tercet_lab.commands.chaos", "tercet_gateway.commands.epp",
+    "tercet.cluster.local", "tercet.router.server", "tercet_lab.small_server", "tercet.router.workers",
+    "tercet.router.serve.rescheduler_server", "tercet_gateway.sidecar.server", "tercet_lab.sim.sim_server",
 )  # fmt: skip
 OF_ENGINES = (
     "tercet.vllm_plugin.register", "tercet.vllm_plugin.connector", "tercet.vllm_plugin.endpoint",
@@ -101,7 +101,7 @@ def test_routers_and_commands_import_no_extra() -> None:
 
 @pytest.mark.processes
 def test_what_needs_an_extra_would_be_noticed() -> None:
-    assert "grpc comes with an extra" in imported(("tercet.gateway.server",)).stderr
+    assert "grpc comes with an extra" in imported(("tercet_gateway.server",)).stderr
 
 
 def test_the_plugin_names_no_extra() -> None:

@@ -18,8 +18,6 @@ from tercet.fleet import kv_events
 from tercet.fleet.discovery.kubernetes_api import Pod
 from tercet.fleet.discovery.watching import Waits, Watch
 from tercet.fleet.kv_events import cache_followed
-from tercet.lab.planning import live_planner
-from tercet.lab.planning.observing import LOOK_S
 from tercet.settings.log_lines import EVENTS
 from tercet.transport import SendDone
 from tercet.transport.agent.agent import Reporter
@@ -28,6 +26,8 @@ from tercet.vllm_plugin.edge import liveness_probe
 from tercet.vllm_plugin.edge.agent_reports import AgentReports
 from tercet.vllm_plugin.edge.liveness_probe import LivenessProbe
 from tercet.wire.client import stream_keeper
+from tercet_lab.planning import live_planner
+from tercet_lab.planning.observing import LOOK_S
 from tests.longest_wait import LONGEST_WAIT_S
 
 from .fleet.discovery.api_server import PODS, api_server, pod

@@ -21,8 +21,6 @@ from tercet.cli.terminal import announce
 from tercet.cluster.child_process import GRACE_SECONDS
 from tercet.cluster.detached_fleets import DetachedFleet, announced, detached_fleets
 from tercet.cluster.log_directories import log_directory
-from tercet.cluster.on_ray.ray_fleet import STOP_SECONDS as RAY_STOP_SECONDS
-from tercet.cluster.on_ray.ray_fleet import RayFleet
 from tercet.cluster.ports import require_free
 from tercet.cluster.process_start import own_start
 from tercet.cluster.running_fleet import READY_SECONDS, RunningFleet
@@ -32,6 +30,8 @@ from tercet.cluster.up_config import UpConfig
 from tercet.protocol import BadRequest, EngineError
 from tercet.protocol.hosts import LAST_PORT
 from tercet.settings import declared, decode_settings, encode_settings, read_yaml
+from tercet_ray.ray_fleet import STOP_SECONDS as RAY_STOP_SECONDS
+from tercet_ray.ray_fleet import RayFleet
 
 POLL_INTERVAL_S = 0.2
 # The addition is for a first conversion of the model.

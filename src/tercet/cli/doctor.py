@@ -12,7 +12,7 @@ import typer
 from tercet.cli.terminal import note, say
 from tercet.cluster.findings import Finding, findings_of
 from tercet.cluster.machine import look_at_machine
-from tercet.cluster.ray_nodes import ray_findings, ray_processes
+from tercet_ray.ray_nodes import ray_findings, ray_processes
 
 MARKS = {"ok": "ok    ", "costs": "costs ", "broken": "broken"}
 

@@ -32,14 +32,14 @@ from tercet.cluster.foresight import require_memory, shared_cores
 from tercet.cluster.model import BUILT_IN, resolve_model, resolve_tokenizer
 from tercet.cluster.model_hub import known_model
 from tercet.cluster.ports import require_free, url_of
-from tercet.lab.sim import EngineOptions, load_profile, options_from
-from tercet.lab.sim.sim_server import ServerConfig
-from tercet.lab.sim.sim_server import serve as serve_simulated
 from tercet.protocol.names import require_engine_name
 from tercet.protocol.prefill_hosts import AllowedPrefillers
 from tercet.settings import key_values
 from tercet.settings.variables import THREADS_BIND
 from tercet.settings.verb_log import log_as_the_environment_says
+from tercet_lab.sim import EngineOptions, load_profile, options_from
+from tercet_lab.sim.sim_server import ServerConfig
+from tercet_lab.sim.sim_server import serve as serve_simulated
 
 
 @flags_as_records

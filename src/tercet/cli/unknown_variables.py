@@ -8,17 +8,12 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from tercet.cluster.up_config import UpConfig
-from tercet.settings import (
-    ModelRouterConfig,
-    PickerConfig,
-    ReschedulerConfig,
-    RouterConfig,
-    Settings,
-    SidecarConfig,
-    declared,
-)
+from tercet.settings import ReschedulerConfig, RouterConfig, Settings, declared
 from tercet.settings.declaration import VARIABLE_PREFIX, near
 from tercet.settings.variables import INTERNAL, OF_COMMANDS, OF_TESTS, VARIABLES
+from tercet_gateway.model_router.model_router_config import ModelRouterConfig
+from tercet_gateway.picker_config import PickerConfig
+from tercet_gateway.sidecar.sidecar_config import SidecarConfig
 
 # Variables that Kubernetes sets in every pod of a namespace for each service called tercet or tercet-SOMETHING.
 _OF_SERVICES = re.compile(r".*_SERVICE_(HOST|PORT(_\w+)?)|.*_PORT(_[0-9]+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?)?")
@@ -29,7 +24,7 @@ _OF_COMMAND: Mapping[str, type[Settings]] = {
     "rescheduler": ReschedulerConfig, "model-router": ModelRouterConfig,
 }  # fmt: skip
 # Packages whose settings are read from the environment too; those of vLLM's plugin and of measurements are not.
-_READ_THEM = ("tercet.settings", "tercet.cluster", "tercet.lab.chaos")
+_READ_THEM = ("tercet.settings", "tercet.cluster", "tercet_lab.chaos")
 
 
 def unknown_variables(command: str = "", environment: Mapping[str, str] = os.environ) -> Iterator[str]:

@@ -12,7 +12,6 @@ from pathlib import Path
 from tercet.aio import signals_to
 from tercet.cli.detached import detach, found_by_commands
 from tercet.cli.fleet_progress import FleetProgress
-from tercet.cli.ray_job import is_a_job, run_as_a_job
 from tercet.cli.router_access import require_private_router
 from tercet.cli.setting_flags import settings_command
 from tercet.cli.terminal import announce
@@ -20,15 +19,16 @@ from tercet.cluster.local import local_fleet
 from tercet.cluster.log_directories import log_directory
 from tercet.cluster.model import resolve_model, resolve_tokenizer
 from tercet.cluster.model_hub import known_model
-from tercet.cluster.on_ray.ray_access import require_ray
-from tercet.cluster.on_ray.ray_fleet import RayFleet, ray_fleet
 from tercet.cluster.ports import require_free
 from tercet.cluster.running_fleet import RunningFleet
 from tercet.cluster.up_config import UpConfig
 from tercet.decisions.migration import policies_of
 from tercet.decisions.scheduling import load_scheduling
-from tercet.lab.sim import EngineOptions, load_profile, options_from
 from tercet.programs import load_program
+from tercet_lab.sim import EngineOptions, load_profile, options_from
+from tercet_ray.ray_access import require_ray
+from tercet_ray.ray_fleet import RayFleet, ray_fleet
+from tercet_ray.ray_job import is_a_job, run_as_a_job
 
 StartedFleet = RunningFleet | RayFleet
 

@@ -40,7 +40,6 @@ from tercet.router.serve.service import Service
 from tercet.router.serve.service_programs import ServicePrograms
 from tercet.router.serve.sessions import Sessions
 from tercet.router.serve.shutdown import Shutdown
-from tercet.router.small_server import serve_small
 from tercet.router.state.fleet_adapters import AdapterLoader
 from tercet.router.state.fleet_state import FleetState
 from tercet.router.state.found_members import follow_found
@@ -50,7 +49,6 @@ from tercet.router.state.role_keeper import RoleKeeper
 from tercet.router.state.roles import with_roles_followed
 from tercet.router.state.shared_state import SharedState
 from tercet.router.state.state_configmap import configmap_store
-from tercet.router.state.state_ray import ray_store
 from tercet.router.state.state_store import StateStore
 from tercet.router.waiting_room import can_wait, waiting_room
 from tercet.router.workers import Shared, tell_ready
@@ -61,6 +59,8 @@ from tercet.wire.client import engine_tls
 from tercet.wire.exported_spans import exporting_spans
 from tercet.wire.serving.router_keys import RouterKeys
 from tercet.wire.streams import StreamListener
+from tercet_lab.small_server import serve_small
+from tercet_ray.state_ray import ray_store
 
 SOON_SECONDS = 6.0
 """Seconds in which a named engine should answer; later the port answers with an error meanwhile."""

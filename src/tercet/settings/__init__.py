@@ -5,16 +5,16 @@ from tercet.settings.decoding import Source, decode_settings, encode_settings, f
 from tercet.settings.discovery_settings import DiscoverySettings
 from tercet.settings.engine_addresses import EngineAddress
 from tercet.settings.limit_settings import Limits
-from tercet.settings.model_router_config import ModelRouterConfig
 from tercet.settings.move_settings import MoveSettings, RescheduleSettings
-from tercet.settings.picker_config import PickerConfig
 from tercet.settings.process_settings import EngineTLS
 from tercet.settings.rescheduler_config import ReschedulerConfig
 from tercet.settings.retry_settings import RetryBudget
 from tercet.settings.router_config import RouterConfig
 from tercet.settings.router_settings import RouterSettings
-from tercet.settings.sidecar_config import SidecarConfig
 from tercet.settings.urls import require_engine_url, require_url
+from tercet_gateway.model_router.model_router_config import ModelRouterConfig
+from tercet_gateway.picker_config import PickerConfig
+from tercet_gateway.sidecar.sidecar_config import SidecarConfig
 
 __all__ = [
     "SECRET_VARIABLE",

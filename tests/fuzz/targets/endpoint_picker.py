@@ -14,7 +14,7 @@ import grpc
 from google.protobuf.json_format import Error, MessageToDict, ParseDict
 from google.protobuf.message import DecodeError
 
-from tercet.gateway.protos import (
+from tercet_gateway.protos import (
     BodySendMode,
     HeaderMap,
     HeaderValue,
@@ -25,7 +25,7 @@ from tercet.gateway.protos import (
     ProcessingResponse,
     ProtocolConfiguration,
 )
-from tercet.gateway.service import EndpointPickerService
+from tercet_gateway.service import EndpointPickerService
 from tests.fuzz.fuzzing import Outcome, Target
 from tests.fuzz.mutation import Case
 from tests.unit.gateway.pickers import IDLE, House

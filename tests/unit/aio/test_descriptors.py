@@ -19,8 +19,8 @@ from aiohttp import web
 
 from tercet.aio import descriptors
 from tercet.aio.descriptors import descriptors_watched
-from tercet.gateway.sidecar.listener import Listener
 from tercet.wire.streams import StreamListener
+from tercet_gateway.sidecar.listener import Listener
 from tests.longest_wait import LONGEST_WAIT_S
 from tests.unit.supervision import until
 

@@ -12,16 +12,16 @@ import pytest
 
 from tercet.aio import files
 from tercet.aio.files import read_named
-from tercet.gateway.served_certificate import ServedCertificate
-from tercet.lab.bench.results import load_result
-from tercet.lab.bench.workloads.recorded import read_text
-from tercet.lab.chaos.fault_schedule import load_schedule
-from tercet.lab.sim.step_times import load_profile
 from tercet.programs import load_program
 from tercet.protocol import BadRequest
 from tercet.settings import read_yaml
 from tercet.settings.key_files import KeyFile
 from tercet.wire.client import engine_tls
+from tercet_gateway.served_certificate import ServedCertificate
+from tercet_lab.bench.results import load_result
+from tercet_lab.bench.workloads.recorded import read_text
+from tercet_lab.chaos.fault_schedule import load_schedule
+from tercet_lab.sim.step_times import load_profile
 
 READERS: dict[str, Callable[[Path], object]] = {
     "config": read_yaml,

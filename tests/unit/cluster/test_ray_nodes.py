@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from tercet.cluster.on_ray.ray_access import HEAD_AWAY_SECONDS
-from tercet.cluster.ray_nodes import RayProcess, ray_findings, ray_processes
+from tercet_ray.ray_access import HEAD_AWAY_SECONDS
+from tercet_ray.ray_nodes import RayProcess, ray_findings, ray_processes
 
 from .on_ray.head_settings import head_settings
 

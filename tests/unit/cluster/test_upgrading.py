@@ -9,10 +9,10 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from tercet.cluster import upgrading
-from tercet.cluster.upgrading import Upgrade
-from tercet.decisions.rollout import RolloutPlan
 from tercet.protocol import BadRequest, EngineError
+from tercet_gateway.model_router import upgrading
+from tercet_gateway.model_router.rollout import RolloutPlan
+from tercet_gateway.model_router.upgrading import Upgrade
 from tests.longest_wait import until
 from tests.unit.gateway.model_router.test_model_router import Router, World, world
 

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tercet.decisions.rollout import Rollout, RolloutPlan, Seen
 from tercet.protocol import BadRequest
+from tercet_gateway.model_router.rollout import Rollout, RolloutPlan, Seen
 
 PLAN = RolloutPlan((0.1, 0.5, 1.0), hold_s=10.0, tolerance=0.01)
 IDLE = Seen()

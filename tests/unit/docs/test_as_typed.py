@@ -22,17 +22,12 @@ from tercet.cluster.up_config import UpConfig
 from tercet.protocol import BadRequest
 from tercet.protocol.openai_routes import GENERATING
 from tercet.router.router_app import OPEN
-from tercet.settings import (
-    ModelRouterConfig,
-    PickerConfig,
-    ReschedulerConfig,
-    RouterConfig,
-    Settings,
-    SidecarConfig,
-    decode_settings,
-)
-from tercet.settings.planner_config import PlannerConfig
+from tercet.settings import ReschedulerConfig, RouterConfig, Settings, decode_settings
 from tercet.settings.variables import API_KEY_VARIABLE
+from tercet_gateway.model_router.model_router_config import ModelRouterConfig
+from tercet_gateway.picker_config import PickerConfig
+from tercet_gateway.sidecar.sidecar_config import SidecarConfig
+from tercet_lab.planning.planner_config import PlannerConfig
 
 from .pages import ROOT, Block, blocks, place
 from .test_commands import PUNCTUATION, command_lines, is_stop, of_command

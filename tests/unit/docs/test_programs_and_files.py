@@ -15,13 +15,13 @@ import yaml
 from tercet.cluster.up_config import UpConfig
 from tercet.decisions.migration import policies_of
 from tercet.decisions.scheduling import load_scheduling
-from tercet.lab.bench.bench_config import ServeConfig
-from tercet.lab.bench.simulated.scenario import parse_fleet
-from tercet.lab.bench.simulated.virtual_run import run_requests
-from tercet.lab.sim import EngineOptions
 from tercet.programs import load_program
 from tercet.protocol import Request
 from tercet.settings import RescheduleSettings, RouterConfig, decode_settings, read_yaml
+from tercet_lab.bench.bench_config import ServeConfig
+from tercet_lab.bench.simulated.scenario import parse_fleet
+from tercet_lab.bench.simulated.virtual_run import run_requests
+from tercet_lab.sim import EngineOptions
 
 from .pages import ROOT, Block, blocks, place
 

@@ -10,12 +10,13 @@ from typing import Any
 from msgspec import structs
 
 from tercet.fleet import EngineFleet, Member
-from tercet.gateway.endpoint_picker import EndpointPicker, address_of
-from tercet.gateway.picker_metrics import PickerMetrics
-from tercet.gateway.rendering import ByCharacters
-from tercet.gateway.server import PickerServer, picking, scheduling_of
 from tercet.protocol import EngineLoad, Role
-from tercet.settings import EngineAddress, PickerConfig
+from tercet.settings import EngineAddress
+from tercet_gateway.endpoint_picker import EndpointPicker, address_of
+from tercet_gateway.picker_config import PickerConfig
+from tercet_gateway.picker_metrics import PickerMetrics
+from tercet_gateway.rendering import ByCharacters
+from tercet_gateway.server import PickerServer, picking, scheduling_of
 from tests.unit.fakes import FakeEngine
 
 IDLE = EngineLoad(waiting=0, running=0, kv_usage=0.0, tokens=0)

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from tercet.fleet import Member
-from tercet.gateway.endpoint_picker import Endpoints, address_of
-from tercet.gateway.openai_call import OpenAIBody, OpenAICall
-from tercet.gateway.reported_load import UNTIL_COUNTED
 from tercet.protocol import BadRequest, EngineUnreachable, Request, Saturated, ShuttingDown
+from tercet_gateway.endpoint_picker import Endpoints, address_of
+from tercet_gateway.openai_call import OpenAIBody, OpenAICall
+from tercet_gateway.reported_load import UNTIL_COUNTED
 from tests.longest_wait import LONGEST_WAIT_S
 from tests.unit.fakes import FakeEngine
 

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from tercet.gateway.endpoint_picker import Endpoints
-from tercet.gateway.openai_call import OpenAIBody, OpenAICall
-from tercet.gateway.reported_load import UNTIL_COUNTED
 from tercet.protocol import Role, Saturated
 from tercet.settings import EngineAddress
+from tercet_gateway.endpoint_picker import Endpoints
+from tercet_gateway.openai_call import OpenAIBody, OpenAICall
+from tercet_gateway.reported_load import UNTIL_COUNTED
 from tests.longest_wait import LONGEST_WAIT_S
 
 from .pickers import House

@@ -8,10 +8,10 @@ from urllib.parse import quote
 import msgspec
 import pytest
 
-from tercet.gateway.openai_call import READ_STRICTLY, OpenAICall, call_of
-from tercet.gateway.rendering import ByCharacters
 from tercet.protocol import BadRequest
 from tercet.protocol.openai_routes import GENERATING, POOLING, path_of
+from tercet_gateway.openai_call import READ_STRICTLY, OpenAICall, call_of
+from tercet_gateway.rendering import ByCharacters
 
 from .pickers import House
 

@@ -7,8 +7,9 @@ from pathlib import Path
 
 import yaml
 
-from tercet.gateway.server import fleet_of, picking
-from tercet.settings import DiscoverySettings, PickerConfig
+from tercet.settings import DiscoverySettings
+from tercet_gateway.picker_config import PickerConfig
+from tercet_gateway.server import fleet_of, picking
 from tests.longest_wait import LONGEST_WAIT_S
 from tests.unit.fleet.discovery.api_server import (
     EARLIER_POOLS,

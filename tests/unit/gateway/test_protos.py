@@ -18,7 +18,7 @@ from envoy.type.v3 import http_status_pb2
 from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.descriptor_pool import Default
 
-from tercet.gateway.protos import MESSAGES, PACKAGE, SERVICE, BodySendMode, HeaderAppendAction
+from tercet_gateway.protos import MESSAGES, PACKAGE, SERVICE, BodySendMode, HeaderAppendAction
 
 ENVOYS: Sequence[Any] = (base_pb2, external_processor_pb2, http_status_pb2, processing_mode_pb2)
 BASE, SERVICES, _, MODES = ENVOYS
@@ -57,7 +57,7 @@ def test_numbers_of_enumerations_and_the_service_are_envoys() -> None:
 @pytest.mark.processes
 def test_a_picker_exports_spans_and_needs_no_other_messages() -> None:
     code = (
-        "import sys, tercet.gateway.server\n"
+        "import sys, tercet_gateway.server\n"
         "import opentelemetry.exporter.otlp.proto.http.trace_exporter\n"
         "import opentelemetry.exporter.otlp.proto.grpc.trace_exporter\n"
         "sys.exit('envoy' in sys.modules)"

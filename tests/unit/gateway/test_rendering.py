@@ -14,13 +14,13 @@ import msgspec
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from tercet.gateway import segments
-from tercet.gateway.exchange import refusal
-from tercet.gateway.model_renderer import ModelRenderer
-from tercet.gateway.openai_call import OpenAIBody, OpenAICall, call_of, call_unread
-from tercet.gateway.rendering import MOST_TOKENS, ByCharacters
-from tercet.gateway.segments import SEGMENT
 from tercet.protocol import BadRequest, RequestTooLarge
+from tercet_gateway import segments
+from tercet_gateway.exchange import refusal
+from tercet_gateway.model_renderer import ModelRenderer
+from tercet_gateway.openai_call import OpenAIBody, OpenAICall, call_of, call_unread
+from tercet_gateway.rendering import MOST_TOKENS, ByCharacters
+from tercet_gateway.segments import SEGMENT
 from tests.longest_wait import LONGEST_WAIT_S
 
 TEMPLATE = (

@@ -11,13 +11,14 @@ import pytest
 from aiohttp import web
 
 from tercet.fleet import EngineFleet
-from tercet.gateway.endpoint_picker import EndpointPicker, address_of
-from tercet.gateway.openai_call import OpenAIBody, OpenAICall
-from tercet.gateway.picker_metrics import PickerMetrics
-from tercet.gateway.rendering import ByCharacters, stand_ins
-from tercet.gateway.server import fleet_of
 from tercet.protocol import BadRequest, Conflict, Request
-from tercet.settings import EngineAddress, PickerConfig
+from tercet.settings import EngineAddress
+from tercet_gateway.endpoint_picker import EndpointPicker, address_of
+from tercet_gateway.openai_call import OpenAIBody, OpenAICall
+from tercet_gateway.picker_config import PickerConfig
+from tercet_gateway.picker_metrics import PickerMetrics
+from tercet_gateway.rendering import ByCharacters, stand_ins
+from tercet_gateway.server import fleet_of
 from tests.servers import served
 
 SECONDS = 60

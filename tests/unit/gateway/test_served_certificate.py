@@ -10,8 +10,8 @@ from pathlib import Path
 import grpc.aio
 import pytest
 
-from tercet.gateway.protos import HealthCheckRequest, HealthStub
 from tercet.protocol import BadRequest
+from tercet_gateway.protos import HealthCheckRequest, HealthStub
 from tests.unit.wire.client.certificates import Authority
 
 from .pickers import serving

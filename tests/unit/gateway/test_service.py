@@ -25,15 +25,15 @@ from envoy.service.ext_proc.v3.external_processor_pb2 import (
 from msgspec import structs
 
 from tercet.cluster.ports import free_ports
-from tercet.gateway import server as picker_server
-from tercet.gateway import service
-from tercet.gateway.endpoint_picker import Endpoints
-from tercet.gateway.exchange import SUBSET, SUBSET_METADATA, Exchange, candidates_of
-from tercet.gateway.openai_call import OpenAIBody, OpenAICall
-from tercet.gateway.protos import HealthCheckRequest, HealthCheckResponse, HealthStub
-from tercet.gateway.server import READY_NAMES, picking
 from tercet.protocol import BadRequest, Role, UnknownPath
-from tercet.settings import PickerConfig
+from tercet_gateway import server as picker_server
+from tercet_gateway import service
+from tercet_gateway.endpoint_picker import Endpoints
+from tercet_gateway.exchange import SUBSET, SUBSET_METADATA, Exchange, candidates_of
+from tercet_gateway.openai_call import OpenAIBody, OpenAICall
+from tercet_gateway.picker_config import PickerConfig
+from tercet_gateway.protos import HealthCheckRequest, HealthCheckResponse, HealthStub
+from tercet_gateway.server import READY_NAMES, picking
 from tests.conformance.envoy_side import BUFFERED, DUPLEX, PREFILLER, EnvoySide, Stream
 from tests.longest_wait import LONGEST_WAIT_S
 from tests.unit.wire.client.certificates import Authority
@@ -350,7 +350,7 @@ async def test_a_picker_is_ready_once_an_engine_has_answered() -> None:
 
 async def test_a_picker_without_engines_is_ready_in_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
     """It says 503 by itself; not ready, it would be passed over."""
-    monkeypatch.setattr("tercet.gateway.server.READY_SECONDS", 0.2)
+    monkeypatch.setattr("tercet_gateway.server.READY_SECONDS", 0.2)
     config = config_for(["both"])
     fleet = fleet_for(config)
     fleet.member("e0").reachable = False

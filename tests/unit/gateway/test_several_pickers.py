@@ -8,9 +8,9 @@ from random import Random
 
 import pytest
 
-from tercet.gateway.openai_call import OpenAIBody, OpenAICall
-from tercet.gateway.rendering import stand_ins
 from tercet.protocol import Request
+from tercet_gateway.openai_call import OpenAIBody, OpenAICall
+from tercet_gateway.rendering import stand_ins
 
 from .pickers import House, fleet_for
 

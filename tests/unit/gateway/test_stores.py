@@ -15,9 +15,9 @@ from typing import Any, NamedTuple
 import aiohttp
 import pytest
 
-from tercet.gateway.openai_call import FAIRNESS_HEADERS, OBJECTIVE_HEADERS
 from tercet.protocol.headers import OTHER_SESSION_HEADERS, REQUEST_ID_HEADER, SESSION_HEADER
 from tercet.wire.client import prefill_metrics
+from tercet_gateway.openai_call import FAIRNESS_HEADERS, OBJECTIVE_HEADERS
 from tests.conformance.envoy_side import BUFFERED
 from tests.unit.kept import Kept
 

@@ -9,7 +9,7 @@ from types import ModuleType
 
 import pytest
 
-from tercet.lab.sim import run_virtual
+from tercet_lab.sim import run_virtual
 
 FILE = Path(__file__).resolve().parents[3] / "examples" / "history_and_science.py"
 

@@ -14,11 +14,11 @@ import pytest
 
 from tercet.decisions.cost import RouteDecision
 from tercet.fleet import EngineFleet, Member, Trace
-from tercet.lab.bench.simulated.scenario import SyntheticWorkload, parse_fleet, requests_of
-from tercet.lab.bench.simulated.virtual_run import run_requests
-from tercet.lab.sim import EngineOptions, Network, SimEngine, load_profile, run_virtual
 from tercet.programs import BUILT_IN, load_program, outputs_of
 from tercet.protocol import Request
+from tercet_lab.bench.simulated.scenario import SyntheticWorkload, parse_fleet, requests_of
+from tercet_lab.bench.simulated.virtual_run import run_requests
+from tercet_lab.sim import EngineOptions, Network, SimEngine, load_profile, run_virtual
 
 LLAMA = "llama-3.1-70b-fp8-h100-tp4"
 SMOLLM = "smollm2-135m-cpu"

@@ -22,8 +22,8 @@ from tercet.router.prompt_texts import PromptTexts
 from tercet.router.router_app import RouterApp
 from tercet.router.serve.service import Service
 from tercet.router.serve.service_programs import ServicePrograms
-from tercet.router.small_openai import small_app
 from tercet.settings import Limits
+from tercet_lab.small_openai import small_app
 from tests.longest_wait import LONGEST_WAIT_S, until
 from tests.own_metrics import own_metrics
 from tests.unit.fakes import FakeEngine

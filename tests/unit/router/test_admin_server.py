@@ -26,11 +26,11 @@ from tercet.router.pooling import PoolingServers
 from tercet.router.router_app import RouterApp
 from tercet.router.serve.named_files import NamedFiles
 from tercet.router.serve.shutdown import Shutdown
-from tercet.router.small_server import serve_small
 from tercet.settings import EngineAddress, Limits, RouterConfig
 from tercet.settings.admin_address import AdminAddress
 from tercet.wire.serving.admin_access import AT_ADMIN, AdminAccess
 from tercet.wire.serving.router_keys import RouterKeys
+from tercet_lab.small_server import serve_small
 from tests.simulated_processes import MODEL, PROFILE, running, wait_for
 
 from .conftest import LiveRouter

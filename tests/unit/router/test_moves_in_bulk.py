@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 
 from tercet.aio import TaskSet
 from tercet.fleet import EngineFleet, Member, Trace
-from tercet.lab.sim import SimEngine, run_virtual
 from tercet.protocol import TercetError
 from tercet.router.observe.metrics import Metrics
 from tercet.router.serve.service import Service
 from tercet.settings import MoveSettings
+from tercet_lab.sim import SimEngine, run_virtual
 from tests.unit.lab.sim.models import engines_of, is_empty, profile_of, request_of
 
 pytestmark = pytest.mark.slow

@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 
 from tercet.fleet import EngineFleet, Member, Trace
-from tercet.lab.sim import SimEngine, run_virtual
 from tercet.protocol import EngineLoad
 from tercet.router.observe.metrics import Metrics
 from tercet.router.serve.moves import MoveRecord
 from tercet.router.serve.service import Service
 from tercet.settings import MoveSettings
+from tercet_lab.sim import SimEngine, run_virtual
 from tests.unit.lab.sim.models import KV_BYTES, engines_of, is_empty, profile_of, request_of
 
 STEP = 0.010

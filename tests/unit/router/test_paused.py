@@ -8,10 +8,10 @@ from collections.abc import Sequence
 import pytest
 
 from tercet.fleet import EngineFleet, Member, Trace
-from tercet.lab.sim import SimEngine, run_virtual
 from tercet.protocol import EngineLoad, EngineUnreachable, Request, TercetError
 from tercet.router.observe.metrics import Metrics
 from tercet.router.serve.service import Service
+from tercet_lab.sim import SimEngine, run_virtual
 from tests.unit.lab.sim.models import engines_of, is_empty, request_of
 
 from .conftest import LiveRouter

@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 
 from tercet.fleet import EngineFleet, Member
-from tercet.lab.sim import SimEngine, run_virtual
 from tercet.protocol import Request, Usage
 from tercet.protocol.trace import FALLBACK, TraceEvent, VerbTrace
 from tercet.router.observe.metrics import Metrics
 from tercet.router.serve.service import Service
 from tercet.router.serve.service_programs import ServicePrograms
 from tercet.wire.serving.request_context import RequestContext
+from tercet_lab.sim import SimEngine, run_virtual
 from tests.unit.lab.sim.models import BLOCK, engines_of, request_of, tokens_of
 
 LENGTH = 442

@@ -17,9 +17,6 @@ from fastapi import FastAPI
 from tercet.cluster.ports import free_ports, url_of
 from tercet.fleet import EngineFleet, Trace
 from tercet.fleet.membership import Membership, connecting
-from tercet.lab.sim import SimEngine
-from tercet.lab.sim.sim_server import ServerConfig, serving
-from tercet.lab.sim.step_times import StepTimes
 from tercet.protocol import Conflict, EngineLoad, MoveProposal, Role, UnknownSequence
 from tercet.protocol.seq_ids import find_id, further_id
 from tercet.router import admin
@@ -30,6 +27,9 @@ from tercet.settings import EngineAddress, MoveSettings
 from tercet.wire.client import HttpEngine
 from tercet.wire.serving.admin_access import ADMITTED
 from tercet.wire.streams import StreamListener
+from tercet_lab.sim import SimEngine
+from tercet_lab.sim.sim_server import ServerConfig, serving
+from tercet_lab.sim.step_times import StepTimes
 from tests.unit.lab.sim.models import is_empty, profile_of, request_of
 
 HOST = "127.0.0.1"

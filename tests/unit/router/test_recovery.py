@@ -11,7 +11,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tercet.fleet import EngineFleet, Member, RunningSequence, RunningSequences, Trace
-from tercet.lab.sim import SimEngine, run_virtual
 from tercet.protocol import (
     BadRequest,
     EngineError,
@@ -32,6 +31,7 @@ from tercet.protocol import (
 from tercet.router.observe.metrics import Metrics
 from tercet.router.serve.service import Service
 from tercet.settings import EngineAddress, RetryBudget
+from tercet_lab.sim import SimEngine, run_virtual
 from tests.unit.lab.sim.models import engines_of, is_empty, request_of
 
 from .conftest import Engine, LiveRouter, counted

@@ -23,9 +23,9 @@ from tercet.router.observe.shared_traces import SharedTraces, TraceQuestion
 from tercet.router.prompt_texts import PromptTexts
 from tercet.router.router_app import RouterApp
 from tercet.router.serve.service_programs import ServicePrograms
-from tercet.router.small_openai import small_app
 from tercet.settings import Limits
 from tercet.wire.serving.request_context import RequestContext
+from tercet_lab.small_openai import small_app
 
 from .conftest import LiveRouter
 

@@ -11,13 +11,13 @@ import msgspec
 import pytest
 
 from tercet.fleet import EngineFleet, Member, Trace
-from tercet.lab.bench.simulated.moving_fleet import SessionCounts
-from tercet.lab.sim import SimEngine, run_virtual
 from tercet.protocol import EngineLoad, Request
 from tercet.router.observe.metrics import Metrics
 from tercet.router.serve.service import Service
 from tercet.router.serve.sessions import Sessions
 from tercet.settings.session_settings import SessionSettings
+from tercet_lab.bench.simulated.moving_fleet import SessionCounts
+from tercet_lab.sim import SimEngine, run_virtual
 from tests.longest_wait import LONGEST_WAIT_S
 from tests.unit.fakes import FakeEngine
 from tests.unit.lab.sim.models import BLOCK, engines_of, is_empty, profile_of

@@ -16,7 +16,6 @@ from fastapi import FastAPI
 
 from tercet.fleet.admission import Gate
 from tercet.fleet.policy_views import SeenRequests
-from tercet.lab.bench.simulated.moving_fleet import SessionCounts
 from tercet.protocol.client_names import LONGEST_NAME
 from tercet.protocol.headers import (
     AGENT_HEADERS,
@@ -31,10 +30,11 @@ from tercet.router.prompt_texts import PromptTexts
 from tercet.router.router_app import RouterApp
 from tercet.router.serve.service_programs import ServicePrograms
 from tercet.router.serve.sessions import Sessions
-from tercet.router.small_openai import small_app
 from tercet.settings import Limits
 from tercet.settings.role_settings import Objectives
 from tercet.settings.session_settings import SessionSettings
+from tercet_lab.bench.simulated.moving_fleet import SessionCounts
+from tercet_lab.small_openai import small_app
 from tests.unit.kept import Kept
 
 from .conftest import LiveRouter

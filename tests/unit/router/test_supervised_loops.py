@@ -15,7 +15,6 @@ import pytest
 
 from tercet.decisions.roles import Pressures, RoleFlip, RoleLook
 from tercet.fleet import membership
-from tercet.lab.bench.simulated.moving_fleet import SessionCounts
 from tercet.protocol.wire import JoinCall
 from tercet.router.page import other_workers
 from tercet.router.serve import rescheduler_server, sessions
@@ -26,6 +25,7 @@ from tercet.router.state.joined_members import GoneEngines, join
 from tercet.settings import ReschedulerConfig
 from tercet.settings.role_settings import Objectives
 from tercet.settings.session_settings import SessionSettings
+from tercet_lab.bench.simulated.moving_fleet import SessionCounts
 from tests.longest_wait import LONGEST_WAIT_S
 from tests.unit.fleet.test_adapters import Host, fleet_of, membership_of, report
 from tests.unit.supervision import Works, kept, until, with_an_error_at_each_await

@@ -18,11 +18,11 @@ import msgspec
 import pytest
 from vllm.config import VllmConfig
 
-from tercet.lab.sim import EngineOptions, Network, SimEngine, run_virtual
-from tercet.lab.sim.step_times import StepTimes
 from tercet.protocol import NoSpace, Request
 from tercet.vllm_plugin.core import core_methods
 from tercet.vllm_plugin.core.keyed_prompt import KeyedPrompt
+from tercet_lab.sim import EngineOptions, Network, SimEngine, run_virtual
+from tercet_lab.sim.step_times import StepTimes
 from tests.long_runs import FULL
 from tests.unit.lab.sim.models import profile_of
 

@@ -2,10 +2,10 @@
 
 from tercet.decisions.planning.arrivals import ObservedRequest, answers_completed
 from tercet.decisions.planning.candidates import EngineCapacity, candidates
-from tercet.decisions.planning.forecast import Forecast, Forecaster
 from tercet.decisions.planning.observed import Expected, FleetPlan, Observed, PlanLimits, Policy, WantedPlan
-from tercet.decisions.planning.planner import Planner
-from tercet.decisions.planning.remembered import Verdict
+from tercet_lab.planning.forecast import Forecast, Forecaster
+from tercet_lab.planning.planner import Planner
+from tercet_lab.planning.remembered import Verdict
 
 __all__ = [
     "EngineCapacity",

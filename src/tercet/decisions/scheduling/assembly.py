@@ -15,7 +15,6 @@ from typing import Annotated, Any, Literal, TypeVar
 import msgspec
 from msgspec import Meta
 
-from tercet.decisions.scheduling.llm_d import as_in_file, is_of_llm_d, translated
 from tercet.decisions.scheduling.pickers import PICKERS, MaxScorePicker
 from tercet.decisions.scheduling.plugin import Decider, Filter, Picker, Plugin, Scorer
 from tercet.decisions.scheduling.profiles import (
@@ -31,6 +30,7 @@ from tercet.decisions.scheduling.registry import Locate, plugin_class
 from tercet.protocol import BadRequest
 from tercet.settings.declaration import complaint
 from tercet.settings.decoding import load_yaml, parse_yaml
+from tercet_gateway.llm_d import as_in_file, is_of_llm_d, translated
 
 logger = logging.getLogger("tercet.decisions.scheduling")
 T = TypeVar("T")

@@ -9,13 +9,14 @@ from collections.abc import Sequence
 from tercet.protocol import BadRequest
 from tercet.protocol.bearer import BearerKeys
 from tercet.protocol.call_proofs import Callers, secrets_of
-from tercet.settings import ModelRouterConfig, RouterSettings
+from tercet.settings import RouterSettings
 from tercet.settings.admin_address import AdminAddress
 from tercet.settings.key_files import KeyFile
 from tercet.settings.router_config import RouterConfig
 from tercet.settings.variables import ADMIN_KEY_VARIABLE, API_KEY_VARIABLE
 from tercet.wire.serving.admin_access import AdminAccess
 from tercet.wire.serving.server_access import is_loopback
+from tercet_gateway.model_router.model_router_config import ModelRouterConfig
 
 logger = logging.getLogger("tercet.router")
 POLL_INTERVAL_S = 1.0

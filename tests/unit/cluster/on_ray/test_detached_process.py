@@ -15,8 +15,8 @@ import psutil
 import pytest
 
 from tercet.cluster.core_claims import CoreClaims
-from tercet.cluster.on_ray.detached_process import DetachedProcess
 from tercet.protocol import EngineError
+from tercet_ray.detached_process import DetachedProcess
 
 pytestmark = pytest.mark.processes
 SLEEPER = "import time; print('up', flush=True); time.sleep(600)"
@@ -84,7 +84,7 @@ def test_it_ends_with_its_owner(tmp_path: Path, number: int) -> None:
     owner = f"""
         import sys, time
         from pathlib import Path
-        from tercet.cluster.on_ray.detached_process import DetachedProcess
+        from tercet_ray.detached_process import DetachedProcess
         process = DetachedProcess([sys.executable, "-c", {SLEEPER!r}], {{}}, Path({str(log)!r}), grace=20)
         process.start()
         print(process.pid, flush=True)

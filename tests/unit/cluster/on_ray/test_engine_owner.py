@@ -12,9 +12,9 @@ import pytest
 
 from tercet.cluster.engine_command import EngineSpec
 from tercet.cluster.model import resolve_tokenizer
-from tercet.cluster.on_ray import engine_owner
-from tercet.cluster.on_ray.engine_owner import EngineOwner
-from tercet.cluster.on_ray.wanted import OwnerReport, WantedEngine
+from tercet_ray import engine_owner
+from tercet_ray.engine_owner import EngineOwner
+from tercet_ray.wanted import OwnerReport, WantedEngine
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(600)]
 SECONDS = 200

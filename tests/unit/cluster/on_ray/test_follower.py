@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from tercet.cluster.child_process import Process, StartFailed
-from tercet.cluster.on_ray import ray_fleet
-from tercet.cluster.on_ray.ray_fleet import Follower
+from tercet_ray import ray_fleet
+from tercet_ray.ray_fleet import Follower
 from tests.longest_wait import LONGEST_WAIT_S
 
 pytestmark = pytest.mark.processes

@@ -17,8 +17,8 @@ import aiohttp
 import pytest
 
 from tercet.cluster.model import resolve_tokenizer
-from tercet.cluster.on_ray.ray_fleet import ray_fleet
 from tercet.cluster.up_config import UpConfig
+from tercet_ray.ray_fleet import ray_fleet
 from tests.long_runs import in_full
 from tests.unit.cluster.whole_streams import read_whole
 

@@ -7,18 +7,11 @@ from bisect import bisect_right
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from tercet.decisions.planning import (
-    Expected,
-    FleetPlan,
-    Forecast,
-    Observed,
-    ObservedRequest,
-    PlanLimits,
-    Planner,
-    WantedPlan,
-)
+from tercet.decisions.planning import Expected, FleetPlan, Observed, ObservedRequest, PlanLimits, WantedPlan
 from tercet.decisions.planning.candidates import EngineDemand, demand_of
 from tercet.settings.role_settings import Objectives
+from tercet_lab.planning.forecast import Forecast
+from tercet_lab.planning.planner import Planner
 
 OBJECTIVES = Objectives(ttft=1.0, tpot=0.025, share=0.99)
 WINDOW_S, INTERVAL_S = 180.0, 15.0

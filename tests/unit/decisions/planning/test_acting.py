@@ -6,10 +6,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tercet.decisions.planning import FleetPlan, Observed, PlanLimits
-from tercet.decisions.planning.acting import change_to
-from tercet.decisions.planning.guard import QueueGuard
 from tercet.decisions.roles import ObservedEngine
 from tercet.settings.role_settings import Objectives
+from tercet_lab.planning.acting import change_to
+from tercet_lab.planning.guard import QueueGuard
 
 from .planned_world import Engine
 

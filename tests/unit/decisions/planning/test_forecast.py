@@ -9,8 +9,8 @@ from dataclasses import replace
 
 import pytest
 
-from tercet.decisions.planning import Forecast, Forecaster, ObservedRequest, answers_completed
-from tercet.decisions.planning.forecast import tells_enough
+from tercet.decisions.planning import ObservedRequest, answers_completed
+from tercet_lab.planning.forecast import Forecast, Forecaster, tells_enough
 
 
 def poisson(

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from tercet.decisions.planning import Expected, FleetPlan, Forecast, PlanLimits, Planner
+from tercet.decisions.planning import Expected, FleetPlan, PlanLimits
 from tercet.decisions.planning.candidates import demand_of
 from tercet.protocol import BadRequest, EngineError
+from tercet_lab.planning.forecast import Forecast
+from tercet_lab.planning.planner import Planner
 from tests.long_runs import FULL
 
 from .planned_world import OBJECTIVES, Engine, PlannedWorld, Traffic, evaluated

@@ -6,10 +6,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tercet.decisions.planning import Expected, FleetPlan, Forecast, Observed, ObservedRequest, PlanLimits, Planner
+from tercet.decisions.planning import Expected, FleetPlan, Observed, ObservedRequest, PlanLimits
 from tercet.decisions.planning.candidates import EngineDemand, demand_of
-from tercet.decisions.planning.worth import neighbours, worth_simulating, worths
 from tercet.decisions.roles import ObservedEngine
+from tercet_lab.planning.forecast import Forecast
+from tercet_lab.planning.planner import Planner
+from tercet_lab.planning.worth import neighbours, worth_simulating, worths
 
 from .planned_world import OBJECTIVES, Engine, PlannedWorld, Traffic
 

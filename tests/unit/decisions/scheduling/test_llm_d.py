@@ -19,19 +19,19 @@ from tercet.decisions.scheduling.filters import (
     UtilizationCondition,
     UtilizationFilter,
 )
-from tercet.decisions.scheduling.llm_d import CONTEXT_LENGTH, DETECTOR_SECTIONS, translated
-from tercet.decisions.scheduling.llm_d_plugins import (
+from tercet.decisions.scheduling.profiles import AlwaysDisaggregate, ConcurrencyLimit, PrefixBasedDecider, Saturation
+from tercet.decisions.scheduling.registry import BUILT_IN
+from tercet.decisions.scheduling.scorers import ActiveRequestScorer, PrefixCacheScorer, SessionAffinityScorer
+from tercet.protocol import BadRequest
+from tercet.protocol.headers import AGENT_HEADERS
+from tercet_gateway.llm_d import CONTEXT_LENGTH, DETECTOR_SECTIONS, translated
+from tercet_gateway.llm_d_plugins import (
     PARAMETERS,
     PASSED_OVER,
     READ,
     REFUSED,
     RENAMED_TYPES,
 )
-from tercet.decisions.scheduling.profiles import AlwaysDisaggregate, ConcurrencyLimit, PrefixBasedDecider, Saturation
-from tercet.decisions.scheduling.registry import BUILT_IN
-from tercet.decisions.scheduling.scorers import ActiveRequestScorer, PrefixCacheScorer, SessionAffinityScorer
-from tercet.protocol import BadRequest
-from tercet.protocol.headers import AGENT_HEADERS
 
 from .builders import Bench, View, request_of
 from .llm_d_files import HANDLER, made_of, scorers, written

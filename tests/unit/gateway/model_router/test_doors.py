@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from tercet.gateway.model_router.server import keys_of
 from tercet.protocol import BadRequest
 from tercet.protocol.errors import Forbidden
 from tercet.protocol.own_requests import ShownHeaders, require_this_machine
 from tercet.settings import Source, decode_settings
-from tercet.settings.model_router_config import ModelRouterConfig
+from tercet_gateway.model_router.model_router_config import ModelRouterConfig
+from tercet_gateway.model_router.server import keys_of
 from tests.longest_wait import LONGEST_WAIT_S, until
 from tests.unit.gateway.model_router.test_model_router import CHAT, Router, World, world
 

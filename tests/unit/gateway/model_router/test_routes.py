@@ -9,8 +9,8 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from tercet.gateway.model_router.routes import ModelRoutes, WeightedRouter
 from tercet.protocol import BadRequest, EngineUnreachable, UnknownModel
+from tercet_gateway.model_router.routes import ModelRoutes, WeightedRouter
 
 
 def backend(url: str, *models: str, weight: float = 1.0, answers: bool = True) -> WeightedRouter:

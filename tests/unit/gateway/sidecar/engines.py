@@ -13,9 +13,9 @@ from typing import Any
 import aiohttp
 
 from tercet.cluster.ports import free_ports
-from tercet.lab.sim import EngineOptions, load_profile
-from tercet.lab.sim.sim_server import ServerConfig, serve
 from tercet.settings.prefill_settings import PrefillBudget
+from tercet_lab.sim import EngineOptions, load_profile
+from tercet_lab.sim.sim_server import ServerConfig, serve
 from tests.longest_wait import LONGEST_WAIT_S
 
 HOST = "127.0.0.1"
@@ -25,7 +25,7 @@ BUDGET = PrefillBudget(timeout_s=20.0, stuck_after_s=0.5)
 PREFILLER = "x-prefiller-host-port"
 # Engines of their own begin in a tenth of a second: what they need is imported once.
 _processes = multiprocessing.get_context("forkserver")
-_processes.set_forkserver_preload(["tercet.lab.sim.sim_server"])
+_processes.set_forkserver_preload(["tercet_lab.sim.sim_server"])
 
 
 def config_of(name: str, port: int | None = None, **more: Any) -> ServerConfig:

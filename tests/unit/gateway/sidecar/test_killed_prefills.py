@@ -9,9 +9,9 @@ from contextlib import AsyncExitStack
 import aiohttp
 import pytest
 
-from tercet.gateway.sidecar.server import sidecar
-from tercet.lab.sim.sim_server import serving
-from tercet.settings import SidecarConfig
+from tercet_gateway.sidecar.server import sidecar
+from tercet_gateway.sidecar.sidecar_config import SidecarConfig
+from tercet_lab.sim.sim_server import serving
 from tests.long_runs import FULL
 
 from .engines import BUDGET, HOST, LOOPBACK, PREFILLER, Engine, config_of, engine, prompt_of, until

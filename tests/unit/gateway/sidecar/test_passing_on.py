@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from tercet.gateway.sidecar.server import sidecar
-from tercet.settings import SidecarConfig
 from tercet.wire.client.passing import messages
+from tercet_gateway.sidecar.server import sidecar
+from tercet_gateway.sidecar.sidecar_config import SidecarConfig
 from tests.longest_wait import LONGEST_WAIT_S
 from tests.unit.wire.client.raw_http import Message, RawServer, parsed, raw_server, said
 

@@ -12,12 +12,12 @@ import aiohttp
 import msgspec
 import pytest
 
-from tercet.lab.sim import EngineOptions, SimEngine
-from tercet.lab.sim.sim_server import ServerConfig, serving
 from tercet.protocol import BadRequest, DeadlineExceeded, EngineError, EngineUnreachable
 from tercet.protocol.trace import VerbTrace
 from tercet.settings.prefill_settings import PrefillBudget
 from tercet.wire.client.prefill_attempts import PrefillAttempts
+from tercet_lab.sim import EngineOptions, SimEngine
+from tercet_lab.sim.sim_server import ServerConfig, serving
 
 from .engines import BUDGET, PREFILLER, PROFILE, config_of, prompt_of, until
 

@@ -14,17 +14,17 @@ import msgspec
 import pytest
 from aiohttp import web
 
-from tercet.gateway.sidecar.prefill_legs import NixlLeg
-from tercet.gateway.sidecar.server import SidecarServer, sidecar
-from tercet.gateway.sidecar.split_call import SplitCall, messages_of
-from tercet.lab.sim import EngineOptions, SimEngine
-from tercet.lab.sim.sim_server import OpenAI, serving
 from tercet.protocol import BadRequest, LeaseEnded, Unauthorized
 from tercet.protocol.headers import PREFILLED_HEADER
 from tercet.protocol.trace import VerbTrace
-from tercet.settings import SidecarConfig
 from tercet.wire.client import HttpEngine, engine_tls
 from tercet.wire.client.prefill_attempts import PrefillAttempts
+from tercet_gateway.sidecar.prefill_legs import NixlLeg
+from tercet_gateway.sidecar.server import SidecarServer, sidecar
+from tercet_gateway.sidecar.sidecar_config import SidecarConfig
+from tercet_gateway.sidecar.split_call import SplitCall, messages_of
+from tercet_lab.sim import EngineOptions, SimEngine
+from tercet_lab.sim.sim_server import OpenAI, serving
 from tests.longest_wait import LONGEST_WAIT_S
 from tests.servers import served
 from tests.unit.wire.client.certificates import Authority

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tercet.lab.bench import drawing
+from tercet_lab.bench import drawing
 
 FOLDER = Path(__file__).parent / "golden"
 # Root mean square of the differences of pixels; text that is placed elsewhere is above 5.

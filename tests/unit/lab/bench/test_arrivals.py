@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tercet.lab.bench.arrivals import arrival_times, burstiness_of, gaps, replayed
 from tercet.protocol import BadRequest
+from tercet_lab.bench.arrivals import arrival_times, burstiness_of, gaps, replayed
 
 MANY = 20_000
 

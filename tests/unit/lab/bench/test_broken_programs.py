@@ -6,12 +6,12 @@ from itertools import count
 
 import pytest
 
-from tercet.lab.bench.simulated.scenario import EngineGroup, FleetSpec, SyntheticWorkload
-from tercet.lab.bench.simulated.virtual_run import run_once
-from tercet.lab.sim import EngineOptions
 from tercet.programs import data_parallel
 from tercet.programs.answer import Answer
 from tercet.protocol import Fleet, ProgramFailed, Request
+from tercet_lab.bench.simulated.scenario import EngineGroup, FleetSpec, SyntheticWorkload
+from tercet_lab.bench.simulated.virtual_run import run_once
+from tercet_lab.sim import EngineOptions
 
 FLEET = FleetSpec(engines=(EngineGroup(role="both"),))
 WORK = SyntheticWorkload(rate=100, requests=20, input_mean=100, output_mean=5)

@@ -14,7 +14,7 @@ from aiohttp import web
 
 from tercet.cli import main
 from tercet.cluster.ports import free_ports
-from tercet.lab.bench.results import BenchResult, load_result, save_result
+from tercet_lab.bench.results import BenchResult, load_result, save_result
 from tests.unit.lab.bench.openai_server import FakeServer
 from tests.unit.lab.bench.test_report import sweep
 

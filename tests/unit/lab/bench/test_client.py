@@ -9,8 +9,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from tercet.lab.bench.openai_client import Client, Clock, PreparedCall, Sampling, body_of
-from tercet.lab.bench.results import RequestRecord
+from tercet_lab.bench.openai_client import Client, Clock, PreparedCall, Sampling, body_of
+from tercet_lab.bench.results import RequestRecord
 from tests.unit.lab.bench.openai_server import MODEL, FakeServer
 
 

@@ -8,9 +8,9 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from tercet.lab.bench.bench_config import CompareConfig
-from tercet.lab.bench.compare import STATISTICS, ratio_interval, ratios_of, turns_of
-from tercet.lab.bench.results import Point, RequestRecord
+from tercet_lab.bench.bench_config import CompareConfig
+from tercet_lab.bench.compare import STATISTICS, ratio_interval, ratios_of, turns_of
+from tercet_lab.bench.results import Point, RequestRecord
 
 MEAN = STATISTICS["mean"]
 

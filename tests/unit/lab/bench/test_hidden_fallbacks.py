@@ -7,18 +7,18 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tercet.lab.bench.result_report import markdown
-from tercet.lab.bench.results import load_result
-from tercet.lab.bench.simulated import simulation
-from tercet.lab.bench.simulated import sweep as sweeps
-from tercet.lab.bench.simulated.scenario import EngineGroup, Fault, FleetSpec, SyntheticWorkload
-from tercet.lab.bench.simulated.simulation import Simulation
-from tercet.lab.bench.simulated.sweep import Estimate, parse_axis, sweep
-from tercet.lab.bench.simulated.virtual_run import run_once
-from tercet.lab.bench.summary import Samples, Slo, achieved, summarize
-from tercet.lab.sim import EngineOptions
 from tercet.programs import load_program
 from tercet.protocol import BadRequest
+from tercet_lab.bench.result_report import markdown
+from tercet_lab.bench.results import load_result
+from tercet_lab.bench.simulated import simulation
+from tercet_lab.bench.simulated import sweep as sweeps
+from tercet_lab.bench.simulated.scenario import EngineGroup, Fault, FleetSpec, SyntheticWorkload
+from tercet_lab.bench.simulated.simulation import Simulation
+from tercet_lab.bench.simulated.sweep import Estimate, parse_axis, sweep
+from tercet_lab.bench.simulated.virtual_run import run_once
+from tercet_lab.bench.summary import Samples, Slo, achieved, summarize
+from tercet_lab.sim import EngineOptions
 
 PROFILE = "llama-3.1-8b-h100-tp1"
 WORK = SyntheticWorkload(rate=8, requests=30, input_mean=300, output_mean=20)
@@ -100,7 +100,7 @@ def test_seeds_that_change_nothing_have_no_interval() -> None:
 
 @pytest.mark.slow
 def test_a_trace_at_its_own_times_has_no_interval(tmp_path: Path) -> None:
-    from tercet.lab.bench.simulated.planned import PlannedWorkload
+    from tercet_lab.bench.simulated.planned import PlannedWorkload
 
     trace = tmp_path / "t.jsonl"
     trace.write_text(

@@ -11,7 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from tercet.lab.bench.profiles.engine_probe import (
+from tercet.protocol import BadRequest, EngineError, Request, Sent, Usage
+from tercet_lab.bench.profiles.engine_probe import (
     Neighbour,
     Probe,
     linger_from,
@@ -19,8 +20,8 @@ from tercet.lab.bench.profiles.engine_probe import (
     names_from,
     sharing_from,
 )
-from tercet.lab.bench.profiles.step_measurement import Measured, MeasurementPlan, Meter, profile_from, transfer_from
-from tercet.lab.sim import (
+from tercet_lab.bench.profiles.step_measurement import Measured, MeasurementPlan, Meter, profile_from, transfer_from
+from tercet_lab.sim import (
     EngineOptions,
     Host,
     Network,
@@ -31,8 +32,7 @@ from tercet.lab.sim import (
     parse_profile,
     run_virtual,
 )
-from tercet.lab.sim.step_times import HostSharing, Transfer, pairs_of
-from tercet.protocol import BadRequest, EngineError, Request, Sent, Usage
+from tercet_lab.sim.step_times import HostSharing, Transfer, pairs_of
 from tests.unit.lab.bench.openai_server import FakeServer
 
 pytestmark = pytest.mark.slow

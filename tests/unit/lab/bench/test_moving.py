@@ -24,9 +24,9 @@ from benchmarks.migration.moving_report import neighbour_rows, pause_rows, slowd
 
 from tercet.decisions.migration import Stage
 from tercet.fleet import EngineFleet, Member
-from tercet.lab.sim import run_virtual
 from tercet.protocol import BadRequest
 from tercet.settings import MoveSettings
+from tercet_lab.sim import run_virtual
 from tests.unit.lab.sim.models import engines_of, is_empty, profile_of
 
 from .golden_images import check_image

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from tercet.lab.bench.workloads import Conversation, parse_phases, plan
-from tercet.lab.bench.workloads.hashed_words import HashedWords
 from tercet.protocol import BadRequest
+from tercet_lab.bench.workloads import Conversation, parse_phases, plan
+from tercet_lab.bench.workloads.hashed_words import HashedWords
 
 WORDS = HashedWords()
 

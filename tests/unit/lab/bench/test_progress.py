@@ -9,10 +9,10 @@ import re
 
 import pytest
 
-from tercet.lab.bench import traffic
-from tercet.lab.bench.bench_config import SECRET_HEADERS
-from tercet.lab.bench.results import RequestRecord, command_line, machine, versions
-from tercet.lab.bench.traffic import LiveProgress
+from tercet_lab.bench import traffic
+from tercet_lab.bench.bench_config import SECRET_HEADERS
+from tercet_lab.bench.results import RequestRecord, command_line, machine, versions
+from tercet_lab.bench.traffic import LiveProgress
 from tests.longest_wait import LONGEST_WAIT_S
 
 

@@ -6,12 +6,12 @@ import random
 
 import pytest
 
-from tercet.lab.bench.simulated.moving_fleet import MovingSettings
-from tercet.lab.bench.simulated.scenario import SyntheticWorkload, parse_fleet
-from tercet.lab.bench.simulated.virtual_run import run_once
-from tercet.lab.sim import EngineOptions
 from tercet.programs import load_program
 from tercet.settings import RescheduleSettings
+from tercet_lab.bench.simulated.moving_fleet import MovingSettings
+from tercet_lab.bench.simulated.scenario import SyntheticWorkload, parse_fleet
+from tercet_lab.bench.simulated.virtual_run import run_once
+from tercet_lab.sim import EngineOptions
 from tests.long_runs import FULL
 
 CASES = 400 if FULL else 40

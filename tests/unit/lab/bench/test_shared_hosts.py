@@ -8,10 +8,10 @@ import msgspec
 import pytest
 from msgspec.structs import replace
 
-from tercet.lab.bench.simulated import Simulation, SyntheticWorkload, parse_fleet
-from tercet.lab.sim import load_profile
-from tercet.lab.sim.step_times import HostSharing
 from tercet.protocol import BadRequest
+from tercet_lab.bench.simulated import Simulation, SyntheticWorkload, parse_fleet
+from tercet_lab.sim import load_profile
+from tercet_lab.sim.step_times import HostSharing
 
 KNOWN = "llama-3.1-8b-h100-tp1"
 

@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 
 from tercet.cli import app
-from tercet.lab.bench.results import load_result
-from tercet.lab.bench.simulated import MovingSettings, SimulatedPoint, Simulation, SyntheticWorkload
-from tercet.lab.bench.simulated.sweep import Axis, sweep
 from tercet.protocol import BadRequest
 from tercet.settings import Source, decode_settings
+from tercet_lab.bench.results import load_result
+from tercet_lab.bench.simulated import MovingSettings, SimulatedPoint, Simulation, SyntheticWorkload
+from tercet_lab.bench.simulated.sweep import Axis, sweep
 
 pytestmark = pytest.mark.slow
 

@@ -6,10 +6,10 @@ import json
 
 import pytest
 
-from tercet.lab.bench.simulated import MovingSettings, Simulation, SyntheticWorkload
-from tercet.lab.bench.simulated.simulation import SimulatedPoint
 from tercet.protocol import BadRequest
 from tercet.settings.role_settings import Objectives
+from tercet_lab.bench.simulated import MovingSettings, Simulation, SyntheticWorkload
+from tercet_lab.bench.simulated.simulation import SimulatedPoint
 
 OBJECTIVES = Objectives(ttft=1.0, tpot=0.025)
 # More than two engines can prefill: their line grows until others help.

@@ -10,10 +10,10 @@ from typing import NamedTuple
 import pytest
 
 from tercet.fleet import EngineFleet, Member
-from tercet.lab.sim import EngineOptions, Network, SimEngine, run_virtual
-from tercet.lab.sim.sequence_work import DecodingBatch
 from tercet.programs import Program, balanced, data_parallel, disaggregated, run_program
 from tercet.protocol import Output, Request
+from tercet_lab.sim import EngineOptions, Network, SimEngine, run_virtual
+from tercet_lab.sim.sequence_work import DecodingBatch
 from tests.unit.lab.sim.models import is_empty, profile_of
 from tests.unit.lab.sim.test_runs import TIMES
 

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from tercet.lab.bench.simulated.sweep import Estimate, SweepReport, Trial, standings_of
-from tercet.lab.bench.simulated.sweep_figure import plot_sweep
 from tercet.protocol import BadRequest
+from tercet_lab.bench.simulated.sweep import Estimate, SweepReport, Trial, standings_of
+from tercet_lab.bench.simulated.sweep_figure import plot_sweep
 
 from .golden_images import check_image
 

@@ -9,8 +9,8 @@ import msgspec
 import pytest
 from aiohttp import web
 
-from tercet.lab.bench.target import ask_target, require_programs
 from tercet.protocol import BadRequest, EngineUnreachable
+from tercet_lab.bench.target import ask_target, require_programs
 from tests.servers import served
 
 MODELS = b'{"data": [{"id": "m", "max_model_len": 10}]}'

@@ -7,10 +7,10 @@ from typing import Any
 import msgspec
 import pytest
 
-from tercet.lab.bench.results import load_result
-from tercet.lab.bench.simulated import Simulation, SyntheticWorkload, timeline
-from tercet.lab.bench.simulated.simulation import SimulationReport
 from tercet.router.page.records import DEAD, Frame
+from tercet_lab.bench.results import load_result
+from tercet_lab.bench.simulated import Simulation, SyntheticWorkload, timeline
+from tercet_lab.bench.simulated.simulation import SimulationReport
 
 RATE = 20.0
 

@@ -11,13 +11,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tercet.lab.bench.target import fit_text
-from tercet.lab.bench.workloads import Conversation, Workload, parse_phase
-from tercet.lab.bench.workloads.conversations import Draw
-from tercet.lab.bench.workloads.hashed_words import HashedWords
-from tercet.lab.bench.workloads.recorded import read_sharegpt
-from tercet.lab.bench.workloads.synthetic import INSTRUCTION, Lines, sonnet_lines
 from tercet.protocol import BadRequest
+from tercet_lab.bench.target import fit_text
+from tercet_lab.bench.workloads import Conversation, Workload, parse_phase
+from tercet_lab.bench.workloads.conversations import Draw
+from tercet_lab.bench.workloads.hashed_words import HashedWords
+from tercet_lab.bench.workloads.recorded import read_sharegpt
+from tercet_lab.bench.workloads.synthetic import INSTRUCTION, Lines, sonnet_lines
 
 WORDS = HashedWords()
 

@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tercet.lab.chaos.fault_schedule import (
+from tercet.protocol import BadRequest
+from tercet_lab.chaos.fault_schedule import (
     KINDS,
     ON_PROCESSES,
     FaultSchedule,
@@ -19,7 +20,6 @@ from tercet.lab.chaos.fault_schedule import (
     parse_kinds,
     plan_faults,
 )
-from tercet.protocol import BadRequest
 
 
 def shape_of(engines: int, spare: int = 1) -> FleetShape:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import pytest
 
 from tercet.decisions.migration import Stage
-from tercet.lab.chaos.chaos_report import (
+from tercet.protocol import SequenceReport
+from tercet.router.serve.moves import MoveRecord
+from tercet_lab.chaos.chaos_report import (
     ORPHANS,
     ChaosResult,
     InjectedFault,
@@ -14,8 +16,8 @@ from tercet.lab.chaos.chaos_report import (
     move_rows,
     violation_lines,
 )
-from tercet.lab.chaos.fault_schedule import PlannedFault
-from tercet.lab.chaos.invariants import (
+from tercet_lab.chaos.fault_schedule import PlannedFault
+from tercet_lab.chaos.invariants import (
     ClientRecord,
     Leftover,
     Piece,
@@ -25,9 +27,7 @@ from tercet.lab.chaos.invariants import (
     violations_of,
     wrong_answers,
 )
-from tercet.lab.chaos.real_arena import is_owned
-from tercet.protocol import SequenceReport
-from tercet.router.serve.moves import MoveRecord
+from tercet_lab.chaos.real_arena import is_owned
 
 CALM: dict[int, tuple[Piece, ...]] = {0: (1, 2, 3, 4, 5, 6, 7, 8)}
 

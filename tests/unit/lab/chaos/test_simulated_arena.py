@@ -5,12 +5,12 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from tercet.lab.chaos.chaos_report import ChaosResult
-from tercet.lab.chaos.fault_schedule import FaultKind, FaultSchedule, PlannedFault, plan_faults
-from tercet.lab.chaos.simulated_arena import REST_SECONDS, SIMULATED_LOAD, SimulatedFleet, run_simulated
-from tercet.lab.sim import SimEngine
 from tercet.protocol import Output, SequenceReport
 from tercet.wire.streams.wire_format import TokenDelta
+from tercet_lab.chaos.chaos_report import ChaosResult
+from tercet_lab.chaos.fault_schedule import FaultKind, FaultSchedule, PlannedFault, plan_faults
+from tercet_lab.chaos.simulated_arena import REST_SECONDS, SIMULATED_LOAD, SimulatedFleet, run_simulated
+from tercet_lab.sim import SimEngine
 
 FLEET = SimulatedFleet(prefill=3, decode=5)
 LOAD = msgspec.structs.replace(SIMULATED_LOAD, rate=10.0, questions=16, longest_answer=60)

@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable
 
 import pytest
 
-from tercet.lab.chaos.virtual_network import NetworkedLoop, VirtualProcess
+from tercet_lab.chaos.virtual_network import NetworkedLoop, VirtualProcess
 
 Handler = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
 

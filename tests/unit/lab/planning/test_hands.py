@@ -11,13 +11,13 @@ import pytest
 from tercet.cluster.scaling.kubernetes import KubernetesFleet
 from tercet.cluster.scaling.records import ScaleCall
 from tercet.decisions.planning import FleetPlan
-from tercet.decisions.planning.acting import FleetChange
-from tercet.lab.planning.hands import HandsState, KubernetesHands, RoleHands, fleet_of_router
-from tercet.lab.planning.live_planner import LivePlanner
-from tercet.lab.planning.planner_metrics import PlannerMetrics
 from tercet.protocol import BadRequest, EngineError
-from tercet.settings.planner_config import PlannerConfig
-from tercet.settings.planner_settings import PlannerSettings
+from tercet_lab.planning.acting import FleetChange
+from tercet_lab.planning.hands import HandsState, KubernetesHands, RoleHands, fleet_of_router
+from tercet_lab.planning.live_planner import LivePlanner
+from tercet_lab.planning.planner_config import PlannerConfig
+from tercet_lab.planning.planner_metrics import PlannerMetrics
+from tercet_lab.planning.planner_settings import PlannerSettings
 
 from .test_live_planner import Router
 

@@ -11,18 +11,19 @@ from typing import Any
 import msgspec
 import pytest
 
-from tercet.decisions.planning import Expected, FleetPlan, Observed, Planner, WantedPlan
+from tercet.decisions.planning import Expected, FleetPlan, Observed, WantedPlan
 from tercet.decisions.planning.planner_report import PlannerReport
-from tercet.lab.planning import live_planner
-from tercet.lab.planning.crystal import ProfileCapacity
-from tercet.lab.planning.hands import RoleHands
-from tercet.lab.planning.live_planner import LivePlanner
-from tercet.lab.planning.observing import TrafficView, read_traffic
-from tercet.lab.planning.planner_metrics import PlannerMetrics
-from tercet.lab.sim import load_profile
 from tercet.protocol import BadRequest, EngineUnreachable
-from tercet.settings.planner_config import PlannerConfig
-from tercet.settings.planner_settings import PlannerSettings
+from tercet_lab.planning import live_planner
+from tercet_lab.planning.crystal import ProfileCapacity
+from tercet_lab.planning.hands import RoleHands
+from tercet_lab.planning.live_planner import LivePlanner
+from tercet_lab.planning.observing import TrafficView, read_traffic
+from tercet_lab.planning.planner import Planner
+from tercet_lab.planning.planner_config import PlannerConfig
+from tercet_lab.planning.planner_metrics import PlannerMetrics
+from tercet_lab.planning.planner_settings import PlannerSettings
+from tercet_lab.sim import load_profile
 
 OBJECTIVES = {"ttft": 1.0, "tpot": 0.025, "share": 0.99, "requests": 0, "met": 0, "attainment": None}
 PROFILE = "llama-3.1-8b-h100-tp1"

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from tercet.decisions.planning import Expected, FleetPlan, Forecast, ObservedRequest
-from tercet.decisions.planning.planner import Evaluate
-from tercet.lab.planning.crystal import FleetSimulator
-from tercet.lab.planning.program_trials import NamedProgram, ProgramTrials, parse_program
-from tercet.lab.sim import EngineOptions
+from tercet.decisions.planning import Expected, FleetPlan, ObservedRequest
 from tercet.protocol import BadRequest
 from tercet.settings.role_settings import Objectives
+from tercet_lab.planning.crystal import FleetSimulator
+from tercet_lab.planning.forecast import Forecast
+from tercet_lab.planning.planner import Evaluate
+from tercet_lab.planning.program_trials import NamedProgram, ProgramTrials, parse_program
+from tercet_lab.sim import EngineOptions
 
 USED, PLAN = NamedProgram("disaggregated", {}), FleetPlan(2, 2)
 LOAD = Forecast(4.0, tuple(ObservedRequest(each / 4, 500, 20, True) for each in range(40)), "made")

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 from contextlib import aclosing
 
-from tercet.lab.sim import EngineOptions, Network, Profile, SimEngine
-from tercet.lab.sim.step_times import ModelShape, Provenance, StepTimes, Transfer
 from tercet.protocol import Engine, Output, Request
+from tercet_lab.sim import EngineOptions, Network, Profile, SimEngine
+from tercet_lab.sim.step_times import ModelShape, Provenance, StepTimes, Transfer
 
 BLOCK = 16
 # A step takes 10 ms, and 1 ms more for each token past the first; contexts cost nothing.

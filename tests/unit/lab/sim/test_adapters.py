@@ -11,9 +11,9 @@ from typing import Any
 import msgspec
 import pytest
 
-from tercet.lab.sim import run_virtual
-from tercet.lab.sim.adapter_slots import AdapterSlots
 from tercet.protocol import BadRequest, Request, UnknownAdapter
+from tercet_lab.sim import run_virtual
+from tercet_lab.sim.adapter_slots import AdapterSlots
 
 from .models import BLOCK, collect, engines_of, is_empty, request_of, tokens_of
 

@@ -10,8 +10,8 @@ from contextvars import Context, ContextVar
 
 import pytest
 
-from tercet.lab.sim import run_virtual
 from tercet.protocol import EngineError
+from tercet_lab.sim import run_virtual
 from tests.longest_wait import LONGEST_WAIT_S
 
 

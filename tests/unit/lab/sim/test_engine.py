@@ -8,8 +8,6 @@ from contextlib import aclosing
 import pytest
 from msgspec import structs
 
-from tercet.lab.sim import run_virtual
-from tercet.lab.sim.step_times import StepTimes
 from tercet.protocol import (
     BadRequest,
     Conflict,
@@ -22,6 +20,8 @@ from tercet.protocol import (
     UnknownSequence,
     Usage,
 )
+from tercet_lab.sim import run_virtual
+from tercet_lab.sim.step_times import StepTimes
 
 from .models import KV_BYTES, collect, engines_of, is_empty, profile_of, request_of, tokens_of
 

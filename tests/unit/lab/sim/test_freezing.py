@@ -6,8 +6,8 @@ import asyncio
 
 import pytest
 
-from tercet.lab.sim import run_virtual
 from tercet.protocol import EngineUnreachable
+from tercet_lab.sim import run_virtual
 
 from .models import collect, engines_of, is_empty, request_of, tokens_of
 

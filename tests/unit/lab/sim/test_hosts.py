@@ -12,9 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from tercet.lab.sim import EngineOptions, Host, Network, Profile, SimEngine, run_virtual
-from tercet.lab.sim.step_times import HostSharing
 from tercet.protocol import BadRequest, EngineUnreachable, Request
+from tercet_lab.sim import EngineOptions, Host, Network, Profile, SimEngine, run_virtual
+from tercet_lab.sim.step_times import HostSharing
 
 from .models import collect, profile_of, request_of, tokens_of
 

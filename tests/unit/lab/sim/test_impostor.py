@@ -9,10 +9,10 @@ import pytest
 
 from tercet.cluster.ports import free_ports, url_of
 from tercet.fleet.served_model import ServedModel
-from tercet.lab.sim.sim_server import ServerConfig, serving
 from tercet.protocol import EngineUnreachable
 from tercet.wire.client import HttpEngine
 from tercet.wire.streams import StreamListener
+from tercet_lab.sim.sim_server import ServerConfig, serving
 
 from .models import request_of
 from .test_stream_kills import HOST, config_of, up

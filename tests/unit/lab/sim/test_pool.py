@@ -9,11 +9,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tercet.lab.sim.block_pool import BlockPool, Holding
-from tercet.lab.sim.prefix_tree import Run
-from tercet.lab.sim.prompts import Prompt
 from tercet.protocol import EngineLoad
 from tercet.protocol.block_hashes import chain, root_of
+from tercet_lab.sim.block_pool import BlockPool, Holding
+from tercet_lab.sim.prefix_tree import Run
+from tercet_lab.sim.prompts import Prompt
 
 
 def pool_of(total: int) -> BlockPool:

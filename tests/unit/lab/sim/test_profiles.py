@@ -6,10 +6,10 @@ import msgspec
 import numpy as np
 import pytest
 
-from tercet.lab.sim import StepModel, load_profile, parse_profile, shipped_profiles
-from tercet.lab.sim.fit import DecodePoint, PrefillPoint, fit_steps, non_negative_least_squares
-from tercet.lab.sim.step_times import HostSharing, StepTimes, pairs_of
 from tercet.protocol import BadRequest
+from tercet_lab.sim import StepModel, load_profile, parse_profile, shipped_profiles
+from tercet_lab.sim.fit import DecodePoint, PrefillPoint, fit_steps, non_negative_least_squares
+from tercet_lab.sim.step_times import HostSharing, StepTimes, pairs_of
 
 from .models import profile_of
 

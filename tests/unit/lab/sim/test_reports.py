@@ -9,9 +9,9 @@ import math
 from tercet.decisions.scheduling import Scheduling, SchedulingProfile
 from tercet.decisions.scheduling.pickers import MaxScorePicker
 from tercet.fleet import EngineFleet, EngineObserver, Member
-from tercet.lab.sim import Network, SimEngine, run_virtual
-from tercet.lab.sim.engine_options import EngineOptions
-from tercet.lab.sim.load_reports import REPORT_SECONDS
+from tercet_lab.sim import Network, SimEngine, run_virtual
+from tercet_lab.sim.engine_options import EngineOptions
+from tercet_lab.sim.load_reports import REPORT_SECONDS
 
 from .models import BLOCK, profile_of, request_of, tokens_of
 

@@ -10,11 +10,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tercet.lab.sim import EngineOptions, Network, SimEngine, run_virtual
-from tercet.lab.sim.prompts import Prompt
-from tercet.lab.sim.sequence_work import DecodeRun, DecodingBatch, Work
-from tercet.lab.sim.step_times import StepTimes
 from tercet.protocol import Request
+from tercet_lab.sim import EngineOptions, Network, SimEngine, run_virtual
+from tercet_lab.sim.prompts import Prompt
+from tercet_lab.sim.sequence_work import DecodeRun, DecodingBatch, Work
+from tercet_lab.sim.step_times import StepTimes
 
 from .models import BLOCK, is_empty, profile_of
 

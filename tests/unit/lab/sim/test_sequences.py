@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from tercet.lab.sim import run_virtual
+from tercet_lab.sim import run_virtual
 
 from .models import BLOCK, engines_of, is_empty, profile_of, request_of, tokens_of
 

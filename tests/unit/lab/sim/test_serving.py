@@ -14,9 +14,6 @@ import pytest
 
 from tercet.cluster.ports import free_ports, url_of
 from tercet.fleet import EngineFleet, Member, Trace
-from tercet.lab.sim import EngineOptions, SimEngine, run_virtual
-from tercet.lab.sim.sim_server import ServerConfig, serving
-from tercet.lab.sim.step_times import StepTimes
 from tercet.programs import load_program, outputs_of
 from tercet.protocol import BadRequest, NoSpace, Request, Reservation, Role, TransferFailed, UnknownSequence
 from tercet.protocol.headers import INCARNATION_HEADER
@@ -24,6 +21,9 @@ from tercet.protocol.wire import API_PREFIX
 from tercet.settings.log_lines import lines_of_request
 from tercet.wire.client import HttpEngine
 from tercet.wire.streams import StreamListener
+from tercet_lab.sim import EngineOptions, SimEngine, run_virtual
+from tercet_lab.sim.sim_server import ServerConfig, serving
+from tercet_lab.sim.step_times import StepTimes
 from tests.abort import abort
 from tests.longest_wait import LONGEST_WAIT_S
 

@@ -10,11 +10,11 @@ import aiohttp
 import pytest
 
 from tercet.cluster.ports import free_ports, url_of
-from tercet.lab.sim.prefix_tree import PrefixTree
-from tercet.lab.sim.sim_engine import SimEngine
-from tercet.lab.sim.sim_server import ServerConfig, serving
 from tercet.protocol.headers import INCARNATION_HEADER, PREFILLER_HEADER, REQUEST_ID_HEADER
 from tercet.protocol.wire import API_PREFIX, LONGEST_SALT
+from tercet_lab.sim.prefix_tree import PrefixTree
+from tercet_lab.sim.sim_engine import SimEngine
+from tercet_lab.sim.sim_server import ServerConfig, serving
 from tests.unit.kept import Kept
 
 from .models import profile_of

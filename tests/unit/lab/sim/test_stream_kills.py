@@ -13,12 +13,12 @@ import pytest
 
 from tercet.cluster.ports import free_ports, url_of
 from tercet.fleet import EngineFleet, Member
-from tercet.lab.sim import SimEngine
-from tercet.lab.sim.sim_server import ServerConfig, serving
 from tercet.programs import load_program, outputs_of
 from tercet.protocol import EngineUnreachable, Output
 from tercet.wire.client import HttpEngine
 from tercet.wire.streams import StreamListener
+from tercet_lab.sim import SimEngine
+from tercet_lab.sim.sim_server import ServerConfig, serving
 
 from .models import is_empty, profile_of, request_of
 
@@ -32,7 +32,7 @@ SECONDS = 30
 
 ENGINE = """
 import sys
-from tercet.lab.sim.sim_server import serve
+from tercet_lab.sim.sim_server import serve
 from tests.unit.lab.sim.test_stream_kills import config_of
 serve(config_of("child", int(sys.argv[1])))
 """

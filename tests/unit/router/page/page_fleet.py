@@ -26,7 +26,6 @@ from tercet.fleet import EngineFleet, Trace
 from tercet.fleet.admission import Gate
 from tercet.fleet.member_state import MemberState
 from tercet.fleet.membership import Membership
-from tercet.lab.sim import EngineOptions, Network, SimEngine, load_profile
 from tercet.protocol import Request, Role, TercetError
 from tercet.router import admin
 from tercet.router.admin.admin_server import QuietServer
@@ -41,6 +40,7 @@ from tercet.settings import EngineAddress, Limits, RouterSettings
 from tercet.wire.client import Admit
 from tercet.wire.serving.bounded_connection import BoundedProtocol
 from tercet.wire.serving.router_keys import RouterKeys
+from tercet_lab.sim import EngineOptions, Network, SimEngine, load_profile
 
 PROFILE = "llama-3.1-8b-h100-tp1"
 

@@ -11,9 +11,9 @@ import pytest
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from tercet.decisions.planning.planner_report import PlannerReport, ReportedPlan
-from tercet.lab.bench.simulated import Simulation, SyntheticWorkload
 from tercet.router.observe.metrics import Metrics
 from tercet.router.page.recorded_page import RecordedPage
+from tercet_lab.bench.simulated import Simulation, SyntheticWorkload
 
 from .chromium import COMMAND, MISSING, Tab, chromium
 from .page_fleet import page_fleet, served

@@ -15,8 +15,8 @@ import numpy as np
 import pytest
 from PIL import Image, PngImagePlugin
 
-from tercet.lab.bench.simulated import Simulation, SyntheticWorkload
 from tercet.router.page.recorded_page import RecordedPage
+from tercet_lab.bench.simulated import Simulation, SyntheticWorkload
 
 from .chromium import COMMAND, MISSING, chromium
 from .page_fleet import served

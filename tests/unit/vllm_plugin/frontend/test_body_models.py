@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from pydantic import BaseModel, TypeAdapter, ValidationError
 from vllm.exceptions import VLLMError
 
-from tercet.lab.chaos.wrong_items import ListField, list_fields
 from tercet.vllm_plugin.frontend.body_models import body_adapters, bound_invocations, bound_routes, bounded_validator
 from tercet.vllm_plugin.frontend.openai_server import import_vllm, server_args
+from tercet_lab.chaos.wrong_items import ListField, list_fields
 from tests.own_metrics import own_metrics
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]

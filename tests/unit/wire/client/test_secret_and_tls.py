@@ -11,11 +11,11 @@ import aiohttp
 import pytest
 from aiohttp import web
 
-from tercet.lab.sim.sim_engine import SimEngine
-from tercet.lab.sim.sim_verbs import HttpNetwork, Verbs, errors_as_json
 from tercet.protocol import BadRequest, EngineUnreachable, TercetError, Unauthorized
 from tercet.wire.client import HttpEngine, engine_tls
 from tercet.wire.streams import StreamListener
+from tercet_lab.sim.sim_engine import SimEngine
+from tercet_lab.sim.sim_verbs import HttpNetwork, Verbs, errors_as_json
 from tests.abort import abort
 from tests.servers import served
 from tests.unit.lab.sim.models import profile_of, request_of

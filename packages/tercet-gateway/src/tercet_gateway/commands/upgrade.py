@@ -1,0 +1,158 @@
+"""``tercet upgrade``: replace a fleet behind a model router by a new one, and return to the old one on errors."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from tercet.aio import signals_to
+from tercet.cli.detached import detach, stop_detached
+from tercet.cli.flag_records import flags_as_records
+from tercet.cli.terminal import announce
+from tercet.cluster.detached_fleets import DetachedFleet, detached_fleets
+from tercet.cluster.up_config import UpConfig
+from tercet.protocol import BadRequest
+from tercet.settings import Source, decode_settings, read_yaml, require_url
+from tercet.settings.variables import ADMIN_KEY_VARIABLE
+from tercet_gateway.model_router.rollout import STEPS, RolloutPlan
+from tercet_gateway.model_router.upgrading import Upgrade, require_listed
+
+DEFAULT_STEPS = ",".join(f"{step:.0%}".rstrip("%") for step in STEPS)
+
+
+@dataclass(frozen=True)
+class UpgradeFlags:
+    """The two fleets of an upgrade, how requests are shifted between them, and how long the old one is drained."""
+
+    old: Annotated[str, typer.Option("--from", metavar="URL", help="URL of the router whose fleet is replaced.")]
+    to: Annotated[
+        str | None,
+        typer.Option(
+            metavar="URL", help="URL of a running router with the new fleet.", show_default="the fleet of --config"
+        ),
+    ] = None
+    config: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE", help="Settings file of `tercet up` for a new fleet, which is started on this machine."
+        ),
+    ] = None
+    model_router: Annotated[str, typer.Option(metavar="URL", help="URL of the model router before both fleets.")] = (
+        "http://127.0.0.1:8000"
+    )
+    steps: Annotated[
+        str,
+        typer.Option(metavar="PERCENT,...", help="Shares of the requests that the new fleet gets, in order (percent)."),
+    ] = DEFAULT_STEPS
+    hold: Annotated[float, typer.Option(min=0, max=86_400, help="Time for which each share is watched (seconds).")] = (
+        30.0
+    )
+    tolerance: Annotated[
+        float,
+        typer.Option(
+            min=0,
+            max=1,
+            help="Highest share of failed requests above the old fleet's; above it the old fleet gets all requests.",
+        ),
+    ] = 0.01
+    drain_timeout: Annotated[
+        float, typer.Option(min=0, max=86_400, help="Longest time to drain a fleet that leaves (seconds).")
+    ] = 300.0
+    keep: Annotated[bool, typer.Option("--keep", help="Keep the old fleet running, without requests.")] = False
+    admin_key: Annotated[
+        str, typer.Option(envvar=ADMIN_KEY_VARIABLE, help="Admin key of the model router.", show_default=False)
+    ] = ""
+
+    def require_consistent(self) -> None:
+        """Raise :class:`~tercet.protocol.BadRequest` for flags that exclude one another, and for an invalid URL."""
+        if (self.to is None) == (self.config is None):
+            raise BadRequest("--to: give either --to or --config", "--to")
+        for name, url in (("--from", self.old), ("--to", self.to), ("--model-router", self.model_router)):
+            if url is not None:
+                require_url(url, name)
+
+    def plan(self) -> RolloutPlan:
+        """Return the shares of requests and how they are watched; raise :class:`~tercet.protocol.BadRequest`."""
+        return RolloutPlan(_shares(self.steps), self.hold, self.tolerance)
+
+
+@flags_as_records
+def upgrade(given: UpgradeFlags) -> None:
+    """Replace a model, its version or its flags without a failed request: start, shift, watch, drain the old fleet.
+
+    The new fleet may have another model and another tokenizer: no KV moves between the two. If more requests fail on
+    the new fleet than on the old one, the old fleet gets all requests again. The same happens after Ctrl-C, until the
+    new fleet has all requests.
+
+    Examples:
+    - `tercet upgrade --from http://127.0.0.1:8001 --config new-up.yaml`
+    - `tercet upgrade --from http://127.0.0.1:8001 --to http://10.0.0.8:8000 --steps 1,10,50,100 --hold 300`
+    """
+    given.require_consistent()
+    plan = given.plan()
+    started = None
+    if given.config is not None:
+        asyncio.run(require_listed(given.model_router, given.admin_key, given.old))
+        started = _started(given.config)
+    new = started.url if started is not None else given.to or ""
+    changed = Upgrade(
+        given.model_router, given.admin_key, given.old, new, plan, given.drain_timeout,
+        lambda line: announce(f"  {line}"),
+    )  # fmt: skip
+    _replace(changed, started)
+    announce(f"{new} has replaced {given.old}")
+    if not given.keep:
+        _stop_if_detached(given.old)
+
+
+def _replace(changed: Upgrade, started: DetachedFleet | None) -> None:
+    """Run the upgrade; stop the new fleet ``started`` if it does not get all requests."""
+    try:
+        asyncio.run(_run(changed))
+    except BaseException:
+        if started is not None and changed.rollout.state != "shifted":
+            stop_detached(started)
+        raise
+
+
+def _stop_if_detached(url: str) -> None:
+    """Stop the background fleet of this machine whose router has this URL, if one exists."""
+    found = next((each for each in detached_fleets() if each.url.rstrip("/") == url.rstrip("/")), None)
+    if found is not None:
+        stop_detached(found)
+
+
+def _shares(given: str) -> list[float]:
+    try:
+        return [float(each) / 100 for each in given.split(",")]
+    except ValueError:
+        raise BadRequest(f"--steps: must be percentages such as 5,25,50,100, is {given!r}", "--steps") from None
+
+
+def _started(file: Path) -> DetachedFleet:
+    """Start a new fleet in the background, at any free port unless its file names one."""
+    told = read_yaml(file)
+    return detach(decode_settings(UpConfig, told, Source({"port": 0})))
+
+
+async def _run(changed: Upgrade) -> None:
+    """Run the upgrade; exit with 130 or 143 after a signal.
+
+    After a signal the old fleet gets all requests, unless the new fleet already had all of them.
+    """
+    task = asyncio.ensure_future(changed.run())
+
+    def stop() -> None:
+        announce("stopping; the old fleet gets all requests" if changed.rollout.state == "shifting" else "stopping")
+        task.cancel()
+
+    with signals_to(stop, lambda: None) as asked:
+        try:
+            await task
+        except asyncio.CancelledError:
+            sys.exit(128 + asked[0] if asked else 1)

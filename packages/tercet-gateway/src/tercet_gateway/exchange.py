@@ -1,0 +1,309 @@
+"""One HTTP request as Envoy sends it by external processing, and the replies: a state machine without I/O.
+
+Envoy's first message says how it sends bodies. With ``FULL_DUPLEX_STREAMED`` there is no reply before the body's end;
+then the headers' reply is sent, with the endpoints, and the body goes back unchanged. With ``BUFFERED`` the headers get
+a reply at once, and the endpoints come with the body's reply. If no body is shown before the headers must continue
+(``NONE``, ``STREAMED``), the headers alone decide. Engines' answers are not changed. A proxy that only observes
+(``observability_mode``) routes its request by itself and expects no reply: no endpoint is picked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import chain
+
+from tercet.protocol import (
+    EngineUnreachable,
+    RequestTooLarge,
+    RoleUnavailable,
+    Saturated,
+    ShuttingDown,
+    TercetError,
+    UnknownPath,
+)
+from tercet.protocol.body_forms import WITH_BODY, forms_of, labelled
+from tercet.protocol.error_forms import error_body
+from tercet.protocol.headers import CONTROL_HEADERS as CONTROL
+from tercet.protocol.headers import PREFILLER_HEADER as PREFILLER
+from tercet.protocol.openai_routes import PROBES, is_for_clients
+from tercet_gateway.endpoint_picker import Endpoints
+from tercet_gateway.openai_call import MOST_READ, OpenAICall, asked_path, call_of, call_unread
+from tercet_gateway.protos import (
+    BodyMutation,
+    BodyResponse,
+    BodySendMode,
+    CommonResponse,
+    HeaderAppendAction,
+    HeaderMutation,
+    HeadersResponse,
+    HeaderValue,
+    HeaderValueOption,
+    ImmediateResponse,
+    ProcessingRequest,
+    ProcessingResponse,
+    StreamedBodyResponse,
+    Struct,
+    TrailersResponse,
+)
+
+DESTINATION = "x-gateway-destination-endpoint"
+SERVED = "x-gateway-destination-endpoint-served"
+SUBSET = "x-gateway-destination-endpoint-subset"
+METADATA, SUBSET_METADATA = "envoy.lb", "envoy.lb.subset_hint"
+DROPPED = "x-llm-d-request-dropped-reason"
+LONGEST_CHUNK = 62_000
+"""Most bytes of body in one reply: Envoy refuses messages of more than 64 KiB."""
+_OVERWRITE = HeaderAppendAction.OVERWRITE_IF_EXISTS_OR_ADD
+_DUPLEX, _BUFFERED = BodySendMode.FULL_DUPLEX_STREAMED, (BodySendMode.BUFFERED, BodySendMode.BUFFERED_PARTIAL)
+
+
+class ExchangeBroken(Exception):
+    """An error for messages that a correct proxy does not send, or does not send in this order."""
+
+
+class Exchange:
+    """The messages of one request, of whose body at most ``max_bytes`` are accepted.
+
+    After :meth:`receive`, ``call`` is the call that needs endpoints, or None; ``candidates`` are the addresses that may
+    be picked, None for all. Once the answer begins, ``served_in`` is the index of the endpoint that served it; None for
+    another endpoint.
+    """
+
+    def __init__(self, max_bytes: int) -> None:
+        self.call: OpenAICall | None = None
+        self.candidates: Sequence[str] | None = None
+        self.served_in: int | None = None
+        self.answer_began = False
+        self._max_bytes = max_bytes
+        self._mode: int | None = None
+        self._answer_mode: int = BodySendMode.NONE
+        self._headers: Mapping[str, str] | None = None
+        self._chunks: list[bytes] = []
+        self._size = 0
+        self._at_headers = False
+        self._is_whole = False
+        self._trailers_follow = False
+        self._endpoints: Endpoints | None = None
+        self._relabelled: Mapping[str, str] = {}
+
+    @property
+    def path(self) -> str:
+        """Path of the request, without its query; empty before it is known."""
+        return "" if self._headers is None else asked_path(self._headers)
+
+    @property
+    def holds(self) -> int:
+        """Number of bytes of the body that are kept to be sent back."""
+        return self._size if self._chunks else 0
+
+    @property
+    def awaits_pieces(self) -> bool:
+        """True if the body arrives in pieces and has not ended."""
+        return self._headers is not None and self._mode == _DUPLEX and not (self._is_whole or self._at_headers)
+
+    # ---- messages from Envoy ---------------------------------------------------------------------------------
+
+    def receive(self, message: ProcessingRequest) -> Sequence[ProcessingResponse]:
+        """Handle a message; return the replies to send at once."""
+        if message.observability_mode:
+            return ()
+        if self._mode is None:
+            said = message.protocol_config
+            self._mode = said.request_body_mode if message.HasField("protocol_config") else _DUPLEX
+            self._answer_mode = said.response_body_mode
+        kind = message.WhichOneof("request")
+        if kind is None:
+            raise ExchangeBroken("a message without a part of a request or a response")
+        return getattr(self, f"_{kind}")(message)
+
+    def _request_headers(self, message: ProcessingRequest) -> Sequence[ProcessingResponse]:
+        if self._headers is not None:
+            raise ExchangeBroken("headers of a second request on one stream")
+        self._headers = headers_of(message)
+        self.candidates = candidates_of(message)
+        if self.path and not is_for_clients(self.path) and self.path not in PROBES:
+            raise UnknownPath(
+                f"{self.path:.200} is not for clients, so no engine is picked for it; use the engine's own port"
+            )
+        if not message.request_headers.end_of_stream and self._headers.get(":method") in WITH_BODY:
+            fields = _fields_of(message)
+            label = labelled(fields, forms_of(self.path))
+            if label.fields != fields:
+                self._relabelled = {"content-type": label.content_type}
+        announced = self._headers.get("content-length", "")
+        if announced.isdecimal() and int(announced) > self._max_bytes:
+            raise self._too_large()
+        if message.request_headers.end_of_stream or self._mode not in (_DUPLEX, *_BUFFERED):
+            self._at_headers, self._is_whole = True, message.request_headers.end_of_stream
+            self.call = call_of(self._headers, None)
+        elif self._mode in _BUFFERED:
+            return [ProcessingResponse(request_headers=HeadersResponse(response=CommonResponse()))]
+        return ()
+
+    def _request_body(self, message: ProcessingRequest) -> Sequence[ProcessingResponse]:
+        if self._headers is None:
+            raise ExchangeBroken("a body before the headers")
+        if self._at_headers and self._mode != _DUPLEX:
+            return [ProcessingResponse(request_body=BodyResponse(response=CommonResponse()))]
+        if self._is_whole:
+            return ()  # Envoy may report a body's end twice
+        body = message.request_body
+        self._size += len(body.body)
+        if self._size > self._max_bytes:
+            raise self._too_large()
+        self._chunks.append(body.body)
+        if body.end_of_stream or self._mode in _BUFFERED:
+            self._complete(self._headers)
+        return ()
+
+    def _request_trailers(self, message: ProcessingRequest) -> Sequence[ProcessingResponse]:
+        if self._headers is None:
+            raise ExchangeBroken("trailers before the headers")
+        if self._mode != _DUPLEX or self._is_whole:
+            return [ProcessingResponse(request_trailers=TrailersResponse())]
+        self._trailers_follow = True
+        self._complete(self._headers)
+        return ()
+
+    def _complete(self, headers: Mapping[str, str]) -> None:
+        self._is_whole = True
+        if self._mode == BodySendMode.BUFFERED_PARTIAL:
+            self.call = call_of(headers, None)
+        elif self._size <= MOST_READ:
+            self.call = call_of(headers, self._chunks[0] if len(self._chunks) == 1 else b"".join(self._chunks))
+        else:
+            self.call = call_unread(headers, self._chunks, self._size)
+
+    def _response_headers(self, message: ProcessingRequest) -> Sequence[ProcessingResponse]:
+        self.answer_began = True
+        served = _metadata(message, METADATA, SERVED)
+        if self._endpoints is not None and isinstance(served, str) and served in self._endpoints.decode:
+            self.served_in = list(self._endpoints.decode).index(served)
+        return [ProcessingResponse(response_headers=HeadersResponse(response=CommonResponse()))]
+
+    def _response_body(self, message: ProcessingRequest) -> Sequence[ProcessingResponse]:
+        """Reply to an answer's body, unchanged; Envoy sends it only if it is configured so, and waits for a reply."""
+        if self._answer_mode == _DUPLEX:
+            body = message.response_body
+            return list(_streamed("response_body", [body.body], body.end_of_stream))
+        return [ProcessingResponse(response_body=BodyResponse(response=CommonResponse()))]
+
+    def _response_trailers(self, message: ProcessingRequest) -> Sequence[ProcessingResponse]:
+        return [ProcessingResponse(response_trailers=TrailersResponse())]
+
+    def _too_large(self) -> RequestTooLarge:
+        return RequestTooLarge(f"the request's body has more than {self._max_bytes} bytes, the largest accepted size")
+
+    # ---- results of the picker -------------------------------------------------------------------------------
+
+    def picked(self, endpoints: Endpoints) -> Iterable[ProcessingResponse]:
+        """Return the replies that send the call to these endpoints, to be sent one by one."""
+        self._endpoints, self.call = endpoints, None
+        chunks, self._chunks = self._chunks, []  # the stream lasts until an engine answers, and need not keep them
+        common = CommonResponse(header_mutation=self._mutation(endpoints), clear_route_cache=True)
+        metadata = Struct()
+        metadata.get_or_create_struct(METADATA)[DESTINATION] = ",".join(endpoints.decode)
+        if self._at_headers or self._mode == _DUPLEX:
+            first = ProcessingResponse(request_headers=HeadersResponse(response=common), dynamic_metadata=metadata)
+        else:
+            first = ProcessingResponse(request_body=BodyResponse(response=common), dynamic_metadata=metadata)
+        if self._at_headers or self._mode != _DUPLEX:
+            return [first]
+        last = [ProcessingResponse(request_trailers=TrailersResponse())] if self._trailers_follow else []
+        return chain([first], _streamed("request_body", chunks, not self._trailers_follow), last)
+
+    def _mutation(self, endpoints: Endpoints) -> HeaderMutation:
+        told = {DESTINATION: ",".join(endpoints.decode), **self._relabelled}
+        if endpoints.prefill:
+            told[PREFILLER] = endpoints.prefill
+        stripped = [name for name in CONTROL if self._headers and name in self._headers and name not in told]
+        return HeaderMutation(set_headers=_set(told), remove_headers=stripped)
+
+
+def refusal(error: TercetError, path: str = "") -> ProcessingResponse:
+    """Return the reply that refuses a request for ``path``: Envoy answers with the error JSON of the path's API."""
+    headers = {"content-type": "application/json"}
+    if error.retry_after is not None:
+        headers["retry-after"] = str(error.retry_after)
+    if reason := _dropped_reason(error):
+        headers[DROPPED] = reason
+    return ProcessingResponse(
+        immediate_response=ImmediateResponse(
+            status={"code": error.status},
+            headers=HeaderMutation(set_headers=_set(headers)),
+            body=error_body(path, error),
+            details=f"endpoint_picker_{error.code}",
+        )
+    )
+
+
+def _dropped_reason(error: TercetError) -> str:
+    if isinstance(error, Saturated):
+        return "rejected-ttl-expired" if error.waited else "rejected-saturated"
+    if isinstance(error, ShuttingDown):
+        return "rejected-shutting-down"
+    return "rejected-no-endpoints" if isinstance(error, (EngineUnreachable, RoleUnavailable)) else ""
+
+
+def _set(headers: Mapping[str, str]) -> Sequence[HeaderValueOption]:
+    return [
+        HeaderValueOption(header=HeaderValue(key=name, raw_value=value.encode()), append_action=_OVERWRITE)
+        for name, value in headers.items()
+    ]
+
+
+def _streamed(part: str, chunks: Sequence[bytes], ends: bool) -> Iterator[ProcessingResponse]:
+    """Yield a body in pieces that Envoy accepts; the last one is marked as the end if the body ``ends``."""
+    places = [(chunk, start) for chunk in chunks for start in range(0, len(chunk), LONGEST_CHUNK)] or [(b"", 0)]
+    for number, (chunk, start) in enumerate(places, 1):
+        piece = _piece(chunk[start : start + LONGEST_CHUNK], ends and number == len(places))
+        yield ProcessingResponse(**{part: piece})
+
+
+def _piece(content: bytes, last: bool) -> BodyResponse:
+    streamed = StreamedBodyResponse(body=content, end_of_stream=last)
+    return BodyResponse(response=CommonResponse(body_mutation=BodyMutation(streamed_response=streamed)))
+
+
+# ---- reading messages ----------------------------------------------------------------------------------------
+
+
+def headers_of(message: ProcessingRequest) -> dict[str, str]:
+    """Return the request's headers; values of a repeated header are joined by commas."""
+    found: dict[str, str] = {}
+    for field, content in _fields_of(message):
+        name, value = field.decode("latin-1"), content.decode("latin-1")
+        found[name] = f"{found[name]},{value}" if name in found else value
+    return found
+
+
+def _fields_of(message: ProcessingRequest) -> list[tuple[bytes, bytes]]:
+    headers = message.request_headers.headers.headers
+    return [(header.key.lower().encode(), header.raw_value or header.value.encode()) for header in headers]
+
+
+def candidates_of(message: ProcessingRequest) -> Sequence[str] | None:
+    """Return the endpoints that the proxy allows, given as a list, joined by commas, or both; None if it gives none.
+
+    Empty if the metadata has an unexpected type: if a restriction that cannot be parsed were ignored, the request could
+    be routed to an engine that it forbids.
+    """
+    given = _metadata(message, SUBSET_METADATA, SUBSET)
+    if given is None:
+        return None
+    parts = given if isinstance(given, list) else [given]
+    return [each.strip() for part in parts for each in part.split(",") if each.strip()]
+
+
+def _metadata(message: ProcessingRequest, namespace: str, key: str) -> str | list[str] | None:
+    """Return a string or a list of strings in the metadata; empty for another type, None if it is missing."""
+    known = message.metadata_context.filter_metadata
+    if namespace not in known:
+        return None
+    fields = known[namespace].fields
+    if key not in fields:
+        return None
+    value = fields[key]
+    if value.HasField("list_value"):
+        return [each.string_value for each in value.list_value.values]
+    return value.string_value

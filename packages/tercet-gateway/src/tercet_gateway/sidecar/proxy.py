@@ -1,0 +1,432 @@
+"""A proxy to the decode engine and back; streams arrive unchanged, and end with an error if they are cut off."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+import uuid
+from collections.abc import AsyncIterator, Mapping
+from contextlib import AsyncExitStack
+from functools import partial
+from http import HTTPStatus
+from typing import Any, cast
+
+from tercet.fleet.bodies import HeldBody
+from tercet.fleet.members import CallsInFlight, until_lost
+from tercet.protocol import BadRequest, EngineError, EngineUnreachable, TercetError, Unauthorized, UnknownPath
+from tercet.protocol.bearer import BearerKeys
+from tercet.protocol.body_forms import forms_of, labelled
+from tercet.protocol.call_proofs import CHALLENGE_HEADER, Callers, Prover, require_digest, secrets_of
+from tercet.protocol.client_names import kept_name
+from tercet.protocol.headers import CONTROL_HEADERS, PREFILLER_HEADER, REQUEST_ID_HEADER, TRACE_HEADER
+from tercet.protocol.json_text import in_utf8, read_json
+from tercet.protocol.openai_routes import PROBES, is_for_clients
+from tercet.protocol.own_requests import ShownHeaders, require_own_call
+from tercet.protocol.prefill_hosts import AllowedPrefillers
+from tercet.protocol.spans import TRACEPARENT, TRACESTATE, span_context_of, span_of, working_in
+from tercet.protocol.trace import VerbTrace
+from tercet.protocol.wire import API_PREFIX, JSON
+from tercet.settings.log_lines import lines_of_request, request_renamed
+from tercet.wire.client.connection_errors import reason_of
+from tercet.wire.client.passing import (
+    Fields,
+    NotConnected,
+    NotReadable,
+    Origin,
+    OriginAnswer,
+    end_to_end,
+    passed_on,
+    passed_trailers,
+    values,
+)
+from tercet.wire.serving.trace_answers import trace_refused, wants_trace
+from tercet_gateway.proxied_answer import ProxiedAnswer, is_stream
+from tercet_gateway.request_bodies import RequestBodies
+from tercet_gateway.sidecar.listener import ClientCall
+from tercet_gateway.sidecar.opening import Opening
+from tercet_gateway.sidecar.prefill_legs import DecodeLeg, PrefillLeg
+from tercet_gateway.sidecar.sidecar_config import SidecarConfig
+from tercet_gateway.sidecar.split_call import KV_PARAMS, SPLIT_PATHS, SplitCall
+
+logger = logging.getLogger("tercet.gateway")
+# The client's headers for this sidecar, which are not passed on to the engine.
+OURS = frozenset(name.encode() for name in (*CONTROL_HEADERS, TRACE_HEADER))
+# The client's headers that an engine needs in requests which the sidecar sends for the client.
+SHOWN = ("authorization", "x-request-id", "traceparent", "tracestate")
+ASK_SECONDS = 10.0
+UNASKED_BYTES = 64 * 1024
+"""Largest body, in bytes, that is buffered without asking the engine whether it accepts the request's key."""
+LONGEST_ID = 64
+"""Most characters of a client's request id with which ids on engines begin."""
+
+
+def _verb_of(http: ClientCall) -> str:
+    """Return the path relative to the verbs' prefix."""
+    return http.path.partition(API_PREFIX)[2]
+
+
+class Proxy:
+    """The proxy for requests to one engine; ``leg`` has KV sent to it, from ``allowed`` engines that requests name."""
+
+    def __init__(
+        self,
+        config: SidecarConfig,
+        origin: Origin,
+        leg: PrefillLeg,
+        allowed: AllowedPrefillers,
+        verbs_are_open: bool,
+    ) -> None:
+        self._under_way = CallsInFlight()
+        self._origin = origin
+        self._leg = leg
+        self._allowed = allowed
+        self._callers = Callers(secrets_of(config.secret))
+        self._secrets = BearerKeys(secrets_of(config.secret))
+        self._client_traces = config.client_traces
+        self._prover = Prover(config.secret)
+        self._verbs_are_open = verbs_are_open
+        self._refuses_params = config.connector == "nixl"
+        self._bodies = RequestBodies(config.max_request_bytes)
+        self._stuck_s = config.stuck_after_s
+        self._idle_s = config.idle_timeout_s
+
+    async def handle(self, http: ClientCall) -> None:
+        """Answer as the engine does, or with an error in OpenAI's form."""
+        given = {name: http.header(name) or "" for name in (REQUEST_ID_HEADER, TRACEPARENT, TRACESTATE)}
+        with lines_of_request(given[REQUEST_ID_HEADER]), working_in(span_context_of(given)):
+            await self._handle(http)
+
+    async def _handle(self, http: ClientCall) -> None:
+        answer = ProxiedAnswer(http)
+        try:
+            async with until_lost(self._under_way):
+                await self._serve(http, answer)
+        except Unauthorized as error:
+            is_verb = http.path.startswith(API_PREFIX)
+            asks = [(CHALLENGE_HEADER.encode(), self._callers.challenge().encode())] if is_verb else []
+            await answer.fail(error, asks)
+        except TercetError as error:
+            await answer.fail(error)
+
+    def give_up(self, error: TercetError) -> None:
+        """End running requests with ``error``."""
+        self._under_way.lose(error)
+
+    async def _serve(self, http: ClientCall, answer: ProxiedAnswer) -> None:
+        digest = self._require_caller(http)
+        with self._bodies.one() as body:
+            if digest is not None:
+                await self._read(http, body, is_known=True)
+                require_digest(body.content, digest)
+                await self._forward(http, answer, body, digest=digest)
+                return
+            form = ""
+            if http.has_body and is_for_clients(http.path):  # bodies for other routes pass as they are
+                form, http.fields, _ = labelled(http.fields, forms_of(http.path))
+            if http.method == b"POST" and http.path in SPLIT_PATHS:
+                await self._split(http, answer, body)
+            elif self._refuses_params and form == JSON:
+                await self._read(http, body)
+                self._fields(body.content)
+                await self._forward(http, answer, body)
+            else:
+                await self._forward(http, answer, http.parts() if http.has_body else None)
+
+    def _require_caller(self, http: ClientCall) -> str | None:
+        """Raise :class:`~tercet.protocol.Unauthorized` for a verb whose caller is not a member of the fleet.
+
+        Raise :class:`~tercet.protocol.UnknownPath` for another route that is not for clients, if other machines reach
+        this sidecar: the engine may serve it on loopback only.
+
+        Returns the digest of the body of a call that proved the secret without showing it; None for other requests. A
+        loopback-only engine does not check keys, but the sidecar makes its verbs reachable from elsewhere, so it
+        requires the fleet's secret.
+        """
+        if not http.path.startswith(API_PREFIX):
+            if not self._verbs_are_open and not (is_for_clients(http.path) or http.path in PROBES):
+                raise UnknownPath(
+                    f"{http.path:.200} is not for clients, so a sidecar that other machines reach does not pass it on; "
+                    "use the engine's own port"
+                )
+            return None
+        if not self._callers and not self._verbs_are_open:
+            raise BadRequest(f"{API_PREFIX}: this sidecar passes no verbs on without TERCET_SECRET; set it")
+        refusal = "this sidecar requires its fleet's secret (TERCET_SECRET): Authorization: Bearer KEY"
+        if not self._callers:
+            require_own_call(ShownHeaders.of_asgi(http.fields), http.peer)
+        shown = http.headers("authorization")
+        return self._callers.require(shown, http.method.decode("latin-1"), _verb_of(http), refusal)
+
+    def _require_operator(self, http: ClientCall) -> None:
+        """Raise :class:`~tercet.protocol.Forbidden` for a caller who may not see traces."""
+        if self._client_traces or self._secrets.fits("".join(http.headers("authorization"))):
+            return
+        refused = trace_refused("send the fleet's secret in Authorization, or call a sidecar on 127.0.0.1 directly")
+        if not self._verbs_are_open:  # an engine's pod may call a sidecar from loopback, too
+            raise refused
+        try:
+            require_own_call(ShownHeaders.of_asgi(http.fields), http.peer)
+        except TercetError as refusal:
+            raise refused from refusal
+
+    # ---- requests that may be split --------------------------------------------------------------------------
+
+    async def _split(self, http: ClientCall, answer: ProxiedAnswer, body: HeldBody) -> None:
+        await self._read(http, body)
+        named = http.header(PREFILLER_HEADER)
+        hosts = self._allowed.named(named) if named is not None and self._allowed else ()
+        fields = self._fields(body.content) if hosts or self._refuses_params else {}
+        if not hosts or not fields:
+            await self._forward(http, answer, body)
+            return
+        traces = [VerbTrace()]
+        if wants_trace({TRACE_HEADER: http.header(TRACE_HEADER) or "false"}):
+            self._require_operator(http)
+            answer.traces = traces
+        request_id = kept_name(http.header(REQUEST_ID_HEADER) or "")
+        if not request_id:  # the engine that decodes gets the same id
+            request_id = request_renamed(uuid.uuid4().hex)
+            http.fields = [*http.fields, (REQUEST_ID_HEADER.encode(), request_id.encode())]
+        # Clients may choose equal ids: engines pin and free by ids, so these must be unique.
+        seq_id = f"{kept_name(request_id, LONGEST_ID)}-{uuid.uuid4().hex}"
+        shown = {name: value for name in SHOWN if (value := http.header(name)) is not None} | {"x-request-id": seq_id}
+        call = SplitCall(http.path, body.content, fields, shown, request_id, seq_id)
+        async with AsyncExitStack() as held:
+            told = {"url.path": http.path, "tercet.seq_id": seq_id, "tercet.prefillers": [*hosts]}
+            with span_of("prefill", told, "server") as place:
+                shown |= {} if place is None else place.headers()
+                prepared = await held.enter_async_context(self._leg.prefilled(call, hosts, traces[0]))
+            await self._forward(http, answer, prepared, held)
+
+    def _fields(self, body: bytes) -> Mapping[str, Any]:
+        """Return the body's fields; empty for a body that is not an object, which the engine refuses.
+
+        Raises :class:`~tercet.protocol.BadRequest` for unreadable bodies, and for fields that tell engines where to
+        fetch KV: clients must not set them.
+        """
+        found = read_json(in_utf8(body))
+        if not isinstance(found, dict):
+            if self._refuses_params:
+                raise BadRequest("the request's body is not a JSON object")
+            return {}
+        fields = cast("dict[str, Any]", found)
+        if self._refuses_params and _has_params(fields):
+            raise BadRequest(f"{KV_PARAMS}: tells engines where to fetch KV; clients must not set it", KV_PARAMS)
+        return fields
+
+    async def _read(self, http: ClientCall, body: HeldBody, is_known: bool = False) -> None:
+        """Read the whole body; a long one only from a known client, or if the engine accepts the request's key."""
+        length = self._bodies.announced(http)
+        if not is_known and http.has_body and (length is None or length > UNASKED_BYTES):
+            await self._require_key(http)
+        await self._bodies.read(http, body)
+
+    async def _require_key(self, http: ClientCall) -> None:
+        """Raise :class:`~tercet.protocol.Unauthorized` if the engine does not accept the request's key."""
+        shown = [(b"Host", self._origin.host)]
+        shown += [(b"Authorization", value.encode("latin-1")) for value in http.headers("authorization")]
+        try:
+            async with asyncio.timeout(ASK_SECONDS):
+                response = await self._origin.ask(b"GET", b"/v1/models", shown, None)
+                try:
+                    while await response.part():
+                        pass
+                finally:
+                    response.close()
+        except NotReadable as error:
+            raise EngineError(f"the engine's answer cannot be read: {error}") from error
+        except OSError as error:
+            raise EngineUnreachable(f"the engine does not answer: {_reason(error)}") from error
+        if response.status in (HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN):
+            raise Unauthorized("the engine does not accept the key of this request: Authorization: Bearer KEY")
+
+    # ---- passing on ------------------------------------------------------------------------------------------
+
+    async def _forward(
+        self,
+        http: ClientCall,
+        answer: ProxiedAnswer,
+        body: DecodeLeg | HeldBody | AsyncIterator[bytes] | None,
+        held: AsyncExitStack | None = None,
+        digest: str | None = None,
+    ) -> None:
+        """Send a request to the engine and pass its answer on; ``held`` is closed once the answer has begun.
+
+        ``digest`` is the digest of the body of a call that was proved to this sidecar, which in turn proves it to the
+        engine.
+        """
+        prepared = body if isinstance(body, DecodeLeg) else None
+        buffered = body if isinstance(body, HeldBody) else None
+        waiting, lost = _Waiting(), CallsInFlight()
+        watching = asyncio.ensure_future(self._watch(waiting, lost))
+        try:
+            async with until_lost(lost), AsyncExitStack() as stack:
+                opening = b""
+                if prepared is not None:
+                    prepared.sent = True
+                if prepared is None or prepared.local is None:
+                    if buffered is not None:
+                        async with buffered.until_let_go():
+                            response = await self._asked(http, buffered.content, stack, digest=digest)
+                        buffered.forget()
+                    else:
+                        asked, more = (body, {}) if prepared is None else (prepared.body, prepared.headers)
+                        response = await self._asked(http, asked, stack, more)
+                else:
+                    opened = partial(self._opened, http, prepared, stack, waiting)
+                    try:
+                        response, opening = await prepared.while_there(opened)
+                    except TercetError as error:  # the engine can compute all KV itself
+                        prepared.failure = error
+                        response = await self._asked(http, prepared.local, stack)
+                await answer.begin(response)
+                while chunk := opening or await _read(response, waiting):
+                    opening = b""
+                    if held is not None:
+                        await held.aclose()
+                        held = None
+                    await answer.write(chunk)
+                await answer.end(passed_trailers(response.trailers))
+        finally:
+            watching.cancel()
+
+    async def _opened(
+        self, http: ClientCall, prepared: DecodeLeg, stack: AsyncExitStack, waiting: _Waiting
+    ) -> tuple[OriginAnswer, bytes]:
+        """Return the engine's answer with KV of another engine, and its part up to the first tokens."""
+        response = await self._asked(http, prepared.body, stack)
+        try:
+            return response, await _opening(response, waiting)
+        except BaseException:
+            response.close()
+            raise
+
+    async def _asked(
+        self, http: ClientCall, body: Any, stack: AsyncExitStack, more: Mapping[str, str] | None = None,
+        digest: str | None = None,
+    ) -> OriginAnswer:  # fmt: skip
+        is_same = not isinstance(body, bytes)  # a buffered body is sent whole, even if it arrived in chunks
+        drops = {*OURS, b"trailer", b"expect"} if not is_same or http.http_version < b"1.1" else set(OURS)
+        if digest is not None:
+            drops.add(b"authorization")
+        fields = passed_on(http.fields, drops) if is_same else end_to_end(http.fields, drops)
+        if not any(name.lower() == b"host" for name, _ in fields):
+            fields.insert(0, (b"Host", self._origin.host))
+        fields += [(name.encode(), value.encode()) for name, value in (more or {}).items()]
+        if not is_same:
+            fields.append((b"Content-Length", str(len(body)).encode()))
+
+        def trailers() -> Fields:
+            return passed_trailers(http.trailers, OURS)
+
+        async def ask() -> OriginAnswer:
+            proof = () if digest is None else self._proof(http, digest)
+            return await self._origin.ask(http.method, http.target, [*fields, *proof], body, http.inform, trailers)
+
+        try:
+            response = await ask()
+            if digest is not None and response.status == HTTPStatus.UNAUTHORIZED and self._is_met(response):
+                response.close()
+                response = await ask()
+        except NotReadable as error:
+            raise EngineError(f"the engine's answer cannot be read: {error}") from error
+        except OSError as error:
+            raise EngineUnreachable(f"the engine does not answer: {_reason(error)}") from error
+        stack.callback(response.close)
+        return response
+
+    def _proof(self, http: ClientCall, digest: str) -> Fields:
+        """Return the proof for the engine of a call that was proved to this sidecar."""
+        proved = self._prover.headers(http.method.decode("latin-1"), _verb_of(http), digest)
+        return [(name.encode(), value.encode("latin-1")) for name, value in proved.items()]
+
+    def _is_met(self, response: OriginAnswer) -> bool:
+        """True if the engine has sent a challenge that can be answered now."""
+        asked = values(response.fields, CHALLENGE_HEADER.encode())
+        return self._prover.meets([value.decode("latin-1") for value in asked])
+
+    async def _watch(self, waiting: _Waiting, lost: CallsInFlight) -> None:
+        """Poll the engine's status while it sends nothing; make the requests that wait for it fail once it is lost."""
+        while True:
+            await asyncio.sleep(self._stuck_s)
+            silent = waiting.seconds
+            if silent < self._stuck_s:
+                continue
+            try:
+                if silent > self._idle_s:
+                    raise EngineUnreachable(f"the engine has sent nothing for {silent:.0f} s")
+                await self._require_well()
+            except EngineUnreachable as error:
+                lost.lose(error)
+            except TercetError as error:  # an engine that answers is alive
+                logger.debug("the engine answers: %s", error)
+
+    async def _require_well(self) -> None:
+        try:
+            async with asyncio.timeout(self._stuck_s):
+                await self._leg.look()
+        except TimeoutError:
+            raise EngineUnreachable(f"the engine has sent nothing for {self._stuck_s:g} s") from None
+
+
+class _Waiting:
+    """The time for which a request has been waiting for the engine."""
+
+    def __init__(self) -> None:
+        self.since: float | None = time.monotonic()
+
+    @property
+    def seconds(self) -> float:
+        """Waiting time in seconds; 0 while the request waits for its client."""
+        return 0.0 if self.since is None else time.monotonic() - self.since
+
+
+async def _opening(response: OriginAnswer, waiting: _Waiting) -> bytes:
+    """Return the answer of an engine that fetches KV, up to its first tokens; empty if it is not a stream.
+
+    Raises :class:`~tercet.protocol.TercetError` if the engine could not fetch the KV, which it reports in an event of a
+    stream.
+    """
+    if response.status >= 500:
+        raise EngineError(f"the engine answers {response.status} with KV of another one")
+    opening = Opening()
+    if response.status == 200 and is_stream(response):
+        while chunk := await _read(response, waiting):
+            came_to = opening.came_to(chunk)
+            if came_to == "failure":
+                raise EngineError("the engine's answer with KV of another one ends in an error before its first token")
+            if came_to == "tokens":
+                break
+    return opening.held
+
+
+async def _read(response: OriginAnswer, waiting: _Waiting) -> bytes:
+    """Return the next part of the engine's answer; empty at the end.
+
+    Raises :class:`~tercet.protocol.EngineUnreachable`.
+    """
+    waiting.since = time.monotonic()
+    try:
+        return await response.part()
+    except (NotReadable, OSError) as error:
+        raise EngineUnreachable(f"the engine was lost: {_reason(error)}") from error
+    finally:
+        waiting.since = None
+
+
+def _reason(error: BaseException) -> str:
+    """Return the reason of an error in words; of an error without a connection, the cause."""
+    return reason_of(error.__cause__ if isinstance(error, NotConnected) and error.__cause__ is not None else error)
+
+
+def _has_params(fields: Mapping[str, Any]) -> bool:
+    """True if a body has the parameters anywhere: vLLM reads some from ``sampling_params`` or ``vllm_xargs``."""
+    left: list[Mapping[str, Any]] = [fields]
+    while left:
+        for name, value in left.pop().items():
+            if name == KV_PARAMS and value is not None:
+                return True
+            if isinstance(value, dict):
+                left.append(cast("Mapping[str, Any]", value))
+    return False

@@ -1,0 +1,299 @@
+"""The configuration of a measurement, from flags and a YAML file. It is validated once."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal, TypeVar
+
+import msgspec
+
+from tercet.protocol import BadRequest
+from tercet.settings import Setting, Settings, Source, decode_settings, read_yaml
+from tercet.settings.variables import URL_VARIABLE
+from tercet_lab.bench.arrivals import Arrival
+from tercet_lab.bench.openai_client import Endpoint, PromptAs, Sampling
+from tercet_lab.bench.summary import Slo
+from tercet_lab.bench.workloads import Phase, parse_phases
+
+Positive = Annotated[float, msgspec.Meta(gt=0)]
+Whole = Annotated[int, msgspec.Meta(ge=1)]
+Config = TypeVar("Config", bound="BenchConfig")
+DEFAULT_PROMPTS = 100
+TARGET, LOAD, WORK, REQUESTS, OUTPUT = "Target", "Load", "Workload", "Requests", "Output"
+SECRET_HEADERS = ("authorization", "api-key", "x-api-key", "cookie")
+
+
+@dataclass(frozen=True)
+class Load:
+    """The load of one point.
+
+    ``request_rate`` is in requests per second; None means a closed loop, or a trace with its recorded times.
+    ``concurrency`` is the number of users of a closed loop, or the cap on requests in flight; None means no cap.
+    """
+
+    request_rate: float | None
+    concurrency: int | None
+
+    def __str__(self) -> str:
+        if self.request_rate is None:
+            return "as recorded" if self.concurrency is None else f"{self.concurrency} at once"
+        return "all at once" if math.isinf(self.request_rate) else f"{self.request_rate:g} requests/s"
+
+
+class BenchConfig(Settings, frozen=True):
+    """The settings that ``serve`` and ``compare`` share. Settings that ``vllm bench serve`` also has keep its names.
+
+    Each value of ``request-rate`` (requests per second) or, in a closed loop, of ``concurrency`` is a separate point.
+    ``goodput`` is in milliseconds. The default of ``prompt-as`` is text for chat and tokens for completions. A cache
+    salt keeps requests of one point from matching prefixes of another point; ``auto`` salts texts from a file, which
+    would match otherwise.
+    """
+
+    base_url: Annotated[str, Setting("URL of the server, without /v1", env=URL_VARIABLE, panel=TARGET)] = (
+        "http://127.0.0.1:8000"
+    )
+    endpoint: Annotated[Endpoint, Setting("API to call", panel=TARGET)] = "completions"
+    model: Annotated[
+        str | None, Setting("Name of the model at the server", default="the first that it lists", panel=TARGET)
+    ] = None
+    tokenizer: Annotated[
+        str | None,
+        Setting(
+            "Tokenizer: `smollm2`, the directory of a checkpoint, or a hub id", default="the model's", panel=TARGET
+        ),
+    ] = None
+    header: Annotated[
+        Mapping[str, str], Setting("Header of every request; repeatable. OPENAI_API_KEY is sent if set", panel=TARGET)
+    ] = {}
+    request_timeout: Annotated[Positive, Setting("Timeout of one request", unit="seconds", panel=TARGET)] = 600.0
+    arrival: Annotated[
+        Arrival,
+        Setting(
+            "Arrival process. `closed`: a fixed number of users, --concurrency. `trace`: the times of the workload's "
+            "trace",
+            panel=LOAD,
+        ),
+    ] = "poisson"
+    request_rate: Annotated[
+        tuple[Positive, ...],
+        Setting(
+            "Requests per second; `inf` sends all at once. Each value is one point", metavar="R[,R...]", panel=LOAD
+        ),
+    ] = ()
+    burstiness: Annotated[Positive, Setting("Shape of --arrival gamma. Below 1: bursts; 1: Poisson", panel=LOAD)] = 1.0
+    concurrency: Annotated[
+        tuple[Whole, ...],
+        Setting("Number of users of a closed loop. Each value is one point", metavar="N[,N...]", panel=LOAD),
+    ] = ()
+    max_concurrency: Annotated[Whole | None, Setting("Maximum of requests in flight in an open loop", panel=LOAD)] = (
+        None
+    )
+    num_prompts: Annotated[
+        Whole | None,
+        Setting(
+            "Number of requests per point, later turns of sessions included",
+            default=f"{DEFAULT_PROMPTS}; all of a trace",
+            panel=LOAD,
+        ),
+    ] = None
+    duration: Annotated[
+        Positive | None,
+        Setting("Time during which requests of a point arrive, instead of --num-prompts", unit="seconds", panel=LOAD),
+    ] = None
+    num_warmups: Annotated[
+        int,
+        msgspec.Meta(ge=0),
+        Setting("Number of requests before the measured ones, at the same load", default="0", panel=LOAD),
+    ] = 0
+    workload: Annotated[
+        tuple[str, ...],
+        Setting(
+            "Kind of requests: `sonnet`, `random`, `shared_prefix`, `sessions`, `sharegpt`, `mooncake`, `azure` or "
+            "`burstgpt`; `+` mixes kinds. If repeated, each has an equal part of the run, in order",
+            metavar="KIND[,KEY=VALUE...]",
+            default="sonnet",
+            panel=WORK,
+        ),
+    ] = ("sonnet",)
+    seed: Annotated[int, Setting("Random seed of arrivals, lengths and words", default="0", panel=WORK)] = 0
+    prompt_as: Annotated[
+        PromptAs | None,
+        Setting("Form of prompts: token ids or text", default="tokens; text for chat", panel=WORK),
+    ] = None
+    cache_salt: Annotated[
+        Literal["auto", "always", "never"],
+        Setting(
+            "Use of cache salts, so that no point finds prefixes of another one",
+            default="auto: for texts from a file",
+            panel=WORK,
+        ),
+    ] = "auto"
+    temperature: Annotated[float, msgspec.Meta(ge=0), Setting("Sampling temperature", default="0", panel=REQUESTS)] = (
+        0.0
+    )
+    top_p: Annotated[
+        Annotated[float, msgspec.Meta(gt=0, le=1)] | None,
+        Setting("Nucleus sampling: top_p of every request", panel=REQUESTS),
+    ] = None
+    ignore_eos: Annotated[
+        bool,
+        Setting(
+            "Generate exactly the requested number of tokens (vLLM)",
+            flag="--ignore-eos/--no-ignore-eos",
+            default="yes",
+            panel=REQUESTS,
+        ),
+    ] = True
+    extra_body: Annotated[Mapping[str, Any], Setting("Further fields in the body of every request", flag="")] = {}
+    goodput: Annotated[Slo | None, Setting("SLO of a good request", flag="")] = None
+    save_detailed: Annotated[
+        bool,
+        Setting(
+            "Store the times of every request in the file",
+            flag="--save-detailed/--no-save-detailed",
+            default="yes",
+            panel=OUTPUT,
+        ),
+    ] = True
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        url = self.base_url
+        _refuse(not url.startswith(("http://", "https://")), "base-url", "is not a URL such as http://HOST:PORT")
+        _refuse(self.endpoint == "chat" and self.prompt_as == "tokens", "prompt-as", "chat accepts text only")
+        if self.arrival == "closed":
+            self._check_closed_loop()
+        else:
+            self._check_arrivals()
+        self._check_duration()
+        parse_phases(self.workload)  # raises for a workload that does not exist
+
+    def _check_closed_loop(self) -> None:
+        """Check the load of users who each send a request after the answer to their last one."""
+        missing, limit = not self.concurrency, self.max_concurrency
+        _refuse(missing, "concurrency", "is missing; give the number of users of the closed loop")
+        _refuse(bool(self.request_rate), "request-rate", "does not apply to a closed loop; give concurrency only")
+        _refuse(limit is not None, "max-concurrency", "does not apply to a closed loop; give concurrency")
+        _refuse(self.burstiness != 1.0, "burstiness", "applies to arrival gamma only")
+
+    def _check_arrivals(self) -> None:
+        """Check the load of requests that arrive by themselves: at random, or at the times of a trace."""
+        trace, phases = self.arrival == "trace", self.phases
+        _refuse(bool(self.concurrency), "concurrency", "applies to arrival closed only; use max-concurrency")
+        _refuse(not trace and not self.request_rate, "request-rate", "is missing; give requests per second")
+        _refuse(self.arrival != "gamma" and self.burstiness != 1.0, "burstiness", "applies to arrival gamma only")
+        is_one_trace = len(phases) == 1 and len(phases[0].mix) == 1 and all(kind.finite for kind in phases[0].mix)
+        _refuse(trace and not is_one_trace, "arrival", "trace needs exactly one workload, a recorded trace")
+
+    def _check_duration(self) -> None:
+        if self.duration is None:
+            return
+        _refuse(self.num_prompts is not None, "duration", "give either duration or num-prompts")
+        _refuse(self.arrival in ("closed", "trace"), "duration", f"does not apply to arrival {self.arrival}")
+        _refuse(any(map(math.isinf, self.request_rate)), "duration", "does not apply to rate inf")
+
+    @property
+    def form(self) -> PromptAs:
+        """Form in which prompts are sent: text or tokens."""
+        return self.prompt_as or ("text" if self.endpoint == "chat" else "tokens")
+
+    @property
+    def phases(self) -> tuple[Phase, ...]:
+        """Phases of the workload."""
+        return parse_phases(self.workload)
+
+    @property
+    def sampling(self) -> Sampling:
+        """Sampling parameters of every request."""
+        return Sampling(
+            temperature=self.temperature, top_p=self.top_p, ignore_eos=self.ignore_eos, extra=self.extra_body
+        )
+
+    @property
+    def loads(self) -> tuple[Load, ...]:
+        """Loads of the points, in order."""
+        if self.arrival == "closed":
+            return tuple(Load(None, users) for users in self.concurrency)
+        return tuple(Load(rate, self.max_concurrency) for rate in self.request_rate or (None,))
+
+    def requests_at(self, load: Load) -> int | None:
+        """Return the number of measured requests of a point, or None for all requests of a trace."""
+        if self.num_prompts is not None:
+            return self.num_prompts
+        if self.duration is not None and load.request_rate is not None:
+            return max(1, math.ceil(self.duration * load.request_rate))
+        finite = len(self.phases) == 1 and len(mix := self.phases[0].mix) == 1 and mix[0].finite
+        return None if finite else DEFAULT_PROMPTS
+
+    def public(self) -> dict[str, Any]:
+        """Return the configuration for a result file: as in YAML, without secrets."""
+        found: dict[str, Any] = msgspec.to_builtins(self)
+        # JSON has no number for infinity.
+        found["request-rate"] = ["inf" if math.isinf(rate) else rate for rate in self.request_rate]
+        found["header"] = {
+            name: "..." if name.lower() in SECRET_HEADERS else value for name, value in self.header.items()
+        }
+        return found
+
+
+class ServeConfig(BenchConfig, frozen=True):
+    """The settings of ``tercet bench serve``: one target, measured with one program or the target's default program.
+
+    ``label`` is the name of its line in a figure.
+    """
+
+    program: Annotated[str | None, Setting("Program that serves the requests, at a Tercet router", panel=TARGET)] = None
+    label: Annotated[
+        str | None,
+        Setting("Label of this run in a figure", default="the program, or the model", panel=OUTPUT),
+    ] = None
+
+
+class CompareConfig(BenchConfig, frozen=True):
+    """The settings of ``tercet bench compare``: programs of one router, and other servers, in interleaved rounds.
+
+    ``also`` are other servers, by label. Ratios are relative to ``baseline`` (None: the first label). ``confidence`` is
+    the coverage of their intervals, ``resamples`` the number of bootstrap samples for each.
+    """
+
+    program: Annotated[tuple[str, ...], Setting("Program of the router at --base-url; repeatable", panel=TARGET)] = ()
+    also: Annotated[
+        Mapping[str, str],
+        Setting("Further server to measure in the same run; repeatable", metavar="NAME=URL", panel=TARGET),
+    ] = {}
+    baseline: Annotated[
+        str | None, Setting("Label of the baseline, the denominator of all ratios", default="the first", panel=OUTPUT)
+    ] = None
+    rounds: Annotated[Whole, Setting("Number of measurements of each program at each load", panel=LOAD)] = 3
+    confidence: Annotated[
+        float, msgspec.Meta(gt=0, lt=1), Setting("Confidence level of the intervals, between 0 and 1", panel=OUTPUT)
+    ] = 0.95
+    resamples: Annotated[
+        int, msgspec.Meta(ge=100), Setting("Number of bootstrap samples per interval", panel=OUTPUT)
+    ] = 2000
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        labels = [*self.program, *self.also]
+        _refuse(len(labels) < 2, "program", "a comparison needs at least two, servers of --also included")
+        _refuse(len(set(labels)) != len(labels), "program", "two have the same name; rename one")
+        known = ", ".join(labels)
+        _refuse(self.baseline not in (None, *labels), "baseline", f"is {self.baseline}; choose one of {known}")
+        for label, url in self.also.items():
+            _refuse(not url.startswith(("http://", "https://")), "also", f"{label}={url} is not NAME=URL")
+
+
+def load_config(model: type[Config], file: Path | None, flags: Source) -> Config:
+    """Load the configuration from a YAML file (None: no file) and ``flags``, which override the file.
+
+    Raise :class:`~tercet.protocol.BadRequest` that names the file, the key or the flag.
+    """
+    return decode_settings(model, flags, *(() if file is None else (read_yaml(file),)))
+
+
+def _refuse(wrong: bool, field: str, why: str) -> None:
+    if wrong:
+        raise BadRequest(f"{field}: {why}", field)

@@ -1,0 +1,249 @@
+"""The run of a configuration: query the targets, plan each point's requests, send them, and summarize."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import math
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from random import Random
+
+import numpy as np
+
+from tercet.protocol.headers import PROGRAM_HEADER
+from tercet.settings.variables import OPENAI_KEY_VARIABLE
+from tercet_lab.bench.arrivals import arrival_times, burstiness_of, replayed
+from tercet_lab.bench.bench_config import BenchConfig, Load
+from tercet_lab.bench.compose import Style, compose
+from tercet_lab.bench.openai_client import Client, Clock
+from tercet_lab.bench.prefix_counts import between, prefix_counts
+from tercet_lab.bench.results import Point
+from tercet_lab.bench.summary import Distribution, Summary, summarize
+from tercet_lab.bench.target import (
+    BenchTarget,
+    ModelVocabulary,
+    ask_target,
+    chat_overhead,
+    require_programs,
+)
+from tercet_lab.bench.traffic import LiveProgress, Traffic
+from tercet_lab.bench.workloads import Conversation, Vocabulary, plan
+from tercet_lab.bench.workloads.recorded import ShareGPT
+
+LEAD_SECONDS = 0.1
+LAG_SECONDS = 0.05
+FindModel = Callable[[str], str]
+
+
+@dataclass(frozen=True)
+class Contender:
+    """The measured system of one label: a server, and the program that its requests name (None: no name)."""
+
+    label: str
+    base_url: str
+    program: str | None = None
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One point to measure: round ``round`` of ``rounds`` of a contender under a load."""
+
+    contender: Contender
+    load: Load
+    round: int = 0
+    rounds: int = 1
+
+    def __str__(self) -> str:
+        return f"{self.contender.label}, {self.load}"
+
+
+OnPoint = Callable[[Cell, Point, Summary], None]
+
+
+@dataclass(frozen=True)
+class Bench:
+    """A configuration that is ready to run, with its targets by base URL and the model's vocabulary."""
+
+    config: BenchConfig
+    targets: Mapping[str, BenchTarget]
+    vocabulary: Vocabulary
+    overhead: int
+    headers: Mapping[str, str]
+
+    def style(self, cell: Cell, salted: bool) -> Style:
+        """Return the style of the requests of ``cell``. With ``salted``, they carry a cache salt."""
+        config, contender = self.config, cell.contender
+        target = self.targets[contender.base_url]
+        program = {} if contender.program is None else {PROGRAM_HEADER: contender.program}
+        return Style(
+            base_url=target.base_url,
+            model=target.model,
+            vocabulary=self.vocabulary,
+            endpoint=config.endpoint,
+            prompt_as=config.form,
+            sampling=config.sampling,
+            headers={**self.headers, **program},
+            overhead=self.overhead,
+            cache_salt=self._words(cell) if salted else None,
+        )
+
+    def plan(self, cell: Cell) -> list[Conversation]:
+        """Return the conversations of ``cell``: equal lengths in a round, other words in each cell."""
+        config = self.config
+        wanted = config.requests_at(cell.load)
+        lengths = f"{config.seed}/{cell.round}"
+        return list(plan(config.phases, wanted, self.vocabulary, lengths, self._words(cell), config.num_warmups))
+
+    def due(self, cell: Cell, conversations: Sequence[Conversation]) -> list[float] | None:
+        """Return the time at which each conversation begins, in seconds; None for a closed loop."""
+        config, rate = self.config, cell.load.request_rate
+        if config.arrival == "closed":
+            return None
+        if config.arrival == "trace":
+            return replayed([conversation.offset or 0.0 for conversation in conversations], rate)
+        requests = sum(conversation.requests for conversation in conversations)
+        # The rate counts requests, so conversations of several turns begin less often.
+        starts = (rate or math.inf) * len(conversations) / max(1, requests)
+        chance = Random(f"{config.seed}/{cell.round}/arrivals")
+        return arrival_times(len(conversations), starts, burstiness_of(config.arrival, config.burstiness), chance)
+
+    def salted(self, cells: int) -> bool:
+        """True if requests carry a cache salt: texts from a file are the same at every point, and would match."""
+        if self.config.cache_salt != "auto":
+            return self.config.cache_salt == "always"
+        fixed = any(isinstance(kind, ShareGPT) for phase in self.config.phases for kind in phase.mix)
+        return fixed and cells > 1
+
+    def _words(self, cell: Cell) -> str:
+        return f"{self.config.seed}/{cell.round}/{cell}"
+
+
+async def prepare(config: BenchConfig, contenders: Sequence[Contender], find_model: FindModel) -> Bench:
+    """Query every target and load the tokenizer. Return the configuration, ready to run.
+
+    ``find_model`` maps a model's name to its checkpoint or hub id. Raise :class:`~tercet.protocol.TercetError` if a
+    target cannot be measured.
+    """
+    headers = dict(config.header)
+    if (key := os.environ.get(OPENAI_KEY_VARIABLE)) and not any(name.lower() == "authorization" for name in headers):
+        headers["authorization"] = f"Bearer {key}"
+    urls = dict.fromkeys(contender.base_url for contender in contenders)
+    targets = {url: await ask_target(url, config.model, headers) for url in urls}
+    for url in urls:
+        programs = [each.program for each in contenders if each.base_url == url and each.program is not None]
+        await require_programs(url, programs, headers)
+    model = find_model(config.tokenizer or next(iter(targets.values())).tokenizer)
+    vocabulary = ModelVocabulary(model)
+    overhead = chat_overhead(model, vocabulary) if config.endpoint == "chat" else 0
+    return Bench(config, targets, vocabulary, overhead, headers)
+
+
+class Experiment:
+    """The measurement of cells, one after the other. :meth:`interrupt` ends it early and keeps the results so far."""
+
+    def __init__(self, bench: Bench, cells: Sequence[Cell], on_point: OnPoint) -> None:
+        self._bench = bench
+        self._cells = cells
+        self._on_point = on_point
+        self._traffic: Traffic | None = None
+        self.interrupted = False
+
+    def interrupt(self) -> None:
+        """Stop the experiment. A signal handler of the event loop may call this."""
+        self.interrupted = True
+        if self._traffic is not None:
+            self._traffic.interrupt()
+
+    async def run(self) -> list[Point]:
+        """Measure and return one point per cell, in order. After :meth:`interrupt`, the last point is partial."""
+        points: list[Point] = []
+        for number, cell in enumerate(self._cells, start=1):
+            if self.interrupted:
+                break
+            title = f"[{number}/{len(self._cells)}] {cell}" if len(self._cells) > 1 else str(cell)
+            points.append(await self._measure(cell, title))
+        return points
+
+    async def _measure(self, cell: Cell, title: str) -> Point:
+        bench, config = self._bench, self._bench.config
+        conversations = bench.plan(cell)
+        due = bench.due(cell, conversations)
+        composers = compose(bench.style(cell, bench.salted(len(self._cells))), conversations, config.num_warmups)
+        total = sum(conversation.requests for conversation in conversations)
+        counted = await prefix_counts(cell.contender.base_url)
+        with _Frozen():
+            async with (
+                Client(Clock() + LEAD_SECONDS, config.request_timeout) as client,
+                LiveProgress(title, total) as progress,
+                _Lag() as lag,
+            ):
+                self._traffic = Traffic(client, composers, due, cell.load.concurrency, progress)
+                if self.interrupted:
+                    self._traffic.interrupt()
+                if due is None:
+                    await asyncio.sleep(LEAD_SECONDS)
+                before = time.process_time()
+                records = await self._traffic.run()
+                spent = time.process_time() - before
+        summary = summarize(records, config.goodput)
+        at_once = cell.load.request_rate is not None and math.isinf(cell.load.request_rate)
+        point = Point(
+            label=cell.contender.label,
+            program=cell.contender.program,
+            request_rate=None if at_once else cell.load.request_rate,
+            concurrency=cell.load.concurrency or (total if at_once else None),
+            round=cell.round,
+            metrics=summary.flat(),
+            errors=summary.errors,
+            client={"cpu_seconds": spent, **lag.flat()},
+            prefix=between(counted, await prefix_counts(cell.contender.base_url)),
+            partial=self._traffic.interrupted,
+            records=tuple(records),
+        )
+        self._on_point(cell, point, summary)
+        return point
+
+
+class _Lag:
+    """A monitor of the event loop's late wake-ups: an upper bound on the error of the recorded times."""
+
+    def __init__(self) -> None:
+        self._late: list[float] = []
+        self._task: asyncio.Task[None] | None = None
+
+    async def __aenter__(self) -> _Lag:
+        self._task = asyncio.create_task(self._watch())
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        if self._task is not None:
+            self._task.cancel()
+
+    async def _watch(self) -> None:
+        while True:
+            before = Clock()
+            await asyncio.sleep(LAG_SECONDS)
+            self._late.append(Clock() - before - LAG_SECONDS)
+
+    def flat(self) -> dict[str, float]:
+        """Return ``mean_loop_lag_ms``, ``p99_loop_lag_ms`` and ``max_loop_lag_ms``; empty for very short runs."""
+        found = Distribution.of(np.asarray(self._late))
+        flat = {} if found is None else found.flat("loop_lag")
+        return {key: value for key, value in flat.items() if key.split("_")[0] in ("mean", "p99", "max")}
+
+
+class _Frozen:
+    """A context in which the garbage collector ignores the plan, while requests are timed."""
+
+    def __enter__(self) -> None:
+        self._frozen_before = gc.get_freeze_count()
+        gc.collect()
+        gc.freeze()
+
+    def __exit__(self, *_: object) -> None:
+        # Objects that the caller has frozen cannot be told from the plan: they stay frozen.
+        if not self._frozen_before:
+            gc.unfreeze()

@@ -1,0 +1,225 @@
+"""The lines of a report: groups of points, named by their program and by their differences from other lines.
+
+Points are pooled if their files agree on all facts that could change a number (:mod:`tercet_lab.bench.run_facts`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import msgspec
+import numpy as np
+
+from tercet.protocol import BadRequest
+from tercet_lab.bench.results import BenchResult, Point, Ratio
+from tercet_lab.bench.run_facts import FOREMOST, PROGRAM, Facts, facts_of
+from tercet_lab.bench.summary import Distribution, Samples, achieved
+
+Metrics = Mapping[str, float | int | None]
+OPEN_LOOP, CLOSED_LOOP = "requests/s", "requests at once"
+
+
+@dataclass(frozen=True)
+class LinePoint:
+    """One point of a line, at load ``x``. ``ratios`` to the baseline are by metric, such as ``mean TTFT``."""
+
+    x: float
+    metrics: Metrics
+    ratios: Mapping[str, Ratio] = field(default_factory=dict[str, Ratio])
+
+
+@dataclass(frozen=True)
+class FigureLine:
+    """One line of a report: points with the same facts, by load. ``differs`` has the facts in which lines differ."""
+
+    label: str
+    points: tuple[LinePoint, ...]
+    facts: Facts = field(default_factory=dict[str, str | None])
+    differs: Facts = field(default_factory=dict[str, str | None])
+    is_baseline: bool = False
+
+
+@dataclass(frozen=True)
+class Figure:
+    """The content of a report: all lines, the label of the x axis, facts common to all lines, and days of measurement.
+
+    ``days`` is empty for simulations.
+    """
+
+    x_label: str
+    lines: tuple[FigureLine, ...]
+    common: Facts = field(default_factory=dict[str, str | None])
+    days: tuple[str, ...] = ()
+
+    @property
+    def requests(self) -> tuple[int, int]:
+        """Smallest and largest number of completed requests of a point."""
+        counts = [int(point.metrics.get("completed") or 0) for line in self.lines for point in line.points]
+        return min(counts), max(counts)
+
+
+@dataclass(frozen=True)
+class _Measured:
+    point: Point
+    result: BenchResult
+    facts: Facts
+
+    @property
+    def ratios(self) -> Iterator[Ratio]:
+        one = self.point
+        load = (one.request_rate, one.concurrency)
+        return (
+            ratio
+            for ratio in self.result.ratios
+            if ratio.label == one.label and (ratio.request_rate, ratio.concurrency) == load
+        )
+
+    @property
+    def is_baseline(self) -> bool:
+        return any(ratio.baseline == self.point.label for ratio in self.result.ratios)
+
+
+def figure_of(results: Sequence[BenchResult]) -> Figure:
+    """Return the figure of results: one line for all points with the same facts. Points of one load are pooled.
+
+    Raise :class:`~tercet.protocol.BadRequest` for files that cannot be in one figure.
+    """
+    points = [_Measured(point, result, facts_of(result, point)) for result in results for point in result.points]
+    if not points:
+        raise BadRequest("report: these files have no points; give files of finished runs", "file")
+    if len({msgspec.json.encode(result, order="deterministic") for result in results}) < len(results):
+        raise BadRequest("report: two of these files have the same run, which would count twice; leave one out", "file")
+    kinds = {_axis(each.point) for each in points}
+    if len(kinds) > 1:
+        raise BadRequest(
+            "report: the files have open-loop and closed-loop points, which cannot be in one figure; "
+            "make a report of each kind",
+            "file",
+        )
+    groups: dict[tuple[str, tuple[str | None, ...]], list[_Measured]] = {}
+    names = list(dict.fromkeys(name for each in points for name in each.facts))
+    for each in points:
+        groups.setdefault((each.point.label, tuple(each.facts.get(name) for name in names)), []).append(each)
+    lines = _lines(list(groups.values()))
+    facts = points[0].facts
+    differing = {name for line in lines for name in line.differs}
+    days = sorted({result.created[:10] for result in results if result.source == "bench"})
+    common = {name: facts[name] for name in facts if name not in differing}
+    return Figure(kinds.pop(), tuple(lines), common, tuple(days))
+
+
+def _lines(groups: Sequence[list[_Measured]]) -> list[FigureLine]:
+    facts = [group[0].facts for group in groups]
+    varying = _varying(facts)
+    labels = _labels([group[0].point.label for group in groups], facts)
+    return [
+        FigureLine(
+            label, tuple(_points(group)), of, {name: of.get(name) for name in varying},
+            any(each.is_baseline for each in group),
+        )
+        for label, of, group in zip(labels, facts, groups, strict=True)
+    ]  # fmt: skip
+
+
+def _points(group: Sequence[_Measured]) -> Iterator[LinePoint]:
+    by_x: dict[float, list[_Measured]] = {}
+    for each in group:
+        by_x.setdefault(_x(each.point), []).append(each)
+    for x, found in sorted(by_x.items()):
+        of_one_file = all(each.result is found[0].result for each in found)
+        ratios = {ratio.metric: ratio for ratio in found[0].ratios} if of_one_file else {}
+        yield LinePoint(x, pooled([each.point for each in found]), ratios)
+
+
+def _varying(facts: Sequence[Facts]) -> list[str]:
+    """Return the names of facts that differ. A missing fact differs from a given one."""
+    names = dict.fromkeys(name for of in facts for name in of)
+    return [name for name in names if len({of.get(name) for of in facts}) > 1]
+
+
+def _labels(bases: Sequence[str], facts: Sequence[Facts]) -> list[str]:
+    """Return unique labels: the base, the most important differences, and further ones if needed."""
+    shown = [name for name in FOREMOST if len({of.get(name) for of in facts} - {None}) > 1]
+    labels = [
+        ", ".join([base, *(value for name in shown if (value := of.get(name)) is not None)])
+        for base, of in zip(_programs(bases, facts), facts, strict=True)
+    ]
+    return [_told_apart(label, of, _alike(label, labels, facts)) for label, of in zip(labels, facts, strict=True)]
+
+
+def _programs(bases: Sequence[str], facts: Sequence[Facts]) -> list[str]:
+    """Return each line's label. If lines of one label have several programs, it contains the program."""
+    found: list[str] = []
+    for base, of in zip(bases, facts, strict=True):
+        program = of.get(PROGRAM)
+        alike = {other.get(PROGRAM) for other_base, other in zip(bases, facts, strict=True) if other_base == base}
+        if len(alike) == 1:
+            found.append(base)
+        elif program is not None and program.startswith(base):
+            found.append(program)
+        else:
+            found.append(f"{base} ({program or 'program unknown'})")
+    return found
+
+
+def _alike(label: str, labels: Sequence[str], facts: Sequence[Facts]) -> list[Facts]:
+    return [of for other, of in zip(labels, facts, strict=True) if other == label]
+
+
+def _told_apart(label: str, of: Facts, alike: Sequence[Facts]) -> str:
+    more = [f"{name} {of.get(name) or 'unknown'}" for name in _varying(alike)]
+    return ", ".join([label, *more])
+
+
+def pooled(points: Sequence[Point]) -> Metrics:
+    """Return the metrics of several rounds as one point.
+
+    Latencies are over the requests of all rounds, throughput is over their summed durations. ``achieved_throughput``
+    and ``achieved_goodput`` are means over rounds (:func:`~tercet_lab.bench.summary.achieved`).
+    """
+    if len(points) == 1:
+        return {**points[0].metrics, **_achieved(points)}
+    if not all(point.records for point in points):
+        name = f"{points[0].label} at {_x(points[0]):g}"
+        raise BadRequest(
+            f"report: {name} has several points without records, which cannot be pooled; measure with --save-detailed",
+            "file",
+        )
+    samples = [Samples.of(point.records) for point in points]
+    found: dict[str, float | int | None] = {}
+    for name in ("ttft", "tpot", "e2el", "ttft_scheduled", "e2el_scheduled"):
+        distribution = Distribution.of(np.concatenate([getattr(sample, name) for sample in samples]))
+        found |= {} if distribution is None else distribution.flat(name)
+    itl = Distribution.of(np.concatenate([sample.itl for sample in samples]))
+    found |= {} if itl is None else itl.flat("itl")
+    seconds = sum(_value(point, "duration") for point in points)
+    for name in ("completed", "failed", "interrupted", "total_input_tokens", "total_output_tokens"):
+        found[name] = int(sum(_value(point, name) for point in points))
+    for name in ("request_throughput", "output_throughput", "total_token_throughput", "request_goodput"):
+        counted = sum(_value(point, name) * _value(point, "duration") for point in points)
+        found[name] = counted / seconds if seconds and points[0].metrics.get(name) is not None else None
+    return found | {"duration": seconds, **_achieved(points)}
+
+
+def _achieved(points: Sequence[Point]) -> dict[str, float | None]:
+    found: dict[str, float | None] = {}
+    for name in ("throughput", "goodput"):
+        rates = [rate for point in points if (rate := achieved(point.metrics, name)) is not None]
+        found[f"achieved_{name}"] = sum(rates) / len(rates) if rates else None
+    return found
+
+
+def _axis(point: Point) -> str:
+    closed = point.request_rate is None and point.concurrency is not None
+    return CLOSED_LOOP if closed else OPEN_LOOP
+
+
+def _x(point: Point) -> float:
+    if point.request_rate is not None:
+        return point.request_rate
+    return float(point.concurrency) if point.concurrency is not None else _value(point, "request_throughput")
+
+
+def _value(point: Point, name: str) -> float:
+    return float(point.metrics.get(name) or 0.0)

@@ -1,0 +1,26 @@
+"""Simulations of programs on fleets of simulated engines, in virtual time, with reports and sweeps."""
+
+from tercet_lab.bench.simulated.moving_fleet import MovingSettings
+from tercet_lab.bench.simulated.outcome import Outcome
+from tercet_lab.bench.simulated.planned import PlannedWorkload
+from tercet_lab.bench.simulated.scenario import EngineGroup, Fault, FleetSpec, SyntheticWorkload, parse_fleet
+from tercet_lab.bench.simulated.simulation import SimulatedPoint, Simulation, SimulationReport, point_of, table
+from tercet_lab.bench.simulated.virtual_run import run_once, run_requests
+
+__all__ = [
+    "EngineGroup",
+    "Fault",
+    "FleetSpec",
+    "MovingSettings",
+    "Outcome",
+    "PlannedWorkload",
+    "SimulatedPoint",
+    "Simulation",
+    "SimulationReport",
+    "SyntheticWorkload",
+    "parse_fleet",
+    "point_of",
+    "run_once",
+    "run_requests",
+    "table",
+]

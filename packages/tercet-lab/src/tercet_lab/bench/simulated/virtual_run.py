@@ -1,0 +1,317 @@
+"""One simulated run of a program on a fleet under a workload, from the first arrival to the last token."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import math
+from collections import Counter
+from collections.abc import Callable, Coroutine, Generator, Iterable, Mapping, Sequence
+from contextlib import contextmanager
+from traceback import extract_tb
+from typing import Any, Protocol
+
+import msgspec
+
+from tercet.decisions.scheduling import Scheduling
+from tercet.fleet import RunningSequence, Trace
+from tercet.programs import Program
+from tercet.protocol import Output, ProgramFailed, Request, TercetError
+from tercet.router.serve.attempts import ProgramFault
+from tercet.router.serve.service import Service
+from tercet_lab.bench.simulated.kv_imbalance import ImbalanceSamples
+from tercet_lab.bench.simulated.moving_fleet import MoveCounts, MovingSettings, alongside
+from tercet_lab.bench.simulated.outcome import Outcome
+from tercet_lab.bench.simulated.planned import FollowUp, PlannedTraffic, PlannedWorkload
+from tercet_lab.bench.simulated.request_classes import classed, weights_of
+from tercet_lab.bench.simulated.scenario import FleetSpec, SyntheticWorkload, requests_of
+from tercet_lab.bench.simulated.timeline import TimelineRecorder
+from tercet_lab.bench.simulated.virtual_fleet import VirtualFleet, build_fleet, plan_fault
+from tercet_lab.sim import EngineOptions, SimEngine, run_virtual
+
+MOVING = MovingSettings()
+
+
+class FollowUps(Protocol):
+    """The source of the requests that follow an answer: later turns of conversations."""
+
+    def after(self, request: Request, output: Sequence[int]) -> FollowUp | None:
+        """Return the next turn after the answer to a request, or None at the end."""
+        ...
+
+    def unsent(self, request: Request) -> int:
+        """Return the number of later requests that are not sent because this request failed."""
+        ...
+
+
+Companion = Callable[[Service[MoveCounts], Mapping[str, SimEngine]], Coroutine[Any, Any, None]]
+"""A function that returns a coroutine, which runs until the end of the simulated run and may change the fleet."""
+
+
+def run_once(
+    program: Program,
+    spec: FleetSpec,
+    profile: str,
+    options: EngineOptions,
+    workload: SyntheticWorkload | PlannedWorkload,
+    seed: int,
+    scheduling: Scheduling | None = None,
+    moving: MovingSettings = MOVING,
+    record_s: float | None = None,
+    companion: Companion | None = None,
+) -> Outcome:
+    """Simulate one run. The outcome depends only on the arguments.
+
+    ``scheduling`` has the profiles for the program's picks, loaded for this run (None: the built-in ones). ``moving``
+    has the settings and policies of moves. With ``record_s``, a timeline is recorded, with a frame every ``record_s``
+    virtual seconds. ``companion`` is that of :func:`run_requests`.
+    """
+    if isinstance(workload, SyntheticWorkload):
+        arrivals, follow_ups = requests_of(workload, seed), None
+    else:
+        follow_ups = PlannedTraffic(workload, seed)
+        arrivals = follow_ups.arrivals()
+    return run_requests(
+        program,
+        spec,
+        profile,
+        options,
+        arrivals,
+        workload.warm_up,
+        seed,
+        scheduling,
+        follow_ups,
+        moving,
+        record_s,
+        companion,
+    )
+
+
+def run_requests(
+    program: Program,
+    spec: FleetSpec,
+    profile: str,
+    options: EngineOptions,
+    arrivals: Iterable[tuple[float, Request]],
+    warm_up: int = 0,
+    seed: int = 0,
+    scheduling: Scheduling | None = None,
+    follow_ups: FollowUps | None = None,
+    moving: MovingSettings = MOVING,
+    record_s: float | None = None,
+    companion: Companion | None = None,
+) -> Outcome:
+    """Simulate requests at given times (seconds), in order.
+
+    The first ``warm_up`` requests and their follow-ups are not measured. ``companion`` is called with the service and
+    the engines; its coroutine runs until the end of the run.
+    """
+    with _young_garbage_only():
+        return run_virtual(
+            _run(
+                program,
+                spec,
+                profile,
+                options,
+                arrivals,
+                warm_up,
+                seed,
+                scheduling,
+                follow_ups,
+                moving,
+                record_s,
+                companion,
+            )
+        )
+
+
+@contextmanager
+def _young_garbage_only() -> Generator[None]:
+    """Make the garbage collector run rarely: a run creates few reference cycles, and walking its data is useless."""
+    before = gc.get_threshold()
+    gc.set_threshold(1_000_000, 50, 1000)
+    try:
+        yield
+    finally:
+        gc.set_threshold(*before)
+
+
+async def _run(
+    program: Program,
+    spec: FleetSpec,
+    profile: str,
+    options: EngineOptions,
+    arrivals: Iterable[tuple[float, Request]],
+    warm_up: int,
+    seed: int,
+    scheduling: Scheduling | None,
+    follow_ups: FollowUps | None,
+    moving: MovingSettings,
+    record_s: float | None,
+    companion: Companion | None,
+) -> Outcome:
+    built = build_fleet(program, spec, profile, options, seed, moving)
+    if scheduling is not None:
+        built.service.fleet.scheduling = scheduling
+    outcome = Outcome(objectives=moving.objectives)
+    if moving.objectives.classes:
+        weights = weights_of(moving.class_traffic, moving.objectives)
+        arrivals = classed(arrivals, weights, moving.objectives.header, seed)
+    for fault in spec.faults:
+        plan_fault(fault, built.engines[fault.engine], built.service.fleet)
+    recorder = None if record_s is None else TimelineRecorder(built.service, built.engines, profile, record_s)
+    others: list[Coroutine[Any, Any, None]] = [] if recorder is None else [recorder.run()]
+    if companion is not None:
+        others.append(companion(built.service, built.engines))
+    async with built.moving.running(), alongside(*others):
+        await _serve_all(built, arrivals, warm_up, outcome, follow_ups)
+    if recorder is not None:
+        recorder.close()
+        outcome.timeline = recorder.frames
+    _collect(built, outcome)
+    built.network.close()
+    return outcome
+
+
+async def _serve_all(
+    built: VirtualFleet,
+    arrivals: Iterable[tuple[float, Request]],
+    warm_up: int,
+    outcome: Outcome,
+    follow_ups: FollowUps | None,
+) -> None:
+    loop, coming = asyncio.get_running_loop(), enumerate(arrivals)
+    samples = ImbalanceSamples(list(built.engines.values()))
+    all_sent: asyncio.Future[None] = loop.create_future()
+    # Not a TaskSet: it would log an error of a program, but an unhandled exception must end the simulation.
+    running: set[asyncio.Task[None]] = set()
+    broken: list[Exception] = []
+
+    def on_end(task: asyncio.Task[Any] | None, error: Exception | None) -> None:
+        running.discard(task)  # pyright: ignore[reportArgumentType]
+        if error is not None:
+            broken.append(error)
+            if not all_sent.done():
+                all_sent.set_exception(error)
+
+    def await_next() -> None:
+        if all_sent.done():  # the simulation is broken
+            return
+        following = next(coming, None)
+        if following is None:
+            samples.over = True
+            all_sent.set_result(None)
+        else:
+            number, (when, request) = following
+            # After the other callbacks of that moment: engines are sampled before the arrivals of the same moment.
+            loop.call_later(when - loop.time(), loop.call_soon, arrive, request, number >= warm_up)
+
+    def arrive(request: Request, measured: bool) -> None:
+        running.add(loop.create_task(_converse(built, request, outcome, measured, follow_ups, on_end)))
+        await_next()
+
+    async with alongside(samples.take()):
+        await_next()
+        await all_sent
+    outcome.imbalance = samples.summary()
+    while running and not broken:
+        await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
+    if broken:
+        raise broken[0]
+
+
+async def _converse(
+    built: VirtualFleet,
+    request: Request,
+    outcome: Outcome,
+    measured: bool,
+    follow_ups: FollowUps | None,
+    on_end: Callable[[asyncio.Task[Any] | None, Exception | None], object],
+) -> None:
+    """Run a request and its follow-ups, one after the other.
+
+    Call ``on_end`` at the end, with the current task and the error of the program, if there was one.
+    """
+    broken: Exception | None = None
+    try:
+        while True:
+            sequence = await _serve(built, request, outcome, measured)
+            if follow_ups is None:
+                return
+            if sequence is None:
+                now = asyncio.get_running_loop().time()
+                for _ in range(follow_ups.unsent(request) if measured else 0):
+                    outcome.failures["unsent"] += 1
+                    outcome.add(now, math.nan, now, request, 0)
+                return
+            following = follow_ups.after(request, sequence.tokens)
+            if built.service.sessions is not None:
+                built.service.sessions.answered(request, calls_tool=following is not None and following.is_after_tool)
+            if following is None:
+                return
+            if outcome.objectives.classes:  # all requests of a conversation have the same class
+                headers = {**following.request.headers, **request.headers}
+                following = following._replace(request=msgspec.structs.replace(following.request, headers=headers))
+            request = following.request
+            await asyncio.sleep(following.pause)
+    except Exception as error:
+        broken = error
+    finally:
+        on_end(asyncio.current_task(), broken)
+
+
+async def _serve(built: VirtualFleet, request: Request, outcome: Outcome, measured: bool) -> RunningSequence | None:
+    """Serve one request to its end, as the router does. Return its sequence, or None after a failure.
+
+    Raise the errors of the program itself: a simulation must show them.
+    """
+    loop, trace, begun = asyncio.get_running_loop(), Trace(), list[RunningSequence]()
+    sent, error = loop.time(), None
+    if built.router:
+        await asyncio.sleep(built.router)
+    try:
+        await built.service.run(request, trace, on_sequence=begun.append).run(_drop)
+    except TercetError as failure:
+        error = _cause_of(failure)
+        outcome.first_error = outcome.first_error or error
+        if measured:
+            outcome.failures[error.code] += 1
+    outcome.count_attempts(trace)
+    sequence = begun[0] if begun else None
+    if measured:
+        ttft = None if error is not None or sequence is None else sequence.ttft
+        first = math.nan if sequence is None or ttft is None else sequence.began + ttft
+        outcome.add(sent, first, loop.time(), request, len(sequence.tokens) if sequence is not None else 0)
+    return sequence if error is None else None
+
+
+def _drop(_: Output) -> None:
+    """Ignore an output: the sequence has already recorded it."""
+
+
+def _cause_of(error: TercetError) -> TercetError:
+    """Return the error of a failed request. Raise an error with the program's own exception, if there is one."""
+    cause = error.__cause__
+    if not isinstance(error, ProgramFailed) or cause is None or isinstance(cause, ProgramFault):
+        return error
+    if isinstance(cause, TercetError):
+        return cause
+    place = extract_tb(cause.__traceback__)[-1]
+    what = f"{type(cause).__name__}: {cause} ({place.filename}, line {place.lineno})"
+    raise ProgramFailed(f"the program failed: {what}") from cause
+
+
+def _collect(built: VirtualFleet, outcome: Outcome) -> None:
+    totals, elapsed = Counter[str](), asyncio.get_running_loop().time()
+    for engine in built.engines.values():
+        counters = engine.all_counters
+        outcome.busy += counters.busy / elapsed / len(built.engines)
+        totals["steps"] += counters.steps
+        totals["prefill_tokens"] += counters.prefill_tokens
+        totals["decode_tokens"] += counters.decode_tokens
+        totals["preemptions"] += counters.preemptions
+        totals["evicted_blocks"] += counters.evicted
+    sessions = built.service.metrics.sessions.counts
+    outcome.counts = {**totals, "kv_bytes_sent": built.network.bytes_sent, **dict(sorted(sessions.items()))}
+    outcome.moves = built.service.metrics.totals()
+    outcome.flips = built.moving.roles.flips if built.moving.roles is not None else []

@@ -1,0 +1,398 @@
+"""Recorded traffic: Mooncake (JSON lines), Azure and BurstGPT (CSV of times and lengths), ShareGPT (conversations)."""
+
+from __future__ import annotations
+
+import csv
+import logging
+import math
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from datetime import UTC, datetime
+from io import StringIO
+from itertools import pairwise
+from pathlib import Path
+from random import Random
+from typing import Annotated, Any, TypeVar, cast
+
+import msgspec
+
+from tercet.aio.files import read_named
+from tercet.protocol import BadRequest
+from tercet.protocol.wire import UNREADABLE
+from tercet_lab.bench.workloads.conversations import (
+    Conversation,
+    ConversationTurn,
+    Count,
+    Draw,
+    Seconds,
+    Tokens,
+    Vocabulary,
+    Workload,
+    random_ids,
+)
+from tercet_lab.bench.workloads.synthetic import Lines
+
+logger = logging.getLogger(__name__)
+T = TypeVar("T")
+AZURE_COLUMNS = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
+BURSTGPT_COLUMNS = ("Timestamp", "Request tokens", "Response tokens")
+HASHED_TEXT = 65_536
+"""Number of tokens in the text from which hashed blocks are cut."""
+SCATTER = 0x9E3779B97F4A7C15
+PEOPLE = ("human", "user")
+MODELS = ("gpt", "assistant", "chatgpt", "bard", "bing", "model")
+Exchange = tuple[str, str]
+# Parts of a message that are text, in the names of OpenAI's two APIs.
+TEXTS = ("text", "input_text", "output_text")
+LONGEST_RECORDED = 2**24
+"""Maximum number of tokens of a recorded prompt or answer: longer than any model's context."""
+LATEST_MS = 1e12
+MOST_RECORDED = 4 * 1024**3
+"""Largest file of recorded requests, in bytes."""
+
+
+def read_text(path: str, kind: str) -> str:
+    """Return the text of a workload's file. Raise :class:`~tercet.protocol.BadRequest`, which names both."""
+    if not path:
+        raise BadRequest(f"workload: {kind}: path is missing; write {kind},path=FILE", "path")
+    try:
+        return read_named(Path(path).expanduser(), MOST_RECORDED).decode("utf-8-sig")
+    except OSError as error:
+        raise BadRequest(f"workload: {kind}: cannot read {path}: {error.strerror}", "path") from error
+    except UnicodeDecodeError as error:
+        raise BadRequest(
+            f"workload: {kind}: {path} is not UTF-8 text; unpack it first if it is compressed", "path"
+        ) from error
+
+
+def json_lines(text: str) -> Iterator[tuple[int, str]]:
+    """Return the lines of a file of JSON lines, numbered from 1.
+
+    Only a line feed ends a line: ``str.splitlines`` also splits at characters that JSON strings may contain, such as
+    U+2028.
+    """
+    return enumerate(text.split("\n"), start=1)
+
+
+def left_out(kind: str, path: str, count: int, what: str) -> None:
+    """Log how many records of a file are left out, and why."""
+    if count:
+        logger.warning("workload: %s: %s: %d %s", kind, path, count, what)
+
+
+def broken(kind: str, path: str, line: int, why: str) -> BadRequest:
+    """Return the error for an invalid line of a file."""
+    return BadRequest(f"workload: {kind}: {path}, line {line}: {why}", "path")
+
+
+class RecordedTrace(Workload, frozen=True):
+    """The requests of a file, as recorded. ``max_input_len`` and ``max_output_len`` (tokens) cut longer ones."""
+
+    path: str = ""
+    max_input_len: Tokens | None = None
+    max_output_len: Tokens | None = None
+
+    @property
+    def finite(self) -> bool:
+        return True
+
+
+class Mooncake(RecordedTrace, frozen=True, tag="mooncake"):
+    """A trace of Mooncake. Each line has ``timestamp`` (ms), ``input_length``, ``output_length`` and ``hash_ids``.
+
+    Each id represents ``block`` tokens of the prompt. Equal ids are equal tokens, so prefixes are shared as recorded.
+    Tokens beyond the ids are random, and ids beyond the prompt are ignored.
+    """
+
+    block: Tokens = 512
+
+    def conversations(self, draw: Draw) -> Iterator[Conversation]:
+        rows = sorted(read_mooncake(self.path), key=lambda row: row.timestamp)
+        odd = sum(1 for row in rows if row.hash_ids and len(row.hash_ids) != -(-row.input_length // self.block))
+        left_out(
+            "mooncake", self.path, odd, f"rows have hash_ids that are not one for each {self.block} tokens (block)"
+        )
+        last = max((block_id for row in rows for block_id in row.hash_ids), default=0)
+        text = HashedText(draw.vocabulary, draw.content_seed, self.block, last)
+        for row in rows:
+            length = at_most(row.input_length, self.max_input_len)
+            prompt = text.of(row.hash_ids, length)
+            if len(prompt) < length:
+                prompt += random_ids(draw.vocabulary, length - len(prompt), draw.content)
+            answer = at_most(row.output_length, self.max_output_len)
+            yield Conversation((ConversationTurn(prompt, answer),), offset=row.timestamp / 1000)
+
+
+class TraceOfLengths(RecordedTrace, frozen=True):
+    """A trace that has times and lengths only. Its prompts are lines of the sonnets."""
+
+    def rows(self) -> list[tuple[float, int, int]]:
+        """Return time (seconds), prompt length and answer length (tokens) of each request."""
+        raise NotImplementedError
+
+    def conversations(self, draw: Draw) -> Iterator[Conversation]:
+        lines = Lines.of(draw.vocabulary)
+        for at, length, answer in sorted(self.rows()):
+            prompt = lines.draw(at_most(length, self.max_input_len), draw.content)
+            yield Conversation((ConversationTurn(prompt, at_most(answer, self.max_output_len)),), offset=at)
+
+
+class Azure(TraceOfLengths, frozen=True, tag="azure"):
+    """A trace of Azure's LLM inference, with the columns ``TIMESTAMP,ContextTokens,GeneratedTokens``."""
+
+    def rows(self) -> list[tuple[float, int, int]]:
+        return read_lengths(self.path, "azure", AZURE_COLUMNS, timestamp)
+
+
+class BurstGPT(TraceOfLengths, frozen=True, tag="burstgpt"):
+    """A trace of BurstGPT: ``Timestamp`` (seconds), ``Request tokens``, ``Response tokens``; others are ignored."""
+
+    def rows(self) -> list[tuple[float, int, int]]:
+        return read_lengths(self.path, "burstgpt", BURSTGPT_COLUMNS, float)
+
+
+class MooncakeRow(msgspec.Struct, frozen=True):
+    """One line of a Mooncake trace. Other fields are ignored."""
+
+    timestamp: Annotated[float, msgspec.Meta(ge=0, le=LATEST_MS)]
+    input_length: Annotated[int, msgspec.Meta(ge=1, le=LONGEST_RECORDED)]
+    output_length: Annotated[int, msgspec.Meta(ge=0, le=LONGEST_RECORDED)]
+    hash_ids: tuple[Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)], ...] = ()
+
+
+def read_mooncake(path: str) -> list[MooncakeRow]:
+    """Return the rows of a trace in the file's order. Raise ``BadRequest``, which names line and field.
+
+    Rows without output are left out, and their number is logged: they cannot be measured.
+    """
+    decoder = msgspec.json.Decoder(MooncakeRow)
+    found: list[MooncakeRow] = []
+    for number, line in json_lines(read_text(path, "mooncake")):
+        if line.strip():
+            try:
+                found.append(decoder.decode(line))
+            except UNREADABLE as error:
+                raise broken("mooncake", path, number, str(error)) from error
+    return _some(_with_output(found, [row for row in found if row.output_length], "mooncake", path), "mooncake", path)
+
+
+def _rows(rows: csv.DictReader[str], kind: str, path: str) -> Iterator[dict[str, str]]:
+    try:
+        yield from rows
+    except csv.Error as error:
+        raise broken(kind, path, rows.line_num, str(error)) from error
+
+
+def read_lengths(
+    path: str, kind: str, columns: Sequence[str], seconds: Callable[[str], float]
+) -> list[tuple[float, int, int]]:
+    """Return time (seconds), prompt length and answer length (tokens) of each row of a CSV file.
+
+    ``columns`` name the three columns; ``seconds`` converts the text of a time. Rows with a length of 0 are left out,
+    and their number is logged. Raise :class:`~tercet.protocol.BadRequest`, which names the line.
+    """
+    rows = csv.DictReader(StringIO(read_text(path, kind), newline=""))
+    missing = [name for name in columns if name not in (rows.fieldnames or ())]
+    if missing:
+        raise broken(kind, path, 1, f"the header lacks {', '.join(missing)}")
+    found: list[tuple[float, int, int]] = []
+    for row in _rows(rows, kind, path):
+        try:
+            when, prompt, answer = (row[name] for name in columns)
+            at, lengths = seconds(when), (int(prompt), int(answer))
+            if min(lengths) < 0 or max(lengths) > LONGEST_RECORDED or not math.isfinite(at):
+                raise ValueError(f"{when}, {prompt}, {answer} are not a time and two lengths")
+            found.append((at, *lengths))
+        except (TypeError, ValueError) as error:
+            raise broken(kind, path, rows.line_num, str(error)) from error
+    return _some(_with_output(found, [row for row in found if row[1] and row[2]], kind, path), kind, path)
+
+
+def _with_output(found: list[T], measurable: list[T], kind: str, path: str) -> list[T]:
+    # A few rows of the published traces have no output: they cannot be measured.
+    left_out(kind, path, len(found) - len(measurable), "rows have a length of 0; they are left out")
+    return measurable
+
+
+def timestamp(text: str) -> float:
+    """Return the seconds since 1970 of an ISO time, in UTC if it has no zone. Digits after microseconds are dropped."""
+    when = datetime.fromisoformat(text.strip())
+    return (when if when.tzinfo else when.replace(tzinfo=UTC)).timestamp()
+
+
+class HashedText:
+    """The tokens that hashed blocks represent: equal tokens for equal ids, different tokens for different ids.
+
+    A block begins with its id, written with text tokens as digits, in the number of digits that ``last``, the largest
+    id, needs. It continues with a part of one random text, which ``seed`` determines.
+    """
+
+    def __init__(self, vocabulary: Vocabulary, seed: str, block: int, last: int) -> None:
+        self._block = block
+        self._digits = tuple(token for token in range(vocabulary.size) if token not in vocabulary.special)
+        self._places = 1
+        while len(self._digits) ** self._places <= last:
+            self._places += 1
+        self._text = random_ids(vocabulary, HASHED_TEXT, Random(seed))
+        self._text *= 1 + -(-block // HASHED_TEXT)
+        if self._places > block:
+            raise BadRequest(
+                f"block: {block} tokens cannot distinguish {last + 1} blocks; give a larger block", "block"
+            )
+
+    def of(self, hash_ids: Sequence[int], length: int) -> tuple[int, ...]:
+        """Return the tokens of the blocks of these ids, cut to ``length`` tokens."""
+        found: list[int] = []
+        for block_id in hash_ids[: -(-length // self._block)]:
+            rest, base = block_id, len(self._digits)
+            for _ in range(self._places):
+                rest, digit = divmod(rest, base)
+                found.append(self._digits[digit])
+            begin = block_id * SCATTER % 2**64 % HASHED_TEXT
+            found += self._text[begin : begin + self._block - self._places]
+        return tuple(found[:length])
+
+
+def at_most(value: int, limit: int | None) -> int:
+    """Return ``value``, but at most ``limit`` (None: no limit)."""
+    return value if limit is None else min(value, limit)
+
+
+def _some(found: list[T], kind: str, path: str) -> list[T]:
+    if not found:
+        raise BadRequest(f"workload: {kind}: {path} has no requests", "path")
+    return found
+
+
+class ShareGPT(Workload, frozen=True, tag="sharegpt"):
+    """Recorded conversations: ``[{"conversations": [{"from": "human", "value": ...}, {"from": "gpt", ...}]}]``.
+
+    JSON lines are accepted too. Requests are the texts of people; answers are as long as the recorded ones, or
+    ``output_len`` tokens. At most ``turns`` turns of a conversation are sent, ``think_time`` seconds apart. As in
+    ``vllm bench serve``, a conversation is left out if its first question or answer has fewer than ``min_len`` tokens,
+    if its first question is longer than ``max_input_len``, or if both together are longer than ``max_total_len``. A
+    conversation ends before the turn that makes its total exceed ``max_total_len``.
+    """
+
+    path: str = ""
+    turns: Count = 1
+    output_len: Tokens | None = None
+    min_len: Annotated[int, msgspec.Meta(ge=1)] = 4
+    max_input_len: Tokens = 1024
+    max_total_len: Tokens = 2048
+    think_time: Seconds = 0.0
+
+    def conversations(self, draw: Draw) -> Iterator[Conversation]:
+        recorded = read_sharegpt(self.path)
+        number = 0
+        while True:
+            began_with = number
+            for exchanges in draw.shape.sample(recorded, len(recorded)):
+                if turns := self._turns(exchanges, draw.vocabulary):
+                    yield Conversation(turns, group=f"session-{number}" if len(turns) > 1 else None)
+                    number += 1
+            if number == began_with:
+                raise BadRequest(
+                    f"workload: sharegpt: no conversation of {self.path} fits the limits; change them", "path"
+                )
+
+    def _turns(self, exchanges: list[Exchange], vocabulary: Vocabulary) -> tuple[ConversationTurn, ...]:
+        found: list[ConversationTurn] = []
+        total = 0
+        for question, answer in exchanges[: self.turns]:
+            tokens = tuple(vocabulary.encode(question))
+            length = self.output_len or len(vocabulary.encode(answer))
+            total += len(tokens) + length
+            if total > self.max_total_len or not tokens or not length:
+                break
+            if not found and not self._fits(len(tokens), length):
+                break
+            found.append(ConversationTurn(tokens, length, self.think_time if found else 0.0, question))
+        return tuple(found)
+
+    def _fits(self, question: int, answer: int) -> bool:
+        long_enough = question >= self.min_len and (self.output_len is not None or answer >= self.min_len)
+        return long_enough and question <= self.max_input_len
+
+
+def read_sharegpt(path: str) -> list[list[Exchange]]:
+    """Return question and answer of each turn, per conversation.
+
+    Raise :class:`~tercet.protocol.BadRequest` for an invalid file or one without conversations.
+    """
+    text = read_text(path, "sharegpt")
+    others = Counter[str]()
+    found = [exchanges for entry in _entries(text, path) if (exchanges := _exchanges(entry, others))]
+    kinds = ", ".join(sorted(others))[:200]
+    left_out("sharegpt", path, others.total(), f"messages have parts that are not text ({kinds}); they are left out")
+    if not found:
+        why = f": all have parts that are not text ({kinds})" if others else ""
+        raise BadRequest(f"workload: sharegpt: {path} has no conversation between a person and a model{why}", "path")
+    return found
+
+
+def _entries(text: str, path: str) -> list[Any]:
+    try:
+        return msgspec.json.decode(text, type=list[Any])
+    except UNREADABLE as error:
+        if text.lstrip().startswith("["):
+            raise BadRequest(f"workload: sharegpt: {path} is not JSON: {error}", "path") from error
+    found: list[Any] = []
+    for number, line in json_lines(text):
+        if line.strip():
+            try:
+                found.append(msgspec.json.decode(line))
+            except UNREADABLE as error:
+                raise broken("sharegpt", path, number, str(error)) from error
+    return found
+
+
+def _exchanges(entry: Any, others: Counter[str]) -> list[Exchange]:
+    """Return the pairs of a person's message and the model's answer directly after it. Skip other messages.
+
+    ``others`` counts the messages with parts that are not text, by the type of the first such part. A conversation ends
+    before such a message: what follows depends on it.
+    """
+    fields: dict[str, Any] = cast("dict[str, Any]", entry) if isinstance(entry, dict) else {}
+    messages = fields.get("conversations") or fields.get("conversation") or fields.get("messages")
+    if not isinstance(messages, list):
+        return []
+    said = list[tuple[str, str]]()
+    for item in cast("list[Any]", messages):
+        try:
+            message = _message(item)
+        except _NoText as other:
+            others[str(other)] += 1
+            break
+        if message is not None:
+            said.append(message)
+    pairs = pairwise(said)
+    return [
+        (question, answer)
+        for (asker, question), (teller, answer) in pairs
+        if asker in PEOPLE and teller in MODELS and question
+    ]
+
+
+class _NoText(Exception):
+    """A part of a message is not text; the argument is its type."""
+
+
+def _message(item: Any) -> tuple[str, str] | None:
+    if not isinstance(item, dict):
+        return None
+    fields = cast("dict[str, Any]", item)
+    who, what = fields.get("from", fields.get("role")), fields.get("value", fields.get("content"))
+    if isinstance(what, list):
+        what = "".join(_text_of(part) for part in cast("list[Any]", what))
+    return (who.lower(), what) if isinstance(who, str) and isinstance(what, str) else None
+
+
+def _text_of(part: Any) -> str:
+    if isinstance(part, str):
+        return part
+    fields = cast("dict[str, Any]", part) if isinstance(part, dict) else dict[str, Any]()
+    kind, text = str(fields.get("type", "text")), fields.get("text")
+    if kind in TEXTS and isinstance(text, str):
+        return text
+    raise _NoText((kind if fields else repr(cast("object", part)))[:40])

@@ -1,0 +1,205 @@
+"""``tercet bench``: measure a server, compare programs, draw the results, and make profiles of engines."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+import typer
+import uvloop
+
+from tercet.aio import signals_to
+from tercet.cli.terminal import require_folder, say, write_file
+from tercet.cluster.model import resolve_model
+from tercet.protocol import BadRequest, EngineError
+from tercet_lab.bench.bench_config import SECRET_HEADERS, BenchConfig, CompareConfig, ServeConfig
+from tercet_lab.bench.compare import ratios_of, turns_of
+from tercet_lab.bench.drawing import require_drawing
+from tercet_lab.bench.experiment import Bench, Cell, Contender, Experiment, prepare
+from tercet_lab.bench.figure_lines import figure_of
+from tercet_lab.bench.result_figure import draw
+from tercet_lab.bench.result_report import markdown, point_text, ratio_table
+from tercet_lab.bench.results import (
+    BenchResult,
+    Point,
+    command_line,
+    load_results,
+    machine,
+    now,
+    save_result,
+    versions,
+)
+from tercet_lab.bench.run_facts import program_served
+from tercet_lab.bench.summary import Summary
+from tercet_lab.commands.bench_options import bench_command
+from tercet_lab.commands.profile import profile
+
+CellsOf = Callable[[Bench], Sequence[Cell]]
+
+bench = typer.Typer(
+    name="bench",
+    no_args_is_help=True,
+    rich_markup_mode="markdown",
+    help="Measure any OpenAI endpoint, compare programs on the same engines, draw the results, and make profiles.",
+)
+
+
+@bench.command()
+@bench_command(ServeConfig)
+def serve(config: ServeConfig, result: Path | None) -> None:
+    """Measure one server at one or more loads.
+
+    Reports TTFT, TPOT, ITL and end-to-end latency as `vllm bench serve` defines them, and also counted from the time at
+    which a request should have been sent. Ctrl-C ends the run and keeps its results.
+
+    Examples:
+    - `tercet bench serve --request-rate 0.5,1,2 --num-prompts 50 --workload sonnet,input_len=512,output_len=64`
+    - `tercet bench serve --arrival closed --concurrency 1,4,16 --endpoint chat --goodput ttft:500,tpot:50`
+    - `tercet bench serve --arrival trace --workload mooncake,path=trace.jsonl,max_input_len=4000`
+    - `tercet bench serve --request-rate 2 --workload sonnet,input_len=3000 --workload sonnet,output_len=400`
+    """
+    contender = Contender(config.label or config.program or "", config.base_url, config.program)
+
+    def cells(bench: Bench) -> list[Cell]:
+        target = bench.targets[contender.base_url]
+        label = contender.label or program_served(target.about) or target.model
+        return [Cell(replace(contender, label=label), load) for load in config.loads]
+
+    _measure_and_report(config, [contender], cells, result)
+
+
+@bench.command()
+@bench_command(CompareConfig)
+def compare(config: CompareConfig, result: Path | None) -> None:
+    """Compare programs on the same engines, in interleaved rounds.
+
+    Each request names its program in the header `x-tercet-program`: nothing is restarted between rounds. In a round all
+    programs get the same arrival times and lengths, with different words, so that they share no prefixes. The ratios
+    have bootstrap confidence intervals; few rounds make them wide.
+
+    Examples:
+    - `tercet bench compare --program data_parallel --program disaggregated --request-rate 0.5,1 --rounds 5`
+    - `tercet bench compare --program disaggregated --also peer=http://127.0.0.1:9000 --request-rate 1`
+    """
+    contenders = [Contender(name, config.base_url, name) for name in config.program]
+    contenders += [Contender(name, url) for name, url in config.also.items()]
+    _measure_and_report(config, contenders, lambda _: _rounds(config, contenders), result)
+
+
+@bench.command()
+def report(
+    files: Annotated[list[Path], typer.Argument(metavar="FILE...", help="Result files of serve, compare or sim.")],
+    figure: Annotated[
+        list[Path] | None, typer.Option(help="File of a figure to draw: .png, .svg or .pdf. Repeatable.")
+    ] = None,
+    table: Annotated[
+        Path | None, typer.Option(help="File for the table in Markdown, which is otherwise printed.")
+    ] = None,
+    title: Annotated[
+        str | None,
+        typer.Option(help="Title above the figure.", show_default="the model, the workload and the arrivals"),
+    ] = None,
+    log: Annotated[bool, typer.Option("--log", help="Draw latencies on logarithmic axes.")] = False,
+) -> None:
+    """Draw TTFT, TPOT, JCT and rates over load, with a line per program, and print them as a table.
+
+    Files of several runs go into one figure. Runs with the same program, model, machine, engines and workload are
+    pooled. Other runs are separate lines, whose labels say how they differ. A figure whose name ends with `-dark`, such
+    as `rates-dark.svg`, is for dark pages.
+
+    Examples:
+    - `tercet bench report run.json`
+    - `tercet bench report dp.json pd.json --figure evaluation.svg --figure evaluation.png --table evaluation.md`
+    """
+    for file in figure or ():
+        require_drawing(file, "--figure")
+        require_folder(file, "--figure")
+    results = load_results(files)
+    text = markdown(results)
+    for file in figure or ():
+        draw(figure_of(results), file, title, log=log)
+    if table is None:
+        typer.echo(text, nl=False)
+    else:
+        write_file(table, text.encode(), "--table")
+
+
+bench.command()(profile)
+
+
+def _rounds(config: CompareConfig, contenders: Sequence[Contender]) -> list[Cell]:
+    by_label = {contender.label: contender for contender in contenders}
+    order = turns_of(list(by_label), config.rounds, config.seed)
+    return [Cell(by_label[label], load, number, config.rounds) for load in config.loads for number, label in order]
+
+
+def _measure_and_report(
+    config: BenchConfig, contenders: Sequence[Contender], cells_of: CellsOf, file: Path | None
+) -> None:
+    """Measure, print every point, and write the file; then exit with 130 or 143 if a signal stopped the run.
+
+    Raises :class:`~tercet.protocol.TercetError`, also if all requests failed.
+    """
+    file = file or Path(f"bench-{datetime.now(UTC):%Y%m%dT%H%M%SZ}.json")
+    if file.is_dir() or not file.absolute().parent.is_dir():
+        raise BadRequest(f"--result-filename {file}: must be a file in an existing directory", "result-filename")
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        outcome, asked = runner.run(_measure(config, contenders, cells_of))
+    if not config.save_detailed:
+        bare = tuple(msgspec.structs.replace(point, records=()) for point in outcome.points)
+        outcome = msgspec.structs.replace(outcome, points=bare)
+    save_result(outcome, file)
+    if outcome.ratios:
+        say("\n" + ratio_table(outcome.ratios))
+    say(f"\nwritten to {file}")
+    if asked:
+        sys.exit(128 + asked[0])
+    if not any(point.metrics.get("completed") for point in outcome.points):
+        raise EngineError("every request failed; see the reasons in the file")
+
+
+async def _measure(
+    config: BenchConfig, contenders: Sequence[Contender], cells_of: CellsOf
+) -> tuple[BenchResult, list[int]]:
+    """Return the results, and the signals that ended the run, if any."""
+    created, on = now(), machine()
+    bench = await prepare(config, contenders, lambda name: resolve_model(name, lambda line: say(f"  model: {line}")))
+    cells = cells_of(bench)
+    experiment = Experiment(bench, cells, _show)
+    running = asyncio.ensure_future(experiment.run())
+
+    def stop() -> None:
+        say("\nstopping; the results so far are kept (Ctrl-C again discards them)")
+        experiment.interrupt()
+
+    with signals_to(stop, running.cancel) as asked:
+        try:
+            points = await running
+        except asyncio.CancelledError:
+            sys.exit(128 + asked[-1] if asked else 1)
+    targets = {url: dict(target.about) for url, target in bench.targets.items()}
+    first = next(iter(targets.values()))
+    result = BenchResult(
+        created=created,
+        command=command_line(sys.argv[1:], SECRET_HEADERS),
+        config=config.public(),
+        seed=config.seed,
+        versions=versions(),
+        machine=on,
+        target=first if len(targets) == 1 else {**first, "others": list(targets.values())[1:]},
+        partial=experiment.interrupted,
+        points=tuple(points),
+        ratios=tuple(ratios_of(points, config)) if isinstance(config, CompareConfig) else (),
+    )
+    return result, asked
+
+
+def _show(cell: Cell, point: Point, summary: Summary) -> None:
+    number = f", round {cell.round + 1}" if cell.rounds > 1 else ""
+    say(f"{cell}{number}\n{point_text(point, summary)}\n")

@@ -1,0 +1,295 @@
+"""A planner for a live router's fleet: it asks the router for its traffic, plans in a thread, and acts or advises."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+from tercet.aio import keep_running, run_in_thread
+from tercet.cluster.scaling.kubernetes import KubernetesFleet
+from tercet.decisions.planning import FleetPlan, Observed, PlanLimits, Policy, WantedPlan
+from tercet.fleet.discovery.kubernetes_api import from_kubeconfig, in_cluster
+from tercet.protocol import BadRequest, TercetError
+from tercet.settings.key_files import KeyFile
+from tercet.settings.log_lines import log_to_stderr
+from tercet.wire.client.ask_router import ask_router
+from tercet_lab.planning.acting import FleetChange, change_to
+from tercet_lab.planning.crystal import FleetSimulator, ProfileCapacity
+from tercet_lab.planning.forecast import Forecast
+from tercet_lab.planning.hands import Ask, KubernetesHands, PlannerHands, RoleHands, ScaleHands, fleet_of_router
+from tercet_lab.planning.journal import PlanJournal, steps_of
+from tercet_lab.planning.observing import LOOK_S, TrafficReport, TrafficView, guarded_s, read_traffic, rounded
+from tercet_lab.planning.planner import Planner
+from tercet_lab.planning.planner_config import PlannerConfig
+from tercet_lab.planning.planner_metrics import PlannerMetrics
+from tercet_lab.planning.policies import load_policy
+from tercet_lab.planning.program_trials import NamedProgram, ProgramTrials
+from tercet_lab.sim import EngineOptions, load_profile
+from tercet_lab.sim.step_times import StepModel
+
+logger = logging.getLogger("tercet.planner")
+NICENESS = 10
+"""Increment of this process's niceness, as by ``nice``."""
+FAILED_REST_S = 120.0
+"""Seconds after a failed change in which no engine is started."""
+PROCESSES_ASKED = 4
+"""Number of requests for one plan to a router of several processes, so that each process may answer."""
+
+
+class LivePlanner:
+    """A planner that looks, plans and acts until cancelled, and asks again if the router does not answer.
+
+    Without ``hands`` it only advises. ``ask`` sends a request to the router.
+    """
+
+    def __init__(self, config: PlannerConfig, ask: Ask, hands: PlannerHands | None, metrics: PlannerMetrics) -> None:
+        self._config, self._ask, self._hands, self._metrics = config, ask, hands, metrics
+        self._view = TrafficView()
+        profile = load_profile(config.profile)
+        self._profile, self._steps = profile, StepModel(profile.steps)
+        self._simulated: FleetSimulator | None = None
+        self._policy: Policy | Planner | None = None
+        self._plan_at = 0.0
+        self._guarded_s = LOOK_S
+        self._journal = PlanJournal(config)
+        self._trials = ProgramTrials(config.programs, self._simulator_of)
+        self._proposal = ""
+        self._advised = ""
+        self._answers = True
+        self._failed_change: int = 0
+        self._failed_at = -math.inf
+
+    async def run(self) -> None:
+        """Look every :data:`LOOK_S` seconds until cancelled; log when the router stops and starts to answer."""
+        await keep_running(self._look_on, "planner")
+
+    async def _look_on(self) -> None:
+        while True:
+            began = time.monotonic()
+            try:
+                await self.look(began)
+                self._note_answer(None)
+            except TercetError as error:
+                self._note_answer(error)
+            await asyncio.sleep(max(0.0, began + LOOK_S - time.monotonic()))
+
+    async def look(self, now: float) -> None:
+        """Ask the router, run the guard, and plan if it is time; ``now`` is in seconds of a monotonic clock.
+
+        Raises :class:`~tercet.protocol.TercetError` if the router does not answer or its fleet cannot be planned.
+        """
+        report = await self._heard(self._guarded_s)
+        self._guarded_s = guarded_s(report)
+        if self._hands is not None and await self._is_changing(self._hands, now):
+            return
+        policy, limits = self._prepared(report), self._limits(report, now)
+        if not await self._guarded(policy, limits) and now >= self._plan_at:
+            await self._plan(policy, limits, now)
+
+    async def _guarded(self, policy: Policy | Planner, limits: PlanLimits) -> bool:
+        """Run the guard; return True if it changed the fleet."""
+        urgent = policy.guard(self._view.observed(limits, to_plan=False)) if isinstance(policy, Planner) else None
+        if urgent is not None:
+            await self._carry_out(urgent, limits, is_plan=False)
+        return urgent is not None
+
+    async def _decided(self, policy: Policy | Planner, observed: Observed) -> WantedPlan | None:
+        """Return the fleet that the policy wants, or None if the guard, which looks meanwhile, changed the fleet."""
+        decide = policy.decide if isinstance(policy, Planner) else policy
+        deciding, is_void = asyncio.ensure_future(run_in_thread(decide, observed)), False
+        try:
+            while not (await asyncio.wait([deciding], timeout=LOOK_S))[0]:
+                is_void = is_void or await self._guarded_meanwhile(policy, observed.limits)
+            wanted = await deciding
+        finally:
+            deciding.cancel()
+        if is_void:
+            return None
+        return policy.adopt(observed, wanted) if isinstance(policy, Planner) else wanted
+
+    async def _guarded_meanwhile(self, policy: Policy | Planner, limits: PlanLimits) -> bool:
+        """Run the guard during a plan; a router that does not answer does not end the plan."""
+        try:
+            await self._heard(self._guarded_s)
+            return await self._guarded(policy, limits)
+        except TercetError as error:
+            self._note_answer(error)
+            return False
+
+    async def _plan(self, policy: Policy | Planner, limits: PlanLimits, now: float) -> None:
+        for _ in range(PROCESSES_ASKED if self._view.newest.processes > 1 else 1):
+            await self._heard(self._config.planning.window_s)
+        observed = self._view.observed(limits)
+        cpu = time.process_time()
+        wanted = await self._decided(policy, observed)
+        if wanted is None:
+            logger.info("a plan is void: the guard changed the fleet meanwhile")
+            return
+        if isinstance(policy, Planner) and policy.forecast is not None:
+            await run_in_thread(self._try_program, observed.plan, policy.forecast)
+        took = time.process_time() - cpu
+        # The next plan waits until the share of CPU for plans has paid for this one.
+        interval = self._config.planning.interval_s
+        pause = policy.pause_s(interval) if isinstance(policy, Planner) else interval
+        self._plan_at = now + max(pause, took / self._config.planner_cpu)
+        self._metrics.planned(policy, wanted, took)
+        logger.info("%s; %.1f s of CPU", _in_words(wanted), took)
+        if isinstance(policy, Planner) and len(policy.verdicts) > 1 and policy.verdicts[-2].came is not None:
+            before = policy.verdicts[-2]
+            expected = "not known" if before.expected is None else f"{before.expected.attainment:.1%}"
+            logger.info("the plan before: expected %s within the objectives, measured %.1f%%", expected,
+                        100 * (before.came or 0))  # fmt: skip
+        self._journal.came(observed.came)
+        await self._carry_out(wanted, limits)
+
+    def _try_program(self, plan: FleetPlan, forecast: Forecast) -> None:
+        report = self._view.newest
+        found = self._trials.look(NamedProgram(report.program or "", report.args), plan, forecast)
+        self._proposal = "" if found is None else str(found[0])
+        if found is not None:
+            logger.warning("advice: %s: %s would meet the objectives for %.1f%% with the same load and engines",
+                           found[0], found[0].program, 100 * found[1].attainment)  # fmt: skip
+
+    def _simulator_of(self, named: NamedProgram) -> FleetSimulator:
+        """Return a simulator of another program, with the present engines and objectives."""
+        options = EngineOptions(decode_scale=rounded(self._view.decode_scale(self._steps)))
+        objectives = self._view.observed(to_plan=False).objectives
+        return FleetSimulator(named.program, self._config.profile, options, objectives, named.args)
+
+    # ---- inputs of a plan ------------------------------------------------------------------------------------
+
+    async def _heard(self, window_s: float) -> TrafficReport:
+        report = read_traffic(await self._ask("GET", f"/traffic?window={window_s:g}", None))
+        self._view.heard(report)
+        return report
+
+    def _prepared(self, report: TrafficReport) -> Policy | Planner:
+        """Return the policy, with its simulator set to the present router and engines.
+
+        Raises :class:`~tercet.protocol.BadRequest` for a router or a fleet that cannot be planned.
+        """
+        wanted = report.objectives
+        if wanted.ttft is None or wanted.tpot is None:
+            raise BadRequest(
+                "objectives: are missing; start the router with --objective-ttft and --objective-tpot", "objective-ttft"
+            )
+        if report.program is None:
+            raise BadRequest("program: the router uses a split of several programs; use one program", "program")
+        if any(each.role == "both" for each in report.engines):
+            raise BadRequest(
+                "engines: have the role both; give each prefill or decode with `tercet engines role`", "engines"
+            )
+        options = EngineOptions(decode_scale=rounded(self._view.decode_scale(self._steps)))
+        objectives = self._view.observed(to_plan=False).objectives
+        if self._simulated is None:
+            self._simulated = FleetSimulator(report.program, self._config.profile, options, objectives, report.args)
+            capacity = ProfileCapacity(self._profile, options)
+            self._policy = load_policy(self._config.planner, self._config.planning, self._simulated, capacity)
+        self._simulated.become(report.program, report.args, options, objectives)
+        assert self._policy is not None
+        return self._policy
+
+    def _limits(self, report: TrafficReport, now: float) -> PlanLimits:
+        """Return the bounds of the number of engines: fixed if engines cannot start or stop.
+
+        After a failed change, the number does not grow for :data:`FAILED_REST_S` seconds.
+        """
+        engines, planning = max(2, sum(not each.draining for each in report.engines)), self._config.planning
+        if self._hands is not None and not self._hands.resizes:
+            return PlanLimits(engines, engines)
+        most = max(planning.most or engines, planning.fewest or 2)
+        if now - self._failed_at < FAILED_REST_S:
+            most = min(most, engines)
+        fewest = min(planning.fewest or engines, most)
+        return PlanLimits(max(2, fewest), max(2, fewest, most))
+
+    async def _is_changing(self, hands: PlannerHands, now: float) -> bool:
+        """True if the last change is still under way; a failed one is logged once, and stops growth for a time."""
+        state = await hands.state()
+        if state.failure and state.number != self._failed_change:
+            self._failed_change, self._failed_at = state.number, now
+            logger.error("the last change failed: %s; no engine is started for %.0f s", state.failure, FAILED_REST_S)
+        return state.under_way
+
+    # ---- acting ----------------------------------------------------------------------------------------------
+
+    async def _carry_out(self, wanted: WantedPlan, limits: PlanLimits, is_plan: bool = True) -> None:
+        observed = self._view.observed(limits, to_plan=False)
+        change = change_to(wanted.plan, observed.engines)
+        steps = ", ".join(steps_of(change))
+        if is_plan or steps != self._advised:  # the guard repeats its advice until the fleet changes
+            await self._report(observed, wanted, change)
+        if not change:
+            return
+        said = f"{observed.plan} -> {wanted.plan}: {wanted.reason}"
+        if self._hands is None:
+            if steps != self._advised:
+                logger.warning("advice: %s: %s", steps, said)
+            self._advised = steps
+            return
+        await self._hands.change(wanted.plan, change)
+        self._metrics.changed(change)
+        logger.warning("%s: %s", steps, said)
+
+    async def _report(self, observed: Observed, wanted: WantedPlan, change: FleetChange) -> None:
+        """Record the plan, and send the last plans to the router, which shows them to people."""
+        self._journal.note(time.time(), observed.plan, wanted, change, self._proposal)
+        margin = self._policy.margin if isinstance(self._policy, Planner) else None
+        await self._ask("PUT", "/planner", self._journal.report(margin))
+
+    def _note_answer(self, error: TercetError | None) -> None:
+        """Log once that planning fails, and once that it works again; ``error`` is None if it works."""
+        if error is not None and self._answers:
+            logger.error("planning stopped: %s", error.message)
+        if error is None and not self._answers:
+            logger.warning("planning for %s continues", self._config.url)
+        self._answers = error is None
+
+
+def _in_words(wanted: WantedPlan) -> str:
+    expected = wanted.expected
+    said = (
+        ""
+        if expected is None
+        else (f"; expected: {expected.attainment:.1%} within the objectives, P99 TTFT {expected.ttft_p99:.2f} s")
+    )
+    return f"{wanted.plan}: {wanted.reason}{said}"
+
+
+def serve_planner(config: PlannerConfig) -> None:
+    """Plan until SIGINT or SIGTERM; raise :class:`~tercet.protocol.TercetError` if no router answers at the start."""
+    log_to_stderr(config.log_level, config.log_format)
+    os.nice(NICENESS)
+    asyncio.run(_serve(config))
+
+
+async def _serve(config: PlannerConfig) -> None:
+    async def ask(method: str, path: str, body: Any) -> Any:
+        return await ask_router(config.url, method, path, body, _key_of(config))
+
+    planner = LivePlanner(config, ask, _hands_of(config, ask), PlannerMetrics(config.metrics_port))
+    await planner.look(time.monotonic())
+    logger.info("planning for %s every %g s; --act is %s", config.url, config.planning.interval_s, config.act)
+    await planner.run()
+
+
+def _hands_of(config: PlannerConfig, ask: Ask) -> PlannerHands | None:
+    if config.act == "advise":
+        return None
+    if config.act == "roles":
+        return RoleHands(ask)
+    if config.namespace is not None:
+        access = in_cluster() if config.kubeconfig is None else from_kubeconfig(Path(config.kubeconfig).expanduser())
+        return KubernetesHands(KubernetesFleet(access, config.namespace))
+    return ScaleHands(fleet_of_router(config.url))
+
+
+def _key_of(config: PlannerConfig) -> str:
+    if config.admin_key or config.admin_key_file is None:
+        return config.admin_key
+    return KeyFile(config.admin_key_file, "admin-key-file").first()[0]

@@ -1,0 +1,319 @@
+"""The scheduler of a simulated engine: the tokens of each step, and their effects on sequences and blocks.
+
+While prompts are computed, each step has its own timer. When only decodes are left, steps differ only by the growth of
+their contexts, so one timer stands for a run of many steps; an arrival cuts the run at the end of the current step.
+Blocks change only between steps, as on a real engine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from tercet.protocol import EngineLoad, TercetError
+from tercet.protocol.types import Paused
+from tercet_lab.sim.block_pool import BlockPool
+from tercet_lab.sim.engine_options import EngineOptions
+from tercet_lab.sim.hosts import Alarm, EngineTime, Kind
+from tercet_lab.sim.sequence_work import DecodeRun, DecodingBatch, Work
+from tercet_lab.sim.step_selection import Chunk, StepSelection
+from tercet_lab.sim.step_times import StepModel, pairs_of
+
+NEWEST = 0.2
+"""Weight of the latest step in the reported step time."""
+
+
+class SimScheduler(StepSelection):
+    """The step loop of one engine: select tokens, wait for the end of the step, account for its effects."""
+
+    __slots__ = (
+        "_between", "_chunks", "_computes", "_ends", "_frozen_since", "_model", "_run", "_step_began", "_step_time",
+        "_ticks", "_timer", "on_change", "paused",
+    )  # fmt: skip
+
+    def __init__(
+        self, model: StepModel, pool: BlockPool, block_size: int, options: EngineOptions, time: EngineTime
+    ) -> None:
+        super().__init__(pool, block_size, options, time)
+        self._model = model
+        self._between: list[Callable[[], None]] = []
+        self._timer: Alarm | None = None
+        self._ends = 0.0
+        self._frozen_since: float | None = None
+        self._step_began = 0.0
+        self._chunks: list[Chunk] = []
+        self._run: DecodeRun | None = None
+        self._ticks = 0
+        self._step_time: float | None = None
+        self._computes: Kind | None = None
+        self.on_change: Callable[[], None] | None = None
+        self.paused: Paused = ""
+
+    # ---- calls from outside ----------------------------------------------------------------------------------
+
+    @property
+    def idle(self) -> bool:
+        """True if no step is running."""
+        return self._timer is None
+
+    @property
+    def free_blocks(self) -> int:
+        """Number of free blocks now, also within a run of steps."""
+        run, now = self._run, self._frozen_since
+        if run is None:
+            return self.pool.free
+        return self.pool.free - self._decoding.blocks_for(run.steps_at(self._time.time() if now is None else now))
+
+    @property
+    def told(self) -> dict[str, int]:
+        """Counters for the engine's status."""
+        counters, evicted = self.counters, self.pool.evicted
+        done = {"steps": counters.steps, "preemptions": counters.preemptions, "evicted": evicted}
+        return {**done, "adapter_loads": self.slots.loads}
+
+    def holding(self, work: Work) -> tuple[int, int]:
+        """Return a sequence's number of tokens and of blocks now, also within a run of steps."""
+        if work.state != "decoding":
+            return work.known, work.holding.blocks
+        run, now = self._run, self._frozen_since
+        begun = 0 if run is None else run.steps_at(self._time.time() if now is None else now)
+        # A step takes its blocks when it begins, and produces its tokens when it ends.
+        return self._decoding.after(work, max(0, begun - 1))[0], self._decoding.after(work, begun)[1]
+
+    def load(self) -> EngineLoad:
+        """Return the load: ``tokens`` counts known tokens without KV, ``step_time`` gives later steps more weight."""
+        total = self.pool.total
+        return EngineLoad(
+            waiting=self.waiting,
+            running=self.running,
+            kv_usage=(total - self.free_blocks) / total,
+            tokens=sum(work.todo for work in self._waiting) + sum(work.todo for work in self._prefilling),
+            step_time=self._step_time,
+            stalled_s=0.0 if self._frozen_since is None or self.paused else self._time.time() - self._frozen_since,
+            adapters=self.slots.load(work.prompt.adapter for work in self._waiting),
+            paused=self.paused,
+        )
+
+    def submit(self, work: Work) -> None:
+        """Queue a sequence. It may join at the end of the current step."""
+        self._waiting.add(work)
+        if self._timer is None:
+            self._boundary(self._time.time())
+        else:
+            self._cut()
+        self.tell()
+
+    def tell(self) -> None:
+        """Report the load to ``on_change``, if it is set."""
+        if self.on_change is not None:
+            self.on_change()
+
+    def between_steps(self, action: Callable[[], None]) -> None:
+        """Run a function when no step is running: now, or at the end of the current step."""
+        if self._timer is None:
+            action()
+            self._boundary(self._time.time())
+        else:
+            self._between.append(action)
+            self._cut()
+
+    def settle(self, work: Work) -> None:
+        """Update a sequence's counts to now. Call this between steps."""
+        if work.state == "decoding":
+            self._decoding.settle(work)
+
+    def catch_up(self, work: Work) -> None:
+        """Deliver a sequence's tokens from steps that have ended. The running step continues as planned."""
+        ahead = self.holding(work)[0] - work.known
+        if work.produced + ahead > work.delivered:
+            work.deliver(ahead)
+
+    def follow(self, work: Work) -> None:
+        """Deliver each token of a sequence when it is produced, from now on. Call this between steps."""
+        work.each_token = True
+        self.catch_up(work)
+        if work.state == "decoding":
+            self.settle(work)
+            self._decoding.wake(work, 1)
+
+    def drop(self, work: Work) -> None:
+        """Remove a sequence and free its blocks. Call this between steps."""
+        if work.state == "left":
+            return
+        if work.state == "decoding":
+            self._decoding.leave(work)
+        elif work in self._prefilling:
+            self._prefilling.remove(work)
+        elif work in self._waiting:
+            self._waiting.remove(work)
+        self._give_back(work)
+        if self.reservations is not None:
+            self.reservations.admit()
+
+    def stop(self, error: TercetError) -> None:
+        """Drop all sequences and end their streams with ``error``."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+            self._count_until_now()
+        self._frozen_since, self.paused = None, ""
+        self._time.end()
+        self._computes = None
+        works = [*self._waiting, *self._prefilling, *self._decoding.works()]
+        for work in works:
+            self.slots.leave(id(work))
+        self._waiting.clear()
+        self._prefilling.clear()
+        self._between.clear()
+        self._chunks, self._run, self._ticks = [], None, 0
+        self._decoding = DecodingBatch(self._block_size)
+        for work in works:
+            work.state = "left"
+            if work.stream is not None:
+                work.stream.fail(error)
+
+    def _count_until_now(self) -> None:
+        """Count the ended steps of a run, and the engine's busy time. The running step is lost."""
+        now = self._time.time() if self._frozen_since is None else self._frozen_since
+        self.counters.busy += max(0.0, self._time.on_loop(min(now, self._ends)) - self._step_began)
+        if self._run is not None:
+            done = max(0, self._run.steps_at(now) - 1)
+            self.counters.steps += done
+            self.counters.decode_tokens += done * self._decoding.size
+
+    @property
+    def frozen(self) -> bool:
+        """True from :meth:`freeze` until :meth:`thaw`."""
+        return self._frozen_since is not None
+
+    def freeze(self, paused: Paused = "") -> None:
+        """Stop as a process stops after SIGSTOP: the running step and all calls continue after :meth:`thaw`."""
+        self.paused = paused
+        if self._frozen_since is None:
+            now = self._frozen_since = self._time.time()
+            if self._timer is None:
+                self._ends, self._step_began = now, self._time.on_loop(now)
+                self._timer = self._time.call_at(now, self._step_over, now)  # calls wait for the end of this empty step
+            self._timer.cancel()
+        self.tell()
+
+    def thaw(self) -> None:
+        """Continue from the state at :meth:`freeze`."""
+        since, self._frozen_since, self.paused = self._frozen_since, None, ""
+        self.tell()
+        if since is not None:
+            passed = self._time.time() - since
+            if self._run is not None:
+                self._run.begin += passed
+            self._end_at(self._ends + passed)
+            self._cut()  # sequences may have arrived in the meantime
+
+    def _cut(self) -> None:
+        """Shorten the current run of steps, so that it ends with the running step."""
+        run = self._run
+        if run is None or self._frozen_since is not None:
+            return
+        steps = run.steps_at(self._time.time())
+        if steps < run.steps and self._timer is not None:
+            self._timer.cancel()
+            run.steps = steps
+            self._ticks = steps
+            self._end_at(run.after(steps))
+
+    # ---- the loop --------------------------------------------------------------------------------------------
+
+    def _step_over(self, ended: float) -> None:
+        """End a step, or a run of steps, that was due to end at ``ended`` (seconds of the engine's time).
+
+        In real time this call is late. The next step begins at ``ended``, so delays do not add up.
+        """
+        self._timer = None
+        passed = self._time.on_loop(ended) - self._step_began
+        self.counters.busy += passed
+        self._note_steps(passed)
+        self._advance()
+        self._boundary(ended)
+
+    def _note_steps(self, passed: float) -> None:
+        """Update the reported step time with ended steps, which took ``passed`` seconds in total.
+
+        A real engine uses the same weights.
+        """
+        steps = 1 if self._run is None else self._ticks
+        if not steps:
+            return  # a run that was frozen before its first step ended
+        mean = passed / steps
+        before = mean if self._step_time is None else self._step_time
+        self._step_time = mean + (before - mean) * (1 - NEWEST) ** steps
+
+    def _boundary(self, now: float) -> None:
+        if self._between:
+            actions, self._between = self._between, []
+            for action in actions:
+                action()
+        if self._timer is None:
+            self._plan(now)
+        if self.on_change is not None:
+            self.on_change()
+
+    def _plan(self, now: float) -> None:
+        chunks, decodes = self._select()
+        if self.reservations is not None and self.reservations.waits:
+            self.reservations.admit(self._decoding.blocks_for(1) if decodes else 0)
+        kind = "prefill" if chunks else "decode" if decodes else None
+        if kind != self._computes:  # set the speed of the engine's time before a step is timed
+            self._computes = kind
+            self._time.compute(kind)
+        if self.slots.most:
+            now += self.slots.owed()
+        if chunks:
+            self._start_step(now, chunks, decodes)
+        elif decodes:
+            self._start_run(now)
+
+    def _start_step(self, now: float, chunks: list[Chunk], decodes: bool) -> None:
+        tokens, pairs = 0, 0.0
+        for work, count in chunks:
+            tokens += count
+            pairs += pairs_of(work.computed, work.computed + count)
+        batch, contexts = (self._decoding.size, self._decoding.contexts) if decodes else (0, 0)
+        end = now + self._model.step(tokens, pairs, batch, contexts)
+        self._step_began = self._time.on_loop(now)
+        for work, count in chunks:
+            if work.on_chunk is not None:
+                work.on_chunk(work.computed, work.computed + count, self._step_began, self._time.on_loop(end))
+        self._chunks, self._ticks = chunks, int(decodes)
+        self.counters.steps += 1
+        self.counters.prefill_tokens += tokens
+        self._end_at(end)
+
+    def _start_run(self, now: float) -> None:
+        decoding = self._decoding
+        batch = decoding.size
+        steps = decoding.ticks_within(self.pool.free, decoding.ticks_to_due())
+        per_context = self._model.per_context
+        first = self._model.decode_base(batch) + per_context * decoding.contexts
+        self._step_began = self._time.on_loop(now)
+        self._run = DecodeRun(now, steps, first, per_context * batch)
+        self._ticks = steps
+        self._end_at(self._run.after(steps))
+
+    def _end_at(self, end: float) -> None:
+        self._ends = end
+        self._timer = self._time.call_at(end, self._step_over, end)
+
+    def _advance(self) -> None:
+        """Account for the step, or run of steps, that has ended."""
+        decoding, ticks = self._decoding, self._ticks
+        chunks, self._chunks = self._chunks, []
+        if self._run is not None:
+            self.counters.steps += ticks
+            self._run = None
+        if ticks:
+            self.pool.take_plain(decoding.blocks_for(ticks))
+            decoding.tick += ticks
+            self.counters.decode_tokens += ticks * decoding.size
+            self._ticks = 0
+        for work, count in chunks:
+            self._computed(work, count)
+        for work in decoding.pop_due():
+            self._due(work)

@@ -1,0 +1,407 @@
+"""The verbs of one simulated engine over HTTP. Calls, answers and errors are those of the vLLM plugin.
+
+Simulated engines of different processes do not send KV to each other: a message says when the KV would have arrived.
+The sender's link out is simulated as in one process. The receiver's link in is not: senders in different processes do
+not wait for each other there.
+"""
+
+from __future__ import annotations
+
+import re
+import zlib
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, aclosing
+from http import HTTPStatus
+from typing import Any, TypeVar
+
+import aiohttp
+import msgspec
+from aiohttp import web
+from aiohttp.typedefs import Middleware
+
+from tercet.aio import TaskSet
+from tercet.fleet.bodies import BodiesHeld
+from tercet.protocol import (
+    BadRequest,
+    Content,
+    KVAddrInfo,
+    Output,
+    OutputStream,
+    Request,
+    RequestTooLarge,
+    Reservation,
+    TercetError,
+    Unauthorized,
+    UnknownSequence,
+)
+from tercet.protocol.body_forms import VERB_FORMS, forms_of, labelled
+from tercet.protocol.call_proofs import CHALLENGE_HEADER, Callers, Prover, digest_of, require_digest
+from tercet.protocol.headers import INCARNATION_HEADER
+from tercet.protocol.own_requests import ShownHeaders, require_own_call
+from tercet.protocol.wire import (
+    API_PREFIX,
+    JSON,
+    AbortCall,
+    ConnectCall,
+    MoveCall,
+    PrepRecvAnswer,
+    PrepRecvCall,
+    ReleaseAnswer,
+    ReleaseCall,
+    RemoteSendCall,
+    StartGenerateCall,
+    StreamDestination,
+    decode_call,
+    require_incarnation,
+)
+from tercet.settings.verb_log import LoggedGeneration, is_access_logged, lines_of_call, logged_call
+from tercet.wire.client.bounded_answers import PLAIN, read_answer
+from tercet.wire.streams import RouterConnections, StreamRelay, propose_move
+from tercet_lab.sim.network import Network, SendTarget
+from tercet_lab.sim.prompts import VOCABULARY, Prompt
+from tercet_lab.sim.sim_engine import SimEngine
+from tercet_lab.sim.step_times import Transfer
+
+C = TypeVar("C")
+DELIVER = f"{API_PREFIX}/sim/deliver"
+ADDRESS = re.compile(r"http://[^/\s]{1,255}:[0-9]{1,5}")
+MOST_PEERS = 1024
+"""Most engines whose proofs an engine remembers."""
+ASKS_FOR_A_KEY = "this engine requires its fleet's secret (TERCET_SECRET): Authorization: Bearer KEY"
+# The answer needs no engine step, so a peer that takes longer is dead.
+ANSWER = aiohttp.ClientTimeout(total=10.0)
+
+
+class Delivery(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The body of ``POST /tercet/v1/sim/deliver``: KV, from token ``begin`` on, would have arrived under ``lease`` now.
+
+    ``content`` identifies the KV and has its end. The answer is the reason for a refusal, or null.
+    """
+
+    lease: str
+    begin: int
+    content: Content
+
+
+class HttpNetwork(Network):
+    """The network of an engine in its own process. It reaches other engines by the addresses in their reservations."""
+
+    def __init__(self, transfer: Transfer, session: aiohttp.ClientSession, secret: str = "") -> None:
+        super().__init__()
+        self._secret = secret
+        self._provers: dict[str, Prover] = {}
+        self.transfer = transfer  # assume that peers are as fast as this engine
+        self.posting = TaskSet()
+        self._session = session
+
+    def find(self, info: KVAddrInfo) -> SendTarget:
+        """Do as :meth:`~.network.Network.find`. Raise ``BadRequest`` if the address is not a simulated engine's."""
+        addresses = [address for rank in info.ranks for address in rank.addresses]
+        if info.transport != "sim" or len(addresses) != 1 or not ADDRESS.fullmatch(addresses[0]):
+            raise BadRequest("kv_addr_info: is not from prep_recv of a simulated engine", "kv_addr_info")
+        return RemoteEngine(info.engine, addresses[0], self)
+
+    def post(self, url: str, delivery: Delivery, answer: Callable[[str | None], None]) -> None:
+        """Send a delivery to a peer in the background. Call ``answer`` with its refusal, an error, or None."""
+        self.posting.spawn(self._deliver(url, delivery, answer))
+
+    async def _deliver(self, url: str, delivery: Delivery, answer: Callable[[str | None], None]) -> None:
+        prover, data = self._provers.setdefault(url, Prover(self._secret)), msgspec.json.encode(delivery)
+        if len(self._provers) > MOST_PEERS:
+            del self._provers[next(iter(self._provers))]
+        try:
+            status, body = await self._asked(url, data, prover)
+            said = msgspec.json.decode(body, type=str | None) if status == 200 else f"{status}"
+        except (aiohttp.ClientError, TimeoutError, OSError, msgspec.MsgspecError) as error:
+            said = f"the receiver does not answer: {error}"
+        answer(said)
+
+    async def _asked(self, url: str, data: bytes, prover: Prover) -> tuple[int, bytes]:
+        while True:
+            proof = prover.headers("POST", DELIVER.removeprefix(API_PREFIX), digest_of(data))
+            headers = {"content-type": JSON, **PLAIN, **proof}
+            async with self._session.post(
+                url + DELIVER, data=data, headers=headers, timeout=ANSWER, allow_redirects=False
+            ) as response:
+                body = await read_answer(response)
+            challenges = response.headers.getall(CHALLENGE_HEADER, [])
+            if response.status != HTTPStatus.UNAUTHORIZED or not prover.meets(challenges):
+                return response.status, body
+
+
+class RemoteEngine:
+    """An engine of another process: a :class:`~tercet_lab.sim.network.SendTarget`."""
+
+    def __init__(self, name: str, url: str, network: HttpNetwork) -> None:
+        self.name = name
+        self.transfer = network.transfer
+        self._url = url
+        self._network = network
+
+    def refuses(self, lease: str, prompt: Prompt, end: int) -> str | None:
+        """Return None: a refusal is known only when the receiver answers."""
+        return None
+
+    def receive(self, lease: str, prompt: Prompt, begin: int, end: int, answer: Callable[[str | None], None]) -> None:
+        self._network.post(self._url, Delivery(lease, begin, prompt.content(end)), answer)
+
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+# Options that a simulated engine does not support.
+REFUSED = ("logprobs", "prompt_logprobs", "structured_outputs")
+
+
+def tokens_of(prompt: str | Sequence[int]) -> tuple[int, ...]:
+    """Return token ids unchanged, and one token id per word for a text."""
+    if isinstance(prompt, str):
+        return tuple(zlib.crc32(word.encode()) % VOCABULARY for word in prompt.split())
+    return tuple(prompt)
+
+
+def text_of(tokens: Sequence[int]) -> str:
+    """Return a text with one word (``w`` and the id) per token."""
+    return "".join(f" w{token}" for token in tokens)
+
+
+class Verbs:
+    """The HTTP handlers of one engine's verbs.
+
+    If ``keys`` are given, a caller must prove or show one of them. The log names the model ``model``.
+    """
+
+    def __init__(self, engine: SimEngine, keys: Sequence[str] = (), model: str = "") -> None:
+        self._engine = engine
+        self._model = model
+        self._callers = Callers(keys)
+        self.relay = StreamRelay(RouterConnections(engine.name, engine.incarnation, engine.load, self._relay))
+
+    def routes(self) -> list[web.RouteDef]:
+        """Return the routes of all verbs."""
+        posts = (self.prep_recv, self.remote_send, self.start_generate, self.abort, self.release, self.connect)
+        return [
+            *(web.post(f"{API_PREFIX}/{handler.__name__}", self._meant_for_us(handler)) for handler in posts),
+            web.post(DELIVER, self._admitted(self.deliver)),
+            web.get(f"{API_PREFIX}/status", self._meant_for_us(self.status)),
+            web.get(f"{API_PREFIX}/sequences", self._meant_for_us(self.sequences)),
+            web.post(f"{API_PREFIX}/sequences/{{seq_id:.+}}/move", self._meant_for_us(self.propose_move)),
+        ]
+
+    def _meant_for_us(self, handler: Handler) -> Handler:
+        async def checked(http: web.Request) -> web.StreamResponse:
+            require_incarnation(http.headers.get(INCARNATION_HEADER), self._engine.incarnation)
+            with lines_of_call(http.headers):
+                return await handler(http)
+
+        return self._admitted(checked)
+
+    def _admitted(self, handler: Handler) -> Handler:
+        """Wrap ``handler``: check the caller as a real engine does.
+
+        With keys, only members of the fleet are admitted. Without keys, calls by web pages are refused.
+        """
+
+        async def admitted(http: web.Request) -> web.StreamResponse:
+            if not self._callers:
+                require_own_call(ShownHeaders.of_asgi(http.raw_headers), http.remote)
+                return await handler(http)
+            shown = http.headers.getall("authorization", [])
+            try:
+                digest = self._callers.require(shown, http.method, http.path.partition(API_PREFIX)[2], ASKS_FOR_A_KEY)
+            except Unauthorized as error:
+                answer = json_of(error.to_wire(), error.status)
+                answer.headers[CHALLENGE_HEADER] = self._callers.challenge()
+                return answer
+            if digest is not None:
+                require_digest(await http.read(), digest)
+            return await handler(http)
+
+        return admitted
+
+    async def prep_recv(self, http: web.Request) -> web.StreamResponse:
+        call = await call_in(http, PrepRecvCall)
+        with self._logged("prep_recv", call, http):
+            return json_of(await self._reserved(call))
+
+    async def _reserved(self, call: PrepRecvCall) -> PrepRecvAnswer:
+        if call.lease is not None:
+            found, ttl = await self._engine.extend(call.lease, request_of(call), call.end)
+        else:
+            longest = self._engine.options.lease_ttl
+            ttl = min(call.ttl or longest, longest)
+            found = await self._engine.reserve(request_of(call), call.end, ttl)
+        return PrepRecvAnswer(kv_addr_info=found.kv_addr_info, matched_len=found.matched_len, ttl=ttl)
+
+    async def remote_send(self, http: web.Request) -> web.StreamResponse:
+        """Prefill, then notify the receiver when the KV would have arrived."""
+        call = await call_in(http, RemoteSendCall)
+        to = Reservation(call.kv_addr_info, call.kv_addr_info.begin)
+        with self._logged("remote_send", call, http):
+            return json_of(await self._engine.remote_send(request_of(call), to, call.begin, call.end, call.sample))
+
+    async def start_generate(self, http: web.Request) -> web.StreamResponse:
+        """Decode. Send outputs to the call's router, or as server-sent events, or (``stream: false``) as one answer."""
+        call = await call_in(http, StartGenerateCall)
+        if call.router is not None:
+            await self._relay(call, call.router)
+            return json_of({"accepted": True})
+        async with aclosing(self._outputs(call)) as outputs:
+            if call.stream:
+                return await event_stream(http, outputs)
+            whole = await together(outputs)
+        if not whole.token_ids:
+            raise UnknownSequence("the sequence was aborted before its first token", "seq_id")
+        return json_of(whole)
+
+    async def _relay(self, call: StartGenerateCall, router: StreamDestination) -> None:
+        await self.relay.start(call.seq_id, router, len(call.output), self._outputs(call))
+
+    def _outputs(self, call: StartGenerateCall) -> OutputStream:
+        request = request_of(call)
+        outputs = self._engine.start_generate(request, call.begin, call.output)
+        if is_access_logged():
+            given = request.num_tokens + len(call.output)
+            outputs.subscribe(LoggedGeneration(call.seq_id, call.adapter or self._model, given))
+        return outputs
+
+    def _logged(
+        self, verb: str, call: PrepRecvCall | RemoteSendCall, http: web.Request
+    ) -> AbstractContextManager[None]:
+        return logged_call(verb, call, http.headers, call.adapter or self._model)
+
+    async def connect(self, http: web.Request) -> web.StreamResponse:
+        """Connect to a router, which then receives token streams and reports."""
+        router = (await call_in(http, ConnectCall)).router
+        await self.relay.router_connections.connect(router.address, router.key)
+        return json_of({"connected": True})
+
+    async def abort(self, http: web.Request) -> web.StreamResponse:
+        call = await call_in(http, AbortCall)
+        known = self._engine.works_on(call.seq_id)
+        await self._engine.abort(call.seq_id)
+        return json_of({"aborted": known})
+
+    async def release(self, http: web.Request) -> web.StreamResponse:
+        call = await call_in(http, ReleaseCall)
+        return json_of(ReleaseAnswer(valid_end=await self._engine.release(call.lease)))
+
+    async def status(self, http: web.Request) -> web.StreamResponse:
+        return json_of(await self._engine.status())
+
+    async def sequences(self, http: web.Request) -> web.StreamResponse:
+        """Answer with the sequences that are generated here, with the router of each."""
+        senders = self.relay.senders
+        return json_of(
+            [
+                msgspec.structs.replace(found, router=senders[found.seq_id].connection.address)
+                if found.seq_id in senders
+                else found
+                for found in await self._engine.sequences()
+            ]
+        )
+
+    async def propose_move(self, http: web.Request) -> web.StreamResponse:
+        """Forward a proposal to move a sequence to the router that runs the sequence."""
+        call = await call_in(http, MoveCall)
+        senders = {found.seq_id: self.relay.senders.get(found.seq_id) for found in await self._engine.sequences()}
+        propose_move(senders, http.match_info["seq_id"], call)
+        return json_of({"accepted": True}, 202)
+
+    async def deliver(self, http: web.Request) -> web.StreamResponse:
+        """Record a delivery from a sender in another process. Answer with the refusal, or null."""
+        news = await call_in(http, Delivery)
+        refusal = self._engine.refuses_content(news.lease, news.content)
+        if refusal is None:
+            self._engine.take_in(news.lease, news.begin, news.content.end)
+        return json_of(refusal)
+
+
+def request_of(call: PrepRecvCall | RemoteSendCall | StartGenerateCall) -> Request:
+    """Return the request of a call. Raise :class:`~tercet.protocol.BadRequest` for unsupported options."""
+    sampling: Mapping[str, Any] = {} if isinstance(call, PrepRecvCall) else call.sampling_params
+    for name in REFUSED:
+        if sampling.get(name) is not None:
+            raise BadRequest(
+                f"sampling_params.{name}: a simulated engine does not support it; remove it", f"sampling_params.{name}"
+            )
+    prompt = tokens_of(call.prompt)
+    return Request(
+        seq_id=call.seq_id,
+        prompt=prompt,
+        sampling_params=sampling,
+        cache_salt=call.cache_salt,
+        adapter=call.adapter,
+        adapter_digest=call.adapter_digest,
+        mm_features=call.mm_features,
+    )
+
+
+async def call_in(http: web.Request, kind: type[C]) -> C:
+    """Read the call in a request's body. Raise :class:`~tercet.protocol.TercetError` for another form of body."""
+    form = labelled(http.raw_headers, VERB_FORMS if http.path.startswith(API_PREFIX) else forms_of(http.path)).form
+    return decode_call(await http.read(), kind, form)
+
+
+def json_of(value: Any, status: int = 200) -> web.Response:
+    """Return an answer with ``value`` as JSON."""
+    return web.Response(body=msgspec.json.encode(value), status=status, content_type="application/json")
+
+
+@web.middleware
+async def errors_as_json(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """Call the handler, and convert errors of the protocol to their HTTP form."""
+    try:
+        return await handler(request)
+    except TercetError as error:
+        return json_of(error.to_wire(), error.status)
+
+
+def held_bodies(bodies: BodiesHeld, most: int) -> Middleware:
+    """Return a middleware that reads bodies of at most ``most`` bytes before their handlers; ``bodies`` limits all.
+
+    Relies on aiohttp's ``Request.read``, which returns ``_read_bytes`` if a body was read before.
+    """
+
+    @web.middleware
+    async def held(request: web.Request, handler: Handler) -> web.StreamResponse:
+        with bodies.one() as body:
+            if request.can_read_body:
+                async with body.until_let_go():
+                    while piece := await request.content.readany():
+                        if body.size + len(piece) > most:
+                            raise RequestTooLarge(f"the request's body has more than {most} bytes")
+                        body.take(piece)
+                body.end()
+                read: Any = request
+                read._read_bytes = body.content
+        return await handler(request)
+
+    return held
+
+
+async def event_stream(http: web.Request, values: AsyncIterator[Any], end: bytes = b"") -> web.StreamResponse:
+    """Answer with values as server-sent events, then ``end``. An error after the first value is sent as the last event.
+
+    The first value is awaited before the status line is sent, so that invalid input is still answered with a 4xx.
+    """
+    first = await anext(values)
+    response = web.StreamResponse(headers={"content-type": "text/event-stream", "cache-control": "no-cache"})
+    await response.prepare(http)
+    await response.write(_event(first))
+    try:
+        async for value in values:
+            await response.write(_event(value))
+    except TercetError as error:
+        await response.write(_event(error.to_wire()))
+    await response.write_eof(end)
+    return response
+
+
+def _event(value: Any) -> bytes:
+    return b"data: " + msgspec.json.encode(value) + b"\n\n"
+
+
+async def together(outputs: OutputStream) -> Output:
+    """Collect all outputs into one."""
+    found = [output async for output in outputs]
+    tokens = tuple(token for output in found for token in output.token_ids)
+    return Output(tokens, found[-1].finish_reason, usage=found[0].usage)

@@ -1,0 +1,215 @@
+"""A fleet whose engines run on Ray and whose router runs on this machine; they start and stop together."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import secrets
+import sys
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import msgspec
+
+from tercet.aio.files import read_whole, write_whole
+from tercet.cluster.child_process import Process, StartFailed, describe_exit
+from tercet.cluster.engine_command import EngineSpec, ranks_of, value_of
+from tercet.cluster.local import lora_flags, router_config, router_of, shared_environment
+from tercet.cluster.log_directories import log_directory
+from tercet.cluster.log_rotation import rotate_logs
+from tercet.cluster.model import BUILT_IN
+from tercet.cluster.ports import free_ports, require_free, url_of
+from tercet.cluster.running_fleet import LOADING, READY_SECONDS, KeptRouter, OnEvent, read_events
+from tercet.cluster.scaling.router_admin import RouterAdmin
+from tercet.cluster.up_config import UpConfig
+from tercet.fleet.discovery.roster import MOST_BYTES, read_roster
+from tercet.settings import DiscoverySettings, EngineAddress
+from tercet_ray import follower as follower_module
+from tercet_ray.ray_hands import RayHands
+from tercet_ray.wanted import Resources, WantedEngine, WantedFleet
+
+ASK_SECONDS = 0.5
+AGAIN_SECONDS = 1.0
+STOP_SECONDS = 240.0
+REMEDY = "run the same command again to take them over, and stop it to stop them"
+
+
+@dataclass(frozen=True)
+class RayFleet:
+    """A fleet whose router answers at ``url``; ``engines`` are the engines that were ready at the start."""
+
+    url: str
+    engines: Sequence[EngineAddress]
+    kept_router: KeptRouter
+    follower: Follower
+    log_dir: Path
+    hands: RayHands
+
+    @property
+    def router(self) -> Process:
+        """The present process of the router."""
+        return self.kept_router.process
+
+    async def until_broken(self, on_event: OnEvent) -> None:
+        """Restart follower and router until the router reaches its limit; then raise :class:`StartFailed`."""
+        beside = [
+            asyncio.create_task(each)
+            for each in (
+                self.follower.keep(on_event),
+                read_events(self.router.log, partial(on_event, self.router.name)),
+                rotate_logs(lambda: [self.router.log, self.follower.process.log]),
+            )
+        ]
+        try:
+            await self.kept_router.until_broken(on_event)
+        finally:
+            for task in beside:
+                task.cancel()
+            await asyncio.gather(*beside, return_exceptions=True)
+
+
+class Follower:
+    """The process that runs the fleet's keeper and writes the roster; it is restarted when it ends."""
+
+    def __init__(self, fleet: Path, roster: Path, log_dir: Path) -> None:
+        self._fleet = fleet
+        self.roster = roster
+        argv = [sys.executable, "-m", follower_module.__name__, str(fleet)]
+        self.process = Process("ray", [*argv, str(roster)], {}, log_dir / "ray.log")
+        self._stopping = Process("ray", argv, {}, log_dir / "ray-down.log")
+
+    async def keep(self, on_event: OnEvent) -> None:
+        """Restart the process when it ends, until cancelled."""
+        while True:
+            how = describe_exit(await self.process.ended())
+            while how:
+                on_event("ray", f"the follower {how} and is restarted; engines continue to run")
+                await asyncio.sleep(AGAIN_SECONDS)
+                dead, self.process = self.process, self.process.again(self.process.log)
+                await dead.stop()
+                how = await self.process.refusal_of_start()
+
+    async def until_ready(self, hands: RayHands, on_event: OnEvent) -> Sequence[EngineAddress]:
+        """Wait until all wanted engines are ready in the roster, and return them. Raises :class:`StartFailed`."""
+        said: dict[str, str] = {}
+        names = hands.engines
+        deadline = asyncio.get_running_loop().time() + READY_SECONDS
+        while asyncio.get_running_loop().time() < deadline:
+            if self.process.returncode is not None:
+                raise self.process.failure(describe_exit(self.process.returncode))
+            with contextlib.suppress(FileNotFoundError):
+                await hands.wanted()  # a fleet that is taken over may have other engines
+                names = hands.engines
+                found = {each.address.name: each for each in read_roster(read_whole(self.roster, MOST_BYTES))}
+                for name, engine in found.items():
+                    state = f"ready at {engine.address.url}" if engine.serves else LOADING
+                    if said.get(name) != state:
+                        said[name] = state
+                        on_event(name, state)
+                if all(name in found and found[name].serves for name in names):
+                    return [found[name].address for name in names]
+            await asyncio.sleep(ASK_SECONDS)
+        late = ", ".join(name for name in names if not said.get(name, "").startswith("ready"))
+        raise self.process.failure(
+            f"has engines that are not ready after {READY_SECONDS:.0f} s: {late}; check that Ray has room for them"
+        )
+
+    async def stop_all(self, on_event: OnEvent) -> None:
+        """Stop the follower, and then the engines and all other actors of the fleet on Ray."""
+        await self.process.stop()
+        try:
+            async with asyncio.timeout(STOP_SECONDS):
+                await self._stopping.start()
+                code = await self._stopping.ended()
+            if code:
+                on_event("ray", f"engines may still run on Ray; {REMEDY}: {self._stopping.tail()}")
+        except TimeoutError:
+            on_event("ray", f"engines may still run on Ray, which has not answered for {STOP_SECONDS:.0f} s; {REMEDY}")
+        finally:
+            await self._stopping.stop()
+
+
+@asynccontextmanager
+async def ray_fleet(
+    config: UpConfig, model: str, on_event: OnEvent, hurry: asyncio.Event | None = None
+) -> AsyncGenerator[RayFleet]:
+    """Start the fleet that ``config`` describes, with engines on Ray; stop all of it on exit.
+
+    Parameters and errors are those of :func:`tercet.cluster.local.local_fleet`. Running engines of this fleet, such as
+    after a SIGKILL of an earlier process, are taken over.
+    """
+    if config.port:
+        require_free(config.host, config.port)
+    log_dir = log_directory(config.log_dir)
+    roster, file = log_dir / "roster.json", log_dir / "ray-fleet.json"
+    port = config.port or free_ports(config.host, 1)[0]
+    wanted = wanted_fleet(config, model, port)
+    await asyncio.to_thread(write_whole, file, msgspec.json.encode(wanted))
+    await asyncio.to_thread(roster.unlink, missing_ok=True)
+    follower = Follower(file, roster, log_dir)
+    key = secrets.token_urlsafe()
+    url = url_of(config.host, port)
+    if value_of(config.vllm_args, "--ssl-certfile") is not None:
+        url = url.replace("http://", "https://", 1)
+    settings = router_config(config, model, port, (), DiscoverySettings(roster=str(roster)), key)
+    router = router_of(config, settings, url, log_dir)
+    try:
+        await follower.process.start()
+        await router.process.start()
+        on_event(router.name, LOADING)
+        hands = RayHands(file, roster, wanted, RouterAdmin(url, key), on_event)
+        async with asyncio.TaskGroup() as group:
+            ready = group.create_task(follower.until_ready(hands, on_event))
+            group.create_task(router.until_ready(on_event))
+        yield RayFleet(url, ready.result(), router, follower, log_dir, hands)
+    except* StartFailed as failures:
+        raise failures.exceptions[0] from None
+    finally:
+        await asyncio.shield(_stop(router, follower, on_event, hurry or asyncio.Event()))
+
+
+async def _stop(router: KeptRouter, follower: Follower, on_event: OnEvent, hurry: asyncio.Event) -> None:
+    async def hurried() -> None:
+        await hurry.wait()
+        await router.process.hurry()
+
+    hurrying = asyncio.create_task(hurried())
+    try:
+        await router.process.stop()
+    finally:
+        hurrying.cancel()
+        await follower.stop_all(on_event)
+
+
+def wanted_fleet(config: UpConfig, model: str, port: int) -> WantedFleet:
+    """Return the fleet to run on Ray; its engines differ only in name and role."""
+    simulated = config.simulate is not None
+    ranks = ranks_of(config.engine_args)
+    cpus = config.engine_cpus if config.engine_cpus is not None else 0.1 if simulated else float(ranks)
+    resources = Resources(cpus, config.engine_gpus * ranks, config.engine_memory_gib, config.engines_on_head)
+    environment = {key: value for key, value in shared_environment(config).items() if value}
+    engines = tuple(
+        WantedEngine(_spec(config, model, name), role, environment, config.engine_restarts, config.log_dir)
+        for name, role in config.engine_roles
+    )
+    name = config.fleet_name or f"tercet-{port}"
+    return WantedFleet(name, config.ray_address, engines, resources)
+
+
+def _spec(config: UpConfig, model: str, name: str) -> EngineSpec:
+    return EngineSpec(
+        name=name,
+        model=model,
+        served_model_name=config.public_name,
+        host="",
+        port=0,
+        dtype=config.dtype,
+        built_in=config.model == BUILT_IN,
+        kv_cache_gib=config.kv_cache_gib,
+        extra_args=(*lora_flags(config), *config.engine_args),
+        simulate=config.simulate,
+        options=config.options,
+    )
