@@ -19,7 +19,7 @@ help: ## show this list
 setup: $(READY) ## create .venv with everything for CPU engines and tests, and the built-in model
 	@$(BIN)/python -m tercet.cluster.model smollm2
 
-$(READY): pyproject.toml requirements/locked.txt requirements/torch.txt requirements/uv.txt scripts/setup
+$(READY): pyproject.toml $(wildcard packages/*/pyproject.toml) requirements/locked.txt requirements/torch.txt requirements/uv.txt scripts/setup
 	@rm -f $@
 	@PYTHON=$(PYTHON) scripts/setup $(VENV)
 	@touch $@
@@ -52,7 +52,7 @@ reference: setup ## write docs/reference and deploy/grafana from what the code d
 STUCK := -o faulthandler_exit_on_timeout=true -o faulthandler_timeout
 # Folders of the unit tests, and how they run; scripts/run_tests.py names the same file.
 UNIT := @tests/unit.args
-check: setup ## style, types of src and the fast tests, with few examples of each property
+check: setup ## style, types of src and packages, and the fast tests, with few examples of each property
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	@# Types take as long as all other checks: they run in the background, and their errors are printed at the end.
@@ -106,7 +106,7 @@ test-vllm: setup ## the plugin's tests, and then real engines, with each vLLM th
 
 clean: ## remove caches and build products
 	rm -rf build docs/_build .pytest_cache .ruff_cache .hypothesis
-	find src tests -name __pycache__ -type d -prune -exec rm -rf {} +
+	find src packages tests -name __pycache__ -type d -prune -exec rm -rf {} +
 
 distclean: clean ## clean, and remove .venv
-	rm -rf $(VENV) .vllm src/tercet.egg-info
+	rm -rf $(VENV) .vllm src/tercet.egg-info packages/*/src/*.egg-info
