@@ -1,4 +1,7 @@
-"""The commands of ``tercet``, each imported at its first use; their list is printed without any of them."""
+"""The commands of ``tercet``, each imported at its first use; their list is printed without any of them.
+
+Packages add commands by entry points of the group ``tercet.commands``.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,7 @@ import ast
 from collections.abc import Iterator, Mapping
 from functools import cache
 from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +17,20 @@ import typer
 import typer.core
 import typer.main
 
-# In the order of `tercet --help`; each is a function of its module, or a group of commands.
+from tercet.protocol.entry_points import COMMANDS, entry_points
+
+# In the order of `tercet --help`; each is a function of a module of this package, or a group of commands. Those of
+# `EXTRA_OF` come with another package, which the extra installs.
 MODULES: Mapping[str, str] = {
     "up": "up", "down": "detached", "status": "status", "chat": "chat", "engine": "engine", "router": "servers",
-    "epp": "epp", "sidecar": "sidecar", "model-router": "model_router", "rescheduler": "servers", "planner": "planner",
-    "demo": "demo", "chaos": "chaos", "doctor": "doctor",
-    "program": "program", "engines": "engines", "scale": "scale", "upgrade": "upgrade",
-    "trace": "trace", "top": "top", "bench": "bench", "sim": "sim",
+    "epp": "", "sidecar": "", "model-router": "", "rescheduler": "servers", "planner": "",
+    "demo": "demo", "chaos": "", "doctor": "doctor",
+    "program": "program", "engines": "engines", "scale": "scale", "upgrade": "",
+    "trace": "trace", "top": "top", "bench": "", "sim": "",
+}  # fmt: skip
+EXTRA_OF: Mapping[str, str] = {
+    "epp": "gateway", "sidecar": "gateway", "model-router": "gateway", "upgrade": "gateway",
+    "planner": "lab", "chaos": "lab", "bench": "lab", "sim": "lab",
 }  # fmt: skip
 # Commands that are parts of other commands.
 PARTS_OF: Mapping[str, str] = {
@@ -36,13 +47,13 @@ class LazyCommands(Mapping[str, Any]):
         return _built(name)  # raises KeyError for an unknown command
 
     def __contains__(self, name: object) -> bool:
-        return name in MODULES
+        return name in MODULES or name in entry_points(COMMANDS)
 
     def __iter__(self) -> Iterator[str]:
-        return iter(MODULES)
+        return iter(dict.fromkeys((*MODULES, *entry_points(COMMANDS))))
 
     def __len__(self) -> int:
-        return len(MODULES)
+        return len(list(iter(self)))
 
 
 class LazyGroup(typer.core.TyperGroup):
@@ -60,7 +71,7 @@ class LazyGroup(typer.core.TyperGroup):
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
         """Print the help; it lists the commands without an import of their modules."""
-        real, self.commands = self.commands, {name: _listed(name) for name in MODULES}
+        real, self.commands = self.commands, {name: _listed(name) for name in self.commands}
         try:
             super().format_help(ctx, formatter)
         finally:
@@ -69,8 +80,10 @@ class LazyGroup(typer.core.TyperGroup):
 
 def _listed(name: str) -> Any:
     """Return a command with the real one's help, read from the source of its module, which is not imported."""
-    module, wanted = MODULES[name], name.replace("-", "_")
-    source = Path(__file__).with_name(f"{module}.py").read_text(encoding="utf-8")
+    if not MODULES.get(name) and name not in entry_points(COMMANDS):
+        return typer.core.TyperCommand(name, help=f"Not installed: pip install 'tercet[{EXTRA_OF[name]}]'")
+    module, wanted = place_of(name)
+    source = _source(module).read_text(encoding="utf-8")
     for node in ast.parse(source).body:
         if isinstance(node, ast.FunctionDef) and node.name == wanted:
             return typer.core.TyperCommand(name, help=ast.get_docstring(node))
@@ -80,15 +93,39 @@ def _listed(name: str) -> Any:
             return typer.core.TyperGroup(
                 name=name, help=next(ast.literal_eval(k.value) for k in given if k.arg == "help")
             )
-    raise AssertionError(f"{module}.py does not define the command {name}")
+    raise AssertionError(f"{module} does not define the command {name}")
+
+
+def place_of(name: str) -> tuple[str, str]:
+    """Return the module of an installed command, and the command's name in it."""
+    if module := MODULES.get(name):
+        return f"tercet.cli.{module}", name.replace("-", "_")
+    module, _, wanted = entry_points(COMMANDS)[name].partition(":")
+    return module, wanted
+
+
+def _source(module: str) -> Path:
+    """Return the file of a module; of its packages only the outermost one is looked up, and none is imported."""
+    top, *inner = module.split(".")
+    spec = find_spec(top)
+    assert spec is not None
+    assert spec.submodule_search_locations is not None
+    return Path(spec.submodule_search_locations[0]).joinpath(*inner).with_suffix(".py")
 
 
 @cache
 def _built(name: str) -> Any:
     from tercet.cli.given_names import SETTINGS_OF
     from tercet.cli.settings_help import SettingsCommand
+    from tercet.settings.extras import provided
 
-    found: Any = getattr(import_module(f"tercet.cli.{MODULES[name]}"), name.replace("-", "_"))
+    if name not in MODULES and name not in entry_points(COMMANDS):
+        raise KeyError(name)
+    if MODULES.get(name):
+        module, wanted = place_of(name)
+        found: Any = getattr(import_module(module), wanted)
+    else:
+        found = provided(COMMANDS, name, EXTRA_OF.get(name, ""), f"tercet {name}")
     around = typer.Typer(rich_markup_mode="markdown", pretty_exceptions_enable=False)
     if isinstance(found, typer.Typer):
         around.add_typer(found)

@@ -23,15 +23,13 @@ from tercet.cluster.detached_fleets import DetachedFleet, announced, detached_fl
 from tercet.cluster.log_directories import log_directory
 from tercet.cluster.ports import require_free
 from tercet.cluster.process_start import own_start
-from tercet.cluster.running_fleet import READY_SECONDS, RunningFleet
+from tercet.cluster.running_fleet import READY_SECONDS, STOP_ON_RAY_SECONDS, StartedFleet
 from tercet.cluster.scaling.control import control_socket
 from tercet.cluster.scaling.scaler import Scaler
 from tercet.cluster.up_config import UpConfig
 from tercet.protocol import BadRequest, EngineError
 from tercet.protocol.hosts import LAST_PORT
 from tercet.settings import declared, decode_settings, encode_settings, read_yaml
-from tercet_ray.ray_fleet import STOP_SECONDS as RAY_STOP_SECONDS
-from tercet_ray.ray_fleet import RayFleet
 
 POLL_INTERVAL_S = 0.2
 # The addition is for a first conversion of the model.
@@ -118,13 +116,13 @@ def _serve(config: UpConfig) -> None:
         run_fleet(config, lambda fleet: _announce(config, fleet))
 
 
-async def _announce(config: UpConfig, fleet: RunningFleet | RayFleet) -> None:
+async def _announce(config: UpConfig, fleet: StartedFleet) -> None:
     async with found_by_commands(config, fleet, detached=True):
         await fleet.until_broken(lambda name, state: announce(f"{name}: {state}"))
 
 
 @asynccontextmanager
-async def found_by_commands(config: UpConfig, fleet: RunningFleet | RayFleet, detached: bool) -> AsyncGenerator[None]:
+async def found_by_commands(config: UpConfig, fleet: StartedFleet, detached: bool) -> AsyncGenerator[None]:
     """Register the fleet for ``tercet scale``, and for ``tercet down`` if it is ``detached``, until the block ends."""
     port = urlsplit(fleet.url).port or config.port
     stop_seconds = stop_seconds_of(config)
@@ -139,7 +137,7 @@ async def found_by_commands(config: UpConfig, fleet: RunningFleet | RayFleet, de
 
 def stop_seconds_of(config: UpConfig) -> float:
     """Return the longest time, in seconds, that stopping the fleet takes."""
-    on_ray = RAY_STOP_SECONDS if config.on is not None else 0.0
+    on_ray = STOP_ON_RAY_SECONDS if config.on is not None else 0.0
     return config.shutdown_timeout_s + 3 * GRACE_SECONDS + on_ray
 
 

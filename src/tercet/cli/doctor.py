@@ -12,7 +12,8 @@ import typer
 from tercet.cli.terminal import note, say
 from tercet.cluster.findings import Finding, findings_of
 from tercet.cluster.machine import look_at_machine
-from tercet_ray.ray_nodes import ray_findings, ray_processes
+from tercet.protocol.entry_points import PARTS, entry_points
+from tercet.settings.extras import provided
 
 MARKS = {"ok": "ok    ", "costs": "costs ", "broken": "broken"}
 
@@ -35,8 +36,11 @@ def doctor(
     if not as_json:
         note("checking this machine; importing vLLM takes some seconds")
     machine = look_at_machine()
-    ray = ray_processes()
-    findings = [*findings_of(machine), *ray_findings(ray)]
+    findings, ray = findings_of(machine), []
+    if "ray-nodes" in entry_points(PARTS):
+        nodes = provided(PARTS, "ray-nodes", "ray", "tercet doctor")
+        ray = nodes.ray_processes()
+        findings += nodes.ray_findings(ray)
     if as_json:
         found = {
             "findings": msgspec.to_builtins(findings), "machine": msgspec.to_builtins(machine),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from pathlib import Path
 
 import msgspec
 import typer
@@ -13,6 +12,7 @@ from tercet.cli.flag_records import flags_as_records
 from tercet.cli.given_names import PARTS, given_as
 from tercet.cli.joining import join_router, joining_specs
 from tercet.cli.setting_flags import VLLM_FLAGS
+from tercet.cli.simulated import simulated_engine
 from tercet.cli.terminal import note
 from tercet.cluster.compute import devices_for_engines
 from tercet.cluster.device_plan import pick_devices
@@ -31,15 +31,11 @@ from tercet.cluster.engine_command import (
 from tercet.cluster.foresight import require_memory, shared_cores
 from tercet.cluster.model import BUILT_IN, resolve_model, resolve_tokenizer
 from tercet.cluster.model_hub import known_model
-from tercet.cluster.ports import require_free, url_of
+from tercet.cluster.ports import require_free
 from tercet.protocol.names import require_engine_name
 from tercet.protocol.prefill_hosts import AllowedPrefillers
 from tercet.settings import key_values
 from tercet.settings.variables import THREADS_BIND
-from tercet.settings.verb_log import log_as_the_environment_says
-from tercet_lab.sim import EngineOptions, load_profile, options_from
-from tercet_lab.sim.sim_server import ServerConfig
-from tercet_lab.sim.sim_server import serve as serve_simulated
 
 
 @flags_as_records
@@ -71,7 +67,7 @@ def engine(given: EngineFlags) -> None:
         require_private(spec)
         _require_model(spec)
         require_free(spec.host, spec.port)
-        serve = _become_vllm if spec.simulate is None else _simulate
+        serve = _become_vllm if spec.simulate is None else simulated_engine().serve
         serve(_with_model(spec))
 
 
@@ -101,8 +97,7 @@ def _require_usable(spec: EngineSpec) -> None:
     AllowedPrefillers(spec.prefill_hosts, "--prefill-hosts")
     check_engine_flags(spec.extra_args, VLLM_FLAGS)
     if spec.simulate is not None:
-        load_profile(spec.simulate)
-        options_from(EngineOptions(), spec.options)
+        simulated_engine().require_usable(spec.simulate, spec.options)
 
 
 def _require_model(spec: EngineSpec) -> None:
@@ -149,28 +144,3 @@ def _with_devices(spec: EngineSpec) -> EngineSpec:
         return spec
     picked = pick_devices(devices, ranks_of(args), gpu_memory_of(args))
     return msgspec.structs.replace(spec, gpus=picked.devices, gpu_memory=picked.memory)
-
-
-def _simulate(spec: EngineSpec) -> None:
-    """Serve a simulated engine; the router uses the model's tokenizer and its longest sequence."""
-    profile = load_profile(spec.simulate or "")
-    longest = min(profile.max_model_len, _positions(Path(spec.model)) or profile.max_model_len)
-    config = ServerConfig(
-        name=spec.name,
-        profile=msgspec.structs.replace(profile, max_model_len=longest),
-        options=options_from(EngineOptions(stream_every=1), spec.options),
-        host=spec.host,
-        port=spec.port,
-        url=url_of(spec.host, spec.port),
-        model=spec.served_model_name,
-        root=spec.model,
-        prefill_hosts=spec.prefill_hosts,
-    )
-    log_as_the_environment_says("info")
-    serve_simulated(config)
-
-
-def _positions(checkpoint: Path) -> int | None:
-    """Return the model's longest sequence in tokens, which vLLM enforces; None if the model is not on this machine."""
-    file = checkpoint / "config.json"
-    return msgspec.json.decode(file.read_bytes()).get("max_position_embeddings") if file.is_file() else None

@@ -4,38 +4,38 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from tercet.cluster.up_config import UpConfig
+from tercet.protocol.entry_points import SETTINGS, entry_points
 from tercet.settings import ReschedulerConfig, RouterConfig, Settings, declared
 from tercet.settings.declaration import VARIABLE_PREFIX, near
+from tercet.settings.extras import provided
 from tercet.settings.variables import INTERNAL, OF_COMMANDS, OF_TESTS, VARIABLES
-from tercet_gateway.model_router.model_router_config import ModelRouterConfig
-from tercet_gateway.picker_config import PickerConfig
-from tercet_gateway.sidecar.sidecar_config import SidecarConfig
 
 # Variables that Kubernetes sets in every pod of a namespace for each service called tercet or tercet-SOMETHING.
 _OF_SERVICES = re.compile(r".*_SERVICE_(HOST|PORT(_\w+)?)|.*_PORT(_[0-9]+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?)?")
 _SERVICE = re.compile(r"(tcp|udp|sctp)://.*|[0-9a-fA-F.:]*|tcp|udp|sctp")
 _TEST = "TERCET_TEST_"
 _OF_COMMAND: Mapping[str, type[Settings]] = {
-    "up": UpConfig, "router": RouterConfig, "epp": PickerConfig, "sidecar": SidecarConfig,
-    "rescheduler": ReschedulerConfig, "model-router": ModelRouterConfig,
+    "up": UpConfig, "router": RouterConfig, "rescheduler": ReschedulerConfig,
 }  # fmt: skip
 # Packages whose settings are read from the environment too; those of vLLM's plugin and of measurements are not.
-_READ_THEM = ("tercet.settings", "tercet.cluster", "tercet_lab.chaos")
+_READ_THEM = ("tercet.settings", "tercet.cluster")
 
 
 def unknown_variables(command: str = "", environment: Mapping[str, str] = os.environ) -> Iterator[str]:
     """Yield a line with a suggestion for each variable that is not read, or that ``command`` reads by another name."""
-    known, elsewhere = _known(), _renamed(command)
+    known, elsewhere = _known(()), _renamed(command)
     for name in sorted(environment):
         if not name.startswith(VARIABLE_PREFIX) or name.startswith(_TEST) or _is_of_a_service(name, environment):
             continue
         if name in elsewhere:
             yield f"{name} in the environment is ignored: tercet {command} reads {elsewhere[name]}"
             continue
+        if name not in known:  # only then settings of packages are imported
+            known |= _known(map(_of_package, entry_points(SETTINGS)))
         if name in known:
             continue
         hint = near(name, sorted(known))
@@ -53,15 +53,19 @@ def _is_of_a_service(name: str, environment: Mapping[str, str]) -> bool:
     return any(name.startswith(f"{host}_") for host in hosts)
 
 
-def _known() -> set[str]:
-    kinds = (kind for kind in _kinds(Settings) if kind.__module__.startswith(_READ_THEM))
+def _of_package(command: str) -> type[Settings]:
+    return provided(SETTINGS, command, "", f"tercet {command}")
+
+
+def _known(of_packages: Iterable[type[Settings]]) -> set[str]:
+    kinds = (*of_packages, *(kind for kind in _kinds(Settings) if kind.__module__.startswith(_READ_THEM)))
     settings = {each.env for kind in kinds for each in declared(kind)}
     return settings | {each.name for each in VARIABLES} | INTERNAL | OF_COMMANDS | OF_TESTS
 
 
 def _renamed(command: str) -> Mapping[str, str]:
     """Return, by their default name, the variables of a command's settings that have a different name."""
-    kind = _OF_COMMAND.get(command)
+    kind = _of_package(command) if command in entry_points(SETTINGS) else _OF_COMMAND.get(command)
     by_rule = (
         {}
         if kind is None

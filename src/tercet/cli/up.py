@@ -8,29 +8,30 @@ import os
 import sys
 from collections.abc import Awaitable, Callable
 from pathlib import Path
+from typing import Any
 
 from tercet.aio import signals_to
 from tercet.cli.detached import detach, found_by_commands
 from tercet.cli.fleet_progress import FleetProgress
 from tercet.cli.router_access import require_private_router
 from tercet.cli.setting_flags import settings_command
+from tercet.cli.simulated import simulated_engine
 from tercet.cli.terminal import announce
 from tercet.cluster.local import local_fleet
 from tercet.cluster.log_directories import log_directory
 from tercet.cluster.model import resolve_model, resolve_tokenizer
 from tercet.cluster.model_hub import known_model
 from tercet.cluster.ports import require_free
-from tercet.cluster.running_fleet import RunningFleet
+from tercet.cluster.running_fleet import StartedFleet
 from tercet.cluster.up_config import UpConfig
 from tercet.decisions.migration import policies_of
 from tercet.decisions.scheduling import load_scheduling
 from tercet.programs import load_program
-from tercet_lab.sim import EngineOptions, load_profile, options_from
-from tercet_ray.ray_access import require_ray
-from tercet_ray.ray_fleet import RayFleet, ray_fleet
-from tercet_ray.ray_job import is_a_job, run_as_a_job
+from tercet.protocol.entry_points import PARTS
+from tercet.settings.extras import provided
 
-StartedFleet = RunningFleet | RayFleet
+JOB_VARIABLE = "RAY_JOB_CONFIG_JSON_ENV_VAR"
+"""Variable that Ray sets in the environment of a job's command."""
 
 
 def run_fleet(config: UpConfig, then: Callable[[StartedFleet], Awaitable[None]]) -> None:
@@ -85,7 +86,7 @@ async def _run(config: UpConfig, model: str, then: Callable[[StartedFleet], Awai
 async def _fleet(
     config: UpConfig, model: str, then: Callable[[StartedFleet], Awaitable[None]], hurry: asyncio.Event
 ) -> None:
-    started = local_fleet if config.on is None else ray_fleet
+    started = local_fleet if config.on is None else _ray("ray-fleet")
     async with FleetProgress() as progress, started(config, model, progress, hurry) as fleet:
         progress.close()
         await then(fleet)
@@ -110,17 +111,20 @@ def up(config: UpConfig) -> None:
     if config.scheduling is not None:
         load_scheduling(Path(config.scheduling).expanduser())
     if config.simulate is not None:
-        load_profile(config.simulate)
-        options_from(EngineOptions(), config.options)
+        simulated_engine().require_usable(config.simulate, config.options)
     if config.on is not None:
-        require_ray()
+        _ray("ray-access")()
     if config.detach:
         require_usable(config)
         detach(config)
         return
-    if is_a_job(os.environ):
-        sys.exit(run_as_a_job(config))
+    if JOB_VARIABLE in os.environ:
+        sys.exit(_ray("ray-job")(config))
     run_fleet(config, lambda fleet: stay(config, fleet))
+
+
+def _ray(part: str) -> Any:
+    return provided(PARTS, part, "ray", "on")
 
 
 async def stay(config: UpConfig, fleet: StartedFleet) -> None:

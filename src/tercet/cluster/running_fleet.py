@@ -10,7 +10,7 @@ from collections.abc import Callable, Coroutine, Generator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar, NoReturn
+from typing import Any, ClassVar, NoReturn, Protocol
 from urllib.parse import urlsplit
 
 import aiohttp
@@ -29,6 +29,8 @@ from tercet.settings.log_lines import serious_event
 READY_SECONDS = 900.0
 ASK_SECONDS = 0.5
 START_POLL_SECONDS = 0.2
+STOP_ON_RAY_SECONDS = 240.0
+"""Longest time that engines on Ray take to stop."""
 LOADING = "loading"
 HEALTH, LIVE = "/health", "/live"
 LOOK_SECONDS, MOST_SILENT = 5.0, 6
@@ -169,6 +171,36 @@ class KeptRouter(KeptProcess):
         how = await self.until_it_stays_dead(on_event)
         many = f"; it has been restarted {self.restarts.used} times in a row" if self.restarts.used else ""
         raise self.process.failure(f"{how}{many}")
+
+
+class StartedEngine(Protocol):
+    """What is shown of an engine when its fleet is ready."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def role(self) -> Role: ...
+    @property
+    def url(self) -> str: ...
+
+
+class StartedFleet(Protocol):
+    """A fleet that ``tercet up`` started: a :class:`RunningFleet`, or one whose engines run elsewhere."""
+
+    @property
+    def url(self) -> str: ...
+    @property
+    def engines(self) -> Sequence[StartedEngine]: ...
+    @property
+    def router(self) -> Process: ...
+    @property
+    def log_dir(self) -> Path: ...
+    @property
+    def hands(self) -> Hands: ...
+
+    async def until_broken(self, on_event: OnEvent) -> None:
+        """Keep the fleet running until the router reaches its limit of restarts; then raise :class:`StartFailed`."""
+        ...
 
 
 @dataclass

@@ -7,7 +7,7 @@ import asyncio
 import math
 import os
 import signal
-from collections.abc import Callable, Generator
+from collections.abc import Awaitable, Callable, Generator
 from contextlib import AsyncExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -25,6 +25,7 @@ from tercet.fleet.discovery.pod_discovery import access_of
 from tercet.fleet.membership import READY_SECONDS, Membership, connecting
 from tercet.fleet.served_model import ServedModel
 from tercet.protocol import EngineUnreachable, spans
+from tercet.protocol.entry_points import PARTS
 from tercet.protocol.spans import SpanContext
 from tercet.router import admin
 from tercet.router.admin.admin_server import admin_served, tls_options
@@ -53,14 +54,13 @@ from tercet.router.state.state_store import StateStore
 from tercet.router.waiting_room import can_wait, waiting_room
 from tercet.router.workers import Shared, tell_ready
 from tercet.settings import RouterConfig
+from tercet.settings.extras import provided
 from tercet.settings.log_lines import log_to_stderr
 from tercet.settings.variables import ALL_ENGINES_VARIABLE, API_KEY_VARIABLE
 from tercet.wire.client import engine_tls
 from tercet.wire.exported_spans import exporting_spans
 from tercet.wire.serving.router_keys import RouterKeys
 from tercet.wire.streams import StreamListener
-from tercet_lab.small_server import serve_small
-from tercet_ray.state_ray import ray_store
 
 SOON_SECONDS = 6.0
 """Seconds in which a named engine should answer; later the port answers with an error meanwhile."""
@@ -73,6 +73,8 @@ def serve(config: RouterConfig, shared: Shared | None = None) -> None:
     """
     import uvloop
 
+    if config.serves_without_vllm:
+        _serve_small()
     log_to_stderr(config.log_level, config.log_format, config.access_log)
     with exporting_spans("tercet-router", {"service.instance.id": f"{config.public_name}-{os.getpid()}"}):
         uvloop.run(_serve(config, shared))
@@ -201,7 +203,9 @@ class _Router:
         config, state, shutdown, pooling = self.config, self.state, self.shutdown, self.pooling
         if config.serves_without_vllm:
             files = named_files(config)
-            await serve_small(config, state, max_model_len, shutdown, pooling, files, self._heed_signals, self.shared)
+            await _serve_small()(
+                config, state, max_model_len, shutdown, pooling, files, self._heed_signals, self.shared
+            )
         else:
             await _serve_openai(
                 config, state, self.membership, max_model_len, shutdown, self.shared, pooling, self._heed_signals
@@ -228,7 +232,8 @@ async def _first_engine(config: RouterConfig, state: SharedState, membership: Me
 def store_of(config: RouterConfig) -> StateStore | None:
     """Return the store of a state that several machines share; None for the file of :func:`state_path`."""
     if config.state_ray is not None:
-        return ray_store(config.state_ray)
+        store: StateStore = provided(PARTS, "ray-state", "ray", "state-ray")(config.state_ray)
+        return store
     if config.state_configmap is None:
         return None
     return configmap_store(access_of(config.discovery), config.state_configmap)
@@ -254,6 +259,12 @@ def named_files(config: RouterConfig) -> NamedFiles:
 def stream_port(config: RouterConfig, shared: Shared | None) -> int:
     """Return the port of this process's token streams; 0 for any free port."""
     return config.stream_port + shared.index if shared is not None and config.stream_port else config.stream_port
+
+
+def _serve_small() -> Callable[..., Awaitable[None]]:
+    """Import the small OpenAI layer; raise :class:`~tercet.protocol.BadRequest` if its package is missing."""
+    found: Callable[..., Awaitable[None]] = provided(PARTS, "small-openai", "lab", "openai-layer")
+    return found
 
 
 def _import_vllm(config: RouterConfig) -> None:

@@ -12,9 +12,6 @@ from tercet.settings.retry_settings import RetryBudget
 from tercet.settings.router_config import RouterConfig
 from tercet.settings.router_settings import RouterSettings
 from tercet.settings.urls import require_engine_url, require_url
-from tercet_gateway.model_router.model_router_config import ModelRouterConfig
-from tercet_gateway.picker_config import PickerConfig
-from tercet_gateway.sidecar.sidecar_config import SidecarConfig
 
 __all__ = [
     "SECRET_VARIABLE",
@@ -23,9 +20,7 @@ __all__ = [
     "EngineAddress",
     "EngineTLS",
     "Limits",
-    "ModelRouterConfig",
     "MoveSettings",
-    "PickerConfig",
     "RescheduleSettings",
     "ReschedulerConfig",
     "RetryBudget",
@@ -33,7 +28,6 @@ __all__ = [
     "RouterSettings",
     "Setting",
     "Settings",
-    "SidecarConfig",
     "Source",
     "declared",
     "decode_settings",

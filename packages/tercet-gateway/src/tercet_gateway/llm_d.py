@@ -11,6 +11,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+from tercet.decisions.scheduling.assembly import is_of_llm_d
 from tercet.protocol import BadRequest
 from tercet.protocol.headers import AGENT_HEADERS
 from tercet_gateway.llm_d_parameters import (
@@ -36,7 +37,6 @@ from tercet_gateway.llm_d_plugins import (
 )
 
 _PART = re.compile(r"[^.\[\]]+|\[\d+\]")
-API_GROUPS = ("inference.networking.", "llm-d.ai/")
 APPROXIMATE, PRECISE = "approx-prefix-cache-producer", "precise-prefix-cache-producer"
 SHORTEST_BLOCK = 64
 """Minimum block size in tokens: llm-d raises smaller block sizes of this producer to it."""
@@ -77,14 +77,6 @@ def as_in_file(content: Any, error: BadRequest) -> BadRequest:
             place = there + place[part.end() :]
             return BadRequest(f"{place}: {reason}", place)
     return error
-
-
-def is_of_llm_d(content: Any) -> bool:
-    """Return True if the file is an ``EndpointPickerConfig`` of llm-d."""
-    told = mapping_of(content)
-    profiles = told.get("schedulingProfiles")
-    lists = isinstance(told.get("plugins"), list) and (profiles is None or isinstance(profiles, list))
-    return lists and str(told.get("apiVersion")).startswith(API_GROUPS)
 
 
 class _Translation:

@@ -22,7 +22,7 @@ from tercet.cluster.log_directories import log_directory
 from tercet.cluster.log_rotation import rotate_logs
 from tercet.cluster.model import BUILT_IN
 from tercet.cluster.ports import free_ports, require_free, url_of
-from tercet.cluster.running_fleet import LOADING, READY_SECONDS, KeptRouter, OnEvent, read_events
+from tercet.cluster.running_fleet import LOADING, READY_SECONDS, STOP_ON_RAY_SECONDS, KeptRouter, OnEvent, read_events
 from tercet.cluster.scaling.router_admin import RouterAdmin
 from tercet.cluster.up_config import UpConfig
 from tercet.fleet.discovery.roster import MOST_BYTES, read_roster
@@ -33,7 +33,6 @@ from tercet_ray.wanted import Resources, WantedEngine, WantedFleet
 
 ASK_SECONDS = 0.5
 AGAIN_SECONDS = 1.0
-STOP_SECONDS = 240.0
 REMEDY = "run the same command again to take them over, and stop it to stop them"
 
 
@@ -121,13 +120,15 @@ class Follower:
         """Stop the follower, and then the engines and all other actors of the fleet on Ray."""
         await self.process.stop()
         try:
-            async with asyncio.timeout(STOP_SECONDS):
+            async with asyncio.timeout(STOP_ON_RAY_SECONDS):
                 await self._stopping.start()
                 code = await self._stopping.ended()
             if code:
                 on_event("ray", f"engines may still run on Ray; {REMEDY}: {self._stopping.tail()}")
         except TimeoutError:
-            on_event("ray", f"engines may still run on Ray, which has not answered for {STOP_SECONDS:.0f} s; {REMEDY}")
+            on_event(
+                "ray", f"engines may still run on Ray, which has not answered for {STOP_ON_RAY_SECONDS:.0f} s; {REMEDY}"
+            )
         finally:
             await self._stopping.stop()
 

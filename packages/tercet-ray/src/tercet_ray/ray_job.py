@@ -11,7 +11,6 @@ from __future__ import annotations
 import os
 import signal
 import sys
-from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 
@@ -23,17 +22,10 @@ from tercet.cluster.up_config import UpConfig
 from tercet.settings import decode_settings, encode_settings, read_yaml
 from tercet_ray.detached_process import DetachedProcess
 
-JOB_VARIABLE = "RAY_JOB_CONFIG_JSON_ENV_VAR"
-"""Variable that Ray sets in the environment of a job's command."""
 COMMAND = "from tercet_ray.ray_job import main; main()"
 LOOK_SECONDS = 3600.0
 STDOUT = 1
 KILLED = 128 + signal.SIGKILL
-
-
-def is_a_job(environment: Mapping[str, str]) -> bool:
-    """True if a process with this environment is the command of a Ray job, or a descendant of it."""
-    return JOB_VARIABLE in environment
 
 
 def run_as_a_job(config: UpConfig) -> int:

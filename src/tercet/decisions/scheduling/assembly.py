@@ -10,7 +10,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar, cast
 
 import msgspec
 from msgspec import Meta
@@ -28,13 +28,16 @@ from tercet.decisions.scheduling.profiles import (
 )
 from tercet.decisions.scheduling.registry import Locate, plugin_class
 from tercet.protocol import BadRequest
+from tercet.protocol.entry_points import PARTS
 from tercet.settings.declaration import complaint
 from tercet.settings.decoding import load_yaml, parse_yaml
-from tercet_gateway.llm_d import as_in_file, is_of_llm_d, translated
+from tercet.settings.extras import provided
 
 logger = logging.getLogger("tercet.decisions.scheduling")
 T = TypeVar("T")
 Name = Annotated[str, Meta(min_length=1)]
+# Of `apiVersion` in files of llm-d; they have some fields more than ours.
+API_GROUPS = ("inference.networking.", "llm-d.ai/")
 FairnessHeader = Annotated[str, Meta(min_length=1, pattern=r"^[a-z0-9_-]+\Z")]
 
 
@@ -115,13 +118,26 @@ def load_scheduling(path: Path, content: str | None = None, locate: Locate | Non
 
 
 def _assembled(found: object, path: Path, is_file: bool, locate: Locate | None) -> Scheduling:
-    content, passed_over = translated(found)
+    if not is_of_llm_d(found):
+        return _made(found, path, False, is_file, locate)
+    llm_d = provided(PARTS, "llm-d", "gateway", "apiVersion")
+    content, passed_over = llm_d.translated(found)
     for line in passed_over:
         logger.warning("scheduling: %s of llm-d is ignored: %s", path.name, line)
     try:
-        return _made(content, path, is_of_llm_d(found), is_file, locate)
+        return _made(content, path, True, is_file, locate)
     except BadRequest as error:
-        raise as_in_file(found, error) from error
+        raise llm_d.as_in_file(found, error) from error
+
+
+def is_of_llm_d(content: object) -> bool:
+    """Return True if the file is an ``EndpointPickerConfig`` of llm-d."""
+    if not isinstance(content, Mapping):
+        return False
+    told = cast("Mapping[str, Any]", content)
+    profiles = told.get("schedulingProfiles")
+    lists = isinstance(told.get("plugins"), list) and (profiles is None or isinstance(profiles, list))
+    return lists and str(told.get("apiVersion")).startswith(API_GROUPS)
 
 
 def _made(content: object, path: Path, weighs_anything: bool, is_file: bool, locate: Locate | None) -> Scheduling:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Sequence
+from typing import Protocol
 
 from tercet.protocol import BadRequest
 from tercet.protocol.bearer import BearerKeys
@@ -16,10 +17,22 @@ from tercet.settings.router_config import RouterConfig
 from tercet.settings.variables import ADMIN_KEY_VARIABLE, API_KEY_VARIABLE
 from tercet.wire.serving.admin_access import AdminAccess
 from tercet.wire.serving.server_access import is_loopback
-from tercet_gateway.model_router.model_router_config import ModelRouterConfig
 
 logger = logging.getLogger("tercet.router")
 POLL_INTERVAL_S = 1.0
+
+
+class KeySettings(Protocol):
+    """The settings of keys, of a router or of a server before routers."""
+
+    @property
+    def admin_key(self) -> str: ...
+    @property
+    def api_key_file(self) -> str | None: ...
+    @property
+    def admin_key_file(self) -> str | None: ...
+    @property
+    def open_to_all(self) -> bool: ...
 
 
 class RouterKeys:
@@ -28,7 +41,7 @@ class RouterKeys:
     ``given`` are client keys that come from flags or the environment.
     """
 
-    def __init__(self, config: RouterSettings | ModelRouterConfig, given: Sequence[str]) -> None:
+    def __init__(self, config: KeySettings, given: Sequence[str]) -> None:
         self._given = {"api-key-file": tuple(given), "admin-key-file": (config.admin_key,)}
         paths = {"api-key-file": config.api_key_file, "admin-key-file": config.admin_key_file}
         self._files = {name: KeyFile(path, name) for name, path in paths.items() if path is not None}
@@ -55,7 +68,7 @@ class RouterKeys:
         """One of the client keys, to be shown to other servers; empty without keys."""
         return next(iter((*self._given["api-key-file"], *self._read.get("api-key-file", ()))), "")
 
-    def require_private(self, host: str, config: RouterSettings | ModelRouterConfig) -> None:
+    def require_private(self, host: str, config: KeySettings) -> None:
         """Raise :class:`~tercet.protocol.BadRequest` if other machines reach ``host`` and clients need no key."""
         if not self.clients and not config.open_to_all and not is_loopback(host):
             flag = "--api-key after --, " if isinstance(config, RouterSettings) else ""

@@ -32,7 +32,7 @@ from tercet_lab.bench.workloads.conversations import (
 )
 from tercet_lab.bench.workloads.synthetic import Lines
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger("tercet.lab")
 T = TypeVar("T")
 AZURE_COLUMNS = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
 BURSTGPT_COLUMNS = ("Timestamp", "Request tokens", "Response tokens")
