@@ -14,16 +14,15 @@ import textwrap
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Generator
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from operator import attrgetter
-from pathlib import Path
 from types import CodeType
 from typing import Any
 from unittest.mock import patch
 
-import tercet
 from tercet.aio import TaskSet, tasks
 from tests.longest_wait import LONGEST_WAIT_S
+from tests.sources import PACKAGES, PRODUCT
 
-SRC = Path(tercet.__file__).parent
+SOURCES = tuple(str(top) for top in (PRODUCT, *PACKAGES.values()))
 TIMES = 3
 """How often in a row each await fails: a missing descriptor is missing for a while."""
 Place = tuple[tuple[CodeType, int], ...]
@@ -91,7 +90,7 @@ def _place_of(work: Any) -> Place:
     found: list[tuple[CodeType, int]] = []
     while work is not None:
         frame = getattr(work, "cr_frame", None) or getattr(work, "gi_frame", None)
-        if frame is not None and frame.f_code.co_filename.startswith(str(SRC)):
+        if frame is not None and frame.f_code.co_filename.startswith(SOURCES):
             found.append((frame.f_code, frame.f_lineno))
         work = getattr(work, "cr_await", None) or getattr(work, "gi_yieldfrom", None)
     return tuple(found)
@@ -114,7 +113,8 @@ async def with_an_error_at_each_await(row: str, started: Started, ends_at: str =
     A connection that breaks at the line ``ends_at`` has ended as usual, and is not logged.
     """
     place, _, name = row.partition(":")
-    module = importlib.import_module("tercet." + place.removesuffix(".py").replace("/", "."))
+    dotted = place.removesuffix(".py").replace("/", ".")
+    module = importlib.import_module(dotted if dotted.startswith("tercet_") else f"tercet.{dotted}")
     *owners, attribute = name.split(".")
     owner = attrgetter(".".join(owners))(module) if owners else module
     loop = getattr(owner, attribute)

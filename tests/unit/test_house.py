@@ -7,11 +7,11 @@ import re
 from collections import defaultdict
 from collections.abc import Iterator
 from functools import cache
-from pathlib import Path
 
 import pytest
 
-SOURCE = Path(__file__).resolve().parents[2] / "src" / "tercet"
+from tests.sources import modules
+
 # Names of files that say nothing without their folder: each may be there once.
 VAGUE = {"base", "checks", "config", "core", "loading", "messages", "metrics", "options", "report", "reports", "run",
          "spec", "stream"}  # fmt: skip
@@ -51,9 +51,9 @@ def test_a_file_and_a_function_can_be_read_at_once() -> None:
 
 def test_no_two_files_have_a_name_that_says_nothing() -> None:
     found: defaultdict[str, list[str]] = defaultdict(list)
-    for path in SOURCE.rglob("*.py"):
+    for name, path in modules():
         if path.stem in VAGUE:
-            found[path.stem].append(path.relative_to(SOURCE).as_posix())
+            found[path.stem].append(name)
     twice = [", ".join(sorted(where)) for where in found.values() if len(where) > 1]
     assert not twice, f"one has to open these to tell them apart: {'; '.join(twice)}"
 
@@ -65,9 +65,9 @@ def lines_of_words() -> tuple[tuple[str, str], ...]:
 
 
 def _lines_of_words() -> Iterator[tuple[str, str]]:
-    for path in sorted(SOURCE.rglob("*.py")):
+    for name, path in modules():
         for number, line in enumerate(words_of(path.read_text()).splitlines(), 1):
-            yield f"{path.relative_to(SOURCE)}:{number}", line
+            yield f"{name}:{number}", line
 
 
 @pytest.mark.slow

@@ -7,22 +7,23 @@ import re
 import sys
 from collections.abc import Iterator
 from functools import cache
-from pathlib import Path
 from typing import NamedTuple
 
 import pytest
 
-SOURCE = Path(__file__).resolve().parents[2] / "src" / "tercet"
+from tests.sources import PACKAGES
+from tests.sources import PRODUCT as SOURCE
 
 LAYERS = {
     0: {"protocol", "aio"},
     1: {"settings"},
     2: {"wire", "transport", "decisions"},
     3: {"programs", "fleet", "vllm_plugin"},
-    4: {"router", "gateway", "cluster"},
-    5: {"lab"},
-    6: {"cli"},
+    4: {"router", "cluster"},
+    5: {"cli"},
 }
+# Beside the product; each may import the product and the packages named here, and no room of the product imports them.
+BESIDE = {"tercet_gateway": set[str](), "tercet_ray": set[str](), "tercet_lab": {"tercet_gateway"}}
 MOST_ROOMS, MOST_LAYERS = 14, 8
 LAYER_OF = {room: layer for layer, rooms in LAYERS.items() for room in rooms}
 DECISIONS = {"programs", "decisions"}
@@ -131,6 +132,20 @@ def test_imports_point_down() -> None:
     assert not broken, report(broken)
 
 
+def test_nothing_in_src_imports_a_package_beside_it() -> None:
+    broken = [str(found) for found in all_imports() if found.library.startswith("tercet_")]
+    assert not broken, report(broken)
+
+
+def test_packages_import_only_the_packages_that_they_may_import() -> None:
+    assert BESIDE.keys() == PACKAGES.keys()
+    for package, folder in PACKAGES.items():
+        texts = ((path, path.read_text()) for path in folder.rglob("*.py"))
+        seen = {found.library for path, text in texts for found in imports_in(path.name, imports_alone(text))}
+        assert {each for each in seen if each.startswith("tercet_")} <= {package, *BESIDE[package]}, package
+        assert not seen & ENGINE_LIBRARIES, package
+
+
 @pytest.mark.slow
 def test_the_lowest_layer_needs_no_library() -> None:
     broken = [
@@ -177,10 +192,9 @@ def test_engine_libraries_stay_in_their_rooms() -> None:
         ("wire/client/http.py", "from tercet.transport import Receiver", True),
         ("transport/tcp.py", "from tercet.vllm_plugin import config", True),
         ("router/server.py", "from tercet.cluster import model", True),
-        ("router/server.py", "from tercet.lab.bench import load", True),
-        ("gateway/server.py", "from tercet.router import server", True),
-        ("cli/main.py", "from tercet.lab.bench import load", False),
-        ("cli.py", "from tercet.lab.bench import load", False),
+        ("cluster/local.py", "from tercet.router import server", True),
+        ("cli/main.py", "from tercet.router import server", False),
+        ("cli.py", "from tercet.router import server", False),
         ("attic/old.py", "from tercet.protocol import Request", True),
     ],
 )
@@ -205,7 +219,6 @@ def test_files_of_the_plugin_import_vllm_or_their_package_says_why_not() -> None
         ("cluster/local.py", "import torch", True),
         ("transport/torch_blocks.py", "import torch", False),
         ("transport/staged.py", "import torch", True),
-        ("lab/sim/engine.py", "from vllm.v1 import engine", True),
         ("vllm_plugin/connector.py", "from vllm.v1 import engine", False),
         ("router/server.py", "from vllm.v1 import engine", True),
     ],

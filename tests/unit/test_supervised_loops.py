@@ -313,4 +313,4 @@ async def test_a_planner_looks_again(tmp_path: Path, monkeypatch: pytest.MonkeyP
             planning.cancel()
             await asyncio.wait({planning})
 
-    await with_an_error_at_each_await("lab/planning/live_planner.py:LivePlanner._look_on", started)
+    await with_an_error_at_each_await("tercet_lab/planning/live_planner.py:LivePlanner._look_on", started)

@@ -10,7 +10,7 @@ from tercet.protocol.entry_points import PARTS
 from tercet.settings.extras import provided
 
 
-class SimulatedEngine(Protocol):
+class SimulatedEnginePart(Protocol):
     """The part ``simulated-engine``."""
 
     def require_usable(self, profile: str, options: Mapping[str, str]) -> None:
@@ -22,7 +22,7 @@ class SimulatedEngine(Protocol):
         ...
 
 
-def simulated_engine() -> SimulatedEngine:
+def simulated_engine() -> SimulatedEnginePart:
     """Import and return the part; raise :class:`~tercet.protocol.BadRequest` if its package is missing."""
-    found: SimulatedEngine = provided(PARTS, "simulated-engine", "lab", "--simulate")
+    found: SimulatedEnginePart = provided(PARTS, "simulated-engine", "lab", "--simulate")
     return found

@@ -13,10 +13,9 @@ from typing import Any
 
 import pytest
 
-import tercet
 from tercet.aio import TaskSet, keep_running, repeat, tasks
+from tests.sources import modules
 
-SRC = Path(tercet.__file__).parent
 EMFILE = OSError(errno.EMFILE, "Too many open files")
 
 KEPT = "run again after an error, by keep_running or TaskSet.keep"
@@ -25,7 +24,7 @@ ENDS = "its end ends its process or command, which is started again by the table
 ENDLESS = {
     "aio/tasks.py:repeat": "the mechanism",
     "cluster/joining.py:_stay": KEPT,
-    "cluster/on_ray/ray_fleet.py:Follower.keep": ENDS,
+    "tercet_ray/ray_fleet.py:Follower.keep": ENDS,
     "cluster/running_fleet.py:_EventLog.follow": KEPT,
     "cluster/running_fleet.py:_say_what_is_left": "it tells how a stop proceeds, and the stop does not wait for it",
     "fleet/discovery/pod_discovery.py:PodDiscovery.changes": "its reader, follow_found, is run again",
@@ -34,7 +33,7 @@ ENDLESS = {
     "fleet/kv_events.py:follow_cache": KEPT,
     "fleet/kv_events.py:_follow": "follow_cache starts another one when it has ended",
     "fleet/membership.py:Membership.watch": KEPT,
-    "lab/planning/live_planner.py:LivePlanner._look_on": KEPT,
+    "tercet_lab/planning/live_planner.py:LivePlanner._look_on": KEPT,
     "router/state/fleet_adapters.py:AdapterLoader.run": KEPT,
     "router/state/joined_members.py:remove_gone": KEPT,
     "router/page/other_workers.py:OtherWorkers._find": KEPT,
@@ -55,9 +54,9 @@ ENDLESS = {
 def endless_loops() -> set[str]:
     """Every coroutine with a `while True` that awaits and that no return, break or raise leaves."""
     found = set[str]()
-    for file in SRC.rglob("*.py"):
-        place = file.relative_to(SRC).as_posix()
-        if place.startswith(("lab/bench", "lab/sim", "lab/chaos", "cli/")):
+    for place, file in modules():
+        laboratory = place.startswith(("tercet_lab/bench", "tercet_lab/sim", "tercet_lab/chaos"))
+        if laboratory or place.startswith("cli/") or "/commands/" in place:
             continue
         _look(ast.parse(file.read_text()), place, "", found)
     return found
@@ -88,11 +87,12 @@ def test_every_endless_loop_is_in_the_table() -> None:
 
 def test_what_is_kept_is_never_a_bare_task() -> None:
     """A loop that the table calls kept is not started by `spawn(loop())` or `create_task(loop())`."""
-    text = "\n".join(file.read_text() for file in SRC.rglob("*.py") if "/lab/chaos/" not in str(file))
+    files = dict(modules())
+    text = "\n".join(file.read_text() for name, file in files.items() if not name.startswith("tercet_lab/chaos/"))
     for each, how in ENDLESS.items():
         place, _, loop = each.partition(":")
         name = loop.rpartition(".")[2]
-        own = (SRC / place).read_text()
+        own = files[place].read_text()
         if how == KEPT:
             for start in ("spawn", "create_task", "ensure_future"):
                 assert f"{start}(self.{name}()" not in own

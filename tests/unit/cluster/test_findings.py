@@ -17,6 +17,7 @@ from tercet.cluster import machine
 from tercet.cluster.devices import Device
 from tercet.cluster.findings import Finding, findings_of
 from tercet.cluster.machine import HookReport, InfinibandDevice, Machine, look_at_machine
+from tests.sources import modules
 
 ROOT = Path(__file__).resolve().parents[3]
 GIB = 1 << 30
@@ -185,7 +186,7 @@ def test_hundreds_of_things_that_do_not_match_are_a_few_lines() -> None:
 
 def test_no_remedy_names_an_extra_that_there_is_not() -> None:
     declared = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
-    texts = [path.read_text() for path in (ROOT / "src").rglob("*.py")]
+    texts = [path.read_text() for _, path in modules()]
     texts += [(ROOT / "README.md").read_text(), *(path.read_text() for path in (ROOT / "docs").rglob("*.md"))]
     for extra in {found for text in texts for found in re.findall(r"pip install[^\n`]*?'\S*\[(\w+)\]'", text)}:
         assert extra in declared

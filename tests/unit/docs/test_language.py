@@ -46,7 +46,7 @@ PAGES = (
     *(path.relative_to(ROOT).as_posix() for path in WRITTEN_BY_HAND),
 )
 # Packages whose docstrings, comments, help texts, errors and log lines are clean.
-ROOMS = ("src/tercet", "benchmarks", "scripts")
+ROOMS = ("src/tercet", "packages", "benchmarks", "scripts")
 # Texts of the router's page, and the comments of what users deploy and run first.
 SHOWN = (
     ROOT / "src/tercet/router/page/static/index.html",

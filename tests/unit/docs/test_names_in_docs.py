@@ -7,11 +7,14 @@ from pathlib import Path
 
 import pytest
 
+from tests.sources import PACKAGES
+
 ROOT = Path(__file__).parents[3]
 DOCS = [file for file in sorted((ROOT / "docs").rglob("*.md")) if "_build" not in file.parts] + [ROOT / "README.md"]
 SCRIPTS = sorted((ROOT / "benchmarks").glob("*.py"))
 # Of these folders' files a document says the path, within the repository or within the package.
-FOLDERS = {folder.name for root in (ROOT, ROOT / "src/tercet") for folder in root.iterdir() if folder.is_dir()}
+BASES = (ROOT, ROOT / "src/tercet", *(package.parent for package in PACKAGES.values()))
+FOLDERS = {folder.name for base in BASES for folder in base.iterdir() if folder.is_dir()}
 PATH = re.compile(r"`((?:[a-z_]+/)+[a-z_0-9]+\.py)`")
 FLAG = re.compile(r"(?<![\w-])(--[a-z][a-z-]*)")
 
@@ -19,7 +22,7 @@ FLAG = re.compile(r"(?<![\w-])(--[a-z][a-z-]*)")
 def missing_paths(text: str) -> list[str]:
     """The paths of Python files that a text names and that do not exist."""
     named = {path for path in PATH.findall(text) if path.partition("/")[0] in FOLDERS}
-    return sorted(path for path in named if not any((base / path).is_file() for base in (ROOT, ROOT / "src/tercet")))
+    return sorted(path for path in named if not any((base / path).is_file() for base in BASES))
 
 
 def cut_tables(text: str) -> list[int]:

@@ -16,6 +16,8 @@ from typing import Any, cast
 
 import pytest
 
+from tests.sources import PACKAGES, PRODUCT, modules
+
 from .pages import DOCS, ROOT, WRITTEN_BY_HAND
 from .test_commands import COMMAND_LINE
 
@@ -78,7 +80,7 @@ def missing_paths(text: set[str]) -> list[str]:
     path = re.compile(r"[\w.-]+(/[\w.-]+)+/?|\w+\.py")
     named = [each.rstrip("/") for each in text if path.fullmatch(each) and not MADE_OR_OTHERS.match(each)]
     folders = {name.split("/")[0] for name in files() if "/" in name}
-    folders |= {place.name for place in (ROOT / "src/tercet").rglob("*") if place.is_dir()}
+    folders |= {place.name for top in (PRODUCT, *PACKAGES.values()) for place in top.rglob("*") if place.is_dir()}
     ours = [each for each in named if each.endswith(".py") or each.split("/")[0] in folders]
     return sorted(each for each in ours if each not in places() and each not in ("mine.py", "policy.py"))
 
@@ -98,7 +100,7 @@ def snake(name: str) -> str:
 @cache
 def sources() -> dict[Path, str]:
     """The modules of the package."""
-    return {path: path.read_text(encoding="utf-8") for path in (ROOT / "src" / "tercet").rglob("*.py")}
+    return {path: path.read_text(encoding="utf-8") for _, path in modules()}
 
 
 @cache

@@ -13,10 +13,11 @@ from pathlib import Path
 import pytest
 
 from tercet.settings.variables import INTERNAL, OF_TESTS
+from tests.sources import modules
 
 ROOT = Path(__file__).resolve().parents[3]
 REFERENCE = ROOT / "docs" / "reference"
-SOURCES = sorted((ROOT / "src" / "tercet").rglob("*.py"))
+SOURCES = [path for _, path in modules()]
 METRICS = {"Counter", "Gauge", "Histogram", "CounterMetricFamily", "GaugeMetricFamily", "HistogramMetricFamily"}
 # Of a library that only `tercet chaos` loads into its engines.
 NOT_FOR_USERS = INTERNAL | OF_TESTS | {"TERCET_TEST", "x-tercet-view"}

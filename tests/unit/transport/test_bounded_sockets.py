@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 import zmq
 
-import tercet
 from tercet.transport.sockets import bounded
-
-SOURCE = Path(tercet.__file__).parent
+from tests.sources import modules
 
 
 def unbounded(text: str) -> Iterator[int]:
@@ -32,7 +29,7 @@ def unbounded(text: str) -> Iterator[int]:
 
 
 def test_every_socket_is_bounded() -> None:
-    files = [path for path in SOURCE.rglob("*.py") if "zmq" in (text := path.read_text()) and ".socket(zmq" in text]
+    files = [path for _, path in modules() if "zmq" in (text := path.read_text()) and ".socket(zmq" in text]
     assert len(files) >= 4
     assert [(path.name, line) for path in files for line in unbounded(path.read_text())] == []
     assert list(unbounded("a = context.socket(zmq.PULL)")) == [1]

@@ -19,7 +19,7 @@ import aiohttp
 import psutil
 import pytest
 
-from tercet_ray.ray_job import JOB_VARIABLE
+from tercet.cli.up import JOB_VARIABLE
 from tests.long_runs import in_full
 from tests.unit.cluster.whole_streams import read_whole
 

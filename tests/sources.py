@@ -1,0 +1,18 @@
+"""The Python files of the product and of the packages beside it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+PRODUCT = ROOT / "src" / "tercet"
+PACKAGES = {found.name: found for found in sorted(ROOT.glob("packages/*/src/tercet_*")) if found.is_dir()}
+"""The folder of each package beside the product, by its import name."""
+
+
+def modules() -> Iterator[tuple[str, Path]]:
+    """Every file with its name: within the product, or after the name of its package."""
+    for top in (PRODUCT, *PACKAGES.values()):
+        for path in sorted(top.rglob("*.py")):
+            yield (path.relative_to(top) if top == PRODUCT else path.relative_to(top.parent)).as_posix(), path
