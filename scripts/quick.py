@@ -40,7 +40,8 @@ def selected_tests(paths: Iterable[str], root: Path = ROOT) -> list[str]:
         match path.parts:
             case ("tests", "unit", _, *_) if path.name.startswith("test_") and path.suffix == ".py":
                 found.add(str(path))
-            case ("src", "tercet", room, *inner):
+            case ("src", "tercet", room, *inner) | ("packages", _, "src", room, *inner) if inner:
+                room = "cluster/on_ray" if room == "tercet_ray" else room.removeprefix("tercet_")
                 found.add(_closest(f"tests/unit/{room}", [part for part in inner if not part.endswith(".py")], root))
             case _:
                 continue

@@ -1,7 +1,7 @@
-"""The type check of src for `make check`: pyright, unless it has already passed for the same files.
+"""The type check of src and packages for `make check`: pyright, unless it has already passed for the same files.
 
-build/types.txt has a hash of the files for which it passed: those under src and typings, the settings of pyright and
-the pinned packages. `make lint` and `make test` always check all types.
+build/types.txt has a hash of the files for which it passed: those under src, packages and typings, the settings of
+pyright and the pinned packages. `make lint` and `make test` always check all types.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def main() -> int:
     if PASSED.exists() and PASSED.read_text() == seen:
         print("types: passed for the same files before")
         return 0
-    code = subprocess.run((sys.executable, "-m", "pyright", "src"), cwd=ROOT, check=False).returncode
+    code = subprocess.run((sys.executable, "-m", "pyright", "src", "packages"), cwd=ROOT, check=False).returncode
     if code == 0 and hash_of(sources(ROOT), ROOT) == seen:
         PASSED.parent.mkdir(exist_ok=True)
         PASSED.write_text(seen)
@@ -31,8 +31,9 @@ def main() -> int:
 
 
 def sources(root: Path) -> list[Path]:
-    """Return the files that determine the result of pyright for src."""
-    found = [path for folder in ("src", "typings") for path in (root / folder).rglob("*.py*") if path.suffix != ".pyc"]
+    """Return the files that determine the result of pyright for src and packages."""
+    every = (path for folder in ("src", "packages", "typings") for path in (root / folder).rglob("*.py*"))
+    found = [path for path in every if path.suffix != ".pyc"]
     return sorted([*found, *(root / name for name in SETTINGS)])
 
 

@@ -16,7 +16,8 @@ RUN pip install --no-cache-dir --no-deps -r requirements/cpu.txt \
  && pip install --no-cache-dir torch==2.13.0
 COPY pyproject.toml LICENSE ./
 COPY src src
-RUN pip install --no-cache-dir --no-deps --no-build-isolation . \
+COPY packages packages
+RUN pip install --no-cache-dir --no-deps --no-build-isolation . ./packages/tercet-gateway ./packages/tercet-lab ./packages/tercet-ray \
  && useradd --uid 1000 --create-home tercet \
  && install -d -o tercet -g tercet /var/cache/tercet
 ENV TERCET_CACHE=/var/cache/tercet HF_HOME=/var/cache/tercet/hub

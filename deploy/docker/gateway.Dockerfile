@@ -13,7 +13,8 @@ COPY requirements/gateway.txt requirements/
 RUN pip install --no-cache-dir --no-deps -r requirements/gateway.txt
 COPY pyproject.toml LICENSE ./
 COPY src src
-RUN pip install --no-cache-dir --no-deps --no-build-isolation . \
+COPY packages packages
+RUN pip install --no-cache-dir --no-deps --no-build-isolation . ./packages/tercet-gateway \
  && useradd --uid 1000 --create-home tercet \
  && install -d -o tercet -g tercet /var/cache/tercet
 ENV TERCET_CACHE=/var/cache/tercet

@@ -109,6 +109,8 @@ def test_a_change_selects_the_tests_of_its_room() -> None:
     always = list(quick.ALWAYS)
     assert quick.selected_tests([]) == sorted(always)
     assert "tests/unit/fleet" in quick.selected_tests(["src/tercet/fleet/admission.py"])
+    assert "tests/unit/lab/sim" in quick.selected_tests(["packages/tercet-lab/src/tercet_lab/sim/clock.py"])
+    assert quick.selected_tests(["packages/tercet-lab/pyproject.toml"]) == sorted(always)
     assert quick.selected_tests(["docs/x.md", "tests/unit/fleet/test_gone.py"]) == sorted(always)
     assert "tests/unit/cli" in quick.selected_tests(["src/tercet/cli/app.py", "tests/unit/cli/test_command_line.py"])
 

@@ -1,0 +1,105 @@
+"""A budget that only falls: the lines and files of Python of each room of the product, and of each package beside it.
+
+A room that grew loses as much elsewhere. A change that makes a room smaller lowers its numbers here; `python -m
+tests.unit.test_budget` prints the present ones.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import pytest
+
+from tests.sources import PACKAGES, modules
+
+
+class Size(NamedTuple):
+    """Lines and files of Python."""
+
+    lines: int
+    files: int
+
+
+BUDGET = {
+    "__init__": Size(8, 1),
+    "aio": Size(1090, 12),
+    "cli": Size(3812, 38),
+    "cluster": Size(5000, 36),
+    "decisions": Size(5018, 46),
+    "fleet": Size(6069, 48),
+    "programs": Size(393, 10),
+    "protocol": Size(4065, 34),
+    "router": Size(10718, 82),
+    "settings": Size(2437, 24),
+    "src/tercet, together": Size(65521, 537),
+    "tercet_gateway": Size(6267, 43),
+    "tercet_lab": Size(19061, 121),
+    "tercet_ray": Size(1522, 16),
+    "transport": Size(7058, 51),
+    "vllm_plugin": Size(15363, 115),
+    "wire": Size(4490, 40),
+}
+PRODUCT = "src/tercet, together"
+# A smaller room need not lower its numbers: other changes of the same hour add a few lines.
+SLACK_LINES, SLACK_SHARE, SLACK_FILES = 50, 0.01, 2
+
+
+def present() -> dict[str, Size]:
+    """The size of each room and package, and of all rooms together."""
+    lines, files = Counter[str](), Counter[str]()
+    for name, path in modules():
+        room = name.partition("/")[0].removesuffix(".py")
+        for counted in (room,) if room in PACKAGES else (room, PRODUCT):
+            lines[counted] += len(path.read_bytes().splitlines())
+            files[counted] += 1
+    return {room: Size(lines[room], files[room]) for room in sorted(lines)}
+
+
+def complaints(found: Mapping[str, Size], budget: Mapping[str, Size]) -> list[str]:
+    """What is above its number, and what is so far below that the number must be lowered."""
+    said = [f"{room} is in no budget" for room in found.keys() - budget.keys()]
+    said += [f"{room} is gone: remove it" for room in budget.keys() - found.keys()]
+    for room in found.keys() & budget.keys():
+        now, most = found[room], budget[room]
+        if now.lines > most.lines or now.files > most.files:
+            said.append(
+                f"{room} grew to {now.lines} lines in {now.files} files; {most.lines} in {most.files} is the most"
+            )
+        slack = max(SLACK_LINES, int(SLACK_SHARE * most.lines))
+        if now.lines < most.lines - slack or now.files < most.files - SLACK_FILES:
+            said.append(f'{room} is smaller: lower its numbers to "{room}": Size({now.lines}, {now.files})')
+    return sorted(said)
+
+
+def test_no_room_grows() -> None:
+    said = complaints(present(), BUDGET)
+    assert not said, "\n".join(["", *said])
+
+
+@pytest.mark.parametrize(
+    ("now", "said"),
+    [
+        (Size(1000, 10), []),
+        (Size(950, 8), []),
+        (Size(1001, 10), ["a grew to 1001 lines in 10 files; 1000 in 10 is the most"]),
+        (Size(900, 11), ["a grew to 900 lines in 11 files; 1000 in 10 is the most",
+                         'a is smaller: lower its numbers to "a": Size(900, 11)']),
+        (Size(949, 10), ['a is smaller: lower its numbers to "a": Size(949, 10)']),
+        (Size(1000, 7), ['a is smaller: lower its numbers to "a": Size(1000, 7)']),
+    ],
+)  # fmt: skip
+def test_the_rule_itself(now: Size, said: list[str]) -> None:
+    assert complaints({"a": now}, {"a": Size(1000, 10)}) == said
+
+
+def test_rooms_and_budget_are_the_same() -> None:
+    one = {"a": Size(1, 1)}
+    assert complaints(one, {}) == ["a is in no budget"]
+    assert complaints({}, one) == ["a is gone: remove it"]
+
+
+if __name__ == "__main__":
+    for each, size in present().items():
+        print(f'    "{each}": Size({size.lines}, {size.files}),')
