@@ -10,7 +10,7 @@ from fastapi.routing import APIRoute
 from scripts.reference.markdown import code, first_sentence, prose, table
 
 from tercet.protocol import TercetError
-from tercet.protocol.headers import HEADERS
+from tercet.protocol.headers import HEADERS, PREFILLER_HEADER
 from tercet.router import admin
 from tercet.vllm_plugin import endpoint
 from tercet_gateway import exchange
@@ -50,7 +50,7 @@ def http_page() -> str:
 def _of_the_gateway() -> Iterable[tuple[str, str]]:
     told = {
         exchange.DESTINATION: "Set by the picker: the endpoint, and the endpoints to try after it.",
-        exchange.PREFILLER: "Set by the picker: the endpoint that prefills, if the request needs one.",
+        PREFILLER_HEADER: "Set by the picker: the endpoint that prefills, if the request needs one.",
         exchange.SUBSET: "Metadata from Envoy: the only endpoints that may be picked.",
         exchange.SERVED: "On the answer, from Envoy: the endpoint that served.",
         exchange.DROPPED: "On a refusal: the reason.",

@@ -14,7 +14,7 @@ from aiohttp import web
 from yarl import URL
 
 from tercet.cluster.ports import free_ports
-from tercet_gateway.exchange import CONTROL
+from tercet.protocol.headers import CONTROL_HEADERS as CONTROL
 from tests.longest_wait import LONGEST_WAIT_S
 from tests.servers import served
 from tests.unit.wire.client.certificates import Authority
