@@ -105,7 +105,7 @@ test-vllm: setup ## the plugin's tests, and then real engines, with each vLLM th
 	done
 
 clean: ## remove caches and build products
-	rm -rf build docs/_build .pytest_cache .ruff_cache .hypothesis
+	rm -rf build packages/*/build docs/_build .pytest_cache .ruff_cache .hypothesis
 	find src packages tests -name __pycache__ -type d -prune -exec rm -rf {} +
 
 distclean: clean ## clean, and remove .venv

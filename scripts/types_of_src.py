@@ -14,6 +14,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 PASSED = ROOT / "build" / "types.txt"
+FOLDERS = ("src", *sorted(str(each.relative_to(ROOT)) for each in ROOT.glob("packages/*/src")))
 SETTINGS = ("pyproject.toml", "requirements/locked.txt", "requirements/torch.txt")
 
 
@@ -23,7 +24,7 @@ def main() -> int:
     if PASSED.exists() and PASSED.read_text() == seen:
         print("types: passed for the same files before")
         return 0
-    code = subprocess.run((sys.executable, "-m", "pyright", "src", "packages"), cwd=ROOT, check=False).returncode
+    code = subprocess.run((sys.executable, "-m", "pyright", *FOLDERS), cwd=ROOT, check=False).returncode
     if code == 0 and hash_of(sources(ROOT), ROOT) == seen:
         PASSED.parent.mkdir(exist_ok=True)
         PASSED.write_text(seen)
@@ -32,7 +33,7 @@ def main() -> int:
 
 def sources(root: Path) -> list[Path]:
     """Return the files that determine the result of pyright for src and packages."""
-    every = (path for folder in ("src", "packages", "typings") for path in (root / folder).rglob("*.py*"))
+    every = (path for folder in (*FOLDERS, "typings") for path in (root / folder).rglob("*.py*"))
     found = [path for path in every if path.suffix != ".pyc"]
     return sorted([*found, *(root / name for name in SETTINGS)])
 

@@ -13,7 +13,7 @@ from typing import Any
 from weakref import WeakValueDictionary
 
 CONTAINERS = (list, dict, set, deque, OrderedDict, WeakValueDictionary)
-WALKED = ("tercet.", "prometheus_client.")
+WALKED = ("tercet.", "tercet_", "prometheus_client.")
 """Modules whose objects are looked into: those of Tercet, and metrics, whose labels clients may choose."""
 SKIPPED = (types.ModuleType, types.FunctionType, types.BuiltinFunctionType, type, types.CodeType, enum.Enum)
 

@@ -14,6 +14,8 @@ from typing import Any
 
 import pytest
 
+from tests.sources import PACKAGES, PRODUCT
+
 from .pages import ROOT, WRITTEN_BY_HAND
 from .test_commands import COMMAND_LINE
 
@@ -46,7 +48,9 @@ PAGES = (
     *(path.relative_to(ROOT).as_posix() for path in WRITTEN_BY_HAND),
 )
 # Packages whose docstrings, comments, help texts, errors and log lines are clean.
-ROOMS = ("src/tercet", "packages", "benchmarks", "scripts")
+ROOMS = (
+    *(top.relative_to(ROOT).as_posix() for top in (PRODUCT, *PACKAGES.values())), "benchmarks", "scripts",
+)  # fmt: skip
 # Texts of the router's page, and the comments of what users deploy and run first.
 SHOWN = (
     ROOT / "src/tercet/router/page/static/index.html",
