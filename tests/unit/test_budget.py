@@ -33,11 +33,11 @@ BUDGET = {
     "protocol": Size(4079, 34),
     "router": Size(10730, 82),
     "settings": Size(2448, 24),
-    "src/tercet, together": Size(65839, 515),
+    "src/tercet, together": Size(65566, 488),
     "tercet_gateway": Size(6272, 43),
     "tercet_lab": Size(19082, 121),
     "tercet_ray": Size(1522, 16),
-    "transport": Size(7058, 51),
+    "transport": Size(6785, 24),
     "vllm_plugin": Size(15617, 116),
     "wire": Size(4577, 40),
 }
