@@ -7,7 +7,9 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 PRODUCT = ROOT / "src" / "tercet"
-PACKAGES = {found.name: found for found in sorted(ROOT.glob("packages/*/src/tercet_*")) if found.is_dir()}
+PACKAGES = {
+    found.name: found for found in sorted(ROOT.glob("packages/*/src/tercet_*")) if (found / "__init__.py").is_file()
+}
 """The folder of each package beside the product, by its import name."""
 
 
