@@ -14,7 +14,7 @@ import numpy as np
 from tercet.fleet import EngineFleet, FleetKnowledge, Member
 from tercet.programs import Answer
 from tercet.protocol import Request
-from tercet.protocol.block_hashes import chain
+from tercet.protocol.content import chain
 
 BLOCK = 64
 # An engine with the prefix is chosen if it has at most this number of sequences more than the least busy engine.

@@ -21,7 +21,7 @@ from fastapi import FastAPI, Request, UploadFile
 from tercet.cluster.ports import free_ports
 from tercet.fleet.admission import Gate
 from tercet.protocol import TercetError
-from tercet.protocol.openai_routes import CLIENTS, GENERATING, POOLING, TRANSCRIBING
+from tercet.protocol.headers import CLIENTS, GENERATING, POOLING, TRANSCRIBING
 from tercet.router import admin
 from tercet.router.observe.metrics import Metrics
 from tercet.router.pooling import PoolingServers

@@ -18,7 +18,7 @@ from tercet.protocol import (
     Unauthorized,
     UnknownModel,
 )
-from tercet.protocol.error_forms import error_body, last_events
+from tercet.protocol.errors import error_body, last_events
 from tercet.protocol.sse import EventSplitter, data_of, object_of
 
 

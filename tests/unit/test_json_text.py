@@ -10,7 +10,7 @@ import pytest
 
 from tercet.protocol import BadRequest, json_text
 from tercet.protocol.json_text import as_text, in_utf8, read_json, unwritable_field
-from tercet.protocol.seq_ids import LONGEST_ID, sequence_id
+from tercet.protocol.names import LONGEST_ID, sequence_id
 from tercet.protocol.wire import StartGenerateCall, decode_call, encode_call
 
 SAID = {"model": "gr\u00f6\u00dfe", "n": [1, 2.5, None, True], "emoji": "\U0001f680"}

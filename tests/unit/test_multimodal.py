@@ -12,9 +12,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tercet.decisions.scheduling.hashing import block_hashes
+from tercet.decisions.scheduling.plugin import block_hashes
 from tercet.protocol import BadRequest, MultiModalFeature, Request, cache_key, digest_of_feature, digest_of_features
-from tercet.protocol.multimodal import require_placed, whole_features
+from tercet.protocol.content import require_placed, whole_features
 from tercet.protocol.wire import PrepRecvCall, StartGenerateCall, decode_call
 
 SIZE = 4

@@ -21,7 +21,7 @@ from tercet.protocol import (
     from_wire,
     resolve_range,
 )
-from tercet.protocol.ranges import resolve_end
+from tercet.protocol.types import resolve_end
 from tercet.protocol.wire import PrepRecvCall, StartGenerateCall, decode_call
 
 from .fakes import LAYOUT

@@ -17,7 +17,7 @@ import typer
 from tercet.cli.router_calls import HERE, ApiKey, Url
 from tercet.cli.terminal import note, write
 from tercet.protocol import BadRequest, EngineError, EngineUnreachable, TercetError
-from tercet.protocol.bearer import bearer, given_key
+from tercet.protocol.access import bearer, given_key
 from tercet.protocol.sse import read_answer
 from tercet.protocol.wire import UNREADABLE
 from tercet.settings import require_url

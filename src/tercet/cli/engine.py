@@ -32,8 +32,8 @@ from tercet.cluster.foresight import require_memory, shared_cores
 from tercet.cluster.model import BUILT_IN, resolve_model, resolve_tokenizer
 from tercet.cluster.model_hub import known_model
 from tercet.cluster.ports import require_free
+from tercet.protocol.hosts import AllowedPrefillers
 from tercet.protocol.names import require_engine_name
-from tercet.protocol.prefill_hosts import AllowedPrefillers
 from tercet.settings import key_values
 from tercet.settings.variables import THREADS_BIND
 

@@ -27,7 +27,7 @@ from tercet.cluster.joining import JoiningEngine, run_joined
 from tercet.cluster.log_directories import log_directory
 from tercet.cluster.ports import require_free, url_of
 from tercet.protocol import BadRequest, Role
-from tercet.protocol.bearer import key_of
+from tercet.protocol.access import key_of
 from tercet.settings import SECRET_VARIABLE, require_url
 
 _ANY_ADDRESS = ("", "0.0.0.0", "::")

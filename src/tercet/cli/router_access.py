@@ -6,7 +6,7 @@ import os
 from collections.abc import Mapping
 
 from tercet.cluster.engine_command import value_of
-from tercet.protocol.bearer import given_key, key_of
+from tercet.protocol.access import given_key, key_of
 from tercet.settings import RouterConfig, RouterSettings
 from tercet.settings.variables import API_KEY_VARIABLE
 from tercet.wire.serving.router_keys import RouterKeys

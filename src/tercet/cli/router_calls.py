@@ -16,7 +16,7 @@ import typer
 from tercet.aio.files import read_named
 from tercet.cli.terminal import say
 from tercet.protocol import BadRequest, EngineUnreachable
-from tercet.protocol.bearer import given_key
+from tercet.protocol.access import given_key
 from tercet.settings import require_url
 from tercet.settings.key_files import KeyFile
 from tercet.settings.variables import ADMIN_KEY_FILE_VARIABLE, ADMIN_KEY_VARIABLE, CLIENT_KEY_VARIABLE, URL_VARIABLE

@@ -19,7 +19,7 @@ import msgspec
 
 from tercet.cluster.compute import as_cpu_list, default_dtype, split_cores
 from tercet.protocol import BadRequest
-from tercet.protocol.bearer import given_key, key_of
+from tercet.protocol.access import given_key, key_of
 from tercet.settings import SECRET_VARIABLE
 from tercet.settings.prefill_settings import PREFILL_HOSTS_VARIABLE
 from tercet.settings.variables import API_KEY_VARIABLE, ENGINE_NAME_VARIABLE, NO_DYNAMO, PRELOAD, THREADS_BIND

@@ -12,11 +12,10 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from tercet.decisions.scheduling.hashing import block_hashes, key_of
-from tercet.decisions.scheduling.plugin import Floats, Integers
+from tercet.decisions.scheduling.plugin import Floats, Integers, block_hashes, key_of
 from tercet.fleet.prefix_index import RoutingHistory, StoredBlocks
 from tercet.protocol import AdapterLoad, EngineLoad, Request
-from tercet.protocol.block_hashes import Extras
+from tercet.protocol.content import Extras
 
 STALE_AFTER = 1.0
 """Seconds after which a report counts as unknown: ten reports, one every 100 ms, are then missing."""
@@ -216,7 +215,7 @@ class FleetKnowledge:
             self._stored_in(block_size).store(row, blocks, parent, tokens, salt, adapter, extras)
 
     def hold(self, name: str, block_size: int, hashes: Sequence[int]) -> None:
-        """Record blocks of an engine that names them by Tercet's hashes (:mod:`tercet.protocol.block_hashes`)."""
+        """Record blocks of an engine that names them by Tercet's hashes (:mod:`tercet.protocol.content`)."""
         row = self.loads.row(name)
         if row is not None:
             self._stored_in(block_size).hold(row, hashes)

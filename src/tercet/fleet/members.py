@@ -10,7 +10,7 @@ from types import TracebackType
 from tercet.fleet.knowledge import FleetKnowledge
 from tercet.fleet.picking import Picking
 from tercet.protocol import AdapterReport, Conflict, Engine, Revision, Role, TercetError, UnknownEngine
-from tercet.protocol.revision import UNKNOWN_REVISION
+from tercet.protocol.addresses import UNKNOWN_REVISION
 from tercet.protocol.types import Paused
 
 Fail = Callable[[TercetError], object]

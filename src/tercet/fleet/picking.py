@@ -11,10 +11,8 @@ from typing import Generic, TypeVar, cast
 import numpy as np
 
 from tercet.decisions.scheduling import PICKERS, Decision, Engines, Scheduling, SchedulingProfile
-from tercet.decisions.scheduling.hashing import block_hashes
-from tercet.decisions.scheduling.pickers import TurnPicker
-from tercet.decisions.scheduling.plugin import Integers
-from tercet.decisions.scheduling.profiles import SCHEDULED
+from tercet.decisions.scheduling.plugin import Integers, block_hashes
+from tercet.decisions.scheduling.profiles import SCHEDULED, TurnPicker
 from tercet.decisions.scheduling.scorers import home_of
 from tercet.decisions.sessions import SessionTable, session_named
 from tercet.fleet.adapters import has, wanted_by

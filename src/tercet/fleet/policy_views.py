@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Literal, NamedTuple
 
-from tercet.decisions.cost.reported_work import UNKNOWN_CONTEXT
+from tercet.decisions.cost.engine_work import UNKNOWN_CONTEXT
 from tercet.decisions.migration import CountedMove, LoadedEngine, SequenceView
 from tercet.decisions.objectives import meets
 from tercet.decisions.planning import ObservedRequest

@@ -14,7 +14,7 @@ import msgspec
 import numpy as np
 
 from tercet.decisions.scheduling.plugin import Integers
-from tercet.protocol.block_hashes import Extras, chain, root_of
+from tercet.protocol.content import Extras, chain, root_of
 
 MANY = 24
 

@@ -15,7 +15,7 @@ import msgspec
 from tercet.fleet.members import CallsInFlight
 from tercet.fleet.trace import Generation, TracedEngine
 from tercet.protocol import Conflict, Engine, EngineUnreachable, Output, OutputStream, Request, UnknownSequence
-from tercet.protocol.seq_ids import further_id
+from tercet.protocol.names import further_id
 from tercet.settings import RetryBudget
 from tercet.settings.log_lines import request_id
 

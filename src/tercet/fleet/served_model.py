@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import msgspec
 
 from tercet.protocol import BadRequest, EngineStatus
-from tercet.protocol.revision import TextFingerprint
+from tercet.protocol.addresses import TextFingerprint
 
 REPLACED_AFTER_S = 5.0
 """Seconds for which no engine serves and all that answer agree, until the model counts as replaced."""

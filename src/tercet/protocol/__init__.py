@@ -5,9 +5,36 @@ Positions are token positions in ``prompt + output``; every range is half-open, 
 
 from typing import TYPE_CHECKING, Any
 
-from tercet.protocol.addresses import CacheGroup, KVAddrInfo, KVLayout, RankAddress
-from tercet.protocol.content import Content, cache_key, content_of, packed
-from tercet.protocol.engine import Engine, Reservation, TakesAdapters
+from tercet.protocol.addresses import (
+    CacheGroup,
+    KVAddrInfo,
+    KVLayout,
+    RankAddress,
+    Revision,
+    TextFingerprint,
+    kv_obstacle,
+    may_exchange_kv,
+)
+from tercet.protocol.content import (
+    Content,
+    MultiModalFeature,
+    cache_key,
+    content_of,
+    digest_of_feature,
+    digest_of_features,
+    packed,
+)
+from tercet.protocol.engine import (
+    Engine,
+    EngineView,
+    Fleet,
+    PrefillRule,
+    Reservation,
+    Role,
+    Route,
+    TakesAdapters,
+    WithoutRole,
+)
 from tercet.protocol.errors import (
     BadRequest,
     Conflict,
@@ -41,10 +68,6 @@ from tercet.protocol.errors import (
     UnsupportedMediaType,
     from_wire,
 )
-from tercet.protocol.fleet import EngineView, Fleet, PrefillRule, Role, Route, WithoutRole
-from tercet.protocol.multimodal import MultiModalFeature, digest_of_feature, digest_of_features
-from tercet.protocol.ranges import resolve_range
-from tercet.protocol.revision import Revision, TextFingerprint, kv_obstacle, may_exchange_kv
 from tercet.protocol.types import (
     AdapterLoad,
     AdapterReport,
@@ -58,6 +81,7 @@ from tercet.protocol.types import (
     SequenceReport,
     TokenLogprob,
     Usage,
+    resolve_range,
 )
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import msgspec
 
-from tercet.protocol.call_proofs import secrets_of
+from tercet.protocol.access import secrets_of
 from tercet.protocol.errors import LayoutMismatch, Unauthorized
 
 Positive = Annotated[int, msgspec.Meta(ge=1, lt=2**48)]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Iterable, Mapping
 
-from tercet.protocol.multimodal import MultiModalFeature
+from tercet.protocol.content import MultiModalFeature
 
 Extras = Mapping[int, tuple[int, ...]]
 """Content of blocks in addition to their tokens, by block number."""

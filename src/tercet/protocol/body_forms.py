@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from tercet.protocol.errors import BadRequest, UnsupportedMediaType
-from tercet.protocol.openai_routes import TRANSCRIBING
+from tercet.protocol.headers import TRANSCRIBING
 from tercet.protocol.wire import JSON, MSGPACK
 
 MULTIPART = "multipart/form-data"

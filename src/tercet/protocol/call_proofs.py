@@ -16,7 +16,7 @@ import secrets
 import time
 from collections.abc import Callable, Sequence
 
-from tercet.protocol.bearer import BearerKeys
+from tercet.protocol.access import BearerKeys
 from tercet.protocol.errors import Unauthorized
 
 SCHEME = "Tercet"

@@ -14,7 +14,7 @@ from typing import Any, Literal, cast
 import msgspec
 
 from tercet.protocol.errors import TercetError
-from tercet.protocol.openai_routes import RESPONSES
+from tercet.protocol.headers import RESPONSES
 
 Api = Literal["openai", "responses", "anthropic", "cohere"]
 MESSAGES = "/v1/messages"

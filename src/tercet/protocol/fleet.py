@@ -7,9 +7,9 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
+from tercet.protocol.addresses import Revision
 from tercet.protocol.engine import Engine
-from tercet.protocol.revision import Revision
-from tercet.protocol.roles import Role
+from tercet.protocol.names import Role
 from tercet.protocol.types import AdapterReport, Request
 
 WithoutRole = Literal["serve", "refuse"]

@@ -12,8 +12,8 @@ import ipaddress
 from collections.abc import Iterable, Sequence
 from urllib.parse import urlsplit
 
-from tercet.protocol.body_forms import CONTENT_TYPE, UNKNOWN_BYTES, Fields, announces_body, labelled
 from tercet.protocol.errors import Forbidden, UnsupportedMediaType
+from tercet.protocol.request_checks import CONTENT_TYPE, UNKNOWN_BYTES, Fields, announces_body, labelled
 from tercet.protocol.wire import JSON
 
 # A browser's values for requests of the same origin, and for addresses that its user typed.

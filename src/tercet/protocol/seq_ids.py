@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from tercet.protocol.client_names import kept_name
+from tercet.protocol.names import kept_name
 
 # Maximum characters of a sequence's id: engines accept 256, and later attempts add a few characters.
 LONGEST_ID = 200

@@ -7,10 +7,9 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
-from tercet.protocol.addresses import KVLayout
+from tercet.protocol.addresses import KVLayout, Revision, TextFingerprint
+from tercet.protocol.content import MultiModalFeature
 from tercet.protocol.errors import UnknownAdapter
-from tercet.protocol.multimodal import MultiModalFeature
-from tercet.protocol.revision import Revision, TextFingerprint
 from tercet.protocol.wire import TokenId
 
 Count = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]

@@ -18,12 +18,11 @@ from typing import Annotated, Any, TypeVar
 import msgspec
 
 from tercet.protocol.addresses import KVAddrInfo
+from tercet.protocol.content import MultiModalFeatures
 from tercet.protocol.errors import BadRequest, Conflict
 from tercet.protocol.headers import INCARNATION_HEADER
 from tercet.protocol.json_text import UNREADABLE, in_utf8, read_json, unwritable_field
-from tercet.protocol.multimodal import MultiModalFeatures
-from tercet.protocol.names import require_adapter_name, require_text, require_uid
-from tercet.protocol.roles import Role
+from tercet.protocol.names import Role, require_adapter_name, require_text, require_uid
 
 API_PREFIX = "/tercet/v1"
 JSON, MSGPACK = "application/json", "application/msgpack"
@@ -230,7 +229,7 @@ def encode_call(call: msgspec.Struct) -> tuple[bytes, str]:
 
 
 def decode_call(body: bytes, kind: type[C], form: str = JSON) -> C:
-    """Parse a call's body in the form that :mod:`tercet.protocol.body_forms` has decided.
+    """Parse a call's body in the form that :mod:`tercet.protocol.request_checks` has decided.
 
     Raises :class:`~tercet.protocol.errors.BadRequest` whose ``param`` names the field.
     """

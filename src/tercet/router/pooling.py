@@ -23,9 +23,8 @@ import msgspec
 
 from tercet.aio import TaskSet, repeat
 from tercet.protocol import DeadlineExceeded, EngineError, EngineUnreachable, UnknownModel
-from tercet.protocol.bearer import bearer
-from tercet.protocol.headers import CONTROL_HEADERS, PROGRAM_HEADER, TRACE_HEADER
-from tercet.protocol.openai_routes import POOLING
+from tercet.protocol.access import bearer
+from tercet.protocol.headers import CONTROL_HEADERS, POOLING, PROGRAM_HEADER, TRACE_HEADER
 from tercet.protocol.wire import UNREADABLE
 from tercet.wire.client.bounded_answers import PLAIN, read_answer
 from tercet.wire.client.connection_errors import reason_of

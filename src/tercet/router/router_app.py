@@ -27,11 +27,10 @@ from tercet.fleet.bodies import (
     is_short,
 )
 from tercet.protocol import BadRequest, EngineUnreachable, RouterFailed, Saturated, TercetError, UnknownPath
-from tercet.protocol.bearer import BearerKeys
-from tercet.protocol.body_forms import WITH_BODY
-from tercet.protocol.error_forms import error_body
-from tercet.protocol.headers import PROGRAM_HEADER
-from tercet.protocol.openai_routes import GENERATING
+from tercet.protocol.access import BearerKeys
+from tercet.protocol.errors import error_body
+from tercet.protocol.headers import GENERATING, PROGRAM_HEADER
+from tercet.protocol.request_checks import WITH_BODY
 from tercet.protocol.wire import API_PREFIX, JSON
 from tercet.router.limits.received_bodies import ReceivedBody, nothing_from, read_body, receive_body
 from tercet.router.limits.sequence_count import require_few_sequences

@@ -16,7 +16,7 @@ import yaml
 
 from tercet.aio.files import read_named
 from tercet.protocol import BadRequest
-from tercet.protocol.bearer import given_key
+from tercet.protocol.access import given_key
 from tercet.settings.declaration import Declared, complaint, declared, fields_of, is_group, key_values, near
 
 S = TypeVar("S", bound=msgspec.Struct)

@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from tercet.protocol.client_names import kept_name
+from tercet.protocol.names import kept_name
 from tercet.protocol.spans import current_span
 
 LogLevel = Literal["debug", "info", "warning", "error"]

@@ -13,7 +13,7 @@ import msgspec
 from msgspec import Meta
 
 from tercet.protocol import TercetError, TransferFailed
-from tercet.protocol.call_proofs import secrets_of
+from tercet.protocol.access import secrets_of
 from tercet.settings import Settings
 from tercet.settings.declaration import FixedPort
 from tercet.transport.backends import AUTO

@@ -19,12 +19,10 @@ from starlette.types import Scope
 
 from tercet.aio.descriptors import descriptors_watched
 from tercet.protocol import DeadlineExceeded, EngineError, Output, Revision, TercetError, Unauthorized, UnknownSequence
-from tercet.protocol.bearer import BearerKeys
-from tercet.protocol.body_forms import VERB_FORMS, labelled
-from tercet.protocol.call_proofs import CHALLENGE_HEADER, Callers, require_digest, secrets_of
+from tercet.protocol.access import CHALLENGE_HEADER, BearerKeys, Callers, require_digest, secrets_of
 from tercet.protocol.headers import INCARNATION_HEADER
 from tercet.protocol.names import require_engine_name
-from tercet.protocol.own_requests import ShownHeaders, require_own_call
+from tercet.protocol.request_checks import VERB_FORMS, ShownHeaders, labelled, require_own_call
 from tercet.protocol.types import FinishReason
 from tercet.protocol.wire import (
     API_PREFIX,

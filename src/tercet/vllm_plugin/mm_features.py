@@ -29,7 +29,7 @@ from vllm.utils.jsontree import json_map_leaves
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
 from tercet.protocol import BadRequest, MultiModalFeature, digest_of_feature
-from tercet.protocol.client_names import kept_name
+from tercet.protocol.names import kept_name
 
 # Larger than any tensor: all tensors are inside the message.
 INLINE = 2**62

@@ -16,6 +16,7 @@ from typing import Any
 import httpx
 import msgspec
 from fastapi import FastAPI
+from tercet.protocol.access import Callers
 from vllm.config import CacheConfig, KVTransferConfig, ModelConfig, SchedulerConfig, VllmConfig
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.engine import EngineCoreOutputs, EngineCoreRequest
@@ -28,8 +29,7 @@ from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
 from tercet.cluster.model import resolve_model
 from tercet.protocol import EngineLoad
-from tercet.protocol.call_proofs import Callers
-from tercet.protocol.prefill_hosts import AllowedPrefillers
+from tercet.protocol.hosts import AllowedPrefillers
 from tercet.protocol.wire import API_PREFIX
 from tercet.transport import SendDone
 from tercet.vllm_plugin.core.connector_messages import StepMetadata

@@ -20,7 +20,7 @@ import pytest
 from tercet.cli.setting_flags import flags_given
 from tercet.cluster.up_config import UpConfig
 from tercet.protocol import BadRequest
-from tercet.protocol.openai_routes import GENERATING
+from tercet.protocol.headers import GENERATING
 from tercet.router.router_app import OPEN
 from tercet.settings import ReschedulerConfig, RouterConfig, Settings, decode_settings
 from tercet.settings.variables import API_KEY_VARIABLE

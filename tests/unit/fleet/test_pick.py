@@ -12,7 +12,7 @@ import pytest
 
 from tercet.decisions.scheduling import Decision, Engines, Scheduling, SchedulingProfile
 from tercet.decisions.scheduling.filters import ByLabel
-from tercet.decisions.scheduling.pickers import MaxScorePicker
+from tercet.decisions.scheduling.profiles import MaxScorePicker
 from tercet.fleet import EngineFleet, Member, Trace
 from tercet.programs import load_program, outputs_of
 from tercet.protocol import BadRequest, EngineLoad, EngineUnreachable, Fleet, Request, Role, RoleUnavailable

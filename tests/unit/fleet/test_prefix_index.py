@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tercet.fleet.prefix_index import Holders, RoutingHistory
-from tercet.protocol.block_hashes import chain
+from tercet.protocol.content import chain
 
 ROWS = 40
 

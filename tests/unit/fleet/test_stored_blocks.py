@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tercet.decisions.scheduling.hashing import block_hashes
+from tercet.decisions.scheduling.plugin import block_hashes
 from tercet.fleet.prefix_index import StoredBlocks
 from tercet.protocol import Request
 

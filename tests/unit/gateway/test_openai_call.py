@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from tercet.protocol import BadRequest
-from tercet.protocol.openai_routes import GENERATING, POOLING, path_of
+from tercet.protocol.headers import GENERATING, POOLING, path_of
 from tercet_gateway.openai_call import READ_STRICTLY, OpenAICall, call_of
 from tercet_gateway.rendering import ByCharacters
 

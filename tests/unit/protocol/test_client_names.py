@@ -9,12 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tercet.decisions.scheduling.scorers import session_of
-from tercet.decisions.sessions import session_in_body, session_named
-from tercet.decisions.sessions.names import FIELDS, HEADERS
+from tercet.decisions.sessions import FIELDS, HEADERS, session_in_body, session_named
 from tercet.protocol import BadRequest, Request
-from tercet.protocol.client_names import LONGEST_NAME, kept_name, owned_name
 from tercet.protocol.errors import LONGEST_MESSAGE
-from tercet.protocol.seq_ids import LONGEST_ID, sequence_id
+from tercet.protocol.names import LONGEST_ID, LONGEST_NAME, kept_name, owned_name, sequence_id
 
 LONG = "n" * 4_000_000
 MOST_BYTES = 1024

@@ -9,7 +9,7 @@ import pytest
 from tercet.fleet import membership
 from tercet.fleet.served_model import ServedModel
 from tercet.protocol import BadRequest, EngineStatus, EngineUnreachable
-from tercet.protocol.revision import TextFingerprint
+from tercet.protocol.addresses import TextFingerprint
 from tercet.settings import EngineAddress
 from tests.longest_wait import LONGEST_WAIT_S
 

@@ -18,7 +18,7 @@ from starlette.types import Receive, Scope, Send
 
 from tercet.fleet.admission import Gate
 from tercet.protocol import BadRequest, EngineError, EngineUnreachable, UnknownModel
-from tercet.protocol.openai_routes import POOLING
+from tercet.protocol.headers import POOLING
 from tercet.router import pooling as module
 from tercet.router.observe.metrics import Metrics
 from tercet.router.pooling import PoolingServers

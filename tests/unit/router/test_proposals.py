@@ -18,7 +18,7 @@ from tercet.cluster.ports import free_ports, url_of
 from tercet.fleet import EngineFleet, Trace
 from tercet.fleet.membership import Membership, connecting
 from tercet.protocol import Conflict, EngineLoad, MoveProposal, Role, UnknownSequence
-from tercet.protocol.seq_ids import find_id, further_id
+from tercet.protocol.names import find_id, further_id
 from tercet.router import admin
 from tercet.router.observe.metrics import MOST_REASONS, Metrics
 from tercet.router.serve.moves import MoveRecord

@@ -11,7 +11,7 @@ import pytest
 from tercet.fleet import membership, served_model
 from tercet.fleet.served_model import REPLACED_AFTER_S, ReplacedModel, ServedModel
 from tercet.protocol import EngineStatus, EngineUnreachable
-from tercet.protocol.revision import TextFingerprint
+from tercet.protocol.addresses import TextFingerprint
 from tests.longest_wait import LONGEST_WAIT_S
 
 from .conftest import Engine, LiveRouter

@@ -16,7 +16,6 @@ from fastapi import FastAPI
 
 from tercet.fleet.admission import Gate
 from tercet.fleet.policy_views import SeenRequests
-from tercet.protocol.client_names import LONGEST_NAME
 from tercet.protocol.headers import (
     AGENT_HEADERS,
     OTHER_SESSION_HEADERS,
@@ -25,6 +24,7 @@ from tercet.protocol.headers import (
     SESSION_HEADER,
     SUBAGENT_HEADER,
 )
+from tercet.protocol.names import LONGEST_NAME
 from tercet.router.observe.request_traces import RequestTraces
 from tercet.router.prompt_texts import PromptTexts
 from tercet.router.router_app import RouterApp

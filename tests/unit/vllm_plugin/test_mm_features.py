@@ -25,7 +25,7 @@ from vllm.multimodal.inputs import (
 from vllm.renderers.base import BaseRenderer
 
 from tercet.protocol import BadRequest, KVAddrInfo, MultiModalFeature, RankAddress, digest_of_feature
-from tercet.protocol.client_names import LONGEST_NAME
+from tercet.protocol.names import LONGEST_NAME
 from tercet.protocol.wire import (
     JSON,
     MSGPACK,

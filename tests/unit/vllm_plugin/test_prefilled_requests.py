@@ -13,7 +13,7 @@ import pytest
 
 from tercet.protocol import LeaseEnded, Request, TercetError
 from tercet.protocol.headers import PREFILLED_HEADER, PREFILLER_HEADER
-from tercet.protocol.prefill_hosts import AllowedPrefillers
+from tercet.protocol.hosts import AllowedPrefillers
 from tercet.protocol.trace import TraceEvent, VerbTrace
 from tercet.vllm_plugin.core.connector_messages import SeqParams, TercetParams, params_of
 from tercet.vllm_plugin.edge.load_meter import LoadMeter

@@ -11,7 +11,7 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from tercet.protocol.revision import TextFingerprint
+from tercet.protocol.addresses import TextFingerprint
 from tercet.vllm_plugin.edge import text_fingerprint as text_fingerprint_module
 from tercet.vllm_plugin.edge.text_fingerprint import text_fingerprint
 

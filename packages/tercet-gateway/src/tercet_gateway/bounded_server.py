@@ -13,7 +13,7 @@ from aiohttp import web
 from aiohttp.typedefs import Handler
 
 from tercet.aio.incoming import LONGEST_HEAD, Breach, Incoming, Part, deadlines_of_connections
-from tercet.protocol.error_forms import error_body
+from tercet.protocol.errors import error_body
 from tercet.wire.serving.error_answers import breach_error, last_answer
 
 KEEPALIVE_SECONDS = 75.0

@@ -23,7 +23,7 @@ from tercet.protocol import (
 )
 from tercet.protocol.headers import REQUEST_ID_HEADER
 from tercet.protocol.hosts import host_and_port
-from tercet.protocol.seq_ids import sequence_id
+from tercet.protocol.names import sequence_id
 from tercet.settings import Limits
 from tercet.wire.streams.wire_format import REPORT_SECONDS
 from tercet_gateway.openai_call import OpenAICall

@@ -12,6 +12,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 
+from tercet.protocol.request_checks import WITH_BODY, forms_of, labelled
+
 from tercet.protocol import (
     EngineUnreachable,
     RequestTooLarge,
@@ -21,11 +23,10 @@ from tercet.protocol import (
     TercetError,
     UnknownPath,
 )
-from tercet.protocol.body_forms import WITH_BODY, forms_of, labelled
-from tercet.protocol.error_forms import error_body
+from tercet.protocol.errors import error_body
 from tercet.protocol.headers import CONTROL_HEADERS as CONTROL
 from tercet.protocol.headers import PREFILLER_HEADER as PREFILLER
-from tercet.protocol.openai_routes import PROBES, is_for_clients
+from tercet.protocol.headers import PROBES, is_for_clients
 from tercet_gateway.endpoint_picker import Endpoints
 from tercet_gateway.openai_call import MOST_READ, OpenAICall, asked_path, call_of, call_unread
 from tercet_gateway.protos import (

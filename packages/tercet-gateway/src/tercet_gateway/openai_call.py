@@ -9,9 +9,9 @@ from typing import Annotated, Any, cast
 import msgspec
 
 from tercet.protocol import BadRequest
-from tercet.protocol.client_names import kept_name
+from tercet.protocol.headers import CHAT, COMPLETIONS, GENERATING, PREFILLED_BELOW, RESPONSES, path_of
 from tercet.protocol.json_text import UNREADABLE, in_utf8, read_json
-from tercet.protocol.openai_routes import CHAT, COMPLETIONS, GENERATING, PREFILLED_BELOW, RESPONSES, path_of
+from tercet.protocol.names import kept_name
 from tercet.protocol.wire import Salt, field_of
 
 MOST_READ = 1024 * 1024

@@ -8,7 +8,7 @@ from http import HTTPStatus
 from typing import Any
 
 from tercet.protocol import TercetError
-from tercet.protocol.error_forms import error_body, last_events
+from tercet.protocol.errors import error_body, last_events
 from tercet.protocol.sse import EVENTS, EventSplitter, object_of
 from tercet.protocol.trace import VerbTrace
 from tercet.wire.client.passing import Fields, OriginAnswer, end_to_end, first, passed_on

@@ -13,8 +13,8 @@ from google.protobuf.message import DecodeError
 from tercet.aio.incoming import LEAST_OF_BODY, SECONDS, Breach
 from tercet.fleet.bodies import LARGEST_AT_ONCE, BodiesHeld, HeldBody
 from tercet.protocol import EngineError, TercetError
-from tercet.protocol.client_names import kept_name
 from tercet.protocol.headers import REQUEST_ID_HEADER
+from tercet.protocol.names import kept_name
 from tercet.protocol.spans import span_context_of, span_of, working_in
 from tercet.settings.log_lines import lines_of_request
 from tercet.wire.serving.error_answers import breach_error

@@ -8,9 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from tercet.decisions.cost.cost_model import CostModel
-from tercet.decisions.cost.costs import max_tokens_of
-from tercet.decisions.cost.reported_work import ReportedWork
-from tercet.decisions.cost.routes import RouteCandidate, RouteRequest, Targets, pair_pays
+from tercet.decisions.cost.costs import RouteCandidate, RouteRequest, Targets, max_tokens_of, pair_pays
+from tercet.decisions.cost.engine_work import ReportedWork
 from tercet.decisions.scheduling import Engines
 from tercet.fleet import EngineFleet, Member
 from tercet.protocol import EngineLoad, Request, UnknownEngine

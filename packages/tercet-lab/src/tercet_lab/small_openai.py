@@ -23,7 +23,7 @@ from starlette.responses import StreamingResponse
 from tercet import __version__
 from tercet.protocol import BadRequest, Output, TercetError, UnknownModel
 from tercet.protocol import Request as ProgramRequest
-from tercet.protocol.error_forms import error_body
+from tercet.protocol.errors import error_body
 from tercet.protocol.headers import REQUEST_ID_HEADER
 from tercet.protocol.json_text import in_utf8, read_json
 from tercet.protocol.wire import LEAST_PRIORITY, MOST_PRIORITY

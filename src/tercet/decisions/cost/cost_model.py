@@ -10,6 +10,10 @@ SWEEPS = 8
 WILD = 3.0
 # Observations at the beginning change the fit much. After FIRST of them it is solved once per EVERY observations.
 FIRST, EVERY = 32, 4
+UNTOLD_OUTPUT = 256
+PACE_LIMIT = math.log(16)
+ALIKE = 0.05
+SHORT_MEMORY, PREFILLS_REMEMBERED = 10.0, 10
 
 
 class OnlineFit:
@@ -74,12 +78,6 @@ class OnlineFit:
                 pull = self._pull / (prior * prior)
                 others = sum(map(mul, row, theta)) - row[index] * theta[index]
                 theta[index] = max(0.0, (self._products[index] + pull * prior - others) / (row[index] + pull))
-
-
-UNTOLD_OUTPUT = 256
-PACE_LIMIT = math.log(16)
-ALIKE = 0.05
-SHORT_MEMORY, PREFILLS_REMEMBERED = 10.0, 10
 
 
 class EnginePace:

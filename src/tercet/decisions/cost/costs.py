@@ -1,29 +1,266 @@
-"""Cost of serving on a fleet: one model, the work of each engine, and the routes chosen by them."""
+"""Cost of serving on a fleet: which routes a request may take, what each would cost, and which one is chosen.
+
+:class:`Costs` keeps one cost model for the fleet and the work of each engine; both learn from the verbs' calls.
+"""
 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import islice
 from random import Random
+from typing import Literal, Protocol
 
-from tercet.decisions.cost.cost_model import CostModel
+import msgspec
+
+from tercet.decisions.cost.cost_model import CostModel, EnginePace
 from tercet.decisions.cost.engine_work import EngineWork, Job
-from tercet.decisions.cost.routes import (
-    MayPair,
-    RouteCandidate,
-    RouteDecision,
-    RouteOption,
-    RouteRequest,
-    Targets,
-    any_pair,
-    options_of,
-)
-from tercet.protocol import Output, OutputStream, Request, Usage
+from tercet.protocol import BadRequest, Output, OutputStream, Request, Usage
 
+SPLITS = (0.9, 0.75, 0.5)
+PAIRED, SPLIT = 3, 2
+SHARPER = 3
+STEPS_TO_RESERVE, STEPS_TO_JOIN = 0.5, 0.5
+"""Delays in steps: engines accept calls between steps, so a call waits half a step on average if decodes run."""
+RouteKind = Literal["alone", "pair", "split"]
+MayPair = Callable[[str, str], bool]
+"""Function that returns True if two engines, by name, may exchange KV."""
 CLOSEST = 6
 ENOUGH_TRANSFERS = 3
 HARMLESS = 1.25
+
+
+def any_pair(_one: str, _other: str) -> bool:
+    """Return True: every two engines may exchange KV."""
+    return True
+
+
+class Targets(msgspec.Struct, frozen=True):
+    """Service level objectives, in seconds; None means no objective.
+
+    Raises :class:`~tercet.protocol.BadRequest` for an objective that is not positive.
+    """
+
+    ttft: float | None = None
+    tpot: float | None = None
+
+    def __post_init__(self) -> None:
+        for name, seconds in (("ttft", self.ttft), ("tpot", self.tpot)):
+            if seconds is not None and not seconds > 0:
+                raise BadRequest(f"{name}: must be more than 0 seconds, is {seconds}", name)
+
+    def missed_by(self, ttft: float, tpot: float) -> float:
+        """Return the total share by which the objectives are missed; 0 if they are met."""
+        missed = 0.0 if self.ttft is None else max(0.0, ttft / self.ttft - 1)
+        return missed if self.tpot is None else missed + max(0.0, tpot / self.tpot - 1)
+
+
+class RouteOption(msgspec.Struct, omit_defaults=True):
+    """One way to serve a request, with its predictions, in seconds.
+
+    ``decode`` serves it alone, or ``prefill`` computes ``prompt[:split]`` for it. ``cost`` is the time until the last
+    token, plus the total delay of other running and future requests.
+    """
+
+    decode: str
+    ttft: float
+    tpot: float
+    cost: float
+    prefill: str = ""
+    split: int = 0
+    missed: float = 0.0
+
+    def kind(self, num_tokens: int) -> RouteKind:
+        """Return the kind of route: one engine, two, or two that share the prompt."""
+        if not self.prefill:
+            return "alone"
+        return "pair" if self.split == num_tokens else "split"
+
+
+class RouteDecision(msgspec.Struct, omit_defaults=True):
+    """Decision of ``auto``: the chosen option, and the cheapest other ones.
+
+    ``explored`` is True if the option was not the cheapest, and was chosen to learn its cost. ``output`` is the
+    expected number of output tokens. The actual result is the trace's ``ttft`` and ``tpot``.
+    """
+
+    kind: RouteKind
+    chosen: RouteOption
+    others: list[RouteOption] = []
+    explored: bool = False
+    output: float = 0.0
+
+
+@dataclass(frozen=True)
+class RouteRequest:
+    """The request: ``tokens`` of prompt, and the expected number of output tokens."""
+
+    tokens: int
+    output: float
+    targets: Targets
+
+
+class KnownWork(Protocol):
+    """The work of an engine: see :class:`~tercet.decisions.cost.engine_work.EngineWork`."""
+
+    prefill_pace: EnginePace
+    decode_pace: EnginePace
+    decoding: int
+    contexts: int
+
+    @property
+    def coming(self) -> int: ...
+
+    def waiting(self, now: float) -> float: ...
+
+    def under_way(self, now: float) -> float: ...
+
+    def interference(self, now: float) -> float: ...
+
+    def stall(self, now: float, seconds: float) -> float: ...
+
+    def seconds_left(self, now: float) -> float: ...
+
+    def pace_of_tokens(self, interference: float, batch: float, contexts: float) -> float: ...
+
+
+class RouteCandidate:
+    """One engine at the time of a decision; ``matched`` is the estimated number of cached prompt tokens."""
+
+    def __init__(self, name: str, work: KnownWork, model: CostModel, now: float, matched: int) -> None:
+        self.name = name
+        self.matched = matched
+        self.waiting = work.waiting(now)
+        self.under_way = work.under_way(now)
+        self.interference = work.interference(now)
+        self.batch = work.decoding + work.coming
+        self.contexts = work.contexts
+        self.seconds_left = work.seconds_left(now)
+        self.work, self.model, self.now = work, model, now
+
+    def prefill(self, begin: int, end: int, sent: int = 0) -> float:
+        """Return the seconds to compute the missing part of ``prompt[begin:end)``, and send ``sent`` tokens of it."""
+        cached = max(begin, min(self.matched, end - 1))
+        return self.model.prefill(end - cached, cached, self.batch, sent) * self.work.prefill_pace.factor
+
+    def delay(self, seconds: float) -> float:
+        """Return the total delay of other requests, in seconds, if a prefill takes ``seconds`` here.
+
+        The steps that run the prefill give each decode a token, too.
+        """
+        behind = self.interference * (self.waiting + seconds)
+        step = self.model.step(self.batch, self.contexts) * self.work.decode_pace.factor if self.batch else 0.0
+        return self.work.stall(self.now, max(0.0, seconds - step)) + behind
+
+    def decode(self, context: int, output: float) -> tuple[float, float]:
+        """Return the seconds per token of one more decode, and the delay that it causes for the others."""
+        contexts = self.contexts + context
+        tpot = self.work.pace_of_tokens(self.interference, self.batch + 1, contexts)
+        if not self.batch:
+            return tpot, 0.0
+        slower = tpot - self.work.pace_of_tokens(self.interference, self.batch, self.contexts)
+        together = min(self.seconds_left / tpot, output) if self.seconds_left else output
+        return tpot, slower * self.batch * together
+
+
+def pair_pays(prefill: RouteCandidate, decode: RouteCandidate, wanted: RouteRequest, gain: float = 0.0) -> bool:
+    """Return True if ``prefill`` should compute the whole prompt: it costs less, by the share ``gain`` at least."""
+    if wanted.tokens <= decode.matched:
+        return False
+    return _pair(prefill, decode, wanted.tokens, wanted).cost < (1 - gain) * _alone(decode, wanted).cost
+
+
+def options_of(
+    candidates: Sequence[RouteCandidate], wanted: RouteRequest, may_pair: MayPair = any_pair
+) -> list[RouteOption]:
+    """Return the routes over these engines that are worth an estimate, the best first.
+
+    These are every engine alone; pairs of the few that decode at the least cost, each with the few that may pair with
+    it and prefill at the least cost; and for the best of these pairs, other splits.
+    """
+    _expect_order(candidates)
+    alone = [_alone(candidate, wanted) for candidate in candidates]
+    by_name = {candidate.name: candidate for candidate in candidates}
+    prefills = sorted(candidates, key=lambda candidate: _cost_of_prefill(candidate, wanted))
+    decodes = heapq.nsmallest(PAIRED, candidates, key=lambda candidate: _cost_of_decode(candidate, wanted))
+    pairs = [
+        _pair(prefill, decode, wanted.tokens, wanted)
+        for decode in decodes
+        for prefill in islice((each for each in prefills if may_pair(each.name, decode.name)), PAIRED)
+        if prefill is not decode and wanted.tokens > decode.matched
+    ]
+    splits = [
+        _pair(by_name[pair.prefill], by_name[pair.decode], split, wanted)
+        for pair in heapq.nsmallest(SPLIT, pairs, key=_rank)
+        for split in _splits(by_name[pair.decode], wanted)
+    ]
+    return sorted((*alone, *pairs, *splits), key=_rank)
+
+
+def _rank(option: RouteOption) -> tuple[float, float]:
+    return option.missed, option.cost
+
+
+def _cost_of_prefill(candidate: RouteCandidate, wanted: RouteRequest) -> float:
+    seconds = candidate.prefill(0, wanted.tokens)
+    return candidate.waiting + seconds + candidate.delay(seconds)
+
+
+def _cost_of_decode(candidate: RouteCandidate, wanted: RouteRequest) -> float:
+    tpot, slowed = candidate.decode(wanted.tokens, wanted.output)
+    return wanted.output * tpot + slowed - candidate.matched * candidate.prefill(0, wanted.tokens) / wanted.tokens
+
+
+def _expect_order(candidates: Sequence[RouteCandidate]) -> None:
+    """Assume that engines will differ more in the future than in the recent past.
+
+    Prefills go to engines with few decodes, and decodes to engines with few prefills, so chance differences between
+    engines grow. Predictions that assume the past would miss that, and keep all engines alike.
+    """
+    total = sum(candidate.interference for candidate in candidates)
+    sharper = sum(candidate.interference**SHARPER for candidate in candidates)
+    for candidate in candidates:
+        candidate.interference = total * candidate.interference**SHARPER / sharper if sharper else 0.0
+
+
+def _alone(candidate: RouteCandidate, wanted: RouteRequest) -> RouteOption:
+    seconds = candidate.prefill(0, wanted.tokens)
+    tpot, slowed = candidate.decode(wanted.tokens, wanted.output)
+    ttft = candidate.waiting + seconds
+    return _option(wanted, candidate.name, ttft, tpot, candidate.delay(seconds) + slowed)
+
+
+def _pair(prefill: RouteCandidate, decode: RouteCandidate, split: int, wanted: RouteRequest) -> RouteOption:
+    tpot, slowed = decode.decode(wanted.tokens, wanted.output)
+    step = tpot if decode.batch else 0.0
+    ready = max(decode.under_way, STEPS_TO_RESERVE * step) + prefill.waiting
+    first = prefill.prefill(0, split, split - min(decode.matched, split))
+    ready += first
+    # Work that still waits on the decode engine when the KV has arrived delays the rest of the prompt, or the decode.
+    still = max(0.0, decode.waiting - ready, STEPS_TO_JOIN * step)
+    others = prefill.delay(first) + slowed
+    if split == wanted.tokens:
+        return _option(wanted, decode.name, ready, tpot, others + still, prefill.name, split)
+    rest = decode.prefill(split, wanted.tokens)
+    return _option(
+        wanted, decode.name, ready + still + rest, tpot, others + decode.delay(rest), prefill.name, split
+    )  # fmt: skip
+
+
+def _option(
+    wanted: RouteRequest, decode: str, ttft: float, tpot: float, others: float, prefill: str = "", split: int = 0
+) -> RouteOption:
+    own = ttft + (wanted.output - 1) * tpot
+    missed = wanted.targets.missed_by(ttft, tpot)
+    return RouteOption(decode, ttft, tpot, own + others, prefill, split, missed)
+
+
+def _splits(decode: RouteCandidate, wanted: RouteRequest) -> Iterator[int]:
+    """Return the positions at which a pair may split: after the decode engine's cached part, each position once."""
+    places: Iterable[int] = dict.fromkeys(max(1, round(wanted.tokens * share)) for share in SPLITS)
+    return (place for place in places if decode.matched < place < wanted.tokens)
 
 
 class Costs:

@@ -1,24 +1,218 @@
 """Policies: rules for the engine of each sequence. They propose moves from the fleet's state, and change nothing.
 
 A policy is a function from engines, with their sequences, to proposals, the most urgent first. Its earlier proposals
-count as done for its next ones: loads are those that the fleet would have then.
+count as done for its next ones: loads are those that the fleet would have then. It sees the fleet as engines with loads
+and sequences, and chooses sequences by Llumnix' rules (:class:`Selection`). :func:`policies_of` returns those that the
+settings name, from the user's files too.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
 from itertools import islice
+from pathlib import Path
+from typing import Literal, cast
 
-from tercet.decisions.migration.loaded_engines import (
-    LoadedEngine,
-    Wanted,
-    fitting,
-    groups_that_fit,
-    least_loaded,
-    move,
-)
-from tercet.decisions.migration.selection import Selection, SequenceView
-from tercet.protocol import Role
+from tercet.decisions.scheduling.registry import load_module, user_file
+from tercet.protocol import BadRequest, Revision, Role, may_exchange_kv
+from tercet.protocol.addresses import UNKNOWN_REVISION
+from tercet.settings import RescheduleSettings
+
+Order = Literal["FIT", "SR", "LR", "FCR", "LCR", "FCW", "FCWSR"]
+Measure = Literal["num_req", "num_tokens", "block_ratio"]
+FULL = 1.0
+FIELD = "reschedule"
+
+
+@dataclass(frozen=True)
+class SequenceView:
+    """One sequence on an engine, as policies see it.
+
+    ``tokens`` is the number of tokens of its prompt and output, ``share`` the part of the engine's KV cache (0 to 1)
+    that they take; ``age`` is in seconds. ``running`` is True once it has a token; it waits before.
+    """
+
+    seq_id: str
+    tokens: int
+    share: float
+    running: bool
+    age: float
+
+
+@dataclass(frozen=True)
+class Selection:
+    """At most ``value`` of an engine's sequences, in an order.
+
+    The unit of ``value`` is the measure: sequences (``num_req``), their total tokens (``num_tokens``), or their total
+    share of the KV cache (``block_ratio``). Sequences that no longer fit are skipped.
+
+    | order | |
+    | --- | --- |
+    | ``FIT`` | running ones, first the one whose share is closest to the share to move |
+    | ``SR`` | running ones, the shortest first |
+    | ``LR`` | running ones, the longest first |
+    | ``FCR`` | running ones, in order of arrival |
+    | ``LCR`` | running ones, the latest arrival first |
+    | ``FCW`` | waiting ones, in order of arrival |
+    | ``FCWSR`` | ``FCW``, then ``SR`` |
+    """
+
+    order: Order = "FIT"
+    measure: Measure = "num_req"
+    value: float = 1.0
+
+    def of(self, sequences: Sequence[SequenceView], wanted: float = 0.0) -> Iterator[SequenceView]:
+        """Yield the chosen sequences in order; ``wanted`` is the part of the KV cache that should be moved."""
+        taken, size = 0.0, SIZES[self.measure]
+        in_order = _closest(sequences, wanted) if self.order == "FIT" else ORDERS[self.order](sequences)
+        for sequence in in_order:
+            if taken + size(sequence) <= self.value:
+                taken += size(sequence)
+                yield sequence
+
+
+SIZES: Mapping[Measure, Callable[[SequenceView], float]] = {
+    "num_req": lambda sequence: 1.0,
+    "num_tokens": lambda sequence: float(sequence.tokens),
+    "block_ratio": lambda sequence: sequence.share,
+}
+
+
+def _sorted(
+    sequences: Iterable[SequenceView], running: bool, by: Callable[[SequenceView], float]
+) -> list[SequenceView]:
+    return sorted((each for each in sequences if each.running is running), key=by)
+
+
+def _closest(sequences: Sequence[SequenceView], wanted: float) -> list[SequenceView]:
+    return _sorted(sequences, True, lambda each: abs(each.share - wanted))
+
+
+def _shortest(sequences: Sequence[SequenceView]) -> list[SequenceView]:
+    return _sorted(sequences, True, lambda each: each.tokens)
+
+
+def _longest_waiting(sequences: Sequence[SequenceView]) -> list[SequenceView]:
+    return _sorted(sequences, False, lambda each: -each.age)
+
+
+ORDERS: Mapping[str, Callable[[Sequence[SequenceView]], list[SequenceView]]] = {
+    "SR": _shortest,
+    "LR": lambda sequences: _sorted(sequences, True, lambda each: -each.tokens),
+    "FCR": lambda sequences: _sorted(sequences, True, lambda each: -each.age),
+    "LCR": lambda sequences: _sorted(sequences, True, lambda each: each.age),
+    "FCW": _longest_waiting,
+    "FCWSR": lambda sequences: _longest_waiting(sequences) + _shortest(sequences),
+}
+
+
+@dataclass
+class LoadedEngine:
+    """One engine and the sequences that may be moved away from it.
+
+    ``load`` is the share of its KV cache in use, 0 to 1, None if it has not reported any; ``waiting`` is the number of
+    requests in its queue. ``draining`` engines are to be emptied, ``stale`` ones have shown no progress for longer than
+    the settings allow. KV moves between engines whose ``revision`` allows it.
+    """
+
+    name: str
+    role: Role
+    load: float | None
+    sequences: Sequence[SequenceView] = ()
+    draining: bool = False
+    reachable: bool = True
+    stale: bool = False
+    waiting: int = 0
+    revision: Revision = UNKNOWN_REVISION
+    arriving: float = field(default=0.0)
+
+    @property
+    def takes(self) -> bool:
+        """True if sequences may be moved to this engine."""
+        return self.reachable and not self.draining and not self.stale
+
+    @property
+    def believed(self) -> float:
+        """The engine's load including the moves that will arrive; an engine without a report counts as idle."""
+        return (self.load or 0.0) + self.arriving
+
+    @property
+    def demand(self) -> float:
+        """The used share if the engine had space for its whole queue; it may exceed 1."""
+        return self.believed + sum(each.share for each in self.queue)
+
+    @property
+    def free(self) -> float:
+        """The share of the KV cache that would be free."""
+        return max(0.0, 1.0 - self.believed)
+
+    def can(self, role: Role) -> bool:
+        """Return True if the engine may serve in the role."""
+        return role == "both" or self.role in (role, "both")
+
+    def fits(self, other: LoadedEngine) -> bool:
+        """Return True if a sequence of one engine may continue on the other."""
+        return may_exchange_kv(self.revision, other.revision)
+
+    @property
+    def queue(self) -> list[SequenceView]:
+        """The engine's waiting sequences, in order of arrival."""
+        if not self.waiting:
+            return []
+        return sorted((each for each in self.sequences if not each.running), key=lambda each: -each.age)[
+            -self.waiting :
+        ]
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """Proposal to move one sequence to another engine."""
+
+    seq_id: str
+    source: str
+    destination: str
+    reason: str
+
+
+Policy = Callable[[Sequence[LoadedEngine]], Iterable[Wanted]]
+
+
+def move(sequence: SequenceView, source: LoadedEngine, destination: LoadedEngine, reason: str) -> Wanted:
+    """Propose a move, and change the loads of both engines to those after it."""
+    source.arriving -= sequence.share
+    destination.arriving += sequence.share
+    return Wanted(sequence.seq_id, source.name, destination.name, reason)
+
+
+def fitting(source: LoadedEngine, engines: Iterable[LoadedEngine]) -> list[LoadedEngine]:
+    """Return the engines on which sequences of ``source`` may continue."""
+    return [each for each in engines if each.fits(source)]
+
+
+def groups_that_fit(engines: Iterable[LoadedEngine]) -> list[list[LoadedEngine]]:
+    """Return the engines, in groups within which sequences may move."""
+    groups = list[list[LoadedEngine]]()
+    for engine in engines:
+        group = next((group for group in groups if group[0].fits(engine)), None)
+        if group is None:
+            groups.append([engine])
+        else:
+            group.append(engine)
+    return groups
+
+
+def least_loaded(engines: Iterable[LoadedEngine], role: Role = "both") -> LoadedEngine | None:
+    """Return the least loaded engine that accepts sequences and may serve in the role; None without one."""
+    able = (each for each in engines if each.takes and each.can(role))
+    return min(able, key=lambda each: each.believed, default=None)
+
+
+def best_fit(engines: Iterable[LoadedEngine], share: float, ceiling: float) -> LoadedEngine | None:
+    """Return the fullest engine with space for ``share`` below ``ceiling``; None without one."""
+    able = (each for each in engines if each.takes and each.load is not None and each.believed + share <= ceiling)
+    return max(able, key=lambda each: each.believed, default=None)
 
 
 def drain(engines: Sequence[LoadedEngine]) -> Iterator[Wanted]:
@@ -97,3 +291,143 @@ def _emptied(source: LoadedEngine, engines: Sequence[LoadedEngine], reason: str)
         destination = refuge(engines, source, sequence)
         if destination is not None:
             yield move(sequence, source, destination, reason)
+
+
+Placed = tuple[SequenceView, LoadedEngine]
+
+
+def mitigate(engines: Sequence[LoadedEngine], ceiling: float, selection: Selection) -> Iterator[Wanted]:
+    """Yield moves away from each engine above ``ceiling`` until it is below.
+
+    Each sequence moves to the fullest engine that may serve in the same role and stays below ``ceiling``.
+    """
+    for source in engines:
+        for sequence in selection.of(source.sequences, source.believed - ceiling):
+            if not source.takes or source.believed <= ceiling:
+                break
+            destination = best_fit(_others(source, engines), sequence.share, ceiling)
+            if destination is not None:
+                yield move(sequence, source, destination, "binpack_mitigation")
+
+
+def consolidate(engines: Sequence[LoadedEngine], ceiling: float) -> Iterator[Wanted]:
+    """Yield moves that empty the least loaded engine with work, if other engines with work have space for all of it.
+
+    Each sequence, the largest first, moves to the fullest engine that may serve in the same role and stays below
+    ``ceiling``.
+    """
+    busy = [each for each in engines if each.takes and each.load is not None and each.believed > 0]
+    for source in sorted(busy, key=lambda each: each.believed):
+        others = [each for each in _others(source, busy) if each.believed >= source.believed]
+        largest_first = sorted(source.sequences, key=lambda each: -each.share)
+        placed = _place(largest_first, others, ceiling)
+        if largest_first and len(placed) == len(largest_first):
+            yield from _moved(placed, source, "binpack_consolidation")
+            return
+
+
+def defragment(engines: Sequence[LoadedEngine]) -> Iterator[Wanted]:
+    """Yield moves that make space for a waiting request that fits on no engine, although the fleet has the space.
+
+    The first request in an engine's queue moves to the fullest engine without a queue that has space for it. Without
+    such an engine, the engine with the most space moves running sequences away, the shortest first, each to the fullest
+    other engine that it fits into, until the space is enough; the next round then moves the request there. Until then
+    the space is reserved: no space is made for a second request.
+    """
+    fitting_nowhere = list[tuple[SequenceView, list[LoadedEngine]]]()
+    for source in engines:
+        head = next(iter(source.queue), None)
+        if head is None or not source.takes or source.load is None or head.share <= source.free:
+            continue
+        others = [each for each in _others(source, engines) if not each.waiting]
+        destination = best_fit(others, head.share, FULL)
+        if destination is not None:
+            yield move(head, source, destination, "defragment")
+        else:
+            fitting_nowhere.append((head, [source, *others]))
+    for head, able in fitting_nowhere:
+        if making := list(_make_room(head.share, able)):
+            yield from making
+            return
+
+
+def _make_room(share: float, engines: Sequence[LoadedEngine]) -> Iterator[Wanted]:
+    """Yield moves after which one of these engines has space for ``share``; none if no moves achieve that."""
+    able = [each for each in engines if each.load is not None]
+    target = max(able, key=lambda each: each.free)
+    needed, leaving = share - target.free, list[SequenceView]()
+    for sequence in Selection("SR", "block_ratio", FULL).of(target.sequences):
+        if needed <= 0:
+            break
+        leaving.append(sequence)
+        needed -= sequence.share
+    placed = _place(leaving, [each for each in able if each is not target], FULL)
+    if needed <= 0 and len(placed) == len(leaving):
+        yield from _moved(placed, target, "defragment")
+
+
+def _others(source: LoadedEngine, engines: Iterable[LoadedEngine]) -> list[LoadedEngine]:
+    return [each for each in engines if each is not source and each.can(source.role) and each.fits(source)]
+
+
+def _place(sequences: Iterable[SequenceView], engines: Sequence[LoadedEngine], ceiling: float) -> list[Placed]:
+    """Return destinations for the sequences, up to the first that fits nowhere; loads are restored."""
+    placed: list[Placed] = []
+    for sequence in sequences:
+        destination = best_fit(engines, sequence.share, ceiling)
+        if destination is None:
+            break
+        destination.arriving += sequence.share
+        placed.append((sequence, destination))
+    for sequence, destination in placed:
+        destination.arriving -= sequence.share
+    return placed
+
+
+def _moved(placed: Iterable[Placed], source: LoadedEngine, reason: str) -> Iterator[Wanted]:
+    for sequence, destination in placed:
+        yield move(sequence, source, destination, reason)
+
+
+def policies_of(settings: RescheduleSettings) -> tuple[Policy, ...]:
+    """Return the policies in the settings, in order; raise :class:`~tercet.protocol.BadRequest` for an unknown one."""
+    return tuple(_policy(name, settings) for name in settings.policies)
+
+
+def _policy(name: str, settings: RescheduleSettings) -> Policy:
+    built_in = BUILT_IN.get(name)
+    return built_in(settings) if built_in is not None else _from_file(name)
+
+
+def _from_file(name: str) -> Policy:
+    path, colon, function_name = name.rpartition(":")
+    if not colon:
+        known = ", ".join(BUILT_IN)
+        raise BadRequest(f"{FIELD}: there is no policy {name!r}; choose one of {known}, or file.py:function", FIELD)
+    function = getattr(load_module(user_file(path, FIELD, Path()), FIELD), function_name, None)
+    if not callable(function):
+        raise BadRequest(f"{FIELD}: {path} has no function {function_name}", FIELD)
+    return cast("Policy", function)  # its results are checked when it is called
+
+
+def _selection(settings: RescheduleSettings) -> Selection:
+    return Selection(settings.order, settings.measure, settings.value)
+
+
+def _balancing(role: Role, reason: str) -> Callable[[RescheduleSettings], Policy]:
+    def made(settings: RescheduleSettings) -> Policy:
+        return partial(
+            balance, roles=(role,), threshold=settings.threshold, selection=_selection(settings), reason=reason
+        )
+
+    return made
+
+
+BUILT_IN: Mapping[str, Callable[[RescheduleSettings], Policy]] = {
+    "prefill_to_decode": lambda settings: prefill_to_decode,
+    "decode_load": _balancing("decode", "decode_load"),
+    "neutral_load": _balancing("both", "neutral_load"),
+    "binpack_mitigation": lambda settings: partial(mitigate, ceiling=settings.ceiling, selection=_selection(settings)),
+    "binpack_consolidation": lambda settings: partial(consolidate, ceiling=settings.ceiling),
+    "defragment": lambda settings: defragment,
+}

@@ -4,9 +4,8 @@ A custom plugin is one class derived from :class:`Filter`, :class:`Scorer`, :cla
 """
 
 from tercet.decisions.scheduling.assembly import load_scheduling
-from tercet.decisions.scheduling.pickers import PICKERS
 from tercet.decisions.scheduling.plugin import Decider, Decision, Engines, Filter, Knowledge, Picker, Scorer
-from tercet.decisions.scheduling.profiles import ConcurrencyLimit, Saturation, Scheduling, SchedulingProfile
+from tercet.decisions.scheduling.profiles import PICKERS, ConcurrencyLimit, Saturation, Scheduling, SchedulingProfile
 
 __all__ = [
     "PICKERS",

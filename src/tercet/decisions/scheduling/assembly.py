@@ -15,12 +15,13 @@ from typing import Annotated, Any, Literal, TypeVar, cast
 import msgspec
 from msgspec import Meta
 
-from tercet.decisions.scheduling.pickers import PICKERS, MaxScorePicker
 from tercet.decisions.scheduling.plugin import Decider, Filter, Picker, Plugin, Scorer
 from tercet.decisions.scheduling.profiles import (
+    PICKERS,
     SCHEDULED,
     ConcurrencyLimit,
     Handler,
+    MaxScorePicker,
     Saturation,
     Scheduling,
     SchedulingProfile,

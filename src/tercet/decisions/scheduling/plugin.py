@@ -1,6 +1,7 @@
 """Base classes of plugins (a frozen record of parameters with one method) and the data for their decisions.
 
-In a file parameters are written in camel case (``block_size`` is ``blockSize``); unknown ones are refused.
+In a file parameters are written in camel case (``block_size`` is ``blockSize``); unknown ones are refused. Prompts are
+compared by the hashes of their blocks, and sessions are spread by consistent hashing.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from hashlib import blake2b
 from random import Random
 from typing import ClassVar, Protocol
 
@@ -15,12 +17,36 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from tercet.decisions.scheduling.hashing import block_hashes
 from tercet.protocol import AdapterLoad, EngineView, Request, Role
+from tercet.protocol.content import chain, extras_of, root_of
 
 Floats = NDArray[np.float64]
 Integers = NDArray[np.int64]
 Booleans = NDArray[np.bool_]
+Scores = Floats | Sequence[float]
+
+
+def block_hashes(request: Request, block_size: int, limit: int | None = None) -> list[int]:
+    """Return the hashes of a prompt's full blocks, at most ``limit`` of them."""
+    extras = extras_of(request.mm_features, block_size) if request.mm_features else None
+    return chain(root_of(request.cache_salt, request.adapter), request.prompt, block_size, limit, extras)
+
+
+def key_of(name: str) -> int:
+    """Return a 64-bit hash of a name, equal in every process."""
+    return int.from_bytes(blake2b(name.encode(), digest_size=8).digest(), "little")
+
+
+def preference(session: str, keys: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """Return a session's preference for each engine (``keys``, from :func:`key_of`); the highest one wins.
+
+    An engine that joins or leaves does not change the order of the others.
+    """
+    mixed = keys ^ np.uint64(key_of(session))
+    # The finalizer of SplitMix64: each bit of the input changes half of the output's bits.
+    mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return mixed ^ (mixed >> np.uint64(31))
 
 
 class Reports(Protocol):
@@ -215,9 +241,6 @@ class Decision:
     def note_match(self, tokens: Integers) -> None:
         """Record a scorer's estimate of cached tokens, by row; the largest estimate counts."""
         self.matched = tokens if self.matched is None else np.maximum(self.matched, tokens)
-
-
-Scores = Floats | Sequence[float]
 
 
 class Plugin(msgspec.Struct, frozen=True, kw_only=True, rename="camel", forbid_unknown_fields=True):

@@ -1,8 +1,11 @@
-"""Profiles pick one engine, deciders choose disaggregation, handlers assign both to roles."""
+"""Profiles pick one engine, deciders choose disaggregation, handlers assign both to roles.
+
+A picker chooses among a profile's scored engines, or, in plain picks without a profile, by turns.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -14,6 +17,67 @@ from msgspec import Meta
 
 from tercet.decisions.scheduling.plugin import Decider, Decision, Engines, Filter, Floats, Picker, Plugin, Scorer
 from tercet.protocol import BadRequest, EngineUnreachable, Request, Role
+
+TurnPicker = Callable[[Engines, int], int]
+"""Function that returns the index of one of these engines; the number is the count of earlier picks among them."""
+SCHEDULED = "scheduled"
+"""Value of ``by`` in a pick: the profile that the handler has for the role."""
+
+
+class MaxScorePicker(Picker, frozen=True):
+    """Picker of the engine with the highest score; among equals, one at random."""
+
+    def pick(self, decision: Decision, engines: Engines, scores: Floats) -> int:
+        best = (scores == scores[scores.argmax()]).nonzero()[0]
+        return int(best[decision.random.randrange(len(best))])
+
+
+class RandomPicker(Picker, frozen=True):
+    """Picker of a random engine; scores do not count."""
+
+    def pick(self, decision: Decision, engines: Engines, scores: Floats) -> int:
+        return decision.random.randrange(len(engines))
+
+
+class WeightedRandomPicker(Picker, frozen=True):
+    """Picker of an engine with a probability in proportion to its score; of any if all scores are 0."""
+
+    def pick(self, decision: Decision, engines: Engines, scores: Floats) -> int:
+        sums = np.cumsum(scores)
+        if not sums[-1]:
+            return decision.random.randrange(len(engines))
+        # "right": an engine with score 0 adds nothing to the sums and is never found. Rounding may reach the end.
+        found = int(sums.searchsorted(decision.random.random() * float(sums[-1]), side="right"))
+        return min(found, int(np.flatnonzero(scores)[-1]))
+
+
+class PowerOfTwoPicker(Picker, frozen=True):
+    """Picker of the higher score among two random engines; if the scores are equal, of the one with fewer sequences.
+
+    Many routers with the same, slightly old, reports do not all pick the same engine.
+    """
+
+    def pick(self, decision: Decision, engines: Engines, scores: Floats) -> int:
+        if len(engines) == 1:
+            return 0
+        first, second = decision.random.sample(range(len(engines)), 2)
+        if scores[first] == scores[second]:
+            return first if engines[first].in_flight <= engines[second].in_flight else second
+        return first if scores[first] > scores[second] else second
+
+
+def round_robin(candidates: Engines, turn: int) -> int:
+    """Return the index of the next candidate in turn."""
+    return turn % len(candidates)
+
+
+def least_loaded(candidates: Engines, turn: int) -> int:
+    """Return the index of the candidate with the fewest sequences in flight; among equals, the next in turn."""
+    equals = np.flatnonzero(candidates.in_flight == candidates.in_flight.min())
+    return int(equals[turn % len(equals)])
+
+
+PICKERS: Mapping[str, TurnPicker] = {"round_robin": round_robin, "least_loaded": least_loaded}
 
 
 class AlwaysDisaggregate(Decider, frozen=True):
@@ -54,10 +118,6 @@ class LoadBasedDecider(Decider, frozen=True):
         if request.num_tokens < self.prompt_tokens or request.num_tokens - cached < self.non_cached_tokens:
             return False
         return not (prefill.waiting > self.max_waiting).all()
-
-
-SCHEDULED = "scheduled"
-"""Value of ``by`` in a pick: the profile that the handler has for the role."""
 
 
 def _highest(scores: Floats, most: int) -> list[int]:

@@ -9,7 +9,7 @@ from types import ModuleType
 from typing import Protocol
 
 from tercet.aio.files import read_whole
-from tercet.decisions.scheduling import affinity, context_length, filters, pickers, profiles, scorers, topology
+from tercet.decisions.scheduling import filters, labels, profiles, scorers
 from tercet.decisions.scheduling.plugin import Decider, Filter, Picker, Plugin, Scorer
 from tercet.protocol import BadRequest
 
@@ -18,8 +18,8 @@ BUILT_IN: Mapping[str, type[Plugin]] = {
     "always-disagg-pd-decider": profiles.AlwaysDisaggregate,
     "by-label": filters.ByLabel,
     "by-label-selector": filters.ByLabelSelector,
-    "context-length-filter": context_length.ContextLengthFilter,
-    "context-length-scorer": context_length.ContextLengthScorer,
+    "context-length-filter": labels.ContextLengthFilter,
+    "context-length-scorer": labels.ContextLengthScorer,
     "decode-filter": filters.DecodeFilter,
     "disagg-profile-handler": profiles.DisaggProfileHandler,
     "health-filter": filters.HealthFilter,
@@ -27,27 +27,27 @@ BUILT_IN: Mapping[str, type[Plugin]] = {
     "load-aware-scorer": scorers.LoadAwareScorer,
     "load-based-pd-decider": profiles.LoadBasedDecider,
     "lora-affinity-scorer": scorers.LoraAffinityScorer,
-    "max-score-picker": pickers.MaxScorePicker,
+    "max-score-picker": profiles.MaxScorePicker,
     "no-hit-lru-scorer": scorers.NoHitLRUScorer,
-    "power-of-two-picker": pickers.PowerOfTwoPicker,
-    "precise-prefix-cache-affinity-filter": affinity.PrecisePrefixCacheAffinityFilter,
+    "power-of-two-picker": profiles.PowerOfTwoPicker,
+    "precise-prefix-cache-affinity-filter": filters.PrecisePrefixCacheAffinityFilter,
     "precise-prefix-cache-scorer": scorers.PrecisePrefixCacheScorer,
     "prefill-filter": filters.PrefillFilter,
     "prefix-based-pd-decider": profiles.PrefixBasedDecider,
-    "prefix-cache-affinity-filter": affinity.PrefixCacheAffinityFilter,
+    "prefix-cache-affinity-filter": filters.PrefixCacheAffinityFilter,
     "prefix-cache-scorer": scorers.PrefixCacheScorer,
     "queue-scorer": scorers.QueueScorer,
-    "random-picker": pickers.RandomPicker,
+    "random-picker": profiles.RandomPicker,
     "running-requests-size-scorer": scorers.RunningRequestsSizeScorer,
     "saturation-filter": filters.SaturationFilter,
-    "session-affinity-filter": affinity.SessionAffinityFilter,
+    "session-affinity-filter": filters.SessionAffinityFilter,
     "session-affinity-scorer": scorers.SessionAffinityScorer,
     "single-profile-handler": profiles.SingleProfileHandler,
     "token-load-scorer": scorers.TokenLoadScorer,
-    "topology-affinity-filter": topology.TopologyAffinityFilter,
-    "topology-affinity-scorer": topology.TopologyAffinityScorer,
+    "topology-affinity-filter": labels.TopologyAffinityFilter,
+    "topology-affinity-scorer": labels.TopologyAffinityScorer,
     "utilization-filter": filters.UtilizationFilter,
-    "weighted-random-picker": pickers.WeightedRandomPicker,
+    "weighted-random-picker": profiles.WeightedRandomPicker,
 }
 
 _TO_WRITE = {Filter: "keep", Scorer: "score", Picker: "pick", Decider: "disaggregates"}

@@ -11,11 +11,10 @@ from typing import Annotated, ClassVar, Protocol
 import numpy as np
 from msgspec import Meta
 
-from tercet.decisions.scheduling.hashing import preference
-from tercet.decisions.scheduling.plugin import Decision, Engines, Floats, Integers, Scorer
+from tercet.decisions.scheduling.plugin import Decision, Engines, Floats, Integers, Scorer, preference
 from tercet.protocol import AdapterLoad, Request
-from tercet.protocol.client_names import owned_name
 from tercet.protocol.headers import OTHER_SESSION_HEADERS, SESSION_HEADER
+from tercet.protocol.names import owned_name
 
 UNKNOWN = 0.5
 # An engine with at most this multiple of its share of the sequences still gets sessions that prefer it.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from fastapi import APIRouter, Request, Response
 
-from tercet.protocol.call_proofs import require_digest
+from tercet.protocol.access import require_digest
 from tercet.protocol.wire import MEMBERS, JoinCall, decode_call
 from tercet.router.admin.admin_route import AdminRoute, json_answer, shared_of
 from tercet.router.state import joined_members

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from fastapi import APIRouter, Request, Response
 
-from tercet.decisions.planning.planner_report import PlannerReport
+from tercet.decisions.planning.observed import PlannerReport
 from tercet.protocol.wire import decode_call
 from tercet.router.admin.admin_route import AdminRoute, json_answer, shared_of
 

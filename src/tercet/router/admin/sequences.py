@@ -13,7 +13,7 @@ from tercet import protocol
 from tercet.fleet import RunningSequence
 from tercet.programs import migrate_context
 from tercet.protocol import BadRequest, UnknownSequence
-from tercet.protocol.multimodal import MultiModalFeatures
+from tercet.protocol.content import MultiModalFeatures
 from tercet.protocol.wire import MoveCall, Salt, decode_call
 from tercet.router.admin.admin_route import AdminRoute, fleet_of, json_answer, shared_of, whole_number
 from tercet.router.serve.moves import MoveRecord

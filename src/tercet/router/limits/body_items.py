@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any, cast
 
 from tercet.protocol import BadRequest
-from tercet.protocol.error_forms import api_of
+from tercet.protocol.errors import api_of
 from tercet.protocol.grammar_bounds import require_small
 
 # Divisors of the limit in the Responses API, where vLLM takes about ten times as long for each item, and for tools.

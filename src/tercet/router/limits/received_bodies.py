@@ -13,10 +13,10 @@ from starlette.types import Message, Receive, Scope
 from tercet.decisions.sessions import closes_session, session_in_body
 from tercet.fleet.admission import ClientLeft
 from tercet.fleet.bodies import HeldBody
-from tercet.protocol.body_forms import announces_body, forms_of, labelled
-from tercet.protocol.client_names import kept_name
 from tercet.protocol.headers import SESSION_FINAL_HEADER
 from tercet.protocol.json_text import in_utf8, read_json
+from tercet.protocol.names import kept_name
+from tercet.protocol.request_checks import announces_body, forms_of, labelled
 from tercet.router.limits.body_items import require_few_items, require_readable, require_small_structures
 from tercet.wire.serving.request_body import read_whole
 from tercet.wire.serving.request_context import Asked, RequestContext
@@ -85,7 +85,7 @@ async def receive_body(
     """Decide what the body of a request is, read it, and return it; ``kept`` counts its bytes.
 
     The application gets only the header fields of that decision. Raises the errors of
-    :func:`~tercet.protocol.body_forms.labelled`, :class:`~tercet.protocol.RequestTooLarge`,
+    :func:`~tercet.protocol.request_checks.labelled`, :class:`~tercet.protocol.RequestTooLarge`,
     :class:`~tercet.protocol.Saturated` if all bodies together are too large, and :class:`ClientLeft` if the client
     leaves before the end of the body.
     """

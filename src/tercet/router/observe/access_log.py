@@ -9,7 +9,7 @@ from typing import Any
 
 from starlette.types import Message, Scope, Send
 
-from tercet.protocol.client_names import kept_name
+from tercet.protocol.names import kept_name
 from tercet.settings.log_lines import FIELDS, REQUEST_ID, access_logger, request_id
 from tercet.wire.serving.request_context import CONTEXT, RequestContext
 

@@ -8,9 +8,8 @@ from contextlib import contextmanager
 
 from starlette.types import Scope
 
-from tercet.protocol.client_names import kept_name
-from tercet.protocol.headers import REQUEST_ID_HEADER
-from tercet.protocol.openai_routes import GENERATING
+from tercet.protocol.headers import GENERATING, REQUEST_ID_HEADER
+from tercet.protocol.names import kept_name
 from tercet.protocol.spans import entered, span_context_of, working_in
 from tercet.router.observe.request_spans import request_attributes
 from tercet.router.observe.request_traces import FollowedRequest, RequestTraces

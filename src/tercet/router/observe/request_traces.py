@@ -15,7 +15,7 @@ import msgspec
 
 from tercet.fleet import RunningSequence, Trace
 from tercet.protocol import TercetError, Unauthorized
-from tercet.protocol.client_names import kept_name
+from tercet.protocol.names import kept_name
 from tercet.protocol.spans import SpanContext
 from tercet.protocol.trace import PickEvent, TraceEvent
 from tercet.router.serve.moves import MoveRecord

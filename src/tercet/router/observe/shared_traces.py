@@ -18,7 +18,7 @@ from typing import TypeVar
 import msgspec
 
 from tercet.protocol import TercetError
-from tercet.protocol.client_names import kept_name
+from tercet.protocol.names import kept_name
 from tercet.protocol.wire import UNREADABLE
 from tercet.router.observe.exemplars import WORKERS_VARIABLE, Exemplars, KeptExemplar
 from tercet.router.observe.request_traces import RequestTrace, RequestTraces

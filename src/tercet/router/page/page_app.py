@@ -14,8 +14,8 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from tercet import __version__
 from tercet.protocol import MethodNotAllowed, TercetError, Unauthorized
-from tercet.protocol.bearer import BearerKeys
-from tercet.protocol.own_requests import ShownHeaders, require_no_page
+from tercet.protocol.access import BearerKeys
+from tercet.protocol.request_checks import ShownHeaders, require_no_page
 from tercet.protocol.wire import API_PREFIX
 from tercet.router.page.page_answers import answer, answer_error, send_file, start_of
 from tercet.router.page.viewers import Viewers

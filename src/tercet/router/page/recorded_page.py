@@ -7,7 +7,7 @@ from starlette.types import Receive, Scope, Send
 
 from tercet import __version__
 from tercet.protocol import MethodNotAllowed, TercetError
-from tercet.protocol.own_requests import ShownHeaders, require_own_call
+from tercet.protocol.request_checks import ShownHeaders, require_own_call
 from tercet.router.page.page_answers import answer, answer_error, send_file
 
 RUN = "run.json"

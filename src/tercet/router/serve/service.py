@@ -29,7 +29,7 @@ from tercet.protocol import (
 )
 from tercet.protocol.headers import PROGRAM_HEADER
 from tercet.protocol.json_text import unwritable_field
-from tercet.protocol.seq_ids import sequence_id
+from tercet.protocol.names import sequence_id
 from tercet.protocol.spans import SpanContext, current_span, working_in
 from tercet.protocol.trace import FALLBACK, RETRY, TraceEvent
 from tercet.protocol.wire import LEAST_PRIORITY, LONGEST_SALT, MOST_PRIORITY

@@ -8,7 +8,7 @@ from http import HTTPStatus
 
 from tercet.fleet import RunningSequence, Trace
 from tercet.protocol import BadRequest, ProgramFailed, Request, TercetError, Usage
-from tercet.protocol.seq_ids import sequence_id
+from tercet.protocol.names import sequence_id
 from tercet.router.observe.metrics import Metrics
 from tercet.router.serve.service import Service, SessionTurns
 from tercet.settings.log_events import REQUEST_FAILED

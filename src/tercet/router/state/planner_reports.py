@@ -8,7 +8,7 @@ from pathlib import Path
 import msgspec
 
 from tercet.aio.files import FileThread, read_whole, write_whole
-from tercet.decisions.planning.planner_report import PlannerReport
+from tercet.decisions.planning.observed import PlannerReport
 from tercet.protocol import EngineError
 from tercet.protocol.wire import UNREADABLE
 

@@ -11,11 +11,8 @@ import msgspec
 
 from tercet.aio import repeat
 from tercet.decisions.planning import FleetPlan, Observed, PlanLimits
-from tercet.decisions.planning.learned_capacity import LearnedCapacity
-from tercet.decisions.planning.overload import overload_split
-from tercet.decisions.roles import ObservedEngine, RoleFlip, RoleLook, RolePolicy
-from tercet.decisions.roles.observed import WINDOW_S
-from tercet.decisions.roles.policy import idlest
+from tercet.decisions.planning.candidates import LearnedCapacity, overload_split
+from tercet.decisions.roles import WINDOW_S, ObservedEngine, RoleFlip, RoleLook, RolePolicy, idlest
 from tercet.fleet import EngineFleet
 from tercet.fleet.policy_views import PrefillLine, SeenRequests, observed_engines
 from tercet.settings import RescheduleSettings

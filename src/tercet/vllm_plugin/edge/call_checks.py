@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from tercet.protocol import BadRequest, KVAddrInfo, KVLayout, LayoutMismatch, MultiModalFeature
-from tercet.protocol.multimodal import require_placed
+from tercet.protocol.content import require_placed
 from tercet.protocol.wire import RemoteSendCall
 from tercet.transport import is_address
 from tercet.vllm_plugin.mm_features import most_features_of

@@ -20,12 +20,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from tercet.protocol import BadRequest, Request, Reservation, TercetError
-from tercet.protocol.bearer import BearerKeys
-from tercet.protocol.error_forms import error_body
-from tercet.protocol.headers import PREFILLED_HEADER, PREFILLER_HEADER
-from tercet.protocol.openai_routes import PREFILLED_BELOW
-from tercet.protocol.prefill_hosts import AllowedPrefillers
-from tercet.protocol.seq_ids import sequence_id
+from tercet.protocol.access import BearerKeys
+from tercet.protocol.errors import error_body
+from tercet.protocol.headers import PREFILLED_BELOW, PREFILLED_HEADER, PREFILLER_HEADER
+from tercet.protocol.hosts import AllowedPrefillers
+from tercet.protocol.names import sequence_id
 from tercet.protocol.trace import TraceEvent, VerbTrace
 from tercet.vllm_plugin.edge.verbs import EngineVerbs
 from tercet.wire.client.prefill_attempts import prefill_here

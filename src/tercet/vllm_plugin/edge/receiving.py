@@ -6,7 +6,7 @@ from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 
 from tercet.protocol import BadRequest, Conflict, KVAddrInfo, RankAddress, Request, Reservation
-from tercet.protocol.ranges import resolve_end
+from tercet.protocol.types import resolve_end
 from tercet.protocol.wire import PrepRecvAnswer, PrepRecvCall
 from tercet.vllm_plugin.core.core_methods import EngineDescription
 from tercet.vllm_plugin.edge.adapters import digest_of

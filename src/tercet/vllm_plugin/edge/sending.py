@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from tercet.aio import TaskSet
 from tercet.protocol import Output, Sent, UnknownSequence, Usage, resolve_range
-from tercet.protocol.multimodal import whole_features
+from tercet.protocol.content import whole_features
 from tercet.protocol.spans import current_span
 from tercet.protocol.wire import RemoteSendCall
 from tercet.transport import Push, PushCached, SendComplete

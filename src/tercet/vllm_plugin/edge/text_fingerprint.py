@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 
-from tercet.protocol.revision import TextFingerprint
+from tercet.protocol.addresses import TextFingerprint
 
 logger = logging.getLogger(__name__)
 # Texts on which normalizers, splitters and special tokens differ: their encodings distinguish tokenizers with the same

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from tercet import __version__
 from tercet.aio import TaskSet
 from tercet.protocol import EngineStatus, Output, Request, Reservation, Revision, Sent, SequenceReport
-from tercet.protocol.revision import TextFingerprint
+from tercet.protocol.addresses import TextFingerprint
 from tercet.protocol.wire import (
     MoveCall,
     PrepRecvAnswer,

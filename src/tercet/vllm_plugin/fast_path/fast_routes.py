@@ -19,8 +19,8 @@ from typing import Any
 
 from starlette.requests import Request
 
-from tercet.protocol.error_forms import MESSAGES
-from tercet.protocol.openai_routes import CHAT, COMPLETIONS, RESPONSES
+from tercet.protocol.errors import MESSAGES
+from tercet.protocol.headers import CHAT, COMPLETIONS, RESPONSES
 from tercet.vllm_plugin.differences import ENDS_OF_AGENTS_APIS, OFFSETS_OF_SENT_TEXT
 from tercet.vllm_plugin.fast_path.sse_chunks import ChunkWriter, chat_format, completion_format
 from tercet.vllm_plugin.fast_path.stream_plan import (

@@ -19,7 +19,7 @@ import msgspec
 from pydantic_core import PydanticSerializationError
 from vllm.outputs import RequestOutput
 
-from tercet.protocol.error_forms import MESSAGES, in_form, last_events
+from tercet.protocol.errors import MESSAGES, in_form, last_events
 from tercet.vllm_plugin.differences import CONVERTED_AS_TEXT
 from tercet.vllm_plugin.fast_path.answer_events import Told
 from tercet.vllm_plugin.fast_path.chunk_answers import counts_of, error_of

@@ -24,8 +24,8 @@ from vllm.entrypoints.openai.responses.streaming_events import (
 )
 from vllm.outputs import RequestOutput
 
-from tercet.protocol.error_forms import last_events
-from tercet.protocol.openai_routes import RESPONSES
+from tercet.protocol.errors import last_events
+from tercet.protocol.headers import RESPONSES
 from tercet.protocol.sse import object_of
 from tercet.vllm_plugin.differences import closed_items, last_response_event
 from tercet.vllm_plugin.fast_path.answer_events import Told

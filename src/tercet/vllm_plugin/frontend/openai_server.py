@@ -21,7 +21,7 @@ from fastapi import FastAPI
 from starlette.types import ASGIApp
 
 from tercet.protocol import BadRequest
-from tercet.protocol.revision import TextFingerprint
+from tercet.protocol.addresses import TextFingerprint
 from tercet.settings.variables import PARALLEL_TOKENIZERS
 from tercet.vllm_plugin.differences import SYSTEM_BALANCES, cli_args, structured_outputs_config
 from tercet.vllm_plugin.edge.text_fingerprint import text_fingerprint

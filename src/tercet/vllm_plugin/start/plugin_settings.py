@@ -10,9 +10,8 @@ from typing import Annotated, Any, Literal
 from msgspec import Meta
 
 from tercet.protocol import BadRequest
-from tercet.protocol.bearer import key_of
-from tercet.protocol.hosts import LAST_PORT
-from tercet.protocol.prefill_hosts import AllowedPrefillers
+from tercet.protocol.access import key_of
+from tercet.protocol.hosts import LAST_PORT, AllowedPrefillers
 from tercet.settings import SECRET_VARIABLE, Setting, Settings, Source, decode_settings
 from tercet.settings.declaration import AtLeastOne
 from tercet.settings.prefill_settings import (

@@ -8,7 +8,7 @@ import aiohttp
 import msgspec
 
 from tercet.protocol import EngineNotReached, EngineUnreachable, from_wire
-from tercet.protocol.bearer import bearer
+from tercet.protocol.access import bearer
 from tercet.protocol.wire import API_PREFIX, UNREADABLE
 from tercet.wire.client.bounded_answers import PLAIN, read_answer
 from tercet.wire.client.connection_errors import reason_of

@@ -23,7 +23,7 @@ from tercet.protocol import (
     TercetError,
     from_wire,
 )
-from tercet.protocol.call_proofs import CHALLENGE_HEADER, Prover, digest_of
+from tercet.protocol.access import CHALLENGE_HEADER, Prover, digest_of
 from tercet.protocol.headers import INCARNATION_HEADER, REQUEST_ID_HEADER
 from tercet.protocol.spans import current_span
 from tercet.protocol.wire import API_PREFIX, JSON, UNREADABLE, encode_call, large_field_of

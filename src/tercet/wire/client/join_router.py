@@ -11,7 +11,7 @@ import aiohttp
 import msgspec
 
 from tercet.protocol import EngineUnreachable, from_wire
-from tercet.protocol.call_proofs import CHALLENGE_HEADER, Prover, digest_of
+from tercet.protocol.access import CHALLENGE_HEADER, Prover, digest_of
 from tercet.protocol.wire import API_PREFIX, MEMBERS, UNREADABLE, JoinCall, Joined
 from tercet.wire.client.ask_router import CHANGE_ANSWER
 from tercet.wire.client.bounded_answers import PLAIN, read_answer

@@ -11,9 +11,8 @@ from collections.abc import Iterable
 from starlette.types import Scope
 
 from tercet.protocol import Unauthorized
-from tercet.protocol.bearer import BearerKeys
-from tercet.protocol.call_proofs import Callers
-from tercet.protocol.own_requests import (
+from tercet.protocol.access import BearerKeys, Callers
+from tercet.protocol.request_checks import (
     ShownHeaders,
     require_json,
     require_no_page,

@@ -23,8 +23,8 @@ from tercet.protocol import (
     TercetError,
     UnknownModel,
 )
-from tercet.protocol.call_proofs import CHALLENGE_HEADER
-from tercet.protocol.error_forms import api_of, error_body, in_form, last_events
+from tercet.protocol.access import CHALLENGE_HEADER
+from tercet.protocol.errors import api_of, error_body, in_form, last_events
 from tercet.protocol.json_text import NO_TEXT
 from tercet.protocol.sse import EVENTS, EventSplitter, object_of
 from tercet.protocol.wire import UNREADABLE

@@ -80,7 +80,7 @@ CONTEXT = "tercet.context"
 class RequestContext:
     """One HTTP request. ``headers`` have names in lower case; ``fields`` is its body, if that is a JSON object.
 
-    ``form`` is the form of its body by :mod:`tercet.protocol.body_forms`; empty without a body.
+    ``form`` is the form of its body by :mod:`tercet.protocol.request_checks`; empty without a body.
 
     ``began`` is the time of its arrival, in seconds of :func:`time.monotonic`. ``traces`` has one entry per sequence
     that it started (``n``, or several prompts), and so has ``sequences``, with the generated output; with

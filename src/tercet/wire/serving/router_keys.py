@@ -8,8 +8,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from tercet.protocol import BadRequest
-from tercet.protocol.bearer import BearerKeys
-from tercet.protocol.call_proofs import Callers, secrets_of
+from tercet.protocol.access import BearerKeys, Callers, secrets_of
 from tercet.settings import RouterSettings
 from tercet.settings.admin_address import AdminAddress
 from tercet.settings.key_files import KeyFile

@@ -9,8 +9,7 @@ from argparse import Namespace
 from collections.abc import Sequence
 
 from tercet.protocol import BadRequest
-from tercet.protocol.bearer import given_key, key_of
-from tercet.protocol.call_proofs import Callers, secrets_of
+from tercet.protocol.access import Callers, given_key, key_of, secrets_of
 from tercet.settings import SECRET_VARIABLE
 from tercet.settings.variables import API_KEY_VARIABLE
 

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from tercet.protocol import BadRequest, Forbidden, TercetError
-from tercet.protocol.bearer import BearerKeys
+from tercet.protocol.access import BearerKeys
 from tercet.protocol.headers import TRACE_HEADER
-from tercet.protocol.own_requests import ShownHeaders, require_own_call
+from tercet.protocol.request_checks import ShownHeaders, require_own_call
 from tercet.protocol.sse import DONE, EVENTS, EventSplitter, data_of
 from tercet.protocol.wire import UNREADABLE
 from tercet.settings.process_settings import CLIENT_TRACES_VARIABLE

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from tercet.protocol import Conflict, MoveProposal, UnknownSequence
-from tercet.protocol.seq_ids import find_id
+from tercet.protocol.names import find_id
 from tercet.protocol.wire import MoveCall
 from tercet.wire.streams.router_connection import SequenceSender
 

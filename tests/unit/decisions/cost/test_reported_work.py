@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from tercet.decisions.cost.cost_model import CostModel
-from tercet.decisions.cost.reported_work import MEMORY, ReportedWork
-from tercet.decisions.cost.routes import RouteCandidate, RouteRequest, Targets, pair_pays
+from tercet.decisions.cost.costs import RouteCandidate, RouteRequest, Targets, pair_pays
+from tercet.decisions.cost.engine_work import MEMORY, ReportedWork
 from tercet.protocol import EngineLoad
 
 PACE = 0.1

@@ -27,8 +27,7 @@ from tercet.decisions.migration import (
     policies_of,
     prefill_to_decode,
 )
-from tercet.decisions.migration.policy_names import BUILT_IN
-from tercet.decisions.migration.selection import Measure, Order
+from tercet.decisions.migration.policies import BUILT_IN, Measure, Order
 from tercet.protocol import BadRequest, Revision
 from tercet.settings import RescheduleSettings
 

@@ -7,9 +7,8 @@ import random
 import pytest
 
 from tercet.decisions.planning import FleetPlan, Observed, ObservedRequest, PlanLimits
-from tercet.decisions.planning.overload import overload_split
-from tercet.decisions.roles import ObservedEngine
-from tercet.decisions.roles.observed import Demand
+from tercet.decisions.planning.candidates import overload_split
+from tercet.decisions.roles import Demand, ObservedEngine
 from tercet_lab.planning.guard import QueueGuard
 
 from .planned_world import OBJECTIVES, Engine

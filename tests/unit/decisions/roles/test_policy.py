@@ -8,9 +8,17 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from tercet.decisions.roles import ObservedEngine, RoleFlip, RoleLook, RolePolicy
-from tercet.decisions.roles.observed import FleetHistory
-from tercet.decisions.roles.policy import LASTING_S, REST_S, REVERSAL_S, idlest
+from tercet.decisions.roles import (
+    LASTING_S,
+    REST_S,
+    REVERSAL_S,
+    FleetHistory,
+    ObservedEngine,
+    RoleFlip,
+    RoleLook,
+    RolePolicy,
+    idlest,
+)
 from tercet.protocol import BadRequest
 from tercet.settings.role_settings import Objectives
 

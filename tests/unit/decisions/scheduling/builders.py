@@ -13,7 +13,7 @@ from tercet.decisions.scheduling import Decision, Engines, Scheduling, load_sche
 from tercet.decisions.scheduling.plugin import Floats, Scorer
 from tercet.fleet import FleetKnowledge
 from tercet.protocol import AdapterReport, EngineLoad, Request, Revision, Role
-from tercet.protocol.revision import UNKNOWN_REVISION
+from tercet.protocol.addresses import UNKNOWN_REVISION
 
 
 @dataclass

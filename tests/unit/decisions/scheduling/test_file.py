@@ -8,8 +8,12 @@ import pytest
 
 from tercet.decisions.scheduling import Engines, load_scheduling
 from tercet.decisions.scheduling.filters import ByLabel, DecodeFilter
-from tercet.decisions.scheduling.pickers import MaxScorePicker, WeightedRandomPicker
-from tercet.decisions.scheduling.profiles import AlwaysDisaggregate, PrefixBasedDecider
+from tercet.decisions.scheduling.profiles import (
+    AlwaysDisaggregate,
+    MaxScorePicker,
+    PrefixBasedDecider,
+    WeightedRandomPicker,
+)
 from tercet.decisions.scheduling.registry import BUILT_IN
 from tercet.decisions.scheduling.scorers import LoadAwareScorer, NoHitLRUScorer, PrefixCacheScorer
 from tercet.protocol import BadRequest

@@ -9,8 +9,8 @@ from random import Random
 import numpy as np
 import pytest
 
-from tercet.decisions.scheduling.pickers import MaxScorePicker, PowerOfTwoPicker, RandomPicker, WeightedRandomPicker
 from tercet.decisions.scheduling.plugin import Picker
+from tercet.decisions.scheduling.profiles import MaxScorePicker, PowerOfTwoPicker, RandomPicker, WeightedRandomPicker
 
 from .builders import Bench, View
 

@@ -8,8 +8,8 @@ import pytest
 
 from tercet.decisions.scheduling import Decision, Engines, SchedulingProfile
 from tercet.decisions.scheduling.filters import DecodeFilter, HealthFilter, PrefillFilter
-from tercet.decisions.scheduling.pickers import MaxScorePicker
 from tercet.decisions.scheduling.plugin import Scorer
+from tercet.decisions.scheduling.profiles import MaxScorePicker
 from tercet.decisions.scheduling.scorers import NoHitLRUScorer, PrefixCacheScorer
 from tercet.protocol import EngineUnreachable
 

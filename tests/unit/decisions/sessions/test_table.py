@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from tercet.decisions.sessions import (
+    MOST_CONTEXTS,
     Action,
     Context,
     EngineSeen,
@@ -22,9 +23,8 @@ from tercet.decisions.sessions import (
     session_in_body,
     session_named,
 )
-from tercet.decisions.sessions.table import MOST_CONTEXTS
 from tercet.protocol import Request
-from tercet.protocol.revision import Revision
+from tercet.protocol.addresses import Revision
 from tercet.settings.session_settings import SessionSettings
 
 CAPACITY = 1000

@@ -12,7 +12,7 @@ import msgspec
 import pytest
 
 from tercet.decisions.planning import Expected, FleetPlan, Observed, WantedPlan
-from tercet.decisions.planning.planner_report import PlannerReport
+from tercet.decisions.planning.observed import PlannerReport
 from tercet.protocol import BadRequest, EngineUnreachable
 from tercet_lab.planning import live_planner
 from tercet_lab.planning.crystal import ProfileCapacity

@@ -7,7 +7,7 @@ import itertools
 import math
 
 from tercet.decisions.scheduling import Scheduling, SchedulingProfile
-from tercet.decisions.scheduling.pickers import MaxScorePicker
+from tercet.decisions.scheduling.profiles import MaxScorePicker
 from tercet.fleet import EngineFleet, EngineObserver, Member
 from tercet_lab.sim import Network, SimEngine, run_virtual
 from tercet_lab.sim.engine_options import EngineOptions

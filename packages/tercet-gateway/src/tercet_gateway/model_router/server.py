@@ -16,7 +16,7 @@ from msgspec import Meta
 from tercet.aio import TaskSet, signals_to
 from tercet.aio.descriptors import descriptors_watched
 from tercet.protocol import BadRequest, ShuttingDown, TercetError
-from tercet.protocol.error_forms import error_body
+from tercet.protocol.errors import error_body
 from tercet.protocol.wire import API_PREFIX, decode_call
 from tercet.settings.log_lines import log_to_stderr
 from tercet.wire.serving.admin_access import AdminAccess

@@ -15,7 +15,7 @@ import h11
 from tercet.aio.incoming import LEAST_OF_BODY, LONGEST_HEAD, SECONDS, Breach
 from tercet.fleet.admission import ClientLeft
 from tercet.protocol import BadRequest, HeadTooLarge, RequestTimeout, TercetError
-from tercet.protocol.openai_routes import path_of
+from tercet.protocol.headers import path_of
 from tercet.wire.client.passing import BrokeOff, Fields, NotReadable, end_to_end, first, values
 from tercet.wire.client.passing.messages import READ_BYTES, Connection, framing, raw_fields
 from tercet.wire.serving.error_answers import breach_error

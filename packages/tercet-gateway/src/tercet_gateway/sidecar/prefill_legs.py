@@ -16,8 +16,7 @@ import msgspec
 
 from tercet.aio import TaskSet
 from tercet.protocol import BadRequest, EngineError, EngineUnreachable, Request, Reservation, TercetError
-from tercet.protocol.headers import PREFILLED_HEADER
-from tercet.protocol.openai_routes import COMPLETIONS
+from tercet.protocol.headers import COMPLETIONS, PREFILLED_HEADER
 from tercet.protocol.trace import TraceEvent, VerbTrace
 from tercet.protocol.wire import UNREADABLE
 from tercet.settings.declaration import FixedPort

@@ -18,7 +18,7 @@ from prometheus_client.exposition import generate_latest
 from tercet.aio import signals_to
 from tercet.aio.descriptors import descriptors_watched
 from tercet.protocol import BadRequest, Revision, ShuttingDown
-from tercet.protocol.error_forms import error_body
+from tercet.protocol.errors import error_body
 from tercet.settings.log_lines import log_to_stderr
 from tercet.wire.client import HttpEngine, engine_tls, prefill_metrics
 from tercet.wire.client.engine_calls import KEEPALIVE_SECONDS

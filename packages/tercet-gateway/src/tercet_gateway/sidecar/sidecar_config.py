@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 import msgspec
 
-from tercet.protocol.prefill_hosts import AllowedPrefillers
+from tercet.protocol.hosts import AllowedPrefillers
 from tercet.settings.declaration import Port, Seconds, Setting, Settings
 from tercet.settings.prefill_settings import (
     STUCK_AFTER_S,

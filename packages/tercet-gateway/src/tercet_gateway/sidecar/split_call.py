@@ -9,7 +9,7 @@ from typing import Any, cast
 import msgspec
 
 from tercet.protocol import BadRequest
-from tercet.protocol.openai_routes import CHAT, COMPLETIONS, RESPONSES
+from tercet.protocol.headers import CHAT, COMPLETIONS, RESPONSES
 
 SPLIT_PATHS = frozenset({CHAT, COMPLETIONS, RESPONSES})
 KV_PARAMS = "kv_transfer_params"

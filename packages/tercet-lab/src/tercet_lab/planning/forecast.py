@@ -11,7 +11,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from tercet.decisions.planning.arrivals import ObservedRequest
+from tercet.decisions.planning.observed import ObservedRequest
 
 BIN_S = 5.0
 """Seconds of one sample of the load."""
@@ -49,8 +49,6 @@ SIGNIFICANT = 4.0
 """Standard deviations of a steady load by which a trend must exceed chance."""
 CHANGED = 5.0
 """Standard deviations by which a change must exceed chance: more, since it is tested often and in several measures."""
-
-
 SETTLED_S = 15.0
 """Seconds of traffic that are enough for a plan."""
 FEWEST_FIRST = 200

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import math
 
-from tercet.decisions.planning.candidates import EngineCapacity
+from tercet.decisions.planning.candidates import EngineCapacity, overload_split
 from tercet.decisions.planning.observed import FleetPlan, Observed, WantedPlan
-from tercet.decisions.planning.overload import overload_split
-from tercet.decisions.roles import RoleLook, RolePolicy
-from tercet.decisions.roles.pressures import BUSY_FULL
+from tercet.decisions.roles import BUSY_FULL, RoleLook, RolePolicy
 from tercet.settings.role_settings import Objectives
 
 LASTING_S = 3.0
@@ -23,7 +21,7 @@ class QueueGuard:
     """A guard that acts on queue waits and step times, as ``--roles auto`` does, and adds engines if roles do not help.
 
     If far more prompts come than the engines compute, it does not wait for the pressure to last: ``engine`` and the
-    arrivals of the last :data:`~tercet.decisions.roles.observed.WINDOW_S` seconds tell which split bears them.
+    arrivals of the last :data:`~tercet.decisions.roles.WINDOW_S` seconds tell which split bears them.
     """
 
     def __init__(self, objectives: Objectives, engine: EngineCapacity) -> None:

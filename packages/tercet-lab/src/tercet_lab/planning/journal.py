@@ -7,7 +7,7 @@ from collections import deque
 import msgspec
 
 from tercet.decisions.planning import FleetPlan, WantedPlan
-from tercet.decisions.planning.planner_report import PlannerReport, ReportedPlan
+from tercet.decisions.planning.observed import PlannerReport, ReportedPlan
 from tercet_lab.planning.acting import FleetChange
 from tercet_lab.planning.planner_config import PlannerConfig
 

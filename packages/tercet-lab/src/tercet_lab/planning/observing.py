@@ -9,8 +9,7 @@ from typing import Any
 import msgspec
 
 from tercet.decisions.planning import FleetPlan, Observed, ObservedRequest, PlanLimits
-from tercet.decisions.roles import ObservedEngine
-from tercet.decisions.roles.observed import WINDOW_S
+from tercet.decisions.roles import WINDOW_S, ObservedEngine
 from tercet.protocol import EngineUnreachable
 from tercet.protocol.wire import UNREADABLE
 from tercet.settings.role_settings import Objectives

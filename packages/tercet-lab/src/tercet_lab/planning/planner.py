@@ -7,8 +7,8 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
 
-from tercet.decisions.planning.arrivals import answers_completed
 from tercet.decisions.planning.candidates import (
+    RELIEF,
     EngineCapacity,
     EngineDemand,
     best_split,
@@ -16,9 +16,8 @@ from tercet.decisions.planning.candidates import (
     demand_of,
     of_few_sizes,
 )
-from tercet.decisions.planning.observed import Expected, FleetPlan, Observed, WantedPlan
-from tercet.decisions.planning.overload import RELIEF
-from tercet.decisions.roles.pressures import BUSY_FULL
+from tercet.decisions.planning.observed import Expected, FleetPlan, Observed, WantedPlan, answers_completed
+from tercet.decisions.roles import BUSY_FULL
 from tercet.protocol import TercetError
 from tercet_lab.planning.forecast import BIN_S, Forecast, Forecaster, Forecasting, tells_enough
 from tercet_lab.planning.guard import QueueGuard

@@ -11,8 +11,7 @@ from functools import partial
 from typing import Literal
 
 from tercet.decisions.planning import FleetPlan, Observed, PlanLimits, Policy, WantedPlan
-from tercet.decisions.roles import ObservedEngine
-from tercet.decisions.roles.observed import WINDOW_S
+from tercet.decisions.roles import WINDOW_S, ObservedEngine
 from tercet.fleet.policy_views import SeenRequests, observed_engines
 from tercet.protocol import Role
 from tercet.router.serve.service import Service

@@ -12,7 +12,6 @@ PRICE = 2 / 3
 """Requests within the objectives that one more engine must add, as a share of those per engine of the best fleet."""
 STEPS = 8
 """Neighbours differ by the number of engines divided by this, and by at least one engine."""
-
 Simulated = tuple[FleetPlan, Expected]
 
 

@@ -12,7 +12,7 @@ from weakref import WeakValueDictionary
 
 import msgspec
 
-from tercet.protocol.block_hashes import chain, root_of
+from tercet.protocol.content import chain, root_of
 from tercet_lab.sim.prompts import Prompt
 
 

@@ -24,7 +24,7 @@ from tercet.protocol import (
     Usage,
     resolve_range,
 )
-from tercet.protocol.ranges import resolve_end
+from tercet.protocol.types import resolve_end
 from tercet_lab.sim.engine_options import (
     EngineOptions,
     check_adapter,

@@ -1,6 +1,8 @@
-"""The sessions that a router remembers: the engine of each, and decisions about their KV. Pure.
+"""Sessions of agents: the engines of their turns, the contexts that a drain moves, and pinned KV. Pure.
 
-Each method takes an event, and returns actions on KV: to pin it, to end a pin, or to move it.
+A request names its session in a header or its body. :class:`SessionTable` remembers the engine of each session and the
+context of its last turns. Each of its methods takes an event, and returns actions on KV: to pin it, to end a pin, or to
+move it.
 """
 
 from __future__ import annotations
@@ -8,18 +10,30 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal, cast
 
+import msgspec
 import numpy as np
 
-from tercet.decisions.scheduling.hashing import key_of, preference
-from tercet.decisions.sessions.context import Context
-from tercet.decisions.sessions.keeping import EngineSeen, given_up, is_within
+from tercet.decisions.scheduling.plugin import key_of, preference
 from tercet.protocol import Request, Role
-from tercet.protocol.content import packed
-from tercet.protocol.revision import may_exchange_kv
+from tercet.protocol.addresses import UNKNOWN_REVISION, Revision, may_exchange_kv
+from tercet.protocol.content import TOKEN_BYTES, packed, unpacked
+from tercet.protocol.headers import AGENT_HEADERS, OTHER_SESSION_HEADERS, SESSION_HEADER, SUBAGENT_HEADER
+from tercet.protocol.names import kept_name, owned_name
 from tercet.settings.session_settings import SessionSettings
 
+HEADERS = (SESSION_HEADER, *OTHER_SESSION_HEADERS, SUBAGENT_HEADER, *AGENT_HEADERS)
+# Fields of bodies, first those of vLLM's API; the first one in a body counts. A trajectory is one chain of reasoning of
+# a run, and is therefore the session; if a client of Dynamo names no trajectory, its session id is used.
+FIELDS = (
+    ("session_id",),
+    ("vllm_xargs", "session_id"),
+    ("nvext", "agent_context", "trajectory_id"),
+    ("nvext", "agent_context", "session_id"),
+    ("nvext", "session_control", "session_id"),
+    ("program_id",),
+)
 Pause = Literal["tool", "client"]
 """Reason of a pause between two turns: the session waits for a tool that it called, or for its client."""
 Bindings = Mapping[str, Mapping[Role, str]]
@@ -28,6 +42,125 @@ Bindings = Mapping[str, Mapping[Role, str]]
 MOST_CONTEXTS = 4
 # Maximum number of contexts that leave one engine at the same time.
 MOVES_AT_ONCE = 2
+
+
+class Context:
+    """The tokens of a turn that has ended, four bytes each, and the ``engine`` whose cache has most of their KV.
+
+    ``kept_at`` is the time at which its KV was pinned there, None if it is not pinned; ``to`` is the engine to which it
+    is being moved, or None.
+    """
+
+    __slots__ = (
+        "_adapter", "_cache_salt", "_digest", "_prompt_size", "_tokens", "engine", "kept_at", "number", "session", "to",
+    )  # fmt: skip
+
+    def __init__(self, number: int, session: str, engine: str, request: Request, output: Sequence[int]) -> None:
+        self.number = number
+        self.session = session
+        self.engine = engine
+        self.kept_at: float | None = None
+        self.to: str | None = None
+        self._prompt_size = request.num_tokens * TOKEN_BYTES
+        # The last token's KV was never computed.
+        self._tokens = packed(request.prompt) + packed(output[:-1])
+        self._cache_salt, self._adapter, self._digest = request.cache_salt, request.adapter, request.adapter_digest
+
+    @property
+    def num_tokens(self) -> int:
+        """Number of tokens whose KV was computed."""
+        return len(self._tokens) // TOKEN_BYTES
+
+    def request(self, seq_id: str) -> Request:
+        """Return a request for these tokens, for verbs that identify KV by its tokens."""
+        return Request(
+            seq_id=seq_id, prompt=tuple(unpacked(self._tokens)), cache_salt=self._cache_salt, adapter=self._adapter,
+            adapter_digest=self._digest,
+        )  # fmt: skip
+
+    def shared_with(self, request: Request, prompt: bytes) -> int:
+        """Return the number of the request's first tokens that this context has; ``prompt`` is packed.
+
+        That is all of the context, or the turn's prompt, or 0. A chat template may write an answer in another way than
+        the model did; then only the prompt is repeated.
+        """
+        if (request.cache_salt, request.adapter) != (self._cache_salt, self._adapter):
+            return 0
+        if prompt.startswith(self._tokens):
+            return self.num_tokens
+        return self._prompt_size // TOKEN_BYTES if prompt.startswith(self._tokens[: self._prompt_size]) else 0
+
+
+class EngineSeen(msgspec.Struct, frozen=True):
+    """An engine as sessions see it.
+
+    ``is_open`` is True if it may be picked and answers, ``decodes`` if its role decodes, and ``leaving`` if it is to be
+    emptied. ``kv_tokens`` is the capacity of its KV cache, 0 if unknown, ``kv_usage`` the share in use, ``waiting`` its
+    queue. KV moves between engines whose ``revision`` allows it.
+    """
+
+    name: str
+    is_open: bool = True
+    decodes: bool = True
+    leaving: bool = False
+    kv_tokens: int = 0
+    kv_usage: float = 0.0
+    waiting: int = 0
+    revision: Revision = UNKNOWN_REVISION
+
+    def share(self, tokens: int) -> float:
+        """Return the part of the KV cache that ``tokens`` need; all of it while the capacity is unknown."""
+        return tokens / self.kv_tokens if self.kv_tokens else 1.0
+
+
+def is_within(engine: EngineSeen, kept: Iterable[Context], wanted: Context, share: float) -> bool:
+    """Return True if ``wanted`` may be pinned in addition to ``kept``."""
+    return engine.share(wanted.num_tokens + sum(each.num_tokens for each in kept)) <= share
+
+
+def given_up(engine: EngineSeen, ordered: Sequence[Context], give_up_at: float) -> list[Context]:
+    """Return the first contexts of ``ordered`` whose pins must end to bring usage below ``give_up_at``.
+
+    While requests wait, at least one is returned.
+    """
+    usage, found = engine.kv_usage, list[Context]()
+    for context in ordered:
+        if usage < give_up_at and not (engine.waiting and not found):
+            break
+        usage -= engine.share(context.num_tokens)
+        found.append(context)
+    return found
+
+
+def session_named(request: Request | None) -> str | None:
+    """Return the session of a request, from its headers or its body; None without one.
+
+    A session belongs to the client that made it (:func:`~tercet.protocol.names.owned_name`). The field ``user``
+    is not used: one user has many sessions.
+    """
+    if request is None:
+        return None
+    headers = request.headers
+    named = next((headers[name] for name in HEADERS if headers.get(name)), None) or request.session
+    return owned_name(named, headers) if named else None
+
+
+def session_in_body(body: Mapping[str, Any]) -> str | None:
+    """Return the session that a body names, in the form that is kept; None unless it is a string."""
+    return next((kept_name(found) for path in FIELDS if (found := _text_at(body, path))), None)
+
+
+def closes_session(body: Mapping[str, Any]) -> bool:
+    """Return True if a body says that its session ends with this request, as clients of Dynamo 1.1 do."""
+    return _text_at(body, ("nvext", "session_control", "action")) == "close"
+
+
+def _text_at(body: Any, path: tuple[str, ...]) -> str | None:
+    for name in path:
+        if not isinstance(body, dict):
+            return None
+        body = cast("dict[str, Any]", body).get(name)
+    return body if isinstance(body, str) else None
 
 
 @dataclass(frozen=True)
