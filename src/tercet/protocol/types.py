@@ -9,13 +9,15 @@ import msgspec
 
 from tercet.protocol.addresses import KVLayout, Revision, TextFingerprint
 from tercet.protocol.content import MultiModalFeature
-from tercet.protocol.errors import UnknownAdapter
+from tercet.protocol.errors import BadRequest, UnknownAdapter
 from tercet.protocol.wire import TokenId
 
 Count = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
 # Finite, because JSON lacks infinity and NaN, and NaN does not compare with any number.
 NotNegativeNumber = Annotated[float, msgspec.Meta(ge=0, le=1e300)]
 FinishReason = Literal["stop", "length", "abort", "error", "repetition"]
+Paused = Literal["", "new", "all"]
+"""Sequences that an engine does not advance: none, those that have not begun, or all (for example during an update)."""
 
 
 class Request(msgspec.Struct, frozen=True, kw_only=True):
@@ -141,10 +143,6 @@ class AdapterReport(msgspec.Struct, frozen=True):
             )
 
 
-Paused = Literal["", "new", "all"]
-"""Sequences that an engine does not advance: none, those that have not begun, or all (for example during an update)."""
-
-
 class EngineStatus(msgspec.Struct, frozen=True, kw_only=True):
     """State of one engine: identity, load, and the blocks that it holds for others.
 
@@ -249,3 +247,27 @@ class EngineLoad(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     stopping: bool = False
     adapters: AdapterLoad | None = None
     paused: Paused = ""
+
+
+def resolve_end(length: int, end: int | None) -> int:
+    """Return the absolute end of ``prompt[:end]``: None means the whole prompt, a negative end counts from its end.
+
+    Raises :class:`BadRequest` if it is outside ``[0, length]``.
+    """
+    resolved = length if end is None else end + length if end < 0 else end
+    if not 0 <= resolved <= length:
+        raise BadRequest(f"end: {end} is outside the prompt, which has {length} tokens", "end")
+    return resolved
+
+
+def resolve_range(length: int, begin: int, end: int | None) -> tuple[int, int]:
+    """Return the absolute ``[begin, end)`` within a prompt of ``length`` tokens.
+
+    Raises :class:`BadRequest` for a negative ``begin`` or an empty or backward range.
+    """
+    resolved = resolve_end(length, end)
+    if begin < 0:
+        raise BadRequest(f"begin: {begin} is negative; only end may count from the prompt's end", "begin")
+    if begin >= resolved:
+        raise BadRequest(f"begin: {begin} must be less than the end, which is {resolved}", "begin")
+    return begin, resolved

@@ -16,7 +16,6 @@ from typing import Any
 import httpx
 import msgspec
 from fastapi import FastAPI
-from tercet.protocol.access import Callers
 from vllm.config import CacheConfig, KVTransferConfig, ModelConfig, SchedulerConfig, VllmConfig
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.engine import EngineCoreOutputs, EngineCoreRequest
@@ -29,6 +28,7 @@ from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
 from tercet.cluster.model import resolve_model
 from tercet.protocol import EngineLoad
+from tercet.protocol.access import Callers
 from tercet.protocol.hosts import AllowedPrefillers
 from tercet.protocol.wire import API_PREFIX
 from tercet.transport import SendDone

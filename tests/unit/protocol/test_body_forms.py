@@ -7,9 +7,9 @@ from email.message import Message
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tercet.protocol.request_checks import MULTIPART, VERB_FORMS, Labelled, announces_body, forms_of, labelled
 
 from tercet.protocol import BadRequest, TercetError, UnsupportedMediaType
+from tercet.protocol.request_checks import MULTIPART, VERB_FORMS, Labelled, announces_body, forms_of, labelled
 from tercet.protocol.wire import JSON, MSGPACK
 
 Pairs = list[tuple[bytes, bytes]]

@@ -12,7 +12,7 @@ from tercet.decisions.scheduling.scorers import session_of
 from tercet.decisions.sessions import FIELDS, HEADERS, session_in_body, session_named
 from tercet.protocol import BadRequest, Request
 from tercet.protocol.errors import LONGEST_MESSAGE
-from tercet.protocol.names import LONGEST_ID, LONGEST_NAME, kept_name, owned_name, sequence_id
+from tercet.protocol.names import LONGEST_ID, LONGEST_KEPT, kept_name, owned_name, sequence_id
 
 LONG = "n" * 4_000_000
 MOST_BYTES = 1024
@@ -21,10 +21,10 @@ MOST_BYTES = 1024
 @given(st.text(max_size=400))
 def test_a_kept_name_is_short_and_can_be_printed_and_kept_again(name: str) -> None:
     kept = kept_name(name)
-    assert len(kept) <= LONGEST_NAME
+    assert len(kept) <= LONGEST_KEPT
     assert kept.isprintable()
     assert kept_name(kept) == kept
-    if len(name) <= LONGEST_NAME and name.isprintable():
+    if len(name) <= LONGEST_KEPT and name.isprintable():
         assert kept == name
 
 

@@ -15,7 +15,6 @@ import httpx
 import prometheus_client
 import pytest
 from fastapi import FastAPI
-from tercet.protocol.access import BearerKeys
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from tercet.fleet import EngineFleet, Trace
@@ -23,6 +22,7 @@ from tercet.fleet.admission import Gate
 from tercet.fleet.member_state import MemberState
 from tercet.fleet.membership import Membership
 from tercet.protocol import EngineStatus, EngineUnreachable, Request
+from tercet.protocol.access import BearerKeys
 from tercet.protocol.addresses import TextFingerprint
 from tercet.router import admin
 from tercet.router.observe.metrics import Metrics

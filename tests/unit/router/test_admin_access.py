@@ -11,10 +11,10 @@ from typing import Any
 import httpx
 import pytest
 from starlette.routing import Route
-from tercet.protocol.access import BearerKeys
 
 from tercet.fleet.admission import Gate
 from tercet.protocol import BadRequest
+from tercet.protocol.access import BearerKeys
 from tercet.router.admin.installing import router as admin_routes
 from tercet.router.observe.metrics import Metrics
 from tercet.router.router_app import RouterApp

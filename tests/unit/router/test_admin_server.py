@@ -15,11 +15,11 @@ from typing import Any
 import httpx
 import pytest
 from fastapi import FastAPI
-from tercet.protocol.access import BearerKeys
 
 from tercet.cluster.ports import free_ports
 from tercet.fleet.admission import Gate
 from tercet.protocol import BadRequest
+from tercet.protocol.access import BearerKeys
 from tercet.router import admin
 from tercet.router.admin.admin_server import admin_served
 from tercet.router.pooling import PoolingServers

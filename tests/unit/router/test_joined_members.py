@@ -8,9 +8,9 @@ from contextlib import asynccontextmanager
 
 import httpx
 import pytest
-from tercet.protocol.access import BearerKeys, Callers
 
 from tercet.protocol import BadRequest, Conflict, Forbidden, Unauthorized
+from tercet.protocol.access import BearerKeys, Callers
 from tercet.protocol.wire import JoinCall
 from tercet.router.state import joined_members
 from tercet.router.state.joined_members import GoneEngines, join, leave, remove_gone

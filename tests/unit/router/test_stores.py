@@ -24,7 +24,7 @@ from tercet.protocol.headers import (
     SESSION_HEADER,
     SUBAGENT_HEADER,
 )
-from tercet.protocol.names import LONGEST_NAME
+from tercet.protocol.names import LONGEST_KEPT
 from tercet.router.observe.request_traces import RequestTraces
 from tercet.router.prompt_texts import PromptTexts
 from tercet.router.router_app import RouterApp
@@ -44,11 +44,11 @@ BODY = {"model": "m", "prompt": " ".join(f"w{number}" for number in range(40)), 
 BOUNDED_BY = {
     "RequestTraces._last": "KEPT_BYTES, and trace-requests",
     "RequestTraces._slowest": "a tenth of KEPT_BYTES, and of trace-requests",
-    "SessionTable._sessions": "max-sessions-remembered; names have at most LONGEST_NAME characters and a digest",
+    "SessionTable._sessions": "max-sessions-remembered; names have at most LONGEST_KEPT characters and a digest",
     "_Session.contexts": "MOST_CONTEXTS of a session, and max-session-tokens of all",
     "_Session.engines": "one engine for each role",
     "SeenRequests._seen": "MOST_SEEN, and MOST_BLOCKS of all",
-    "Admission._next_turns": "SPARE_FLOWS, and names of at most LONGEST_NAME characters",
+    "Admission._next_turns": "SPARE_FLOWS, and names of at most LONGEST_KEPT characters",
     "RoutingHistory._recent": "lruCapacityPerServer, by engine",
     "PrefixIndex._holders": "RoutingHistory._recent",
     "Exemplars._kept": "MOST_EXEMPLARS; only of sampled traces",
@@ -135,9 +135,9 @@ async def test_each_store_that_grows_is_in_the_table(house: House) -> None:
 @pytest.mark.slow
 async def test_long_names_are_kept_in_no_store(house: House) -> None:
     """A request keeps as many bytes whether its names have a hundred characters or thirty thousand."""
-    await house.asks(48, LONGEST_NAME)
+    await house.asks(48, LONGEST_KEPT)
     first = house.kept().bytes
-    await house.asks(96, LONGEST_NAME)
+    await house.asks(96, LONGEST_KEPT)
     short = house.kept().bytes - first
     second = house.kept().bytes
     await house.asks(96, LONG)

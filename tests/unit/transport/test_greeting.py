@@ -8,9 +8,9 @@ from typing import Any
 
 import msgspec
 import pytest
-from tercet.protocol.access import secrets_of
 
 from tercet.protocol import TransferFailed
+from tercet.protocol.access import secrets_of
 from tercet.transport import BlockShape, KVRegion
 from tercet.transport.backends import BackendUnavailable
 from tercet.transport.backends.host import HostBackend

@@ -9,8 +9,8 @@ import httpx
 import msgspec
 import pytest
 from fastapi import FastAPI
-from tercet.protocol.access import Callers, Prover, digest_of
 
+from tercet.protocol.access import Callers, Prover, digest_of
 from tercet.protocol.wire import ReleaseCall
 from tercet.vllm_plugin.endpoint import TercetEndpoints, _call
 from tercet.vllm_plugin.start.plugin_settings import MAX_REQUEST_BYTES, parse_settings

@@ -25,7 +25,7 @@ from vllm.multimodal.inputs import (
 from vllm.renderers.base import BaseRenderer
 
 from tercet.protocol import BadRequest, KVAddrInfo, MultiModalFeature, RankAddress, digest_of_feature
-from tercet.protocol.names import LONGEST_NAME
+from tercet.protocol.names import LONGEST_KEPT
 from tercet.protocol.wire import (
     JSON,
     MSGPACK,
@@ -87,7 +87,7 @@ def test_names_of_clients_are_bounded_before_vllm_keeps_them() -> None:
     short, absent, *long = found["image"]
     assert (short, absent, found["audio"]) == ("short", None, None)
     assert len({*long}) == 2
-    assert max(map(len, long)) <= LONGEST_NAME
+    assert max(map(len, long)) <= LONGEST_KEPT
 
 
 def spec_of(pixels: torch.Tensor) -> MultiModalFeatureSpec:

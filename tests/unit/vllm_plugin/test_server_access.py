@@ -7,9 +7,9 @@ from typing import Any
 
 import msgspec
 import pytest
-from tercet.protocol.access import BearerKeys, bearer
 
 from tercet.protocol import BadRequest, KVAddrInfo, KVLayout, RankAddress, Unauthorized
+from tercet.protocol.access import BearerKeys, bearer
 from tercet.settings import SECRET_VARIABLE, RouterConfig, decode_settings, from_environment
 from tercet.settings.variables import API_KEY_VARIABLE
 from tercet.vllm_plugin.start.plugin_settings import PluginSettings

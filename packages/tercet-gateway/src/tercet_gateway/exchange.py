@@ -12,8 +12,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 
-from tercet.protocol.request_checks import WITH_BODY, forms_of, labelled
-
 from tercet.protocol import (
     EngineUnreachable,
     RequestTooLarge,
@@ -27,6 +25,7 @@ from tercet.protocol.errors import error_body
 from tercet.protocol.headers import CONTROL_HEADERS as CONTROL
 from tercet.protocol.headers import PREFILLER_HEADER as PREFILLER
 from tercet.protocol.headers import PROBES, is_for_clients
+from tercet.protocol.request_checks import WITH_BODY, forms_of, labelled
 from tercet_gateway.endpoint_picker import Endpoints
 from tercet_gateway.openai_call import MOST_READ, OpenAICall, asked_path, call_of, call_unread
 from tercet_gateway.protos import (

@@ -11,10 +11,10 @@ from functools import partial
 from typing import Any, NoReturn
 
 import uvicorn
-from tercet.protocol.access import given_key
 
 from tercet.aio import keep_running
 from tercet.protocol import BadRequest
+from tercet.protocol.access import given_key
 from tercet.router import admin
 from tercet.router.admin.admin_server import CLOSE_SECONDS, QuietServer, admin_served
 from tercet.router.listening import listening_socket

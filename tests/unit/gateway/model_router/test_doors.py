@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tercet.protocol.request_checks import ShownHeaders, require_this_machine
 
 from tercet.protocol import BadRequest
 from tercet.protocol.errors import Forbidden
+from tercet.protocol.request_checks import ShownHeaders, require_this_machine
 from tercet.settings import Source, decode_settings
 from tercet_gateway.model_router.model_router_config import ModelRouterConfig
 from tercet_gateway.model_router.server import keys_of

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import pytest
-from tercet.protocol.access import CHALLENGE_SECONDS, Callers, Prover, digest_of, require_digest, secrets_of
 
 from tercet.protocol import Unauthorized
+from tercet.protocol.access import CHALLENGE_SECONDS, Callers, Prover, digest_of, require_digest, secrets_of
 
 BODY = b'{"prompt": [1]}'
 

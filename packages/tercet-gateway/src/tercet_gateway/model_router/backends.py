@@ -9,10 +9,10 @@ from typing import Any, Self
 
 import aiohttp
 import msgspec
-from tercet.protocol.access import bearer
 
 from tercet.aio import TaskSet, repeat
 from tercet.protocol import EngineUnreachable
+from tercet.protocol.access import bearer
 from tercet.protocol.wire import UNREADABLE
 from tercet.wire.client.bounded_answers import PLAIN, read_answer
 from tercet.wire.client.connection_errors import reason_of

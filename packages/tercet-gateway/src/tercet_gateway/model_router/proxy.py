@@ -10,8 +10,6 @@ from typing import Any, cast
 
 import msgspec
 from prometheus_client import CollectorRegistry, Counter, generate_latest
-from tercet.protocol.access import BearerKeys
-from tercet.protocol.request_checks import forms_of, labelled
 
 from tercet.fleet.bodies import HeldBody
 from tercet.fleet.members import CallsInFlight, until_lost
@@ -23,9 +21,11 @@ from tercet.protocol import (
     UnknownModel,
     UnknownPath,
 )
+from tercet.protocol.access import BearerKeys
 from tercet.protocol.errors import in_form
 from tercet.protocol.headers import MODELS, is_for_clients
 from tercet.protocol.json_text import UNREADABLE, in_utf8, read_json
+from tercet.protocol.request_checks import forms_of, labelled
 from tercet.wire.client.connection_errors import reason_of
 from tercet.wire.client.passing import (
     NotConnected,

@@ -12,12 +12,10 @@ from functools import partial
 from http import HTTPStatus
 from typing import Any, cast
 
-from tercet.protocol.access import CHALLENGE_HEADER, BearerKeys, Callers, Prover, require_digest, secrets_of
-from tercet.protocol.request_checks import ShownHeaders, forms_of, labelled, require_own_call
-
 from tercet.fleet.bodies import HeldBody
 from tercet.fleet.members import CallsInFlight, until_lost
 from tercet.protocol import BadRequest, EngineError, EngineUnreachable, TercetError, Unauthorized, UnknownPath
+from tercet.protocol.access import CHALLENGE_HEADER, BearerKeys, Callers, Prover, require_digest, secrets_of
 from tercet.protocol.headers import (
     CONTROL_HEADERS,
     PREFILLER_HEADER,
@@ -29,6 +27,7 @@ from tercet.protocol.headers import (
 from tercet.protocol.hosts import AllowedPrefillers
 from tercet.protocol.json_text import in_utf8, read_json
 from tercet.protocol.names import kept_name
+from tercet.protocol.request_checks import ShownHeaders, forms_of, labelled, require_own_call
 from tercet.protocol.spans import TRACEPARENT, TRACESTATE, span_context_of, span_of, working_in
 from tercet.protocol.trace import VerbTrace
 from tercet.protocol.wire import API_PREFIX, JSON

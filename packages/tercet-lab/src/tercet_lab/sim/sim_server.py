@@ -16,13 +16,13 @@ from aiohttp import web
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 from prometheus_client.registry import Collector
-from tercet.protocol.access import BearerKeys, key_of, secrets_of
 
 from tercet import __version__
 from tercet.aio import signals_to
 from tercet.aio.descriptors import descriptors_watched
 from tercet.fleet.bodies import LARGEST_AT_ONCE, BodiesHeld
 from tercet.protocol import BadRequest, EngineStatus, Output, OutputStream, Request, Revision
+from tercet.protocol.access import BearerKeys, key_of, secrets_of
 from tercet.protocol.headers import PREFILLER_HEADER
 from tercet.protocol.hosts import AllowedPrefillers
 from tercet.protocol.trace import VerbTrace

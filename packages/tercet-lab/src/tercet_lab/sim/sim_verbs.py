@@ -18,8 +18,6 @@ import aiohttp
 import msgspec
 from aiohttp import web
 from aiohttp.typedefs import Middleware
-from tercet.protocol.access import CHALLENGE_HEADER, Callers, Prover, digest_of, require_digest
-from tercet.protocol.request_checks import VERB_FORMS, ShownHeaders, forms_of, labelled, require_own_call
 
 from tercet.aio import TaskSet
 from tercet.fleet.bodies import BodiesHeld
@@ -36,7 +34,9 @@ from tercet.protocol import (
     Unauthorized,
     UnknownSequence,
 )
+from tercet.protocol.access import CHALLENGE_HEADER, Callers, Prover, digest_of, require_digest
 from tercet.protocol.headers import INCARNATION_HEADER
+from tercet.protocol.request_checks import VERB_FORMS, ShownHeaders, forms_of, labelled, require_own_call
 from tercet.protocol.wire import (
     API_PREFIX,
     JSON,
