@@ -83,6 +83,7 @@ def test_codes_on_the_wire_stay_what_they_are() -> None:
         "deadline_exceeded": 504,
         "shutting_down": 503,
         "no_space": 503,
+        "grammars_busy": 503,
         "engine_error": 500,
         "program_failed": 500,
         "router_failed": 500,

@@ -97,7 +97,7 @@ def test_a_form_with_files_keeps_its_boundary() -> None:
 
 
 def test_each_route_has_its_forms() -> None:
-    assert forms_of("/v1/audio/transcriptions") == forms_of("/v1/audio/translations") == (MULTIPART,)
+    assert forms_of("/v1/audio/transcriptions") == forms_of("/v1/audio/translations") == (MULTIPART, JSON)
     assert forms_of("/v1/completions") == forms_of("/nowhere") == (JSON,)
     assert labelled([(TYPE, b"application/MsgPack")], VERB_FORMS).form == MSGPACK
 
