@@ -24,6 +24,7 @@ from tercet.protocol import (
     UnknownSequence,
 )
 from tercet.wire.client import HttpEngine
+from tests.abort import abort
 
 from .conftest import MAX_BATCHED, Fleet, settled
 from .prompts import BLOCK, alone, prompt_of
@@ -299,7 +300,7 @@ async def test_no_space_is_said_and_takes_nothing(decode: HttpEngine) -> None:
 async def test_abort_of_a_reservation(decode: HttpEngine) -> None:
     request = request_of(prompt_of(300))
     async with decode.prep_recv(request):
-        await decode.abort(request.seq_id)
+        await abort(decode, request.seq_id)
         assert (await decode.status()).leases == 0
 
 
@@ -308,7 +309,7 @@ async def test_abort_of_a_send(prefill: HttpEngine, decode: HttpEngine) -> None:
     async with decode.prep_recv(request) as space:
         sending = asyncio.create_task(prefill.remote_send(request, space, 0))
         await until(lambda status: status.sends == 1, prefill)
-        await prefill.abort(request.seq_id)
+        await abort(prefill, request.seq_id)
         with pytest.raises(UnknownSequence, match="aborted"):
             await sending
         await settled(prefill)
@@ -320,12 +321,12 @@ async def test_abort_of_a_generation(decode: HttpEngine) -> None:
     async for item in decode.start_generate(request):
         outputs.append(item)
         if len(outputs) == 2:
-            await decode.abort(request.seq_id)
+            await abort(decode, request.seq_id)
     assert outputs[-1].finish_reason == "abort"
 
 
 async def test_abort_of_nothing_is_fine(decode: HttpEngine) -> None:
-    await decode.abort("nobody")
+    await abort(decode, "nobody")
 
 
 @pytest.mark.parametrize("after", [0.0, 0.01, 0.05, 0.2, 0.6])

@@ -163,11 +163,12 @@ class _logged(logging.Handler):
         self.records.append(record)
 
     def __enter__(self) -> list[logging.LogRecord]:
-        logging.getLogger().addHandler(self)
+        # Not at the root: a process that has set up its log lines does not pass them there.
+        logging.getLogger("tercet").addHandler(self)
         return self.records
 
     def __exit__(self, *_: object) -> None:
-        logging.getLogger().removeHandler(self)
+        logging.getLogger("tercet").removeHandler(self)
 
 
 @asynccontextmanager

@@ -1,4 +1,4 @@
-"""What a process does beside its main work: background tasks, threads next to a busy loop, signals to end.
+"""What a process does next to its main work: background tasks, threads next to a busy loop, signals to end.
 
 A background task that fails is logged once and run again: :func:`repeat` for work in turns, :func:`keep_running` for
 work that contains its own loop, :class:`TaskSet` to own such tasks and end them together.

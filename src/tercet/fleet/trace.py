@@ -110,7 +110,7 @@ class StartedCall:
 
     started: float
     span: SpanContext | None = None  # in a distributed trace
-    caller: SpanContext | None = None  # the parent of that span; None if the call has no span of its own
+    caller: SpanContext | None = None  # the parent of that span; None if the call has no span
 
 
 class TracedEngine:

@@ -155,7 +155,8 @@ async def test_it_says_how_much_its_cache_holds_and_has_no_verbs() -> None:
         member = there.fleet.member("e0")
         assert member.kv_tokens == 1600
         with pytest.raises(Conflict, match="no verbs"):
-            await member.engine.abort("x")
+            async with member.engine.prep_recv(Request(seq_id="x", prompt=(1,))):
+                pass
 
 
 def test_a_port_of_kv_events_is_for_engines_that_do_not_say_it() -> None:

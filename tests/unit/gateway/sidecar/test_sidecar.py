@@ -25,6 +25,7 @@ from tercet_gateway.sidecar.sidecar_config import SidecarConfig
 from tercet_gateway.sidecar.split_call import SplitCall, messages_of
 from tercet_lab.sim import EngineOptions, SimEngine
 from tercet_lab.sim.sim_server import OpenAI, serving
+from tests.abort import abort
 from tests.longest_wait import LONGEST_WAIT_S
 from tests.servers import served
 from tests.unit.wire.client.certificates import Authority
@@ -796,7 +797,7 @@ async def test_a_call_is_proved_to_the_sidecar_and_by_it_to_its_engine(of_the_en
         member = await stack.enter_async_context(HttpEngine("d", url, secret="s3cret"))
         assert (await member.status()).engine == "d"
         for _ in range(2):
-            await member.abort("nobody")
+            await abort(member, "nobody")
         stranger = await stack.enter_async_context(HttpEngine("d", url, secret="other"))
         with pytest.raises(Unauthorized):
             await stranger.status()
