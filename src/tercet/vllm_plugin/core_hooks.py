@@ -122,6 +122,7 @@ CORE_HOOKS = (
         what="A request starts with output tokens of another engine, and its grammar after them",
         why="A sequence that moves keeps its max_tokens, penalties, stop conditions and structure",
         until="a request may be added with output",
+        copies=("Request.structured_output_request", "StructuredOutputRequest.grammar"),
         relies_on=(
             Takes(f"{REQUEST}.append_output_token_ids", "token_ids"),
             Says(f"{REQUEST}.__init__", "self.structured_output_request", "self.prefill_stats"),
@@ -174,6 +175,7 @@ CORE_HOOKS = (
             "Scheduler.update_from_output",
             "OutputProcessor.process_outputs",
         ),
+        copies=("Request.structured_output_request", "StructuredOutputRequest.structured_output_key"),
         relies_on=(
             Takes(f"{STRUCTURED}.grammar_init", "request"),
             Says(

@@ -22,18 +22,11 @@ SERVING_MODELS = "vllm.entrypoints.openai.models.serving:OpenAIServingModels"
 LORA_OPS = "vllm.lora.ops.torch_ops.lora_ops"
 CPU_ATTENTION = "vllm.v1.attention.backends.cpu_attn"
 
-IMAGE_NAMES = Hook(
-    name="names of images",
-    what="A renderer shortens long names that clients give to images and the like (uuid) before it uses them",
-    why="vLLM's caches have these names as keys, and do not count their bytes",
-    until="vLLM limits these names",
-    replaces=("BaseRenderer._process_mm_uuids",),
-    relies_on=(
-        Says(f"{RENDERER}._process_multimodal", "mm_uuid_items = self._process_mm_uuids("),
-        Says(f"{RENDERER}._process_mm_uuids", "return mm_uuid_items"),
-    ),
+PASSES_IMAGE_NAMES = (
+    Says(f"{RENDERER}._process_multimodal", "mm_uuid_items = self._process_mm_uuids("),
+    Says(f"{RENDERER}._process_mm_uuids", "return mm_uuid_items"),
 )
-"""The hook of routers and engines, whose renderers are the same class."""
+"""Routers and engines have the same renderers."""
 
 ENGINE_HOOKS = (
     Hook(
@@ -115,7 +108,7 @@ ENGINE_HOOKS = (
         what="On a CPU readers of vLLM's shared-memory queues sleep as soon as there is nothing to read",
         why="Polling occupies the cores that compute",
         until="vLLM sleeps at once on a CPU, or has an option for it",
-        replaces=("SpinCondition.__init__", "SpinCondition.wait"),
+        replaces=("SpinCondition.wait",),
         relies_on=(
             Takes(f"{QUEUE}:SpinCondition.__init__", "is_reader", "busy_loop_s"),
             Takes(f"{QUEUE}:SpinCondition.wait", "timeout_ms"),
@@ -234,7 +227,14 @@ ENGINE_HOOKS = (
             Takes("vllm.v1.serial_utils:MsgpackDecoder.__init__", "t"),
         ),
     ),
-    IMAGE_NAMES,
+    Hook(
+        name="names of images",
+        what="A renderer shortens long names that clients give to images and the like (uuid) before it uses them",
+        why="vLLM's caches have these names as keys, and do not count their bytes",
+        until="vLLM limits these names",
+        replaces=("BaseRenderer._process_mm_uuids",),
+        relies_on=PASSES_IMAGE_NAMES,
+    ),
     Hook(
         name="base model with adapters",
         what="On a CPU rows without an adapter get zeros from the first of LoRA's two products, and give zeros to the "

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tercet.vllm_plugin.differences import CLI_ARGS, FORMER_CLI_ARGS
-from tercet.vllm_plugin.engine_hooks import IMAGE_NAMES
+from tercet.vllm_plugin.engine_hooks import PASSES_IMAGE_NAMES
 from tercet.vllm_plugin.expectations import Has, OneOf, Says, Takes
 from tercet.vllm_plugin.hooks import Hook
 
@@ -11,6 +11,7 @@ ASYNC_LLM = "vllm.v1.engine.async_llm:AsyncLLM"
 CLIENT = "vllm.v1.engine.core_client:EngineCoreClient"
 LAUNCHERS = "vllm.entrypoints.launchers"
 RENDERER = "vllm.renderers.base:BaseRenderer"
+RENDERERS = "vllm.renderers.registry:RendererRegistry"
 MEDIA = "vllm.multimodal.media.connector:MediaConnector"
 MM_INPUTS = "vllm.multimodal.inputs"
 SERIAL = "vllm.v1.serial_utils"
@@ -42,7 +43,7 @@ FRONTEND_HOOKS = (
         what="The generations of one HTTP request begin one after the other",
         why="vLLM prepares all prompts of a request in one pass of the event loop, and other streams get no token",
         until="vLLM's handlers pause between prompts",
-        replaces=("AsyncLLM.generate",),
+        overrides=("AsyncLLM.generate",),
         relies_on=(Takes(f"{ASYNC_LLM}.generate", "prompt", "sampling_params", "request_id"),),
     ),
     Hook(
@@ -64,8 +65,11 @@ FRONTEND_HOOKS = (
         what="Image tensors that vLLM's processor has made are kept here, and sent to engines with each verb",
         why="vLLM drops them once an engine has them, but here another engine may need them next",
         until="a renderer can be configured to keep its results",
-        replaces=("BaseRenderer._mm_processor_cache", "ModelConfig.allowed_media_domains", "ModelConfig.dtype"),
+        replaces=("ModelConfig.dtype",),
+        overrides=("BaseRenderer.__init__", "BaseRenderer._process_mm_uuids"),
         relies_on=(
+            Says(f"{RENDERERS}.load_renderer_cls", "self.renderers[renderer_mode]", "resolve_obj_by_qualname("),
+            Takes(f"{RENDERER}.__init__", "config", "tokenizer"),
             Says(f"{RENDERER}.__init__", "self._mm_processor_cache = processor_cache_from_config(config)"),
             Takes("vllm.multimodal.cache:MultiModalProcessorOnlyCache.__init__", "model_config"),
             Says(f"{MEDIA}._assert_url_in_allowed_media_domains", "not in self.allowed_media_domains"),
@@ -73,9 +77,9 @@ FRONTEND_HOOKS = (
             Has("vllm.v1.engine:EngineCoreRequest", "mm_features"),
             Has(f"{MM_INPUTS}:MultiModalFeatureSpec", "data", "modality", "mm_position"),
             Takes(f"{SERIAL}:MsgpackEncoder.__init__", "size_threshold"),
+            *PASSES_IMAGE_NAMES,
         ),
     ),
-    IMAGE_NAMES,
     Hook(
         name="launcher",
         what="The functions of vLLM's own command make the application, its state, its options and its server",
@@ -108,10 +112,9 @@ FRONTEND_HOOKS = (
     ),
     Hook(
         name="environment",
-        what="vLLM's environment variables are read once, and a router needs no KV memory",
+        what="vLLM's environment variables are read once",
         why="vLLM looks up dozens of variables for each request",
         until="vLLM reads its environment once by itself",
-        replaces=("envs.VLLM_CPU_KVCACHE_SPACE",),
         relies_on=(
             Takes("vllm.envs:enable_envs_cache"),
             Says("vllm.envs:__getattr__", "environment_variables[name]()"),
@@ -122,7 +125,7 @@ FRONTEND_HOOKS = (
         what="If a chat stream from which Anthropic's events are made has an error, the events end with its message",
         why="vLLM passes on the error's message but not its status, and up to 0.32 neither of them",
         until="vLLM's error event has the status",
-        replaces=(
+        copies=(
             "AnthropicServingMessages.chat_completion_stream_generator_raw",
             "AnthropicServingMessages.chat_completion_stream_generator",
         ),
@@ -146,13 +149,14 @@ FRONTEND_HOOKS = (
         what="A renderer refuses texts and tokens that are longer than any prompt of its model",
         why="Routes such as /tokenize accept any length, and continue after their client has left",
         until="these routes have a limit",
-        replaces=(
+        overrides=(
+            "BaseRenderer.__init__",
             "BaseRenderer._tokenize_prompt",
-            "BaseRenderer._tokenize_prompt_async",
             "BaseRenderer._detokenize_prompt",
             "BaseRenderer._detokenize_prompt_async",
         ),
         relies_on=(
+            Says(f"{RENDERER}.__init__", "self._tokenize_prompt_async = make_async(self._tokenize_prompt"),
             Takes(f"{RENDERER}._detokenize_prompt", "prompt"),
             Takes(f"{RENDERER}._detokenize_prompt_async", "prompt"),
             Says(f"{RENDERER}._tokenize_singleton_prompt", "self._tokenize_prompt(", "self._detokenize_prompt("),
@@ -184,7 +188,12 @@ FRONTEND_HOOKS = (
         what="uvicorn's protocol puts a request's connection into its scope, and chunks are written to it",
         why="A token is written to the socket without passing through the application's layers",
         until="uvicorn hands the connection to the application",
-        replaces=("HttpToolsProtocol._start_asgi_task", "HttpToolsProtocol.connection_lost"),
+        overrides=(
+            "HttpToolsProtocol._start_asgi_task",
+            "HttpToolsProtocol.connection_lost",
+            "HttpToolsProtocol.pause_writing",
+            "HttpToolsProtocol.resume_writing",
+        ),
         relies_on=(
             Takes(f"{UVICORN}:HttpToolsProtocol._start_asgi_task", "cycle", "app"),
             Takes(f"{UVICORN}:HttpToolsProtocol.connection_lost", "exc"),
@@ -197,15 +206,19 @@ FRONTEND_HOOKS = (
         what="uvicorn's protocol reports when a head or a body ends, and is not fed beyond the limits",
         why="uvicorn limits neither size nor time of heads, nor the time of bodies, and keeps silent connections open",
         until="uvicorn limits them",
-        replaces=(
+        overrides=(
             "HttpToolsProtocol.connection_made",
+            "HttpToolsProtocol.connection_lost",
             "HttpToolsProtocol.data_received",
             "HttpToolsProtocol.handle_websocket_upgrade",
             "HttpToolsProtocol.on_message_begin",
+            "HttpToolsProtocol.on_header",
             "HttpToolsProtocol.on_headers_complete",
             "HttpToolsProtocol.on_body",
             "HttpToolsProtocol.on_message_complete",
             "HttpToolsProtocol.on_response_complete",
+            "HttpToolsProtocol.timeout_keep_alive_handler",
+            "HttpToolsProtocol.send_400_response",
         ),
         relies_on=(
             Says(f"{UVICORN}:HttpToolsProtocol.__init__", "httptools.HttpRequestParser(self)"),

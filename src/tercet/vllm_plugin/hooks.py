@@ -39,16 +39,22 @@ class UnsupportedVLLM(TercetError):
 class Hook:
     """One dependency on vLLM's internals.
 
-    ``what`` says what Tercet does with vLLM's code, ``why`` the reason, and ``until`` the change in vLLM that would
-    make the hook unnecessary. ``replaces`` are the attributes of vLLM's objects that Tercet sets, as ``Owner.name``.
+    Attributes are named as ``Owner.name``.
     """
 
     name: str
+    #: What Tercet does with vLLM's code, and the reason.
     what: str
     why: str
+    #: The change in vLLM that would make the hook unnecessary.
     until: str
     relies_on: tuple[Expectation, ...]
+    #: Set in place on vLLM's own classes, modules and objects: whoever uses these gets Tercet's.
     replaces: tuple[str, ...] = ()
+    #: Overridden in a subclass of Tercet's, which vLLM gets where it takes a class, its name, or an object.
+    overrides: tuple[str, ...] = ()
+    #: Set on Tercet's own copies of vLLM's objects; the originals stay as they are.
+    copies: tuple[str, ...] = ()
 
     def check(self) -> list[str]:
         """Return the mismatches with the installed vLLM; empty if everything matches."""
@@ -130,6 +136,11 @@ def _versions(side: Side) -> str:
             return f"the streaming fast path supports {supported}. Install one of these, or start with --fast-path off."
 
 
+def _changes(hook: Hook) -> list[str]:
+    kinds = {"": hook.replaces, "in a subclass: ": hook.overrides, "on a copy: ": hook.copies}
+    return [kind + attribute for kind, attributes in kinds.items() for attribute in attributes]
+
+
 def main(sides: Sequence[Side] = SIDES) -> int:
     """Print the registry and all mismatches; return the process's exit status."""
     from rich.console import Console
@@ -141,7 +152,7 @@ def main(sides: Sequence[Side] = SIDES) -> int:
     for whose, hook in ((side, hook) for side in sides for hook in hooks_of(side)):
         unmet = hook.check()
         broken += [f"{hook.name}: {line}" for line in unmet]
-        name = "\n".join((f"{whose}: {hook.name}", *hook.replaces))
+        name = "\n".join((f"{whose}: {hook.name}", *_changes(hook)))
         table.add_row(name, f"{hook.what}. {hook.why}.", hook.until, "no" if unmet else "yes")
     console.print(table)
     for line in broken:

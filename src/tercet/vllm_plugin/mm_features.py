@@ -2,23 +2,20 @@
 
 Relies on ``MsgpackEncoder`` putting every tensor that is smaller than its threshold into the message itself, and on
 ``MsgpackDecoder`` reading a ``MultiModalKwargsItem`` back; on ``PlaceholderRange.is_embed`` being a mask of tokens; on
-``mm_input`` making the form in which ``AsyncLLM`` accepts a processed prompt; on vLLM naming a feature's KV, and its
-encoder's result, by ``identifier``, which ``InputProcessor`` makes from ``mm_hashes``; on a renderer keeping its
-processor's results in ``_mm_processor_cache``; and on processors casting them to the ``dtype`` of their model's
-configuration, and using that for nothing else. Tercet's hashes are digests of the data, so a feature has the same name
-on every engine, and clients cannot choose it. In vLLM's caches it has the ``uuid`` that its client gave, if any, which
-relies on a renderer passing all of these through ``_process_mm_uuids``.
+``mm_input`` making the form in which ``AsyncLLM`` accepts a processed prompt; and on vLLM naming a feature's KV, and
+its encoder's result, by ``identifier``, which ``InputProcessor`` makes from ``mm_hashes``. Tercet's hashes are digests
+of the data, so a feature has the same name on every engine, and clients cannot choose it. In vLLM's caches it has the
+``uuid`` that its client gave, if any, which relies on a renderer passing all of these through ``_process_mm_uuids``.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from vllm.inputs import mm_input
-from vllm.multimodal.cache import MultiModalProcessorOnlyCache
 from vllm.multimodal.inputs import (
     MultiModalFeatureSpec,
     MultiModalKwargsItem,
@@ -35,8 +32,6 @@ from tercet.protocol.names import kept_name
 INLINE = 2**62
 # Types with fewer bytes than float32, in which processors make their tensors.
 SHORT = {"bfloat16": torch.bfloat16, "float16": torch.float16}
-# This is not a host name, so vLLM's check refuses all hosts; its message shows this text.
-NO_DOMAIN = "(none; see --allowed-media-domains)"
 
 
 def to_wire(spec: MultiModalFeatureSpec, model_dtype: str = "") -> MultiModalFeature:
@@ -99,37 +94,21 @@ def most_features_of(renderer: Any) -> dict[str, int]:
     return {} if processor is None else dict(processor.info.allowed_mm_limits)
 
 
-def keep_data_here(renderer: Any, model_config: Any) -> None:
-    """Make a ``renderer`` keep its tensors; vLLM's renderer drops them once an engine has them."""
-    if renderer.mm_processor_cache is not None:
-        renderer._mm_processor_cache = MultiModalProcessorOnlyCache(model_config)
-
-
-def bound_uuids(renderer: Any) -> None:
-    """Make a ``renderer`` use the names that clients give to features as :func:`~.client_names.kept_name` keeps them.
+def with_short_names(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the names that clients give to features, as :func:`~.client_names.kept_name` keeps them.
 
     vLLM's caches count the bytes of features, and not those of names.
     """
+    return {
+        modality: None if names is None else [None if name is None else kept_name(name) for name in names]
+        for modality, names in given.items()
+    }
+
+
+def bound_uuids(renderer: Any) -> None:
+    """Make an engine's ``renderer`` use the names that clients give to features as :func:`with_short_names`."""
     processed = renderer._process_mm_uuids
-
-    def bounded(*given: Any) -> dict[str, Any]:
-        return {
-            modality: None if uuids is None else [None if each is None else kept_name(each) for each in uuids]
-            for modality, uuids in processed(*given).items()
-        }
-
-    renderer._process_mm_uuids = bounded
-
-
-def process_exactly(model_config: Any) -> None:
-    """Make the processor leave tensors unchanged: they are cast to the engines' dtype once that is known."""
-    model_config.dtype = torch.float32
-
-
-def fetch_nothing_unasked(model_config: Any) -> None:
-    """Allow ``http(s)`` URLs of pictures only on hosts that the operator has named; vLLM allows any host."""
-    if not model_config.allowed_media_domains:
-        model_config.allowed_media_domains = [NO_DOMAIN]
+    renderer._process_mm_uuids = lambda *given: with_short_names(processed(*given))
 
 
 def _place_of(feature: MultiModalFeature) -> PlaceholderRange:

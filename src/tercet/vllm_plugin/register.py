@@ -43,7 +43,6 @@ def register() -> None:
     from tercet.vllm_plugin.core.core_methods import add_core_methods
     from tercet.vllm_plugin.core.grammar_time import bound_grammar_time
     from tercet.vllm_plugin.core.replay_requests import bound_replay_requests
-    from tercet.vllm_plugin.start.loading_stages import tell_stages_of_workers
     from tercet.vllm_plugin.start.start_checks import check_before_loading
     from tercet.vllm_plugin.worker.model_runner import begin_requests_with_output, keep_generators_of_unfinished_prompts
     from tercet.vllm_plugin.worker.queue_waiting import let_queue_readers_sleep
@@ -55,7 +54,6 @@ def register() -> None:
     let_queue_readers_sleep()
     bound_replay_requests()
     bound_grammar_time()
-    tell_stages_of_workers()
     end_with_parent()
 
 

@@ -10,6 +10,7 @@ ENGINE_UTILS = "vllm.v1.engine.utils"
 EXECUTOR = "vllm.v1.executor.multiproc_executor"
 REGISTRY = "vllm.model_executor.models.registry"
 WORKER = "vllm.v1.worker.worker_base:WorkerBase"
+WORKER_WRAPPER = "vllm.v1.worker.worker_base:WorkerWrapperBase"
 CORE = "vllm.v1.engine.core:EngineCore"
 STRUCTURED = "vllm.v1.structured_output:StructuredOutputManager"
 ENGINE_ARGS = "vllm.engine.arg_utils:EngineArgs"
@@ -28,8 +29,9 @@ START_HOOKS = (
         what="A worker's methods that load, profile and warm up log a line before they run",
         why="Users who wait for an engine see its stage, and which stage is slow",
         until="vLLM reports the progress of loading",
-        replaces=("WorkerBase.__init__", *(f"WorkerBase.{method}" for method in OF_WORKERS)),
+        overrides=tuple(f"WorkerBase.{method}" for method in OF_WORKERS),
         relies_on=(
+            Says(f"{WORKER_WRAPPER}.init_worker", "resolve_obj_by_qualname(", "parallel_config.worker_cls"),
             Takes(f"{WORKER}.__init__", "vllm_config", "rank"),
             Says(f"{WORKER}.__init__", "self.model_config = vllm_config.model_config", "self.rank = rank"),
             Has(WORKER, "init_device", "load_model", "compile_or_warm_up_model"),

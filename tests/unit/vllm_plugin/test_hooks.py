@@ -4,15 +4,22 @@ from __future__ import annotations
 
 import ast
 import importlib
+import inspect
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, TypeGuard
 
 import pytest
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from vllm.renderers.base import BaseRenderer
+from vllm.v1.engine.async_llm import AsyncLLM
+from vllm.v1.worker.gpu_worker import Worker
 
 import tercet.vllm_plugin
 from tercet.vllm_plugin import hooks
 from tercet.vllm_plugin.expectations import Expectation, Has, OneOf, Says, Takes, resolve
+from tercet.vllm_plugin.frontend.program_client import RouterLLM
+from tercet.vllm_plugin.frontend.router_renderer import BoundedTexts, RouterRenderer, ShortPrompts
 from tercet.vllm_plugin.hooks import (
     SIDES,
     SUPPORTED,
@@ -24,6 +31,9 @@ from tercet.vllm_plugin.hooks import (
     require_hooks,
     vllm_version,
 )
+from tercet.vllm_plugin.start import loading_stages
+from tercet.wire.serving.bounded_connection import BoundedProtocol
+from tercet.wire.serving.client_connection import StreamingProtocol
 
 HERE: list[Side] = [side for side in SIDES if is_supported(side, vllm_version())]
 HOOKS = [hook for side in HERE for hook in hooks_of(side)]
@@ -131,7 +141,7 @@ def test_the_table_says_what_does_not_hold(
     assert "touch cannot be called" in " ".join(capsys.readouterr().out.split())
 
 
-# ---- what is replaced ----------------------------------------------------------------------------------------------
+# ---- what is changed: in place, in subclasses, on copies ---------------------------------------------------------
 
 
 def pairs_of(node: ast.Assign) -> Iterator[tuple[Any, Any]]:
@@ -152,34 +162,85 @@ def is_code(value: ast.AST, functions: set[str]) -> bool:
     return isinstance(value, ast.Lambda) or getattr(value, "id", "") in functions
 
 
-def replaced_in(source: str) -> list[str]:
-    """Names of attributes that a module sets to functions of its own, ``*`` where a variable names them."""
+def is_copy(value: ast.AST) -> bool:
+    return isinstance(value, ast.Call) and ast.unparse(value.func) == "copy.copy"
+
+
+def changed_in(source: str) -> tuple[list[str], list[str]]:
+    """Names of attributes that a module sets to functions of its own, ``*`` where a variable names them.
+
+    First those of objects of others, then those of variables that are copies.
+    """
     tree = ast.parse(source)
     functions = {node.name for node in ast.walk(tree) if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))}
-    found: list[str] = []
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in ("setattr", "wrap"):
-            name = node.args[1]
-            found.append(str(name.value) if isinstance(name, ast.Constant) else "*")
-        if isinstance(node, ast.Assign):
-            pairs = [(target, value) for target, value in pairs_of(node) if is_foreign(target)]
-            found += [target.attr for target, value in pairs if is_code(value, functions)]
-    return found
+    assigned = [pair for node in ast.walk(tree) if isinstance(node, ast.Assign) for pair in pairs_of(node)]
+    copied = {getattr(target, "id", "") for target, value in assigned if is_copy(value)}
+    replaced = [
+        str(node.args[1].value) if isinstance(node.args[1], ast.Constant) else "*"
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in ("setattr", "wrap")
+    ]
+    on_copies: list[str] = []
+    for target, value in assigned:
+        if is_foreign(target) and getattr(target.value, "id", "") in copied:
+            on_copies.append(target.attr)
+        elif is_foreign(target) and is_code(value, functions):
+            replaced.append(target.attr)
+    return replaced, on_copies
+
+
+def listed(kind: str) -> set[str]:
+    """The attributes of a kind that the registry lists, without their owners."""
+    changed = (getattr(hook, kind) for side in SIDES for hook in hooks_of(side))
+    return {attribute.rpartition(".")[2] for attributes in changed for attribute in attributes}
 
 
 def test_the_search_for_replacements_finds_them() -> None:
     patches = "x.put = f; x.a, x.b = f, 1; setattr(C, m.__name__, m); C.s = staticmethod(f); self.g = f"
-    assert sorted(replaced_in(f"def f(): ...\n{patches}")) == sorted(["put", "a", "*", "s"])
+    copies = "y, z = copy.copy(x), 1; y.a, y.client = f, g(x); z.b = f"
+    replaced, on_copies = changed_in(f"def f(): ...\n{patches}\n{copies}")
+    assert sorted(replaced) == sorted(["put", "a", "*", "s", "b"])
+    assert on_copies == ["a", "client"]
 
 
 def test_all_that_is_replaced_is_in_the_registry() -> None:
-    listed = {replaced.rpartition(".")[2] for side in SIDES for hook in hooks_of(side) for replaced in hook.replaces}
     room = Path(tercet.vllm_plugin.__file__).parent
     helper = room / "start" / "patching.py"
-    found = {path: replaced_in(path.read_text()) for path in room.rglob("*.py") if path != helper}
-    assert {path.name: names for path, names in found.items() if not set(names) <= listed | {"*"}} == {}
-    assert {path.name for path, names in found.items() if "*" in names} <= {"core_methods.py", "loading_stages.py"}
-    assert {"put", "update_scheduler_stats", "_sample", "wait"} <= {name for names in found.values() for name in names}
+    found = {path: changed_in(path.read_text()) for path in room.rglob("*.py") if path != helper}
+    replaced = {name for names, _ in found.values() for name in names}
+    assert replaced <= listed("replaces") | {"*"}
+    assert {path.name for path, (names, _) in found.items() if "*" in names} <= {"core_methods.py"}
+    assert {"put", "update_scheduler_stats", "_sample", "wait"} <= replaced
+    assert {name for _, names in found.values() for name in names} == listed("copies")
+
+
+def test_all_that_subclasses_override_is_in_the_registry() -> None:
+    pairs: list[tuple[type, type]] = [
+        (BoundedTexts, BaseRenderer),
+        (ShortPrompts, BaseRenderer),
+        (RouterRenderer, BaseRenderer),
+        (RouterLLM, AsyncLLM),
+        (BoundedProtocol, HttpToolsProtocol),
+        (StreamingProtocol, HttpToolsProtocol),
+        (getattr(loading_stages, "vllm:v1:worker:gpu_worker:Worker"), Worker),
+    ]
+    interfaces = {Worker: "WorkerBase"}
+    overridden = {
+        f"{interfaces.get(vllms, vllms.__name__)}.{name}"
+        for ours, vllms in pairs
+        for name, value in vars(ours).items()
+        if inspect.isfunction(value) and hasattr(vllms, name) and name != "__init__"
+    }
+    made_with_the_object = {"BaseRenderer.__init__", "BaseRenderer._tokenize_prompt_async"}
+    changed = {name for side in SIDES for hook in hooks_of(side) for name in hook.overrides}
+    assert overridden == changed - made_with_the_object
+
+
+def test_the_three_kinds_are_printed_apart(capsys: pytest.CaptureFixture[str]) -> None:
+    hooks.main(HERE)
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "engine: queue readers" in printed
+    assert all(kind in printed for kind in ("in a subclass:", "on a copy:"))
 
 
 @pytest.mark.parametrize("target", ["builtins:len", "math:pi"])

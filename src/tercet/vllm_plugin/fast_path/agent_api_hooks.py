@@ -25,7 +25,7 @@ AGENT_API_HOOKS = (
         what="Tercet writes the content blocks; a copy of vLLM's serving object prepares the request as a chat stream",
         why="vLLM makes chat chunks first and then converts each of them",
         until="vLLM's own events cost as little",
-        replaces=(
+        copies=(
             "AnthropicServingMessages.engine_client",
             "AnthropicServingMessages.chat_completion_stream_generator",
             "AnthropicServingMessages.message_stream_converter",
@@ -74,7 +74,7 @@ AGENT_API_HOOKS = (
         what="vLLM makes the events that begin and end items and the response; Tercet writes the deltas between them",
         why="An event object for each delta costs more than all other work for a token",
         until="vLLM's own events cost as little",
-        replaces=(
+        copies=(
             "OpenAIServingResponses.engine_client",
             "OpenAIServingResponses._generate_with_builtin_tools",
             "OpenAIServingResponses.responses_stream_generator",

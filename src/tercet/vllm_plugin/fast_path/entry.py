@@ -25,14 +25,12 @@ from tercet.vllm_plugin.fast_path.header_layers import with_header_layers
 from tercet.vllm_plugin.fast_path.logprob_chunks import TokenPieces
 from tercet.vllm_plugin.fast_path.parser_parts import keep_parser_parts
 from tercet.vllm_plugin.fast_path.request_stream import RequestStream
-from tercet.vllm_plugin.fast_path.short_prompts import render_short_prompts_here
 from tercet.vllm_plugin.fast_path.stream_metrics import HttpMetrics, StreamStats
 from tercet.vllm_plugin.fast_path.stream_plan import StreamPlan, StreamTools
 from tercet.vllm_plugin.fast_path.token_texts import texts_of
 from tercet.wire.serving.client_connection import CONNECTION, ClientConnection
 from tercet.wire.serving.request_context import RequestContext
 
-__all__ = ["FastPath", "fast_path", "render_short_prompts_here"]
 logger = logging.getLogger(__name__)
 # Key of the scope with the function that streams the answer and returns its last events.
 ANSWER = "tercet.stream"

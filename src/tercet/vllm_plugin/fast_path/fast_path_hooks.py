@@ -25,7 +25,7 @@ FAST_PATH_HOOKS = (
         what="Copies of vLLM's serving objects prepare a stream, and stop before they generate and write it",
         why="The chunks of a stream do not need the objects, queues and tasks between the engine and the socket",
         until="vLLM has a call that renders and checks a request without serving it, and its own chunks cost as little",
-        replaces=(
+        copies=(
             "OpenAIServingCompletion.engine_client",
             "OpenAIServingCompletion.completion_stream_generator",
             "OpenAIServingChat.engine_client",
@@ -291,6 +291,7 @@ FAST_PATH_HOOKS = (
         what="Answers pass through copies of vLLM's layers that add headers; silent streams get vLLM's comments",
         why="Browsers and proxies need the headers and comments; these layers change only the headers",
         until="the layers can be applied to one answer",
+        copies=("CORSMiddleware.app", "XRequestIdMiddleware.app"),
         relies_on=(
             Takes("vllm.entrypoints.serve.middleware.x_request_id:XRequestIdMiddleware"),
             Takes("starlette.middleware.cors:CORSMiddleware"),
@@ -350,7 +351,7 @@ FAST_PATH_HOOKS = (
         what="Short prompts and chats are rendered on the event loop, with the inner tokenizer of transformers' one",
         why="A thread and a task for each prompt cost more than rendering a short one",
         until="the renderer has a limit below which it stays on the event loop",
-        replaces=(
+        overrides=(
             "BaseRenderer._tokenize_prompt",
             "BaseRenderer._tokenize_prompt_async",
             "BaseRenderer.render_cmpl_async",

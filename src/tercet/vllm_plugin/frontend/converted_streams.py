@@ -8,7 +8,8 @@ with ``data:``.
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
+import copy
+from collections.abc import AsyncGenerator, Callable
 from typing import Any, cast
 
 from tercet.protocol.sse import object_of
@@ -20,32 +21,30 @@ ERROR_ITEM = 'data: {"error"'
 NO_CHUNK = "error"
 
 
-def tell_errors_of(serving: Any) -> None:
-    """Make the serving object's streams end with the error of the chat stream, with its status and message."""
+def keeping_errors(serving: Any) -> Any:
+    """Return a copy of the serving object whose streams end with the chat stream's error, its status and message."""
+    keeping = copy.copy(serving)
     if CONVERTED_AS_TEXT.is_here:
-        _tell_as_text(serving)
+        keeping.chat_completion_stream_generator = _of_texts(keeping.chat_completion_stream_generator)
     else:
-        _tell(serving)
+        keeping.chat_completion_stream_generator_raw = _of_chunks(keeping.chat_completion_stream_generator_raw)
+    return keeping
 
 
-def _tell(serving: Any) -> None:
+def _of_chunks(generate: Callable[..., AsyncGenerator[Any, None]]) -> Callable[..., AsyncGenerator[Any, None]]:
     from vllm.entrypoints.serve.engine.protocol import ErrorResponse
 
-    generate = serving.chat_completion_stream_generator_raw
-
-    async def telling(*args: Any, **kwargs: Any) -> AsyncGenerator[Any, None]:
+    async def keeping(*args: Any, **kwargs: Any) -> AsyncGenerator[Any, None]:
         async for chunk in generate(*args, **kwargs):
             if isinstance(chunk, ErrorResponse):
                 current().stream_error = chunk.error.model_dump()
             yield chunk
 
-    serving.chat_completion_stream_generator_raw = telling
+    return keeping
 
 
-def _tell_as_text(serving: Any) -> None:
-    generate = serving.chat_completion_stream_generator
-
-    async def telling(*args: Any, **kwargs: Any) -> AsyncGenerator[str, None]:
+def _of_texts(generate: Callable[..., AsyncGenerator[str, None]]) -> Callable[..., AsyncGenerator[str, None]]:
+    async def keeping(*args: Any, **kwargs: Any) -> AsyncGenerator[str, None]:
         async for item in generate(*args, **kwargs):
             if item.startswith(ERROR_ITEM):
                 said = object_of(item.encode()).get("error")
@@ -54,4 +53,4 @@ def _tell_as_text(serving: Any) -> None:
                 return
             yield item
 
-    serving.chat_completion_stream_generator = telling
+    return keeping

@@ -25,11 +25,10 @@ from tercet.protocol.addresses import TextFingerprint
 from tercet.settings.variables import PARALLEL_TOKENIZERS
 from tercet.vllm_plugin.differences import SYSTEM_BALANCES, cli_args, structured_outputs_config
 from tercet.vllm_plugin.edge.text_fingerprint import text_fingerprint
-from tercet.vllm_plugin.fast_path.entry import FastPath, fast_path, render_short_prompts_here
-from tercet.vllm_plugin.frontend.converted_streams import tell_errors_of
-from tercet.vllm_plugin.frontend.program_client import ProgramClient, Programs, start_one_by_one
+from tercet.vllm_plugin.fast_path.entry import FastPath, fast_path
+from tercet.vllm_plugin.frontend.converted_streams import keeping_errors
+from tercet.vllm_plugin.frontend.program_client import ProgramClient, Programs, RouterLLM
 from tercet.vllm_plugin.frontend.server_options import keep_alive_seconds, require_served
-from tercet.vllm_plugin.frontend.text_bounds import bound_texts
 from tercet.vllm_plugin.hooks import require_hooks
 from tercet.vllm_plugin.start.flag_errors import refuse_in_a_sentence
 from tercet.vllm_plugin.start.leak_reports import without_leak_reports
@@ -40,6 +39,8 @@ CLOSE_SECONDS = 1
 STARTED_POLL_S = 0.01
 # Largest number of connections that wait to be accepted; uvicorn's value.
 BACKLOG = 2048
+# This is not a host name, so vLLM's check refuses all hosts; its message shows this text.
+NO_DOMAIN = "(none; see --allowed-media-domains)"
 
 
 @dataclass(frozen=True)
@@ -68,7 +69,7 @@ async def openai_server(args: argparse.Namespace, engine_client: Any) -> OpenAIS
     await init_app_state(engine_client, app.state, args, tasks)
     messages = getattr(app.state, "anthropic_serving_messages", None)
     if messages is not None:
-        tell_errors_of(messages)
+        app.state.anthropic_serving_messages = keeping_errors(messages)
     # vLLM's SageMaker layer may have built the stack of layers before.
     layers = app.middleware_stack or app.build_middleware_stack()
     return OpenAIServer(app, layers, None)
@@ -80,7 +81,7 @@ def with_fast_path(server: OpenAIServer, args: argparse.Namespace, engine_client
     Raises :class:`~tercet.vllm_plugin.hooks.UnsupportedVLLM` if the fast path does not support the installed vLLM.
     """
     require_hooks("fast path")
-    render_short_prompts_here(engine_client.renderer, trusts_templates=args.trust_request_chat_template)
+    engine_client.renderer.render_short_prompts_here(trusts_templates=args.trust_request_chat_template)
     return replace(server, fast=fast_path(server.layers, server.app.state, args, engine_client))
 
 
@@ -147,21 +148,23 @@ def _parser() -> argparse.ArgumentParser:
 
 def engine_client_over(programs: Programs, args: argparse.Namespace) -> Any:
     """Return vLLM's complete ``AsyncLLM``, on the client that runs ``programs``."""
-    from vllm import AsyncEngineArgs, envs
+    import torch
+    from vllm import AsyncEngineArgs
     from vllm.config import VllmConfig
-    from vllm.v1.engine.async_llm import AsyncLLM
     from vllm.v1.engine.core_client import EngineCoreClient
     from vllm.v1.executor import Executor
 
-    from tercet.vllm_plugin.mm_features import bound_uuids, fetch_nothing_unasked, keep_data_here, process_exactly
+    from tercet.vllm_plugin.frontend.router_renderer import own_renderers
 
     engine_args = AsyncEngineArgs.from_cli_args(args)
+    # vLLM fetches images by ``http(s)`` from any host, unless the operator has named some.
+    engine_args.allowed_media_domains = engine_args.allowed_media_domains or [NO_DOMAIN]
     model_config = engine_args.create_model_config()
-    # A router runs no inference, so the weights' format and KV memory do not matter (as in vLLM's render server).
+    # A router runs no inference, so the weights' format does not matter (as in vLLM's render server).
     model_config.quantization = None
-    fetch_nothing_unasked(model_config)
-    process_exactly(model_config)
-    envs.VLLM_CPU_KVCACHE_SPACE = 0
+    # Processors of images cast their tensors to this type, which is used for nothing else. Here they stay exact: they
+    # are cast to the engines' type once that is known.
+    model_config.dtype = torch.float32
     config = VllmConfig(
         model_config=model_config,
         logging_config=engine_args.create_logging_config(),
@@ -171,16 +174,13 @@ def engine_client_over(programs: Programs, args: argparse.Namespace) -> Any:
     original = EngineCoreClient.make_async_mp_client
     EngineCoreClient.make_async_mp_client = staticmethod(lambda *_, **__: client)  # type: ignore[method-assign]
     try:
-        engine_client = AsyncLLM(
-            config, executor_class=Executor, log_stats=not args.disable_log_stats, log_requests=False
-        )  # fmt: skip
+        with own_renderers():
+            engine_client = RouterLLM(
+                config, executor_class=Executor, log_stats=not args.disable_log_stats, log_requests=False
+            )
     finally:
         EngineCoreClient.make_async_mp_client = original  # type: ignore[method-assign]
     client.attach(engine_client.output_processor)
-    keep_data_here(engine_client.renderer, model_config)
-    bound_uuids(engine_client.renderer)
-    start_one_by_one(engine_client)
-    bound_texts(engine_client.renderer, model_config.max_model_len)
     return engine_client
 
 

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from vllm.exceptions import GenerationError, GracefulHTTPError, VLLMValidationError
 from vllm.outputs import CompletionOutput, RequestOutput
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest
+from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.core_client import EngineCoreClient
 
 from tercet.aio import TaskSet
@@ -158,26 +159,26 @@ def _require_few(context: RequestContext) -> None:
         )
 
 
-def start_one_by_one(engine_client: Any) -> None:
-    """Make the engine client start the prompts of a request one after the other, and serve other requests in between.
+class RouterLLM(AsyncLLM):
+    """vLLM's ``AsyncLLM``, which starts the prompts of a request one after the other; others are served in between.
 
     vLLM's handlers start all prompts at once, and the first step of each prompt prepares it.
     """
-    generate = engine_client.generate
 
-    async def paced(context: RequestContext, outputs: AsyncGenerator[Any, None]) -> AsyncGenerator[Any, None]:
-        async with context.starting:
-            await asyncio.sleep(0)
-        async with aclosing(outputs):
-            async for output in outputs:
-                yield output
-
-    def generate_in_turn(*args: Any, **kwargs: Any) -> AsyncGenerator[Any, None]:
-        context, outputs = current(), generate(*args, **kwargs)
+    def generate(self, *args: Any, **kwargs: Any) -> AsyncGenerator[RequestOutput, None]:
+        context, outputs = current(), super().generate(*args, **kwargs)
         context.generations += 1
-        return outputs if context.generations == 1 else paced(context, outputs)
+        return outputs if context.generations == 1 else _in_turn(context, outputs)
 
-    engine_client.generate = generate_in_turn
+
+async def _in_turn(
+    context: RequestContext, outputs: AsyncGenerator[RequestOutput, None]
+) -> AsyncGenerator[RequestOutput, None]:
+    async with context.starting:
+        await asyncio.sleep(0)
+    async with aclosing(outputs):
+        async for output in outputs:
+            yield output
 
 
 def _size(choice: CompletionOutput) -> int:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from tercet.protocol import BadRequest
 from tercet.vllm_plugin.hooks import require_hooks
+from tercet.vllm_plugin.start.loading_stages import log_stages_of_workers
 from tercet.vllm_plugin.start.patching import Method, wrap
 from tercet.vllm_plugin.start.plugin_settings import parse_settings
 from tercet.vllm_plugin.start.refusals import refusing_in_a_sentence
@@ -45,6 +46,7 @@ def _config_checked(create: Method, args: Any, *more: Any, **named: Any) -> Vllm
     if is_tercets(config.kv_transfer_config):
         with refusing_in_a_sentence():
             require_config(config)
+        log_stages_of_workers(config)
     return config
 
 

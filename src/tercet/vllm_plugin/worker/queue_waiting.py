@@ -55,15 +55,10 @@ def let_queue_readers_sleep() -> None:
     if seconds is None:
         return
 
-    def begin_to_look(begin: Method, self: Any, *args: Any, **kwargs: Any) -> None:
-        begin(self, *args, **kwargs)
-        if self.is_reader:
-            self.busy_loop_s = seconds
-
     def nap_or_sleep(wait: Method, self: Any, timeout_ms: int | None = None) -> None:
+        self.busy_loop_s = seconds  # only readers wait
         if time.monotonic() <= self.last_read + NAPS_AFTER_READ:
             timeout_ms = NAP_MS if timeout_ms is None else min(NAP_MS, timeout_ms)
         wait(self, timeout_ms)
 
-    wrap(SpinCondition, "__init__", begin_to_look)
     wrap(SpinCondition, "wait", nap_or_sleep)

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from functools import partial
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from hypothesis import given
@@ -14,7 +13,7 @@ from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 from vllm.renderers.params import ChatParams
 
-from tercet.vllm_plugin.fast_path.short_prompts import SHORT, encoder_of, render_short_prompts_here
+from tercet.vllm_plugin.frontend.router_renderer import SHORT, ShortPrompts, encoder_of
 
 from .conftest import LiveRouters
 from .vocabulary import SPECIAL, tokenizer
@@ -23,7 +22,7 @@ TOKENIZER = tokenizer()
 ENCODE = encoder_of(TOKENIZER)
 
 
-class Renderer:
+class VLLMs:
     """What of vLLM's renderer is relied on."""
 
     tokenizer: Any = None
@@ -54,9 +53,12 @@ class Renderer:
         return "tasks", conversations, chat_params, tok_params, prompt_extras
 
 
+Renderer: Any = type("Renderer", (ShortPrompts, VLLMs), {})
+
+
 def test_the_end_token_is_looked_up_once() -> None:
     renderer = Renderer()
-    render_short_prompts_here(renderer)
+    renderer.render_short_prompts_here()
     assert [renderer.get_eos_token_id() for _ in range(3)] == [7] * 3
     assert renderer.lookups == 1
 
@@ -64,7 +66,7 @@ def test_the_end_token_is_looked_up_once() -> None:
 @pytest.mark.parametrize(("length", "where"), [(0, "here"), (SHORT, "here"), (SHORT + 1, "thread")])
 async def test_by_length(length: int, where: str) -> None:
     renderer = Renderer()
-    render_short_prompts_here(renderer)
+    renderer.render_short_prompts_here()
     assert await renderer._tokenize_prompt_async({"prompt": "x" * length}, "params") == (where, length, "params")
 
 
@@ -81,7 +83,7 @@ async def test_by_length(length: int, where: str) -> None:
 )
 async def test_one_short_text_is_rendered_without_tasks(prompts: list[Any], where: str) -> None:
     renderer = Renderer()
-    render_short_prompts_here(renderer)
+    renderer.render_short_prompts_here()
     assert await renderer.render_cmpl_async(prompts, "params", prompt_extras={}) == (where, prompts, "params", {})
 
 
@@ -130,21 +132,21 @@ def nested(depth: int) -> Any:
 )
 async def test_one_short_chat_is_rendered_without_tasks(messages: Any, more: dict[str, Any], where: str) -> None:
     renderer, given = Renderer(), SimpleNamespace(chat_template_kwargs=more)
-    render_short_prompts_here(renderer)
+    renderer.render_short_prompts_here()
     args = [messages], given, "params"
     assert await renderer.render_chat_async(*args, prompt_extras={}) == (where, *args, {})
 
 
 async def test_several_chats_are_rendered_in_tasks() -> None:
     renderer, given = Renderer(), SimpleNamespace(chat_template_kwargs={})
-    render_short_prompts_here(renderer)
+    renderer.render_short_prompts_here()
     found = await renderer.render_chat_async([said("x"), said("y")], given, "params", prompt_extras={})
     assert found[0] == "tasks"
 
 
 async def test_a_template_of_a_client_does_not_run_on_the_event_loop() -> None:
     renderer, given = Renderer(), SimpleNamespace(chat_template_kwargs={})
-    render_short_prompts_here(renderer, trusts_templates=True)
+    renderer.render_short_prompts_here(trusts_templates=True)
     assert (await renderer.render_chat_async([said("x")], given, "params", prompt_extras={}))[0] == "tasks"
     assert (await renderer.render_cmpl_async([{"prompt": "x"}], "params", prompt_extras={}))[0] == "here"
 
@@ -153,7 +155,8 @@ async def test_a_template_of_a_client_does_not_run_on_the_event_loop() -> None:
 @pytest.mark.parametrize("more", [{}, {"tools": [TOOL]}, {"add_generation_prompt": False}])
 def test_a_chat_is_rendered_as_vllm_does(routers: LiveRouters, content: Any, more: dict[str, Any]) -> None:
     renderer = routers.chats[0].renderer
-    assert "render_chat_async" in vars(renderer)  # replaced
+    assert renderer._chats_here
+    assert type(renderer).render_chat_async is ShortPrompts.render_chat_async
 
     async def rendered(render: Any) -> Any:
         given = ChatParams(None, "auto", {"add_generation_prompt": True, "continue_final_message": False, **more})
@@ -163,7 +166,7 @@ def test_a_chat_is_rendered_as_vllm_does(routers: LiveRouters, content: Any, mor
         return conversations, prompts
 
     async def both() -> Any:
-        vllms = partial(type(renderer).render_chat_async, renderer)
+        vllms = cast(Any, super(ShortPrompts, renderer)).render_chat_async
         return await rendered(vllms), await rendered(renderer.render_chat_async)
 
     expected, found = asyncio.run_coroutine_threadsafe(both(), routers.loop).result(60)
@@ -198,7 +201,7 @@ def test_a_tokenizer_that_does_more_is_asked_itself(caplog: pytest.LogCaptureFix
     assert encoder_of(object()) is None
 
 
-class RealRenderer(Renderer):
+class Asking(VLLMs):
     """Tokenises as vLLM's does; ``asked`` are the texts that came as far as ``transformers``."""
 
     def __init__(self) -> None:
@@ -207,6 +210,9 @@ class RealRenderer(Renderer):
     def _tokenize_prompt(self, prompt: Any, params: Any) -> Any:
         self.asked.append(prompt["prompt"])
         return {"prompt_token_ids": TOKENIZER(prompt["prompt"], **params.get_encode_kwargs()).input_ids, **prompt}
+
+
+RealRenderer: Any = type("RealRenderer", (ShortPrompts, Asking), {})
 
 
 def params(offsets: Any = False, **options: Any) -> Any:
@@ -232,6 +238,6 @@ PROMPT = {"prompt": "the lazy dog"}
 async def test_transformers_is_asked_for_the_unusual(prompt: Any, wanted: Any, asked: bool) -> None:
     renderer = RealRenderer()
     expected = RealRenderer()._tokenize_prompt(prompt, wanted)
-    render_short_prompts_here(renderer)
+    renderer.render_short_prompts_here()
     assert await renderer._tokenize_prompt_async(prompt, wanted) == expected
     assert renderer.asked == ([prompt["prompt"]] if asked else [])

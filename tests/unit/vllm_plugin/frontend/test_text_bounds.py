@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from vllm.exceptions import VLLMValidationError
 
-from tercet.vllm_plugin.frontend.text_bounds import LEAST, LEAST_LISTED, PER_TOKEN, bound_texts
+from tercet.vllm_plugin.frontend.router_renderer import LEAST, LEAST_LISTED, PER_TOKEN, BoundedTexts
 
 GENERATES = SimpleNamespace(max_total_tokens=8192)
 LISTS = SimpleNamespace(max_total_tokens=None)
@@ -17,7 +17,7 @@ LISTS = SimpleNamespace(max_total_tokens=None)
 class Renderer:
     """Counts what it is asked for."""
 
-    def __init__(self) -> None:
+    def __init__(self, config: Any, tokenizer: Any) -> None:
         self.calls = 0
 
     def _tokenize_prompt(self, prompt: Any, params: Any) -> Any:
@@ -35,10 +35,15 @@ class Renderer:
         return self._detokenize_prompt(prompt)
 
 
+def bounded(tokens: int) -> Any:
+    """A renderer of a model of this length."""
+    kind: Any = type("Bounded", (BoundedTexts, Renderer), {})
+    return kind(SimpleNamespace(model_config=SimpleNamespace(max_model_len=tokens)), None)
+
+
 @pytest.mark.parametrize(("tokens", "most"), [(512, LEAST), (1_000_000, 1_000_000 * PER_TOKEN)])
 async def test_what_is_longer_than_any_prompt_is_refused(tokens: int, most: int) -> None:
-    renderer = Renderer()
-    bound_texts(renderer, tokens)
+    renderer = bounded(tokens)
     text, ids = {"prompt": "x" * most}, {"prompt_token_ids": range(most)}
     assert renderer._tokenize_prompt(text, LISTS) == await renderer._tokenize_prompt_async(text, LISTS)
     assert renderer._detokenize_prompt(ids) is await renderer._detokenize_prompt_async(ids) is ids
@@ -58,8 +63,7 @@ async def test_what_is_longer_than_any_prompt_is_refused(tokens: int, most: int)
 
 @pytest.mark.parametrize(("tokens", "most"), [(512, LEAST_LISTED), (100_000, 200_000)])
 async def test_an_answer_does_not_list_more_tokens_than_two_prompts_have(tokens: int, most: int) -> None:
-    renderer = Renderer()
-    bound_texts(renderer, tokens)
+    renderer = bounded(tokens)
     text, longer = {"prompt": "x " * most}, {"prompt": "x " * (most + 1)}
     for params in LISTS, GENERATES:
         assert len(renderer._tokenize_prompt(text, params)["prompt_token_ids"]) == most
