@@ -49,7 +49,7 @@ class Hook:
     #: The change in vLLM that would make the hook unnecessary.
     until: str
     relies_on: tuple[Expectation, ...]
-    #: Set in place on vLLM's own classes, modules and objects: whoever uses these gets Tercet's.
+    #: Set in place on vLLM's own classes, modules and objects: all of their users get Tercet's.
     replaces: tuple[str, ...] = ()
     #: Overridden in a subclass of Tercet's, which vLLM gets where it takes a class, its name, or an object.
     overrides: tuple[str, ...] = ()

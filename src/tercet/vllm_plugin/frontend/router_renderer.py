@@ -100,7 +100,7 @@ class BoundedTexts(Renderer):
         self._require_short(prompt["prompt"], "characters")
         found = super()._tokenize_prompt(prompt, params)
         tokens = len(found["prompt_token_ids"])
-        # A prompt to generate from has a limit of its own. What remains is an answer that lists the tokens.
+        # A prompt to generate from has its own limit. What remains is an answer that lists the tokens.
         if params.max_total_tokens is None and tokens > self._most_listed:
             raise VLLMValidationError(
                 f"prompt: has {tokens} tokens; this server lists at most {self._most_listed} at once",
