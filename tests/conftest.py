@@ -29,6 +29,9 @@ settings.load_profile("tercet")
 # A shell lets what it runs in the background ignore Ctrl-C, and whoever is started from here would ignore it, too.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+# So it is with nohup and the end of a terminal, which some tests send.
+if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
 # Their files import vLLM or torch, and `make check` does not read them.
