@@ -24,7 +24,7 @@ from tercet.protocol import Content, EngineError, KVAddrInfo, TercetError, conte
 from tercet.protocol.sse import read_answer
 from tercet.transport import HeadSlice, KVRegion, RankTransport, SendDestination, SendReport, TransportSettings
 from tercet.transport.inbound import Turn
-from tercet.wire.client.connection_errors import reason_of
+from tercet.wire.client.bounded_answers import reason_of
 
 LEASED_TOKENS = 2048
 MEMCPY = "memcpy"

@@ -17,7 +17,7 @@ from tercet.router.observe.metrics import Metrics
 from tercet.router.observe.session_metrics import SessionCounters
 from tercet.vllm_plugin.edge import agent_metrics
 from tercet.vllm_plugin.edge.liveness_probe import LivenessProbe
-from tercet.wire.client import prefill_metrics
+from tercet.wire.client import remote_prefill
 from tercet_gateway.model_router.proxy import ModelMetrics
 from tercet_gateway.picker_metrics import PickerMetrics, PoolCollector
 from tercet_lab.planning.planner_metrics import PlannerMetrics
@@ -89,7 +89,7 @@ def metrics_page() -> str:
             _table(
                 [
                     *declared_by(vars(agent_metrics)),
-                    *declared_by(vars(prefill_metrics)),
+                    *declared_by(vars(remote_prefill)),
                     *collected(agent_metrics.ProbeCollector(_probe()).collect()),
                 ]
             ),
@@ -102,7 +102,7 @@ def metrics_page() -> str:
                 ]
             ),
             "## Of a sidecar\n\nAt `/sidecar/metrics`; `/metrics` has the engine's metrics.",
-            _table(declared_by(vars(prefill_metrics))),
+            _table(declared_by(vars(remote_prefill))),
             "## Of a model router",
             _table(declared_by(vars(ModelMetrics()))),
             "## Of a simulated engine\n\nIn addition to those of a sidecar.",

@@ -11,7 +11,7 @@ from typing import Any, cast
 import aiohttp
 import pytest
 
-from tercet.wire.client.connection_errors import reason_of
+from tercet.wire.client.bounded_answers import reason_of
 
 KEY: Any = cast(Any, SimpleNamespace(host="10.0.0.1", port=8001, ssl=True, is_ssl=True))
 

@@ -25,7 +25,7 @@ from tercet.transport.agent.agent_messages import AsyncControlClient, ControlSer
 from tercet.vllm_plugin.edge import liveness_probe
 from tercet.vllm_plugin.edge.agent_reports import AgentReports
 from tercet.vllm_plugin.edge.liveness_probe import LivenessProbe
-from tercet.wire.client import stream_keeper
+from tercet.wire.client import http_engine
 from tercet_lab.planning import live_planner
 from tercet_lab.planning.observing import LOOK_S
 from tests.longest_wait import LONGEST_WAIT_S
@@ -173,8 +173,8 @@ async def test_an_engine_stays_a_member(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 async def test_a_token_stream_is_kept_connected(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stream_keeper, "CHECK_SECONDS", SOON_S)
-    monkeypatch.setattr(stream_keeper, "STALE_AFTER", -1.0)
+    monkeypatch.setattr(http_engine, "CHECK_SECONDS", SOON_S)
+    monkeypatch.setattr(http_engine, "STALE_AFTER", -1.0)
 
     checks = list[str]()
 
@@ -198,7 +198,7 @@ async def test_a_token_stream_is_kept_connected(monkeypatch: pytest.MonkeyPatch)
 
             yield works
 
-    await with_an_error_at_each_await("wire/client/stream_keeper.py:StreamKeeper._keep", started)
+    await with_an_error_at_each_await("wire/client/http_engine.py:StreamKeeper._keep", started)
 
 
 async def test_kv_events_are_followed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,7 +21,7 @@ from tercet.protocol.access import bearer, given_key
 from tercet.protocol.sse import read_answer
 from tercet.protocol.wire import UNREADABLE
 from tercet.settings import require_url
-from tercet.wire.client.connection_errors import reason_of
+from tercet.wire.client.bounded_answers import reason_of
 
 # sock_read limits the seconds between two tokens, and the wait of a request in the router's queue.
 ANSWER = aiohttp.ClientTimeout(total=None, sock_connect=5.0, sock_read=300.0)

@@ -17,7 +17,7 @@ from tercet.protocol import EngineError
 from tercet.protocol.headers import TRACE_HEADER
 from tercet.protocol.sse import AnswerFailed, read_answer
 from tercet.protocol.trace import TraceEvent
-from tercet.wire.client.connection_errors import reason_of
+from tercet.wire.client.bounded_answers import reason_of
 
 MAX_TOKENS = 48
 ANSWER_TIMEOUT = aiohttp.ClientTimeout(total=None, sock_read=120)

@@ -9,7 +9,7 @@ from tercet.cluster.engine_command import value_of
 from tercet.protocol.access import given_key, key_of
 from tercet.settings import RouterConfig, RouterSettings
 from tercet.settings.variables import API_KEY_VARIABLE
-from tercet.wire.serving.router_keys import RouterKeys
+from tercet.wire.serving.server_access import RouterKeys
 
 
 def require_private_router(config: RouterSettings, inherited: Mapping[str, str] = os.environ) -> None:

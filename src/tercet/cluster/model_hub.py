@@ -17,7 +17,7 @@ from pathlib import Path
 
 from tercet.cluster.model import BUILT_IN, OnProgress, resolve_model
 from tercet.protocol import BadRequest
-from tercet.wire.client.connection_errors import reason_of
+from tercet.wire.client.bounded_answers import reason_of
 
 HUB = "https://huggingface.co"
 ASK_SECONDS = 5.0

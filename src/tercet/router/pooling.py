@@ -26,8 +26,7 @@ from tercet.protocol import DeadlineExceeded, EngineError, EngineUnreachable, Un
 from tercet.protocol.access import bearer
 from tercet.protocol.headers import CONTROL_HEADERS, POOLING, PROGRAM_HEADER, TRACE_HEADER
 from tercet.protocol.wire import UNREADABLE
-from tercet.wire.client.bounded_answers import PLAIN, read_answer
-from tercet.wire.client.connection_errors import reason_of
+from tercet.wire.client.bounded_answers import PLAIN, read_answer, reason_of
 from tercet.wire.client.passing import Fields, NotConnected, NotReadable, Origin, OriginAnswer, end_to_end, passed_on
 
 logger = logging.getLogger("tercet.router")

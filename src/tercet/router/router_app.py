@@ -39,12 +39,18 @@ from tercet.router.observe.followed_requests import followed_request, take_id_of
 from tercet.router.observe.request_traces import FollowedRequest, RequestTraces
 from tercet.router.pooling import PooledAnswer, PoolingServers, close_result
 from tercet.router.serve.shutdown import Shutdown
-from tercet.wire.serving.admin_access import AT_ADMIN, AdminAccess, is_admin_path, path_of
+from tercet.wire.serving.answers import (
+    ErrorSend,
+    ToolCallsSend,
+    TracingSend,
+    error_headers,
+    fault_of,
+    trace_refused,
+    wants_trace,
+)
 from tercet.wire.serving.client_connection import CONNECTION
-from tercet.wire.serving.error_answers import ErrorSend, error_headers, fault_of
 from tercet.wire.serving.request_context import CONTEXT, RequestContext, serving
-from tercet.wire.serving.tool_calls import ToolCallsSend
-from tercet.wire.serving.trace_answers import TracingSend, trace_refused, wants_trace
+from tercet.wire.serving.server_access import AT_ADMIN, AdminAccess, is_admin_path, path_of
 
 if TYPE_CHECKING:
     from tercet.vllm_plugin.fast_path.entry import FastPath

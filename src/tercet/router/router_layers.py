@@ -16,7 +16,7 @@ from tercet.router.router_app import RouterApp
 from tercet.router.serve.shutdown import Shutdown
 from tercet.router.state.shared_state import SharedState
 from tercet.settings import RouterConfig
-from tercet.wire.serving.router_keys import RouterKeys
+from tercet.wire.serving.server_access import RouterKeys
 
 if TYPE_CHECKING:
     from tercet.vllm_plugin.fast_path.entry import FastPath

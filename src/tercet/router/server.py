@@ -59,7 +59,7 @@ from tercet.settings.log_lines import log_to_stderr
 from tercet.settings.variables import ALL_ENGINES_VARIABLE, API_KEY_VARIABLE
 from tercet.wire.client import engine_tls
 from tercet.wire.exported_spans import exporting_spans
-from tercet.wire.serving.router_keys import RouterKeys
+from tercet.wire.serving.server_access import RouterKeys
 from tercet.wire.streams import StreamListener
 
 SOON_SECONDS = 6.0

@@ -21,9 +21,8 @@ from tercet.router.router_app import RouterApp
 from tercet.router.serve.named_files import NamedFiles
 from tercet.router.state.shared_state import SharedState
 from tercet.settings import RouterConfig
-from tercet.wire.serving.bounded_connection import BoundedProtocol
-from tercet.wire.serving.router_keys import RouterKeys
-from tercet.wire.serving.server_access import api_keys
+from tercet.wire.serving.client_connection import BoundedProtocol
+from tercet.wire.serving.server_access import RouterKeys, api_keys
 
 logger = logging.getLogger("tercet.router")
 # Flags with which vLLM's layer does not listen at a plain port.

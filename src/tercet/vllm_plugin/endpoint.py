@@ -51,12 +51,11 @@ from tercet.vllm_plugin.edge.verbs import EngineVerbs
 from tercet.vllm_plugin.mm_features import bound_uuids
 from tercet.vllm_plugin.start.plugin_settings import PluginSettings, parse_settings
 from tercet.wire.client import engine_tls
-from tercet.wire.client.prefill_attempts import PrefillAttempts
-from tercet.wire.client.remote_prefill import RemotePrefill
+from tercet.wire.client.remote_prefill import PrefillAttempts, RemotePrefill
 from tercet.wire.exported_spans import exporting_spans
-from tercet.wire.serving.request_body import BodyPieces, read_whole
+from tercet.wire.serving.answers import require_trace_reader
+from tercet.wire.serving.request_context import BodyPieces, read_whole
 from tercet.wire.serving.server_access import ASKS_FOR_A_KEY, api_keys, callers_of
-from tercet.wire.serving.trace_answers import require_trace_reader
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

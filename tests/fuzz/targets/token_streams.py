@@ -19,7 +19,7 @@ from tercet.protocol import (
 )
 from tercet.protocol.wire import StartGenerateCall, StreamDestination
 from tercet.wire.streams import EngineConnection, RouterConnection, StreamHello
-from tercet.wire.streams.stream_listener import _Arrival
+from tercet.wire.streams.engine_connection import _Arrival
 from tercet.wire.streams.wire_format import (
     LENGTH_BYTES,
     PROTOCOL,

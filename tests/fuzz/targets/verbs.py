@@ -39,7 +39,7 @@ from tercet.vllm_plugin.edge.liveness_probe import LivenessProbe
 from tercet.vllm_plugin.edge.verbs import EngineVerbs
 from tercet.vllm_plugin.endpoint import TercetEndpoints
 from tercet.vllm_plugin.start.plugin_settings import PluginSettings
-from tercet.wire.streams import StreamListener, router_connections
+from tercet.wire.streams import StreamListener, router_connection
 from tests.fuzz.fuzzing import Outcome, Target
 from tests.fuzz.mutation import Case, Named
 from tests.fuzz.verb_calls import ADDRESS, GETS, KEY, LEASE, VERBS, seeds
@@ -246,7 +246,7 @@ async def _counters() -> dict[str, int]:
 @asynccontextmanager
 async def _room() -> AsyncGenerator[VerbsRoom]:
     with own_metrics():
-        patience, router_connections.CONNECT_SECONDS = router_connections.CONNECT_SECONDS, CONNECT_SECONDS
+        patience, router_connection.CONNECT_SECONDS = router_connection.CONNECT_SECONDS, CONNECT_SECONDS
         original = EngineCoreClient.make_async_mp_client
         with tempfile.TemporaryDirectory() as directory:
             config = _config(Path(directory))
@@ -281,7 +281,7 @@ async def _room() -> AsyncGenerator[VerbsRoom]:
                 verbs.router_connections.close()
         finally:
             await probe.close()
-            router_connections.CONNECT_SECONDS = patience
+            router_connection.CONNECT_SECONDS = patience
             verbs._reports._task.cancel()
             with suppress(asyncio.CancelledError):
                 await verbs._reports._task

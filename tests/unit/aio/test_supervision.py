@@ -46,8 +46,8 @@ ENDLESS = {
     "vllm_plugin/edge/agent_reports.py:AgentReports._receive": KEPT,
     "vllm_plugin/edge/liveness_probe.py:LivenessProbe._watch": KEPT,
     "vllm_plugin/edge/liveness_probe.py:_Part.ask_again_and_again": KEPT,
-    "wire/client/prefill_attempts.py:PrefillAttempts._until_lost": "it ends with its request",
-    "wire/client/stream_keeper.py:StreamKeeper._keep": KEPT,
+    "wire/client/remote_prefill.py:PrefillAttempts._until_lost": "it ends with its request",
+    "wire/client/http_engine.py:StreamKeeper._keep": KEPT,
 }
 
 

@@ -16,7 +16,7 @@ import aiohttp
 import pytest
 
 from tercet.protocol.headers import OTHER_SESSION_HEADERS, REQUEST_ID_HEADER, SESSION_HEADER
-from tercet.wire.client import prefill_metrics
+from tercet.wire.client import remote_prefill
 from tercet_gateway.openai_call import FAIRNESS_HEADERS, OBJECTIVE_HEADERS
 from tests.conformance.envoy_side import BUFFERED
 from tests.unit.kept import Kept
@@ -107,7 +107,7 @@ async def model_router() -> AsyncGenerator[Server]:
 @asynccontextmanager
 async def sidecar() -> AsyncGenerator[Server]:
     async with sidecar_house(prefill_hosts=f"{LOOPBACK},*:8000") as found:
-        yield Server((found.server, prefill_metrics.ALL), over_http(found.session, found.url))
+        yield Server((found.server, remote_prefill.METRICS), over_http(found.session, found.url))
 
 
 def over_http(

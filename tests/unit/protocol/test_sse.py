@@ -21,7 +21,7 @@ from tercet.protocol.sse import (
     object_of,
     read_events,
 )
-from tercet.wire.serving.trace_answers import TracingSend
+from tercet.wire.serving.answers import TracingSend
 
 TEXT = b'data: {"text": "data: [DONE]\\n\\ndata: [DONE]"}\n\n'
 STREAM = TEXT + b": keep-alive\n\n" + b"data: [DONE]\n\n"

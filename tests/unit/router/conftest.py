@@ -34,7 +34,7 @@ from tercet.router.state.fleet_state import FleetState, ProgramInUse
 from tercet.router.state.shared_state import SharedState
 from tercet.settings import EngineAddress, Limits
 from tercet.wire.client import Admit
-from tercet.wire.serving.admin_access import AdminAccess
+from tercet.wire.serving.server_access import AdminAccess
 from tests.own_metrics import own_metrics
 from tests.unit.fakes import FakeEngine
 

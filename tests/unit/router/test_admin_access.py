@@ -19,8 +19,7 @@ from tercet.router.admin.installing import router as admin_routes
 from tercet.router.observe.metrics import Metrics
 from tercet.router.router_app import RouterApp
 from tercet.settings import EngineAddress, Limits, RouterConfig
-from tercet.wire.serving.admin_access import is_admin_path
-from tercet.wire.serving.router_keys import RouterKeys
+from tercet.wire.serving.server_access import RouterKeys, is_admin_path
 
 from .conftest import LiveRouter
 

@@ -28,8 +28,7 @@ from tercet.router.serve.named_files import NamedFiles
 from tercet.router.serve.shutdown import Shutdown
 from tercet.settings import EngineAddress, Limits, RouterConfig
 from tercet.settings.admin_address import AdminAddress
-from tercet.wire.serving.admin_access import AT_ADMIN, AdminAccess
-from tercet.wire.serving.router_keys import RouterKeys
+from tercet.wire.serving.server_access import AT_ADMIN, AdminAccess, RouterKeys
 from tercet_lab.small_server import serve_small
 from tests.simulated_processes import MODEL, PROFILE, running, wait_for
 

@@ -7,7 +7,7 @@ import pytest
 from tercet.fleet import Trace
 from tercet.protocol.trace import TraceEvent
 from tercet.router.observe.metrics import MOST_PAIRS, OTHER_ENGINES, Metrics
-from tercet.wire.metric_buckets import SECONDS
+from tercet.wire import SECONDS
 
 from .conftest import counted, series
 

@@ -25,7 +25,7 @@ from tercet.router.serve.moves import MoveRecord
 from tercet.router.serve.service import Service
 from tercet.settings import EngineAddress, MoveSettings
 from tercet.wire.client import HttpEngine
-from tercet.wire.serving.admin_access import ADMITTED
+from tercet.wire.serving.server_access import ADMITTED
 from tercet.wire.streams import StreamListener
 from tercet_lab.sim import SimEngine
 from tercet_lab.sim.sim_server import ServerConfig, serving

@@ -21,8 +21,8 @@ from tercet.router.router_app import RouterApp
 from tercet.router.serve.service_programs import ServicePrograms
 from tercet.settings import Limits, RetryBudget
 from tercet.settings.log_lines import request_id
+from tercet.wire.serving.answers import wants_trace
 from tercet.wire.serving.request_context import Asked, current
-from tercet.wire.serving.trace_answers import wants_trace
 from tests.longest_wait import LONGEST_WAIT_S
 
 from .conftest import LiveRouter, counted

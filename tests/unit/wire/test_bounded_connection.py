@@ -11,8 +11,8 @@ import pytest
 import uvicorn
 from uvicorn.server import ServerState
 
-from tercet.wire.serving import bounded_connection
-from tercet.wire.serving.bounded_connection import BoundedProtocol
+from tercet.wire.serving import client_connection
+from tercet.wire.serving.client_connection import BoundedProtocol
 from tests.servers import served_asgi
 
 
@@ -74,7 +74,7 @@ async def test_an_answer_arrives_before_the_body_was_sent(version: str, size: in
 
 
 async def test_a_client_that_sends_on_and_on_is_disconnected(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bounded_connection, "LINGER_SECONDS", 0.2)
+    monkeypatch.setattr(client_connection, "LINGER_SECONDS", 0.2)
     async with served_asgi(refused, http=BoundedProtocol) as url:
         reader, writer = await asyncio.open_connection("127.0.0.1", urlsplit(url).port)
         writer.write(b"POST / HTTP/1.0\r\ntransfer-encoding: chunked\r\n\r\n")

@@ -14,7 +14,7 @@ from aiohttp.typedefs import Handler
 
 from tercet.aio.incoming import LONGEST_HEAD, Breach, Incoming, Part, deadlines_of_connections
 from tercet.protocol.errors import error_body
-from tercet.wire.serving.error_answers import breach_error, last_answer
+from tercet.wire.serving.answers import breach_error, last_answer
 
 KEEPALIVE_SECONDS = 75.0
 """Idle time of a connection between two requests, in seconds; proxies keep theirs for a minute."""

@@ -10,7 +10,7 @@ from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from tercet.fleet import EngineFleet
-from tercet.wire.metric_buckets import SECONDS
+from tercet.wire import SECONDS
 from tercet_gateway.openai_call import OpenAICall
 
 DECISION_SECONDS = (0.0001, 0.00025, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 1)

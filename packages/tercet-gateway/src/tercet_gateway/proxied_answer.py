@@ -11,9 +11,8 @@ from tercet.protocol import TercetError
 from tercet.protocol.errors import error_body, last_events
 from tercet.protocol.sse import EVENTS, EventSplitter, object_of
 from tercet.protocol.trace import VerbTrace
-from tercet.wire.client.passing import Fields, OriginAnswer, end_to_end, first, passed_on
-from tercet.wire.client.passing.fields import is_encoded
-from tercet.wire.serving.trace_answers import TracingSend
+from tercet.wire.client.passing import Fields, OriginAnswer, end_to_end, first, is_encoded, passed_on
+from tercet.wire.serving.answers import TracingSend
 from tercet_gateway.sidecar.listener import ClientCall
 
 logger = logging.getLogger("tercet.gateway")

@@ -17,7 +17,7 @@ from tercet.protocol.headers import REQUEST_ID_HEADER
 from tercet.protocol.names import kept_name
 from tercet.protocol.spans import span_context_of, span_of, working_in
 from tercet.settings.log_lines import lines_of_request
-from tercet.wire.serving.error_answers import breach_error
+from tercet.wire.serving.answers import breach_error
 from tercet_gateway.endpoint_picker import EndpointPicker, Endpoints
 from tercet_gateway.exchange import Exchange, ExchangeBroken, refusal
 from tercet_gateway.openai_call import OpenAICall

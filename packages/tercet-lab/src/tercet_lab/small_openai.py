@@ -29,7 +29,7 @@ from tercet.protocol.json_text import in_utf8, read_json
 from tercet.protocol.wire import LEAST_PRIORITY, MOST_PRIORITY
 from tercet.router.prompt_texts import ChatMessage, PromptTexts
 from tercet.router.serve.service_programs import ServicePrograms, TracedRun
-from tercet.wire.serving.error_answers import error_headers
+from tercet.wire.serving.answers import error_headers
 from tercet.wire.serving.request_context import RequestContext, current
 
 DEFAULT_MAX_TOKENS = 16

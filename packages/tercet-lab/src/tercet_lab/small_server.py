@@ -26,9 +26,8 @@ from tercet.router.serve.shutdown import Shutdown
 from tercet.router.state.shared_state import SharedState
 from tercet.router.workers import Shared, tell_ready
 from tercet.settings import RouterConfig
-from tercet.wire.serving.bounded_connection import BoundedProtocol
-from tercet.wire.serving.router_keys import RouterKeys
-from tercet.wire.serving.server_access import api_keys
+from tercet.wire.serving.client_connection import BoundedProtocol
+from tercet.wire.serving.server_access import RouterKeys, api_keys
 from tercet_lab.small_openai import prompt_texts, small_app
 
 

@@ -18,7 +18,7 @@ from tercet.cluster.scaling.records import Counts, ScaleCall
 from tercet.fleet.discovery.kubernetes_api import ApiAccess
 from tercet.protocol import BadRequest, Conflict, EngineError, EngineUnreachable, Role
 from tercet.protocol.wire import UNREADABLE
-from tercet.wire.client.connection_errors import reason_of
+from tercet.wire.client.bounded_answers import reason_of
 
 KINDS = (
     "/apis/apps/v1/namespaces/{}/deployments",

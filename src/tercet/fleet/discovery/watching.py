@@ -26,7 +26,7 @@ from tercet.fleet.discovery.kubernetes_api import ApiAccess, Marked, Metadata, O
 from tercet.protocol.splitting import ItemTooLong, LineSplitter
 from tercet.protocol.wire import UNREADABLE
 from tercet.settings import log_events
-from tercet.wire.client.connection_errors import reason_of
+from tercet.wire.client.bounded_answers import reason_of
 
 GONE = 410
 logger = logging.getLogger("tercet.fleet.discovery")

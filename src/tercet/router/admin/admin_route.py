@@ -14,7 +14,7 @@ from tercet.protocol import Forbidden, TercetError
 from tercet.protocol.headers import BEHIND_HEADER
 from tercet.router.serve.named_files import NamedFiles
 from tercet.router.state.shared_state import SharedState
-from tercet.wire.serving.admin_access import ADMITTED
+from tercet.wire.serving.server_access import ADMITTED
 
 MOST_DIGITS = 18
 """Most digits of a number in a query; Python refuses to read thousands of them."""

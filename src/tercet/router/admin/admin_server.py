@@ -19,8 +19,8 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from tercet.protocol import BadRequest
 from tercet.settings.admin_address import AdminAddress
-from tercet.wire.serving.admin_access import AT_ADMIN
-from tercet.wire.serving.bounded_connection import BoundedProtocol
+from tercet.wire.serving.client_connection import BoundedProtocol
+from tercet.wire.serving.server_access import AT_ADMIN
 
 CLOSE_SECONDS = 1
 STARTED_POLL_S = 0.01

@@ -8,7 +8,7 @@ from tercet.protocol.access import require_digest
 from tercet.protocol.wire import MEMBERS, JoinCall, decode_call
 from tercet.router.admin.admin_route import AdminRoute, json_answer, shared_of
 from tercet.router.state import joined_members
-from tercet.wire.serving.admin_access import PROVED
+from tercet.wire.serving.server_access import PROVED
 
 routes = APIRouter(route_class=AdminRoute)
 

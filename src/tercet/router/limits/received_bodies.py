@@ -18,8 +18,7 @@ from tercet.protocol.json_text import in_utf8, read_json
 from tercet.protocol.names import kept_name
 from tercet.protocol.request_checks import announces_body, forms_of, labelled
 from tercet.router.limits.body_items import require_few_items, require_readable, require_small_structures
-from tercet.wire.serving.request_body import read_whole
-from tercet.wire.serving.request_context import Asked, RequestContext
+from tercet.wire.serving.request_context import Asked, RequestContext, read_whole
 
 
 class ReceivedBody:

@@ -15,7 +15,7 @@ from prometheus_client.samples import Exemplar, Sample
 from prometheus_client.utils import floatToGoString  # pyright: ignore[reportUnknownVariableType]
 
 from tercet.protocol.spans import SpanContext
-from tercet.wire.metric_buckets import SECONDS
+from tercet.wire import SECONDS
 
 WORKERS_VARIABLE = "PROMETHEUS_MULTIPROC_DIR"
 """Environment variable with the folder in which the workers of one router count together."""
@@ -42,7 +42,7 @@ class KeptExemplar(NamedTuple):
 
 
 class Exemplars:
-    """The exemplars of this process, for histograms with the buckets :data:`~tercet.wire.metric_buckets.SECONDS`."""
+    """The exemplars of this process, for histograms with the buckets :data:`~tercet.wire.SECONDS`."""
 
     def __init__(self) -> None:
         self._kept: dict[Bucket, KeptExemplar] = {}

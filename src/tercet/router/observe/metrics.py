@@ -12,7 +12,7 @@ from tercet.protocol.spans import SpanContext, current_span
 from tercet.protocol.trace import FALLBACK, RETRY, TraceEvent
 from tercet.router.observe.exemplars import Exemplars
 from tercet.router.serve.moves import MoveRecord
-from tercet.wire.metric_buckets import SECONDS
+from tercet.wire import SECONDS
 
 RATIOS = (0.25, 0.5, 0.7, 0.8, 0.9, 1.0, 1.1, 1.25, 1.5, 2.0, 4.0)
 # The reason of a move is free text of the caller, so the number of different reasons is limited.

@@ -6,7 +6,7 @@ from prometheus_client import Counter, Gauge, Histogram
 
 from tercet.decisions.sessions import Pause
 from tercet.router.serve.sessions import MoveEnd, PinEnd, Ran
-from tercet.wire.metric_buckets import SECONDS
+from tercet.wire import SECONDS
 
 
 class SessionCounters:

@@ -7,7 +7,7 @@ from starlette.types import Scope, Send
 
 from tercet.protocol import TercetError, UnknownPath
 from tercet.router.page.page_files import SAFETY, page_files
-from tercet.wire.serving.error_answers import error_headers
+from tercet.wire.serving.answers import error_headers
 
 
 async def send_file(scope: Scope, name: str, send: Send) -> None:

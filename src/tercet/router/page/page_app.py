@@ -19,7 +19,7 @@ from tercet.protocol.request_checks import ShownHeaders, require_no_page
 from tercet.protocol.wire import API_PREFIX
 from tercet.router.page.page_answers import answer, answer_error, send_file, start_of
 from tercet.router.page.viewers import Viewers
-from tercet.wire.serving.admin_access import AT_ADMIN, AdminAccess, path_of
+from tercet.wire.serving.server_access import AT_ADMIN, AdminAccess, path_of
 
 ROOT = "/tercet"
 ABOUT, STREAM = "about", "stream"

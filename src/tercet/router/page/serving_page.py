@@ -16,7 +16,7 @@ from tercet.router.page.viewers import Viewers
 from tercet.router.page.watch import FleetWatch, about_service
 from tercet.router.serve.shutdown import Shutdown
 from tercet.router.state.shared_state import SharedState
-from tercet.wire.serving.router_keys import RouterKeys
+from tercet.wire.serving.server_access import RouterKeys
 
 
 def with_page(

@@ -27,9 +27,8 @@ from tercet.protocol.hosts import AllowedPrefillers
 from tercet.protocol.names import sequence_id
 from tercet.protocol.trace import TraceEvent, VerbTrace
 from tercet.vllm_plugin.edge.verbs import EngineVerbs
-from tercet.wire.client.prefill_attempts import prefill_here
-from tercet.wire.client.remote_prefill import RemotePrefill
-from tercet.wire.serving.trace_answers import TracingSend, require_trace_reader, wants_trace
+from tercet.wire.client.remote_prefill import RemotePrefill, prefill_here
+from tercet.wire.serving.answers import TracingSend, require_trace_reader, wants_trace
 
 if TYPE_CHECKING:
     from vllm.v1.engine import EngineCoreRequest

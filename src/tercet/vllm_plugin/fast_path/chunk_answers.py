@@ -17,7 +17,7 @@ from vllm.outputs import RequestOutput
 from tercet.vllm_plugin.fast_path.answer_events import Told
 from tercet.vllm_plugin.fast_path.sse_chunks import DONE, ChoiceChunks, ChunkWriter, usage_of
 from tercet.vllm_plugin.frontend.program_client import SequenceFailed
-from tercet.wire.serving.error_answers import with_named_code
+from tercet.wire.serving.answers import with_named_code
 
 
 @dataclass

@@ -33,7 +33,7 @@ from tercet.vllm_plugin.fast_path.delta_json import encode
 from tercet.vllm_plugin.fast_path.item_events import ItemEvents
 from tercet.vllm_plugin.fast_path.sse_chunks import Extras
 from tercet.vllm_plugin.frontend.program_client import SequenceFailed
-from tercet.wire.serving.error_answers import fault_of
+from tercet.wire.serving.answers import fault_of
 
 # Placeholders for the delta and the number in the form of an event.
 SOME_DELTA, SOME_NUMBER = "\ue000 delta \ue000", 987654321987654321

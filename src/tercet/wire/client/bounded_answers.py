@@ -1,10 +1,14 @@
 """A reader of answers of untrusted HTTP servers: not compressed, without redirects, and of limited size.
 
 A client may name the server. A megabyte of gzip can become gigabytes, and a redirect leaves the list of allowed
-servers, and must not carry a secret elsewhere.
+servers, and must not carry a secret elsewhere. :func:`reason_of` says why there is no answer.
 """
 
 from __future__ import annotations
+
+import os
+import socket
+import ssl
 
 import aiohttp
 
@@ -48,3 +52,20 @@ async def read_answer(response: aiohttp.ClientResponse, longest: int | None = No
             response.close()
             raise AnswerRefused(f"its answer has more than {longest} bytes")
     return b"".join(parts)
+
+
+def reason_of(error: BaseException) -> str:
+    """Return why a call got no answer, such as ``Connection refused``, without the address of the call."""
+    cause = error.os_error if isinstance(error, aiohttp.ClientConnectorError) else error
+    if isinstance(cause, aiohttp.ServerDisconnectedError):
+        return "it closed the connection"
+    if isinstance(cause, (ssl.SSLError, ssl.CertificateError)):
+        said = getattr(cause, "verify_message", "") or getattr(cause, "reason", "")
+        return f"TLS: {said or 'no secure connection'}"
+    if isinstance(cause, TimeoutError):
+        return "it took too long"
+    if isinstance(cause, socket.gaierror):
+        return "cannot resolve its host name"
+    if isinstance(cause, OSError) and cause.errno:
+        return os.strerror(cause.errno)
+    return str(cause) or type(cause).__name__

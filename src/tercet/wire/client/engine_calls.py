@@ -1,4 +1,7 @@
-"""Calls of an engine over HTTP: proved, addressed to one incarnation of the engine, and with typed answers."""
+"""Calls of an engine over HTTP: proved, addressed to one incarnation of the engine, and with typed answers.
+
+Also the TLS settings of the caller.
+"""
 
 from __future__ import annotations
 
@@ -6,13 +9,16 @@ import ssl
 from collections.abc import AsyncGenerator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from http import HTTPStatus
+from pathlib import Path
 from typing import Any, TypeVar
 from urllib.parse import unquote
 
 import aiohttp
 import msgspec
 
+from tercet.aio.files import require_regular
 from tercet.protocol import (
+    BadRequest,
     Conflict,
     EngineError,
     EngineNotReached,
@@ -28,8 +34,7 @@ from tercet.protocol.headers import INCARNATION_HEADER, REQUEST_ID_HEADER
 from tercet.protocol.spans import current_span
 from tercet.protocol.wire import API_PREFIX, JSON, UNREADABLE, encode_call, large_field_of
 from tercet.settings.log_lines import request_id
-from tercet.wire.client.bounded_answers import PLAIN, read_answer, require_plain
-from tercet.wire.client.connection_errors import reason_of
+from tercet.wire.client.bounded_answers import PLAIN, read_answer, reason_of, require_plain
 
 T = TypeVar("T")
 # Seconds of silence after which an engine counts as dead: between two outputs of a stream it may run one long prefill
@@ -231,3 +236,35 @@ def _error_of(status: int, body: bytes) -> TercetError:
         return from_wire(status, msgspec.json.decode(body, type=dict[str, Any]))
     except UNREADABLE:
         return from_wire(status, {"error": {"message": f"HTTP {status}: {body[:200].decode(errors='replace')}"}})
+
+
+def engine_tls(ca: str | None, certificate: str | None, key: str | None) -> ssl.SSLContext | None:
+    """Return the TLS context of the given PEM files; None (the system's TLS) without any file.
+
+    ``ca`` has the CA certificates by which engines' certificates are checked, instead of the system's; ``certificate``
+    is the caller's, with its ``key`` unless the same file has the key. Raises :class:`~tercet.protocol.BadRequest` for
+    unusable files.
+    """
+    if key is not None and certificate is None:
+        raise BadRequest("engine-key: requires engine-cert", "engine-key")
+    if ca is None and certificate is None:
+        return None
+    try:
+        if ca is not None:
+            require_regular(Path(ca))
+        context = ssl.create_default_context(cafile=ca)
+    except (OSError, ssl.SSLError) as error:
+        raise BadRequest(f"engine-ca: {ca} is not a file of certificates (PEM): {error}", "engine-ca") from error
+    if certificate is not None:
+        try:
+            for each in (certificate, key):
+                if each is not None:
+                    require_regular(Path(each))
+            # Without a password OpenSSL would ask for one on the terminal.
+            context.load_cert_chain(certificate, key, password="")
+        except (OSError, ssl.SSLError) as error:
+            files = certificate if key is None else f"{certificate} with the key {key}"
+            raise BadRequest(
+                f"engine-cert: {files} cannot be used (PEM, with no password): {error}", "engine-cert"
+            ) from error
+    return context

@@ -1,25 +1,224 @@
-"""The client's end of a request: uvicorn's connection, to which the fast path writes.
+"""The client's end of a request: uvicorn's connection with limits, to which the fast path writes.
+
+The limits: a head of at most 64 KiB within 10 s, a minimum rate of bodies, and timeouts. httptools copies the received
+part of a header each time more of it arrives, so one long header costs the square of its size: the limit is checked
+before the header's end. Trailers are dropped.
+
+A client that asks for the connection's end after its request is answered may still send its body. If the connection
+were closed with unread bytes, it would be reset, and the client would lose the answer: the rest is read and dropped.
 
 The tokens of one step arrive together, and their frames are written in a row: the code stays in the caches, and a
 client of several streams is woken up once for all of them.
 
-Relies on uvicorn's ``HttpToolsProtocol``: it starts each request's task in ``_start_asgi_task(cycle, app)``, a cycle
-has ``scope``, ``transport``, ``flow`` and ``disconnected``, and whole chunks may be written between its own.
+Relies on uvicorn's ``HttpToolsProtocol``: httptools calls its ``on_message_begin``, ``on_header``,
+``on_headers_complete``, ``on_body`` and ``on_message_complete``; it has ``url``, ``headers``, ``cycle``, ``flow`` and
+``transport``; it starts each request's task in ``_start_asgi_task(cycle, app)``; ``handle_websocket_upgrade`` gives the
+connection to another protocol. A cycle has ``scope``, ``transport``, ``flow``, ``disconnected`` and ``keep_alive``, and
+calls ``transport.close()`` after an answer with which the connection ends. Whole chunks may be written between its own.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, cast
 from weakref import WeakKeyDictionary
 
-from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
-from tercet.wire.serving.bounded_connection import BoundedProtocol
+from tercet.aio.incoming import LONGEST_HEAD, Breach, Incoming, Part, deadlines_of_connections
+from tercet.protocol.errors import BadRequest, TercetError
+from tercet.wire.serving.answers import breach_error, last_answer
+
+LAST_SECONDS = 2.0
+"""Seconds for a refused client to read the error; data that it sends in that time is dropped."""
+LINGER_SECONDS = 30.0
+"""Seconds in which the rest of a body is dropped after the answer that ends a connection."""
+# Bytes of a header in addition to its name and value: ": " and the line end.
+BESIDE = 4
+
+
+class BoundedProtocol(HttpToolsProtocol):
+    """A protocol that refuses heads that are too long or too slow, slow bodies, and connections without a request."""
+
+    _incoming: Incoming | None = None
+    _part: Part = "nothing"
+    _progressed = False
+    _feeding = 0
+    _refused = False
+    _lingers = False
+    _linger_until = math.inf
+    _ending: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """Start the deadlines of the connection. Overrides uvicorn's method."""
+        super().connection_made(transport)
+        self._incoming = Incoming(self, deadlines_of_connections())
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Stop the deadlines of the connection. Overrides uvicorn's method."""
+        self._forget()
+        if self._ending is not None:
+            self._ending.cancel()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        """Parse received bytes, and check the limits. Overrides uvicorn's method."""
+        incoming = self._incoming
+        if incoming is None:
+            if not self._refused:
+                super().data_received(data)
+            elif self._lingers:
+                self._end_after(LAST_SECONDS)
+            return
+        self._progressed = False
+        self._feeding = incoming.unfinished + len(data)
+        super().data_received(data)
+        if self._incoming is None or self.transport.is_closing():
+            self._forget()
+            return
+        # Bytes that begin nothing, such as empty lines before a request, do not count as a request.
+        part = "head" if self._part == "nothing" and not self._progressed else self._part
+        incoming.fed(len(data), part, self._progressed)
+
+    def handle_websocket_upgrade(self) -> None:
+        """Stop the deadlines: the connection leaves this protocol. Overrides uvicorn's method."""
+        self._forget()
+        super().handle_websocket_upgrade()
+
+    # ---- calls by the parser --------------------------------------------------------------------------------
+
+    def on_message_begin(self) -> None:
+        """Record that a head begins."""
+        self._part = "head"
+        super().on_message_begin()
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        """Add a field to the head; drop a trailer, which uvicorn would add there after the head was checked."""
+        if self._part == "head":
+            super().on_header(name, value)
+
+    def on_headers_complete(self) -> None:
+        """Record that a head is complete, and check its size."""
+        self._part, self._progressed = "body", True
+        if self._refused:
+            return
+        if self._feeding > LONGEST_HEAD and self._head_bytes() > LONGEST_HEAD:
+            self.refuse(Breach.LONG_HEAD)
+            return
+        super().on_headers_complete()
+        cycle: Any = self.cycle
+        if not cycle.keep_alive:
+            cycle.transport = LastAnswer(self, self.transport)
+
+    def on_body(self, body: bytes) -> None:
+        """Record a part of a body."""
+        self._progressed = True
+        if not self._refused:
+            super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        """Record that a request is complete."""
+        self._part, self._progressed = "nothing", True
+        if not self._refused:
+            super().on_message_complete()
+
+    def on_response_complete(self) -> None:
+        """Record that a request is answered; its body may not have ended."""
+        if self._incoming is not None:
+            self._incoming.answered()
+        if self._lingers:
+            self.flow.resume_reading()
+            self.pipeline.clear()
+        super().on_response_complete()
+
+    def timeout_keep_alive_handler(self) -> None:
+        """Close a connection on which no further request arrives. Overrides uvicorn's method."""
+        if not self._lingers:
+            super().timeout_keep_alive_handler()
+
+    def _head_bytes(self) -> int:
+        return len(self.url) + sum(len(name) + len(value) + BESIDE for name, value in self.headers)
+
+    # ---- refusals -------------------------------------------------------------------------------------------
+
+    def is_held(self) -> bool:
+        """True if this server has stopped reading, or still answers an earlier request of the connection."""
+        cycle: Any = self.cycle
+        answers = cycle is not None and not cycle.response_complete
+        return self.flow.read_paused or (answers and self._part == "head")
+
+    def refuse(self, breach: Breach) -> None:
+        """Send the reason, if an answer can still be begun, and close the connection."""
+        if breach is Breach.SILENT:
+            self._refused = True
+            self._forget()
+            self.transport.abort()
+        else:
+            self._refuse(breach_error(breach))
+
+    def send_400_response(self, msg: str) -> None:
+        """Refuse what is not HTTP/1.1, in the form of other errors. Overrides uvicorn's method."""
+        self._refuse(BadRequest("the request is not valid HTTP/1.1: its head or the framing of its body"))
+
+    def _refuse(self, error: TercetError) -> None:
+        self._refused = True
+        self._forget()
+        cycle: Any = self.cycle
+        under_way = bool(cycle) and not cycle.response_complete
+        if (under_way and cycle.response_started) or self.transport.is_closing():
+            self.transport.abort()
+            return
+        if under_way:  # the application is notified that its client has left
+            cycle.disconnected = True
+            cycle.message_event.set()
+        self.transport.write(last_answer(error))
+        self._end_output()
+
+    def end(self) -> None:
+        """Close the connection after its last answer; if its request still arrives, once the client has read that."""
+        if self._part == "nothing" or self._refused or self.transport.is_closing():
+            self.transport.close()
+            return
+        self._refused = self._lingers = True
+        self._forget()
+        self._linger_until = asyncio.get_running_loop().time() + LINGER_SECONDS
+        self._end_output()
+
+    def _end_output(self) -> None:
+        if self.transport.can_write_eof():
+            self.transport.write_eof()
+        self._end_after(LAST_SECONDS)
+
+    def _end_after(self, seconds: float) -> None:
+        """Close the connection after ``seconds`` without data, at the latest LINGER_SECONDS after its last answer."""
+        if self._ending is not None:
+            self._ending.cancel()
+        loop = asyncio.get_running_loop()
+        until = min(loop.time() + seconds, self._linger_until)
+        self._ending = loop.call_at(until, self.transport.abort)
+
+    def _forget(self) -> None:
+        if self._incoming is not None:
+            self._incoming.closed()
+            self._incoming = None
+
+
+class LastAnswer:
+    """The transport of ``protocol`` for the answer with which the connection ends: closing it lets the client read."""
+
+    def __init__(self, protocol: BoundedProtocol, transport: asyncio.Transport) -> None:
+        self._transport = transport
+        self.write = transport.write
+        self.close = protocol.end
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._transport, name)
+
 
 logger = logging.getLogger(__name__)
 # The key of the connection in an ASGI scope; other servers have none.

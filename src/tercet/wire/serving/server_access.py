@@ -1,18 +1,35 @@
-"""Access to this engine's verbs: the keys and addresses, decided once, from the server's start options."""
+"""Who may call: an engine's verbs, a router's admin routes, and its other routes; with the keys for each.
+
+The keys and addresses of an engine are decided once, from the server's start options. A router's keys are reloaded when
+their files change.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import ipaddress
+import logging
 import os
 import socket
 from argparse import Namespace
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Protocol
 
-from tercet.protocol import BadRequest
-from tercet.protocol.access import Callers, given_key, key_of, secrets_of
-from tercet.settings import SECRET_VARIABLE
-from tercet.settings.variables import API_KEY_VARIABLE
+from tercet.protocol import BadRequest, Unauthorized
+from tercet.protocol.access import BearerKeys, Callers, given_key, key_of, secrets_of
+from tercet.protocol.request_checks import ShownHeaders, require_json, require_no_page, require_this_machine
+from tercet.protocol.wire import API_PREFIX, MEMBERS
+from tercet.settings import SECRET_VARIABLE, RouterSettings
+from tercet.settings.admin_address import AdminAddress
+from tercet.settings.key_files import KeyFile
+from tercet.settings.router_config import RouterConfig
+from tercet.settings.variables import ADMIN_KEY_VARIABLE, API_KEY_VARIABLE
 
+if TYPE_CHECKING:
+    from starlette.types import Scope
+
+logger = logging.getLogger("tercet.router")
+POLL_INTERVAL_S = 1.0
 SET_A_SECRET = f"set {SECRET_VARIABLE} to the same long random text for every engine and router of the fleet"
 ASKS_FOR_A_KEY = (
     f"this engine requires its fleet's secret ({SECRET_VARIABLE}), or its API key: Authorization: Bearer KEY"
@@ -58,3 +75,209 @@ def is_loopback(host: str | None) -> bool:
     except (OSError, UnicodeError):
         return False
     return all(ipaddress.ip_address(str(address[0])).is_loopback for *_, address in found)
+
+
+# ---- Admin routes ----------------------------------------------------------------------------------------------------
+
+
+# In the scope of a request that :meth:`AdminAccess.require` has admitted; admin routes refuse all other requests.
+ADMITTED = "tercet.admitted"
+# The digest that the body of an engine's call must have.
+PROVED = "tercet.proved"
+# In a scope of a request that came by the admin address.
+AT_ADMIN = "tercet.at_admin"
+# vLLM's own routes that change the answers for all clients.
+_VLLMS = frozenset({"/v1/load_lora_adapter", "/v1/unload_lora_adapter"})
+_ENGINES = f"this route requires the fleet's secret ({SECRET_VARIABLE})"
+_WITHOUT_SECRET = "a router without its fleet's secret lets only engines on its machine join"
+_REFUSAL = f"this route requires the router's admin key ({ADMIN_KEY_VARIABLE}): Authorization: Bearer KEY"
+_SET_ONE = f"set {ADMIN_KEY_VARIABLE} or --admin-key-file"
+
+
+def is_admin_path(path: str) -> bool:
+    """True if ``path`` is that of an admin route, which is for operators."""
+    return path == API_PREFIX or path.startswith(f"{API_PREFIX}/") or path.rstrip("/") in _VLLMS
+
+
+def path_of(scope: Scope) -> str:
+    """Return the path of a request without the prefix that a proxy before this router adds."""
+    path: str = scope["path"]
+    return path.removeprefix(scope.get("root_path", ""))
+
+
+class AdminAccess:
+    """The check of requests to admin routes: ``keys`` open them; without keys, requests from this machine do.
+
+    ``clients`` are the client keys: a router with client keys and without an admin key refuses every caller.
+    ``engines`` checks the fleet's secret, with which engines may join and call no other route. ``supervisor`` is the
+    key of the process that started this one; empty without such a process.
+    """
+
+    def __init__(
+        self,
+        keys: BearerKeys | None = None,
+        clients: BearerKeys | None = None,
+        engines: Callers | None = None,
+        supervisor: str = "",
+    ) -> None:
+        self._keys = BearerKeys(()) if keys is None else keys
+        self._clients = BearerKeys(()) if clients is None else clients
+        self._engines = Callers(()) if engines is None else engines
+        self._supervisor = BearerKeys((supervisor,))
+
+    def require(self, scope: Scope) -> None:
+        """Raise :class:`~tercet.protocol.TercetError` unless the request of an ASGI ``scope`` may use its route."""
+        headers = ShownHeaders.of_asgi(scope["headers"])
+        require_no_page(headers)
+        if (path := path_of(scope)).startswith(f"{API_PREFIX}{MEMBERS}"):
+            self._require_engine(scope, headers, path.removeprefix(API_PREFIX))
+        else:
+            self._require_operator(scope, headers)
+        require_json(scope["headers"])
+        scope[ADMITTED] = True
+
+    def require_operator(self, scope: Scope) -> None:
+        """Raise :class:`~tercet.protocol.TercetError` unless the sender of a client's request is an administrator."""
+        headers = ShownHeaders.of_asgi(scope["headers"])
+        require_no_page(headers)
+        self._require_operator(scope, headers)
+
+    def _require_operator(self, scope: Scope, headers: ShownHeaders) -> None:
+        if self._supervisor.fits("".join(headers.all("authorization"))):
+            return
+        if self._keys:
+            self._require_key(headers)
+        else:
+            self._require_this_machine(scope, headers)
+
+    def require_call(self, method: str, path: str, fields: Iterable[tuple[bytes, bytes]], peer: str | None) -> None:
+        """Check a request of a server without ASGI; see :meth:`require`. ``peer`` is the caller's address."""
+        client = None if peer is None else (peer, 0)
+        self.require({"method": method, "path": path, "headers": fields, "client": client})
+
+    def _require_engine(self, scope: Scope, headers: ShownHeaders, path: str) -> None:
+        """Require that an engine proves the fleet's secret; without a secret, that it runs on this machine."""
+        if not self._engines:
+            require_this_machine(headers, _peer_of(scope), f"{_WITHOUT_SECRET}; {SET_A_SECRET}")
+            return
+        try:
+            shown = headers.all("authorization")
+            scope[PROVED] = self._engines.require(shown, scope["method"], path, _ENGINES)
+        except Unauthorized as refusal:
+            refusal.challenge = self._engines.challenge()
+            raise
+
+    def _require_key(self, headers: ShownHeaders) -> None:
+        shown = headers.all("authorization")
+        self._keys.require(shown, _REFUSAL)
+        if self._clients.fits("".join(shown)):
+            raise Unauthorized(f"{_REFUSAL}; a client key does not open it", "authorization")
+
+    def _require_this_machine(self, scope: Scope, headers: ShownHeaders) -> None:
+        by_file = bool(scope.get(AT_ADMIN)) and scope.get("client") is None
+        if self._clients and not by_file:  # only the owner may open the socket's file
+            raise Unauthorized(f"this router has client keys but no admin key; {_SET_ONE}", "authorization")
+        require_this_machine(headers, _peer_of(scope), _SET_ONE)
+
+
+def _peer_of(scope: Scope) -> str | None:
+    """Return the caller's address; None for a connection by a socket's file."""
+    client = scope.get("client")
+    return None if client is None else client[0]
+
+
+# ---- Keys of a router ------------------------------------------------------------------------------------------------
+
+
+class KeySettings(Protocol):
+    """The settings of keys, of a router or of a server before routers."""
+
+    @property
+    def admin_key(self) -> str: ...
+    @property
+    def api_key_file(self) -> str | None: ...
+    @property
+    def admin_key_file(self) -> str | None: ...
+    @property
+    def open_to_all(self) -> bool: ...
+
+
+class RouterKeys:
+    """The ``clients`` keys for vLLM's routes and the ``admins`` keys for admin routes.
+
+    ``given`` are client keys that come from flags or the environment.
+    """
+
+    def __init__(self, config: KeySettings, given: Sequence[str]) -> None:
+        self._given = {"api-key-file": tuple(given), "admin-key-file": (config.admin_key,)}
+        paths = {"api-key-file": config.api_key_file, "admin-key-file": config.admin_key_file}
+        self._files = {name: KeyFile(path, name) for name, path in paths.items() if path is not None}
+        self._read = {name: file.first() for name, file in self._files.items()}
+        self._failed: dict[str, str] = {}
+        self._engines = Callers(secrets_of(config.secret if isinstance(config, RouterSettings) else ""))
+        self._supervisor = config.supervisor_key if isinstance(config, RouterConfig) else ""
+        self.clients, self.admins = (self._keys(name) for name in paths)
+        if self.admins.shares_with(self.clients):
+            raise BadRequest(
+                "admin-key: is also a client key, so clients would be administrators; set another key", "admin-key"
+            )
+
+    def _keys(self, name: str) -> BearerKeys:
+        return BearerKeys((*self._given[name], *self._read.get(name, ())), always=name in self._files)
+
+    @property
+    def access(self) -> AdminAccess:
+        """The check of access to admin routes."""
+        return AdminAccess(self.admins, self.clients, self._engines, self._supervisor)
+
+    @property
+    def first_of_clients(self) -> str:
+        """One of the client keys, to be shown to other servers; empty without keys."""
+        return next(iter((*self._given["api-key-file"], *self._read.get("api-key-file", ()))), "")
+
+    def require_private(self, host: str, config: KeySettings) -> None:
+        """Raise :class:`~tercet.protocol.BadRequest` if other machines reach ``host`` and clients need no key."""
+        if not self.clients and not config.open_to_all and not is_loopback(host):
+            flag = "--api-key after --, " if isinstance(config, RouterSettings) else ""
+            raise BadRequest(
+                f"host: other machines reach {host or 'any address'}, and clients need no key; set {flag}"
+                f"{API_KEY_VARIABLE} or --api-key-file, or allow this with --open-to-all",
+                "host",
+            )
+
+    def require_private_admin(self, address: AdminAddress | None) -> None:
+        """Raise :class:`~tercet.protocol.BadRequest` if other machines reach the admin address without an admin key."""
+        if address is not None and not address.path and not self.admins and not is_loopback(address.host):
+            raise BadRequest(
+                f"admin-listen: other machines reach {address}, and no admin key is set; set {ADMIN_KEY_VARIABLE} or "
+                "--admin-key-file, or listen at 127.0.0.1",
+                "admin-listen",
+            )
+
+    async def follow(self) -> None:
+        """Reload the key files when they change, until cancelled."""
+        while self._files:
+            await asyncio.sleep(POLL_INTERVAL_S)
+            await self.look()
+
+    async def look(self) -> None:
+        """Reload the key files; keep the keys of a file that cannot be read. An empty file refuses every caller."""
+        for name, keys in (("api-key-file", self.clients), ("admin-key-file", self.admins)):
+            file = self._files.get(name)
+            if file is None:
+                continue
+            try:
+                found = await asyncio.to_thread(file.read)  # a network file system may hang
+            except BadRequest as error:
+                self._tell(name, error.message + "; the present keys stay valid")
+                continue
+            self._tell(name, "" if found or any(self._given[name]) else f"{name}: has no key; refusing every caller")
+            if found != self._read[name]:
+                self._read[name] = found
+                keys.replace((*self._given[name], *found))
+                logger.info("%s: reloaded %d keys", name, len(found))
+
+    def _tell(self, name: str, failure: str) -> None:
+        if failure and self._failed.get(name) != failure:
+            logger.error("%s", failure)
+        self._failed[name] = failure

@@ -5,11 +5,14 @@ per engine step and router, with the new tokens of all of the router's sequences
 least one message every 100 ms. In the other direction, the router sends heartbeats, new sequences and cancellations.
 """
 
-from tercet.wire.streams.engine_connection import EngineConnection, SequenceInbox
-from tercet.wire.streams.proposing import propose_move
-from tercet.wire.streams.router_connection import RouterConnection, SequenceSender
-from tercet.wire.streams.router_connections import RouterConnections, StreamRelay
-from tercet.wire.streams.stream_listener import StreamListener
+from tercet.wire.streams.engine_connection import EngineConnection, SequenceInbox, StreamListener
+from tercet.wire.streams.router_connection import (
+    RouterConnection,
+    RouterConnections,
+    SequenceSender,
+    StreamRelay,
+    propose_move,
+)
 from tercet.wire.streams.wire_format import OutputBatch, StreamHello, TokenDelta
 
 __all__ = [

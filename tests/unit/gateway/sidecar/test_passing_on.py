@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 
-from tercet.wire.client.passing import messages
 from tercet_gateway.sidecar.server import sidecar
 from tercet_gateway.sidecar.sidecar_config import SidecarConfig
 from tests.longest_wait import LONGEST_WAIT_S
@@ -174,7 +173,7 @@ async def test_an_engine_may_refuse_before_the_body_has_come() -> None:
 
 async def test_a_client_that_reads_nothing_is_disconnected(monkeypatch: pytest.MonkeyPatch) -> None:
     """Else a stopped client would hold its connection, and the engine's answer, for ever."""
-    monkeypatch.setattr(messages, "UNREAD_SECONDS", 0.2)
+    monkeypatch.setattr("tercet.wire.client.passing.UNREAD_SECONDS", 0.2)
     head = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n"
     engine_is_left = asyncio.Event()
 

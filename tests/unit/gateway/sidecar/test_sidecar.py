@@ -18,7 +18,7 @@ from tercet.protocol import BadRequest, LeaseEnded, Unauthorized
 from tercet.protocol.headers import PREFILLED_HEADER
 from tercet.protocol.trace import VerbTrace
 from tercet.wire.client import HttpEngine, engine_tls
-from tercet.wire.client.prefill_attempts import PrefillAttempts
+from tercet.wire.client.remote_prefill import PrefillAttempts
 from tercet_gateway.sidecar.prefill_legs import NixlLeg
 from tercet_gateway.sidecar.server import SidecarServer, sidecar
 from tercet_gateway.sidecar.sidecar_config import SidecarConfig

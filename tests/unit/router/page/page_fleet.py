@@ -38,8 +38,8 @@ from tercet.router.state.fleet_state import FleetState, ProgramInUse
 from tercet.router.state.shared_state import SharedState
 from tercet.settings import EngineAddress, Limits, RouterSettings
 from tercet.wire.client import Admit
-from tercet.wire.serving.bounded_connection import BoundedProtocol
-from tercet.wire.serving.router_keys import RouterKeys
+from tercet.wire.serving.client_connection import BoundedProtocol
+from tercet.wire.serving.server_access import RouterKeys
 from tercet_lab.sim import EngineOptions, Network, SimEngine, load_profile
 
 PROFILE = "llama-3.1-8b-h100-tp1"

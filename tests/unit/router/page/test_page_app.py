@@ -20,8 +20,7 @@ from tercet.router.page.records import Frame
 from tercet.router.page.serving_page import with_page
 from tercet.router.serve.shutdown import Shutdown
 from tercet.settings import RouterSettings
-from tercet.wire.serving.admin_access import AT_ADMIN
-from tercet.wire.serving.router_keys import RouterKeys
+from tercet.wire.serving.server_access import AT_ADMIN, RouterKeys
 from tests.longest_wait import LONGEST_WAIT_S
 from tests.unit.router.conftest import LiveRouter
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tercet.protocol import NoSpace
-from tercet.wire.serving.error_answers import ErrorSend, with_named_code
+from tercet.wire.serving.answers import ErrorSend, with_named_code
 from tercet.wire.serving.request_context import RequestContext
 
 

@@ -27,7 +27,7 @@ from tests.longest_wait import LONGEST_WAIT_S
 from tests.unit.wire.streams.test_streams import Pair, call_of, connected, stream_fed_here
 
 LONGEST = 4096
-PLACES = ("wire_format", "router_connection", "stream_listener", "engine_connection")
+PLACES = ("wire_format", "router_connection", "engine_connection")
 
 
 @pytest.fixture(autouse=True)

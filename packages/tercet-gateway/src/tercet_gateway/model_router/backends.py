@@ -14,8 +14,7 @@ from tercet.aio import TaskSet, repeat
 from tercet.protocol import EngineUnreachable
 from tercet.protocol.access import bearer
 from tercet.protocol.wire import UNREADABLE
-from tercet.wire.client.bounded_answers import PLAIN, read_answer
-from tercet.wire.client.connection_errors import reason_of
+from tercet.wire.client.bounded_answers import PLAIN, read_answer, reason_of
 from tercet.wire.client.passing import Origin
 from tercet_gateway.model_router.routes import ModelRoutes, WeightedRouter
 

@@ -26,7 +26,7 @@ from tercet.protocol.errors import in_form
 from tercet.protocol.headers import MODELS, is_for_clients
 from tercet.protocol.json_text import UNREADABLE, in_utf8, read_json
 from tercet.protocol.request_checks import forms_of, labelled
-from tercet.wire.client.connection_errors import reason_of
+from tercet.wire.client.bounded_answers import reason_of
 from tercet.wire.client.passing import (
     NotConnected,
     NotReadable,

@@ -19,8 +19,7 @@ from tercet.protocol import BadRequest, ShuttingDown, TercetError
 from tercet.protocol.errors import error_body
 from tercet.protocol.wire import API_PREFIX, decode_call
 from tercet.settings.log_lines import log_to_stderr
-from tercet.wire.serving.admin_access import AdminAccess
-from tercet.wire.serving.router_keys import RouterKeys
+from tercet.wire.serving.server_access import AdminAccess, RouterKeys
 from tercet_gateway.model_router.backends import BackendPolls
 from tercet_gateway.model_router.model_router_config import ModelBackend, ModelRouterConfig, require_backends
 from tercet_gateway.model_router.proxy import ModelProxy

@@ -16,9 +16,19 @@ from tercet.aio.incoming import LEAST_OF_BODY, LONGEST_HEAD, SECONDS, Breach
 from tercet.fleet.admission import ClientLeft
 from tercet.protocol import BadRequest, HeadTooLarge, RequestTimeout, TercetError
 from tercet.protocol.headers import path_of
-from tercet.wire.client.passing import BrokeOff, Fields, NotReadable, end_to_end, first, values
-from tercet.wire.client.passing.messages import READ_BYTES, Connection, framing, raw_fields
-from tercet.wire.serving.error_answers import breach_error
+from tercet.wire.client.passing import (
+    READ_BYTES,
+    BrokeOff,
+    Connection,
+    Fields,
+    NotReadable,
+    end_to_end,
+    first,
+    framing,
+    raw_fields,
+    values,
+)
+from tercet.wire.serving.answers import breach_error
 
 logger = logging.getLogger("tercet.gateway")
 IDLE_SECONDS = 75.0

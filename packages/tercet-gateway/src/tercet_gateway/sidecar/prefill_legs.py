@@ -20,12 +20,10 @@ from tercet.protocol.headers import COMPLETIONS, PREFILLED_HEADER
 from tercet.protocol.trace import TraceEvent, VerbTrace
 from tercet.protocol.wire import UNREADABLE
 from tercet.settings.declaration import FixedPort
-from tercet.wire.client import HttpEngine, prefill_metrics
-from tercet.wire.client.bounded_answers import PLAIN, read_answer
-from tercet.wire.client.connection_errors import reason_of
+from tercet.wire.client import HttpEngine, remote_prefill
+from tercet.wire.client.bounded_answers import PLAIN, read_answer, reason_of
 from tercet.wire.client.engine_calls import QUICK
-from tercet.wire.client.prefill_attempts import REMOTE, PrefillAttempts, prefill_here
-from tercet.wire.client.remote_prefill import RemotePrefill
+from tercet.wire.client.remote_prefill import REMOTE, PrefillAttempts, RemotePrefill, prefill_here
 from tercet_gateway.sidecar.split_call import KV_PARAMS, SplitCall
 
 logger = logging.getLogger("tercet.gateway")
@@ -222,7 +220,7 @@ class NixlLeg:
             found = await self._attempts.first_of(hosts, call.request_id, trace, ask)
         except TercetError as error:
             prefill_here(self._url, call.request_id, error, trace)
-        prefill_metrics.seconds.observe(self._attempts.clock() - began)
+        remote_prefill.seconds.observe(self._attempts.clock() - began)
         if found is None:
             yield DecodeLeg(call.body)
             return
@@ -237,7 +235,7 @@ class NixlLeg:
             elif prepared.failure is not None:
                 prefill_here(self._url, call.request_id, prepared.failure, trace)
             else:
-                prefill_metrics.prefills.labels(prefill_metrics.PULLED, "").inc()
+                remote_prefill.prefills.labels(remote_prefill.PULLED, "").inc()
 
     async def look(self) -> None:
         await self._healthy(self._url)

@@ -32,7 +32,7 @@ from tercet.protocol.spans import TRACEPARENT, TRACESTATE, span_context_of, span
 from tercet.protocol.trace import VerbTrace
 from tercet.protocol.wire import API_PREFIX, JSON
 from tercet.settings.log_lines import lines_of_request, request_renamed
-from tercet.wire.client.connection_errors import reason_of
+from tercet.wire.client.bounded_answers import reason_of
 from tercet.wire.client.passing import (
     Fields,
     NotConnected,
@@ -44,7 +44,7 @@ from tercet.wire.client.passing import (
     passed_trailers,
     values,
 )
-from tercet.wire.serving.trace_answers import trace_refused, wants_trace
+from tercet.wire.serving.answers import trace_refused, wants_trace
 from tercet_gateway.proxied_answer import ProxiedAnswer, is_stream
 from tercet_gateway.request_bodies import RequestBodies
 from tercet_gateway.sidecar.listener import ClientCall

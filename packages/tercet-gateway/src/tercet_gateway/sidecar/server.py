@@ -20,11 +20,10 @@ from tercet.aio.descriptors import descriptors_watched
 from tercet.protocol import BadRequest, Revision, ShuttingDown
 from tercet.protocol.errors import error_body
 from tercet.settings.log_lines import log_to_stderr
-from tercet.wire.client import HttpEngine, engine_tls, prefill_metrics
+from tercet.wire.client import HttpEngine, engine_tls, remote_prefill
 from tercet.wire.client.engine_calls import KEEPALIVE_SECONDS
 from tercet.wire.client.passing import Origin
-from tercet.wire.client.prefill_attempts import PrefillAttempts
-from tercet.wire.client.remote_prefill import RemotePrefill
+from tercet.wire.client.remote_prefill import PrefillAttempts, RemotePrefill
 from tercet.wire.exported_spans import exporting_spans
 from tercet.wire.serving.server_access import is_loopback
 from tercet_gateway.served_certificate import ServedCertificate
@@ -132,7 +131,7 @@ async def sidecar(config: SidecarConfig) -> AsyncGenerator[SidecarServer]:
 
         async def handle(http: ClientCall) -> None:
             if http.path == METRICS and http.method in (b"GET", b"HEAD"):
-                body = b"".join(generate_latest(each) for each in prefill_metrics.ALL)
+                body = b"".join(generate_latest(each) for each in remote_prefill.METRICS)
                 await http.answer(HTTPStatus.OK, body, "text/plain")
             else:
                 await proxy.handle(http)

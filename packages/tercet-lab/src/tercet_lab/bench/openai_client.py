@@ -14,7 +14,7 @@ import msgspec
 from aiohttp.http_exceptions import HttpProcessingError
 
 from tercet.protocol.wire import UNREADABLE
-from tercet.wire.client.connection_errors import reason_of
+from tercet.wire.client.bounded_answers import reason_of
 from tercet_lab.bench.results import Failure, RequestRecord
 from tercet_lab.bench.stream_reader import Reading, StreamFailed, StreamReader
 

@@ -16,7 +16,7 @@ from tercet.protocol import BadRequest, EngineUnreachable
 from tercet.protocol.headers import PROGRAM_HEADER
 from tercet.protocol.wire import UNREADABLE
 from tercet.settings.variables import PARALLEL_TOKENIZERS
-from tercet.wire.client.connection_errors import reason_of
+from tercet.wire.client.bounded_answers import reason_of
 from tercet_lab.bench.workloads import Vocabulary
 
 # A server on a busy machine takes long for its first answer.

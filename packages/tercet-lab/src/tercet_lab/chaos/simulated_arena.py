@@ -28,7 +28,7 @@ from tercet.router.serve.moves import MoveRecord
 from tercet.router.serve.rescheduler import OwnSequences, Rescheduler
 from tercet.router.serve.service import Service
 from tercet.settings import EngineAddress, RouterSettings
-from tercet.wire.serving.bounded_connection import BoundedProtocol
+from tercet.wire.serving.client_connection import BoundedProtocol
 from tercet.wire.streams import StreamListener
 from tercet_gateway.model_router.model_router_config import ModelBackend, ModelRouterConfig
 from tercet_gateway.model_router.server import model_router

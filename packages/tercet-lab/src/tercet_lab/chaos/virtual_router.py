@@ -21,7 +21,7 @@ from tercet.router.router_app import RouterApp
 from tercet.router.serve.service import Service
 from tercet.router.serve.service_programs import ServicePrograms
 from tercet.settings import RouterSettings
-from tercet.wire.serving.bounded_connection import BoundedProtocol
+from tercet.wire.serving.client_connection import BoundedProtocol
 from tercet_lab.chaos.client_load import VOCABULARY
 from tercet_lab.chaos.virtual_network import NetworkedLoop
 from tercet_lab.small_openai import small_app

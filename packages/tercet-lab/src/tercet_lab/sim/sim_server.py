@@ -31,11 +31,10 @@ from tercet.settings import SECRET_VARIABLE
 from tercet.settings.prefill_settings import PrefillBudget
 from tercet.settings.process_settings import clients_see_traces
 from tercet.settings.variables import API_KEY_VARIABLE
-from tercet.wire.client import prefill_metrics
-from tercet.wire.client.prefill_attempts import PrefillAttempts
-from tercet.wire.client.remote_prefill import RemotePrefill
+from tercet.wire.client import remote_prefill
+from tercet.wire.client.remote_prefill import PrefillAttempts, RemotePrefill
 from tercet.wire.exported_spans import exporting_spans
-from tercet.wire.serving.trace_answers import require_trace_reader, wants_trace
+from tercet.wire.serving.answers import require_trace_reader, wants_trace
 from tercet_lab.sim.engine_options import EngineOptions
 from tercet_lab.sim.sim_engine import SimEngine
 from tercet_lab.sim.sim_verbs import (
@@ -176,7 +175,7 @@ class OpenAI:
 
     async def metrics(self, http: web.Request) -> web.StreamResponse:
         found = generate_latest(_StatusMetrics(self._model, await self._engine.status()))
-        found += b"".join(generate_latest(each) for each in prefill_metrics.ALL)
+        found += b"".join(generate_latest(each) for each in remote_prefill.METRICS)
         return web.Response(body=found, headers={"content-type": CONTENT_TYPE_LATEST})
 
 

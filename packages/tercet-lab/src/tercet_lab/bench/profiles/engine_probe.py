@@ -22,7 +22,7 @@ import numpy as np
 from tercet.protocol import BadRequest, Engine, EngineError, Output, Request
 from tercet.protocol.headers import PROGRAM_HEADER
 from tercet.protocol.wire import UNREADABLE
-from tercet.wire.client.connection_errors import reason_of
+from tercet.wire.client.bounded_answers import reason_of
 from tercet_lab.bench.openai_client import Client, PreparedCall, Sampling, body_of, path_of
 from tercet_lab.sim.step_times import HostSharing
 
