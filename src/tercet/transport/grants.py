@@ -2,10 +2,24 @@
 
 The central invariant: after :meth:`GrantTable.revoke` has returned, no byte is written under that lease. A writing
 thread is inside :meth:`GrantTable.write`, never waits for a peer there for more than a few milliseconds, and the
-revocation waits for it.
+revocation waits for it. This is the transport's only record of leases: what is granted (:class:`Grant`), the arrived
+parts of each send (:class:`OpenLease`), and how far the KV is valid (:class:`Validity`).
 
-This is the transport's only record of leases: the granted blocks, and the arrived parts of each send
-(:class:`~tercet.transport.grants.OpenLease`).
+A lease into which a send has brought three blocks of layer 0 and one of layer 1, whose attention looks back over a
+window and so needs no block at slot 0::
+
+                 begin                                end
+    tokens     ──┼────────┬────────┬────────┬────────┤
+    slot             0        1        2        3
+    layer 0, group 0 17 ███   4  ███   9  ███   23       a number is a block, a bar is KV that has arrived
+    layer 1, group 1 NOWHERE  5  ███   8        2
+    valid      ────────────────────▶ valid.end           the prefix that is whole in every layer
+
+A lease is for certain tokens, and a send begins with the content of its KV (:meth:`OpenLease.begin`): other content is
+refused before a byte of it is written. Its end and its chunks may arrive in any order. It is complete once every block
+of every layer of its range is in place, and refused if all chunks have arrived and a block is missing. Blocks that
+arrived in every layer are valid even if their send never ends. KV that is valid from the lease's beginning on, in whole
+blocks, may be in use as prefix cache, and is not written again (:meth:`OpenLease.in_place`).
 """
 
 from __future__ import annotations
@@ -13,8 +27,8 @@ from __future__ import annotations
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 from typing import TypeVar
 
 import msgspec
@@ -24,28 +38,23 @@ from numpy.typing import NDArray
 from tercet.protocol import BadRequest, Conflict, Content, LeaseEnded, TercetError, TransferFailed, content_of
 from tercet.protocol.content import TOKEN_BYTES
 from tercet.transport.backends.reading import NOWHERE
-from tercet.transport.layouts import Move, first_token, moves
+from tercet.transport.layouts import TokenCopy, first_token, token_copies
 from tercet.transport.peer_messages import ReadDescriptors, SendBegin, SendEnd
 from tercet.transport.region import Numbers, planes_of_groups
 
 
 class Grant(msgspec.Struct, frozen=True):
-    """Permission for a peer to write certain blocks under ``lease``.
-
-    ``blocks`` has the blocks of each group of layers: in one group, block i, at slot i, holds the tokens from ``begin +
-    i * block_size`` on. ``begin`` is a multiple of ``block_size``, and the slots reach to ``end``. A group has
-    :data:`NOWHERE` for a slot at which its layers do not look back: no KV is written or required there. ``tokens`` are
-    the first ``end`` tokens of the lease's sequence, in the form of :func:`~tercet.protocol.packed`, and ``salt`` is
-    their cache salt.
-    """
+    """Permission for a peer to write certain blocks under ``lease``."""
 
     lease: str
+    # The blocks of each group of layers: in one group, block i, at slot i, holds the tokens from begin + i * block_size
+    # on. NOWHERE is a slot at which the group's layers do not look back: no KV is written or required there.
     blocks: Sequence[Sequence[int]]
-    begin: int
-    end: int
+    begin: int  # a multiple of block_size
+    end: int  # the slots reach to it
     block_size: int
-    tokens: bytes
-    salt: str | None
+    tokens: bytes  # the first ``end`` tokens of the lease's sequence, in the form of :func:`~tercet.protocol.packed`
+    salt: str | None  # their cache salt
 
     def require_whole(self, groups: int) -> None:
         """Raise :class:`~tercet.protocol.BadRequest` unless tokens, and blocks of ``groups`` groups, reach ``end``."""
@@ -67,7 +76,10 @@ class Grant(msgspec.Struct, frozen=True):
         """
         return (
             (self.begin, self.block_size, self.salt or None) == (old.begin, old.block_size, old.salt or None)
-            and all(_continue(new, had) for new, had in zip(self.blocks, old.blocks, strict=True))
+            and all(
+                len(new) >= len(had) and all(one in (other, NOWHERE) for one, other in zip(new, had, strict=False))
+                for new, had in zip(self.blocks, old.blocks, strict=True)
+            )
             and self.tokens.startswith(old.tokens)
         )
 
@@ -78,40 +90,19 @@ class Grant(msgspec.Struct, frozen=True):
         return -(-(end - first_token(self.begin, unit)) // unit)
 
 
-def _continue(new: Sequence[int], had: Sequence[int]) -> bool:
-    return len(new) >= len(had) and all(one in (other, NOWHERE) for one, other in zip(new, had, strict=False))
-
-
 class ReceiveEnd(msgspec.Struct, frozen=True):
-    """The end of a receive of ``bytes`` of KV under ``lease``; ``code`` and ``reason`` of its error, or empty.
-
-    ``traceparent`` is the sender's place. Times are Unix times in nanoseconds.
-    """
+    """The end of a receive of ``bytes`` of KV under ``lease``, for the trace of its sender."""
 
     lease: str
-    traceparent: str
-    began_ns: int
+    traceparent: str  # the sender's place in the trace
+    began_ns: int  # Unix times in nanoseconds
     ended_ns: int
     bytes: int
-    code: str = ""
+    code: str = ""  # of its error, or empty
     reason: str = ""
 
 
 OnReceiveEnd = Callable[[ReceiveEnd], None]
-
-
-class ReceiveTrace:
-    """One receive that begins now; ``bytes`` counts the bytes that have arrived."""
-
-    def __init__(self, lease: str, traceparent: str) -> None:
-        self._lease, self._traceparent = lease, traceparent
-        self._began = time.time_ns()
-        self.bytes = 0
-
-    def end(self, error: TercetError | None) -> ReceiveEnd:
-        """Return the record of the receive's end: complete, or failed with ``error``."""
-        code, reason = ("", "") if error is None else (error.code, error.message)
-        return ReceiveEnd(self._lease, self._traceparent, self._began, time.time_ns(), self.bytes, code, reason)
 
 
 # Disjoint token ranges, sorted, not touching.
@@ -156,16 +147,14 @@ class Validity:
             self._settle()
 
     def _settle(self) -> None:
-        self.end = max([self._begin, *(self._end_in(parts, by_part) for parts, by_part in self._of.items())])
-
-    def _end_in(self, parts: int, by_part: Mapping[int, Mapping[int, Ranges]]) -> int:
-        """Return the end of the range that is valid in all planes and in all parts of this number."""
-        if len(by_part) < parts or any(len(valid) < self._num_planes for valid in by_part.values()):
-            return self._begin
-        return min(self._first_end(ranges) for valid in by_part.values() for ranges in valid.values())
-
-    def _first_end(self, ranges: Ranges) -> int:
-        return ranges[0][1] if ranges and ranges[0][0] == self._begin else self._begin
+        self.end = self._begin
+        for parts, by_part in self._of.items():
+            # A prefix counts only if every part of the blocks has it in every plane.
+            if len(by_part) < parts or any(len(valid) < self._num_planes for valid in by_part.values()):
+                continue
+            every = [ranges for valid in by_part.values() for ranges in valid.values()]
+            if all(ranges and ranges[0][0] == self._begin for ranges in every):
+                self.end = max(self.end, min(ranges[0][1] for ranges in every))
 
 
 def _merged(ranges: Ranges, new: tuple[int, int]) -> Ranges:
@@ -198,20 +187,17 @@ SendKey = tuple[str, int]
 
 @dataclass
 class Receive:
-    """One send of the first ``limit`` tokens under a lease; it fills some ``planes``.
-
-    ``arrived`` is True for each layer and slot that has arrived, in one part (``part`` of ``parts``) of blocks of
-    ``unit`` tokens; ``ended`` is the send's end message, None before it arrives. ``trace`` is None unless the sender is
-    traced.
-    """
+    """One send of the first ``limit`` tokens under a lease."""
 
     limit: int
-    planes: NDArray[np.int64]
-    arrived: NDArray[np.bool_]
+    planes: NDArray[np.int64]  # those that it fills
+    arrived: NDArray[np.bool_]  # by layer and slot, True also where nothing is needed
     kind: tuple[int, int, int] | None = None  # part, parts and unit, after the first chunk
     chunks: int = 0
-    ended: SendEnd | None = None
-    trace: ReceiveTrace | None = None
+    ended: SendEnd | None = None  # its end message, which may arrive before the last chunk
+    traceparent: str = ""  # the sender's place in a sampled trace
+    began_ns: int = field(default_factory=time.time_ns)
+    nbytes: int = 0
 
 
 class OpenLease:
@@ -254,8 +240,7 @@ class OpenLease:
                 "send the prompt of the prep_recv call",
                 "kv_addr_info",
             )
-        trace = ReceiveTrace(begun.lease, begun.traceparent) if begun.traceparent else None
-        self.sends[send] = Receive(limit, self._planes_of(begun), _NOTHING, trace=trace)
+        self.sends[send] = Receive(limit, self._planes_of(begun), _NOTHING, traceparent=begun.traceparent)
 
     def in_place(self, send: SendKey) -> int:
         """Return the number of its first blocks that are valid and not written again; ``send`` must have begun."""
@@ -277,13 +262,13 @@ class OpenLease:
             found[: in_place - chunk.begin] = NOWHERE
         return found
 
-    def locate_tokens(self, chunk: ReadDescriptors, in_place: int) -> list[Move]:
-        """Return the moves of a chunk whose sender has another block size, without the first ``in_place`` blocks."""
+    def locate_tokens(self, chunk: ReadDescriptors, in_place: int) -> list[TokenCopy]:
+        """Return the copies of a chunk whose sender has another block size, without the first ``in_place`` blocks."""
         self._require_inside(chunk)
         grant, slots = self.grant, range(chunk.begin, chunk.end)
         (blocks,) = grant.blocks
-        found = moves(slots, chunk.unit, grant.begin, blocks, grant.block_size)
-        return [move for move in found if move.block not in blocks[:in_place]] if in_place else found
+        found = token_copies(slots, chunk.unit, grant.begin, blocks, grant.block_size)
+        return [copy for copy in found if copy.block not in blocks[:in_place]] if in_place else found
 
     def overwriting(self, chunk: ReadDescriptors, in_place: int) -> None:
         """Mark a chunk's target as invalid until its send is in place, without the first ``in_place`` blocks.
@@ -305,14 +290,13 @@ class OpenLease:
 
     def arrived(self, send: SendKey, chunk: ReadDescriptors) -> int | None:
         """Record that a chunk is in place; return the result of :meth:`ended`."""
-        found = self._receive_of(send, chunk)
-        if not {*range(chunk.layer, chunk.layer + chunk.layers)} <= {*found.planes.tolist()}:
+        receive = self._receive_of(send, chunk)
+        if not {*range(chunk.layer, chunk.layer + chunk.layers)} <= {*receive.planes.tolist()}:
             raise BadRequest("a send must fill only the planes of its begin message")
-        found.chunks += 1
-        if found.trace is not None:
-            found.trace.bytes += chunk.nbytes
-        found.arrived[chunk.layer : chunk.layer + chunk.layers, chunk.begin : chunk.end] = True
-        return self._settle(send, found)
+        receive.chunks += 1
+        receive.nbytes += chunk.nbytes
+        receive.arrived[chunk.layer : chunk.layer + chunk.layers, chunk.begin : chunk.end] = True
+        return self._settle(send, receive)
 
     def ended(self, send: SendKey, end: SendEnd) -> int | None:
         """Record a send's end message; return the valid end once all chunks are in place, None while some are missing.
@@ -322,18 +306,18 @@ class OpenLease:
         grant = self.grant
         if not grant.begin <= end.begin < end.end <= grant.end:
             raise BadRequest(f"[{end.begin}, {end.end}) is outside the lease's [{grant.begin}, {grant.end})")
-        found = self._receive_of(send, end)
-        if end.end > found.limit:
-            raise BadRequest(f"a send of the first {found.limit} tokens cannot end at token {end.end}")
-        if found.ended is not None:
+        receive = self._receive_of(send, end)
+        if end.end > receive.limit:
+            raise BadRequest(f"a send of the first {receive.limit} tokens cannot end at token {end.end}")
+        if receive.ended is not None:
             raise BadRequest("a send must end only once")
-        found.ended = end
-        return self._settle(send, found)
+        receive.ended = end
+        return self._settle(send, receive)
 
     def keep(self) -> int:
         """Mark the part of each send that has arrived in every layer as valid; return the valid end."""
-        for found in self.sends.values():
-            self._keep(found)
+        for receive in self.sends.values():
+            self._keep(receive)
         return self.valid.end
 
     def forget(self, send: SendKey, error: TercetError) -> bool:
@@ -341,11 +325,11 @@ class OpenLease:
 
         Return True if any chunk of it had arrived.
         """
-        found = self.sends.pop(send, None)
-        if found is None:
+        receive = self.sends.pop(send, None)
+        if receive is None:
             return False
-        has_part = self._keep(found)
-        self._tell_end(found, error)
+        has_part = self._keep(receive)
+        self._report_end(receive, error)
         return has_part
 
     def _require_inside(self, chunk: ReadDescriptors) -> None:
@@ -364,19 +348,19 @@ class OpenLease:
         return (self.valid.end - self.grant.begin) // self.grant.block_size
 
     def _receive_of(self, send: SendKey, message: ReadDescriptors | SendEnd) -> Receive:
-        found, kind = self.sends.get(send), (message.part, message.parts, message.unit)
-        if found is None:
+        receive, kind = self.sends.get(send), (message.part, message.parts, message.unit)
+        if receive is None:
             raise _not_begun()
-        if found.kind not in (None, kind) or not 0 <= message.part < message.parts <= MAX_PARTS:
+        if receive.kind not in (None, kind) or not 0 <= message.part < message.parts <= MAX_PARTS:
             raise BadRequest("a send must always fill the same part of the blocks")
         slots = self.grant.num_slots(message.unit)
-        if slots > found.arrived.shape[1]:  # the first chunk of the send, or the lease was extended
-            arrived = self._unneeded(slots, found.planes, message.unit)
-            if found.kind is not None:
-                arrived[:, : found.arrived.shape[1]] |= found.arrived
-            found.arrived = arrived
-        found.kind = kind
-        return found
+        if slots > receive.arrived.shape[1]:  # the first chunk of the send, or the lease was extended
+            arrived = self._unneeded(slots, receive.planes, message.unit)
+            if receive.kind is not None:
+                arrived[:, : receive.arrived.shape[1]] |= receive.arrived
+            receive.arrived = arrived
+        receive.kind = kind
+        return receive
 
     def _planes_of(self, begun: SendBegin) -> NDArray[np.int64]:
         """Return the planes that a send declares to fill: all, or some ranges."""
@@ -397,50 +381,54 @@ class OpenLease:
                 found[planes.start : planes.stop] |= numbers < 0
         return found
 
-    def _settle(self, send: SendKey, found: Receive) -> int | None:
-        if found.ended is None or found.chunks < found.ended.chunks:
+    def _settle(self, send: SendKey, receive: Receive) -> int | None:
+        if receive.ended is None or receive.chunks < receive.ended.chunks:
             return None
         del self.sends[send]
-        grant, end = self.grant, found.ended.end
-        part, parts, unit = found.ended.part, found.ended.parts, found.ended.unit or grant.block_size
-        begin, origin = first_token(found.ended.begin, unit), first_token(grant.begin, unit)
+        grant, end = self.grant, receive.ended.end
+        part, parts, unit = receive.ended.part, receive.ended.parts, receive.ended.unit or grant.block_size
+        begin, origin = first_token(receive.ended.begin, unit), first_token(grant.begin, unit)
         first = (begin - origin) // unit
-        covered = found.arrived[:, first : -(-(end - origin) // unit)]
+        covered = receive.arrived[:, first : -(-(end - origin) // unit)]
         if not covered.all():
             layers = covered.sum(axis=0)
             at = int((layers < self.num_layers).argmax())
             missing = self.num_layers - int(layers[at])
             error = TransferFailed(f"slot {first + at} lacks {missing} of {self.num_layers} layers")
-            self._tell_end(found, error)
+            self._report_end(receive, error)
             raise error
-        self.valid.add(part, parts, found.planes.tolist(), [(max(begin, grant.begin), end)])
+        self.valid.add(part, parts, receive.planes.tolist(), [(max(begin, grant.begin), end)])
         self.reported_at = time.monotonic()
-        self._tell_end(found)
+        self._report_end(receive)
         return self.valid.end
 
-    def _keep(self, found: Receive) -> bool:
+    def _keep(self, receive: Receive) -> bool:
         """Mark the slots of a send that have arrived in every layer as valid: a sender describes only complete blocks.
 
         Return True if any chunk has arrived.
         """
-        if found.kind is None:
+        if receive.kind is None:
             return False
-        part, parts, unit = found.kind
+        part, parts, unit = receive.kind
         unit = unit or self.grant.block_size
         begin, origin = self.grant.begin, first_token(self.grant.begin, unit)
-        whole = np.concatenate([_GAP, found.arrived.all(axis=0), _GAP])
+        whole = np.concatenate([_GAP, receive.arrived.all(axis=0), _GAP])
         edges = np.flatnonzero(whole[1:] != whole[:-1]).tolist()
         pieces: Ranges = []
         for first, last in zip(edges[::2], edges[1::2], strict=True):
-            piece = max(origin + first * unit, begin), min(origin + last * unit, found.limit)
+            piece = max(origin + first * unit, begin), min(origin + last * unit, receive.limit)
             if piece[0] < piece[1]:
                 pieces.append(piece)
-        self.valid.add(part, parts, found.planes.tolist(), pieces)
+        self.valid.add(part, parts, receive.planes.tolist(), pieces)
         return True
 
-    def _tell_end(self, found: Receive, error: TercetError | None = None) -> None:
-        if found.trace is not None:
-            self._on_receive_end(found.trace.end(error))
+    def _report_end(self, receive: Receive, error: TercetError | None = None) -> None:
+        if receive.traceparent:
+            code, reason = ("", "") if error is None else (error.code, error.message)
+            lease, ended_ns = self.grant.lease, time.time_ns()
+            self._on_receive_end(
+                ReceiveEnd(lease, receive.traceparent, receive.began_ns, ended_ns, receive.nbytes, code, reason)
+            )
 
 
 def _not_begun() -> BadRequest:
@@ -521,8 +509,8 @@ class GrantTable:
             opened = self._find(chunk.lease)
         return opened.locate(chunk, in_place)
 
-    def locate_tokens(self, chunk: ReadDescriptors, in_place: int = 0) -> list[Move]:
-        """Return the moves of a chunk whose sender has another block size, without the first ``in_place`` blocks.
+    def locate_tokens(self, chunk: ReadDescriptors, in_place: int = 0) -> list[TokenCopy]:
+        """Return the copies of a chunk whose sender has another block size, without the first ``in_place`` blocks.
 
         Raises the errors of :meth:`locate`.
         """

@@ -23,7 +23,7 @@ from tercet.protocol import TercetError, TransferFailed
 from tercet.transport.backends.reading import Batch, Copies, Fence, copies_of, staging_copies
 from tercet.transport.backends.tcp import TcpReader
 from tercet.transport.grants import GrantTable
-from tercet.transport.layouts import BlockShape, place, rearranged
+from tercet.transport.layouts import BlockShape, copy_tokens, rearranged
 from tercet.transport.local_rank import Agreement, LocalRank
 from tercet.transport.peer_messages import (
     Acknowledged,
@@ -75,7 +75,8 @@ class Inbound:
         self._order = rearranged(agreed.shape.order, rank.region.shape.order)
         self._batch: Batch | None = None
         self._staging = memoryview(b"")
-        self._refused: dict[int, None] = {}  # the latest sends that were refused
+        # The latest sends that were refused: their other messages are under way, and the sender is told only once.
+        self._refused: dict[int, None] = {}
 
     def take(self, message: FromSender) -> list[Action]:
         """Return the actions for a message; raise :class:`ProtocolViolation` if the connection must be closed."""
@@ -92,21 +93,22 @@ class Inbound:
 
     def was_read(self, batch: Batch, *, alive: bool) -> list[Action]:
         """Return the actions after a batch was read; ``alive``: its blocks were pinned all the time."""
-        found: list[Action] = []
+        actions: list[Action] = []
         for chunk in batch.chunks:
             if chunk.send in self._refused:
                 self._rank.counters.count(chunks_refused=1)
                 continue
             try:
                 if not alive:
+                    # Late: its blocks may have been reused while they were copied. The send's KV stays invalid.
                     raise TransferFailed("the sender has cancelled this chunk")
                 valid_end = self._grants.arrived((self._session, chunk.send), chunk)
             except TercetError as error:
-                found += self._refuse(chunk, error)
+                actions += self._refuse(chunk, error)
                 continue
             self._rank.counters.count(chunks_received=1, bytes_received=chunk.nbytes)
-            found += self._filled(chunk, valid_end)
-        return found
+            actions += self._filled(chunk, valid_end)
+        return actions
 
     def was_not_read(self, batch: Batch, error: TercetError) -> list[Action]:
         """Return the actions after a batch that could not be read because of ``error``."""
@@ -319,7 +321,7 @@ class SenderSession:
                 case Batch() as batch:
                     todo.extend(self._read(batch))
                 case Filled() as filled:
-                    todo.extend(self._tell(filled))
+                    todo.extend(self._acknowledge(filled))
                 case Refused() as refused:
                     self._say(refused)
 
@@ -381,17 +383,17 @@ class SenderSession:
             heads, part = ours.heads // chunk.parts, region.shape.block_bytes // chunk.parts
             slots = chunk.end - chunk.begin
             in_place = self._grants.in_place((self._agreed.session, chunk.send), chunk.lease)
-            moves = self._grants.locate_tokens(chunk, in_place)
+            copies = self._grants.locate_tokens(chunk, in_place)
             self._grants.overwriting(chunk, in_place)
             for layer in range(chunk.layer, chunk.layer + chunk.layers):
-                for move in moves:
-                    source = batch.target[at + (move.slot - chunk.begin) * chunk.size :][: chunk.size]
-                    target = region.blocks(layer, move.block)[chunk.part * part :][:part]
-                    self._grants.write(chunk.lease, partial(place, source, theirs, target, ours, heads, move))
+                for copy in copies:
+                    source = batch.target[at + (copy.slot - chunk.begin) * chunk.size :][: chunk.size]
+                    target = region.blocks(layer, copy.block)[chunk.part * part :][:part]
+                    self._grants.write(chunk.lease, partial(copy_tokens, source, theirs, target, ours, heads, copy))
                 at += slots * chunk.size
             self._pace.took(chunk.nbytes)
 
-    def _tell(self, filled: Filled) -> list[Action]:
+    def _acknowledge(self, filled: Filled) -> list[Action]:
         if not self._report(filled.lease, filled.valid_end):
             return self._inbound.was_not_taken(filled)
         self._rank.counters.count(receives_done=1)

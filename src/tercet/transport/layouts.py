@@ -1,4 +1,16 @@
-"""The KV of two engines that lay it out differently: layers, heads, block sizes, order of items."""
+"""The KV of two engines that lay it out differently: which of it each pair of ranks exchanges, and in which form.
+
+A pipeline stage holds adjacent layers of the model, and so a run of adjacent layers of each group. In a rank's region
+the planes of a group lie together. So the common part of two stages is one run of planes in each group. A block holds
+its rank's KV heads one after the other. So if one tensor-parallel degree divides the other, the common part of two
+ranks is one run of bytes in each of their blocks::
+
+    sender's rank 0 of 1    h0 ██████  h1 ██████  h2 ██████  h3 ██████    its block: source_offset 2 heads, size 2 heads
+                                                     │          │
+    receiver's rank 1 of 2                        h2 ██████  h3 ██████    its block: part 0 of 1
+
+Blocks may also have another number of tokens, or their items in another order. Everything else must be equal.
+"""
 
 from __future__ import annotations
 
@@ -49,7 +61,7 @@ def runs(source: KVLayout, target: KVLayout, stage: int, receiver: int) -> tuple
 
 def _held(stages: Sequence[Sequence[int]], stage: int, group: int) -> range:
     """Return the planes of a group that a stage holds, numbered in the whole model."""
-    ends = [0, *itertools.accumulate(each[group] for each in stages)]
+    ends = [0, *itertools.accumulate(counts[group] for counts in stages)]
     return range(ends[stage], ends[stage + 1])
 
 
@@ -123,6 +135,9 @@ def routes(source: KVLayout, target: KVLayout, rank: int) -> list[RankRoute]:
 
 
 # ---- Tokens ----------------------------------------------------------------------------------------------------------
+# A token range is cut at the block boundaries of both sides. Inside a block, each head has its keys, then its values.
+# Keys lie by dimension, a run of tokens for each; values lie by token. This is the layout of vLLM's portable CPU
+# kernels; if kernels group tokens otherwise, blocks of another size are refused.
 
 
 class BlockShape(msgspec.Struct, frozen=True, array_like=True):
@@ -146,7 +161,7 @@ class BlockShape(msgspec.Struct, frozen=True, array_like=True):
             )
 
 
-class Move(NamedTuple):
+class TokenCopy(NamedTuple):
     """Copy of ``tokens`` tokens: from ``source`` on in the sender's slot, to ``target`` on in the receiver's block."""
 
     slot: int
@@ -161,12 +176,14 @@ def first_token(begin: int, tokens: int) -> int:
     return begin // tokens * tokens
 
 
-def moves(slots: range, sender_tokens: int, begin: int, blocks: Sequence[int], receiver_tokens: int) -> list[Move]:
-    """Return the moves of the tokens in a sender's slots into ``blocks``, which hold the tokens from ``begin`` on.
+def token_copies(
+    slots: range, sender_tokens: int, begin: int, blocks: Sequence[int], receiver_tokens: int
+) -> list[TokenCopy]:
+    """Return the copies of the tokens in a sender's slots into ``blocks``, which hold the tokens from ``begin`` on.
 
     Tokens before ``begin`` and after the last block do not belong to the lease and are left out.
     """
-    found: list[Move] = []
+    found: list[TokenCopy] = []
     origin, end = first_token(begin, sender_tokens), begin + len(blocks) * receiver_tokens
     for slot in slots:
         start = origin + slot * sender_tokens
@@ -174,22 +191,22 @@ def moves(slots: range, sender_tokens: int, begin: int, blocks: Sequence[int], r
         while at < stop:
             index, offset = divmod(at - begin, receiver_tokens)
             count = min(stop - at, receiver_tokens - offset)
-            found.append(Move(slot, at - start, blocks[index], offset, count))
+            found.append(TokenCopy(slot, at - start, blocks[index], offset, count))
             at += count
     return found
 
 
-def place(
-    source: memoryview, sender: BlockShape, target: memoryview, receiver: BlockShape, heads: int, move: Move
+def copy_tokens(
+    source: memoryview, sender: BlockShape, target: memoryview, receiver: BlockShape, heads: int, copy: TokenCopy
 ) -> None:
-    """Copy one move's tokens of ``heads`` heads.
+    """Carry out one copy, of ``heads`` heads.
 
     ``source`` and ``target`` are these heads' parts of the sender's and of the receiver's block.
     """
     item = np.dtype(f"u{sender.item_bytes}")
     theirs = np.frombuffer(source, item).reshape(heads, 2, -1)
     ours = np.frombuffer(target, item).reshape(heads, 2, -1)
-    there, here = slice(move.source, move.source + move.tokens), slice(move.target, move.target + move.tokens)
+    there, here = slice(copy.source, copy.source + copy.tokens), slice(copy.target, copy.target + copy.tokens)
     size = sender.head_size
     keys = ours.reshape(heads, 2, size, receiver.tokens)[:, 0]
     keys[:, :, here] = theirs.reshape(heads, 2, size, sender.tokens)[:, 0][:, :, there]
@@ -198,7 +215,8 @@ def place(
 
 
 # ---- Items -----------------------------------------------------------------------------------------------------------
-
+# An item is the data of one token and one head: keys and values together, or the single latent of MLA, or fp8 numbers
+# with their scales. Attention backends differ only in the order of heads and tokens; an item's bytes are not changed.
 
 Order = Literal["HN", "NH"]
 

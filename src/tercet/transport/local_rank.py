@@ -1,4 +1,8 @@
-"""One rank's memory, settings, secret and counters, which both directions need."""
+"""One rank: its memory, settings and counters, which both directions need, and how it introduces itself to a peer.
+
+Both sides prove that they know the fleet's secret, and the receiver chooses the transport: the first of its backends
+that the sender offers and that reads a word of the sender's memory correctly.
+"""
 
 from __future__ import annotations
 
@@ -24,23 +28,20 @@ from tercet.transport.peer_messages import NONCE_BYTES, Challenge, Greeting, Pro
 from tercet.transport.region import HostPages, KVMemory, KVRegion, RegionShape
 from tercet.transport.staged import StagedMemory
 
+logger = logging.getLogger(__name__)
+
 
 class TransportSettings(Settings, frozen=True, rename=lambda name: name):
-    """Settings of sending and receiving.
+    """Settings of sending and receiving."""
 
-    ``transport``: ``auto`` or a backend's name. ``hosts``: addresses to listen on; a sender spreads its connections
-    over them. ``ports``: those to try, any if empty. ``streams``: number of connections per peer over which ``tcp``
-    reads. ``secret``: the fleet's secret. ``timeout``: seconds without progress after which a send fails.
-    ``receive_limit``: maximum bytes per second that are received, 0 for no limit.
-    """
-
-    transport: str = AUTO
+    transport: str = AUTO  # or a backend's name
+    # Addresses to listen on; a sender spreads its connections over them.
     hosts: Annotated[tuple[str, ...], Meta(min_length=1)] = ("127.0.0.1",)
-    ports: tuple[FixedPort, ...] = ()
-    streams: Annotated[int, Meta(ge=1, le=MAX_STREAMS)] = 2
-    secret: str = ""
-    timeout: Annotated[float, Meta(gt=0)] = 30.0
-    receive_limit: Annotated[float, Meta(ge=0)] = 0.0
+    ports: tuple[FixedPort, ...] = ()  # those to try, any if empty
+    streams: Annotated[int, Meta(ge=1, le=MAX_STREAMS)] = 2  # connections per peer over which ``tcp`` reads
+    secret: str = ""  # the fleet's
+    timeout: Annotated[float, Meta(gt=0)] = 30.0  # seconds without progress after which a send fails
+    receive_limit: Annotated[float, Meta(ge=0)] = 0.0  # most bytes per second that are received, 0 for no limit
 
 
 class TransportCounters:
@@ -73,27 +74,20 @@ class TransportCounters:
 
 @dataclass(frozen=True)
 class LocalRank:
-    """One rank. A peer must have the same ``fingerprint`` and secret. ``backends`` come best first.
-
-    ``block`` describes how this rank's blocks can be cut between tokens, or is None. ``staged`` is the memory that
-    holds KV if that is not the region itself; the region has the generation words in any case.
-    """
+    """One rank. A peer must have the same ``fingerprint`` and secret."""
 
     region: KVRegion
     fingerprint: str
     settings: TransportSettings
-    backends: Sequence[Backend]
-    block: BlockShape | None = None
-    staged: StagedMemory | None = None
+    backends: Sequence[Backend]  # the best first
+    block: BlockShape | None = None  # how its blocks can be cut between tokens
+    staged: StagedMemory | None = None  # holds the KV if the region has only the generation words
     counters: TransportCounters = field(default_factory=TransportCounters)
 
     @property
     def memory(self) -> KVMemory:
         """The memory that holds the rank's KV."""
         return self.staged or HostPages(self.region)
-
-
-logger = logging.getLogger(__name__)
 
 
 # ---- the sender's side -----------------------------------------------------------------------------------------------
@@ -117,9 +111,9 @@ def greet(
 
 def chosen(rank: LocalRank, challenge: Challenge, greeting: Greeting, welcome: Welcome) -> str:
     """Return the receiver's choice; raise :class:`ProtocolViolation` if the receiver does not belong to the fleet."""
-    said = challenge.nonce, greeting.nonce, greeting.session
+    exchange = challenge.nonce, greeting.nonce, greeting.session
     known = secrets_of(rank.settings.secret) or ("",)
-    if not any(secrets.compare_digest(proof_of("receiver", each, *said), welcome.proof) for each in known):
+    if not any(secrets.compare_digest(proof_of("receiver", each, *exchange), welcome.proof) for each in known):
         raise ProtocolViolation("secret: the receiver does not know this fleet's secret")
     if welcome.transport not in greeting.offers:
         raise ProtocolViolation(f"the receiver chose {welcome.transport!r:.40}, which was not offered")
@@ -151,13 +145,11 @@ def require_ours(rank: LocalRank, challenge: Challenge, greeting: Greeting) -> N
 
 
 def _shared_secret(rank: LocalRank, challenge: Challenge, greeting: Greeting) -> str | None:
-    """Return the secret that a sender has proved; empty without secrets, None if the proof is wrong.
-
-    During a rotation there are two secrets.
-    """
-    said = challenge.nonce, greeting.nonce, greeting.session
+    """Return the secret that a sender has proved; empty without secrets, None if the proof is wrong."""
+    # During a rotation there are two secrets, and the answer must be proved by the one that the sender knows.
+    exchange = challenge.nonce, greeting.nonce, greeting.session
     known = secrets_of(rank.settings.secret) or ("",)
-    fits = [each for each in known if secrets.compare_digest(proof_of("sender", each, *said), greeting.proof)]
+    fits = [each for each in known if secrets.compare_digest(proof_of("sender", each, *exchange), greeting.proof)]
     return fits[0] if fits else None
 
 

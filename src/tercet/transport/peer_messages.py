@@ -1,13 +1,21 @@
 """Messages between two ranks, each a short header and a MessagePack body.
 
-The receiver begins with a :class:`Challenge`, the sender answers with its :class:`Greeting` (on a Unix socket with the
-descriptor of its memory), and the receiver with a :class:`Welcome`. From then on the sender begins sends
-(:class:`SendBegin`), describes their chunks (:class:`ReadDescriptors`) and ends them (:class:`SendEnd`), which is
-:class:`Acknowledged` or :class:`Refused`.
+The sender connects, and then speaks first except for the receiver's challenge. One send, over the session's connection
+for messages and, with ``tcp``, one of its others::
 
-A session has one connection for these messages. With ``tcp`` it has further ones, which carry only :class:`ReadRequest`
-and its answers: the send's number in :data:`WORD`, the chunk's bytes, and the number again if the blocks were still
-pinned; or only 0 for a send that has ended.
+    receiver                                              sender
+    Challenge  nonce                                 ──▶
+                                                     ◀──  Greeting  identity, offers (on a Unix socket: + descriptor)
+    Welcome    the chosen transport                  ──▶
+                                                     ◀──  SendBegin        content of the KV, planes
+                                                     ◀──  ReadDescriptors  a chunk: layers, slots, the sender's blocks
+    ReadRequest  on another connection, only tcp     ──▶
+                                                     ◀──  WORD  bytes of the chunk  WORD
+                                                     ◀──  SendEnd          the range, the number of chunks
+    Acknowledged, or Refused                         ──▶
+
+The words around the bytes are the send's number if the blocks are pinned, before and after they are read; only 0
+follows a request for a send that has ended.
 """
 
 from __future__ import annotations
@@ -55,24 +63,17 @@ class Challenge(msgspec.Struct, frozen=True, array_like=True, tag=1):
 
 
 class Greeting(msgspec.Struct, frozen=True, array_like=True, tag=2):
-    """A sender's identity, and the ways to read its memory.
+    """A sender's identity, and the ways to read its memory."""
 
-    ``fingerprint`` must equal the receiver's. ``session`` names the connections that belong together, ``stream``
-    numbers them; the first one carries the messages. ``offers`` has, for each transport of the sender, the data that a
-    receiver needs to read the sender's region, whose layout is ``shape``; ``word`` is the number of a generation word
-    that is set, so that a receiver can test reading. ``proof`` shows that the sender knows the fleet's secret.
-    ``block`` describes how its blocks can be cut between tokens, or is None.
-    """
-
-    fingerprint: str
-    session: Session
-    stream: Count
+    fingerprint: str  # must equal the receiver's
+    session: Session  # names the connections that belong together
+    stream: Count  # numbers them; the first one carries the messages
     nonce: bytes
-    proof: bytes
-    shape: RegionShape | None = None
-    word: int = 0
-    offers: dict[str, bytes] = {}
-    block: BlockShape | None = None
+    proof: bytes  # shows that the sender knows the fleet's secret
+    shape: RegionShape | None = None  # the layout of the sender's region
+    word: int = 0  # number of a generation word that is set, so that a receiver can test reading
+    offers: dict[str, bytes] = {}  # for each transport of the sender, what a receiver needs to read the region
+    block: BlockShape | None = None  # how its blocks can be cut between tokens
 
 
 class Welcome(msgspec.Struct, frozen=True, array_like=True, tag=3):
@@ -83,43 +84,32 @@ class Welcome(msgspec.Struct, frozen=True, array_like=True, tag=3):
 
 
 class SendBegin(msgspec.Struct, frozen=True, array_like=True, tag=9):
-    """The first message of a send: the content of its KV. The send ends at ``content.end`` or before.
-
-    ``planes`` are the receiver's planes that it fills, as ranges ``[begin, end)``; all of them if empty.
-    ``traceparent`` is the sender's place in a sampled trace (W3C Trace Context), empty without one; a receiver that
-    does not know the field ignores it.
-    """
+    """The first message of a send: the content of its KV. The send ends at ``content.end`` or before."""
 
     send: SendNumber
     lease: Lease
     content: Content
-    planes: tuple[tuple[Count, Count], ...] = ()
-    traceparent: Traceparent = ""
+    planes: tuple[tuple[Count, Count], ...] = ()  # the receiver's planes that it fills, as ranges; all if empty
+    traceparent: Traceparent = ""  # the sender's place in a sampled trace (W3C Trace Context), empty without one
 
 
 class ReadDescriptors(msgspec.Struct, frozen=True, array_like=True, tag=4):
-    """The source of one chunk: the KV for slots ``[begin, end)`` of ``layers`` layers, from ``layer`` on.
-
-    ``blocks`` has the sender's block for each slot, the same in every layer, each as :data:`BLOCK_NUMBER`. Of each
-    block, ``[offset, offset + size)`` is read, into part ``part`` of ``parts`` equal ones of the receiver's block.
-    ``chunk`` numbers the send's chunks. ``unit`` is the number of tokens in the sender's slots, 0 if equal to the
-    receiver's. ``source`` is the sender's number for the first layer, if it differs from the receiver's.
-    """
+    """The source of one chunk: the KV for slots ``[begin, end)`` of ``layers`` layers, from ``layer`` on."""
 
     send: SendNumber
     lease: Lease
-    chunk: Count
+    chunk: Count  # numbers the send's chunks
     layer: Count
     layers: Count
     begin: Count
     end: Count
-    blocks: bytes = b""
-    offset: Count = 0
+    blocks: bytes = b""  # the sender's block for each slot, the same in every layer, each as :data:`BLOCK_NUMBER`
+    offset: Count = 0  # of each block, [offset, offset + size) is read
     size: Count = 0
-    part: Count = 0
+    part: Count = 0  # into this part of ``parts`` equal ones of the receiver's block
     parts: Count = 1
-    unit: Count = 0
-    source: Count | None = None
+    unit: Count = 0  # tokens in the sender's slots, 0 if as many as in the receiver's
+    source: Count | None = None  # the sender's number for the first layer, if it differs from the receiver's
 
     @property
     def sources(self) -> range:
@@ -207,5 +197,5 @@ class MessageSplitter(Generic[M]):
 def proof_of(role: Literal["sender", "receiver"], secret: str, challenge: bytes, nonce: bytes, session: str) -> bytes:
     """Return an end's proof that it knows the secret; ``nonce`` is the greeting's (HMAC-SHA256, RFC 2104)."""
     # MessagePack encodes the length of each field, so bytes of one cannot be taken for bytes of the next.
-    said = msgspec.msgpack.encode((role, challenge, nonce, session))
-    return hmac.digest(secret.encode(), said, hashlib.sha256)
+    message = msgspec.msgpack.encode((role, challenge, nonce, session))
+    return hmac.digest(secret.encode(), message, hashlib.sha256)

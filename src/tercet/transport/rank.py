@@ -1,4 +1,8 @@
-"""The transport of one rank, in both directions: the interface for the agent, tests and benchmarks."""
+"""The transport of one rank in both directions: the interface for the agent, tests and benchmarks.
+
+A send goes to one or more receiving ranks, with one session per receiver and one result. ``push`` only queues, so a
+slow peer delays only its own sends.
+"""
 
 from __future__ import annotations
 

@@ -1,8 +1,14 @@
 """One rank's KV cache in a memory file that other processes of the machine can map.
 
-In addition to the KV it holds a table of *generation words*, one for each running send. A word holds the send's number
-while the send's blocks are pinned. A process that reads blocks checks the word after the copy: if the number is still
-there, the blocks were pinned. Only the engine's core (:class:`CoreWords`) writes the first :data:`CORE_WORDS`.
+A plane is a layer's blocks, or its keys or its values if the layer keeps them apart::
+
+    0        planes[0]                planes[1]                     words                scratch page        size
+    │ offset │ block 0 │ block 1 │ …  │ block 0 │ block 1 │ …  …    │ core's │ sends'  │ words of readers  │
+                                                                     512      3584       8 bytes each
+
+Each *generation word* belongs to one running send, and holds the send's number while the send's blocks are pinned. A
+process that reads blocks checks the word after the copy: if the number is still there, the blocks were pinned. Only the
+engine's core (:class:`CoreWords`) writes the first :data:`CORE_WORDS`.
 """
 
 from __future__ import annotations
@@ -36,22 +42,17 @@ _ZERO = np.zeros(1, dtype=np.int64)
 
 
 class RegionShape(msgspec.Struct, frozen=True, array_like=True):
-    """Layout of a region, in bytes from its start.
+    """Layout of a region, in bytes from its start."""
 
-    ``planes[layer]`` is the start of a layer's block 0; its blocks of ``block_bytes`` follow one another. ``words`` is
-    the start of the generation words, which a scratch page follows. ``size`` is the total length. ``groups`` has the
-    numbers of consecutive planes that share block tables: the layers of one kind, if a model has several; if it is
-    empty, all planes share block tables. Planes of different groups may be the same memory, since a block belongs to
-    one group at a time. ``order`` is the order of a block's items, if that differs between engines, else None.
-    """
-
-    planes: tuple[int, ...]
+    planes: tuple[int, ...]  # the start of each plane's block 0; its other blocks follow one another
     num_blocks: int
     block_bytes: int
-    words: int
+    words: int  # the start of the generation words, which a scratch page follows
     size: int
+    # Numbers of consecutive planes that share block tables: the layers of one kind, if a model has several. Without
+    # them all planes do. Planes of different groups may be the same memory: a block belongs to one group at a time.
     groups: tuple[int, ...] = ()
-    order: BlockOrder | None = None
+    order: BlockOrder | None = None  # of a block's items, if that differs between engines
 
     @property
     def group_planes(self) -> list[range]:
@@ -214,7 +215,13 @@ def groups(apart: NDArray[np.bool_]) -> tuple[Numbers, Numbers]:
 
 
 class CoreWords:
-    """The core's words in one rank's region, mapped by the core itself."""
+    """The words of one rank's region by which an engine's core guarantees blocks that are not pinned.
+
+    A stuck core cannot pin blocks. But its last report of its sequences' blocks stays true until it allocates a block
+    again: before it does, it changes the number of each of its words, in every rank's region. Such blocks are sent
+    under the number that one of these words had when the core reported them. A receiver checks it after the copy, like
+    any send's generation word; so it accepts the data only if no block was reallocated before.
+    """
 
     def __init__(self, path: str, offset: int) -> None:
         """Map the words. Raise ``OSError``, or ``ValueError`` for an invalid place."""

@@ -1,4 +1,8 @@
-"""Socket operations of both ends: addresses, options, waiting, and small frames that are written at once."""
+"""Socket operations of both ends: addresses, options, waiting, small frames that are written at once, and I/O vectors.
+
+Python's ``sendmsg`` and ``recvmsg_into`` take a list of buffers and look at each one, which for thousands of small
+blocks takes longer than moving them. A :class:`Vector` is an array of addresses and lengths: the kernel takes it as is.
+"""
 
 from __future__ import annotations
 
@@ -329,11 +333,9 @@ def start_thread(name: str, target: Callable[..., Any], *args: Any) -> threading
 # ---- ZeroMQ ----------------------------------------------------------------------------------------------------------
 
 
+# In bytes; calls of agents, and KV events of one engine step, take a hundredth of it. ZeroMQ drops a larger message,
+# and closes its connection.
 LONGEST_MESSAGE = 16 * 1024 * 1024
-"""Maximum size of a message part, in bytes.
-
-Calls of agents, and KV events of one engine step, take a hundredth of it.
-"""
 LOOPBACK = "127.0.0.1"
 S = TypeVar("S")
 

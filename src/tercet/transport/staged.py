@@ -1,9 +1,15 @@
 """KV that is reached through buffers in host memory: an accelerator's, by copies on separate streams.
 
 To send, a chunk's blocks are gathered into a buffer when the receiver requests it, and sent from there. To receive, a
-chunk arrives in a buffer as a whole, and is copied into its blocks while its lease is held. Each direction has
-:data:`BUFFERS` buffers, so one is filled while others are emptied, and the memory for this is limited:
-:meth:`StagedMemory.host_bytes` of pinned host memory, and the device memory that its :class:`DeviceBlocks` needs.
+chunk arrives in a buffer as a whole, and is copied into its blocks while its lease is held::
+
+    sender's blocks ──gather──▶ buffer ──socket──▶ buffer ──scatter, under the lease──▶ receiver's blocks
+      on the device              host               host                                  on the device
+
+Each direction has :data:`BUFFERS` buffers, so one is filled while others are emptied, and the memory for this is
+limited: :meth:`StagedMemory.host_bytes` of pinned host memory, and the device memory that its :class:`DeviceBlocks`
+needs. A buffer has one owner at a time. The owner may be gone (a cancelled send, a broken connection) while a device
+still copies from or into the buffer: then it stays unavailable until that copy has ended, however late.
 """
 
 from __future__ import annotations
@@ -30,31 +36,25 @@ MemoryKind = Literal["DRAM", "VRAM"]
 
 
 class RdmaHandles(msgspec.Struct, frozen=True, array_like=True):
-    """Handles by which other machines read a worker's KV over RDMA, after the worker has registered it.
+    """Handles by which other machines read a worker's KV over RDMA, after the worker has registered it."""
 
-    ``metadata`` is that of the worker's NIXL agent. ``planes`` has for each plane the address of its block 0 in the
-    worker, and the distance between two blocks in bytes. ``kind`` and ``device`` name the memory that holds them.
-    """
-
-    metadata: bytes
-    planes: tuple[tuple[int, int], ...]
+    metadata: bytes  # of the worker's NIXL agent
+    planes: tuple[
+        tuple[int, int], ...
+    ]  # the address of each one's block 0 in the worker, the bytes from block to block
     kind: MemoryKind
     device: int
 
 
 class DeviceHandles(msgspec.Struct, frozen=True):
-    """Handles that open a worker's KV in another process of its machine.
-
-    ``storages`` are the allocations, as PyTorch shares them between processes; ``planes`` has for each plane its
-    allocation, the offset of its block 0 in bytes, and the distance between two blocks, which is more than a block if
-    the blocks of all layers are interleaved. ``events`` is a ring of events: the worker records one when KV of a layer
-    is computed.
-    """
+    """Handles that open a worker's KV in another process of its machine."""
 
     device: int
-    storages: tuple[tuple[Any, ...], ...]
+    storages: tuple[tuple[Any, ...], ...]  # the allocations, as PyTorch shares them between processes
+    # For each plane its allocation, the offset of its block 0 in bytes, and the distance between two blocks: more than
+    # a block if the blocks of all layers are interleaved.
     planes: tuple[tuple[int, int, int], ...]
-    events: tuple[bytes, ...]
+    events: tuple[bytes, ...]  # a ring: the worker records one when KV of a layer is computed
 
 
 # Time limit in seconds. Every step of a transfer has a timeout, so a transfer holds a buffer for less time.

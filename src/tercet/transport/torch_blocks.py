@@ -1,8 +1,11 @@
 """The thin layer around PyTorch: a rank's KV as tensors in the agent's process, and copies from and to them.
 
-Only this module and :mod:`.torch_devices` import torch in the transport; only agents of ranks with staged memory load
-them. On an accelerator, the worker's memory is mapped here by a handle (CUDA IPC), and each direction has a stream and
-space for one chunk on the device. Host tensors in the device's role go through the same calls.
+Only this module, and :mod:`.cuda_copies` for it, import torch in the transport; only agents of ranks with staged memory
+load them. On an accelerator, the worker's memory is mapped here by a handle (CUDA IPC), and each direction has a stream
+and space for one chunk on the device. Host tensors in the device's role go through the same calls.
+
+Work on a stream runs later, in order, and concurrently with other streams. So the caller keeps the source unchanged
+until :meth:`Stream.mark` reports the end. Tests have a third kind of device, which runs work as late as CUDA may.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from tercet.protocol import BadRequest
-from tercet.transport.layouts import BlockShape, Move, first_token, moves, place
+from tercet.transport.layouts import BlockShape, TokenCopy, copy_tokens, first_token, token_copies
 
 UNTOUCHED = 0xEE
 SIZES = st.integers(16, 256)
@@ -27,8 +27,8 @@ class Recut(NamedTuple):
     blocks: tuple[int, ...]
     slots: range
 
-    def moves(self) -> list[Move]:
-        return moves(self.slots, self.sender, self.begin, self.blocks, self.receiver)
+    def moves(self) -> list[TokenCopy]:
+        return token_copies(self.slots, self.sender, self.begin, self.blocks, self.receiver)
 
 
 @st.composite
@@ -105,7 +105,7 @@ def test_tokens_are_put_in_place_and_nothing_else(
     sources = {slot: random.integers(0, 256, sender.block_bytes, np.uint8) for slot in recut.slots}
     targets = {block: fresh(receiver) for block in range(8)}
     for move in recut.moves():
-        place(sources[move.slot].data, sender, targets[move.block].data, receiver, heads, move)
+        copy_tokens(sources[move.slot].data, sender, targets[move.block].data, receiver, heads, move)
 
     expected = {block: fresh(receiver) for block in range(8)}
     for (block, to), (slot, token) in naive(recut).items():
@@ -121,7 +121,7 @@ def test_a_part_is_some_heads_of_a_block() -> None:
     sender, receiver = BlockShape(4, 2, 1, 1), BlockShape(2, 2, 1, 1)
     target = fresh(receiver)
     source = np.arange(8, dtype=np.uint8)  # four keys, four values
-    place(source.data, sender, target.data[4:], receiver, 1, Move(0, 1, 0, 0, 2))
+    copy_tokens(source.data, sender, target.data[4:], receiver, 1, TokenCopy(0, 1, 0, 0, 2))
     assert target.tolist() == [UNTOUCHED] * 4 + [1, 2, 5, 6]
 
 

@@ -1,7 +1,11 @@
-"""The agent: the process that moves one rank's KV, next to the worker that computes it.
+"""The agent: the process that moves one rank's KV, next to the worker that computes it; and the worker's side of it.
 
-It shares only the worker's KV memory: not the interpreter, whose lock would delay the forward pass, nor the cores that
-compute. It ends when the worker ends for any reason, since their channel ends then.
+The agent shares only the worker's KV memory: not the interpreter, whose lock would delay the forward pass, nor the
+cores that compute. It ends when the worker ends for any reason, since their channel ends then::
+
+    API server ── control channel (ZeroMQ): leases, cancellations ──▶ Agent ══▶ agents of other ranks
+                  ◀──────────────── reports: filled, sent ──────────    ▲
+    worker     ── AgentProcess.tell: "layer 7 is done" (SEQPACKET) ─────┘
 """
 
 from __future__ import annotations
@@ -63,26 +67,22 @@ MAX_NOTE_BYTES = 1024 * 1024
 
 
 class AgentSetup(msgspec.Struct, frozen=True):
-    """An agent's configuration; it may use ``cpus``, and ``kv`` is an inherited descriptor of the rank's KV.
-
-    ``staged``: KV is reached through buffers. Either it lies on the ``device``, and the descriptor's file has only
-    generation words; or it lies in the file, in the device's role. ``mapped``: peers on this machine may also map that
-    device's memory. ``rdma``: the handles by which peers on other machines read it. The API server's process reaches
-    the agent at ``control_host``.
-    """
+    """An agent's configuration."""
 
     rank: int
-    kv: int
+    kv: int  # an inherited descriptor of the rank's KV
     shape: RegionShape
     fingerprint: str
     settings: TransportSettings
-    cpus: Collection[int]
+    cpus: Collection[int]  # those that it may use
     block: BlockShape | None = None
+    # KV is reached through buffers. Either it lies on the device, and the descriptor's file has only generation words;
+    # or it lies in the file, in the device's role.
     staged: bool = False
     device: DeviceHandles | None = None
-    mapped: bool = False
-    rdma: RdmaHandles | None = None
-    control_host: str = LOOPBACK
+    mapped: bool = False  # peers on this machine may also map that device's memory
+    rdma: RdmaHandles | None = None  # handles by which peers on other machines read it
+    control_host: str = LOOPBACK  # at which the API server's process reaches it
 
 
 class Ready(msgspec.Struct, frozen=True):

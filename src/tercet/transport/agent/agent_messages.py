@@ -1,7 +1,8 @@
-"""Messages to and from an agent.
+"""Messages to and from an agent, and the control channel on which commands travel.
 
-The API server's process sends a :data:`Command` and gets an answer. The computing worker sends a :data:`StepNote` and
-gets none. The agent sends a :data:`Report` to the HTTP edges of this engine.
+The API server's process sends a :data:`Command` over the channel and gets an answer; it also polls there whether the
+agents are alive. The computing worker sends a :data:`StepNote` and gets none. The agent sends a :data:`Report` to the
+HTTP edges of this engine.
 """
 
 from __future__ import annotations

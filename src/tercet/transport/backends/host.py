@@ -1,9 +1,14 @@
-"""``host``: engines of one machine map each other's KV, and the receiver copies blocks out of it.
+"""``host`` and ``ipc``: engines of one machine map each other's KV, and the receiver copies blocks out of it.
 
-That is one copy at memory speed, without a system call. The sender connects to the receiver's Unix socket and passes a
-descriptor of its memory along with its greeting. So only a process that the kernel shows at the connection's other end
-can have its KV mapped: if receivers trusted a process id, a peer could have any other engine's KV copied into its
-blocks. The descriptor is read-only, and the file is sealed, so that it cannot shrink under a reader.
+``host`` is one copy at memory speed, without a system call. The sender connects to the receiver's Unix socket and
+passes a descriptor of its memory along with its greeting. So only a process that the kernel shows at the connection's
+other end can have its KV mapped: if receivers trusted a process id, a peer could have any other engine's KV copied into
+its blocks. The descriptor is read-only, and the file is sealed, so that it cannot shrink under a reader.
+
+With ``ipc`` KV is on devices (CUDA IPC). Blocks go from device to device, or within one device, in batches, on a stream
+of the receiver. The descriptor is that of the file with the sender's generation words; the offer opens the memory of
+the worker next to it. If a device cannot be mapped (another container, devices without access to each other), the next
+backend is used.
 """
 
 from __future__ import annotations

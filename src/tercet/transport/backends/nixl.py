@@ -9,6 +9,12 @@ The agent that others read from must make progress while connections are made, a
 NIXL's Python class sets up a thread for this that busy-waits. With a wake-up interval the thread sleeps on UCX's
 events, which costs nothing while idle; only the bindings have that setting, so they are used instead of the class.
 Agents that read have no thread: they make progress during a transfer.
+
+KV on devices: a library registers memory in the process that owns it. So the worker, which owns the KV, has an agent
+that others read from (:class:`RegisteredPlanes`), and the process that moves KV has separate memory on its device, the
+landings: a chunk arrives in one of them, and is copied into its blocks from there while the lease is held, like a chunk
+over ``ipc``. A late read writes to a landing, never to KV, and the landing is reused once the agent that read is
+destroyed. Generation words are in host memory, and are read as ``nixl`` reads host memory.
 """
 
 from __future__ import annotations

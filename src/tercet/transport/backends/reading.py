@@ -1,4 +1,4 @@
-"""The interface of backends, by which a receiver reads a sender's memory, and the copies of a chunk.
+"""The interface of backends, by which a receiver reads a sender's memory, and what several of them need for that.
 
 A backend lets others read this rank's region (:meth:`Backend.offer`), and reads theirs (:meth:`Backend.connect`). The
 receiver reads and the sender never writes: so the receiver alone fences a lease, and a peer that is late, stuck or
@@ -52,24 +52,20 @@ class SendingPeer:
 
 @dataclass
 class Batch:
-    """Chunks of one send that are read together: ``copies[i]`` for ``chunks[i]``, into ``target``.
-
-    ``in_place[i]`` is the number of the lease's first blocks that were valid when the copies were made, and are left
-    out. ``staged``: the target is not KV, but a buffer from which tokens are copied into blocks of another size. With
-    ``memory``, KV is reached through its buffers, and ``target`` is not used: ``blocks[i]`` are a chunk's blocks, whose
-    items are converted from ``order``, if it differs from ours.
-    """
+    """Chunks of one send that are read together."""
 
     send: int
     lease: str
-    target: memoryview
-    staged: bool = False
+    target: memoryview  # of the copies; not used with ``memory``
+    staged: bool = False  # the target is not KV, but a buffer, from which tokens go into blocks of another size
     chunks: list[ReadDescriptors] = field(default_factory=list[ReadDescriptors])
-    copies: list[Copies] = field(default_factory=list[Copies])
+    copies: list[Copies] = field(default_factory=list[Copies])  # of each chunk
+    # For each chunk, the number of the lease's first blocks that were valid when the copies were made. Such blocks may
+    # be in use as prefix cache: they are left out.
     in_place: list[int] = field(default_factory=list[int])
-    memory: StagedMemory | None = None
-    blocks: list[Numbers] = field(default_factory=list[Numbers])
-    order: BlockOrder | None = None
+    memory: StagedMemory | None = None  # KV is reached through its buffers
+    blocks: list[Numbers] = field(default_factory=list[Numbers])  # with ``memory``, of each chunk
+    order: BlockOrder | None = None  # of the items that arrive, if it differs from ours
 
     @property
     def rows(self) -> Copies:
