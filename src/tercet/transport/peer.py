@@ -357,7 +357,7 @@ class TransferPeer:
                 leg.readers -= 1
                 self._moved_at = time.monotonic()
                 self._changed.notify_all()
-            self._tell(leg)
+            self._report(leg)
 
     def _places(self, leg: Leg, request: ReadRequest) -> AbstractContextManager[Vector]:
         if request.chunk >= len(leg.chunks) or leg.chunks[request.chunk].nbytes != request.nbytes:
@@ -371,6 +371,7 @@ class TransferPeer:
     # ---- messages to the receiver ------------------------------------------------------------------------------------
 
     def _say(self, leg: Leg, write: Callable[[Post], None]) -> None:
+        # The thread that has a message writes it: one that took it from a queue would have to wake up first.
         if self._post is None:
             with self._posting:
                 if self._post is None:
@@ -453,9 +454,9 @@ class TransferPeer:
             if not is_core_word(leg.number):
                 self._rank.region.clear_word(leg.number)
             leg.outcome = outcome
-        self._tell(leg)
+        self._report(leg)
 
-    def _tell(self, leg: Leg) -> None:
+    def _report(self, leg: Leg) -> None:
         """Call ``on_done`` once, if the send has ended and no thread writes its blocks."""
         with self._changed:
             outcome = leg.outcome

@@ -14,7 +14,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
 import msgspec
@@ -23,7 +23,7 @@ from tercet.transport.backends.host import HostBackend
 from tercet.transport.backends.tcp import TcpReader
 from tercet.transport.grants import GrantTable
 from tercet.transport.inbound import OnFilled, Pace, SenderSession
-from tercet.transport.local_rank import Agreement, LocalRank, agree, require_ours
+from tercet.transport.local_rank import LocalRank, agree, require_ours
 from tercet.transport.peer_messages import (
     FROM_SENDER,
     NONCE_BYTES,
@@ -80,25 +80,27 @@ class KVReceiver:
 
     def _listen(self) -> Iterator[str]:
         settings = self._rank.settings
-        makers = [partial(listen, host, settings.ports) for host in settings.hosts]
+        makers: list[Callable[[], tuple[socket.socket, str]]] = [
+            partial(listen, host, settings.ports) for host in settings.hosts
+        ]
         if any(isinstance(backend, HostBackend) for backend in self._rank.backends):
-            makers.append(partial(listen_unix))
+            makers.append(listen_unix)
         for make in makers:
             listener, address = make()
             self._listeners.append(listener)
             yield address
 
     def _accept(self, listener: socket.socket) -> None:
-        told = ""
+        logged = ""
         while not self._closed.is_set():
             try:
                 connection, _ = listener.accept()
                 self._begin(connection)
-                told = ""
+                logged = ""
             except (OSError, RuntimeError) as error:
                 # One failed connection does not stop the next one: only close() ends this thread.
-                if not self._closed.wait(ACCEPT_PAUSE_SECONDS) and told != str(error):
-                    told = str(error)
+                if not self._closed.wait(ACCEPT_PAUSE_SECONDS) and logged != str(error):
+                    logged = str(error)
                     logger.warning("cannot accept a sender's connection: %s", error)
 
     def _begin(self, connection: socket.socket) -> None:
@@ -155,11 +157,12 @@ class KVReceiver:
         require_ours(self._rank, challenge, greeting)
         with self._lock:
             self._strangers.pop(talk.connection, None)
-        if greeting.stream:
+        if greeting.stream:  # a further connection of a session, over which ``tcp`` reads
             reader = self._sessions.get(greeting.session)
             if reader is None:
                 raise ProtocolViolation("this session does not exist, or its KV is not read over connections")
-            return reader.serve(talk.connection, self._rank.settings.timeout)
+            reader.serve(talk.connection, self._rank.settings.timeout)
+            return
         with self._lock:
             if greeting.session in self._sessions:
                 raise ProtocolViolation("a session must begin only once")
@@ -167,26 +170,23 @@ class KVReceiver:
         try:
             agreed = agree(self._rank, challenge, greeting, talk.memory)
             talk.drop_memory()
-            self._run_session(talk, agreed)
+            session = SenderSession(self._rank, self._grants, agreed, self._pace, self._on_filled, talk.say)
+            try:
+                if isinstance(agreed.reader, TcpReader):
+                    self._sessions[agreed.session] = agreed.reader
+                talk.say(agreed.welcome)
+                while True:
+                    messages = list(talk.receive())
+                    session.take(messages)
+                    if not messages:
+                        # No more messages are here, so no more chunks will join those that wait: read them.
+                        session.settle()
+                        talk.wait()
+            finally:
+                session.close()
         finally:
             with self._lock:
                 del self._sessions[greeting.session]
-        return None
-
-    def _run_session(self, talk: _Talk, agreed: Agreement) -> None:
-        session = SenderSession(self._rank, self._grants, agreed, self._pace, self._on_filled, talk.say)
-        try:
-            if isinstance(agreed.reader, TcpReader):
-                self._sessions[agreed.session] = agreed.reader
-            talk.say(agreed.welcome)
-            while True:
-                messages = list(talk.receive())
-                session.take(messages)
-                if not messages:
-                    session.settle()
-                    talk.wait()
-        finally:
-            session.close()
 
     def close(self) -> None:
         """Stop listening, close all connections, join all threads."""

@@ -293,7 +293,11 @@ class Post:
         """
         room = select.poll()
         room.register(self._sock, select.POLLOUT)
-        while self._has_rest():
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._rest or self._closed)
+                if self._closed:
+                    return
             since = time.monotonic()
             while not room.poll(max(0.0, since + timeout - time.monotonic()) * 1000):
                 if moved_at() <= since:
@@ -303,12 +307,6 @@ class Post:
                 if self._closed:
                     return
                 del self._rest[: self._write(self._rest)]
-
-    def _has_rest(self) -> bool:
-        """Wait for a rest or for :meth:`close`; return True if there is a rest."""
-        with self._changed:
-            self._changed.wait_for(lambda: self._rest or self._closed)
-            return not self._closed
 
     def _write(self, data: bytes | bytearray) -> int:
         try:

@@ -39,9 +39,8 @@ class RdmaHandles(msgspec.Struct, frozen=True, array_like=True):
     """Handles by which other machines read a worker's KV over RDMA, after the worker has registered it."""
 
     metadata: bytes  # of the worker's NIXL agent
-    planes: tuple[
-        tuple[int, int], ...
-    ]  # the address of each one's block 0 in the worker, the bytes from block to block
+    # For each plane the address of its block 0 in the worker, and the distance between two blocks in bytes.
+    planes: tuple[tuple[int, int], ...]
     kind: MemoryKind
     device: int
 

@@ -206,11 +206,6 @@ class Direction:
         return self._stream.mark()
 
 
-def device_of(where: torch.device) -> CopyDevice:
-    """Return the device of the tensors at ``where``."""
-    return HostDevice() if where.type == "cpu" else CudaDevice(where.index or 0)
-
-
 # The widest item first: a copy moves one item at a time.
 ITEMS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
 
@@ -356,7 +351,8 @@ class TorchBlocks(DeviceBlocks):
     ) -> None:
         self._planes, self._order, self.rdma = Planes(planes), order, rdma
         self.offer, self._open_planes = offer, open_planes
-        self._device = device or device_of(planes[0].device)
+        where = planes[0].device
+        self._device = device or (HostDevice() if where.type == "cpu" else CudaDevice(where.index or 0))
         self._out, self._in = (Direction(self._device, max(chunk_bytes, planes[0].shape[1])) for _ in range(2))
 
     @property
