@@ -32,8 +32,7 @@ from tercet.vllm_plugin.hooks import (
     vllm_version,
 )
 from tercet.vllm_plugin.start import loading_stages
-from tercet.wire.serving.bounded_connection import BoundedProtocol
-from tercet.wire.serving.client_connection import StreamingProtocol
+from tercet.wire.serving.client_connection import BoundedProtocol, StreamingProtocol
 
 HERE: list[Side] = [side for side in SIDES if is_supported(side, vllm_version())]
 HOOKS = [hook for side in HERE for hook in hooks_of(side)]
