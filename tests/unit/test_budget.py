@@ -34,7 +34,7 @@ BUDGET = {
     "router": Size(10723, 86),
     "settings": Size(2448, 24),
     "src/tercet, together": Size(65133, 430),
-    "tercet_gateway": Size(6274, 43),
+    "tercet_gateway": Size(6278, 43),
     "tercet_lab": Size(19082, 121),
     "tercet_ray": Size(1522, 16),
     "transport": Size(6793, 24),
