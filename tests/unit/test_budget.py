@@ -24,11 +24,11 @@ class Size(NamedTuple):
 
 BUDGET = {
     "__init__": Size(8, 1),
-    "aio": Size(1130, 7),
+    "aio": Size(1126, 7),
     "cli": Size(3813, 38),
     "cluster": Size(5057, 36),
-    "decisions": Size(4821, 24),
-    "fleet": Size(5864, 24),
+    "decisions": Size(4818, 24),
+    "fleet": Size(5828, 24),
     "programs": Size(393, 10),
     "protocol": Size(3999, 21),
     "router": Size(10723, 86),

@@ -31,7 +31,7 @@ class _Descriptors:
     async def look(self) -> None:
         """Open a descriptor and close it again; log once that none is free, and once that some are free again."""
         try:
-            _open_one()
+            os.close(os.open(os.devnull, os.O_RDONLY))
         except OSError as error:
             if error.errno in MISSING:
                 self.are_missing()
@@ -57,10 +57,6 @@ class _Descriptors:
             self.are_missing()
         elif "_start_serving" not in context["message"]:  # asyncio tries to accept again, but the listener is closed
             loop.default_exception_handler(context)
-
-
-def _open_one() -> None:
-    os.close(os.open(os.devnull, os.O_RDONLY))
 
 
 @asynccontextmanager

@@ -242,7 +242,11 @@ class RolePolicy:
 
     def look(self, now: float, engines: Sequence[ObservedEngine]) -> RoleLook:
         """Return the result for the engines at ``now``, in seconds; a change of roles counts as carried out at once."""
-        self._note_changes(now, engines)
+        # A change of roles that others made begins a rest; engines that come or go do not count as one.
+        roles: dict[str, str] = {each.name: each.role for each in engines}
+        if any(self._roles.get(name, role) != role for name, role in roles.items()):
+            self._changed_at, self._given_to = now, None
+        self._roles = roles
         demand = self._history.observe(now, engines)
         able: dict[Pressed, list[ObservedEngine]] = {
             role: [each for each in engines if each.able and each.role == role] for role in OTHER
@@ -282,13 +286,6 @@ class RolePolicy:
         self._roles |= dict.fromkeys(flip.engines, flip.role)
         self._since.clear()
 
-    def _note_changes(self, now: float, engines: Sequence[ObservedEngine]) -> None:
-        """Start the rest after a change of roles that others made; engines that come or go do not count as one."""
-        roles = {each.name: each.role for each in engines}
-        if any(self._roles.get(name, role) != role for name, role in roles.items()):
-            self._changed_at, self._given_to = now, None
-        self._roles = dict(roles)
-
     def _decided(
         self, now: float, able: dict[Pressed, list[ObservedEngine]], demand: Demand, pressures: Pressures
     ) -> tuple[RoleFlip | None, str]:
@@ -308,7 +305,8 @@ class RolePolicy:
         number, after = self._best(pressed, able, demand)
         if not number or after is None:
             left = len(able[giving]) - 1
-            return None, f"{giving} has no engine to spare: {_engines(left)} would not serve its load with a margin"
+            few = "1 engine" if left == 1 else f"{left} engines"
+            return None, f"{giving} has no engine to spare: {few} would not serve its load with a margin"
         chosen = idlest(able[giving], number)
         reason = (
             f"{pressed} at {getattr(pressures, pressed):.0%} of its limit for {lasted:.1f} s; expected after the "
@@ -349,13 +347,5 @@ class RolePolicy:
 
 def idlest(engines: Sequence[ObservedEngine], number: int) -> tuple[str, ...]:
     """Return the names of the ``number`` engines with the least work left: they change roles first."""
-    return tuple(each.name for each in sorted(engines, key=_idle)[:number])
-
-
-def _idle(engine: ObservedEngine) -> tuple[float, float, str]:
-    """Return the key that orders engines by the work that is left."""
-    return engine.waiting_s, engine.kv_usage, engine.name
-
-
-def _engines(number: int) -> str:
-    return "1 engine" if number == 1 else f"{number} engines"
+    by_work = sorted(engines, key=lambda each: (each.waiting_s, each.kv_usage, each.name))
+    return tuple(each.name for each in by_work[:number])

@@ -273,7 +273,8 @@ class SessionTable:
     def arrives(self, session: str, request: Request, engines: Mapping[str, EngineSeen]) -> list[Action]:
         """Return moves of the contexts that a beginning turn needs from an engine that is leaving; they go first."""
         found, prompt = self._sessions[session], packed(request.prompt)
-        leaving = [each for each in found.contexts if each.to is None and _is_leaving(engines, each.engine)]
+        gone = {name for name, engine in engines.items() if engine.leaving}
+        leaving = [each for each in found.contexts if each.to is None and each.engine in gone]
         needed = [context for context in leaving if context.shared_with(request, prompt)]
         return [move for context in needed for move in self._move(context, engines)]
 
@@ -485,11 +486,6 @@ class SessionTable:
 def _side(role: Role) -> Role:
     """Return the role of the session's engine: one engine prefills for others, and one has the session's context."""
     return "prefill" if role == "prefill" else "decode"
-
-
-def _is_leaving(engines: Mapping[str, EngineSeen], name: str) -> bool:
-    engine = engines.get(name)
-    return engine is not None and engine.leaving
 
 
 def _home(session: str, engines: Sequence[EngineSeen]) -> str | None:

@@ -18,6 +18,8 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal, Protocol
 
+from prometheus_client import Counter, Histogram
+
 from tercet.fleet.engine_fleet import EngineFleet
 from tercet.fleet.membership import POLL_INTERVAL_S
 from tercet.protocol import Saturated, TercetError
@@ -208,38 +210,11 @@ class ClientLeft(Exception):
     """Raised if the client closed its connection while its request waited."""
 
 
-class RefusalCounter(Protocol):
-    """Counts refusals by reason."""
-
-    def labels(self, reason: str, /) -> Countable:
-        """Return the counter of one reason."""
-        ...
-
-
-class Countable(Protocol):
-    """A counter."""
-
-    def inc(self) -> None:
-        """Add one."""
-        ...
-
-
-class Observing(Protocol):
-    """A histogram."""
-
-    def observe(self, amount: float) -> None:
-        """Add one value."""
-        ...
-
-
 class GateMetrics(Protocol):
-    """Metrics of a gate: ``refused`` requests by reason, and the seconds that requests ``waited``."""
+    """Metrics of a gate, in a router and in an endpoint picker."""
 
-    @property
-    def refused(self) -> RefusalCounter: ...
-
-    @property
-    def waited(self) -> Observing: ...
+    refused: Counter  # requests, by reason
+    waited: Histogram  # seconds that requests waited
 
     def admission(self, in_flight: int, queued: int) -> None:
         """Set the numbers of admitted and of waiting requests."""
@@ -394,7 +369,7 @@ class Gate:
 
 
 class Spares(Protocol):
-    """An object with spare slots, such as a :class:`~tercet.fleet.admission.Gate`."""
+    """An object with spare slots, such as a :class:`Gate`."""
 
     def spare(self, priority: int) -> Ticket | None:
         """Take a spare slot if one is free and no request waits; return its ticket, or None."""
@@ -405,8 +380,14 @@ class Spares(Protocol):
         ...
 
 
-class Portions:
-    """The sequences of one request, of which at most ``at_once`` run at a time; ``spares`` is None without limits."""
+class RequestConcurrency:
+    """The sequences of one request, of which at most ``at_once`` run at a time; ``spares`` is None without limits.
+
+    An admitted request has one slot of the :class:`Gate`. One of its sequences at a time uses this slot, so that the
+    request always makes progress. Each further sequence that runs at the same time has a spare slot, which counts in
+    all limits and is taken only while no other request waits. The remaining sequences wait here, in order, and delay
+    no other request. So a request of many sequences takes only its share.
+    """
 
     def __init__(self, at_once: int, spares: Spares | None = None, priority: int = 0) -> None:
         self._at_once = at_once

@@ -1,12 +1,14 @@
-"""Limits for the total size of request bodies in a process: buffered ones, and those of admitted requests.
+"""Limits for request bodies in a process: their total size, and the work to prepare them.
 
 Buffered bodies are those of requests that are not admitted or passed on yet. A client may begin many bodies of the
 largest accepted size and end none. When the buffered bodies of one process exceed their limit, the largest one is
 dropped, with HTTP status 429, so that small requests of other clients still pass. Requests that run are not ended for
 others: a request whose body would exceed the limit for theirs is refused, also with 429.
 
-The pieces of a long body are copied into pages that go back to the system as soon as the body is dropped or taken. As
-thousands of objects of 64 KiB they would leave holes between other objects, and the process would keep twice the limit.
+The work for a body before its first sequence runs (parsing, validation, templates, tokenization) grows with the body,
+and most of it runs on the event loop. The long bodies of one client are prepared one after the other, in order; other
+clients do not wait for them. Between the work for two bodies that are not short, of any clients, the loop does all
+other work that is ready, such as sending tokens. Clients take turns there.
 """
 
 from __future__ import annotations

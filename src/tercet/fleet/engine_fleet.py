@@ -262,7 +262,7 @@ class EngineFleet:
             self.health.note_stopping(member, load.stopping)
             self.health.note_paused(member, load.paused)
             if load.adapters is not None:
-                member.said_stamp = load.adapters.stamp
+                member.reported_stamp = load.adapters.stamp
         self.on_report(name, load)
 
     def proposed(self, name: str, proposal: MoveProposal) -> None:

@@ -1,4 +1,9 @@
-"""The health of a fleet's engines: whether they answer, fit and make progress; calls to the others fail."""
+"""The health of a fleet's engines: whether they answer, fit and make progress; calls to the others fail.
+
+An engine is alive if it makes progress; an open connection is not enough. It reports for how many seconds its processes
+have made no progress (``EngineLoad.stalled_s``). An engine that sends nothing counts as one without progress.
+:class:`Liveness` decides which engines are stuck; :class:`EngineHealth` acts on that.
+"""
 
 from __future__ import annotations
 

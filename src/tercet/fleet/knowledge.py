@@ -141,7 +141,7 @@ class FleetKnowledge:
     def __init__(self, clock: Callable[[], float], stale_after: float = STALE_AFTER) -> None:
         self.loads = LoadTable(clock, stale_after)
         self._routed: dict[tuple[int, int], RoutingHistory] = {}
-        self.told: dict[int, StoredBlocks] = {}
+        self.indexes: dict[int, StoredBlocks] = {}  # of engines' blocks, by block size
         self._cold: dict[int, int] = {}
         self._turn = 0
         self._begin: Callable[[], None] | None = None
@@ -162,15 +162,12 @@ class FleetKnowledge:
 
     @property
     def stored(self) -> dict[int, StoredBlocks]:
-        """Indexes of engines' blocks by block size; ``told`` is the same, but does not start the reports.
-
-        See :class:`tercet.decisions.scheduling.Knowledge`.
-        """
+        """The ``indexes``, as plugins see them: their first use starts engines' reports of blocks."""
         self.needed()
         begin, self._begin_blocks = self._begin_blocks, None
         if begin is not None:
             begin()
-        return self.told
+        return self.indexes
 
     def add(self, name: str) -> int:
         """Add an engine that joins, and return its row."""
@@ -221,16 +218,16 @@ class FleetKnowledge:
             self._stored_in(block_size).hold(row, hashes)
 
     def _stored_in(self, block_size: int) -> StoredBlocks:
-        index = self.told.get(block_size)
+        index = self.indexes.get(block_size)
         if index is None:
-            index = self.told[block_size] = StoredBlocks(lambda: self.loads.size, block_size)
+            index = self.indexes[block_size] = StoredBlocks(lambda: self.loads.size, block_size)
         return index
 
     def unstore(self, name: str, blocks: Sequence[Hashable]) -> None:
         """Record an engine's KV event: the engine dropped these blocks."""
         row = self.loads.row(name)
         if row is not None:
-            for index in self.told.values():
+            for index in self.indexes.values():
                 index.remove(row, blocks)
 
     def cleared(self, name: str) -> None:
@@ -251,10 +248,10 @@ class FleetKnowledge:
     def _forget_cache(self, row: int) -> None:
         for history in self._routed.values():
             history.forget(row)
-        for size, index in list(self.told.items()):
+        for size, index in list(self.indexes.items()):
             index.forget(row)
             if not index:
-                del self.told[size]
+                del self.indexes[size]
 
     # ---- turns with new prompts ------------------------------------------------------------------------------
 

@@ -1,4 +1,8 @@
-"""Subscription to the KV events of engines that publish them."""
+"""Subscription to the KV events of engines that publish them, and what the events say about their caches.
+
+:class:`KVInbox` applies the events without I/O. Messages have vLLM's wire format (``vllm/distributed/kv_events.py``);
+only fields that prefix indexes need are read.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An engine of a fleet as state that routers store and share: its address, and whether it may be picked."""
+"""An engine of a fleet as state that routers store and share, and the differences between two such lists."""
 
 from __future__ import annotations
 
@@ -56,15 +56,15 @@ def member_changes(before: Sequence[MemberState], after: Sequence[MemberState]) 
     """Yield each change from ``before`` to ``after`` once; an engine at another URL is another engine."""
     known = {each.address.name: each for each in before}
     wanted = {each.address.name: each for each in after}
-    here = {name: member for name, member in known.items() if name in wanted and _is_same(member, wanted[name])}
+    here = {
+        name: member
+        for name, member in known.items()
+        if name in wanted and member.address.url == wanted[name].address.url
+    }
     for name in sorted(known.keys() - here.keys()):
         yield Change(events.ENGINE_REMOVED, {"engine": name})
     for name, member in wanted.items():
         yield from _of_member(here.get(name), member)
-
-
-def _is_same(before: MemberState, after: MemberState) -> bool:
-    return before.address.url == after.address.url
 
 
 def _of_member(before: MemberState | None, after: MemberState) -> Iterator[Change]:

@@ -1,4 +1,4 @@
-"""One engine of a fleet, and the sequences that are counted there."""
+"""The members of a fleet: each engine with the calls that wait for it, the sequences counted there, and the roster."""
 
 from __future__ import annotations
 
@@ -96,43 +96,33 @@ def until_lost(*engines: CallsInFlight) -> UntilLost:
 
 @dataclass
 class Member:
-    """One engine of the fleet.
-
-    ``in_flight`` counts the sequences that this router runs on it now, ``in_flight_tokens`` the prompt tokens of those
-    that were picked with their request; ``calls`` are the calls to it in flight. ``labels`` and ``draining`` are set by
-    its operator; the engine reports ``stopping`` and ``paused``. ``reachable`` turns false when a call gets no answer
-    or the engine is stuck, and true again when the router's watch finds the engine well. ``when_idle`` is called each
-    time its last sequence ends. ``kv_tokens`` is the capacity of its KV cache in tokens; 0 until it is reported.
-    ``adapters`` are the LoRA adapters that it reports, by name, and ``max_adapters`` is the number of adapters that one
-    step may serve: 0 if it serves none. ``model`` is the reported name of its model, ``model_dtype`` the dtype in which
-    it computes, ``revision`` its software, weights and KV layout. ``said_stamp`` is the adapter stamp of its last
-    report, ``asked_stamp`` the stamp at its last status. ``refused`` is the reason why an engine that answers may not
-    serve here, such as another model; empty if it may. ``on_change`` is called for each change of a field in
-    ``FOLLOWED``: picks use columns of these fields instead of reading every engine.
-    """
+    """One engine of the fleet."""
 
     name: str
     url: str
     role: Role
     engine: Engine
-    in_flight: int = 0
+    in_flight: int = 0  # sequences that this router runs on it now
+    # False when a call gets no answer or the engine is stuck, and true again when the watch finds the engine well.
     reachable: bool = True
-    draining: bool = False
-    when_idle: Callable[[], None] | None = None
+    draining: bool = False  # set by its operator, as are its labels
+    when_idle: Callable[[], None] | None = None  # called each time its last sequence ends
     labels: Mapping[str, str] = field(default_factory=dict[str, str])
-    in_flight_tokens: int = 0
+    in_flight_tokens: int = 0  # prompt tokens of the sequences that were picked with their request
     calls: CallsInFlight = field(default_factory=CallsInFlight)
-    kv_tokens: int = 0
+    kv_tokens: int = 0  # capacity of its KV cache; 0 until it is reported
+    # What the engine reports.
     stopping: bool = False
     paused: Paused = ""
     adapters: Mapping[str, AdapterReport] = field(default_factory=dict[str, AdapterReport])
-    max_adapters: int = 0
+    max_adapters: int = 0  # LoRA adapters that one step may serve; 0 if it serves none
     model: str = ""
     model_dtype: str = ""
     revision: Revision = UNKNOWN_REVISION
-    said_stamp: int = 0
+    reported_stamp: int = 0  # the adapter stamp of its last report, and the one at its last status
     asked_stamp: int = 0
-    refused: str = ""
+    refused: str = ""  # why an engine that answers may not serve here, such as another model
+    # Called for each change of a field in FOLLOWED: picks use columns of these instead of reading every engine.
     on_change: Callable[[Member, str], object] | None = field(default=None, init=False, repr=False, compare=False)
 
     def __setattr__(self, name: str, value: object) -> None:

@@ -86,7 +86,8 @@ def scraping(
             fleet.health.restarted(name)
             restarted.set()
 
-        events = None if kv_events_port is None else KVEvents(f"tcp://{_host_of(url)}:{kv_events_port}")
+        host = bracketed(urlsplit(url).hostname or "127.0.0.1")
+        events = None if kv_events_port is None else KVEvents(f"tcp://{host}:{kv_events_port}")
         reported = partial(fleet.report, name)
         async with (
             ScrapedEngine(name, url, interval, reported, note_restart, tls, events) as engine,
@@ -95,10 +96,6 @@ def scraping(
             yield engine
 
     return connect
-
-
-def _host_of(url: str) -> str:
-    return bracketed(urlsplit(url).hostname or "127.0.0.1")
 
 
 class Membership:
@@ -233,7 +230,7 @@ class Membership:
                 asking = {key: task for key, task in asking.items() if not task.done()}
                 for member in self._fleet.members:
                     silent = not self._fleet.health.heard_within(member.name, REPORTED_WITHIN)
-                    asks = silent or not member.reachable or member.said_stamp != member.asked_stamp
+                    asks = silent or not member.reachable or member.reported_stamp != member.asked_stamp
                     if asks and id(member) not in asking:
                         asking[id(member)] = questions.spawn(self._ask(member), f"status poll of {member.name}")
                 self._fleet.health.stand_still(POLL_INTERVAL_S)
@@ -266,7 +263,7 @@ class Membership:
         return self.on_replaced(replaced)
 
     async def _ask(self, member: Member) -> None:
-        stamp = member.said_stamp
+        stamp = member.reported_stamp
         try:
             self._answered(member, await member.engine.status())
             member.asked_stamp = stamp

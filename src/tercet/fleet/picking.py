@@ -237,17 +237,23 @@ class Picking(Generic[ViewT]):
         roles = ("prefill", "decode", "both") if role == "both" else (role, "both")
         answering = everyone.where([engine.reachable and engine.role in roles for engine in everyone])
         if len(answering):
-            if pairs_with is None:
-                self._filled(role)
+            if pairs_with is None and role in self._unfilled:  # others served in its place until now
+                self._unfilled.discard(role)
+                log_events.ROLE_BACK.tell(role=role, reason="an engine of the role answers")
             if for_all:
                 self._answering[role] = answering
                 return answering.for_another_decision()
             return answering
-        self._require_role(role, partner)
+        if role != "both" and self.without_role == "refuse":
+            raise RoleUnavailable(
+                f"{self.why_without(role, partner)}, and engines of other roles may not serve in its place"
+            )
         able = everyone.where([engine.role in roles for engine in everyone])
         others = everyone.where([engine.reachable for engine in everyone])
-        if pairs_with is None:  # otherwise the role is served, for other partners
-            self._filled_by_others(role, len(others) > 0)
+        # With a partner, the role may still be served for other partners.
+        if pairs_with is None and len(others) and role != "both" and role not in self._unfilled:
+            self._unfilled.add(role)
+            log_events.ROLE_FALLBACK.tell(role=role, reason=self.why_without(role))
         return others if len(others) else able if len(able) else everyone
 
     def _pairs_with(self, partner: str | None) -> Revision | None:
@@ -273,13 +279,6 @@ class Picking(Generic[ViewT]):
                 engines = left if len(left) else engines
         return engines
 
-    def _require_role(self, role: Role, partner: str | None) -> None:
-        """Raise :class:`~tercet.protocol.RoleUnavailable` if engines of other roles may not serve in this role."""
-        if role != "both" and self.without_role == "refuse":
-            raise RoleUnavailable(
-                f"{self.why_without(role, partner)}, and engines of other roles may not serve in its place"
-            )
-
     def why_without(self, role: Role, partner: str | None = None) -> str:
         """Return the reason why no engine of the role can be picked, with regard to the ``partner`` if given."""
         if self._pairs_with(partner) is not None and any(view.reachable for view in _of_role(role, self.views)):
@@ -289,18 +288,6 @@ class Picking(Generic[ViewT]):
         if any(_of_role(role, self.leaving)):
             return f"every engine of the role {role} is drained or stops"
         return f"this fleet has no engine of the role {role}"
-
-    def _filled_by_others(self, role: Role, there_are_any: bool) -> None:
-        """Log that engines of other roles serve in this role, when that begins."""
-        if there_are_any and role != "both" and role not in self._unfilled:
-            self._unfilled.add(role)
-            log_events.ROLE_FALLBACK.tell(role=role, reason=self.why_without(role))
-
-    def _filled(self, role: Role) -> None:
-        """Log that an engine of the role answers again, if others served in its place."""
-        if role in self._unfilled:
-            self._unfilled.discard(role)
-            log_events.ROLE_BACK.tell(role=role, reason="an engine of the role answers")
 
     def no_engine_error(self) -> EngineUnreachable:
         """Return the error for a pick without any engine."""
@@ -313,7 +300,7 @@ class Picking(Generic[ViewT]):
 
         The estimate uses the engines' reports; without any, the prompts that were routed to each engine.
         """
-        stored = self.knowledge.told
+        stored = self.knowledge.indexes
         found = np.zeros(self.knowledge.loads.size, dtype=np.int64)
         for size, index in stored.items():
             found = np.maximum(found, size * index.matched(block_hashes(request, size)))
@@ -329,7 +316,7 @@ class Picking(Generic[ViewT]):
         hashes = block_hashes(request, ROUTED_BLOCK)
         for name in names:
             row = self.knowledge.loads.row(name)
-            if row is not None and hashes and not self.knowledge.told:
+            if row is not None and hashes and not self.knowledge.indexes:
                 self.knowledge.routed(ROUTED_BLOCK, ROUTED_CAPACITY).note(row, hashes)
 
     def disaggregates(

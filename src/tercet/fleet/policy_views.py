@@ -1,4 +1,7 @@
-"""The view of a fleet that role policies use."""
+"""The views of a fleet that policies use: for roles, for moves, and the requests of the last minutes for planners.
+
+Planners get times, lengths and hashes of blocks, and no text.
+"""
 
 from __future__ import annotations
 

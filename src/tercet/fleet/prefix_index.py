@@ -1,7 +1,10 @@
-"""Indexes of KV blocks by engine, and the history of routed prompts; engines' events fill :mod:`.stored_blocks`.
+"""Indexes of KV blocks by engine: the history of routed prompts, and the blocks that engines report in KV events.
 
 The holders of a block are the bits of one integer, one bit per row: one AND per block finds the engines that have all
 first blocks of a prompt, for any number of engines.
+
+    prompt   block 0   block 1   block 2         rows 2 1 0
+    holders    0b111     0b011     0b001         matched: row 0 three blocks, row 1 two, row 2 one
 """
 
 from __future__ import annotations

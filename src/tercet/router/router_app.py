@@ -15,7 +15,7 @@ from urllib.parse import quote
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from tercet.fleet.admission import ClientLeft, Gate, Portions
+from tercet.fleet.admission import ClientLeft, Gate, RequestConcurrency
 from tercet.fleet.bodies import (
     ADMITTED_BYTES,
     LARGEST_AT_ONCE,
@@ -225,7 +225,7 @@ class RouterApp:
         require_few_sequences(context.path, context.fields, limits.sequences)
         spares = None if self._gate.is_open else self._gate
         context.most_sequences = limits.sequences
-        context.portions = Portions(limits.at_once, spares, context.asked.priority)
+        context.concurrency = RequestConcurrency(limits.at_once, spares, context.asked.priority)
 
     async def _pooled(
         self, pooling: PoolingServers, context: RequestContext, body: ReceivedBody, scope: Scope

@@ -210,7 +210,7 @@ class Engine:
         return sum(block.block_hash is not None for block in self.manager.block_pool.blocks)
 
     def believed_blocks(self) -> int:
-        held = [held for index in self.knowledge.told.values() for held in index._rows_held.values()]
+        held = [held for index in self.knowledge.indexes.values() for held in index._rows_held.values()]
         return sum(len(each.places) + len(each.unplaced) + sum(each.spare.values()) for each in held)
 
 

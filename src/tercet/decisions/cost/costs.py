@@ -1,12 +1,25 @@
 """Cost of serving on a fleet: which routes a request may take, what each would cost, and which one is chosen.
 
 :class:`Costs` keeps one cost model for the fleet and the work of each engine; both learn from the verbs' calls.
+
+The cheapest route is one engine alone, or a pair and the split of the prompt between them. For a request of ``n``
+tokens with ``L`` expected tokens of answer, on engine ``e`` alone:
+
+    ttft = waiting(e) + prefill(e)
+    tpot = step(e, batch + 1) / (1 - interference(e))
+    cost = ttft + L tpot                              until its own last token
+         + (prefill(e) - step(e)) batch(e)            by which the decodes that run there end later
+         + prefill(e) arrivals(e)                     and the prefills that will come behind it
+         + (step(batch + 1) - step(batch)) tokens     and, by the larger batch, the decodes again
+
+A pair ``p, d`` with a split at ``s`` pays for ``prompt[:s]`` on ``p``, for the transfer, and for the rest and the
+decode on ``d``. With objectives, the routes that miss them least come first; the cost decides between equals.
 """
 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice
@@ -191,10 +204,12 @@ def options_of(
         for prefill in islice((each for each in prefills if may_pair(each.name, decode.name)), PAIRED)
         if prefill is not decode and wanted.tokens > decode.matched
     ]
+    positions = dict.fromkeys(max(1, round(wanted.tokens * share)) for share in SPLITS)
     splits = [
         _pair(by_name[pair.prefill], by_name[pair.decode], split, wanted)
         for pair in heapq.nsmallest(SPLIT, pairs, key=_rank)
-        for split in _splits(by_name[pair.decode], wanted)
+        for split in positions
+        if by_name[pair.decode].matched < split < wanted.tokens  # after the decode engine's cached part
     ]
     return sorted((*alone, *pairs, *splits), key=_rank)
 
@@ -255,12 +270,6 @@ def _option(
     own = ttft + (wanted.output - 1) * tpot
     missed = wanted.targets.missed_by(ttft, tpot)
     return RouteOption(decode, ttft, tpot, own + others, prefill, split, missed)
-
-
-def _splits(decode: RouteCandidate, wanted: RouteRequest) -> Iterator[int]:
-    """Return the positions at which a pair may split: after the decode engine's cached part, each position once."""
-    places: Iterable[int] = dict.fromkeys(max(1, round(wanted.tokens * share)) for share in SPLITS)
-    return (place for place in places if decode.matched < place < wanted.tokens)
 
 
 class Costs:

@@ -266,7 +266,11 @@ class _Alone:
 
 
 class ReportedWork:
-    """The work of one engine, for :class:`~tercet.decisions.cost.costs.RouteCandidate`.
+    """The work of one engine by its reports alone, for processes that do not see requests begin or end there.
+
+    It is a :class:`~tercet.decisions.cost.costs.RouteCandidate`. Reports arrive at intervals, and have the number of
+    prompt tokens without a first token yet. So the time of a prefill is learned only if it ran alone: from its pick to
+    the middle of the interval in which its tokens disappeared.
 
     ``kv_tokens`` returns the capacity of its cache. Times are ``clock``'s, in seconds. ``learned`` is the number of
     prefills from which ``model`` has learned.

@@ -66,7 +66,11 @@ class Selection:
     def of(self, sequences: Sequence[SequenceView], wanted: float = 0.0) -> Iterator[SequenceView]:
         """Yield the chosen sequences in order; ``wanted`` is the part of the KV cache that should be moved."""
         taken, size = 0.0, SIZES[self.measure]
-        in_order = _closest(sequences, wanted) if self.order == "FIT" else ORDERS[self.order](sequences)
+        in_order = (
+            _sorted(sequences, True, lambda each: abs(each.share - wanted))
+            if self.order == "FIT"
+            else ORDERS[self.order](sequences)
+        )
         for sequence in in_order:
             if taken + size(sequence) <= self.value:
                 taken += size(sequence)
@@ -84,10 +88,6 @@ def _sorted(
     sequences: Iterable[SequenceView], running: bool, by: Callable[[SequenceView], float]
 ) -> list[SequenceView]:
     return sorted((each for each in sequences if each.running is running), key=by)
-
-
-def _closest(sequences: Sequence[SequenceView], wanted: float) -> list[SequenceView]:
-    return _sorted(sequences, True, lambda each: abs(each.share - wanted))
 
 
 def _shortest(sequences: Sequence[SequenceView]) -> list[SequenceView]:
@@ -296,6 +296,9 @@ def _emptied(source: LoadedEngine, engines: Sequence[LoadedEngine], reason: str)
 Placed = tuple[SequenceView, LoadedEngine]
 
 
+# ---- policies that make space: each plans all of its moves first, and proposes none if they do not reach its goal ----
+
+
 def mitigate(engines: Sequence[LoadedEngine], ceiling: float, selection: Selection) -> Iterator[Wanted]:
     """Yield moves away from each engine above ``ceiling`` until it is below.
 
@@ -391,12 +394,7 @@ def _moved(placed: Iterable[Placed], source: LoadedEngine, reason: str) -> Itera
 
 def policies_of(settings: RescheduleSettings) -> tuple[Policy, ...]:
     """Return the policies in the settings, in order; raise :class:`~tercet.protocol.BadRequest` for an unknown one."""
-    return tuple(_policy(name, settings) for name in settings.policies)
-
-
-def _policy(name: str, settings: RescheduleSettings) -> Policy:
-    built_in = BUILT_IN.get(name)
-    return built_in(settings) if built_in is not None else _from_file(name)
+    return tuple(BUILT_IN[name](settings) if name in BUILT_IN else _from_file(name) for name in settings.policies)
 
 
 def _from_file(name: str) -> Policy:

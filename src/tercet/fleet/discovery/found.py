@@ -1,4 +1,4 @@
-"""The members of a fleet, computed from the engines that discovery finds."""
+"""The interface of discoveries, and the members of a fleet, computed from the engines that discovery finds."""
 
 from __future__ import annotations
 

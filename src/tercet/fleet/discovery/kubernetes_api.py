@@ -1,4 +1,7 @@
-"""Address and credentials of the API server: from the pod's service account, or from a kubeconfig file."""
+"""The API server of Kubernetes: its address and credentials, and the fields of its objects that discovery reads.
+
+The access is that of the pod's service account, or of a kubeconfig file. All other fields of objects are ignored.
+"""
 
 from __future__ import annotations
 
@@ -22,14 +25,6 @@ SERVICE_ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 T = TypeVar("T")
 
 
-def _no_token() -> str:
-    return ""
-
-
-def _no_tls() -> ssl.SSLContext | None:
-    return None
-
-
 @dataclass(frozen=True)
 class ApiAccess:
     """Address and credentials of the API server at ``url``.
@@ -40,8 +35,8 @@ class ApiAccess:
 
     url: str
     namespace: str
-    token: Callable[[], str] = _no_token
-    tls: Callable[[], ssl.SSLContext | None] = _no_tls
+    token: Callable[[], str] = lambda: ""
+    tls: Callable[[], ssl.SSLContext | None] = lambda: None
 
 
 def in_cluster(directory: Path = SERVICE_ACCOUNT, environment: Mapping[str, str] = os.environ) -> ApiAccess:

@@ -1,4 +1,4 @@
-"""Discovery of engines in pods, selected by labels or by an InferencePool."""
+"""Discovery of engines in pods, selected by labels or by an InferencePool, and the priorities of its objectives."""
 
 from __future__ import annotations
 
@@ -24,6 +24,7 @@ from tercet.fleet.discovery.kubernetes_api import (
 from tercet.fleet.discovery.roster import RosterFile
 from tercet.fleet.discovery.watching import WAITS, Waits, Watch
 from tercet.protocol import BadRequest, Role
+from tercet.protocol.hosts import bracketed
 from tercet.settings import DiscoverySettings, EngineAddress, log_events
 from tercet.settings.discovery_settings import EARLIER_POOL_GROUP, POOL_GROUP
 
@@ -59,7 +60,7 @@ def engines_of(pod: Pod, ports: Sequence[int], scheme: str = "http") -> Sequence
     told = {**(pod.metadata.annotations or {}), **(pod.metadata.labels or {})}
     role, own, withheld = role_of(told), _ports(told) or ports, why_withheld(pod, told)
     serves = _is_ready(pod) and pod.metadata.deletion_timestamp is None
-    host, name = _host(pod.status.pod_ip), pod.metadata.name
+    host, name = bracketed(pod.status.pod_ip), pod.metadata.name
     names = [name] if len(own) == 1 else [f"{name}-rank-{index}" for index in range(len(own))]
     addresses = (
         EngineAddress(each, f"{scheme}://{host}:{port}", role, pod.metadata.labels or {})
@@ -103,10 +104,6 @@ def _ports(told: Mapping[str, str]) -> Sequence[int]:
     if not all(_PORT.fullmatch(each) and 0 < int(each) < 65536 for each in found):
         raise BadRequest(f"{PORT}: {text!r} is not a port")
     return [int(each) for each in found]
-
-
-def _host(ip: str) -> str:
-    return f"[{ip}]" if ":" in ip else ip
 
 
 def access_of(settings: DiscoverySettings) -> ApiAccess:

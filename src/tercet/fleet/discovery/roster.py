@@ -1,4 +1,7 @@
-"""A roster: a JSON list of a fleet's engines, written by Ray's follower, a Slurm job or an operator. No I/O."""
+"""A roster: a JSON list of a fleet's engines, written by Ray's follower, a Slurm job or an operator; and its reader.
+
+Others replace the file. While it is missing or invalid, the engines stay as they are.
+"""
 
 from __future__ import annotations
 

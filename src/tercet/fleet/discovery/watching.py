@@ -225,11 +225,6 @@ class Watch(Generic[T]):
             self._lost = True
             log_events.DISCOVERY_LOST.tell(path=self._path, reason=reason)
 
-    def _found_well(self) -> None:
-        if self._lost:
-            self._lost = False
-            log_events.DISCOVERY_BACK.tell(path=self._path, reason="the API server answers")
-
     # ---- listing ---------------------------------------------------------------------------------------------
 
     async def _list(self, session: aiohttp.ClientSession) -> None:
@@ -273,7 +268,9 @@ class Watch(Generic[T]):
                 self._get(session, query) as response,
             ):
                 await self._require_ok(response)
-                self._found_well()
+                if self._lost:
+                    self._lost = False
+                    log_events.DISCOVERY_BACK.tell(path=self._path, reason="the API server answers")
                 opened = time.monotonic()
                 async for piece in response.content.iter_any():
                     self._heard(splitter, piece)

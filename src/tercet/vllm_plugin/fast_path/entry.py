@@ -57,7 +57,7 @@ class FastPath:
         if plan is None or context.add_request is None:
             return False
         context.fields = None  # the body may be large, and is no longer needed
-        stream = context.stream = RequestStream(connection, self._tools, plan, context.portions, self._pieces)
+        stream = context.stream = RequestStream(connection, self._tools, plan, context.concurrency, self._pieces)
         scope[ANSWER] = partial(stream.run, context.add_request)
         await self._answer(scope, _nothing, send)
         context.calls_tool = stream.calls_tool

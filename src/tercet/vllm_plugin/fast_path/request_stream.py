@@ -22,7 +22,7 @@ from tercet.vllm_plugin.fast_path.sse_chunks import framed
 from tercet.vllm_plugin.fast_path.stream_plan import StreamPlan, StreamTools
 from tercet.vllm_plugin.frontend.program_client import SequenceFailed, SequenceOutputs
 from tercet.wire.serving.client_connection import ClientConnection
-from tercet.wire.serving.request_context import InPortions
+from tercet.wire.serving.request_context import Concurrency
 
 logger = logging.getLogger(__name__)
 
@@ -30,18 +30,18 @@ logger = logging.getLogger(__name__)
 class RequestStream:
     """The stream of one request, sent to ``connection``.
 
-    ``portions`` limit how many of several sequences run at a time; ``pieces`` are the texts of tokens for log
+    ``concurrency`` limits how many of several sequences run at a time; ``pieces`` are the texts of tokens for log
     probabilities.
     """
 
     def __init__(
         self, connection: ClientConnection, tools: StreamTools, plan: StreamPlan,
-        portions: InPortions | None = None, pieces: TokenPieces | None = None,
+        concurrency: Concurrency | None = None, pieces: TokenPieces | None = None,
     ) -> None:  # fmt: skip
         self._connection = connection
         self._tools = tools
         self._plan = plan
-        self._portions = portions
+        self._concurrency = concurrency
         self._pieces = pieces
         keeps_alive = tools.keep_alive and plan.events.keeps_alive
         self._keep_alive = KeepAlive(connection.write, tools.keep_alive) if keeps_alive else None
@@ -98,7 +98,7 @@ class RequestStream:
         raise first
 
     def _place(self) -> AbstractAsyncContextManager[None]:
-        return nullcontext() if self._portions is None else self._portions.one()
+        return nullcontext() if self._concurrency is None else self._concurrency.one()
 
     @property
     def calls_tool(self) -> bool:

@@ -34,7 +34,7 @@ from tercet.protocol import (
     Usage,
 )
 from tercet.vllm_plugin.frontend.conversion import features_of, to_core_output, to_request
-from tercet.wire.serving.request_context import InPortions, RequestContext, current
+from tercet.wire.serving.request_context import Concurrency, RequestContext, current
 
 if TYPE_CHECKING:
     from vllm.v1.engine.output_processor import OutputProcessor, RequestOutputCollector
@@ -234,7 +234,7 @@ class ProgramClient(EngineCoreClient):
         if context.stream is not None:
             context.stream.begin(outputs)
             return
-        task = self._tasks.spawn(self._run(outputs, context.portions))
+        task = self._tasks.spawn(self._run(outputs, context.concurrency))
         self._running[request.request_id] = context.running[request.request_id] = task
         task.add_done_callback(partial(self._ended, request.request_id, context))
         if context.has_ended:
@@ -272,9 +272,9 @@ class ProgramClient(EngineCoreClient):
 
     # ---- one request -----------------------------------------------------------------------------------------
 
-    async def _run(self, outputs: SequenceOutputs, portions: InPortions | None) -> None:
+    async def _run(self, outputs: SequenceOutputs, concurrency: Concurrency | None) -> None:
         try:
-            async with nullcontext() if portions is None else portions.one():
+            async with nullcontext() if concurrency is None else concurrency.one():
                 await self._pass_on(outputs)
         except Exception as error:
             self._fail(outputs.request_id, error)

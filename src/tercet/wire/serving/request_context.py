@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from tercet.wire.serving.client_connection import ClientConnection
 
 
-class InPortions(Protocol):
+class Concurrency(Protocol):
     """A limit that admits the sequences of one request a few at a time."""
 
     def one(self) -> AbstractAsyncContextManager[None]:
@@ -111,7 +111,7 @@ class RequestContext:
     running: dict[str, asyncio.Task[None]] = field(default_factory=dict[str, "asyncio.Task[None]"])
     generations: int = 0
     most_sequences: int | None = None
-    portions: InPortions | None = None
+    concurrency: Concurrency | None = None
     preparation: Preparation | None = None
     starting: asyncio.Lock = field(default_factory=asyncio.Lock)
     # On the fast path: the function that adds its sequence to vLLM, once vLLM has prepared it; vLLM's parser of the

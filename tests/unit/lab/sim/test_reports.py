@@ -88,9 +88,9 @@ def test_blocks_are_told_of_once_somebody_asks_for_them() -> None:
         fleet, engine = observed()
         fleet.knowledge.needed()
         await tokens_of(engine, request_of("a", 100))
-        assert not fleet.knowledge.told
+        assert not fleet.knowledge.indexes
         assert fleet.knowledge.cached_tokens("e", request_of("b", 100)) == 96
-        assert fleet.knowledge.told
+        assert fleet.knowledge.indexes
         engine.fail()
         engine.recover()
         assert fleet.knowledge.cached_tokens("e", request_of("b", 100)) == 0

@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from tercet.fleet.admission import Admission, FleetLoad, Portions, Ticket
+from tercet.fleet.admission import Admission, FleetLoad, RequestConcurrency, Ticket
 from tercet.settings import Limits
 
 LOAD = FleetLoad()
@@ -29,15 +29,15 @@ class Gate:
 class Sequences:
     """Those of one request; each ends when it is told to."""
 
-    def __init__(self, portions: Portions, count: int) -> None:
-        self.portions = portions
+    def __init__(self, concurrency: RequestConcurrency, count: int) -> None:
+        self.concurrency = concurrency
         self.running: list[int] = []
         self.over: list[int] = []
         self.ends = [asyncio.Event() for _ in range(count)]
         self.tasks = [asyncio.create_task(self.run(index)) for index in range(count)]
 
     async def run(self, index: int) -> None:
-        async with self.portions.one():
+        async with self.concurrency.one():
             self.running.append(index)
             try:
                 await self.ends[index].wait()
@@ -62,7 +62,7 @@ async def settled() -> None:
 
 
 async def test_so_many_run_and_the_others_follow_in_their_order() -> None:
-    found = Sequences(Portions(3), 6)
+    found = Sequences(RequestConcurrency(3), 6)
     await settled()
     assert found.running == [0, 1, 2]
     await found.end(1)
@@ -75,7 +75,7 @@ async def test_so_many_run_and_the_others_follow_in_their_order() -> None:
 async def test_each_that_runs_counts_in_the_limits() -> None:
     gate = Gate(Limits(in_flight=4, queued=10))
     own, _ = gate.admission.arrive(0, LOAD)
-    found = Sequences(Portions(10, gate), 8)
+    found = Sequences(RequestConcurrency(10, gate), 8)
     await settled()
     assert (len(found.running), gate.admission.in_flight) == (4, 4)
     await found.end(*range(8))
@@ -87,7 +87,7 @@ async def test_each_that_runs_counts_in_the_limits() -> None:
 async def test_who_waits_comes_before_further_sequences() -> None:
     gate = Gate(Limits(in_flight=2, queued=10))
     gate.admission.arrive(0, LOAD)
-    found = Sequences(Portions(10, gate), 4)
+    found = Sequences(RequestConcurrency(10, gate), 4)
     await settled()
     assert found.running == [0, 1]
     other, _ = gate.admission.arrive(0, LOAD)
@@ -106,7 +106,7 @@ async def test_who_waits_comes_before_further_sequences() -> None:
 
 async def test_two_requests_of_many_never_wait_for_each_other() -> None:
     gate = Gate(Limits(in_flight=2, queued=10))
-    both = [Sequences(Portions(10, gate), 5) for _ in range(2) if gate.admission.arrive(0, LOAD)]
+    both = [Sequences(RequestConcurrency(10, gate), 5) for _ in range(2) if gate.admission.arrive(0, LOAD)]
     await settled()
     for index in range(5):
         assert [each.running for each in both] == [[index], [index]]
@@ -117,21 +117,21 @@ async def test_two_requests_of_many_never_wait_for_each_other() -> None:
 
 
 async def test_those_that_wait_can_leave() -> None:
-    found = Sequences(Portions(1), 4)
+    found = Sequences(RequestConcurrency(1), 4)
     await settled()
     await found.cancel(1, 2)
     assert found.running == [0]
     await found.end(0)
     assert found.running == [3]
     await found.cancel(3)
-    assert (found.portions.running, len(found.portions.waiting)) == (0, 0)
+    assert (found.concurrency.running, len(found.concurrency.waiting)) == (0, 0)
 
 
 async def test_one_that_is_cancelled_as_it_is_let_in_gives_its_place_on() -> None:
-    found = Sequences(Portions(1), 3)
+    found = Sequences(RequestConcurrency(1), 3)
     await settled()
     found.ends[0].set()
-    while not found.portions.waiting or found.portions.waiting[0] is not found.portions.waiting[-1]:
+    while not found.concurrency.waiting or found.concurrency.waiting[0] is not found.concurrency.waiting[-1]:
         await asyncio.sleep(0)  # until the second has a place, which it does not know of yet
     found.tasks[1].cancel()
     await settled()
@@ -143,7 +143,7 @@ async def test_whatever_ends_or_leaves_when_all_comes_back(seed: int) -> None:
     chance = random.Random(seed)
     gate = Gate(Limits(in_flight=5, queued=10))
     gate.admission.arrive(0, LOAD)
-    found = Sequences(Portions(4, gate), 30)
+    found = Sequences(RequestConcurrency(4, gate), 30)
     order = list(range(30))
     chance.shuffle(order)
     for index in order:
@@ -154,6 +154,6 @@ async def test_whatever_ends_or_leaves_when_all_comes_back(seed: int) -> None:
         for _ in range(chance.randrange(4)):
             await asyncio.sleep(0)
         assert gate.admission.in_flight <= 5
-        assert found.portions.running <= 4
+        assert found.concurrency.running <= 4
     await asyncio.gather(*found.tasks, return_exceptions=True)
-    assert (gate.admission.in_flight, found.portions.running, len(found.portions.waiting)) == (1, 0, 0)
+    assert (gate.admission.in_flight, found.concurrency.running, len(found.concurrency.waiting)) == (1, 0, 0)
