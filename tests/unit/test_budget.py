@@ -33,7 +33,7 @@ BUDGET = {
     "protocol": Size(3999, 21),
     "router": Size(10723, 86),
     "settings": Size(2448, 24),
-    "src/tercet, together": Size(65133, 430),
+    "src/tercet, together": Size(65090, 430),
     "tercet_gateway": Size(6278, 43),
     "tercet_lab": Size(19082, 121),
     "tercet_ray": Size(1522, 16),

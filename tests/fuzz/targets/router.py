@@ -28,6 +28,7 @@ from tercet.settings import EngineAddress, RouterConfig
 from tercet.settings.decoding import decode_settings, read_yaml
 from tercet.wire.client import HttpEngine
 from tercet.wire.client.ask_router import ask_router
+from tests.abort import abort
 from tests.fuzz.fuzzing import Outcome, Target
 from tests.fuzz.mutation import Case, Named
 from tests.fuzz.targets.kv_transfer import kind_of
@@ -185,7 +186,7 @@ class ClientRoom:
                 await ask_router(self._url, "GET", "/program")
                 return "a router"
             case _:
-                await self._engine.abort("s")
+                await abort(self._engine, "s")
                 return "aborted"
 
 
