@@ -24,13 +24,13 @@ from tercet.protocol.entry_points import COMMANDS, entry_points
 MODULES: Mapping[str, str] = {
     "up": "up", "down": "detached", "status": "status", "chat": "chat", "engine": "engine", "router": "servers",
     "epp": "", "sidecar": "", "model-router": "", "rescheduler": "servers", "planner": "",
-    "demo": "demo", "chaos": "", "doctor": "doctor",
+    "demo": "demo", "chaos": "", "conformance": "", "doctor": "doctor",
     "program": "program", "engines": "engines", "scale": "scale", "upgrade": "",
     "trace": "trace", "top": "top", "bench": "", "sim": "",
 }  # fmt: skip
 EXTRA_OF: Mapping[str, str] = {
     "epp": "gateway", "sidecar": "gateway", "model-router": "gateway", "upgrade": "gateway",
-    "planner": "lab", "chaos": "lab", "bench": "lab", "sim": "lab",
+    "planner": "lab", "chaos": "lab", "conformance": "lab", "bench": "lab", "sim": "lab",
 }  # fmt: skip
 # Commands that are parts of other commands.
 PARTS_OF: Mapping[str, str] = {

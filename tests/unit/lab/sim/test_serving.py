@@ -215,6 +215,19 @@ def test_a_fleet_with_a_secret_serves_its_members_alone(secret: str) -> None:
     asyncio.run(main())
 
 
+def test_a_receiver_with_another_secret_ends_the_send() -> None:
+    """It answers each proof with a new challenge, which the sender must not follow for ever."""
+
+    async def main() -> None:
+        async with pair(secret="ours") as ours, pair(secret="theirs") as theirs, asyncio.timeout(LONGEST_WAIT_S):
+            request = request_of("s", 100, 5)
+            async with theirs.clients[1].prep_recv(request) as reservation:
+                with pytest.raises(TransferFailed, match="401"):
+                    await ours.clients[0].remote_send(request, reservation, 0)
+
+    asyncio.run(main())
+
+
 def test_errors_cross_the_wire_with_their_kind() -> None:
     async def main(found: Pair) -> None:
         prefill, decode = found.clients

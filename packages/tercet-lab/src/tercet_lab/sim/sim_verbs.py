@@ -109,23 +109,22 @@ class HttpNetwork(Network):
         if len(self._provers) > MOST_PEERS:
             del self._provers[next(iter(self._provers))]
         try:
-            status, body = await self._asked(url, data, prover)
+            status, body, challenges = await self._asked(url, data, prover)
+            if status == HTTPStatus.UNAUTHORIZED and prover.meets(challenges):
+                status, body, _ = await self._asked(url, data, prover)  # once: to a wrong secret it always challenges
             said = msgspec.json.decode(body, type=str | None) if status == 200 else f"{status}"
         except (aiohttp.ClientError, TimeoutError, OSError, msgspec.MsgspecError) as error:
             said = f"the receiver does not answer: {error}"
         answer(said)
 
-    async def _asked(self, url: str, data: bytes, prover: Prover) -> tuple[int, bytes]:
-        while True:
-            proof = prover.headers("POST", DELIVER.removeprefix(API_PREFIX), digest_of(data))
-            headers = {"content-type": JSON, **PLAIN, **proof}
-            async with self._session.post(
-                url + DELIVER, data=data, headers=headers, timeout=ANSWER, allow_redirects=False
-            ) as response:
-                body = await read_answer(response)
-            challenges = response.headers.getall(CHALLENGE_HEADER, [])
-            if response.status != HTTPStatus.UNAUTHORIZED or not prover.meets(challenges):
-                return response.status, body
+    async def _asked(self, url: str, data: bytes, prover: Prover) -> tuple[int, bytes, Sequence[str]]:
+        proof = prover.headers("POST", DELIVER.removeprefix(API_PREFIX), digest_of(data))
+        headers = {"content-type": JSON, **PLAIN, **proof}
+        async with self._session.post(
+            url + DELIVER, data=data, headers=headers, timeout=ANSWER, allow_redirects=False
+        ) as response:
+            body = await read_answer(response)
+        return response.status, body, response.headers.getall(CHALLENGE_HEADER, [])
 
 
 class RemoteEngine:
