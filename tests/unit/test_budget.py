@@ -35,7 +35,7 @@ BUDGET = {
     "settings": Size(2448, 24),
     "src/tercet, together": Size(65090, 430),
     "tercet_gateway": Size(6278, 43),
-    "tercet_lab": Size(19082, 121),
+    "tercet_lab": Size(20414, 127),
     "tercet_ray": Size(1522, 16),
     "transport": Size(6793, 24),
     "vllm_plugin": Size(15617, 116),
