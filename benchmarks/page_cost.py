@@ -16,10 +16,8 @@ from typing import cast
 from tercet.fleet import EngineFleet, Member, RunningSequence, Trace
 from tercet.protocol import Engine, EngineLoad, Request
 from tercet.protocol.trace import TraceEvent
-from tercet.router.page.engine_rows import ReportedLoads
-from tercet.router.page.records import encoded
-from tercet.router.page.viewers import INTERVAL_S, LARGE, LARGE_INTERVAL_S
-from tercet.router.page.watch import FleetWatch, about_service
+from tercet.router.page.records import ReportedLoads, encoded
+from tercet.router.page.watch import INTERVAL_S, LARGE, LARGE_INTERVAL_S, FleetWatch, about_service
 from tercet.router.serve.service import Service
 from tercet.settings import RetryBudget
 from tercet_lab.bench.simulated.moving_fleet import MoveCounts

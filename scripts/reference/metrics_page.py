@@ -12,9 +12,7 @@ from scripts.reference.markdown import code, table
 from tercet.fleet import EngineFleet, Member
 from tercet.fleet.engine_gauges import EngineCollector
 from tercet.protocol import Engine, EngineLoad
-from tercet.router.observe.exposition import COUNTED_HERE, KNOWN_HERE, SERVED, VLLMS
-from tercet.router.observe.metrics import Metrics
-from tercet.router.observe.session_metrics import SessionCounters
+from tercet.router.observe.metrics import COUNTED_HERE, KNOWN_HERE, SERVED, VLLMS, Metrics, SessionCounters
 from tercet.vllm_plugin.edge import agent_metrics
 from tercet.vllm_plugin.edge.liveness_probe import LivenessProbe
 from tercet.wire.client import remote_prefill

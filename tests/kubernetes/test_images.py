@@ -124,7 +124,7 @@ STARTED = (
     "tercet_gateway.sidecar.server",
     "tercet_gateway.server",
     "tercet_gateway.model_renderer",
-    "tercet.router.serve.rescheduler_server",
+    "tercet.router.serve.rescheduler",
     "tercet.wire.otel",
     "opentelemetry.exporter.otlp.proto.http.trace_exporter",
 )

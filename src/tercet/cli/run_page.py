@@ -10,7 +10,7 @@ import uvicorn
 from tercet.aio import signals_to
 from tercet.cli.terminal import say
 from tercet.router.admin.admin_server import QuietServer
-from tercet.router.page.recorded_page import RecordedPage
+from tercet.router.page.page_app import RecordedPage
 
 HOST = "127.0.0.1"
 CLOSE_SECONDS = 1

@@ -18,7 +18,7 @@ from tercet.decisions.migration import policies_of
 from tercet.decisions.scheduling import load_scheduling
 from tercet.programs import load_program
 from tercet.protocol import BadRequest
-from tercet.router.serve.rescheduler_server import serve_rescheduler
+from tercet.router.serve.rescheduler import serve_rescheduler
 from tercet.router.workers import supervise
 from tercet.settings import ReschedulerConfig, RouterConfig, require_url
 from tercet.wire.client import engine_tls

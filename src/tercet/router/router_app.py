@@ -32,10 +32,14 @@ from tercet.protocol.errors import error_body
 from tercet.protocol.headers import GENERATING, PROGRAM_HEADER
 from tercet.protocol.request_checks import WITH_BODY
 from tercet.protocol.wire import API_PREFIX, JSON
-from tercet.router.limits.received_bodies import ReceivedBody, nothing_from, read_body, receive_body
-from tercet.router.limits.sequence_count import require_few_sequences
-from tercet.router.observe.access_log import access_logged
-from tercet.router.observe.followed_requests import followed_request, take_id_of_body
+from tercet.router.limits.received_bodies import (
+    ReceivedBody,
+    nothing_from,
+    read_body,
+    receive_body,
+    require_few_sequences,
+)
+from tercet.router.observe.followed_requests import access_logged, followed_request, take_id_of_body
 from tercet.router.observe.request_traces import FollowedRequest, RequestTraces
 from tercet.router.pooling import PooledAnswer, PoolingServers, close_result
 from tercet.router.serve.shutdown import Shutdown
@@ -54,6 +58,19 @@ from tercet.wire.serving.server_access import AT_ADMIN, AdminAccess, is_admin_pa
 
 if TYPE_CHECKING:
     from tercet.vllm_plugin.fast_path.entry import FastPath
+from typing import TYPE_CHECKING
+
+from starlette.applications import Starlette
+
+from tercet.router.observe.metrics import with_metrics
+from tercet.router.page.page_app import with_page
+from tercet.router.state.shared_state import SharedState
+from tercet.settings import RouterConfig
+from tercet.wire.serving.server_access import RouterKeys
+
+if TYPE_CHECKING:
+    from tercet.vllm_plugin.fast_path.entry import FastPath
+
 
 logger = logging.getLogger("tercet.router")
 # Key of the scope with an error, for the layers around refusals.
@@ -393,3 +410,23 @@ async def _passed_on(scope: Scope, receive: Receive, send: Send) -> None:
         logger.warning("%s", error.message)
         return
     await send({"type": "http.response.body", "body": b""})
+
+
+def put_layers_before(
+    app: Starlette, layers: ASGIApp, config: RouterConfig, state: SharedState, keys: RouterKeys, shutdown: Shutdown,
+    pooling: PoolingServers, fast: FastPath | None = None,
+    around_refusals: Callable[[ASGIApp], ASGIApp] = lambda app: app,
+) -> Gate:  # fmt: skip
+    """Make requests of ``app`` pass the router's layers and then ``layers``, its own; return the gate that admits them.
+
+    ``fast`` and ``around_refusals`` are those of :class:`RouterApp`.
+    """
+    service, apart = state.service, config.admin_listen is not None
+    gate = Gate(config.limits, service.fleet, service.metrics)
+    front = RouterApp(
+        with_metrics(layers, service.fleet, state.traces.exemplars), fast, gate, keys.clients, service.program_called,
+        config.max_request_bytes, around_refusals, shutdown, config.access_log, pooling, keys.access, apart,
+        state.traces.own, config.client_traces,
+    )  # fmt: skip
+    app.middleware_stack = with_page(front, state, keys, config.public_name, shutdown, apart)
+    return gate

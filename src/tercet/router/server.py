@@ -4,22 +4,26 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import logging
 import math
 import os
 import signal
-from collections.abc import Awaitable, Callable, Generator
-from contextlib import AsyncExitStack, contextmanager, suppress
+from collections.abc import AsyncGenerator, Awaitable, Callable, Generator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+import uvicorn
+from fastapi import FastAPI, Response
 from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp
 
 from tercet.aio import TaskSet, signals_to
 from tercet.aio.descriptors import descriptors_watched
 from tercet.fleet import EngineFleet
+from tercet.fleet.admission import Gate
 from tercet.fleet.discovery import discovery_of
 from tercet.fleet.discovery.pod_discovery import access_of
 from tercet.fleet.membership import READY_SECONDS, Membership, connecting
@@ -28,39 +32,97 @@ from tercet.protocol import EngineUnreachable, spans
 from tercet.protocol.entry_points import PARTS
 from tercet.protocol.spans import SpanContext
 from tercet.router import admin
-from tercet.router.admin.admin_server import admin_served, tls_options
-from tercet.router.observe.metrics import Metrics
-from tercet.router.observe.request_spans import spans_of
-from tercet.router.observe.request_traces import RequestTrace, RequestTraces
-from tercet.router.observe.session_metrics import SessionCounters
+from tercet.router.admin.admin_route import json_answer
+from tercet.router.admin.admin_server import CLOSE_SECONDS, QuietServer, admin_served, tls_options
+from tercet.router.observe.metrics import Metrics, SessionCounters
+from tercet.router.observe.request_traces import RequestTrace, RequestTraces, spans_of
 from tercet.router.pooling import PoolingServers
-from tercet.router.router_layers import put_layers_before
-from tercet.router.serve.named_files import NamedFiles
+from tercet.router.router_app import RouterApp, put_layers_before
 from tercet.router.serve.rescheduler import OwnSequences, Rescheduler
+from tercet.router.serve.routing import NamedFiles
 from tercet.router.serve.service import Service
 from tercet.router.serve.service_programs import ServicePrograms
 from tercet.router.serve.sessions import Sessions
 from tercet.router.serve.shutdown import Shutdown
 from tercet.router.state.fleet_adapters import AdapterLoader
 from tercet.router.state.fleet_state import FleetState
-from tercet.router.state.found_members import follow_found
-from tercet.router.state.joined_members import GoneEngines, remove_gone
-from tercet.router.state.reload import reload_on_change
-from tercet.router.state.role_keeper import RoleKeeper
-from tercet.router.state.roles import with_roles_followed
+from tercet.router.state.joined_members import GoneEngines, follow_found, remove_gone
+from tercet.router.state.loaded_code import reload_on_change
+from tercet.router.state.roles import RoleKeeper, with_roles_followed
 from tercet.router.state.shared_state import SharedState
 from tercet.router.state.state_configmap import configmap_store
 from tercet.router.state.state_store import StateStore
-from tercet.router.waiting_room import can_wait, waiting_room
-from tercet.router.workers import Shared, tell_ready
+from tercet.router.workers import Shared, listening_socket, tell_ready
 from tercet.settings import RouterConfig
 from tercet.settings.extras import provided
 from tercet.settings.log_lines import log_to_stderr
 from tercet.settings.variables import ALL_ENGINES_VARIABLE, API_KEY_VARIABLE
 from tercet.wire.client import engine_tls
 from tercet.wire.exported_spans import exporting_spans
-from tercet.wire.serving.server_access import RouterKeys
+from tercet.wire.serving.client_connection import BoundedProtocol
+from tercet.wire.serving.server_access import RouterKeys, api_keys
 from tercet.wire.streams import StreamListener
+
+logger = logging.getLogger("tercet.router")
+# Flags with which vLLM's layer does not listen at a plain port.
+OTHER_LISTENING = ("--ssl", "--uds", "--root-path")
+REASON = "this router has no engine yet that answers; it serves once one does"
+
+
+def can_wait(config: RouterConfig) -> bool:
+    """True if the port is a plain port of this process, which can answer until there is an engine."""
+    plain = not any(flag.startswith(OTHER_LISTENING) for flag in config.vllm_args)
+    return config.workers == 1 and config.admin_listen is None and plain
+
+
+@asynccontextmanager
+async def waiting_room(config: RouterConfig, state: SharedState, files: NamedFiles) -> AsyncGenerator[None]:
+    """Answer clients at the router's port with 503 and :data:`REASON`, and serve admin routes, while entered.
+
+    The port is free at the exit, so that the OpenAI API can listen there.
+    """
+    keys = RouterKeys(config, api_keys(_keys_of(config.vllm_args)))
+    keys.require_private(config.host, config)
+    server = QuietServer(
+        uvicorn.Config(_app(config, state, keys, files), http=BoundedProtocol, log_level="warning", access_log=False,
+                       lifespan="off", timeout_graceful_shutdown=CLOSE_SECONDS)
+    )  # fmt: skip
+    with listening_socket(config) as sock:
+        serving = asyncio.ensure_future(server.serve([sock]))
+        try:
+            if not await server.started_by(serving):
+                serving.result()
+            logger.warning("%s; until then port %d answers with this error", REASON, config.port)
+            yield
+        finally:
+            server.should_exit = True
+            await serving
+
+
+def _app(config: RouterConfig, state: SharedState, keys: RouterKeys, files: NamedFiles) -> FastAPI:
+    app = FastAPI(openapi_url=None)
+    admin.install(app, state, [config.public_name, *config.model_aliases], files=files)
+
+    @app.api_route("/{path:path}", methods=["GET", "POST", "PUT", "DELETE", "PATCH", "HEAD", "OPTIONS"])
+    async def not_yet(path: str) -> Response:
+        error = EngineUnreachable(REASON)
+        return json_answer(error.to_wire(), error.status)
+
+    service = state.service
+    gate = Gate(config.limits, service.fleet, service.metrics)
+    app.middleware_stack = RouterApp(
+        app.build_middleware_stack(), None, gate, keys.clients, service.program_called, config.max_request_bytes,
+        access_log=config.access_log, admins=keys.access,
+    )  # fmt: skip
+    return app
+
+
+def _keys_of(given: Sequence[str]) -> argparse.Namespace:
+    """Return the client keys among vLLM's flags; the layer that serves later checks the other flags."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--api-key", nargs="+")
+    return parser.parse_known_args(list(given))[0]
+
 
 SOON_SECONDS = 6.0
 """Seconds in which a named engine should answer; later the port answers with an error meanwhile."""

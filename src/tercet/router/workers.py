@@ -25,12 +25,21 @@ from prometheus_client import multiprocess
 from tercet.aio import signals_to
 from tercet.aio.warm_parent import ForkedChild, Forks, NoFork
 from tercet.protocol import TercetError
-from tercet.router.listening import listening_socket
 from tercet.router.warm_workers import warm_parent
 from tercet.settings import RouterConfig
 from tercet.settings.log_events import ROUTER_READY, WORKER_ENDED
 from tercet.settings.log_lines import log_to_stderr
 from tercet.settings.variables import COLD, WARM_PARENT_VARIABLE
+
+
+def listening_socket(config: RouterConfig) -> socket.socket:
+    """Return a socket that is bound to the host and port for clients."""
+    family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
+    sock = socket.socket(family, socket.SOCK_STREAM)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    sock.bind((config.host, config.port))
+    return sock
+
 
 logger = logging.getLogger(__name__)
 

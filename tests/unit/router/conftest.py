@@ -27,8 +27,7 @@ from tercet.protocol.addresses import TextFingerprint
 from tercet.router import admin
 from tercet.router.observe.metrics import Metrics
 from tercet.router.router_app import RouterApp
-from tercet.router.serve.named_files import NamedFiles
-from tercet.router.serve.routing import Plan
+from tercet.router.serve.routing import NamedFiles, Plan
 from tercet.router.serve.service import Service
 from tercet.router.state.fleet_state import FleetState, ProgramInUse
 from tercet.router.state.shared_state import SharedState

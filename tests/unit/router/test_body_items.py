@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from tercet.protocol import BadRequest
-from tercet.router.limits import body_items
-from tercet.router.limits.body_items import require_few_items, require_readable, require_small_structures
+from tercet.router.limits import received_bodies
+from tercet.router.limits.received_bodies import require_few_items, require_readable, require_small_structures
 
 TURN = {"role": "user", "content": "x"}
 PART = {"type": "text", "text": "x"}
@@ -67,7 +67,7 @@ async def test_long_texts_and_token_ids_are_no_items(path: str, fields: Any) -> 
 
 
 def test_what_takes_too_long_to_read_is_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(body_items, "MOST_SEPARATORS", 100)
+    monkeypatch.setattr(received_bodies, "MOST_SEPARATORS", 100)
     require_readable(json.dumps(list(range(90))).encode())
     with pytest.raises(BadRequest, match="100 values"):
         require_readable(json.dumps(list(range(110))).encode())

@@ -13,12 +13,17 @@ from starlette.types import Receive, Scope, Send
 from tercet.protocol import BadRequest
 from tercet.protocol.headers import PROGRAM_HEADER
 from tercet.protocol.spans import SpanContext, working_in
-from tercet.router.observe import exposition, shared_traces
-from tercet.router.observe.exemplars import MOST_EXEMPLARS, WORKERS_VARIABLE, Exemplars, by_bucket
-from tercet.router.observe.exposition import KNOWN_HERE, with_metrics
-from tercet.router.observe.metrics import MOST_REASONS
-from tercet.router.observe.request_traces import RequestTraces
-from tercet.router.observe.shared_traces import SharedTraces, TraceQuestion
+from tercet.router.observe import metrics, request_traces
+from tercet.router.observe.metrics import (
+    KNOWN_HERE,
+    MOST_EXEMPLARS,
+    MOST_REASONS,
+    WORKERS_VARIABLE,
+    Exemplars,
+    by_bucket,
+    with_metrics,
+)
+from tercet.router.observe.request_traces import RequestTraces, SharedTraces, TraceQuestion
 from tercet.router.serve.moves import MoveRecord
 from tercet.router.serve.routing import Plan, Rule
 
@@ -28,7 +33,7 @@ from .conftest import LiveRouter, series
 @pytest.fixture
 def counted(monkeypatch: pytest.MonkeyPatch) -> CollectorRegistry:
     registry = CollectorRegistry()
-    monkeypatch.setattr(exposition, "REGISTRY", registry)
+    monkeypatch.setattr(metrics, "REGISTRY", registry)
     monkeypatch.delenv("PROMETHEUS_MULTIPROC_DIR", raising=False)
     labels = ["model_name", "engine"]
     for name in ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc", "cache_config_info", "new_one"):
@@ -127,7 +132,7 @@ async def test_exemplars_of_all_workers_of_one_router_are_put_together(monkeypat
         found = by_bucket(await asking.exemplars())
         monkeypatch.setenv(WORKERS_VARIABLE, "/another")
         question = TraceQuestion(exemplars="/one/router")
-        assert await asking._of_others(question, shared_traces._exemplars) == [], "it counts elsewhere"
+        assert await asking._of_others(question, request_traces._exemplars) == [], "it counts elsewhere"
         monkeypatch.delenv(WORKERS_VARIABLE)
         assert len(await asking.exemplars()) == 2, "one process asks nobody"
     of_bound = {dict(labels)["le"]: exemplar for (_, labels), exemplar in found.items()}

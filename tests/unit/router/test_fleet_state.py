@@ -24,7 +24,7 @@ from tercet.router.serve.routing import Plan, Share
 from tercet.router.state import state_store
 from tercet.router.state.fleet_state import FleetState, ProgramInUse, StateFile
 from tercet.router.state.followers import EngineReport, FollowerReport, Followers
-from tercet.router.state.state_changes import REMEMBERED, because, changes_with_reasons
+from tercet.router.state.shared_state import REMEMBERED, because, changes_with_reasons
 from tercet.settings import EngineAddress, RouterConfig
 
 FIRST = FleetState(

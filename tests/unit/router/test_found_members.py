@@ -12,7 +12,7 @@ import pytest
 from tercet.fleet.discovery import PodDiscovery
 from tercet.protocol import BadRequest
 from tercet.router.observe.metrics import Metrics
-from tercet.router.state.found_members import follow_found
+from tercet.router.state.joined_members import follow_found
 from tercet.settings import DiscoverySettings
 from tests.longest_wait import LONGEST_WAIT_S
 from tests.unit.fleet.discovery.api_server import FAST, ApiServer, api_server, pod
@@ -100,7 +100,7 @@ async def test_a_pod_that_does_not_fit_is_not_picked(router: LiveRouter, server:
 async def test_a_state_that_cannot_be_written_is_written_later(
     router: LiveRouter, server: ApiServer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("tercet.router.state.found_members.RETRY_DELAY_S", 0.01)
+    monkeypatch.setattr("tercet.router.state.joined_members.RETRY_DELAY_S", 0.01)
     change, failures = router.shared.change, iter((True, True))
 
     async def fails(*given: object) -> object:

@@ -20,8 +20,8 @@ from tercet.router.serve.routing import Plan
 from tercet.router.serve.service import Service
 from tercet.router.serve.service_programs import ServicePrograms
 from tercet.router.state.fleet_state import FleetState, StateFile
-from tercet.router.state.reload import reload_on_change
-from tercet.router.state.state_changes import because
+from tercet.router.state.loaded_code import reload_on_change
+from tercet.router.state.shared_state import because
 from tercet.settings import RetryBudget, log_events
 from tercet.settings.log_events import LogEvent
 from tercet.settings.log_lines import EVENTS, FIELDS

@@ -30,8 +30,7 @@ from tercet.router.serve.routing import Plan, Rule, Share
 from tercet.router.serve.service import Service
 from tercet.router.state import fleet_state
 from tercet.router.state.fleet_state import AdapterState, FleetState, StateFile
-from tercet.router.state.shared_state import SharedState
-from tercet.router.state.state_changes import because
+from tercet.router.state.shared_state import SharedState, because
 from tercet.settings import EngineAddress, RouterConfig
 from tercet.settings.engine_addresses import engine_address
 

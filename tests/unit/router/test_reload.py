@@ -13,8 +13,8 @@ import pytest
 from tercet.programs import load_program
 from tercet.router.observe.metrics import Metrics
 from tercet.router.serve.routing import Plan, Rule, Share
-from tercet.router.state import reload
-from tercet.router.state.reload import FileWatch, files_of, reload_on_change
+from tercet.router.state import loaded_code
+from tercet.router.state.loaded_code import FileWatch, files_of, reload_on_change
 from tests.longest_wait import LONGEST_WAIT_S
 
 from .conftest import LiveRouter
@@ -75,7 +75,7 @@ async def test_a_change_that_another_worker_has_taken_up_is_not_taken_up_again(
             looks.append(super().changed(files))
             return looks[-1]
 
-    monkeypatch.setattr(reload, "FileWatch", Watch)
+    monkeypatch.setattr(loaded_code, "FileWatch", Watch)
     async with joined(router, metrics) as other:
         watching = asyncio.ensure_future(reload_on_change(other.shared, every=0.5))
         await until(lambda: len(looks) == 2)  # the first look at programs and at plugins

@@ -11,8 +11,7 @@ import pytest
 
 from tercet.fleet import EngineFleet, Member
 from tercet.protocol import BadRequest, EngineLoad, EngineUnreachable, SequenceReport, TercetError, UnknownSequence
-from tercet.router.serve.reported_sequences import ReportedSequences
-from tercet.router.serve.rescheduler import Rescheduler
+from tercet.router.serve.rescheduler import ReportedSequences, Rescheduler
 from tercet.settings import MoveSettings, RescheduleSettings
 from tests.unit.fakes import FakeEngine
 

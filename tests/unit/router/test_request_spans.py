@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from tercet.protocol.spans import Span, SpanContext
 from tercet.protocol.trace import RETRY, TraceEvent
-from tercet.router.observe.request_spans import spans_of
-from tercet.router.observe.request_traces import SERVED, RequestTrace, SequenceTrace
+from tercet.router.observe.request_traces import SERVED, RequestTrace, SequenceTrace, spans_of
 
 PLACE = SpanContext("a" * 32, "b" * 16)
 

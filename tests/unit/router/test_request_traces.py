@@ -18,8 +18,7 @@ from tercet.fleet.admission import Gate
 from tercet.protocol import EngineUnreachable, Saturated
 from tercet.router import admin
 from tercet.router.observe.followed_requests import LONGEST_IN_ANSWERS
-from tercet.router.observe.request_traces import FollowedRequest, RequestTraces
-from tercet.router.observe.shared_traces import SharedTraces, TraceQuestion
+from tercet.router.observe.request_traces import FollowedRequest, RequestTraces, SharedTraces, TraceQuestion
 from tercet.router.prompt_texts import PromptTexts
 from tercet.router.router_app import RouterApp
 from tercet.router.serve.service_programs import ServicePrograms
@@ -199,7 +198,7 @@ async def _others_are_asked() -> None:
 
 async def test_what_is_no_question_gets_no_answer() -> None:
     async with SharedTraces(RequestTraces(), "test-odd").answering():
-        from tercet.router.observe.shared_traces import _address
+        from tercet.router.observe.request_traces import _address
 
         reader, writer = await asyncio.open_unix_connection(_address("test-odd"))
         writer.write(json.dumps({"id": 3}).encode() + b"\n")

@@ -16,8 +16,7 @@ from tercet.fleet.member_state import MemberState
 from tercet.protocol import EngineLoad
 from tercet.router.serve.routing import Plan
 from tercet.router.state.fleet_state import FleetState, ProgramInUse
-from tercet.router.state.role_keeper import RoleKeeper
-from tercet.router.state.roles import FleetRoles, seen_for_roles, with_roles_followed
+from tercet.router.state.roles import FleetRoles, RoleKeeper, seen_for_roles, with_roles_followed
 from tercet.settings import EngineAddress, RescheduleSettings
 from tercet.settings.role_settings import ObjectiveClass, Objectives
 
@@ -51,7 +50,7 @@ async def until(condition: Any) -> None:
 
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tercet.router.state.role_keeper.INTERVAL_S", 0.01)
+    monkeypatch.setattr("tercet.router.state.roles.INTERVAL_S", 0.01)
 
 
 @pytest.mark.usefixtures("quick")
@@ -140,7 +139,7 @@ async def test_a_decision_that_cannot_be_read_in_time_is_not_shown(
 ) -> None:
     router.shared.role_keeper = keeper = keeper_of(router)
     go_on = threading.Event()
-    monkeypatch.setattr("tercet.router.state.role_keeper.read_decision", lambda _: go_on.wait(60))
+    monkeypatch.setattr("tercet.router.state.roles.read_decision", lambda _: go_on.wait(60))
     keeper._files = FileThread(0.05, 0.05)
     async with router.client() as client:
         answer = await client.get("/roles")

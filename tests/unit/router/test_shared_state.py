@@ -20,7 +20,7 @@ from tercet.protocol import BadRequest, Conflict, EngineLoad, EngineUnreachable
 from tercet.router.observe.metrics import Metrics
 from tercet.router.serve.routing import Plan
 from tercet.router.serve.service import Service
-from tercet.router.state import process_reports
+from tercet.router.state import followers
 from tercet.router.state.fleet_state import FleetState
 from tercet.router.state.shared_state import SharedState
 from tercet.settings import EngineAddress
@@ -137,7 +137,7 @@ async def test_a_state_that_cannot_be_applied_leaves_the_last_good_one_and_is_sa
 
 
 async def test_who_does_not_follow_is_named(router: LiveRouter, other: Other, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(process_reports, "FOLLOW_SECONDS", 0.2)
+    monkeypatch.setattr(followers, "FOLLOW_SECONDS", 0.2)
 
     async def hang(*_: object) -> None:
         await asyncio.sleep(60)

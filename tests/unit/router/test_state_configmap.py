@@ -22,10 +22,17 @@ from tercet.router.observe.metrics import Metrics
 from tercet.router.serve.routing import Plan
 from tercet.router.serve.service import Service
 from tercet.router.state.fleet_state import StateFile
-from tercet.router.state.lease_claim import LEASE_SECONDS, RENEW_SECONDS, LeaseClaim
-from tercet.router.state.role_keeper import RoleKeeper
+from tercet.router.state.roles import RoleKeeper
 from tercet.router.state.shared_state import SharedState
-from tercet.router.state.state_configmap import ConfigMapStore, LeaseTurn, asking, configmap_store
+from tercet.router.state.state_configmap import (
+    LEASE_SECONDS,
+    RENEW_SECONDS,
+    ConfigMapStore,
+    LeaseClaim,
+    LeaseTurn,
+    asking,
+    configmap_store,
+)
 from tercet.settings.role_settings import Objectives
 
 from .api_objects import NAMESPACE, ApiObjects, served_objects
@@ -194,7 +201,7 @@ async def test_two_routers_without_a_common_file_system(router: LiveRouter, metr
 async def test_one_router_of_two_decides_about_roles(
     router: LiveRouter, metrics: Metrics, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tercet.router.state.role_keeper.INTERVAL_S", 0.01)
+    monkeypatch.setattr("tercet.router.state.roles.INTERVAL_S", 0.01)
     api = ApiObjects()
     async with (
         router_elsewhere(router, metrics, api, tmp_path / "a" / "state.json") as one,

@@ -16,10 +16,10 @@ import pytest
 from tercet.decisions.roles import Pressures, RoleFlip, RoleLook
 from tercet.fleet import membership
 from tercet.protocol.wire import JoinCall
-from tercet.router.page import other_workers
-from tercet.router.serve import rescheduler_server, sessions
+from tercet.router.page import watch
+from tercet.router.serve import rescheduler, sessions
 from tercet.router.serve.routing import Plan
-from tercet.router.state import fleet_adapters, joined_members, reload, role_keeper, shared_state
+from tercet.router.state import fleet_adapters, joined_members, loaded_code, roles, shared_state
 from tercet.router.state.fleet_state import StateFile
 from tercet.router.state.joined_members import GoneEngines, join
 from tercet.settings import ReschedulerConfig
@@ -107,8 +107,8 @@ async def test_changed_programs_are_loaded(router: LiveRouter, programs: str, tm
                     file.write_text(file.read_text() + "# one more line\n")
                     await asyncio.sleep(0.005)
 
-    started = partial(kept, lambda: reload.reload_on_change(router.shared, 0.002), all_are_loaded)
-    await with_an_error_at_each_await("router/state/reload.py:reload_on_change", started)
+    started = partial(kept, lambda: loaded_code.reload_on_change(router.shared, 0.002), all_are_loaded)
+    await with_an_error_at_each_await("router/state/loaded_code.py:reload_on_change", started)
 
 
 async def test_sessions_are_looked_at(router: LiveRouter, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -139,7 +139,7 @@ async def test_sessions_are_looked_at(router: LiveRouter, monkeypatch: pytest.Mo
 
 
 async def test_roles_are_decided(router: LiveRouter, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(role_keeper, "INTERVAL_S", 0.002)
+    monkeypatch.setattr(roles, "INTERVAL_S", 0.002)
     flips = [RoleFlip(("d",), "prefill", "pressed"), RoleFlip(("d",), "decode", "pressed")]
 
     class Decides:
@@ -153,7 +153,7 @@ async def test_roles_are_decided(router: LiveRouter, monkeypatch: pytest.MonkeyP
 
     @asynccontextmanager
     async def started() -> AsyncGenerator[Works]:
-        keeper = role_keeper.RoleKeeper(router.shared, router.directory / "state.json", Objectives(ttft=1.0, tpot=0.1))
+        keeper = roles.RoleKeeper(router.shared, router.directory / "state.json", Objectives(ttft=1.0, tpot=0.1))
         running = asyncio.create_task(keeper.run())
 
         async def works() -> None:
@@ -166,7 +166,7 @@ async def test_roles_are_decided(router: LiveRouter, monkeypatch: pytest.MonkeyP
             running.cancel()
             await asyncio.wait({running})
 
-    await with_an_error_at_each_await("router/state/role_keeper.py:RoleKeeper._decide", started)
+    await with_an_error_at_each_await("router/state/roles.py:RoleKeeper._decide", started)
 
 
 async def test_adapters_are_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -188,7 +188,7 @@ async def test_adapters_are_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 async def test_other_workers_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(other_workers, "NAMES_INTERVAL_S", 0.002)
+    monkeypatch.setattr(watch, "NAMES_INTERVAL_S", 0.002)
 
     @asynccontextmanager
     async def started() -> AsyncGenerator[Works]:
@@ -204,7 +204,7 @@ async def test_other_workers_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
             await asyncio.Event().wait()
             yield b""
 
-        others = other_workers.OtherWorkers(named, frames_of)
+        others = watch.OtherWorkers(named, frames_of)
         others.begin()
 
         async def works() -> None:
@@ -216,23 +216,23 @@ async def test_other_workers_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
         finally:
             others.end()
 
-    await with_an_error_at_each_await("router/page/other_workers.py:OtherWorkers._find", started)
+    await with_an_error_at_each_await("router/page/watch.py:OtherWorkers._find", started)
 
 
 async def test_a_rescheduler_follows_its_router(router: LiveRouter, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rescheduler_server, "FOLLOW_SECONDS", 0.002)
+    monkeypatch.setattr(rescheduler, "FOLLOW_SECONDS", 0.002)
     listed = [{"name": name, "url": f"http://{name}", "role": "both", "draining": False} for name in ("p", "d")]
 
     async def ask(*_: object, **__: object) -> Any:
         await asyncio.sleep(0)
         return listed
 
-    monkeypatch.setattr(rescheduler_server, "ask_router", ask)
+    monkeypatch.setattr(rescheduler, "ask_router", ask)
     config = ReschedulerConfig(url="http://router")
 
     async def one_is_drained() -> None:
         wanted = listed[1]["draining"] = not router.fleet.member("d").draining
         await until(lambda: router.fleet.member("d").draining is wanted)
 
-    started = partial(kept, lambda: rescheduler_server._follow(config, router.membership), one_is_drained)
-    await with_an_error_at_each_await("router/serve/rescheduler_server.py:_follow", started)
+    started = partial(kept, lambda: rescheduler._follow(config, router.membership), one_is_drained)
+    await with_an_error_at_each_await("router/serve/rescheduler.py:_follow", started)

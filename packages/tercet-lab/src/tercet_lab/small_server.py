@@ -17,14 +17,13 @@ from tercet.protocol import BadRequest
 from tercet.protocol.access import given_key
 from tercet.router import admin
 from tercet.router.admin.admin_server import CLOSE_SECONDS, QuietServer, admin_served
-from tercet.router.listening import listening_socket
 from tercet.router.pooling import PoolingServers
-from tercet.router.router_layers import put_layers_before
-from tercet.router.serve.named_files import NamedFiles
+from tercet.router.router_app import put_layers_before
+from tercet.router.serve.routing import NamedFiles
 from tercet.router.serve.service_programs import ServicePrograms
 from tercet.router.serve.shutdown import Shutdown
 from tercet.router.state.shared_state import SharedState
-from tercet.router.workers import Shared, tell_ready
+from tercet.router.workers import Shared, listening_socket, tell_ready
 from tercet.settings import RouterConfig
 from tercet.wire.serving.client_connection import BoundedProtocol
 from tercet.wire.serving.server_access import RouterKeys, api_keys

@@ -1,5 +1,5 @@
 """The router's admin routes: they show engines, programs and running sequences, and change engines and programs."""
 
-from tercet.router.admin.installing import install, router
+from tercet.router.admin.admin_server import install, router
 
 __all__ = ["install", "router"]

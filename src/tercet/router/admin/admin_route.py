@@ -12,7 +12,7 @@ from fastapi.routing import APIRoute
 from tercet.fleet import EngineFleet
 from tercet.protocol import Forbidden, TercetError
 from tercet.protocol.headers import BEHIND_HEADER
-from tercet.router.serve.named_files import NamedFiles
+from tercet.router.serve.routing import NamedFiles
 from tercet.router.state.shared_state import SharedState
 from tercet.wire.serving.server_access import ADMITTED
 

@@ -1,7 +1,12 @@
-"""Routes that show running sequences and move them, or the KV of a prefix, between engines."""
+"""Routes for requests: running sequences, their moves and traces; for planners; and the whole state of a router.
+
+Traces may be of requests that any of the router's processes served. Planners get the requests of the last minutes,
+without their text, and the state of the engines; they report their plans here for others to read.
+"""
 
 from __future__ import annotations
 
+import os
 import time
 import uuid
 from typing import Annotated, Any
@@ -10,14 +15,18 @@ import msgspec
 from fastapi import APIRouter, Request, Response
 
 from tercet import protocol
+from tercet.decisions.planning.observed import PlannerReport
 from tercet.fleet import RunningSequence
+from tercet.fleet.policy_views import PrefillLine, SeenRequests, observed_engines
 from tercet.programs import migrate_context
 from tercet.protocol import BadRequest, UnknownSequence
 from tercet.protocol.content import MultiModalFeatures
 from tercet.protocol.wire import MoveCall, Salt, decode_call
 from tercet.router.admin.admin_route import AdminRoute, fleet_of, json_answer, shared_of, whole_number
-from tercet.router.serve.moves import MoveRecord
-from tercet.router.serve.proposals import pass_on
+from tercet.router.admin.engines import engine_shown, objectives_shown
+from tercet.router.admin.programs import programs_shown
+from tercet.router.observe.request_traces import MOST_LISTED, TraceQuestion
+from tercet.router.serve.moves import MoveRecord, pass_on
 
 routes = APIRouter(route_class=AdminRoute)
 
@@ -101,3 +110,129 @@ def _sequence(sequence: RunningSequence, now: float) -> dict[str, Any]:
         "tokens": len(sequence.tokens),
         "seconds": now - sequence.began,
     }
+
+
+# Number of traces in a list if the request gives none.
+USUAL = 20
+
+
+@routes.get("/traces")
+async def traces(request: Request) -> Response:
+    """List the newest requests, running ones first: `?newest=NUMBER`, or `?slowest=NUMBER` for the slowest ones."""
+    named = set(request.query_params) - {"newest", "slowest"}
+    if named or len(request.query_params) > 1:
+        raise BadRequest("newest: give either newest=NUMBER or slowest=NUMBER, and no other parameter", "newest")
+    given = request.query_params
+    newest, slowest = _number("newest", given.get("newest")), _number("slowest", given.get("slowest"))
+    question = TraceQuestion(newest=newest if given else USUAL, slowest=slowest)
+    found = await shared_of(request).traces.find(question)
+    return json_answer([msgspec.to_builtins(trace) for trace in found])
+
+
+@routes.get("/traces/{name:path}")
+async def trace(request: Request, name: str) -> Response:
+    """Show the traces of requests with this `x-request-id`, or with this id of an answer, a sequence or a trace."""
+    found = await shared_of(request).traces.find(TraceQuestion(id=name))
+    if not found:
+        raise UnknownSequence(
+            f"id: no router keeps a trace of {name!r}: the id is wrong, or the trace is too old (trace-requests)", "id"
+        )
+    return json_answer([msgspec.to_builtins(each) for each in found])
+
+
+def _number(name: str, text: str | None) -> int:
+    if text is None:
+        return 0
+    number = whole_number(text)
+    if number is None or not 0 < number <= MOST_LISTED:
+        raise BadRequest(f"{name}: {text[:40]!r} is not a number from 1 to {MOST_LISTED}", name)
+    return number
+
+
+WINDOW_S, LONGEST_WINDOW_S = 60.0, 600.0
+
+
+@routes.get("/traffic")
+async def traffic(request: Request) -> Response:
+    """Show requests of the last ``?window=SECONDS``, since the first such call: times, lengths and hashes of blocks.
+
+    Only requests of this process are listed. Times are seconds of its clock, whose present time is ``now``. A block's
+    number is a hash of the tokens up to its end. ``processes`` is the number of processes that share the fleet; the
+    engines' waiting prefills are those of all these processes.
+    """
+    window, shared, fleet = _window(request), shared_of(request), fleet_of(request)
+    service, now = shared.service, fleet.costs.clock()
+    seen = service.seen
+    if seen is None:
+        seen = service.remember(SeenRequests(LONGEST_WINDOW_S, service.attainments.objectives, fleet.costs.clock))
+        fleet.costs.watch()
+        fleet.knowledge.needed()
+    lines = {name: PrefillLine(each.waiting_s, each.busy_s) for name, each in shared.reports.engines().items()}
+    return json_answer(
+        {
+            "pid": os.getpid(),
+            "processes": shared.reports.processes(),
+            "now": now,
+            "since": seen.since,
+            "objectives": objectives_shown(shared),
+            "program": service.routing.current.plan.program,
+            "args": dict(service.routing.current.plan.args),
+            "arrivals": [_shown(each) for each in seen.arrivals(now, window)],
+            "engines": [_engine(each, fleet.member(each.name).draining) for each in observed_engines(fleet, lines)],
+        }
+    )
+
+
+def _window(request: Request) -> float:
+    given = request.query_params.get("window", str(WINDOW_S))
+    try:
+        window = float(given)
+    except ValueError:
+        window = 0.0
+    if not 0 < window <= LONGEST_WINDOW_S:
+        raise BadRequest(
+            f"window: {given!r} is not a number of seconds above 0 and up to {LONGEST_WINDOW_S:g}", "window"
+        )
+    return window
+
+
+def _shown(arrival: Any) -> list[Any]:
+    """Return an arrival's values in the order of the fields of ``tercet.decisions.planning.ObservedRequest``."""
+    return [arrival.at, arrival.prompt_tokens, arrival.output_tokens, arrival.ended, arrival.blocks,
+            arrival.block_size, arrival.met]  # fmt: skip
+
+
+def _engine(engine: Any, draining: bool) -> dict[str, Any]:
+    return {name: getattr(engine, name) for name in engine.__dataclass_fields__} | {"draining": draining}
+
+
+@routes.get("/planner")
+async def planner(request: Request) -> Response:
+    """Show the planner's last plans, each with its forecast and the load that followed; null without a report."""
+    return json_answer(await shared_of(request).planner.newest())
+
+
+@routes.put("/planner")
+async def report(request: Request) -> Response:
+    """Store a planner's report of its last plans; the body is a `PlannerReport`."""
+    await shared_of(request).planner.tell(decode_call(await request.body(), PlannerReport))
+    return json_answer({})
+
+
+@routes.get("/status")
+async def status(request: Request) -> Response:
+    """Show whether this router serves, its models, programs, objectives and engines, and this process's moves."""
+    shared = shared_of(request)
+    refusal = shared.reports.refusal()
+    return json_answer(
+        {
+            "serving": refusal is None,
+            "why": "" if refusal is None else refusal.message,
+            "models": request.app.state.tercet_models,
+            "program": programs_shown(shared.service),
+            "objectives": objectives_shown(shared),
+            "roles": "fixed" if shared.role_keeper is None else "auto",
+            "engines": [engine_shown(member, shared) for member in fleet_of(request).members],
+            "moves": [move_shown(move) for move in shared.service.moves.since(0) if move.outcome == "under_way"],
+        }
+    )

@@ -1,18 +1,103 @@
-"""The metrics that a router counts itself; :mod:`.exposition` assembles ``/metrics``."""
+"""The metrics that a router counts itself, their exemplars, and the ``/metrics`` page that shows them.
+
+The page has names that no engine uses. vLLM's serving layer counts in this process the same quantities as engines,
+under the same names, and has gauges of a scheduler that does not run here: under these names a sum over routers and
+engines would count tokens twice, and a mean would include zeros.
+
+An exemplar is the last request of a sampled trace in a bucket of a histogram, for scrapers that use OpenMetrics. The
+Python client of Prometheus does not support exemplars of several processes. Therefore each worker of a router keeps its
+own, and the worker that is scraped asks the others for theirs.
+"""
 
 from __future__ import annotations
 
+import math
+import os
 import time
+from bisect import bisect_left
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
+from typing import Any, NamedTuple, cast
 
-from prometheus_client import Counter, Gauge, Histogram, Summary
+import prometheus_client
+from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge, Histogram, Metric, Summary
+from prometheus_client.multiprocess import MultiProcessCollector
+from prometheus_client.registry import Collector
+from prometheus_client.samples import Exemplar, Sample
+from prometheus_client.utils import floatToGoString  # pyright: ignore[reportUnknownVariableType]
+from starlette.datastructures import Headers
+from starlette.types import ASGIApp, Receive, Scope, Send
 
-from tercet.fleet import Trace
+from tercet.decisions.sessions import Pause
+from tercet.fleet import EngineFleet, Trace
+from tercet.fleet.engine_gauges import EngineCollector
 from tercet.protocol.spans import SpanContext, current_span
 from tercet.protocol.trace import FALLBACK, RETRY, TraceEvent
-from tercet.router.observe.exemplars import Exemplars
 from tercet.router.serve.moves import MoveRecord
+from tercet.router.serve.sessions import MoveEnd, PinEnd, Ran
 from tercet.wire import SECONDS
+
+WORKERS_VARIABLE = "PROMETHEUS_MULTIPROC_DIR"
+"""Environment variable with the folder in which the workers of one router count together."""
+MOST_EXEMPLARS = 4096
+"""Largest number of exemplars of a process; beyond it the oldest is dropped."""
+_BOUNDS = tuple(floatToGoString(bound) for bound in (*SECONDS, math.inf))
+Bucket = tuple[str, frozenset[tuple[str, str]]]
+
+
+class KeptExemplar(NamedTuple):
+    """One measurement: its histogram and the labels of its bucket, its value (s), Unix time (s), trace and span."""
+
+    histogram: str
+    labels: dict[str, str]
+    value: float
+    at: float
+    trace_id: str
+    span_id: str
+
+    @property
+    def bucket(self) -> Bucket:
+        """The bucket of the measurement: the name of its series, and its labels."""
+        return f"{self.histogram}_bucket", frozenset(self.labels.items())
+
+
+class Exemplars:
+    """The exemplars of this process, for histograms with the buckets :data:`~tercet.wire.SECONDS`."""
+
+    def __init__(self) -> None:
+        self._kept: dict[Bucket, KeptExemplar] = {}
+
+    def note(
+        self, histogram: str, labels: Mapping[str, str], value: float, at: float, place: SpanContext, span: str = ""
+    ) -> None:  # fmt: skip
+        """Keep a measurement of a ``span``, or of ``place``, if its trace is sampled; ``at`` is a Unix time (s)."""
+        if not place.sampled:
+            return
+        in_bucket = {**labels, "le": _BOUNDS[bisect_left(SECONDS, value)]}
+        found = KeptExemplar(histogram, in_bucket, value, at, place.trace_id, span or place.span_id)
+        self._kept.pop(found.bucket, None)  # so that the newest is the last
+        self._kept[found.bucket] = found
+        if len(self._kept) > MOST_EXEMPLARS:
+            del self._kept[next(iter(self._kept))]
+
+    def kept(self) -> list[KeptExemplar]:
+        """Return all exemplars, oldest first."""
+        return list(self._kept.values())
+
+
+def by_bucket(kept: Iterable[KeptExemplar]) -> dict[Bucket, Exemplar]:
+    """Return the newest exemplar of each bucket, of all processes."""
+    return {
+        each.bucket: Exemplar({"trace_id": each.trace_id, "span_id": each.span_id}, each.value, each.at)
+        for each in sorted(kept, key=lambda each: each.at)
+    }
+
+
+def with_exemplar(sample: Sample, found: Mapping[Bucket, Exemplar]) -> Sample:
+    """Return the sample with the exemplar of its bucket, if there is one."""
+    exemplar = found.get((sample.name, frozenset(sample.labels.items()))) if found else None
+    return sample if exemplar is None else sample._replace(exemplar=exemplar)
+
 
 RATIOS = (0.25, 0.5, 0.7, 0.8, 0.9, 1.0, 1.1, 1.25, 1.5, 2.0, 4.0)
 # The reason of a move is free text of the caller, so the number of different reasons is limited.
@@ -276,3 +361,138 @@ class Metrics:
         for what, measured, predicted in (("ttft", trace.ttft, chosen.ttft), ("tpot", trace.tpot, chosen.tpot)):
             if measured is not None and predicted > 0:
                 self._ratio.labels(what).observe(measured / predicted)
+
+
+class SessionCounters:
+    """Counters of the sessions of one router process; see :class:`~tercet.router.serve.sessions.SessionMetrics`."""
+
+    def __init__(self) -> None:
+        self._sessions = Gauge("tercet_sessions", "Sessions that the router remembers.", multiprocess_mode="livesum")
+        self._kept = Gauge(
+            "tercet_sessions_kept", "Contexts of sessions whose KV is pinned on engines.", multiprocess_mode="livesum"
+        )
+        self._turns = Counter(
+            "tercet_session_turns",
+            "Turns of sessions, by engine: the `first` turn of a session, on the engine that the session is `bound` "
+            "to, or on an `other` one.",
+            ["engine"],
+        )
+        self._pauses = Histogram(
+            "tercet_session_pause_seconds", "Time from an answer to the next turn, by what the session waited for.",
+            ["waited_for"], buckets=SECONDS,
+        )  # fmt: skip
+        self._moves = Counter(
+            "tercet_session_moves", "Contexts that left a drained engine: `moved`, `absent` from its cache, `failed`.",
+            ["outcome"],
+        )  # fmt: skip
+        self._bytes = Counter("tercet_session_moved_bytes", "KV sent by moves of contexts.")
+        self._pins = Counter(
+            "tercet_session_pins",
+            "Pins of contexts that ended: `given_up` by the router, `refused` by the engine, `lost` with it.",
+            ["end"],
+        )
+
+    def sizes(self, sessions: int, kept: int) -> None:
+        self._sessions.set(sessions)
+        self._kept.set(kept)
+
+    def turn(self, ran: Ran) -> None:
+        self._turns.labels(ran).inc()
+
+    def paused(self, waited_for: Pause, seconds: float) -> None:
+        self._pauses.labels(waited_for).observe(seconds)
+
+    def moved(self, end: MoveEnd, sent: int) -> None:
+        self._moves.labels(end).inc()
+        self._bytes.inc(sent)
+
+    def unpinned(self, end: PinEnd) -> None:
+        self._pins.labels(end).inc()
+
+
+METRICS = "/metrics"
+OPENMETRICS = "application/openmetrics-text"
+ExemplarsOfAll = Callable[[], Awaitable[Sequence[KeptExemplar]]]
+OURS, VLLMS, SERVED = "tercet_", "vllm:", "tercet_served_"
+COUNTED_HERE = frozenset({"prompt_tokens", "generation_tokens", "request_success"})
+OBSERVED_HERE = frozenset(
+    {"time_to_first_token_seconds", "inter_token_latency_seconds", "e2e_request_latency_seconds",
+     "request_time_per_output_token_seconds", "request_prompt_tokens", "request_generation_tokens",
+     "request_max_num_generation_tokens", "request_params_n", "request_params_max_tokens"}
+)  # fmt: skip
+KNOWN_HERE = COUNTED_HERE | OBSERVED_HERE
+"""Those of vLLM's metrics that are true in a router: requests from their arrival to their end, and their tokens."""
+OF_ENGINES = ("engine", "to")
+
+
+class ServedMetrics(Collector):
+    """The metrics of ``source`` under a router's names, with ``exemplars``, and only for engines that are members."""
+
+    def __init__(
+        self, source: Collector | CollectorRegistry, fleet: EngineFleet, exemplars: Mapping[Bucket, Exemplar]
+    ) -> None:
+        self._source = source
+        self._fleet = fleet
+        self._exemplars = exemplars
+
+    def collect(self) -> Iterable[Metric]:
+        here = {OTHER_ENGINES, *(member.name for member in self._fleet.members)}
+        for metric in self._source.collect():
+            if metric.name.startswith(VLLMS):
+                yield from _served(metric)
+            elif metric.name.startswith(OURS):
+                yield self._of_members(metric, here)
+            else:
+                yield metric
+
+    def describe(self) -> Iterable[Metric]:
+        """Return no metrics: the registry need not collect at registration."""
+        return ()
+
+    def _of_members(self, metric: Metric, here: set[str]) -> Metric:
+        """Return the metric without the series of engines that have left the fleet, which cannot change any more."""
+        found = Metric(metric.name, metric.documentation, metric.type)
+        found.samples = [
+            with_exemplar(sample, self._exemplars) for sample in metric.samples
+            if all(sample.labels[name] in here for name in OF_ENGINES if name in sample.labels)
+        ]  # fmt: skip
+        return found
+
+
+def _served(metric: Metric) -> Iterator[Metric]:
+    """Yield a metric of vLLM under Tercet's name and without its engine number, if it is true in a router."""
+    if metric.name.removeprefix(VLLMS) not in KNOWN_HERE:
+        return
+    found = Metric(SERVED + metric.name.removeprefix(VLLMS), metric.documentation, metric.type)
+    for sample in metric.samples:
+        labels = {name: value for name, value in sample.labels.items() if name != "engine"}
+        found.samples.append(sample._replace(name=SERVED + sample.name.removeprefix(VLLMS), labels=labels))
+    yield found
+
+
+def metrics_of(fleet: EngineFleet, exemplars: Mapping[Bucket, Exemplar]) -> CollectorRegistry:
+    """Return all metrics of a router: what its workers have counted together, and the gauges of engines."""
+    registry = CollectorRegistry()
+    if WORKERS_VARIABLE in os.environ:  # the shared files lack the values that are computed at each scrape
+        counted = CollectorRegistry()
+        MultiProcessCollector(counted)
+        registry.register(ServedMetrics(counted, fleet, exemplars))
+    else:
+        registry.register(ServedMetrics(REGISTRY, fleet, exemplars))
+    registry.register(EngineCollector(fleet))
+    return registry
+
+
+def with_metrics(app: ASGIApp, fleet: EngineFleet, exemplars: ExemplarsOfAll) -> ASGIApp:
+    """Return ``app`` with the router's ``/metrics`` in place of vLLM's, including all paths below it."""
+
+    async def answer(scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and scope["path"].removeprefix(scope.get("root_path", "")).startswith(METRICS):
+            wanted = OPENMETRICS in Headers(scope=scope).get("accept", "")  # the older text format has no exemplars
+            found = by_bucket(await exemplars()) if wanted else {}
+            make = cast("Any", prometheus_client).make_asgi_app  # its type is incomplete
+            await make(metrics_of(fleet, found))(scope, receive, send)
+        else:
+            await app(scope, receive, send)
+
+    return answer

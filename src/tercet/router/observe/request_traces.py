@@ -1,23 +1,35 @@
-"""The traces of requests that this process keeps: the running ones, the last ones, and the slowest ones."""
+"""The traces of requests: those that this process keeps, their export as spans, and those of the other processes.
+
+A process keeps the traces of running requests, of the last ones and of the slowest ones. Processes that share a state
+answer each other over local sockets: a question is one line of JSON; the answer has traces, or exemplars. The sockets
+have abstract names instead of files, since the state may be on a file system that is slow or shared with other
+machines, whose processes are not asked.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import heapq
 import itertools
+import logging
 import os
+import socket
+import struct
 import time
 from collections import deque
-from collections.abc import Callable, Generator, Iterator
-from contextlib import contextmanager
-from typing import Any, cast
+from collections.abc import AsyncGenerator, Awaitable, Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import aclosing, asynccontextmanager, contextmanager, suppress
+from typing import Any, TypeVar, cast
 
 import msgspec
 
 from tercet.fleet import RunningSequence, Trace
 from tercet.protocol import TercetError, Unauthorized
 from tercet.protocol.names import kept_name
-from tercet.protocol.spans import SpanContext
-from tercet.protocol.trace import PickEvent, TraceEvent
+from tercet.protocol.spans import Span, SpanContext, new_span_id
+from tercet.protocol.trace import FALLBACK, RETRY, PickEvent, TraceEvent
+from tercet.protocol.wire import UNREADABLE
+from tercet.router.observe.metrics import WORKERS_VARIABLE, Exemplars, KeptExemplar
 from tercet.router.serve.moves import MoveRecord
 from tercet.wire.serving.request_context import RequestContext
 
@@ -241,3 +253,304 @@ class RequestTraces:
 def shown(trace: RequestTrace) -> dict[str, Any]:
     """Return a trace in the form of the routes' answers."""
     return msgspec.to_builtins(trace)
+
+
+NANOSECONDS = 1_000_000_000
+# Shortest wait (seconds) for admission that gets a span: most requests are admitted at once, and a span costs 50 us.
+LEAST_WAIT_S = 0.001
+_OPERATIONS = {"/v1/chat/completions": "chat", "/v1/completions": "text_completion"}
+# Fields of an event that become attributes of its span: counts of tokens, and others.
+_COUNTS = ("begin", "end", "cached", "received", "computed")
+_OTHERS = ("bytes", "chunks", "transport", "to")
+
+
+def spans_of(trace: RequestTrace, place: SpanContext) -> Iterator[Span]:
+    """Yield the span of a request at ``place``, and below it admission, picks, calls, first tokens, retries, moves."""
+    at = int(trace.at * NANOSECONDS)
+    yield _request(trace, place, at)
+    if trace.waited >= LEAST_WAIT_S:
+        yield Span("admission", place.child(), place.span_id, at, at + _ns(trace.waited))
+    for sequence in trace.sequences:
+        begin = at + _ns(sequence.at)
+        named = {"tercet.seq_id": sequence.seq_id}
+        for pick in sequence.picks:
+            if not pick.scores:  # a pick by turns: the span of its call names the engine
+                continue
+            picked = begin + _ns(pick.at)
+            yield Span("pick", place.child(), place.span_id, picked, picked, attributes={**named, **_of_pick(pick)})
+        for event in sequence.events:
+            yield from _of_event(event, sequence, place, begin, named)
+        for event in sequence.failed:
+            yield _call(event, sequence, place, begin, named)
+
+
+def request_attributes(path: str, model: str, request_id: str) -> dict[str, Any]:
+    """Return the attributes of a request that are known at its arrival."""
+    found = {"http.request.method": "POST", "url.path": path, "tercet.request_id": request_id}
+    if path in _OPERATIONS:
+        found["gen_ai.operation.name"] = _OPERATIONS[path]
+    if model:
+        found["gen_ai.request.model"] = model
+    return found
+
+
+def _request(trace: RequestTrace, place: SpanContext, at: int) -> Span:
+    told = request_attributes(trace.path, trace.model, trace.request_id)
+    told |= {"gen_ai.request.stream": trace.stream, "tercet.outcome": trace.outcome}
+    if trace.sequences:
+        told["gen_ai.usage.input_tokens"] = sum(each.prompt_tokens for each in trace.sequences)
+        told["gen_ai.usage.output_tokens"] = sum(each.output_tokens for each in trace.sequences)
+        told["tercet.program"] = trace.sequences[0].program
+        if (ttft := trace.sequences[0].ttft) is not None:
+            told["tercet.ttft"] = ttft
+    error = "" if trace.outcome in (SERVED, RUNNING) else trace.outcome
+    ended = at + _ns(trace.seconds)
+    return Span(f"POST {trace.path}", place, trace.parent, at, ended, "server", told, (), error, trace.reason)
+
+
+def _of_pick(pick: PickEvent) -> Mapping[str, Any]:
+    found: dict[str, Any] = {"tercet.role": pick.role, "tercet.picker": pick.by, "tercet.engine": pick.engine}
+    found |= {f"tercet.score.{name}": score for name, score in pick.scores.items()}
+    found |= {f"tercet.scorer.{name}": score for name, score in pick.parts.items()}
+    if pick.predicted is not None:
+        found["tercet.tokens.predicted"] = pick.predicted
+    return found
+
+
+def _of_event(
+    event: TraceEvent, sequence: SequenceTrace, place: SpanContext, begin: int, named: Mapping[str, str]
+) -> Iterator[Span]:
+    if event.verb in (FALLBACK, RETRY):
+        at = begin + _ns(event.at)
+        told = {**named, "tercet.engine": event.engine, "tercet.tokens.end": event.end}
+        links = [_of_trace(place, event) for event in _calls_failed_before(event, sequence)]
+        yield Span(
+            event.verb, place.child(), place.span_id, at, at, "internal", told, links, event.code or event.verb,
+            event.reason,
+        )  # fmt: skip
+        return
+    call = _call(event, sequence, place, begin, named)
+    yield call
+    if event.verb == "start_generate":
+        first = begin + _ns(event.at + event.seconds)
+        yield Span("first_token", call.place.child(), call.place.span_id, call.began_ns, first)
+
+
+def _call(event: TraceEvent, sequence: SequenceTrace, place: SpanContext, begin: int, named: Mapping[str, str]) -> Span:
+    """Return the span of a verb or a move; a send is linked to the reservation on the other engine that it filled."""
+    at = begin + _ns(event.at)
+    own = SpanContext(place.trace_id, event.span or new_span_id(), place.sampled, place.state)
+    told: dict[str, Any] = {**named, "tercet.verb": event.verb, "tercet.engine": event.engine}
+    told |= {f"tercet.tokens.{name}": found for name in _COUNTS if (found := getattr(event, name))}
+    told |= {f"tercet.{name}": found for name in _OTHERS if (found := getattr(event, name))}
+    if event.predicted is not None:
+        told["tercet.tokens.predicted"] = event.predicted
+    if event.verb == "move":
+        told |= _of_move(event, sequence)
+    links = [
+        _of_trace(place, other)
+        for other in sequence.events
+        if event.verb == "remote_send" and other.verb == "prep_recv" and other.engine == event.to and other.span
+    ]
+    ended = at + _ns(max(event.seconds, event.total))
+    error = event.code or ("" if event.verb != "move" or event.outcome == "moved" else event.outcome)
+    return Span(
+        event.verb, own, event.parent or place.span_id, at, ended, "internal" if event.verb == "move" else "client",
+        told, links, error, event.reason if error else "",
+    )  # fmt: skip
+
+
+def _calls_failed_before(retry: TraceEvent, sequence: SequenceTrace) -> Sequence[TraceEvent]:
+    """Return the last failed call of the engine at fault before a retry or a fallback, in a list; empty without one."""
+    failed = [
+        call for call in (*sequence.failed, *sequence.events)
+        if call.span and call.code and call.engine == retry.engine and call.at <= retry.at
+    ]  # fmt: skip
+    return sorted(failed, key=lambda call: call.at)[-1:]
+
+
+def _of_trace(place: SpanContext, event: TraceEvent) -> SpanContext:
+    return SpanContext(place.trace_id, event.span, place.sampled)
+
+
+def _of_move(event: TraceEvent, sequence: SequenceTrace) -> Mapping[str, Any]:
+    found: dict[str, Any] = {"tercet.move.reason": event.reason, "tercet.move.outcome": event.outcome}
+    if event.pause is not None:
+        found["tercet.move.pause"] = event.pause
+    stages = next((move.stages for move in sequence.moves if move.number == event.number), ())
+    found["tercet.move.stages"] = [f"{stage.begin}-{stage.end}" for stage in stages]
+    return found
+
+
+def _ns(seconds: float) -> int:
+    return int(seconds * NANOSECONDS)
+
+
+T = TypeVar("T")
+logger = logging.getLogger("tercet.router")
+ANSWER_SECONDS = 3.0
+LONGEST_QUESTION = 4096
+LONGEST_ANSWER = 64 * 1024 * 1024
+MOST_LISTED = 100
+_PEER = struct.Struct("3i")
+
+
+class TraceQuestion(msgspec.Struct, frozen=True, omit_defaults=True):
+    """A question for traces: those with an ``id``, or a number of ``newest`` or ``slowest`` ones.
+
+    ``watch`` asks for future frames of the page instead; ``exemplars`` asks for the exemplars of a worker that counts
+    in that folder.
+    """
+
+    id: str = ""
+    newest: int = 0
+    slowest: int = 0
+    watch: bool = False
+    exemplars: str = ""
+
+    def answer(self, traces: RequestTraces) -> list[RequestTrace]:
+        """Return the traces of this process that match."""
+        if self.id:
+            return traces.called(kept_name(self.id))
+        return [*traces.newest(self.newest), *traces.slowest(self.slowest)]
+
+    def best(self, found: Sequence[RequestTrace]) -> list[RequestTrace]:
+        """Return the traces that match best, of those that all processes ``found``."""
+        if self.slowest:
+            return sorted(found, key=lambda trace: -trace.seconds)[: self.slowest]
+        newest = sorted(found, key=lambda trace: -trace.at)
+        return newest if self.id else newest[: self.newest]
+
+
+_traces = msgspec.json.Decoder(list[RequestTrace])
+_exemplars = msgspec.json.Decoder(list[KeptExemplar])
+_questions = msgspec.json.Decoder(TraceQuestion)
+
+
+class SharedTraces:
+    """The traces and exemplars of this process, which is called ``name``, and those of the other processes.
+
+    ``others`` returns their names. ``frames`` yields the frames of this process's page, one per line, for another
+    process that shows a page.
+    """
+
+    def __init__(
+        self, traces: RequestTraces, name: str = "", others: Callable[[], Awaitable[Sequence[str]]] | None = None,
+        exemplars: Exemplars | None = None,
+    ) -> None:  # fmt: skip
+        self.own = traces
+        self._exemplars = exemplars or Exemplars()
+        self._name = name
+        self._others = others
+        self.frames: Callable[[], AsyncGenerator[bytes]] | None = None
+
+    @asynccontextmanager
+    async def answering(self) -> AsyncGenerator[None]:
+        """Answer the other processes while entered."""
+        if not self._name:
+            yield
+            return
+        server = await asyncio.start_unix_server(self._answer, _address(self._name), limit=LONGEST_QUESTION)
+        try:
+            yield
+        finally:
+            server.close()
+
+    async def find(self, question: TraceQuestion) -> list[RequestTrace]:
+        """Return the traces of all processes that match; log and leave out a process that does not answer in time."""
+        return question.best([*question.answer(self.own), *await self._of_others(question, _traces)])
+
+    async def exemplars(self) -> list[KeptExemplar]:
+        """Return the exemplars of this process and of the other workers of its router."""
+        folder = os.environ.get(WORKERS_VARIABLE, "")
+        others = await self._of_others(TraceQuestion(exemplars=folder), _exemplars) if folder else []
+        return [*self._exemplars.kept(), *others]
+
+    async def others(self) -> Sequence[str]:
+        """Return the names of the other live processes."""
+        return () if self._others is None else await self._others()
+
+    async def frames_of(self, name: str) -> AsyncGenerator[bytes]:
+        """Yield the frames of another process, one per line, until it ends; raise ``OSError`` or ``ValueError``."""
+        reader, writer = await _connected(name)
+        try:
+            _require_own(writer)
+            writer.write(msgspec.json.encode(TraceQuestion(watch=True)) + b"\n")
+            while line := await reader.readline():
+                yield line
+        finally:
+            writer.close()
+
+    async def _of_others(self, question: TraceQuestion, decoder: msgspec.json.Decoder[list[T]]) -> list[T]:
+        found = await asyncio.gather(*(self._ask(name, question, decoder) for name in await self.others()))
+        return [each for answer in found for each in answer]
+
+    def _answer_to(self, question: TraceQuestion) -> list[RequestTrace] | list[KeptExemplar]:
+        if question.exemplars:
+            return self._exemplars.kept() if question.exemplars == os.environ.get(WORKERS_VARIABLE) else []
+        return question.answer(self.own)
+
+    async def _ask(self, name: str, question: TraceQuestion, decoder: msgspec.json.Decoder[list[T]]) -> list[T]:
+        try:
+            async with asyncio.timeout(ANSWER_SECONDS):
+                reader, writer = await _connected(name)
+                try:
+                    _require_own(writer)
+                    writer.write(msgspec.json.encode(question) + b"\n")
+                    return decoder.decode(await reader.readline())
+                finally:
+                    writer.close()
+        except (OSError, ValueError, TimeoutError, *UNREADABLE) as error:
+            logger.warning("traces: another router process does not answer: %s", error or type(error).__name__)
+            return []
+
+    async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            with suppress(OSError, ValueError, TimeoutError, TercetError, *UNREADABLE):
+                async with asyncio.timeout(ANSWER_SECONDS):
+                    _require_own(writer)
+                    question = _questions.decode(await reader.readline())
+                    if not question.watch:
+                        writer.write(msgspec.json.encode(self._answer_to(question)) + b"\n")
+                        await writer.drain()
+                        return
+                await self._tell_frames(writer)
+        finally:
+            writer.close()
+
+    async def _tell_frames(self, writer: asyncio.StreamWriter) -> None:
+        """Send frames until this process ends or the other process stops reading."""
+        if self.frames is None:
+            return
+        async with aclosing(self.frames()) as frames:
+            async for line in frames:
+                writer.write(line)
+                async with asyncio.timeout(ANSWER_SECONDS):
+                    await writer.drain()
+
+
+async def _connected(name: str) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    """Return a connection to another process; raise ``OSError``.
+
+    uvloop, on which routers run, cannot connect to abstract names, but accepts a connected socket.
+    """
+    sock = socket.socket(socket.AF_UNIX)
+    try:
+        sock.setblocking(False)
+        sock.connect(_address(name))  # a local connection succeeds or fails at once
+        return await asyncio.open_unix_connection(sock=sock, limit=LONGEST_ANSWER)
+    except BaseException:
+        sock.close()
+        raise
+
+
+def _address(name: str) -> str:
+    return f"\0tercet-traces-{os.getuid()}-{name}"
+
+
+def _require_own(writer: asyncio.StreamWriter) -> None:
+    """Raise ``PermissionError`` unless the other end is a process of this user: abstract names have no owner."""
+    sock: socket.socket = writer.get_extra_info("socket")
+    _, uid, _ = _PEER.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size))
+    if uid not in (os.getuid(), 0):
+        raise PermissionError("the process at the other end belongs to another user")

@@ -1,25 +1,113 @@
 """The ASGI application for the page at ``/tercet`` and its stream, which passes other paths to the next application.
 
 The files contain no data of the fleet, and need no key. The stream needs access to admin routes, or a client key; with
-a client key it leaves out ids and errors of other clients' requests.
+a client key it leaves out ids and errors of other clients' requests. A recorded run has the same page without a fleet;
+only this machine may open it.
 """
 
 from __future__ import annotations
 
 import asyncio
+import hashlib
+import os
+import time
+from collections.abc import Mapping
 from contextlib import aclosing, suppress
+from functools import cache
+from pathlib import Path
+from typing import NamedTuple
 
 import msgspec
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from tercet import __version__
-from tercet.protocol import MethodNotAllowed, TercetError, Unauthorized
+from tercet.protocol import MethodNotAllowed, TercetError, Unauthorized, UnknownPath
 from tercet.protocol.access import BearerKeys
-from tercet.protocol.request_checks import ShownHeaders, require_no_page
+from tercet.protocol.request_checks import ShownHeaders, require_no_page, require_own_call
 from tercet.protocol.wire import API_PREFIX
-from tercet.router.page.page_answers import answer, answer_error, send_file, start_of
-from tercet.router.page.viewers import Viewers
-from tercet.wire.serving.server_access import AT_ADMIN, AdminAccess, path_of
+from tercet.router.page.records import About, ReportedLoads
+from tercet.router.page.watch import FleetWatch, OtherWorkers, Viewers, about_service
+from tercet.router.serve.shutdown import Shutdown
+from tercet.router.state.shared_state import SharedState
+from tercet.wire.serving.answers import error_headers
+from tercet.wire.serving.server_access import AT_ADMIN, AdminAccess, RouterKeys, path_of
+
+
+async def send_file(scope: Scope, name: str, send: Send) -> None:
+    """Send the file ``name`` of the page; raise :class:`~tercet.protocol.UnknownPath` for an unknown name."""
+    file = page_files().get(name)
+    if file is None:
+        raise UnknownPath(f"the page has no file {name[:80]!r}")
+    headers = {"etag": file.tag, "cache-control": "no-cache"}
+    if (b"if-none-match", file.tag.encode()) in scope["headers"]:
+        await answer(send, 304, b"", file.media_type, headers)
+        return
+    await answer(send, 200, file.content, file.media_type, headers, is_head=scope["method"] == "HEAD")
+
+
+async def answer(
+    send: Send, status: int, body: bytes, media_type: str, headers: dict[str, str] | None = None, is_head: bool = False
+) -> None:
+    """Send a whole answer, without its body for HEAD."""
+    await send(start_of(status, media_type, {**(headers or {}), "content-length": str(len(body))}))
+    await send({"type": "http.response.body", "body": b"" if is_head else body})
+
+
+def start_of(status: int, media_type: str, headers: dict[str, str]) -> dict[str, object]:
+    """Return the ASGI message that starts an answer."""
+    shown = {"content-type": media_type, **SAFETY, **headers}
+    listed = [(name.lower().encode(), value.encode("latin-1")) for name, value in shown.items()]
+    return {"type": "http.response.start", "status": status, "headers": listed}
+
+
+async def answer_error(send: Send, error: TercetError) -> None:
+    """Send an error in OpenAI's form, the form of all errors of a router."""
+    headers = {name.decode(): value.decode() for name, value in error_headers(error)}
+    await answer(send, error.status, msgspec.json.encode(error.to_wire()), "application/json", headers)
+
+
+FOLDER = Path(__file__).parent / "static"
+INDEX = "index.html"
+TYPES = {
+    ".html": "text/html; charset=utf-8", ".css": "text/css; charset=utf-8", ".js": "text/javascript; charset=utf-8",
+    ".svg": "image/svg+xml",
+}  # fmt: skip
+POLICY = (
+    "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; "
+    "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+)
+"""Policy of the page: no content from other hosts, not inside other pages, no inline script or style."""
+SAFETY = {
+    "content-security-policy": POLICY,
+    "x-frame-options": "DENY",
+    "x-content-type-options": "nosniff",
+    "referrer-policy": "no-referrer",
+    "cross-origin-opener-policy": "same-origin",
+    "cross-origin-resource-policy": "same-origin",
+}
+"""Headers of every answer."""
+
+
+class PageFile(NamedTuple):
+    """One file, its media type, and a tag that changes with it."""
+
+    content: bytes
+    media_type: str
+    tag: str
+
+
+@cache
+def page_files() -> Mapping[str, PageFile]:
+    """Return the files by their path below the page; the page itself has the empty path."""
+    found: dict[str, PageFile] = {}
+    for path in sorted(FOLDER.rglob("*")):
+        if path.suffix in TYPES:
+            content = path.read_bytes()
+            tag = f'"{hashlib.sha256(content).hexdigest()[:16]}"'
+            found[path.relative_to(FOLDER).as_posix()] = PageFile(content, TYPES[path.suffix], tag)
+    found[""] = found.pop(INDEX)
+    return found
+
 
 ROOT = "/tercet"
 ABOUT, STREAM = "about", "stream"
@@ -129,3 +217,60 @@ async def _until_left(receive: Receive) -> None:
     """Wait until the client has closed its connection."""
     while (await receive())["type"] != "http.disconnect":
         pass
+
+
+def with_page(
+    app: ASGIApp, state: SharedState, keys: RouterKeys, model: str, shutdown: Shutdown, admin_apart: bool = False
+) -> ASGIApp:
+    """Return an application with the page of the fleet that serves ``model``, before ``app``."""
+    service = state.service
+    fleet = service.fleet
+
+    def about() -> About:
+        refusal = state.reports.refusal()
+        roles = "fixed" if state.role_keeper is None else "auto"
+        found = about_service(service, model, roles, "" if refusal is None else refusal.message)
+        return msgspec.structs.replace(found, process=os.getpid(), workers=1 + len(others))
+
+    def watch() -> FleetWatch:
+        epoch = time.time() - fleet.costs.clock()
+        return FleetWatch(service, ReportedLoads(fleet), about, epoch)
+
+    others = OtherWorkers(state.traces.others, state.traces.frames_of)
+    viewers = Viewers(watch, lambda: len(fleet.members), lambda: shutdown.has_begun, others)
+    state.traces.frames = lambda: viewers.stream(viewers.enter_worker())
+    return PageApp(app, viewers, keys.access, keys.clients, admin_apart)
+
+
+RUN = "run.json"
+
+
+class RecordedPage:
+    """The ASGI application of the page; ``result`` is the JSON of a run's result with timelines."""
+
+    def __init__(self, result: bytes) -> None:
+        self._result = result
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve one ASGI connection."""
+        if scope["type"] != "http":
+            return
+        try:
+            await self._serve(scope, send)
+        except TercetError as error:
+            await answer_error(send, error)
+
+    async def _serve(self, scope: Scope, send: Send) -> None:
+        client = scope.get("client")
+        require_own_call(ShownHeaders.of_asgi(scope["headers"]), None if client is None else client[0])
+        path = scope["path"].removeprefix("/")
+        if scope["method"] not in ("GET", "HEAD"):
+            raise MethodNotAllowed(f"/{path} does not accept the method {scope['method']}; use GET or HEAD")
+        is_head = scope["method"] == "HEAD"
+        if path == "about":
+            about = msgspec.json.encode({"mode": "recorded", "tercet": __version__})
+            await answer(send, 200, about, "application/json", is_head=is_head)
+        elif path == RUN:
+            await answer(send, 200, self._result, "application/json", is_head=is_head)
+        else:
+            await send_file(scope, path, send)

@@ -1,24 +1,403 @@
-"""The observation of a service as frames, each with the changes since the previous one. No I/O, no waiting.
+"""The live page: a watch makes frames of a service, joins those of other workers, and one producer serves all viewers.
 
-It exists only while a page is open, so it costs nothing otherwise.
+A watch exists only while a page is open, so it costs nothing otherwise. Each worker sends its frames to the other
+workers that show a page, over the sockets that also serve traces. Lanes and moves get numbers that no other worker
+uses. Of the engines' data only TTFT is joined, since each worker has the engines' reports itself.
 """
 
 from __future__ import annotations
 
+import asyncio
+import itertools
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterable
-from contextlib import suppress
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Sequence
+from contextlib import aclosing, suppress
+from functools import cached_property
 from typing import Any
 
+import msgspec
+from msgspec.structs import replace
+
+from tercet.aio import TaskSet
 from tercet.fleet import RunningSequence, Trace
-from tercet.protocol import UnknownSequence
-from tercet.router.page.engine_rows import EngineRows, FirstTokenTimes, LoadSource
-from tercet.router.page.lanes import LONGEST_WORDS, Lanes, in_ms
-from tercet.router.page.program_counts import ProgramCounts
-from tercet.router.page.records import About, EngineTTFT, FleetPoint, Frame, MoveShown, ShareShown
+from tercet.protocol import NoSpace, ShuttingDown, UnknownSequence
+from tercet.protocol.wire import UNREADABLE
+from tercet.router.page.records import (
+    KEPT,
+    LONGEST_WORDS,
+    About,
+    EngineRows,
+    EngineTTFT,
+    FirstTokenTimes,
+    FleetPoint,
+    Frame,
+    KeptLane,
+    Lanes,
+    LoadSource,
+    MoveShown,
+    ProgramCounts,
+    ProgramPoint,
+    ShareShown,
+    encoded,
+    for_clients,
+    in_ms,
+)
 from tercet.router.serve.moves import MoveRecord
-from tercet.router.serve.sequence_observers import Outcome
-from tercet.router.serve.service import Service
+from tercet.router.serve.service import Outcome, Service
+
+APART = 10_000_000
+"""Offset between the numbers of two workers' lanes and moves."""
+NAMES_INTERVAL_S = 2.0
+MOST_WAITING = 20
+"""Largest number of other workers' frames that wait for this worker's next frame; beyond it the oldest is dropped."""
+_frames = msgspec.json.Decoder(Frame)
+
+
+class OtherWorkers:
+    """The other workers' frames, followed from :meth:`begin` to :meth:`end`.
+
+    ``names`` returns the names of live workers, and ``frames_of`` streams the frames of one worker as JSON.
+    """
+
+    def __init__(
+        self, names: Callable[[], Awaitable[Sequence[str]]], frames_of: Callable[[str], AsyncGenerator[bytes]]
+    ) -> None:
+        self._names = names
+        self._frames_of = frames_of
+        self._numbers = itertools.count(1)
+        self._tasks = TaskSet()
+        self._known: dict[str, asyncio.Task[None]] = {}
+        self._waiting: deque[Frame] = deque()
+        self._lanes: OrderedDict[int, KeptLane] = OrderedDict()
+        self._moves: OrderedDict[int, MoveShown] = OrderedDict()
+        self._points: deque[FleetPoint] = deque(maxlen=POINTS_KEPT)
+        self._ttfts: list[EngineTTFT] = []
+
+    def __len__(self) -> int:
+        return len(self._known)
+
+    def begin(self) -> None:
+        """Start following the other workers."""
+        self._tasks.keep(self._find, "page-workers")
+
+    def end(self) -> None:
+        """Stop following the other workers, and drop their frames."""
+        self._tasks.cancel()
+        for kept in (self._known, self._waiting, self._lanes, self._moves, self._points, self._ttfts):
+            kept.clear()
+
+    async def _find(self) -> None:
+        while True:
+            for name in await self._names():
+                if name not in self._known:
+                    self._known[name] = self._tasks.spawn(self._read(name, next(self._numbers) * APART), name)
+            await asyncio.sleep(NAMES_INTERVAL_S)
+
+    async def _read(self, name: str, offset: int) -> None:
+        try:
+            with suppress(OSError, ValueError, TimeoutError, *UNREADABLE):
+                async with aclosing(self._frames_of(name)) as lines:
+                    async for line in lines:
+                        self.take(numbered(_frames.decode(line), offset))
+        finally:
+            if self._known.get(name) is asyncio.current_task():
+                del self._known[name]
+
+    # ---- joining ---------------------------------------------------------------------------------------------
+
+    def take(self, frame: Frame) -> None:
+        """Take a numbered frame of another worker; a whole frame loses its points, the past of the charts."""
+        if len(self._waiting) >= MOST_WAITING:
+            self._waiting.popleft()
+        self._waiting.append(replace(frame, points=()) if frame.whole else frame)
+        self._ttfts += frame.ttfts
+
+    def ttfts(self) -> list[EngineTTFT]:
+        """Return the TTFTs that others have seen since the last call, for this worker's next frame."""
+        found, self._ttfts = self._ttfts, []
+        return found
+
+    def join(self, own: Frame) -> Frame:
+        """Return this worker's frame, joined with the others' frames since the last call."""
+        others = tuple(self._waiting)
+        self._waiting.clear()
+        points = [each for frame in others for each in frame.points]
+        joined = replace(
+            own,
+            points=[replace(point, programs=added(point, points)) for point in own.points],
+            lanes=[*own.lanes, *(each for frame in others for each in frame.lanes)],
+            spans=[*own.spans, *(each for frame in others for each in frame.spans)],
+            ends=[*own.ends, *(each for frame in others for each in frame.ends)],
+            moves=[*own.moves, *(each for frame in others for each in frame.moves)],
+        )
+        self._points.extend(joined.points)
+        self._keep(others)
+        return joined
+
+    def join_whole(self, own: Frame) -> Frame:
+        """Return this worker's whole frame, joined with all records of others that are kept."""
+        lanes = self._lanes.values()
+        return replace(
+            own,
+            points=[*self._points],
+            lanes=[*own.lanes, *(lane.start for lane in lanes)],
+            spans=[*own.spans, *(span for lane in lanes for span in lane.spans)],
+            ends=[*own.ends, *(lane.end for lane in lanes if lane.end is not None)],
+            moves=[*own.moves, *self._moves.values()],
+        )
+
+    def _keep(self, frames: Sequence[Frame]) -> None:
+        for frame in frames:
+            self._lanes.update((start.lane, KeptLane(start)) for start in frame.lanes)
+            for span in frame.spans:
+                if span.lane in self._lanes:
+                    self._lanes[span.lane].spans.append(span)
+            for end in frame.ends:
+                if end.lane in self._lanes:
+                    self._lanes[end.lane].end = end
+            self._moves.update((move.number, move) for move in frame.moves)
+        for kept, most in ((self._lanes, KEPT), (self._moves, MOVES_KEPT)):
+            while len(kept) > most:
+                kept.popitem(last=False)
+
+
+def numbered(frame: Frame, offset: int) -> Frame:
+    """Return a frame with ``offset`` added to its lanes' and moves' numbers, without data that every worker has."""
+    return Frame(
+        t=frame.t, whole=frame.whole, points=frame.points,
+        lanes=[each._replace(lane=each.lane + offset) for each in frame.lanes],
+        spans=[each._replace(lane=each.lane + offset) for each in frame.spans],
+        ends=[each._replace(lane=each.lane + offset) for each in frame.ends],
+        moves=[replace(each, number=each.number + offset) for each in frame.moves], ttfts=frame.ttfts,
+    )  # fmt: skip
+
+
+def added(own: FleetPoint, others: Sequence[FleetPoint]) -> dict[str, ProgramPoint]:
+    """Return the counts of programs in all workers; times are means of percentiles, weighted by requests."""
+    found: dict[str, list[ProgramPoint]] = {}
+    for point in (own, *others):
+        for name, programs in point.programs.items():
+            found.setdefault(name, []).append(programs)
+    return {name: each[0] if len(each) == 1 else _sum(each) for name, each in found.items()}
+
+
+def _sum(points: Sequence[ProgramPoint]) -> ProgramPoint:
+    def mean(times: Sequence[float | None]) -> float | None:
+        known = [(time, point.done) for time, point in zip(times, points, strict=True) if time is not None]
+        weight = sum(done for _, done in known)
+        return round(sum(time * done for time, done in known) / weight, 2) if weight else None
+
+    return ProgramPoint(
+        sum(point.done for point in points), sum(point.unfinished for point in points),
+        sum(point.tokens for point in points), mean([point.ttft_p50 for point in points]),
+        mean([point.ttft_p90 for point in points]), mean([point.tpot_p50 for point in points]),
+        mean([point.tpot_p90 for point in points]),
+    )  # fmt: skip
+
+
+INTERVAL_S, LARGE_INTERVAL_S, LARGE = 0.5, 1.0, 200
+"""Seconds between two frames, also for fleets of more than :data:`LARGE` engines, and that number of engines."""
+MOST_VIEWERS, FOR_ADMINS = 32, 4
+"""Most pages that watch a process, and the number among them that clients cannot take."""
+MOST_PENDING = 6
+"""Largest number of frames that wait for a slow viewer; beyond it the viewer gets one whole frame when it reads."""
+
+
+class EncodedFrame:
+    """A frame, encoded at most once for administrators and once for clients."""
+
+    def __init__(self, frame: Frame) -> None:
+        self._frame = frame
+
+    @cached_property
+    def _for_admins(self) -> bytes:
+        return encoded([self._frame])
+
+    @cached_property
+    def _for_clients(self) -> bytes:
+        return encoded([for_clients(self._frame)])
+
+    @cached_property
+    def line(self) -> bytes:
+        """The frame as a line of JSON, for another worker."""
+        return msgspec.json.encode(self._frame) + b"\n"
+
+    def bytes_for(self, admin: bool) -> bytes:
+        """Return the frame as a server-sent event, for administrators or for clients."""
+        return self._for_admins if admin else self._for_clients
+
+
+class Viewer:
+    """One open page, with the frames that it has not read yet: at most :data:`MOST_PENDING`."""
+
+    def __init__(self, admin: bool) -> None:
+        self.admin = admin
+        self.is_behind = True
+        self.has_left = False
+        self._pending: deque[EncodedFrame] = deque()
+        self._woken = asyncio.Event()
+
+    def give(self, frame: EncodedFrame) -> None:
+        """Add a frame; a viewer that is behind keeps none, since it needs a whole frame."""
+        if len(self._pending) >= MOST_PENDING:
+            self._pending.clear()
+            self.is_behind = True
+        if not self.is_behind:
+            self._pending.append(frame)
+        self._woken.set()
+
+    def encoded(self, frame: EncodedFrame) -> bytes:
+        """Return the bytes of a frame for this viewer."""
+        return frame.bytes_for(self.admin)
+
+    def leave(self) -> None:
+        """End the viewer's stream."""
+        self.has_left = True
+        self._woken.set()
+
+    async def next(self, whole: Callable[[], EncodedFrame]) -> bytes | None:
+        """Wait for frames and return their bytes; None at the end. The producer wakes it at every frame."""
+        while not self.has_left:
+            await self._woken.wait()
+            self._woken.clear()
+            if self.has_left:
+                break
+            if self.is_behind:
+                self.is_behind = False
+                self._pending.clear()
+                return self.encoded(whole())
+            if self._pending:
+                found = b"".join(map(self.encoded, self._pending))
+                self._pending.clear()
+                return found
+        return None
+
+
+class Worker(Viewer):
+    """Another worker of this router that shows a page, and gets this worker's frames."""
+
+    def __init__(self) -> None:
+        super().__init__(admin=True)
+
+    def encoded(self, frame: EncodedFrame) -> bytes:
+        return frame.line
+
+
+class Viewers:
+    """All viewers of this process. ``watch`` starts an observation, ``engines`` returns the number of engines.
+
+    ``is_over`` is called at each frame; when it returns True, every stream ends. ``others`` are the router's other
+    workers, None if there are none.
+    """
+
+    def __init__(
+        self, watch: Callable[[], FleetWatch], engines: Callable[[], int], is_over: Callable[[], bool] = lambda: False,
+        others: OtherWorkers | None = None,
+    ) -> None:  # fmt: skip
+        self._others = others
+        self._follows = False
+        self._new_watch = watch
+        self._engines = engines
+        self._is_over = is_over
+        self._viewers: set[Viewer] = set()
+        self._tasks = TaskSet()
+        self._is_producing = False
+        self._whole: EncodedFrame | None = None
+        self._watch: FleetWatch | None = None
+
+    def __len__(self) -> int:
+        return len(self._viewers)
+
+    def enter(self, admin: bool) -> Viewer:
+        """Add a viewer, until :meth:`leave` or the end of its stream.
+
+        Raises :class:`~tercet.protocol.NoSpace`, :class:`~tercet.protocol.ShuttingDown`.
+        """
+        if self._is_over():
+            raise ShuttingDown("this router is shutting down, so its page is closed")
+        most = MOST_VIEWERS if admin else MOST_VIEWERS - FOR_ADMINS
+        if sum(not isinstance(each, Worker) for each in self._viewers) >= most:
+            kept = "" if admin else f", and {FOR_ADMINS} more places are for administrators"
+            raise NoSpace(f"{most} pages watch this router process already{kept}; close one of them")
+        return self._enter(Viewer(admin))
+
+    def enter_worker(self) -> Viewer:
+        """Add another worker as a viewer, as :meth:`enter` does for a page."""
+        if self._is_over():
+            raise ShuttingDown("this router is shutting down, so its page is closed")
+        return self._enter(Worker())
+
+    def _enter(self, viewer: Viewer) -> Viewer:
+        self._viewers.add(viewer)
+        if self._others is not None and not self._follows and not isinstance(viewer, Worker):
+            self._follows = True
+            self._others.begin()
+        if not self._is_producing:
+            self._is_producing = True
+            self._tasks.spawn(self._produce(), "page")
+        return viewer
+
+    def leave(self, viewer: Viewer) -> None:
+        """Remove a viewer; a second call has no effect."""
+        viewer.leave()
+        self._viewers.discard(viewer)
+
+    async def stream(self, viewer: Viewer) -> AsyncGenerator[bytes]:
+        """Yield the bytes to send to a viewer that has entered, until it leaves."""
+        try:
+            whole = self._own_whole if isinstance(viewer, Worker) else self._current
+            while (found := await viewer.next(whole)) is not None:
+                yield found
+        finally:
+            self.leave(viewer)
+
+    async def close(self) -> None:
+        """End every stream."""
+        for viewer in self._viewers:
+            viewer.leave()
+        await self._tasks.close()
+
+    def _current(self) -> EncodedFrame:
+        """Return the whole state at the last frame, for a viewer that a frame has woken."""
+        if self._whole is None:
+            assert self._watch is not None
+            whole = self._watch.whole()
+            self._whole = EncodedFrame(self._others.join_whole(whole) if self._others and self._follows else whole)
+        return self._whole
+
+    def _own_whole(self) -> EncodedFrame:
+        assert self._watch is not None
+        return EncodedFrame(self._watch.whole())
+
+    def _follow_no_more(self) -> None:
+        """Stop following other workers, unless a page is open."""
+        if self._others is not None and self._follows and all(isinstance(each, Worker) for each in self._viewers):
+            self._follows = False
+            self._others.end()
+
+    async def _produce(self) -> None:
+        """Produce frames while there are viewers; the service is not observed at other times."""
+        try:
+            watch = self._watch = self._new_watch()
+            while self._viewers and not self._is_over():
+                if self._others:
+                    watch.heard(self._others.ttfts())
+                own = watch.frame()
+                mine = EncodedFrame(replace(own, ttfts=watch.own_ttfts()))
+                joined = EncodedFrame(self._others.join(own) if self._others and self._follows else own)
+                self._whole = None
+                for viewer in self._viewers:
+                    viewer.give(mine if isinstance(viewer, Worker) else joined)
+                self._follow_no_more()
+                await asyncio.sleep(LARGE_INTERVAL_S if self._engines() > LARGE else INTERVAL_S)
+        finally:
+            self._is_producing = False  # set first, so that the next viewer starts another producer
+            if self._watch is not None:
+                self._watch.close()
+            self._follow_no_more()
+            for viewer in self._viewers:
+                viewer.leave()
+
 
 POINTS_KEPT = 600
 """Number of points of the charts that a new viewer gets."""

@@ -1,4 +1,8 @@
-"""The service, which runs a program for each sequence; if it fails, one engine continues after the client's tokens."""
+"""The service, which runs a program for each sequence; if it fails, one engine continues after the client's tokens.
+
+:meth:`Service._serve` is the life of a sequence: choose a program, attempt, retry. :class:`Attempts` runs programs and
+takes their outputs; :class:`Recovery` decides whether and when there is a retry; simulations of a router use both.
+"""
 
 from __future__ import annotations
 
@@ -6,25 +10,30 @@ import asyncio
 import inspect
 import random
 import time
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, Literal, Protocol, TypeVar, cast
 
 import msgspec
 
-from tercet.aio import run_in_thread
+from tercet.aio import is_cancelled, run_in_thread
 from tercet.decisions.objectives import Attainments
 from tercet.fleet import EngineFleet, FleetView, Retry, RunningSequence, RunningSequences, Trace
 from tercet.fleet.policy_views import SeenRequests
-from tercet.programs import BUILT_IN, Program, load_program
+from tercet.programs import BUILT_IN, Answer, Program, load_program, run_program
 from tercet.protocol import (
     BadRequest,
     DeadlineExceeded,
+    EngineError,
+    EngineNotReached,
+    EngineUnreachable,
+    Fleet,
     Output,
     OutputStream,
     ProgramFailed,
     Request,
+    RoleUnavailable,
     TercetError,
 )
 from tercet.protocol.headers import PROGRAM_HEADER
@@ -33,15 +42,219 @@ from tercet.protocol.names import sequence_id
 from tercet.protocol.spans import SpanContext, current_span, working_in
 from tercet.protocol.trace import FALLBACK, RETRY, TraceEvent
 from tercet.protocol.wire import LEAST_PRIORITY, LONGEST_SALT, MOST_PRIORITY
-from tercet.router.serve.attempts import ONE_ENGINE, Attempts, BrokenOff, ProgramFault, is_fallback, one_engine
-from tercet.router.serve.moves import MoveMetrics, Moves
-from tercet.router.serve.named_files import load_anywhere
-from tercet.router.serve.proposals import Proposals
-from tercet.router.serve.recovery import Recovery
-from tercet.router.serve.routing import Arm, Chosen, Plan, Routing, Version
-from tercet.router.serve.sequence_observers import ObservedSequence, SequenceObservers
+from tercet.router.serve.moves import MoveMetrics, Moves, Proposals
+from tercet.router.serve.routing import Arm, Chosen, Plan, Routing, Version, load_anywhere
 from tercet.settings import MoveSettings, RetryBudget, log_events
 from tercet.settings.role_settings import Objectives
+
+Outcome = Literal["served", "failed", "left"]
+"""The end of a sequence: ``left`` if its client left or caused the error."""
+
+
+class SequenceObserver(Protocol):
+    """A receiver of the start and the end of each sequence; for a sequence that began earlier, only of the end."""
+
+    def begins(self, sequence: RunningSequence, trace: Trace) -> None:
+        """Record a sequence that begins; its trace is still empty."""
+        ...
+
+    def ends(self, sequence: RunningSequence, trace: Trace, outcome: Outcome) -> None:
+        """Record a sequence that has ended."""
+        ...
+
+
+class SequenceObservers:
+    """All observers of a service, in the order in which they were added."""
+
+    def __init__(self) -> None:
+        self._observers: list[SequenceObserver] = []
+
+    def __contains__(self, observer: SequenceObserver) -> bool:
+        return observer in self._observers
+
+    def __len__(self) -> int:
+        return len(self._observers)
+
+    def add(self, observer: SequenceObserver) -> None:
+        """Notify an observer from now on."""
+        self._observers.append(observer)
+
+    def remove(self, observer: SequenceObserver) -> None:
+        """Stop notifying an observer; an unknown observer is ignored."""
+        if observer in self._observers:
+            self._observers.remove(observer)
+
+    def begins(self, sequence: RunningSequence, trace: Trace) -> ObservedSequence:
+        """Notify all observers of a sequence that begins; return the object to notify of its end."""
+        for observer in self._observers:
+            observer.begins(sequence, trace)
+        return ObservedSequence(sequence, trace, self._observers)
+
+
+class ObservedSequence:
+    """One observed sequence; observers are notified only of its first end."""
+
+    __slots__ = ("_is_over", "_observers", "_sequence", "_trace")
+
+    def __init__(self, sequence: RunningSequence, trace: Trace, observers: list[SequenceObserver]) -> None:
+        self._sequence = sequence
+        self._trace = trace
+        self._observers = observers
+        self._is_over = False
+
+    def ends(self, outcome: Outcome) -> None:
+        """Notify the observers that the sequence has ended; later calls have no effect."""
+        if not self._is_over:
+            self._is_over = True
+            for observer in tuple(self._observers):
+                observer.ends(self._sequence, self._trace, outcome)
+
+
+POLL_INTERVAL_S = 0.1
+
+
+class Recovery:
+    """The retries of sequences of ``fleet`` after failures, and the wait before each retry.
+
+    ``wait_for_engine`` is in seconds: while no engine answers, a sequence waits at most this time for one, and attempts
+    in this time that no engine took do not count. ``clock`` is the clock of the attempts' times.
+    """
+
+    def __init__(self, fleet: EngineFleet, wait_for_engine: float, clock: Callable[[], float]) -> None:
+        self._fleet = fleet
+        self._wait_for_engine = wait_for_engine
+        self._clock = clock
+
+    def next_attempt(self, sequence: RunningSequence, error: BaseException, tried_at: float) -> Retry | None:
+        """Return the retry after an attempt that began at ``tried_at`` and failed with ``error``; None for no retry."""
+        if isinstance(error, RoleUnavailable) and not sequence.answered:
+            return None
+        return sequence.next_attempt(self._clock(), self._was_taken(error, tried_at))
+
+    async def wait(self, retry: Retry) -> None:
+        """Wait for the pause of the retry, and then until an engine answers, at most ``wait_for_engine``.
+
+        Without an engine the attempt would fail at once and use up the budget.
+        """
+        await asyncio.sleep(retry.pause)
+        for _ in range(int(self._wait_for_engine / POLL_INTERVAL_S)):
+            if self._fleet.health.answers:
+                return
+            await asyncio.sleep(POLL_INTERVAL_S)
+
+    def _was_taken(self, error: BaseException, tried_at: float) -> bool:
+        """True if an engine may have begun the attempt; an engine without progress since ``tried_at`` has not."""
+        if isinstance(error, EngineUnreachable) and error.blames is not None:
+            return self._fleet.liveness.progressed_since(error.blames, tried_at)
+        return not isinstance(error, EngineNotReached)
+
+
+# The program that continues a sequence whose program failed.
+ONE_ENGINE = "data_parallel"
+
+
+class ProgramFault(Exception):
+    """Raised if a program breaks the rules for programs."""
+
+
+class BrokenOff(EngineError):
+    """Raised if an engine ended a sequence too early, without a request of this process.
+
+    ``begun`` has the tokens of the last output, and ``output`` its finish reason.
+    """
+
+    def __init__(self, output: Output, engine: str) -> None:
+        super().__init__(f"{engine or 'the program'} ended the sequence: {output.finish_reason}")
+        self.begun = msgspec.structs.replace(output, finish_reason=None, stop_reason=None)
+        self.output = Output((), output.finish_reason, output.stop_reason)
+
+
+class Attempts:
+    """The attempts for one sequence: programs run one after another, and their outputs go to ``stream``."""
+
+    def __init__(
+        self, sequence: RunningSequence, stream: OutputStream, on_finish: Callable[[], None], clock: Callable[[], float]
+    ) -> None:
+        self._sequence = sequence
+        self._clock = clock
+        self._stream = stream
+        self._on_finish = on_finish
+        self._fault: ProgramFault | BrokenOff | None = None
+
+    async def run(self, program: Callable[[], Answer]) -> BaseException | None:
+        """Run one program to its end; return its failure if another attempt may serve the sequence, otherwise None."""
+        self._fault = None
+        try:
+            await run_program(program(), self)
+            failure: BaseException = self._fault or ProgramFault("the program ended before its sequence")
+        except asyncio.CancelledError as error:
+            if is_cancelled():
+                raise
+            failure = ProgramFault("the program was cancelled, but not because its client left")
+            failure.__cause__ = error
+        except (Exception, SystemExit) as error:  # a user's program may raise anything
+            failure = self._fault or first_cause(error)
+        if self._stream.over:
+            return None
+        if is_cancelled():  # the program ended, or replaced its cancellation by another error
+            raise asyncio.CancelledError from failure
+        return failure
+
+    @property
+    def over(self) -> bool:
+        """True if the running program must stop."""
+        return self._fault is not None or self._stream.over
+
+    def put(self, output: Any) -> None:
+        """Take an output that the program yields, or that a stream of its engines has."""
+        if not isinstance(output, Output):
+            self._fault = ProgramFault(f"the program yielded a {type(output).__name__} instead of an Output")
+        elif output.finish_reason is None:
+            self._sequence.record(output, self._clock())
+            self._stream.put(output)
+        elif output.broken_off:
+            self._fault = BrokenOff(output, self._sequence.engine)
+            if self._sequence.generation is not None:
+                self._sequence.generation.engine.failed(self._fault)
+            if output.token_ids:
+                self.put(self._fault.begun)
+        else:
+            self.finish(output)
+
+    def finish(self, output: Output) -> None:
+        """End the sequence with this output."""
+        if not self._stream.over:
+            self._sequence.record(output, self._clock())
+            self._on_finish()
+            self._stream.put(output)
+
+    async def until_asked(self) -> None:
+        await self._stream.until_asked()
+
+
+def first_cause(error: BaseException) -> BaseException:
+    """Return the error to report for a group of tasks: an error of the program if there is one, else the first."""
+    if not isinstance(error, BaseExceptionGroup):
+        return error
+    group = cast("BaseExceptionGroup[BaseException]", error)
+    causes = [first_cause(each) for each in group.exceptions]
+    return next((cause for cause in causes if not isinstance(cause, TercetError)), causes[0])
+
+
+def is_fallback(sequence: RunningSequence, program: str) -> bool:
+    """True if the attempt that begins is the first one on one engine after ``program`` failed, not a further retry."""
+    return sequence.attempt == 1 and program != ONE_ENGINE
+
+
+async def one_engine(request: Request, fleet: Fleet, output: Sequence[int] = ()) -> Answer:
+    """Serve a request on the least loaded engine, after the ``output`` so far.
+
+    Engines that decode are preferred: engines that only prefill look idle, since sequences stay there only for their
+    prompt.
+    """
+    with fleet.pick("decode" if fleet.offers("decode") else "both", by="least_loaded", request=request) as engine:
+        yield engine.start_generate(request, output=output)
+
 
 # The version of programs outside any plan: a client named them in a header, or the request needs them.
 NO_VERSION = 0

@@ -1,13 +1,18 @@
-"""Engines that join a running router by themselves, and removal of those that vanish without leaving."""
+"""Members that nobody named in the settings: engines that join by themselves, or that discovery finds.
+
+They become members of the shared state, and those that vanish without leaving are removed.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 from collections.abc import Callable
+from contextlib import aclosing
 
+from tercet.fleet.discovery import Discovery, roles_of
 from tercet.fleet.member_state import JOINED
-from tercet.protocol import TercetError, UnknownEngine
+from tercet.protocol import Role, TercetError, UnknownEngine
 from tercet.protocol.wire import JoinCall, Joined
 from tercet.router.state.shared_state import SharedState
 from tercet.settings import EngineAddress
@@ -84,3 +89,25 @@ async def remove_gone(state: SharedState, gone: GoneEngines) -> None:
                 )
             except TercetError as error:  # the state file cannot be written, or is locked
                 logger.error("%s stays a member: %s", name, error.message)
+
+
+RETRY_DELAY_S = 1.0
+
+
+async def follow_found(state: SharedState, discovery: Discovery) -> None:
+    """Keep the state's members equal to the engines found and those that an operator named, until cancelled."""
+    told: dict[str, Role] = {}
+    logger.info("engines: following %s", discovery.source)
+    async with aclosing(discovery.changes()) as changes:
+        async for found in changes:
+            while True:
+                try:
+                    await state.change(
+                        lambda now, found=found, told=told: now.with_found(found, told),
+                        f"reported by {discovery.source}",
+                    )
+                    break
+                except TercetError as error:  # the state file cannot be written, or is locked
+                    logger.error("cannot store the engines found; members stay unchanged: %s", error.message)
+                    await asyncio.sleep(RETRY_DELAY_S)
+            told = roles_of(found)

@@ -1,20 +1,34 @@
-"""Roles that follow the load: a policy decides at regular intervals, and its decisions are executed."""
+"""Roles that follow the load: a policy decides at regular intervals, and its decisions are executed.
+
+In a fleet with several router processes one process decides, and all can show its decisions.
+"""
 
 from __future__ import annotations
 
+import asyncio
+import logging
+import os
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 
 import msgspec
 
-from tercet.aio import repeat
+from tercet.aio import Failures, keep_running, repeat
+from tercet.aio.files import FileThread, read_whole, write_whole
 from tercet.decisions.planning import FleetPlan, Observed, PlanLimits
 from tercet.decisions.planning.candidates import LearnedCapacity, overload_split
 from tercet.decisions.roles import WINDOW_S, ObservedEngine, RoleFlip, RoleLook, RolePolicy, idlest
 from tercet.fleet import EngineFleet
 from tercet.fleet.policy_views import PrefillLine, SeenRequests, observed_engines
+from tercet.protocol import EngineError, TercetError
+from tercet.protocol.wire import UNREADABLE
+from tercet.router.state.fleet_state import FleetState
+from tercet.router.state.shared_state import SharedState
+from tercet.router.state.state_store import name_of_this_process
 from tercet.settings import RescheduleSettings
 from tercet.settings.role_settings import Objectives
 
@@ -122,3 +136,161 @@ class FleetRoles:
         """Return the capacity of an engine by what was learned; the smallest known KV cache counts."""
         room = min((each.kv_tokens for each in self._fleet.members if each.kv_tokens), default=0)
         return LearnedCapacity(self._fleet.costs.model.prefill, self._policy.step_s, room)
+
+
+logger = logging.getLogger("tercet.router")
+
+
+class FlipShown(msgspec.Struct, frozen=True):
+    """A change of roles at the Unix time ``at``."""
+
+    at: float
+    engines: tuple[str, ...]
+    role: str
+    reason: str
+
+
+class RoleDecision(msgspec.Struct, frozen=True, kw_only=True):
+    """The last decision of the deciding process, at the Unix time ``at``; ``flips`` are the last changes of roles.
+
+    Pressures are None while they are not known; at 1 the objective is at its limit.
+    """
+
+    pid: int
+    at: float
+    why: str
+    prefill_pressure: float | None = None
+    decode_pressure: float | None = None
+    demand: dict[str, float] = {}
+    flips: tuple[FlipShown, ...] = ()
+
+
+class RoleKeeper:
+    """The decisions about roles in this process, while no other process that shares the state decides.
+
+    A lock makes one process the decider; it is released when that process dies, or some seconds later. The next decider
+    writes its name into the state, so that a late decision of the previous one is refused. It begins without history,
+    so its decisions use only its own observations. Decisions are written to a file next to ``path``.
+    """
+
+    def __init__(self, shared: SharedState, path: Path, objectives: Objectives) -> None:
+        self._shared = shared
+        self._said = Path(f"{path}.roles.json")
+        self._mine = shared.turn("roles")
+        self._name = name_of_this_process()
+        self._objectives = objectives
+        self._seen = seen_for_roles(shared.service.fleet, objectives)
+        shared.service.observers.add(self._seen)
+        self._files = FileThread()
+        self._failures = Failures("the decision about roles")
+
+    async def run(self) -> None:
+        """Wait for the lock, then decide while this process holds it, until cancelled."""
+        try:
+            await keep_running(self._decide, "roles")
+        finally:
+            self._shared.service.observers.remove(self._seen)
+            self._files.close(self._give_back)
+
+    async def _decide(self) -> None:
+        while True:
+            await self._turn()
+            roles = FleetRoles(
+                self._shared.service.fleet, self._objectives, self._flip, self._seen, self._lines,
+                self._shared.reports.processes,
+            )  # fmt: skip
+            while await self._has_turn():
+                await self._look(roles)
+                await asyncio.sleep(INTERVAL_S)
+
+    async def _turn(self) -> None:
+        """Wait until this process holds the lock and the state names it as the decider."""
+        while True:
+            if await self._has_turn():
+                try:
+                    await self._shared.change(lambda state: state.with_role_keeper(self._name))
+                    return
+                except TercetError as error:
+                    self._failures.tell(error)
+            await asyncio.sleep(INTERVAL_S)
+
+    async def _has_turn(self) -> bool:
+        """True if this process holds the lock; False also if that is not known, since errors may end."""
+        try:
+            return await self._files.run(self._mine.take)
+        except OSError as error:
+            reason = error.strerror or "the file system does not answer"
+            self._failures.tell(EngineError(f"{self._mine.name}: {reason}"))
+        except TercetError as error:
+            self._failures.tell(error)
+        return False
+
+    def _give_back(self) -> None:
+        try:
+            self._mine.release()
+        except TercetError as error:  # the lock then ends by its timeout
+            logger.warning("roles: %s: %s", self._mine.name, error)
+
+    async def _look(self, roles: FleetRoles) -> None:
+        """Make one decision and write it; log a refused change or a failed write, so that later ones follow."""
+        before = roles.engines_changed
+        try:
+            await roles.look()
+            await self._files.run(self._say, roles)
+            self._failures.works()
+        except (TercetError, OSError) as error:
+            self._failures.tell(error)
+        found, metrics = roles.last, self._shared.service.metrics
+        if found is not None and found.pressures is not None:
+            metrics.pressures(*found.pressures)
+        if found is not None and found.flip is not None and roles.engines_changed > before:
+            metrics.flipped(found.flip.role, roles.engines_changed - before)
+
+    def _lines(self) -> dict[str, PrefillLine]:
+        """Return the prefills of all processes that share the fleet, by engine."""
+        return {name: PrefillLine(each.waiting_s, each.busy_s) for name, each in self._shared.reports.engines().items()}
+
+    async def decision(self) -> RoleDecision | None:
+        """Return the last decision of the deciding process; None before the first, and if the files do not answer."""
+        with suppress(TimeoutError):
+            return await self._files.run(read_decision, self._said)
+        return None
+
+    async def _flip(self, flip: RoleFlip) -> bool:
+        """Change the roles of several engines at once in the shared state; return True if the change was made."""
+        made = False
+
+        def change(state: FleetState) -> FleetState:
+            nonlocal made
+            after = state.require_role_keeper(self._name).with_flip(flip.engines, flip.role)
+            made = after is not state
+            return after
+
+        await self._shared.change(change, f"roles: auto: {flip.reason}")
+        return made
+
+    def _say(self, roles: FleetRoles) -> None:
+        found = roles.last
+        if found is None:
+            return
+        pressures = found.pressures
+        said = RoleDecision(
+            pid=os.getpid(),
+            at=time.time(),
+            why=found.why,
+            prefill_pressure=None if pressures is None else pressures.prefill,
+            decode_pressure=None if pressures is None else pressures.decode,
+            demand=msgspec.to_builtins(found.demand) if found.demand is not None else {},
+            flips=tuple(
+                FlipShown(each.time, each.flip.engines, each.flip.role, each.flip.reason) for each in roles.flips
+            ),
+        )
+        write_whole(self._said, msgspec.json.encode(said))
+
+
+def read_decision(path: Path) -> RoleDecision | None:
+    """Return the decision in a file; None if it cannot be read."""
+    try:
+        return msgspec.json.decode(read_whole(path), type=RoleDecision)
+    except (OSError, *UNREADABLE):
+        return None

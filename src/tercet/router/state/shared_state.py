@@ -1,7 +1,8 @@
 """The shared state of a fleet in one process: it applies changes of other processes, and makes changes for all.
 
 A change is validated, written, applied here, and then waited for: every process that follows the same file applies it
-or reports why not. A process that starts later reads one state, which contains all changes.
+or reports why not. A process that starts later reads one state, which contains all changes. Changes of LoRA adapters
+are made one at a time, first on all engines, then in the state. Each applied change is a log event with its reason.
 """
 
 from __future__ import annotations
@@ -18,16 +19,12 @@ from tercet.fleet.membership import Membership
 from tercet.fleet.served_model import ServedModel
 from tercet.protocol import AdapterReport, BadRequest, EngineError, EngineUnreachable, TercetError
 from tercet.router.observe.metrics import Metrics
-from tercet.router.observe.request_traces import RequestTraces
-from tercet.router.observe.shared_traces import SharedTraces
-from tercet.router.serve.named_files import load_anywhere
-from tercet.router.serve.recovery import POLL_INTERVAL_S
-from tercet.router.serve.routing import Plan
-from tercet.router.serve.service import LoadArm, Service
+from tercet.router.observe.request_traces import RequestTraces, SharedTraces
+from tercet.router.serve.routing import Plan, load_anywhere
+from tercet.router.serve.service import POLL_INTERVAL_S, LoadArm, Service
 from tercet.router.serve.shutdown import Shutdown
-from tercet.router.state.adapter_changes import AdapterChanges
 from tercet.router.state.fleet_state import FleetState, StateFile
-from tercet.router.state.followers import FollowerReport, Followers
+from tercet.router.state.followers import FollowerReport, Followers, ProcessReports
 from tercet.router.state.loaded_code import (
     LoadedCode,
     LoadScheduling,
@@ -35,14 +32,113 @@ from tercet.router.state.loaded_code import (
     number_at_start,
     scheduling_anywhere,
 )
-from tercet.router.state.planner_reports import PlannerReports
-from tercet.router.state.process_reports import ProcessReports
-from tercet.router.state.state_changes import ASKED, because, changes_with_reasons
 from tercet.router.state.state_store import LOCK_SECONDS, SharedTurn, StateStore
 from tercet.settings import EngineAddress, log_events
 
 if TYPE_CHECKING:
-    from tercet.router.state.role_keeper import RoleKeeper
+    from tercet.router.state.roles import RoleKeeper
+from collections.abc import Iterator
+from contextlib import suppress
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from tercet.aio.files import read_whole, write_whole
+from tercet.decisions.planning.observed import PlannerReport
+from tercet.fleet import EngineFleet
+from tercet.fleet.member_state import Change, member_changes
+from tercet.protocol import UnknownAdapter
+from tercet.protocol.wire import UNREADABLE
+from tercet.router.state.fleet_adapters import load_everywhere, replace_everywhere, unload_everywhere
+from tercet.router.state.fleet_state import AdapterState, MadeChange, ProgramInUse
+from tercet.settings import log_events as events
+
+if TYPE_CHECKING:
+    from tercet.router.state.shared_state import SharedState
+
+
+class PlannerReports:
+    """The report's file, next to the state at ``path``; ``files`` does the I/O."""
+
+    def __init__(self, path: Path, files: FileThread) -> None:
+        self._path = Path(f"{path}.planner")
+        self._files = files
+
+    async def tell(self, report: PlannerReport) -> None:
+        """Store the newest report; raise :class:`~tercet.protocol.EngineError` if it cannot be written."""
+        try:
+            await self._files.run(write_whole, self._path, msgspec.json.encode(report))
+        except (OSError, TimeoutError) as error:
+            raise EngineError(f"planner: {self._path} cannot be written: {error}") from error
+
+    async def newest(self) -> PlannerReport | None:
+        """Return the last report; None if no planner has reported or the file cannot be read."""
+        with suppress(OSError, *UNREADABLE):
+            content = await self._files.run(read_whole, self._path)
+            return msgspec.json.decode(content, type=PlannerReport)
+        return None
+
+
+REMEMBERED = 32
+# The reason of a change that a caller asks for without a reason.
+ASKED = "requested"
+
+
+def because(reason: str, before: FleetState, after: FleetState) -> FleetState:
+    """Return ``after``, with its changes since ``before`` and their ``reason`` recorded if the two states differ."""
+    if after is before:
+        return after
+    version, found = before.version + 1, changes(before, after)
+    made = [MadeChange(version, each.event.name, each.fields, each.reason or reason) for each in found]
+    return msgspec.structs.replace(after, changes=(*before.changes, *made)[-REMEMBERED:])
+
+
+def changes_with_reasons(before: FleetState, after: FleetState, otherwise: str) -> Sequence[tuple[Change, str]]:
+    """Return the changes since ``before`` in order, each with its reason, or ``otherwise`` if none was recorded.
+
+    A setting that was changed and changed back occurs twice.
+    """
+    made = [each for each in after.changes if each.version > before.version]
+    told = [(Change(_CHANGES[each.event], each.fields), each.reason) for each in made if each.event in _CHANGES]
+    known = [change for change, _ in told]
+    untold = (each for each in changes(before, after) if each._replace(reason="") not in known)
+    return [*told, *((each, each.reason or otherwise) for each in untold)]
+
+
+def changes(before: FleetState, after: FleetState) -> Iterator[Change]:
+    """Yield each difference between two states once; an engine at another URL is another engine."""
+    yield from member_changes(before.members, after.members)
+    yield from _of_adapters(before, after)
+    yield from _of_programs(before.program, after)
+    if after.scheduling is not None and after.scheduling != before.scheduling:
+        yield Change(events.SCHEDULING_CHANGED, {"file": after.scheduling.file})
+
+
+def _of_adapters(before: FleetState, after: FleetState) -> Iterator[Change]:
+    known, wanted = ({each.name: each for each in state.adapters} for state in (before, after))
+    for name in known.keys() - wanted.keys():
+        yield Change(events.ADAPTER_UNLOADED, {"adapter": name})
+    for name, adapter in wanted.items():
+        if known.get(name) != adapter:
+            yield Change(events.ADAPTER_LOADED, {"adapter": name, "path": adapter.path})
+
+
+def _of_programs(before: ProgramInUse, after: FleetState) -> Iterator[Change]:
+    """Yield every plan since ``before``, also one that was in use only for a moment."""
+    for used in (after.before, after.program):
+        if used is not None and used.number > before.number:
+            names = dict.fromkeys(arm.label for arm in used.plan.arms)
+            yield Change(events.PROGRAM_CHANGED, {"version": used.number, "program": ", ".join(names)})
+
+
+_CHANGES = {
+    each.name: each
+    for each in (
+        events.ENGINE_ADDED, events.ENGINE_REMOVED, events.ENGINE_ROLE, events.ENGINE_DRAINED, events.ENGINE_UNDRAINED,
+        events.ADAPTER_LOADED, events.ADAPTER_UNLOADED, events.PROGRAM_CHANGED, events.SCHEDULING_CHANGED,
+    )
+}  # fmt: skip
+
 
 logger = logging.getLogger("tercet.router")
 T = TypeVar("T")
@@ -315,3 +411,48 @@ class SharedState:
         state = await self._update(lambda state: because(reason, state, change(state)))
         await self._catch_up(loaded or LoadedCode())
         return await self.reports.behind(state.version)
+
+
+class AdapterChanges:
+    """Loading, replacing and unloading of adapters for all processes that follow ``shared``.
+
+    Each method returns a text for each process that has not applied the change.
+    """
+
+    def __init__(self, shared: SharedState, fleet: EngineFleet, membership: Membership) -> None:
+        self._shared = shared
+        self._fleet = fleet
+        self._membership = membership
+        self._turn = asyncio.Lock()
+
+    async def load(self, name: str, path: str, reason: str = ASKED) -> Sequence[str]:
+        """Serve a LoRA adapter after every engine that answers and takes adapters has loaded it."""
+        async with self._turn:
+            return await self._load(name, path, reason)
+
+    async def _load(self, name: str, path: str, reason: str) -> Sequence[str]:
+        self._shared.state.with_adapter(AdapterState(name, path))
+        report = await load_everywhere(self._fleet, self._membership, name, path)
+        adapter = AdapterState(name, path, report.digest)
+        return await self._shared.change(lambda state: state.with_adapter(adapter), reason)
+
+    async def replace(self, name: str, path: str, reason: str = ASKED) -> Sequence[str]:
+        """Replace an adapter by the files at ``path``; a new name is loaded.
+
+        Raises :class:`~tercet.protocol.Conflict` while requests use the adapter.
+        """
+        async with self._turn:
+            before = self._fleet.adapters.get(name)
+            if before is None:
+                return await self._load(name, path, reason)
+            report = await replace_everywhere(self._fleet, self._membership, before, path)
+            adapter = AdapterState(name, path, report.digest)
+            return await self._shared.change(lambda state: state.without_adapter(name).with_adapter(adapter), reason)
+
+    async def unload(self, name: str, reason: str = ASKED) -> Sequence[str]:
+        """Stop accepting requests for a LoRA adapter; running sequences that use it continue."""
+        async with self._turn:
+            if name not in self._fleet.adapters:
+                raise UnknownAdapter(f"name: this fleet has no adapter {name!r}", "name")
+            behind = await self._shared.change(lambda state: state.without_adapter(name), reason)
+            return [*behind, *await unload_everywhere(self._fleet, self._membership, name)]

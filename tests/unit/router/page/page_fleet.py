@@ -30,7 +30,7 @@ from tercet.protocol import Request, Role, TercetError
 from tercet.router import admin
 from tercet.router.admin.admin_server import QuietServer
 from tercet.router.observe.metrics import Metrics
-from tercet.router.page.serving_page import with_page
+from tercet.router.page.page_app import with_page
 from tercet.router.router_app import RouterApp
 from tercet.router.serve.service import Service
 from tercet.router.serve.shutdown import Shutdown

@@ -11,10 +11,7 @@ import msgspec
 import pytest
 from msgspec.structs import replace
 
-from tercet.router.observe.request_traces import RequestTraces
-from tercet.router.observe.shared_traces import SharedTraces
-from tercet.router.page.engine_rows import ReportedLoads
-from tercet.router.page.other_workers import APART, OtherWorkers, added, numbered
+from tercet.router.observe.request_traces import RequestTraces, SharedTraces
 from tercet.router.page.records import (
     About,
     EngineTTFT,
@@ -25,9 +22,9 @@ from tercet.router.page.records import (
     LaneStart,
     MoveShown,
     ProgramPoint,
+    ReportedLoads,
 )
-from tercet.router.page.viewers import Viewers
-from tercet.router.page.watch import FleetWatch, about_service
+from tercet.router.page.watch import APART, FleetWatch, OtherWorkers, Viewers, about_service, added, numbered
 
 from ..conftest import LiveRouter
 

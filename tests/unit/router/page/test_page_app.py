@@ -14,10 +14,8 @@ import pytest
 from starlette.types import Message
 
 from tercet.router.page import page_app
-from tercet.router.page.page_files import FOLDER, POLICY, SAFETY, page_files
-from tercet.router.page.recorded_page import RecordedPage
+from tercet.router.page.page_app import FOLDER, POLICY, SAFETY, RecordedPage, page_files, with_page
 from tercet.router.page.records import Frame
-from tercet.router.page.serving_page import with_page
 from tercet.router.serve.shutdown import Shutdown
 from tercet.settings import RouterSettings
 from tercet.wire.serving.server_access import AT_ADMIN, RouterKeys

@@ -10,11 +10,9 @@ import msgspec
 import pytest
 
 from tercet.protocol import NoSpace, ShuttingDown
-from tercet.router.page import viewers as module
-from tercet.router.page.engine_rows import ReportedLoads
-from tercet.router.page.records import Frame
-from tercet.router.page.viewers import FOR_ADMINS, MOST_PENDING, MOST_VIEWERS, Viewers
-from tercet.router.page.watch import FleetWatch, about_service
+from tercet.router.page import watch as module
+from tercet.router.page.records import Frame, ReportedLoads
+from tercet.router.page.watch import FOR_ADMINS, MOST_PENDING, MOST_VIEWERS, FleetWatch, Viewers, about_service
 from tests.longest_wait import LONGEST_WAIT_S
 from tests.unit.router.conftest import LiveRouter
 

@@ -12,11 +12,22 @@ import pytest
 from tercet.fleet import RunningSequence, Trace
 from tercet.protocol import EngineLoad, OutputStream, Request, TercetError
 from tercet.protocol.trace import TraceEvent, VerbTrace
-from tercet.router.page import engine_rows, lanes
-from tercet.router.page.engine_rows import FirstTokenTimes, ReportedLoads
-from tercet.router.page.lanes import MOST_OPEN, Lanes
-from tercet.router.page.program_counts import MOST_PROGRAMS, OTHER, ProgramCounts, percentile
-from tercet.router.page.records import DEAD, DRAINING, SILENT, EngineTTFT, Frame
+from tercet.router.page import records
+from tercet.router.page.records import (
+    DEAD,
+    DRAINING,
+    MOST_OPEN,
+    MOST_PROGRAMS,
+    OTHER,
+    SILENT,
+    EngineTTFT,
+    FirstTokenTimes,
+    Frame,
+    Lanes,
+    ProgramCounts,
+    ReportedLoads,
+    percentile,
+)
 from tercet.router.page.watch import FleetWatch, about_service
 from tercet.settings import RetryBudget
 from tests.longest_wait import LONGEST_WAIT_S
@@ -112,7 +123,7 @@ async def test_another_role_is_another_list_of_engines(router: LiveRouter) -> No
 async def test_engines_beyond_those_that_are_drawn_are_sums(
     router: LiveRouter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(engine_rows, "MOST_ENGINES", 1)
+    monkeypatch.setattr(records, "MOST_ENGINES", 1)
     watch = watch_of(router)
     router.fleet.report("d", EngineLoad(waiting=3, running=2, kv_usage=0.25))
     found = watch.frame()
@@ -170,7 +181,7 @@ def test_lanes_are_a_bounded_sample(monkeypatch: pytest.MonkeyPatch) -> None:
     running = [sequence(str(number)) for number in range(200)]
     for each in running:
         found.begins(each, Trace())
-    assert len(found.take()[0]) == int(lanes.MOST_PER_SECOND)
+    assert len(found.take()[0]) == int(records.MOST_PER_SECOND)
     for _ in range(100):
         now += 1.0
         running += [sequence() for _ in range(10)]
@@ -187,7 +198,7 @@ def test_lanes_are_a_bounded_sample(monkeypatch: pytest.MonkeyPatch) -> None:
         found.ends(each, 0.5, None)
         found.take()
     starts, _, ends = found.kept()
-    assert len(starts) == len(ends) == lanes.KEPT
+    assert len(starts) == len(ends) == records.KEPT
 
 
 def test_a_lane_has_room_for_so_many_verbs() -> None:
@@ -196,8 +207,8 @@ def test_a_lane_has_room_for_so_many_verbs() -> None:
     for _ in range(1000):
         trace.events.append(TraceEvent("prep_recv", "e", 0.001, reason="x" * 10_000))
     _, spans, _ = found.take()
-    assert len(spans) == lanes.MOST_SPANS
-    assert len(spans[0].said) == lanes.LONGEST_WORDS
+    assert len(spans) == records.MOST_SPANS
+    assert len(spans[0].said) == records.LONGEST_WORDS
     assert len(trace.events) == 1000
 
 
@@ -254,7 +265,7 @@ async def test_an_engines_ttft_forgets(router: LiveRouter) -> None:
     now = 60.0
     times.add("p", 0.1)
     assert 100 < times.in_ms(router.fleet.members)[0] < 250
-    now = 60.0 + engine_rows.FORGOTTEN_AFTER + 1
+    now = 60.0 + records.FORGOTTEN_AFTER + 1
     assert times.in_ms(router.fleet.members) == [0, 0]
 
 

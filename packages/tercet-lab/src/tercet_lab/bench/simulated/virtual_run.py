@@ -17,8 +17,7 @@ from tercet.decisions.scheduling import Scheduling
 from tercet.fleet import RunningSequence, Trace
 from tercet.programs import Program
 from tercet.protocol import Output, ProgramFailed, Request, TercetError
-from tercet.router.serve.attempts import ProgramFault
-from tercet.router.serve.service import Service
+from tercet.router.serve.service import ProgramFault, Service
 from tercet_lab.bench.simulated.kv_imbalance import ImbalanceSamples
 from tercet_lab.bench.simulated.moving_fleet import MoveCounts, MovingSettings, alongside
 from tercet_lab.bench.simulated.outcome import Outcome
