@@ -322,18 +322,7 @@ M = TypeVar("M", bound=ServiceMetrics)
 
 
 class Service(Generic[M]):
-    """The service of a router: it runs programs over ``fleet``.
-
-    ``wanted`` is the plan that was set last; the plan in use differs from it after an automatic return. ``retries`` is
-    the budget for a sequence whose engine or program fails. ``request_timeout`` and ``wait_for_engine`` are in seconds:
-    while no engine answers, a sequence waits at most ``wait_for_engine`` for one before a retry, and attempts in this
-    time that no engine took do not count. With ``tells_faults``, traces, which clients get, contain the errors that
-    programs raise; otherwise only the log does. With ``retries_faults``, one engine continues a sequence also after a
-    fault of its program; otherwise the sequence ends with :class:`~tercet.protocol.ProgramFailed`. ``load_arm`` loads
-    the first program. ``attainments`` counts the sequences that end, and those that met the ``objectives``.
-    ``observers`` are notified of every sequence; ``seen``, set at a planner's first call, keeps the requests of the
-    last minutes. ``sessions`` is notified of each sequence, None if sessions are not used.
-    """
+    """The service of a router: it runs programs over ``fleet``."""
 
     def __init__(
         self,
@@ -341,20 +330,30 @@ class Service(Generic[M]):
         program: str,
         program_args: Mapping[str, str],
         metrics: M,
+        # Failures in a row after which the previous version is used again.
         return_after: int = RETURN_AFTER,
+        # The budget of a sequence whose engine or program fails.
         retries: RetryBudget = ON_FAILURE,
+        # Seconds from the request to the end of its last sequence.
         request_timeout: float | None = None,
+        # Seconds that a sequence waits for an engine before a retry, while none answers. Attempts in this time that no
+        # engine took do not count.
         wait_for_engine: float = 0.0,
         moves: MoveSettings = MOVES,
+        # True if traces, which clients get, contain the errors that programs raise; otherwise only the log does.
         tells_faults: bool = False,
+        # True if one engine continues a sequence also after a fault of its program; otherwise ProgramFailed ends it.
         retries_faults: bool = True,
+        # Loads the first program.
         load_arm: LoadArm = load_anywhere,
         objectives: Objectives = OBJECTIVES,
     ) -> None:
         self.fleet = fleet
         self._clock = fleet.costs.clock
         self.sequences = RunningSequences()
+        # The sequences that ended, and those that met the objectives.
         self.attainments = Attainments(objectives)
+        # The requests of the last minutes; set at a planner's first call.
         self.seen: SeenRequests | None = None
         self.moves = Moves(fleet, metrics, moves)
         fleet.on_proposal = Proposals(self.sequences, self.moves).heard
@@ -364,11 +363,13 @@ class Service(Generic[M]):
         self._tells_faults = tells_faults
         self._retries_faults = retries_faults
         self._recovery = Recovery(fleet, wait_for_engine, self._clock)
+        # The plan that was set last; the plan in use differs from it after an automatic return.
         self.wanted = Plan(program=program, args=program_args)
         self.routing = Routing(Version(NO_VERSION + 1, self.wanted, _load(self.wanted, load_arm)), return_after)
         self.metrics = metrics
         self.observers = SequenceObservers()
         self._streams: dict[OutputStream, RunningSequence] = {}
+        # None if sessions are not used.
         self.sessions: SessionTurns | None = None
         self._given_up_by: TercetError | None = None
         metrics.uses(self.routing.current.number)
@@ -438,7 +439,8 @@ class Service(Generic[M]):
         self, request: Request, trace: Trace, model: str, began: float,
         on_sequence: Callable[[RunningSequence], object], stream: OutputStream,
     ) -> None:  # fmt: skip
-        """Run the program, and after a failure one engine that continues, until the sequence has ended."""
+        """Choose a program, attempt, retry: a sequence from its request to its end."""
+        # Choose. The program that is in use now serves the sequence, whatever operators change meanwhile.
         chosen = self._choose(request, model)
         trace.program = chosen.name
         tried_at, request = self._clock(), self.fleet.adapters.pinned(request)
@@ -448,31 +450,56 @@ class Service(Generic[M]):
         program = partial(chosen.program, request, fleet)
         if self._given_up_by is not None:
             raise self._given_up_by
+        with self._observed(sequence, trace, stream, began) as observed:
+            # Its last tokens may come from a connection's task, which belongs to no request.
+            finished = partial(self._finished, chosen, sequence, trace, observed, current_span())
+            attempts = Attempts(sequence, stream, finished, self._clock)
+            if self.sessions is not None:
+                await self.sessions.begins(request)
+            # Attempt. Without a failure the sequence has ended.
+            while (failure := await attempts.run(program)) is not None:
+                # Retry or end. There are three cases:
+                # 1. The program is at fault. Its first fault in a sequence counts against its version, and one engine
+                #    continues, unless the settings forbid that.
+                # 2. The client's request is at fault: another attempt would fail again.
+                # 3. The fleet is at fault: one engine continues within the budget.
+                is_own_fault = _is_own_fault(chosen, failure)
+                is_refused = isinstance(failure, BadRequest) and not is_own_fault
+                retry: Retry | None = None
+                if self._retries_faults or not is_own_fault:
+                    if is_own_fault and not sequence.attempt:
+                        self._failed(chosen, failure, request.seq_id)
+                    if not is_refused:
+                        retry = self._recovery.next_attempt(sequence, failure, tried_at)
+                if retry is None:
+                    observed.ends("left" if is_refused else "failed")
+                    attainment = self.attainments.of(request.headers)
+                    if attainment is not None and not is_refused:  # a refusal says nothing about the objectives
+                        attainment.failed()
+                        self.metrics.objectives(attainment.name, met=False)
+                    attempts.finish(_last_output(chosen, failure, request.seq_id))
+                    return
+                event = self._tell_next_attempt(chosen, failure, sequence, fleet)
+                event.at = self._clock() - sequence.began
+                trace.events.append(event)
+                await self._recovery.wait(retry)
+                tried_at = self._clock()
+                trace.program = sequence.program
+                program = partial(one_engine, retry.request, fleet, retry.output)
+
+    @contextmanager
+    def _observed(
+        self, sequence: RunningSequence, trace: Trace, stream: OutputStream, began: float
+    ) -> Generator[ObservedSequence]:
+        """Count, show and time a sequence while entered; what still observes it learns of any end at the exit."""
         self._streams[stream] = sequence
         observed = self.observers.begins(sequence, trace)
-        # Its last tokens may come from a connection's task, which belongs to no request.
-        finished = partial(self._finished, chosen, sequence, trace, observed, current_span())
-        attempts = Attempts(sequence, stream, finished, self._clock)
         try:
             with self.sequences.running(sequence), self.metrics.sequence(), self._deadline(began, stream):
-                if self.sessions is not None:
-                    await self.sessions.begins(request)
-                while (failure := await attempts.run(program)) is not None:
-                    retry = self._next_attempt(chosen, failure, sequence, tried_at)
-                    if retry is None:
-                        self._note_failed(chosen, failure, sequence, observed)
-                        attempts.finish(_last_output(chosen, failure, request.seq_id))
-                        return
-                    event = self._tell_next_attempt(chosen, failure, sequence, fleet)
-                    event.at = self._clock() - sequence.began
-                    trace.events.append(event)
-                    await self._recovery.wait(retry)
-                    tried_at = self._clock()
-                    trace.program = sequence.program
-                    program = partial(one_engine, retry.request, fleet, retry.output)
+                yield observed
         finally:
             self._streams.pop(stream, None)
-            observed.ends("left")
+            observed.ends("left")  # without effect after another end
             if self.sessions is not None:
                 self.sessions.ends(sequence)
 
@@ -495,30 +522,6 @@ class Service(Generic[M]):
         attainment = self.attainments.of(sequence.request.headers)
         if attainment is not None:
             self.metrics.objectives(attainment.name, attainment.ended_with(trace.ttft, trace.tpot))
-
-    def _note_failed(
-        self, chosen: Chosen, error: BaseException, sequence: RunningSequence, observed: ObservedSequence
-    ) -> None:
-        """Count a failed sequence as one that missed the objectives, unless its client caused the failure."""
-        refused = isinstance(error, BadRequest) and not _is_own_fault(chosen, error)
-        observed.ends("left" if refused else "failed")
-        attainment = self.attainments.of(sequence.request.headers)
-        if attainment is not None and not refused:
-            attainment.failed()
-            self.metrics.objectives(attainment.name, met=False)
-
-    def _next_attempt(
-        self, chosen: Chosen, error: BaseException, sequence: RunningSequence, tried_at: float
-    ) -> Retry | None:
-        """Return the retry after ``error``, or None."""
-        is_own_fault = _is_own_fault(chosen, error)
-        if is_own_fault and not self._retries_faults:
-            return None
-        if is_own_fault and not sequence.attempt:
-            self._failed(chosen, error, sequence.request.seq_id)
-        if isinstance(error, BadRequest) and not is_own_fault:  # a retry of an invalid request would fail again
-            return None
-        return self._recovery.next_attempt(sequence, error, tried_at)
 
     def _tell_next_attempt(
         self, chosen: Chosen, error: BaseException, sequence: RunningSequence, fleet: FleetView
