@@ -60,8 +60,8 @@ def reason_of(error: BaseException) -> str:
     if isinstance(cause, aiohttp.ServerDisconnectedError):
         return "it closed the connection"
     if isinstance(cause, (ssl.SSLError, ssl.CertificateError)):
-        said = getattr(cause, "verify_message", "") or getattr(cause, "reason", "")
-        return f"TLS: {said or 'no secure connection'}"
+        detail = getattr(cause, "verify_message", "") or getattr(cause, "reason", "")
+        return f"TLS: {detail or 'no secure connection'}"
     if isinstance(cause, TimeoutError):
         return "it took too long"
     if isinstance(cause, socket.gaierror):

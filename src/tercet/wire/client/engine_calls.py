@@ -218,9 +218,9 @@ class EngineCalls:
         large = large_field_of(call)
         return RequestTooLarge(f"{large}: too large for {self._name}: {error.message}", large)
 
-    def _understood(self, said: bytes, kind: type[T]) -> T:
+    def _understood(self, body: bytes, kind: type[T]) -> T:
         try:
-            return msgspec.json.decode(said, type=kind)
+            return msgspec.json.decode(body, type=kind)
         except UNREADABLE as error:
             raise EngineError(f"{self._name} does not answer as a Tercet engine: {error}") from error
 

@@ -75,12 +75,12 @@ def with_forwarder(fields: Fields, peer: str, host: bytes, scheme: str, version:
     its request. They follow what the client itself said in such fields: the last values are the ones to believe.
     """
     node = (peer or "unknown").encode()
-    told = b"for=" + (b'"[%b]"' % node if b":" in node else node) + b";proto=" + scheme.encode()
+    forwarded = b"for=" + (b'"[%b]"' % node if b":" in node else node) + b";proto=" + scheme.encode()
     if host:
-        told += b';host="%b"' % host.replace(b"\\", b"\\\\").replace(b'"', b'\\"')
+        forwarded += b';host="%b"' % host.replace(b"\\", b"\\\\").replace(b'"', b'\\"')
     chain = b", ".join([*values(fields, b"x-forwarded-for"), node])
     kept = [(name, value) for name, value in fields if name.lower() != b"x-forwarded-for"]
-    return [*kept, (b"X-Forwarded-For", chain), (b"Forwarded", told), (b"Via", version + b" tercet")]
+    return [*kept, (b"X-Forwarded-For", chain), (b"Forwarded", forwarded), (b"Via", version + b" tercet")]
 
 
 def passed_trailers(fields: Fields, but: Collection[bytes] = ()) -> list[tuple[bytes, bytes]]:
@@ -166,7 +166,7 @@ class Connection:
         """Return the body's next bytes; empty at its end, when ``trailers`` are set. Raises as :meth:`event` does."""
         event = await self.event()
         if type(event) is h11.EndOfMessage:
-            self.trailers = _raw(event.headers)
+            self.trailers = raw_fields(event)
             self._held = event  # also for further calls
             self.is_whole.set()
             return b""
@@ -195,7 +195,7 @@ class Connection:
             raise kind(str(error), error.error_status_hint) from error
         if type(event) is not h11.Data and isinstance(event, HEADS):
             _require_one_length(event)
-            if sum(len(name) + len(value) for name, value in _raw(event.headers)) > self._max_head:
+            if sum(len(name) + len(value) for name, value in raw_fields(event)) > self._max_head:
                 raise MessageTooLarge(f"the head of a message has more than {self._max_head} bytes", 431)
         return event
 
@@ -288,11 +288,6 @@ class Connection:
         self.writer.transport.abort()
 
 
-def raw_fields(event: h11.Request | h11.Response | h11.InformationalResponse) -> list[tuple[bytes, bytes]]:
-    """Return the fields of a head, with names as they were written."""
-    return _raw(event.headers)
-
-
 def framing(fields: Fields) -> list[tuple[bytes, bytes]]:
     """Return the framing of a message with these fields when it is passed on: chunked, or with its length."""
     if values(fields, b"transfer-encoding"):
@@ -300,7 +295,11 @@ def framing(fields: Fields) -> list[tuple[bytes, bytes]]:
     return [(b"Content-Length", value) for value in values(fields, b"content-length")[:1]]
 
 
-def _raw(headers: Any) -> list[tuple[bytes, bytes]]:
+def raw_fields(
+    event: h11.Request | h11.Response | h11.InformationalResponse | h11.EndOfMessage,
+) -> list[tuple[bytes, bytes]]:
+    """Return the fields of a head, or trailers, with names as they were written."""
+    headers: Any = event.headers
     found: Sequence[tuple[bytes, bytes]] = headers.raw_items() if hasattr(headers, "raw_items") else headers
     return [(bytes(name), bytes(value)) for name, value in found]
 
@@ -317,7 +316,7 @@ def _require_one_length(event: h11.Request | h11.Response | h11.InformationalRes
 MOST_IDLE = 256
 REPEATABLE = frozenset({b"GET", b"HEAD", b"OPTIONS", b"TRACE", b"PUT", b"DELETE"})
 """Idempotent methods: a second request has no further effect (RFC 9110, 9.2.2)."""
-Told = Callable[[int, bytes, Fields], Awaitable[object]]
+OnInformational = Callable[[int, bytes, Fields], Awaitable[object]]
 """A function that receives informational answers (1xx): status, reason and fields."""
 
 
@@ -387,7 +386,7 @@ class Origin:
 
     async def ask(
         self, method: bytes, target: bytes, fields: Fields, body: bytes | AsyncIterator[bytes] | None,
-        told: Told | None = None, trailers: Callable[[], Fields] = tuple,
+        on_informational: OnInformational | None = None, trailers: Callable[[], Fields] = tuple,
     ) -> OriginAnswer:  # fmt: skip
         """Return the server's answer as soon as its head has arrived, perhaps before the whole ``body`` was sent.
 
@@ -399,7 +398,7 @@ class Origin:
         while True:
             connection, is_used = await self._connection()
             try:
-                return await self._asked(connection, request, body, told, trailers)
+                return await self._asked(connection, request, body, on_informational, trailers)
             except BaseException as error:
                 connection.abort()
                 # The server closed an idle connection just when it was reused.
@@ -408,18 +407,18 @@ class Origin:
 
     async def _asked(
         self, connection: Connection, request: h11.Request, body: bytes | AsyncIterator[bytes] | None,
-        told: Told | None, trailers: Callable[[], Fields],
+        on_informational: OnInformational | None, trailers: Callable[[], Fields],
     ) -> OriginAnswer:  # fmt: skip
         if not isinstance(body, AsyncIterator):
             # A server may refuse a large body before reading it: do not wait until it reads.
             data = connection.http.send(request) or b""
             data += connection.http.send(h11.Data(data=body)) or b"" if body else b""
             connection.writer.write(data + (connection.http.send(h11.EndOfMessage()) or b""))
-            return OriginAnswer(connection, await self._head(connection, told), self, None)
+            return OriginAnswer(connection, await self._head(connection, on_informational), self, None)
         await connection.send(request)
         sending = asyncio.ensure_future(self._send(connection, body, trailers))
         sending.add_done_callback(_heard)  # retrieves a failure after the answer has begun
-        reading = asyncio.ensure_future(self._head(connection, told))
+        reading = asyncio.ensure_future(self._head(connection, on_informational))
         reading.add_done_callback(_heard)
         try:
             await asyncio.wait({sending, reading}, return_when=asyncio.FIRST_COMPLETED)
@@ -441,15 +440,15 @@ class Origin:
         with contextlib.suppress(OSError):
             await connection.send_end(trailers())
 
-    async def _head(self, connection: Connection, told: Told | None) -> h11.Response:
+    async def _head(self, connection: Connection, on_informational: OnInformational | None) -> h11.Response:
         while True:
             event = await connection.event()
             if isinstance(event, h11.Response):
                 return event
             if not isinstance(event, h11.InformationalResponse):
                 raise BrokeOff("it closed the connection")
-            if told is not None:
-                await told(event.status_code, bytes(event.reason), raw_fields(event))
+            if on_informational is not None:
+                await on_informational(event.status_code, bytes(event.reason), raw_fields(event))
 
     # ---- connections -----------------------------------------------------------------------------------------
 

@@ -29,7 +29,6 @@ from tercet.protocol import (
     Request,
     Reservation,
     Revision,
-    Sent,
     TercetError,
     kv_obstacle,
 )
@@ -118,7 +117,9 @@ class PrefillAttempts:
 
         Raises the errors of both. In any case, the work has ended, or was cancelled, when this returns.
         """
-        self._require_rested(host)
+        lost = self._lost.get(host)
+        if lost is not None and self.clock() < lost.at + REST_SECONDS:
+            raise EngineUnreachable(f"{host} was lost a moment ago: {lost.why}")
         tasks = set[asyncio.Future[Any]]()
         try:
             if host in self._lost:
@@ -141,12 +142,6 @@ class PrefillAttempts:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)  # the other task's exception is not needed
 
-    def _require_rested(self, host: str) -> None:
-        """Raise :class:`~tercet.protocol.EngineUnreachable` for an engine that was lost within ``REST_SECONDS``."""
-        lost = self._lost.get(host)
-        if lost is not None and self.clock() < lost.at + REST_SECONDS:
-            raise EngineUnreachable(f"{host} was lost a moment ago: {lost.why}")
-
     async def _until_lost(self, host: str, look: Look) -> None:
         while True:
             await asyncio.sleep(POLL_INTERVAL_S)
@@ -168,8 +163,8 @@ async def _answered(host: str, look: Look, patience: float) -> None:
 def prefill_here(decode: str, seq_id: str, error: TercetError, trace: VerbTrace) -> None:
     """Record why a request that named engines to prefill is prefilled on this engine."""
     prefills.labels(LOCAL, error.code).inc()
-    said = {"seq_id": seq_id, "engine": decode, "code": error.code, "reason": error.message}
-    log_events.FALLBACK.tell(program=REMOTE, to=HERE, tokens=0, **said)
+    fields = {"seq_id": seq_id, "engine": decode, "code": error.code, "reason": error.message}
+    log_events.FALLBACK.tell(program=REMOTE, to=HERE, tokens=0, **fields)
     trace.program = f"{REMOTE} -> {HERE}"
     trace.events.append(TraceEvent(FALLBACK, decode, code=error.code, reason=f"{trace.program}: {error.message}"))
 
@@ -272,7 +267,15 @@ class RemotePrefill:
 
         async def ask(host: str) -> int:
             started = self._clock()
-            sent = await self._sent_by(host, request, space)
+            async with self._peer(host) as engine:
+
+                async def look() -> None:
+                    status = await engine.status()
+                    if status.stalled_s > self._attempts.budget.stuck_after_s:
+                        raise EngineUnreachable(f"{host} has made no progress for {status.stalled_s:.1f} s")
+
+                send = partial(engine.remote_send, request, space, space.matched_len)
+                sent = await self._attempts.watched(host, send, look)
             event = self._event("remote_send", host, started, begin=sent.begin, end=sent.end)
             event.cached, event.computed, event.bytes = sent.usage.cached, sent.usage.computed, sent.bytes
             event.chunks, event.transport, event.to = sent.chunks, sent.transport, decode
@@ -280,17 +283,6 @@ class RemotePrefill:
             return sent.end
 
         return await self._attempts.first_of(hosts, request.seq_id, trace, ask)
-
-    async def _sent_by(self, host: str, request: Request, space: Reservation) -> Sent:
-        async with self._peer(host) as engine:
-
-            async def look() -> None:
-                status = await engine.status()
-                if status.stalled_s > self._attempts.budget.stuck_after_s:
-                    raise EngineUnreachable(f"{host} has made no progress for {status.stalled_s:.1f} s")
-
-            send = partial(engine.remote_send, request, space, space.matched_len)
-            return await self._attempts.watched(host, send, look)
 
     # ---- engines ---------------------------------------------------------------------------------------------
 
@@ -310,12 +302,9 @@ class RemotePrefill:
             yield peer.engine
         finally:
             peer.in_use -= 1
-            await self._close_unused()
-
-    async def _close_unused(self) -> None:
-        unused = [key for key, peer in self._peers.items() if not peer.in_use]
-        for key in unused[: max(0, len(self._peers) - MOST_PEERS)]:
-            await self._peers.pop(key).engine.__aexit__(None, None, None)
+            unused = [key for key, peer in self._peers.items() if not peer.in_use]
+            for key in unused[: max(0, len(self._peers) - MOST_PEERS)]:
+                await self._peers.pop(key).engine.__aexit__(None, None, None)
 
     def _event(self, verb: str, engine: str, started: float, begin: int = 0, end: int = 0) -> TraceEvent:
         return TraceEvent(verb, engine, self._clock() - started, begin=begin, end=end)

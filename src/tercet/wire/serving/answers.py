@@ -98,19 +98,19 @@ def last_answer(error: TercetError, path: str = "") -> bytes:
 def with_named_code(body: bytes) -> bytes:
     """Return an error of vLLM with the name of its status as code, such as ``bad_request``; other bodies unchanged."""
     error = _object(body).get("error")
-    said = cast("dict[str, Any]", error) if isinstance(error, dict) else {}
-    if "message" not in said or not isinstance(code := said.get("code"), int):
+    fields = cast("dict[str, Any]", error) if isinstance(error, dict) else {}
+    if "message" not in fields or not isinstance(code := fields.get("code"), int):
         return body
-    return msgspec.json.encode({"error": _completed(said, code)})
+    return msgspec.json.encode({"error": _completed(fields, code)})
 
 
-def _completed(said: Mapping[str, Any], status: int) -> dict[str, Any]:
+def _completed(fields: Mapping[str, Any], status: int) -> dict[str, Any]:
     """Return vLLM's error with all fields of OpenAI's form."""
-    param, code = said.get("param"), said.get("code")
+    param, code = fields.get("param"), fields.get("code")
     if not isinstance(code, str):
         code = _name_of(code if isinstance(code, int) else status, param)
-    kind = said.get("type") or _phrase(status)
-    return {"message": str(said.get("message", "")), "type": kind, "param": param, "code": code}
+    kind = fields.get("type") or _phrase(status)
+    return {"message": str(fields.get("message", "")), "type": kind, "param": param, "code": code}
 
 
 def _name_of(status: int, param: object) -> str:
@@ -192,14 +192,14 @@ class ErrorSend:
         if message.get("more_body"):
             return
         failed, status = self._context.failed, start["status"]
-        said = _said(status, _header(start, b"content-type"), self._body)
-        if said is None:
+        error = _error_object(status, _header(start, b"content-type"), self._body)
+        if error is None:
             await self._answer(start, self._body, [])
         elif failed is not None:
             start = {**start, "status": failed.status}
             await self._answer(start, error_body(self._context.path, failed), error_headers(failed))
         else:
-            await self._answer(start, in_form(self._context.path, status, said), [(b"content-type", JSON)])
+            await self._answer(start, in_form(self._context.path, status, error), [(b"content-type", JSON)])
 
     async def _answer(self, start: Message, body: bytes, headers: list[tuple[bytes, bytes]]) -> None:
         replaced = {b"content-length", *(name for name, _ in headers)}
@@ -222,32 +222,32 @@ class ErrorSend:
 
     def _event(self, event: bytes) -> bytes:
         """Return an error event with the program's error, or with OpenAI's code; any other event unchanged."""
-        said = object_of(event)
-        error, failed = said.get("error"), self._context.failed
-        if self._api == "anthropic" and said.get("type") == "error" and isinstance(error, dict):
+        fields = object_of(event)
+        error, failed = fields.get("error"), self._context.failed
+        if self._api == "anthropic" and fields.get("type") == "error" and isinstance(error, dict):
             return _anthropic_event(self._context, cast("dict[str, Any]", error))
-        if self._api == "openai" and said.keys() == {"error"} and isinstance(error, dict):
+        if self._api == "openai" and fields.keys() == {"error"} and isinstance(error, dict):
             status = failed.status if failed is not None else HTTPStatus.INTERNAL_SERVER_ERROR
             own = failed.to_wire()["error"] if failed is not None else _completed(cast("Any", error), status)
             return b"data: " + msgspec.json.encode({"error": own}) + b"\n\n"
         return event
 
 
-def _anthropic_event(context: RequestContext, said: Mapping[str, Any]) -> bytes:
+def _anthropic_event(context: RequestContext, error: Mapping[str, Any]) -> bytes:
     """Return the error event for Anthropic's API, from the error of the underlying chat answer.
 
     vLLM's converter only reports that it could not convert that error.
     """
     if context.failed is not None:
         return last_events(context.path, context.failed)
-    inner = context.stream_error or said
+    inner = context.stream_error or error
     code = inner.get("code")
     status = code if isinstance(code, int) else HTTPStatus.INTERNAL_SERVER_ERROR
     body = in_form(context.path, status, {"message": str(inner.get("message", ""))})
     return b"event: error\ndata: %b\n\n" % body
 
 
-def _said(status: int, kind: bytes, body: bytes) -> dict[str, Any] | None:
+def _error_object(status: int, kind: bytes, body: bytes) -> dict[str, Any] | None:
     """Return the error object of a body, in OpenAI's form; None if it has none, or its form is unknown."""
     if not body:
         return None
@@ -275,10 +275,10 @@ _MEANS: Mapping[str, bool] = {"1": True, "true": True, "0": False, "false": Fals
 
 def wants_trace(headers: Mapping[str, str]) -> bool:
     """True if a client wants traces. Raises :class:`~tercet.protocol.BadRequest` for a header with an invalid value."""
-    said = headers.get(TRACE_HEADER, "false").strip().lower()
-    if said not in _MEANS:
-        raise BadRequest(f"{TRACE_HEADER}: {said!r} is neither true nor false", TRACE_HEADER)
-    return _MEANS[said]
+    value = headers.get(TRACE_HEADER, "false").strip().lower()
+    if value not in _MEANS:
+        raise BadRequest(f"{TRACE_HEADER}: {value!r} is neither true nor false", TRACE_HEADER)
+    return _MEANS[value]
 
 
 def trace_refused(path_to_it: str) -> Forbidden:
@@ -322,7 +322,7 @@ class TracingSend:
     async def __call__(self, message: Message) -> None:
         """Send a message, as ASGI's ``send``."""
         if message["type"] == "http.response.start":
-            kind = _content_type(message).lower()
+            kind = _header(message, b"content-type").lower()
             self._is_json = kind.startswith(b"application/json")
             self._events = EventSplitter() if kind.startswith(EVENTS.encode()) else None
             self._start = message
@@ -347,27 +347,22 @@ class TracingSend:
         self._body += message.get("body", b"")
         if message.get("more_body") or self._start is None:
             return
-        body = self._with_trace(self._body)
-        headers = [(name, value) for name, value in self._start["headers"] if name.lower() != b"content-length"]
-        await self._send({**self._start, "headers": [*headers, (b"content-length", str(len(body)).encode())]})
-        await self._send({"type": "http.response.body", "body": body})
-
-    def _with_trace(self, body: bytes) -> bytes:
+        body = self._body
         try:
             answer = msgspec.json.decode(body, type=dict[str, Any])
         except UNREADABLE:
-            return body
-        return msgspec.json.encode({**answer, **msgspec.json.decode(self._payload(), type=dict[str, Any])})
+            pass  # it stays as it is: a trace has no place there
+        else:
+            body = msgspec.json.encode({**answer, **msgspec.json.decode(self._payload(), type=dict[str, Any])})
+        headers = [(name, value) for name, value in self._start["headers"] if name.lower() != b"content-length"]
+        await self._send({**self._start, "headers": [*headers, (b"content-length", str(len(body)).encode())]})
+        await self._send({"type": "http.response.body", "body": body})
 
     def _traced(self, event: bytes) -> bytes:
         return b"data: " + self._payload() + b"\n\n" + event if data_of(event) == DONE else event
 
     def _payload(self) -> bytes:
         return msgspec.json.encode({"tercet": self._traces[0] if len(self._traces) == 1 else self._traces})
-
-
-def _content_type(message: Message) -> bytes:
-    return next((value for name, value in message["headers"] if name.lower() == b"content-type"), b"")
 
 
 # ---- Tool calls ------------------------------------------------------------------------------------------------------

@@ -107,9 +107,12 @@ class BoundedProtocol(HttpToolsProtocol):
         self._part, self._progressed = "body", True
         if self._refused:
             return
-        if self._feeding > LONGEST_HEAD and self._head_bytes() > LONGEST_HEAD:
-            self.refuse(Breach.LONG_HEAD)
-            return
+        # Counted only if so much was fed since the head began: most heads are a few hundred bytes.
+        if self._feeding > LONGEST_HEAD:
+            head_bytes = len(self.url) + sum(len(name) + len(value) + BESIDE for name, value in self.headers)
+            if head_bytes > LONGEST_HEAD:
+                self.refuse(Breach.LONG_HEAD)
+                return
         super().on_headers_complete()
         cycle: Any = self.cycle
         if not cycle.keep_alive:
@@ -140,9 +143,6 @@ class BoundedProtocol(HttpToolsProtocol):
         """Close a connection on which no further request arrives. Overrides uvicorn's method."""
         if not self._lingers:
             super().timeout_keep_alive_handler()
-
-    def _head_bytes(self) -> int:
-        return len(self.url) + sum(len(name) + len(value) + BESIDE for name, value in self.headers)
 
     # ---- refusals -------------------------------------------------------------------------------------------
 
@@ -251,15 +251,12 @@ class FrameBatch:
         for cycle, frame in frames:
             if not (cycle.disconnected or cycle.transport.is_closing()):
                 cycle.transport.write(frame)
-                if cycle.flow.write_paused:
-                    _require_reader(cycle)
-
-
-def _require_reader(cycle: RequestResponseCycle) -> None:
-    """Disconnect a client for which too many bytes wait: most producers do not wait until it has read."""
-    if cycle.transport.get_write_buffer_size() > MOST_UNREAD:
-        logger.warning("disconnecting a client that does not read its answer: %d bytes wait for it", MOST_UNREAD)
-        cycle.transport.abort()
+                # Most producers do not wait until a client has read: so one for which too many bytes wait has to go.
+                if cycle.flow.write_paused and cycle.transport.get_write_buffer_size() > MOST_UNREAD:
+                    logger.warning(
+                        "disconnecting a client that does not read its answer: %d bytes wait for it", MOST_UNREAD
+                    )
+                    cycle.transport.abort()
 
 
 class ClientConnection:

@@ -60,18 +60,15 @@ class FastStream(Protocol):
 
 
 class Asked(msgspec.Struct, frozen=True):
-    """The fields that the router itself uses; vLLM reads the others. Empty if vLLM would not accept the body.
-
-    ``session_name`` is the session that the body names; it and ``user`` are in the form that is kept. ``parameters``
-    are the fields from which sampling parameters are derived, by parameter: an engine that refuses a parameter refuses
-    that field.
-    """
+    """The fields that the router itself uses; vLLM reads the others. Empty if vLLM would not accept the body."""
 
     model: str | None = ""
     priority: int = 0
-    user: str | None = None
+    user: str | None = None  # in the form that is kept, as is the session's name
     stream: Any = None
     session_name: str | None = None
+    # The fields from which sampling parameters are derived, by parameter: an engine that refuses a parameter refuses
+    # that field.
     parameters: Mapping[str, str] = {}
 
 
@@ -82,28 +79,21 @@ CONTEXT = "tercet.context"
 
 @dataclass(slots=True, eq=False)
 class RequestContext:
-    """One HTTP request. ``headers`` have names in lower case; ``fields`` is its body, if that is a JSON object.
-
-    ``form`` is the form of its body by :mod:`tercet.protocol.request_checks`; empty without a body.
-
-    ``began`` is the time of its arrival, in seconds of :func:`time.monotonic`. ``traces`` has one entry per sequence
-    that it started (``n``, or several prompts), and so has ``sequences``, with the generated output; with
-    ``wants_trace`` its client gets the traces. ``client_left`` is True if its client left before it was admitted.
-    ``failed`` is the error that ended the first of its sequences that failed, or the refusal.
-    """
+    """One HTTP request."""
 
     path: str = ""
-    headers: Mapping[str, str] = field(default_factory=dict[str, str])
-    form: str = ""
-    fields: dict[str, Any] | None = None
+    headers: Mapping[str, str] = field(default_factory=dict[str, str])  # names in lower case
+    form: str = ""  # of its body, by :mod:`tercet.protocol.request_checks`; empty without a body
+    fields: dict[str, Any] | None = None  # its body, if that is a JSON object
     asked: Asked = NOTHING
     began: float = field(default_factory=time.monotonic)
     connection: ClientConnection | None = None
+    # One entry per sequence that it started (``n``, or several prompts): its trace, and the generated output.
     traces: list[Any] = field(default_factory=list[Any])
     sequences: list[Any] = field(default_factory=list[Any])
-    wants_trace: bool = False
-    failed: TercetError | None = None
-    client_left: bool = False
+    wants_trace: bool = False  # its client gets the traces
+    failed: TercetError | None = None  # the error that ended the first of its sequences that failed, or the refusal
+    client_left: bool = False  # before it was admitted
     # The error, in OpenAI's form, in the chat stream from which vLLM makes the answer.
     stream_error: Mapping[str, Any] | None = None
     # The tasks of sequences by vLLM's ids, the number of prompts begun, the most sequences allowed, and their

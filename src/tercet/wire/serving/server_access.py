@@ -143,12 +143,18 @@ class AdminAccess:
         self._require_operator(scope, headers)
 
     def _require_operator(self, scope: Scope, headers: ShownHeaders) -> None:
-        if self._supervisor.fits("".join(headers.all("authorization"))):
+        shown = headers.all("authorization")
+        if self._supervisor.fits("".join(shown)):
             return
         if self._keys:
-            self._require_key(headers)
-        else:
-            self._require_this_machine(scope, headers)
+            self._keys.require(shown, _REFUSAL)
+            if self._clients.fits("".join(shown)):
+                raise Unauthorized(f"{_REFUSAL}; a client key does not open it", "authorization")
+            return
+        by_file = bool(scope.get(AT_ADMIN)) and scope.get("client") is None
+        if self._clients and not by_file:  # only the owner may open the socket's file
+            raise Unauthorized(f"this router has client keys but no admin key; {_SET_ONE}", "authorization")
+        require_this_machine(headers, _peer_of(scope), _SET_ONE)
 
     def require_call(self, method: str, path: str, fields: Iterable[tuple[bytes, bytes]], peer: str | None) -> None:
         """Check a request of a server without ASGI; see :meth:`require`. ``peer`` is the caller's address."""
@@ -166,18 +172,6 @@ class AdminAccess:
         except Unauthorized as refusal:
             refusal.challenge = self._engines.challenge()
             raise
-
-    def _require_key(self, headers: ShownHeaders) -> None:
-        shown = headers.all("authorization")
-        self._keys.require(shown, _REFUSAL)
-        if self._clients.fits("".join(shown)):
-            raise Unauthorized(f"{_REFUSAL}; a client key does not open it", "authorization")
-
-    def _require_this_machine(self, scope: Scope, headers: ShownHeaders) -> None:
-        by_file = bool(scope.get(AT_ADMIN)) and scope.get("client") is None
-        if self._clients and not by_file:  # only the owner may open the socket's file
-            raise Unauthorized(f"this router has client keys but no admin key; {_SET_ONE}", "authorization")
-        require_this_machine(headers, _peer_of(scope), _SET_ONE)
 
 
 def _peer_of(scope: Scope) -> str | None:

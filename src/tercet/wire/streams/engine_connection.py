@@ -95,7 +95,9 @@ class EngineConnection:
         Raises :class:`~tercet.protocol.RequestTooLarge` for a call that does not fit into a message, and
         :class:`~tercet.protocol.EngineUnreachable` if the engine does not read its messages.
         """
-        frame = frame_of(self._command_of(call))
+        place = current_span()
+        traces = () if place is None else (tuple(place.headers().values()),)
+        frame = frame_of(StreamCommand(starts=(call,), names=(request_id(),), traces=traces))
         if not fits(frame):
             large = large_field_of(call)
             raise RequestTooLarge(
@@ -104,12 +106,6 @@ class EngineConnection:
         if self._transport is not None and self._transport.get_write_buffer_size() > MOST_UNREAD:
             raise EngineUnreachable(f"{self.engine} does not read its messages")
         self._write(frame)
-
-    @staticmethod
-    def _command_of(call: StartGenerateCall) -> StreamCommand:
-        place = current_span()
-        traces = () if place is None else (tuple(place.headers().values()),)
-        return StreamCommand(starts=(call,), names=(request_id(),), traces=traces)
 
     def receive(self, frame: bytes) -> None:
         """Handle a frame from the engine. Raises one of ``UNREADABLE`` for an invalid frame."""

@@ -163,11 +163,7 @@ class RouterConnection(asyncio.Protocol):
 
     def _flush_soon(self) -> None:
         if not self._deltas and not self._proposals:
-            asyncio.get_running_loop().call_soon(self._flush)
-
-    def report(self) -> None:
-        """Send all pending data now, or at least the engine's load."""
-        self._flush()
+            asyncio.get_running_loop().call_soon(self.report)
 
     def tick(self) -> None:
         """Send a report if nothing was sent lately; close the connection if the router is silent or does not read."""
@@ -175,14 +171,15 @@ class RouterConnection(asyncio.Protocol):
         if self._unread() > MOST_UNSENT or now - self._last_heard > SILENCE_SECONDS:
             self.abort()
         elif now - self._last_sent >= REPORT_SECONDS / 2:
-            self._flush()
+            self.report()
 
     def abort(self) -> None:
         """Close the connection at once."""
         if self._transport is not None:
             self._transport.abort()
 
-    def _flush(self) -> None:
+    def report(self) -> None:
+        """Send all pending data now, or at least the engine's load."""
         deltas, self._deltas = self._deltas, []
         proposals, self._proposals = tuple(self._proposals), []
         self._last_sent = time.monotonic()
@@ -196,6 +193,7 @@ class RouterConnection(asyncio.Protocol):
         if frame is not None and self._has_room(frame):
             self._transport.write(frame)
             return
+        # One delta cannot be sent, or all together have no room: each is sent alone, and ends only its own sequence.
         failed: set[int] = set()
         for delta in deltas:
             if delta.number not in failed and not self._sent_alone(delta, self._transport):
@@ -386,8 +384,8 @@ class RouterConnections:
             # a timeout is an OSError; an invalid host name a ValueError
             if not isinstance(error, OSError | ValueError):
                 raise
-            said = str(error) or f"no answer within {CONNECT_SECONDS:.0f} s"
-            logger.warning("no router answers at %s, the address that a call named: %s", address, said)
+            reason = str(error) or f"no answer within {CONNECT_SECONDS:.0f} s"
+            logger.warning("no router answers at %s, the address that a call named: %s", address, reason)
             raise RouterUnreachable("router: no router answers at the address in the call", "router") from error
         self._connections[where] = connection
         self._tick = self._tick or loop.call_later(REPORT_SECONDS, self._report)

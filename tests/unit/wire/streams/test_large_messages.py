@@ -125,7 +125,7 @@ async def test_a_message_that_is_read_late_does_not_end_the_others(
             with monkeypatch.context() as patch:
                 patch.setattr(type(pair.router), "_unread", lambda self: unread, raising=True)
                 sender.send(large(1000 if unread == 0 else 50))
-                pair.router._flush()
+                pair.router.report()
                 pair.router.tick()
             error = BadRequest if unread == 0 else RouterUnreachable
             with pytest.raises(error):
