@@ -39,7 +39,7 @@ BUDGET = {
     "tercet_ray": Size(1522, 16),
     "transport": Size(6793, 24),
     "vllm_plugin": Size(15617, 116),
-    "wire": Size(4394, 20),
+    "wire": Size(4359, 20),
 }
 PRODUCT = "src/tercet, together"
 # A smaller room need not lower its numbers: other changes of the same hour add a few lines.
