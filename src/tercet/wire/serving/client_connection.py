@@ -107,7 +107,7 @@ class BoundedProtocol(HttpToolsProtocol):
         self._part, self._progressed = "body", True
         if self._refused:
             return
-        # Counted only if so much was fed since the head began: most heads are a few hundred bytes.
+        # Counted only if the fed bytes can exceed the limit: most heads have a few hundred bytes.
         if self._feeding > LONGEST_HEAD:
             head_bytes = len(self.url) + sum(len(name) + len(value) + BESIDE for name, value in self.headers)
             if head_bytes > LONGEST_HEAD:
@@ -251,7 +251,7 @@ class FrameBatch:
         for cycle, frame in frames:
             if not (cycle.disconnected or cycle.transport.is_closing()):
                 cycle.transport.write(frame)
-                # Most producers do not wait until a client has read: so one for which too many bytes wait has to go.
+                # Most producers do not wait until a client has read: a client for which too many bytes wait is disconnected.
                 if cycle.flow.write_paused and cycle.transport.get_write_buffer_size() > MOST_UNREAD:
                     logger.warning(
                         "disconnecting a client that does not read its answer: %d bytes wait for it", MOST_UNREAD
