@@ -251,7 +251,7 @@ class FrameBatch:
         for cycle, frame in frames:
             if not (cycle.disconnected or cycle.transport.is_closing()):
                 cycle.transport.write(frame)
-                # Most producers do not wait until a client has read: a client for which too many bytes wait is disconnected.
+                # Most producers do not wait until a client has read: it is disconnected if too many bytes wait for it.
                 if cycle.flow.write_paused and cycle.transport.get_write_buffer_size() > MOST_UNREAD:
                     logger.warning(
                         "disconnecting a client that does not read its answer: %d bytes wait for it", MOST_UNREAD
