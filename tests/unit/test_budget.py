@@ -33,12 +33,12 @@ BUDGET = {
     "protocol": Size(3999, 21),
     "router": Size(10303, 41),
     "settings": Size(2448, 24),
-    "src/tercet, together": Size(64673, 385),
+    "src/tercet, together": Size(64362, 369),
     "tercet_gateway": Size(6278, 43),
     "tercet_lab": Size(20414, 127),
     "tercet_ray": Size(1522, 16),
     "transport": Size(6793, 24),
-    "vllm_plugin": Size(15617, 116),
+    "vllm_plugin": Size(15414, 99),
     "wire": Size(4359, 20),
 }
 PRODUCT = "src/tercet, together"

@@ -9,6 +9,5 @@ vLLM loads three modules here by name, through flags and entry points:
 Each of an engine's processes has a package: :mod:`.edge` for the API server, with the verbs; :mod:`.core` for the
 scheduler's process; :mod:`.worker` for the processes with the KV cache. :mod:`.start` contains their start.
 :mod:`.frontend` and :mod:`.fast_path` belong to a router: vLLM's OpenAI layer over a client that runs programs. The
-registry has two sides: :mod:`.engine_hooks` with :mod:`.core_hooks` and :mod:`.start_hooks`, and
-:mod:`.frontend_hooks`.
+registry, :mod:`.hooks`, has three sides: :mod:`.engine_hooks`, :mod:`.frontend_hooks` and :mod:`.fast_path_hooks`.
 """

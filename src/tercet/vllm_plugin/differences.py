@@ -14,7 +14,7 @@ from functools import cached_property
 from types import ModuleType
 from typing import Any
 
-from tercet.vllm_plugin.expectations import Expectation, Has, Says, Takes
+from tercet.vllm_plugin.hooks import Expectation, Has, Says, Takes
 
 COMPLETIONS = "vllm.entrypoints.openai.completion.serving:OpenAIServingCompletion"
 CHATS = "vllm.entrypoints.openai.chat_completion.serving:OpenAIServingChat"

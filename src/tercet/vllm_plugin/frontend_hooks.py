@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from tercet.vllm_plugin.differences import CLI_ARGS, FORMER_CLI_ARGS
 from tercet.vllm_plugin.engine_hooks import PASSES_IMAGE_NAMES
-from tercet.vllm_plugin.expectations import Has, OneOf, Says, Takes
-from tercet.vllm_plugin.hooks import Hook
+from tercet.vllm_plugin.hooks import Has, Hook, OneOf, Says, Takes
 
 ASYNC_LLM = "vllm.v1.engine.async_llm:AsyncLLM"
 CLIENT = "vllm.v1.engine.core_client:EngineCoreClient"

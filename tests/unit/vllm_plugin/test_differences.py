@@ -6,8 +6,7 @@ import pytest
 
 from tercet.vllm_plugin import differences
 from tercet.vllm_plugin.differences import DIFFERENCES, Difference
-from tercet.vllm_plugin.expectations import Has
-from tercet.vllm_plugin.hooks import MINORS, vllm_version
+from tercet.vllm_plugin.hooks import MINORS, Has, vllm_version
 
 INSTALLED = next(minor for minor in MINORS if vllm_version().startswith(f"{minor}."))
 

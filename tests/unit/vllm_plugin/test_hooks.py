@@ -17,18 +17,23 @@ from vllm.v1.worker.gpu_worker import Worker
 
 import tercet.vllm_plugin
 from tercet.vllm_plugin import hooks
-from tercet.vllm_plugin.expectations import Expectation, Has, OneOf, Says, Takes, resolve
 from tercet.vllm_plugin.frontend.program_client import RouterLLM
 from tercet.vllm_plugin.frontend.router_renderer import BoundedTexts, RouterRenderer, ShortPrompts
 from tercet.vllm_plugin.hooks import (
     SIDES,
     SUPPORTED,
+    Expectation,
+    Has,
     Hook,
+    OneOf,
+    Says,
     Side,
+    Takes,
     UnsupportedVLLM,
     hooks_of,
     is_supported,
     require_hooks,
+    resolve,
     vllm_version,
 )
 from tercet.vllm_plugin.start import loading_stages

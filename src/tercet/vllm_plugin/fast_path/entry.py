@@ -20,14 +20,11 @@ from starlette.types import Message, Receive, Scope, Send
 
 from tercet.protocol.headers import TRACE_HEADER
 from tercet.protocol.wire import JSON
-from tercet.vllm_plugin.fast_path.fast_routes import FastRoute, routes_of
-from tercet.vllm_plugin.fast_path.header_layers import with_header_layers
-from tercet.vllm_plugin.fast_path.logprob_chunks import TokenPieces
-from tercet.vllm_plugin.fast_path.parser_parts import keep_parser_parts
+from tercet.vllm_plugin.fast_path.logprob_chunks import TokenPieces, texts_of
+from tercet.vllm_plugin.fast_path.parsed_text import keep_parser_parts
 from tercet.vllm_plugin.fast_path.request_stream import RequestStream
-from tercet.vllm_plugin.fast_path.stream_metrics import HttpMetrics, StreamStats
-from tercet.vllm_plugin.fast_path.stream_plan import StreamPlan, StreamTools
-from tercet.vllm_plugin.fast_path.token_texts import texts_of
+from tercet.vllm_plugin.fast_path.stream_metrics import HttpMetrics, StreamStats, with_header_layers
+from tercet.vllm_plugin.fast_path.stream_plan import FastRoute, StreamPlan, StreamTools, routes_of
 from tercet.wire.serving.client_connection import CONNECTION, ClientConnection
 from tercet.wire.serving.request_context import RequestContext
 

@@ -9,15 +9,18 @@ gap between the two, and the iteration's token count.
 from __future__ import annotations
 
 import asyncio
+import copy
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from prometheus_fastapi_instrumentator.metrics import Info
 from prometheus_fastapi_instrumentator.middleware import PrometheusInstrumentatorMiddleware
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.types import Scope
+from starlette.types import ASGIApp, Scope
+from vllm.entrypoints.serve.middleware.x_request_id import XRequestIdMiddleware
 from vllm.v1.metrics.stats import IterationStats, RequestStateStats
 
 # Length in seconds of one "iteration" in vLLM's metrics. One record costs as much as several tokens.
@@ -93,3 +96,25 @@ class StreamStats:
             asyncio.get_running_loop().call_later(RECORD_SECONDS, self.record)
         self._iteration.num_generation_tokens += num_tokens
         return self._iteration
+
+
+# ---- headers ---------------------------------------------------------------------------------------------------------
+
+# vLLM's layers that only add headers to an answer: the fast path's answers pass through copies of them.
+#
+# Relies on ``CORSMiddleware`` and ``XRequestIdMiddleware`` being among the application's layers, each with the next one
+# as ``app``, and on both changing only the headers of an answer.
+
+
+def with_header_layers(app: Any, answer: ASGIApp) -> ASGIApp:
+    """Return ``answer`` wrapped in copies of those layers of ``app`` that add headers."""
+    layers: list[Any] = []
+    while app is not None:
+        if isinstance(app, (CORSMiddleware, XRequestIdMiddleware)):
+            layers.append(app)
+        app = getattr(app, "app", None)
+    for layer in reversed(layers):
+        outer = copy.copy(layer)
+        outer.app = answer
+        answer = outer
+    return answer

@@ -6,21 +6,31 @@ serving object's ``_make_parser`` making a parser for one choice.
 
 from __future__ import annotations
 
+import copy
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from starlette.requests import Request
 from vllm.entrypoints.serve.utils.api_utils import should_include_usage
 
-from tercet.vllm_plugin.differences import SILENT_ENDS, keeps_tool_calls
-from tercet.vllm_plugin.fast_path.answer_events import AnswerEvents
-from tercet.vllm_plugin.fast_path.chunk_answers import ChunkAnswer, counts_reasoning
-from tercet.vllm_plugin.fast_path.message_answers import MessageAnswer
-from tercet.vllm_plugin.fast_path.response_answers import ResponseAnswer, ResponseTask
-from tercet.vllm_plugin.fast_path.sse_chunks import ChunkWriter
+from tercet.protocol.errors import MESSAGES
+from tercet.protocol.headers import CHAT, COMPLETIONS, RESPONSES
+from tercet.vllm_plugin.differences import ENDS_OF_AGENTS_APIS, OFFSETS_OF_SENT_TEXT, SILENT_ENDS, keeps_tool_calls
+from tercet.vllm_plugin.fast_path.agent_answers import MessageAnswer, ResponseAnswer, ResponseTask
+from tercet.vllm_plugin.fast_path.logprob_chunks import TokenTexts
+from tercet.vllm_plugin.fast_path.sse_chunks import (
+    AnswerEvents,
+    ChunkAnswer,
+    ChunkWriter,
+    chat_format,
+    completion_format,
+    counts_reasoning,
+)
 from tercet.vllm_plugin.fast_path.stream_metrics import StreamStats
-from tercet.vllm_plugin.fast_path.token_texts import TokenTexts
+from tercet.wire.serving.request_context import current
 
 if TYPE_CHECKING:
     from vllm.v1.engine.output_processor import OutputProcessor
@@ -28,44 +38,40 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class StreamTools:
-    """Common parts of all streams: vLLM's output processor, token counters, and the texts of tokens.
-
-    ``keep_alive`` is the time in seconds without a chunk after which a comment is sent; 0: never.
-    """
+    """Common parts of all streams: vLLM's output processor, token counters, and the texts of tokens."""
 
     processor: OutputProcessor
     stats: StreamStats
     texts: TokenTexts | None
+    #: Seconds without a chunk after which a comment is sent; 0: never.
     keep_alive: float = 0.0
 
 
 @dataclass(frozen=True)
 class Logprobs:
-    """The log probabilities that a request asks for: the ``top`` ones of each token; -1: all, None: none of them.
+    """The log probabilities that a request asks for."""
 
-    ``in_words``: the answer needs more than each token's text and value, so vLLM's serving object makes it.
-    """
-
+    #: How many of each token; -1: all, None: none of them.
     top: int | None
     token_ids: list[int] | None
     as_token_ids: bool | None
+    #: The answer needs more than each token's text and value, so vLLM's serving object makes it.
     in_words: bool
 
 
 @dataclass(frozen=True)
 class Parsing:
-    """Parsing of an answer: ``make`` makes one parser per choice, which reads its options in ``request``.
-
-    ``is_named``: the request names the tool to call. ``counts``: the tokens are kept, since usage has the number of
-    reasoning tokens.
-    """
+    """Parsing of an answer."""
 
     request: Any
+    #: Makes one parser per choice, which reads its options in the request.
     make: Callable[[], Any]
+    #: The request names the tool to call.
     is_named: bool
     one_call_only: bool
     hides_reasoning: bool
     keeps_tool_calls: bool
+    #: The tokens are kept, since usage has the number of reasoning tokens.
     counts: bool
 
 
@@ -90,22 +96,21 @@ class Parsers:
 
 @dataclass(frozen=True)
 class StreamPlan:
-    """Plan for one answer, which ``events`` write and vLLM's object ``serving`` prepared.
-
-    ``is_chat``: a parser may read its text. The client asked for ``usage_each``, ``token_ids`` and ``logprobs`` in each
-    chunk; the last chunk has ``fingerprint``. ``hears_silence``: an output without text and tokens is handled like any
-    other, even if it is the first.
-    """
+    """Plan for one answer, which ``events`` write and vLLM's object ``serving`` prepared."""
 
     serving: Any
     events: AnswerEvents
+    #: A parser may read its text.
     is_chat: bool
     n: int = 1
+    #: What the client asked for in each chunk.
     usage_each: bool = False
     token_ids: bool = False
     logprobs: Logprobs | None = None
     parsing: Parsing | None = None
+    #: The system's, in the last chunk.
     fingerprint: str | None = None
+    #: An output without text and tokens is handled like any other, even if it is the first.
     hears_silence: bool = False
 
     @property
@@ -130,11 +135,7 @@ def completion_plan(serving: Any, request: Any, chunks: ChunkWriter) -> StreamPl
 
 
 def chat_plan(
-    serving: Any,
-    request: Any,
-    chunks: ChunkWriter,
-    parsers: Parsers,
-    multimodal_tokens: Mapping[str, int] | None,
+    serving: Any, request: Any, chunks: ChunkWriter, parsers: Parsers, multimodal_tokens: Mapping[str, int] | None
 ) -> StreamPlan:
     """Return the plan for chat answers."""
     usage, usage_each = should_include_usage(request.stream_options, serving.enable_force_include_usage)
@@ -196,11 +197,180 @@ def chat_parsing(serving: Any, request: Any, parsers: Parsers, *, usage: bool) -
     choice = request.tool_choice
     is_named = isinstance(choice, ChatCompletionNamedToolChoiceParam) and bool(choice.function.name)
     return Parsing(
-        request,
-        parsers.make,
-        is_named,
-        request.parallel_tool_calls is False,
-        not request.include_reasoning,
-        keeps_tool_calls(serving, request),
-        usage and counts_reasoning(serving),
+        request, parsers.make, is_named, one_call_only=request.parallel_tool_calls is False,
+        hides_reasoning=not request.include_reasoning, keeps_tool_calls=keeps_tool_calls(serving, request),
+        counts=usage and counts_reasoning(serving),
+    )  # fmt: skip
+
+
+# ---- routes ----------------------------------------------------------------------------------------------------------
+
+# The routes of the fast path: vLLM's serving objects prepare a request, and stop before they generate.
+#
+# Relies on ``create_completion``, ``create_chat_completion``, ``create_messages`` and ``create_responses`` of serving
+# objects rendering and validating a request before they return its stream. They make the stream with
+# ``completion_stream_generator``, ``chat_completion_stream_generator`` and ``responses_stream_generator`` from the
+# result of ``engine_client.generate``. Chat makes a parser with ``_make_parser``, whose ``is_reasoning_end`` it calls
+# with the prompt, and then one with the same arguments for each choice. Messages also passes the chat stream through
+# ``message_stream_converter``; Responses uses the result of ``_generate_with_builtin_tools``.
+
+
+@dataclass(frozen=True)
+class FastRoute:
+    """One route: the ``model`` of its bodies, a test of a body (``takes``), and a function that prepares its stream."""
+
+    model: Any
+    takes: Callable[[Any], bool]
+    prepare: Callable[[Any, Request], Awaitable[Any]]
+
+
+def routes_of(state: Any, engine_client: Any) -> dict[str, FastRoute]:
+    """Return the routes by path; ``state`` has this server's serving objects."""
+    makers: dict[str, tuple[str, Callable[[Any, Any], FastRoute]]] = {
+        COMPLETIONS: ("openai_serving_completion", completion_route),
+        CHAT: ("openai_serving_chat", chat_route),
+    }
+    if not ENDS_OF_AGENTS_APIS.is_here:
+        makers[MESSAGES] = "anthropic_serving_messages", message_route
+        makers[RESPONSES] = "openai_serving_responses", response_route
+    found = {path: (getattr(state, name, None), make) for path, (name, make) in makers.items()}
+    return {path: make(serving, engine_client) for path, (serving, make) in found.items() if serving is not None}
+
+
+# ---- which requests they take --------------------------------------------------------------------------------
+
+
+def is_fast_completion(request: Any) -> bool:
+    """True if the fast path can write this completion's chunks: those of one prompt."""
+    prompt = request.prompt
+    return (
+        (isinstance(prompt, str) or (isinstance(prompt, list) and bool(prompt) and isinstance(prompt[0], int)))
+        and is_fast_chat(request)
+        and request.prompt_embeds is None
+        and (request.logprobs is None or not OFFSETS_OF_SENT_TEXT.is_here)
     )
+
+
+def is_fast_chat(request: Any) -> bool:
+    """True if the fast path can write this chat answer's chunks; a completion must meet more conditions."""
+    return bool(request.stream) and not (
+        request.echo
+        or request.prompt_logprobs is not None
+        or request.use_beam_search
+        or getattr(request, "return_weight_versions", False)  # not in vLLM before 0.33
+    )
+
+
+def is_fast_response(request: Any, serving: Any) -> bool:
+    """True if the fast path can write this response's events."""
+    return bool(request.stream) and not (
+        request.background
+        or (request.store and serving.enable_store)
+        or request.enable_response_messages
+        or request.is_include_output_logprobs()
+    )
+
+
+# ---- vLLM's serving objects ----------------------------------------------------------------------------------
+
+
+class PreparingClient:
+    """Replacement for a serving object's engine client: records a request instead of generating for it."""
+
+    def __init__(self, engine_client: Any) -> None:
+        self._engine_client = engine_client
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._engine_client, name)
+
+    def generate(self, prompt: Any, sampling_params: Any, request_id: str, **more: Any) -> None:
+        """Record how to add the request, in place of ``AsyncLLM.generate``."""
+        current().add_request = partial(
+            self._engine_client.add_request, request_id, prompt, sampling_params, **more
+        )  # fmt: skip
+
+
+def completion_route(serving: Any, engine_client: Any) -> FastRoute:
+    """Return the route of completions: a copy of vLLM's ``serving`` object returns a plan instead of a stream."""
+    from vllm.entrypoints.openai.completion.protocol import CompletionRequest
+
+    def plan(
+        request: Any, _inputs: Any, _results: Any, request_id: str, created: int, model: str, **_: Any
+    ) -> StreamPlan:
+        return completion_plan(serving, request, ChunkWriter(completion_format(), request_id, created, model))
+
+    preparing = copy.copy(serving)
+    preparing.engine_client, preparing.completion_stream_generator = PreparingClient(engine_client), plan
+    return FastRoute(CompletionRequest, is_fast_completion, preparing.create_completion)
+
+
+def chat_route(serving: Any, engine_client: Any) -> FastRoute:
+    """Return the route of chat answers: a copy of vLLM's ``serving`` object returns a plan instead of a stream."""
+    from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+
+    def plan(
+        request: Any, request_id: str, model: str, tokenizer: Any, chat_template_kwargs: Any, mm_token_counts: Any
+    ) -> StreamPlan:
+        chunks = ChunkWriter(chat_format(), request_id, int(time.time()), model)
+        parsers = Parsers(serving, request, tokenizer, chat_template_kwargs, current().parser)
+        return chat_plan(serving, request, chunks, parsers, mm_token_counts)
+
+    preparing = _preparing_chat(serving, engine_client, plan)
+    return FastRoute(ChatCompletionRequest, is_fast_chat, preparing.create_chat_completion)
+
+
+def message_route(serving: Any, engine_client: Any) -> FastRoute:
+    """Return the route of Messages, which vLLM converts from a chat answer."""
+    from vllm.entrypoints.anthropic.protocol import AnthropicMessagesRequest
+
+    def plan(
+        request: Any, request_id: str, model: str, tokenizer: Any, chat_template_kwargs: Any, _mm_token_counts: Any
+    ) -> StreamPlan:  # Anthropic's usage has no count of media tokens
+        parsers = Parsers(serving, request, tokenizer, chat_template_kwargs, current().parser)
+        return message_plan(serving, request, request_id, model, parsers)
+
+    preparing = _preparing_chat(serving, engine_client, plan)
+    preparing.message_stream_converter = lambda prepared: prepared
+    return FastRoute(AnthropicMessagesRequest, lambda request: bool(request.stream), preparing.create_messages)
+
+
+def _preparing_chat(serving: Any, engine_client: Any, plan: Callable[..., StreamPlan]) -> Any:
+    """Return a copy of a serving object that returns a plan instead of a chat stream."""
+
+    def planned(
+        request: Any, _results: Any, request_id: str, model: str, _conversation: Any, tokenizer: Any, _metadata: Any,
+        chat_template_kwargs: Any = None, mm_token_counts: Any = None,
+    ) -> StreamPlan:  # fmt: skip
+        return plan(request, request_id, model, tokenizer, chat_template_kwargs, mm_token_counts)
+
+    def make_parser(*args: Any) -> Any:
+        made = current().parser = serving._make_parser(*args)
+        return made
+
+    preparing = copy.copy(serving)
+    preparing.engine_client, preparing.chat_completion_stream_generator = PreparingClient(engine_client), planned
+    preparing._make_parser = make_parser
+    return preparing
+
+
+def response_route(serving: Any, engine_client: Any) -> FastRoute:
+    """Return the route of Responses; vLLM serves the requests that use the server's tools."""
+    from vllm.entrypoints.openai.responses.protocol import ResponsesRequest
+
+    preparing, client = copy.copy(serving), PreparingClient(engine_client)
+
+    def generate(
+        request_id: str, engine_input: Any, sampling_params: Any, context: Any, tok_params: Any = None,
+        max_tool_calls: int | None = None, **more: Any,
+    ) -> None:  # fmt: skip
+        del context, tok_params, max_tool_calls  # only tools that the server calls need these
+        first = f"{request_id}_0"
+        preparing._log_inputs(first, engine_input, params=sampling_params, lora_request=more.get("lora_request"))
+        client.generate(engine_input, sampling_params, first, **more)
+
+    def plan(request: Any, sampling_params: Any, _results: Any, context: Any, *more: Any) -> StreamPlan | None:
+        return response_plan(serving, request, sampling_params, context, *more)
+
+    preparing.engine_client, preparing._generate_with_builtin_tools = client, generate
+    preparing.responses_stream_generator = plan
+    return FastRoute(ResponsesRequest, partial(is_fast_response, serving=serving), preparing.create_responses)

@@ -77,10 +77,8 @@ OF_ENGINE = (
     "tercet.vllm_plugin.connector",
     "tercet.vllm_plugin.endpoint",
     "tercet.vllm_plugin.register",
-    "tercet.vllm_plugin.core_hooks",
     "tercet.vllm_plugin.engine_hooks",
     "tercet.vllm_plugin.frontend_hooks",
-    "tercet.vllm_plugin.start_hooks",
     "tercet.vllm_plugin.core.core_methods",
     "tercet.vllm_plugin.worker.model_runner",
 )

@@ -52,7 +52,7 @@ def routers(agent_routers: LiveRouters) -> LiveRouters:
 @pytest.fixture
 def written(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """How the outputs of streams on the fast path were written: here, or by vLLM's output processor."""
-    from tercet.vllm_plugin.fast_path.choice_stream import ChoiceStream
+    from tercet.vllm_plugin.fast_path.request_stream import ChoiceStream
 
     found: list[str] = []
     for name in ("_write_text", "_write_parsed", "_write_chunk", "_process"):

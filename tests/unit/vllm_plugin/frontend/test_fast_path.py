@@ -73,7 +73,7 @@ def test_which_streams_take_it(
 ) -> None:
     from vllm.entrypoints.openai.completion.protocol import CompletionRequest
 
-    from tercet.vllm_plugin.fast_path.fast_routes import is_fast_completion
+    from tercet.vllm_plugin.fast_path.stream_plan import is_fast_completion
 
     if not headers:
         assert is_fast_completion(CompletionRequest.model_validate({**PLAIN, **more})) == takes

@@ -16,8 +16,8 @@ from vllm.parser.engine import streaming_parser_engine
 from vllm.parser.engine.token_id_scanner import TokenIDScanner
 from vllm.parser.qwen3 import qwen3_config
 
-from tercet.vllm_plugin.fast_path.delta_json import delta_json
-from tercet.vllm_plugin.fast_path.parser_parts import MOST_KEPT, Scanners, SpecialTokenTerminals, ToolParserCalls
+from tercet.vllm_plugin.fast_path.parsed_text import MOST_KEPT, Scanners, SpecialTokenTerminals, ToolParserCalls
+from tercet.vllm_plugin.fast_path.sse_chunks import delta_json
 
 vllms: Any = streaming_parser_engine._build_drop_info
 LABELS = ["model_name", "mode", "outcome", "request_type"]
@@ -129,7 +129,7 @@ def test_a_tokens_text_is_decoded_once_for_each_tokenizer() -> None:
         scanners({}, Decoder("b"))
     assert scanners({}, one)._decode_tokens([1]) == ("a",)  # decoded again
     assert one.decoded == [1, 2, 7, 1]
-    assert len(scanners._texts) == MOST_KEPT
+    assert len(scanners._kept) == MOST_KEPT
 
 
 TEXTS = st.text() | st.none()

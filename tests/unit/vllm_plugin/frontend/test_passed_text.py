@@ -12,7 +12,7 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from tercet.vllm_plugin.fast_path.passed_text import COUNTED_AT_ONCE
+from tercet.vllm_plugin.fast_path.parsed_text import COUNTED_AT_ONCE
 
 from .conftest import parser_of
 from .tool_texts import CALL, CITY, HERMES, KIMI, XML
@@ -46,7 +46,7 @@ class Told:
     def __init__(self, tokenizer: Any, tool: str | None, reasoning: str | None, **asked: Any) -> None:
         from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 
-        from tercet.vllm_plugin.fast_path.parsed_deltas import ParsedDeltas
+        from tercet.vllm_plugin.fast_path.parsed_text import ParsedDeltas
         from tercet.vllm_plugin.fast_path.sse_chunks import ChunkWriter, chat_format
         from tercet.vllm_plugin.fast_path.stream_plan import Parsing
 
@@ -64,7 +64,7 @@ class Told:
         self._prompt = tokenizer.encode("Hello", add_special_tokens=False)
 
     def both(self, text: str, token_ids: list[int], *, finished: bool) -> tuple[bytes | None, bytes | None]:
-        from tercet.vllm_plugin.fast_path.delta_json import delta_json
+        from tercet.vllm_plugin.fast_path.sse_chunks import delta_json
 
         delta = self.alone.parse_delta(
             delta_text=text, delta_token_ids=token_ids, request=self.request, prompt_token_ids=self._prompt,
@@ -74,7 +74,7 @@ class Told:
         return expected, self.passed(text, token_ids, finished=finished)
 
     def passed(self, text: str, token_ids: list[int], *, finished: bool) -> bytes | None:
-        from tercet.vllm_plugin.fast_path.passed_text import Passed
+        from tercet.vllm_plugin.fast_path.parsed_text import Passed
 
         match None if finished else self.deltas.passes(text, token_ids):
             case Passed.CONTENT:
@@ -159,7 +159,7 @@ def test_vllms_metric_counts_what_was_passed_on(
 ) -> None:
     from vllm.parser import abstract_parser
 
-    from tercet.vllm_plugin.fast_path.parser_parts import ToolParserCalls
+    from tercet.vllm_plugin.fast_path.parsed_text import ToolParserCalls
 
     counted: list[dict[bool, int]] = [{False: 0, True: 0}, {False: 0, True: 0}]
     whose = 0

@@ -59,7 +59,7 @@ def test_text_and_chunks_are_the_same(routers: LiveRouters, path: str) -> None:
 def test_the_fast_path_is_the_one_that_was_taken(
     routers: LiveRouters, path: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from tercet.vllm_plugin.fast_path.choice_stream import ChoiceStream
+    from tercet.vllm_plugin.fast_path.request_stream import ChoiceStream
 
     written: list[Any] = []
     write = ChoiceStream._write_text

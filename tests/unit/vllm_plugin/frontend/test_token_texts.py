@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from tokenizers import decoders
 from vllm.v1.engine.detokenizer import FastIncrementalDetokenizer, IncrementalDetokenizer
 
-from tercet.vllm_plugin.fast_path.token_texts import TokenTexts, look_up, texts_of
+from tercet.vllm_plugin.fast_path.logprob_chunks import TokenTexts, look_up, texts_of
 
 from .vocabulary import SPECIAL, tokenizer
 

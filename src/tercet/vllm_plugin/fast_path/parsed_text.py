@@ -12,19 +12,23 @@ reading the whole text again for each output, and recording in ``_sent_content_i
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from enum import Enum, auto
 from typing import Any, Protocol
 
+from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+from vllm.entrypoints.openai.responses.protocol import ResponsesRequest
+from vllm.parser import abstract_parser, metrics
 from vllm.parser.abstract_parser import DelegatingParser
+from vllm.parser.engine import streaming_parser_engine
 from vllm.parser.engine.adapters import ParserEngineReasoningAdapter, ParserEngineToolAdapter
 from vllm.parser.engine.events import EventType
 from vllm.parser.engine.parser_engine import ParserEngine
 from vllm.parser.engine.parser_engine_config import ParserState
 from vllm.parser.engine.streaming_parser_engine import StreamingParserEngine
+from vllm.parser.metrics import RequestType, ToolCallOutcome
 from vllm.tool_parsers.hermes_tool_parser import Hermes2ProToolParser
 
-from tercet.vllm_plugin.fast_path.parser_parts import TOOL_PARSER_CALLS
 from tercet.vllm_plugin.fast_path.stream_plan import Parsing
 
 # Number of passed texts after which vLLM's metric of tool parsers' calls is updated.
@@ -61,26 +65,11 @@ class PassingPhase(Protocol):
     @property
     def is_counted(self) -> bool: ...
 
-    def take(self, text: str, token_ids: Sequence[int]) -> Passed | None:
-        """Return the kind of ``text`` if the parser would pass it on; None otherwise."""
-        ...
+    #: The kind of ``text`` if the parser would pass it on; None otherwise.
+    def take(self, text: str, token_ids: Sequence[int]) -> Passed | None: ...
 
-    def settle(self) -> None:
-        """Update this phase's part of the parser with the texts passed on since it last read."""
-        ...
-
-
-class NoText:
-    """A phase in which the parser must read each text."""
-
-    is_counted = False
-
-    def take(self, text: str, token_ids: Sequence[int]) -> Passed | None:
-        """Return None for every text."""
-        del text, token_ids
-
-    def settle(self) -> None:
-        """Do nothing: no text was passed on."""
+    #: Update this phase's part of the parser with the texts passed on since it last read.
+    def settle(self) -> None: ...
 
 
 class AllText:
@@ -100,7 +89,7 @@ class AllText:
         """Do nothing: this phase has no state in the parser."""
 
 
-NO_TEXT, ANY_TEXT = NoText(), AllText(even_empty=True)
+ANY_TEXT = AllText(even_empty=True)
 
 
 class EngineText:
@@ -118,7 +107,6 @@ class EngineText:
         self._passes: bool | None = None
 
     def take(self, text: str, token_ids: Sequence[int]) -> Passed | None:
-        """Return the kind of ``text`` if the engine would pass it on; None otherwise."""
         if self._passes is None:
             self._passes = self._has_no_marker_open()
         if not (self._passes and text and self._first_characters.isdisjoint(text)):
@@ -161,7 +149,6 @@ class HermesText:
         self._arguments: list[str] = []
 
     def take(self, text: str, token_ids: Sequence[int]) -> Passed | None:
-        """Return the kind of ``text`` if the parser would pass it on; None otherwise."""
         del token_ids
         if not text or "<" in text:
             return None
@@ -218,11 +205,15 @@ class PassedText:
     def __init__(self, parser: Any, parsing: Parsing) -> None:
         self._state = parser._stream_state
         self._request = parsing.request
-        self._reasoning = _reasoning_text(parser._reasoning_parser)
+        reader, self._reasoning = parser._reasoning_parser, None
+        if isinstance(reader, ParserEngineReasoningAdapter) and _is_own(reader, OF_REASONING):
+            engine = reader._parser_engine
+            self._reasoning = _engine_text(engine, ParserState.REASONING, EventType.REASONING_CHUNK)
         self._has_tools = parser._tool_parser is not None
         self._tools = _tool_text(parser._tool_parser, self._state, parsing) if self._has_tools else None
-        # The present phase, until the parser reads again; None if not known yet.
+        # The present phase, until the parser reads again; None if the parser must read each text.
         self._phase: PassingPhase | None = None
+        self._is_phase_known = False
         self._texts: list[str] = []
         self._token_ids: list[int] = []
         self._uncounted = 0
@@ -230,11 +221,11 @@ class PassedText:
 
     def take(self, text: str, token_ids: Sequence[int]) -> Passed | None:
         """Return the kind of the next text if it is passed on; None if the parser must read it."""
+        if not self._is_phase_known:
+            self._phase, self._is_phase_known = self._present_phase(), True
         phase = self._phase
-        if phase is None:
-            phase = self._phase = self._present_phase()
-        passed = phase.take(text, token_ids)
-        if passed is not None:
+        passed = None if phase is None else phase.take(text, token_ids)
+        if phase is not None and passed is not None:
             self._texts.append(text)
             self._token_ids += token_ids
             if phase.is_counted:
@@ -244,17 +235,15 @@ class PassedText:
                     self._count()
         return passed
 
-    def _present_phase(self) -> PassingPhase:
+    def _present_phase(self) -> PassingPhase | None:
         state = self._state
         if not state.prompt_reasoning_checked:
-            return NO_TEXT
+            return None
         if not state.reasoning_ended:
-            return self._reasoning or NO_TEXT
+            return self._reasoning
         if not self._has_tools:
             return ANY_TEXT
-        if self._tools is None or not state.tool_call_text_started:
-            return NO_TEXT
-        return self._tools
+        return self._tools if state.tool_call_text_started else None
 
     def _count(self) -> None:
         if self._uncounted:
@@ -265,7 +254,7 @@ class PassedText:
         """Update the parser with the passed texts; call this before the parser reads."""
         if self._phase is not None:
             self._phase.settle()
-            self._phase = None
+        self._phase, self._is_phase_known = None, False
         self._count()
         if not self._texts:
             return
@@ -279,22 +268,6 @@ class PassedText:
         """The index of the call whose arguments were passed on last."""
         found = self._tools.call if isinstance(self._tools, HermesText) else None
         return 0 if found is None else found
-
-
-def passed_text(parser: Any, parsing: Parsing) -> PassedText | None:
-    """Return the texts that ``parser`` passes on.
-
-    None if the parser is not supported here, or if its deltas are changed before they are sent.
-    """
-    if type(parser).parse_delta is not READ or parsing.hides_reasoning:
-        return None
-    return PassedText(parser, parsing)
-
-
-def _reasoning_text(parser: Any) -> EngineText | None:
-    if not isinstance(parser, ParserEngineReasoningAdapter) or not _is_own(parser, OF_REASONING):
-        return None
-    return _engine_text(parser._parser_engine, ParserState.REASONING, EventType.REASONING_CHUNK)
 
 
 def _tool_text(parser: Any, state: Any, parsing: Parsing) -> PassingPhase | None:
@@ -320,3 +293,189 @@ def _engine_text(engine: Any, state: ParserState, passes: EventType) -> EngineTe
 def _is_own(found: Any, names: dict[str, Any]) -> bool:
     """True if the class of ``found`` has vLLM's common functions under ``names``, not overridden."""
     return all(getattr(type(found), name, None) is function for name, function in names.items())
+
+
+# ---- parts that are made once ----------------------------------------------------------------------------------------
+
+# The labelled counters of calls, the terminals of special tokens, and the texts of single tokens each cost as much as
+# parsing.
+#
+# Relies on ``record_tool_parser_invocation`` adding one to the counter with these labels; on the result of
+# ``_build_drop_info`` depending on its arguments only, and never being changed by a parser engine; and on a scanner of
+# token ids keeping each token's text, which depends on the tokenizer only, in ``_token_text_cache``.
+
+
+# Enough for one or two configurations of each kind of parser.
+MOST_KEPT = 64
+
+
+def keep_parser_parts() -> None:
+    """Make vLLM's parsers in this process use the kept parts; calls after the first one change nothing."""
+    parsers: Any = abstract_parser
+    parser_engine: Any = streaming_parser_engine
+    if not isinstance(parsers.record_tool_parser_invocation, ToolParserCalls):
+        parsers.record_tool_parser_invocation = TOOL_PARSER_CALLS
+    if not isinstance(streaming_parser_engine._build_drop_info, SpecialTokenTerminals):
+        streaming_parser_engine._build_drop_info = SpecialTokenTerminals(streaming_parser_engine._build_drop_info)
+    if not isinstance(parser_engine.TokenIDScanner, Scanners):
+        parser_engine.TokenIDScanner = Scanners(parser_engine.TokenIDScanner)
+
+
+class ToolParserCalls:
+    """Counter of tool parsers' calls in vLLM's metric; looks up each combination of labels once."""
+
+    def __init__(self) -> None:
+        self._counter: Any = None
+        self._children: dict[tuple[bool, bool, type], Any] = {}
+
+    def __call__(self, *, is_tool_called: bool | Exception, is_streaming: bool, request: object) -> None:
+        """Count one call, in place of vLLM's function."""
+        self.count(1, is_tool_called is True, is_streaming, request)
+
+    def count(self, times: int, is_tool_called: bool, is_streaming: bool, request: object) -> None:
+        """Count ``times`` calls; does nothing while vLLM has no metric."""
+        counter = metrics._tool_call_parser_invocations
+        if counter is None:
+            return
+        if counter is not self._counter:
+            self._counter, self._children = counter, {}
+        key = is_tool_called, is_streaming, type(request)
+        child = self._children.get(key)
+        if child is None:
+            child = self._children[key] = self._child(*key)
+        child.inc(times)
+
+    def _child(self, called: bool, is_streaming: bool, kind: type) -> Any:
+        outcome = ToolCallOutcome.TOOL_CALL if called else ToolCallOutcome.NO_TOOL_CALL
+        return self._counter.labels(
+            model_name=metrics._model_name,
+            mode="streaming" if is_streaming else "non_streaming",
+            outcome=outcome.value,
+            request_type=_request_type(kind).value,
+        )
+
+
+def _request_type(kind: type) -> RequestType:
+    if issubclass(kind, ChatCompletionRequest):
+        return RequestType.CHAT_COMPLETIONS
+    return RequestType.RESPONSES if issubclass(kind, ResponsesRequest) else RequestType.OTHER
+
+
+TOOL_PARSER_CALLS = ToolParserCalls()
+
+
+class KeptParts:
+    """What was made from some objects, by their ids. The objects are kept too, so that their ids are not used again."""
+
+    def __init__(self) -> None:
+        self._kept: dict[tuple[int, ...], tuple[Any, Any]] = {}
+
+    def get(self, *objects: Any, make: Callable[[], Any]) -> Any:
+        """Return what ``make`` made from these objects, if it was ever called for them."""
+        key = tuple(map(id, objects))
+        found = self._kept.get(key)
+        if found is None:
+            if len(self._kept) >= MOST_KEPT:
+                self._kept.pop(next(iter(self._kept)))
+            found = self._kept[key] = objects, make()
+        return found[1]
+
+
+class SpecialTokenTerminals(KeptParts):
+    """The special tokens that a parser drops, kept for each configuration; ``make`` is vLLM's function."""
+
+    def __init__(self, make: Any) -> None:
+        super().__init__()
+        self._make = make
+
+    def __call__(self, config: Any, tokenizer: Any) -> Any:
+        """Return the result of vLLM's function."""
+        return self.get(config, tokenizer, make=lambda: self._make(config, tokenizer))
+
+
+class Scanners(KeptParts):
+    """Maker of scanners of token ids that share the texts of their tokenizer's tokens; ``make`` is vLLM's class."""
+
+    def __init__(self, make: Any) -> None:
+        super().__init__()
+        self._make = make
+
+    def __call__(self, token_id_to_terminal: dict[int, str], tokenizer: Any) -> Any:
+        """Return vLLM's scanner, in place of its class."""
+        scanner = self._make(token_id_to_terminal, tokenizer)
+        scanner._token_text_cache = self.get(tokenizer, make=dict[int, str])
+        return scanner
+
+
+# ---- the deltas of one choice ----------------------------------------------------------------------------------------
+
+# Deltas of a choice whose text vLLM's parser of tools and reasoning reads, output by output.
+#
+# Relies on a parser's ``parse_delta`` taking the text and the tokens of one output, and returning a ``DeltaMessage`` or
+# None; and on ``count_reasoning_tokens``.
+
+
+class ParsedDeltas:
+    """The deltas of one choice. ``has_tool_calls``: True once a delta with a tool call was returned."""
+
+    def __init__(self, parsing: Parsing) -> None:
+        self._parsing = parsing
+        self._parse = parsing.make()
+        self._parse_delta = self._parse.parse_delta
+        # A parser of another kind reads each text, and so does one whose deltas are changed before they are sent.
+        is_known = type(self._parse).parse_delta is READ and not parsing.hides_reasoning
+        self._passed = PassedText(self._parse, parsing) if is_known else None
+        self.token_ids: list[int] = []
+        self.has_tool_calls = False
+
+    def passes(self, text: str, token_ids: list[int]) -> Passed | None:
+        """Return the kind of ``text``, not the last of its choice, if the parser would pass it on unchanged.
+
+        None otherwise: then :meth:`read` it.
+        """
+        passed = None if self._passed is None else self._passed.take(text, token_ids)
+        if passed is not None and self._parsing.counts:
+            self.token_ids.extend(token_ids)
+        return passed
+
+    @property
+    def call(self) -> int:
+        """The index of the call whose arguments were passed on last."""
+        return 0 if self._passed is None else self._passed.call
+
+    def read(self, text: str, token_ids: list[int], prompt: Any, *, finished: bool) -> Any:
+        """Return the parser's next delta; None if it has none yet. Raises the parser's exceptions."""
+        if self._passed is not None:
+            self._passed.settle()
+        delta = self._parse_delta(
+            delta_text=text, delta_token_ids=token_ids, request=self._parsing.request, prompt_token_ids=prompt,
+            finished=finished,
+        )  # fmt: skip
+        if self._parsing.counts:
+            self.token_ids.extend(token_ids)
+        if delta is None:
+            return None
+        if delta.tool_calls and not self._parsing.keeps_tool_calls:
+            delta.tool_calls = []
+            if not (delta.content or delta.reasoning):
+                return None
+        if delta.tool_calls:
+            self.has_tool_calls = True
+            if self._parsing.one_call_only:
+                delta.tool_calls = [call for call in delta.tool_calls if call.index == 0]
+        return delta
+
+    def end(self) -> None:
+        """Update the parser with the passed texts, after the last output."""
+        if self._passed is not None:
+            self._passed.settle()
+
+    def finish_reason(self, reason: str) -> str:
+        """Return the finish reason of the choice if the model ended with ``reason``."""
+        called = self.has_tool_calls and not self._parsing.is_named and reason == "stop"
+        return "tool_calls" if called else reason
+
+    @property
+    def reasoning_tokens(self) -> int:
+        """The number of reasoning tokens so far; 0 if they are not counted."""
+        return self._parse.count_reasoning_tokens(tuple(self.token_ids)) if self.token_ids else 0
