@@ -277,7 +277,7 @@ class Gate:
         return bool(self._admission.waiting) or self._admission.saturated(self._load())
 
     @asynccontextmanager
-    async def place(
+    async def slot(
         self, priority: int, left: Callable[[], asyncio.Future[Any]], flow: str = "", for_engines: bool = True
     ) -> AsyncGenerator[None]:
         """Hold a slot for a request while entered; requests of the same ``flow`` share turns.
@@ -297,12 +297,12 @@ class Gate:
                 raise self._closed_by
             if ticket.state == "refused":
                 raise self._refusal("queue_full", f"the queue of {self._admission.limits.queued} requests is full")
-            self._tell()
+            self._measure()
             yield
         finally:
             self._woken.pop(ticket, None)
             self._wake(self._admission.leave(ticket, self._load(), self._clock()))
-            self._tell()
+            self._measure()
 
     def spare(self, priority: int) -> Ticket | None:
         """Return one more slot for an admitted request; None while others wait or the fleet is at its limits.
@@ -311,18 +311,18 @@ class Gate:
         """
         ticket = self._admission.spare(priority, self._load())
         if ticket is not None:
-            self._tell()
+            self._measure()
         return ticket
 
     def give_back(self, ticket: Ticket) -> None:
         """Return the slot of a :meth:`spare` ticket to the gate."""
         self._wake(self._admission.leave(ticket, self._load(), self._clock()))
-        self._tell()
+        self._measure()
 
     async def _wait(self, ticket: Ticket, left: asyncio.Future[Any]) -> None:
         """Wait until the ticket is admitted or refused; raise if the client leaves or the queue's timeout ends."""
         woken = self._woken[ticket] = asyncio.Event()
-        self._tell()
+        self._measure()
         begun = self._clock()
         until = begun + self._admission.limits.queue_timeout_s
         waking = asyncio.ensure_future(woken.wait())
@@ -354,7 +354,7 @@ class Gate:
             if ticket in self._woken:
                 self._woken[ticket].set()
 
-    def _tell(self) -> None:
+    def _measure(self) -> None:
         self._metrics.admission(self._admission.in_flight, len(self._admission.waiting))
 
     def _load(self) -> FleetLoad:

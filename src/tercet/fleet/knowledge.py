@@ -116,7 +116,9 @@ class LoadTable:
 
     def adapters(self, rows: Integers) -> Sequence[AdapterLoad | None]:
         fresh = self._clock() - self._at[rows] <= self._stale_after
-        return [self._adapters.get(row) if said else None for row, said in zip(rows.tolist(), fresh, strict=True)]
+        return [
+            self._adapters.get(row) if is_fresh else None for row, is_fresh in zip(rows.tolist(), fresh, strict=True)
+        ]
 
     def keys(self, rows: Integers) -> NDArray[np.uint64]:
         return self._keys[rows]

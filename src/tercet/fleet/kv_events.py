@@ -325,9 +325,9 @@ class KVInbox:
         if number != self.expected:
             return  # it was applied already
         self.expected += 1
-        told = [event for event in events if isinstance(event, AllBlocksCleared) or _is_on_device(event)]
-        self._choose_group(told)
-        for event in told:
+        on_device = [event for event in events if isinstance(event, AllBlocksCleared) or _is_on_device(event)]
+        self._choose_group(on_device)
+        for event in on_device:
             if isinstance(event, AllBlocksCleared):
                 self._knowledge.cleared(self._name)
             elif event.group_idx not in (None, self._group):

@@ -202,18 +202,18 @@ class StoredBlocks(Holders):
         if not names:
             return
         held = self._rows_held.setdefault(row, _Held())
-        size, told = self._block_size, tuple(tokens)
-        if len(told) != len(names) * size:
+        size, known = self._block_size, tuple(tokens)
+        if len(known) != len(names) * size:
             for name in names:
                 self._add_unplaced(held, name, _Unplaced())
             return
         place = root_of(salt, adapter) if parent is None else held.places.get(parent)
         if place is not None:
-            for name, block in zip(names, chain(place, told, size, extras=extras), strict=True):
+            for name, block in zip(names, chain(place, known, size, extras=extras), strict=True):
                 self._add_placed(row, held, name, block)
             return
         for index, name in enumerate(names):
-            block = told[index * size : (index + 1) * size]
+            block = known[index * size : (index + 1) * size]
             self._add_unplaced(held, name, _Unplaced(parent, block, (extras or {}).get(index, ())))
             parent = name
 

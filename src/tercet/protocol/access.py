@@ -183,13 +183,13 @@ class Callers:
         if not self._keys or len(authorization) != 1 or not authorization[0].startswith(f"{SCHEME} "):
             self._bearer.require(authorization, refusal)
             return None
-        told = dict(_FIELDS.findall(authorization[0]))
-        challenge, own, body, number = (told.get(name, "") for name in ("challenge", "own", "body", "number"))
+        shown = dict(_FIELDS.findall(authorization[0]))
+        challenge, own, body, number = (shown.get(name, "") for name in ("challenge", "own", "body", "number"))
         ends = self._end_of(challenge)
         if ends is None or len(own) < _RANDOM_BYTES or not number.isdecimal() or len(number) > 15:
             raise Unauthorized(f"{refusal}; the challenge has expired; retry with the new one", "authorization")
         expected = (_proof(_key(key, challenge, own), method, path, int(number), body) for key in self._keys)
-        fits = [hmac.compare_digest(told.get("proof", ""), proof) for proof in expected]
+        fits = [hmac.compare_digest(shown.get("proof", ""), proof) for proof in expected]
         if not any(fits):
             raise Unauthorized(f"{refusal}; the proof does not match any secret of this server", "authorization")
         self._once(challenge, own, int(number), ends)

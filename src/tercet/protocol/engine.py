@@ -26,7 +26,11 @@ WithoutRole = Literal["serve", "refuse"]
 
 
 class Reservation(msgspec.Struct, frozen=True):
-    """Result of ``prep_recv``: the address to send KV to, and the number of tokens that the receiver has already."""
+    """Result of ``prep_recv``: the address to send KV to, and the number of tokens that the receiver has already.
+
+    0              matched_len                end            num_tokens
+    | in its cache | reserved under the lease | not reserved |
+    """
 
     kv_addr_info: KVAddrInfo
     matched_len: int

@@ -10,27 +10,19 @@ _NO_VERBS = frozenset({FALLBACK, RETRY, "move"})
 
 
 class TraceEvent(msgspec.Struct, omit_defaults=True):
-    """One call of a verb. ``[begin, end)`` are token positions, counts are tokens, ``seconds`` is the duration.
+    """One call of a verb, or a ``move``, ``fallback`` or ``retry``, which are none.
 
-    For ``start_generate``, ``seconds`` is the time to its first output. A ``move`` event is not a verb. It follows the
-    verbs that were called for it, and has its ``number`` among the moves of its router process, its reason, its
-    result, and the seconds for which the client received no token. A ``fallback`` or ``retry`` event has the engine
-    that failed, the error's ``code``, the number of tokens so far (``end``), and the ``reason``, as in "disaggregated
-    -> data_parallel: decode-0 does not answer: Connection refused".
-
-    ``predicted`` is the number of prompt tokens that the pick expected in the engine's cache, in the engine's first
-    event; ``cached`` of the same event is the number that the engine found.
-
-    ``at`` is the time at which the call began, in seconds from the beginning of its sequence. ``total`` of a
-    ``start_generate`` is the time in seconds for which its engine generated, once that has ended. ``span`` and
-    ``parent`` are its ids in a distributed trace, or empty.
+    A ``move`` follows the verbs that were called for it. A ``fallback`` or ``retry`` has the engine that failed, the
+    error's ``code``, the number of tokens so far (``end``), and the ``reason``, as in "disaggregated -> data_parallel:
+    decode-0 does not answer: Connection refused".
     """
 
     verb: str
     engine: str = ""
-    seconds: float = 0.0
-    begin: int = 0
+    seconds: float = 0.0  # the duration; of a start_generate, the time to its first output
+    begin: int = 0  # token positions [begin, end)
     end: int = 0
+    # Prompt tokens that the pick expected in the engine's cache, in its first event; `cached` is what it found.
     predicted: int | None = None
     cached: int = 0
     received: int = 0
@@ -39,14 +31,15 @@ class TraceEvent(msgspec.Struct, omit_defaults=True):
     chunks: int = 0
     transport: str = ""
     to: str = ""
+    # Of a move: its number in its router process, why it was made, how it ended, and how long the client got no token.
     number: int = 0
     reason: str = ""
     outcome: str = ""
     code: str = ""
     pause: float | None = None
-    at: float = 0.0
-    total: float = 0.0
-    span: str = ""
+    at: float = 0.0  # when the call began, in seconds from the beginning of its sequence
+    total: float = 0.0  # of a start_generate: for how long its engine generated, once that has ended
+    span: str = ""  # its ids in a distributed trace, or empty
     parent: str = ""
 
 

@@ -202,9 +202,9 @@ class RouterApp:
                     self._divide(context)
                 if not self._gate.is_open:
                     context.prepared()  # the wait for a slot may be long
-                    place = self._gate.place(context.asked.priority, body.left, for_engines=for_engines)
+                    slot = self._gate.slot(context.asked.priority, body.left, for_engines=for_engines)
                     async with kept.until_let_go():
-                        await held.enter_async_context(place)
+                        await held.enter_async_context(slot)
                     if followed is not None:
                         followed.admitted()
                 if context.preparation is not None and pooling is None:

@@ -98,7 +98,7 @@ class EndpointPicker:
         rendering = time.perf_counter() - began
         left = asyncio.get_running_loop().create_future
         flow = call.fairness_id(self._fleet.scheduling.fairness_headers)
-        async with self._gate.place(priority, left, flow):
+        async with self._gate.slot(priority, left, flow):
             return self._choose(call, prompt, among, rendering)
 
     def _priority(self, call: OpenAICall) -> tuple[int, bool]:

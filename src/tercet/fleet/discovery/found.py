@@ -44,12 +44,12 @@ class Discovery(Protocol):
 
 
 def with_found(
-    members: Sequence[MemberState], found: Sequence[FoundEngine], told: Mapping[str, Role] | None = None
+    members: Sequence[MemberState], found: Sequence[FoundEngine], reported: Mapping[str, Role] | None = None
 ) -> tuple[MemberState, ...]:
     """Return the members for the engines ``found``; members that were named in settings or joined themselves stay.
 
     An engine joins when it is ready. An engine that is no longer ready, or is about to end, stays as long as it is
-    found, but gets no new requests: its sequences can be followed and moved. ``told`` are the roles with which the
+    found, but gets no new requests: its sequences can be followed and moved. ``reported`` are the roles with which the
     engines were found before: a role that was changed since is kept until discovery reports another role.
     """
     named = [each for each in members if not each.uid or each.joined]
@@ -66,18 +66,18 @@ def with_found(
             before = None
         if before is None and not engine.serves:
             continue
-        joined[address.name] = _member(engine, before, told or {})
+        joined[address.name] = _member(engine, before, reported or {})
         urls.add(address.url)
     # Existing members keep their places, so that an unchanged list compares equal.
     order = [*(name for name in known if name in joined), *sorted(joined.keys() - known.keys())]
     return (*named, *(joined[name] for name in order))
 
 
-def _member(engine: FoundEngine, before: MemberState | None, told: Mapping[str, Role]) -> MemberState:
+def _member(engine: FoundEngine, before: MemberState | None, reported: Mapping[str, Role]) -> MemberState:
     if before is None:
         return MemberState(engine.address, uid=engine.uid, withheld=engine.withheld)
     address = engine.address
-    if told.get(address.name) == address.role:
+    if reported.get(address.name) == address.role:
         address = msgspec.structs.replace(address, role=before.address.role)
     return msgspec.structs.replace(before, address=address, withheld=engine.withheld)
 
@@ -95,11 +95,11 @@ async def follow_found(
     ``known`` is set once discovery has answered for the first time.
     """
     members: tuple[MemberState, ...] = tuple(MemberState(address) for address in named)
-    told: dict[str, Role] = {}
+    reported: dict[str, Role] = {}
     async with aclosing(discovery.changes()) as changes:
         async for found in changes:
-            after = with_found(members, found, told)
-            told = roles_of(found)
+            after = with_found(members, found, reported)
+            reported = roles_of(found)
             await membership.become(after)
             for event, fields, reason in member_changes(members, after):
                 event.tell(**fields, reason=reason or f"reported by {discovery.source}")

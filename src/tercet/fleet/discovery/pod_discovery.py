@@ -57,8 +57,8 @@ def engines_of(pod: Pod, ports: Sequence[int], scheme: str = "http") -> Sequence
     """
     if not pod.status.pod_ip or pod.status.phase in OVER:
         return ()
-    told = {**(pod.metadata.annotations or {}), **(pod.metadata.labels or {})}
-    role, own, withheld = role_of(told), _ports(told) or ports, why_withheld(pod, told)
+    marks = {**(pod.metadata.annotations or {}), **(pod.metadata.labels or {})}
+    role, own, withheld = role_of(marks), _ports(marks) or ports, why_withheld(pod, marks)
     serves = _is_ready(pod) and pod.metadata.deletion_timestamp is None
     host, name = bracketed(pod.status.pod_ip), pod.metadata.name
     names = [name] if len(own) == 1 else [f"{name}-rank-{index}" for index in range(len(own))]
@@ -69,35 +69,35 @@ def engines_of(pod: Pod, ports: Sequence[int], scheme: str = "http") -> Sequence
     return [FoundEngine(address, pod.metadata.uid, serves, withheld) for address in addresses]
 
 
-def role_of(told: Mapping[str, str]) -> Role:
+def role_of(marks: Mapping[str, str]) -> Role:
     """Return the role in a pod's labels, or ``both``; raise :class:`~tercet.protocol.BadRequest` if it is unknown."""
     for label in (ROLE, LLM_D_ROLE):
-        if label in told:
-            role = ROLES.get(told[label])
+        if label in marks:
+            role = ROLES.get(marks[label])
             if role is None:
                 raise BadRequest(
-                    f"{label}: {told[label]!r} is not a role that generates; choose one of {', '.join(ROLES)}"
+                    f"{label}: {marks[label]!r} is not a role that generates; choose one of {', '.join(ROLES)}"
                 )
             return role
     return "both"
 
 
-def why_withheld(pod: Pod, told: Mapping[str, str]) -> str:
+def why_withheld(pod: Pod, marks: Mapping[str, str]) -> str:
     """Return the reason why the pod gets no new requests; empty if it gets them."""
     if pod.metadata.deletion_timestamp is not None:
         return "its pod is being deleted"
     if not _is_ready(pod):
         return "its pod is not ready"
-    return f"its pod is marked {DRAIN}" if told.get(DRAIN) == "true" else ""
+    return f"its pod is marked {DRAIN}" if marks.get(DRAIN) == "true" else ""
 
 
 def _is_ready(pod: Pod) -> bool:
     return any(each.type == "Ready" and each.status == "True" for each in pod.status.conditions or ())
 
 
-def _ports(told: Mapping[str, str]) -> Sequence[int]:
+def _ports(marks: Mapping[str, str]) -> Sequence[int]:
     """Return the ports in a pod's labels, one or several separated by commas; empty if it names none."""
-    text = told.get(PORT)
+    text = marks.get(PORT)
     if text is None:
         return ()
     found = text.replace(" ", "").split(",")
@@ -156,11 +156,11 @@ class PodDiscovery:
     def _pool_watch(self) -> Watch[InferencePool] | Watch[EarlierInferencePool]:
         # With this selector, a Role may allow one pool by its name.
         query = {"fieldSelector": f"metadata.name={self._settings.pool_name}"}
-        told, waits = self._pool_changed, self._waits
+        changed, waits = self._pool_changed, self._waits
         if self._settings.pool_group == EARLIER_POOL_GROUP:
             path = EARLIER_POOLS.format(self._namespace)
-            return Watch(self._api, path, EarlierInferencePool, query, told, waits)
-        return Watch(self._api, POOLS.format(self._namespace), InferencePool, query, told, waits)
+            return Watch(self._api, path, EarlierInferencePool, query, changed, waits)
+        return Watch(self._api, POOLS.format(self._namespace), InferencePool, query, changed, waits)
 
     def _pool_changed(self, pools: Sequence[InferencePool] | Sequence[EarlierInferencePool]) -> None:
         if not pools:
@@ -185,7 +185,7 @@ class PodDiscovery:
             self._pods = None
         self._wanted = wanted
         if wanted is None:
-            self._tell(())
+            self._publish(())
             return
         selector, ports = wanted
         query, path = {"labelSelector": selector}, PODS.format(self._namespace)
@@ -193,7 +193,7 @@ class PodDiscovery:
         self._pods = self._tasks.keep(watch.run, "watch on pods")
 
     def _pods_changed(self, ports: Sequence[int], pods: Sequence[Pod]) -> None:
-        self._tell([each for pod in pods for each in self._engines_of(pod, ports)])
+        self._publish([each for pod in pods for each in self._engines_of(pod, ports)])
 
     def _engines_of(self, pod: Pod, ports: Sequence[int]) -> Sequence[FoundEngine]:
         try:
@@ -204,7 +204,7 @@ class PodDiscovery:
                 logger.warning("the pod %s is not an engine: %s", pod.metadata.name, error.message)
             return ()
 
-    def _tell(self, engines: Sequence[FoundEngine]) -> None:
+    def _publish(self, engines: Sequence[FoundEngine]) -> None:
         self._engines = engines
         self._changed.set()
 
