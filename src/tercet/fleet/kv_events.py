@@ -353,7 +353,9 @@ class KVInbox:
                 return
 
     def _store(self, event: BlockStored) -> None:
-        keys = [_without_adapter(block or (), event.lora_name) for block in event.extra_keys or ()]
+        # The first key of each block is the adapter's name, if there is one; it is recorded as the adapter.
+        named: list[Any] | None = None if event.lora_name is None else [event.lora_name]
+        keys = [block[1:] if block[:1] == named else block for block in (each or [] for each in event.extra_keys or ())]
         extras, salt = None, None
         if any(keys):
             extras, keys = _features_of(keys)
@@ -405,8 +407,3 @@ def _is_feature(key: Any) -> bool:
     if len(pair) != 2 or not isinstance(pair[1], int):
         return False
     return isinstance(pair[0], str) and DIGEST.fullmatch(pair[0]) is not None
-
-
-def _without_adapter(keys: Sequence[Any], adapter: str | None) -> Sequence[Any]:
-    """Return a block's keys without the adapter's name, which is the first key of each block."""
-    return keys[1:] if adapter is not None and keys and keys[0] == adapter else keys
