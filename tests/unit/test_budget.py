@@ -31,7 +31,7 @@ BUDGET = {
     "fleet": Size(5827, 24),
     "programs": Size(393, 10),
     "protocol": Size(3996, 21),
-    "router": Size(10303, 41),
+    "router": Size(10301, 41),
     "settings": Size(2448, 24),
     "src/tercet, together": Size(64362, 369),
     "tercet_gateway": Size(6278, 43),

@@ -241,11 +241,6 @@ def first_cause(error: BaseException) -> BaseException:
     return next((cause for cause in causes if not isinstance(cause, TercetError)), causes[0])
 
 
-def is_fallback(sequence: RunningSequence, program: str) -> bool:
-    """True if the attempt that begins is the first one on one engine after ``program`` failed, not a further retry."""
-    return sequence.attempt == 1 and program != ONE_ENGINE
-
-
 async def one_engine(request: Request, fleet: Fleet, output: Sequence[int] = ()) -> Answer:
     """Serve a request on the least loaded engine, after the ``output`` so far.
 
@@ -533,7 +528,7 @@ class Service(Generic[M]):
         said = {
             "seq_id": sequence.request.seq_id, "engine": engine, "code": code, "tokens": tokens, "reason": _words(error)
         }  # fmt: skip
-        if not is_fallback(sequence, chosen.name):
+        if sequence.attempt > 1 or chosen.name == ONE_ENGINE:  # one engine served it before, too
             log_events.RETRY.tell(program=ONE_ENGINE, **said)
             return TraceEvent(RETRY, engine, end=tokens, code=code, reason=f"{ONE_ENGINE} again: {traced}")
         sequence.program = f"{chosen.name} -> {ONE_ENGINE}"
