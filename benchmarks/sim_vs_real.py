@@ -41,7 +41,7 @@ from tercet.protocol import Request, TercetError
 from tercet.wire.client import HttpEngine
 from tercet_lab.bench.bench_config import ServeConfig
 from tercet_lab.bench.experiment import Cell, Contender, Experiment, prepare
-from tercet_lab.bench.profiles.engine_probe import (
+from tercet_lab.bench.profiles.step_measurement import (
     BATCH,
     CONTEXT,
     STEPS,

@@ -29,7 +29,7 @@ MODULES = (
     "tercet.cluster.local",
     "tercet_lab.sim.sim_server",
     "tercet.router.server",
-    "tercet_lab.small_server",
+    "tercet_lab.small_openai",
     "tercet.wire.serving.server_access",
 )
 

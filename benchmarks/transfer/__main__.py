@@ -23,9 +23,9 @@ from tercet.cli.terminal import progress, require_folder, say, show_table
 from tercet.protocol import TransferFailed
 from tercet.settings import require_url
 from tercet.transport import TransportSettings
-from tercet_lab.bench.digits import three_digits
 from tercet_lab.bench.drawing import require_drawing
 from tercet_lab.bench.results import where_and_when
+from tercet_lab.bench.summary import three_digits
 
 
 def transfer(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from scripts.reference.markdown import code, table
 
-from tercet_gateway.llm_d_plugins import PARAMETERS, PASSED_OVER, READ, REFUSED, SECTIONS
+from tercet_gateway.llm_d import PARAMETERS, PASSED_OVER, READ, REFUSED, SECTIONS
 
 HEAD = """# Plugins of llm-d
 

@@ -16,9 +16,9 @@ from tercet.router.observe.metrics import COUNTED_HERE, KNOWN_HERE, SERVED, VLLM
 from tercet.vllm_plugin.edge import agent_metrics
 from tercet.vllm_plugin.edge.liveness_probe import LivenessProbe
 from tercet.wire.client import remote_prefill
-from tercet_gateway.model_router.proxy import ModelMetrics
+from tercet_gateway.model_router.server import ModelMetrics
 from tercet_gateway.picker_metrics import PickerMetrics, PoolCollector
-from tercet_lab.planning.planner_metrics import PlannerMetrics
+from tercet_lab.planning.live_planner import PlannerMetrics
 from tercet_lab.sim.sim_server import COUNTERS, GAUGES
 
 HEAD = """# Metrics

@@ -15,13 +15,11 @@ from tercet.decisions.scheduling.registry import BUILT_IN
 from tercet.router.serve.routing import Plan, Rule, Share
 from tercet.settings import Declared, EngineAddress, ReschedulerConfig, RouterConfig, RouterSettings, Settings, declared
 from tercet.vllm_plugin.start.plugin_settings import PluginSettings
-from tercet_gateway.model_router.model_router_config import ModelRouterConfig
-from tercet_gateway.picker_config import PickerConfig
-from tercet_gateway.sidecar.sidecar_config import SidecarConfig
+from tercet_gateway.gateway_settings import ModelRouterConfig, PickerConfig, SidecarConfig
 from tercet_lab.bench.bench_config import BenchConfig, CompareConfig, ServeConfig
 from tercet_lab.bench.simulated.scenario import EngineGroup, Fault, FleetSpec
 from tercet_lab.commands.chaos import ChaosConfig
-from tercet_lab.planning.planner_config import PlannerConfig
+from tercet_lab.planning.planner_settings import PlannerConfig
 from tercet_lab.sim import EngineOptions
 
 OF_COMMANDS: Mapping[str, type[Settings]] = {

@@ -85,7 +85,7 @@ class Way:
         from ..unit.gateway.pickers import IDLE, serving
 
         # On a busy machine, a body in pieces of one byte arrives at less than the least rate.
-        self._stack.enter_context(patch("tercet_gateway.service.SECONDS", 120.0))
+        self._stack.enter_context(patch("tercet_gateway.exchange.SECONDS", 120.0))
         roles = ("both",) * 4
         served = await self._stack.enter_async_context(serving(*roles, objectives={"batch": "-1"}))
         for member in served.fleet.members:

@@ -13,7 +13,7 @@ import pytest
 
 from tercet.cluster.model import resolve_model
 from tercet.wire.client import HttpEngine
-from tercet_gateway.split_cost import ENOUGH_PREFILLS
+from tercet_gateway.endpoint_picker import ENOUGH_PREFILLS
 
 from ..conformance.envoy_side import PREFILLER
 from .commands import SECONDS, generating

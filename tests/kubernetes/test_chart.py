@@ -24,8 +24,7 @@ from tercet.protocol.hosts import AllowedPrefillers
 from tercet.router.state.state_configmap import ConfigMapStore
 from tercet.settings import ReschedulerConfig, RouterConfig, Settings, decode_settings
 from tercet.vllm_plugin.start.plugin_settings import parse_settings
-from tercet_gateway.picker_config import PickerConfig
-from tercet_gateway.sidecar.sidecar_config import SidecarConfig
+from tercet_gateway.gateway_settings import PickerConfig, SidecarConfig
 from tests.unit.router.api_objects import ApiObjects
 
 from .chart import (

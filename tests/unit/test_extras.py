@@ -71,8 +71,8 @@ WHAT_RUNS = (
     "tercet.decisions.scheduling",
 )  # fmt: skip
 OF_PACKAGES_RUN = (
-    "tercet_lab.commands.sim", "tercet_lab.commands.bench", "tercet_lab.commands.chaos", "tercet_lab.small_server",
-    "tercet_lab.sim.sim_server", "tercet_gateway.commands.epp", "tercet_gateway.sidecar.server",
+    "tercet_lab.commands.sim", "tercet_lab.commands.bench", "tercet_lab.commands.chaos", "tercet_lab.small_openai",
+    "tercet_lab.sim.sim_server", "tercet_gateway.commands.epp", "tercet_gateway.sidecar.proxy",
     "tercet_gateway.commands.upgrade", "tercet_ray.ray_fleet", "tercet_ray.ray_job", "tercet_ray.state_ray",
 )  # fmt: skip
 OF_ENGINES = (

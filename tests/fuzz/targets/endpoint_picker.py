@@ -14,6 +14,7 @@ import grpc
 from google.protobuf.json_format import Error, MessageToDict, ParseDict
 from google.protobuf.message import DecodeError
 
+from tercet_gateway.exchange import EndpointPickerService
 from tercet_gateway.protos import (
     BodySendMode,
     HeaderMap,
@@ -25,7 +26,6 @@ from tercet_gateway.protos import (
     ProcessingResponse,
     ProtocolConfiguration,
 )
-from tercet_gateway.service import EndpointPickerService
 from tests.fuzz.fuzzing import Outcome, Target
 from tests.fuzz.mutation import Case
 from tests.unit.gateway.pickers import IDLE, House

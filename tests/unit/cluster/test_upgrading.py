@@ -11,8 +11,7 @@ import pytest
 
 from tercet.protocol import BadRequest, EngineError
 from tercet_gateway.model_router import upgrading
-from tercet_gateway.model_router.rollout import RolloutPlan
-from tercet_gateway.model_router.upgrading import Upgrade
+from tercet_gateway.model_router.upgrading import RolloutPlan, Upgrade
 from tests.longest_wait import until
 from tests.unit.gateway.model_router.test_model_router import Router, World, world
 

@@ -24,10 +24,8 @@ from tercet.protocol.headers import GENERATING
 from tercet.router.router_app import OPEN
 from tercet.settings import ReschedulerConfig, RouterConfig, Settings, decode_settings
 from tercet.settings.variables import API_KEY_VARIABLE
-from tercet_gateway.model_router.model_router_config import ModelRouterConfig
-from tercet_gateway.picker_config import PickerConfig
-from tercet_gateway.sidecar.sidecar_config import SidecarConfig
-from tercet_lab.planning.planner_config import PlannerConfig
+from tercet_gateway.gateway_settings import ModelRouterConfig, PickerConfig, SidecarConfig
+from tercet_lab.planning.planner_settings import PlannerConfig
 
 from .pages import ROOT, Block, blocks, place
 from .test_commands import PUNCTUATION, command_lines, is_stop, of_command

@@ -13,7 +13,7 @@ from tercet.fleet import EngineFleet, Member
 from tercet.protocol import EngineLoad, Role
 from tercet.settings import EngineAddress
 from tercet_gateway.endpoint_picker import EndpointPicker, address_of
-from tercet_gateway.picker_config import PickerConfig
+from tercet_gateway.gateway_settings import PickerConfig
 from tercet_gateway.picker_metrics import PickerMetrics
 from tercet_gateway.rendering import ByCharacters
 from tercet_gateway.server import PickerServer, picking, scheduling_of

@@ -11,7 +11,7 @@ from aiohttp import web
 
 from tercet.aio import incoming
 from tercet.aio.incoming import LONGEST_HEAD
-from tercet_gateway.bounded_server import BoundedRunner
+from tercet_gateway.server import BoundedRunner
 from tests import servers
 from tests.longest_wait import LONGEST_WAIT_S
 

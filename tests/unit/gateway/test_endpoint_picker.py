@@ -10,9 +10,8 @@ import pytest
 
 from tercet.fleet import Member
 from tercet.protocol import BadRequest, EngineUnreachable, Request, Saturated, ShuttingDown
-from tercet_gateway.endpoint_picker import Endpoints, address_of
+from tercet_gateway.endpoint_picker import UNTIL_COUNTED, Endpoints, address_of
 from tercet_gateway.openai_call import OpenAIBody, OpenAICall
-from tercet_gateway.reported_load import UNTIL_COUNTED
 from tests.longest_wait import LONGEST_WAIT_S
 from tests.unit.fakes import FakeEngine
 

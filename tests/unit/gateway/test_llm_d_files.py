@@ -11,9 +11,8 @@ import pytest
 
 from tercet.protocol import Role, Saturated
 from tercet.settings import EngineAddress
-from tercet_gateway.endpoint_picker import Endpoints
+from tercet_gateway.endpoint_picker import UNTIL_COUNTED, Endpoints
 from tercet_gateway.openai_call import OpenAIBody, OpenAICall
-from tercet_gateway.reported_load import UNTIL_COUNTED
 from tests.longest_wait import LONGEST_WAIT_S
 
 from .pickers import House

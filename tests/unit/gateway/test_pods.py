@@ -8,7 +8,7 @@ from pathlib import Path
 import yaml
 
 from tercet.settings import DiscoverySettings
-from tercet_gateway.picker_config import PickerConfig
+from tercet_gateway.gateway_settings import PickerConfig
 from tercet_gateway.server import fleet_of, picking
 from tests.longest_wait import LONGEST_WAIT_S
 from tests.unit.fleet.discovery.api_server import (

@@ -1,4 +1,4 @@
-"""Tokens without an engine: as the model's own library makes them, by segments, and by characters."""
+"""Tokens without an engine: as the model's own library makes them, by model_renderer, and by characters."""
 
 from __future__ import annotations
 
@@ -15,12 +15,11 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from tercet.protocol import BadRequest, RequestTooLarge
-from tercet_gateway import segments
+from tercet_gateway import model_renderer
 from tercet_gateway.exchange import refusal
-from tercet_gateway.model_renderer import ModelRenderer
+from tercet_gateway.model_renderer import SEGMENT, ModelRenderer
 from tercet_gateway.openai_call import OpenAIBody, OpenAICall, call_of, call_unread
 from tercet_gateway.rendering import MOST_TOKENS, ByCharacters
-from tercet_gateway.segments import SEGMENT
 from tests.longest_wait import LONGEST_WAIT_S
 
 TEMPLATE = (
@@ -94,7 +93,7 @@ async def test_what_is_remembered_takes_no_more_than_its_bound(checkpoint: Path)
         assert len(await renderer.tokens(call(prompt=text))) > 100
         assert 0 < renderer.segments.bytes <= 50_000
     seen = renderer.segments._seen
-    assert renderer.segments.bytes == sum(segments._size(*item) for item in seen.items())
+    assert renderer.segments.bytes == sum(model_renderer._size(*item) for item in seen.items())
     held = sum(sys.getsizeof(key) + sys.getsizeof(key[0]) + sys.getsizeof(ids) for key, ids in seen.items())
     assert held + sys.getsizeof(seen) <= 1.1 * renderer.segments.bytes, "more is held than is counted"
 

@@ -26,12 +26,12 @@ from msgspec import structs
 
 from tercet.cluster.ports import free_ports
 from tercet.protocol import BadRequest, Role, UnknownPath
+from tercet_gateway import exchange
 from tercet_gateway import server as picker_server
-from tercet_gateway import service
 from tercet_gateway.endpoint_picker import Endpoints
 from tercet_gateway.exchange import SUBSET, SUBSET_METADATA, Exchange, candidates_of
+from tercet_gateway.gateway_settings import PickerConfig
 from tercet_gateway.openai_call import OpenAIBody, OpenAICall
-from tercet_gateway.picker_config import PickerConfig
 from tercet_gateway.protos import HealthCheckRequest, HealthCheckResponse, HealthStub
 from tercet_gateway.server import READY_NAMES, picking
 from tests.conformance.envoy_side import BUFFERED, DUPLEX, PREFILLER, EnvoySide, Stream
@@ -98,7 +98,7 @@ async def begun(envoy: EnvoySide, size: int) -> AsyncGenerator[Stream]:
 
 
 async def test_a_body_that_stops_is_408_and_its_bytes_are_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(service, "SECONDS", 0.1)
+    monkeypatch.setattr(exchange, "SECONDS", 0.1)
     async with asked("both") as (envoy, _), begun(envoy, 100_000) as stream:
         assert await stream.read() == "immediate_response"
         assert stream.verdict.status == 408
@@ -107,13 +107,13 @@ async def test_a_body_that_stops_is_408_and_its_bytes_are_given_back(monkeypatch
 
 
 async def test_a_stream_that_says_nothing_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(service, "SECONDS", 0.1)
+    monkeypatch.setattr(exchange, "SECONDS", 0.1)
     async with asked("both") as (envoy, _), envoy.stream(DUPLEX) as stream:
         assert await stream.call.code() == grpc.StatusCode.DEADLINE_EXCEEDED
 
 
 async def test_a_stream_is_silent_while_its_answer_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(service, "SECONDS", 0.1)
+    monkeypatch.setattr(exchange, "SECONDS", 0.1)
     async with asked("both") as (envoy, served), envoy.stream(DUPLEX) as stream:
         await stream.send_headers("/v1/completions", {})
         await stream.send_body(BODY, 1000)

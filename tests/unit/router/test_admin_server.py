@@ -29,7 +29,7 @@ from tercet.router.serve.shutdown import Shutdown
 from tercet.settings import EngineAddress, Limits, RouterConfig
 from tercet.settings.admin_address import AdminAddress
 from tercet.wire.serving.server_access import AT_ADMIN, AdminAccess, RouterKeys
-from tercet_lab.small_server import serve_small
+from tercet_lab.small_openai import serve_small
 from tests.simulated_processes import MODEL, PROFILE, running, wait_for
 
 from .conftest import LiveRouter

@@ -27,8 +27,7 @@ from tercet.router.router_app import RouterApp
 from tercet.router.serve.service_programs import ServicePrograms
 from tercet.settings import EngineAddress, Limits, RouterConfig
 from tercet.wire.serving.request_context import RequestContext
-from tercet_lab.small_openai import CHAT_MAX_TOKENS, small_app
-from tercet_lab.small_server import flags_of
+from tercet_lab.small_openai import CHAT_MAX_TOKENS, flags_of, small_app
 
 from .conftest import LiveRouter, counted, series
 
@@ -189,7 +188,7 @@ NEEDS_NOTHING = """
 import sys
 for name in ("torch", "vllm", "transformers", "gguf"):
     sys.modules[name] = None
-import tercet.cli.app, tercet.router.server, tercet_lab.small_server, tercet_lab.sim.sim_server
+import tercet.cli.app, tercet.router.server, tercet_lab.small_openai, tercet_lab.sim.sim_server
 import tercet.cluster.built_in_tokenizer
 """
 

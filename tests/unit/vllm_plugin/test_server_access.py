@@ -14,8 +14,7 @@ from tercet.settings import SECRET_VARIABLE, RouterConfig, decode_settings, from
 from tercet.settings.variables import API_KEY_VARIABLE
 from tercet.vllm_plugin.start.plugin_settings import PluginSettings
 from tercet.wire.serving.server_access import api_keys, callers_of, is_loopback
-from tercet_gateway.picker_config import PickerConfig
-from tercet_gateway.sidecar.sidecar_config import SidecarConfig
+from tercet_gateway.gateway_settings import PickerConfig, SidecarConfig
 
 LAYOUT = KVLayout("m", "float32", 2, 2, 8, 16, 1024, 1, "cpu")
 INFO = KVAddrInfo("f" * 32, "d", 16, 40, "tcp", (RankAddress(0, ("tcp://127.0.0.1:7001",)),), LAYOUT)

@@ -4,7 +4,7 @@
 scheduling plugins, :mod:`.rendering` makes a prompt's tokens for it, :mod:`.server` assembles ``tercet epp``.
 """
 
-from tercet_gateway.picker_config import PickerConfig
+from tercet_gateway.gateway_settings import PickerConfig
 
 __all__ = ["require_usable", "serve"]
 

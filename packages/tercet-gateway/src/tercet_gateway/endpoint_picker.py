@@ -1,15 +1,28 @@
-"""The decision of ``tercet epp``: the engines that serve a request, by the router's plugins and state."""
+"""The decision of ``tercet epp``: the engines that serve a request, by the router's plugins and state.
+
+A picker does not see answers end. So an engine's load is what the engine reports, plus the picks of the last moments,
+which its reports may lack: several pickers that share nothing see each other's requests in the reports. While no engine
+has room for another request, requests wait for a slot; the room is computed from each engine's queue and KV cache, or
+from the work of all engines together, as in llm-d's ``utilization-detector`` and ``concurrency-detector``.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import itertools
 import time
+from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Protocol
 from urllib.parse import urlsplit
 
-from tercet.decisions.scheduling import ConcurrencyLimit, Saturation
+import numpy as np
+
+from tercet.decisions.cost.cost_model import CostModel
+from tercet.decisions.cost.costs import RouteCandidate, RouteRequest, Targets, max_tokens_of, pair_pays
+from tercet.decisions.cost.engine_work import ReportedWork
+from tercet.decisions.scheduling import ConcurrencyLimit, Engines, Saturation
 from tercet.fleet import EngineFleet, Member
 from tercet.fleet.admission import Gate
 from tercet.protocol import (
@@ -20,19 +33,246 @@ from tercet.protocol import (
     Saturated,
     TercetError,
     UnknownAdapter,
+    UnknownEngine,
 )
 from tercet.protocol.headers import REQUEST_ID_HEADER
 from tercet.protocol.hosts import host_and_port
 from tercet.protocol.names import sequence_id
 from tercet.settings import Limits
 from tercet.wire.streams.wire_format import REPORT_SECONDS
+from tercet_gateway.gateway_settings import PickerConfig
 from tercet_gateway.openai_call import OpenAICall
-from tercet_gateway.picker_config import PickerConfig
 from tercet_gateway.picker_metrics import PickerMetrics
 from tercet_gateway.rendering import Renderer, Tokens
-from tercet_gateway.reported_load import UNTIL_COUNTED, ReportedLoad
-from tercet_gateway.room import Room, RoomByConcurrency, RoomByUtilization
-from tercet_gateway.split_cost import SplitCost
+
+ENOUGH_PREFILLS = 8
+"""Number of prefills that must have been timed before costs decide."""
+LEAST_GAIN = 0.1
+"""Share of the cost that a split must save: reports do not show the cost of transfers."""
+
+
+class SplitCost:
+    """One cost model for the fleet, and the work of each engine, by its reports. ``clock`` is in seconds."""
+
+    def __init__(self, fleet: EngineFleet, clock: Callable[[], float]) -> None:
+        self.model = CostModel()
+        self.learned = 0
+        self._fleet = fleet
+        self._clock = clock
+        self._works: dict[str, tuple[Member, ReportedWork]] = {}
+
+    @property
+    def knows_enough(self) -> bool:
+        """True if enough prefills were observed."""
+        return self.learned >= ENOUGH_PREFILLS
+
+    def reported(self, name: str, load: EngineLoad) -> None:
+        """Record an engine's load report."""
+        try:
+            work = self._work(self._fleet.member(name))
+        except UnknownEngine:  # the engine has just left
+            return
+        before = work.learned
+        work.reported(load)
+        self.learned += work.learned - before
+
+    def picked(self, member: Member, request: Request, cached: int) -> None:
+        """Record that an engine will prefill a prompt, of which it has an estimated ``cached`` tokens."""
+        self._work(member).picked(request.num_tokens, cached)
+
+    def rule_for(self, decode: Member) -> SplitRule:
+        """Return the rule for prompts for which ``decode`` is picked."""
+        return SplitRule(self, decode)
+
+    def pays(self, request: Request, prefill: str, decode: Member, cached: int) -> bool:
+        """True if the engine ``prefill`` should prefill for ``decode``, which has ``cached`` tokens."""
+        wanted = RouteRequest(request.num_tokens, self.model.output_of(max_tokens_of(request)), Targets())
+        there, here = self._candidate(self._fleet.member(prefill), 0), self._candidate(decode, cached)
+        return pair_pays(there, here, wanted, LEAST_GAIN)
+
+    def _candidate(self, member: Member, matched: int) -> RouteCandidate:
+        return RouteCandidate(member.name, self._work(member), self.model, self._clock(), matched)
+
+    def _work(self, member: Member) -> ReportedWork:
+        known, work = self._works.get(member.name, (None, None))
+        if work is None or known is not member:
+            work = ReportedWork(self.model, self._clock, lambda: member.kv_tokens)
+            self._works[member.name] = member, work
+            self._forget_those_that_left()
+        return work
+
+    def _forget_those_that_left(self) -> None:
+        """Drop engines that have left, when another one joins: each new pod has a new name."""
+        here = {id(each) for each in self._fleet.members}
+        self._works = {name: found for name, found in self._works.items() if id(found[0]) in here}
+        self.model.arrivals.engines = len(self._works)
+
+
+@dataclass(frozen=True)
+class SplitRule:
+    """A :class:`~tercet.protocol.PrefillRule`: split if it pays with the engine that has the least prefilling to do."""
+
+    costs: SplitCost
+    decode: Member
+
+    def disaggregates(self, request: Request, cached: int, prefill: Engines) -> bool:
+        """True if a split pays: see :class:`~tercet.decisions.scheduling.Decider`."""
+        idlest = prefill[int(np.nan_to_num(prefill.tokens).argmin())]
+        return self.costs.pays(request, idlest.name, self.decode, cached)
+
+
+ENOUGH_ROOM = 8
+"""Most requests that hold a slot at a time; a slot is given back as soon as the pick is made."""
+
+
+class Room(Protocol):
+    """Room for further requests."""
+
+    def left(self) -> int:
+        """Return the number of further requests; any positive number means room, and without engines it is large."""
+        ...
+
+    def may_have_come(self, name: str) -> bool:
+        """True if there may be room now, after a report of this engine."""
+        ...
+
+
+@dataclass(frozen=True)
+class RoomByUtilization:
+    """Room by utilization: each decode engine has room while it is below the thresholds of ``limit``."""
+
+    fleet: EngineFleet
+    load: ReportedLoad
+    limit: Saturation
+
+    def left(self) -> int:
+        """Return the number of further requests, up to a number that is enough for all slots."""
+        room, nobody = 0, True
+        for member in self.fleet.open:
+            if member.reachable and member.role != "prefill":
+                nobody = False
+                room += self._on(member.name)
+                if room >= ENOUGH_ROOM:
+                    return room
+        # without an engine, the pick raises the error, or picks an engine of another role
+        return UNKNOWN_ROOM if nobody else room
+
+    def may_have_come(self, name: str) -> bool:
+        return self._on(name) > 0
+
+    def _on(self, name: str) -> int:
+        return self.load.room(name, self.limit.queue_depth_threshold, self.limit.kv_cache_util_threshold)
+
+
+@dataclass(frozen=True)
+class RoomByConcurrency:
+    """Room by concurrency: the engines that answer have room together, by the work that ``limit`` allows for each."""
+
+    fleet: EngineFleet
+    limit: ConcurrencyLimit
+
+    def left(self) -> int:
+        able = [member for member in self.fleet.open if member.reachable]
+        if not able:
+            return UNKNOWN_ROOM  # without an engine, the pick raises the error
+        limit = self.limit
+        if limit.concurrency_mode == "requests":
+            return max(0, len(able) * limit.max_concurrency - sum(member.in_flight for member in able))
+        used = self._tokens_used(able) if limit.concurrency_mode == "tokens" else self._used(able)
+        return ENOUGH_ROOM if used < 1 else 0  # the length of the next requests is unknown
+
+    def may_have_come(self, name: str) -> bool:
+        return True
+
+    def _tokens_used(self, able: list[Member]) -> float:
+        return sum(member.in_flight_tokens for member in able) / (len(able) * self.limit.max_token_concurrency)
+
+    def _used(self, able: list[Member]) -> float:
+        """Return the used share, averaged over engines; for each engine the larger of both shares counts."""
+        limit = self.limit
+        shares = [
+            max(member.in_flight / limit.max_concurrency, member.in_flight_tokens / limit.max_token_concurrency)
+            for member in able
+        ]
+        return sum(shares) / len(able)
+
+
+UNTIL_COUNTED = 0.3
+"""Seconds from a pick until the engine's reports include it: way through Envoy, queue, and report interval."""
+
+UNKNOWN_ROOM = 2**31
+"""The room of an engine without a report."""
+
+
+@dataclass
+class _Recent:
+    """The recent picks of one engine that its reports may lack, with times and prompt tokens; and its last report."""
+
+    picks: deque[tuple[float, int]] = field(default_factory=deque[tuple[float, int]])
+    requests: int = 0
+    tokens: int = 0
+    waiting: int | None = None
+    kv_usage: float = 0.0
+
+
+class ReportedLoad:
+    """The counts of the fleet's members: ``in_flight`` is the number that an engine reports plus recent picks.
+
+    Several pickers that share nothing thereby see each other's requests in the engines' reports. ``on_news`` is called
+    with an engine's name and report after each report. ``until_counted`` is the number of seconds from a pick until
+    reports include it.
+    """
+
+    def __init__(self, fleet: EngineFleet, clock: Callable[[], float], until_counted: float = UNTIL_COUNTED) -> None:
+        self._fleet = fleet
+        self._clock = clock
+        self._until_counted = until_counted
+        self.on_news: Callable[[str, EngineLoad], object] = lambda engine, load: None
+        self._recent: dict[str, _Recent] = {}
+        fleet.on_report = self.reported
+
+    def picked(self, member: Member, tokens: int) -> None:
+        """Record that a request with ``tokens`` of prompt was sent to the engine."""
+        recent = self._recent_of(member.name)
+        recent.picks.append((self._clock(), tokens))
+        self._count(member, recent)
+
+    def reported(self, name: str, load: EngineLoad) -> None:
+        """Record an engine's load report."""
+        try:
+            member = self._fleet.member(name)
+        except UnknownEngine:  # the engine has just left
+            self._recent.pop(name, None)
+            return
+        recent = self._recent_of(name)
+        recent.requests, recent.tokens = load.waiting + load.running, load.tokens or 0
+        recent.waiting, recent.kv_usage = load.waiting, load.kv_usage
+        self._count(member, recent)
+        self.on_news(name, load)
+
+    def _recent_of(self, name: str) -> _Recent:
+        found = self._recent.get(name)
+        if found is None:  # when an engine joins, drop the data of those that left
+            here = {member.name for member in self._fleet.members}
+            self._recent = {known: recent for known, recent in self._recent.items() if known in here}
+            found = self._recent[name] = _Recent()
+        return found
+
+    def _count(self, member: Member, recent: _Recent) -> None:
+        picks, oldest = recent.picks, self._clock() - self._until_counted
+        while picks and picks[0][0] < oldest:
+            picks.popleft()
+        requests, tokens = recent.requests + len(picks), recent.tokens + sum(tokens for _, tokens in picks)
+        if (requests, tokens) != (member.in_flight, member.in_flight_tokens):  # most reports change nothing
+            member.in_flight, member.in_flight_tokens = requests, tokens
+
+    def room(self, name: str, max_waiting: int, max_kv_usage: float) -> int:
+        """Return how many more requests may wait on an engine; 0 while its KV cache is used above the limit."""
+        recent = self._recent.get(name)
+        if recent is None or recent.waiting is None:
+            return UNKNOWN_ROOM
+        return 0 if recent.kv_usage > max_kv_usage else max(0, max_waiting - recent.waiting - len(recent.picks))
+
 
 _numbers = itertools.count(1)
 

@@ -9,7 +9,7 @@ import pytest
 from tercet.decisions.planning import FleetPlan, Observed, ObservedRequest, PlanLimits
 from tercet.decisions.planning.candidates import overload_split
 from tercet.decisions.roles import Demand, ObservedEngine
-from tercet_lab.planning.guard import QueueGuard
+from tercet_lab.planning.planner import QueueGuard
 
 from .planned_world import OBJECTIVES, Engine
 

@@ -10,8 +10,7 @@ from tercet.decisions.planning import Expected, FleetPlan, Observed, ObservedReq
 from tercet.decisions.planning.candidates import EngineDemand, demand_of
 from tercet.decisions.roles import ObservedEngine
 from tercet_lab.planning.forecast import Forecast
-from tercet_lab.planning.planner import Planner
-from tercet_lab.planning.worth import neighbours, worth_simulating, worths
+from tercet_lab.planning.planner import Planner, neighbours, worth_simulating, worths
 
 from .planned_world import OBJECTIVES, Engine, PlannedWorld, Traffic
 

@@ -24,13 +24,15 @@ from tercet.decisions.scheduling.registry import BUILT_IN
 from tercet.decisions.scheduling.scorers import ActiveRequestScorer, PrefixCacheScorer, SessionAffinityScorer
 from tercet.protocol import BadRequest
 from tercet.protocol.headers import AGENT_HEADERS
-from tercet_gateway.llm_d import CONTEXT_LENGTH, DETECTOR_SECTIONS, translated
-from tercet_gateway.llm_d_plugins import (
+from tercet_gateway.llm_d import (
+    CONTEXT_LENGTH,
+    DETECTOR_SECTIONS,
     PARAMETERS,
     PASSED_OVER,
     READ,
     REFUSED,
     RENAMED_TYPES,
+    translated,
 )
 
 from .builders import Bench, View, request_of

@@ -14,8 +14,8 @@ from aiohttp import web
 
 from tercet.protocol import BadRequest
 from tercet.settings import Source, decode_settings
+from tercet_gateway.gateway_settings import ModelBackend, ModelRouterConfig
 from tercet_gateway.model_router import backends
-from tercet_gateway.model_router.model_router_config import ModelBackend, ModelRouterConfig
 from tercet_gateway.model_router.server import ModelRouterServer, model_router
 from tests.longest_wait import LONGEST_WAIT_S, until
 from tests.servers import served

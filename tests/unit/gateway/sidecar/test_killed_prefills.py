@@ -9,8 +9,8 @@ from contextlib import AsyncExitStack
 import aiohttp
 import pytest
 
-from tercet_gateway.sidecar.server import sidecar
-from tercet_gateway.sidecar.sidecar_config import SidecarConfig
+from tercet_gateway.gateway_settings import SidecarConfig
+from tercet_gateway.sidecar.proxy import sidecar
 from tercet_lab.sim.sim_server import serving
 from tests.long_runs import FULL
 

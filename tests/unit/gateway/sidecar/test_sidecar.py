@@ -19,10 +19,9 @@ from tercet.protocol.headers import PREFILLED_HEADER
 from tercet.protocol.trace import VerbTrace
 from tercet.wire.client import HttpEngine, engine_tls
 from tercet.wire.client.remote_prefill import PrefillAttempts
-from tercet_gateway.sidecar.prefill_legs import NixlLeg
-from tercet_gateway.sidecar.server import SidecarServer, sidecar
-from tercet_gateway.sidecar.sidecar_config import SidecarConfig
-from tercet_gateway.sidecar.split_call import SplitCall, messages_of
+from tercet_gateway.gateway_settings import SidecarConfig
+from tercet_gateway.sidecar.prefill_legs import NixlLeg, SplitCall, messages_of
+from tercet_gateway.sidecar.proxy import SidecarServer, sidecar
 from tercet_lab.sim import EngineOptions, SimEngine
 from tercet_lab.sim.sim_server import OpenAI, serving
 from tests.abort import abort

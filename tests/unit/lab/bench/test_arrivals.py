@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tercet.protocol import BadRequest
-from tercet_lab.bench.arrivals import arrival_times, burstiness_of, gaps, replayed
+from tercet_lab.bench.workloads.conversations import arrival_times, burstiness_of, gaps, replayed
 
 MANY = 20_000
 

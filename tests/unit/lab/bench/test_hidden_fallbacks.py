@@ -100,7 +100,7 @@ def test_seeds_that_change_nothing_have_no_interval() -> None:
 
 @pytest.mark.slow
 def test_a_trace_at_its_own_times_has_no_interval(tmp_path: Path) -> None:
-    from tercet_lab.bench.simulated.planned import PlannedWorkload
+    from tercet_lab.bench.simulated.scenario import PlannedWorkload
 
     trace = tmp_path / "t.jsonl"
     trace.write_text(

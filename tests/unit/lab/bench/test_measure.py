@@ -12,15 +12,19 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from tercet.protocol import BadRequest, EngineError, Request, Sent, Usage
-from tercet_lab.bench.profiles.engine_probe import (
+from tercet_lab.bench.profiles.step_measurement import (
+    Measured,
+    MeasurementPlan,
+    Meter,
     Neighbour,
     Probe,
     linger_from,
     measure_router,
     names_from,
+    profile_from,
     sharing_from,
+    transfer_from,
 )
-from tercet_lab.bench.profiles.step_measurement import Measured, MeasurementPlan, Meter, profile_from, transfer_from
 from tercet_lab.sim import (
     EngineOptions,
     Host,

@@ -10,7 +10,7 @@ import pytest
 
 from tercet.protocol import BadRequest
 from tercet_lab.bench.workloads import Conversation, parse_phases, plan
-from tercet_lab.bench.workloads.hashed_words import HashedWords
+from tercet_lab.bench.workloads.conversations import HashedWords
 
 WORDS = HashedWords()
 

@@ -12,8 +12,8 @@ from tercet.cli import app
 from tercet.programs import data_parallel
 from tercet.protocol import BadRequest
 from tercet_lab.bench.simulated import Outcome, PlannedWorkload, Simulation, parse_fleet, run_once
-from tercet_lab.bench.simulated.planned import PlannedTraffic
-from tercet_lab.bench.workloads.phases import KINDS
+from tercet_lab.bench.simulated.scenario import PlannedTraffic
+from tercet_lab.bench.workloads.recorded import KINDS
 from tercet_lab.sim import EngineOptions
 
 PROFILE = "llama-3.1-8b-h100-tp1"

@@ -9,7 +9,7 @@ import pytest
 
 from tercet.router.page.records import DEAD, Frame
 from tercet_lab.bench.results import load_result
-from tercet_lab.bench.simulated import Simulation, SyntheticWorkload, timeline
+from tercet_lab.bench.simulated import Simulation, SyntheticWorkload, virtual_run
 from tercet_lab.bench.simulated.simulation import SimulationReport
 
 RATE = 20.0
@@ -57,7 +57,7 @@ def test_a_timeline_has_every_request_and_token() -> None:
 @pytest.mark.slow
 def test_a_long_run_has_frames_less_often(monkeypatch: pytest.MonkeyPatch) -> None:
     every = frames_of(recorded(0.01))
-    monkeypatch.setattr(timeline, "MOST_FRAMES", 70)
+    monkeypatch.setattr(virtual_run, "MOST_FRAMES", 70)
     fewer = frames_of(recorded(0.01))
     assert len(every) > 200
     assert 35 <= len(fewer) <= 70

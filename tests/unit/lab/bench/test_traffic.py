@@ -10,13 +10,12 @@ from typing import Any
 
 import pytest
 
-from tercet_lab.bench.compose import Style, compose
 from tercet_lab.bench.openai_client import Client, Clock, Sampling
 from tercet_lab.bench.results import RequestRecord
 from tercet_lab.bench.summary import summarize
-from tercet_lab.bench.traffic import Traffic
+from tercet_lab.bench.traffic import Style, Traffic, compose
 from tercet_lab.bench.workloads import Conversation, ConversationTurn
-from tercet_lab.bench.workloads.hashed_words import HashedWords
+from tercet_lab.bench.workloads.conversations import HashedWords
 from tests.unit.lab.bench.openai_server import MODEL, FakeServer, prompt_length
 
 WORDS = HashedWords()

@@ -12,12 +12,10 @@ import numpy as np
 import pytest
 
 from tercet.protocol import BadRequest
-from tercet_lab.bench.target import fit_text
+from tercet_lab.bench.traffic import fit_text
 from tercet_lab.bench.workloads import Conversation, Workload, parse_phase
-from tercet_lab.bench.workloads.conversations import Draw
-from tercet_lab.bench.workloads.hashed_words import HashedWords
+from tercet_lab.bench.workloads.conversations import INSTRUCTION, Draw, HashedWords, Lines, sonnet_lines
 from tercet_lab.bench.workloads.recorded import read_sharegpt
-from tercet_lab.bench.workloads.synthetic import INSTRUCTION, Lines, sonnet_lines
 
 WORDS = HashedWords()
 

@@ -10,11 +10,19 @@ import pytest
 
 from tercet.protocol import BadRequest
 from tercet_lab.chaos import simulated_arena
-from tercet_lab.chaos.adversary import REFUSED_SECONDS, Adversary, Sizes
+from tercet_lab.chaos.adversary import (
+    REFUSED_SECONDS,
+    TRICKS,
+    Adversary,
+    PlannedTrick,
+    Sizes,
+    TrickKind,
+    parse_tricks,
+    plan_tricks,
+)
 from tercet_lab.chaos.chaos_report import ChaosResult
 from tercet_lab.chaos.fault_schedule import FaultSchedule, plan_faults
 from tercet_lab.chaos.simulated_arena import SimulatedFleet, run_simulated
-from tercet_lab.chaos.tricks import TRICKS, PlannedTrick, TrickKind, parse_tricks, plan_tricks
 from tests.unit.lab.chaos.test_simulated_arena import FLEET, LOAD
 
 Answering = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]

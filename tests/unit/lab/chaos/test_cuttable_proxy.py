@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager, suppress
 
-from tercet_lab.chaos.cuttable_proxy import CuttableProxy
+from tercet_lab.chaos.real_fleet import CuttableProxy
 from tests.longest_wait import LONGEST_WAIT_S
 
 HOST = "127.0.0.1"

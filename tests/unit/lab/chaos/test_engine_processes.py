@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from tercet_lab.chaos.engine_processes import RunningProcess, alive, classify, processes_of, send_signal
+from tercet_lab.chaos.real_fleet import RunningProcess, alive, classify, processes_of, send_signal
 
 pytestmark = pytest.mark.processes
 

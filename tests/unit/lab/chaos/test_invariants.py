@@ -10,23 +10,21 @@ from tercet.router.serve.moves import MoveRecord
 from tercet_lab.chaos.chaos_report import (
     ORPHANS,
     ChaosResult,
-    InjectedFault,
-    fault_rows,
-    figures,
-    move_rows,
-    violation_lines,
-)
-from tercet_lab.chaos.fault_schedule import PlannedFault
-from tercet_lab.chaos.invariants import (
     ClientRecord,
+    InjectedFault,
     Leftover,
     Piece,
     difference,
+    fault_rows,
+    figures,
+    move_rows,
     stalled,
     unanswered,
+    violation_lines,
     violations_of,
     wrong_answers,
 )
+from tercet_lab.chaos.fault_schedule import PlannedFault
 from tercet_lab.chaos.real_arena import is_owned
 
 CALM: dict[int, tuple[Piece, ...]] = {0: (1, 2, 3, 4, 5, 6, 7, 8)}

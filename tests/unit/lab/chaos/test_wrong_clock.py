@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tercet_lab.chaos.wrong_clock import WrongClock, build, can_be_built
+from tercet_lab.chaos.real_fleet import WrongClock, build, can_be_built
 
 SHOW = "import time; print(time.time(), time.monotonic())"
 

@@ -12,12 +12,10 @@ from tercet.cluster.scaling.kubernetes import KubernetesFleet
 from tercet.cluster.scaling.records import ScaleCall
 from tercet.decisions.planning import FleetPlan
 from tercet.protocol import BadRequest, EngineError
-from tercet_lab.planning.acting import FleetChange
-from tercet_lab.planning.hands import HandsState, KubernetesHands, RoleHands, fleet_of_router
-from tercet_lab.planning.live_planner import LivePlanner
-from tercet_lab.planning.planner_config import PlannerConfig
-from tercet_lab.planning.planner_metrics import PlannerMetrics
-from tercet_lab.planning.planner_settings import PlannerSettings
+from tercet_lab.planning.live_planner import LivePlanner, PlannerMetrics
+from tercet_lab.planning.observing import HandsState, KubernetesHands, RoleHands, fleet_of_router
+from tercet_lab.planning.planner import FleetChange
+from tercet_lab.planning.planner_settings import PlannerConfig, PlannerSettings
 
 from .test_live_planner import Router
 

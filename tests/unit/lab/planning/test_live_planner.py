@@ -15,14 +15,11 @@ from tercet.decisions.planning import Expected, FleetPlan, Observed, WantedPlan
 from tercet.decisions.planning.observed import PlannerReport
 from tercet.protocol import BadRequest, EngineUnreachable
 from tercet_lab.planning import live_planner
-from tercet_lab.planning.crystal import ProfileCapacity
-from tercet_lab.planning.hands import RoleHands
-from tercet_lab.planning.live_planner import LivePlanner
-from tercet_lab.planning.observing import TrafficView, read_traffic
+from tercet_lab.planning.live_planner import LivePlanner, PlannerMetrics
+from tercet_lab.planning.observing import RoleHands, TrafficView, read_traffic
 from tercet_lab.planning.planner import Planner
-from tercet_lab.planning.planner_config import PlannerConfig
-from tercet_lab.planning.planner_metrics import PlannerMetrics
-from tercet_lab.planning.planner_settings import PlannerSettings
+from tercet_lab.planning.planner_settings import PlannerConfig, PlannerSettings
+from tercet_lab.planning.policies import ProfileCapacity
 from tercet_lab.sim import load_profile
 
 OBJECTIVES = {"ttft": 1.0, "tpot": 0.025, "share": 0.99, "requests": 0, "met": 0, "attainment": None}

@@ -21,11 +21,9 @@ from tercet.cluster.scaling.scaler import Scaler
 from tercet.cluster.up_config import UpConfig
 from tercet.settings.role_settings import Objectives
 from tercet.wire.client.ask_router import ask_router
-from tercet_lab.planning.hands import Ask, ScaleHands
-from tercet_lab.planning.live_planner import LivePlanner
-from tercet_lab.planning.planner_config import PlannerConfig
-from tercet_lab.planning.planner_metrics import PlannerMetrics
-from tercet_lab.planning.planner_settings import PlannerSettings
+from tercet_lab.planning.live_planner import LivePlanner, PlannerMetrics
+from tercet_lab.planning.observing import Ask, ScaleHands
+from tercet_lab.planning.planner_settings import PlannerConfig, PlannerSettings
 from tests.unit.cluster.whole_streams import SECONDS, read_whole, streams, until
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(600), pytest.mark.usefixtures("forked")]

@@ -7,10 +7,9 @@ import pytest
 from tercet.decisions.planning import Expected, FleetPlan, ObservedRequest
 from tercet.protocol import BadRequest
 from tercet.settings.role_settings import Objectives
-from tercet_lab.planning.crystal import FleetSimulator
 from tercet_lab.planning.forecast import Forecast
 from tercet_lab.planning.planner import Evaluate
-from tercet_lab.planning.program_trials import NamedProgram, ProgramTrials, parse_program
+from tercet_lab.planning.policies import FleetSimulator, NamedProgram, ProgramTrials, parse_program
 from tercet_lab.sim import EngineOptions
 
 USED, PLAN = NamedProgram("disaggregated", {}), FleetPlan(2, 2)

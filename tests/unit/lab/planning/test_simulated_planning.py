@@ -11,8 +11,8 @@ from tercet.protocol import BadRequest
 from tercet.settings.role_settings import Objectives
 from tercet_lab.bench.simulated import MovingSettings, Simulation, SyntheticWorkload
 from tercet_lab.bench.simulated.simulation import SimulatedPoint
+from tercet_lab.bench.simulated.sweep_figure import plot_planned_run
 from tercet_lab.planning.planner_settings import PlannerSettings
-from tercet_lab.planning.run_figure import plot_planned_run
 
 OBJECTIVES = Objectives(ttft=1.0, tpot=0.025)
 

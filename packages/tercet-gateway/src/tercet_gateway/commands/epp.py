@@ -10,7 +10,7 @@ from tercet.cluster.model import resolve_model
 from tercet.cluster.ports import require_free
 from tercet.settings.extras import require_extra
 from tercet_gateway import require_usable, serve
-from tercet_gateway.picker_config import PickerConfig
+from tercet_gateway.gateway_settings import PickerConfig
 
 
 @settings_command(PickerConfig)

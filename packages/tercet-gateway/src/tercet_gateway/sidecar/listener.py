@@ -1,4 +1,7 @@
-"""The connections of a proxy's clients: one request at a time on each, and the engine's answers unchanged."""
+"""The connections of a proxy's clients: one request at a time on each, and the engine's answers unchanged.
+
+What the sidecar and the model router share: reading a request's body within limits, and sending an engine's answer on.
+"""
 
 from __future__ import annotations
 
@@ -7,28 +10,37 @@ import contextlib
 import logging
 import re
 import ssl
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, MutableMapping, Sequence
+from contextlib import AbstractContextManager
 from http import HTTPStatus
+from typing import Any
 
 import h11
 
 from tercet.aio.incoming import LEAST_OF_BODY, LONGEST_HEAD, SECONDS, Breach
 from tercet.fleet.admission import ClientLeft
-from tercet.protocol import BadRequest, HeadTooLarge, RequestTimeout, TercetError
+from tercet.fleet.bodies import LARGEST_AT_ONCE, BodiesHeld, HeldBody
+from tercet.protocol import BadRequest, HeadTooLarge, RequestTimeout, RequestTooLarge, TercetError
+from tercet.protocol.errors import error_body, last_events
 from tercet.protocol.headers import path_of
+from tercet.protocol.sse import EVENTS, EventSplitter, object_of
+from tercet.protocol.trace import VerbTrace
 from tercet.wire.client.passing import (
     READ_BYTES,
     BrokeOff,
     Connection,
     Fields,
     NotReadable,
+    OriginAnswer,
     end_to_end,
     first,
     framing,
+    is_encoded,
+    passed_on,
     raw_fields,
     values,
 )
-from tercet.wire.serving.answers import breach_error
+from tercet.wire.serving.answers import TracingSend, breach_error
 
 logger = logging.getLogger("tercet.gateway")
 IDLE_SECONDS = 75.0
@@ -317,3 +329,116 @@ def _origin_form(target: bytes, method: bytes) -> tuple[bytes, bytes | None]:
         raise NotReadable("the request's target is neither a path nor a URL")
     path = url["path"]
     return path if path.startswith(b"/") else b"/" + path, url["host"]
+
+
+JSON = "application/json"
+
+
+class ProxiedAnswer:
+    """One answer to a client. ``traces``, if there are any, are added to it."""
+
+    def __init__(self, http: ClientCall) -> None:
+        self.traces: Sequence[VerbTrace] = ()
+        self._http = http
+        self._events: EventSplitter | None = None
+        self._last = b""
+        self._send: Any = None
+        self._reason = b""
+        self._trailers: Fields = ()
+
+    async def begin(self, upstream: OriginAnswer) -> None:
+        """Send the server's status, reason and headers."""
+        self._events = EventSplitter() if is_stream(upstream) else None
+        self._reason = upstream.reason
+        self._send = TracingSend(self._write_message, self.traces) if self.traces else self._write_message
+        has_length = upstream.status != HTTPStatus.NO_CONTENT
+        headers = passed_on(upstream.fields) if has_length else end_to_end(upstream.fields)
+        await self._send({"type": "http.response.start", "status": upstream.status, "headers": headers})
+
+    async def write(self, chunk: bytes) -> None:
+        """Pass on a part of the server's body."""
+        passed = chunk if self._events is None else b"".join(self._events.split(chunk))
+        if passed:
+            self._last = passed
+            await self._send({"type": "http.response.body", "body": passed, "more_body": True})
+
+    async def end(self, trailers: Fields) -> None:
+        """End a complete answer."""
+        rest = b"" if self._events is None else self._events.rest()
+        self._trailers = trailers
+        await self._send({"type": "http.response.body", "body": rest, "more_body": False})
+
+    async def fail(self, error: TercetError, asks: Fields = ()) -> None:
+        """Send an error as the answer, or at the end of a stream; cut off any other answer that has begun."""
+        if not self._http.began:
+            await self._http.answer(error.status, error_body(self._http.path, error), JSON, asks)
+            return
+        logger.warning("an answer was cut off: %s: %s", error.code, error.message)
+        if self._events is not None:
+            await self._http.write(last_events(self._http.path, error, object_of(self._last)))
+            await self._http.end()
+        else:
+            self._http.abort()
+
+    async def _write_message(self, message: MutableMapping[str, Any]) -> None:
+        if message["type"] == "http.response.start":
+            await self._http.begin(message["status"], self._reason, message["headers"])
+            return
+        if body := message.get("body"):
+            await self._http.write(body)
+        if not message.get("more_body"):
+            await self._http.end(self._trailers)
+
+
+def is_stream(response: OriginAnswer) -> bool:
+    """True if the answer is a stream of readable events without a length, so that a last event can be added."""
+    kind = first(response.fields, b"content-type") or ""
+    if not kind.lower().startswith(EVENTS) or first(response.fields, b"content-length") is not None:
+        return False
+    return not is_encoded(response.fields)
+
+
+class RequestBodies:
+    """All buffered bodies of one process, each of at most ``most`` bytes."""
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._held = BodiesHeld(LARGEST_AT_ONCE * most)
+
+    @property
+    def size(self) -> int:
+        """Bytes of all buffered bodies."""
+        return self._held.size
+
+    def one(self) -> AbstractContextManager[HeldBody]:
+        """Return a context for one body, which is dropped at its exit."""
+        return self._held.one()
+
+    def announced(self, http: ClientCall) -> int | None:
+        """Return the length in bytes that a request announces; None if it announces none.
+
+        Raises :class:`~tercet.protocol.RequestTooLarge`.
+        """
+        announced = http.header("content-length") or ""
+        length = int(announced) if announced.isdecimal() else None
+        if length is not None and length > self._most:
+            raise self._too_large()
+        return length
+
+    async def read(self, http: ClientCall, body: HeldBody) -> None:
+        """Read the whole body; the caller forgets it once it was passed on.
+
+        Raises :class:`~tercet.protocol.RequestTooLarge`, :class:`~tercet.protocol.Saturated` if all bodies together
+        exceed their limit, and the errors of :meth:`~tercet_gateway.sidecar.listener.ClientCall.parts`.
+        """
+        self.announced(http)
+        await http.expected()
+        async with body.until_let_go():
+            async for chunk in http.parts():
+                if body.size + len(chunk) > self._most:
+                    raise self._too_large()
+                body.take(chunk)
+        body.end()
+
+    def _too_large(self) -> RequestTooLarge:
+        return RequestTooLarge(f"the request's body has more than {self._most} bytes (--max-request-bytes)")

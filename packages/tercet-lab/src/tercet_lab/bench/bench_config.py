@@ -13,10 +13,10 @@ import msgspec
 from tercet.protocol import BadRequest
 from tercet.settings import Setting, Settings, Source, decode_settings, read_yaml
 from tercet.settings.variables import URL_VARIABLE
-from tercet_lab.bench.arrivals import Arrival
 from tercet_lab.bench.openai_client import Endpoint, PromptAs, Sampling
 from tercet_lab.bench.summary import Slo
 from tercet_lab.bench.workloads import Phase, parse_phases
+from tercet_lab.bench.workloads.conversations import Arrival
 
 Positive = Annotated[float, msgspec.Meta(gt=0)]
 Whole = Annotated[int, msgspec.Meta(ge=1)]

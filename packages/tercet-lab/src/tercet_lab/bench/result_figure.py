@@ -7,9 +7,19 @@ from pathlib import Path
 from typing import Any, Literal
 
 from tercet_lab.bench.drawing import Picture, picture
-from tercet_lab.bench.figure_lines import OPEN_LOOP, Figure, FigureLine, LinePoint
+from tercet_lab.bench.figure_lines import (
+    ARRIVALS,
+    FLEET,
+    MACHINE,
+    MODEL,
+    OPEN_LOOP,
+    SOURCE,
+    WORKLOAD,
+    Figure,
+    FigureLine,
+    LinePoint,
+)
 from tercet_lab.bench.results import Ratio
-from tercet_lab.bench.run_facts import ARRIVALS, FLEET, MACHINE, MODEL, SOURCE, WORKLOAD
 from tercet_lab.bench.summary import REQUESTS_NEEDED, enough
 
 LATENCIES = (("TTFT", "ttft"), ("TPOT", "tpot"), ("JCT", "e2el"))

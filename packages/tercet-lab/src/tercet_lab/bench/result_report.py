@@ -4,12 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 
-from tercet_lab.bench.digits import three_digits
-from tercet_lab.bench.figure_lines import Figure, FigureLine, LinePoint, Metrics, figure_of
-from tercet_lab.bench.prefix_counts import words
+from tercet_lab.bench.experiment import words
+from tercet_lab.bench.figure_lines import (
+    FOREMOST,
+    MACHINE,
+    MODEL,
+    PROGRAM,
+    SOURCE,
+    Figure,
+    FigureLine,
+    LinePoint,
+    Metrics,
+    facts_of,
+    figure_of,
+)
 from tercet_lab.bench.results import BenchResult, Point, Ratio, RequestRecord
-from tercet_lab.bench.run_facts import FOREMOST, MACHINE, MODEL, PROGRAM, SOURCE, facts_of
-from tercet_lab.bench.summary import REQUESTS_NEEDED, Summary, achieved, enough
+from tercet_lab.bench.summary import REQUESTS_NEEDED, Summary, achieved, enough, three_digits
 
 ROWS = (("TTFT", "ttft"), ("TPOT", "tpot"), ("ITL", "itl"), ("E2EL (JCT)", "e2el"))
 SCHEDULED = (("TTFT scheduled", "ttft_scheduled"), ("E2EL scheduled", "e2el_scheduled"))

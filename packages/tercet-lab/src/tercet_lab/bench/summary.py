@@ -10,6 +10,7 @@ Failed requests have no latency: they count in ``failed`` and ``errors``, and re
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -296,3 +297,21 @@ def _column(values: Iterable[float]) -> Floats:
 
 def _rate(count: int, seconds: float) -> float:
     return count / seconds if seconds > 0 else 0.0
+
+
+FIGURES = 3
+
+
+def three_digits(value: float | None) -> str:
+    """Return a number with three significant figures and without an exponent; an empty text for None."""
+    if value is None:
+        return ""
+    if value == 0 or not math.isfinite(value):
+        return f"{value:g}"
+    rounded = round(value, _places(value))
+    return f"{rounded:.{max(0, _places(rounded))}f}"
+
+
+def _places(value: float) -> int:
+    """Return the number of decimal places for three significant figures; it is negative for large numbers."""
+    return FIGURES - 1 - math.floor(math.log10(abs(value)))

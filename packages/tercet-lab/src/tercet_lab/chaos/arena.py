@@ -16,12 +16,10 @@ from prometheus_client.parser import text_string_to_metric_families
 from tercet.protocol import Engine, NoSpace, Request, TercetError
 from tercet.router.serve.moves import MoveRecord
 from tercet.wire.client import HttpEngine
-from tercet_lab.chaos.adversary import Adversary
-from tercet_lab.chaos.chaos_report import ChaosResult, InjectedFault
-from tercet_lab.chaos.client_load import VOCABULARY, Arrival, ClientLoad, LoadShape, arrivals, questions_of
+from tercet_lab.chaos.adversary import Adversary, PlannedTrick
+from tercet_lab.chaos.chaos_report import ChaosResult, InjectedFault, Leftover
+from tercet_lab.chaos.client_load import LOAD_VOCABULARY, Arrival, ClientLoad, LoadShape, arrivals, questions_of
 from tercet_lab.chaos.fault_schedule import ON_PROCESSES, FaultSchedule, PlannedFault, ProcessKind
-from tercet_lab.chaos.invariants import Leftover
-from tercet_lab.chaos.tricks import PlannedTrick
 
 Holdings = Counter[tuple[str, str]]
 """Numbers of all resources that must be released, by holder and kind."""
@@ -349,7 +347,7 @@ async def fill_cache(engine: Engine, seconds: float, seed: int) -> int:
             status = await engine.status()
             length = min(status.total_blocks // 8 * status.block_size, status.max_model_len - 1)
             while held < MOST_RESERVATIONS and length >= status.block_size:
-                prompt = tuple(chance.randrange(VOCABULARY) for _ in range(length))
+                prompt = tuple(chance.randrange(LOAD_VOCABULARY) for _ in range(length))
                 request = Request(seq_id=f"stranger-{chance.getrandbits(64):x}", prompt=prompt)
                 try:
                     await stack.enter_async_context(engine.prep_recv(request))

@@ -12,9 +12,9 @@ import msgspec
 
 from tercet.aio import TaskSet
 from tercet.protocol import TercetError
-from tercet_lab.chaos.invariants import ClientRecord, Piece
+from tercet_lab.chaos.chaos_report import ClientRecord, Piece
 
-VOCABULARY = 30_000
+LOAD_VOCABULARY = 30_000
 # Number of prefixes that questions share, like system prompts.
 SHARED_PREFIXES = 4
 
@@ -47,7 +47,7 @@ class LoadShape(msgspec.Struct, frozen=True, kw_only=True):
     longest_answer: int
     leaving: float = 0.1
     programs: tuple[str, ...] = ("disaggregated",)
-    vocabulary: int = VOCABULARY
+    vocabulary: int = LOAD_VOCABULARY
 
 
 class Arrival(msgspec.Struct, frozen=True):

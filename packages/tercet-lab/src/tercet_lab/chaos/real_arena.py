@@ -1,4 +1,7 @@
-"""The arena of real processes on this machine: vLLM engines or simulated ones, behind a real router."""
+"""The arena of real processes on this machine: vLLM engines or simulated ones, behind a real router.
+
+Its clients read streams of the router's OpenAI API as pieces of text.
+"""
 
 from __future__ import annotations
 
@@ -17,20 +20,67 @@ import psutil
 from yarl import URL
 
 from tercet.cluster.up_config import UpConfig
-from tercet.protocol import EngineUnreachable, SequenceReport
+from tercet.protocol import EngineUnreachable, SequenceReport, from_wire
+from tercet.protocol.headers import PROGRAM_HEADER
+from tercet.protocol.sse import AnswerFailed, object_of, read_answer
+from tercet.protocol.wire import UNREADABLE
 from tercet.router.serve.moves import MoveRecord
 from tercet.wire.client import HttpEngine
-from tercet_lab.chaos.adversary import Adversary, Sizes
+from tercet_lab.chaos.adversary import Adversary, PlannedTrick, Sizes
 from tercet_lab.chaos.arena import Arena, Holdings, Note, retries_in
-from tercet_lab.chaos.chaos_report import ORPHANS, ChaosResult
-from tercet_lab.chaos.client_load import Arrival, LoadShape
-from tercet_lab.chaos.engine_processes import alive
+from tercet_lab.chaos.chaos_report import ORPHANS, ChaosResult, Leftover
+from tercet_lab.chaos.client_load import AnswerBrokenOff, Arrival, LoadShape
 from tercet_lab.chaos.fault_schedule import FaultKind, FaultSchedule, FleetShape
-from tercet_lab.chaos.invariants import Leftover
-from tercet_lab.chaos.openai_clients import OpenAIClients
-from tercet_lab.chaos.real_fleet import RealFleet, running_fleet, slow_disk
-from tercet_lab.chaos.tricks import PlannedTrick
-from tercet_lab.chaos.wrong_clock import can_be_built
+from tercet_lab.chaos.real_fleet import RealFleet, alive, can_be_built, running_fleet, slow_disk
+
+
+class OpenAIClients:
+    """The clients of the router at ``url``. Time limits of answers are checked later, in the records."""
+
+    def __init__(self, session: aiohttp.ClientSession, url: str, model: str) -> None:
+        self._session = session
+        self._url = f"{url}/v1/completions"
+        self._model = model
+
+    async def ask(self, arrival: Arrival) -> AsyncIterator[Sequence[str]]:
+        """Send a request and yield the text of each event. Raise :class:`~tercet.protocol.TercetError` if it fails."""
+        question = arrival.question
+        body = {
+            "model": self._model, "prompt": list(question.prompt), "max_tokens": question.max_tokens, "stream": True,
+            "temperature": 0, "ignore_eos": True,
+        }  # fmt: skip
+        headers = {PROGRAM_HEADER: arrival.program, "x-request-id": arrival.name}
+        try:
+            async with self._session.post(self._url, json=body, headers=headers) as response:
+                if response.status != 200:
+                    raise from_wire(response.status, _decoded(await response.read()))
+                whole = False
+                async for data in read_answer(response.content.iter_any()):
+                    event: dict[str, Any] = msgspec.json.decode(data)
+                    for choice in event["choices"]:
+                        reason = choice["finish_reason"]
+                        whole = whole or reason is not None
+                        if choice["text"]:
+                            yield (choice["text"],)
+                        if reason in ("abort", "error"):
+                            raise AnswerBrokenOff(f"the answer ended with {reason}")
+                if not whole:
+                    raise AnswerBrokenOff("the answer ended without a finish reason")
+        except (aiohttp.ClientError, OSError) as error:
+            raise EngineUnreachable(f"the connection to the router failed: {error!r}") from error
+        except AnswerFailed as error:
+            said = object_of(error.event)
+            raise from_wire(500, said) if "error" in said else AnswerBrokenOff(error.message) from error
+        except UNREADABLE as error:
+            raise AnswerBrokenOff(f"the answer does not match the API: {error}") from error
+
+
+def _decoded(body: bytes) -> dict[str, Any]:
+    try:
+        return msgspec.json.decode(body, type=dict[str, Any])
+    except UNREADABLE:
+        return {"error": {"message": body[:200].decode(errors="replace")}}
+
 
 # Allowed growth of the number at the start: idle connections, logs, and files that libraries open at first use.
 SPARE_DESCRIPTORS = 32

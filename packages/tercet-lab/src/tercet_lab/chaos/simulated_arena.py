@@ -1,7 +1,8 @@
 """The arena in virtual time: the router's service and the engines' servers are real; sockets and engines are not.
 
-Engines are simulated, and clients call the router's service, not its HTTP port. One engine is one process here, with a
-server (``api``) and a core that can be frozen separately. The fleet has no disk and does not read the wall clock.
+Engines are simulated. One engine is one process here, with a server (``api``) and a core that can be frozen separately,
+killed and restarted. The router's HTTP port is uvicorn's protocol with the router's limits; behind it are the layers
+that every request passes, and the small OpenAI API. The fleet has no disk and does not read the wall clock.
 """
 
 from __future__ import annotations
@@ -11,38 +12,175 @@ import logging
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Generator, Sequence
 from contextlib import asynccontextmanager, contextmanager, suppress
+from functools import partial
 from typing import Any
+from zlib import crc32
 
 import aiohttp.connector
 import msgspec
+import uvicorn
 from prometheus_client import REGISTRY, generate_latest
+from uvicorn.server import ServerState
 
+from tercet.aio import TaskSet
 from tercet.fleet import EngineFleet, Trace
+from tercet.fleet.admission import Gate
 from tercet.fleet.bodies import LARGEST_AT_ONCE
 from tercet.fleet.membership import Membership, connecting
 from tercet.protocol import Request, Role, TercetError
 from tercet.protocol.headers import PROGRAM_HEADER
 from tercet.router.observe.metrics import Metrics
 from tercet.router.observe.request_traces import RequestTraces
+from tercet.router.prompt_texts import ChatMessage, PromptTexts
+from tercet.router.router_app import RouterApp
 from tercet.router.serve.moves import MoveRecord
 from tercet.router.serve.rescheduler import OwnSequences, Rescheduler
 from tercet.router.serve.service import Service
+from tercet.router.serve.service_programs import ServicePrograms
 from tercet.settings import EngineAddress, RouterSettings
 from tercet.wire.serving.client_connection import BoundedProtocol
 from tercet.wire.streams import StreamListener
-from tercet_gateway.model_router.model_router_config import ModelBackend, ModelRouterConfig
+from tercet_gateway.gateway_settings import ModelBackend, ModelRouterConfig
 from tercet_gateway.model_router.server import model_router
-from tercet_lab.chaos.adversary import Adversary, Sizes
+from tercet_lab.chaos.adversary import Adversary, PlannedTrick, Sizes
 from tercet_lab.chaos.arena import Arena, BreakableEngine, Holdings, Note, retries_in
 from tercet_lab.chaos.chaos_report import ORPHANS, ChaosResult
-from tercet_lab.chaos.client_load import AnswerBrokenOff, Arrival, LoadShape
-from tercet_lab.chaos.fault_schedule import FaultSchedule, FleetShape
-from tercet_lab.chaos.simulated_engine import SimulatedEngine
-from tercet_lab.chaos.tricks import PlannedTrick
+from tercet_lab.chaos.client_load import LOAD_VOCABULARY, AnswerBrokenOff, Arrival, LoadShape
+from tercet_lab.chaos.fault_schedule import FaultSchedule, FleetShape, ProcessKind
 from tercet_lab.chaos.virtual_network import NetworkedLoop, VirtualProcess
-from tercet_lab.chaos.virtual_router import http_port
-from tercet_lab.sim import EngineOptions, load_profile
-from tercet_lab.sim.sim_server import ServerConfig
+from tercet_lab.sim import EngineOptions, SimEngine, load_profile
+from tercet_lab.sim.prompts import VOCABULARY, Prompt
+from tercet_lab.sim.sim_server import ServerConfig, serving
+from tercet_lab.small_openai import small_app
+
+# Virtual seconds for the clean-up code of killed processes. (Real killed processes do not run any.)
+ENDS_WITHIN = 60.0
+
+
+class OtherPrompt(Prompt):
+    """A prompt with the answer of another model."""
+
+    __slots__ = ()
+
+    def output(self, begin: int, end: int) -> tuple[int, ...]:
+        """Do as :meth:`tercet_lab.sim.prompts.Prompt.output`; every token differs."""
+        return tuple((token + 1) % VOCABULARY for token in super().output(begin, end))
+
+
+class SimulatedEngine:
+    """A simulated engine as :class:`~tercet_lab.chaos.arena.BreakableEngine`.
+
+    ``process`` and ``engine`` are those of the last start. One engine is one process, whose core can be frozen
+    separately.
+    """
+
+    process: VirtualProcess
+    engine: SimEngine
+
+    def __init__(self, loop: NetworkedLoop, config: ServerConfig) -> None:
+        self.name, self.url = config.name, config.url
+        self.is_up = False
+        self._loop = loop
+        self._config = config
+        self._serving = TaskSet()
+
+    def has(self, process: ProcessKind) -> bool:
+        return process in ("engine", "api", "core")
+
+    async def start(self, is_impostor: bool = False) -> None:
+        config = _other_model(self._config) if is_impostor else self._config
+        self.process, self._killed = VirtualProcess(self._loop, config.host), asyncio.Event()
+        started: asyncio.Future[SimEngine] = self._loop.create_future()
+        with self.process.enter():
+            serving = self._serving.spawn(self._serve(config, started, self._killed))
+        await asyncio.wait([serving, started], return_when=asyncio.FIRST_COMPLETED)
+        if serving.done():
+            serving.result()
+        self.engine, self.is_up = started.result(), not is_impostor
+        if is_impostor:
+            self.engine.network.prompt = OtherPrompt
+
+    async def _serve(self, config: ServerConfig, started: asyncio.Future[SimEngine], killed: asyncio.Event) -> None:
+        async with serving(config) as engine:
+            started.set_result(engine)
+            await killed.wait()
+
+    async def terminate(self) -> Sequence[str]:
+        return await self.kill()
+
+    async def kill(self, process: ProcessKind = "engine") -> Sequence[str]:
+        self.is_up = False
+        self.process.kill()
+        self.engine.fail()
+        self._killed.set()
+        return ()
+
+    def freeze(self, process: ProcessKind) -> None:
+        if process in ("engine", "api"):
+            self.process.freeze()
+        if process in ("engine", "core"):
+            self.engine.freeze()
+
+    def thaw(self) -> None:
+        self.engine.thaw()
+        self.process.freeze(False)
+
+    def cut_off(self, is_cut: bool) -> None:
+        self.process.cut_off(is_cut)
+
+    def step_clock(self, seconds: float) -> None:
+        raise ValueError("a simulated fleet does not read the wall clock; leave out the fault clock")
+
+    async def ended(self) -> None:
+        """Return when the clean-up code of killed processes has ended. Other processes saw their end long before."""
+        await self._serving.wait(ENDS_WITHIN)
+
+
+def _other_model(config: ServerConfig) -> ServerConfig:
+    model = msgspec.structs.replace(config.profile.model, name="another-model")
+    profile = msgspec.structs.replace(config.profile, model=model)
+    return msgspec.structs.replace(config, profile=profile, model=model.name)
+
+
+MAX_MODEL_LEN = 4096
+
+
+class WordTexts(PromptTexts):
+    """A tokenizer with one token for each word, which needs no file."""
+
+    def __init__(self) -> None:
+        """Do nothing: there is no file to read."""
+
+    def encode(self, text: str) -> list[int]:
+        return [crc32(word.encode()) % LOAD_VOCABULARY for word in text.split()]
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        return "".join(f"{token} " for token in tokens)
+
+    def chat(self, messages: Sequence[ChatMessage]) -> str:
+        return " ".join(str(each.to_template()["content"]) for each in messages)
+
+
+@asynccontextmanager
+async def http_port(
+    loop: NetworkedLoop, service: Service[Metrics], host: str, port: int, model: str, most_bytes: int,
+    traces: RequestTraces,
+) -> AsyncGenerator[RouterApp]:  # fmt: skip
+    """Serve HTTP in the current virtual process while the context is open. Bodies have at most ``most_bytes`` bytes."""
+    limits = RouterSettings().limits
+    gate = Gate(limits, service.fleet, service.metrics, clock=loop.time)
+    app = small_app(ServicePrograms(service), WordTexts(), [model], MAX_MODEL_LEN)
+    router = RouterApp(app.build_middleware_stack(), None, gate, (), service.program_called, most_bytes, traces=traces)
+    app.middleware_stack = router
+    config = uvicorn.Config(app, http=BoundedProtocol, log_config=None, access_log=False, lifespan="off")
+    config.load()
+    made = partial(BoundedProtocol, config=config, server_state=ServerState(), app_state={})
+    server = await loop.create_server(made, host, port)
+    try:
+        yield router
+    finally:
+        server.close()
+
 
 ROUTER, STRANGER, HOSTILE, MODELS = "127.0.0.1", "127.0.0.2", "127.0.0.3", "127.0.0.4"
 PORT = 8000

@@ -17,6 +17,7 @@ from tercet.cli.terminal import note, require_folder, show_table, write_file
 from tercet.cluster.up_config import UpConfig
 from tercet.protocol import BadRequest
 from tercet.settings import Setting, Settings, declared
+from tercet_lab.chaos.adversary import NO_TRICKS, TRICKS, PlannedTrick, TrickKind, parse_tricks, plan_tricks
 from tercet_lab.chaos.chaos_report import (
     HEADINGS,
     MOVE_HEADINGS,
@@ -38,7 +39,6 @@ from tercet_lab.chaos.fault_schedule import (
     parse_kinds,
     plan_faults,
 )
-from tercet_lab.chaos.tricks import NO_TRICKS, TRICKS, PlannedTrick, TrickKind, parse_tricks, plan_tricks
 
 Positive = Annotated[float, Meta(gt=0, lt=1e9)]
 NAMES = ", ".join(kind.replace("_", "-") for kind in KINDS)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tercet.cli.setting_flags import settings_command
 from tercet_lab.planning.live_planner import serve_planner
-from tercet_lab.planning.planner_config import PlannerConfig
+from tercet_lab.planning.planner_settings import PlannerConfig
 
 
 @settings_command(PlannerConfig)

@@ -1,4 +1,7 @@
-"""A planner for a live router's fleet: it asks the router for its traffic, plans in a thread, and acts or advises."""
+"""A planner for a live router's fleet: it asks the router for its traffic, plans in a thread, and acts or advises.
+
+Its last plans are reported to the router, and Prometheus gets its metrics.
+"""
 
 from __future__ import annotations
 
@@ -7,30 +10,142 @@ import logging
 import math
 import os
 import time
+from collections import deque
 from pathlib import Path
 from typing import Any
+
+import msgspec
+from prometheus_client import CollectorRegistry, Counter, Gauge, start_http_server
 
 from tercet.aio import keep_running, run_in_thread
 from tercet.cluster.scaling.kubernetes import KubernetesFleet
 from tercet.decisions.planning import FleetPlan, Observed, PlanLimits, Policy, WantedPlan
+from tercet.decisions.planning.observed import PlannerReport, ReportedPlan
 from tercet.fleet.discovery.kubernetes_api import from_kubeconfig, in_cluster
 from tercet.protocol import BadRequest, TercetError
 from tercet.settings.key_files import KeyFile
 from tercet.settings.log_lines import log_to_stderr
 from tercet.wire.client.ask_router import ask_router
-from tercet_lab.planning.acting import FleetChange, change_to
-from tercet_lab.planning.crystal import FleetSimulator, ProfileCapacity
 from tercet_lab.planning.forecast import Forecast
-from tercet_lab.planning.hands import Ask, KubernetesHands, PlannerHands, RoleHands, ScaleHands, fleet_of_router
-from tercet_lab.planning.journal import PlanJournal, steps_of
-from tercet_lab.planning.observing import LOOK_S, TrafficReport, TrafficView, guarded_s, read_traffic, rounded
-from tercet_lab.planning.planner import Planner
-from tercet_lab.planning.planner_config import PlannerConfig
-from tercet_lab.planning.planner_metrics import PlannerMetrics
-from tercet_lab.planning.policies import load_policy
-from tercet_lab.planning.program_trials import NamedProgram, ProgramTrials
+from tercet_lab.planning.observing import (
+    LOOK_S,
+    Ask,
+    KubernetesHands,
+    PlannerHands,
+    RoleHands,
+    ScaleHands,
+    TrafficReport,
+    TrafficView,
+    fleet_of_router,
+    guarded_s,
+    read_traffic,
+    rounded,
+)
+from tercet_lab.planning.planner import FleetChange, Planner, change_to
+from tercet_lab.planning.planner_settings import PlannerConfig
+from tercet_lab.planning.policies import FleetSimulator, NamedProgram, ProfileCapacity, ProgramTrials, load_policy
 from tercet_lab.sim import EngineOptions, load_profile
 from tercet_lab.sim.step_times import StepModel
+
+
+class PlannerMetrics:
+    """The metrics of one planner, served on 127.0.0.1 at ``port``; 0: not served."""
+
+    def __init__(self, port: int = 0) -> None:
+        self.registry = registry = CollectorRegistry()
+        self._wanted = Gauge(
+            "tercet_planner_wanted_engines", "Engines of a role in the last plan.", ["role"], registry=registry
+        )
+        self._attainment = Gauge(
+            "tercet_planner_attainment",
+            "Share of the requests within the objectives: expected by the last plan, measured for the plan before.",
+            ["kind"],
+            registry=registry,
+        )
+        self._margin = Gauge(
+            "tercet_planner_margin",
+            "Load beyond the forecast that plans must bear, as a share of it.",
+            registry=registry,
+        )
+        self._plans = Counter("tercet_planner_plans", "Plans made.", registry=registry)
+        self._simulations = Gauge("tercet_planner_simulations", "Simulations made.", registry=registry)
+        self._cpu = Counter("tercet_planner_cpu_seconds", "Processor time of plans, seconds.", registry=registry)
+        self._changes = Counter(
+            "tercet_planner_changed_engines", "Engines that were flipped, started or stopped.", ["how"],
+            registry=registry,
+        )  # fmt: skip
+        if port:
+            start_http_server(port, "127.0.0.1", registry)
+
+    def planned(self, policy: Policy | Planner, wanted: WantedPlan, cpu_s: float) -> None:
+        """Count a plan that took ``cpu_s`` seconds of CPU."""
+        self._plans.inc()
+        self._cpu.inc(cpu_s)
+        self._wanted.labels("prefill").set(wanted.plan.prefill)
+        self._wanted.labels("decode").set(wanted.plan.decode)
+        if wanted.expected is not None:
+            self._attainment.labels("expected").set(wanted.expected.attainment)
+        if isinstance(policy, Planner):
+            self._margin.set(policy.margin)
+            self._simulations.set(policy.simulations)
+            came = policy.verdicts[-2].came if len(policy.verdicts) > 1 else None
+            if came is not None:
+                self._attainment.labels("came").set(came)
+
+    def changed(self, change: FleetChange) -> None:
+        """Count the engines of a change that was carried out."""
+        for how, count in (("flipped", change.flips), ("started", change.starts), ("stopped", change.stops)):
+            self._changes.labels(how).inc(len(count))
+
+
+KEPT = 40
+
+
+class PlanJournal:
+    """The journal of one planner: its last :data:`KEPT` plans."""
+
+    def __init__(self, config: PlannerConfig) -> None:
+        self._config = config
+        self._plans: deque[ReportedPlan] = deque(maxlen=KEPT)
+
+    def came(self, share: float | None) -> None:
+        """Record the share of requests within the objectives since the last plan; None (no request ended): ignored."""
+        if self._plans and share is not None:
+            self._plans[-1] = msgspec.structs.replace(self._plans[-1], came=share)
+
+    def note(
+        self, at: float, fleet: FleetPlan, wanted: WantedPlan, change: FleetChange, proposal: str = ""
+    ) -> None:  # fmt: skip
+        """Record a plan made at the Unix time ``at`` for ``fleet``; ``proposal`` is a command for another program."""
+        expected = wanted.expected
+        self._plans.append(
+            ReportedPlan(
+                at=at,
+                fleet=str(fleet),
+                wanted=str(wanted.plan),
+                reason=wanted.reason,
+                expected=None if expected is None else expected.attainment,
+                ttft_p99=None if expected is None else expected.ttft_p99,
+                steps=tuple(steps_of(change)),
+                proposal=proposal,
+            )
+        )
+
+    def report(self, margin: float | None) -> PlannerReport:
+        """Return the report of the recorded plans; ``margin`` is the planner's present margin, None if unknown."""
+        config = self._config
+        return PlannerReport(
+            act=config.act, planner=config.planner, interval=config.planning.interval_s, margin=margin,
+            plans=tuple(self._plans),
+        )  # fmt: skip
+
+
+def steps_of(change: FleetChange) -> list[str]:
+    """Return the steps of a change as text: commands that a person can type, and engines to start and stop."""
+    flips = [f"tercet engines role {name} {role}" for name, role in change.flips]
+    stops = [f"stop {name}" for name in change.stops]
+    return [*flips, *(f"start one to {role}" for role in change.starts), *stops]
+
 
 logger = logging.getLogger("tercet.planner")
 NICENESS = 10

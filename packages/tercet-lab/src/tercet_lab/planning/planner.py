@@ -1,11 +1,16 @@
-"""The planner: it decides the number of engines and their roles by a simulation of each choice."""
+"""The planner: it decides the number of engines and their roles by a simulation of each choice.
+
+It remembers expected and measured results of its plans, and loads at which a search found nothing. Between two plans a
+guard acts when queues grow: it changes roles, and adds engines if that does not help. If all fleets miss the
+objectives, the one of the greatest worth is chosen, less the price of its engines.
+"""
 
 from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
 from tercet.decisions.planning.candidates import (
     RELIEF,
@@ -15,14 +20,195 @@ from tercet.decisions.planning.candidates import (
     candidates,
     demand_of,
     of_few_sizes,
+    overload_split,
 )
-from tercet.decisions.planning.observed import Expected, FleetPlan, Observed, WantedPlan, answers_completed
-from tercet.decisions.roles import BUSY_FULL
-from tercet.protocol import TercetError
+from tercet.decisions.planning.observed import Expected, FleetPlan, Observed, PlanLimits, WantedPlan, answers_completed
+from tercet.decisions.roles import BUSY_FULL, ObservedEngine, RoleLook, RolePolicy
+from tercet.protocol import Role, TercetError
+from tercet.settings.role_settings import Objectives
 from tercet_lab.planning.forecast import BIN_S, Forecast, Forecaster, Forecasting, tells_enough
-from tercet_lab.planning.guard import QueueGuard
-from tercet_lab.planning.remembered import TriedLoad, Verdict
-from tercet_lab.planning.worth import Simulated, neighbours, worth_simulating, worths
+
+
+@dataclass(frozen=True)
+class FleetChange:
+    """A change of a fleet: engines with their new roles, roles of engines to start, and engines to drain and stop."""
+
+    flips: tuple[tuple[str, Role], ...] = ()
+    starts: tuple[Role, ...] = ()
+    stops: tuple[str, ...] = ()
+
+    def __bool__(self) -> bool:
+        return bool(self.flips or self.starts or self.stops)
+
+
+def change_to(plan: FleetPlan, engines: Sequence[ObservedEngine]) -> FleetChange:
+    """Return the smallest change that turns ``engines``, all that serve or start, into ``plan``.
+
+    The engines with the least work left change first. A role with too many engines gives them to the other role before
+    any engine is started or stopped.
+    """
+    idle: dict[Role, list[str]] = {
+        role: [each.name for each in sorted(engines, key=_idle) if each.role == role] for role in ("prefill", "decode")
+    }
+    spare = {"prefill": len(idle["prefill"]) - plan.prefill, "decode": len(idle["decode"]) - plan.decode}
+    flips = list[tuple[str, Role]]()
+    pairs: tuple[tuple[Role, Role], ...] = (("prefill", "decode"), ("decode", "prefill"))
+    for giving, taking in pairs:
+        while spare[giving] > 0 and spare[taking] < 0:
+            flips.append((idle[giving].pop(0), taking))
+            spare[giving] -= 1
+            spare[taking] += 1
+    starts: list[Role] = [role for role, _ in pairs for _ in range(max(0, -spare[role]))]
+    stops = [name for role, _ in pairs for name in idle[role][: max(0, spare[role])]]
+    return FleetChange(tuple(flips), tuple(starts), tuple(stops))
+
+
+def _idle(engine: ObservedEngine) -> tuple[float, float, str]:
+    return engine.waiting_s, engine.kv_usage, engine.name
+
+
+LASTING_S = 3.0
+"""Seconds for which the fleet must be under pressure before engines are added: changes of roles come first."""
+ADDED_REST_S = 10.0
+"""Seconds after engines were added in which no more are added."""
+WORK_OFF_S = 15.0
+"""Seconds in which added engines should empty the line that has formed."""
+
+
+class QueueGuard:
+    """A guard that acts on queue waits and step times, as ``--roles auto`` does, and adds engines if roles do not help.
+
+    If far more prompts come than the engines compute, it does not wait for the pressure to last: ``engine`` and the
+    arrivals of the last :data:`~tercet.decisions.roles.WINDOW_S` seconds tell which split bears them.
+    """
+
+    def __init__(self, objectives: Objectives, engine: EngineCapacity) -> None:
+        self._roles = RolePolicy(objectives)
+        self._engine = engine
+        self._pressed_since: float | None = None
+        self._added_at = -math.inf
+
+    def look(self, observed: Observed) -> WantedPlan | None:
+        """Return the fleet to change to now; None if nothing must be done."""
+        serving = [each for each in observed.engines if each.able]
+        found = self._roles.look(observed.now, serving)
+        split = overload_split(observed, found.demand, self._engine) if found.demand is not None else None
+        if split is not None and found.demand is not None:
+            self._pressed_since = None
+            return WantedPlan(
+                split,
+                f"guard: the prefills of the last {found.demand.over_s:.1f} s need {found.demand.prefill:.1f} engines, "
+                f"and {observed.plan.prefill} prefill",
+            )
+        if found.flip is not None:
+            sign = 1 if found.flip.role == "prefill" else -1
+            count = sign * len(found.flip.engines)
+            plan = FleetPlan(observed.plan.prefill + count, observed.plan.decode - count)
+            self._pressed_since = None
+            return WantedPlan(plan, f"guard: {found.flip.reason}")
+        return self._more(observed, found)
+
+    def _more(self, observed: Observed, found: RoleLook) -> WantedPlan | None:
+        pressed = found.pressures is not None and found.pressures.worse >= 1
+        if not pressed or found.pressures is None or found.demand is None:
+            self._pressed_since = None
+            return None
+        if self._pressed_since is None:
+            self._pressed_since = observed.now
+        lasted, room = observed.now - self._pressed_since, observed.limits.most - observed.plan.engines
+        rests = observed.now - self._added_at < ADDED_REST_S or observed.starting > 0
+        if lasted < LASTING_S or rests or room <= 0:
+            return None
+        plan = observed.plan
+        if found.pressures.prefill >= found.pressures.decode:
+            needed = math.ceil(found.demand.prefill / BUSY_FULL + found.demand.waiting_s / WORK_OFF_S) - plan.prefill
+            more = FleetPlan(plan.prefill + min(room, max(1, needed)), plan.decode)
+        else:
+            needed = math.ceil(plan.decode * (found.pressures.decode - 1))
+            more = FleetPlan(plan.prefill, plan.decode + min(room, max(1, needed)))
+        self._added_at, self._pressed_since = observed.now, None
+        return WantedPlan(
+            more,
+            f"guard: prefill at {found.pressures.prefill:.0%}, decode at {found.pressures.decode:.0%} of the limit for "
+            f"{lasted:.1f} s, and {found.why}",
+        )
+
+
+PRICE = 2 / 3
+"""Requests within the objectives that one more engine must add, as a share of those per engine of the best fleet."""
+STEPS = 8
+"""Neighbours differ by the number of engines divided by this, and by at least one engine."""
+Simulated = tuple[FleetPlan, Expected]
+
+
+def worths(simulated: Sequence[Simulated]) -> list[float]:
+    """Return for each fleet the share of the requests within the objectives, less the price of its engines.
+
+    The price is two thirds of the share that each engine serves in the fleet that serves most per engine: a larger
+    fleet must serve that much more for each added engine. So the planner does not take the largest fleet for a few
+    requests more, and does not give up engines that serve many because the objectives are out of reach.
+    """
+    price = PRICE * max(got.attainment / plan.engines for plan, got in simulated)
+    return [got.attainment - price * plan.engines for plan, got in simulated]
+
+
+def worth_simulating(now: FleetPlan, demand: EngineDemand, limits: PlanLimits) -> list[FleetPlan]:
+    """Return the fleets to simulate first, other than ``now``: its neighbours, and the best one by the estimate.
+
+    The estimate may err about a role, so the neighbours of the present fleet are simulated in any case.
+    """
+    size = min(max(math.ceil(demand.prefill + demand.decode), limits.fewest), limits.most)
+    return [each for each in dict.fromkeys((*neighbours(now, limits), best_split(size, demand))) if each != now]
+
+
+def neighbours(plan: FleetPlan, limits: PlanLimits) -> list[FleetPlan]:
+    """Return the allowed fleets that differ by a step of engines in one role, or by a step that changes roles."""
+    step = max(1, plan.engines // STEPS)
+    moves = ((-step, 0), (0, -step), (step, -step), (-step, step), (step, 0), (0, step))
+    found = [FleetPlan(plan.prefill + prefill, plan.decode + decode) for prefill, decode in moves]
+    return [each for each in found if limits.allow(each)]
+
+
+SAME_LOAD = 0.95
+"""A search that found nothing is not repeated at loads above this share of the load at which it was made."""
+LIKE_LOAD = 0.9
+"""Two loads are alike if the smaller one is at least this share of the larger: a few hundred requests tell no more."""
+TRIED_AGAIN_S = 120.0
+"""Seconds after which a search that found nothing is repeated."""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """A plan made ``at`` a time in seconds, with its reason and its results over the interval that follows.
+
+    ``expected`` is what the simulation expects, ``came`` the measured share of the requests within the objectives;
+    both are None while they are not known.
+    """
+
+    at: float
+    plan: FleetPlan
+    reason: str
+    expected: Expected | None
+    came: float | None = None
+
+
+@dataclass(frozen=True)
+class TriedLoad:
+    """A load, in requests per second, at which a recent search for a fleet other than ``plan`` found nothing."""
+
+    at: float = -math.inf
+    rate: float = 0.0
+    plan: FleetPlan | None = None
+
+    def holds(self, now: float, rate: float) -> bool:
+        """True if the search is recent and ``rate`` is like that load, or larger."""
+        return now - self.at < TRIED_AGAIN_S and rate >= SAME_LOAD * self.rate
+
+    def settles(self, now: float, rate: float, plan: FleetPlan) -> bool:
+        """True if the search is recent, ``plan`` is still the plan, and ``rate`` is like that load, and not larger."""
+        alike = min(rate, self.rate) >= LIKE_LOAD * max(rate, self.rate)
+        return plan == self.plan and now - self.at < TRIED_AGAIN_S and alike
+
 
 MARGIN = 0.1
 """Load beyond the forecast, as a share of it, at which a chosen fleet must still meet the objectives."""

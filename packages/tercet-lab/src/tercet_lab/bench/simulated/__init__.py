@@ -2,8 +2,14 @@
 
 from tercet_lab.bench.simulated.moving_fleet import MovingSettings
 from tercet_lab.bench.simulated.outcome import Outcome
-from tercet_lab.bench.simulated.planned import PlannedWorkload
-from tercet_lab.bench.simulated.scenario import EngineGroup, Fault, FleetSpec, SyntheticWorkload, parse_fleet
+from tercet_lab.bench.simulated.scenario import (
+    EngineGroup,
+    Fault,
+    FleetSpec,
+    PlannedWorkload,
+    SyntheticWorkload,
+    parse_fleet,
+)
 from tercet_lab.bench.simulated.simulation import SimulatedPoint, Simulation, SimulationReport, point_of, table
 from tercet_lab.bench.simulated.virtual_run import run_once, run_requests
 

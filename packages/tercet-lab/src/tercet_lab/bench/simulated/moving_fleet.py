@@ -1,31 +1,83 @@
-"""The router's service in a simulation, with moves and a rescheduler in virtual time, and the results of moves."""
+"""The fleet of a simulated run: its engines, the router's service with its moves and roles, and planned faults.
+
+Moves, the rescheduler and automatic roles are the router's code in virtual time; their results are counted here.
+"""
 
 from __future__ import annotations
 
 import asyncio
-from collections import Counter
-from collections.abc import AsyncGenerator, Coroutine, Mapping
+import itertools
+import math
+from collections import Counter, defaultdict
+from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping, Sequence
 from contextlib import AbstractContextManager, asynccontextmanager, nullcontext
+from dataclasses import dataclass
+from functools import partial
 from typing import Annotated, Any
 
 import msgspec
 import numpy as np
 
+from tercet.decisions.roles import RoleFlip
 from tercet.decisions.sessions import Pause
-from tercet.fleet import Trace
+from tercet.fleet import EngineFleet, EngineObserver, Member, Trace
+from tercet.programs import Program, name_of
+from tercet.protocol import BadRequest, LayoutMismatch
 from tercet.router.serve.moves import MoveRecord
 from tercet.router.serve.rescheduler import OwnSequences, Rescheduler
 from tercet.router.serve.service import Service
 from tercet.router.serve.sessions import MoveEnd, PinEnd, Ran, Sessions
-from tercet.router.state.roles import with_roles_followed
-from tercet.settings import MoveSettings, RescheduleSettings, Settings
+from tercet.router.state.roles import INTERVAL_S, FleetRoles, seen_for_roles, with_roles_followed
+from tercet.settings import MoveSettings, RescheduleSettings, RetryBudget, RouterSettings, Settings
 from tercet.settings.declaration import Setting
 from tercet.settings.role_settings import OBJECTIVES, Objectives, RolesBy, require_objectives
 from tercet.settings.session_settings import SessionSettings
-from tercet_lab.bench.simulated.request_classes import weights_of
-from tercet_lab.bench.simulated.virtual_roles import VirtualRoles
+from tercet_lab.bench.simulated.scenario import Fault, FleetSpec, members_of, weights_of
 from tercet_lab.planning.planner_settings import NO_PLANNER, PlannedBy, PlannerSettings, require_planner
-from tercet_lab.sim import SimEngine
+from tercet_lab.sim import EngineOptions, Host, Network, Profile, SimEngine, load_profile, options_from
+
+
+class VirtualFlip(msgspec.Struct, frozen=True):
+    """A change of roles, ``at`` a time of the run in seconds: ``engines`` have the role ``role`` from then on."""
+
+    at: float
+    engines: tuple[str, ...]
+    role: str
+    reason: str
+
+
+class VirtualRoles:
+    """The automatic roles of a router for simulated engines, with the list of changes."""
+
+    def __init__(self, service: Service[Any], engines: Mapping[str, SimEngine], objectives: Objectives) -> None:
+        self._fleet = service.fleet
+        self._engines = engines
+        seen = seen_for_roles(service.fleet, objectives)
+        service.observers.add(seen)
+        self._roles = FleetRoles(service.fleet, objectives, self._flip, seen)
+
+    @property
+    def flips(self) -> list[VirtualFlip]:
+        """Changes of roles, the oldest first."""
+        return [VirtualFlip(each.at, each.flip.engines, each.flip.role, each.flip.reason) for each in self._roles.flips]
+
+    async def run(self) -> None:
+        """Check the roles at regular intervals, until cancelled or until it raises: a simulation shows its errors."""
+        while True:
+            await self._look()
+            await asyncio.sleep(INTERVAL_S)
+
+    async def _look(self) -> None:
+        """Report the engines' loads, as real engines do: a simulated engine reports nothing during a run of steps."""
+        for name, engine in self._engines.items():
+            self._fleet.report(name, engine.load())
+        await self._roles.look()
+
+    async def _flip(self, flip: RoleFlip) -> bool:
+        for name in flip.engines:
+            self._fleet.member(name).role = flip.role
+        return True
+
 
 # Seconds between two checks for stuck engines, as in a router.
 WATCH_SECONDS = 0.5
@@ -238,3 +290,100 @@ async def alongside(*work: Coroutine[Any, Any, None]) -> AsyncGenerator[None]:
     for task in tasks:
         if not task.cancelled():
             task.result()
+
+
+RETRIES = RetryBudget()
+WAIT_FOR_ENGINE = RouterSettings().wait_for_engine_s
+
+
+@dataclass
+class VirtualFleet:
+    """A fleet of simulated engines, and the service in front of it; ``router`` is the time that it adds (seconds)."""
+
+    service: Service[MoveCounts]
+    engines: dict[str, SimEngine]
+    network: Network
+    router: float
+    moving: MovingFleet
+
+
+def build_fleet(
+    program: Program, spec: FleetSpec, profile: str, options: EngineOptions, seed: int, moving: MovingSettings
+) -> VirtualFleet:
+    """Build the engines of ``spec`` and their service, inside the loop of the run.
+
+    Raises :class:`~tercet.protocol.BadRequest` if the engines cannot exchange KV.
+    """
+    network, profiles, hosts = Network(), dict[str, Profile](), defaultdict[str, Host](Host)
+    members: list[Member] = []
+    engines: dict[str, SimEngine] = {}
+    for group, index in members_of(spec):
+        wanted = group.profile or profile
+        if wanted not in profiles:
+            profiles[wanted] = load_profile(wanted)
+        name = f"{group.role}-{index}"
+        host = None if group.host is None else hosts[group.host]
+        settings = options_from(options, group.options)
+        engine = engines[name] = SimEngine(name, profiles[wanted], network, settings, seed, host=host)
+        room = engine.pool.total * engine.profile.block_size
+        members.append(Member(name, f"sim://{name}", group.role, engine, kv_tokens=room))
+    if not spec.without_kv_exchange:
+        _require_exchange(list(engines.values()))
+    # Simulated engines report every change, so the last report is valid at any age.
+    fleet = EngineFleet(members, clock=asyncio.get_running_loop().time, stale_after=math.inf, seed=seed)
+
+    fleet.costs.watch_once_asked()
+
+    def listen() -> None:
+        for name, engine in engines.items():
+            engine.observe(EngineObserver(fleet.knowledge, name, engine.profile.block_size))
+
+    def listen_for_blocks() -> None:
+        for name, engine in engines.items():
+            engine.observe_blocks(EngineObserver(fleet.knowledge, name, engine.profile.block_size))
+
+    fleet.knowledge.hear_from(listen, listen_for_blocks)  # only programs that ask for reports cause their cost
+    # A fleet has one router, with the time of the engines' default profile.
+    router = profiles[profile].router if profile in profiles else 0.0
+    service = Service(
+        fleet, name_of(program), {}, MoveCounts(), retries=RETRIES, wait_for_engine=WAIT_FOR_ENGINE,
+        moves=moving.moves, retries_faults=False, load_arm=lambda _: program,
+    )  # fmt: skip
+    with_moves = MovingFleet(service, engines, moving, bool(spec.faults))
+    return VirtualFleet(service, engines, network, router, with_moves)
+
+
+def _require_exchange(engines: Sequence[SimEngine]) -> None:
+    """Raise :class:`~tercet.protocol.BadRequest` unless all engines can exchange KV: sends would fail."""
+    for first, other in itertools.combinations({engine.profile.name: engine for engine in engines}.values(), 2):
+        try:
+            first.require_exchange(other)
+        except LayoutMismatch as error:
+            raise BadRequest(
+                f"fleet: {first.name} ({first.profile.name}) and {other.name} ({other.profile.name}): {error.message}; "
+                "choose profiles of one model, or set without_kv_exchange: true in the fleet's file",
+                "fleet",
+            ) from None
+
+
+def plan_fault(fault: Fault, engine: SimEngine, fleet: EngineFleet) -> None:
+    """Let a fault of ``engine`` begin and end at its times."""
+    begins: dict[str, Callable[[], None]] = {
+        "die": engine.fail,
+        "freeze": engine.freeze,
+        "drain": partial(fleet.drain, engine.name),
+    }
+    ends: dict[str, Callable[[], None]] = {
+        "die": partial(_recover, engine, fleet),
+        "freeze": engine.thaw,
+        "drain": partial(fleet.drain, engine.name, False),
+    }
+    loop = asyncio.get_running_loop()
+    loop.call_at(fault.at, begins[fault.kind])
+    if fault.down is not None:
+        loop.call_at(fault.at + fault.down, ends[fault.kind])
+
+
+def _recover(engine: SimEngine, fleet: EngineFleet) -> None:
+    engine.recover()
+    fleet.member(engine.name).reachable = True

@@ -1,11 +1,17 @@
-"""The outcome of one simulated run: times and tokens of each measured request, and counters of the engines."""
+"""The outcome of one simulated run: times and tokens of each measured request, and counters of the engines.
+
+With them the imbalance of KV usage between engines over time, and what a planner changed and what its engines cost.
+"""
 
 from __future__ import annotations
 
+import asyncio
 from array import array
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import msgspec
 import numpy as np
 
 from tercet.fleet import Trace
@@ -13,10 +19,125 @@ from tercet.protocol import Request, TercetError
 from tercet.protocol.trace import FALLBACK, RETRY
 from tercet.router.page.records import Frame
 from tercet.settings.role_settings import ObjectiveClass, Objectives
-from tercet_lab.bench.simulated.kv_imbalance import KVImbalance
-from tercet_lab.bench.simulated.moving_fleet import MoveTotals
-from tercet_lab.bench.simulated.request_classes import ClassedSamples
-from tercet_lab.bench.simulated.virtual_roles import VirtualFlip
+from tercet_lab.bench.simulated.moving_fleet import MoveTotals, VirtualFlip
+from tercet_lab.bench.simulated.scenario import ClassedSamples
+from tercet_lab.sim import SimEngine
+
+
+class PlannedChange(msgspec.Struct, frozen=True):
+    """One change by a planner, ``at`` a time of the run in seconds: the new plan, its effects and its reason.
+
+    ``flipped``, ``started`` and ``stopped`` are numbers of engines.
+    """
+
+    at: float
+    plan: str
+    flipped: int
+    started: int
+    stopped: int
+    reason: str
+
+
+class FleetSample(msgspec.Struct, frozen=True):
+    """The state of the fleet ``at`` a time of the run, in seconds.
+
+    ``rate`` is arrivals per second, ``waiting_s`` the seconds of prefill that wait. ``ended`` requests ended in the
+    second before; ``met`` of them met the objectives.
+    """
+
+    at: float
+    prefill: int
+    decode: int
+    starting: int
+    rate: float
+    waiting_s: float
+    running: int
+    ended: int
+    met: int
+
+
+class PlannedRun(msgspec.Struct, frozen=True, kw_only=True):
+    """The results of a planner in a run.
+
+    ``engine_seconds`` is the cost of the engines, from the order to start each one to its end. For its ``decisions``,
+    the planner ran ``simulations`` with ``simulated_requests`` requests in total.
+    """
+
+    changes: tuple[PlannedChange, ...] = ()
+    samples: tuple[FleetSample, ...] = ()
+    engine_seconds: float = 0.0
+    decisions: int = 0
+    simulations: int = 0
+    simulated_requests: int = 0
+
+    @property
+    def flips(self) -> int:
+        """Number of changes in which engines changed their roles."""
+        return sum(each.flipped > 0 for each in self.changes)
+
+    def flat(self, met: int) -> dict[str, float]:
+        """Return the values by name, for a report. ``met`` is the number of requests that met the objectives."""
+        hours = self.engine_seconds / 3600
+        return {
+            "planner_changes": len(self.changes),
+            "planner_flips": self.flips,
+            "engines_flipped": sum(each.flipped for each in self.changes),
+            "engines_started": sum(each.started for each in self.changes),
+            "engines_stopped": sum(each.stopped for each in self.changes),
+            "planner_decisions": self.decisions,
+            "planner_simulations": self.simulations,
+            "engine_hours": hours,
+            "goodput_per_engine_hour": met / hours if hours else 0.0,
+        }
+
+
+SAMPLE_SECONDS, OFTEN = 0.1, 100
+
+
+class KVImbalance(msgspec.Struct, frozen=True, kw_only=True):
+    """The KV usage of the fullest engine minus the mean over all engines, both as shares of a KV cache (0 to 1).
+
+    ``mean`` and ``p95`` are over samples every :data:`SAMPLE_SECONDS` seconds from the first arrival to the last one:
+    the drain at the end is not a load to balance. With more than :data:`OFTEN` engines, samples are less frequent, so
+    that they cost no more. ``usage`` is the mean KV usage of all engines over the same time.
+    """
+
+    mean: float
+    p95: float
+    usage: float
+
+    def flat(self) -> dict[str, float]:
+        """Return the values by name, for a report."""
+        return {"mean_kv_imbalance": self.mean, "p95_kv_imbalance": self.p95, "mean_kv_usage": self.usage}
+
+
+class ImbalanceSamples:
+    """The sampling of all engines at regular intervals, until ``over`` is set."""
+
+    def __init__(self, engines: Sequence[SimEngine]) -> None:
+        self._engines = engines
+        self._imbalances = array("d")
+        self._usages = array("d")
+        self.over = False
+
+    async def take(self) -> None:
+        """Take samples until cancelled, or until ``over`` is set."""
+        interval = SAMPLE_SECONDS * max(1.0, len(self._engines) / OFTEN)
+        while not self.over:
+            usages = [engine.kv_usage for engine in self._engines]
+            mean = sum(usages) / len(usages)
+            self._imbalances.append(max(usages) - mean)
+            self._usages.append(mean)
+            await asyncio.sleep(interval)
+
+    def summary(self) -> KVImbalance | None:
+        """Return the result, or None without samples."""
+        if not self._imbalances:
+            return None
+        found = np.array(self._imbalances)
+        return KVImbalance(
+            mean=float(found.mean()), p95=float(np.percentile(found, 95)), usage=float(np.mean(self._usages))
+        )
 
 
 @dataclass

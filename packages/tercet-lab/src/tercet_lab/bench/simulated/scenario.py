@@ -1,4 +1,8 @@
-"""The description of a simulated fleet, in one line or a YAML file, and its synthetic traffic."""
+"""The description of a simulated fleet, in one line or a YAML file, and its traffic.
+
+Traffic is synthetic, or a workload of ``tercet bench``, whose text gives the same plan of requests. Requests have
+classes with objectives of their own.
+"""
 
 from __future__ import annotations
 
@@ -6,16 +10,24 @@ import itertools
 import math
 import random
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import msgspec
+import numpy as np
+from numpy.typing import NDArray
 
 from tercet.protocol import BadRequest, Request, Role
+from tercet.protocol.weights import chosen_by_weight
 from tercet.settings.declaration import complaint
 from tercet.settings.decoding import load_yaml
+from tercet.settings.role_settings import DEFAULT_CLASS, ObjectiveClass, Objectives
+from tercet_lab.bench.summary import MS, Samples, Slo
+from tercet_lab.bench.workloads import Conversation, parse_phases, plan
+from tercet_lab.bench.workloads.conversations import HashedWords, replayed
 
 SHORT = re.compile(r"(\d+)P(\d+)D(@[^,=@]+)?")
 ROLES: tuple[Role, ...] = ("prefill", "decode", "both")
@@ -218,3 +230,186 @@ def _prompt(text: tuple[int, ...], chance: random.Random, number: int, length: i
     start = chance.randrange(_TEXT)
     body = text[start : start + length - 1] if length <= _TEXT else (text * (length // _TEXT + 1))[: length - 1]
     return (_FIRST_UNIQUE_TOKEN + number,) + body  # noqa: RUF005 - one copy instead of two
+
+
+WORDS = HashedWords()
+# Suffix of the names of later turns, one for each turn.
+LATER = "+"
+
+
+class PlannedWorkload(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """A workload in text form, one text per phase (:func:`tercet_lab.bench.workloads.parse_phase`).
+
+    ``requests`` is their number; None means all of a trace. ``rate`` is in requests per second: after a conversation of
+    n requests, the next one begins n gaps later. ``arrivals`` are those of
+    :class:`~tercet_lab.bench.simulated.SyntheticWorkload`, or ``trace``: the times of the trace, scaled to the rate
+    unless it is None. The first ``warm_up`` conversations are in no metric.
+    """
+
+    workload: tuple[str, ...]
+    rate: float | None = None
+    requests: int | None = None
+    arrivals: Literal["poisson", "constant", "gamma", "trace"] = "poisson"
+    burstiness: float = 1.0
+    warm_up: int = 0
+
+    def __post_init__(self) -> None:
+        """Raise :class:`~tercet.protocol.BadRequest`, which names the field, for the first invalid value."""
+        _require(
+            self.finite or self.arrivals != "trace", "arrivals", "trace needs exactly one workload, a recorded trace"
+        )
+        _require(self.rate is not None or self.arrivals == "trace", "rate", "is missing; give requests per second")
+        _require(self.rate is None or self.rate > 0, "rate", "must be positive")
+        _require(self.burstiness > 0, "burstiness", "must be positive")
+        _require(
+            self.requests is None or self.requests > self.warm_up >= 0,
+            "warm_up",
+            "must be 0 or more, and less than requests",
+        )
+
+    @property
+    def finite(self) -> bool:
+        """True if the workload is a single recorded trace."""
+        phases = parse_phases(self.workload)
+        return len(phases) == 1 and len(phases[0].mix) == 1 and phases[0].mix[0].finite
+
+
+def _require(fine: bool, field: str, why: str) -> None:
+    if not fine:
+        raise BadRequest(f"{field}: {why}", field)
+
+
+class FollowUp(NamedTuple):
+    """A later turn of a conversation. Before ``request`` is sent, a tool runs or a user thinks ``pause`` seconds."""
+
+    pause: float
+    request: Request
+    is_after_tool: bool
+
+
+class PlannedTraffic:
+    """The requests of a planned workload, which are made on demand. Equal seeds give equal requests."""
+
+    def __init__(self, workload: PlannedWorkload, seed: int) -> None:
+        self._workload = workload
+        self._seed = seed
+        # By the name of a running request: its conversation, the tokens before its answer, and its turn.
+        self._open: dict[str, tuple[Conversation, tuple[int, ...], int]] = {}
+
+    def arrivals(self) -> Iterator[tuple[float, Request]]:
+        """Yield ``(arrival time in seconds, first request)`` of each conversation, in the order of arrival."""
+        number = 0
+        for when, conversation in self._timed():
+            yield when, self._request(f"r{number}", conversation, (), 0)
+            number += conversation.requests
+
+    def _plan(self) -> Iterator[Conversation]:
+        return plan(parse_phases(self._workload.workload), self._workload.requests, WORDS, self._seed)
+
+    def _timed(self) -> Iterator[tuple[float, Conversation]]:
+        given = self._workload
+        if given.arrivals == "trace" and given.rate is not None:
+            # Read twice and not stored: the prompts of a trace may have gigabytes.
+            offsets = [conversation.offset or 0.0 for conversation in self._plan()]
+            yield from zip(replayed(offsets, given.rate), self._plan(), strict=True)
+        elif given.arrivals == "trace":
+            first: float | None = None
+            for conversation in self._plan():  # conversations are in the order of their times
+                offset = conversation.offset or 0.0
+                first = offset if first is None else first
+                yield offset - first, conversation
+        else:
+            chance = random.Random(f"{self._seed} arrivals")
+            gaps = gaps_of(given.arrivals, given.rate or 1.0, given.burstiness, chance)
+            when = next(gaps)
+            for conversation in self._plan():
+                yield when, conversation
+                when += sum(itertools.islice(gaps, conversation.requests))
+
+    def _request(self, name: str, conversation: Conversation, said: tuple[int, ...], turn: int) -> Request:
+        asked = conversation.turns[turn]
+        prompt = said + asked.tokens
+        session = name.rstrip(LATER) if len(conversation.turns) > 1 else None
+        if turn + 1 < len(conversation.turns):
+            self._open[name] = conversation, prompt, turn
+        return Request(
+            seq_id=name, prompt=prompt, sampling_params={"max_tokens": asked.output_len}, session=session
+        )  # fmt: skip
+
+    def after(self, request: Request, output: Sequence[int]) -> FollowUp | None:
+        """Return the next turn after the answer to a request, or None at the end of the conversation."""
+        found = self._open.pop(request.seq_id, None)
+        if found is None:
+            return None
+        conversation, said, turn = found
+        following = self._request(request.seq_id + LATER, conversation, (*said, *output), turn + 1)
+        next_turn = conversation.turns[turn + 1]
+        return FollowUp(next_turn.think_time, following, next_turn.is_after_tool)
+
+    def unsent(self, request: Request) -> int:
+        """Return the number of later requests that are not sent because this request failed."""
+        found = self._open.pop(request.seq_id, None)
+        return 0 if found is None else len(found[0].turns) - 1 - found[2]
+
+
+def weights_of(traffic: Mapping[str, str], objectives: Objectives) -> dict[str, float]:
+    """Return the weight of each class. Raise :class:`~tercet.protocol.BadRequest` for an unknown or missing class."""
+    known, flag = [DEFAULT_CLASS, *(each.name for each in objectives.classes)], "class-traffic"
+    found = dict[str, float]()
+    for name, given in traffic.items():
+        if name not in known:
+            raise BadRequest(
+                f"{flag}: {name} is not a class of the configuration; choose from {', '.join(known)}", flag
+            )
+        try:
+            found[name] = float(given)
+        except ValueError:
+            found[name] = 0.0
+        if not 0 < found[name] < np.inf:
+            raise BadRequest(f"{flag}: the weight of {name} is {given!r}, and must be a positive number", flag)
+    missing = [each.name for each in objectives.classes if each.name not in found]
+    if missing:
+        raise BadRequest(f"{flag}: the weight of class {missing[0]} is missing; give it", flag)
+    return found
+
+
+def classed(
+    arrivals: Iterable[tuple[float, Request]], weights: Mapping[str, float], header: str, seed: int
+) -> Iterator[tuple[float, Request]]:
+    """Yield the arrivals, each with a class, drawn by weight, in its ``header``. Equal seeds give equal classes."""
+    chance, names, parts = random.Random(f"{seed} classes"), list(weights), list(weights.values())
+    for when, request in arrivals:
+        name = names[chosen_by_weight(parts, chance.random())]
+        headers = request.headers if name == DEFAULT_CLASS else {**request.headers, header: name}
+        yield when, msgspec.structs.replace(request, headers=headers)
+
+
+def slo_of_class(wanted: Objectives | ObjectiveClass) -> Slo:
+    """Return the same objectives in milliseconds."""
+    ttft, tpot = (None if limit is None else limit * MS for limit in (wanted.ttft, wanted.tpot))
+    return Slo(ttft=ttft, tpot=tpot)
+
+
+@dataclass(frozen=True)
+class ClassedSamples(Samples):
+    """The requests of a run with their ``classes``. None is a request without a class, with the default objectives."""
+
+    classes: tuple[ObjectiveClass | None, ...] = ()
+
+    def meets(self, slo: Slo) -> NDArray[np.bool_]:
+        """Return, for each request, True if it succeeded within every limit of its class (without one: of ``slo``)."""
+        good = super().meets(slo)
+        for each in {*self.classes}:
+            if each is not None:
+                of_class = self._are_of(each)
+                good[of_class] = super().meets(slo_of_class(each))[of_class]
+        return good
+
+    def attainment(self, slo: Slo) -> dict[str, float]:
+        """Return, by class, the share of requests that met the objectives."""
+        good = self.meets(slo)
+        found = {each: float(good[self._are_of(each)].mean()) for each in dict.fromkeys(self.classes)}
+        return {DEFAULT_CLASS if each is None else each.name: share for each, share in found.items()}
+
+    def _are_of(self, wanted: ObjectiveClass | None) -> NDArray[np.bool_]:
+        return np.array([each == wanted for each in self.classes], dtype=np.bool_)

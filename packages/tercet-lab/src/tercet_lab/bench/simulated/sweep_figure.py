@@ -1,4 +1,7 @@
-"""The figure of a sweep: its trials by the two compared metrics, and the frontier of the best trials."""
+"""Figures of simulations: a sweep's trials with the frontier of the best, and a planned run over time.
+
+Labels are placed next to points so that no label covers another one or a point; this uses no I/O, and any unit.
+"""
 
 from __future__ import annotations
 
@@ -7,11 +10,83 @@ from collections.abc import Iterator, Mapping, Sequence
 from importlib import import_module
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from tercet_lab.bench.drawing import Picture, picture
-from tercet_lab.bench.label_placement import Box, place
+from tercet_lab.bench.simulated.outcome import FleetSample, PlannedRun
 from tercet_lab.bench.simulated.sweep import Standing, SweepReport, Trial, pareto
+
+DISTANCES = (1.0, 1.8, 3.0, 4.5, 6.5)
+# Degrees. A reader looks next to a point first: right, left, above, below, then diagonally.
+ANGLES = (0, 180, 90, 270, 45, 315, 135, 225, 22, 338, 158, 202, 67, 293, 113, 247)
+
+
+class Box(NamedTuple):
+    """A rectangle."""
+
+    left: float
+    bottom: float
+    right: float
+    top: float
+
+    def overlaps(self, other: Box) -> bool:
+        """True if this box and ``other`` have more than an edge in common."""
+        return (
+            self.left < other.right and other.left < self.right and self.bottom < other.top and other.bottom < self.top
+        )
+
+    def within(self, other: Box) -> bool:
+        """True if this box is inside ``other``."""
+        return (
+            self.left >= other.left
+            and self.bottom >= other.bottom
+            and self.right <= other.right
+            and self.top <= other.top
+        )
+
+    def distance(self, x: float, y: float) -> float:
+        """Return the distance from a point to the box; 0 for a point inside it."""
+        return math.hypot(max(self.left - x, 0.0, x - self.right), max(self.bottom - y, 0.0, y - self.top))
+
+    @staticmethod
+    def around(x: float, y: float, width: float, height: float) -> Box:
+        """Return the box with this center."""
+        return Box(x - width / 2, y - height / 2, x + width / 2, y + height / 2)
+
+
+def place(
+    points: Sequence[tuple[float, float]], sizes: Sequence[tuple[float, float]], taken: Sequence[Box], frame: Box,
+    gap: float,
+) -> list[Box | None]:  # fmt: skip
+    """Return a box for each point's label, in order, or None if there is no room near the point.
+
+    The boxes are inside the frame, and overlap neither each other nor the boxes ``taken``. ``gap`` is the least
+    distance of a label from its point.
+    """
+    placed: list[Box | None] = []
+    occupied = list(taken)
+    for point, size in zip(points, sizes, strict=True):
+        free = (
+            box
+            for box in _candidates(point, size, gap)
+            if box.within(frame) and not any(box.overlaps(other) for other in occupied)
+        )
+        found = next(free, None)
+        placed.append(found)
+        if found is not None:
+            occupied.append(found)
+    return placed
+
+
+def _candidates(point: tuple[float, float], size: tuple[float, float], gap: float) -> Iterator[Box]:
+    for distance in DISTANCES:
+        for angle in ANGLES:
+            across, up = math.cos(math.radians(angle)), math.sin(math.radians(angle))
+            # The label's near edge, not its middle, is at this distance.
+            x = point[0] + across * (gap * distance + size[0] / 2)
+            y = point[1] + up * (gap * distance + size[1] / 2)
+            yield Box.around(x, y, *size)
+
 
 WIDTH, HEIGHT = 6.0, 4.4
 ORDER: tuple[Standing, ...] = ("best", "near", "beaten")
@@ -164,3 +239,63 @@ def _footer(report: SweepReport, undrawn: int) -> Iterator[str]:
         yield f"Bars: 95% intervals over seeds. Settings are compared seed by seed: {tested}."
     if undrawn:
         yield f"{undrawn} settings are not drawn: some of their requests failed."
+
+
+RUN_WIDTH, RUN_HEIGHT = 6.4, 6.0
+FLAG = "--planner-figure"
+SMOOTH_S = 10
+"""Samples over which arrivals and attainment are means."""
+
+
+def plot_planned_run(run: PlannedRun, share: float, title: str, file: Path) -> None:
+    """Draw a run to ``file``, with a line at ``share``, the wanted share of requests within the objectives.
+
+    Raises :class:`~tercet.protocol.BadRequest` if the figure cannot be drawn.
+    """
+    times = [each.at for each in run.samples]
+    with picture(file, FLAG, RUN_WIDTH, RUN_HEIGHT) as drawn:
+        load, engines, line, met = drawn.canvas.subplots(4, 1, sharex=True)
+        colors = drawn.palette.series
+        load.plot(times, _means([each.rate for each in run.samples]), color=colors[0])
+        load.set_ylabel("requests/s")
+        _engines(drawn, engines, run.samples, times)
+        line.plot(times, [each.waiting_s for each in run.samples], color=colors[3])
+        line.set_ylabel("prefill in\nline, s")
+        met.plot(times, _attainment(run.samples), color=colors[2])
+        met.axhline(100 * share, color=drawn.palette.faint, linewidth=0.8, linestyle="--")
+        met.set_ylabel("within\nSLO, %")
+        met.set_ylim(-3, 103)
+        met.set_xlabel("seconds")
+        for axis in (load, engines, line, met):
+            for change in run.changes:
+                axis.axvline(change.at, color=drawn.palette.faint, linewidth=0.7, linestyle=":")
+        load.set_ylim(bottom=0)
+        drawn.canvas.suptitle(title, fontsize=8.5)
+        drawn.footer(f"dotted: {len(run.changes)} changes; {run.engine_seconds / 3600:.2f} engine-hours; simulated")
+
+
+def _engines(drawn: Picture, axis: Any, samples: Sequence[FleetSample], times: Sequence[float]) -> None:
+    colors = drawn.palette.series
+    stacks = ([each.prefill for each in samples], [each.decode for each in samples],
+              [each.starting for each in samples])  # fmt: skip
+    axis.stackplot(times, *stacks, step="post", colors=[colors[1], colors[5], drawn.palette.faint], alpha=0.75,
+                   labels=["prefill", "decode", "starting"])  # fmt: skip
+    axis.set_ylabel("engines")
+    axis.legend(loc="upper left", ncols=3)
+    axis.set_ylim(0, 1.35 * max((each.prefill + each.decode + each.starting for each in samples), default=1))
+
+
+def _means(values: Sequence[float]) -> list[float]:
+    return [sum(part) / len(part) for part in _windows(values)]
+
+
+def _attainment(samples: Sequence[FleetSample]) -> list[float]:
+    found = list[float]()
+    for part in _windows(samples):
+        ended = sum(each.ended for each in part)
+        found.append(100 * sum(each.met for each in part) / ended if ended else float("nan"))
+    return found
+
+
+def _windows(values: Sequence[Any]) -> list[Sequence[Any]]:
+    return [values[max(0, end - SMOOTH_S) : end] for end in range(1, len(values) + 1)]

@@ -1,13 +1,27 @@
-"""The output of workloads (conversations of token ids, with lengths), and the sources of randomness and words."""
+"""Conversations of token ids with lengths: the output of workloads, the synthetic ones, and the arrivals of requests.
+
+Synthetic are lines of the sonnets, random tokens, shared prefixes, and sessions of several turns. Arrivals use no I/O
+and no clock: they are lists of times in seconds that begin with 0. The gaps of a renewal process with ``rate`` requests
+per second and ``burstiness`` b are gamma distributed with shape b and scale 1 / (rate * b): their mean is 1 / rate,
+their coefficient of variation 1 / sqrt(b). ``vllm bench serve`` has the same parameter. b = 1 is a Poisson process,
+b < 1 is bursty, b = infinity is a constant rate.
+"""
 
 from __future__ import annotations
 
+import math
+import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
+from importlib import resources
+from itertools import accumulate
 from random import Random
-from typing import Annotated, Protocol
+from typing import Annotated, Literal, Protocol
 
 import msgspec
+
+from tercet.protocol import BadRequest
 
 FEW_TRIES = 1000
 Tokens = Annotated[int, msgspec.Meta(ge=1)]
@@ -124,3 +138,220 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     def finite(self) -> bool:
         """True for a recorded trace, which ends."""
         return False
+
+
+INSTRUCTION = "Recite lines of the verses below in any order, {output_len} tokens of them, and do not stop early.\n\n"
+
+
+class MadeUp(Workload, frozen=True):
+    """A workload with drawn lengths in tokens: normal, with a mean and a standard deviation, and at least 1."""
+
+    input_len: Tokens = 512
+    input_len_std: Spread = 0.0
+    output_len: Tokens = 128
+    output_len_std: Spread = 0.0
+
+    def lengths(self, draw: Draw) -> tuple[int, int]:
+        """Return the number of tokens that one request adds to its prompt, and the number of tokens of its answer."""
+        prompt = draw_length(self.input_len, self.input_len_std, draw.shape)
+        return prompt, draw_length(self.output_len, self.output_len_std, draw.shape)
+
+
+class Sonnet(MadeUp, frozen=True, tag="sonnet"):
+    """Prompts of sonnet lines, constructed as in LLMPerf.
+
+    A prompt is an instruction with the length of the answer, followed by lines in random order, cut to the exact
+    length. A prompt that is too short for the instruction has lines only.
+    """
+
+    def conversations(self, draw: Draw) -> Iterator[Conversation]:
+        lines = Lines.of(draw.vocabulary)
+        while True:
+            length, answer = self.lengths(draw)
+            ask = tuple(draw.vocabulary.encode(INSTRUCTION.format(output_len=answer)))
+            ask = ask if len(ask) < length else ()
+            yield Conversation((ConversationTurn(ask + lines.draw(length - len(ask), draw.content), answer),))
+
+
+class Lines:
+    """The lines of the sonnets as token ids of a vocabulary."""
+
+    def __init__(self, vocabulary: Vocabulary) -> None:
+        self._lines = [tuple(vocabulary.encode(line + "\n")) for line in sonnet_lines()]
+
+    @staticmethod
+    @lru_cache(maxsize=4)
+    def of(vocabulary: Vocabulary) -> Lines:
+        """Return the lines for ``vocabulary``. They are encoded once."""
+        return Lines(vocabulary)
+
+    def draw(self, count: int, rng: Random) -> tuple[int, ...]:
+        """Return exactly ``count`` tokens of lines in random order. No line repeats before all lines were used."""
+        found: list[int] = []
+        while len(found) < count:
+            for line in rng.sample(self._lines, len(self._lines)):
+                found += line
+                if len(found) >= count:
+                    break
+        return tuple(found[:count])
+
+
+@lru_cache(maxsize=1)
+def sonnet_lines() -> tuple[str, ...]:
+    """Return the lines of the sonnets that this package ships. They are in the public domain."""
+    text = resources.files("tercet_lab.bench").joinpath("data/sonnets.txt").read_text(encoding="utf-8")
+    return tuple(line for line in text.splitlines() if line)
+
+
+class RandomTokens(MadeUp, frozen=True, tag="random"):
+    """Prompts of token ids that are drawn uniformly from the vocabulary. No prefix cache matches them."""
+
+    def conversations(self, draw: Draw) -> Iterator[Conversation]:
+        while True:
+            length, answer = self.lengths(draw)
+            yield Conversation((ConversationTurn(random_ids(draw.vocabulary, length, draw.content), answer),))
+
+
+class SharedPrefix(MadeUp, frozen=True, tag="shared_prefix"):
+    """Prompts of one of ``prefixes`` shared prefixes of ``prefix_len`` tokens, then ``input_len`` other tokens."""
+
+    prefixes: Count = 8
+    prefix_len: Tokens = 1024
+    input_len: Tokens = 128
+
+    def conversations(self, draw: Draw) -> Iterator[Conversation]:
+        lines = Lines.of(draw.vocabulary)
+        prefixes = [random_ids(draw.vocabulary, self.prefix_len, draw.content) for _ in range(self.prefixes)]
+        while True:
+            chosen = draw.shape.randrange(self.prefixes)
+            length, answer = self.lengths(draw)
+            prompt = prefixes[chosen] + lines.draw(length, draw.content)
+            yield Conversation((ConversationTurn(prompt, answer),), group=f"prefix-{chosen}")
+
+
+class MultiTurnSessions(MadeUp, frozen=True, tag="sessions"):
+    """Conversations of ``turns`` requests. Each request continues the earlier ones, with the target's answers.
+
+    The first turn begins with ``system_len`` tokens that all sessions share. Each turn adds ``input_len`` tokens.
+    Between an answer and the next turn, a user thinks for ``think_time`` seconds on average (exponential). For the
+    share ``tool_share`` of the turns, a tool runs instead, for ``tool_time`` seconds on average.
+    """
+
+    turns: Count = 4
+    system_len: Annotated[int, msgspec.Meta(ge=0)] = 0
+    input_len: Tokens = 128
+    think_time: Seconds = 1.0
+    tool_share: Annotated[float, msgspec.Meta(ge=0, le=1)] = 0.0
+    tool_time: Seconds = 1.0
+
+    def conversations(self, draw: Draw) -> Iterator[Conversation]:
+        lines = Lines.of(draw.vocabulary)
+        system = random_ids(draw.vocabulary, self.system_len, draw.content)
+        number = 0
+        while True:
+            turns = [self._turn(draw, lines, system if turn == 0 else (), turn) for turn in range(self.turns)]
+            yield Conversation(tuple(turns), group=f"session-{number}")
+            number += 1
+
+    def _turn(self, draw: Draw, lines: Lines, before: tuple[int, ...], turn: int) -> ConversationTurn:
+        length, answer = self.lengths(draw)
+        is_after_tool = bool(turn and self.tool_share) and draw.shape.random() < self.tool_share
+        mean = self.tool_time if is_after_tool else self.think_time
+        pause = draw.shape.expovariate(1 / mean) if turn and mean else 0.0
+        return ConversationTurn(before + lines.draw(length, draw.content), answer, pause, is_after_tool=is_after_tool)
+
+
+class HashedWords:
+    """A vocabulary without a model: the id of each word is its CRC-32, modulo the size.
+
+    Equal texts have equal ids, so prefixes match as with a real tokenizer. Workloads have exact lengths in tokens; only
+    the number of words per token differs from that of a model.
+    """
+
+    def __init__(self, size: int = 32_000) -> None:
+        self._size = size
+
+    @property
+    def size(self) -> int:
+        return self._size
+
+    @property
+    def special(self) -> frozenset[int]:
+        return frozenset()
+
+    def encode(self, text: str) -> list[int]:
+        return [zlib.crc32(word.encode()) % self._size for word in text.split()]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return " ".join(f"w{token}" for token in ids)
+
+
+LONGEST_S = 1e7
+"""Longest time over which requests may arrive, in seconds. (A simulated fleet polls its engines each second of it.)"""
+Arrival = Literal["poisson", "gamma", "constant", "closed", "trace"]
+
+
+def gaps(count: int, rate: float, burstiness: float, rng: Random) -> list[float]:
+    """Return ``count`` gaps between requests, in seconds; all are 0 if ``rate`` is infinite."""
+    _require(rate > 0 and not math.isnan(rate), "request-rate", rate)
+    _require(burstiness > 0 and not math.isnan(burstiness), "burstiness", burstiness)
+    if math.isinf(rate):
+        return [0.0] * count
+    _require_short(count / rate)
+    if math.isinf(burstiness):
+        return [1.0 / rate] * count
+    scale = 1.0 / (rate * burstiness)
+    return [rng.gammavariate(burstiness, scale) for _ in range(count)]
+
+
+def arrival_times(count: int, rate: float, burstiness: float, rng: Random) -> list[float]:
+    """Return the time at which each of ``count`` requests is due, in seconds."""
+    if count == 0:
+        return []
+    return list(accumulate(gaps(count - 1, rate, burstiness, rng), initial=0.0))
+
+
+def replayed(recorded: Sequence[float], rate: float | None = None) -> list[float]:
+    """Return a trace's times from 0 on, in seconds; with ``rate``, scaled so that their mean rate is ``rate``.
+
+    Only time is scaled: bursts stay bursts. Raise :class:`~tercet.protocol.BadRequest` for a trace whose times are all
+    equal: it cannot be scaled.
+    """
+    if not recorded:
+        return []
+    first = min(recorded)
+    times = [at - first for at in sorted(recorded)]
+    _require_short(times[-1])
+    if rate is None:
+        return times
+    _require(rate > 0 and not math.isnan(rate), "request-rate", rate)
+    if math.isinf(rate):
+        return [0.0] * len(times)
+    if times[-1] <= 0:
+        raise BadRequest(
+            "request-rate: all requests of the trace have the same time; it cannot be scaled to a rate", "request-rate"
+        )
+    _require_short((len(times) - 1) / rate)
+    factor = (len(times) - 1) / rate / times[-1]
+    return [at * factor for at in times]
+
+
+def burstiness_of(arrival: Arrival, burstiness: float) -> float:
+    """Return the shape of the gamma process for an arrival process given by name."""
+    if arrival == "gamma":
+        return burstiness
+    return math.inf if arrival == "constant" else 1.0
+
+
+def _require_short(seconds: float) -> None:
+    if not seconds <= LONGEST_S:
+        raise BadRequest(
+            f"request-rate: the last request would arrive after {seconds:.3g} s, and the limit is {LONGEST_S:.0e} s; "
+            "give a higher rate or fewer requests",
+            "request-rate",
+        )
+
+
+def _require(fine: bool, field: str, value: float) -> None:
+    if not fine:
+        raise BadRequest(f"{field}: is {value}, and must be more than 0", field)
