@@ -9,12 +9,12 @@ from prometheus_client.core import Metric
 from prometheus_client.metrics import MetricWrapperBase
 from scripts.reference.markdown import code, table
 
+from tercet.engine import agent_metrics
+from tercet.engine.liveness_probe import LivenessProbe
 from tercet.fleet import EngineFleet, Member
 from tercet.fleet.engine_gauges import EngineCollector
 from tercet.protocol import Engine, EngineLoad
 from tercet.router.observe.metrics import COUNTED_HERE, KNOWN_HERE, SERVED, VLLMS, Metrics, SessionCounters
-from tercet.vllm_plugin.edge import agent_metrics
-from tercet.vllm_plugin.edge.liveness_probe import LivenessProbe
 from tercet.wire.client import remote_prefill
 from tercet_gateway.model_router.server import ModelMetrics
 from tercet_gateway.picker_metrics import PickerMetrics, PoolCollector

@@ -15,6 +15,7 @@ import zmq
 import zmq.asyncio
 from aiohttp import web
 
+from tercet.engine.agents import AgentReports
 from tercet.fleet import FleetKnowledge, kv_events
 from tercet.fleet.kv_events import MOST_SIZES, KVInbox
 from tercet.programs.loading import load_program
@@ -39,7 +40,6 @@ from tercet.transport import GrantLease, KVRegion, LeaseFilled, SendDone, Transp
 from tercet.transport.agent.agent import Agent, AgentSetup
 from tercet.transport.agent.agent_messages import ControlServer, ReadCounters
 from tercet.transport.backends.reading import BackendUnavailable, understood
-from tercet.vllm_plugin.edge.agent_reports import AgentReports
 from tercet.vllm_plugin.edge.sampling_params import first_token_only, to_vllm
 from tercet.wire.client import HttpEngine
 from tercet.wire.client.ask_router import ask_router

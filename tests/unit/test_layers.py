@@ -18,15 +18,18 @@ LAYERS = {
     0: {"protocol", "aio"},
     1: {"settings"},
     2: {"wire", "transport", "decisions"},
-    3: {"programs", "fleet", "vllm_plugin"},
-    4: {"router", "cluster"},
-    5: {"cli"},
+    3: {"engine", "programs", "fleet"},
+    4: {"vllm_plugin"},
+    5: {"router", "cluster"},
+    6: {"cli"},
 }
 # Beside the product; each may import the product and the packages named here, and no room of the product imports them.
 BESIDE = {"tercet_gateway": set[str](), "tercet_ray": set[str](), "tercet_lab": {"tercet_gateway"}}
 MOST_ROOMS, MOST_LAYERS = 14, 8
 LAYER_OF = {room: layer for layer, rooms in LAYERS.items() for room in rooms}
 DECISIONS = {"programs", "decisions"}
+# The verbs run on any engine, and have no way to a router of their own: an engine gives them one.
+SEEN_BY_THE_VERBS = {"engine", "protocol", "settings", "aio", "transport"}
 THE_PROTOCOL_IS_MADE_OF = sys.stdlib_module_names | {"msgspec"}
 BARRED_FROM_DECISIONS = {"torch", "vllm", "socket", "aiohttp", "zmq"}
 ENGINE_LIBRARIES = {"torch", "vllm"}
@@ -171,6 +174,14 @@ def test_decisions_do_no_io_and_see_no_tensors() -> None:
     assert not broken, report(broken)
 
 
+def test_the_verbs_see_words_and_bytes_only() -> None:
+    verbs = [found for found in all_imports() if found.importer == "engine"]
+    broken = [str(each) for each in verbs if each.target in LAYER_OF and each.target not in SEEN_BY_THE_VERBS]
+    assert verbs
+    assert not broken, report(broken)
+    assert not [str(each) for each in verbs if each.library in ENGINE_LIBRARIES]
+
+
 def test_engine_libraries_stay_in_their_rooms() -> None:
     broken = [str(found) for found in all_imports() if touches_engine(found)]
     assert not broken, report(broken)
@@ -191,6 +202,9 @@ def test_engine_libraries_stay_in_their_rooms() -> None:
         ("vllm_plugin/worker/side.py", "from tercet.transport import Receiver", False),
         ("wire/client/http.py", "from tercet.transport import Receiver", True),
         ("transport/tcp.py", "from tercet.vllm_plugin import config", True),
+        ("engine/edge.py", "from tercet.transport import Push", False),
+        ("engine/edge.py", "from tercet.vllm_plugin.core import core_methods", True),
+        ("vllm_plugin/endpoint.py", "from tercet.engine.edge import Edge", False),
         ("router/server.py", "from tercet.cluster import model", True),
         ("cluster/local.py", "from tercet.router import server", True),
         ("cli/main.py", "from tercet.router import server", False),
@@ -219,6 +233,7 @@ def test_files_of_the_plugin_import_vllm_or_their_package_says_why_not() -> None
         ("cluster/local.py", "import torch", True),
         ("transport/torch_blocks.py", "import torch", False),
         ("transport/staged.py", "import torch", True),
+        ("engine/edge.py", "from vllm.v1 import engine", True),
         ("vllm_plugin/connector.py", "from vllm.v1 import engine", False),
         ("router/server.py", "from vllm.v1 import engine", True),
     ],

@@ -14,6 +14,9 @@ import pytest
 
 from tercet.cluster import joining, running_fleet
 from tercet.cluster.joining import JoiningEngine
+from tercet.engine import liveness_probe
+from tercet.engine.agents import AgentReports
+from tercet.engine.liveness_probe import LivenessProbe
 from tercet.fleet import kv_events
 from tercet.fleet.discovery.kubernetes_api import Pod
 from tercet.fleet.discovery.watching import Waits, Watch
@@ -22,9 +25,6 @@ from tercet.settings.log_lines import EVENTS
 from tercet.transport import SendDone
 from tercet.transport.agent.agent import Reporter
 from tercet.transport.agent.agent_messages import AsyncControlClient, ControlServer, ReadCounters
-from tercet.vllm_plugin.edge import liveness_probe
-from tercet.vllm_plugin.edge.agent_reports import AgentReports
-from tercet.vllm_plugin.edge.liveness_probe import LivenessProbe
 from tercet.wire.client import http_engine
 from tercet_lab.planning import live_planner
 from tercet_lab.planning.observing import LOOK_S
@@ -91,7 +91,7 @@ async def test_stalls_are_watched() -> None:
 
             yield works
 
-    await with_an_error_at_each_await("vllm_plugin/edge/liveness_probe.py:LivenessProbe._watch", started)
+    await with_an_error_at_each_await("engine/liveness_probe.py:LivenessProbe._watch", started)
 
 
 @pytest.mark.usefixtures("quick_probe")
@@ -108,7 +108,7 @@ async def test_parts_are_polled() -> None:
 
             yield works
 
-    await with_an_error_at_each_await("vllm_plugin/edge/liveness_probe.py:_Part.ask_again_and_again", started)
+    await with_an_error_at_each_await("engine/liveness_probe.py:_Part.ask_again_and_again", started)
 
 
 async def test_reports_of_agents_are_received() -> None:
@@ -128,7 +128,7 @@ async def test_reports_of_agents_are_received() -> None:
             reports._socket.close()
             reporter.close()
 
-    await with_an_error_at_each_await("vllm_plugin/edge/agent_reports.py:AgentReports._receive", started)
+    await with_an_error_at_each_await("engine/agents.py:AgentReports._receive", started)
 
 
 async def test_answers_of_agents_are_taken() -> None:

@@ -11,7 +11,7 @@ from typing import Annotated
 import msgspec
 
 from tercet.protocol.access import secrets_of
-from tercet.protocol.errors import LayoutMismatch, Unauthorized
+from tercet.protocol.errors import BadRequest, LayoutMismatch, Unauthorized
 
 Positive = Annotated[int, msgspec.Meta(ge=1, lt=2**48)]
 
@@ -145,6 +145,13 @@ class KVAddrInfo(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_d
     proof: str = ""
     group_begins: tuple[Annotated[int, msgspec.Meta(ge=0, lt=2**48)], ...] = ()
     adapter: str = ""
+
+    def require_covers(self, begin: int, end: int) -> None:
+        """Raise :class:`~tercet.protocol.errors.BadRequest` unless the reservation has the tokens ``[begin, end)``."""
+        if begin < self.begin:
+            raise BadRequest(f"begin: {begin} is before {self.begin}, where the reservation starts", "begin")
+        if end > self.end:
+            raise BadRequest(f"end: {end} is past {self.end}, where the reservation ends", "end")
 
     def proved(self, secret: str) -> KVAddrInfo:
         """Return a copy with a proof of ``secret``, or the address unchanged if ``secret`` is empty."""

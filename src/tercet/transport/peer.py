@@ -14,10 +14,10 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Collection, Generator, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 
@@ -43,6 +43,9 @@ from tercet.transport.peer_messages import (
     framed,
 )
 from tercet.transport.region import Numbers, is_core_word
+
+if TYPE_CHECKING:
+    from tercet.transport.agent.agent_messages import SendDone
 from tercet.transport.sockets import (
     UNIX,
     Post,
@@ -67,6 +70,12 @@ class SendReport:
     bytes: int
     chunks: int
     transport: str = ""
+
+    @classmethod
+    def of_all(cls, parts: Collection[SendDone | SendReport]) -> SendReport:
+        """Return the sum of the reports of a send's parts, with the names of all their transports."""
+        ways = {way for part in parts for way in part.transport.split("+") if way}
+        return cls(sum(part.bytes for part in parts), sum(part.chunks for part in parts), "+".join(sorted(ways)))
 
 
 OnDone = Callable[[SendReport | TercetError], None]

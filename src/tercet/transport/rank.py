@@ -55,10 +55,7 @@ class _Send:
         """Return the result to report after all legs have ended."""
         if self.error is not None:
             return self.error
-        ways = sorted({each.transport for each in self.reports})
-        return SendReport(
-            sum(each.bytes for each in self.reports), sum(each.chunks for each in self.reports), "+".join(ways)
-        )
+        return SendReport.of_all(self.reports)
 
 
 class KVSender:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import signal
 from argparse import Namespace
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
@@ -18,6 +19,9 @@ from starlette.responses import StreamingResponse
 from starlette.types import Scope
 
 from tercet.aio.descriptors import descriptors_watched
+from tercet.engine import generating, receiving, sending
+from tercet.engine.edge import Edge
+from tercet.engine.stopping import StopWhenEmpty, fail_at_exit
 from tercet.protocol import DeadlineExceeded, EngineError, Output, Revision, TercetError, Unauthorized, UnknownSequence
 from tercet.protocol.access import CHALLENGE_HEADER, BearerKeys, Callers, require_digest, secrets_of
 from tercet.protocol.headers import INCARNATION_HEADER
@@ -44,16 +48,16 @@ from tercet.protocol.wire import (
 from tercet.settings.variables import ENGINE_NAME_VARIABLE
 from tercet.settings.verb_log import lines_of_call, logged_call
 from tercet.vllm_plugin.edge.adapters import Adapters
+from tercet.vllm_plugin.edge.attached_engine import AttachedEngine
 from tercet.vllm_plugin.edge.grammar_failures import tell_failures
-from tercet.vllm_plugin.edge.prefilled_requests import PrefilledRequests, PrefillerHeader
-from tercet.vllm_plugin.edge.stopping import StopWhenEmpty, fail_at_exit, let_vllm_stop, stop_on_sigterm
-from tercet.vllm_plugin.edge.verbs import EngineVerbs
+from tercet.vllm_plugin.edge.prefilled_requests import PrefilledRequests
 from tercet.vllm_plugin.mm_features import bound_uuids
 from tercet.vllm_plugin.start.plugin_settings import PluginSettings, parse_settings
 from tercet.wire.client import engine_tls
 from tercet.wire.client.remote_prefill import PrefillAttempts, RemotePrefill
 from tercet.wire.exported_spans import exporting_spans
 from tercet.wire.serving.answers import require_trace_reader
+from tercet.wire.serving.prefiller_header import PrefillerHeader
 from tercet.wire.serving.request_context import BodyPieces, read_whole
 from tercet.wire.serving.server_access import ASKS_FOR_A_KEY, api_keys, callers_of
 
@@ -75,7 +79,7 @@ async def _admit(request: Request) -> None:
     path = request.scope["path"].partition(API_PREFIX)[2]
     shown = request.headers.getlist("authorization")
     request.state.tercet_digest = callers.require(shown, request.method, path, ASKS_FOR_A_KEY)
-    require_incarnation(request.headers.get(INCARNATION_HEADER), _verbs(request).incarnation)
+    require_incarnation(request.headers.get(INCARNATION_HEADER), _edge(request).incarnation)
 
 
 router = APIRouter(prefix=API_PREFIX, tags=["tercet"], dependencies=[Depends(_admit)])
@@ -116,11 +120,11 @@ class TercetEndpoints:
         bound_uuids(engine_client.renderer)
         tell_failures()
         most = settings.max_request_bytes
-        verbs = state.tercet = await EngineVerbs.attach(engine_client, name, secret, adapters, most)  # type: ignore[arg-type]
+        attached = state.tercet = await AttachedEngine.attach(engine_client, name, secret, adapters, most)  # type: ignore[arg-type]
         state.tercet_prefillers = settings.allowed_prefillers()
         state.tercet_trace_keys = None if settings.shows_traces_to_clients else BearerKeys(secrets_of(secret))
-        remote = _remote_prefill(settings, verbs, args) if state.tercet_prefillers else None
-        state.tercet_prefilling = remote, PrefilledRequests(engine_client, verbs, remote)  # type: ignore[arg-type]
+        remote = _remote_prefill(settings, attached.edge, args) if state.tercet_prefillers else None
+        state.tercet_prefilling = remote, PrefilledRequests(engine_client, attached, remote)  # type: ignore[arg-type]
 
 
 def _require_trace_reader(state: State, scope: Scope) -> None:
@@ -129,11 +133,11 @@ def _require_trace_reader(state: State, scope: Scope) -> None:
         require_trace_reader(scope, state.tercet_trace_keys, is_keyed=bool(state.tercet_callers))
 
 
-def _remote_prefill(settings: PluginSettings, verbs: EngineVerbs, args: Namespace) -> RemotePrefill:
+def _remote_prefill(settings: PluginSettings, edge: Edge, args: Namespace) -> RemotePrefill:
     """Return the client that calls other engines: by TLS if this engine is served by TLS."""
 
     async def ours() -> Revision:
-        return verbs.revision
+        return edge.revision
 
     secret = settings.fleet_secret or next(iter(api_keys(args)), "")
     tls = engine_tls(args.ssl_ca_certs, args.ssl_certfile, args.ssl_keyfile) if args.ssl_ca_certs else None
@@ -150,15 +154,19 @@ def _settings(config: VllmConfig) -> PluginSettings:
 async def _stopping_when_empty(lifespan: Lifespan, app: FastAPI) -> AsyncGenerator[Any]:
     """Wrap vLLM's ``lifespan`` of the server: while it is active, SIGTERM first empties the engine."""
     async with descriptors_watched(), lifespan(app) as state:
-        verbs: EngineVerbs = app.state.tercet
+        attached: AttachedEngine = app.state.tercet
         grace: float = app.state.tercet_stop_grace
-        stop = StopWhenEmpty(verbs.announce_stop, lambda: verbs.is_empty, let_vllm_stop, grace)
-        stop_on_sigterm(stop)
+        stop = StopWhenEmpty(
+            attached.announce_stop, lambda: attached.is_empty, partial(signal.raise_signal, signal.SIGINT), grace
+        )
+        # In place of vLLM's handler. Relies on vLLM handling SIGINT as it handles SIGTERM, and on both handlers being
+        # set before its server starts.
+        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stop.ask)
         try:
-            with exporting_spans("tercet-engine", {"service.instance.id": verbs.name}):
+            with exporting_spans("tercet-engine", {"service.instance.id": attached.edge.name}):
                 yield state
         finally:
-            if verbs.core_is_lost and not stop.is_asked:
+            if attached.core_is_lost and not stop.is_asked:
                 fail_at_exit("the engine's core was lost, itself or with one of its workers or agents")
             remote: RemotePrefill | None = app.state.tercet_prefilling[0]
             if remote is not None:
@@ -181,8 +189,12 @@ def _json(value: Any, status: int = 200) -> Response:
     return Response(msgspec.json.encode(value), status, media_type=JSON)
 
 
-def _verbs(request: Request) -> EngineVerbs:
+def _attached(request: Request) -> AttachedEngine:
     return request.app.state.tercet
+
+
+def _edge(request: Request) -> Edge:
+    return _attached(request).edge
 
 
 async def _call(request: Request, kind: type[T]) -> T:
@@ -239,16 +251,16 @@ async def _disconnected(receive: Callable[[], Awaitable[Any]]) -> None:
 async def prep_recv(request: Request) -> Response:
     """Match `prompt[:end]` in the prefix cache and reserve blocks for the rest, under a lease."""
     call = await _call(request, PrepRecvCall)
-    with logged_call("prep_recv", call, request.headers, _verbs(request).model_of(call)):
-        return _json(await _verbs(request).prep_recv(call))
+    with logged_call("prep_recv", call, request.headers, _edge(request).reader.model_of(call)):
+        return _json(await receiving.prep_recv(_edge(request), call))
 
 
 @router.post("/remote_send", openapi_extra=_body(RemoteSendCall))
 async def remote_send(request: Request) -> Response:
     """Get the KV of `prompt[begin:end)` and push it into a reservation; optionally sample the first token."""
     call = await _call(request, RemoteSendCall)
-    with logged_call("remote_send", call, request.headers, _verbs(request).model_of(call)):
-        return _json(await _unless_disconnected(request, _verbs(request).remote_send(call)))
+    with logged_call("remote_send", call, request.headers, _edge(request).reader.model_of(call)):
+        return _json(await _unless_disconnected(request, sending.remote_send(_edge(request), call)))
 
 
 @router.post("/start_generate", openapi_extra=_body(StartGenerateCall))
@@ -257,9 +269,9 @@ async def start_generate(request: Request) -> Response:
     call = await _call(request, StartGenerateCall)
     with lines_of_call(request.headers):
         if call.router is not None:
-            await _verbs(request).stream_generate(call, call.router)
+            await _attached(request).stream_generate(call, call.router)
             return _json({"accepted": True})
-        outputs = _verbs(request).start_generate(call)
+        outputs = generating.start_generate(_edge(request), call)
         if not call.stream:
             return _json(await _unless_disconnected(request, _collect(outputs)))
         # Await the first output before sending the status line, so that invalid input is still a 4xx.
@@ -271,7 +283,7 @@ async def start_generate(request: Request) -> Response:
 async def connect(request: Request) -> Response:
     """Connect to a router. The engine then sends token streams and load reports to that router."""
     router = (await _call(request, ConnectCall)).router
-    await _verbs(request).router_connections.connect(router.address, router.key)
+    await _attached(request).router_connections.connect(router.address, router.key)
     return _json({"connected": True})
 
 
@@ -279,60 +291,60 @@ async def connect(request: Request) -> Response:
 async def abort(request: Request) -> Response:
     """End all work of this engine for a sequence; unknown ids are ignored."""
     call = await _call(request, AbortCall)
-    return _json({"aborted": await _verbs(request).abort(call.seq_id)})
+    return _json({"aborted": await _edge(request).abort(call.seq_id)})
 
 
 @router.post("/release", openapi_extra=_body(ReleaseCall))
 async def release(request: Request) -> Response:
     """End a lease; KV that arrived under it stays in the prefix cache."""
     call = await _call(request, ReleaseCall)
-    return _json(ReleaseAnswer(valid_end=await _verbs(request).release(call.lease)))
+    return _json(ReleaseAnswer(valid_end=await _edge(request).leases.release(call.lease)))
 
 
 @router.get("/status")
 async def status(request: Request) -> Response:
     """Report this engine's load, and its leases and sends."""
-    return _json(await _verbs(request).status())
+    return _json(await _edge(request).status())
 
 
 @router.get("/sequences")
 async def sequences(request: Request) -> Response:
     """List the sequences that this engine generates now: id, tokens, blocks, whether it runs, age, and router."""
-    return _json(await _verbs(request).sequences())
+    return _json(await _edge(request).generated.reports())
 
 
 @router.post("/sequences/{seq_id:path}/move", openapi_extra=_body(MoveCall))
 async def propose_move(request: Request, seq_id: str) -> Response:
     """Pass a proposal to move a sequence on to the router that runs the sequence."""
     call = await _call(request, MoveCall)
-    _verbs(request).propose_move(seq_id, call)
+    _edge(request).generated.propose_move(seq_id, call)
     return _json({"accepted": True}, 202)
 
 
 @router.get("/adapters")
 async def adapters(request: Request) -> Response:
     """List the LoRA adapters of this engine: name, path, and a digest of their contents."""
-    return _json(await _verbs(request).adapters.reports())
+    return _json(await _attached(request).adapters.reports())
 
 
 @router.post("/adapters", openapi_extra=_body(LoadAdapterCall))
 async def load_adapter(request: Request) -> Response:
     """Load a LoRA adapter, if `VLLM_ALLOW_RUNTIME_LORA_UPDATING` allows it."""
     call = await _call(request, LoadAdapterCall)
-    return _json(await _verbs(request).adapters.load(call.name, call.path))
+    return _json(await _attached(request).adapters.load(call.name, call.path))
 
 
 @router.put("/adapters/{name:path}", openapi_extra=_body(ReplaceAdapterCall))
 async def replace_adapter(request: Request, name: str) -> Response:
     """Use the name of a LoRA adapter for the files at this path from now on, unless requests use the adapter."""
     call = await _call(request, ReplaceAdapterCall)
-    return _json(await _verbs(request).adapters.replace(name, call.path))
+    return _json(await _attached(request).adapters.replace(name, call.path))
 
 
 @router.delete("/adapters/{name:path}")
 async def unload_adapter(request: Request, name: str) -> Response:
     """Accept no more requests for a LoRA adapter; running requests continue."""
-    await _verbs(request).adapters.unload(name)
+    await _attached(request).adapters.unload(name)
     return _json({"unloaded": True})
 
 

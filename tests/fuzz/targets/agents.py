@@ -9,6 +9,7 @@ from typing import Any
 
 import msgspec
 
+from tercet.engine.agents import AgentReports
 from tercet.fleet import FleetKnowledge
 from tercet.fleet.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, EventBatch, KVInbox, _numbered
 from tercet.protocol import Request, packed
@@ -34,7 +35,6 @@ from tercet.transport import (
 )
 from tercet.transport.agent.agent import Agent, AgentSetup
 from tercet.transport.agent.agent_messages import Envelope
-from tercet.vllm_plugin.edge.agent_reports import AgentReports
 from tests.fuzz.fuzzing import Outcome, Target
 from tests.fuzz.mutation import Case, MessagePack
 from tests.fuzz.targets.kv_transfer import kind_of

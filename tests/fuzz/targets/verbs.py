@@ -27,16 +27,19 @@ from vllm.v1.request import Request, RequestStatus
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
 from tercet.cluster.model import resolve_model
+from tercet.engine.agents import AgentCalls
+from tercet.engine.edge import Edge
+from tercet.engine.interface import EngineDescription
+from tercet.engine.liveness_probe import LivenessProbe
 from tercet.protocol import EngineLoad
 from tercet.protocol.access import Callers
 from tercet.protocol.hosts import AllowedPrefillers
 from tercet.protocol.wire import API_PREFIX
 from tercet.transport import SendDone
 from tercet.vllm_plugin.core.connector_messages import StepMetadata
-from tercet.vllm_plugin.core.core_methods import CoreCalls, EngineDescription, status
-from tercet.vllm_plugin.edge.agent_calls import AgentCalls
-from tercet.vllm_plugin.edge.liveness_probe import LivenessProbe
-from tercet.vllm_plugin.edge.verbs import EngineVerbs
+from tercet.vllm_plugin.core.core_methods import CoreCalls, status
+from tercet.vllm_plugin.edge.attached_engine import AttachedEngine
+from tercet.vllm_plugin.edge.llm_requests import LLMGeneration
 from tercet.vllm_plugin.endpoint import TercetEndpoints
 from tercet.vllm_plugin.start.plugin_settings import PluginSettings
 from tercet.wire.streams import StreamListener, router_connection
@@ -159,8 +162,10 @@ class TinyCore(EngineCoreClient, TinyEngine):
 class VerbsRoom:
     """One engine; a case is some calls, one after the other or two at once. Afterwards nothing is held in it."""
 
-    def __init__(self, core: TinyCore, verbs: EngineVerbs, client: httpx.AsyncClient, router: tuple[str, str]) -> None:
-        self._core, self._verbs, self._client, self._door = core, verbs, client, router
+    def __init__(
+        self, core: TinyCore, engine: AttachedEngine, client: httpx.AsyncClient, router: tuple[str, str]
+    ) -> None:
+        self._core, self._engine, self._client, self._door = core, engine, client, router
         self._lease = "0" * 32
 
     async def run(self, case: Case) -> Outcome:
@@ -202,13 +207,13 @@ class VerbsRoom:
         return f"{name} {answer.status_code}"
 
     async def _give_back(self) -> None:
-        verbs = self._verbs
-        for connection in list(verbs.router_connections._connections.values()):
+        edge = self._engine.edge
+        for connection in list(self._engine.router_connections._connections.values()):
             connection.abort()
-        for busy, _ in list(verbs._work._stops):
-            await verbs.abort(busy)
-        for lease in list(verbs.leases._leases):
-            await verbs.release(lease)
+        for busy, _ in list(edge.work._stops):
+            await edge.abort(busy)
+        for lease in list(edge.leases._leases):
+            await edge.leases.release(lease)
         async with asyncio.timeout(SETTLE_SECONDS):
             while not self._is_empty():
                 await asyncio.sleep(0.001)
@@ -217,10 +222,10 @@ class VerbsRoom:
 
     def _is_empty(self) -> bool:
         self._core.reported_cached()
-        status, verbs = self._core.status(), self._verbs
-        held = (status["leases"], status["sends"], status["running"], status["waiting"], len(verbs._work))
-        processor: Any = verbs._client.output_processor
-        return not any(held) and not processor.get_num_unfinished_requests() and not len(verbs.router_connections)
+        status, engine = self._core.status(), self._engine
+        held = (status["leases"], status["sends"], status["running"], status["waiting"], len(engine.edge.work))
+        processor: Any = engine._client.output_processor
+        return not any(held) and not processor.get_num_unfinished_requests() and not len(engine.router_connections)
 
 
 def _config(directory: Path) -> VllmConfig:
@@ -260,11 +265,13 @@ async def _room() -> AsyncGenerator[VerbsRoom]:
         calls = CoreCalls(engine)
         probe = LivenessProbe(partial(calls.call, status), [_counters], [])
         await probe.start()
-        verbs = EngineVerbs(engine, "e", calls, about, AgentCalls([core.agent]), probe, NO_ADAPTERS)
-        core.reports = verbs._reports
+        generation = LLMGeneration(engine, about.token)
+        edge = Edge("e", about, calls, generation, AgentCalls([core.agent]), NO_ADAPTERS, probe)
+        attached = AttachedEngine(engine, edge, NO_ADAPTERS)
+        core.reports = edge.reports
         app = FastAPI()
         TercetEndpoints().attach_router(app)
-        app.state.tercet = verbs
+        app.state.tercet = attached
         app.state.tercet_callers = Callers([])
         app.state.tercet_max_request_bytes = PluginSettings().max_request_bytes
         app.state.tercet_prefillers = AllowedPrefillers("", "prefill_hosts")
@@ -277,15 +284,15 @@ async def _room() -> AsyncGenerator[VerbsRoom]:
                 async with httpx.AsyncClient(
                     transport=transport, base_url=f"http://localhost{API_PREFIX}", timeout=None
                 ) as client:
-                    yield VerbsRoom(core, verbs, client, (address, router.key))
-                verbs.router_connections.close()
+                    yield VerbsRoom(core, attached, client, (address, router.key))
+                attached.router_connections.close()
         finally:
             await probe.close()
             router_connection.CONNECT_SECONDS = patience
-            verbs._reports._task.cancel()
+            edge.reports._task.cancel()
             with suppress(asyncio.CancelledError):
-                await verbs._reports._task
-            verbs._reports._socket.close()
+                await edge.reports._task
+            edge.reports._socket.close()
             engine.shutdown()
 
 

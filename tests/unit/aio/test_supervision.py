@@ -43,9 +43,9 @@ ENDLESS = {
     "router/serve/sessions.py:Sessions._watch": KEPT,
     "router/state/shared_state.py:SharedState.follow": KEPT,
     "transport/agent/agent_messages.py:AsyncControlClient._take_answers": KEPT,
-    "vllm_plugin/edge/agent_reports.py:AgentReports._receive": KEPT,
-    "vllm_plugin/edge/liveness_probe.py:LivenessProbe._watch": KEPT,
-    "vllm_plugin/edge/liveness_probe.py:_Part.ask_again_and_again": KEPT,
+    "engine/agents.py:AgentReports._receive": KEPT,
+    "engine/liveness_probe.py:LivenessProbe._watch": KEPT,
+    "engine/liveness_probe.py:_Part.ask_again_and_again": KEPT,
     "wire/client/remote_prefill.py:PrefillAttempts._until_lost": "it ends with its request",
     "wire/client/http_engine.py:StreamKeeper._keep": KEPT,
 }

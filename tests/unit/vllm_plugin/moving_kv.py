@@ -13,10 +13,10 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import ChunkedLocalAttentionSpec, KVCacheSpec, MambaSpec, SlidingWindowSpec
 from vllm.v1.request import Request
 
+from tercet.engine.interface import KeyedPrompt
 from tercet.transport import Push
 from tercet.vllm_plugin.core import core_methods
 from tercet.vllm_plugin.core.cache_groups import NO_BLOCK
-from tercet.vllm_plugin.core.keyed_prompt import KeyedPrompt
 from tercet.vllm_plugin.differences import ZEROED_BY_BLOCK
 from tercet.vllm_plugin.start import requirements
 

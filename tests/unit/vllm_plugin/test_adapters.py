@@ -19,14 +19,14 @@ from vllm.sampling_params import SamplingParams
 from vllm.utils.counter import AtomicCounter
 from vllm.v1.request import Request
 
+from tercet.engine.calls import check_adapter
+from tercet.engine.interface import Adapter, KeyedPrompt, digest_of
 from tercet.protocol import BadRequest, Conflict, KVAddrInfo, LayoutMismatch, RankAddress, Unauthorized, UnknownAdapter
 from tercet.protocol.content import cache_key, content_of, packed
 from tercet.protocol.wire import RemoteSendCall
 from tercet.vllm_plugin.core import core_methods
-from tercet.vllm_plugin.core.keyed_prompt import KeyedPrompt
 from tercet.vllm_plugin.edge.adapter_contents import read_contents
-from tercet.vllm_plugin.edge.adapters import Adapter, Adapters, _require_done, digest_of
-from tercet.vllm_plugin.edge.call_checks import check_adapter
+from tercet.vllm_plugin.edge.adapters import Adapters, _require_done, to_lora_request
 from tercet.vllm_plugin.worker.lora_on_cpu import leave_the_base_model_alone
 
 from .tiny_engine import BLOCK, LAYOUT, NO_ADAPTERS, TinyEngine, tokens_of
@@ -51,7 +51,7 @@ class Models:
 
     def put(self, name: str, path: str) -> None:
         self._numbers += 1
-        self.lora_requests[name] = Adapter(name, self._numbers, path, "").to_vllm()
+        self.lora_requests[name] = to_lora_request(Adapter(name, self._numbers, path, ""))
 
     async def load_lora_adapter(self, request: Any, base_model_name: str | None = None) -> Any:
         if self.refusal is not None:
@@ -177,7 +177,7 @@ async def test_contents_are_those_that_were_loaded_and_not_those_of_the_first_us
         models.put("a", path)
     await adapters.watch(client)  # type: ignore[arg-type]
     if when == "while it runs":
-        await client.add_lora(Adapter("a", 1, path, "").to_vllm())
+        await client.add_lora(to_lora_request(Adapter("a", 1, path, "")))
         models.put("a", path)
     write(tmp_path / "a", b"others, of another length")
     with pytest.raises(Conflict, match="have changed since 'a' was loaded"):
@@ -190,7 +190,7 @@ async def test_files_that_change_while_vllm_reads_them_are_nobodys(
     path = write(tmp_path / "a")
     client = Client(lambda: write(tmp_path / "a", b"others, of another length"))
     await adapters.watch(client)  # type: ignore[arg-type]
-    await client.add_lora(Adapter("a", 1, path, "").to_vllm())
+    await client.add_lora(to_lora_request(Adapter("a", 1, path, "")))
     models.put("a", path)
     with pytest.raises(Conflict):
         await adapters.find("a")
@@ -329,7 +329,7 @@ async def test_what_cannot_be_loaded_replaces_nothing(loading: Loading, watched:
 async def test_what_is_no_adapter_is_vllms_to_refuse(adapters: Adapters, tmp_path: Path) -> None:
     client = Client()
     await adapters.watch(client)  # type: ignore[arg-type]
-    assert await client.add_lora(Adapter("a", 1, str(tmp_path), "").to_vllm())
+    assert await client.add_lora(to_lora_request(Adapter("a", 1, str(tmp_path), "")))
 
 
 async def test_files_that_vllm_could_not_load_may_be_mended(adapters: Adapters, models: Models, tmp_path: Path) -> None:
@@ -342,9 +342,9 @@ async def test_files_that_vllm_could_not_load_may_be_mended(adapters: Adapters, 
     client = Client(refuse)
     await adapters.watch(client)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="rank"):
-        await client.add_lora(Adapter("a", 1, path, "").to_vllm())
+        await client.add_lora(to_lora_request(Adapter("a", 1, path, "")))
     write(tmp_path / "a", b"others, of another length")
-    await client.add_lora(Adapter("a", 2, path, "").to_vllm())
+    await client.add_lora(to_lora_request(Adapter("a", 2, path, "")))
     models.put("a", path)
     assert await adapters.find("a")
 
@@ -411,7 +411,7 @@ def adopt(engine: TinyEngine, request_id: str, tokens: list[int], adapter: Adapt
     """A request as vLLM makes it, with its own record of the adapter."""
     return Request(
         request_id=request_id, prompt_token_ids=tokens, sampling_params=SamplingParams(max_tokens=1),
-        pooling_params=None, lora_request=None if adapter is None else adapter.to_vllm(),
+        pooling_params=None, lora_request=None if adapter is None else to_lora_request(adapter),
         block_hasher=engine.core.request_block_hasher,
     )  # fmt: skip
 

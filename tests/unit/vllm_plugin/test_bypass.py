@@ -13,27 +13,29 @@ from typing import Any
 import msgspec
 import pytest
 
-from tercet.protocol import EngineError, KVAddrInfo, Output, RankAddress, Usage, content_of, packed
-from tercet.protocol.wire import RemoteSendCall
-from tercet.transport import CORE_WORDS, Push, PushCached, SendDone, core_word
-from tercet.vllm_plugin.core import core_methods
-from tercet.vllm_plugin.core.connector_messages import SendParams, TercetParams
-from tercet.vllm_plugin.core.core_methods import CoreCalls, EngineDescription
-from tercet.vllm_plugin.core.keyed_prompt import KeyedPrompt
-from tercet.vllm_plugin.edge import sending as edge_sending
-from tercet.vllm_plugin.edge.agent_calls import AgentCalls
-from tercet.vllm_plugin.edge.block_tables import (
+from tercet.engine import sending
+from tercet.engine import sending as edge_sending
+from tercet.engine.agents import AgentCalls
+from tercet.engine.block_tables import (
     BlockTableReader,
     BlockTableWriter,
+    Bypass,
     TablePlace,
     TableShape,
     create_table,
     row_owner,
 )
-from tercet.vllm_plugin.edge.bypass import Bypass
-from tercet.vllm_plugin.edge.liveness_probe import LivenessProbe
-from tercet.vllm_plugin.edge.llm_requests import DecodingSequence, LLMRequest
-from tercet.vllm_plugin.edge.verbs import EngineVerbs
+from tercet.engine.edge import Edge
+from tercet.engine.interface import EngineDescription, KeyedPrompt, SendParams
+from tercet.engine.liveness_probe import LivenessProbe
+from tercet.engine.sequences import DecodingSequence
+from tercet.protocol import EngineError, KVAddrInfo, Output, RankAddress, Usage, content_of, packed
+from tercet.protocol.wire import RemoteSendCall
+from tercet.transport import CORE_WORDS, Push, PushCached, SendDone, core_word
+from tercet.vllm_plugin.core import core_methods
+from tercet.vllm_plugin.core.connector_messages import TercetParams
+from tercet.vllm_plugin.core.core_methods import CoreCalls
+from tercet.vllm_plugin.edge.llm_requests import LLMGeneration, LLMRequest
 from tests.longest_wait import LONGEST_WAIT_S
 
 from .tiny_engine import BLOCK, LAYOUT, NO_ADAPTERS, FakeAgent, tokens_of
@@ -162,10 +164,11 @@ class Standing:
         )  # fmt: skip
         self.probe = LivenessProbe(partial(self.core.call, "status"), [], [])
         await self.probe.start()
-        self.verbs = EngineVerbs(client, "e", self.core, about, AgentCalls([self.agent]), self.probe, NO_ADAPTERS)
+        generation = LLMGeneration(client, "token")
+        self.edge = Edge("e", about, self.core, generation, AgentCalls([self.agent]), NO_ADAPTERS, self.probe)
         request = LLMRequest(client, KeyedPrompt(TOKENS[:40], "salt"), {}, TercetParams("token"))
         decoding = DecodingSequence("r", 1, request, TOKENS[:40], lambda cached: Usage(), lambda begun: None)
-        self.verbs._generated.add(decoding)
+        self.edge.generated.add(decoding)
         decoding.told(Output(tuple(TOKENS[40:])))
         self.core.goes_on.clear()
 
@@ -173,7 +176,7 @@ class Standing:
         end = len(tokens)
         info = KVAddrInfo("f" * 32, "d", 0, end, "tcp", (RankAddress(0, ("tcp://127.0.0.1:9000",)),), LAYOUT)
         call = RemoteSendCall(prompt=tokens, seq_id="m", kv_addr_info=info, begin=0, cache_salt=salt)
-        self._sending = asyncio.create_task(self.verbs.remote_send(call))
+        self._sending = asyncio.create_task(sending.remote_send(self.edge, call))
         return self._sending
 
     async def pushed(self) -> PushCached:
@@ -185,12 +188,12 @@ class Standing:
 
     def report(self, push: PushCached) -> None:
         done = SendDone(push.opening.send_id, 0, 100, 1, "host")
-        self.verbs._reports._take(msgspec.msgpack.encode(["SendDone", done]))
+        self.edge.reports._take(msgspec.msgpack.encode(["SendDone", done]))
 
     async def close(self) -> None:
         self.core.goes_on.set()
-        assert await self.verbs._tasks.wait(LONGEST_WAIT_S)
-        self.verbs._reports._task.cancel()
+        assert await self.edge.tasks.wait(LONGEST_WAIT_S)
+        self.edge.reports._task.cancel()
         await self.probe.close()
 
 
@@ -265,8 +268,8 @@ async def test_what_no_sequence_here_has_waits_for_the_core(standing: Standing, 
 
 
 async def test_what_was_revoked_is_an_error_at_once(standing: Standing, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert standing.verbs._sending._bypass is not None
-    monkeypatch.setattr(standing.verbs._sending._bypass._tables, "find", lambda owner: None)
+    assert standing.edge.bypass is not None
+    monkeypatch.setattr(standing.edge.bypass._tables, "find", lambda owner: None)
     with pytest.raises(EngineError, match="does not answer, and has not published"):
         await asyncio.wait_for(standing.send(), LONGEST_WAIT_S)
 

@@ -24,7 +24,7 @@ def app() -> FastAPI:
     """An engine's server, of which the verbs are never reached."""
     found = FastAPI()
     TercetEndpoints().attach_router(found)
-    found.state.tercet = SimpleNamespace(incarnation="i")
+    found.state.tercet = SimpleNamespace(edge=SimpleNamespace(incarnation="i"))
     found.state.tercet_callers = Callers(())
     found.state.tercet_prefillers = None
     found.state.tercet_max_request_bytes = MOST

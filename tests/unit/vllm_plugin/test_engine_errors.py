@@ -12,9 +12,9 @@ from vllm.exceptions import GenerationError, VLLMValidationError
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.output_processor import RequestOutputCollector
 
+from tercet.engine.interface import KeyedPrompt
 from tercet.protocol import BadRequest, EngineError, TercetError
 from tercet.vllm_plugin.core.connector_messages import TercetParams
-from tercet.vllm_plugin.core.keyed_prompt import KeyedPrompt
 from tercet.vllm_plugin.edge.llm_requests import LLMRequest
 
 # vLLM 0.31 has no class for it.

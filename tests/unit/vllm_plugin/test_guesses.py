@@ -14,8 +14,8 @@ from vllm.config import SpeculativeConfig, VllmConfig
 from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
 from vllm.v1.request import Request
 
+from tercet.engine.block_tables import open_table
 from tercet.transport import KVRegion
-from tercet.vllm_plugin.edge.block_tables import open_table
 
 from .tiny_engine import BLOCK, NUM_BLOCKS, TinyEngine, send_of, tiny_config, tokens_of
 

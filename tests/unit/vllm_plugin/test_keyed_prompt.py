@@ -7,9 +7,8 @@ from typing import Any
 import msgspec
 import pytest
 
+from tercet.engine.interface import Adapter, KeyedPrompt
 from tercet.protocol import MultiModalFeature, cache_key, content_of, digest_of_features, packed
-from tercet.vllm_plugin.core.keyed_prompt import KeyedPrompt
-from tercet.vllm_plugin.edge.adapters import Adapter
 
 from .tiny_engine import crossed, tokens_of
 

@@ -11,13 +11,14 @@ import pytest
 from prometheus_client import REGISTRY
 
 from tercet.aio import TaskSet
+from tercet.engine import agents as agent_calls
+from tercet.engine import lease_timers
+from tercet.engine.agents import AgentCalls
+from tercet.engine.interface import KeyedPrompt
+from tercet.engine.lease_timers import EdgeLease, LeaseTimers
 from tercet.protocol import BadRequest, EngineError, LeaseEnded, NoSpace, UnknownSequence, content_of, packed
 from tercet.transport import ExtendLease, GrantLease, LeaseFilled, RevokeLease
 from tercet.vllm_plugin.core.core_methods import CoreCalls
-from tercet.vllm_plugin.core.keyed_prompt import KeyedPrompt
-from tercet.vllm_plugin.edge import agent_calls, lease_timers
-from tercet.vllm_plugin.edge.agent_calls import AgentCalls
-from tercet.vllm_plugin.edge.lease_timers import EdgeLease, LeaseTimers
 from tests.longest_wait import LONGEST_WAIT_S
 
 from .tiny_engine import BLOCK, NUM_BLOCKS, FakeAgent, TinyEngine, tokens_of

@@ -24,6 +24,7 @@ from vllm.multimodal.inputs import (
 )
 from vllm.renderers.base import BaseRenderer
 
+from tercet.engine.interface import KeyedPrompt, ModelLimits
 from tercet.protocol import BadRequest, KVAddrInfo, MultiModalFeature, RankAddress, digest_of_feature
 from tercet.protocol.names import LONGEST_KEPT
 from tercet.protocol.wire import (
@@ -37,9 +38,7 @@ from tercet.protocol.wire import (
 )
 from tercet.vllm_plugin.core import core_methods
 from tercet.vllm_plugin.core.connector_messages import TercetParams
-from tercet.vllm_plugin.core.keyed_prompt import KeyedPrompt
 from tercet.vllm_plugin.edge import llm_requests
-from tercet.vllm_plugin.edge.call_checks import ModelLimits
 from tercet.vllm_plugin.edge.llm_requests import LLMRequest
 from tercet.vllm_plugin.frontend import conversion
 from tercet.vllm_plugin.mm_features import bound_uuids, to_prompt, to_specs, to_wire

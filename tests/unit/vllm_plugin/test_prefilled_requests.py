@@ -11,13 +11,16 @@ from typing import Any
 import msgspec
 import pytest
 
+from tercet.engine import generating
+from tercet.engine.interface import SeqParams
 from tercet.protocol import LeaseEnded, Request, TercetError
 from tercet.protocol.headers import PREFILLED_HEADER, PREFILLER_HEADER
 from tercet.protocol.hosts import AllowedPrefillers
 from tercet.protocol.trace import TraceEvent, VerbTrace
-from tercet.vllm_plugin.core.connector_messages import SeqParams, TercetParams, params_of
+from tercet.vllm_plugin.core.connector_messages import TercetParams, params_of
 from tercet.vllm_plugin.edge.load_meter import LoadMeter
-from tercet.vllm_plugin.edge.prefilled_requests import PrefilledRequests, PrefillerHeader
+from tercet.vllm_plugin.edge.prefilled_requests import PrefilledRequests
+from tercet.wire.serving.prefiller_header import PrefillerHeader
 
 PARAMS = TercetParams("token", seq=SeqParams("lease", 99))
 
@@ -39,10 +42,19 @@ class Processor:
     def update_scheduler_stats(self, stats: object) -> None: ...
 
 
-class Verbs:
+@pytest.fixture(autouse=True)
+def played_adoption(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(generating, "adopted", lambda edge, request: edge.adopted(request))  # pyright: ignore[reportUnknownLambdaType,reportUnknownMemberType]
+
+
+class PlayedEngine:
+    """An attached engine that is its own edge."""
+
     name = "d"
 
     def __init__(self, client: Any) -> None:
+        self.edge = self
+        self.description = SimpleNamespace(token="token")
         self.open = 0
         self.leases = SimpleNamespace(has=lambda lease: lease == "held")  # pyright: ignore[reportUnknownLambdaType]
         self.failure: TercetError | None = None
@@ -51,12 +63,12 @@ class Verbs:
         self.meter = LoadMeter(client, idle, adapters)
 
     @asynccontextmanager
-    async def adopted(self, request: Request) -> AsyncGenerator[TercetParams]:
+    async def adopted(self, request: Request) -> AsyncGenerator[SeqParams | None]:
         if self.failure is not None:
             raise self.failure
         self.open += 1
         try:
-            yield PARAMS
+            yield PARAMS.seq
         finally:
             self.open -= 1
 
@@ -90,9 +102,9 @@ class House:
         self.added = list[Any]()
         self.core = SimpleNamespace(add_request_async=self.add)
         client: Any = SimpleNamespace(output_processor=self.processor, engine_core=self.core)
-        self.verbs = Verbs(client)
-        verbs, remote = self.verbs, self.remote
-        self.requests = PrefilledRequests(client, verbs, remote)  # type: ignore[arg-type]
+        self.engine = PlayedEngine(client)
+        engine, remote = self.engine, self.remote
+        self.requests = PrefilledRequests(client, engine, remote)  # type: ignore[arg-type]
         self.layer = PrefillerHeader(self.app, lambda: AllowedPrefillers(allowed, "prefill_hosts"))
         self.sent = list[Any]()
         self.state = SimpleNamespace(remote_prefill_cached_tokens=None)
@@ -135,16 +147,16 @@ async def test_what_others_compute_is_no_work_of_this_engine(leaves: bool) -> No
     house = House()
     calling = asyncio.create_task(house.call())
     await asyncio.sleep(0)
-    assert (house.verbs.meter.load().tokens, house.verbs.meter.load().waiting) == (0, 1)
+    assert (house.engine.meter.load().tokens, house.engine.meter.load().waiting) == (0, 1)
     if leaves:
         calling.cancel()
         await asyncio.wait({calling})
-        assert house.verbs.meter.load().tokens == 0
+        assert house.engine.meter.load().tokens == 0
         house.processor.request_states["other"] = object()
     else:
         house.remote.let.set()
         await calling
-    assert house.verbs.meter.load().tokens == 100
+    assert house.engine.meter.load().tokens == 100
 
 
 async def test_a_request_reaches_the_core_with_its_kv() -> None:
@@ -162,7 +174,7 @@ async def test_a_request_reaches_the_core_with_its_kv() -> None:
     assert said["tercet"]["events"][-1] == {"verb": "start_generate", "engine": "d", "begin": 99, "end": 100}
     ((asked, hosts),) = house.remote.asked
     assert (asked.prompt, asked.cache_salt, hosts) == (tuple(range(100)), "s", ["10.0.0.1:8000"])
-    assert not house.verbs.open
+    assert not house.engine.open
 
 
 async def test_what_a_client_says_instead_of_parameters_has_no_effect() -> None:
@@ -226,12 +238,12 @@ async def test_a_request_that_was_aborted_while_it_waited_does_not_reach_the_cor
     house.remote.let.set()
     await calling
     assert not house.added
-    assert not house.verbs.open
+    assert not house.engine.open
 
 
 async def test_a_lease_that_is_over_costs_nothing_but_the_prefill() -> None:
     house = House()
-    house.verbs.failure = LeaseEnded("over")
+    house.engine.failure = LeaseEnded("over")
     house.remote.let.set()
     said = await house.call()
     assert house.added == [house.request]
@@ -253,7 +265,7 @@ async def test_what_the_engine_that_prefilled_had_is_told_as_cached(cached: int 
 
 async def test_a_prefill_whose_lease_is_over_was_for_nothing() -> None:
     house = House()
-    house.verbs.failure = LeaseEnded("over")
+    house.engine.failure = LeaseEnded("over")
     house.remote.let.set()
     await house.call()
     assert house.state.remote_prefill_cached_tokens is None

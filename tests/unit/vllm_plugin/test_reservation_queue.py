@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
+from tercet.engine.interface import KeyedPrompt
 from tercet.protocol import NoSpace, UnknownSequence
 from tercet.vllm_plugin.core import core_methods
-from tercet.vllm_plugin.core.keyed_prompt import KeyedPrompt
 
 from .tiny_engine import BLOCK, TinyEngine, tokens_of
 

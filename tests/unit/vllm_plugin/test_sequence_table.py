@@ -9,15 +9,14 @@ from typing import Any
 
 import pytest
 
+from tercet.engine import sequences
+from tercet.engine.interface import KeyedPrompt, RequestInCore
+from tercet.engine.sequences import DecodingSequence, SequenceTable
 from tercet.protocol import Conflict, MoveProposal, Output, SequenceReport, UnknownSequence, Usage
 from tercet.protocol.wire import MoveCall
 from tercet.vllm_plugin.core import core_methods
 from tercet.vllm_plugin.core.connector_messages import REQUEST_PREFIX, TercetParams
-from tercet.vllm_plugin.core.core_methods import RequestInCore
-from tercet.vllm_plugin.core.keyed_prompt import KeyedPrompt
-from tercet.vllm_plugin.edge import sequence_table
-from tercet.vllm_plugin.edge.llm_requests import DecodingSequence, LLMRequest
-from tercet.vllm_plugin.edge.sequence_table import SequenceTable
+from tercet.vllm_plugin.edge.llm_requests import LLMRequest
 
 from .tiny_engine import BLOCK, TinyEngine, tokens_of
 
@@ -36,7 +35,7 @@ def answering(*answer: RequestInCore) -> Callable[[], Awaitable[Sequence[Request
 
 
 def in_core(sequence: DecodingSequence, blocks: int, running: bool = True) -> RequestInCore:
-    return RequestInCore(f"{sequence.request.request_id}-a1b2c3d4", blocks, running)
+    return RequestInCore(sequence.request.request_id, blocks, running)
 
 
 def told(found: SequenceReport) -> tuple[str, int, int, bool, str]:
@@ -62,7 +61,7 @@ async def test_the_core_says_blocks_and_whether_it_runs_the_edge_the_rest() -> N
 
 
 async def test_of_a_core_that_stands_still_its_last_word_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sequence_table, "ANSWER_SECONDS", 0.01)
+    monkeypatch.setattr(sequences, "ANSWER_SECONDS", 0.01)
     one, asked, frozen = sequence_of("one", 40), list[int](), asyncio.Event()
 
     async def ask() -> Sequence[RequestInCore]:
@@ -101,7 +100,8 @@ async def test_without_sequences_nobody_is_asked() -> None:
 
 
 async def test_the_core_tells_of_our_requests_only(engine: TinyEngine) -> None:
-    ours = engine.add(f"{REQUEST_PREFIX}{'0' * 32}-x", tokens_of(40))
+    request_id = f"{REQUEST_PREFIX}{'0' * 32}"
+    ours = engine.add(f"{request_id}-a1b2c3d4", tokens_of(40))
     theirs = engine.add("cmpl-1", tokens_of(20, 200))
 
     async def report() -> list[RequestInCore]:
@@ -110,9 +110,9 @@ async def test_the_core_tells_of_our_requests_only(engine: TinyEngine) -> None:
             for found in (await engine.call_utility_async(core_methods.name_of(core_methods.sequences)))[0]
         ]
 
-    assert await report() == [RequestInCore(ours.request_id, 0, False)]
+    assert await report() == [RequestInCore(request_id, 0, False)]
     engine.step()
-    assert await report() == [RequestInCore(ours.request_id, -(-40 // BLOCK), True)]
+    assert await report() == [RequestInCore(request_id, -(-40 // BLOCK), True)]
     engine.run(theirs)
     engine.run(ours)
     assert await report() == []

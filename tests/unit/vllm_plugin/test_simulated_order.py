@@ -18,9 +18,9 @@ import msgspec
 import pytest
 from vllm.config import VllmConfig
 
+from tercet.engine.interface import KeyedPrompt
 from tercet.protocol import NoSpace, Request
 from tercet.vllm_plugin.core import core_methods
-from tercet.vllm_plugin.core.keyed_prompt import KeyedPrompt
 from tercet_lab.sim import EngineOptions, Network, SimEngine, run_virtual
 from tercet_lab.sim.step_times import StepTimes
 from tests.long_runs import FULL

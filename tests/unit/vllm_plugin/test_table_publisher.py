@@ -20,10 +20,9 @@ from vllm.v1.kv_cache_interface import KVCacheSpec, SlidingWindowSpec
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
+from tercet.engine.block_tables import NULL_BLOCK, BlockTableReader, Residence, open_table
 from tercet.protocol import NoSpace
 from tercet.transport import KVRegion, core_word
-from tercet.vllm_plugin.edge.block_tables import BlockTableReader, Residence, open_table
-from tercet.vllm_plugin.edge.bypass import NULL_BLOCK
 
 from .tiny_engine import BLOCK, FULL, MAX_BATCHED, NEXT_TOKEN, NUM_BLOCKS, TinyEngine, tokens_of
 

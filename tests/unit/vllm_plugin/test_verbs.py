@@ -12,13 +12,16 @@ import msgspec
 import pytest
 
 from tercet.aio import TaskSet
+from tercet.engine.agents import AgentCalls
+from tercet.engine.edge import Edge
+from tercet.engine.interface import EngineDescription
+from tercet.engine.liveness_probe import LivenessProbe
+from tercet.engine.sending import remote_send
 from tercet.protocol import KVAddrInfo, RankAddress, UnknownSequence
 from tercet.protocol.wire import RemoteSendCall
 from tercet.transport import Push
-from tercet.vllm_plugin.core.core_methods import CoreCalls, EngineDescription, end_send, push_cached
-from tercet.vllm_plugin.edge.agent_calls import AgentCalls
-from tercet.vllm_plugin.edge.liveness_probe import LivenessProbe
-from tercet.vllm_plugin.edge.verbs import EngineVerbs
+from tercet.vllm_plugin.core.core_methods import CoreCalls, end_send, push_cached
+from tercet.vllm_plugin.edge.llm_requests import LLMGeneration
 from tests.longest_wait import LONGEST_WAIT_S
 
 from .tiny_engine import LAYOUT, NO_ADAPTERS, FakeAgent
@@ -80,10 +83,11 @@ class Phase:
         client: Any = self.client
         self.agent = FakeAgent()
         probe = LivenessProbe(partial(self.core.call, "status"), [], [])
-        self.verbs = EngineVerbs(client, "e", self.core, about, AgentCalls([self.agent]), probe, NO_ADAPTERS)
+        generation = LLMGeneration(client, "token")
+        self.edge = Edge("e", about, self.core, generation, AgentCalls([self.agent]), NO_ADAPTERS, probe)
 
     async def begin(self, phase: str) -> asyncio.Task[Any]:
-        sending = asyncio.create_task(self.verbs.remote_send(SEND))
+        sending = asyncio.create_task(remote_send(self.edge, SEND))
         await self.core.asked.wait()
         if phase in ("computing", "computed"):
             await self.client.generating.wait()
@@ -96,25 +100,25 @@ class Phase:
         return sending
 
     async def require_back(self) -> None:
-        tasks: TaskSet = self.verbs._tasks
+        tasks: TaskSet = self.edge.tasks
         assert await tasks.wait(LONGEST_WAIT_S)
         assert len(self.core.ended) == 1
         assert self.agent.cancelled == self.core.ended, "before the blocks are unpinned"
-        assert not len(self.verbs._work)
-        assert not self.verbs._reports._sends
+        assert not len(self.edge.work)
+        assert not self.edge.reports._sends
         if self.client.generating.is_set():
             assert self.client.left
-        self.verbs._reports._task.cancel()
+        self.edge.reports._task.cancel()
 
 
 @pytest.mark.parametrize("phase", ["asking", "cached", "computing", "computed"])
 async def test_an_abort_ends_a_send_wherever_it_is(phase: str) -> None:
     found = Phase(phase)
     sending = await found.begin(phase)
-    assert await found.verbs.abort("s")
+    assert await found.edge.abort("s")
     with pytest.raises(UnknownSequence, match="s was aborted while its KV was being sent"):
         await asyncio.wait_for(sending, LONGEST_WAIT_S)
-    assert not await found.verbs.abort("s")
+    assert not await found.edge.abort("s")
     await found.require_back()
 
 
@@ -131,13 +135,13 @@ async def test_a_caller_that_leaves_ends_a_send_wherever_it_is(phase: str) -> No
 async def test_an_abort_of_one_sequence_leaves_the_others_sends() -> None:
     found = Phase("cached")
     sending = await found.begin("cached")
-    other = asyncio.create_task(found.verbs.remote_send(msgspec.structs.replace(SEND, seq_id="other")))
+    other = asyncio.create_task(remote_send(found.edge, msgspec.structs.replace(SEND, seq_id="other")))
     await asyncio.sleep(0.01)
-    await found.verbs.abort("other")
+    await found.edge.abort("other")
     with pytest.raises(UnknownSequence):
         await other
     assert not sending.done()
     sending.cancel()
     await asyncio.wait([sending])
-    assert await found.verbs._tasks.wait(LONGEST_WAIT_S)
-    found.verbs._reports._task.cancel()
+    assert await found.edge.tasks.wait(LONGEST_WAIT_S)
+    found.edge.reports._task.cancel()

@@ -24,6 +24,7 @@ from vllm.v1.request import Request, RequestStatus
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 from vllm.v1.structured_output import StructuredOutputManager
 
+from tercet.engine.interface import KeyedPrompt, ReservedBlocks, SendParams, SeqParams
 from tercet.protocol import EngineError, KVLayout, content_of, packed
 from tercet.transport import (
     CancelSend,
@@ -38,15 +39,7 @@ from tercet.transport import (
 from tercet.vllm_plugin.connector import TercetConnector
 from tercet.vllm_plugin.core import core_methods
 from tercet.vllm_plugin.core.cache_groups import NO_BLOCK
-from tercet.vllm_plugin.core.connector_messages import (
-    ReservedBlocks,
-    SendParams,
-    SeqParams,
-    StepMetadata,
-    TercetParams,
-    WorkerHandshake,
-)
-from tercet.vllm_plugin.core.keyed_prompt import KeyedPrompt
+from tercet.vllm_plugin.core.connector_messages import StepMetadata, TercetParams, WorkerHandshake
 from tercet.vllm_plugin.edge.adapters import Adapters
 
 # Of an engine that was started without LoRA.

@@ -14,74 +14,13 @@ from typing import Any, cast
 import msgspec
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorHandshakeMetadata, KVConnectorMetadata
 
-from tercet.protocol import Content, KVLayout
-from tercet.transport import Push, SendComplete, SendDestination, SendOpening
+from tercet.engine.interface import SendParams, SeqParams
+from tercet.protocol import KVLayout
+from tercet.transport import Push, SendComplete, SendOpening
 
 KEY = "tercet"
 REQUEST_PREFIX = "tercet-"
 """Beginning of the ids that this engine's edge gives to vLLM's requests."""
-
-
-class SendParams(msgspec.Struct, frozen=True):
-    """A request whose KV ``[begin, end)``, of ``content``, goes to other ranks while it is computed.
-
-    ``destinations[rank]`` are the receiving ranks of each rank of this engine. ``base`` is the token position of the
-    receiver's slot 0 under ``lease``; ``notify`` is the destination of agents' reports. ``group_begins`` is the first
-    token whose KV the receiver needs, for each group of layers; if empty, the receiver needs all KV. ``traceparent`` is
-    the send's place in a sampled trace, or empty.
-    """
-
-    send_id: str
-    lease: str
-    content: Content
-    base: int
-    begin: int
-    end: int
-    destinations: list[list[SendDestination]]
-    notify: str
-    group_begins: tuple[int, ...] = ()
-    traceparent: str = ""
-
-    def first_block(self, group: int, block_size: int) -> int:
-        """Return the first of a group's blocks to send, as its position in the block table."""
-        wanted = self.group_begins[group] if self.group_begins else 0
-        return max(self.begin, wanted) // block_size
-
-    def openings(self) -> list[SendOpening]:
-        """Return the message that opens the send, for each rank's agent, by rank."""
-        return [
-            SendOpening(self.send_id, self.lease, self.content, tuple(each), self.notify, self.traceparent)
-            for each in self.destinations
-        ]
-
-
-class SeqParams(msgspec.Struct, frozen=True):
-    """A request that decodes here: its reservation, if any, and output from other engines.
-
-    No peer writes under ``lease`` any more; its KV is valid up to ``valid_end``. ``number`` is the edge's unique number
-    of the request, or 0.
-    """
-
-    lease: str | None = None
-    valid_end: int = 0
-    output: list[int] = []
-    number: int = 0
-
-
-class ReservedBlocks(msgspec.Struct, frozen=True):
-    """Contents of a lease: ``matched_len`` cached tokens, a multiple of ``block_size``, and ``blocks`` for the rest.
-
-    ``blocks`` are by group of layers; tokens that a group does not look back at have none (``NOWHERE``).
-    """
-
-    matched_len: int
-    blocks: list[list[int]]
-    block_size: int
-
-    def group_begins(self) -> tuple[int, ...]:
-        """Return the first token for which each group has blocks."""
-        counts = (sum(block < 0 for block in blocks) for blocks in self.blocks)
-        return tuple(self.matched_len + count * self.block_size for count in counts)
 
 
 class TercetParams(msgspec.Struct, frozen=True, omit_defaults=True):

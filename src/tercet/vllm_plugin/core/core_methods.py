@@ -23,23 +23,21 @@ from vllm.v1.engine.core import EngineCore
 from vllm.v1.request import Request as VLLMRequest
 from vllm.v1.request import RequestStatus
 
+from tercet.engine.interface import EngineDescription, KeyedPrompt, RequestInCore, ReservedBlocks, SendParams
 from tercet.protocol import (
     Content,
     EngineError,
-    KVLayout,
     TercetError,
     from_wire,
 )
 from tercet.protocol.types import Paused
 from tercet.transport import Push
-from tercet.transport.sockets import LOOPBACK
 from tercet.vllm_plugin.connector import TercetConnector
 from tercet.vllm_plugin.core.cache_groups import GroupTables
-from tercet.vllm_plugin.core.connector_messages import REQUEST_PREFIX, ReservedBlocks, SendParams
-from tercet.vllm_plugin.core.keyed_prompt import KeyedPrompt
+from tercet.vllm_plugin.core.connector_messages import REQUEST_PREFIX
 from tercet.vllm_plugin.core.reservations import FILLER_TOKEN
 from tercet.vllm_plugin.core.scheduler_side import SchedulerSide
-from tercet.vllm_plugin.edge.block_tables import TablePlace
+from tercet.vllm_plugin.edge.adapters import to_lora_request
 from tercet.vllm_plugin.mm_features import to_specs
 
 if TYPE_CHECKING:
@@ -49,36 +47,7 @@ T = TypeVar("T")
 Args = TypeVarTuple("Args")
 
 
-class EngineDescription(msgspec.Struct, frozen=True):
-    """The core's description, read once.
-
-    ``transports`` are each rank's addresses, ``agents`` the address and secret of each rank's agent, ``workers`` the
-    address and secret of its worker's liveness channel. ``token`` marks requests of this engine's edge. ``lease_ttl``
-    and ``reserve_wait`` are in seconds. ``kv_events`` are endpoint, replay endpoint and topic. ``tables`` is the place
-    of published block tables, None if they are not published. Agents reach the API server's process at ``host``.
-    """
-
-    transports: list[list[str]]
-    agents: list[tuple[str, str]]
-    workers: list[tuple[str, str]]
-    layout: KVLayout
-    token: str
-    lease_ttl: float
-    reserve_wait: float
-    kv_events: dict[str, Any] | None
-    tables: TablePlace | None = None
-    host: str = LOOPBACK
-
-
-class RequestInCore(msgspec.Struct, frozen=True):
-    """The core's data about one request of this engine's edge, with the core's id for it."""
-
-    request_id: str
-    blocks: int
-    running: bool
-
-
-# ---- the methods ---------------------------------------------------------------------------------------------
+# ---- the methods; those of the verbs do what ``SchedulerHalf`` says --------------------------------------------------
 
 
 def describe(core: EngineCore) -> EngineDescription:
@@ -101,34 +70,30 @@ def describe(core: EngineCore) -> EngineDescription:
 
 
 def reserve(core: EngineCore, lease: str, prompt: KeyedPrompt) -> Future[ReservedBlocks]:
-    """Reserve blocks for all tokens of a prompt, in order of arrival. Raises :class:`~tercet.protocol.NoSpace`."""
+    """Reserve blocks for all tokens of a prompt, in order of arrival."""
     owner = _placeholder(core, f"tercet-lease-{lease}", prompt)
     return _side(core).queue.reserve(lease, owner, prompt)
 
 
 def extend(core: EngineCore, lease: str, prompt: KeyedPrompt) -> ReservedBlocks:
-    """Reserve more blocks for an open lease, for more tokens of its sequence; return all its blocks.
-
-    Raises :class:`~tercet.protocol.NoSpace`, :class:`~tercet.protocol.UnknownSequence` or
-    :class:`~tercet.protocol.BadRequest`; then the lease is unchanged.
-    """
+    """Reserve more blocks for an open lease; return all its blocks."""
     owner = _placeholder(core, f"tercet-lease-{lease}", prompt)
     return _side(core).queue.extend(lease, owner, prompt)
 
 
 def give_up(core: EngineCore, lease: str) -> None:
-    """End the wait of a reservation that has no blocks yet: :func:`reserve` then raises the reason of the wait."""
+    """End the wait of a reservation that has no blocks yet."""
     _side(core).queue.give_up(lease)
 
 
 def commit(core: EngineCore, lease: str, valid: Content) -> None:
-    """Make received KV available in the prefix cache. Raises :class:`EngineError` if it belongs to other tokens."""
+    """Make received KV available in the prefix cache."""
     _side(core).reservations.commit(lease, valid)
     _publish_now(core)
 
 
 def release(core: EngineCore, lease: str, valid_end: int) -> int:
-    """Free the blocks of a lease that no peer writes any more; return the number of tokens whose KV is valid."""
+    """Free the blocks of a lease that no peer writes any more."""
     side = _side(core)
     side.queue.give_up(lease)
     valid_end = side.reservations.release(lease, valid_end)
@@ -138,13 +103,13 @@ def release(core: EngineCore, lease: str, valid_end: int) -> int:
 
 
 def push_cached(core: EngineCore, prompt: KeyedPrompt, send: SendParams) -> list[Push] | None:
-    """Pin KV that is fully cached; return the pushes, or None if some of it is missing."""
+    """Pin KV that is fully cached, and return the pushes."""
     sought = _placeholder(core, f"tercet-probe-{send.send_id}", prompt)
     return _side(core).sends.push_cached(sought, send)
 
 
 def end_send(core: EngineCore, send_id: str) -> None:
-    """Stop a send whose blocks no agent reads any more, and unpin the blocks."""
+    """Unpin the blocks of a send, which no agent reads any more."""
     side = _side(core)
     side.sends.end(send_id)
     side.queue.admit()
@@ -176,14 +141,16 @@ def _paused(core: EngineCore) -> Paused:
 
 
 def sequences(core: EngineCore) -> list[RequestInCore]:
-    """Return every request of this engine's edge: its number of blocks, and whether it runs.
+    """Return every request of this engine's edge, by the edge's id: its number of blocks, and whether it runs.
 
-    Preempted requests wait, without blocks.
+    Preempted requests wait, without blocks. Relies on vLLM making its id from a request's id, a dash and a suffix.
     """
     scheduler = _scheduler(core)
     tables = GroupTables(scheduler.kv_cache_manager)
     return [
-        RequestInCore(request_id, tables.held(request_id), request.status == RequestStatus.RUNNING)
+        RequestInCore(
+            "-".join(request_id.split("-")[:2]), tables.held(request_id), request.status == RequestStatus.RUNNING
+        )
         for request_id, request in scheduler.requests.items()
         if request_id.startswith(REQUEST_PREFIX)
     ]
@@ -241,7 +208,7 @@ def _placeholder(core: EngineCore, request_id: str, prompt: KeyedPrompt) -> VLLM
         sampling_params=SamplingParams(max_tokens=1),
         pooling_params=None,
         cache_salt=prompt.salt,
-        lora_request=None if prompt.adapter is None else prompt.adapter.to_vllm(),
+        lora_request=None if prompt.adapter is None else to_lora_request(prompt.adapter),
         mm_features=to_specs(prompt.features, len(prompt.tokens)),
         block_hasher=core.request_block_hasher,
     )
@@ -307,10 +274,34 @@ def answering(method: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class CoreCalls:
-    """Calls of the methods above, from the API server's process."""
+    """Calls of the methods above: the verbs' :class:`~tercet.engine.interface.SchedulerHalf`."""
 
     def __init__(self, client: AsyncLLM) -> None:
         self._client = client
+
+    async def reserve(self, lease: str, prompt: KeyedPrompt) -> ReservedBlocks:
+        return await self.call(reserve, lease, prompt)
+
+    async def give_up(self, lease: str) -> None:
+        await self.call(give_up, lease)
+
+    async def extend(self, lease: str, prompt: KeyedPrompt) -> ReservedBlocks:
+        return await self.call(extend, lease, prompt)
+
+    async def commit(self, lease: str, valid: Content) -> None:
+        await self.call(commit, lease, valid)
+
+    async def release(self, lease: str, valid_end: int) -> int:
+        return await self.call(release, lease, valid_end)
+
+    async def push_cached(self, prompt: KeyedPrompt, send: SendParams) -> list[Push] | None:
+        return await self.call(push_cached, prompt, send)
+
+    async def end_send(self, send_id: str) -> None:
+        await self.call(end_send, send_id)
+
+    async def sequences(self) -> list[RequestInCore]:
+        return await self.call(sequences)
 
     async def call(self, method: Callable[[EngineCore, *Args], T | Future[T]], *args: *Args) -> T:
         """Call ``method`` on the core's thread; return its result, or raise its error."""

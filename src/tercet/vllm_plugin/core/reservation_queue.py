@@ -16,9 +16,8 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from tercet.engine.interface import KeyedPrompt, ReservedBlocks
 from tercet.protocol import NoSpace
-from tercet.vllm_plugin.core.connector_messages import ReservedBlocks
-from tercet.vllm_plugin.core.keyed_prompt import KeyedPrompt
 from tercet.vllm_plugin.core.reservations import Reservations
 
 if TYPE_CHECKING:

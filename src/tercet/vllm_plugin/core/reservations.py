@@ -11,10 +11,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from tercet.engine.interface import KeyedPrompt, ReservedBlocks
 from tercet.protocol import BadRequest, Conflict, Content, EngineError, NoSpace, UnknownSequence
 from tercet.vllm_plugin.core.cache_groups import GroupTables
-from tercet.vllm_plugin.core.connector_messages import ReservedBlocks
-from tercet.vllm_plugin.core.keyed_prompt import KeyedPrompt
 from tercet.vllm_plugin.differences import ZEROED_BY_BLOCK
 from tercet.vllm_plugin.worker.drafters import tokens_of_a_step
 

@@ -12,10 +12,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from tercet.engine.interface import SendParams
 from tercet.protocol import UnknownSequence
 from tercet.transport import Push, SendComplete
 from tercet.vllm_plugin.core.cache_groups import GroupTables
-from tercet.vllm_plugin.core.connector_messages import SendParams, StepMetadata
+from tercet.vllm_plugin.core.connector_messages import StepMetadata
 from tercet.vllm_plugin.core.reservations import same_adapter, same_features
 
 if TYPE_CHECKING:

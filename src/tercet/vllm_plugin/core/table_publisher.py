@@ -2,7 +2,7 @@
 
 This code runs on the scheduler's thread. KV of a running request is rewritten only after its blocks were freed and
 allocated again from the block pool. Therefore, before the pool allocates anything, the published tables are revoked
-(:meth:`~tercet.vllm_plugin.edge.block_tables.BlockTableWriter.revoke`); they are guaranteed again once the step that
+(:meth:`~tercet.engine.block_tables.BlockTableWriter.revoke`); they are guaranteed again once the step that
 took the blocks is planned.
 """
 
@@ -18,9 +18,9 @@ from typing import TYPE_CHECKING
 
 from vllm.v1.request import RequestStatus
 
+from tercet.engine.block_tables import BlockTableWriter, TablePlace, TableShape, create_table, row_owner
 from tercet.transport import CoreWords
 from tercet.vllm_plugin.core.cache_groups import GroupTables
-from tercet.vllm_plugin.edge.block_tables import BlockTableWriter, TablePlace, TableShape, create_table, row_owner
 
 if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_utils import KVCacheBlock

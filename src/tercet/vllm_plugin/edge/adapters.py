@@ -22,10 +22,10 @@ from collections.abc import Awaitable, Callable, Iterable
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
-import msgspec
 from vllm import envs
 from vllm.lora.request import LoRARequest
 
+from tercet.engine.interface import Adapter
 from tercet.protocol import AdapterLoad, AdapterReport, BadRequest, Conflict, EngineError, Unauthorized, UnknownAdapter
 from tercet.vllm_plugin.edge.adapter_contents import Contents, read_contents
 
@@ -38,23 +38,9 @@ ALLOWED_BY = "VLLM_ALLOW_RUNTIME_LORA_UPDATING"
 Load = Callable[..., Awaitable[Any]]
 
 
-class Adapter(msgspec.Struct, frozen=True):
-    """An adapter, as the core needs it: vLLM's name, number and path, and the digest of its contents."""
-
-    name: str
-    number: int
-    path: str
-    digest: str
-    is_3d: bool = False
-
-    def to_vllm(self) -> LoRARequest:
-        """Return vLLM's record of the adapter. KV has the same names with either record."""
-        return LoRARequest(self.name, self.number, self.path, is_3d_lora_weight=self.is_3d)
-
-
-def digest_of(adapter: Adapter | None) -> str:
-    """Return the digest that identifies an adapter's KV; empty for the base model."""
-    return "" if adapter is None else adapter.digest
+def to_lora_request(adapter: Adapter) -> LoRARequest:
+    """Return vLLM's record of an adapter. KV has the same names with either record."""
+    return LoRARequest(adapter.name, adapter.number, adapter.path, is_3d_lora_weight=adapter.is_3d)
 
 
 class Adapters:
@@ -157,11 +143,6 @@ class Adapters:
             )
 
     async def find(self, name: str | None, digest: str = "") -> Adapter | None:
-        """Return the adapter called ``name``; None for the base model. Without a ``digest``, any contents are accepted.
-
-        Raises :class:`~tercet.protocol.UnknownAdapter`, also if the adapter has another digest, and
-        :class:`~tercet.protocol.Conflict` if its files have changed.
-        """
         if name is None:
             return None
         found = await self._named(name)
@@ -180,10 +161,7 @@ class Adapters:
         return UnknownAdapter(f"adapter: this engine has no adapter {name!r}; {why}", "adapter")
 
     async def reports(self) -> tuple[AdapterReport, ...]:
-        """Return the adapters that can be served.
-
-        Others have changed files, or cannot be read: their users get an error.
-        """
+        """Leave out adapters that have changed files, or cannot be read: their users get an error."""
         found: list[AdapterReport] = []
         for name in list(self._known()):
             with suppress(UnknownAdapter, Conflict, BadRequest):

@@ -12,11 +12,11 @@ import time
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from tercet.engine.interface import KeyedPrompt
 from tercet.protocol import TercetError
 from tercet.vllm_plugin.core import core_methods
 from tercet.vllm_plugin.core.connector_messages import TercetParams
 from tercet.vllm_plugin.core.core_methods import CoreCalls
-from tercet.vllm_plugin.core.keyed_prompt import KeyedPrompt
 from tercet.vllm_plugin.edge.llm_requests import LLMRequest
 from tercet.vllm_plugin.start import loading_stages
 

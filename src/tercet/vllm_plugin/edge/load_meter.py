@@ -7,9 +7,9 @@ from collections.abc import Generator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
+from tercet.engine.liveness_probe import LivenessProbe
 from tercet.protocol import EngineLoad
 from tercet.vllm_plugin.edge.adapters import Adapters
-from tercet.vllm_plugin.edge.liveness_probe import LivenessProbe
 
 if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM

@@ -9,118 +9,23 @@ protocol: its ``RequestState`` has a field for that.
 
 from __future__ import annotations
 
-import re
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 from contextlib import AbstractAsyncContextManager, AsyncExitStack
-from contextvars import ContextVar
 from copy import copy
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
-from starlette.types import ASGIApp, Receive, Scope, Send
-
+from tercet.engine import generating, receiving
 from tercet.protocol import BadRequest, Request, Reservation, TercetError
-from tercet.protocol.access import BearerKeys
-from tercet.protocol.errors import error_body
-from tercet.protocol.headers import PREFILLED_BELOW, PREFILLED_HEADER, PREFILLER_HEADER
-from tercet.protocol.hosts import AllowedPrefillers
 from tercet.protocol.names import sequence_id
 from tercet.protocol.trace import TraceEvent, VerbTrace
-from tercet.vllm_plugin.edge.verbs import EngineVerbs
+from tercet.vllm_plugin.core.connector_messages import TercetParams
+from tercet.vllm_plugin.edge.attached_engine import AttachedEngine
 from tercet.wire.client.remote_prefill import RemotePrefill, prefill_here
-from tercet.wire.serving.answers import TracingSend, require_trace_reader, wants_trace
+from tercet.wire.serving.prefiller_header import NamedPrefillers, named_prefillers, reported_prefill
 
 if TYPE_CHECKING:
     from vllm.v1.engine import EngineCoreRequest
     from vllm.v1.engine.async_llm import AsyncLLM
-
-_COUNT = re.compile(r"[0-9]{1,9}")
-
-
-@dataclass(eq=False)
-class NamedPrefillers:
-    """The engines that prefill for the sequences of one HTTP request, and each sequence's trace.
-
-    ``held`` is closed when the request ends.
-    """
-
-    hosts: Sequence[str]
-    held: AsyncExitStack
-    traces: list[VerbTrace] = field(default_factory=list[VerbTrace])
-
-
-class Prefilled(NamedTuple):
-    """A finished prefill: another engine has sent the KV under ``lease``, and had ``cached`` tokens in its cache."""
-
-    lease: str
-    cached: int
-
-
-_named: ContextVar[NamedPrefillers | None] = ContextVar("tercet_prefillers", default=None)
-_told: ContextVar[Prefilled | None] = ContextVar("tercet_prefilled", default=None)
-
-
-class PrefillerHeader:
-    """An ASGI layer before vLLM's API, for the header that names engines to prefill.
-
-    It reads the header, refuses engines that are not allowed, and adds traces to answers. Without ``allowed`` engines,
-    the header is ignored. A sidecar's header reports a prefill that is already done. ``require_operator`` raises for a
-    caller who may not see traces.
-    """
-
-    def __init__(
-        self,
-        app: ASGIApp,
-        allowed: Callable[[], AllowedPrefillers],
-        require_operator: Callable[[Scope], None] = lambda scope: require_trace_reader(scope, BearerKeys(())),
-    ) -> None:
-        self._app = app
-        self._allowed = allowed
-        self._require_operator = require_operator
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve a request, as an ASGI application."""
-        allowed = self._allowed()
-        headers = _headers(scope) if scope["type"] == "http" and scope["path"].startswith(PREFILLED_BELOW) else {}
-        said = headers.get(PREFILLER_HEADER) if allowed else None
-        if said is None:
-            token = _told.set(_prefilled(headers.get(PREFILLED_HEADER, "")))
-            try:
-                await self._app(scope, receive, send)
-            finally:
-                _told.reset(token)
-            return
-        try:
-            hosts, traced = allowed.named(said), wants_trace(headers)
-            if traced:
-                self._require_operator(scope)
-        except TercetError as error:
-            await _refuse(send, scope["path"], error)
-            return
-        async with AsyncExitStack() as held:
-            named = NamedPrefillers(hosts, held)
-            token = _named.set(named)
-            try:
-                await self._app(scope, receive, TracingSend(send, named.traces) if traced else send)
-            finally:
-                _named.reset(token)
-
-
-def _headers(scope: Scope) -> dict[str, str]:
-    return {name.decode("latin-1").lower(): value.decode("latin-1") for name, value in scope["headers"]}
-
-
-def _prefilled(said: str) -> Prefilled | None:
-    """Return the content of a sidecar's header; None for an invalid one."""
-    lease, _, cached = said.partition(" ")
-    return Prefilled(lease, int(cached)) if _COUNT.fullmatch(cached) else None
-
-
-async def _refuse(send: Send, path: str, error: TercetError) -> None:
-    body = error_body(path, error)
-    headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
-    await send({"type": "http.response.start", "status": error.status, "headers": headers})
-    await send({"type": "http.response.body", "body": body})
 
 
 class PrefilledRequests:
@@ -129,8 +34,8 @@ class PrefilledRequests:
     Without ``remote``, requests cannot name engines.
     """
 
-    def __init__(self, client: AsyncLLM, verbs: EngineVerbs, remote: RemotePrefill | None) -> None:
-        self._verbs = verbs
+    def __init__(self, client: AsyncLLM, engine: AttachedEngine, remote: RemotePrefill | None) -> None:
+        self._edge, self._meter = engine.edge, engine.meter
         self._remote = remote
         self._processor = client.output_processor
         core: Any = client.engine_core
@@ -140,19 +45,19 @@ class PrefilledRequests:
     @property
     def name(self) -> str:
         """The engine's name."""
-        return self._verbs.name
+        return self._edge.name
 
     def prep_recv(self, request: Request, end: int | None = None) -> AbstractAsyncContextManager[Reservation]:
         """Reserve blocks: see :class:`~tercet.wire.client.remote_prefill.Receiver`."""
-        return self._verbs.reserved(request, end)
+        return receiving.reserved(self._edge, request, end)
 
     async def add_request(self, request: EngineCoreRequest) -> None:
         """Get the request's KV from the named engines, if any, and then add the request to the core.
 
         This method replaces ``engine_core.add_request_async``.
         """
-        named, told = _named.get(), _told.get()
-        if told is not None and self._verbs.leases.has(told.lease):
+        named, told = named_prefillers.get(), reported_prefill.get()
+        if told is not None and self._edge.leases.has(told.lease):
             self._tell_cached(request, told.cached)
         if named is not None and self._remote is not None:
             try:
@@ -185,14 +90,14 @@ class PrefilledRequests:
             cache_salt=request.cache_salt,
         )
         async with AsyncExitStack() as held:
-            with self._verbs.meter.computed_elsewhere(sequence.num_tokens):
+            with self._meter.computed_elsewhere(sequence.num_tokens):
                 begin = await held.enter_async_context(remote.prefilled(self, sequence, named.hosts, trace))
             try:
-                params = await named.held.enter_async_context(self._verbs.adopted(sequence))
+                seq = await named.held.enter_async_context(generating.adopted(self._edge, sequence))
             except TercetError as error:  # the request was aborted in the meantime, or its lease has ended
                 prefill_here(self.name, request.request_id, error, trace)
                 return
-        if params is None or request.sampling_params is None:
+        if seq is None or request.sampling_params is None:
             return
         sent = trace.filled()
         if sent is not None:
@@ -200,7 +105,7 @@ class PrefilledRequests:
         given = request.sampling_params.extra_args or {}
         theirs = given.get("kv_transfer_params")
         theirs = theirs if isinstance(theirs, dict) else {}  # with vllm_xargs it may be text
-        ours = params.to_kv_transfer_params()
+        ours = TercetParams(self._edge.description.token, seq=seq).to_kv_transfer_params()
         request.sampling_params = copy(request.sampling_params)  # sequences of one request may share them
         request.sampling_params.extra_args = {**given, "kv_transfer_params": {**theirs, **ours}}
         trace.events.append(TraceEvent("start_generate", self.name, begin=begin, end=sequence.num_tokens))

@@ -20,11 +20,11 @@ from typing import Any
 from fastapi import FastAPI
 from starlette.types import ASGIApp
 
+from tercet.engine.text_fingerprint import text_fingerprint
 from tercet.protocol import BadRequest
 from tercet.protocol.addresses import TextFingerprint
 from tercet.settings.variables import PARALLEL_TOKENIZERS
 from tercet.vllm_plugin.differences import SYSTEM_BALANCES, cli_args, structured_outputs_config
-from tercet.vllm_plugin.edge.text_fingerprint import text_fingerprint
 from tercet.vllm_plugin.fast_path.entry import FastPath, fast_path
 from tercet.vllm_plugin.frontend.converted_streams import keeping_errors
 from tercet.vllm_plugin.frontend.program_client import ProgramClient, Programs, RouterLLM

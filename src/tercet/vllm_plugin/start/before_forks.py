@@ -13,8 +13,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+from tercet.engine.text_fingerprint import text_fingerprint
 from tercet.settings.variables import PARALLEL_TOKENIZERS
-from tercet.vllm_plugin.edge.text_fingerprint import text_fingerprint
 from tercet.vllm_plugin.hooks import Side, UnsupportedVLLM, require_hooks
 
 # What vLLM's tokenizer of a checkpoint in a directory is cached by, unless flags choose otherwise.

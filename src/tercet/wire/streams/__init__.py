@@ -18,7 +18,6 @@ from tercet.wire.streams.router_connection import (
     RouterConnections,
     SequenceSender,
     StreamRelay,
-    propose_move,
 )
 from tercet.wire.streams.wire_format import OutputBatch, StreamHello, TokenDelta
 
@@ -33,5 +32,4 @@ __all__ = [
     "StreamListener",
     "StreamRelay",
     "TokenDelta",
-    "propose_move",
 ]

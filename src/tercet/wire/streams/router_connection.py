@@ -6,7 +6,7 @@ import asyncio
 import logging
 import time
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from itertools import chain, repeat
 from typing import cast
@@ -25,12 +25,10 @@ from tercet.protocol import (
     RequestTooLarge,
     RouterUnreachable,
     TercetError,
-    UnknownSequence,
 )
-from tercet.protocol.names import find_id
 from tercet.protocol.spans import read_traceparent, working_in
 from tercet.protocol.splitting import FrameSplitter, ItemTooLong
-from tercet.protocol.wire import UNREADABLE, MoveCall, StartGenerateCall, StreamDestination, large_field_of
+from tercet.protocol.wire import UNREADABLE, StartGenerateCall, StreamDestination, large_field_of
 from tercet.settings.log_lines import lines_of_request
 from tercet.wire.streams.wire_format import (
     LONGEST_FRAME,
@@ -450,21 +448,3 @@ class StreamRelay:
         """End all sequences, and close every connection."""
         self.router_connections.close()
         await self._tasks.close()
-
-
-def propose_move(senders: Mapping[str, SequenceSender | None], seq_id: str, call: MoveCall) -> None:
-    """Send a router the proposal to move a sequence.
-
-    ``senders`` has the sender of each sequence that the engine generates, by the engine's ids; None without a router.
-    ``seq_id`` is one of these ids, or its client's.
-
-    Raises :class:`~tercet.protocol.UnknownSequence` if the sequence is not here, and :class:`~tercet.protocol.Conflict`
-    if no router runs it.
-    """
-    found = find_id(senders, seq_id)
-    if found is None:
-        raise UnknownSequence(f"seq_id: this engine does not generate {seq_id!r}", "seq_id")
-    sender = senders[found]
-    if sender is None or not sender.open:
-        raise Conflict(f"seq_id: {found} is not run by a router, so it cannot be moved", "seq_id")
-    sender.propose(MoveProposal(found, call.destination, call.reason))

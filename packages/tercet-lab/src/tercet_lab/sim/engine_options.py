@@ -152,10 +152,7 @@ def check_send(request: Request, info: KVAddrInfo, begin: int, end: int, sample:
         raise BadRequest(f"prompt: {end} tokens do not fit in the whole KV cache of {room}", "prompt")
     if info.adapter != (request.adapter or ""):
         raise BadRequest(f"adapter: is {request.adapter!r}, and prep_recv was for {info.adapter!r}", "adapter")
-    if begin < info.begin:
-        raise BadRequest(f"begin: {begin} is before {info.begin}, where the reservation starts", "begin")
-    if end > info.end:
-        raise BadRequest(f"end: {end} is past {info.end}, where the reservation ends", "end")
+    info.require_covers(begin, end)
     if sample and end != request.num_tokens:
         raise BadRequest(f"sample: needs the whole prompt of {request.num_tokens} tokens, and end is {end}", "sample")
 

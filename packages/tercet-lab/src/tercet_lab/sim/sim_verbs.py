@@ -20,6 +20,7 @@ from aiohttp import web
 from aiohttp.typedefs import Middleware
 
 from tercet.aio import TaskSet
+from tercet.engine.sequences import propose_move
 from tercet.fleet.bodies import BodiesHeld
 from tercet.protocol import (
     BadRequest,
@@ -55,7 +56,7 @@ from tercet.protocol.wire import (
 )
 from tercet.settings.verb_log import LoggedGeneration, is_access_logged, lines_of_call, logged_call
 from tercet.wire.client.bounded_answers import PLAIN, read_answer
-from tercet.wire.streams import RouterConnections, StreamRelay, propose_move
+from tercet.wire.streams import RouterConnections, StreamRelay
 from tercet_lab.sim.network import Network, SendTarget
 from tercet_lab.sim.prompts import VOCABULARY, Prompt
 from tercet_lab.sim.sim_engine import SimEngine

@@ -13,12 +13,12 @@ from typing import Any
 import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 
+from tercet.engine import liveness_probe
+from tercet.engine.agent_metrics import ProbeCollector
+from tercet.engine.liveness_probe import POLL_INTERVAL_S, LivenessProbe, StallClock
 from tercet.protocol import EngineError
 from tercet.transport import AsyncControlClient, ControlServer, ReadCounters
 from tercet.transport.agent.agent_messages import Command
-from tercet.vllm_plugin.edge import liveness_probe
-from tercet.vllm_plugin.edge.agent_metrics import ProbeCollector
-from tercet.vllm_plugin.edge.liveness_probe import POLL_INTERVAL_S, LivenessProbe, StallClock
 from tests.longest_wait import LONGEST_WAIT_S
 
 # ---- since when a part stands still ----------------------------------------------------------------------------

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tercet.vllm_plugin.edge.block_tables import (
+from tercet.engine.block_tables import (
     WORD_BYTES,
     BlockTableReader,
     BlockTableWriter,

@@ -7,9 +7,10 @@ from typing import Any
 import msgspec
 import pytest
 
+from tercet.engine.calls import check_send
+from tercet.engine.interface import ModelLimits
 from tercet.protocol import BadRequest, KVAddrInfo, KVLayout, LayoutMismatch, RankAddress
 from tercet.protocol.wire import RemoteSendCall
-from tercet.vllm_plugin.edge.call_checks import ModelLimits, check_send
 
 LIMITS = ModelLimits(vocab_size=100, max_model_len=10)
 LAYOUT = KVLayout(

@@ -11,9 +11,9 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
+from tercet.engine import text_fingerprint as text_fingerprint_module
+from tercet.engine.text_fingerprint import text_fingerprint
 from tercet.protocol.addresses import TextFingerprint
-from tercet.vllm_plugin.edge import text_fingerprint as text_fingerprint_module
-from tercet.vllm_plugin.edge.text_fingerprint import text_fingerprint
 
 TEMPLATE = "{% for message in messages %}{{ message.content }}{% endfor %}"
 Change = Callable[[dict[str, Any]], object]

@@ -8,6 +8,9 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 
 from tercet.aio import TaskSet
+from tercet.engine import agent_metrics
+from tercet.engine.agents import AgentCalls
+from tercet.engine.interface import KeyedPrompt, ReservedBlocks, SchedulerHalf
 from tercet.protocol import (
     BadRequest,
     Conflict,
@@ -20,12 +23,6 @@ from tercet.protocol import (
     packed,
 )
 from tercet.transport import ExtendLease, GrantLease, LeaseFilled
-from tercet.vllm_plugin.core import core_methods
-from tercet.vllm_plugin.core.connector_messages import ReservedBlocks
-from tercet.vllm_plugin.core.core_methods import CoreCalls
-from tercet.vllm_plugin.core.keyed_prompt import KeyedPrompt
-from tercet.vllm_plugin.edge import agent_metrics
-from tercet.vllm_plugin.edge.agent_calls import AgentCalls
 
 RELEASE_SECONDS = 3.0
 """Seconds for which a release is awaited; after that it continues in the background."""
@@ -50,7 +47,7 @@ class EdgeLease:
     matched_len: int = 0
     group_begins: tuple[int, ...] = ()
     committed: int = 0
-    filled: dict[int, Content] = field(default_factory=dict)
+    filled: dict[int, Content] = field(default_factory=dict[int, Content])
     granted: bool = False
     extending: bool = False
     closing: asyncio.Task[int] | None = None
@@ -68,7 +65,7 @@ class LeaseTimers:
     A lease that is forgotten here is either claimed, and then the request that adopts it has its blocks, or released.
     """
 
-    def __init__(self, core: CoreCalls, agents: AgentCalls, tasks: TaskSet, reserve_wait: float) -> None:
+    def __init__(self, core: SchedulerHalf, agents: AgentCalls, tasks: TaskSet, reserve_wait: float) -> None:
         self._core = core
         self._agents = agents
         self._tasks = tasks
@@ -80,7 +77,6 @@ class LeaseTimers:
         return len(self._leases)
 
     def holds(self, seq_id: str) -> bool:
-        """True if the sequence has a lease."""
         return seq_id in self._of_seq
 
     def has(self, lease: str) -> bool:
@@ -88,7 +84,6 @@ class LeaseTimers:
         return lease in self._leases
 
     def adapters(self) -> list[str]:
-        """Return the names of the adapters of all leases."""
         return [held.prompt.adapter.name for held in self._leases.values() if held.prompt.adapter is not None]
 
     async def reserve(self, seq_id: str, prompt: KeyedPrompt, ttl: float, notify: str) -> EdgeLease:
@@ -137,7 +132,7 @@ class LeaseTimers:
         self._renew(held)
         held.extending = True
         try:
-            reserved = await self._core.call(core_methods.extend, lease, prompt)
+            reserved = await self._core.extend(lease, prompt)
             if held.lease in self._leases:  # otherwise the lease has ended: these blocks are freed with the others
                 blocks, begin, size, tokens = reserved.blocks, held.matched_len, reserved.block_size, prompt.tokens
                 await self._agents.grant(
@@ -153,11 +148,11 @@ class LeaseTimers:
 
     async def _reserved(self, held: EdgeLease) -> ReservedBlocks:
         def give_up() -> None:
-            self._tasks.spawn(self._core.call(core_methods.give_up, held.lease))
+            self._tasks.spawn(self._core.give_up(held.lease))
 
         giving_up = asyncio.get_running_loop().call_later(self._reserve_wait, give_up)
         try:
-            return await self._core.call(core_methods.reserve, held.lease, held.prompt)
+            return await self._core.reserve(held.lease, held.prompt)
         finally:
             giving_up.cancel()
 
@@ -237,7 +232,7 @@ class LeaseTimers:
         valid = min(held.filled.values(), key=lambda valid: valid.end)
         if len(held.filled) == len(self._agents) and valid.end > held.committed:
             held.committed = valid.end
-            self._tasks.spawn(self._core.call(core_methods.commit, filled.lease, valid))
+            self._tasks.spawn(self._core.commit(filled.lease, valid))
 
     def _renew(self, held: EdgeLease) -> None:
         held.timer.cancel()
@@ -262,7 +257,7 @@ class LeaseTimers:
     async def _release(self, held: EdgeLease) -> int:
         valid_end = max(held.matched_len, await self._closing(held))
         with suppress(UnknownSequence):
-            valid_end = await self._core.call(core_methods.release, held.lease, valid_end)
+            valid_end = await self._core.release(held.lease, valid_end)
         return valid_end
 
     def _forget(self, lease: str) -> EdgeLease | None:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from prometheus_client import REGISTRY, Counter, Gauge
+from prometheus_client import Counter, Gauge
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from tercet.vllm_plugin.edge.liveness_probe import LivenessProbe
+from tercet.engine.liveness_probe import LivenessProbe
 
 NOW = {
     "connections": "Open connections from senders.",
@@ -51,7 +51,6 @@ class ProbeCollector(Collector):
         self._probe = probe
 
     def collect(self) -> Iterable[Metric]:
-        """Yield the metrics: see ``prometheus_client``'s ``Collector``."""
         stalled = GaugeMetricFamily(
             "tercet_stalled_seconds", "Seconds since the last progress of a process of this engine."
         )
@@ -63,8 +62,3 @@ class ProbeCollector(Collector):
                 for rank, counters in enumerate(self._probe.agent_counters):
                     family.add_metric([str(rank)], counters.get(name, 0))
                 yield family
-
-
-def export(probe: LivenessProbe) -> None:
-    """Add the metrics to ``/metrics``. Relies on vLLM serving ``prometheus_client``'s default registry."""
-    REGISTRY.register(ProbeCollector(probe))

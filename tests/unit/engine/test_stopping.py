@@ -6,8 +6,8 @@ import asyncio
 
 import pytest
 
-from tercet.vllm_plugin.edge import stopping
-from tercet.vllm_plugin.edge.stopping import StopWhenEmpty
+from tercet.engine import stopping
+from tercet.engine.stopping import StopWhenEmpty
 
 
 class Engine:

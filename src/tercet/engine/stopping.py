@@ -6,7 +6,6 @@ import asyncio
 import atexit
 import logging
 import os
-import signal
 from collections.abc import Callable
 
 from tercet.aio import TaskSet
@@ -32,17 +31,12 @@ class StopWhenEmpty:
         self._is_empty = is_empty
         self._stop = stop
         self._grace = grace
-        self._asked = False
+        self.is_asked = False
         self._tasks = TaskSet()
-
-    @property
-    def is_asked(self) -> bool:
-        """True once a stop was requested."""
-        return self._asked
 
     def ask(self) -> None:
         """Request a stop of the engine."""
-        asked_before, self._asked = self._asked, True
+        asked_before, self.is_asked = self.is_asked, True
         if asked_before or not self._grace:
             self._tasks.cancel()
             self._stop()
@@ -66,26 +60,13 @@ class StopWhenEmpty:
         self._stop()
 
 
-def stop_on_sigterm(stop: StopWhenEmpty) -> None:
-    """Make SIGTERM request ``stop``, in place of vLLM's handler. Call this when the server starts.
-
-    Relies on vLLM handling SIGINT as it handles SIGTERM, and on both handlers being set before its server starts.
-    """
-    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stop.ask)
-
-
-def let_vllm_stop() -> None:
-    """Run vLLM's own handler."""
-    signal.raise_signal(signal.SIGINT)
-
-
 def fail_at_exit(reason: str) -> None:
-    """Log the ``reason`` and make this process exit with 1: vLLM's server exits with 0 also after its core was lost."""
+    """Log the ``reason`` and make this process exit with 1: a server may exit with 0 also after its core was lost."""
     logger.critical("the engine ends with exit code 1: %s", reason)
 
     def fail() -> None:
         atexit.unregister(fail)
-        atexit._run_exitfuncs()  # those that were registered earlier
+        atexit._run_exitfuncs()  # pyright: ignore[reportPrivateUsage]  # those that were registered earlier
         logging.shutdown()
         os._exit(1)
 

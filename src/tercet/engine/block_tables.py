@@ -1,13 +1,23 @@
 """Tables of running sequences' KV, in shared memory, which an engine's core publishes with each step.
 
-The API server's process reads a table when the core is stuck, perhaps in the middle of a write. A writer therefore
-makes :data:`VERSION` odd while it changes anything, and a reader accepts its data only if the version was even before
-and is the same after. A writer that is stopped within a change leaves the version odd, and then nothing is found.
+The process that serves the verbs reads a table when the core is stuck, perhaps in the middle of a write. A writer
+therefore makes :data:`VERSION` odd while it changes anything, and a reader accepts its data only if the version was
+even before and is the same after. A writer that is stopped within a change leaves the version odd, and then nothing is
+found.
 
 :data:`EPOCH` shows how long the table is true. It is the number of the core's words
 (:mod:`tercet.transport.region`) that guarantee all blocks in the table, and 0 from the time when the core allocates
 a block again until it has updated the table: a block of the table may be among those, since the table still has
 sequences that ended after its last change.
+
+That process knows the tokens of every sequence that decodes here, since they passed through it. It lacks the place of
+their KV, which is in the table. The blocks are not pinned: a send by :class:`Bypass` uses one of the core's words, so
+that a receiver accepts nothing from a block that the core has reallocated after it continued.
+
+One table, in words of 8 bytes:
+
+    VERSION  EPOCH  | OWNER  COMPUTED  COUNT  block block block ... | OWNER  COMPUTED  COUNT  block ... | ...
+    ─── HEAD ────── | ───── ROW_HEAD ───────  ──── row_blocks ───── |   one row for each sequence and group
 """
 
 from __future__ import annotations
@@ -16,11 +26,15 @@ import mmap
 import os
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import msgspec
 
-from tercet.transport import create_sealed_file
+from tercet.protocol import EngineError
+from tercet.transport import CORE_WORDS, Push, core_word, create_sealed_file
+
+if TYPE_CHECKING:
+    from tercet.engine.interface import SendParams
 
 VERSION, EPOCH, HEAD = 0, 1, 2
 # Words of a row: its owner (0: none), the number of computed tokens, and the number of blocks that follow.
@@ -197,3 +211,50 @@ def open_table(place: TablePlace) -> BlockTableReader:
     finally:
         os.close(fd)
     return BlockTableReader(memoryview(mapped).cast("q"), place.shape)
+
+
+# The null block never contains KV: it stands for tokens that a model no longer looks back at.
+NULL_BLOCK = 0
+
+
+class Bypass:
+    """A look-up of KV in the tables that the core has published, with blocks of ``block_size`` tokens."""
+
+    def __init__(self, tables: BlockTableReader, block_size: int) -> None:
+        self._tables = tables
+        self._block_size = block_size
+        self._epoch, self._used = 0, 0
+
+    def find(self, owners: Iterable[int], params: SendParams) -> tuple[list[Push], int]:
+        """Return the pushes of a send of KV that one of ``owners`` has, and the core's word for the send.
+
+        The send may begin at once. Raises :class:`~tercet.protocol.EngineError` if the core has not published the place
+        of the KV.
+        """
+        for owner in owners:
+            found = self._tables.find_all(owner)
+            pushes = None if found is None else self._pushes(found, params)
+            if found and pushes is not None:
+                return pushes, self._word(found[0].epoch)
+        raise EngineError("the engine's core does not answer, and has not published the place of these tokens' KV")
+
+    def _pushes(self, found: list[Residence], params: SendParams) -> list[Push] | None:
+        """Return a push for each group with requested KV; None if some of it is missing."""
+        base, until, pushes = params.base // self._block_size, -(-params.end // self._block_size), list[Push]()
+        for group, each in enumerate(found):
+            first = params.first_block(group, self._block_size)
+            blocks = tuple(each.blocks[first:until])
+            if each.computed < params.end or len(blocks) < until - first or NULL_BLOCK in blocks:
+                return None
+            if blocks:
+                pushes.append(Push(params.send_id, first - base, blocks, group))
+        return pushes
+
+    def _word(self, epoch: int) -> int:
+        """Return an unused word of the epoch: each word is used for one send."""
+        if epoch != self._epoch:
+            self._epoch, self._used = epoch, 0
+        if self._used == CORE_WORDS:
+            raise EngineError(f"{CORE_WORDS} sends have bypassed the stuck core, which is the limit")
+        self._used += 1
+        return core_word(epoch, self._used - 1)

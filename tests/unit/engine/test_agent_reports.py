@@ -10,10 +10,10 @@ import msgspec
 import pytest
 import zmq.asyncio
 
+from tercet.engine.agents import AgentReports
 from tercet.protocol.spans import Span, SpanContext, process
 from tercet.transport import LeaseFilled, ReceiveDone, ReceiveEnd, SendDone
 from tercet.transport.agent.agent import Reporter
-from tercet.vllm_plugin.edge.agent_reports import AgentReports
 from tests.longest_wait import LONGEST_WAIT_S
 from tests.unit.transport.models import whose
 

@@ -52,7 +52,6 @@ class StallClock:
             self._owes_since[part] = now
 
     def answered(self, part: str) -> None:
-        """Record that the part has answered."""
         self._owes_since.pop(part, None)
 
     def stalled(self, now: float) -> dict[str, float]:
@@ -96,7 +95,7 @@ class LivenessProbe:
         while silent := [part.name for part in self._parts if part.answer is None]:
             left = end - time.monotonic()
             if left > 0:
-                await asyncio.wait([part.polled for part in self._parts if part.answer is None], timeout=left)
+                await asyncio.wait([part.next for part in self._parts if part.answer is None], timeout=left)
                 continue
             raise EngineError(f"the engine's {', '.join(silent)} did not answer within {FIRST_SECONDS:.0f} s")
         self._tasks.keep(self._watch, "watch of stalls")
@@ -107,12 +106,10 @@ class LivenessProbe:
 
     @property
     def core_status(self) -> dict[str, Any]:
-        """The core's last answer."""
         return self._core.answer
 
     @property
     def agent_counters(self) -> list[dict[str, int]]:
-        """Each agent's last answer, by rank."""
         return [part.answer for part in self._agents]
 
     @property
@@ -148,7 +145,6 @@ class LivenessProbe:
         return max(self._clock.stalled(time.monotonic()).values(), default=0.0)
 
     async def close(self) -> None:
-        """Stop polling."""
         await self._tasks.close()
 
     async def _watch(self) -> None:
@@ -173,21 +169,16 @@ class _Part:
         self._clock = clock
         self._failures = Failures(f"poll of the engine's {name}")
         self._wanted = asyncio.Event()
-        self._next: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.next: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     def asked_again(self) -> asyncio.Future[None]:
         """Return the future of the answer to a poll that is still to be sent."""
         self._wanted.set()
-        return self._next
-
-    @property
-    def polled(self) -> asyncio.Future[None]:
-        """The future of the next answer or failure; the part is polled at intervals."""
-        return self._next
+        return self.next
 
     async def ask_again_and_again(self) -> None:
         while True:
-            current, self._next = self._next, asyncio.get_running_loop().create_future()
+            current, self.next = self.next, asyncio.get_running_loop().create_future()
             self._wanted.clear()
             self._clock.asked(self.name, time.monotonic())
             try:
