@@ -29,7 +29,7 @@ from tercet.cli.terminal import note, show_table, write_file
 from tercet.decisions.planning import FleetPlan
 from tercet.programs import load_program
 from tercet.protocol import BadRequest
-from tercet.settings.role_settings import Objectives
+from tercet.settings.fleet_settings import Objectives
 from tercet_lab.bench.simulated import (
     MovingSettings,
     PlannedWorkload,

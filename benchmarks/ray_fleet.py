@@ -22,9 +22,8 @@ from tests.unit.cluster.on_ray.ray_cluster import ray_cluster
 from tests.unit.cluster.whole_streams import streams
 
 from tercet.cluster.model import resolve_tokenizer
-from tercet.cluster.scaling.control import control_socket, scale_fleet, scaling_of
-from tercet.cluster.scaling.records import ScaleCall
-from tercet.cluster.scaling.scaler import Scaler
+from tercet.cluster.scaling.decide import ScaleCall
+from tercet.cluster.scaling.scaler import Scaler, control_socket, scale_fleet, scaling_of
 from tercet.cluster.up_config import UpConfig
 from tercet_ray.ray_fleet import ray_fleet
 

@@ -19,7 +19,7 @@ from benchmarks.command_line import run
 from tercet.cli.terminal import show_table
 from tercet.decisions.scheduling import load_scheduling
 from tercet.programs import load_program
-from tercet.settings.session_settings import SessionSettings
+from tercet.settings.fleet_settings import SessionSettings
 from tercet_lab.bench.simulated import MovingSettings, PlannedWorkload
 from tercet_lab.bench.simulated.outcome import Outcome
 from tercet_lab.bench.simulated.scenario import EngineGroup, Fault, FleetSpec

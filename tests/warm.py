@@ -16,7 +16,7 @@ from tercet.cluster import guard
 from tercet.cluster.engine_command import EngineSpec, engine_env
 from tercet.cluster.model import resolve_model
 from tercet.cluster.warm_start import COMMAND, can_fork, listening_for_guards, loaded_with
-from tercet.settings.variables import WARM_PARENT_VARIABLE
+from tercet.settings.process_settings import WARM_PARENT_VARIABLE
 
 MODEL = "smollm2"
 GRACE_SECONDS = 10

@@ -14,7 +14,7 @@ from benchmarks.migration.moving import WAYS, MoveCost, measure_moves
 from benchmarks.migration.moving_figure import plot_pauses
 from benchmarks.migration.moving_report import NEIGHBOURS, PAUSES, neighbour_rows, pause_rows
 
-from tercet.cli.given_names import given_as
+from tercet.cli.setting_flags import given_as
 from tercet.cli.terminal import note, require_folder, say, show_table, write_file
 from tercet.settings import MoveSettings, require_url
 from tercet_lab.bench.drawing import require_drawing

@@ -13,7 +13,7 @@ from scripts.reference.settings_pages import OF_COMMANDS
 
 from tercet.cli.app import app
 from tercet.settings import declared
-from tercet.settings.variables import VARIABLES
+from tercet.settings.process_settings import VARIABLES
 
 HEAD = """# Environment variables
 

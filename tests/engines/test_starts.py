@@ -16,7 +16,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tercet.settings.variables import COLD, WARM_PARENT_VARIABLE
+from tercet.settings.process_settings import COLD, WARM_PARENT_VARIABLE
 from tests.long_runs import in_full
 from tests.small_llama import small_llama
 

@@ -35,7 +35,7 @@ from tercet.router.state.fleet_state import StateFile
 from tercet.router.state.followers import ALIVE, REPORT, Followers
 from tercet.router.state.loaded_code import load_scheduling_file
 from tercet.settings import EngineAddress
-from tercet.settings.decoding import read_yaml
+from tercet.settings.declaration import read_yaml
 from tercet.transport import GrantLease, KVRegion, LeaseFilled, SendDone, TransportSettings, is_address
 from tercet.transport.agent.agent import Agent, AgentSetup
 from tercet.transport.agent.agent_messages import ControlServer, ReadCounters

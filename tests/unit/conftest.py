@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tercet.settings.variables import WARM_PARENT_VARIABLE
+from tercet.settings.process_settings import WARM_PARENT_VARIABLE
 from tests.light_parent import EARLY, light_parent
 
 

@@ -13,8 +13,7 @@ import pytest
 
 from tercet import __version__
 from tercet.cli.commands import EXTRA_OF, MODULES
-from tercet.protocol.entry_points import COMMANDS, PARTS, SETTINGS, entry_points
-from tercet.settings.extras import EXTRAS
+from tercet.protocol.entry_points import COMMANDS, EXTRAS, PARTS, SETTINGS, entry_points
 
 ROOT = Path(__file__).resolve().parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]

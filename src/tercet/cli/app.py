@@ -14,12 +14,15 @@ import typer.main
 
 from tercet import __version__
 from tercet.cli.commands import LazyGroup
-from tercet.cli.missing_values import require_values
 from tercet.cli.terminal import NobodyReads, forget_stdout, printable
 from tercet.protocol import TercetError
 
 if TYPE_CHECKING:
     from tercet.settings import Declared
+from collections.abc import Sequence
+from itertools import pairwise, takewhile
+
+from tercet.protocol import BadRequest
 
 # Commands that run for a long time and read settings from environment variables.
 SERVERS = frozenset({"up", "engine", "router", "epp", "sidecar", "model-router", "rescheduler", "demo", "chaos"})
@@ -116,7 +119,7 @@ def exit_code_of(run: Callable[[], int | None]) -> int:
 
 def _nearest(error: Any) -> str:
     """Return a hint for an unknown option: the most similar one, and all options of the command."""
-    from tercet.cli.given_names import kind_of
+    from tercet.cli.setting_flags import kind_of
     from tercet.settings import declared
     from tercet.settings.declaration import near
 
@@ -147,3 +150,21 @@ def _complain(text: str, code: int) -> int:
 def exit_on_signal(number: int, _frame: FrameType | None) -> None:
     """Raise ``SystemExit``, so that cleanup code stops what was started."""
     sys.exit(128 + number)
+
+
+def require_values(command: Any, argv: Sequence[str]) -> None:
+    """Raise :class:`~tercet.protocol.BadRequest` for a flag that is followed by another flag instead of its value.
+
+    ``command`` is click's object of the command line ``argv``. Words after ``--`` are not flags of it.
+    """
+    words = list(takewhile(lambda word: word != "--", argv))
+    while words and words[0] in getattr(command, "commands", ()):
+        command = command.commands[words.pop(0)]
+    takes_value = {name: not each.is_flag for each in command.params for name in _flags(each)}
+    for flag, after in pairwise(words):
+        if takes_value.get(flag) and (after in takes_value or after == "--help"):
+            raise BadRequest(f"{flag}: needs a value, and {after} follows it", flag)
+
+
+def _flags(parameter: Any) -> list[str]:
+    return [name for name in (*parameter.opts, *parameter.secondary_opts) if name.startswith("-")]

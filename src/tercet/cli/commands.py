@@ -115,9 +115,8 @@ def _source(module: str) -> Path:
 
 @cache
 def _built(name: str) -> Any:
-    from tercet.cli.given_names import SETTINGS_OF
-    from tercet.cli.settings_help import SettingsCommand
-    from tercet.settings.extras import provided
+    from tercet.cli.setting_flags import SETTINGS_OF, SettingsCommand
+    from tercet.protocol.entry_points import provided
 
     if name not in MODULES and name not in entry_points(COMMANDS):
         raise KeyError(name)

@@ -16,16 +16,13 @@ from urllib.parse import urlsplit
 import msgspec
 import typer
 
-from tercet.cli.given_names import PARTS, flags_of, given_as
+from tercet.cli.setting_flags import PARTS, flags_of, given_as
 from tercet.cli.terminal import announce
 from tercet.cluster.child_process import GRACE_SECONDS
-from tercet.cluster.detached_fleets import DetachedFleet, announced, detached_fleets
-from tercet.cluster.log_directories import log_directory
+from tercet.cluster.detached_fleets import DetachedFleet, announced, detached_fleets, log_directory, own_start
 from tercet.cluster.ports import require_free
-from tercet.cluster.process_start import own_start
 from tercet.cluster.running_fleet import READY_SECONDS, STOP_ON_RAY_SECONDS, StartedFleet
-from tercet.cluster.scaling.control import control_socket
-from tercet.cluster.scaling.scaler import Scaler
+from tercet.cluster.scaling.scaler import Scaler, control_socket
 from tercet.cluster.up_config import UpConfig
 from tercet.protocol import BadRequest, EngineError
 from tercet.protocol.hosts import LAST_PORT

@@ -10,10 +10,8 @@ import msgspec
 import typer
 
 from tercet.cli.terminal import note, say
-from tercet.cluster.findings import Finding, findings_of
-from tercet.cluster.machine import look_at_machine
-from tercet.protocol.entry_points import PARTS, entry_points
-from tercet.settings.extras import provided
+from tercet.cluster.machine import Finding, findings_of, look_at_machine
+from tercet.protocol.entry_points import PARTS, entry_points, provided
 
 MARKS = {"ok": "ok    ", "costs": "costs ", "broken": "broken"}
 

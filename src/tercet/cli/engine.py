@@ -1,21 +1,34 @@
-"""``tercet engine``: run one engine in the foreground."""
+"""``tercet engine``: run one engine in the foreground, or several that join a router and leave it at the end."""
 
 from __future__ import annotations
 
+import asyncio
 import os
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Annotated
 
 import msgspec
 import typer
 
-from tercet.cli.engine_flags import EngineFlags
-from tercet.cli.flag_records import flags_as_records
-from tercet.cli.given_names import PARTS, given_as
-from tercet.cli.joining import join_router, joining_specs
-from tercet.cli.setting_flags import VLLM_FLAGS
-from tercet.cli.simulated import simulated_engine
-from tercet.cli.terminal import note
-from tercet.cluster.compute import devices_for_engines
-from tercet.cluster.device_plan import pick_devices
+from tercet.aio import signals_to
+from tercet.cli.setting_flags import (
+    PARTS,
+    VLLM_FLAGS,
+    Dtype,
+    Host,
+    Model,
+    ServedModelName,
+    VLLMArgs,
+    flags_as_records,
+    given_as,
+    require_defaults,
+)
+from tercet.cli.terminal import announce, note
+from tercet.cluster.child_process import Process
+from tercet.cluster.detached_fleets import log_directory
+from tercet.cluster.devices import DeviceShare, devices_for_engines, pick_devices, plan_devices, split_cores
 from tercet.cluster.engine_command import (
     EngineSpec,
     as_shell,
@@ -25,17 +38,86 @@ from tercet.cluster.engine_command import (
     gpu_memory_of,
     plain_argv,
     ranks_of,
+    require_memory,
     require_private,
+    shared_cores,
+    simulated_engine,
     value_of,
 )
-from tercet.cluster.foresight import require_memory, shared_cores
+from tercet.cluster.joining import JoiningEngine, run_joined
 from tercet.cluster.model import BUILT_IN, resolve_model, resolve_tokenizer
 from tercet.cluster.model_hub import known_model
-from tercet.cluster.ports import require_free
-from tercet.protocol.hosts import AllowedPrefillers
+from tercet.cluster.ports import require_free, url_of
+from tercet.protocol import BadRequest, Role
+from tercet.protocol.access import key_of
+from tercet.protocol.hosts import LAST_PORT, AllowedPrefillers
 from tercet.protocol.names import require_engine_name
-from tercet.settings import key_values
-from tercet.settings.variables import THREADS_BIND
+from tercet.settings import SECRET_VARIABLE, key_values, require_url
+from tercet.settings.process_settings import PREFILL_HOSTS_VARIABLE, THREADS_BIND
+
+
+@dataclass(frozen=True)
+class EngineFlags:
+    """An engine to run, how to run it, and its membership of a running router's fleet."""
+
+    model: Model = "smollm2"
+    port: Annotated[int, typer.Option(min=1, max=LAST_PORT, help="Port of the HTTP server.")] = 8001
+    host: Host = "127.0.0.1"
+    name: Annotated[str | None, typer.Option(help="Name of the engine.", show_default="HOST:PORT")] = None
+    dtype: Dtype = None
+    served_model_name: ServedModelName = None
+    kv_cache_gib: Annotated[int, typer.Option(min=1, help="KV memory of a CPU engine (GiB).")] = 1
+    print_only: Annotated[bool, typer.Option("--print", help="Print the plain vLLM command and exit.")] = False
+    simulate: Annotated[
+        str | None,
+        typer.Option(
+            metavar="PROFILE", help="Profile of a simulated engine, which computes nothing; see `tercet bench profile`."
+        ),
+    ] = None
+    option: Annotated[
+        list[str] | None,
+        typer.Option(metavar="KEY=VALUE", help="Option of the simulated engine; needs --simulate. Repeatable."),
+    ] = None
+    prefill_hosts: Annotated[
+        str | None,
+        typer.Option(
+            metavar="HOST:PORT,...",
+            help="Engines that the header x-prefiller-host-port may name to prefill. HOST: an address, a network or "
+            "a name, which may have *; PORT: a port, a range or *.",
+            envvar=PREFILL_HOSTS_VARIABLE,
+            show_envvar=False,
+            show_default="none: the header is ignored",
+        ),
+    ] = None
+    join: Annotated[
+        str | None,
+        typer.Option(
+            metavar="URL", help="URL of a running router; the engine joins its fleet, and leaves it when it is stopped."
+        ),
+    ] = None
+    role: Annotated[Role, typer.Option(help="Role of the engine in that fleet; needs --join.")] = "both"
+    instances: Annotated[
+        int, typer.Option(min=1, max=1024, help="Number of engines, at --port and the ports after it; needs --join.")
+    ] = 1
+    drain_timeout: Annotated[
+        float,
+        typer.Option(
+            min=0, help="Longest time to move or finish sequences before the engine leaves (seconds); needs --join."
+        ),
+    ] = 25.0
+    vllm_args: VLLMArgs = None
+
+    def require_consistent(self) -> None:
+        """Raise :class:`~tercet.protocol.BadRequest` for flags that exclude or need one another."""
+        if self.join is None:
+            require_defaults(self, "--join", "role", "instances", "drain_timeout")
+        elif self.print_only:
+            raise BadRequest("--print: cannot be combined with --join", "--print")
+        if self.simulate is None:
+            require_defaults(self, "--simulate", "option")
+        if self.simulate is not None and (self.vllm_args or self.print_only):
+            refused = "--print" if self.print_only else VLLM_FLAGS
+            raise BadRequest(f"{refused}: cannot be combined with --simulate, which runs no vLLM", refused)
 
 
 @flags_as_records
@@ -144,3 +226,86 @@ def _with_devices(spec: EngineSpec) -> EngineSpec:
         return spec
     picked = pick_devices(devices, ranks_of(args), gpu_memory_of(args))
     return msgspec.structs.replace(spec, gpus=picked.devices, gpu_memory=picked.memory)
+
+
+_ANY_ADDRESS = ("", "0.0.0.0", "::")
+
+
+def specs_of(spec: EngineSpec, instances: int) -> list[EngineSpec]:
+    """Return ``instances`` specs like ``spec``, at consecutive ports, which share this machine's cores or devices."""
+    shares, computes = [DeviceShare(())] * instances, spec.simulate is None
+    devices = devices_for_engines() if computes else ()
+    if devices:
+        shares = plan_devices(devices, instances, ranks_of(spec.extra_args), gpu_memory_of(spec.extra_args))
+    cores: Sequence[tuple[int, ...]] = [()] * instances
+    if computes and not devices:
+        cores = split_cores(sorted(os.sched_getaffinity(0)), instances)
+    return [
+        msgspec.structs.replace(
+            spec,
+            name=spec.name if instances == 1 else f"{spec.name}-{index}",
+            port=spec.port + index,
+            cores=cores[index],
+            gpus=shares[index].devices,
+            gpu_memory=shares[index].memory,
+        )
+        for index in range(instances)
+    ]
+
+
+def joining_specs(spec: EngineSpec, router: str, instances: int) -> list[EngineSpec]:
+    """Return :func:`specs_of` engines that can join ``router``; raise :class:`~tercet.protocol.TercetError`."""
+    require_url(router, "--join", "http://10.0.0.9:8000")
+    if spec.host in _ANY_ADDRESS:
+        raise BadRequest(
+            f"--host: {spec.host!r} is not an address; give the one at which the router reaches the engine", "host"
+        )
+    specs = specs_of(spec, instances)
+    for each in specs:
+        require_private(each)
+        require_free(each.host, each.port)
+    return specs
+
+
+def join_router(specs: Sequence[EngineSpec], router: str, role: Role, drain_seconds: float) -> None:
+    """Run the engines of ``specs`` as members of the fleet of ``router`` until SIGINT or SIGTERM.
+
+    Raises :class:`~tercet.protocol.TercetError`; exits with 130 or 143 after a signal.
+    """
+    require_memory(specs)
+    logs = log_directory(None)
+    announce(f"logs: {logs}")
+    engines = [
+        JoiningEngine(
+            each.name,
+            role,
+            url_of(each.host, each.port),
+            Process(each.name, engine_argv(each), {**engine_env(each)}, logs / f"{index}.log"),
+        )
+        for index, each in enumerate(specs)
+    ]
+    secret = key_of(os.environ.get(SECRET_VARIABLE, ""), SECRET_VARIABLE)
+    asyncio.run(_run(engines, router, secret, drain_seconds))
+
+
+async def _run(engines: Sequence[JoiningEngine], router: str, secret: str, drain_seconds: float) -> None:
+    running = asyncio.ensure_future(
+        run_joined(engines, router, secret, drain_seconds, lambda name, state: announce(f"  {name}: {state}"))
+    )
+    hurried: list[asyncio.Task[None]] = []
+
+    def stop() -> None:
+        announce("leaving the fleet; a second signal stops at once")
+        running.cancel()
+
+    def hurry() -> None:
+        announce("stopping at once")
+        hurried.extend(asyncio.ensure_future(each.process.hurry()) for each in engines)
+        running.cancel()
+
+    with signals_to(stop, hurry) as asked:
+        try:
+            await running
+        except asyncio.CancelledError:
+            await asyncio.gather(*hurried)
+            sys.exit(128 + asked[0] if asked else 1)

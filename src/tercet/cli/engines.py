@@ -1,22 +1,181 @@
-"""``tercet engines``: change the engines of a running router, their LoRA adapters, and where sequences run."""
+"""``tercet engines``: show and change a running router's engines, their roles and adapters; move its sequences."""
 
 from __future__ import annotations
 
+import json
 import time
+from collections.abc import Iterator
 from typing import Annotated, Any
 from urllib.parse import quote
 
 import typer
 
-from tercet.cli.adapters import adapters
-from tercet.cli.flag_records import flags_as_records
-from tercet.cli.given_names import given_as
-from tercet.cli.moves import move
-from tercet.cli.roles_in_words import roles_in_words
 from tercet.cli.router_calls import Json, RunningRouter, show_answer, understood
+from tercet.cli.setting_flags import flags_as_records, given_as
 from tercet.cli.terminal import say
 from tercet.protocol import BadRequest, Role
 from tercet.settings import require_engine_url
+
+
+def roles_in_words(found: dict[str, Any]) -> Iterator[str]:
+    """Return the router's answer about roles as lines."""
+    yield objectives_in_words(found["objectives"])
+    yield from classes_in_words(found["objectives"])
+    by_role = {role: [name for name, its in found["engines"].items() if its == role] for role in ("prefill", "decode")}
+    yield f"roles: {found['roles']}; " + "; ".join(f"{role}: {', '.join(by_role[role]) or 'none'}" for role in by_role)
+    decision = found["decision"]
+    if decision is None:
+        return
+    yield f"pressure: prefill {_share(decision['prefill_pressure'])}, decode {_share(decision['decode_pressure'])}"
+    yield f"{max(0.0, time.time() - decision['at']):.1f} s ago: {decision['why']}"
+    for flip in decision["flips"]:
+        when = time.strftime("%H:%M:%S", time.localtime(flip["at"]))
+        yield f"  {when}  {', '.join(flip['engines'])} -> {flip['role']}: {flip['reason']}"
+
+
+def classes_in_words(objectives: dict[str, Any]) -> Iterator[str]:
+    """Return a line for each class of requests."""
+    for each in objectives.get("classes", ()):
+        said = objectives_in_words(each).removeprefix("objectives: ")
+        yield f"  {objectives['header']}: {each['name']}: {said}"
+
+
+def objectives_in_words(objectives: dict[str, Any]) -> str:
+    """Return the objectives, and the share of requests that met them, as a line."""
+    limits = [f"{name.upper()} {objectives[name]:g} s" for name in ("ttft", "tpot") if objectives[name] is not None]
+    if not limits:
+        return "no objectives"
+    said = f"objectives: {', '.join(limits)} for {objectives['share']:.1%} of the requests"
+    if objectives["attainment"] is None:
+        return f"{said}; no request has ended yet"
+    return f"{said}; met by {objectives['attainment']:.1%} of {objectives['requests']}"
+
+
+def _share(pressure: float | None) -> str:
+    return "unknown" if pressure is None else f"{pressure:.0%}"
+
+
+@flags_as_records
+def adapters(
+    adapter: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="NAME=PATH",
+            help="Adapter to load: its name, and its path on every engine. With `--unload`: NAME only.",
+            show_default=False,
+        ),
+    ] = None,
+    replace: Annotated[
+        bool, typer.Option("--replace", help="Load the files at PATH again for an adapter that is loaded.")
+    ] = False,
+    unload: Annotated[bool, typer.Option("--unload", help="Refuse new requests for the adapter.")] = False,
+    *,
+    router: RunningRouter,
+    as_json: Json = False,
+) -> None:
+    """Show, load, replace or unload LoRA adapters of a running fleet.
+
+    Without NAME=PATH the command lists each adapter: name, digest of its contents, path, and the engines that have it.
+    An adapter is loaded on every engine that accepts adapters, or on none; then requests may name it as their model.
+    Start engines with `--enable-lora` and `VLLM_ALLOW_RUNTIME_LORA_UPDATING=1`. An adapter is not replaced while
+    requests use it; running requests of an unloaded adapter continue on their engine.
+
+    Examples:
+    - `tercet engines adapters`
+    - `tercet engines adapters sql=/models/adapters/sql-v3`
+    - `tercet engines adapters sql=/models/adapters/sql-v4 --replace`
+    - `tercet engines adapters sql --unload`
+    """
+    if replace and unload:
+        raise BadRequest("--unload: cannot be combined with --replace", "--unload")
+    if adapter is None:
+        if replace or unload:
+            flag = "--replace" if replace else "--unload"
+            raise BadRequest(f"{flag}: needs an adapter; give its NAME", flag)
+        show_answer(router.ask("GET", "/adapters"), as_json, _in_words)
+        return
+    with given_as({"name": "NAME", "path": "PATH"}):
+        if unload:
+            router.ask("DELETE", f"/adapters/{quote(adapter, safe='')}")
+            say(f"{adapter} is unloaded")
+            return
+        name, path = _name_and_path(adapter)
+        if replace:
+            found = router.ask("PUT", f"/adapters/{quote(name, safe='')}", {"path": path})
+        else:
+            found = router.ask("POST", "/adapters", {"name": name, "path": path})
+    show_answer([found], as_json, _in_words)
+
+
+def _name_and_path(adapter: str) -> tuple[str, str]:
+    name, equals, path = adapter.partition("=")
+    if not (name and equals and path):
+        raise BadRequest(
+            f"NAME=PATH: {adapter!r} must have a name and a path, such as sql=/models/adapters/sql-v3", "NAME=PATH"
+        )
+    return name, path
+
+
+def _in_words(found: list[dict[str, Any]]) -> Iterator[str]:
+    width = max((len(each["name"]) for each in found), default=0)
+    for each in found:
+        where = ", ".join(each["engines"]) or "no engine"
+        yield f"{each['name']:{width}}  {each['digest']}  {each['path']}  on {where}"
+
+
+@flags_as_records
+def move(
+    seq_id: Annotated[str, typer.Argument(help="Id of a running sequence; `tercet status --sequences` lists ids.")],
+    destination: Annotated[str, typer.Argument(help="Engine to which the sequence is moved.")],
+    router: RunningRouter,
+    as_json: Json = False,
+) -> None:
+    """Move a running sequence to another engine, with its KV; see `tercet status --moves`.
+
+    Example: `tercet engines move cmpl-8d1f-0 decode-1`
+    """
+    path = f"/sequences/{quote(seq_id, safe='')}/move"
+    answer = router.ask("POST", path, {"destination": destination})
+    with understood():
+        passed_on = "accepted" in answer
+        told = "forwarded to the router that runs the sequence, which lists the move" if passed_on else in_words(answer)
+        say(json.dumps(answer) if as_json else told)
+
+
+def show_moves(router: RunningRouter, follow: bool, as_json: bool) -> None:
+    """Print the moves of a running router; with ``follow``, new ones too, until Ctrl-C."""
+    with understood():
+        for each in _moves(router, follow):
+            say(json.dumps(each) if as_json else in_words(each))
+
+
+def _moves(router: RunningRouter, follow: bool) -> Iterator[dict[str, Any]]:
+    """Yield moves in the order in which they began; with ``follow``, wait for the end of each running move."""
+    last = 0
+    while True:
+        for move in router.ask("GET", f"/moves?since={last}"):
+            if follow and move["outcome"] == "under_way":
+                break
+            last = move["number"]
+            yield move
+        if not follow:
+            return
+        time.sleep(POLL_SECONDS)
+
+
+def in_words(move: dict[str, Any]) -> str:
+    """Return one move as a line."""
+    line = (
+        f"{move['number']:5}  {move['seq_id']}  {move['source']} -> {move['destination']}  {move['reason']}  "
+        f"{move['outcome']}"
+    )
+    stages = f"{len(move['stages'])} stage{'' if len(move['stages']) == 1 else 's'}"
+    size = f"{stages}, {move['bytes'] / 1e6:.1f} MB"
+    if move["error"]:
+        return f"{line}: {move['error']}" + (f"; sent before: {size}" if move["stages"] else "")
+    pause = "" if move["pause"] is None else f", pause {move['pause'] * 1000:.0f} ms"
+    return f"{line}  {move['tokens']} tokens, {size}, {move['recomputed']} tokens recomputed{pause}"
+
 
 POLL_SECONDS = 0.5
 

@@ -18,8 +18,13 @@ from tercet.cli.terminal import say
 from tercet.protocol import BadRequest, EngineUnreachable
 from tercet.protocol.access import given_key
 from tercet.settings import require_url
-from tercet.settings.key_files import KeyFile
-from tercet.settings.variables import ADMIN_KEY_FILE_VARIABLE, ADMIN_KEY_VARIABLE, CLIENT_KEY_VARIABLE, URL_VARIABLE
+from tercet.settings.process_settings import (
+    ADMIN_KEY_FILE_VARIABLE,
+    ADMIN_KEY_VARIABLE,
+    CLIENT_KEY_VARIABLE,
+    URL_VARIABLE,
+    KeyFile,
+)
 from tercet.wire.client.ask_router import ask_router
 
 Url = Annotated[str, typer.Option(envvar=URL_VARIABLE, help="Base URL of the router.")]

@@ -13,12 +13,12 @@ from typing import Annotated
 import msgspec
 import typer
 
-from tercet.cli.flag_records import flags_as_records, refuse, require_defaults
+from tercet.cli.setting_flags import flags_as_records, refuse, require_defaults
 from tercet.cli.terminal import announce, say
 from tercet.cluster.detached_fleets import running_fleets
-from tercet.cluster.scaling.control import scale_fleet, scaling_of
+from tercet.cluster.scaling.decide import DRAIN_SECONDS, EngineStep, ScaleCall, ScaleRecord, parse_counts
 from tercet.cluster.scaling.kubernetes import SELECTOR, KubernetesFleet
-from tercet.cluster.scaling.records import DRAIN_SECONDS, EngineStep, ScaleCall, ScaleRecord, parse_counts
+from tercet.cluster.scaling.scaler import scale_fleet, scaling_of
 from tercet.fleet.discovery.kubernetes_api import from_kubeconfig, in_cluster
 from tercet.protocol import BadRequest, EngineError, Role
 from tercet.protocol.hosts import LAST_PORT

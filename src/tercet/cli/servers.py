@@ -7,13 +7,13 @@ from pathlib import Path
 import msgspec
 import typer
 
-from tercet.cli.router_access import require_private_router
 from tercet.cli.setting_flags import VLLM_FLAGS, settings_command
 from tercet.cli.terminal import note
 from tercet.cluster.engine_command import check_flags
 from tercet.cluster.model import resolve_model, resolve_tokenizer
 from tercet.cluster.model_hub import known_model
 from tercet.cluster.ports import require_free
+from tercet.cluster.up_config import require_private_router
 from tercet.decisions.migration import policies_of
 from tercet.decisions.scheduling import load_scheduling
 from tercet.programs import load_program

@@ -1,18 +1,26 @@
-"""Commands whose flags are settings, each declared once in :mod:`tercet.settings`, and flags of other commands."""
+"""Flags of commands: settings, each declared once in :mod:`tercet.settings`, and records of other flags; their help.
+
+A command with many settings has a short help by subject, and a long one with the keys of the file. An error about a
+value is renamed, so that it begins with the flag or argument that gave the value.
+"""
 
 from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Collection, Mapping
+import re
+import textwrap
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import fields, is_dataclass
 from pathlib import Path
+from shutil import get_terminal_size
 from typing import Annotated, Any, TypeVar
 
 import typer
+from typer.core import TyperCommand
 
-from tercet.cli.flag_records import taking
-from tercet.cli.given_names import PARTS, SETTINGS_OF, flags_of, given_as
-from tercet.cli.settings_help import help_all
+from tercet.protocol import BadRequest
 from tercet.settings import (
     Declared,
     Settings,
@@ -23,6 +31,201 @@ from tercet.settings import (
     key_values,
     read_yaml,
 )
+from tercet.settings.declaration import (
+    ACCESS,
+    ENGINES,
+    FAILURES,
+    KUBERNETES,
+    LIMITS,
+    MODEL,
+    MOVES,
+    OBSERVABILITY,
+    PLACEMENT,
+    SERVER,
+)
+
+WIDEST, LEAST = 100, 60
+NAME_COLUMNS = 34
+OTHERS = "Others"
+ORDER = (MODEL, ENGINES, KUBERNETES, SERVER, PLACEMENT, LIMITS, FAILURES, MOVES, ACCESS, OBSERVABILITY)
+
+
+class SettingsCommand(TyperCommand):
+    """A command whose ``--help`` fits on two screens; ``--help-all`` adds examples and settings of the file only."""
+
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        """Print the short page."""
+        typer.echo("\n".join(help_page(self, ctx, everything=False)))
+
+
+def help_all(ctx: typer.Context, wanted: bool) -> None:
+    """Print the long page and exit, if ``--help-all`` was given."""
+    if wanted:
+        typer.echo("\n".join(help_page(ctx.command, ctx, everything=True)))
+        raise typer.Exit
+
+
+def help_page(command: Any, ctx: Any, everything: bool) -> Iterator[str]:
+    """Yield the lines of a help page."""
+    width = max(LEAST, min(WIDEST, ctx.terminal_width or _columns()))
+    yield " ".join(["Usage:", ctx.command_path, *command.collect_usage_pieces(ctx)])
+    about, _, examples = command.help.partition("\nExamples:\n")
+    paragraphs = re.split(r"\n\s*\n", about.strip())
+    for paragraph in paragraphs if everything else paragraphs[:1]:
+        yield ""
+        yield from textwrap.wrap(_plain(paragraph), width)
+    shown = _plain(examples).strip().splitlines()
+    yield from ["", _heading("Examples"), *shown[: None if everything else 2]]
+    settings = {each.flag: each for each in _settings_of(command) if each.flag}
+    options = [each for each in command.get_params(ctx) if each.param_type_name == "option"]
+    panels: dict[str, list[tuple[str, str]]] = {}
+    for option in options:
+        setting = settings.get(option.opts[0])
+        value = setting.shown_kind if setting else "" if option.is_flag else "FILE"
+        name = f"{option.opts[0]} {value}".strip()
+        told = _plain(option.help or "")
+        panels.setdefault(option.rich_help_panel or OTHERS, []).append((name, told if everything else _short(told)))
+    yield from _listed(panels, width)
+    if everything:
+        yield from ["", "Settings of the file of --config only, or of variables (`TERCET_` and the key):"]
+        yield from _listed(_of_the_file(_settings_of(command)), width)
+    else:
+        left_out = sum(1 for each in _settings_of(command) if each.setting.in_file)
+        told = f", {left_out} more settings of the file" if left_out else ""
+        yield from ["", f"{ctx.command_path} --help-all has all examples{told}."]
+
+
+def _settings_of(command: Any) -> tuple[Declared, ...]:
+    kind = kind_of(command)
+    return () if kind is None else declared(kind)
+
+
+def _of_the_file(settings: Sequence[Declared]) -> dict[str, list[tuple[str, str]]]:
+    panels: dict[str, list[tuple[str, str]]] = {}
+    for each in settings:
+        if each.setting.in_file:
+            default = f" [default: {each.shown_default}]" if each.shown_default else ""
+            told = (f"{each.key}: {each.shown_kind}", _plain(each.help + default))
+            panels.setdefault(each.setting.panel or OTHERS, []).append(told)
+    return panels
+
+
+def _listed(panels: dict[str, list[tuple[str, str]]], width: int) -> Iterator[str]:
+    for title in sorted(panels, key=_place):
+        yield from ["", _heading(title)]
+        for name, told in panels[title]:
+            left = f"  {name}  ".ljust(NAME_COLUMNS)
+            if len(left) + len(told) <= width:
+                yield left + told
+                continue
+            lines = textwrap.wrap(told, width - NAME_COLUMNS)
+            yield left.rstrip() if len(left) > NAME_COLUMNS else left + lines.pop(0)
+            yield from (" " * NAME_COLUMNS + line for line in lines)
+
+
+def _place(title: str) -> int:
+    return ORDER.index(title) if title in ORDER else len(ORDER) + (title == OTHERS)
+
+
+def _heading(text: str) -> str:
+    return typer.style(text, bold=True)
+
+
+def _plain(text: str) -> str:
+    """Return a help text without its Markdown."""
+    return text.replace("`", "").replace("[default: ", "[")
+
+
+def _short(text: str) -> str:
+    """Return a help text's first clause, its unit, and its default if that is a value."""
+    told, _, default = text.partition(" [")
+    clause = re.split(r"; |\. (?!\.)", told)[0].rstrip(".")
+    unit = re.search(r" \((?:seconds|bytes|tokens|GiB)\)(?=\.$)", told)
+    clause += unit[0] if unit and unit[0] not in clause else ""
+    return clause + ("" if default in ("", "none]", "off]", "no limit]") else f" [{default}")
+
+
+def _columns() -> int:
+    return get_terminal_size((WIDEST, 50)).columns
+
+
+# Attribute of a command's function: the class of its settings.
+SETTINGS_OF = "settings_kind"
+# Flags of settings whose parts are checked later, under these names.
+PARTS: Mapping[str, str] = {"args": "--program-arg", "profile": "--simulate", "engine options": "--option"}
+
+
+@contextmanager
+def given_as(names: Mapping[str, str]) -> Generator[None]:
+    """Replace a name at the start of a :class:`~tercet.protocol.BadRequest` of the block by its flag in ``names``."""
+    try:
+        yield
+    except BadRequest as error:
+        name, colon, what = error.message.partition(":")
+        if colon and name in names:
+            raise BadRequest(f"{names[name]}:{what}", names[name]) from error
+        raise
+
+
+def kind_of(command: Any) -> type[Settings] | None:
+    """Return the class of settings whose fields are the flags of ``command``; None if its flags are not settings."""
+    return getattr(command.callback, SETTINGS_OF, None)
+
+
+def flags_of(kind: type[Settings]) -> dict[str, str]:
+    """Return the flag of each setting, by its key."""
+    return {each.key: each.flag for each in declared(kind) if each.flag}
+
+
+def flags_as_records(command: Callable[..., None]) -> Callable[..., None]:
+    """Return ``command`` with a flag for each field of its parameters that are dataclasses, in the place of these.
+
+    A call makes the records from the flags.
+    """
+    parameters = inspect.signature(command, eval_str=True).parameters
+    records: dict[str, Any] = {
+        name: each.annotation for name, each in parameters.items() if is_dataclass(each.annotation)
+    }
+    flags = {name: inspect.signature(kind, eval_str=True).parameters for name, kind in records.items()}
+
+    @functools.wraps(command)
+    def run(**given: Any) -> None:
+        made = {
+            name: kind(**{flag: given.pop(flag) for flag in flags[name] if flag in given})
+            for name, kind in records.items()
+        }
+        command(**given, **made)
+
+    return taking(run, [flag for name, own in parameters.items() for flag in flags.get(name, {name: own}).values()])
+
+
+def taking(run: Callable[..., None], parameters: Iterable[inspect.Parameter]) -> Callable[..., None]:
+    """Return ``run`` with the signature of these parameters, which become keyword-only."""
+    taken = [each.replace(kind=inspect.Parameter.KEYWORD_ONLY) for each in parameters]
+    run.__signature__ = inspect.Signature(taken)  # type: ignore[attr-defined]
+    run.__annotations__ = {each.name: each.annotation for each in taken}
+    return run
+
+
+def refuse(given: Mapping[str, bool], why: str) -> None:
+    """Raise :class:`~tercet.protocol.BadRequest` for the first flag of ``given`` that is True, with the reason."""
+    for flag, is_given in given.items():
+        if is_given:
+            raise BadRequest(f"{flag}: {why}", flag)
+
+
+def require_defaults(record: Any, needs: str, *names: str) -> None:
+    """Refuse the first of these fields of a record that is not its default: its flag has no effect without ``needs``.
+
+    Raises :class:`~tercet.protocol.BadRequest`.
+    """
+    given = {
+        "--" + each.name.replace("_", "-"): getattr(record, each.name) != each.default
+        for each in fields(record)
+        if each.name in names
+    }
+    refuse(given, f"needs {needs}")
+
 
 S = TypeVar("S", bound=Settings)
 

@@ -7,13 +7,11 @@ from typing import Annotated, Any
 
 import typer
 
-from tercet.cli.engines import engine_in_words
-from tercet.cli.flag_records import flags_as_records
-from tercet.cli.moves import in_words as move_in_words
-from tercet.cli.moves import show_moves
-from tercet.cli.program_in_words import state_in_words
-from tercet.cli.roles_in_words import classes_in_words, objectives_in_words
+from tercet.cli.engines import classes_in_words, engine_in_words, objectives_in_words, show_moves
+from tercet.cli.engines import in_words as move_in_words
+from tercet.cli.program import state_in_words
 from tercet.cli.router_calls import Json, RunningRouter, show_answer, understood
+from tercet.cli.setting_flags import flags_as_records
 from tercet.protocol import BadRequest
 
 

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from typing import Annotated, Any
+import textwrap
+from collections.abc import Iterable, Iterator, Sequence
+from datetime import UTC, datetime
+from typing import Annotated, Any, NamedTuple
 from urllib.parse import quote
 
 import typer
+from rich.text import Text
 
-from tercet.cli.flag_records import flags_as_records
 from tercet.cli.router_calls import Json, RunningRouter, show_answer, understood
-from tercet.cli.terminal import console, say
-from tercet.cli.trace_drawing import drawn, head_of
+from tercet.cli.setting_flags import flags_as_records
+from tercet.cli.terminal import console, printable, say
 from tercet.protocol import BadRequest
 
 # Characters of a chart that is not written to a terminal.
@@ -86,3 +88,202 @@ def _listed(found: list[dict[str, Any]]) -> Iterator[str]:
 def _engines(found: dict[str, Any]) -> str:
     calls = (event for sequence in found["sequences"] for event in (*sequence["events"], *sequence["failed"]))
     return ", ".join(dict.fromkeys(event["engine"] for event in calls if event.get("engine"))) or "-"
+
+
+# Widths, in characters: of the chart, of the text next to it, of times, and of engines' names.
+NARROWEST, WIDEST, TO_THE_RIGHT, TIME_WIDTH, LONGEST_NAME = 16, 100, 50, 8, 24
+_EIGHTHS = " ▏▎▍▌▋▊▉█"
+_MARK, _LATER, _LATE_START = "◆", "▒", "▐"
+_STYLES = {
+    "admission": "yellow", "pick": "cyan", "prep_recv": "blue", "extend_recv": "blue", "remote_send": "magenta",
+    "start_generate": "green", "move": "bright_cyan", "fallback": "red", "retry": "red",
+}  # fmt: skip
+
+
+class Step(NamedTuple):
+    """One row: lane, name, begin and end (seconds from the start of the request), and a text (``says``).
+
+    ``first`` is the time of a generation's first token; None for other steps. A step without length is drawn as a mark.
+    """
+
+    lane: str
+    name: str
+    begin: float
+    end: float
+    says: str
+    first: float | None = None
+    failed: bool = False
+
+
+def steps_of(trace: dict[str, Any]) -> list[Step]:
+    """Return the steps of a request in the order of their begin."""
+    found: list[Step] = []
+    if trace["waited"] >= 0.001:
+        found.append(Step("router", "admission", 0.0, trace["waited"], f"waited {_time(trace['waited'])} for room"))
+    many = len(trace["sequences"]) > 1
+    for index, sequence in enumerate(trace["sequences"]):
+        prefix = f"{index}: " if many else ""
+        # A running step has no end yet.
+        until = trace["seconds"] if trace["outcome"] == "running" else 0.0
+        steps = [*_picks(sequence), *_events(sequence, until), *_failures(sequence)]
+        found += (step._replace(says=prefix + step.says) for step in steps)
+    return sorted(found, key=lambda step: step.begin)
+
+
+def _picks(sequence: dict[str, Any]) -> Iterator[Step]:
+    for pick in sequence["picks"]:
+        at = sequence["at"] + pick["at"]
+        scores = pick.get("scores", {})
+        said = f"{pick['role']} by {pick['by']}: {pick['engine']}"
+        if scores:
+            said += f"; scores {', '.join(f'{name} {score:g}' for name, score in scores.items())}"
+            said += f" of {pick['candidates']}" if pick["candidates"] > len(scores) else ""
+        if pick.get("predicted") is not None:
+            said += f"; believed cached {pick['predicted']}"
+        yield Step("router", "pick", at, at, said)
+
+
+def _events(sequence: dict[str, Any], until: float) -> Iterator[Step]:
+    moves = {move["number"]: move for move in sequence["moves"]}
+    for event in sequence["events"]:
+        verb, at = event["verb"], sequence["at"] + event.get("at", 0.0)
+        end = at + event.get("seconds", 0.0)
+        lane = event.get("engine", "") or "router"
+        if verb == "start_generate":
+            total = event.get("total", 0.0)
+            yield Step(lane, "generate", at, at + total if total else max(end, until), _generated(event), end)
+        elif verb in ("fallback", "retry"):
+            yield Step(lane, verb, at, at, event.get("reason", ""), failed=True)
+        elif verb == "move":
+            yield Step(lane, verb, at, end, _moved(event, moves.get(event.get("number", 0))))
+        else:
+            yield Step(lane, verb, at, end, _sent(event) if verb == "remote_send" else _reserved(event))
+
+
+def _failures(sequence: dict[str, Any]) -> Iterator[Step]:
+    for event in sequence["failed"]:
+        at = sequence["at"] + event.get("at", 0.0)
+        said = f"{event.get('code', '')}: {event.get('reason', '')}"
+        yield Step(event.get("engine", ""), event["verb"], at, at + event.get("seconds", 0.0), said, failed=True)
+
+
+def _generated(event: dict[str, Any]) -> str:
+    return f"first token after {_time(event.get('seconds', 0.0))}; prompt: {_tokens(event)}"
+
+
+def _reserved(event: dict[str, Any]) -> str:
+    return f"tokens 0-{event.get('end', 0)}: {_tokens(event)}"
+
+
+def _sent(event: dict[str, Any]) -> str:
+    said = f"to {event.get('to', '')}: tokens {event.get('begin', 0)}-{event.get('end', 0)}, {_tokens(event)}"
+    return f"{said}, {event.get('bytes', 0) / 1e6:.1f} MB by {event.get('transport') or 'nothing'}"
+
+
+def _tokens(event: dict[str, Any]) -> str:
+    counts = [f"{event[name]} {name}" for name in ("cached", "received", "computed") if event.get(name)]
+    predicted = event.get("predicted")
+    return (", ".join(counts) or "0 cached") + ("" if predicted is None else f" (believed {predicted})")
+
+
+def _moved(event: dict[str, Any], move: dict[str, Any] | None) -> str:
+    pause = event.get("pause")
+    said = f"to {event.get('to', '')} ({event.get('reason', '')}): {event.get('outcome', '')}"
+    said += "" if pause is None else f", pause {_time(pause)}"
+    if move is None:
+        return said
+    stages = ", ".join(f"{stage['begin']}-{stage['end']}" for stage in move["stages"])
+    return said + (f", stages {stages}" if stages else "") + (f": {move['error']}" if move["error"] else "")
+
+
+def _time(seconds: float) -> str:
+    return f"{seconds * 1000:.3g} ms" if seconds < 1 else f"{seconds:.3g} s"
+
+
+# ---- drawing ----------------------------------------------------------------------------------------------------
+
+
+def head_of(trace: dict[str, Any]) -> Iterator[str]:
+    """Return the lines above the lanes."""
+    at = datetime.fromtimestamp(trace["at"], UTC).isoformat(timespec="milliseconds")
+    outcome = trace["outcome"] + (f": {trace['reason']}" if trace["reason"] else "")
+    yield f"{trace['request_id']}  {trace['path']}  model {trace['model'] or '-'}  at {at}  {outcome}"
+    if trace["trace_id"]:
+        yield f"  trace {trace['trace_id']}"
+    for sequence in trace["sequences"]:
+        times = [f"{name} {_time(sequence[name])}" for name in ("ttft", "tpot") if sequence[name] is not None]
+        tokens = f"{sequence['prompt_tokens']} + {sequence['output_tokens']} tokens"
+        yield f"  {'  '.join([sequence['seq_id'], sequence['program'], tokens, *times])}"
+
+
+def drawn(trace: dict[str, Any], width: int) -> Iterator[Text]:
+    """Return the lanes as lines of at most ``width`` characters; details stand to the right of a bar or below it."""
+    steps = steps_of(trace)
+    if not steps:
+        return
+    seconds = max([trace["seconds"], *(step.end for step in steps), 1e-6])
+    lanes = sorted({step.lane for step in steps}, key=lambda lane: _first(lane, steps))
+    lane_width = max(len(_shown(lane)) for lane in lanes)
+    step_width = max(len(_shown(step.name)) for step in steps)
+    before = lane_width + step_width + 2 * TIME_WIDTH + 4
+    says_there = width - before >= TO_THE_RIGHT + NARROWEST
+    chart = min(WIDEST, max(NARROWEST, width - before - (TO_THE_RIGHT if says_there else 0)))
+    yield Text(f"{'':{before}}{_axis(seconds, chart)}", style="dim")
+    for lane in lanes:
+        for index, step in enumerate(each for each in steps if each.lane == lane):
+            style = "red" if step.failed else _STYLES.get(step.name, "green")
+            line = Text().append(f"{_shown(lane) if not index else '':{lane_width}} ", style="bold")
+            line.append(f"{_shown(step.name):{step_width}} ", style=style)
+            took = "" if step.end == step.begin else _time(step.end - step.begin)
+            line.append(f"{_time(step.begin):>{TIME_WIDTH}} {took:>{TIME_WIDTH}} ")
+            bar = _bar(step, seconds, chart, style)
+            bar.pad_right(max(0, chart - bar.cell_len))
+            line.append_text(bar)
+            said = Text(printable(step.says), style="red" if step.failed else "dim")
+            indent = before + chart + 1 if says_there else lane_width + 3
+            for place, part in enumerate(_wrapped(said, max(NARROWEST, width - indent))):
+                if place or not says_there:
+                    yield line
+                    line = Text(" " * (indent - 1))
+                line.append(" ")
+                line.append_text(part)
+            yield line
+
+
+def _wrapped(text: Text, width: int) -> Iterable[Text]:
+    lines = textwrap.wrap(text.plain, width) or [""]
+    return (Text(line, style=text.style) for line in lines)
+
+
+def _shown(name: str) -> str:
+    shown = printable(name)
+    return shown if len(shown) <= LONGEST_NAME else f"{shown[: LONGEST_NAME - 1]}…"
+
+
+def _first(lane: str, steps: Sequence[Step]) -> tuple[bool, float]:
+    return lane != "router", min(step.begin for step in steps if step.lane == lane)
+
+
+def _axis(seconds: float, width: int) -> str:
+    end = _time(seconds)
+    return f"0{end:>{width - 1}}"
+
+
+def _bar(step: Step, seconds: float, width: int, style: str) -> Text:
+    """Return the bar of a step, in eighths of a character; it is lighter after the first token of a generation."""
+    if step.end <= step.begin:
+        place = min(width - 1, int(step.begin / seconds * width))
+        return Text(" " * place + _MARK, style=style)
+    begin = min(width * 8 - 1, int(step.begin / seconds * width * 8))
+    end = max(begin + 1, min(width * 8, round(step.end / seconds * width * 8)))
+    first = end if step.first is None else max(begin, min(end, round(step.first / seconds * width * 8)))
+    text = Text(" " * (begin // 8))
+    for place in range(begin // 8, -(-end // 8)):
+        filled = min(end, place * 8 + 8) - max(begin, place * 8)
+        if step.first is not None and place * 8 + 4 >= first and filled >= 4:
+            text.append(_LATER, style=style)
+        elif begin > place * 8:
+            text.append(_LATE_START, style=style)
+        else:
+            text.append(_EIGHTHS[max(1, filled)], style=style)
+    return text

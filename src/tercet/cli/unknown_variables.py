@@ -8,11 +8,10 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from tercet.cluster.up_config import UpConfig
-from tercet.protocol.entry_points import SETTINGS, entry_points
+from tercet.protocol.entry_points import SETTINGS, entry_points, provided
 from tercet.settings import ReschedulerConfig, RouterConfig, Settings, declared
 from tercet.settings.declaration import VARIABLE_PREFIX, near
-from tercet.settings.extras import provided
-from tercet.settings.variables import INTERNAL, OF_COMMANDS, OF_TESTS, VARIABLES
+from tercet.settings.process_settings import INTERNAL, OF_COMMANDS, OF_TESTS, VARIABLES
 
 # Variables that Kubernetes sets in every pod of a namespace for each service called tercet or tercet-SOMETHING.
 _OF_SERVICES = re.compile(r".*_SERVICE_(HOST|PORT(_\w+)?)|.*_PORT(_[0-9]+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?)?")

@@ -6,29 +6,110 @@ import asyncio
 import json
 import os
 import sys
+import time
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from rich.live import Live
+from rich.table import Table
+
 from tercet.aio import signals_to
 from tercet.cli.detached import detach, found_by_commands
-from tercet.cli.fleet_progress import FleetProgress
-from tercet.cli.router_access import require_private_router
 from tercet.cli.setting_flags import settings_command
-from tercet.cli.simulated import simulated_engine
-from tercet.cli.terminal import announce
+from tercet.cli.terminal import announce, console
+from tercet.cluster.detached_fleets import log_directory
+from tercet.cluster.engine_command import simulated_engine
 from tercet.cluster.local import local_fleet
-from tercet.cluster.log_directories import log_directory
 from tercet.cluster.model import resolve_model, resolve_tokenizer
 from tercet.cluster.model_hub import known_model
 from tercet.cluster.ports import require_free
-from tercet.cluster.running_fleet import StartedFleet
-from tercet.cluster.up_config import UpConfig
+from tercet.cluster.running_fleet import LOADING, StartedFleet
+from tercet.cluster.up_config import UpConfig, require_private_router
 from tercet.decisions.migration import policies_of
 from tercet.decisions.scheduling import load_scheduling
 from tercet.programs import load_program
-from tercet.protocol.entry_points import PARTS
-from tercet.settings.extras import provided
+from tercet.protocol.entry_points import PARTS, provided
+
+# Interval, without a terminal, of the line that lists loading processes.
+STILL_SECONDS = 10.0
+
+
+@dataclass
+class _Loading:
+    """A process that loads; times are of the monotonic clock, in seconds."""
+
+    began: float
+    stage: str
+    since: float
+
+
+class FleetProgress:
+    """Display of the states of processes; it is called as a :data:`~tercet.cluster.running_fleet.OnEvent`."""
+
+    def __init__(self) -> None:
+        self._loading: dict[str, _Loading] = {}
+        self._live = Live(console=console, transient=True, auto_refresh=False) if console.is_terminal else None
+
+    async def __aenter__(self) -> FleetProgress:
+        self._ticking = asyncio.create_task(self._tick())
+        if self._live is not None:
+            self._live.start()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End the live table; later states are printed as lines. A second call has no effect."""
+        self._ticking.cancel()
+        if self._live is not None:
+            self._live.stop()
+            self._live = None
+
+    def __call__(self, name: str, state: str) -> None:
+        """Show that the process ``name`` reached ``state``."""
+        now = time.monotonic()
+        word, _, stage = state.partition(": ")
+        if word != LOADING:
+            self._loading.pop(name, None)
+            announce(f"  {name}: {state}")
+        elif stage:
+            self._enter(name, stage, now)
+        else:
+            self._loading[name] = _Loading(now, "starting", now)
+            if self._live is None:
+                announce(f"  {name}: {state}")
+        self._draw()
+
+    def _enter(self, name: str, stage: str, now: float) -> None:
+        process = self._loading.setdefault(name, _Loading(now, stage, now))
+        process.stage, process.since = stage, now
+        if self._live is None:
+            announce(f"  {name}: {stage} ({now - process.began:.0f} s)")
+
+    def _draw(self) -> None:
+        if self._live is None:
+            return
+        now = time.monotonic()
+        table = Table.grid(padding=(0, 2))
+        for name, process in self._loading.items():
+            table.add_row(
+                "", name, process.stage, f"{now - process.since:.0f} s", f"[dim]of {now - process.began:.0f} s"
+            )
+        self._live.update(table, refresh=True)
+
+    async def _tick(self) -> None:
+        while True:
+            await asyncio.sleep(1 if self._live is not None else STILL_SECONDS)
+            if self._live is not None:
+                self._draw()
+            elif self._loading:
+                now = time.monotonic()
+                parts = [f"{name} ({each.stage}, {now - each.since:.0f} s)" for name, each in self._loading.items()]
+                announce(f"  still loading: {', '.join(parts)}")
+
 
 JOB_VARIABLE = "RAY_JOB_CONFIG_JSON_ENV_VAR"
 """Variable that Ray sets in the environment of a job's command."""

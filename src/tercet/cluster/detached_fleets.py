@@ -1,7 +1,16 @@
-"""Records of the fleets of ``tercet up`` on this machine: a file in the cache for each running fleet."""
+"""Fleets of ``tercet up`` on this machine: a file in the cache for each running one, and its directory of logs.
+
+A process is identified by its id and its start time by a monotonic clock, which is never set. Each start has its own
+directory of logs; only the newest are kept.
+"""
 
 from __future__ import annotations
 
+import fcntl
+import os
+import re
+import shutil
+import time
 from collections.abc import Generator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -9,15 +18,62 @@ from pathlib import Path
 import msgspec
 
 from tercet.cluster.model import cache_root
-from tercet.cluster.process_start import ProcessStart
 from tercet.protocol import BadRequest
 from tercet.protocol.wire import UNREADABLE
+
+PROC = Path("/proc")
+_BOOT = PROC / "sys/kernel/random/boot_id"
+# Indices of fields in /proc/PID/stat; the field after the command's name has index 0.
+_STATE, _START = 0, 19
+_ENDED = frozenset("ZX")
+
+
+class ProcessStart(msgspec.Struct, frozen=True):
+    """A process: ``ticks`` is the time from the machine's start, whose id is ``boot``, to the process's start."""
+
+    pid: int
+    boot: str
+    ticks: int
+
+    @property
+    def runs(self) -> bool:
+        """True if the process runs; another process that got the same id, also after a restart, does not count."""
+        fields = _fields_of(self.pid)
+        return (
+            fields is not None
+            and fields[_STATE] not in _ENDED
+            and int(fields[_START]) == self.ticks
+            and boot_id() == self.boot
+        )
+
+
+def own_start() -> ProcessStart:
+    """Return the identity of this process."""
+    fields = _fields_of(os.getpid())
+    return ProcessStart(os.getpid(), boot_id(), 0 if fields is None else int(fields[_START]))
+
+
+def boot_id() -> str:
+    """Return an id that differs at each start of the machine; empty if unknown."""
+    try:
+        return _BOOT.read_text().strip()
+    except OSError:
+        return ""
+
+
+def _fields_of(pid: int) -> list[str] | None:
+    """Return the fields of the process's ``stat``, or None if the process has ended."""
+    try:
+        text = (PROC / str(pid) / "stat").read_text(errors="replace")
+    except OSError:
+        return None
+    return text[text.rindex(")") + 1 :].split()  # the name before these fields may contain any character
 
 
 class DetachedFleet(msgspec.Struct, frozen=True):
     """A fleet that ``process`` owns; its router listens on ``port``, and a stop takes at most ``stop_seconds``.
 
-    ``control`` is the path of the process's socket, see :mod:`tercet.cluster.scaling.control`. ``detached`` is True if
+    ``control`` is the path of the process's socket, see :mod:`tercet.cluster.scaling.scaler`. ``detached`` is True if
     the fleet runs in the background.
     """
 
@@ -84,3 +140,65 @@ def _read(file: Path) -> DetachedFleet | None:
     with suppress(FileNotFoundError, *UNREADABLE):
         return msgspec.json.decode(file.read_bytes(), type=DetachedFleet)
     return None
+
+
+# Number of directories that are kept for ended fleets.
+KEPT = 20
+LOCK = ".in-use"
+_NAME = re.compile(r"\d{8}-\d{6}-\d+")
+_held: list[int] = []
+
+
+def log_directory(chosen: str | None) -> Path:
+    """Create and return the ``chosen`` directory, or a new one in the cache, where old ones are then removed.
+
+    Raises :class:`~tercet.protocol.BadRequest` if the directory is not writable.
+    """
+    if chosen is None:
+        remove_old(cache_root() / "logs")
+        place = cache_root() / "logs" / f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
+    else:
+        place = Path(chosen).expanduser().absolute()
+    try:
+        place.mkdir(parents=True, exist_ok=True)
+        if not os.access(place, os.W_OK | os.X_OK):
+            raise PermissionError(None, "the directory is not writable")
+        if place.parent == cache_root() / "logs":
+            _hold(place)
+    except OSError as error:
+        raise BadRequest(f"--log-dir: {place} cannot be used: {error.strerror}", "log-dir") from error
+    return place
+
+
+def remove_old(logs: Path) -> None:
+    """Remove old directories of ended fleets but the newest ones; directories with other names are ignored."""
+    in_use = {Path(fleet.log_dir) for fleet in detached_fleets()}
+    ended = [
+        each
+        for each in (sorted(logs.iterdir()) if logs.is_dir() else ())
+        if _NAME.fullmatch(each.name) and each not in in_use and not _is_held(each)
+    ]
+    for old in ended[: -KEPT + 1]:
+        shutil.rmtree(old, ignore_errors=True)
+
+
+def _hold(place: Path) -> None:
+    """Protect these logs from removal until this process ends, by a file lock that the kernel then releases."""
+    lock = os.open(place / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    _held.append(lock)
+    with suppress(OSError):  # some file systems have no locks
+        fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+
+
+def _is_held(place: Path) -> bool:
+    try:
+        lock = os.open(place / LOCK, os.O_RDWR | os.O_CLOEXEC)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return True
+    finally:
+        os.close(lock)
+    return False

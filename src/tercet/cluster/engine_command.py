@@ -1,6 +1,6 @@
 """Command line of an engine, vLLM's or a simulated one's, as a pure function of the engine's description.
 
-The module also checks the flags that callers give for vLLM.
+It also checks what engines would find only after minutes: flags for vLLM, data-parallel ranks, memory and cores.
 """
 
 from __future__ import annotations
@@ -8,21 +8,33 @@ from __future__ import annotations
 import json
 import os
 import re
+import resource
 import shlex
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 from urllib.parse import quote
 
 import msgspec
+import psutil
 
-from tercet.cluster.compute import as_cpu_list, default_dtype, split_cores
+from tercet.cluster.devices import as_cpu_list, default_dtype, split_cores
+from tercet.cluster.model_hub import cached_snapshot
+from tercet.cluster.ports import free_ports
 from tercet.protocol import BadRequest
 from tercet.protocol.access import given_key, key_of
+from tercet.protocol.entry_points import PARTS, provided
 from tercet.settings import SECRET_VARIABLE
-from tercet.settings.prefill_settings import PREFILL_HOSTS_VARIABLE
-from tercet.settings.variables import API_KEY_VARIABLE, ENGINE_NAME_VARIABLE, NO_DYNAMO, PRELOAD, THREADS_BIND
+from tercet.settings.process_settings import (
+    API_KEY_VARIABLE,
+    ENGINE_NAME_VARIABLE,
+    NO_DYNAMO,
+    PREFILL_HOSTS_VARIABLE,
+    PRELOAD,
+    THREADS_BIND,
+)
 from tercet.vllm_plugin.worker.queue_waiting import spin_seconds
 from tercet.wire.exported_spans import TRACES_PROTOCOL, are_spans_wanted, endpoint_of, protocol_of
 from tercet.wire.serving.server_access import require_key_beyond_loopback
@@ -123,7 +135,7 @@ class EngineSpec(msgspec.Struct, frozen=True, kw_only=True):
     """Description of one engine. If an accelerator computes, ``cores`` is empty and ``gpus`` are its devices.
 
     ``gpu_memory`` is the engine's share of their memory, from 0 to 1; None means vLLM's default. ``dtype``: None means
-    :func:`~tercet.cluster.compute.default_dtype`. ``kv_cache_gib`` is the KV memory of a CPU engine in GiB.
+    :func:`~tercet.cluster.devices.default_dtype`. ``kv_cache_gib`` is the KV memory of a CPU engine in GiB.
     ``built_in`` is True for Tercet's built-in model. ``simulate`` is the profile of a simulated engine, which has
     ``options``. ``prefill_hosts`` are the engines that a request may name to prefill for this engine.
     """
@@ -336,3 +348,140 @@ def as_shell(argv: Sequence[str], env: Mapping[str, str]) -> str:
     """Return the command as a shell command line."""
     variables = [f"{name}={shlex.quote(value)}" for name, value in env.items()]
     return " ".join([*variables, shlex.join(["python", *argv[1:]])])
+
+
+SIZE = ("--data-parallel-size", "-dp")
+RANK = ("--data-parallel-rank", "-dpn")
+ENGINE_ARGS = "engine-args"
+
+
+def is_group(args: Sequence[str]) -> bool:
+    """True if engines with these flags are ranks of a group, which an engine cannot leave or rejoin."""
+    return value_of(args, *SIZE) not in (None, "1")
+
+
+def rank_flags(args: Sequence[str], engines: int, host: str) -> list[tuple[str, ...]]:
+    """Return the flags of each engine in addition to ``args``: its rank, and the address at which ranks meet.
+
+    vLLM calls this external load balancing: each rank has an API server, and callers choose one. Raises
+    :class:`~tercet.protocol.BadRequest` if the number of engines differs from that of ranks.
+    """
+    size = value_of(args, *SIZE)
+    if not is_group(args):
+        return [()] * engines
+    if size != str(engines):
+        raise BadRequest(
+            f"{ENGINE_ARGS}: --data-parallel-size is {size}, but this fleet has {engines} engines, and each is one "
+            f"rank; give --prefill, --decode and --both that sum to {size}",
+            ENGINE_ARGS,
+        )
+    if value_of(args, *RANK) is not None:
+        raise BadRequest(
+            f"{ENGINE_ARGS}: every engine gets its --data-parallel-rank automatically; leave it out", ENGINE_ARGS
+        )
+    (port,) = free_ports(host, 1)
+    meeting = ("--data-parallel-address", host, "--data-parallel-rpc-port", str(port))
+    return [("--data-parallel-rank", str(rank), *meeting) for rank in range(engines)]
+
+
+GIB = 1 << 30
+WEIGHTS = ("*.safetensors", "*.bin", "*.gguf")
+# With these flags the caller sets the KV memory, or the load format.
+OWN_MEMORY = ("--kv-cache-memory-bytes", "--num-gpu-blocks-override", "--load-format")
+BYTES: Mapping[str, int] = {"float32": 4, "float": 4, "bfloat16": 2, "float16": 2, "half": 2}
+# Memory that an engine on CPUs maps before its weights and KV: PyTorch, vLLM, stacks of threads.
+LIBRARIES = 5 * GIB // 2
+CGROUP = Path("/sys/fs/cgroup")
+
+
+def require_memory(specs: Sequence[EngineSpec], available: int | None = None) -> None:
+    """Raise :class:`~tercet.protocol.BadRequest` if the weights and KV of all CPU engines exceed the free memory.
+
+    ``available`` is the free memory in bytes; None means the free memory of this machine and this control group.
+    """
+    needs = [needed for spec in specs if spec.cores and (needed := _needed(spec)) is not None]
+    _require_address_space(needs)
+    free = available_memory() if available is None else available
+    if not needs or sum(weights + kv for weights, kv in needs) <= free:
+        return
+    weights, kv = max(needs)
+    engines = f"{len(needs)} engines with" if len(needs) > 1 else "an engine with"
+    each = " each" if len(needs) > 1 else ""
+    raise BadRequest(
+        f"--kv-cache-gib: {engines} {weights / GIB:.1f} GiB of weights and {kv / GIB:.0f} GiB of KV{each} need "
+        f"{sum(map(sum, needs)) / GIB:.1f} GiB, and {free / GIB:.1f} GiB are free; choose a smaller --kv-cache-gib or "
+        "model, or fewer engines",
+        "kv-cache-gib",
+    )
+
+
+def _require_address_space(needs: Sequence[tuple[int, int]]) -> None:
+    """Check the limit of the address space: a process that exceeds it fails in many ways, some after minutes."""
+    allowed, _ = resource.getrlimit(resource.RLIMIT_AS)
+    needed = LIBRARIES + max(map(sum, needs), default=0)
+    if needs and allowed != resource.RLIM_INFINITY and allowed < needed:
+        raise BadRequest(
+            f"ulimit: a process may map {allowed / GIB:.1f} GiB here (ulimit -v), and an engine maps at least "
+            f"{needed / GIB:.1f} GiB; run ulimit -v unlimited, or choose a smaller --kv-cache-gib or model",
+            "kv-cache-gib",
+        )
+
+
+def shared_cores(specs: Sequence[EngineSpec]) -> str | None:
+    """Return a warning if workers must share cores, which makes all of them slow; None otherwise."""
+    workers = sum(ranks_of(spec.extra_args) for spec in specs if spec.cores)
+    cores = len({core for spec in specs for core in spec.cores})
+    if workers <= cores:
+        return None
+    return f"{workers} workers of engines share {cores} core{'s' if cores > 1 else ''}, so all of them will be slow"
+
+
+def _needed(spec: EngineSpec) -> tuple[int, int] | None:
+    """Return the least bytes of weights and of KV; None if the caller configures memory."""
+    if any(value_of(spec.extra_args, flag) is not None for flag in OWN_MEMORY):
+        return None
+    checkpoint = Path(spec.model) if Path(spec.model).is_dir() else cached_snapshot(spec.model)
+    weights = 0 if checkpoint is None else _weights(checkpoint, spec.dtype)
+    return weights, spec.kv_cache_gib * GIB * ranks_of(spec.extra_args)
+
+
+def _weights(checkpoint: Path, dtype: str | None) -> int:
+    """Return the bytes of a checkpoint's weights in memory; of several file formats, only one is counted."""
+    kinds = ([*checkpoint.glob(kind)] for kind in WEIGHTS)
+    stored = next((files for files in kinds if files), list[Path]())
+    size = sum(file.stat().st_size for file in stored)
+    described: dict[str, Any] = {}
+    with suppress(OSError, msgspec.DecodeError):
+        described = msgspec.json.decode((checkpoint / "config.json").read_bytes(), type=dict[str, Any])
+    had = BYTES.get(str(described.get("dtype") or described.get("torch_dtype")))
+    wanted = BYTES.get(str(dtype))
+    known = had is not None and wanted is not None and "quantization_config" not in described
+    return size * wanted // had if known and wanted and had else size
+
+
+def available_memory() -> int:
+    """Return the bytes of memory that new processes can get on this machine."""
+    free = psutil.virtual_memory().available
+    with suppress(OSError, ValueError, KeyError):  # no control group, or one without a limit
+        limit = int((CGROUP / "memory.max").read_text())
+        used = dict(line.split() for line in (CGROUP / "memory.stat").read_text().splitlines())
+        free = min(free, limit - int(used["anon"]) - int(used["shmem"]) - int(used["kernel"]))
+    return free
+
+
+class SimulatedEnginePart(Protocol):
+    """The part ``simulated-engine``."""
+
+    def require_usable(self, profile: str, options: Mapping[str, str]) -> None:
+        """Raise :class:`~tercet.protocol.BadRequest` for a profile that cannot be loaded, or wrong options."""
+        ...
+
+    def serve(self, spec: EngineSpec) -> None:
+        """Serve a simulated engine until a signal."""
+        ...
+
+
+def simulated_engine() -> SimulatedEnginePart:
+    """Import and return the part; raise :class:`~tercet.protocol.BadRequest` if its package is missing."""
+    found: SimulatedEnginePart = provided(PARTS, "simulated-engine", "lab", "--simulate")
+    return found

@@ -30,7 +30,7 @@ from pathlib import Path
 import msgspec
 
 from tercet.protocol import BadRequest, TercetError
-from tercet.settings.variables import CACHE_VARIABLE, PARALLEL_TOKENIZERS
+from tercet.settings.process_settings import CACHE_VARIABLE, PARALLEL_TOKENIZERS
 
 MANIFEST = "tercet.json"
 

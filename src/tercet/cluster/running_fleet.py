@@ -1,30 +1,216 @@
-"""A fleet that runs on this machine: dead engines are restarted, and all processes are stopped in order."""
+"""A fleet that runs on this machine: dead engines are restarted, and all processes are stopped in order.
+
+Here is also what it needs of its processes: the stages of a start by its log, the rotation of logs, the pauses between
+restarts (decided without I/O), the calls to its router, and :class:`Hands`, by which a fleet of any kind is scaled.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import os
+import shutil
 import time
-from collections.abc import Callable, Coroutine, Generator, Sequence
+from collections.abc import Callable, Coroutine, Generator, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, NoReturn, Protocol
-from urllib.parse import urlsplit
+from urllib.parse import quote, urlsplit
 
 import aiohttp
 import msgspec
 
-from tercet.aio import keep_running
+from tercet.aio import keep_running, repeat
 from tercet.cluster.child_process import Process, StartFailed, describe_exit
-from tercet.cluster.log_rotation import rotate_logs
-from tercet.cluster.restarts import Restarts
-from tercet.cluster.scaling.hands import Hands
-from tercet.cluster.start_progress import StartProgress
-from tercet.protocol import EngineUnreachable, Role, ShuttingDown, TercetError, from_wire
+from tercet.protocol import (
+    EngineNotReached,
+    EngineUnreachable,
+    Role,
+    ShuttingDown,
+    TercetError,
+    UnknownEngine,
+    from_wire,
+)
 from tercet.protocol.wire import UNREADABLE
-from tercet.settings.log_lines import serious_event
+from tercet.vllm_plugin.start.loading_stages import MARK
+from tercet.wire.client.ask_router import ask_router
+from tercet.wire.logs import serious_event
+
+AWAY_SECONDS = 30.0
+"""Longest wait in seconds for a router that does not listen: it has ended, and is restarted."""
+ROUTER_POLL_INTERVAL_S = 0.2
+
+
+class RouterAdmin:
+    """Client of the router at ``url`` with ``key``, which waits while the router is restarted.
+
+    Every method raises :class:`~tercet.protocol.TercetError`.
+    """
+
+    def __init__(self, url: str, key: str) -> None:
+        self._url = url
+        self._key = key
+
+    async def engines(self) -> list[dict[str, Any]]:
+        """Return all engines, as the router lists them."""
+        return await self._ask("GET", "/engines")
+
+    async def engine(self, name: str) -> dict[str, Any]:
+        """Return one engine; raise :class:`~tercet.protocol.UnknownEngine` if the router does not have it."""
+        for each in await self.engines():
+            if each["name"] == name:
+                return each
+        raise UnknownEngine(f"{name} is not in the fleet", "name")
+
+    async def add(self, name: str, url: str, role: Role) -> None:
+        """Add an engine that serves already."""
+        await self._ask("POST", "/engines", {"name": name, "url": url, "role": role})
+
+    async def drain(self, name: str) -> dict[str, Any]:
+        """Drain an engine: it gets no new requests, and its sequences move. Return its state."""
+        return await self._ask("POST", f"/engines/{quote(name, safe='')}/drain")
+
+    async def set_role(self, name: str, role: Role) -> None:
+        """Change the role of an engine."""
+        await self._ask("PUT", f"/engines/{quote(name, safe='')}/role", {"role": role})
+
+    async def remove(self, name: str) -> None:
+        """Remove an engine from the router."""
+        await self._ask("DELETE", f"/engines/{quote(name, safe='')}")
+
+    async def _ask(self, method: str, path: str, body: Any = None) -> Any:
+        clock = asyncio.get_running_loop().time
+        deadline = clock() + AWAY_SECONDS
+        while True:
+            try:
+                # The router is on this machine, and its certificate is for its clients' names.
+                return await ask_router(self._url, method, path, body, self._key, checks_certificate=False)
+            except EngineUnreachable as error:
+                # A call that may have reached the router is not repeated: it may have been carried out.
+                if not isinstance(error, EngineNotReached) or clock() > deadline:
+                    raise EngineUnreachable(f"the router does not answer: {error.message}") from error
+            await asyncio.sleep(ROUTER_POLL_INTERVAL_S)
+
+
+logger = logging.getLogger(__name__)
+LARGEST = 64 * 1024 * 1024
+"""Largest size of a log in bytes; together with its previous part it has at most twice this size."""
+POLL_INTERVAL_S = 5.0
+BEFORE = ".1"
+
+
+def rotate(log: Path, largest: int = LARGEST) -> bool:
+    """Move a log's content to ``LOG.1`` if it is larger than ``largest`` bytes; return True if it was moved.
+
+    The writer continues: it appends, and therefore writes at the new end. Lines written during the copy may be lost.
+    """
+    try:
+        if log.stat().st_size <= largest:
+            return False
+        before = log.with_name(log.name + BEFORE)
+        with log.open("rb") as found, before.open("wb") as kept:
+            found.seek(-largest, os.SEEK_END)  # the log may have grown in the meantime
+            shutil.copyfileobj(found, kept)
+        os.truncate(log, 0)
+    except OSError as error:
+        logger.warning("%s is not rotated: %s", log, error)
+        return False
+    return True
+
+
+async def rotate_logs(logs: Callable[[], Iterable[Path]]) -> None:
+    """Check the logs every ``POLL_INTERVAL_S`` seconds, and rotate large ones, until cancelled."""
+
+    async def look() -> None:
+        for log in list(logs()):
+            await asyncio.to_thread(rotate, log)
+
+    await repeat(look, POLL_INTERVAL_S, "log rotation")
+
+
+STARTING = "starting"
+# Shorter stages are not reported.
+SHORT_SECONDS = 1.0
+
+
+class StartProgress:
+    """Progress of one start, whose output goes to ``log`` from byte ``begin`` on; time counts from the construction."""
+
+    def __init__(self, log: Path, begin: int = 0) -> None:
+        self.stage = STARTING
+        self._log = log
+        self._read = begin
+        self._began = self._since = time.monotonic()
+        self._took: dict[str, float] = {}
+
+    @property
+    def seconds(self) -> float:
+        """Seconds since the start began."""
+        return time.monotonic() - self._began
+
+    def look(self) -> bool:
+        """Read new lines of the log; return True if there is a new stage."""
+        found = [line.partition(MARK)[2].strip() for line in self._new_lines() if MARK in line]
+        for stage in found:
+            self._enter(stage)
+        return bool(found)
+
+    def summary(self) -> str:
+        """Return the total time and the times of long stages: ``31 s (starting 22 s, weights 3 s)``."""
+        self._enter(self.stage)
+        slow = [f"{stage} {took:.0f} s" for stage, took in self._took.items() if took >= SHORT_SECONDS]
+        return f"{self.seconds:.0f} s" + (f" ({', '.join(slow)})" if len(self._took) > 1 and slow else "")
+
+    def _enter(self, stage: str) -> None:
+        now = time.monotonic()
+        self._took[self.stage] = self._took.get(self.stage, 0.0) + now - self._since
+        self.stage, self._since = stage, now
+
+    def _new_lines(self) -> list[str]:
+        """Return the complete lines that were written since the last call."""
+        try:
+            with self._log.open("rb") as log:
+                log.seek(self._read)
+                written = log.read()
+        except OSError:
+            return []
+        whole = written[: written.rfind(b"\n") + 1]
+        self._read += len(whole)
+        return whole.decode(errors="replace").splitlines()
+
+
+# Seconds: the pause before the first restart, the longest pause, and the serving time after which restarts are reset.
+FIRST_PAUSE, LONGEST_PAUSE = 1.0, 30.0
+LIVED_SECONDS = 60.0
+
+
+@dataclass
+class Restarts:
+    """One process's restarts, limited to ``limit``. Times are seconds of one clock.
+
+    The pause doubles each time. After it has served for :data:`LIVED_SECONDS`, the count starts again at 0.
+    """
+
+    limit: int
+    used: int = 0
+    _ready_at: float | None = None
+
+    def ready(self, now: float) -> None:
+        """Record that the process serves."""
+        self._ready_at = now
+
+    def ended(self, now: float) -> float | None:
+        """Record that the process has ended; return the seconds until its restart, or None for no restart."""
+        ready_at, self._ready_at = self._ready_at, None
+        if ready_at is not None and now - ready_at >= LIVED_SECONDS:
+            self.used = 0
+        if self.used >= self.limit:
+            return None
+        self.used += 1
+        return min(LONGEST_PAUSE, FIRST_PAUSE * 2.0 ** (self.used - 1))
+
 
 READY_SECONDS = 900.0
 ASK_SECONDS = 0.5
@@ -387,3 +573,38 @@ async def until_ready(process: Process, url: str, on_event: OnEvent, path: str =
     if somebody_else:
         raise process.failure(f"does not listen at {url}: another process answers there")
     raise process.failure(f"was not ready after {READY_SECONDS:.0f} s")
+
+
+class Hands(Protocol):
+    """Interface to the engines of one kind of fleet. At most one task at a time calls the methods for an engine."""
+
+    @property
+    def router(self) -> RouterAdmin:
+        """The router of the fleet."""
+        ...
+
+    @property
+    def engines(self) -> Sequence[str]:
+        """Names of the present engines without those that are given up."""
+        ...
+
+    @property
+    def used(self) -> Sequence[str]:
+        """All names of present and past engines."""
+        ...
+
+    def require_room(self, count: int) -> None:
+        """Raise :class:`~tercet.protocol.BadRequest` if ``count`` more engines cannot be started."""
+        ...
+
+    async def start(self, name: str, role: Role) -> None:
+        """Start an engine, and return when it serves and the router has added it; stop it if that fails."""
+        ...
+
+    async def set_role(self, name: str, role: Role) -> None:
+        """Change the role of a member."""
+        ...
+
+    async def stop(self, name: str) -> None:
+        """Remove an engine from the router, and stop it."""
+        ...

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterator, Mapping
 from itertools import count
@@ -9,14 +10,15 @@ from typing import Annotated
 
 from msgspec import Meta
 
-from tercet.cluster.engine_command import check_engine_flags, check_flags
-from tercet.cluster.replicas import is_group
+from tercet.cluster.engine_command import check_engine_flags, check_flags, is_group, value_of
 from tercet.decisions.launch import launch_order, ratio_of
 from tercet.protocol import BadRequest, Role
+from tercet.protocol.access import given_key, key_of
 from tercet.protocol.names import require_fleet_name
-from tercet.settings import RouterSettings, Setting
-from tercet.settings.declaration import NotNegative, Port
-from tercet.settings.panels import ENGINES, MODEL, OBSERVABILITY, SERVER
+from tercet.settings import RouterConfig, RouterSettings, Setting
+from tercet.settings.declaration import ENGINES, MODEL, OBSERVABILITY, SERVER, NotNegative, Port
+from tercet.settings.process_settings import API_KEY_VARIABLE
+from tercet.wire.serving.server_access import RouterKeys
 
 RAY = "Ray"
 _RAY = re.compile(r"ray(:[^\s/]+:[0-9]{1,5})?")
@@ -184,3 +186,19 @@ class UpConfig(RouterSettings, frozen=True):
             order = launch_order(self.max_instances, ratio_of(self.pd_ratio))
         numbers: dict[Role, Iterator[int]] = {role: count() for role in order}
         return [(f"{'engine' if role == 'both' else role}-{next(numbers[role])}", role) for role in order]
+
+
+def require_private_router(config: RouterSettings, inherited: Mapping[str, str] = os.environ) -> None:
+    """Raise :class:`~tercet.protocol.BadRequest` for unusable keys, and for a router that is open to other machines.
+
+    A router is open if other machines reach it without a key. The check reads the files of keys.
+    """
+    shown = value_of(config.vllm_args, "--api-key")
+    told = key_of(shown or "", "--api-key")
+    given = told or key_of(inherited.get(API_KEY_VARIABLE, ""), API_KEY_VARIABLE)
+    keys = RouterKeys(config, [given] if given else [])
+    if value_of(config.vllm_args, "--uds") is None:
+        keys.require_private(config.host, config)
+    given_key(shown, "--api-key")  # a router for this machine would start without the key that was meant
+    if isinstance(config, RouterConfig):
+        keys.require_private_admin(config.admin_address)

@@ -29,7 +29,7 @@ from tercet.aio.importing import without_collections
 from tercet.aio.warm_parent import serve_forks
 from tercet.cluster.child_process import Process
 from tercet.cluster.engine_command import WITH_ONE_IMPORT
-from tercet.settings.variables import NO_DYNAMO, PRELOAD, THREADS_BIND
+from tercet.settings.process_settings import NO_DYNAMO, PRELOAD, THREADS_BIND
 
 COMMAND = (sys.executable, "-m", "tercet.cluster.warm_start")
 COMMAND_LINE = "tercet.cli"

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import numpy as np
 from numpy.typing import NDArray
 
-from tercet.settings.role_settings import DEFAULT_CLASS, ObjectiveClass, Objectives
+from tercet.settings.fleet_settings import DEFAULT_CLASS, ObjectiveClass, Objectives
 
 Floats = NDArray[np.float64]
 

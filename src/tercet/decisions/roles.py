@@ -14,7 +14,7 @@ from typing import Literal, NamedTuple
 
 from tercet.decisions.cost.cost_model import OnlineFit
 from tercet.protocol import Role
-from tercet.settings.role_settings import Objectives, require_objectives
+from tercet.settings.fleet_settings import Objectives, require_objectives
 
 WINDOW_S = 5.0
 """Seconds over which the prefills' demand is measured."""

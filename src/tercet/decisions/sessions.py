@@ -21,7 +21,7 @@ from tercet.protocol.addresses import UNKNOWN_REVISION, Revision, may_exchange_k
 from tercet.protocol.content import TOKEN_BYTES, packed, unpacked
 from tercet.protocol.headers import AGENT_HEADERS, OTHER_SESSION_HEADERS, SESSION_HEADER, SUBAGENT_HEADER
 from tercet.protocol.names import kept_name, owned_name
-from tercet.settings.session_settings import SessionSettings
+from tercet.settings.fleet_settings import SessionSettings
 
 HEADERS = (SESSION_HEADER, *OTHER_SESSION_HEADERS, SUBAGENT_HEADER, *AGENT_HEADERS)
 # Fields of bodies, first those of vLLM's API; the first one in a body counts. A trajectory is one chain of reasoning of

@@ -27,7 +27,7 @@ from tercet.protocol import (
 )
 from tercet.protocol.names import find_id
 from tercet.protocol.wire import MoveCall, StreamDestination
-from tercet.settings.verb_log import LoggedGeneration
+from tercet.wire.logs import LoggedGeneration
 
 logger = logging.getLogger(__name__)
 ANSWER_SECONDS = 0.25

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from tercet.protocol import AdapterReport, EngineStatus, Request, UnknownAdapter
-from tercet.settings import log_events
+from tercet.wire import logs
 
 if TYPE_CHECKING:  # members import picking, which uses the functions here
     from tercet.fleet.members import Member, Roster
@@ -95,7 +95,7 @@ class AgreedAdapters(Mapping[str, AdapterReport]):
         self.agree()
         for engine, report in differing({member.name: member.adapters}, self):
             why = f"its digest is {report.digest}, and the digest in this fleet is {self[report.name].digest}"
-            log_events.ADAPTER_DIFFERS.tell(engine=engine, adapter=report.name, reason=why)
+            logs.ADAPTER_DIFFERS.tell(engine=engine, adapter=report.name, reason=why)
 
     def agree(self) -> None:
         """Compute again which adapter each name stands for: reports, members or declarations have changed."""

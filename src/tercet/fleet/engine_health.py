@@ -15,7 +15,7 @@ from tercet.fleet.members import Member, Roster
 from tercet.fleet.picking import Picking
 from tercet.protocol import EngineUnreachable, TercetError
 from tercet.protocol.types import Paused
-from tercet.settings import log_events
+from tercet.wire import logs
 
 STUCK_AFTER_S = 5.0
 PAUSED: dict[Paused, str] = {"new": "new sequences", "all": "all sequences"}
@@ -140,9 +140,9 @@ class EngineHealth:
         if member.stopping is not stopping:
             member.stopping = stopping
             if stopping:
-                log_events.ENGINE_STOPPING.tell(engine=member.name, reason="the engine reports that it is stopping")
+                logs.ENGINE_STOPPING.tell(engine=member.name, reason="the engine reports that it is stopping")
             else:
-                log_events.ENGINE_BACK.tell(engine=member.name, reason="the engine is no longer stopping")
+                logs.ENGINE_BACK.tell(engine=member.name, reason="the engine is no longer stopping")
             self._roster.reopen()
 
     def note_paused(self, member: Member, paused: Paused) -> None:
@@ -154,9 +154,9 @@ class EngineHealth:
         if member.paused != paused:
             member.paused = paused
             if paused:
-                log_events.ENGINE_PAUSED.tell(engine=member.name, reason=f"it has paused {PAUSED[paused]}")
+                logs.ENGINE_PAUSED.tell(engine=member.name, reason=f"it has paused {PAUSED[paused]}")
             else:
-                log_events.ENGINE_BACK.tell(engine=member.name, reason="it was resumed")
+                logs.ENGINE_BACK.tell(engine=member.name, reason="it was resumed")
             self._roster.reopen()
         if paused and self.answers:
             error = EngineUnreachable(f"{member.name} is paused")
@@ -165,7 +165,7 @@ class EngineHealth:
 
     def restarted(self, name: str) -> None:
         """Drop all knowledge of an engine that was restarted."""
-        log_events.ENGINE_RESTARTED.tell(engine=name, reason="it was restarted")
+        logs.ENGINE_RESTARTED.tell(engine=name, reason="it was restarted")
         self._knowledge.cleared(name)
         member = self._roster.get(name)
         if member is not None:
@@ -203,20 +203,20 @@ class EngineHealth:
         member.reachable = False
         if member.name not in self._lost and member is self._roster.get(member.name):
             self._lost.add(member.name)
-            log_events.ENGINE_LOST.tell(engine=member.name, code=error.code, reason=error.message)
+            logs.ENGINE_LOST.tell(engine=member.name, code=error.code, reason=error.message)
 
     def refused(self, member: Member, error: TercetError) -> None:
         """Stop picking an engine that answers but does not fit, until :meth:`found_well`."""
         member.reachable = False
         self._lost.add(member.name)
-        log_events.ENGINE_REFUSED.tell(engine=member.name, code=error.code, reason=error.message)
+        logs.ENGINE_REFUSED.tell(engine=member.name, code=error.code, reason=error.message)
 
     def found_well(self, member: Member) -> None:
         """Pick an engine again: it answers, fits and makes progress."""
         member.reachable = True
         if member.name in self._lost:
             self._lost.discard(member.name)
-            log_events.ENGINE_BACK.tell(engine=member.name, reason="it answers and makes progress")
+            logs.ENGINE_BACK.tell(engine=member.name, reason="it answers and makes progress")
 
     # ---- engines that answer -------------------------------------------------------------------------------------
 

@@ -9,8 +9,8 @@ import msgspec
 
 from tercet.protocol.names import require_uid
 from tercet.settings import EngineAddress
-from tercet.settings import log_events as events
-from tercet.settings.log_events import LogEvent
+from tercet.wire import logs as events
+from tercet.wire.logs import LogEvent
 
 JOINED = "joined:"
 """Prefix of the uid of an engine that has joined by itself."""

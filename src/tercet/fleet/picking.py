@@ -31,7 +31,7 @@ from tercet.protocol import (
     WithoutRole,
     may_exchange_kv,
 )
-from tercet.settings import log_events
+from tercet.wire import logs
 
 ROUTED_BLOCK, ROUTED_CAPACITY = 64, 31_250
 """Tokens of a block and blocks of an engine in the history for routes; the prefix-cache scorer's defaults."""
@@ -239,7 +239,7 @@ class Picking(Generic[ViewT]):
         if len(answering):
             if pairs_with is None and role in self._unfilled:  # others served in its place until now
                 self._unfilled.discard(role)
-                log_events.ROLE_BACK.tell(role=role, reason="an engine of the role answers")
+                logs.ROLE_BACK.tell(role=role, reason="an engine of the role answers")
             if for_all:
                 self._answering[role] = answering
                 return answering.for_another_decision()
@@ -253,7 +253,7 @@ class Picking(Generic[ViewT]):
         # With a partner, the role may still be served for other partners.
         if pairs_with is None and len(others) and role != "both" and role not in self._unfilled:
             self._unfilled.add(role)
-            log_events.ROLE_FALLBACK.tell(role=role, reason=self.why_without(role))
+            logs.ROLE_FALLBACK.tell(role=role, reason=self.why_without(role))
         return others if len(others) else able if len(able) else everyone
 
     def _pairs_with(self, partner: str | None) -> Revision | None:

@@ -20,7 +20,7 @@ from tercet.fleet.engine_fleet import EngineFleet
 from tercet.fleet.members import Member
 from tercet.fleet.sequences import RunningSequence
 from tercet.fleet.trace import Trace
-from tercet.settings.role_settings import Objectives
+from tercet.settings.fleet_settings import Objectives
 
 BLOCK = 512
 """Tokens per block in the comparison of prompts' beginnings."""

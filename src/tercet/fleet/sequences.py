@@ -17,7 +17,7 @@ from tercet.fleet.trace import Generation, TracedEngine
 from tercet.protocol import Conflict, Engine, EngineUnreachable, Output, OutputStream, Request, UnknownSequence
 from tercet.protocol.names import further_id
 from tercet.settings import RetryBudget
-from tercet.settings.log_lines import request_id
+from tercet.wire.logs import request_id
 
 FIRST_PAUSE, LONGEST_PAUSE = 0.2, 1.0
 

@@ -25,7 +25,7 @@ from tercet.protocol import (
 )
 from tercet.protocol.spans import SpanContext, current_span, working_in
 from tercet.protocol.trace import PickEvent, TraceEvent, VerbTrace
-from tercet.settings import log_events
+from tercet.wire import logs
 
 if TYPE_CHECKING:  # engine_fleet makes traced engines
     from tercet.fleet.engine_fleet import FleetView
@@ -78,10 +78,10 @@ class PrefixHits:
         if hits.drifts:
             if hits.share < AGREES:
                 hits.drifts = False
-                log_events.PREFIX_AGREES.tell(engine=engine, reason=hits.reason)
+                logs.PREFIX_AGREES.tell(engine=engine, reason=hits.reason)
         elif hits.picks == LEAST_PICKS and hits.share >= DRIFTS:
             hits.drifts = True
-            log_events.PREFIX_DRIFT.tell(engine=engine, reason=hits.reason)
+            logs.PREFIX_DRIFT.tell(engine=engine, reason=hits.reason)
 
     @property
     def drifting(self) -> list[str]:

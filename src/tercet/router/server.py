@@ -29,7 +29,7 @@ from tercet.fleet.discovery.pod_discovery import access_of
 from tercet.fleet.membership import READY_SECONDS, Membership, connecting
 from tercet.fleet.served_model import ServedModel
 from tercet.protocol import EngineUnreachable, spans
-from tercet.protocol.entry_points import PARTS
+from tercet.protocol.entry_points import PARTS, provided
 from tercet.protocol.spans import SpanContext
 from tercet.router import admin
 from tercet.router.admin.admin_route import json_answer
@@ -54,11 +54,10 @@ from tercet.router.state.state_configmap import configmap_store
 from tercet.router.state.state_store import StateStore
 from tercet.router.workers import Shared, listening_socket, tell_ready
 from tercet.settings import RouterConfig
-from tercet.settings.extras import provided
-from tercet.settings.log_lines import log_to_stderr
-from tercet.settings.variables import ALL_ENGINES_VARIABLE, API_KEY_VARIABLE
+from tercet.settings.process_settings import ALL_ENGINES_VARIABLE, API_KEY_VARIABLE
 from tercet.wire.client import engine_tls
 from tercet.wire.exported_spans import exporting_spans
+from tercet.wire.logs import log_to_stderr
 from tercet.wire.serving.client_connection import BoundedProtocol
 from tercet.wire.serving.server_access import RouterKeys, api_keys
 from tercet.wire.streams import StreamListener

@@ -27,9 +27,8 @@ from tercet.aio.warm_parent import ForkedChild, Forks, NoFork
 from tercet.protocol import TercetError
 from tercet.router.warm_workers import warm_parent
 from tercet.settings import RouterConfig
-from tercet.settings.log_events import ROUTER_READY, WORKER_ENDED
-from tercet.settings.log_lines import log_to_stderr
-from tercet.settings.variables import COLD, WARM_PARENT_VARIABLE
+from tercet.settings.process_settings import COLD, WARM_PARENT_VARIABLE
+from tercet.wire.logs import ROUTER_READY, WORKER_ENDED, log_to_stderr
 
 
 def listening_socket(config: RouterConfig) -> socket.socket:

@@ -1,4 +1,4 @@
-"""Settings of the router that ``tercet router`` and ``tercet up`` share."""
+"""Settings of ``tercet router`` (shared with ``tercet up``) and of ``tercet rescheduler``."""
 
 from __future__ import annotations
 
@@ -11,27 +11,153 @@ from msgspec import Meta
 from tercet.protocol import BadRequest, WithoutRole
 from tercet.protocol.hosts import LAST_PORT
 from tercet.protocol.names import require_adapter_name, require_text
-from tercet.settings.declaration import AtLeastOne, NotNegative, Port, Seconds, Setting, Settings
-from tercet.settings.limit_settings import Limits
-from tercet.settings.move_settings import MoveSettings, RescheduleSettings
-from tercet.settings.panels import ACCESS, FAILURES, LIMITS, MODEL, PLACEMENT, SERVER
+from tercet.settings.declaration import (
+    ACCESS,
+    ENGINES,
+    FAILURES,
+    LIMITS,
+    MODEL,
+    PLACEMENT,
+    SERVER,
+    AtLeastOne,
+    FixedPort,
+    NotNegative,
+    Port,
+    Seconds,
+    Setting,
+    Settings,
+)
+from tercet.settings.engine_addresses import (
+    AdminAddress,
+    DiscoverySettings,
+    EngineAddress,
+    engine_fields,
+    require_unlike,
+    require_url,
+)
+from tercet.settings.fleet_settings import (
+    MoveSettings,
+    Objectives,
+    RescheduleSettings,
+    RolesBy,
+    SessionSettings,
+    require_objectives,
+)
 from tercet.settings.process_settings import (
     MAX_REQUEST_BYTES,
+    POOLING_KEY_VARIABLE,
     AccessLog,
     AdminKey,
     AdminKeyFile,
     APIKeyFile,
     ClientTraces,
     EngineSecret,
+    EngineTLS,
+    LeastLogged,
     LogLines,
     OpenToAll,
+    SupervisorKey,
     TraceRequests,
 )
-from tercet.settings.retry_settings import RetryBudget
-from tercet.settings.role_settings import Objectives, RolesBy, require_objectives
-from tercet.settings.session_settings import SessionSettings
-from tercet.settings.urls import require_url
-from tercet.settings.variables import POOLING_KEY_VARIABLE
+
+
+class Limits(Settings, frozen=True):
+    """Limits of the running work of one process. A request is admitted while every count is below its limit.
+
+    ``in_flight`` counts sequences; a request has one for each prompt and choice, and at least one. ``tokens`` counts
+    the prompt tokens of sequences on engines, separately for each engine. The limits ``per_engine`` are multiplied by
+    the number of decode engines that can be picked. ``sequences``, ``at_once`` and ``items`` limit one request and
+    ``long_queued`` limits one client: they do not make a fleet full.
+    """
+
+    in_flight: Annotated[
+        AtLeastOne | None,
+        Setting(
+            "Most running sequences; further requests wait. A request has one sequence for each prompt and choice.",
+            default="no limit",
+            panel=LIMITS,
+        ),
+    ] = msgspec.field(default=None, name="max-in-flight")
+    in_flight_per_engine: Annotated[
+        AtLeastOne | None,
+        Setting(
+            "Most running sequences for each decode engine; further requests wait.", default="no limit", panel=LIMITS
+        ),
+    ] = msgspec.field(default=None, name="max-in-flight-per-engine")
+    tokens: Annotated[
+        AtLeastOne | None,
+        Setting("Number of prompt tokens on engines at which requests wait.", default="no limit", panel=LIMITS),
+    ] = msgspec.field(default=None, name="max-in-flight-tokens")
+    tokens_per_engine: Annotated[
+        AtLeastOne | None,
+        Setting(
+            "Number of prompt tokens per decode engine at which requests wait.",
+            default="no limit",
+            panel=LIMITS,
+        ),
+    ] = msgspec.field(default=None, name="max-in-flight-tokens-per-engine")
+    queued: Annotated[
+        NotNegative, Setting("Most requests that may wait; further ones get 429.", panel=LIMITS)
+    ] = msgspec.field(default=1000, name="max-queued")  # fmt: skip
+    queue_timeout_s: Annotated[
+        Seconds, Setting("Longest wait of a request; after it the request gets 429.", unit="seconds", panel=LIMITS)
+    ] = msgspec.field(default=30.0, name="queue-timeout")
+
+    sequences: Annotated[
+        AtLeastOne,
+        Setting(
+            "Most sequences of one request (prompts times `n`); a request with more gets 400.",
+            panel=LIMITS,
+            in_file=True,
+        ),
+    ] = msgspec.field(default=512, name="max-sequences")
+    at_once: Annotated[
+        AtLeastOne,
+        Setting(
+            "Most sequences of one request that run at once; the others start when these end.",
+            panel=LIMITS,
+            in_file=True,
+        ),
+    ] = msgspec.field(default=128, name="max-sequences-at-once")
+
+    items: Annotated[
+        AtLeastOne,
+        Setting(
+            "Most lists and objects in a request's body, such as messages and tools; a request with more gets 400.",
+            panel=LIMITS,
+            in_file=True,
+        ),
+    ] = msgspec.field(default=4096, name="max-request-items")
+    long_queued: Annotated[
+        NotNegative,
+        Setting(
+            "Most requests with long bodies of one client that wait to be prepared; further ones get 429.",
+            panel=LIMITS,
+            in_file=True,
+        ),
+    ] = msgspec.field(default=64, name="max-long-queued")
+
+    @property
+    def any(self) -> bool:
+        """True if a limit of the fleet is set."""
+        return any((self.in_flight, self.in_flight_per_engine, self.tokens, self.tokens_per_engine))
+
+
+class RetryBudget(Settings, frozen=True):
+    """Limits of the retries of one sequence; after them its client gets the error."""
+
+    retries: Annotated[
+        NotNegative, Setting("Most retries of a failed sequence in a row without a new token.", panel=FAILURES)
+    ] = 2
+    within_s: Annotated[
+        Seconds,
+        Setting(
+            "Longest time for retries after the last token that the client got, or after the request if it got none.",
+            unit="seconds",
+            in_file=True,
+            panel=FAILURES,
+        ),
+    ] = msgspec.field(default=600.0, name="retry-within")
 
 
 class RouterSettings(Settings, frozen=True):
@@ -251,3 +377,100 @@ class RouterSettings(Settings, frozen=True):
     def public_name(self) -> str:
         """The model's name in the OpenAI API."""
         return self.served_model_name or self.model
+
+
+_KUBERNETES_NAME = r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?"
+_CONFIGMAP = rf"^({_KUBERNETES_NAME}/)?{_KUBERNETES_NAME}\Z"
+_RAY_RECORD = rf"^([^\s/]+:[0-9]{{1,5}}/)?{_KUBERNETES_NAME}\Z"
+
+
+class RouterConfig(RouterSettings, frozen=True, kw_only=True):
+    """Settings of ``tercet router``; ``discovery`` and ``engine_tls`` are groups."""
+
+    engines: Annotated[
+        tuple[EngineAddress, ...],
+        Setting(
+            "URL of an engine; role: prefill, decode or both, labels: for scheduling. Repeatable.", flag="--engine",
+            metavar="URL[,role=R][,name=N][,label.KEY=V]", read=engine_fields, panel=ENGINES,
+        ),
+    ] = ()  # fmt: skip
+    discovery: DiscoverySettings = DiscoverySettings()
+    # Kubernetes sets TERCET_PORT to a URL if a service is called tercet.
+    port: Annotated[FixedPort, Setting("Port of the OpenAI API.", env="TERCET_HTTP_PORT", panel=SERVER)] = 8000
+    state: Annotated[
+        str | None,
+        Setting(
+            "File that keeps engines, programs and scheduling; routers with the same file share them.",
+            metavar="FILE", default="a private file", panel=ENGINES,
+        ),
+    ] = None  # fmt: skip
+    state_configmap: Annotated[
+        Annotated[str, Meta(pattern=_CONFIGMAP)] | None,
+        Setting(
+            "ConfigMap for this state, for routers on several machines.",
+            metavar="[NAMESPACE/]NAME", default="a file", panel=ENGINES,
+        ),
+    ] = None  # fmt: skip
+    state_ray: Annotated[
+        Annotated[str, Meta(pattern=_RAY_RECORD)] | None,
+        Setting(
+            "Record in Ray's head for this state; for routers on several machines.",
+            metavar="[HOST:PORT/]NAME", default="a file", panel=ENGINES,
+        ),
+    ] = None  # fmt: skip
+    admin_listen: Annotated[
+        str | None,
+        Setting(
+            "Address at which `/tercet/v1` is served instead of the clients' port.",
+            metavar="ADDRESS",
+            default="off",
+            panel=ACCESS,
+        ),
+    ] = None
+    await_engines: Annotated[
+        bool,
+        Setting("Start without an engine, and answer 503 until one joins.", default="off", panel=ENGINES),
+    ] = False
+    supervisor_key: SupervisorKey = ""
+    engine_tls: EngineTLS = EngineTLS()
+    log_level: LeastLogged = "info"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require_unlike(self.engines, self.discovery, self.await_engines)
+        if self.state_ray is not None and self.state_configmap is not None:
+            raise BadRequest("state-ray: cannot be combined with state-configmap; remove one", "state-ray")
+        self.require_stream_ports_without(self.port)
+        address = self.admin_address
+        if address is not None and address.port == self.port:
+            raise BadRequest(f"admin-listen: clients use the port {self.port}; choose another one", "admin-listen")
+        if address is not None and self.stream_port and 0 <= address.port - self.stream_port < self.workers:
+            raise BadRequest("admin-listen: token streams use this port; choose another one", "admin-listen")
+
+    @property
+    def admin_address(self) -> AdminAddress | None:
+        """The address of admin routes; None if they are served at the port for clients."""
+        return None if self.admin_listen is None else AdminAddress.of(self.admin_listen)
+
+
+class ReschedulerConfig(Settings, frozen=True):
+    """Settings of one rescheduler for all routers of a fleet; ``moves``, ``reschedule`` and others are groups."""
+
+    url: Annotated[
+        str, Setting("URL of a router, which lists the engines; not used if engines are found in Kubernetes.")
+    ] = "http://127.0.0.1:8000"
+    discovery: DiscoverySettings = DiscoverySettings()
+    stream_port: Annotated[
+        Port, Setting("Port to which engines connect to report their load.", default="any free port")
+    ] = 0
+    admin_key: AdminKey = ""
+    admin_key_file: AdminKeyFile = None
+    secret: EngineSecret = ""
+    stuck_after_s: Annotated[
+        Seconds, Setting("Time without progress after which an engine counts as lost.", unit="seconds")
+    ] = msgspec.field(default=5.0, name="stuck-after")  # fmt: skip
+    moves: MoveSettings = MoveSettings()
+    reschedule: RescheduleSettings = RescheduleSettings()
+    engine_tls: EngineTLS = EngineTLS()
+    log_level: LeastLogged = "info"
+    log_format: LogLines = "text"

@@ -45,8 +45,7 @@ from tercet.protocol.wire import (
     decode_call,
     require_incarnation,
 )
-from tercet.settings.variables import ENGINE_NAME_VARIABLE
-from tercet.settings.verb_log import lines_of_call, logged_call
+from tercet.settings.process_settings import ENGINE_NAME_VARIABLE
 from tercet.vllm_plugin.edge.adapters import Adapters
 from tercet.vllm_plugin.edge.attached_engine import AttachedEngine
 from tercet.vllm_plugin.edge.grammar_failures import tell_failures
@@ -56,6 +55,7 @@ from tercet.vllm_plugin.start.plugin_settings import PluginSettings, parse_setti
 from tercet.wire.client import engine_tls
 from tercet.wire.client.remote_prefill import PrefillAttempts, RemotePrefill
 from tercet.wire.exported_spans import exporting_spans
+from tercet.wire.logs import lines_of_call, logged_call
 from tercet.wire.serving.answers import require_trace_reader
 from tercet.wire.serving.prefiller_header import PrefillerHeader
 from tercet.wire.serving.request_context import BodyPieces, read_whole

@@ -11,8 +11,8 @@ from contextlib import contextmanager
 from importlib import import_module
 
 from tercet.protocol import BadRequest
+from tercet.protocol.entry_points import import_extra
 from tercet.protocol.spans import process
-from tercet.settings.extras import import_extra
 
 EXPORTER, DISABLED = "OTEL_TRACES_EXPORTER", "OTEL_SDK_DISABLED"
 ENDPOINT, TRACES_ENDPOINT = "OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT"

@@ -25,7 +25,7 @@ from tercet.router.serve.routing import Plan
 from tercet.router.state.fleet_state import FleetState, ProgramInUse, StateFile
 from tercet.router.state.followers import EngineReport, FollowerReport, _read
 from tercet.settings import EngineAddress, RouterConfig
-from tercet.settings.decoding import decode_settings, read_yaml
+from tercet.settings.declaration import decode_settings, read_yaml
 from tercet.wire.client import HttpEngine
 from tercet.wire.client.ask_router import ask_router
 from tests.abort import abort

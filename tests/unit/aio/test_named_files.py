@@ -15,7 +15,7 @@ from tercet.aio.files import read_named
 from tercet.programs import load_program
 from tercet.protocol import BadRequest
 from tercet.settings import read_yaml
-from tercet.settings.key_files import KeyFile
+from tercet.settings.process_settings import KeyFile
 from tercet.wire.client import engine_tls
 from tercet_gateway.served_certificate import ServedCertificate
 from tercet_lab.bench.results import load_result

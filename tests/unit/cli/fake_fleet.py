@@ -48,7 +48,7 @@ def _run_command_line(mark: str, mode: str, arguments: list[str]) -> None:
 def put_scripts(mark: str, mode: str) -> None:
     """From now on, in fleets in the background too, servers are scripts."""
     from tercet.cli import detached, up
-    from tercet.cluster import foresight, local
+    from tercet.cluster import engine_command, local
     from tercet.cluster.child_process import Process
 
     def argv(port: int) -> list[str]:
@@ -64,13 +64,13 @@ def put_scripts(mark: str, mode: str) -> None:
         return name
 
     def available_memory() -> int:
-        return 64 * foresight.GIB  # scripts need none of this machine's
+        return 64 * engine_command.GIB  # scripts need none of this machine's
 
     for name, fake in (("engine_argv", engine_argv), ("router_argv", router_argv)):
         setattr(local, name, fake)
     setattr(local, "Process", functools.partial(Process, grace=3))  # noqa: B010
     setattr(up, "known_model", known_model)  # noqa: B010
-    setattr(foresight, "available_memory", available_memory)  # noqa: B010
+    setattr(engine_command, "available_memory", available_memory)  # noqa: B010
     scripts = f"from tests.unit.cli.fake_fleet import put_scripts; put_scripts({mark!r}, {mode!r})"
     setattr(detached, "COMMAND", f"{scripts}; {detached.COMMAND}")  # noqa: B010
 

@@ -8,14 +8,14 @@ import io
 import pytest
 from rich.console import Console
 
-from tercet.cli import fleet_progress, terminal
-from tercet.cli.fleet_progress import FleetProgress
+from tercet.cli import terminal, up
+from tercet.cli.up import FleetProgress
 
 
 def said_on(monkeypatch: pytest.MonkeyPatch, *, is_terminal: bool) -> io.StringIO:
     out = io.StringIO()
     console = Console(file=out, force_terminal=is_terminal, width=100, highlight=False, _environ={"TERM": "xterm"})
-    monkeypatch.setattr(fleet_progress, "console", console)
+    monkeypatch.setattr(up, "console", console)
     monkeypatch.setattr(terminal, "console", console)
     return out
 
@@ -31,7 +31,7 @@ async def start(progress: FleetProgress) -> None:
 
 
 async def test_elsewhere_each_stage_is_a_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fleet_progress, "STILL_SECONDS", 0.03)
+    monkeypatch.setattr(up, "STILL_SECONDS", 0.03)
     out = said_on(monkeypatch, is_terminal=False)
     await start(FleetProgress())
     lines = out.getvalue().splitlines()

@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 
-from tercet.cli.app import _command
-from tercet.cli.missing_values import require_values
+from tercet.cli.app import _command, require_values
 from tercet.protocol import BadRequest
 
 

@@ -17,13 +17,13 @@ import uvicorn
 from fastapi import FastAPI
 
 from tercet.cli import app
-from tercet.cli.roles_in_words import roles_in_words
+from tercet.cli.engines import roles_in_words
 from tercet.decisions.migration import Stage
 from tercet.decisions.objectives import Attainments
 from tercet.router.admin.programs import version_shown
 from tercet.router.observe.metrics import Metrics
 from tercet.router.serve.moves import MoveRecord
-from tercet.settings.role_settings import ObjectiveClass, Objectives
+from tercet.settings.fleet_settings import ObjectiveClass, Objectives
 from tests.servers import served_in_thread
 from tests.unit.router.conftest import PROGRAMS, Engine, LiveRouter, metrics
 

@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from tercet.cli.fleet_view import FleetView, Row, drawn, rows_of
+from tercet.cli.top import FleetView, Row, drawn, rows_of
 from tests.longest_wait import LONGEST_WAIT_S
 from tests.servers import SHUTDOWN_POLL_S
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tercet.cli.trace_drawing import drawn, head_of, steps_of
+from tercet.cli.trace import drawn, head_of, steps_of
 
 
 def trace(**other: Any) -> dict[str, Any]:

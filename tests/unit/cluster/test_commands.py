@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tercet.cluster import compute
-from tercet.cluster.compute import as_cpu_list, devices_for_engines, split_cores
+from tercet.cluster import devices
+from tercet.cluster.devices import as_cpu_list, devices_for_engines, split_cores
 from tercet.cluster.engine_command import (
     EngineSpec,
     as_shell,
@@ -185,7 +185,7 @@ def test_a_number_of_ranks_that_is_none(value: str) -> None:
 def test_engines_compute_on_devices_if_their_vllm_can(
     cpu_build: bool, found: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(compute, "is_cpu_build", lambda: cpu_build)
+    monkeypatch.setattr(devices, "is_cpu_build", lambda: cpu_build)
     assert [each.handle for each in devices_for_engines({"CUDA_VISIBLE_DEVICES": "2, 3"})] == found
 
 

@@ -8,8 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tercet.cluster.device_plan import BESIDE, DeviceShare, pick_devices, plan_devices
-from tercet.cluster.devices import Device
+from tercet.cluster.devices import BESIDE, Device, DeviceShare, pick_devices, plan_devices
 from tercet.protocol import BadRequest
 
 GIB = 1 << 30

@@ -15,8 +15,7 @@ from tercet.cli.app import exit_code_of
 from tercet.cli.doctor import doctor, in_words
 from tercet.cluster import machine
 from tercet.cluster.devices import Device
-from tercet.cluster.findings import Finding, findings_of
-from tercet.cluster.machine import HookReport, InfinibandDevice, Machine, look_at_machine
+from tercet.cluster.machine import Finding, HookReport, InfinibandDevice, Machine, findings_of, look_at_machine
 from tests.sources import modules
 
 ROOT = Path(__file__).resolve().parents[3]

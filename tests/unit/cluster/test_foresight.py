@@ -12,8 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tercet.cluster.engine_command import EngineSpec
-from tercet.cluster.foresight import GIB, require_memory, shared_cores
+from tercet.cluster.engine_command import GIB, EngineSpec, require_memory, shared_cores
 from tercet.cluster.local import local_fleet
 from tercet.cluster.model_hub import cached_snapshot, require_model
 from tercet.cluster.ports import free_ports

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tercet.cli import app
-from tercet.cluster import compute
+from tercet.cluster import devices
 from tercet.cluster.engine_command import GPU_MEMORY, KV_TRANSFER, EngineSpec, engine_argv, engine_env, value_of
 from tercet.cluster.local import engine_specs, starting_queues
 from tercet.cluster.up_config import UpConfig
@@ -23,7 +23,7 @@ HasGPUs = Callable[..., None]
 @pytest.fixture
 def has_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> HasGPUs:
     """A machine with vLLM's CUDA build and a GPU of 80 GiB for each number, of which so many MiB are free."""
-    monkeypatch.setattr(compute, "is_cpu_build", lambda: False)
+    monkeypatch.setattr(devices, "is_cpu_build", lambda: False)
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
 
@@ -120,13 +120,13 @@ def test_what_the_installed_vllm_computes_on(
             raise PackageNotFoundError(name)
         return installed[name]
 
-    monkeypatch.setattr(compute, "version", version)
+    monkeypatch.setattr(devices, "version", version)
     monkeypatch.setenv("PATH", str(tmp_path))  # without nvidia-smi
-    assert compute.is_cpu_build() is on_cpu
+    assert devices.is_cpu_build() is on_cpu
     if on_cpu or not installed:
-        assert compute.devices_for_engines({}) == ()
+        assert devices.devices_for_engines({}) == ()
     else:
         with pytest.raises(BadRequest, match=r"needs an NVIDIA GPU.*nvidia-smi is not installed"):
-            compute.devices_for_engines({})
-        (named,) = compute.devices_for_engines({"CUDA_VISIBLE_DEVICES": "0"})  # a container without the tool
+            devices.devices_for_engines({})
+        (named,) = devices.devices_for_engines({"CUDA_VISIBLE_DEVICES": "0"})  # a container without the tool
         assert named.handle == "0"

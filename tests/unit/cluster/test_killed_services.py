@@ -15,7 +15,7 @@ import aiohttp
 import pytest
 
 from tercet.cluster.ports import free_ports
-from tercet.settings.role_settings import Objectives
+from tercet.settings.fleet_settings import Objectives
 from tests.longest_wait import LONGEST_WAIT_S
 from tests.unit.cluster.test_router_restarts import kill_router, simulated, until_restarted
 from tests.unit.cluster.whole_streams import read_whole, until

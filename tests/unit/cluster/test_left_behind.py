@@ -12,12 +12,20 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from tercet.cluster import log_directories, running_fleet
+from tercet.cluster import detached_fleets as records
+from tercet.cluster import running_fleet
 from tercet.cluster.child_process import Process, StartFailed, shared_memory_of
-from tercet.cluster.detached_fleets import DetachedFleet, announced, detached_fleets
-from tercet.cluster.log_directories import KEPT, log_directory
+from tercet.cluster.detached_fleets import (
+    KEPT,
+    DetachedFleet,
+    ProcessStart,
+    announced,
+    boot_id,
+    detached_fleets,
+    log_directory,
+    own_start,
+)
 from tercet.cluster.ports import free_ports
-from tercet.cluster.process_start import ProcessStart, boot_id, own_start
 
 # A process id that no process has: the kernel's largest is smaller.
 NOBODY = 99_999_999
@@ -72,11 +80,11 @@ def test_logs_of_fleets_that_run_and_what_is_called_otherwise_stay(logs: Path) -
     detached = logs / f"20251123-120000-{NOBODY}"
     for place in (foreign, running, detached):
         place.mkdir(parents=True)
-    log_directories._hold(running)
+    records._hold(running)
     ended(logs, KEPT + 5)
     fleet = DetachedFleet(own_start(), 8000, "http://127.0.0.1:8000", str(detached), 1.0)
     with announced(fleet):
-        log_directories.remove_old(logs)
+        records.remove_old(logs)
     assert foreign.exists()
     assert running.exists()
     assert detached.exists()
@@ -88,7 +96,7 @@ def test_logs_of_an_ended_process_go_though_another_one_has_its_id(logs: Path) -
     old.mkdir(parents=True)
     os.utime(old, (0, 0))
     places = ended(logs, KEPT - 1)
-    log_directories.remove_old(logs)
+    records.remove_old(logs)
     assert sorted(logs.iterdir()) == places
 
 

@@ -16,9 +16,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tercet.cluster import child_process, foresight, local, ports, restarts
+from tercet.cluster import child_process, engine_command, local, ports, running_fleet
 from tercet.cluster.child_process import Process, StartFailed, StartRefused, describe_exit
-from tercet.cluster.foresight import GIB
+from tercet.cluster.engine_command import GIB
 from tercet.cluster.local import local_fleet
 from tercet.cluster.ports import free_ports, require_free, url_of
 from tercet.cluster.running_fleet import RunningFleet, read_events
@@ -61,7 +61,7 @@ def argv_of(port: int, mode: str = "serves") -> list[str]:
 def scripts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> dict[str, str]:
     """Engines and router become scripts; the dict says which mode each name has."""
     modes: dict[str, str] = {}
-    monkeypatch.setattr(foresight, "available_memory", lambda: 64 * GIB)  # scripts need none of this machine's
+    monkeypatch.setattr(engine_command, "available_memory", lambda: 64 * GIB)  # scripts need none of this machine's
     monkeypatch.setattr(local, "engine_argv", lambda spec: argv_of(spec.port, modes.get(spec.name, "serves")))
     monkeypatch.setattr(local, "router_argv", lambda config, _: argv_of(config.port, modes.get("router", "serves")))
     return modes
@@ -194,7 +194,7 @@ async def test_the_last_engines_end_is_the_fleets(tmp_path: Path, scripts: dict[
 
 @pytest.fixture
 def soon(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(restarts, "FIRST_PAUSE", 0.01)
+    monkeypatch.setattr(running_fleet, "FIRST_PAUSE", 0.01)
 
 
 async def test_one_that_refuses_what_it_was_given_is_a_refusal(tmp_path: Path, scripts: dict[str, str]) -> None:

@@ -10,8 +10,7 @@ import pytest
 
 from tercet.cluster import running_fleet
 from tercet.cluster.child_process import Process
-from tercet.cluster.log_rotation import rotate
-from tercet.cluster.running_fleet import read_events
+from tercet.cluster.running_fleet import read_events, rotate
 from tests.longest_wait import LONGEST_WAIT_S
 
 EVENT = b"WARNING 01-01 00:00:00 [tercet.events] %b\n"

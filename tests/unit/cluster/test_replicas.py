@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from tercet.cluster.engine_command import engine_argv, value_of
+from tercet.cluster.engine_command import engine_argv, is_group, rank_flags, value_of
 from tercet.cluster.local import engine_specs
-from tercet.cluster.replicas import is_group, rank_flags
 from tercet.cluster.up_config import UpConfig
 from tercet.protocol import BadRequest
 

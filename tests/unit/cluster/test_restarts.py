@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tercet.cluster.restarts import FIRST_PAUSE, LIVED_SECONDS, LONGEST_PAUSE, Restarts
+from tercet.cluster.running_fleet import FIRST_PAUSE, LIVED_SECONDS, LONGEST_PAUSE, Restarts
 
 
 def test_each_start_waits_twice_as_long_up_to_a_bound() -> None:

@@ -22,11 +22,11 @@ from tercet.cluster.child_process import StartFailed
 from tercet.cluster.local import local_fleet
 from tercet.cluster.model import resolve_tokenizer
 from tercet.cluster.running_fleet import RunningFleet
-from tercet.cluster.scaling.records import Counts, ScaleCall
+from tercet.cluster.scaling.decide import Counts, ScaleCall
 from tercet.cluster.scaling.scaler import Scaler
 from tercet.cluster.up_config import UpConfig
 from tercet.protocol import EngineStatus
-from tercet.settings.session_settings import SessionSettings
+from tercet.settings.fleet_settings import SessionSettings
 from tercet.wire.client import HttpEngine
 from tercet.wire.client.ask_router import ask_router
 from tests.longest_wait import LONGEST_WAIT_S

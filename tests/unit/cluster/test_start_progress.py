@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from tercet.cluster import start_progress
-from tercet.cluster.start_progress import StartProgress
+from tercet.cluster import running_fleet
+from tercet.cluster.running_fleet import StartProgress
 from tercet.vllm_plugin.start.loading_stages import MARK
 
 
@@ -22,7 +22,7 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
-    monkeypatch.setattr(start_progress, "time", clock)
+    monkeypatch.setattr(running_fleet, "time", clock)
     return clock
 
 

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from tercet.cluster.up_config import UpConfig
 from tercet.decisions.objectives import Attainment, Attainments, meets, within
 from tercet.protocol import BadRequest, Request
-from tercet.settings.decoding import Source, decode_settings
-from tercet.settings.role_settings import ObjectiveClass, Objectives, require_objectives
+from tercet.settings.declaration import Source, decode_settings
+from tercet.settings.fleet_settings import ObjectiveClass, Objectives, require_objectives
 from tercet_lab.bench.simulated.scenario import ClassedSamples, classed, weights_of
 from tercet_lab.bench.summary import MS, Samples, Slo
 

@@ -23,7 +23,7 @@ from tercet.protocol import BadRequest
 from tercet.protocol.headers import GENERATING
 from tercet.router.router_app import OPEN
 from tercet.settings import ReschedulerConfig, RouterConfig, Settings, decode_settings
-from tercet.settings.variables import API_KEY_VARIABLE
+from tercet.settings.process_settings import API_KEY_VARIABLE
 from tercet_gateway.gateway_settings import ModelRouterConfig, PickerConfig, SidecarConfig
 from tercet_lab.planning.planner_settings import PlannerConfig
 

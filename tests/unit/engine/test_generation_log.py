@@ -8,8 +8,7 @@ import pytest
 
 from tercet.engine.sequences import DecodingSequence
 from tercet.protocol import BadRequest, Output, Usage
-from tercet.settings.log_lines import lines_of_request
-from tercet.settings.verb_log import LoggedGeneration
+from tercet.wire.logs import LoggedGeneration, lines_of_request
 
 
 def test_a_generation_is_logged_when_it_is_over(caplog: pytest.LogCaptureFixture) -> None:

@@ -27,7 +27,7 @@ from tercet.router.router_app import RouterApp
 from tercet.router.serve.routing import NamedFiles
 from tercet.router.serve.shutdown import Shutdown
 from tercet.settings import EngineAddress, Limits, RouterConfig
-from tercet.settings.admin_address import AdminAddress
+from tercet.settings.engine_addresses import AdminAddress
 from tercet.wire.serving.server_access import AT_ADMIN, AdminAccess, RouterKeys
 from tercet_lab.small_openai import serve_small
 from tests.simulated_processes import MODEL, PROFILE, running, wait_for

@@ -22,16 +22,16 @@ from tercet.router.serve.service_programs import ServicePrograms
 from tercet.router.state.fleet_state import FleetState, StateFile
 from tercet.router.state.loaded_code import reload_on_change
 from tercet.router.state.shared_state import because
-from tercet.settings import RetryBudget, log_events
-from tercet.settings.log_events import LogEvent
-from tercet.settings.log_lines import EVENTS, FIELDS
+from tercet.settings import RetryBudget
+from tercet.wire import logs
+from tercet.wire.logs import EVENTS, FIELDS, LogEvent
 from tercet.wire.serving.request_context import RequestContext
 
 from .conftest import Engine, LiveRouter, counted, draining
 from .test_reload import TEXT, until
 from .test_shared_state import joined
 
-EVERY_EVENT = [each for each in vars(log_events).values() if isinstance(each, LogEvent)]
+EVERY_EVENT = [each for each in vars(logs).values() if isinstance(each, LogEvent)]
 HANDBOOK = Path(__file__).resolve().parents[3] / "docs" / "logs.md"
 GROUPED = """
 import asyncio
@@ -130,8 +130,8 @@ async def test_each_change_is_one_line_with_who_asked(router: LiveRouter, progra
         ("engine_removed", "DELETE /tercet/v1/engines/late from 127.0.0.1"),
         ("program_changed", "PUT /tercet/v1/program from 127.0.0.1"),
     ]
-    assert told(log_events.ENGINE_ROLE)[0] | {"role": "both", "before": "decode"} == told(log_events.ENGINE_ROLE)[0]
-    assert told(log_events.PROGRAM_CHANGED)[0]["version"] == 2
+    assert told(logs.ENGINE_ROLE)[0] | {"role": "both", "before": "decode"} == told(logs.ENGINE_ROLE)[0]
+    assert told(logs.PROGRAM_CHANGED)[0]["version"] == 2
 
 
 async def test_changes_that_are_found_at_once_have_each_its_own_reason(
@@ -180,7 +180,7 @@ async def test_another_router_on_the_same_state_has_lines_of_its_own(
     async with joined(router, metrics) as other:
         await router.shared.change(draining("d", True), "somebody wants it")
         assert other.fleet.member("d").draining
-        assert [each["reason"] for each in told(log_events.ENGINE_DRAINED)] == ["somebody wants it"] * 2
+        assert [each["reason"] for each in told(logs.ENGINE_DRAINED)] == ["somebody wants it"] * 2
 
 
 async def test_a_reload_is_one_line_and_so_is_a_refused_one(router: LiveRouter, tmp_path: Path, told: Told) -> None:
@@ -191,9 +191,9 @@ async def test_a_reload_is_one_line_and_so_is_a_refused_one(router: LiveRouter, 
     await asyncio.sleep(0)
     try:
         file.write_text("syntax error(")
-        await until(lambda: bool(told(log_events.RELOAD_REFUSED)))
+        await until(lambda: bool(told(logs.RELOAD_REFUSED)))
         file.write_text(TEXT.format(22))
-        await until(lambda: len(told(log_events.PROGRAM_CHANGED)) == 2)
+        await until(lambda: len(told(logs.PROGRAM_CHANGED)) == 2)
     finally:
         watching.cancel()
         await asyncio.wait({watching})
@@ -241,7 +241,7 @@ async def test_a_role_that_others_fill_is_told_when_it_begins_and_ends(router: L
         )  # fmt: skip
     await router.shared.change(draining("d", False))
     await served(router)
-    begins, ends = told(log_events.ROLE_FALLBACK, log_events.ROLE_BACK)
+    begins, ends = told(logs.ROLE_FALLBACK, logs.ROLE_BACK)
     assert (begins["event"], begins["role"]) == ("role_fallback", "decode")
     assert begins["reason"] == "every engine of the role decode is drained or stops"
     assert (ends["event"], ends["role"]) == ("role_back", "decode")
@@ -259,7 +259,7 @@ async def test_a_fallback_is_one_line_one_count_and_one_event_of_the_trace(route
     assert [structs.replace(event, at=0.0) for event in trace.events if event.verb == "fallback"] == [
         TraceEvent("fallback", "d", reason=f"disaggregated -> data_parallel: {why}", code="engine_unreachable"),
     ]
-    (line,) = told(log_events.FALLBACK, log_events.RETRY)
+    (line,) = told(logs.FALLBACK, logs.RETRY)
     assert line == {
         "event": "fallback", "seq_id": "s1", "program": "disaggregated", "to": "data_parallel", "engine": "d",
         "code": "engine_unreachable", "tokens": 0, "reason": why,
@@ -276,7 +276,7 @@ async def test_each_further_attempt_is_a_line_too(router: LiveRouter, told: Told
     trace, request = Trace(), Request(seq_id="s", prompt=(1, 2, 3))
     with pytest.raises(NoSpace):
         await router.service.run(request, trace).run(lambda _: None)
-    lines = told(log_events.FALLBACK, log_events.RETRY)
+    lines = told(logs.FALLBACK, logs.RETRY)
     assert [(each["event"], each["program"], each["code"]) for each in lines] == [
         ("retry", "data_parallel", "no_space"), ("retry", "data_parallel", "no_space"),
     ]  # fmt: skip
@@ -296,7 +296,7 @@ async def test_the_cause_in_a_group_of_tasks_is_the_cause(
     (tmp_path / "grouped.py").write_text(GROUPED)
     await router.use(Plan(program=f"{tmp_path / 'grouped.py'}:{name}"))
     await served(router)
-    (line,) = told(log_events.FALLBACK)
+    (line,) = told(logs.FALLBACK)
     assert (line["code"], line["reason"]) == (code, "ValueError: a mistake" if name == "own" else "no room")
 
 
@@ -310,7 +310,7 @@ async def test_what_a_program_raised_is_for_the_log_and_for_clients_of_those_who
     trace, _ = await served(router)
     (event,) = [event for event in trace.events if event.verb == "fallback"]
     assert event.reason == f"{trace.program}: " + ("ValueError: oh no" if dev else "the router's log says why")
-    assert [each["reason"] for each in told(log_events.FALLBACK)] == ["ValueError: oh no"]
+    assert [each["reason"] for each in told(logs.FALLBACK)] == ["ValueError: oh no"]
 
 
 async def test_a_client_of_a_program_that_failed_is_told_which_and_where(
@@ -321,7 +321,7 @@ async def test_a_client_of_a_program_that_failed_is_told_which_and_where(
         await served(router)
     assert failed.value.message == f"the program {programs}:raises failed at s1: the router's log says why"
     ServicePrograms(router.service).run(Request(seq_id="s1", prompt=(1,)), RequestContext()).failed(failed.value)
-    (line,) = told(log_events.REQUEST_FAILED)
+    (line,) = told(logs.REQUEST_FAILED)
     assert line["reason"] == f"{failed.value.message} (ValueError: oh no)"
 
 
@@ -331,10 +331,10 @@ async def test_a_program_that_fails_again_and_again_is_one_traceback(
     await router.use(Plan(program=f"{programs}:raises"))
     for _ in range(3):
         await served(router)
-    assert len(told(log_events.PROGRAM_FAILED)) == 1
+    assert len(told(logs.PROGRAM_FAILED)) == 1
     assert caplog.text.count('raise ValueError("oh no")') == 1
-    assert [each["code"] for each in told(log_events.FALLBACK)] == ["program_failed"] * 3
-    (returned,) = told(log_events.PROGRAM_RETURNED)
+    assert [each["code"] for each in told(logs.FALLBACK)] == ["program_failed"] * 3
+    (returned,) = told(logs.PROGRAM_RETURNED)
     assert (returned["version"], returned["to_version"]) == (2, 1)
     assert returned["reason"] == "it failed 3 times in a row, the last time: ValueError: oh no"
 
@@ -345,7 +345,7 @@ async def test_an_engine_that_breaks_a_sequence_off_is_named(router: LiveRouter,
         engine.breaks_off = Output((), "abort")
     with contextlib.suppress(TercetError):
         await served(router)
-    lines = told(log_events.RETRY)
+    lines = told(logs.RETRY)
     assert {each["engine"] for each in lines} == {"p", "d"}
     assert [each["reason"] for each in lines] == [f"{each['engine']} ended the sequence: abort" for each in lines]
     assert {each["code"] for each in lines} == {"engine_error"}

@@ -15,8 +15,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tercet.cli.engine import _spec_of
-from tercet.cli.engine_flags import EngineFlags
+from tercet.cli.engine import EngineFlags, _spec_of
 from tercet.cluster.up_config import UpConfig
 from tercet.fleet.discovery.kubernetes_api import Metadata, Pod, PodStatus
 from tercet.fleet.discovery.pod_discovery import engines_of

@@ -18,7 +18,7 @@ from tercet.router.serve.routing import Plan
 from tercet.router.state.fleet_state import FleetState, ProgramInUse
 from tercet.router.state.roles import FleetRoles, RoleKeeper, seen_for_roles, with_roles_followed
 from tercet.settings import EngineAddress, RescheduleSettings
-from tercet.settings.role_settings import ObjectiveClass, Objectives
+from tercet.settings.fleet_settings import ObjectiveClass, Objectives
 
 from .conftest import LiveRouter, counted
 

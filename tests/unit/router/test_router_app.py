@@ -20,7 +20,7 @@ from tercet.router.observe.metrics import Metrics
 from tercet.router.router_app import RouterApp
 from tercet.router.serve.service_programs import ServicePrograms
 from tercet.settings import Limits, RetryBudget
-from tercet.settings.log_lines import request_id
+from tercet.wire.logs import request_id
 from tercet.wire.serving.answers import wants_trace
 from tercet.wire.serving.request_context import Asked, current
 from tests.longest_wait import LONGEST_WAIT_S

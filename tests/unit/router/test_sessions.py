@@ -15,7 +15,7 @@ from tercet.protocol import EngineLoad, Request
 from tercet.router.observe.metrics import Metrics
 from tercet.router.serve.service import Service
 from tercet.router.serve.sessions import Sessions
-from tercet.settings.session_settings import SessionSettings
+from tercet.settings.fleet_settings import SessionSettings
 from tercet_lab.bench.simulated.moving_fleet import SessionCounts
 from tercet_lab.sim import SimEngine, run_virtual
 from tests.longest_wait import LONGEST_WAIT_S

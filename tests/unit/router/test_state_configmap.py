@@ -33,7 +33,7 @@ from tercet.router.state.state_configmap import (
     asking,
     configmap_store,
 )
-from tercet.settings.role_settings import Objectives
+from tercet.settings.fleet_settings import Objectives
 
 from .api_objects import NAMESPACE, ApiObjects, served_objects
 from .conftest import LiveRouter, draining

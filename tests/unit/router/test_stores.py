@@ -31,8 +31,7 @@ from tercet.router.router_app import RouterApp
 from tercet.router.serve.service_programs import ServicePrograms
 from tercet.router.serve.sessions import Sessions
 from tercet.settings import Limits
-from tercet.settings.role_settings import Objectives
-from tercet.settings.session_settings import SessionSettings
+from tercet.settings.fleet_settings import Objectives, SessionSettings
 from tercet_lab.bench.simulated.moving_fleet import SessionCounts
 from tercet_lab.small_openai import small_app
 from tests.unit.kept import Kept

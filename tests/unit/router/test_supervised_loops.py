@@ -23,8 +23,7 @@ from tercet.router.state import fleet_adapters, joined_members, loaded_code, rol
 from tercet.router.state.fleet_state import StateFile
 from tercet.router.state.joined_members import GoneEngines, join
 from tercet.settings import ReschedulerConfig
-from tercet.settings.role_settings import Objectives
-from tercet.settings.session_settings import SessionSettings
+from tercet.settings.fleet_settings import Objectives, SessionSettings
 from tercet_lab.bench.simulated.moving_fleet import SessionCounts
 from tests.longest_wait import LONGEST_WAIT_S
 from tests.unit.fleet.test_adapters import Host, fleet_of, membership_of, report

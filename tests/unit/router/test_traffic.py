@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tercet.fleet.policy_views import BLOCK, SeenRequests, block_names
-from tercet.settings.role_settings import Objectives
+from tercet.settings.fleet_settings import Objectives
 from tercet_lab.planning.observing import TrafficView, read_traffic
 
 from .conftest import LiveRouter

@@ -20,7 +20,7 @@ from tercet.cluster.ports import free_ports
 from tercet.router import workers
 from tercet.router.workers import Place, Shared
 from tercet.settings import EngineAddress, RouterConfig
-from tercet.settings.variables import COLD, WARM_PARENT_VARIABLE
+from tercet.settings.process_settings import COLD, WARM_PARENT_VARIABLE
 from tests.longest_wait import LONGEST_WAIT_S
 
 CONFIG = RouterConfig(engines=(EngineAddress("e", "http://e"),))

@@ -24,7 +24,7 @@ import pytest
 
 from tercet.cluster.model import resolve_model
 from tercet.cluster.ports import free_ports
-from tercet.settings.variables import COLD, WARM_PARENT_VARIABLE
+from tercet.settings.process_settings import COLD, WARM_PARENT_VARIABLE
 from tercet_lab.sim import load_profile
 from tercet_lab.sim.sim_server import ServerConfig, serving
 from tests.longest_wait import LONGEST_WAIT_S

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tercet.settings.log_lines import (
+from tercet.wire.logs import (
     EVENTS,
     LONGEST_LINE,
     LONGEST_TRACEBACK,
@@ -27,7 +27,7 @@ pytestmark = pytest.mark.slow
 
 SCRIPT = """
 import logging
-from tercet.settings.log_lines import log_to_stderr
+from tercet.wire.logs import log_to_stderr
 
 log_to_stderr("info")
 log_to_stderr("error")  # the first one has decided
@@ -58,8 +58,8 @@ def said_as_json(script: str) -> list[dict[str, Any]]:
 def test_lines_as_json() -> None:
     script = """
 import logging
-from tercet.settings.log_events import ENGINE_DRAINED
-from tercet.settings.log_lines import FIELDS, access_logger, log_to_stderr
+from tercet.wire.logs import ENGINE_DRAINED
+from tercet.wire.logs import FIELDS, access_logger, log_to_stderr
 
 log_to_stderr("warning", "json", access=True)
 logger = logging.getLogger("tercet.router")
@@ -84,13 +84,13 @@ access_logger.info("GET /health %d", 200, extra={FIELDS: {"status": 200}})
 
 
 SAYS_EVENTS = """
-from tercet.settings import log_events
-from tercet.settings.log_lines import log_to_stderr
+from tercet.wire import logs
+from tercet.wire.logs import log_to_stderr
 
 log_to_stderr("info", "{form}")
-log_events.RETRY.tell(seq_id="s", program="p", tokens=3, reason="what one request met")
-log_events.ENGINE_DRAINED.tell(engine="decode-0", reason="somebody [tercet.events] asked")
-log_events.RELOAD_REFUSED.tell(file="mine.py", reason="no: it is not good")
+logs.RETRY.tell(seq_id="s", program="p", tokens=3, reason="what one request met")
+logs.ENGINE_DRAINED.tell(engine="decode-0", reason="somebody [tercet.events] asked")
+logs.RELOAD_REFUSED.tell(file="mine.py", reason="no: it is not good")
 """
 
 
@@ -106,12 +106,12 @@ def test_serious_events_are_found_in_a_log_of_either_form(form: str) -> None:
 
 
 FORGES = """
-from tercet.settings import log_events
-from tercet.settings.log_lines import access_logger, log_to_stderr
+from tercet.wire import logs
+from tercet.wire.logs import access_logger, log_to_stderr
 
 log_to_stderr("info", "{form}", access=True)
 access_logger.info("GET %s", "/\\nERROR 11-23 12:00:00 [tercet.events] engine_lost: not so")
-log_events.REQUEST_FAILED.tell(seq_id="a\\x1b[2Jb\\u2028c", code="engine_error", reason="it is\\nso")
+logs.REQUEST_FAILED.tell(seq_id="a\\x1b[2Jb\\u2028c", code="engine_error", reason="it is\\nso")
 """
 
 
@@ -126,8 +126,8 @@ def test_what_clients_name_looks_like_no_other_line(form: str) -> None:
 
 NAMES_REQUESTS = """
 import asyncio, logging
-from tercet.settings import log_events
-from tercet.settings.log_lines import FIELDS, access_logger, lines_of_request, log_to_stderr
+from tercet.wire import logs
+from tercet.wire.logs import FIELDS, access_logger, lines_of_request, log_to_stderr
 
 log_to_stderr("info", "{form}", access=True)
 
@@ -136,7 +136,7 @@ async def begun_meanwhile():
 
 async def main():
     with lines_of_request("mine-1"):
-        log_events.RETRY.tell(seq_id="s", program="p", tokens=3, reason="r")
+        logs.RETRY.tell(seq_id="s", program="p", tokens=3, reason="r")
         access_logger.info("GET", extra={{FIELDS: {{"status": 200}}}})
         task = asyncio.create_task(begun_meanwhile())
     await task
@@ -227,7 +227,7 @@ def test_lines_that_are_asked_for_are_all_written(name: str) -> None:
 def test_both_forms_have_the_bounds() -> None:
     script = """
 import logging
-from tercet.settings.log_lines import log_to_stderr
+from tercet.wire.logs import log_to_stderr
 
 log_to_stderr("info", FORM)
 for _ in range(1000):

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tercet.settings.variables import INTERNAL, OF_TESTS
+from tercet.settings.process_settings import INTERNAL, OF_TESTS
 from tests.sources import modules
 
 ROOT = Path(__file__).resolve().parents[3]

@@ -9,9 +9,8 @@ import pytest
 
 from tercet.protocol import BadRequest, NoSpace, Output, OutputStream
 from tercet.protocol.wire import PrepRecvCall
-from tercet.settings import verb_log
-from tercet.settings.log_lines import lines_of_request, request_id
-from tercet.settings.verb_log import LoggedGeneration, log_as_the_environment_says, logged_call
+from tercet.wire import logs
+from tercet.wire.logs import LoggedGeneration, lines_of_request, log_as_the_environment_says, logged_call, request_id
 
 CALL = PrepRecvCall(prompt=[1, 2, 3], seq_id="cmpl-mine-0")
 
@@ -59,7 +58,7 @@ def test_variables_say_what_is_logged(
     access: str, form: str, wanted: tuple[str, bool], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     told: list[Any] = []
-    monkeypatch.setattr(verb_log, "log_to_stderr", lambda *args: told.append(args))
+    monkeypatch.setattr(logs, "log_to_stderr", lambda *args: told.append(args))
     monkeypatch.setenv("TERCET_ACCESS_LOG", access)
     monkeypatch.setenv("TERCET_LOG_FORMAT", form)
     log_as_the_environment_says("info")

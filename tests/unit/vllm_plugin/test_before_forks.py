@@ -13,7 +13,7 @@ import pytest
 from vllm.tokenizers.registry import cached_get_tokenizer
 
 from tercet.cluster.model import resolve_model
-from tercet.settings.variables import PARALLEL_TOKENIZERS
+from tercet.settings.process_settings import PARALLEL_TOKENIZERS
 from tercet.vllm_plugin.start import before_forks
 from tercet.vllm_plugin.start.before_forks import check_hooks, forget_changed_tokenizer, load_tokenizer
 

@@ -15,7 +15,7 @@ from vllm.engine.arg_utils import AsyncEngineArgs, EngineArgs
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from tercet.settings import SECRET_VARIABLE
-from tercet.settings.variables import API_KEY_VARIABLE
+from tercet.settings.process_settings import API_KEY_VARIABLE
 from tercet.vllm_plugin.differences import cli_args
 from tercet.vllm_plugin.start.start_checks import check_before_loading
 

@@ -12,18 +12,18 @@ from msgspec import Meta
 from tercet.protocol import BadRequest, WithoutRole
 from tercet.protocol.hosts import AllowedPrefillers
 from tercet.settings.declaration import AtLeastOne, FixedPort, NotNegative, Port, Seconds, Setting, Settings, key_values
-from tercet.settings.discovery_settings import DiscoverySettings
-from tercet.settings.engine_addresses import EngineAddress, engine_fields, require_unlike
-from tercet.settings.prefill_settings import (
-    STUCK_AFTER_S,
-    TIMEOUT_S,
-    PrefillBudget,
-    PrefillHosts,
-    PrefillStuckAfter,
-    PrefillTimeout,
+from tercet.settings.engine_addresses import (
+    DiscoverySettings,
+    EngineAddress,
+    engine_fields,
+    require_engine_url,
+    require_unlike,
 )
 from tercet.settings.process_settings import (
+    API_KEY_VARIABLE,
     MAX_REQUEST_BYTES,
+    STUCK_AFTER_S,
+    TIMEOUT_S,
     AdminKey,
     AdminKeyFile,
     APIKeyFile,
@@ -34,12 +34,14 @@ from tercet.settings.process_settings import (
     LogLines,
     MostRequestBytes,
     OpenToAll,
+    PrefillBudget,
+    PrefillHosts,
+    PrefillStuckAfter,
+    PrefillTimeout,
     TLSCertificate,
     TLSKey,
     require_pair,
 )
-from tercet.settings.urls import require_engine_url
-from tercet.settings.variables import API_KEY_VARIABLE
 
 FLOW = "Flow control"
 

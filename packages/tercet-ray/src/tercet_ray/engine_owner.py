@@ -12,12 +12,11 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from tercet.cluster.compute import devices_for_engines
-from tercet.cluster.core_claims import CoreClaims
+from tercet.cluster.devices import CoreClaims, devices_for_engines
 from tercet.cluster.engine_command import EngineSpec, engine_argv, engine_env
 from tercet.cluster.model import cache_root
 from tercet.cluster.ports import free_ports, url_of
-from tercet.cluster.restarts import Restarts
+from tercet.cluster.running_fleet import Restarts
 from tercet_ray.detached_process import DetachedProcess
 from tercet_ray.ray_access import here, the_ray
 from tercet_ray.reconcile import READY, STARTING

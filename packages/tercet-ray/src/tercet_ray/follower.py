@@ -18,7 +18,7 @@ import msgspec
 from tercet.aio.files import read_whole, write_whole
 from tercet.fleet.discovery.roster import MOST_BYTES, RosterEntry, write_roster
 from tercet.protocol import BadRequest, TercetError
-from tercet.settings.log_lines import log_to_stderr
+from tercet.wire.logs import log_to_stderr
 from tercet_ray.fleet_keeper import FleetKeeper
 from tercet_ray.ray_access import connect
 from tercet_ray.reconcile import merged

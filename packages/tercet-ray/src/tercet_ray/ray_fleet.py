@@ -16,14 +16,21 @@ import msgspec
 
 from tercet.aio.files import read_whole, write_whole
 from tercet.cluster.child_process import Process, StartFailed, describe_exit
+from tercet.cluster.detached_fleets import log_directory
 from tercet.cluster.engine_command import EngineSpec, ranks_of, value_of
 from tercet.cluster.local import lora_flags, router_config, router_of, shared_environment
-from tercet.cluster.log_directories import log_directory
-from tercet.cluster.log_rotation import rotate_logs
 from tercet.cluster.model import BUILT_IN
 from tercet.cluster.ports import free_ports, require_free, url_of
-from tercet.cluster.running_fleet import LOADING, READY_SECONDS, STOP_ON_RAY_SECONDS, KeptRouter, OnEvent, read_events
-from tercet.cluster.scaling.router_admin import RouterAdmin
+from tercet.cluster.running_fleet import (
+    LOADING,
+    READY_SECONDS,
+    STOP_ON_RAY_SECONDS,
+    KeptRouter,
+    OnEvent,
+    RouterAdmin,
+    read_events,
+    rotate_logs,
+)
 from tercet.cluster.up_config import UpConfig
 from tercet.fleet.discovery.roster import MOST_BYTES, read_roster
 from tercet.settings import DiscoverySettings, EngineAddress

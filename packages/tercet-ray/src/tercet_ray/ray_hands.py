@@ -9,8 +9,7 @@ from pathlib import Path
 import msgspec
 
 from tercet.aio.files import read_whole, write_whole
-from tercet.cluster.running_fleet import LOADING, READY_SECONDS, OnEvent
-from tercet.cluster.scaling.router_admin import RouterAdmin
+from tercet.cluster.running_fleet import LOADING, READY_SECONDS, OnEvent, RouterAdmin
 from tercet.fleet.discovery.roster import MOST_BYTES, read_roster
 from tercet.protocol import EngineError, Role, UnknownEngine
 from tercet_ray.wanted import WantedEngine, WantedFleet

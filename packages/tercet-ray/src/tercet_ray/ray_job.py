@@ -17,7 +17,7 @@ from pathlib import Path
 import msgspec
 
 from tercet.cli.detached import stop_seconds_of
-from tercet.cli.given_names import PARTS, flags_of, given_as
+from tercet.cli.setting_flags import PARTS, flags_of, given_as
 from tercet.cluster.up_config import UpConfig
 from tercet.settings import decode_settings, encode_settings, read_yaml
 from tercet_ray.detached_process import DetachedProcess

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import msgspec
 
-from tercet.cluster.findings import Finding
+from tercet.cluster.machine import Finding
 from tercet_ray.ray_access import HEAD_AWAY_SECONDS
 
 PROCESSES = Path("/proc")

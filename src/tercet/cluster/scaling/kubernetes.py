@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import aiohttp
 import msgspec
 
-from tercet.cluster.scaling.records import Counts, ScaleCall
+from tercet.cluster.scaling.decide import Counts, ScaleCall
 from tercet.fleet.discovery.kubernetes_api import ApiAccess
 from tercet.protocol import BadRequest, Conflict, EngineError, EngineUnreachable, Role
 from tercet.protocol.wire import UNREADABLE

@@ -20,7 +20,7 @@ from tercet.decisions.planning.observed import (
     answers_completed,
 )
 from tercet.decisions.roles import BUSY_FULL, Demand, prefill_pressure
-from tercet.settings.role_settings import Objectives
+from tercet.settings.fleet_settings import Objectives
 
 STEP_SHARE = 0.9
 """Share of the TPOT objective that a step of decodes may take, in the estimate."""

@@ -17,7 +17,7 @@ import msgspec
 
 from tercet.decisions.roles import ObservedEngine
 from tercet.protocol import BadRequest
-from tercet.settings.role_settings import Objectives
+from tercet.settings.fleet_settings import Objectives
 
 FEWEST_ENDED = 8
 """Ended answers to prompts of similar length that are needed; with fewer, all ended answers are used."""

@@ -29,10 +29,8 @@ from tercet.decisions.scheduling.profiles import (
 )
 from tercet.decisions.scheduling.registry import Locate, plugin_class
 from tercet.protocol import BadRequest
-from tercet.protocol.entry_points import PARTS
-from tercet.settings.declaration import complaint
-from tercet.settings.decoding import load_yaml, parse_yaml
-from tercet.settings.extras import provided
+from tercet.protocol.entry_points import PARTS, provided
+from tercet.settings.declaration import complaint, load_yaml, parse_yaml
 
 logger = logging.getLogger("tercet.decisions.scheduling")
 T = TypeVar("T")

@@ -25,8 +25,9 @@ from tercet.fleet.discovery.roster import RosterFile
 from tercet.fleet.discovery.watching import WAITS, Waits, Watch
 from tercet.protocol import BadRequest, Role
 from tercet.protocol.hosts import bracketed
-from tercet.settings import DiscoverySettings, EngineAddress, log_events
-from tercet.settings.discovery_settings import EARLIER_POOL_GROUP, POOL_GROUP
+from tercet.settings import DiscoverySettings, EngineAddress
+from tercet.settings.engine_addresses import EARLIER_POOL_GROUP, POOL_GROUP
+from tercet.wire import logs
 
 ROLE, LLM_D_ROLE, PORT, DRAIN = "tercet/role", "llm-d.ai/role", "tercet/port", "tercet/drain"
 """Labels or annotations of a pod. A label overrides an annotation, and Tercet's names override llm-d's."""
@@ -164,9 +165,7 @@ class PodDiscovery:
 
     def _pool_changed(self, pools: Sequence[InferencePool] | Sequence[EarlierInferencePool]) -> None:
         if not pools:
-            log_events.POOL_MISSING.tell(
-                pool=f"{self._namespace}/{self._settings.pool_name}", reason="it does not exist"
-            )
+            logs.POOL_MISSING.tell(pool=f"{self._namespace}/{self._settings.pool_name}", reason="it does not exist")
             self._want(None)
             return
         labels, ports = pools[0].pods

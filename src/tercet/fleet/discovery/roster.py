@@ -19,7 +19,8 @@ from tercet.fleet.discovery.found import FoundEngine
 from tercet.fleet.member_state import JOINED
 from tercet.protocol import BadRequest, Role
 from tercet.protocol.names import require_uid
-from tercet.settings import EngineAddress, log_events
+from tercet.settings import EngineAddress
+from tercet.wire import logs
 
 MOST_BYTES = 4 * 1024 * 1024
 DRAINING = "the roster says that it is draining"
@@ -126,7 +127,7 @@ class RosterFile:
         else:
             self._stamp = stamp
             if self._failure:
-                log_events.DISCOVERY_BACK.tell(path=self._path, reason="the file can be read")
+                logs.DISCOVERY_BACK.tell(path=self._path, reason="the file can be read")
                 self._failure = ""
             return found
         return None
@@ -135,4 +136,4 @@ class RosterFile:
         """Log the ``reason`` why the file cannot be used, unless it was logged last."""
         if self._failure != reason:
             self._failure = reason
-            log_events.DISCOVERY_LOST.tell(path=self._path, reason=reason)
+            logs.DISCOVERY_LOST.tell(path=self._path, reason=reason)

@@ -25,7 +25,7 @@ from tercet.aio import Failures
 from tercet.fleet.discovery.kubernetes_api import ApiAccess, Marked, Metadata, ObjectList, Status, WatchEvent
 from tercet.protocol.splitting import ItemTooLong, LineSplitter
 from tercet.protocol.wire import UNREADABLE
-from tercet.settings import log_events
+from tercet.wire import logs
 from tercet.wire.client.bounded_answers import reason_of
 
 GONE = 410
@@ -223,7 +223,7 @@ class Watch(Generic[T]):
     def _is_lost(self, reason: str) -> None:
         if not self._lost:
             self._lost = True
-            log_events.DISCOVERY_LOST.tell(path=self._path, reason=reason)
+            logs.DISCOVERY_LOST.tell(path=self._path, reason=reason)
 
     # ---- listing ---------------------------------------------------------------------------------------------
 
@@ -270,7 +270,7 @@ class Watch(Generic[T]):
                 await self._require_ok(response)
                 if self._lost:
                     self._lost = False
-                    log_events.DISCOVERY_BACK.tell(path=self._path, reason="the API server answers")
+                    logs.DISCOVERY_BACK.tell(path=self._path, reason="the API server answers")
                 opened = time.monotonic()
                 async for piece in response.content.iter_any():
                     self._heard(splitter, piece)

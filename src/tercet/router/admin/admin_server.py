@@ -27,7 +27,7 @@ from tercet.router.admin.admin_route import AdminRoute, json_answer
 from tercet.router.admin.engines import vllms
 from tercet.router.serve.routing import NamedFiles
 from tercet.router.state.shared_state import SharedState
-from tercet.settings.admin_address import AdminAddress
+from tercet.settings.engine_addresses import AdminAddress
 from tercet.wire.serving.client_connection import BoundedProtocol
 from tercet.wire.serving.server_access import AT_ADMIN
 

@@ -21,7 +21,7 @@ from tercet.router.state import joined_members
 from tercet.router.state.fleet_state import FleetState
 from tercet.router.state.shared_state import SharedState
 from tercet.settings import EngineAddress
-from tercet.settings.role_settings import DEFAULT_CLASS, ObjectiveClass, Objectives
+from tercet.settings.fleet_settings import DEFAULT_CLASS, ObjectiveClass, Objectives
 from tercet.wire.serving.server_access import PROVED
 
 routes = APIRouter(route_class=AdminRoute)

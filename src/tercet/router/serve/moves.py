@@ -36,8 +36,7 @@ from tercet.protocol import (
 from tercet.protocol.spans import working_in
 from tercet.protocol.trace import TraceEvent
 from tercet.settings import MoveSettings
-from tercet.settings.log_events import MOVE
-from tercet.settings.log_lines import lines_of_request
+from tercet.wire.logs import MOVE, lines_of_request
 
 REMEMBERED = 1000
 # The code of a move that was cancelled.

@@ -39,10 +39,10 @@ from tercet.protocol import EngineUnreachable, NoSpace, Role, SequenceReport, Te
 from tercet.protocol.wire import UNREADABLE
 from tercet.router.serve.moves import Moves
 from tercet.settings import EngineAddress, MoveSettings, ReschedulerConfig, RescheduleSettings
-from tercet.settings.key_files import KeyFile
-from tercet.settings.log_lines import log_to_stderr
+from tercet.settings.process_settings import KeyFile
 from tercet.wire.client import Admit, HttpEngine, engine_tls
 from tercet.wire.client.ask_router import ask_router
+from tercet.wire.logs import log_to_stderr
 from tercet.wire.streams import StreamListener
 
 Views = Mapping[str, Sequence[SequenceView]]

@@ -44,8 +44,9 @@ from tercet.protocol.trace import FALLBACK, RETRY, TraceEvent
 from tercet.protocol.wire import LEAST_PRIORITY, LONGEST_SALT, MOST_PRIORITY
 from tercet.router.serve.moves import MoveMetrics, Moves, Proposals
 from tercet.router.serve.routing import Arm, Chosen, Plan, Routing, Version, load_anywhere
-from tercet.settings import MoveSettings, RetryBudget, log_events
-from tercet.settings.role_settings import Objectives
+from tercet.settings import MoveSettings, RetryBudget
+from tercet.settings.fleet_settings import Objectives
+from tercet.wire import logs
 
 Outcome = Literal["served", "failed", "left"]
 """The end of a sequence: ``left`` if its client left or caused the error."""
@@ -529,11 +530,11 @@ class Service(Generic[M]):
             "seq_id": sequence.request.seq_id, "engine": engine, "code": code, "tokens": tokens, "reason": _words(error)
         }  # fmt: skip
         if sequence.attempt > 1 or chosen.name == ONE_ENGINE:  # one engine served it before, too
-            log_events.RETRY.tell(program=ONE_ENGINE, **said)
+            logs.RETRY.tell(program=ONE_ENGINE, **said)
             return TraceEvent(RETRY, engine, end=tokens, code=code, reason=f"{ONE_ENGINE} again: {traced}")
         sequence.program = f"{chosen.name} -> {ONE_ENGINE}"
         self.metrics.fell_back(chosen.name, code)
-        log_events.FALLBACK.tell(program=chosen.name, to=ONE_ENGINE, **said)
+        logs.FALLBACK.tell(program=chosen.name, to=ONE_ENGINE, **said)
         return TraceEvent(FALLBACK, engine, end=tokens, code=code, reason=f"{sequence.program}: {traced}")
 
     def _choose(self, request: Request, model: str) -> Chosen:
@@ -552,12 +553,12 @@ class Service(Generic[M]):
         """
         self.metrics.program_failed(chosen.name)
         if not self.routing.failures.get(chosen.name):
-            log_events.PROGRAM_FAILED.tell(error, program=chosen.name, seq_id=seq_id, reason=_words(error))
+            logs.PROGRAM_FAILED.tell(error, program=chosen.name, seq_id=seq_id, reason=_words(error))
         returned = self.routing.failed(chosen, _words(error))
         if returned is not None:
             self.metrics.returned(chosen.name, returned.to_version)
             why = f"it failed {returned.failures} times in a row, the last time: {returned.error}"
-            log_events.PROGRAM_RETURNED.tell(
+            logs.PROGRAM_RETURNED.tell(
                 version=returned.from_version, to_version=returned.to_version, program=returned.program, reason=why
             )
 

@@ -11,7 +11,7 @@ from tercet.protocol import BadRequest, ProgramFailed, Request, TercetError, Usa
 from tercet.protocol.names import sequence_id
 from tercet.router.observe.metrics import Metrics
 from tercet.router.serve.service import Service, SessionTurns
-from tercet.settings.log_events import REQUEST_FAILED
+from tercet.wire.logs import REQUEST_FAILED
 from tercet.wire.serving.request_context import RequestContext
 
 # Beginning of the names of sampling parameters in engines' refusals.

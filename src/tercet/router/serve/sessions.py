@@ -21,8 +21,8 @@ from tercet.programs import migrate_context
 from tercet.protocol import Request, Role, TercetError
 from tercet.protocol.headers import SESSION_FINAL_HEADER
 from tercet.protocol.wire import UNREADABLE
-from tercet.settings.log_events import SESSION_MOVE
-from tercet.settings.session_settings import SessionSettings
+from tercet.settings.fleet_settings import SessionSettings
+from tercet.wire.logs import SESSION_MOVE
 
 logger = logging.getLogger("tercet.router")
 LOOK_INTERVAL_S = 0.25

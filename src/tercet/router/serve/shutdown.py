@@ -7,7 +7,7 @@ from collections.abc import Callable, Generator
 from contextlib import contextmanager
 
 from tercet.protocol import ShuttingDown, TercetError
-from tercet.settings.log_events import SHUTTING_DOWN
+from tercet.wire.logs import SHUTTING_DOWN
 
 # Seconds between two log lines about the requests that are left.
 SAY_SECONDS = 5.0

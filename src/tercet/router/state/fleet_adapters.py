@@ -19,7 +19,7 @@ from tercet.protocol import (
     TercetError,
     UnknownAdapter,
 )
-from tercet.settings import log_events
+from tercet.wire import logs
 
 LOAD_SECONDS = 120.0
 """Timeout for loading an adapter on one engine."""
@@ -121,7 +121,7 @@ class AdapterLoader:
         key = id(member), name
         if self._refused.get(key, ("", 0.0))[0] != reason:
             said: dict[str, Any] = {"engine": member.name, "adapter": name, "reason": reason}
-            log_events.ADAPTER_MISSING.tell(**said)
+            logs.ADAPTER_MISSING.tell(**said)
         self._refused[key] = reason, time.monotonic()
 
     def _forget_those_that_left(self) -> None:

@@ -25,7 +25,7 @@ from tercet.protocol import EngineError, TercetError
 from tercet.protocol.wire import UNREADABLE
 from tercet.router.serve.service import POLL_INTERVAL_S
 from tercet.router.serve.shutdown import Shutdown
-from tercet.settings import log_events
+from tercet.wire import logs
 
 if TYPE_CHECKING:
     from tercet.router.state.shared_state import SharedState
@@ -249,7 +249,7 @@ class ProcessReports:
         said = [f"process {each.pid} has not applied the change within {FOLLOW_SECONDS:.0f} s" for each in late]
         said += [f"process {each.pid}: {each.failure}" for each in reports if each.failure and each not in late]
         if said:
-            log_events.STATE_BEHIND.tell(version=version, reason="; ".join(said))
+            logs.STATE_BEHIND.tell(version=version, reason="; ".join(said))
         return said
 
     # ---- this process ----------------------------------------------------------------------------------------

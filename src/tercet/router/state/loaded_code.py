@@ -22,8 +22,8 @@ from tercet.router.observe.metrics import Metrics
 from tercet.router.serve.routing import Plan
 from tercet.router.serve.service import Service
 from tercet.router.state.fleet_state import FleetState, ProgramInUse
-from tercet.settings import log_events
-from tercet.settings.log_events import RELOAD_REFUSED
+from tercet.wire import logs
+from tercet.wire.logs import RELOAD_REFUSED
 
 if TYPE_CHECKING:
     from tercet.router.state.shared_state import SharedState
@@ -97,14 +97,14 @@ class LoadedCode:
         else:
             instead = f"the program of this command ({_labels(service.wanted)})"
         reason = f"{error.message}; {instead} serves instead. Correct the file, or choose another program"
-        log_events.PROGRAM_NOT_KEPT.tell(version=state.program.number, code=error.code, reason=reason)
+        logs.PROGRAM_NOT_KEPT.tell(version=state.program.number, code=error.code, reason=reason)
 
     async def _load_one_before(self, service: Service[Metrics], program: ProgramInUse) -> None:
         """Load the programs to return to; a failure is only logged, and the requested programs are still used."""
         try:
             self.programs[program.number] = await service.load(program.plan)
         except TercetError as error:
-            log_events.PROGRAM_NOT_KEPT.tell(version=program.number, code=error.code, reason=error.message)
+            logs.PROGRAM_NOT_KEPT.tell(version=program.number, code=error.code, reason=error.message)
 
 
 EVERY_SECONDS = 0.3

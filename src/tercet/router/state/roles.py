@@ -30,7 +30,7 @@ from tercet.router.state.fleet_state import FleetState
 from tercet.router.state.shared_state import SharedState
 from tercet.router.state.state_store import name_of_this_process
 from tercet.settings import RescheduleSettings
-from tercet.settings.role_settings import Objectives
+from tercet.settings.fleet_settings import Objectives
 
 INTERVAL_S = 0.5
 REMEMBERED = 32

@@ -33,7 +33,8 @@ from tercet.router.state.loaded_code import (
     scheduling_anywhere,
 )
 from tercet.router.state.state_store import LOCK_SECONDS, SharedTurn, StateStore
-from tercet.settings import EngineAddress, log_events
+from tercet.settings import EngineAddress
+from tercet.wire import logs
 
 if TYPE_CHECKING:
     from tercet.router.state.roles import RoleKeeper
@@ -51,7 +52,7 @@ from tercet.protocol import UnknownAdapter
 from tercet.protocol.wire import UNREADABLE
 from tercet.router.state.fleet_adapters import load_everywhere, replace_everywhere, unload_everywhere
 from tercet.router.state.fleet_state import AdapterState, MadeChange, ProgramInUse
-from tercet.settings import log_events as events
+from tercet.wire import logs as events
 
 if TYPE_CHECKING:
     from tercet.router.state.shared_state import SharedState
@@ -291,7 +292,7 @@ class SharedState:
                 self.found = found
                 reason = error.message if isinstance(error, TercetError) else f"{type(error).__name__}: {error}"
                 self.reports.failure = reason
-                log_events.STATE_REFUSED.tell(version=self.state.version, reason=reason)
+                logs.STATE_REFUSED.tell(version=self.state.version, reason=reason)
             self._metrics.fleet_state(self.state.version, bool(self.reports.failure))
             await self.reports.tell()
 
@@ -316,7 +317,7 @@ class SharedState:
         """Log once that a state cannot be read; the last good state stays in use."""
         if self.reports.failure != reason:
             self.reports.failure = reason
-            log_events.STATE_REFUSED.tell(version=self.state.version, reason=reason)
+            logs.STATE_REFUSED.tell(version=self.state.version, reason=reason)
         self._metrics.fleet_state(self.state.version, True)
 
     async def _apply(self, state: FleetState, loaded: LoadedCode, from_scratch: bool = False) -> None:

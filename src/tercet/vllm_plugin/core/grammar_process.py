@@ -31,7 +31,7 @@ import msgspec
 import vllm.envs
 from vllm.utils.system_utils import set_process_title
 
-from tercet.settings.variables import PARALLEL_TOKENIZERS
+from tercet.settings.process_settings import PARALLEL_TOKENIZERS
 from tercet.vllm_plugin.core.grammar_queue import TryOutcome
 
 logger = logging.getLogger(__name__)

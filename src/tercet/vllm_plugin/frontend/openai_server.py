@@ -23,7 +23,7 @@ from starlette.types import ASGIApp
 from tercet.engine.text_fingerprint import text_fingerprint
 from tercet.protocol import BadRequest
 from tercet.protocol.addresses import TextFingerprint
-from tercet.settings.variables import PARALLEL_TOKENIZERS
+from tercet.settings.process_settings import PARALLEL_TOKENIZERS
 from tercet.vllm_plugin.differences import SYSTEM_BALANCES, cli_args, structured_outputs_config
 from tercet.vllm_plugin.fast_path.entry import FastPath, fast_path
 from tercet.vllm_plugin.frontend.converted_streams import keeping_errors

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from tercet.engine.text_fingerprint import text_fingerprint
-from tercet.settings.variables import PARALLEL_TOKENIZERS
+from tercet.settings.process_settings import PARALLEL_TOKENIZERS
 from tercet.vllm_plugin.hooks import Side, UnsupportedVLLM, require_hooks
 
 # What vLLM's tokenizer of a checkpoint in a directory is cached by, unless flags choose otherwise.

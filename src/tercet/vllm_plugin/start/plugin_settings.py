@@ -14,16 +14,17 @@ from tercet.protocol.access import key_of
 from tercet.protocol.hosts import LAST_PORT, AllowedPrefillers
 from tercet.settings import SECRET_VARIABLE, Setting, Settings, Source, decode_settings
 from tercet.settings.declaration import AtLeastOne
-from tercet.settings.prefill_settings import (
+from tercet.settings.process_settings import (
     PREFILL_HOSTS_VARIABLE,
     STUCK_AFTER_S,
     TIMEOUT_S,
+    ClientTraces,
     PrefillBudget,
     PrefillHosts,
     PrefillStuckAfter,
     PrefillTimeout,
+    clients_see_traces,
 )
-from tercet.settings.process_settings import ClientTraces, clients_see_traces
 from tercet.transport import AUTO, MAX_STREAMS, TRANSPORTS, TransportSettings
 from tercet.transport.sockets import LOOPBACK
 from tercet.wire.serving.server_access import SET_A_SECRET

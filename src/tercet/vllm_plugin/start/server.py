@@ -19,7 +19,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from tercet.settings.variables import NO_DYNAMO, PRELOAD, THREADS_BIND
+from tercet.settings.process_settings import NO_DYNAMO, PRELOAD, THREADS_BIND
 from tercet.vllm_plugin.start.before_forks import check_hooks
 from tercet.vllm_plugin.start.flag_errors import refuse_in_a_sentence
 from tercet.vllm_plugin.start.light_import import light_import

@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from tercet.protocol import BadRequest
-from tercet.settings.variables import SPIN_SECONDS_VARIABLE
+from tercet.settings.process_settings import SPIN_SECONDS_VARIABLE
 from tercet.vllm_plugin.start.patching import Method, wrap
 
 NAP_MS = 2

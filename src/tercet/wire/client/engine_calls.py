@@ -33,8 +33,8 @@ from tercet.protocol.access import CHALLENGE_HEADER, Prover, digest_of
 from tercet.protocol.headers import INCARNATION_HEADER, REQUEST_ID_HEADER
 from tercet.protocol.spans import current_span
 from tercet.protocol.wire import API_PREFIX, JSON, UNREADABLE, encode_call, large_field_of
-from tercet.settings.log_lines import request_id
 from tercet.wire.client.bounded_answers import PLAIN, read_answer, reason_of, require_plain
+from tercet.wire.logs import request_id
 
 T = TypeVar("T")
 # Seconds of silence after which an engine counts as dead: between two outputs of a stream it may run one long prefill

@@ -48,9 +48,9 @@ from tercet.protocol.wire import (
     StartGenerateCall,
     StreamDestination,
 )
-from tercet.settings.log_events import STREAM_BACK, STREAM_FALLBACK
 from tercet.wire.client.bounded_answers import reason_of
 from tercet.wire.client.engine_calls import PATIENT, Admit, EngineCalls
+from tercet.wire.logs import STREAM_BACK, STREAM_FALLBACK
 from tercet.wire.streams import EngineConnection, StreamListener
 
 

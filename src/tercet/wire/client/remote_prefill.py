@@ -33,9 +33,8 @@ from tercet.protocol import (
     kv_obstacle,
 )
 from tercet.protocol.trace import FALLBACK, TraceEvent, VerbTrace
-from tercet.settings import log_events
-from tercet.settings.prefill_settings import PrefillBudget
-from tercet.wire import SECONDS
+from tercet.settings.process_settings import PrefillBudget
+from tercet.wire import SECONDS, logs
 from tercet.wire.client.http_engine import HttpEngine
 
 PULLED, CACHED, LOCAL = "remote", "cached", "local"
@@ -108,7 +107,7 @@ class PrefillAttempts:
             except TercetError as error:
                 failure = error
             failures.labels(failure.code).inc()
-            log_events.PREFILL_FAILED.tell(seq_id=seq_id, engine=host, code=failure.code, reason=failure.message)
+            logs.PREFILL_FAILED.tell(seq_id=seq_id, engine=host, code=failure.code, reason=failure.message)
             trace.events.append(TraceEvent(FALLBACK, host, code=failure.code, reason=f"{REMOTE}: {failure.message}"))
         raise failure
 
@@ -164,7 +163,7 @@ def prefill_here(decode: str, seq_id: str, error: TercetError, trace: VerbTrace)
     """Record why a request that named engines to prefill is prefilled on this engine."""
     prefills.labels(LOCAL, error.code).inc()
     fields = {"seq_id": seq_id, "engine": decode, "code": error.code, "reason": error.message}
-    log_events.FALLBACK.tell(program=REMOTE, to=HERE, tokens=0, **fields)
+    logs.FALLBACK.tell(program=REMOTE, to=HERE, tokens=0, **fields)
     trace.program = f"{REMOTE} -> {HERE}"
     trace.events.append(TraceEvent(FALLBACK, decode, code=error.code, reason=f"{trace.program}: {error.message}"))
 

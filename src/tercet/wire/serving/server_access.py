@@ -20,10 +20,9 @@ from tercet.protocol.access import BearerKeys, Callers, given_key, key_of, secre
 from tercet.protocol.request_checks import ShownHeaders, require_json, require_no_page, require_this_machine
 from tercet.protocol.wire import API_PREFIX, MEMBERS
 from tercet.settings import SECRET_VARIABLE, RouterSettings
-from tercet.settings.admin_address import AdminAddress
-from tercet.settings.key_files import KeyFile
-from tercet.settings.router_config import RouterConfig
-from tercet.settings.variables import ADMIN_KEY_VARIABLE, API_KEY_VARIABLE
+from tercet.settings.engine_addresses import AdminAddress
+from tercet.settings.process_settings import ADMIN_KEY_VARIABLE, API_KEY_VARIABLE, KeyFile
+from tercet.settings.router_settings import RouterConfig
 
 if TYPE_CHECKING:
     from starlette.types import Scope

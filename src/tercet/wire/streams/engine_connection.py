@@ -22,7 +22,7 @@ from tercet.protocol.hosts import host_and_port
 from tercet.protocol.spans import current_span
 from tercet.protocol.splitting import FrameSplitter, ItemTooLong
 from tercet.protocol.wire import UNREADABLE, StartGenerateCall, large_field_of
-from tercet.settings.log_lines import request_id
+from tercet.wire.logs import request_id
 from tercet.wire.streams.wire_format import (
     HEARTBEAT_SECONDS,
     LONGEST_FRAME,

@@ -29,7 +29,7 @@ from tercet.protocol import (
 from tercet.protocol.spans import read_traceparent, working_in
 from tercet.protocol.splitting import FrameSplitter, ItemTooLong
 from tercet.protocol.wire import UNREADABLE, StartGenerateCall, StreamDestination, large_field_of
-from tercet.settings.log_lines import lines_of_request
+from tercet.wire.logs import lines_of_request
 from tercet.wire.streams.wire_format import (
     LONGEST_FRAME,
     PROTOCOL,

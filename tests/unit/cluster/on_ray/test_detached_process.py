@@ -14,7 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tercet.cluster.core_claims import CoreClaims
+from tercet.cluster.devices import CoreClaims
 from tercet.protocol import EngineError
 from tercet_ray.detached_process import DetachedProcess
 

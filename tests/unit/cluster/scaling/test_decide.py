@@ -8,8 +8,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tercet.cluster.scaling.decide import Do, Drain, Flip, Present, Scaling, Start, Stop, names_after
-from tercet.cluster.scaling.records import Counts, ScaleCall, parse_counts
+from tercet.cluster.scaling.decide import (
+    Counts,
+    Do,
+    Drain,
+    Flip,
+    Present,
+    ScaleCall,
+    Scaling,
+    Start,
+    Stop,
+    names_after,
+    parse_counts,
+)
 from tercet.protocol import BadRequest, Role
 
 

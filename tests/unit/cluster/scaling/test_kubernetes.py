@@ -9,8 +9,8 @@ import pytest
 from aiohttp import web
 
 from tercet.cluster.scaling import kubernetes
+from tercet.cluster.scaling.decide import Counts, ScaleCall
 from tercet.cluster.scaling.kubernetes import KubernetesFleet
-from tercet.cluster.scaling.records import Counts, ScaleCall
 from tercet.fleet.discovery.kubernetes_api import ApiAccess
 from tercet.protocol import BadRequest, Conflict, EngineError, EngineUnreachable
 

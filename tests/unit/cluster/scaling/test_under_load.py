@@ -15,9 +15,8 @@ from tercet.cluster import child_process
 from tercet.cluster.local import local_fleet
 from tercet.cluster.model import resolve_tokenizer
 from tercet.cluster.running_fleet import RunningFleet
-from tercet.cluster.scaling.control import control_socket, scale_fleet, scaling_of
-from tercet.cluster.scaling.records import Counts, ScaleCall, ScaleRecord
-from tercet.cluster.scaling.scaler import Scaler
+from tercet.cluster.scaling.decide import Counts, ScaleCall, ScaleRecord
+from tercet.cluster.scaling.scaler import Scaler, control_socket, scale_fleet, scaling_of
 from tercet.cluster.up_config import UpConfig
 from tercet.protocol import BadRequest, Conflict
 from tests.unit.cluster.whole_streams import SECONDS, streams, until

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from tercet.decisions.planning import Expected, FleetPlan, Observed, ObservedRequest, PlanLimits, WantedPlan
 from tercet.decisions.planning.candidates import EngineDemand, demand_of
-from tercet.settings.role_settings import Objectives
+from tercet.settings.fleet_settings import Objectives
 from tercet_lab.planning.forecast import Forecast
 from tercet_lab.planning.planner import Planner
 

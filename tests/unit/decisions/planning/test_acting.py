@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from tercet.decisions.planning import FleetPlan, Observed, PlanLimits
 from tercet.decisions.roles import ObservedEngine
-from tercet.settings.role_settings import Objectives
+from tercet.settings.fleet_settings import Objectives
 from tercet_lab.planning.planner import QueueGuard, change_to
 
 from .planned_world import Engine

@@ -20,7 +20,7 @@ from tercet.decisions.roles import (
     idlest,
 )
 from tercet.protocol import BadRequest
-from tercet.settings.role_settings import Objectives
+from tercet.settings.fleet_settings import Objectives
 
 from .fluid_fleet import FluidFleet, Traffic
 

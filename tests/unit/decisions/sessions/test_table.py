@@ -25,7 +25,7 @@ from tercet.decisions.sessions import (
 )
 from tercet.protocol import Request
 from tercet.protocol.addresses import Revision
-from tercet.settings.session_settings import SessionSettings
+from tercet.settings.fleet_settings import SessionSettings
 
 CAPACITY = 1000
 ONE, OTHER = Revision(vllm="0.31.0"), Revision(vllm="0.32.0")

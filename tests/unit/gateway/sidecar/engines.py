@@ -13,7 +13,7 @@ from typing import Any
 import aiohttp
 
 from tercet.cluster.ports import free_ports
-from tercet.settings.prefill_settings import PrefillBudget
+from tercet.settings.process_settings import PrefillBudget
 from tercet_lab.sim import EngineOptions, load_profile
 from tercet_lab.sim.sim_server import ServerConfig, serve
 from tests.longest_wait import LONGEST_WAIT_S

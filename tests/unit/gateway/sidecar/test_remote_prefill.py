@@ -14,7 +14,7 @@ import pytest
 
 from tercet.protocol import BadRequest, DeadlineExceeded, EngineError, EngineUnreachable
 from tercet.protocol.trace import VerbTrace
-from tercet.settings.prefill_settings import PrefillBudget
+from tercet.settings.process_settings import PrefillBudget
 from tercet.wire.client.remote_prefill import PrefillAttempts
 from tercet_lab.sim import EngineOptions, SimEngine
 from tercet_lab.sim.sim_server import ServerConfig, serving

@@ -7,7 +7,7 @@ import json
 import pytest
 
 from tercet.protocol import BadRequest
-from tercet.settings.role_settings import Objectives
+from tercet.settings.fleet_settings import Objectives
 from tercet_lab.bench.simulated import MovingSettings, Simulation, SyntheticWorkload
 from tercet_lab.bench.simulated.simulation import SimulatedPoint
 

@@ -8,8 +8,8 @@ from typing import Any, cast
 
 import pytest
 
+from tercet.cluster.scaling.decide import ScaleCall
 from tercet.cluster.scaling.kubernetes import KubernetesFleet
-from tercet.cluster.scaling.records import ScaleCall
 from tercet.decisions.planning import FleetPlan
 from tercet.protocol import BadRequest, EngineError
 from tercet_lab.planning.live_planner import LivePlanner, PlannerMetrics

@@ -8,7 +8,7 @@ import msgspec
 import pytest
 from benchmarks.planner import Shape, in_hindsight, load_at, trace, unchanged
 
-from tercet.settings.role_settings import Objectives
+from tercet.settings.fleet_settings import Objectives
 
 
 @pytest.mark.parametrize("shape", ["flip", "day", "bursts", "tenants", "steady"])

@@ -16,10 +16,9 @@ import pytest
 from tercet.cluster.local import local_fleet
 from tercet.cluster.model import resolve_tokenizer
 from tercet.cluster.running_fleet import RunningFleet
-from tercet.cluster.scaling.control import control_socket
-from tercet.cluster.scaling.scaler import Scaler
+from tercet.cluster.scaling.scaler import Scaler, control_socket
 from tercet.cluster.up_config import UpConfig
-from tercet.settings.role_settings import Objectives
+from tercet.settings.fleet_settings import Objectives
 from tercet.wire.client.ask_router import ask_router
 from tercet_lab.planning.live_planner import LivePlanner, PlannerMetrics
 from tercet_lab.planning.observing import Ask, ScaleHands

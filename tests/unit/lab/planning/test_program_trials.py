@@ -6,7 +6,7 @@ import pytest
 
 from tercet.decisions.planning import Expected, FleetPlan, ObservedRequest
 from tercet.protocol import BadRequest
-from tercet.settings.role_settings import Objectives
+from tercet.settings.fleet_settings import Objectives
 from tercet_lab.planning.forecast import Forecast
 from tercet_lab.planning.planner import Evaluate
 from tercet_lab.planning.policies import FleetSimulator, NamedProgram, ProgramTrials, parse_program

@@ -8,7 +8,7 @@ from tercet.cli.setting_flags import settings_command
 from tercet.cli.terminal import note
 from tercet.cluster.model import resolve_model
 from tercet.cluster.ports import require_free
-from tercet.settings.extras import require_extra
+from tercet.protocol.entry_points import require_extra
 from tercet_gateway import require_usable, serve
 from tercet_gateway.gateway_settings import PickerConfig
 

@@ -12,13 +12,13 @@ import typer
 
 from tercet.aio import signals_to
 from tercet.cli.detached import detach, stop_detached
-from tercet.cli.flag_records import flags_as_records
+from tercet.cli.setting_flags import flags_as_records
 from tercet.cli.terminal import announce
 from tercet.cluster.detached_fleets import DetachedFleet, detached_fleets
 from tercet.cluster.up_config import UpConfig
 from tercet.protocol import BadRequest
 from tercet.settings import Source, decode_settings, read_yaml, require_url
-from tercet.settings.variables import ADMIN_KEY_VARIABLE
+from tercet.settings.process_settings import ADMIN_KEY_VARIABLE
 from tercet_gateway.model_router.upgrading import STEPS, RolloutPlan, Upgrade, require_listed
 
 DEFAULT_STEPS = ",".join(f"{step:.0%}".rstrip("%") for step in STEPS)

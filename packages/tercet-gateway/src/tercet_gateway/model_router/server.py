@@ -37,7 +37,6 @@ from tercet.protocol.headers import MODELS, is_for_clients
 from tercet.protocol.json_text import UNREADABLE, in_utf8, read_json
 from tercet.protocol.request_checks import forms_of, labelled
 from tercet.protocol.wire import API_PREFIX, decode_call
-from tercet.settings.log_lines import log_to_stderr
 from tercet.wire.client.bounded_answers import reason_of
 from tercet.wire.client.passing import (
     NotConnected,
@@ -47,6 +46,7 @@ from tercet.wire.client.passing import (
     passed_trailers,
     with_forwarder,
 )
+from tercet.wire.logs import log_to_stderr
 from tercet.wire.serving.server_access import AdminAccess, RouterKeys
 from tercet_gateway.gateway_settings import ModelBackend, ModelRouterConfig, require_backends
 from tercet_gateway.model_router.backends import BackendPolls, ModelRoutes, WeightedRouter

@@ -53,7 +53,6 @@ from tercet.protocol.spans import TRACEPARENT, TRACESTATE, span_context_of, span
 from tercet.protocol.sse import EventSplitter, data_of, fault_in, object_of
 from tercet.protocol.trace import VerbTrace
 from tercet.protocol.wire import API_PREFIX, JSON
-from tercet.settings.log_lines import lines_of_request, log_to_stderr, request_renamed
 from tercet.wire.client import HttpEngine, engine_tls, remote_prefill
 from tercet.wire.client.bounded_answers import reason_of
 from tercet.wire.client.engine_calls import KEEPALIVE_SECONDS
@@ -70,6 +69,7 @@ from tercet.wire.client.passing import (
 )
 from tercet.wire.client.remote_prefill import PrefillAttempts, RemotePrefill
 from tercet.wire.exported_spans import exporting_spans
+from tercet.wire.logs import lines_of_request, log_to_stderr, request_renamed
 from tercet.wire.serving.answers import trace_refused, wants_trace
 from tercet.wire.serving.server_access import is_loopback
 from tercet_gateway.gateway_settings import SidecarConfig

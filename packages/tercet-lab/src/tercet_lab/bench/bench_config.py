@@ -12,7 +12,7 @@ import msgspec
 
 from tercet.protocol import BadRequest
 from tercet.settings import Setting, Settings, Source, decode_settings, read_yaml
-from tercet.settings.variables import URL_VARIABLE
+from tercet.settings.process_settings import URL_VARIABLE
 from tercet_lab.bench.openai_client import Endpoint, PromptAs, Sampling
 from tercet_lab.bench.summary import Slo
 from tercet_lab.bench.workloads import Phase, parse_phases

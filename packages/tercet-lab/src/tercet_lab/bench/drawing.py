@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from tercet.protocol import BadRequest
-from tercet.settings.extras import import_extra
+from tercet.protocol.entry_points import import_extra
 
 FORMATS = (".png", ".svg", ".pdf")
 DARK_SUFFIX = "-dark"

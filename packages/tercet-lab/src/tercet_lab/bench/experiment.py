@@ -20,7 +20,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from tercet.protocol.headers import PROGRAM_HEADER
 from tercet.protocol.wire import UNREADABLE
-from tercet.settings.variables import OPENAI_KEY_VARIABLE
+from tercet.settings.process_settings import OPENAI_KEY_VARIABLE
 from tercet_lab.bench.bench_config import BenchConfig, Load
 from tercet_lab.bench.openai_client import Client, Clock
 from tercet_lab.bench.results import Point

@@ -27,7 +27,7 @@ from tercet.aio import TaskSet
 from tercet.protocol import BadRequest, EngineUnreachable
 from tercet.protocol.headers import PROGRAM_HEADER
 from tercet.protocol.wire import UNREADABLE
-from tercet.settings.variables import PARALLEL_TOKENIZERS
+from tercet.settings.process_settings import PARALLEL_TOKENIZERS
 from tercet.wire.client.bounded_answers import reason_of
 from tercet_lab.bench.openai_client import (
     Client,

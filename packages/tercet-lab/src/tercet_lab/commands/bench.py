@@ -21,14 +21,13 @@ import typer
 import uvloop
 
 from tercet.aio import signals_to
-from tercet.cli.flag_records import flags_as_records, require_defaults
-from tercet.cli.given_names import given_as
+from tercet.cli.setting_flags import flags_as_records, given_as, require_defaults
 from tercet.cli.terminal import note, require_folder, say, show_table, write_file
 from tercet.cluster.model import resolve_model
 from tercet.protocol import BadRequest, EngineError
+from tercet.protocol.entry_points import import_extra
 from tercet.settings import SECRET_VARIABLE
 from tercet.settings.engine_addresses import engine_address
-from tercet.settings.extras import import_extra
 from tercet.wire.client import HttpEngine
 from tercet_lab.bench.bench_config import SECRET_HEADERS, BenchConfig, CompareConfig, ServeConfig
 from tercet_lab.bench.compare import ratios_of, turns_of

@@ -10,9 +10,7 @@ from typing import Annotated, Any
 import msgspec
 import typer
 
-from tercet.cli.flag_records import taking
-from tercet.cli.given_names import flags_of, given_as
-from tercet.cli.setting_flags import flags_given, optional, parameters_of
+from tercet.cli.setting_flags import flags_given, flags_of, given_as, optional, parameters_of, taking
 from tercet.protocol import BadRequest
 from tercet.protocol.wire import UNREADABLE
 from tercet_lab.bench.bench_config import OUTPUT, REQUESTS, BenchConfig, load_config

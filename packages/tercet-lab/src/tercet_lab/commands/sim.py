@@ -16,9 +16,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 import typer
 
-from tercet.cli.flag_records import flags_as_records, refuse
-from tercet.cli.given_names import given_as
-from tercet.cli.setting_flags import ProgramArg, with_flags_of
+from tercet.cli.setting_flags import ProgramArg, flags_as_records, given_as, refuse, with_flags_of
 from tercet.cli.terminal import note, require_folder, show_table, write_file
 from tercet.protocol import BadRequest
 from tercet.settings import key_values

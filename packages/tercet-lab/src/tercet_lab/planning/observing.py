@@ -18,14 +18,14 @@ from urllib.parse import quote, urlsplit
 import msgspec
 
 from tercet.cluster.detached_fleets import running_fleets
-from tercet.cluster.scaling.control import scale_fleet, scaling_of
+from tercet.cluster.scaling.decide import ScaleCall
 from tercet.cluster.scaling.kubernetes import KubernetesFleet
-from tercet.cluster.scaling.records import ScaleCall
+from tercet.cluster.scaling.scaler import scale_fleet, scaling_of
 from tercet.decisions.planning import FleetPlan, Observed, ObservedRequest, PlanLimits
 from tercet.decisions.roles import WINDOW_S, ObservedEngine
 from tercet.protocol import BadRequest, EngineUnreachable, Role, TercetError
 from tercet.protocol.wire import UNREADABLE
-from tercet.settings.role_settings import Objectives
+from tercet.settings.fleet_settings import Objectives
 from tercet_lab.planning.planner import FleetChange
 from tercet_lab.sim.step_times import StepModel
 

@@ -25,7 +25,7 @@ from tercet.decisions.planning.candidates import (
 from tercet.decisions.planning.observed import Expected, FleetPlan, Observed, PlanLimits, WantedPlan, answers_completed
 from tercet.decisions.roles import BUSY_FULL, ObservedEngine, RoleLook, RolePolicy
 from tercet.protocol import Role, TercetError
-from tercet.settings.role_settings import Objectives
+from tercet.settings.fleet_settings import Objectives
 from tercet_lab.planning.forecast import BIN_S, Forecast, Forecaster, Forecasting, tells_enough
 
 

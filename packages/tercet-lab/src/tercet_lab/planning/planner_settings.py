@@ -9,8 +9,8 @@ from msgspec import Meta
 
 from tercet.protocol import BadRequest
 from tercet.settings.declaration import NotNegative, Port, Seconds, Setting, Settings
+from tercet.settings.fleet_settings import Objectives
 from tercet.settings.process_settings import AdminKey, AdminKeyFile, LeastLogged, LogLines
-from tercet.settings.role_settings import Objectives
 
 PLANNER = "Planner"
 NO_PLANNER = "none"

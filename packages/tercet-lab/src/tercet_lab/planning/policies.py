@@ -23,7 +23,7 @@ from tercet.decisions.scheduling.registry import load_module, user_file
 from tercet.fleet.policy_views import BLOCK, block_names
 from tercet.programs import load_program
 from tercet.protocol import BadRequest, EngineError, Request
-from tercet.settings.role_settings import Objectives
+from tercet.settings.fleet_settings import Objectives
 from tercet_lab.bench.simulated.scenario import EngineGroup, FleetSpec
 from tercet_lab.bench.simulated.virtual_run import run_requests
 from tercet_lab.planning.forecast import Forecast

@@ -41,7 +41,7 @@ from tercet.decisions.planning import FleetPlan, Observed, Policy, WantedPlan
 from tercet.decisions.roles import WINDOW_S, ObservedEngine
 from tercet.fleet.policy_views import SeenRequests, observed_engines
 from tercet.protocol import Role
-from tercet.settings.role_settings import Objectives
+from tercet.settings.fleet_settings import Objectives
 from tercet_lab.bench.simulated.outcome import FleetSample, PlannedChange
 from tercet_lab.planning.planner import Planner, change_to
 from tercet_lab.planning.planner_settings import PlannerSettings

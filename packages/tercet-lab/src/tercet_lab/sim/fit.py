@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tercet.protocol import BadRequest
-from tercet.settings.extras import import_extra
+from tercet.protocol.entry_points import import_extra
 from tercet_lab.sim.step_times import StepModel, StepTimes, pairs_of
 
 Floats = NDArray[np.float64]

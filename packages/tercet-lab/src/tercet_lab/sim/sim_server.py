@@ -28,9 +28,7 @@ from tercet.protocol.hosts import AllowedPrefillers
 from tercet.protocol.trace import VerbTrace
 from tercet.protocol.wire import Salt, TokenId
 from tercet.settings import SECRET_VARIABLE
-from tercet.settings.prefill_settings import PrefillBudget
-from tercet.settings.process_settings import clients_see_traces
-from tercet.settings.variables import API_KEY_VARIABLE
+from tercet.settings.process_settings import API_KEY_VARIABLE, PrefillBudget, clients_see_traces
 from tercet.wire.client import remote_prefill
 from tercet.wire.client.remote_prefill import PrefillAttempts, RemotePrefill
 from tercet.wire.exported_spans import exporting_spans

@@ -54,8 +54,8 @@ from tercet.protocol.wire import (
     decode_call,
     require_incarnation,
 )
-from tercet.settings.verb_log import LoggedGeneration, is_access_logged, lines_of_call, logged_call
 from tercet.wire.client.bounded_answers import PLAIN, read_answer
+from tercet.wire.logs import LoggedGeneration, is_access_logged, lines_of_call, logged_call
 from tercet.wire.streams import RouterConnections, StreamRelay
 from tercet_lab.sim.network import Network, SendTarget
 from tercet_lab.sim.prompts import VOCABULARY, Prompt

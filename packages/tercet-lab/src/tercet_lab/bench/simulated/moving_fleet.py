@@ -30,8 +30,7 @@ from tercet.router.serve.sessions import MoveEnd, PinEnd, Ran, Sessions
 from tercet.router.state.roles import INTERVAL_S, FleetRoles, seen_for_roles, with_roles_followed
 from tercet.settings import MoveSettings, RescheduleSettings, RetryBudget, RouterSettings, Settings
 from tercet.settings.declaration import Setting
-from tercet.settings.role_settings import OBJECTIVES, Objectives, RolesBy, require_objectives
-from tercet.settings.session_settings import SessionSettings
+from tercet.settings.fleet_settings import OBJECTIVES, Objectives, RolesBy, SessionSettings, require_objectives
 from tercet_lab.bench.simulated.scenario import Fault, FleetSpec, members_of, weights_of
 from tercet_lab.planning.planner_settings import NO_PLANNER, PlannedBy, PlannerSettings, require_planner
 from tercet_lab.sim import EngineOptions, Host, Network, Profile, SimEngine, load_profile, options_from

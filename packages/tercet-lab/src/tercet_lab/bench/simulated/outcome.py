@@ -18,7 +18,7 @@ from tercet.fleet import Trace
 from tercet.protocol import Request, TercetError
 from tercet.protocol.trace import FALLBACK, RETRY
 from tercet.router.page.records import Frame
-from tercet.settings.role_settings import ObjectiveClass, Objectives
+from tercet.settings.fleet_settings import ObjectiveClass, Objectives
 from tercet_lab.bench.simulated.moving_fleet import MoveTotals, VirtualFlip
 from tercet_lab.bench.simulated.scenario import ClassedSamples
 from tercet_lab.sim import SimEngine

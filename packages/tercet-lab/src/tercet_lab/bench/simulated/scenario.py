@@ -22,9 +22,8 @@ from numpy.typing import NDArray
 
 from tercet.protocol import BadRequest, Request, Role
 from tercet.protocol.weights import chosen_by_weight
-from tercet.settings.declaration import complaint
-from tercet.settings.decoding import load_yaml
-from tercet.settings.role_settings import DEFAULT_CLASS, ObjectiveClass, Objectives
+from tercet.settings.declaration import complaint, load_yaml
+from tercet.settings.fleet_settings import DEFAULT_CLASS, ObjectiveClass, Objectives
 from tercet_lab.bench.summary import MS, Samples, Slo
 from tercet_lab.bench.workloads import Conversation, parse_phases, plan
 from tercet_lab.bench.workloads.conversations import HashedWords, replayed

@@ -1,0 +1,355 @@
+"""What a router does with its engines: the objectives and who sets roles, moves of running sequences, sessions."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import Meta
+
+from tercet.protocol import BadRequest
+from tercet.settings.declaration import (
+    MOVES,
+    PLACEMENT,
+    AtLeastOne,
+    NotNegative,
+    Seconds,
+    Setting,
+    Settings,
+    key_values,
+)
+
+OBJECTIVES = "Objectives and roles"
+Share = Annotated[float, Meta(gt=0, le=1)]
+RolesBy = Annotated[
+    Literal["auto", "fixed"],
+    Setting(
+        "Source of the roles prefill and decode; `fixed`: as given, `auto`: the router changes them with the load. "
+        "`auto` needs both objectives.",
+        panel=OBJECTIVES,
+    ),
+]
+
+
+DEFAULT_CLASS = "default"
+MOST_CLASSES = 16
+
+
+class ObjectiveClass(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The objectives of requests whose header has this ``name``: limits in seconds, None means no limit."""
+
+    name: Annotated[str, Meta(pattern=r"^[\w.-]+\Z", max_length=64)]
+    ttft: Seconds | None = None
+    tpot: Seconds | None = None
+    share: Share = 0.99
+
+    def __post_init__(self) -> None:
+        if self.ttft is None and self.tpot is None:
+            raise BadRequest(f"objective-class: {self.name} has neither ttft nor tpot; give it one", "objective-class")
+
+
+def class_fields(given: Any, _index: int) -> Any:
+    """Return the fields of an :class:`ObjectiveClass`, given as a mapping or as ``NAME[,ttft=S][,tpot=S][,share=S]``.
+
+    Raises :class:`~tercet.protocol.BadRequest`.
+    """
+    if not isinstance(given, str):
+        return given
+    name, *rest = given.split(",")
+    return {"name": name, **{key: _number(value) for key, value in key_values(rest, given).items()}}
+
+
+def _number(given: str) -> float | str:
+    try:
+        return float(given)
+    except ValueError:
+        return given  # msgspec refuses it later, with the field's name
+
+
+class Objectives(Settings, frozen=True):
+    """Latency limits, in seconds, that a ``share`` of the requests must meet; None means no limit.
+
+    Requests whose ``header`` names one of the ``classes`` have the limits of that class instead.
+    :func:`tercet.decisions.objectives.meets` is the rule.
+    """
+
+    ttft: Annotated[
+        Seconds | None,
+        Setting(
+            "Objective for the time to the first token.",
+            unit="seconds",
+            default="none",
+            panel=OBJECTIVES,
+        ),
+    ] = msgspec.field(default=None, name="objective-ttft")
+    tpot: Annotated[
+        Seconds | None,
+        Setting(
+            "Objective for the mean time per further token.",
+            unit="seconds",
+            default="none",
+            panel=OBJECTIVES,
+        ),
+    ] = msgspec.field(default=None, name="objective-tpot")
+    share: Annotated[
+        Share, Setting("Share of requests, 0 to 1, that must meet the objectives.", panel=OBJECTIVES)
+    ] = msgspec.field(default=0.99, name="objective-share")  # fmt: skip
+    classes: Annotated[
+        tuple[ObjectiveClass, ...],
+        Setting(
+            "Objectives of a class of requests; ttft and tpot in seconds, share from 0 to 1. Repeatable.",
+            metavar="NAME,ttft=S", read=class_fields, panel=OBJECTIVES,
+        ),
+    ] = msgspec.field(default=(), name="objective-class")  # fmt: skip
+    header: Annotated[
+        Annotated[str, Meta(pattern=r"^[a-z0-9-]+\Z", max_length=64)],
+        Setting("Name of the header that has a request's class, in lower case.", in_file=True, panel=OBJECTIVES),
+    ] = msgspec.field(default="x-objective-class", name="objective-header")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        names = [DEFAULT_CLASS, *(each.name for each in self.classes)]
+        if len({*names}) < len(names):
+            raise BadRequest(
+                f"objective-class: each class needs a different name, and not {DEFAULT_CLASS}, which is the name for "
+                "requests without a class",
+                "objective-class",
+            )
+        if len(self.classes) > MOST_CLASSES:
+            raise BadRequest(
+                f"objective-class: at most {MOST_CLASSES} classes are allowed, since each is a series of metrics",
+                "objective-class",
+            )
+
+    def class_of(self, headers: Mapping[str, str]) -> ObjectiveClass | None:
+        """Return the class that a request's headers name; None if they name none, or an unknown one."""
+        if not self.classes:
+            return None
+        named = headers.get(self.header)
+        return next((each for each in self.classes if each.name == named), None)
+
+    @property
+    def any(self) -> bool:
+        """True if a latency has a limit."""
+        return self.ttft is not None or self.tpot is not None
+
+
+def require_objectives(roles: str, objectives: Objectives) -> None:
+    """Raise :class:`~tercet.protocol.BadRequest` if ``roles`` is ``auto`` and an objective is missing."""
+    if roles == "auto" and (objectives.ttft is None or objectives.tpot is None):
+        raise BadRequest("roles: auto needs objectives; set --objective-ttft and --objective-tpot", "roles")
+
+
+KVCaches = Annotated[float, Meta(gt=0, le=1_000_000_000)]
+
+
+class MoveSettings(Settings, frozen=True):
+    """Settings of one move, and the limits of all moves of one process; every limit applies.
+
+    A limit per engine applies separately to moves to an engine and to moves from it.
+    """
+
+    stages: Annotated[
+        AtLeastOne, Setting("Most stages of a move before the cut-over.", panel=MOVES, in_file=True)
+    ] = msgspec.field(default=4, name="move-stages")  # fmt: skip
+    tail: Annotated[
+        NotNegative,
+        Setting(
+            "Tokens that the last stage of a move may leave uncopied; the destination recomputes them.",
+            panel=MOVES,
+            in_file=True,
+        ),
+    ] = msgspec.field(default=16, name="move-tail")
+    portion: Annotated[
+        AtLeastOne,
+        Setting(
+            "Tokens whose KV is sent at once; a stage rests after each portion.",
+            unit="tokens", panel=MOVES, in_file=True,
+        ),
+    ] = msgspec.field(default=512, name="move-portion")  # fmt: skip
+    share: Annotated[
+        Share, Setting("Share of a stage's time in which KV is sent, up to 1; 1: no rests.", panel=MOVES, in_file=True)
+    ] = msgspec.field(default=0.25, name="move-share")  # fmt: skip
+    hurry_at: Annotated[
+        Share,
+        Setting(
+            "KV usage of the source engine, from 0 to 1, at or above which a move takes no rests. It also takes none "
+            "while requests wait there.",
+            panel=MOVES,
+            in_file=True,
+        ),
+    ] = msgspec.field(default=0.8, name="move-hurry-at")
+    deadline_s: Annotated[
+        Seconds,
+        Setting(
+            "Longest duration of a move; after it the sequence stays on its engine.",
+            unit="seconds",
+            panel=MOVES,
+            in_file=True,
+        ),
+    ] = msgspec.field(default=30.0, name="move-deadline")
+    at_once: Annotated[
+        AtLeastOne, Setting("Most sequences that are moved at once.", panel=MOVES)
+    ] = msgspec.field(default=16, name="max-moves")  # fmt: skip
+    per_engine: Annotated[
+        AtLeastOne, Setting("Most sequences that are moved to or from one engine at once.", panel=MOVES)
+    ] = msgspec.field(default=2, name="max-moves-per-engine")  # fmt: skip
+    tokens: Annotated[
+        AtLeastOne | None,
+        Setting(
+            "Most tokens of all sequences that are moved at once; a single sequence may have more.",
+            default="no limit",
+            panel=MOVES,
+            in_file=True,
+        ),
+    ] = msgspec.field(default=None, name="max-move-tokens")
+    tokens_per_engine: Annotated[
+        AtLeastOne | None,
+        Setting(
+            "Most tokens that are moved to one engine, or from one, at once.",
+            default="no limit",
+            panel=MOVES,
+            in_file=True,
+        ),
+    ] = msgspec.field(default=None, name="max-move-tokens-per-engine")
+    kv_usage: Annotated[
+        KVCaches | None,
+        Setting(
+            "Most KV of all sequences that are moved at once, as a multiple of an engine's KV cache; a single sequence "
+            "may have more.",
+            default="no limit", panel=MOVES, in_file=True,
+        ),
+    ] = msgspec.field(default=None, name="max-move-kv-usage")  # fmt: skip
+    kv_usage_per_engine: Annotated[
+        KVCaches | None,
+        Setting(
+            "Most KV that is moved to one engine, or from one, at once, as a multiple of its KV cache.",
+            default="no limit", panel=MOVES, in_file=True,
+        ),
+    ] = msgspec.field(default=None, name="max-move-kv-usage-per-engine")  # fmt: skip
+    ceiling: Annotated[
+        Annotated[float, Meta(ge=0, le=1)],
+        Setting(
+            "KV usage of an engine, from 0 to 1, at or above which no sequence is moved to it.",
+            panel=MOVES,
+            in_file=True,
+        ),
+    ] = msgspec.field(default=0.95, name="move-ceiling")
+
+    def share_at(self, usage: float, waiting: int) -> float:
+        """Return the share of a stage's time in which KV is sent from an engine with the KV usage ``usage`` (0 to 1).
+
+        Rests leave time to the sequences that decode there. While ``waiting`` requests have no room, or the cache is
+        nearly full, rests cost more than they gain.
+        """
+        return 1.0 if waiting or usage >= self.hurry_at else self.share
+
+
+class RescheduleSettings(Settings, frozen=True):
+    """Policies that propose moves, and their parameters."""
+
+    policies: Annotated[
+        tuple[str, ...],
+        Setting(
+            "Policy that proposes moves: `prefill_to_decode`, `decode_load`, `neutral_load`, `binpack_mitigation`, "
+            "`binpack_consolidation`, `defragment`, or your own: `file.py:function`. Repeatable.",
+            flag="--reschedule", panel=MOVES,
+        ),
+    ] = msgspec.field(default=(), name="reschedule")  # fmt: skip
+    stale_after_s: Annotated[
+        Seconds,
+        Setting(
+            "Time without progress after which an engine's sequences are moved away; less than `--stuck-after`.",
+            unit="seconds",
+            panel=MOVES,
+            in_file=True,
+        ),
+    ] = msgspec.field(default=2.5, name="reschedule-stale-after")
+    interval_s: Annotated[
+        Seconds, Setting("Interval between rescheduling rounds.", unit="seconds", panel=MOVES)
+    ] = msgspec.field(default=0.1, name="reschedule-interval")  # fmt: skip
+    threshold: Annotated[
+        Annotated[float, Meta(ge=0, le=1)],
+        Setting("Difference of KV usage, 0 to 1, at which loads are balanced.", panel=MOVES),
+    ] = msgspec.field(default=0.2, name="reschedule-threshold")
+    ceiling: Annotated[
+        Annotated[float, Meta(gt=0, le=1)],
+        Setting("KV usage, from 0 to 1, up to which packing policies fill an engine.", panel=MOVES, in_file=True),
+    ] = msgspec.field(default=0.8, name="reschedule-ceiling")  # fmt: skip
+    order: Annotated[
+        Literal["FIT", "SR", "LR", "FCR", "LCR", "FCW", "FCWSR"],
+        Setting("Order in which load balancing and `binpack_mitigation` move sequences.", panel=MOVES, in_file=True),
+    ] = msgspec.field(default="FIT", name="reschedule-order")
+    measure: Annotated[
+        Literal["num_req", "num_tokens", "block_ratio"],
+        Setting("Unit of `reschedule-value`: sequences, tokens or share of the KV cache.", panel=MOVES, in_file=True),
+    ] = msgspec.field(default="num_req", name="reschedule-measure")
+    value: Annotated[
+        Annotated[float, Meta(gt=0, le=1_000_000_000)],
+        Setting(
+            "Most load that one round moves from an engine, in the unit of `reschedule-measure`.",
+            panel=MOVES,
+            in_file=True,
+        ),
+    ] = msgspec.field(default=1.0, name="reschedule-value")
+
+
+ShareOfKV = Annotated[float, Meta(ge=0, le=1)]
+
+
+class SessionSettings(Settings, frozen=True):
+    """Settings of a router for the turns of one session."""
+
+    together: Annotated[
+        Literal["on", "off"],
+        Setting("Send all turns of a session to one engine.", panel=PLACEMENT),
+    ] = msgspec.field(default="off", name="sessions")
+    keep: Annotated[
+        Literal["none", "tools", "all"],
+        Setting(
+            "Sessions whose KV is pinned between two turns; `tools`: those that wait for a tool's result.",
+            panel=PLACEMENT,
+        ),
+    ] = msgspec.field(default="tools", name="session-keep")
+    keep_s: Annotated[
+        Seconds, Setting("Longest time that a session's KV is pinned.", unit="seconds", panel=PLACEMENT, in_file=True)
+    ] = msgspec.field(default=30.0, name="session-keep-for")  # fmt: skip
+    keep_share: Annotated[
+        ShareOfKV,
+        Setting("Share of an engine's KV cache, from 0 to 1, that all sessions together may pin.", panel=PLACEMENT,
+                in_file=True),
+    ] = msgspec.field(default=0.3, name="session-keep-share")  # fmt: skip
+    give_up_at: Annotated[
+        ShareOfKV,
+        Setting(
+            "KV usage of an engine, from 0 to 1, at or above which pinned KV is released; or while requests wait.",
+            panel=PLACEMENT,
+            in_file=True,
+        ),
+    ] = msgspec.field(default=0.9, name="session-give-up-at")
+    ttl_s: Annotated[
+        Seconds,
+        Setting(
+            "Time without a turn after which a session is forgotten.", unit="seconds", panel=PLACEMENT, in_file=True
+        ),
+    ] = msgspec.field(default=3600.0, name="session-ttl")
+    most: Annotated[
+        AtLeastOne,
+        Setting("Most sessions that a router process remembers; the least recently used are forgotten.",
+                panel=PLACEMENT, in_file=True),
+    ] = msgspec.field(default=10_000, name="max-sessions-remembered")  # fmt: skip
+    tokens: Annotated[
+        AtLeastOne,
+        Setting(
+            "Most tokens that a router process remembers for all sessions, 4 bytes each; a session without remembered "
+            "tokens is recomputed when its engine is drained.",
+            panel=PLACEMENT,
+            in_file=True,
+        ),
+    ] = msgspec.field(default=32 * 1024 * 1024, name="max-session-tokens")
+
+    @property
+    def on(self) -> bool:
+        """True if all turns of a session go to one engine."""
+        return self.together == "on"
