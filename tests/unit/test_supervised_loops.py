@@ -21,11 +21,11 @@ from tercet.fleet import kv_events
 from tercet.fleet.discovery.kubernetes_api import Pod
 from tercet.fleet.discovery.watching import Waits, Watch
 from tercet.fleet.kv_events import cache_followed
+from tercet.logs import EVENTS
 from tercet.transport import SendDone
 from tercet.transport.agent.agent import Reporter
 from tercet.transport.agent.agent_messages import AsyncControlClient, ControlServer, ReadCounters
 from tercet.wire.client import http_engine
-from tercet.wire.logs import EVENTS
 from tercet_lab.planning import live_planner
 from tercet_lab.planning.observing import LOOK_S
 from tests.longest_wait import LONGEST_WAIT_S

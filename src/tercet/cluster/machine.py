@@ -1,6 +1,6 @@
 """Facts about the parts of this machine that Tercet uses, and the findings of ``tercet doctor`` about them.
 
-Facts are read without loading engines' libraries; :func:`findings_of` judges them and does no I/O of its own.
+Facts are read without loading engines' libraries; :func:`findings_of` judges them and does no I/O.
 """
 
 from __future__ import annotations

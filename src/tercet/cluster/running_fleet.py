@@ -24,6 +24,7 @@ import msgspec
 
 from tercet.aio import keep_running, repeat
 from tercet.cluster.child_process import Process, StartFailed, describe_exit
+from tercet.logs import serious_event
 from tercet.protocol import (
     EngineNotReached,
     EngineUnreachable,
@@ -36,7 +37,6 @@ from tercet.protocol import (
 from tercet.protocol.wire import UNREADABLE
 from tercet.vllm_plugin.start.loading_stages import MARK
 from tercet.wire.client.ask_router import ask_router
-from tercet.wire.logs import serious_event
 
 AWAY_SECONDS = 30.0
 """Longest wait in seconds for a router that does not listen: it has ended, and is restarted."""

@@ -237,7 +237,7 @@ class SeqParams(msgspec.Struct, frozen=True):
     """A request that decodes here: its reservation, if any, and output from other engines.
 
     No peer writes under ``lease`` any more; its KV is valid up to ``valid_end``. The request adopts its blocks, and
-    computes the rest. A lease that has ended meanwhile is no error: then the request computes everything itself.
+    computes the rest. A lease that has ended meanwhile is not an error: then the request computes everything itself.
     ``number`` is the edge's unique number of the request, or 0.
     """
 

@@ -16,6 +16,7 @@ import msgspec
 
 from tercet.aio import TaskSet
 from tercet.engine.interface import EngineRequest, KeyedPrompt, RequestInCore
+from tercet.logs import LoggedGeneration
 from tercet.protocol import (
     Conflict,
     MoveProposal,
@@ -27,7 +28,6 @@ from tercet.protocol import (
 )
 from tercet.protocol.names import find_id
 from tercet.protocol.wire import MoveCall, StreamDestination
-from tercet.wire.logs import LoggedGeneration
 
 logger = logging.getLogger(__name__)
 ANSWER_SECONDS = 0.25

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from tercet import logs
 from tercet.protocol import AdapterReport, EngineStatus, Request, UnknownAdapter
-from tercet.wire import logs
 
 if TYPE_CHECKING:  # members import picking, which uses the functions here
     from tercet.fleet.members import Member, Roster

@@ -10,12 +10,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
+from tercet import logs
 from tercet.fleet.knowledge import FleetKnowledge
 from tercet.fleet.members import Member, Roster
 from tercet.fleet.picking import Picking
 from tercet.protocol import EngineUnreachable, TercetError
 from tercet.protocol.types import Paused
-from tercet.wire import logs
 
 STUCK_AFTER_S = 5.0
 PAUSED: dict[Paused, str] = {"new": "new sequences", "all": "all sequences"}

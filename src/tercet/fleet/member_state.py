@@ -7,10 +7,10 @@ from typing import NamedTuple
 
 import msgspec
 
+from tercet import logs as events
+from tercet.logs import LogEvent
 from tercet.protocol.names import require_uid
 from tercet.settings import EngineAddress
-from tercet.wire import logs as events
-from tercet.wire.logs import LogEvent
 
 JOINED = "joined:"
 """Prefix of the uid of an engine that has joined by itself."""

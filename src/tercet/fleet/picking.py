@@ -10,6 +10,7 @@ from typing import Generic, TypeVar, cast
 
 import numpy as np
 
+from tercet import logs
 from tercet.decisions.scheduling import PICKERS, Decision, Engines, Scheduling, SchedulingProfile
 from tercet.decisions.scheduling.plugin import Integers, block_hashes
 from tercet.decisions.scheduling.profiles import SCHEDULED, TurnPicker
@@ -31,7 +32,6 @@ from tercet.protocol import (
     WithoutRole,
     may_exchange_kv,
 )
-from tercet.wire import logs
 
 ROUTED_BLOCK, ROUTED_CAPACITY = 64, 31_250
 """Tokens of a block and blocks of an engine in the history for routes; the prefix-cache scorer's defaults."""

@@ -14,10 +14,10 @@ import msgspec
 
 from tercet.fleet.members import CallsInFlight
 from tercet.fleet.trace import Generation, TracedEngine
+from tercet.logs import request_id
 from tercet.protocol import Conflict, Engine, EngineUnreachable, Output, OutputStream, Request, UnknownSequence
 from tercet.protocol.names import further_id
 from tercet.settings import RetryBudget
-from tercet.wire.logs import request_id
 
 FIRST_PAUSE, LONGEST_PAUSE = 0.2, 1.0
 

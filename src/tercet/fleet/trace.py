@@ -10,6 +10,7 @@ from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from tercet import logs
 from tercet.decisions.cost import RouteDecision
 from tercet.fleet.members import CallsInFlight, Counted, Member, until_lost
 from tercet.protocol import (
@@ -25,7 +26,6 @@ from tercet.protocol import (
 )
 from tercet.protocol.spans import SpanContext, current_span, working_in
 from tercet.protocol.trace import PickEvent, TraceEvent, VerbTrace
-from tercet.wire import logs
 
 if TYPE_CHECKING:  # engine_fleet makes traced engines
     from tercet.fleet.engine_fleet import FleetView

@@ -28,6 +28,7 @@ from tercet.fleet.discovery import discovery_of
 from tercet.fleet.discovery.pod_discovery import access_of
 from tercet.fleet.membership import READY_SECONDS, Membership, connecting
 from tercet.fleet.served_model import ServedModel
+from tercet.logs import log_to_stderr
 from tercet.protocol import EngineUnreachable, spans
 from tercet.protocol.entry_points import PARTS, provided
 from tercet.protocol.spans import SpanContext
@@ -57,7 +58,6 @@ from tercet.settings import RouterConfig
 from tercet.settings.process_settings import ALL_ENGINES_VARIABLE, API_KEY_VARIABLE
 from tercet.wire.client import engine_tls
 from tercet.wire.exported_spans import exporting_spans
-from tercet.wire.logs import log_to_stderr
 from tercet.wire.serving.client_connection import BoundedProtocol
 from tercet.wire.serving.server_access import RouterKeys, api_keys
 from tercet.wire.streams import StreamListener

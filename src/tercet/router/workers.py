@@ -24,11 +24,11 @@ from prometheus_client import multiprocess
 
 from tercet.aio import signals_to
 from tercet.aio.warm_parent import ForkedChild, Forks, NoFork
+from tercet.logs import ROUTER_READY, WORKER_ENDED, log_to_stderr
 from tercet.protocol import TercetError
 from tercet.router.warm_workers import warm_parent
 from tercet.settings import RouterConfig
 from tercet.settings.process_settings import COLD, WARM_PARENT_VARIABLE
-from tercet.wire.logs import ROUTER_READY, WORKER_ENDED, log_to_stderr
 
 
 def listening_socket(config: RouterConfig) -> socket.socket:

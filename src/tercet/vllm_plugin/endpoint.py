@@ -22,6 +22,7 @@ from tercet.aio.descriptors import descriptors_watched
 from tercet.engine import generating, receiving, sending
 from tercet.engine.edge import Edge
 from tercet.engine.stopping import StopWhenEmpty, fail_at_exit
+from tercet.logs import lines_of_call, logged_call
 from tercet.protocol import DeadlineExceeded, EngineError, Output, Revision, TercetError, Unauthorized, UnknownSequence
 from tercet.protocol.access import CHALLENGE_HEADER, BearerKeys, Callers, require_digest, secrets_of
 from tercet.protocol.headers import INCARNATION_HEADER
@@ -55,7 +56,6 @@ from tercet.vllm_plugin.start.plugin_settings import PluginSettings, parse_setti
 from tercet.wire.client import engine_tls
 from tercet.wire.client.remote_prefill import PrefillAttempts, RemotePrefill
 from tercet.wire.exported_spans import exporting_spans
-from tercet.wire.logs import lines_of_call, logged_call
 from tercet.wire.serving.answers import require_trace_reader
 from tercet.wire.serving.prefiller_header import PrefillerHeader
 from tercet.wire.serving.request_context import BodyPieces, read_whole

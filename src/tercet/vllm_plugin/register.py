@@ -23,11 +23,11 @@ def register() -> None:
     """
     import vllm.envs
 
+    from tercet.logs import log_as_the_environment_says
     from tercet.vllm_plugin.hooks import UnsupportedVLLM, require_hooks
     from tercet.vllm_plugin.start.leak_reports import without_leak_reports
     from tercet.vllm_plugin.start.log_noise import bound_lines, without_noise
     from tercet.vllm_plugin.start.refusals import refusing_in_a_sentence
-    from tercet.wire.logs import log_as_the_environment_says
 
     without_leak_reports()
     without_noise()

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from tercet.engine.sequences import DecodingSequence
+from tercet.logs import LoggedGeneration, lines_of_request
 from tercet.protocol import BadRequest, Output, Usage
-from tercet.wire.logs import LoggedGeneration, lines_of_request
 
 
 def test_a_generation_is_logged_when_it_is_over(caplog: pytest.LogCaptureFixture) -> None:

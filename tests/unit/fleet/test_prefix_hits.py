@@ -10,9 +10,9 @@ import pytest
 from tercet.decisions.scheduling import Scheduling
 from tercet.fleet import EngineFleet, Member, Trace
 from tercet.fleet.trace import LEAST_PICKS, NEAR, PrefixHits
+from tercet.logs import EVENTS, FIELDS
 from tercet.programs import load_program, outputs_of
 from tercet.protocol import Request
-from tercet.wire.logs import EVENTS, FIELDS
 from tests.unit.decisions.scheduling.builders import loaded, request_of
 from tests.unit.fakes import FakeEngine
 

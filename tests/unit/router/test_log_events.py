@@ -12,7 +12,9 @@ from typing import Any
 import pytest
 from msgspec import structs
 
+from tercet import logs
 from tercet.fleet import Trace
+from tercet.logs import EVENTS, FIELDS, LogEvent
 from tercet.protocol import EngineUnreachable, NoSpace, Output, ProgramFailed, Request, TercetError
 from tercet.protocol.trace import TraceEvent
 from tercet.router.observe.metrics import Metrics
@@ -23,8 +25,6 @@ from tercet.router.state.fleet_state import FleetState, StateFile
 from tercet.router.state.loaded_code import reload_on_change
 from tercet.router.state.shared_state import because
 from tercet.settings import RetryBudget
-from tercet.wire import logs
-from tercet.wire.logs import EVENTS, FIELDS, LogEvent
 from tercet.wire.serving.request_context import RequestContext
 
 from .conftest import Engine, LiveRouter, counted, draining

@@ -13,6 +13,7 @@ import pytest
 
 from tercet.fleet import RunningSequence
 from tercet.fleet.admission import Gate
+from tercet.logs import request_id
 from tercet.protocol import Request
 from tercet.router import router_app
 from tercet.router.limits.received_bodies import asked_by
@@ -20,7 +21,6 @@ from tercet.router.observe.metrics import Metrics
 from tercet.router.router_app import RouterApp
 from tercet.router.serve.service_programs import ServicePrograms
 from tercet.settings import Limits, RetryBudget
-from tercet.wire.logs import request_id
 from tercet.wire.serving.answers import wants_trace
 from tercet.wire.serving.request_context import Asked, current
 from tests.longest_wait import LONGEST_WAIT_S

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tercet.wire.logs import (
+from tercet.logs import (
     EVENTS,
     LONGEST_LINE,
     LONGEST_TRACEBACK,
@@ -27,7 +27,7 @@ pytestmark = pytest.mark.slow
 
 SCRIPT = """
 import logging
-from tercet.wire.logs import log_to_stderr
+from tercet.logs import log_to_stderr
 
 log_to_stderr("info")
 log_to_stderr("error")  # the first one has decided
@@ -58,8 +58,8 @@ def said_as_json(script: str) -> list[dict[str, Any]]:
 def test_lines_as_json() -> None:
     script = """
 import logging
-from tercet.wire.logs import ENGINE_DRAINED
-from tercet.wire.logs import FIELDS, access_logger, log_to_stderr
+from tercet.logs import ENGINE_DRAINED
+from tercet.logs import FIELDS, access_logger, log_to_stderr
 
 log_to_stderr("warning", "json", access=True)
 logger = logging.getLogger("tercet.router")
@@ -84,8 +84,8 @@ access_logger.info("GET /health %d", 200, extra={FIELDS: {"status": 200}})
 
 
 SAYS_EVENTS = """
-from tercet.wire import logs
-from tercet.wire.logs import log_to_stderr
+from tercet import logs
+from tercet.logs import log_to_stderr
 
 log_to_stderr("info", "{form}")
 logs.RETRY.tell(seq_id="s", program="p", tokens=3, reason="what one request met")
@@ -106,8 +106,8 @@ def test_serious_events_are_found_in_a_log_of_either_form(form: str) -> None:
 
 
 FORGES = """
-from tercet.wire import logs
-from tercet.wire.logs import access_logger, log_to_stderr
+from tercet import logs
+from tercet.logs import access_logger, log_to_stderr
 
 log_to_stderr("info", "{form}", access=True)
 access_logger.info("GET %s", "/\\nERROR 11-23 12:00:00 [tercet.events] engine_lost: not so")
@@ -126,8 +126,8 @@ def test_what_clients_name_looks_like_no_other_line(form: str) -> None:
 
 NAMES_REQUESTS = """
 import asyncio, logging
-from tercet.wire import logs
-from tercet.wire.logs import FIELDS, access_logger, lines_of_request, log_to_stderr
+from tercet import logs
+from tercet.logs import FIELDS, access_logger, lines_of_request, log_to_stderr
 
 log_to_stderr("info", "{form}", access=True)
 
@@ -227,7 +227,7 @@ def test_lines_that_are_asked_for_are_all_written(name: str) -> None:
 def test_both_forms_have_the_bounds() -> None:
     script = """
 import logging
-from tercet.wire.logs import log_to_stderr
+from tercet.logs import log_to_stderr
 
 log_to_stderr("info", FORM)
 for _ in range(1000):

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
+from tercet import logs
+from tercet.logs import LoggedGeneration, lines_of_request, log_as_the_environment_says, logged_call, request_id
 from tercet.protocol import BadRequest, NoSpace, Output, OutputStream
 from tercet.protocol.wire import PrepRecvCall
-from tercet.wire import logs
-from tercet.wire.logs import LoggedGeneration, lines_of_request, log_as_the_environment_says, logged_call, request_id
 
 CALL = PrepRecvCall(prompt=[1, 2, 3], seq_id="cmpl-mine-0")
 

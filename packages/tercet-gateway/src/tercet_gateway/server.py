@@ -35,13 +35,13 @@ from tercet.fleet.engine_gauges import EngineCollector
 from tercet.fleet.knowledge import STALE_AFTER
 from tercet.fleet.member_state import MemberState
 from tercet.fleet.membership import Connect, Membership, connecting, scraping
+from tercet.logs import log_to_stderr
 from tercet.protocol import BadRequest, ShuttingDown
 from tercet.protocol.errors import error_body
 from tercet.protocol.hosts import host_and_port
 from tercet.settings.process_settings import PARALLEL_TOKENIZERS
 from tercet.wire.client import engine_tls
 from tercet.wire.exported_spans import exporting_spans
-from tercet.wire.logs import log_to_stderr
 from tercet.wire.serving.answers import breach_error, last_answer
 from tercet.wire.streams import StreamListener
 from tercet_gateway.endpoint_picker import EndpointPicker

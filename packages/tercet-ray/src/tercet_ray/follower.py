@@ -17,8 +17,8 @@ import msgspec
 
 from tercet.aio.files import read_whole, write_whole
 from tercet.fleet.discovery.roster import MOST_BYTES, RosterEntry, write_roster
+from tercet.logs import log_to_stderr
 from tercet.protocol import BadRequest, TercetError
-from tercet.wire.logs import log_to_stderr
 from tercet_ray.fleet_keeper import FleetKeeper
 from tercet_ray.ray_access import connect
 from tercet_ray.reconcile import merged

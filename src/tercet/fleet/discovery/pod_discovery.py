@@ -9,6 +9,7 @@ from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
+from tercet import logs
 from tercet.aio import TaskSet
 from tercet.fleet.discovery.found import Discovery, FoundEngine
 from tercet.fleet.discovery.kubernetes_api import (
@@ -27,7 +28,6 @@ from tercet.protocol import BadRequest, Role
 from tercet.protocol.hosts import bracketed
 from tercet.settings import DiscoverySettings, EngineAddress
 from tercet.settings.engine_addresses import EARLIER_POOL_GROUP, POOL_GROUP
-from tercet.wire import logs
 
 ROLE, LLM_D_ROLE, PORT, DRAIN = "tercet/role", "llm-d.ai/role", "tercet/port", "tercet/drain"
 """Labels or annotations of a pod. A label overrides an annotation, and Tercet's names override llm-d's."""

@@ -14,13 +14,13 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
+from tercet import logs
 from tercet.aio.files import FileThread, read_whole, stamp_of
 from tercet.fleet.discovery.found import FoundEngine
 from tercet.fleet.member_state import JOINED
 from tercet.protocol import BadRequest, Role
 from tercet.protocol.names import require_uid
 from tercet.settings import EngineAddress
-from tercet.wire import logs
 
 MOST_BYTES = 4 * 1024 * 1024
 DRAINING = "the roster says that it is draining"

@@ -21,11 +21,11 @@ from urllib.parse import urlencode
 import aiohttp
 import msgspec
 
+from tercet import logs
 from tercet.aio import Failures
 from tercet.fleet.discovery.kubernetes_api import ApiAccess, Marked, Metadata, ObjectList, Status, WatchEvent
 from tercet.protocol.splitting import ItemTooLong, LineSplitter
 from tercet.protocol.wire import UNREADABLE
-from tercet.wire import logs
 from tercet.wire.client.bounded_answers import reason_of
 
 GONE = 410

@@ -10,11 +10,11 @@ from typing import Any
 
 from starlette.types import Message, Scope, Send
 
+from tercet.logs import FIELDS, REQUEST_ID, access_logger, lines_of_request, request_id, request_renamed
 from tercet.protocol.headers import GENERATING, REQUEST_ID_HEADER
 from tercet.protocol.names import kept_name
 from tercet.protocol.spans import entered, span_context_of, working_in
 from tercet.router.observe.request_traces import FollowedRequest, RequestTraces, request_attributes
-from tercet.wire.logs import FIELDS, REQUEST_ID, access_logger, lines_of_request, request_id, request_renamed
 from tercet.wire.serving.request_context import CONTEXT, RequestContext
 
 LONGEST_PATH = 512

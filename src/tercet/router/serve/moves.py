@@ -24,6 +24,7 @@ from tercet.fleet.members import until_lost
 from tercet.fleet.policy_views import counted_move
 from tercet.fleet.sequences import MovingSequence
 from tercet.fleet.trace import TracedEngine
+from tercet.logs import MOVE, lines_of_request
 from tercet.protocol import (
     BadRequest,
     Conflict,
@@ -36,7 +37,6 @@ from tercet.protocol import (
 from tercet.protocol.spans import working_in
 from tercet.protocol.trace import TraceEvent
 from tercet.settings import MoveSettings
-from tercet.wire.logs import MOVE, lines_of_request
 
 REMEMBERED = 1000
 # The code of a move that was cancelled.

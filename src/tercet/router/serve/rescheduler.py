@@ -35,6 +35,7 @@ from tercet.fleet.discovery import discovery_of, follow_found, until_known
 from tercet.fleet.member_state import MemberState
 from tercet.fleet.membership import Membership
 from tercet.fleet.policy_views import counted_move, is_stale, loaded_engines
+from tercet.logs import log_to_stderr
 from tercet.protocol import EngineUnreachable, NoSpace, Role, SequenceReport, TercetError
 from tercet.protocol.wire import UNREADABLE
 from tercet.router.serve.moves import Moves
@@ -42,7 +43,6 @@ from tercet.settings import EngineAddress, MoveSettings, ReschedulerConfig, Resc
 from tercet.settings.process_settings import KeyFile
 from tercet.wire.client import Admit, HttpEngine, engine_tls
 from tercet.wire.client.ask_router import ask_router
-from tercet.wire.logs import log_to_stderr
 from tercet.wire.streams import StreamListener
 
 Views = Mapping[str, Sequence[SequenceView]]

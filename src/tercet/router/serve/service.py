@@ -17,6 +17,7 @@ from typing import Any, Generic, Literal, Protocol, TypeVar, cast
 
 import msgspec
 
+from tercet import logs
 from tercet.aio import is_cancelled, run_in_thread
 from tercet.decisions.objectives import Attainments
 from tercet.fleet import EngineFleet, FleetView, Retry, RunningSequence, RunningSequences, Trace
@@ -46,7 +47,6 @@ from tercet.router.serve.moves import MoveMetrics, Moves, Proposals
 from tercet.router.serve.routing import Arm, Chosen, Plan, Routing, Version, load_anywhere
 from tercet.settings import MoveSettings, RetryBudget
 from tercet.settings.fleet_settings import Objectives
-from tercet.wire import logs
 
 Outcome = Literal["served", "failed", "left"]
 """The end of a sequence: ``left`` if its client left or caused the error."""

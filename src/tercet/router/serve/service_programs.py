@@ -7,11 +7,11 @@ from functools import partial
 from http import HTTPStatus
 
 from tercet.fleet import RunningSequence, Trace
+from tercet.logs import REQUEST_FAILED
 from tercet.protocol import BadRequest, ProgramFailed, Request, TercetError, Usage
 from tercet.protocol.names import sequence_id
 from tercet.router.observe.metrics import Metrics
 from tercet.router.serve.service import Service, SessionTurns
-from tercet.wire.logs import REQUEST_FAILED
 from tercet.wire.serving.request_context import RequestContext
 
 # Beginning of the names of sampling parameters in engines' refusals.

@@ -17,12 +17,12 @@ from tercet.aio import TaskSet, keep_running
 from tercet.aio.files import FileThread, read_whole, write_whole
 from tercet.decisions.sessions import Action, Context, EngineSeen, Keep, MoveContext, Pause, SessionTable, session_named
 from tercet.fleet import EngineFleet, Member, RunningSequence, Trace
+from tercet.logs import SESSION_MOVE
 from tercet.programs import migrate_context
 from tercet.protocol import Request, Role, TercetError
 from tercet.protocol.headers import SESSION_FINAL_HEADER
 from tercet.protocol.wire import UNREADABLE
 from tercet.settings.fleet_settings import SessionSettings
-from tercet.wire.logs import SESSION_MOVE
 
 logger = logging.getLogger("tercet.router")
 LOOK_INTERVAL_S = 0.25

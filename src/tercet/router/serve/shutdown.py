@@ -6,8 +6,8 @@ import asyncio
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 
+from tercet.logs import SHUTTING_DOWN
 from tercet.protocol import ShuttingDown, TercetError
-from tercet.wire.logs import SHUTTING_DOWN
 
 # Seconds between two log lines about the requests that are left.
 SAY_SECONDS = 5.0

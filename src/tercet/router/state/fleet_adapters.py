@@ -8,6 +8,7 @@ from collections.abc import AsyncGenerator, Sequence
 from contextlib import asynccontextmanager, suppress
 from typing import Any, cast
 
+from tercet import logs
 from tercet.fleet import EngineFleet, Member
 from tercet.fleet.membership import Membership
 from tercet.protocol import (
@@ -19,7 +20,6 @@ from tercet.protocol import (
     TercetError,
     UnknownAdapter,
 )
-from tercet.wire import logs
 
 LOAD_SECONDS = 120.0
 """Timeout for loading an adapter on one engine."""

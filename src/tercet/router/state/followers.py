@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 
+from tercet import logs
 from tercet.aio.files import read_whole, write_whole
 from tercet.decisions.migration import CountedMove
 from tercet.fleet.policy_views import prefill_line
@@ -25,7 +26,6 @@ from tercet.protocol import EngineError, TercetError
 from tercet.protocol.wire import UNREADABLE
 from tercet.router.serve.service import POLL_INTERVAL_S
 from tercet.router.serve.shutdown import Shutdown
-from tercet.wire import logs
 
 if TYPE_CHECKING:
     from tercet.router.state.shared_state import SharedState

@@ -1,4 +1,4 @@
-"""Members that nobody named in the settings: engines that join by themselves, or that discovery finds.
+"""Members that are not named in the settings: engines that join by themselves, or that discovery finds.
 
 They become members of the shared state, and those that vanish without leaving are removed.
 """

@@ -12,18 +12,18 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from tercet import logs
 from tercet.aio import run_in_thread
 from tercet.aio.files import stamp_of
 from tercet.decisions.scheduling import Scheduling, load_scheduling
 from tercet.decisions.scheduling.registry import user_file
+from tercet.logs import RELOAD_REFUSED
 from tercet.programs import Program
 from tercet.protocol import TercetError
 from tercet.router.observe.metrics import Metrics
 from tercet.router.serve.routing import Plan
 from tercet.router.serve.service import Service
 from tercet.router.state.fleet_state import FleetState, ProgramInUse
-from tercet.wire import logs
-from tercet.wire.logs import RELOAD_REFUSED
 
 if TYPE_CHECKING:
     from tercet.router.state.shared_state import SharedState

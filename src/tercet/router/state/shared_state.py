@@ -13,6 +13,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
+from tercet import logs
 from tercet.aio import TaskSet
 from tercet.aio.files import BOUND_SECONDS, FileThread
 from tercet.fleet.membership import Membership
@@ -34,7 +35,6 @@ from tercet.router.state.loaded_code import (
 )
 from tercet.router.state.state_store import LOCK_SECONDS, SharedTurn, StateStore
 from tercet.settings import EngineAddress
-from tercet.wire import logs
 
 if TYPE_CHECKING:
     from tercet.router.state.roles import RoleKeeper
@@ -44,6 +44,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from tercet import logs as events
 from tercet.aio.files import read_whole, write_whole
 from tercet.decisions.planning.observed import PlannerReport
 from tercet.fleet import EngineFleet
@@ -52,7 +53,6 @@ from tercet.protocol import UnknownAdapter
 from tercet.protocol.wire import UNREADABLE
 from tercet.router.state.fleet_adapters import load_everywhere, replace_everywhere, unload_everywhere
 from tercet.router.state.fleet_state import AdapterState, MadeChange, ProgramInUse
-from tercet.wire import logs as events
 
 if TYPE_CHECKING:
     from tercet.router.state.shared_state import SharedState

@@ -6,7 +6,7 @@ import logging
 import os
 from collections.abc import Mapping, Sequence
 
-from tercet.wire.logs import LineBounds
+from tercet.logs import LineBounds
 
 VLLM_LEVEL = "VLLM_LOGGING_LEVEL"
 # Beginnings of messages, by vLLM's loggers, which have the names of its modules. A name or a beginning that a version

@@ -17,6 +17,7 @@ import aiohttp
 import msgspec
 
 from tercet.aio.files import require_regular
+from tercet.logs import request_id
 from tercet.protocol import (
     BadRequest,
     Conflict,
@@ -34,7 +35,6 @@ from tercet.protocol.headers import INCARNATION_HEADER, REQUEST_ID_HEADER
 from tercet.protocol.spans import current_span
 from tercet.protocol.wire import API_PREFIX, JSON, UNREADABLE, encode_call, large_field_of
 from tercet.wire.client.bounded_answers import PLAIN, read_answer, reason_of, require_plain
-from tercet.wire.logs import request_id
 
 T = TypeVar("T")
 # Seconds of silence after which an engine counts as dead: between two outputs of a stream it may run one long prefill

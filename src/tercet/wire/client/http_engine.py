@@ -17,6 +17,7 @@ import msgspec
 from aiohttp.http_exceptions import HttpProcessingError
 
 from tercet.aio import TaskSet, keep_running
+from tercet.logs import STREAM_BACK, STREAM_FALLBACK
 from tercet.protocol import (
     AdapterReport,
     EngineLoad,
@@ -50,7 +51,6 @@ from tercet.protocol.wire import (
 )
 from tercet.wire.client.bounded_answers import reason_of
 from tercet.wire.client.engine_calls import PATIENT, Admit, EngineCalls
-from tercet.wire.logs import STREAM_BACK, STREAM_FALLBACK
 from tercet.wire.streams import EngineConnection, StreamListener
 
 

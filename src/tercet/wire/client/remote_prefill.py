@@ -21,6 +21,7 @@ from typing import Any, NamedTuple, Protocol, Self, TypeVar
 
 from prometheus_client import Counter, Histogram
 
+from tercet import logs
 from tercet.protocol import (
     Conflict,
     DeadlineExceeded,
@@ -34,7 +35,7 @@ from tercet.protocol import (
 )
 from tercet.protocol.trace import FALLBACK, TraceEvent, VerbTrace
 from tercet.settings.process_settings import PrefillBudget
-from tercet.wire import SECONDS, logs
+from tercet.wire import SECONDS
 from tercet.wire.client.http_engine import HttpEngine
 
 PULLED, CACHED, LOCAL = "remote", "cached", "local"

@@ -17,12 +17,12 @@ from urllib.parse import urlsplit
 import msgspec
 
 from tercet.aio import TaskSet, repeat
+from tercet.logs import request_id
 from tercet.protocol import EngineLoad, EngineUnreachable, MoveProposal, OutputStream, RequestTooLarge, TercetError
 from tercet.protocol.hosts import host_and_port
 from tercet.protocol.spans import current_span
 from tercet.protocol.splitting import FrameSplitter, ItemTooLong
 from tercet.protocol.wire import UNREADABLE, StartGenerateCall, large_field_of
-from tercet.wire.logs import request_id
 from tercet.wire.streams.wire_format import (
     HEARTBEAT_SECONDS,
     LONGEST_FRAME,

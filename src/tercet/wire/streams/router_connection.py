@@ -14,6 +14,7 @@ from typing import cast
 import msgspec
 
 from tercet.aio import TaskSet
+from tercet.logs import lines_of_request
 from tercet.protocol import (
     BadRequest,
     Conflict,
@@ -29,7 +30,6 @@ from tercet.protocol import (
 from tercet.protocol.spans import read_traceparent, working_in
 from tercet.protocol.splitting import FrameSplitter, ItemTooLong
 from tercet.protocol.wire import UNREADABLE, StartGenerateCall, StreamDestination, large_field_of
-from tercet.wire.logs import lines_of_request
 from tercet.wire.streams.wire_format import (
     LONGEST_FRAME,
     PROTOCOL,

@@ -14,12 +14,12 @@ import pytest
 
 from tercet.cluster.ports import free_ports, url_of
 from tercet.fleet import EngineFleet, Member, Trace
+from tercet.logs import lines_of_request
 from tercet.programs import load_program, outputs_of
 from tercet.protocol import BadRequest, NoSpace, Request, Reservation, Role, TransferFailed, UnknownSequence
 from tercet.protocol.headers import INCARNATION_HEADER
 from tercet.protocol.wire import API_PREFIX
 from tercet.wire.client import HttpEngine
-from tercet.wire.logs import lines_of_request
 from tercet.wire.streams import StreamListener
 from tercet_lab.sim import EngineOptions, SimEngine, run_virtual
 from tercet_lab.sim.sim_server import ServerConfig, serving

@@ -22,6 +22,7 @@ from tercet.aio import TaskSet, signals_to
 from tercet.aio.descriptors import descriptors_watched
 from tercet.fleet.bodies import HeldBody
 from tercet.fleet.members import CallsInFlight, until_lost
+from tercet.logs import log_to_stderr
 from tercet.protocol import (
     BadRequest,
     EngineError,
@@ -46,7 +47,6 @@ from tercet.wire.client.passing import (
     passed_trailers,
     with_forwarder,
 )
-from tercet.wire.logs import log_to_stderr
 from tercet.wire.serving.server_access import AdminAccess, RouterKeys
 from tercet_gateway.gateway_settings import ModelBackend, ModelRouterConfig, require_backends
 from tercet_gateway.model_router.backends import BackendPolls, ModelRoutes, WeightedRouter

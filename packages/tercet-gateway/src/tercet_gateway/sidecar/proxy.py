@@ -25,6 +25,7 @@ from tercet.aio import signals_to
 from tercet.aio.descriptors import descriptors_watched
 from tercet.fleet.bodies import HeldBody
 from tercet.fleet.members import CallsInFlight, until_lost
+from tercet.logs import lines_of_request, log_to_stderr, request_renamed
 from tercet.protocol import (
     BadRequest,
     EngineError,
@@ -69,7 +70,6 @@ from tercet.wire.client.passing import (
 )
 from tercet.wire.client.remote_prefill import PrefillAttempts, RemotePrefill
 from tercet.wire.exported_spans import exporting_spans
-from tercet.wire.logs import lines_of_request, log_to_stderr, request_renamed
 from tercet.wire.serving.answers import trace_refused, wants_trace
 from tercet.wire.serving.server_access import is_loopback
 from tercet_gateway.gateway_settings import SidecarConfig

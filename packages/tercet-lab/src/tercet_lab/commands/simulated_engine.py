@@ -9,7 +9,7 @@ import msgspec
 
 from tercet.cluster.engine_command import EngineSpec
 from tercet.cluster.ports import url_of
-from tercet.wire.logs import log_as_the_environment_says
+from tercet.logs import log_as_the_environment_says
 from tercet_lab.sim import EngineOptions, load_profile, options_from
 from tercet_lab.sim.sim_server import ServerConfig
 from tercet_lab.sim.sim_server import serve as serve_simulated

@@ -22,10 +22,10 @@ from tercet.cluster.scaling.kubernetes import KubernetesFleet
 from tercet.decisions.planning import FleetPlan, Observed, PlanLimits, Policy, WantedPlan
 from tercet.decisions.planning.observed import PlannerReport, ReportedPlan
 from tercet.fleet.discovery.kubernetes_api import from_kubeconfig, in_cluster
+from tercet.logs import log_to_stderr
 from tercet.protocol import BadRequest, TercetError
 from tercet.settings.process_settings import KeyFile
 from tercet.wire.client.ask_router import ask_router
-from tercet.wire.logs import log_to_stderr
 from tercet_lab.planning.forecast import Forecast
 from tercet_lab.planning.observing import (
     LOOK_S,

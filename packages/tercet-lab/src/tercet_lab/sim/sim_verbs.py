@@ -22,6 +22,7 @@ from aiohttp.typedefs import Middleware
 from tercet.aio import TaskSet
 from tercet.engine.sequences import propose_move
 from tercet.fleet.bodies import BodiesHeld
+from tercet.logs import LoggedGeneration, is_access_logged, lines_of_call, logged_call
 from tercet.protocol import (
     BadRequest,
     Content,
@@ -55,7 +56,6 @@ from tercet.protocol.wire import (
     require_incarnation,
 )
 from tercet.wire.client.bounded_answers import PLAIN, read_answer
-from tercet.wire.logs import LoggedGeneration, is_access_logged, lines_of_call, logged_call
 from tercet.wire.streams import RouterConnections, StreamRelay
 from tercet_lab.sim.network import Network, SendTarget
 from tercet_lab.sim.prompts import VOCABULARY, Prompt

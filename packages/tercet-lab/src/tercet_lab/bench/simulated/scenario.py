@@ -1,7 +1,7 @@
 """The description of a simulated fleet, in one line or a YAML file, and its traffic.
 
 Traffic is synthetic, or a workload of ``tercet bench``, whose text gives the same plan of requests. Requests have
-classes with objectives of their own.
+classes with their own objectives.
 """
 
 from __future__ import annotations
