@@ -11,7 +11,7 @@ from weakref import WeakKeyDictionary
 
 import numpy as np
 
-from tercet.fleet import EngineFleet, FleetKnowledge, Member
+from tercet.fleet import FleetKnowledge, FleetView, Member
 from tercet.programs import Answer
 from tercet.protocol import Request
 from tercet.protocol.content import chain
@@ -62,9 +62,9 @@ class Homes:
 _homes: WeakKeyDictionary[FleetKnowledge, Homes] = WeakKeyDictionary()
 
 
-async def prefix_aware(request: Request, fleet: EngineFleet) -> Answer:
+async def prefix_aware(request: Request, fleet: FleetView) -> Answer:
     """Serve on the engine with the longest cached prefix, unless it is much busier than the least busy engine."""
-    homes = _homes.get(fleet.knowledge) or _homes.setdefault(fleet.knowledge, Homes(fleet.members))
+    homes = _homes.get(fleet.fleet.knowledge) or _homes.setdefault(fleet.fleet.knowledge, Homes(fleet.members))
     place = homes.choose(chain(0, request.prompt, BLOCK))
     try:
         yield homes.members[place].engine.start_generate(request)

@@ -78,7 +78,10 @@ class Gateway:
     # ---- starting ------------------------------------------------------------------------------------------------
 
     async def start(self, name: str, *argv: str) -> None:
-        process = Process(name, argv, {}, self.directory / f"{name}-{time.monotonic_ns()}.log", grace=5.0)
+        # Tests read traces behind Envoy, where a client is not on this machine.
+        process = Process(
+            name, argv, {"TERCET_CLIENT_TRACES": "1"}, self.directory / f"{name}-{time.monotonic_ns()}.log", grace=5.0
+        )
         self.processes[name] = process
         self._stack.push_async_callback(process.stop)
         await process.start()

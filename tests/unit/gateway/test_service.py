@@ -32,6 +32,7 @@ from tercet_gateway.endpoint_picker import Endpoints
 from tercet_gateway.exchange import SUBSET, SUBSET_METADATA, Exchange, candidates_of
 from tercet_gateway.gateway_settings import PickerConfig
 from tercet_gateway.openai_call import OpenAIBody, OpenAICall
+from tercet_gateway.picker_metrics import MOST_MODELS
 from tercet_gateway.protos import HealthCheckRequest, HealthCheckResponse, HealthStub
 from tercet_gateway.server import READY_NAMES, picking
 from tests.conformance.envoy_side import BUFFERED, DUPLEX, PREFILLER, EnvoySide, Stream
@@ -275,20 +276,24 @@ async def test_metrics() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("length", [1, 1000])
-async def test_invented_names_of_models_share_one_label(length: int) -> None:
+async def test_invented_names_of_models_take_no_label_from_those_that_engines_report(length: int) -> None:
     async with asked("both") as (envoy, served):
         for model in (*(f"{number}" * length for number in range(100)), "m"):
             await envoy.request(json.dumps({"model": model, "prompt": "x"}).encode())
         async with aiohttp.request("GET", f"http://127.0.0.1:{served.server.metrics_port}/metrics") as answer:
             text = await answer.text()
-    assert 'inference_objective_request_total{model_name="other"} 100.0' in text
+    own = MOST_MODELS if length == 1 else 0
+    assert f'inference_objective_request_total{{model_name="other"}} {100.0 - own}' in text
     assert 'inference_objective_request_total{model_name="m"} 1.0' in text
-    assert len(re.findall(r"^inference_objective_request_total", text, re.MULTILINE)) == 2
+    assert len(re.findall(r"^inference_objective_request_total", text, re.MULTILINE)) == own + 2
 
 
-def test_a_model_has_its_own_label_once_an_engine_serves_it() -> None:
+def test_a_model_has_its_own_label_once_an_engine_reports_it() -> None:
     house = House("both")
     call = OpenAICall("/v1/completions", {}, OpenAIBody(model="later", prompt="x"), 1)
+    for number in range(MOST_MODELS):
+        invented = OpenAICall("/v1/completions", {}, OpenAIBody(model=f"{number}", prompt="x"), 1)
+        house.metrics.decided(invented, 1, 0, False, 0.0)
     house.metrics.decided(call, 1, 0, False, 0.0)
     house.fleet.member("e0").model = "later"
     house.metrics.decided(call, 1, 0, False, 0.0)

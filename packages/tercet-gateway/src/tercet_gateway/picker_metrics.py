@@ -18,9 +18,9 @@ SIZES = (64, 256, 1024, 4096, 16384, 65536, 262144, 1048576, 4194304)
 TOKENS = (1, 16, 64, 256, 1024, 4096, 16384, 65536, 131072, 262144)
 RATIOS = (0.0, 0.1, 0.25, 0.5, 0.75, 0.9, 1.0)
 MOST_MODELS, LONGEST_MODEL = 64, 256
-"""Most model names with own labels, and most characters of such a name."""
+"""Most model names with own labels in addition to those that engines report, and most characters of a name."""
 OTHER_MODELS = "other"
-"""The label of all other models, among them names that no engine serves: clients choose the names in requests."""
+"""The label of all other models: clients choose the names in requests."""
 
 
 @dataclass(frozen=True)
@@ -111,7 +111,8 @@ class PickerMetrics:
         """Return a model's counters, from a cache: looking them up costs more than counting."""
         if (found := self._models.get(model)) is not None:
             return found
-        has_own = len(self._models) < MOST_MODELS and len(model) <= LONGEST_MODEL and self._serves(model)
+        # An engine reports one of its names, and clients may use its others: these share places with invented names.
+        has_own = len(model) <= LONGEST_MODEL and (self._serves(model) or len(self._models) < MOST_MODELS)
         name = model if has_own else OTHER_MODELS
         if name not in self._models:
             kinds = self._disaggregated

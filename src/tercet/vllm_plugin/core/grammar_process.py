@@ -203,6 +203,8 @@ def _become(channel: socket.socket, vllm_config: Any, parent: int) -> NoReturn:
                 with suppress(OSError):  # that of the list
                     os.close(int(name))
         _serve(channel, vllm_config, parent)
+    except BaseException:
+        logger.exception("the process that tries grammars has failed; the next try starts it again")
     finally:
         os._exit(0)
 
