@@ -35,12 +35,12 @@ BUDGET = {
     "protocol": Size(4060, 21),
     "router": Size(10300, 41),
     "settings": Size(1895, 6),
-    "src/tercet, together": Size(63986, 317),
+    "src/tercet, together": Size(64003, 317),
     "tercet_gateway": Size(6096, 25),
     "tercet_lab": Size(20055, 83),
     "tercet_ray": Size(1527, 16),
     "transport": Size(6799, 24),
-    "vllm_plugin": Size(12976, 80),
+    "vllm_plugin": Size(12993, 80),
     "wire": Size(4434, 21),
 }
 PRODUCT = "src/tercet, together"

@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from fastapi import FastAPI
-from starlette.types import ASGIApp
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from tercet.engine.text_fingerprint import text_fingerprint
 from tercet.protocol import BadRequest
@@ -66,6 +66,7 @@ async def openai_server(args: argparse.Namespace, engine_client: Any) -> OpenAIS
     bound_invocations(tasks, engine_client.model_config)
     app = build_app(args, tasks, engine_client.model_config)
     bound_routes(app)
+    describe_in_a_thread(app)
     await init_app_state(engine_client, app.state, args, tasks)
     messages = getattr(app.state, "anthropic_serving_messages", None)
     if messages is not None:
@@ -73,6 +74,22 @@ async def openai_server(args: argparse.Namespace, engine_client: Any) -> OpenAIS
     # vLLM's SageMaker layer may have built the stack of layers before.
     layers = app.middleware_stack or app.build_middleware_stack()
     return OpenAIServer(app, layers, None)
+
+
+def describe_in_a_thread(app: FastAPI) -> None:
+    """Make the first client that asks for ``/openapi.json`` wait alone: describing all routes takes about a second."""
+    route: Any = next((each for each in app.routes if getattr(each, "path", None) == app.openapi_url), None)
+    if route is None:  # vLLM's --disable-fastapi-docs
+        return
+    answer, describing = route.app, asyncio.Lock()
+
+    async def described(scope: Scope, receive: Receive, send: Send) -> None:
+        async with describing:
+            if app.openapi_schema is None:
+                await asyncio.to_thread(app.openapi)
+        await answer(scope, receive, send)
+
+    route.app = described
 
 
 def with_fast_path(server: OpenAIServer, args: argparse.Namespace, engine_client: Any) -> OpenAIServer:
