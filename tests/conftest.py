@@ -6,6 +6,7 @@ import faulthandler
 import gc
 import importlib.abc
 import importlib.machinery
+import os
 import re
 import signal
 import sys
@@ -20,6 +21,8 @@ from hypothesis import HealthCheck, settings
 
 from tests.forked_workers import ForkedRun
 
+# gRPC's handlers abort a fork that closes descriptors, and some tests fork processes that keep none.
+os.environ["GRPC_ENABLE_FORK_SUPPORT"] = "0"
 # Machines that run these tests are shared: how long an example takes says nothing about the code.
 settings.register_profile("tercet", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 # For `make check`; `make test-long` runs all examples.
