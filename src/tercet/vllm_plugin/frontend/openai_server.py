@@ -15,10 +15,13 @@ import os
 import socket
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 from fastapi import FastAPI
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+from starlette.types import ASGIApp
 
 from tercet.engine.text_fingerprint import text_fingerprint
 from tercet.protocol import BadRequest
@@ -78,18 +81,18 @@ async def openai_server(args: argparse.Namespace, engine_client: Any) -> OpenAIS
 
 def describe_in_a_thread(app: FastAPI) -> None:
     """Make the first client that asks for ``/openapi.json`` wait alone: describing all routes takes about a second."""
-    route: Any = next((each for each in app.routes if getattr(each, "path", None) == app.openapi_url), None)
-    if route is None:  # vLLM's --disable-fastapi-docs
+    at = next((n for n, each in enumerate(app.routes) if getattr(each, "path", None) == app.openapi_url), None)
+    if at is None:  # vLLM's --disable-fastapi-docs
         return
-    answer, describing = route.app, asyncio.Lock()
+    route, describing = cast(Route, app.routes[at]), asyncio.Lock()
 
-    async def described(scope: Scope, receive: Receive, send: Send) -> None:
+    async def described(request: Request) -> Response:
         async with describing:
             if app.openapi_schema is None:
                 await asyncio.to_thread(app.openapi)
-        await answer(scope, receive, send)
+        return await route.endpoint(request)
 
-    route.app = described
+    app.routes[at] = Route(route.path, described, include_in_schema=False)
 
 
 def with_fast_path(server: OpenAIServer, args: argparse.Namespace, engine_client: Any) -> OpenAIServer:
