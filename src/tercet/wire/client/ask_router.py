@@ -11,9 +11,9 @@ import aiohttp
 import msgspec
 
 from tercet.protocol import EngineNotReached, EngineUnreachable, from_wire
-from tercet.protocol.access import CHALLENGE_HEADER, Prover, bearer, digest_of
+from tercet.protocol.access import Prover, bearer
 from tercet.protocol.wire import API_PREFIX, MEMBERS, UNREADABLE, JoinCall, Joined
-from tercet.wire.client.bounded_answers import PLAIN, read_answer, reason_of
+from tercet.wire.client.bounded_answers import PLAIN, proved, read_answer, reason_of
 
 # Adding an engine waits for the engine's answer, and loading a program for the user's module.
 CHANGE_ANSWER = aiohttp.ClientTimeout(total=60.0, sock_connect=5.0)
@@ -89,9 +89,17 @@ class RouterMembership:
         return await self._ask("DELETE", f"/{uid}", None)
 
     async def _ask(self, method: str, rest: str, body: bytes | None) -> Joined:
-        status, answer, challenges = await self._once(method, rest, body)
-        if status == HTTPStatus.UNAUTHORIZED and self._prover.meets(challenges):
-            status, answer, _ = await self._once(method, rest, body)
+        where = f"{self._url}{API_PREFIX}{self._path}{rest}"
+
+        async def ask(proof: dict[str, str]) -> aiohttp.ClientResponse:
+            headers = {"content-type": "application/json", **proof, **PLAIN}
+            return await self._client.request(method, where, data=body, headers=headers, allow_redirects=False)
+
+        try:
+            async with await proved(self._prover, method, self._signed + rest, body, ask) as response:
+                status, answer = response.status, await read_answer(response)
+        except (aiohttp.ClientError, TimeoutError, OSError) as error:
+            raise EngineUnreachable(f"no router answers at {self._url}: {reason_of(error)}", "url") from error
         try:
             if status < HTTPStatus.BAD_REQUEST:
                 return msgspec.json.decode(answer, type=Joined)
@@ -99,15 +107,3 @@ class RouterMembership:
         except UNREADABLE as unreadable:
             raise EngineUnreachable(f"the server at {self._url} is not a router: HTTP {status}", "url") from unreadable
         raise error
-
-    async def _once(self, method: str, rest: str, body: bytes | None) -> tuple[int, bytes, list[str]]:
-        proof = self._prover.headers(method, self._signed + rest, digest_of(body))
-        headers = {"content-type": "application/json", **proof, **PLAIN}
-        where = f"{self._url}{API_PREFIX}{self._path}{rest}"
-        try:
-            async with self._client.request(
-                method, where, data=body, headers=headers, allow_redirects=False
-            ) as response:
-                return response.status, await read_answer(response), response.headers.getall(CHALLENGE_HEADER, [])
-        except (aiohttp.ClientError, TimeoutError, OSError) as error:
-            raise EngineUnreachable(f"no router answers at {self._url}: {reason_of(error)}", "url") from error

@@ -1,7 +1,8 @@
-"""A reader of answers of untrusted HTTP servers: not compressed, without redirects, and of limited size.
+"""Answers of untrusted HTTP servers: not compressed, without redirects, and of limited size; and calls with a proof.
 
 A client may name the server. A megabyte of gzip can become gigabytes, and a redirect leaves the list of allowed
-servers, and must not carry a secret elsewhere. :func:`reason_of` says why there is no answer.
+servers, and must not carry a secret elsewhere. :func:`reason_of` says why there is no answer. :func:`proved` makes a
+call that proves a secret, and answers one challenge.
 """
 
 from __future__ import annotations
@@ -9,8 +10,12 @@ from __future__ import annotations
 import os
 import socket
 import ssl
+from collections.abc import Awaitable, Callable
+from http import HTTPStatus
 
 import aiohttp
+
+from tercet.protocol.access import CHALLENGE_HEADER, Prover, digest_of
 
 LONGEST = 16 * 1024 * 1024
 PLAIN = {"accept-encoding": "identity"}
@@ -52,6 +57,27 @@ async def read_answer(response: aiohttp.ClientResponse, longest: int | None = No
             response.close()
             raise AnswerRefused(f"its answer has more than {longest} bytes")
     return b"".join(parts)
+
+
+async def proved(
+    prover: Prover,
+    method: str,
+    path: str,
+    body: bytes | None,
+    ask: Callable[[dict[str, str]], Awaitable[aiohttp.ClientResponse]],
+) -> aiohttp.ClientResponse:
+    """Return the answer to a call, which ``ask`` makes with the headers of its proof; the caller closes it.
+
+    ``path`` is relative to ``/tercet/v1``. After a challenge the call is made once more, and no third time: a server
+    with another secret sends one each time.
+    """
+    digest = digest_of(body)
+    response = await ask(prover.headers(method, path, digest))
+    challenges = response.headers.getall(CHALLENGE_HEADER, [])
+    if response.status == HTTPStatus.UNAUTHORIZED and prover.meets(challenges):
+        response.release() if response.content.at_eof() else response.close()
+        response = await ask(prover.headers(method, path, digest))
+    return response
 
 
 def reason_of(error: BaseException) -> str:

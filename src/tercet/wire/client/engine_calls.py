@@ -8,7 +8,6 @@ from __future__ import annotations
 import ssl
 from collections.abc import AsyncGenerator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
-from http import HTTPStatus
 from pathlib import Path
 from typing import Any, TypeVar
 from urllib.parse import unquote
@@ -30,11 +29,11 @@ from tercet.protocol import (
     TercetError,
     from_wire,
 )
-from tercet.protocol.access import CHALLENGE_HEADER, Prover, digest_of
+from tercet.protocol.access import Prover
 from tercet.protocol.headers import INCARNATION_HEADER, REQUEST_ID_HEADER
 from tercet.protocol.spans import current_span
 from tercet.protocol.wire import API_PREFIX, JSON, UNREADABLE, encode_call, large_field_of
-from tercet.wire.client.bounded_answers import PLAIN, read_answer, reason_of, require_plain
+from tercet.wire.client.bounded_answers import PLAIN, proved, read_answer, reason_of, require_plain
 
 T = TypeVar("T")
 # Seconds of silence after which an engine counts as dead: between two outputs of a stream it may run one long prefill
@@ -169,13 +168,11 @@ class EngineCalls:
             headers[REQUEST_ID_HEADER] = named
         if (place := current_span()) is not None:
             headers |= place.headers()
-        path, digest = f"/{unquote(verb)}", digest_of(body)
 
-        async def ask() -> aiohttp.ClientResponse:
-            proved = {**headers, **self._prover.headers(method, path, digest)}
+        async def ask(proof: dict[str, str]) -> aiohttp.ClientResponse:
             try:
                 response = await self._client.request(
-                    method, url, data=body, headers=proved, timeout=timeout, allow_redirects=False
+                    method, url, data=body, headers={**headers, **proof}, timeout=timeout, allow_redirects=False
                 )
                 require_plain(response)
             except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
@@ -184,13 +181,7 @@ class EngineCalls:
                 raise EngineUnreachable(f"{self._name} does not answer: {reason_of(error)}") from error
             return response
 
-        response = await ask()
-        # So far the engine has only sent a challenge.
-        if response.status == HTTPStatus.UNAUTHORIZED and self._prover.meets(
-            response.headers.getall(CHALLENGE_HEADER, [])
-        ):
-            response.release() if response.content.at_eof() else response.close()
-            response = await ask()
+        response = await proved(self._prover, method, f"/{unquote(verb)}", body, ask)
         try:
             if response.status >= 400:
                 try:

@@ -13,10 +13,11 @@ import aiohttp
 import msgspec
 
 from tercet.protocol import EngineStatus, Output, Sent, TercetError, Usage, from_wire
-from tercet.protocol.access import CHALLENGE_HEADER, Prover, digest_of
+from tercet.protocol.access import Prover
 from tercet.protocol.json_text import UNREADABLE
 from tercet.protocol.sse import EVENTS, read_events
 from tercet.protocol.wire import API_PREFIX, JSON, PrepRecvAnswer, ReleaseAnswer
+from tercet.wire.client.bounded_answers import proved
 
 T = TypeVar("T")
 Call = Mapping[str, Any]
@@ -260,14 +261,8 @@ class EngineUnderTest:
         url, proves = f"{self.url}{API_PREFIX}/{verb}", "authorization" not in headers
         headers = {name: value for name, value in headers.items() if value}
 
-        async def once() -> aiohttp.ClientResponse:
-            proof = self._prover.headers(method, f"/{verb}", digest_of(data)) if proves else {}
+        async def ask(proof: dict[str, str]) -> aiohttp.ClientResponse:
             shown = {**headers, **proof}
             return await self._session.request(method, url, data=data, headers=shown, allow_redirects=False)
 
-        response = await once()
-        challenges = response.headers.getall(CHALLENGE_HEADER, [])
-        if proves and response.status == HTTPStatus.UNAUTHORIZED and self._prover.meets(challenges):
-            response.close()
-            response = await once()
-        return response
+        return await proved(self._prover, method, f"/{verb}", data, ask) if proves else await ask({})

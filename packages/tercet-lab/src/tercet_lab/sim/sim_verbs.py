@@ -11,7 +11,6 @@ import re
 import zlib
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, aclosing
-from http import HTTPStatus
 from typing import Any, TypeVar
 
 import aiohttp
@@ -36,7 +35,7 @@ from tercet.protocol import (
     Unauthorized,
     UnknownSequence,
 )
-from tercet.protocol.access import CHALLENGE_HEADER, Callers, Prover, digest_of, require_digest
+from tercet.protocol.access import CHALLENGE_HEADER, Callers, Prover, require_digest
 from tercet.protocol.headers import INCARNATION_HEADER
 from tercet.protocol.request_checks import VERB_FORMS, ShownHeaders, forms_of, labelled, require_own_call
 from tercet.protocol.wire import (
@@ -55,7 +54,7 @@ from tercet.protocol.wire import (
     decode_call,
     require_incarnation,
 )
-from tercet.wire.client.bounded_answers import PLAIN, read_answer
+from tercet.wire.client.bounded_answers import PLAIN, proved, read_answer
 from tercet.wire.streams import RouterConnections, StreamRelay
 from tercet_lab.sim.network import Network, SendTarget
 from tercet_lab.sim.prompts import VOCABULARY, Prompt
@@ -109,23 +108,21 @@ class HttpNetwork(Network):
         prover, data = self._provers.setdefault(url, Prover(self._secret)), msgspec.json.encode(delivery)
         if len(self._provers) > MOST_PEERS:
             del self._provers[next(iter(self._provers))]
+
+        async def ask(proof: dict[str, str]) -> aiohttp.ClientResponse:
+            headers = {"content-type": JSON, **PLAIN, **proof}
+            return await self._session.post(
+                url + DELIVER, data=data, headers=headers, timeout=ANSWER, allow_redirects=False
+            )
+
         try:
-            status, body, challenges = await self._asked(url, data, prover)
-            if status == HTTPStatus.UNAUTHORIZED and prover.meets(challenges):
-                status, body, _ = await self._asked(url, data, prover)  # once: to a wrong secret it always challenges
+            path = DELIVER.removeprefix(API_PREFIX)
+            async with await proved(prover, "POST", path, data, ask) as response:
+                status, body = response.status, await read_answer(response)
             said = msgspec.json.decode(body, type=str | None) if status == 200 else f"{status}"
         except (aiohttp.ClientError, TimeoutError, OSError, msgspec.MsgspecError) as error:
             said = f"the receiver does not answer: {error}"
         answer(said)
-
-    async def _asked(self, url: str, data: bytes, prover: Prover) -> tuple[int, bytes, Sequence[str]]:
-        proof = prover.headers("POST", DELIVER.removeprefix(API_PREFIX), digest_of(data))
-        headers = {"content-type": JSON, **PLAIN, **proof}
-        async with self._session.post(
-            url + DELIVER, data=data, headers=headers, timeout=ANSWER, allow_redirects=False
-        ) as response:
-            body = await read_answer(response)
-        return response.status, body, response.headers.getall(CHALLENGE_HEADER, [])
 
 
 class RemoteEngine:
