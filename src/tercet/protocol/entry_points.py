@@ -24,10 +24,15 @@ SETTINGS = "tercet.settings"
 """Settings of commands, by the command's name."""
 
 
-@cache
 def entry_points(group: str) -> Mapping[str, str]:
     """Return the places, ``module`` or ``module:name``, that installed packages declare in ``group``, by name."""
-    found: dict[str, str] = {}
+    return _declared().get(group, {})
+
+
+@cache
+def _declared() -> Mapping[str, Mapping[str, str]]:
+    """Return all entry points, by group: the files are read once in a process."""
+    found: dict[str, dict[str, str]] = {}
     for folder in dict.fromkeys(sys.path):
         for file in sorted(Path(folder).glob("*.dist-info/entry_points.txt")):
             section = ""
@@ -35,8 +40,8 @@ def entry_points(group: str) -> Mapping[str, str]:
                 name, equals, place = (each.strip() for each in line.partition("="))
                 if line.startswith("["):
                     section = line.strip().strip("[]")
-                elif equals and section == group:
-                    found.setdefault(name, place)
+                elif equals:
+                    found.setdefault(section, {}).setdefault(name, place)
     return found
 
 
