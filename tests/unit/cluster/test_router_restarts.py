@@ -50,6 +50,20 @@ def kill_router(fleet: RunningFleet) -> None:
     raise AssertionError("the router does not listen")
 
 
+@asynccontextmanager
+async def kept_fleet(
+    config: UpConfig, said: list[str], model: str = "m"
+) -> AsyncGenerator[tuple[RunningFleet, asyncio.Task[Any]]]:
+    """A fleet whose processes are restarted, and the task that does so; ``said`` gets what it reports."""
+    async with local_fleet(config, model, lambda *_: None) as fleet:
+        keeping = asyncio.create_task(fleet.until_broken(lambda name, state: said.append(f"{name} {state}")))
+        try:
+            yield fleet, keeping
+        finally:
+            keeping.cancel()
+            await asyncio.gather(keeping, return_exceptions=True)
+
+
 # ---- scripts in the place of engines and router ---------------------------------------------------------------------
 
 
@@ -57,8 +71,7 @@ async def test_a_dead_router_is_restarted_where_it_was_and_the_engines_continue(
     tmp_path: Path, scripts: dict[str, str], soon: None
 ) -> None:
     said: list[str] = []
-    async with local_fleet(config_of(tmp_path), "m", lambda *_: None) as fleet:
-        keeping = asyncio.create_task(fleet.until_broken(lambda name, state: said.append(f"{name} {state}")))
+    async with kept_fleet(config_of(tmp_path), said) as (fleet, keeping):
         engines, first, before = [each.process for each in fleet.engines], fleet.router, fleet.router.log.read_text()
         os.kill(first.pid or 0, signal.SIGKILL)
         await until(lambda: any("router ready" in line for line in said))
@@ -73,7 +86,6 @@ async def test_a_dead_router_is_restarted_where_it_was_and_the_engines_continue(
         assert [each.process for each in fleet.engines] == engines
         assert all(each.returncode is None for each in engines)
         assert not keeping.done()
-        keeping.cancel()
     assert gone(children_of(tmp_path / "logs"))
 
 
@@ -83,8 +95,7 @@ async def test_a_router_that_stands_still_is_killed_and_restarted(
     monkeypatch.setattr(running_fleet, "LOOK_SECONDS", 1.0)
     monkeypatch.setattr(running_fleet, "MOST_SILENT", 3)
     said: list[str] = []
-    async with local_fleet(config_of(tmp_path), "m", lambda *_: None) as fleet:
-        keeping = asyncio.create_task(fleet.until_broken(lambda name, state: said.append(f"{name} {state}")))
+    async with kept_fleet(config_of(tmp_path), said) as (fleet, _):
         engines, first = [each.process for each in fleet.engines], fleet.router
         os.killpg(first.pid or 0, signal.SIGSTOP)
         await until(lambda: any("router ready" in line for line in said))
@@ -92,7 +103,6 @@ async def test_a_router_that_stands_still_is_killed_and_restarted(
         assert fleet.router is not first
         assert first.returncode is not None
         assert [each.process for each in fleet.engines] == engines
-        keeping.cancel()
     assert gone(children_of(tmp_path / "logs"))
 
 
@@ -102,8 +112,7 @@ async def test_a_slow_router_is_left_alone(
     monkeypatch.setattr(running_fleet, "LOOK_SECONDS", 1.0)
     monkeypatch.setattr(running_fleet, "MOST_SILENT", 3)
     said: list[str] = []
-    async with local_fleet(config_of(tmp_path), "m", lambda *_: None) as fleet:
-        keeping = asyncio.create_task(fleet.until_broken(lambda name, state: said.append(f"{name} {state}")))
+    async with kept_fleet(config_of(tmp_path), said) as (fleet, _):
         first = fleet.router
         for _ in range(3):  # 1.5 s without an answer each time
             os.killpg(first.pid or 0, signal.SIGSTOP)
@@ -111,7 +120,6 @@ async def test_a_slow_router_is_left_alone(
             os.killpg(first.pid or 0, signal.SIGCONT)
             await asyncio.sleep(1.5)
         assert (fleet.router, said) == (first, [])
-        keeping.cancel()
     assert gone(children_of(tmp_path / "logs"))
 
 
@@ -119,8 +127,7 @@ async def test_a_router_that_dies_again_and_again_ends_the_fleet_with_its_last_r
     tmp_path: Path, scripts: dict[str, str], soon: None
 ) -> None:
     said: list[str] = []
-    async with local_fleet(config_of(tmp_path, engine_restarts=2), "m", lambda *_: None) as fleet:
-        keeping = asyncio.create_task(fleet.until_broken(lambda name, state: said.append(f"{name} {state}")))
+    async with kept_fleet(config_of(tmp_path, engine_restarts=2), said) as (fleet, keeping):
         fleet.router._argv = [*fleet.router._argv[:-1], "dies"]  # type: ignore[index]
         os.kill(fleet.router.pid or 0, signal.SIGKILL)
         with pytest.raises(StartFailed) as raised:
@@ -140,13 +147,10 @@ async def test_stopped_while_the_router_is_restarted_it_leaves_nothing(
     tmp_path: Path, scripts: dict[str, str], soon: None, after: float
 ) -> None:
     said: list[str] = []
-    async with local_fleet(config_of(tmp_path), "m", lambda *_: None) as fleet:
-        keeping = asyncio.create_task(fleet.until_broken(lambda name, state: said.append(f"{name} {state}")))
+    async with kept_fleet(config_of(tmp_path), said) as (fleet, _):
         os.kill(fleet.router.pid or 0, signal.SIGKILL)
         await until(lambda: bool(said))
         await asyncio.sleep(after)
-        keeping.cancel()
-        await asyncio.gather(keeping, return_exceptions=True)
     everything = [int(line.split()[1]) for log in fleet.log_dir.glob("*.log") for line in log.read_text().splitlines()
                   if line.startswith("child")]  # fmt: skip
     assert gone(everything)
@@ -156,14 +160,12 @@ async def test_an_engine_that_is_given_up_while_the_router_is_away_is_removed_la
     tmp_path: Path, scripts: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     said: list[str] = []
-    async with local_fleet(config_of(tmp_path, engine_restarts=1), "m", lambda *_: None) as fleet:
-        keeping = asyncio.create_task(fleet.until_broken(lambda name, state: said.append(f"{name} {state}")))
+    async with kept_fleet(config_of(tmp_path, engine_restarts=1), said) as (fleet, _):
         fleet.engines[1].restarts.limit = 0
         os.kill(fleet.router.pid or 0, signal.SIGKILL)
         os.kill(fleet.engines[1].process.pid or 0, signal.SIGKILL)
         await until(lambda: "deleted /tercet/v1/engines/decode-0" in fleet.router.log.read_text())
         assert not any("cannot remove" in line for line in said)
-        keeping.cancel()
 
 
 # ---- simulated engines behind a real router -------------------------------------------------------------------------
@@ -173,13 +175,8 @@ async def test_an_engine_that_is_given_up_while_the_router_is_away_is_removed_la
 async def simulated(tmp_path: Path, said: list[str], **fields: Any) -> AsyncGenerator[RunningFleet]:
     config = UpConfig(port=0, simulate="llama-3.1-8b-h100-tp1", log_dir=str(tmp_path / "logs"), **fields)
     model = await asyncio.to_thread(resolve_tokenizer, "smollm2")
-    async with local_fleet(config, model, lambda *_: None) as fleet:
-        keeping = asyncio.create_task(fleet.until_broken(lambda name, state: said.append(f"{name} {state}")))
-        try:
-            yield fleet
-        finally:
-            keeping.cancel()
-            await asyncio.gather(keeping, return_exceptions=True)
+    async with kept_fleet(config, said, model) as (fleet, _):
+        yield fleet
 
 
 async def status_of(url: str) -> EngineStatus:
