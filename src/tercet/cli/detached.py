@@ -67,17 +67,13 @@ def _start(config: UpConfig, log_dir: Path, log: Path) -> subprocess.Popen[bytes
     file.unlink(missing_ok=True)
     with open(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as out:
         out.write(msgspec.json.encode(encode_settings(config)))
+    held = {each.env for each in declared(UpConfig)}  # the file has the values of these variables
     with log.open("wb") as output:
         return subprocess.Popen(
             [sys.executable, "-c", COMMAND, str(file)],
             stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, start_new_session=True,
-            env={name: value for name, value in os.environ.items() if name not in _variables()},
+            env={name: value for name, value in os.environ.items() if name not in held},
         )  # fmt: skip
-
-
-def _variables() -> set[str]:
-    """Return the environment variables of settings, which the file already holds."""
-    return {each.env for each in declared(UpConfig)}
 
 
 def _until_announced(process: subprocess.Popen[bytes], log: Path) -> DetachedFleet:

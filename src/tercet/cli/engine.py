@@ -144,7 +144,8 @@ def engine(given: EngineFlags) -> None:
         specs = joining_specs(spec, given.join, given.instances)
         join_router([_with_model(each) for each in specs], given.join, given.role, given.drain_timeout)
     elif given.print_only:
-        _print(_with_devices(_with_model(spec)))
+        shown = _with_devices(_with_model(spec))
+        typer.echo(as_shell(plain_argv(shown), _environment(shown)))
     else:
         require_private(spec)
         _require_model(spec)
@@ -194,10 +195,6 @@ def _with_model(spec: EngineSpec) -> EngineSpec:
     """Return ``spec`` with the model to load; the built-in model may be converted first."""
     resolved = resolve_model(spec.model, note) if spec.simulate is None else resolve_tokenizer(spec.model)
     return msgspec.structs.replace(spec, model=resolved)
-
-
-def _print(spec: EngineSpec) -> None:
-    typer.echo(as_shell(plain_argv(spec), _environment(spec)))
 
 
 def _become_vllm(spec: EngineSpec) -> None:

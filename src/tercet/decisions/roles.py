@@ -113,7 +113,7 @@ class FleetHistory:
         self._step = OnlineFit((0.01, 1e-4, 1e-7))
 
     def observe(self, now: float, engines: Sequence[ObservedEngine]) -> Demand | None:
-        """Add a look at the engines, and return the demand; None if there is no earlier look to compare with."""
+        """Record a sample of the engines; return the demand since the oldest sample, None for the first sample."""
         self._learn_steps(now, engines)
         decoding = [each for each in engines if each.role == "decode" and each.able]
         newest = _Sample(

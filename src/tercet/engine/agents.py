@@ -81,12 +81,12 @@ class AgentCalls:
     async def revoke(self, lease: str) -> int:
         """Refuse a lease from now on; once no rank writes under it, return how many tokens' KV is valid on all ranks.
 
-        There is no timeout.
+        The call has no timeout.
         """
         return min(await self._fence(RevokeLease(lease)))
 
     async def cancel(self, send_id: str) -> None:
-        """Stop a send; return once no rank reads its blocks. There is no timeout."""
+        """Stop a send; return once no rank reads its blocks. The call has no timeout."""
         await self._fence(CancelSend(send_id))
 
     async def _now(self, commands: Sequence[Asked]) -> None:
@@ -100,7 +100,8 @@ class AgentCalls:
                 raise EngineError(f"KV agent {rank}: {error}") from error
 
     async def _fence(self, command: RevokeLease | CancelSend) -> list[Any]:
-        late = asyncio.get_running_loop().call_later(LOGGED_SECONDS, self._say_late, command)
+        said = "a KV agent has not answered for %.0f s; its blocks stay pinned: %s"
+        late = asyncio.get_running_loop().call_later(LOGGED_SECONDS, logger.warning, said, LOGGED_SECONDS, command)
         with agent_metrics.fences_open.track_inprogress():
             try:
                 return await asyncio.gather(*(self._until_done(rank, command) for rank in range(len(self._agents))))
@@ -114,9 +115,6 @@ class AgentCalls:
             except TercetError as error:  # the command did not run, so it is repeated
                 logger.warning("KV agent %d: %s: %s", rank, type(command).__name__, error.message)
             await asyncio.sleep(RETRY_SECONDS)
-
-    def _say_late(self, command: RevokeLease | CancelSend) -> None:
-        logger.warning("a KV agent has not answered for %.0f s; its blocks stay pinned: %s", LOGGED_SECONDS, command)
 
 
 # ---- reports ---------------------------------------------------------------------------------------------------

@@ -188,7 +188,8 @@ class RouterApp:
 
         ``held`` releases all of them. Raises :class:`~tercet.protocol.TercetError`, and :class:`ClientLeft`.
         """
-        if self._is_counted(context, scope):
+        # Probes and admin GET requests do not hold up the end of the process.
+        if context.path not in OPEN and not (context.path.startswith(API_PREFIX) and scope["method"] == "GET"):
             held.enter_context(self._shutdown.request())
         pooling = self._pooling if self._pooling is not None and self._pooling.take(context.path) else None
         with self._bodies.one() as kept:
@@ -334,10 +335,6 @@ class RouterApp:
             await send({"type": "websocket.close", "code": POLICY_VIOLATION})
             return
         await self._app(scope, receive, send)
-
-    def _is_counted(self, context: RequestContext, scope: Scope) -> bool:
-        """True if the process waits for this request before it ends; probes and admin GET requests do not count."""
-        return context.path not in OPEN and not (context.path.startswith(API_PREFIX) and scope["method"] == "GET")
 
     def _require_ready(self) -> None:
         self._shutdown.require_serving()

@@ -281,7 +281,7 @@ class KeyFile:
         return tuple(line.decode() for _, line in found)
 
     def first(self) -> tuple[str, ...]:
-        """Return :meth:`read` when a server starts; raise :class:`~tercet.protocol.BadRequest` if there is no key."""
+        """Return the keys when a server starts. Raises :class:`~tercet.protocol.BadRequest` if there is none."""
         keys = self.read()
         if not keys:
             raise BadRequest(f"{self._name}: {self._path} has no key; write one on each line", self._name)

@@ -6,7 +6,7 @@ import asyncio
 import os
 import signal
 from argparse import Namespace
-from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
+from collections.abc import AsyncGenerator, Callable, Coroutine
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -56,7 +56,7 @@ from tercet.vllm_plugin.start.plugin_settings import PluginSettings, parse_setti
 from tercet.wire.client import engine_tls
 from tercet.wire.client.remote_prefill import PrefillAttempts, RemotePrefill
 from tercet.wire.exported_spans import exporting_spans
-from tercet.wire.serving.answers import require_trace_reader
+from tercet.wire.serving.answers import require_trace_reader, until_left
 from tercet.wire.serving.prefiller_header import PrefillerHeader
 from tercet.wire.serving.request_context import BodyPieces, read_whole
 from tercet.wire.serving.server_access import ASKS_FOR_A_KEY, api_keys, callers_of
@@ -231,7 +231,7 @@ def _inlined_schema(kind: type) -> dict[str, Any]:
 async def _unless_disconnected(request: Request, work: Coroutine[Any, Any, T]) -> T:
     """Run ``work``; cancel it if the client disconnects, so that it releases its resources."""
     task = asyncio.ensure_future(work)
-    gone = asyncio.ensure_future(_disconnected(request.receive))
+    gone = asyncio.ensure_future(until_left(request.receive))
     try:
         await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
         if not task.done():
@@ -240,11 +240,6 @@ async def _unless_disconnected(request: Request, work: Coroutine[Any, Any, T]) -
     finally:
         gone.cancel()
         task.cancel()
-
-
-async def _disconnected(receive: Callable[[], Awaitable[Any]]) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
 
 
 @router.post("/prep_recv", openapi_extra=_body(PrepRecvCall))

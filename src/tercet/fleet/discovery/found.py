@@ -48,9 +48,10 @@ def with_found(
 ) -> tuple[MemberState, ...]:
     """Return the members for the engines ``found``; members that were named in settings or joined themselves stay.
 
-    An engine joins when it is ready. An engine that is no longer ready, or is about to end, stays as long as it is
-    found, but gets no new requests: its sequences can be followed and moved. ``reported`` are the roles with which the
-    engines were found before: a role that was changed since is kept until discovery reports another role.
+    An engine joins when it is ready. When it is no longer ready, or is about to end, it stays a member until discovery
+    does not find it any more: it gets no new requests, and its sequences can be followed and moved. ``reported`` are
+    the roles with which the engines were found before: a role that was changed since is kept until discovery reports
+    another role.
     """
     named = [each for each in members if not each.uid or each.joined]
     names = {each.address.name for each in named}

@@ -321,7 +321,8 @@ def require_few_sequences(path: str, fields: Mapping[str, Any] | None, most: int
     """Raise :class:`~tercet.protocol.BadRequest` if a body asks for more than ``most`` sequences."""
     if fields is None:
         return
-    prompts, choices = _prompts(path, fields), max(_choices(fields), _choices(fields.get("sampling_params")))
+    prompts = max([_length(fields.get(name)) for name in _FIELDS_OF.get(path, ())], default=1)
+    choices = max(_choices(fields), _choices(fields.get("sampling_params")))
     if prompts * choices <= most:
         return
     field = "n" if choices > 1 else next(name for name, _ in LISTS if _length(fields.get(name)) == prompts)
@@ -330,10 +331,6 @@ def require_few_sequences(path: str, fields: Mapping[str, Any] | None, most: int
         f"and this router allows {most} per request (max-sequences); send several requests",
         field,
     )
-
-
-def _prompts(path: str, fields: Mapping[str, Any]) -> int:
-    return max([_length(fields.get(name)) for name in _FIELDS_OF.get(path, ())], default=1)
 
 
 def _length(found: Any) -> int:

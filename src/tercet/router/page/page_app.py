@@ -29,7 +29,7 @@ from tercet.router.page.records import About, ReportedLoads
 from tercet.router.page.watch import FleetWatch, OtherWorkers, Viewers, about_service
 from tercet.router.serve.shutdown import Shutdown
 from tercet.router.state.shared_state import SharedState
-from tercet.wire.serving.answers import error_headers
+from tercet.wire.serving.answers import error_headers, until_left
 from tercet.wire.serving.server_access import AT_ADMIN, AdminAccess, RouterKeys, path_of
 
 
@@ -158,14 +158,10 @@ class PageApp:
 
     def _about(self, scope: Scope) -> bytes:
         """Return the JSON that the page needs before it has a key."""
-        apart = self._is_apart(scope)
+        apart = self._admin_apart and not scope.get(AT_ADMIN, False)  # another address serves admin routes
         return msgspec.json.encode(
             {"mode": "live", "tercet": __version__, "why_no_changes": ELSEWHERE if apart else ""}
         )
-
-    def _is_apart(self, scope: Scope) -> bool:
-        """True if another address than the requested one serves admin routes."""
-        return self._admin_apart and not scope.get(AT_ADMIN, False)
 
     async def _stream(self, scope: Scope, receive: Receive, send: Send) -> None:
         is_admin = self._admit(scope)
@@ -175,7 +171,7 @@ class PageApp:
             await answer(send, 200, b"", "text/event-stream", headers)
             return
         viewer = self._viewers.enter(is_admin)
-        leaving = asyncio.ensure_future(_until_left(receive))
+        leaving = asyncio.ensure_future(until_left(receive))
         leaving.add_done_callback(lambda _: viewer.leave())
         try:
             async with aclosing(self._viewers.stream(viewer)) as frames:
@@ -211,12 +207,6 @@ def is_of_page(path: str) -> bool:
     """True if a path belongs to the page; the admin routes below it do not."""
     below = path.startswith(f"{ROOT}/") and path != API_PREFIX and not path.startswith(f"{API_PREFIX}/")
     return path == ROOT or below
-
-
-async def _until_left(receive: Receive) -> None:
-    """Wait until the client has closed its connection."""
-    while (await receive())["type"] != "http.disconnect":
-        pass
 
 
 def with_page(

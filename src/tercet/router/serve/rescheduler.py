@@ -103,7 +103,9 @@ class Rescheduler:
         """Begin the moves that may begin now; a move that exceeds a limit is proposed again in the next round."""
         now, held_back = self._fleet.costs.clock(), 0
         self._rescheduling.begins(now)
-        views: Views = await self._source.views(self._may_move, now) if self._has_work else {}
+        views: Views = {}
+        if self._has_work:
+            views = await self._source.views(lambda seq_id: not self._rescheduling.leaves_alone(seq_id), now)
         movable = {each.seq_id for found in views.values() for each in found}
         members = {member.name for member in self._fleet.members}
         for wanted in self._wanted(views) if movable else ():
@@ -124,9 +126,6 @@ class Rescheduler:
         return bool(self._settings.policies) or any(
             member.leaving or is_stale(self._fleet, member, stale_after_s) for member in self._fleet.members
         )
-
-    def _may_move(self, seq_id: str) -> bool:
-        return not self._rescheduling.leaves_alone(seq_id)
 
     def _wanted(self, views: Views) -> Iterable[Wanted]:
         under_way: list[CountedMove] = self._source.under_way.everywhere()
@@ -230,16 +229,14 @@ class ReportedSequences:
             name: [
                 SequenceView(each.seq_id, each.tokens, members[name].share(each.tokens), each.running, each.age)
                 for each in found
-                if may_move(each.seq_id) and self._has_settled(name, each)
+                if may_move(each.seq_id) and each.router and each.age >= SETTLED_SECONDS
+                if (name, each.seq_id) not in self._leaving
             ]
             for name, found in reports.items()
             if name in members
         }
         self._tokens = {each.seq_id: each.tokens for found in views.values() for each in found}
         return views
-
-    def _has_settled(self, engine: str, report: SequenceReport) -> bool:
-        return bool(report.router) and report.age >= SETTLED_SECONDS and (engine, report.seq_id) not in self._leaving
 
     def refusal(self, wanted: Wanted) -> str | None:
         """Return why a move may not begin now, or None; see :class:`~.rescheduler.SequenceSource`."""

@@ -35,7 +35,7 @@ from tercet.protocol.wire import UNREADABLE
 from tercet.settings.process_settings import CLIENT_TRACES_VARIABLE
 
 if TYPE_CHECKING:
-    from starlette.types import Message, Scope, Send
+    from starlette.types import Message, Receive, Scope, Send
 
     from tercet.wire.serving.request_context import RequestContext
 
@@ -48,6 +48,12 @@ FIRST_ERROR = 400
 ERROR_MARK = b'"error"'
 JSON, TEXT = b"application/json", b"text/plain"
 LONGEST_TEXT = 1000
+
+
+async def until_left(receive: Receive) -> None:
+    """Wait until the client has closed its connection; its body must have been read."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
 
 
 def error_headers(error: TercetError) -> list[tuple[bytes, bytes]]:

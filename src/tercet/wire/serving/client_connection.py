@@ -73,7 +73,7 @@ class BoundedProtocol(HttpToolsProtocol):
             if not self._refused:
                 super().data_received(data)
             elif self._lingers:
-                self._end_after(LAST_SECONDS)
+                self._end_unless_data_comes()
             return
         self._progressed = False
         self._feeding = incoming.unfinished + len(data)
@@ -192,15 +192,14 @@ class BoundedProtocol(HttpToolsProtocol):
     def _end_output(self) -> None:
         if self.transport.can_write_eof():
             self.transport.write_eof()
-        self._end_after(LAST_SECONDS)
+        self._end_unless_data_comes()
 
-    def _end_after(self, seconds: float) -> None:
-        """Close the connection after ``seconds`` without data, at the latest LINGER_SECONDS after its last answer."""
+    def _end_unless_data_comes(self) -> None:
+        """Close the connection after LAST_SECONDS without data, at the latest LINGER_SECONDS after its last answer."""
         if self._ending is not None:
             self._ending.cancel()
         loop = asyncio.get_running_loop()
-        until = min(loop.time() + seconds, self._linger_until)
-        self._ending = loop.call_at(until, self.transport.abort)
+        self._ending = loop.call_at(min(loop.time() + LAST_SECONDS, self._linger_until), self.transport.abort)
 
     def _forget(self) -> None:
         if self._incoming is not None:
