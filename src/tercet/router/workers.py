@@ -17,6 +17,7 @@ import tempfile
 from collections.abc import Callable
 from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -43,8 +44,13 @@ def listening_socket(config: RouterConfig) -> socket.socket:
 logger = logging.getLogger(__name__)
 
 LOAD_BYTES = 4
-SERVING = b"serving"
+# What a worker reports, a byte each: it accepts connections, and its event loop runs.
+SERVING = b"s"
+BEAT = b"."
 HURRY = b"!"
+BEAT_SECONDS = 5.0
+# Seconds without a report after which a worker that has served is killed: clients wait for its answers in vain.
+MOST_SILENT_S = 30.0
 
 
 class Started(msgspec.Struct, frozen=True):
@@ -71,12 +77,22 @@ class Shared:
         self.line.sendall(SERVING)
 
     async def follow_supervisor(self, hurry: Callable[[], object]) -> None:
-        """Call ``hurry`` at the supervisor's message; end this process if the supervisor is gone."""
+        """Report that the event loop runs, call ``hurry`` at a message, end this process if the supervisor is gone."""
         self.line.setblocking(False)
-        with suppress(ConnectionError):
-            while await asyncio.get_running_loop().sock_recv(self.line, len(HURRY)):
-                hurry()
+        beating = asyncio.create_task(self._beat())
+        try:
+            with suppress(ConnectionError):
+                while await asyncio.get_running_loop().sock_recv(self.line, len(HURRY)):
+                    hurry()
+        finally:
+            beating.cancel()
         os.kill(os.getpid(), signal.SIGTERM)
+
+    async def _beat(self) -> None:
+        while True:
+            with suppress(OSError):  # a supervisor that does not read, or that is gone: the other end of the line says
+                self.line.send(BEAT)
+            await asyncio.sleep(BEAT_SECONDS)
 
 
 def main() -> None:
@@ -174,6 +190,32 @@ def _prepare_loads(loads: int, workers: int) -> None:
         shared[:] = NOT_ACCEPTING * workers
 
 
+class Reports:
+    """The reports of one worker on its ``line``; ``on_serving`` is called at the first that says that it serves."""
+
+    def __init__(self, line: socket.socket, on_serving: Callable[[], object]) -> None:
+        self._line = line
+        self._on_serving = on_serving
+        self.served = False
+        self.count = 0
+
+    def read(self) -> None:
+        """Read what has arrived; a child of a worker that ended may keep the line open for longer."""
+        try:
+            arrived = self._line.recv(4096)
+        except BlockingIOError:
+            return
+        except ConnectionError:
+            arrived = b""
+        if not arrived:
+            asyncio.get_running_loop().remove_reader(self._line)
+            return
+        self.count += len(arrived)
+        if SERVING in arrived and not self.served:
+            self.served = True
+            self._on_serving()
+
+
 @dataclass(frozen=True)
 class Place:
     """One worker's place: its process is started, watched and replaced.
@@ -218,22 +260,30 @@ class Place:
             with theirs:
                 process = await self._start(theirs)
             ours.setblocking(False)
+            reports = Reports(ours, partial(self.on_serving, self.index))
             loop = asyncio.get_running_loop()
-            loop.add_reader(ours, self._hear, ours)
+            loop.add_reader(ours, reports.read)
+            silent = asyncio.create_task(self._kill_when_silent(process, reports))
             try:
                 code = await process.wait()
-                return code, _served(ours)
+                reports.read()
+                return code, reports.served
             finally:
+                silent.cancel()
                 loop.remove_reader(ours)
                 await self._stop(process, ours)
                 self._forget(process.pid)
 
-    def _hear(self, line: socket.socket) -> None:
-        """Handle the worker's message or the end of its line; the message stays in the socket for a later check."""
-        asyncio.get_running_loop().remove_reader(line)
-        with suppress(BlockingIOError, ConnectionError):
-            if line.recv(len(SERVING), socket.MSG_PEEK) == SERVING:
-                self.on_serving(self.index)
+    async def _kill_when_silent(self, process: asyncio.subprocess.Process | ForkedChild, reports: Reports) -> None:
+        """Kill a worker that served and does not report any more, such as a stopped process: it is then replaced."""
+        reported, silent = reports.count, 0
+        while not reports.served or silent < MOST_SILENT_S:
+            # In steps: a supervisor that was stopped itself has not looked, and does not count that time.
+            await asyncio.sleep(1)
+            silent = silent + 1 if reports.count == reported else 0
+            reported = reports.count
+        logger.error("worker %d did not answer for %g s and is killed", self.index, MOST_SILENT_S)
+        process.kill()
 
     async def _start(self, line: socket.socket) -> asyncio.subprocess.Process | ForkedChild:
         """Start a worker: a fork of the warm parent, or its own process if the parent is not available."""
@@ -290,10 +340,3 @@ class Place:
     def _forget(self, pid: int) -> None:
         multiprocess.mark_process_dead(pid, str(self.metrics))  # pyright: ignore[reportUnknownMemberType]
         os.pwrite(self.loads, NOT_ACCEPTING, LOAD_BYTES * self.index)
-
-
-def _served(line: socket.socket) -> bool:
-    """True if a worker that has ended had reported that it serves; its child may keep the line open for longer."""
-    with suppress(BlockingIOError, ConnectionError):
-        return line.recv(len(SERVING)) == SERVING
-    return False

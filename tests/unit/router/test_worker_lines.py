@@ -117,6 +117,37 @@ async def test_workers_that_the_system_does_not_start_are_failures_and_not_the_e
     assert len(list(lives)) == 10 - workers.MOST_FAILURES
 
 
+async def test_a_worker_that_is_stopped_is_killed_and_its_neighbour_is_not(
+    loads: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(workers, "COMMAND", WORKER)
+    monkeypatch.setattr(workers, "MOST_SILENT_S", 8.0)
+    monkeypatch.chdir(tmp_path)
+    serving = asyncio.Queue[int]()
+    with socket.socket() as listening:
+        places = [
+            Place(CONFIG, index, listening, loads, tmp_path, asyncio.Event(), on_serving=serving.put_nowait)
+            for index in range(2)
+        ]
+        os.ftruncate(loads, workers.LOAD_BYTES * 2)
+        lives = [asyncio.create_task(place._one()) for place in places]
+        try:
+            async with asyncio.timeout(LONGEST_WAIT_S):
+                await serving.get()
+                await serving.get()
+                while len(pids := [int(found.name) for found in tmp_path.iterdir() if found.name.isdecimal()]) < 2:
+                    await asyncio.sleep(0.01)
+                os.kill(pids[0], signal.SIGSTOP)
+                ended, others = await asyncio.wait(lives, return_when=asyncio.FIRST_COMPLETED)
+            assert [await life for life in ended] == [(-signal.SIGKILL, True)]
+            assert len(others) == 1
+            os.kill(pids[1], 0)
+        finally:
+            for life in lives:
+                life.cancel()
+            await asyncio.gather(*lives, return_exceptions=True)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 0), (signal.SIGINT, 0), (signal.SIGKILL, -9)])
 def test_workers_end_with_their_supervisor(tmp_path: Path, number: signal.Signals, code: int) -> None:
