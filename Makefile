@@ -99,7 +99,7 @@ VLLM_VERSIONS := 0.31.0 0.32.0 0.33.0
 VLLM_ENGINES := tests/engines/test_equality.py tests/engines/test_openai.py
 test-vllm: setup ## the plugin's tests, and then real engines, with each vLLM that it supports
 	@for version in $(VLLM_VERSIONS); do \
-		for ring in tests/unit/vllm_plugin "$(VLLM_ENGINES)"; do \
+		for ring in "tests/unit/vllm_plugin tests/unit/router/openai" "$(VLLM_ENGINES)"; do \
 			echo "vLLM $$version: $$ring"; scripts/with-vllm $$version pytest -q $$ring; \
 		done; \
 	done

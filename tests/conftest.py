@@ -40,6 +40,7 @@ if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
 # Their files import vLLM or torch, and `make check` does not read them.
 IMPORT_VLLM = (
     "tests/unit/vllm_plugin",
+    "tests/unit/router/openai",
     "tests/fuzz",
     "tests/unit/router/test_with_vllm.py",
     "tests/unit/transport/memory/test_lazy_device.py",

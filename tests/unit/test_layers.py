@@ -34,6 +34,8 @@ SEEN_BY_THE_VERBS = {"engine", "protocol", "settings", "logs", "aio", "transport
 THE_PROTOCOL_IS_MADE_OF = sys.stdlib_module_names | {"msgspec"}
 BARRED_FROM_DECISIONS = {"torch", "vllm", "socket", "aiohttp", "zmq"}
 ENGINE_LIBRARIES = {"torch", "vllm"}
+# Engines and routers on vLLM: the plugin, and vLLM's OpenAI layer over programs.
+ON_VLLM = ("vllm_plugin", "router/openai")
 # One converts a checkpoint in a process of its own, the other copies KV of accelerators.
 OUTSIDE_OF_THE_PLUGIN = {
     "cluster/model.py",
@@ -114,7 +116,7 @@ def points_wrong(found: Import) -> str | None:
 
 def touches_engine(found: Import) -> bool:
     """Whether an engine library is imported where none belongs."""
-    allowed = found.importer == "vllm_plugin" or found.file in OUTSIDE_OF_THE_PLUGIN
+    allowed = found.file.startswith(tuple(f"{room}/" for room in ON_VLLM)) or found.file in OUTSIDE_OF_THE_PLUGIN
     return found.library in ENGINE_LIBRARIES and not allowed
 
 
@@ -219,10 +221,11 @@ def test_the_rule_itself(file: str, text: str, wrong: bool) -> None:
     assert bool(points_wrong(found)) is wrong
 
 
-def test_files_of_the_plugin_import_vllm_or_their_package_says_why_not() -> None:
+def test_files_on_vllm_import_it_or_their_package_says_why_not() -> None:
     libraries = ENGINE_LIBRARIES | {"transformers"}
     those_that_do = {found.file for found in all_imports() if found.library in libraries}
-    for path in sorted((SOURCE / "vllm_plugin").glob("*/*.py")):
+    inside = ("vllm_plugin/*/*.py", "router/openai/*.py", "router/openai/*/*.py")
+    for path in sorted(path for pattern in inside for path in SOURCE.glob(pattern)):
         if path.stem != "__init__" and path.relative_to(SOURCE).as_posix() not in those_that_do:
             why = ast.get_docstring(ast.parse((path.parent / "__init__.py").read_text())) or ""
             assert f"``{path.stem}``" in why.partition("Without an import of vLLM")[2], f"{path}: say why it is here"
@@ -237,6 +240,8 @@ def test_files_of_the_plugin_import_vllm_or_their_package_says_why_not() -> None
         ("transport/staged.py", "import torch", True),
         ("engine/edge.py", "from vllm.v1 import engine", True),
         ("vllm_plugin/connector.py", "from vllm.v1 import engine", False),
+        ("router/openai/program_client.py", "from vllm.v1 import engine", False),
+        ("router/openai_server.py", "from vllm.v1 import engine", True),
         ("router/server.py", "from vllm.v1 import engine", True),
     ],
 )

@@ -38,8 +38,8 @@ OF_ROUTER = (
     "tercet.cli.app",
     "tercet.router.server",
     "tercet.wire.serving.server_access",
-    "tercet.vllm_plugin.frontend.served_adapters",
-    "tercet.vllm_plugin.frontend.openai_server",
+    "tercet.router.openai.served_adapters",
+    "tercet.router.openai.openai_server",
     "uvloop",
 )
 # Some libraries start threads during their import, and threads do not survive a fork: they must not start any.

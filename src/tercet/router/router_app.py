@@ -57,7 +57,7 @@ from tercet.wire.serving.request_context import CONTEXT, RequestContext, serving
 from tercet.wire.serving.server_access import AT_ADMIN, AdminAccess, is_admin_path, path_of
 
 if TYPE_CHECKING:
-    from tercet.vllm_plugin.fast_path.entry import FastPath
+    from tercet.router.openai.fast_path.entry import FastPath
 from typing import TYPE_CHECKING
 
 from starlette.applications import Starlette
@@ -69,7 +69,7 @@ from tercet.settings import RouterConfig
 from tercet.wire.serving.server_access import RouterKeys
 
 if TYPE_CHECKING:
-    from tercet.vllm_plugin.fast_path.entry import FastPath
+    from tercet.router.openai.fast_path.entry import FastPath
 
 
 logger = logging.getLogger("tercet.router")

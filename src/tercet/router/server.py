@@ -335,7 +335,7 @@ def _import_vllm(config: RouterConfig) -> None:
 
     errors_only()  # vLLM's other lines concern an engine that does not run here, and routes
     with light_import(compiles=False):
-        from tercet.vllm_plugin.frontend.openai_server import import_vllm, require_flags
+        from tercet.router.openai.openai_server import import_vllm, require_flags
 
         import_vllm()
     require_flags(config.vllm_args, config.workers)
@@ -355,8 +355,8 @@ async def _serve_openai(
     config: RouterConfig, state: SharedState, membership: Membership, max_model_len: int, shutdown: Shutdown,
     shared: Shared | None, pooling: PoolingServers, heed_signals: Callable[[], object],
 ) -> None:  # fmt: skip
-    from tercet.vllm_plugin.frontend import openai_server as vllm
-    from tercet.vllm_plugin.frontend.served_adapters import serve_adapters
+    from tercet.router.openai import openai_server as vllm
+    from tercet.router.openai.served_adapters import serve_adapters
     from tercet.wire.serving.server_access import api_keys
 
     service = state.service

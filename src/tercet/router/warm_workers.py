@@ -23,7 +23,7 @@ COMMAND = "from tercet.router.warm_workers import main; main()"
 IMPORTED = (
     "tercet.router.server",
     "tercet.wire.serving.server_access",
-    "tercet.vllm_plugin.frontend.served_adapters",
+    "tercet.router.openai.served_adapters",
     "uvloop",
 )
 # Makes libraries start no threads at their import, since threads do not survive a fork.
@@ -39,7 +39,7 @@ def main() -> None:
         with light_import(compiles=False):
             for module in IMPORTED:
                 importlib.import_module(module)
-            from tercet.vllm_plugin.frontend.openai_server import import_vllm
+            from tercet.router.openai.openai_server import import_vllm
             from tercet.vllm_plugin.start.log_noise import errors_only
 
             errors_only()

@@ -1,4 +1,4 @@
-"""Everything that depends on vLLM's internals, in one package: :mod:`.hooks` lists and checks each dependency.
+"""Engines on stock vLLM, and the registry of all dependencies on its internals: :mod:`.hooks` lists and checks them.
 
 vLLM loads three modules here by name, through flags and entry points:
 
@@ -8,6 +8,6 @@ vLLM loads three modules here by name, through flags and entry points:
 
 Each of an engine's processes has a package: :mod:`.edge` for the API server, with the verbs; :mod:`.core` for the
 scheduler's process; :mod:`.worker` for the processes with the KV cache. :mod:`.start` contains their start.
-:mod:`.frontend` and :mod:`.fast_path` belong to a router: vLLM's OpenAI layer over a client that runs programs. The
-registry, :mod:`.hooks`, has three sides: :mod:`.engine_hooks`, :mod:`.frontend_hooks` and :mod:`.fast_path_hooks`.
+The registry has three sides: :mod:`.engine_hooks`, and two of routers, in :mod:`tercet.router.openai`, which
+is the only other room that imports vLLM.
 """

@@ -585,3 +585,5 @@ START_HOOKS = (
         ),
     ),
 )
+
+HOOKS = (*ENGINE_HOOKS, *CORE_HOOKS, *START_HOOKS)

@@ -123,6 +123,12 @@ Side = Literal["engine", "frontend", "fast path"]
 # The first module that engines and routers import; it imports torch and transformers.
 FIRST_IMPORTED = "vllm.engine.arg_utils"
 SIDES: tuple[Side, ...] = ("engine", "frontend", "fast path")
+# Named and not imported: an engine needs nothing of a router, whose sides are in a room above this one.
+MODULES: dict[Side, str] = {
+    "engine": "tercet.vllm_plugin.engine_hooks",
+    "frontend": "tercet.router.openai.frontend_hooks",
+    "fast path": "tercet.router.openai.fast_path_hooks",
+}
 # The differences between these versions are in tercet.vllm_plugin.differences.
 MINORS = ("0.31", "0.32", "0.33")
 SUPPORTED: dict[Side, tuple[str, ...]] = {"engine": MINORS, "frontend": MINORS, "fast path": MINORS}
@@ -173,17 +179,8 @@ def vllm_version() -> str:
 
 def hooks_of(side: Side) -> tuple[Hook, ...]:
     """Return one side of the registry, in the order in which it is printed."""
-    from tercet.vllm_plugin.engine_hooks import CORE_HOOKS, ENGINE_HOOKS, START_HOOKS
-    from tercet.vllm_plugin.fast_path_hooks import AGENT_API_HOOKS, FAST_PATH_HOOKS
-    from tercet.vllm_plugin.frontend_hooks import FRONTEND_HOOKS
-
-    match side:
-        case "engine":
-            return (*ENGINE_HOOKS, *CORE_HOOKS, *START_HOOKS)
-        case "frontend":
-            return FRONTEND_HOOKS
-        case "fast path":
-            return (*FAST_PATH_HOOKS, *AGENT_API_HOOKS)
+    hooks: tuple[Hook, ...] = importlib.import_module(MODULES[side]).HOOKS
+    return hooks
 
 
 @cache

@@ -54,7 +54,7 @@ class House:
         self.app: Any = None
 
     async def build(self) -> Any:
-        from tercet.vllm_plugin.frontend import openai_server as vllm
+        from tercet.router.openai import openai_server as vllm
         from tercet.wire.serving.server_access import api_keys
 
         model = resolve_model("smollm2", lambda _: None)

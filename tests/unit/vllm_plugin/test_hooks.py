@@ -15,10 +15,11 @@ from vllm.renderers.base import BaseRenderer
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.worker.gpu_worker import Worker
 
+import tercet.router.openai
 import tercet.vllm_plugin
+from tercet.router.openai.program_client import RouterLLM
+from tercet.router.openai.router_renderer import BoundedTexts, RouterRenderer, ShortPrompts
 from tercet.vllm_plugin import hooks
-from tercet.vllm_plugin.frontend.program_client import RouterLLM
-from tercet.vllm_plugin.frontend.router_renderer import BoundedTexts, RouterRenderer, ShortPrompts
 from tercet.vllm_plugin.hooks import (
     SIDES,
     SUPPORTED,
@@ -208,9 +209,10 @@ def test_the_search_for_replacements_finds_them() -> None:
 
 
 def test_all_that_is_replaced_is_in_the_registry() -> None:
-    room = Path(tercet.vllm_plugin.__file__).parent
-    helper = room / "start" / "patching.py"
-    found = {path: changed_in(path.read_text()) for path in room.rglob("*.py") if path != helper}
+    rooms = [Path(room.__path__[0]) for room in (tercet.vllm_plugin, tercet.router.openai)]
+    helper = rooms[0] / "start" / "patching.py"
+    files = [path for room in rooms for path in room.rglob("*.py") if path != helper]
+    found = {path: changed_in(path.read_text()) for path in files}
     replaced = {name for names, _ in found.values() for name in names}
     assert replaced <= listed("replaces") | {"*"}
     assert {path.name for path, (names, _) in found.items() if "*" in names} <= {"core_methods.py"}

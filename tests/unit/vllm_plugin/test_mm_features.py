@@ -36,11 +36,11 @@ from tercet.protocol.wire import (
     decode_call,
     encode_call,
 )
+from tercet.router.openai import conversion
 from tercet.vllm_plugin.core import core_methods
 from tercet.vllm_plugin.core.connector_messages import TercetParams
 from tercet.vllm_plugin.edge import llm_requests
 from tercet.vllm_plugin.edge.llm_requests import LLMRequest
-from tercet.vllm_plugin.frontend import conversion
 from tercet.vllm_plugin.mm_features import bound_uuids, to_prompt, to_specs, to_wire
 from tests.longest_wait import LONGEST_WAIT_S
 

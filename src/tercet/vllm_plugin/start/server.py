@@ -78,7 +78,6 @@ OF_ENGINE = (
     "tercet.vllm_plugin.endpoint",
     "tercet.vllm_plugin.register",
     "tercet.vllm_plugin.engine_hooks",
-    "tercet.vllm_plugin.frontend_hooks",
     "tercet.vllm_plugin.core.core_methods",
     "tercet.vllm_plugin.worker.model_runner",
 )

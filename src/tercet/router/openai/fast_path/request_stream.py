@@ -1,0 +1,478 @@
+"""The stream of one request on the fast path: its choices, and the events and limits that they share.
+
+Relies on ``AsyncLLM.add_request`` validating a request, registering it with the ``OutputProcessor`` and passing its
+sequences to the engine-core client, with one queue for all of them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable, Generator, Sequence
+from contextlib import AbstractAsyncContextManager, contextmanager, nullcontext, suppress
+from functools import partial
+from typing import Any, NamedTuple, NoReturn
+
+from msgspec.structs import replace
+from vllm.entrypoints.serve.utils.sse_keep_alive import SSE_KEEP_ALIVE_COMMENT
+from vllm.exceptions import GenerationError, GracefulHTTPError, VLLMClientError
+from vllm.outputs import RequestOutput
+from vllm.v1.engine import EngineCoreOutput, FinishReason
+
+from tercet.protocol import Output, ProgramFailed
+from tercet.router.openai.fast_path.logprob_chunks import LogprobChunks, TokenPieces, look_up
+from tercet.router.openai.fast_path.parsed_text import ParsedDeltas, Passed
+from tercet.router.openai.fast_path.sse_chunks import NULL, Extras, counts_reasoning, encode, framed, usage_of
+from tercet.router.openai.fast_path.stream_plan import StreamPlan, StreamTools
+from tercet.router.openai.program_client import SequenceFailed, SequenceOutputs
+from tercet.wire.serving.client_connection import ClientConnection
+from tercet.wire.serving.request_context import Concurrency
+
+# ---- one choice ------------------------------------------------------------------------------------------------------
+
+# The chunks of a choice go from its program's outputs straight to the socket. vLLM's output processor makes the text of
+# the first and the last output, and updates vLLM's counters. The outputs between them are written when they arrive,
+# without waking up a task.
+#
+# Relies on ``process_outputs`` putting the result of an output into the request's queue at once; on ``RequestState``
+# having ``detokenizer``, ``logprobs_processor``, ``stream_interval``, ``request_index``, ``parent_req`` and ``stats``;
+# and on serving objects' ``_raise_if_error``.
+
+
+class TextEnded(Exception):
+    """Raised if the choice ends before its program does: at a stop string, or by an error of vLLM's layer."""
+
+
+class Writers(NamedTuple):
+    """The functions that write the three kinds of text; ``arguments`` takes the index of the call before the text."""
+
+    content: Callable[[str], bytes]
+    reasoning: Callable[[str], bytes]
+    arguments: Callable[[int, str], bytes]
+
+
+class ChoiceStream:
+    """Stream of one sequence of a request: writes ``outputs`` to ``answer``. :meth:`run` returns at its end."""
+
+    def __init__(
+        self, answer: RequestStream, tools: StreamTools, plan: StreamPlan, outputs: SequenceOutputs,
+        pieces: TokenPieces | None,
+    ) -> None:  # fmt: skip
+        self._answer = answer
+        self._tools = tools
+        self._plan = plan
+        self._outputs = outputs
+        self._state: Any = tools.processor.request_states[outputs.request_id]
+        self._events = plan.events.choice(self._state.request_index)
+        # For texts that a parser passes on: whole frames, and the said parts of events with more fields.
+        self._frames = Writers(self._events.text, self._events.thinking, self._events.more_arguments)
+        self._parts = Writers(self._events.said, self._events.thought, self._events.arguments)
+        self._parsed = None if plan.parsing is None else ParsedDeltas(plan.parsing)
+        self._logprobs: LogprobChunks | None = None
+        if plan.logprobs is not None:
+            self._logprobs = LogprobChunks(
+                plan.logprobs, self._state.logprobs_processor, plan.serving, pieces, tools.processor.tokenizer,
+                is_chat=plan.is_chat,
+            )  # fmt: skip
+        # Chunks that hide the reasoning also hide its token ids and log probabilities.
+        self._hides = plan.parsing is not None and plan.parsing.hides_reasoning
+        self._sends_ids = plan.token_ids and not self._hides
+        self._has_extras = self._sends_ids or plan.usage_each
+        detokenizer = self._state.detokenizer
+        decode_next = look_up(detokenizer, tools.texts, self._state.prompt_token_ids or ())
+        # Returns the text of the next token if the detokenizer does nothing else with it.
+        self._decode_next: Callable[[int], str] | None = None if detokenizer.stop else decode_next
+        self._write_more = self._way_to_write()
+        # ``_is_flowing``: outputs between the first and the last are written here. ``_is_finished``: vLLM has made the
+        # last result.
+        self._is_flowing = self._is_finished = False
+        self._has_told_prompt = False
+        self._failure: Exception | None = None
+        # The log probabilities of the result that vLLM makes next; None if vLLM makes them too.
+        self._written: bytes | None = None
+        self.num_tokens = 0
+
+    @property
+    def id(self) -> str:
+        """The request id for vLLM's output processor to abort; it covers all choices of the request."""
+        parent = self._state.parent_req
+        return self._state.request_id if parent is None else parent.request_id
+
+    @property
+    def reasoning_tokens(self) -> int:
+        """The number of output tokens that were reasoning; 0 if they are not counted."""
+        return 0 if self._parsed is None else self._parsed.reasoning_tokens
+
+    @property
+    def token_ids(self) -> list[int]:
+        """The output tokens; empty if reasoning tokens are not counted."""
+        return [] if self._parsed is None else self._parsed.token_ids
+
+    @property
+    def calls_tool(self) -> bool:
+        """True if the choice has called a tool."""
+        return self._parsed is not None and self._parsed.has_tool_calls
+
+    def _way_to_write(self) -> Callable[[Output], EngineCoreOutput | None] | None:
+        """Return the function that writes outputs between the first and the last.
+
+        None if vLLM's output processor makes their text.
+        """
+        if self._state.stream_interval > 1:
+            return None  # vLLM makes one result of several outputs
+        if self._plan.is_plain:
+            return self._write_text
+        if self._state.detokenizer.stop or (self._logprobs is not None and not self._logprobs.is_direct):
+            return None  # only vLLM knows which tokens remain before a stop string
+        if self._parsed is not None and self._logprobs is None and not self._has_extras:
+            return partial(self._write_parsed, self._parsed)
+        return self._write_chunk
+
+    async def run(self, place: AbstractAsyncContextManager[None]) -> None:
+        """Stream the sequence while ``place`` is entered. Raises the errors that end the whole answer."""
+        try:
+            with self._outputs.failures():
+                async with place:
+                    with suppress(TextEnded):
+                        await self._outputs.stream.run(self._consume, self._answer.sent)
+                        if not self._is_finished:
+                            raise ProgramFailed("the program ended before its sequence did")
+        finally:
+            if self._parsed is not None:
+                self._parsed.end()
+        if self._failure is not None:
+            raise self._failure
+
+    # ---- outputs ---------------------------------------------------------------------------------------------
+
+    def _consume(self, output: Output) -> None:
+        """Write an output as soon as it arrives. Raises :class:`TextEnded` if the choice needs no more outputs."""
+        write = self._write_more if output.token_ids else None
+        if not (output.logprobs is None if self._logprobs is None else self._logprobs.takes(output)):
+            write = None
+        if write is None:
+            left = self._outputs.to_core_output(output)
+        elif self._is_flowing and output.finish_reason is None:
+            left = write(output)
+        else:
+            left = self._outputs.to_core_output(self._without_logprobs(output))
+        if left is not None:
+            self._process(left)
+            if self._is_finished and output.finish_reason is None:
+                raise TextEnded
+
+    def _without_logprobs(self, output: Output) -> Output:
+        """Write an output's log probabilities for its chunk; return the rest, of which vLLM makes the result."""
+        if self._logprobs is None:
+            return output
+        try:
+            self._written = self._logprobs.of_output(output)
+        except Exception as error:
+            self._fail(error)
+        return replace(output, logprobs=None)
+
+    def _process(self, output: EngineCoreOutput) -> None:
+        """Pass an output to vLLM's processor, and send its result before the program continues."""
+        self._tools.processor.process_outputs([output], time.monotonic(), self._tools.stats.iteration())
+        result = self._answer.queue.get_nowait()
+        if result is not None:
+            try:
+                self._write_result(result)
+            except GenerationError:
+                raise
+            except Exception as error:
+                self._fail(error)
+            self._answer.flush()
+
+    def _fail(self, error: Exception) -> NoReturn:
+        self._failure = error
+        raise TextEnded from error
+
+    def _write_text(self, output: Output) -> EngineCoreOutput | None:
+        """Send the text of an output's tokens; return the end of the choice instead if they complete a stop string.
+
+        The text before a stop string is not sent: it belongs to the last chunk.
+        """
+        token_ids = output.token_ids
+        num_tokens = len(token_ids)
+        if self._decode_next is not None:
+            self.num_tokens += num_tokens
+            text = "".join(map(self._decode_next, token_ids))
+        else:
+            detokenizer = self._state.detokenizer
+            before = detokenizer.num_output_tokens()
+            stop = detokenizer.update(list(token_ids), False)
+            # A stop string inside several tokens of one step drops the tokens after it.
+            self.num_tokens += detokenizer.num_output_tokens() - before
+            if stop is not None:
+                self._tools.stats.count(self._state.stats, num_tokens)
+                return EngineCoreOutput(
+                    self._state.request_id, new_token_ids=[], finish_reason=FinishReason.STOP, stop_reason=stop
+                )
+            text = detokenizer.get_next_output_text(False, True)
+        self._tools.stats.observe(self._state.stats, num_tokens)
+        if frame := self._events.text(text):
+            self._answer.write(frame)
+        return None
+
+    def _write_chunk(self, output: Output) -> EngineCoreOutput | None:
+        """Send the text of an output with the other fields that the client asked for; stop strings are not checked."""
+        token_ids = list(output.token_ids)
+        self.num_tokens += len(token_ids)
+        self._tools.stats.observe(self._state.stats, len(token_ids))
+        try:
+            logprobs = None if self._logprobs is None else self._logprobs.of_output(output)
+            self._write_more_of(self._text_of(token_ids), token_ids, logprobs)
+        except Exception as error:  # mostly a parser's error; vLLM turns it into the client's error
+            self._fail(error)
+        return None
+
+    def _write_parsed(self, parsed: ParsedDeltas, output: Output) -> EngineCoreOutput | None:
+        """Send the parser's delta for an output, without other fields; stop strings are not checked."""
+        token_ids = list(output.token_ids)
+        self.num_tokens += len(token_ids)
+        self._tools.stats.observe(self._state.stats, len(token_ids))
+        try:
+            text = self._text_of(token_ids)
+            frame = _passed_on(parsed, text, token_ids, self._frames)
+            if frame is None:
+                delta = parsed.read(text, token_ids, self._state.prompt_token_ids, finished=False)
+                frame = b"" if delta is None else self._events.only(self._events.delta(delta))
+        except Exception as error:
+            self._fail(error)
+        if frame:
+            self._answer.write(frame)
+        return None
+
+    def _text_of(self, token_ids: list[int]) -> str:
+        if self._decode_next is not None:
+            return "".join(map(self._decode_next, token_ids))
+        detokenizer = self._state.detokenizer
+        detokenizer.update(token_ids, False)
+        return detokenizer.get_next_output_text(False, True)
+
+    def _write_more_of(self, text: str, token_ids: list[int], logprobs: bytes | None, prompt: bytes = NULL) -> None:
+        said = self._said(text, token_ids, finished=False)
+        shown = NULL if logprobs is None or self._hides else logprobs
+        if said is None:
+            if shown is NULL and not self._sends_ids:
+                return
+            said = self._events.nothing
+        if prompt is NULL and not self._has_extras:
+            if frame := self._events.only(said, shown):
+                self._answer.write(frame)
+            return
+        self._answer.write(framed(self._events.more(said, self._extras(token_ids, shown, prompt))))
+
+    def _said(self, text: str, token_ids: list[int], *, finished: bool) -> bytes | None:
+        parsed = self._parsed
+        if parsed is None:
+            return self._events.said(text)
+        said = None if finished else _passed_on(parsed, text, token_ids, self._parts)
+        if said is None:
+            delta = parsed.read(text, token_ids, self._state.prompt_token_ids, finished=finished)
+            said = None if delta is None else self._events.delta(delta)
+        return said
+
+    def _extras(self, token_ids: Sequence[int], logprobs: bytes, prompt: bytes) -> Extras:
+        plan, usage = self._plan, b""
+        if plan.usage_each:
+            reasoning = self.reasoning_tokens if plan.is_chat and counts_reasoning(plan.serving) else None
+            prompt_tokens = len(self._state.prompt_token_ids or ())
+            usage = usage_of(prompt_tokens, self.num_tokens, reasoning, is_chat=plan.is_chat)
+        return Extras(logprobs, encode(token_ids) if self._sends_ids else NULL, prompt, usage)
+
+    # ---- results ---------------------------------------------------------------------------------------------
+
+    def _write_result(self, result: RequestOutput) -> None:
+        """Send the chunk of a result; the last chunk is given to the answer instead."""
+        plan, completion = self._plan, result.outputs[0]
+        self._answer.has_result(result)
+        plan.serving._raise_if_error(completion.finish_reason, self._state.request_id)
+        self._is_flowing = True
+        self._is_finished = completion.finish_reason is not None
+        prompt, logprobs = self._prompt_ids(), None
+        if plan.is_chat:
+            logprobs = self._logprobs_of(completion)
+        if self._has_said_nothing(completion) and plan.is_silent(finished=self._is_finished):
+            return
+        if not plan.is_chat:
+            logprobs = self._logprobs_of(completion)
+        token_ids = list(completion.token_ids)
+        self.num_tokens += len(token_ids)
+        if completion.finish_reason is None:
+            self._write_more_of(completion.text, token_ids, logprobs, prompt)
+        else:
+            self._write_last(completion, token_ids, logprobs, prompt)
+
+    def _logprobs_of(self, completion: Any) -> bytes | None:
+        written, self._written = self._written, None
+        if written is not None or self._logprobs is None:
+            return written
+        return self._logprobs.of_result(completion)
+
+    def _has_said_nothing(self, completion: Any) -> bool:
+        """True if neither this result nor an earlier one has a token or text."""
+        return not (completion.text or completion.token_ids or self.num_tokens)
+
+    def _prompt_ids(self) -> bytes:
+        """Return the prompt's tokens as JSON for the first chunk of a completion, if requested; null otherwise."""
+        if not self._plan.token_ids or self._plan.is_chat or self._has_told_prompt:
+            return NULL
+        self._has_told_prompt = True
+        return encode(self._state.prompt_token_ids)
+
+    def _write_last(self, completion: Any, token_ids: list[int], logprobs: bytes | None, prompt: bytes) -> None:
+        plan = self._plan
+        if plan.is_chat and not plan.hears_silence and self._has_said_nothing(completion):
+            said = self._events.nothing  # the parser does not read this result
+        else:
+            said = self._said(completion.text, token_ids, finished=True) or self._events.nothing
+        reason = completion.finish_reason
+        if self._parsed is not None:
+            reason = self._parsed.finish_reason(reason)
+        extras = self._extras(token_ids, NULL if logprobs is None or self._hides else logprobs, prompt)
+        self._answer.has_ended(self._events.last(said, reason, completion.stop_reason, plan.fingerprint, extras))
+
+
+def _passed_on(parsed: ParsedDeltas, text: str, token_ids: list[int], writers: Writers) -> bytes | None:
+    """Return what one of ``writers`` makes of a text that the parser passes on; None if the parser must read it."""
+    passed = parsed.passes(text, token_ids)
+    if passed is Passed.CONTENT:
+        return writers.content(text)
+    if passed is Passed.REASONING:
+        return writers.reasoning(text)
+    return writers.arguments(parsed.call, text) if passed is Passed.ARGUMENTS else None
+
+
+# ---- comments in a silent stream -------------------------------------------------------------------------------------
+
+# They make proxies keep its connection open. Relies on the text of vLLM's ``SSE_KEEP_ALIVE_COMMENT``.
+
+
+COMMENT = framed(SSE_KEEP_ALIVE_COMMENT.encode())
+
+
+class KeepAlive:
+    """Passes frames to ``write``, and writes a comment after ``interval`` seconds without a frame."""
+
+    def __init__(self, write: Callable[[bytes], None], interval: float) -> None:
+        self._write = write
+        self._interval = interval
+        self._last = 0.0
+        self._timer: asyncio.TimerHandle | None = None
+
+    def write(self, frame: bytes) -> None:
+        """Write a frame."""
+        self._last = asyncio.get_running_loop().time()
+        self._write(frame)
+
+    @contextmanager
+    def running(self) -> Generator[None]:
+        """Write comments as needed while entered."""
+        self._last = asyncio.get_running_loop().time()
+        self._wait()
+        try:
+            yield
+        finally:
+            if self._timer is not None:
+                self._timer.cancel()
+
+    def _wait(self) -> None:
+        self._timer = asyncio.get_running_loop().call_at(self._last + self._interval, self._look)
+
+    def _look(self) -> None:
+        loop = asyncio.get_running_loop()
+        if loop.time() >= self._last + self._interval:
+            self.write(COMMENT)
+        self._wait()
+
+
+logger = logging.getLogger(__name__)
+
+
+class RequestStream:
+    """The stream of one request, sent to ``connection``; ``concurrency`` limits how many sequences run at a time."""
+
+    def __init__(
+        self, connection: ClientConnection, tools: StreamTools, plan: StreamPlan,
+        concurrency: Concurrency | None = None, pieces: TokenPieces | None = None,
+    ) -> None:  # fmt: skip
+        self._connection = connection
+        self._tools = tools
+        self._plan = plan
+        self._concurrency = concurrency
+        self._pieces = pieces
+        keeps_alive = tools.keep_alive and plan.events.keeps_alive
+        self._keep_alive = KeepAlive(connection.write, tools.keep_alive) if keeps_alive else None
+        self.write = connection.write if self._keep_alive is None else self._keep_alive.write
+        self.flush = connection.flush
+        self._choices: list[ChoiceStream] = []
+        self._open = plan.n
+        self._end = b""
+        self.queue: Any = None
+
+    # ---- from start to end -----------------------------------------------------------------------------------
+
+    async def run(self, add_request: Callable[[], Awaitable[Any]]) -> bytes:
+        """Stream the request that ``add_request`` adds to vLLM; return the last events, with the error if it failed."""
+        events = self._plan.events
+        if opening := events.begin():
+            self.write(framed(opening))
+        try:
+            self.queue = await add_request()
+            with nullcontext() if self._keep_alive is None else self._keep_alive.running():
+                await self._stream()
+            return self._end + await events.end(self._choices)
+        except Exception as error:
+            if not isinstance(error, (VLLMClientError, GracefulHTTPError, GenerationError, SequenceFailed)):
+                logger.exception("a stream failed")
+            return events.failed(error)
+
+    def begin(self, outputs: SequenceOutputs) -> None:
+        """Add a sequence with these ``outputs``; the engine-core client calls it while vLLM adds the request."""
+        self._choices.append(ChoiceStream(self, self._tools, self._plan, outputs, self._pieces))
+
+    async def _stream(self) -> None:
+        if not self._choices:
+            raise RuntimeError("vLLM added a request without passing it to its engine-core client")
+        try:
+            if len(self._choices) == 1:
+                await self._choices[0].run(nullcontext())
+                return
+            # All choices at the same time; an error of one choice ends all of them.
+            async with asyncio.TaskGroup() as group:
+                for choice in self._choices:
+                    turn = nullcontext() if self._concurrency is None else self._concurrency.one()
+                    group.create_task(choice.run(turn))
+        except ExceptionGroup as failed:
+            raise failed.exceptions[0] from None
+        finally:
+            self._tools.processor.abort_requests((self._choices[0].id,), internal=True)
+            self.queue.close()
+
+    @property
+    def calls_tool(self) -> bool:
+        """True if any choice has called a tool."""
+        return any(choice.calls_tool for choice in self._choices)
+
+    # ---- for its choices -------------------------------------------------------------------------------------
+
+    async def sent(self) -> None:
+        """Send the written chunks, and wait until the client has read enough."""
+        self._connection.flush()
+        await self._connection.has_room()
+
+    def has_result(self, result: RequestOutput) -> None:
+        """Write the events that come before the event of ``result``."""
+        if events := self._plan.events.result(result):
+            self.write(framed(events))
+
+    def has_ended(self, last: bytes) -> None:
+        """Write a choice's ``last`` event; the last choice's one is kept for the end of the stream."""
+        self._open -= 1
+        if self._open:
+            self.write(framed(last))
+        else:
+            self._end = last
