@@ -44,7 +44,7 @@ docs: setup ## the manual as a site, docs/_build/html/README.html; a warning, su
 		|| { rm -rf docs/_build/html; exit 1; }
 	@echo docs/_build/html/README.html
 
-reference: setup ## write docs/reference and deploy/grafana from what the code declares
+reference: setup ## write docs/reference, which git does not keep, and deploy/grafana from what the code declares
 	$(BIN)/python -m scripts.reference
 	$(BIN)/python -m scripts.dashboards
 
@@ -105,7 +105,7 @@ test-vllm: setup ## the plugin's tests, and then real engines, with each vLLM th
 	done
 
 clean: ## remove caches and build products
-	rm -rf build packages/*/build docs/_build .pytest_cache .ruff_cache .hypothesis
+	rm -rf build packages/*/build docs/_build docs/reference .pytest_cache .ruff_cache .hypothesis
 	find src packages tests -name __pycache__ -type d -prune -exec rm -rf {} +
 
 distclean: clean ## clean, and remove .venv

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import sys
+from pathlib import Path
 
 from sphinx.application import Sphinx
 
@@ -21,7 +23,11 @@ html_css_files = ["tables.css"]
 
 
 def setup(app: Sphinx) -> None:
-    """Sphinx's hook."""
+    """Sphinx's hook. The pages of the reference are built before Sphinx looks for pages."""
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+    from scripts.reference.built import built
+
+    built()
     app.connect("source-read", _with_contents)
 
 

@@ -1,1 +1,1 @@
-"""The dashboards for Grafana, generated from the metrics in ``docs/reference/metrics.md``."""
+"""The dashboards for Grafana, generated from the metrics in the page of metrics, ``docs/reference/metrics.md``."""

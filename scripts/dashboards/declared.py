@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import NamedTuple
 
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "reference" / "metrics.md"
 OF_TARGETS = ("instance", "job")
 """Labels that Prometheus adds to every series."""
 

@@ -1,12 +1,10 @@
-"""``python -m scripts.reference`` writes ``docs/reference``; with ``--check`` it names files that are out of date."""
+"""``python -m scripts.reference`` writes ``docs/reference``."""
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping
-from pathlib import Path
 
-from scripts.generated_files import write_or_check
+from scripts.reference.built import FOLDER
 from scripts.reference.command_pages import commands_page
 from scripts.reference.environment_page import environment_page
 from scripts.reference.http_page import http_page
@@ -14,8 +12,7 @@ from scripts.reference.llm_d_page import llm_d_page
 from scripts.reference.metrics_page import metrics_page
 from scripts.reference.settings_pages import files_page, settings_page
 
-FOLDER = Path(__file__).resolve().parents[2] / "docs" / "reference"
-NOTICE = "<!-- Written by `python -m scripts.reference` from the code's declarations. Do not edit. -->"
+NOTICE = "<!-- Written by `python -m scripts.reference` from the code's declarations. -->"
 
 
 def pages() -> Mapping[str, str]:
@@ -32,10 +29,13 @@ def pages() -> Mapping[str, str]:
     return {name: f"{NOTICE}\n\n{text.strip()}\n" for name, text in made.items()}
 
 
-def main() -> int:
-    """Write or check the pages. Return the exit code: 1 if ``--check`` found a file that is out of date."""
-    return write_or_check("python -m scripts.reference", __doc__, FOLDER, "docs/reference", pages())
+def main() -> None:
+    """Write the pages."""
+    FOLDER.mkdir(exist_ok=True)
+    for name, text in pages().items():
+        (FOLDER / name).write_text(text, encoding="utf-8")
+        print(f"docs/reference/{name}")
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -15,6 +15,7 @@ import promql_parser
 import pytest
 import typer
 import yaml
+from scripts.reference.built import page
 
 from tercet.cli.app import app
 from tercet.cli.setting_flags import flags_given
@@ -32,7 +33,6 @@ from .chart import (
     DIGEST,
     FETCH,
     GROUPS,
-    ROOT,
     VALUES,
     Object,
     chooses,
@@ -603,8 +603,7 @@ def test_autoscalers_go_by_metrics_that_there_are(values: Object) -> None:
     """Of whoever is there to say them: pickers, routers, or engines; and the adapter's rules pass them on."""
     scalers, rules = metrics_of(values), adapter_rules()
     assert scalers
-    page = (ROOT / "docs" / "reference" / "metrics.md").read_text()
-    sections = {text.splitlines()[0]: text for text in page.split("\n## ")}
+    sections = {text.splitlines()[0]: text for text in page("metrics.md").split("\n## ")}
     said_by = "Of a router" if values.get("router", {}).get("enabled", True) else "Of an endpoint picker"
     for metrics in scalers.values():
         assert metrics.keys() <= rules.keys()

@@ -8,8 +8,8 @@ from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parents[3]
 DOCS = ROOT / "docs"
-PAGES = [ROOT / "README.md", *sorted(path for path in DOCS.rglob("*.md") if "_build" not in path.parts)]
-WRITTEN_BY_HAND = [path for path in PAGES if path.parent.name != "reference"]
+BUILT = {"_build", "reference"}
+WRITTEN_BY_HAND = [ROOT / "README.md", *sorted(path for path in DOCS.rglob("*.md") if not BUILT & {*path.parts})]
 _FENCE = re.compile(r"^( *)```([\w-]*)\n(.*?)^ *```", re.DOTALL | re.MULTILINE)
 
 

@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from functools import cache
 from typing import Any
 
 import promql_parser
-from scripts.dashboards.declared import OF_TARGETS, PAGE, Declared
+from scripts.dashboards.declared import OF_TARGETS, Declared, Metric
+from scripts.reference.built import page
 
-METRICS = Declared(PAGE.read_text(encoding="utf-8")).metrics
 PARTS = {"bucket": {"le"}, "sum": set[str](), "count": set[str]()}
 OF_GRAFANA = {"$__rate_interval": "5m"}
+
+
+@cache
+def declared() -> Mapping[str, Metric]:
+    """The metrics of the reference."""
+    return Declared(page("metrics.md")).metrics
 
 
 def wrong_in(query: str, recorded: dict[str, set[str]] | None = None) -> list[str]:
@@ -43,7 +50,7 @@ def labels_by(query: str) -> set[str]:
 
 def _labels_of_all(recorded: dict[str, set[str]]) -> dict[str, set[str]]:
     known = {name: {*labels, *OF_TARGETS} for name, labels in recorded.items()}
-    for metric in METRICS.values():
+    for metric in declared().values():
         labels = {*metric.labels, *OF_TARGETS}
         if metric.kind == "histogram":
             known |= {f"{metric.name}_{part}": labels | more for part, more in PARTS.items()}

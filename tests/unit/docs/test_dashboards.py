@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 import yaml
 from scripts.dashboards import __main__ as dashboards
-from scripts.dashboards.declared import PAGE, Declared, Metric
-from scripts.generated_files import stale
+from scripts.dashboards.declared import Declared, Metric
+from scripts.reference.built import page
 
 from .promql import labels_by, wrong_in
 
@@ -45,15 +45,13 @@ def recorded() -> dict[str, set[str]]:
 
 def test_they_are_what_the_script_makes() -> None:
     assert {board.stem for board in BOARDS} == WANTED
-    assert stale(dashboards.FOLDER, dashboards.files(), "*.json") == [], "run python -m scripts.dashboards"
+    assert dashboards.stale(dashboards.files()) == [], "run python -m scripts.dashboards"
 
 
 def test_a_file_that_was_edited_or_is_too_many_is_found() -> None:
     made = dict(dashboards.files())
-    assert stale(dashboards.FOLDER, {**made, "fleet.json": "{}"}, "*.json") == ["fleet.json"]
-    assert stale(dashboards.FOLDER, {name: text for name, text in made.items() if name != "moves.json"}, "*.json") == [
-        "moves.json"
-    ]
+    assert dashboards.stale({**made, "fleet.json": "{}"}) == ["fleet.json"]
+    assert dashboards.stale({name: text for name, text in made.items() if name != "moves.json"}) == ["moves.json"]
 
 
 @pytest.mark.parametrize("board", BOARDS, ids=lambda board: board.stem)
@@ -108,7 +106,7 @@ def test_panels_have_a_place_a_meaning_and_a_unit(board: Path) -> None:
 )
 def test_no_query_is_made_of_what_does_not_exist(make: Any, why: str) -> None:
     with pytest.raises(ValueError, match=why):
-        make(Declared(PAGE.read_text(encoding="utf-8")))
+        make(Declared(page("metrics.md")))
 
 
 @pytest.mark.parametrize(
@@ -164,7 +162,7 @@ def test_promtool_finds_nothing_wrong_with_the_metrics() -> None:
     """Those of other projects, such as a picker's `llm_d_*`, have their names from there."""
     if shutil.which("promtool") is None:
         pytest.skip("promtool is not installed (Debian: apt-get install prometheus)")
-    metrics = Declared(PAGE.read_text(encoding="utf-8")).metrics.values()
+    metrics = Declared(page("metrics.md")).metrics.values()
     text = "".join(exposed(metric) for metric in metrics if metric.name.startswith("tercet_"))
     done = subprocess.run(["promtool", "check", "metrics"], input=text, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (0, "")

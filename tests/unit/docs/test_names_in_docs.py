@@ -6,11 +6,13 @@ import re
 from pathlib import Path
 
 import pytest
+from scripts.reference.built import NAMES, page
 
 from tests.sources import PACKAGES
 
+from .pages import WRITTEN_BY_HAND
+
 ROOT = Path(__file__).parents[3]
-DOCS = [file for file in sorted((ROOT / "docs").rglob("*.md")) if "_build" not in file.parts] + [ROOT / "README.md"]
 SCRIPTS = sorted((ROOT / "benchmarks").glob("*.py"))
 # Of these folders' files a document says the path, within the repository or within the package.
 BASES = (ROOT, ROOT / "src/tercet", *(package.parent for package in PACKAGES.values()))
@@ -42,9 +44,9 @@ def unknown_flags(source: str) -> list[str]:
     return sorted({flag for line in own for flag in FLAG.findall(line)} - known)
 
 
-@pytest.mark.parametrize("file", DOCS, ids=lambda file: file.name)
-def test_documents_name_files_that_exist_and_cut_no_table(file: Path) -> None:
-    text = file.read_text()
+@pytest.mark.parametrize("file", [*WRITTEN_BY_HAND, *NAMES], ids=lambda file: Path(file).name)
+def test_documents_name_files_that_exist_and_cut_no_table(file: Path | str) -> None:
+    text = page(file) if isinstance(file, str) else file.read_text()
     assert missing_paths(text) == []
     assert cut_tables(text) == []
 

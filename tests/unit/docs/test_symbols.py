@@ -28,7 +28,7 @@ OF_OTHER_TOOLS = {"clients.md", "llm-d.md"}
 # Flags of pip's pre-commit, of valgrind, and one that a decision says is gone.
 OTHER_FLAGS = {"--hook-type", "--tool", "--piece"}
 # Paths that are made when something runs, or are other projects'.
-MADE_OR_OTHERS = re.compile(r"(build|docs/_build|vllm|pkg|deploy/config|tercet)(/|$)")
+MADE_OR_OTHERS = re.compile(r"(build|docs/_build|docs/reference|vllm|pkg|deploy/config|tercet)(/|$)")
 # Names that are not in the code: other programs', results' or an example's.
 OTHERS = {
     "BHLNC", "BLHNC", "BLNHC", "LBHNC", "LBNHC", "LHBNC", "ID", "MC_TCP_BIND_ADDRESS", "TimeoutStopSec", "half_life",
@@ -180,7 +180,7 @@ def _is_command(names: list[str]) -> bool:
             return True
         command = command.commands.get(name)
         if command is None:
-            return name in ("...", "…")
+            return name in ("...", "…") or name.isupper()
     return True
 
 
