@@ -6,7 +6,7 @@ import json
 from itertools import islice
 from pathlib import Path
 from random import Random
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pytest
@@ -14,7 +14,7 @@ import pytest
 from tercet.protocol import BadRequest
 from tercet_lab.bench.traffic import fit_text
 from tercet_lab.bench.workloads import Conversation, Workload, parse_phase
-from tercet_lab.bench.workloads.conversations import INSTRUCTION, Draw, HashedWords, Lines, sonnet_lines
+from tercet_lab.bench.workloads.conversations import INSTRUCTION, Draw, HashedWords, Lines, lengths, sonnet_lines
 from tercet_lab.bench.workloads.recorded import read_sharegpt
 
 WORDS = HashedWords()
@@ -62,6 +62,21 @@ def test_lengths_are_normal_with_mean_and_deviation(kind: str) -> None:
     lengths = np.array([(len(c.turns[0].tokens), c.turns[0].output_len) for c in found])
     np.testing.assert_allclose(lengths.mean(axis=0), (100, 50), rtol=0.02)
     np.testing.assert_allclose(lengths.std(axis=0), (10, 5), rtol=0.1)
+
+
+@pytest.mark.parametrize("kind", ["normal", "lognormal"])
+@pytest.mark.parametrize(
+    ("mean", "dev"),
+    [(512, 1024), (256, 512), (128, 512), (512, 512), (512, 100), (7, 30), (1, 5), (1.5, 1e300), (9, 0)],
+)
+def test_lengths_have_the_mean_that_was_asked_for(
+    kind: Literal["normal", "lognormal"], mean: float, dev: float
+) -> None:
+    chance, drawing = Random(7), lengths(kind, mean, dev)
+    found = np.array([drawing.draw(chance) for _ in range(40_000)])
+    assert found.min() >= 1
+    # Five standard errors, and what rounding to whole tokens moves.
+    assert abs(found.mean() - mean) <= 5 * found.std() / len(found) ** 0.5 + 0.02 * mean
 
 
 def test_no_length_is_below_one() -> None:

@@ -68,6 +68,22 @@ def test_engines_that_are_given_up_finish_what_they_have(tmp_path: Path) -> None
     assert found.planned.engine_seconds < 6 * 20
 
 
+def test_engines_that_never_start_are_in_no_share_and_no_mean(tmp_path: Path) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text(
+        "from tercet.decisions.planning import WantedPlan\n"
+        "def same(seen):\n    return WantedPlan(seen.plan, 'as it is')\n"
+    )
+    load = SyntheticWorkload(rate=20.0, requests=120, input_mean=500, output_mean=50)
+    few, many = (simulated(f"{file}:same", load, most=most)[0] for most in (4, 16))
+    assert few.planned is not None
+    assert many.planned is not None
+    assert many.planned.engine_seconds == pytest.approx(few.planned.engine_seconds)
+    assert many.busy == pytest.approx(few.busy)
+    assert few.imbalance is not None
+    assert many.imbalance == few.imbalance
+
+
 @pytest.mark.parametrize(
     ("fleet", "given", "named"),
     [

@@ -14,7 +14,7 @@ from tercet.decisions.planning import PlanLimits
 from tercet.protocol import BadRequest
 from tercet.router.serve.service import Service
 from tercet_lab.bench.simulated.moving_fleet import MoveCounts
-from tercet_lab.bench.simulated.outcome import PlannedRun
+from tercet_lab.bench.simulated.outcome import PaidTime, PlannedRun
 from tercet_lab.bench.simulated.scenario import (
     EngineGroup,
     FleetSpec,
@@ -61,18 +61,16 @@ class VirtualPlanner:
 
     def __init__(
         self, policy: Policy | Planner, settings: PlannerSettings, objectives: Objectives, limits: PlanLimits,
-        spare: Sequence[str], service: Service[MoveCounts], engines: Mapping[str, SimEngine],
+        spare: Sequence[str], service: Service[MoveCounts], engines: Mapping[str, SimEngine], paid: PaidTime,
     ) -> None:  # fmt: skip
         self._policy, self._settings = policy, settings
         self._objectives, self._limits = objectives, limits
-        self._fleet, self._engines = service.fleet, engines
+        self._fleet, self._engines, self._paid = service.fleet, engines, paid
         self._seen = service.remember(SeenRequests(settings.window_s, objectives, service.fleet.costs.clock))
         self._compared, self._sampled = (0, 0), (0, 0, 0)
         self._state: dict[str, State] = dict.fromkeys(engines, "serving")
-        self._began = dict.fromkeys(engines, 0.0)
         self._changes: list[PlannedChange] = []
         self._samples: list[FleetSample] = []
-        self._engine_seconds = 0.0
         self._decisions = 0
         self._plan_at = policy.pause_s(settings.interval_s) if isinstance(policy, Planner) else settings.interval_s
         self.cpu_s = 0.0
@@ -163,7 +161,8 @@ class VirtualPlanner:
 
     def _start(self, name: str, role: Role) -> None:
         self._fleet.member(name).role = role
-        self._state[name], self._began[name] = "starting", self._now()
+        self._state[name] = "starting"
+        self._paid.begin(name, self._now())
         asyncio.get_running_loop().call_later(self._settings.start_s, partial(self._started, name))
 
     def _started(self, name: str) -> None:
@@ -182,7 +181,7 @@ class VirtualPlanner:
         self._fleet.drain(name)
 
     def _switch_off(self, name: str) -> None:
-        self._engine_seconds += self._now() - self._began[name]
+        self._paid.end(name, self._now())
         self._state[name] = "off"
         self._fleet.drain(name)
         self._fleet.member(name).reachable = False
@@ -212,11 +211,10 @@ class VirtualPlanner:
 
     def result(self, end: float, simulated_requests: int = 0) -> PlannedRun:
         """Return the changes, samples and costs of a run that ended at the second ``end``."""
-        on = sum(end - self._began[name] for name, state in self._state.items() if state != "off")
         return PlannedRun(
             changes=tuple(self._changes),
             samples=tuple(self._samples),
-            engine_seconds=self._engine_seconds + on,
+            engine_seconds=self._paid.seconds(end),
             decisions=self._decisions,
             simulations=self._policy.simulations if isinstance(self._policy, Planner) else 0,
             simulated_requests=simulated_requests,
@@ -254,11 +252,13 @@ class SimulatedPlanning:
             return spec
         return msgspec.structs.replace(spec, engines=(*spec.engines, EngineGroup(role="decode", count=self._spare)))
 
-    def companion(self, service: Service[MoveCounts], engines: Mapping[str, SimEngine]) -> Coroutine[Any, Any, None]:
+    def companion(
+        self, service: Service[MoveCounts], engines: Mapping[str, SimEngine], paid: PaidTime
+    ) -> Coroutine[Any, Any, None]:
         """Return the planner's task for a run; see :data:`~tercet_lab.bench.simulated.virtual_run.Companion`."""
         spare = list(engines)[len(engines) - self._spare :]
         self._planner = VirtualPlanner(
-            self._policy, self._settings, self._objectives, self._limits, spare, service, engines
+            self._policy, self._settings, self._objectives, self._limits, spare, service, engines, paid
         )
         return self._planner.run()
 

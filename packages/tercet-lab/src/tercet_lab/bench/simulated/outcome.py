@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 from array import array
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 import msgspec
@@ -91,15 +91,41 @@ class PlannedRun(msgspec.Struct, frozen=True, kw_only=True):
         }
 
 
+class PaidTime:
+    """The time for which each engine costs something: a planner's engines only from the order to start to their end.
+
+    Shares and means of a run are over this time: engines that a planner never started would dilute them.
+    """
+
+    def __init__(self, names: Iterable[str]) -> None:
+        self._since = dict.fromkeys(names, 0.0)
+        self._seconds = 0.0
+
+    def begin(self, name: str, now: float) -> None:
+        """Pay for an engine from the second ``now``."""
+        self._since[name] = now
+
+    def end(self, name: str, now: float) -> None:
+        """Pay for an engine no longer, from the second ``now``."""
+        self._seconds += now - self._since.pop(name)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._since
+
+    def seconds(self, now: float) -> float:
+        """Return the paid engine-seconds until the second ``now``."""
+        return self._seconds + sum(now - since for since in self._since.values())
+
+
 SAMPLE_SECONDS, OFTEN = 0.1, 100
 
 
 class KVImbalance(msgspec.Struct, frozen=True, kw_only=True):
-    """The KV usage of the fullest engine minus the mean over all engines, both as shares of a KV cache (0 to 1).
+    """The KV usage of the fullest engine minus the mean over all paid engines, as shares of a KV cache (0 to 1).
 
     ``mean`` and ``p95`` are over samples every :data:`SAMPLE_SECONDS` seconds from the first arrival to the last one:
     the drain at the end is not a load to balance. With more than :data:`OFTEN` engines, samples are less frequent, so
-    that they cost no more. ``usage`` is the mean KV usage of all engines over the same time.
+    that they cost no more. ``usage`` is the mean KV usage of the paid engines over the same time.
     """
 
     mean: float
@@ -114,8 +140,8 @@ class KVImbalance(msgspec.Struct, frozen=True, kw_only=True):
 class ImbalanceSamples:
     """The sampling of all engines at regular intervals, until ``over`` is set."""
 
-    def __init__(self, engines: Sequence[SimEngine]) -> None:
-        self._engines = engines
+    def __init__(self, engines: Mapping[str, SimEngine], paid: PaidTime) -> None:
+        self._engines, self._paid = engines, paid
         self._imbalances = array("d")
         self._usages = array("d")
         self.over = False
@@ -124,10 +150,11 @@ class ImbalanceSamples:
         """Take samples until cancelled, or until ``over`` is set."""
         interval = SAMPLE_SECONDS * max(1.0, len(self._engines) / OFTEN)
         while not self.over:
-            usages = [engine.kv_usage for engine in self._engines]
-            mean = sum(usages) / len(usages)
-            self._imbalances.append(max(usages) - mean)
-            self._usages.append(mean)
+            paid = self._paid
+            if usages := [engine.kv_usage for name, engine in self._engines.items() if name in paid]:
+                mean = sum(usages) / len(usages)
+                self._imbalances.append(max(usages) - mean)
+                self._usages.append(mean)
             await asyncio.sleep(interval)
 
     def summary(self) -> KVImbalance | None:
@@ -144,8 +171,8 @@ class ImbalanceSamples:
 class Outcome:
     """The results of one run: columns with one entry per measured request, and the engines' counters.
 
-    Times are in seconds of virtual time; ``first`` is NaN for a failed request. ``busy`` is the share of the engines'
-    time in which a step ran. ``timeline`` is empty unless it was requested.
+    Times are in seconds of virtual time; ``first`` is NaN for a failed request. ``busy`` is the share of the
+    engines' paid time in which a step ran. ``timeline`` is empty unless it was requested.
     """
 
     sent: array[float] = field(default_factory=lambda: array("d"))

@@ -26,7 +26,7 @@ from tercet.settings.declaration import complaint, load_yaml
 from tercet.settings.fleet_settings import DEFAULT_CLASS, ObjectiveClass, Objectives
 from tercet_lab.bench.summary import MS, Samples, Slo
 from tercet_lab.bench.workloads import Conversation, parse_phases, plan
-from tercet_lab.bench.workloads.conversations import HashedWords, replayed
+from tercet_lab.bench.workloads.conversations import HashedWords, lengths, replayed
 
 SHORT = re.compile(r"(\d+)P(\d+)D(@[^,=@]+)?")
 ROLES: tuple[Role, ...] = ("prefill", "decode", "both")
@@ -140,7 +140,6 @@ def members_of(spec: FleetSpec) -> list[tuple[EngineGroup, int]]:
 # one object for each, so prompts stay in the processor's caches when they are copied and hashed.
 _TEXT = 65_536
 _FIRST_UNIQUE_TOKEN = 1_000_000
-LONGEST = 20.0
 
 
 class SyntheticWorkload(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -149,8 +148,8 @@ class SyntheticWorkload(msgspec.Struct, frozen=True, forbid_unknown_fields=True,
     ``rate`` is in requests per second. ``arrivals``: ``poisson``; ``constant``; ``gamma`` with the shape
     ``burstiness``, as in ``tercet bench``: below 1 is bursty, 1 is Poisson. The first ``warm_up`` requests are in no
     metric. If ``prefixes`` is not 0, each request starts with one of that number of prefixes of ``prefix`` tokens
-    (drawn uniformly), as a part of its input length. ``lengths``: ``normal``; ``lognormal`` with the same means and
-    standard deviations, which has a long tail, up to :data:`LONGEST` times the mean.
+    (drawn uniformly), as a part of its input length. ``lengths``: ``normal``; ``lognormal``, which has a long tail, up
+    to 20 times the mean (:class:`~tercet_lab.bench.workloads.conversations.Lengths`).
     """
 
     rate: float
@@ -168,12 +167,15 @@ class SyntheticWorkload(msgspec.Struct, frozen=True, forbid_unknown_fields=True,
 
     def __post_init__(self) -> None:
         """Raise :class:`~tercet.protocol.BadRequest`, which names the field, for the first invalid value."""
-        for field in ("rate", "input_mean", "output_mean", "burstiness"):
+        for field in ("rate", "burstiness"):
             if not getattr(self, field) > 0:
                 raise BadRequest(f"{field}: is {getattr(self, field)}, and must be positive", field)
+        for field in ("input_mean", "output_mean"):
+            if not 1 <= getattr(self, field) < math.inf:
+                raise BadRequest(f"{field}: is {getattr(self, field)}, and must be at least 1 token", field)
         for field in ("input_dev", "output_dev", "warm_up", "prefixes", "prefix"):
-            if not getattr(self, field) >= 0:
-                raise BadRequest(f"{field}: is {getattr(self, field)}, and must not be negative", field)
+            if not 0 <= getattr(self, field) < math.inf:
+                raise BadRequest(f"{field}: is {getattr(self, field)}, and must be a number of at least 0", field)
         if self.requests <= self.warm_up:
             raise BadRequest(f"requests: is {self.requests}, and must exceed warm_up, {self.warm_up}", "requests")
         if bool(self.prefixes) != bool(self.prefix):
@@ -185,14 +187,15 @@ def requests_of(workload: SyntheticWorkload, seed: int) -> Iterator[tuple[float,
     when, chance = 0.0, random.Random(f"{seed} lengths")
     text = _text(seed) * 2
     prefixes = [_prompt(text, chance, index, workload.prefix) for index in range(workload.prefixes)]
-    draw = _normal if workload.lengths == "normal" else _lognormal
+    inputs = lengths(workload.lengths, workload.input_mean, workload.input_dev)
+    outputs = lengths(workload.lengths, workload.output_mean, workload.output_dev)
     gaps = gaps_of(workload.arrivals, workload.rate, workload.burstiness, random.Random(f"{seed} arrivals"))
     for number in range(workload.requests):
         when += next(gaps)
-        length = draw(chance, workload.input_mean, workload.input_dev)
+        length = inputs.draw(chance)
         prefix = chance.choice(prefixes)[: length - 1] if prefixes else ()
         prompt = prefix + _prompt(text, chance, len(prefixes) + number, length - len(prefix))
-        output = draw(chance, workload.output_mean, workload.output_dev)
+        output = outputs.draw(chance)
         yield when, Request(seq_id=f"r{number}", prompt=prompt, sampling_params={"max_tokens": output})
 
 
@@ -214,15 +217,6 @@ def gaps_of(arrivals: str, rate: float, burstiness: float, chance: random.Random
     if arrivals == "poisson":
         return iter(lambda: chance.expovariate(rate), None)
     return iter(lambda: chance.gammavariate(burstiness, mean / burstiness), None)
-
-
-def _normal(chance: random.Random, mean: float, dev: float) -> int:
-    return max(1, round(chance.gauss(mean, dev) if dev else mean))
-
-
-def _lognormal(chance: random.Random, mean: float, dev: float) -> int:
-    sigma = math.sqrt(math.log1p((dev / mean) ** 2))
-    return max(1, round(min(chance.lognormvariate(math.log(mean) - sigma**2 / 2, sigma), LONGEST * mean)))
 
 
 def _prompt(text: tuple[int, ...], chance: random.Random, number: int, length: int) -> tuple[int, ...]:

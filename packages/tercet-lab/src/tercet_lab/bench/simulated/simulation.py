@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 
 from tercet import __version__
 from tercet.decisions.scheduling import load_scheduling
@@ -247,6 +248,11 @@ class Simulation(msgspec.Struct, frozen=True, kw_only=True):
         simulated = max(outcome.ended, default=0.0)
         pace = f"{simulated / took:.1f} times real time, {simulated / cpu:.1f} by CPU time"
         note(f"rate {_shown(rate)}: {simulated:.1f} s in {took:.1f} s ({cpu:.1f} s of CPU): {pace}")
+        if len(set(outcome.input_tokens)) > 1 or len(set(outcome.output_tokens)) > 1:
+            tokens = (
+                f"{np.mean(each):.4g} ± {np.std(each):.3g}" for each in (outcome.input_tokens, outcome.output_tokens)
+            )
+            note(f"rate {_shown(rate)}: tokens of the requests (mean ± deviation): {' in, '.join(tokens)} out")
         point = point_of(rate, outcome, self.slo or self._objectives())
         if planning is not None:
             point = msgspec.structs.replace(point, planned=planning.result(simulated))

@@ -33,7 +33,7 @@ from tercet_lab.bench.simulated.moving_fleet import (
     build_fleet,
     plan_fault,
 )
-from tercet_lab.bench.simulated.outcome import ImbalanceSamples, Outcome
+from tercet_lab.bench.simulated.outcome import ImbalanceSamples, Outcome, PaidTime
 from tercet_lab.bench.simulated.scenario import (
     FleetSpec,
     FollowUp,
@@ -117,8 +117,11 @@ class FollowUps(Protocol):
         ...
 
 
-Companion = Callable[[Service[MoveCounts], Mapping[str, SimEngine]], Coroutine[Any, Any, None]]
-"""A function that returns a coroutine, which runs until the end of the simulated run and may change the fleet."""
+Companion = Callable[[Service[MoveCounts], Mapping[str, SimEngine], PaidTime], Coroutine[Any, Any, None]]
+"""A function that returns a coroutine, which runs until the end of the simulated run and may change the fleet.
+
+It keeps record of the engines that it switches off and on in the run's :class:`PaidTime`.
+"""
 
 
 def run_once(
@@ -226,7 +229,7 @@ async def _run(
     built = build_fleet(program, spec, profile, options, seed, moving)
     if scheduling is not None:
         built.service.fleet.scheduling = scheduling
-    outcome = Outcome(objectives=moving.objectives)
+    outcome, paid = Outcome(objectives=moving.objectives), PaidTime(built.engines)
     if moving.objectives.classes:
         weights = weights_of(moving.class_traffic, moving.objectives)
         arrivals = classed(arrivals, weights, moving.objectives.header, seed)
@@ -235,13 +238,13 @@ async def _run(
     recorder = None if record_s is None else TimelineRecorder(built.service, built.engines, profile, record_s)
     others: list[Coroutine[Any, Any, None]] = [] if recorder is None else [recorder.run()]
     if companion is not None:
-        others.append(companion(built.service, built.engines))
+        others.append(companion(built.service, built.engines, paid))
     async with built.moving.running(), alongside(*others):
-        await _serve_all(built, arrivals, warm_up, outcome, follow_ups)
+        await _serve_all(built, arrivals, warm_up, outcome, follow_ups, paid)
     if recorder is not None:
         recorder.close()
         outcome.timeline = recorder.frames
-    _collect(built, outcome)
+    _collect(built, outcome, paid)
     built.network.close()
     return outcome
 
@@ -252,9 +255,10 @@ async def _serve_all(
     warm_up: int,
     outcome: Outcome,
     follow_ups: FollowUps | None,
+    paid: PaidTime,
 ) -> None:
     loop, coming = asyncio.get_running_loop(), enumerate(arrivals)
-    samples = ImbalanceSamples(list(built.engines.values()))
+    samples = ImbalanceSamples(built.engines, paid)
     all_sent: asyncio.Future[None] = loop.create_future()
     # Not a TaskSet: it would log an error of a program, but an unhandled exception must end the simulation.
     running: set[asyncio.Task[None]] = set()
@@ -374,11 +378,11 @@ def _cause_of(error: TercetError) -> TercetError:
     raise ProgramFailed(f"the program failed: {what}") from cause
 
 
-def _collect(built: VirtualFleet, outcome: Outcome) -> None:
-    totals, elapsed = Counter[str](), asyncio.get_running_loop().time()
+def _collect(built: VirtualFleet, outcome: Outcome, paid: PaidTime) -> None:
+    totals, paid_s = Counter[str](), paid.seconds(asyncio.get_running_loop().time())
     for engine in built.engines.values():
         counters = engine.all_counters
-        outcome.busy += counters.busy / elapsed / len(built.engines)
+        outcome.busy += counters.busy / paid_s
         totals["steps"] += counters.steps
         totals["prefill_tokens"] += counters.prefill_tokens
         totals["decode_tokens"] += counters.decode_tokens

@@ -23,7 +23,7 @@ import msgspec
 
 from tercet.protocol import BadRequest
 
-FEW_TRIES = 1000
+LONGEST = 20.0
 Tokens = Annotated[int, msgspec.Meta(ge=1)]
 Count = Annotated[int, msgspec.Meta(ge=1)]
 Spread = Annotated[float, msgspec.Meta(ge=0)]
@@ -61,18 +61,61 @@ def random_ids(vocabulary: Vocabulary, count: int, rng: Random) -> tuple[int, ..
     return tuple(found)
 
 
-def draw_length(mean: float, deviation: float, rng: Random, least: int = 1) -> int:
-    """Return a normal deviate, rounded to a whole number of tokens, that is at least ``least``.
+class Lengths:
+    """Random lengths in whole tokens, at least 1, with exactly the ``mean`` that was asked for.
 
-    Smaller ones are drawn again. If all draws are too small, return ``least``.
+    What is below 1 becomes 1, and a ``lognormal`` length above :data:`LONGEST` means becomes that. This alone would
+    move the mean (a normal 512 +- 1024 cut at 1 has the mean 719), so the uncut distribution is moved until the cut one
+    has the mean. Where the cut takes or gives much, the deviation is smaller than ``dev``.
     """
-    if deviation <= 0:
-        return max(least, round(mean))
-    for _ in range(FEW_TRIES):
-        length = round(rng.gauss(mean, deviation))
-        if length >= least:
-            return length
-    return least
+
+    def __init__(self, kind: Literal["normal", "lognormal"], mean: float, dev: float) -> None:
+        self._kind = kind
+        dev = min(dev, 1000 * mean)  # beyond, all mass is at the cuts, and the arithmetic overflows
+        self._most = LONGEST * mean if kind == "lognormal" else math.inf
+        self._sigma = math.sqrt(math.log1p((dev / mean) ** 2)) if kind == "lognormal" else dev
+        self._centre = math.log(mean) - self._sigma**2 / 2 if kind == "lognormal" else mean
+        # A shift below this is less than the rounding to whole tokens, and would only change what seeds give.
+        if dev and abs(self._mean(self._centre) - mean) > 1e-3:
+            self._centre = self._solved(mean)
+
+    def draw(self, chance: Random) -> int:
+        """Return the next length."""
+        if not self._sigma:
+            return max(1, round(math.exp(self._centre) if self._kind == "lognormal" else self._centre))
+        drawn = (
+            chance.lognormvariate(self._centre, self._sigma)
+            if self._kind == "lognormal"
+            else chance.gauss(self._centre, self._sigma)
+        )
+        return max(1, round(min(drawn, self._most)))
+
+    def _mean(self, centre: float) -> float:
+        """Return the mean of the cut distribution around ``centre``: the mass at each cut, and the part between."""
+        sigma, most = self._sigma, self._most
+        if self._kind == "normal":
+            low = (1 - centre) / sigma
+            density = math.exp(-(low**2) / 2) / math.sqrt(2 * math.pi)
+            return _below(low) + centre * _below(-low) + sigma * density
+        low, high = ((math.log(cut) - centre) / sigma for cut in (1, most))
+        between = math.exp(centre + sigma**2 / 2) * (_below(high - sigma) - _below(low - sigma))
+        return _below(low) + between + most * _below(-high)
+
+    def _solved(self, mean: float) -> float:
+        """Return the centre whose cut distribution has ``mean``: it grows with the centre, so halving finds it."""
+        low, high = self._centre - 40 * self._sigma, self._centre + 40 * self._sigma
+        for _ in range(100):
+            middle = (low + high) / 2
+            low, high = (middle, high) if self._mean(middle) < mean else (low, middle)
+        return (low + high) / 2
+
+
+def _below(value: float) -> float:
+    """Return the share of a standard normal distribution below ``value``."""
+    return math.erfc(-value / math.sqrt(2)) / 2
+
+
+lengths = lru_cache(maxsize=256)(Lengths)
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,8 +196,8 @@ class MadeUp(Workload, frozen=True):
 
     def lengths(self, draw: Draw) -> tuple[int, int]:
         """Return the number of tokens that one request adds to its prompt, and the number of tokens of its answer."""
-        prompt = draw_length(self.input_len, self.input_len_std, draw.shape)
-        return prompt, draw_length(self.output_len, self.output_len_std, draw.shape)
+        prompt = lengths("normal", self.input_len, self.input_len_std).draw(draw.shape)
+        return prompt, lengths("normal", self.output_len, self.output_len_std).draw(draw.shape)
 
 
 class Sonnet(MadeUp, frozen=True, tag="sonnet"):
