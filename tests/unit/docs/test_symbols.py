@@ -263,6 +263,16 @@ def test_the_reading_path_is_ten_files_of_the_length_that_it_says() -> None:
     assert 1700 < sum(lengths) < 3500
 
 
+def test_ten_questions_are_answered_by_one_file_each() -> None:
+    page = (DOCS / "read-me-in-an-hour.md").read_text(encoding="utf-8")
+    section = page.split("## A stranger's ten questions")[1].split("\n## ")[0]
+    answers = re.findall(r"^\| [^|`]+\? \| `([\w/]+\.py)` `(\w+(?:\.\w+)?)` \|$", section, re.MULTILINE)
+    assert len({name for name, _ in answers}) == 10 == section.count("? |")
+    assert all((PRODUCT / name).is_file() for name, _ in answers)
+    assert misplaced(section) == []
+    assert missing_members({symbol for _, symbol in answers}) == []
+
+
 def test_decisions_are_listed_in_the_order_of_their_numbers() -> None:
     listed = re.findall(r"\((\d{4}-[\w-]+\.md)\)", (DOCS / "adr" / "README.md").read_text(encoding="utf-8"))
     assert listed == sorted(path.name for path in (DOCS / "adr").glob("0*.md"))
