@@ -346,11 +346,22 @@ def test_a_sweep_runs_every_combination() -> None:
         8,
         [parse_axis("balance_ratio=0,0.2"), parse_axis("fleet=1P1D,1P2D"), Axis("max_num_seqs", ("64",))],
         "ttft.mean",
-        "tpot.p99",
+        "tpot.p90",
     )
     assert [trial.settings["fleet"] for trial in report.trials] == ["1P1D", "1P2D"] * 2
     assert any(trial.standing == "best" for trial in report.trials)
     assert report.to_json() == report.to_json()
+
+
+def test_a_percentile_of_too_few_requests_is_refused_before_any_runs() -> None:
+    with pytest.raises(BadRequest, match=r"--y tpot\.p99: 90 requests are too few .*--num-prompts.* tpot\.mean"):
+        sweep(simulation(), 8, [Axis("max_num_seqs", ("64",))], "ttft.mean", "tpot.p99")
+
+
+@pytest.mark.parametrize("line", ["--planner-margin 0.2", "--over planner-margin=0,0.2"])
+def test_a_setting_of_a_planner_that_does_not_run_is_refused(line: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert app._run(["sim", "--num-prompts", "20", *line.split()]) == 2
+    assert "planner-margin: has no effect without --planner" in capsys.readouterr().err
 
 
 @pytest.mark.slow

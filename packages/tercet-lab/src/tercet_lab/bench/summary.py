@@ -239,7 +239,7 @@ def achieved(metrics: Mapping[str, float | int | None], name: str) -> float | No
     return metrics.get(f"request_{name}") if steady is None else steady
 
 
-def enough(requests: int, statistic: str) -> bool:
+def enough(requests: float, statistic: str) -> bool:
     """True if this number of requests is enough for the statistic, such as ``p99``."""
     return requests >= REQUESTS_NEEDED.get(statistic, 1)
 

@@ -58,9 +58,15 @@ class PlannerSettings(Settings, frozen=True):
     ] = msgspec.field(default=30, name="planner-start-time")
 
 
-def require_planner(planner: str, roles: str, objectives: Objectives) -> None:
-    """Raise :class:`~tercet.protocol.BadRequest` if a planner lacks objectives, or the router changes roles too."""
+def require_planner(planner: str, planning: PlannerSettings, roles: str, objectives: Objectives) -> None:
+    """Raise :class:`~tercet.protocol.BadRequest` if a planner is missing or lacks what it needs.
+
+    It needs objectives, and a router that does not change roles too. Its settings have no effect without it.
+    """
     if planner == NO_PLANNER:
+        for each in msgspec.structs.fields(PlannerSettings):
+            if getattr(planning, each.name) != each.default:
+                raise BadRequest(f"{each.encode_name}: has no effect without --planner", each.encode_name)
         return
     if objectives.ttft is None or objectives.tpot is None:
         raise BadRequest("planner: needs objectives; set --objective-ttft and --objective-tpot", "planner")

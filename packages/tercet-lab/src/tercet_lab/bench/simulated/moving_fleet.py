@@ -106,7 +106,7 @@ class MovingSettings(Settings, frozen=True):
         super().__post_init__()
         weights_of(self.class_traffic, self.objectives)
         require_objectives(self.roles, self.objectives)
-        require_planner(self.planner, self.roles, self.objectives)
+        require_planner(self.planner, self.planning, self.roles, self.objectives)
 
 
 class MoveTotals(msgspec.Struct, frozen=True, kw_only=True):

@@ -25,7 +25,7 @@ from tercet.settings.declaration import near
 from tercet_lab.bench.results import BenchResult, Point
 from tercet_lab.bench.simulated.moving_fleet import MovingSettings
 from tercet_lab.bench.simulated.simulation import NONE, SimulatedPoint, Simulation, figure_headings, figures_of
-from tercet_lab.bench.summary import three_digits
+from tercet_lab.bench.summary import enough, three_digits
 from tercet_lab.sim import EngineOptions, load_profile
 
 MOVING = {each.key for each in declared(MovingSettings)}
@@ -167,8 +167,12 @@ def sweep(
     ``x`` and ``y`` are metrics such as ``ttft.p99``; ``note`` gets lines about progress. Raise
     :class:`~tercet.protocol.BadRequest` for an unknown metric or setting.
     """
-    for metric in (x, y):
+    measured = (base.workload.requests or math.inf) - base.workload.warm_up
+    for option, metric in (("--x", x), ("--y", y)):
         check_metric(metric)
+        if not enough(measured, metric.partition(".")[2]):
+            less = f"{measured:g} requests are too few for this percentile"
+            raise BadRequest(f"{option} {metric}: {less}; set --num-prompts, or compare {metric[:-3]}mean", option)
     _require_known(base, axes)
     used = tuple(range(base.seed, base.seed + seeds))
     found: list[tuple[dict[str, str], tuple[SimulatedPoint, ...]]] = []
