@@ -1,4 +1,4 @@
-# The endpoint picker, the rescheduler, and commands that call a router; without torch and vLLM.
+# The endpoint picker, and commands that call a router; without torch and vLLM.
 #     docker build -f deploy/docker/gateway.Dockerfile -t tercet-gateway:0.3.0 .
 # A tag may change; to fix the base: --build-arg BASE=python@sha256:DIGEST (docs/howto/docker.md).
 ARG BASE=python:3.11-slim-bookworm

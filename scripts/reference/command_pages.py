@@ -14,8 +14,8 @@ from tercet.settings.declaration import plain_type
 
 HEAD = """# Commands
 
-Every command, argument and flag. `tercet COMMAND --help` shows the same in a terminal. Flags of `tercet up`, `tercet router`
-and `tercet rescheduler` can also be given as [keys of a file or variables](settings.md).
+Every command, argument and flag. `tercet COMMAND --help` shows the same in a terminal. Flags of `tercet up` and `tercet router`
+can also be given as [keys of a file or variables](settings.md).
 
 The exit code is 0 for success, 1 for a failure, 2 for wrong use, and 130 after Ctrl-C. An error message is one line on standard
 error.

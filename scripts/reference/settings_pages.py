@@ -13,7 +13,7 @@ from tercet.cluster.up_config import UpConfig
 from tercet.decisions.scheduling.assembly import PluginEntry, PluginUse, ProfileConfig, SchedulingConfig
 from tercet.decisions.scheduling.registry import BUILT_IN
 from tercet.router.serve.routing import Plan, Rule, Share
-from tercet.settings import Declared, EngineAddress, ReschedulerConfig, RouterConfig, RouterSettings, Settings, declared
+from tercet.settings import Declared, EngineAddress, RouterConfig, RouterSettings, Settings, declared
 from tercet.vllm_plugin.start.plugin_settings import PluginSettings
 from tercet_gateway.gateway_settings import ModelRouterConfig, PickerConfig, SidecarConfig
 from tercet_lab.bench.bench_config import BenchConfig, CompareConfig, ServeConfig
@@ -25,7 +25,6 @@ from tercet_lab.sim import EngineOptions
 OF_COMMANDS: Mapping[str, type[Settings]] = {
     "tercet up": UpConfig,
     "tercet router": RouterConfig,
-    "tercet rescheduler": ReschedulerConfig,
     "tercet planner": PlannerConfig,
     "tercet epp": PickerConfig,
     "tercet sidecar": SidecarConfig,
@@ -36,7 +35,7 @@ OF_COMMANDS: Mapping[str, type[Settings]] = {
 
 SETTINGS_HEAD = """# Settings
 
-A setting of `tercet up`, `tercet router`, `tercet rescheduler`, `tercet planner`, `tercet epp`, `tercet sidecar`, `tercet model-router` and `tercet chaos` is a flag, an environment variable and a key of the
+A setting of `tercet up`, `tercet router`, `tercet planner`, `tercet epp`, `tercet sidecar`, `tercet model-router` and `tercet chaos` is a flag, an environment variable and a key of the
 YAML file that `--config` names. It is read in this order: flag, variable, file, default. Unknown keys and values out of range are
 refused. Keys without a flag are for files and variables only. The variable is `TERCET_` and the key in capitals, with `_` for `-`;
 [environment variables](environment.md) lists all of them, with the few that have other names.
@@ -60,8 +59,6 @@ def settings_page() -> str:
             settings_table(UpConfig, but=router),
             "## Of `tercet router` only",
             settings_table(RouterConfig, but=router),
-            "## Of `tercet rescheduler`\n\nIn addition to those of a router that begin with `reschedule`, `move` and `max-move`:",
-            settings_table(ReschedulerConfig, but=[RouterConfig]),
             "## Of `tercet planner`",
             settings_table(PlannerConfig, but=[RouterConfig]),
             "## Of `tercet epp`",

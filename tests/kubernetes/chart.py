@@ -83,7 +83,6 @@ VALUES: Mapping[str, Object] = {
             "service": {"type": "LoadBalancer", "annotations": {"a": "b"}},
             "autoscaling": {"enabled": True},
         },
-        "rescheduler": {"enabled": True, "args": ["--max-moves", "2"], "env": [{"name": "A", "value": "b"}]},
         "gateway": {
             "enabled": True,
             "parentRefs": [{"name": "inference"}],

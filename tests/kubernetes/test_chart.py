@@ -23,7 +23,7 @@ from tercet.fleet.discovery.kubernetes_api import InferencePool, Pod
 from tercet.fleet.discovery.pod_discovery import engines_of
 from tercet.protocol.hosts import AllowedPrefillers
 from tercet.router.state.state_configmap import ConfigMapStore
-from tercet.settings import ReschedulerConfig, RouterConfig, Settings, decode_settings
+from tercet.settings import RouterConfig, Settings, decode_settings
 from tercet.vllm_plugin.start.plugin_settings import parse_settings
 from tercet_gateway.gateway_settings import PickerConfig, SidecarConfig
 from tests.unit.router.api_objects import ApiObjects
@@ -90,10 +90,10 @@ MOUNTED: Object = {
 def test_a_users_items_replace_the_charts_of_the_same_name() -> None:
     gateway = {"enabled": True, "parentRefs": [{"name": "g"}]}
     both = {**OWN, **MOUNTED}
-    values: Object = {"engineDefaults": both, "router": both, "epp": both, "rescheduler": {**OWN, "enabled": True}}
+    values: Object = {"engineDefaults": both, "router": both, "epp": both}
     made = pods(objects({**values, "gateway": gateway}))
     found = {name: pod for name, pod in made if name.startswith("Deployment/")}
-    assert len(found) == 5
+    assert len(found) == 4
     for name, pod in found.items():
         [container] = pod["spec"]["containers"]
         names = [each["name"] for each in container["env"]]
@@ -102,8 +102,6 @@ def test_a_users_items_replace_the_charts_of_the_same_name() -> None:
         assert all(each in container["env"] for each in OWN["env"])
         assert pod["metadata"]["labels"]["helm.sh/chart"] == "mine"
         assert pod["metadata"]["annotations"]["tercet/settings"] == "mine"
-        if "rescheduler" in name:
-            continue
         volumes = [each["name"] for each in pod["spec"]["volumes"]]
         paths = [each["mountPath"].rstrip("/") for each in container["volumeMounts"]]
         assert (len(volumes), len(paths)) == (len(set(volumes)), len(set(paths)))
@@ -309,7 +307,7 @@ def test_pods_may_do_little(values: Object) -> None:
         assert not {"hostNetwork", "hostPID", "hostIPC"} & spec.keys(), name
         assert spec["enableServiceLinks"] is False, name
         component = pod["metadata"]["labels"]["app.kubernetes.io/component"]
-        asks = component in ("router", "epp", "rescheduler")
+        asks = component in ("router", "epp")
         assert spec["automountServiceAccountToken"] is asks, name
     role = of_kind("Role", made)["tercet-discovery"]
     verbs = ["get", "list", "watch"]
@@ -714,7 +712,7 @@ def test_pods_have_the_time_that_they_need_to_stop(values: Object) -> None:
 @CASES
 def test_every_server_is_watched(values: Object) -> None:
     for name, _, container in containers(objects(values)):
-        if container["name"] in ("rescheduler", "status", "sidecar"):  # a sidecar's start waits for nobody
+        if container["name"] in ("status", "sidecar"):  # a sidecar's start waits for nobody
             continue
         if "--headless" in container["args"]:
             continue
@@ -735,7 +733,6 @@ def test_every_server_is_watched(values: Object) -> None:
 KINDS: dict[str, tuple[type[Settings], str]] = {
     "router": (RouterConfig, "router-args"),
     "epp": (PickerConfig, ""),
-    "rescheduler": (ReschedulerConfig, ""),
     "sidecar": (SidecarConfig, ""),
 }
 

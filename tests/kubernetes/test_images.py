@@ -59,7 +59,7 @@ def test_each_base_may_be_fixed_by_its_digest(file: Path) -> None:
     assert [re.fullmatch(form, rest) is not None for rest in before] == [True]
 
 
-@pytest.mark.parametrize("path", ["router", "rescheduler", "epp", "engineDefaults.sidecar"])
+@pytest.mark.parametrize("path", ["router", "epp", "engineDefaults.sidecar"])
 def test_what_holds_bodies_of_clients_has_a_limit_of_memory(path: str) -> None:
     found = yaml.safe_load((CHART / "values.yaml").read_text())
     for name in path.split("."):
@@ -124,13 +124,12 @@ STARTED = (
     "tercet_gateway.sidecar.proxy",
     "tercet_gateway.server",
     "tercet_gateway.model_renderer",
-    "tercet.router.serve.rescheduler",
     "tercet.wire.otel",
     "opentelemetry.exporter.otlp.proto.http.trace_exporter",
 )
 
 
-@pytest.mark.parametrize("command", ["epp", "rescheduler", "sidecar", "status"])
+@pytest.mark.parametrize("command", ["epp", "sidecar", "status"])
 def test_the_small_image_has_enough(command: str) -> None:
     arguments = [",".join(pins("gateway.txt")), ",".join(STARTED), *command.split(), "--help"]
     done = subprocess.run([sys.executable, "-c", ONLY, *arguments], capture_output=True, text=True, check=False)

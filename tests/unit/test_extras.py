@@ -66,7 +66,7 @@ sys.meta_path.insert(0, Refuse())
 WHAT_RUNS = (
     "tercet.cli.up", "tercet.cli.engine", "tercet.cli.servers", "tercet.cli.detached", "tercet.cli.demo",
     "tercet.cli.chat", "tercet.cli.status", "tercet.cli.scale", "tercet.cli.trace", "tercet.cli.unknown_variables",
-    "tercet.cluster.local", "tercet.router.server", "tercet.router.workers", "tercet.router.serve.rescheduler",
+    "tercet.cluster.local", "tercet.router.server", "tercet.router.workers",
     "tercet.decisions.scheduling",
 )  # fmt: skip
 OF_PACKAGES_RUN = (

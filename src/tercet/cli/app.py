@@ -25,7 +25,7 @@ from itertools import pairwise, takewhile
 from tercet.protocol import BadRequest
 
 # Commands that run for a long time and read settings from environment variables.
-SERVERS = frozenset({"up", "engine", "router", "epp", "sidecar", "model-router", "rescheduler", "demo", "chaos"})
+SERVERS = frozenset({"up", "engine", "router", "epp", "sidecar", "model-router", "demo", "chaos"})
 # The exit code that click uses when nothing reads its output.
 NOBODY_READS = 1
 # Base classes of typer's errors about the command line; they come from its bundled click, and have no public name.

@@ -23,7 +23,7 @@ from tercet.protocol.entry_points import COMMANDS, entry_points
 # `EXTRA_OF` come with another package, which the extra installs.
 MODULES: Mapping[str, str] = {
     "up": "up", "down": "detached", "status": "status", "chat": "chat", "engine": "engine", "router": "servers",
-    "epp": "", "sidecar": "", "model-router": "", "rescheduler": "servers", "planner": "",
+    "epp": "", "sidecar": "", "model-router": "", "planner": "",
     "demo": "demo", "chaos": "", "conformance": "", "doctor": "doctor",
     "program": "program", "engines": "engines", "scale": "scale", "upgrade": "",
     "trace": "trace", "top": "top", "bench": "", "sim": "",
@@ -32,11 +32,12 @@ EXTRA_OF: Mapping[str, str] = {
     "epp": "gateway", "sidecar": "gateway", "model-router": "gateway", "upgrade": "gateway",
     "planner": "lab", "chaos": "lab", "conformance": "lab", "bench": "lab", "sim": "lab",
 }  # fmt: skip
-# Commands that are parts of other commands.
+# Commands that are parts of other commands, or were replaced by them.
 PARTS_OF: Mapping[str, str] = {
     "adapters": "tercet engines adapters",
     "moves": "tercet status --moves, or tercet engines move",
     "profile": "tercet bench profile",
+    "rescheduler": "tercet router --reschedule POLICY with --state: each router moves its own sequences",
 }
 
 

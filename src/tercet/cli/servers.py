@@ -1,4 +1,4 @@
-"""``tercet router`` and ``tercet rescheduler``: run one server in the foreground."""
+"""``tercet router``: run the router in the foreground."""
 
 from __future__ import annotations
 
@@ -17,10 +17,8 @@ from tercet.cluster.up_config import require_private_router
 from tercet.decisions.migration import policies_of
 from tercet.decisions.scheduling import load_scheduling
 from tercet.programs import load_program
-from tercet.protocol import BadRequest
-from tercet.router.serve.rescheduler import serve_rescheduler
 from tercet.router.workers import supervise
-from tercet.settings import ReschedulerConfig, RouterConfig, require_url
+from tercet.settings import RouterConfig
 from tercet.wire.client import engine_tls
 
 
@@ -56,22 +54,3 @@ def router(config: RouterConfig) -> None:
     from tercet.router.server import serve  # imports vLLM, which takes seconds, unless the small API serves
 
     serve(config)
-
-
-@settings_command(ReschedulerConfig)
-def rescheduler(config: ReschedulerConfig) -> None:
-    """Run one rescheduler for a fleet that several routers share.
-
-    The rescheduler reads the sequences of all routers from the engines. When a policy proposes a move, it asks the
-    router of the sequence to move it. The limits apply to all proposals together. A single router, also with several
-    workers, runs its own rescheduler instead.
-
-    Examples:
-    - `tercet rescheduler --url http://10.0.0.1:8000 --reschedule decode_load`
-    - `tercet rescheduler --reschedule binpack_consolidation --reschedule-interval 1 --max-moves-per-engine 4`
-    """
-    if not config.reschedule.policies:
-        raise BadRequest("--reschedule: is required; give at least one policy", "--reschedule")
-    policies_of(config.reschedule)
-    require_url(config.url, "--url", "http://127.0.0.1:8000")
-    serve_rescheduler(config)

@@ -9,7 +9,7 @@ from typing import Any
 
 from tercet.cluster.up_config import UpConfig
 from tercet.protocol.entry_points import SETTINGS, entry_points, provided
-from tercet.settings import ReschedulerConfig, RouterConfig, Settings, declared
+from tercet.settings import RouterConfig, Settings, declared
 from tercet.settings.declaration import VARIABLE_PREFIX, near
 from tercet.settings.process_settings import INTERNAL, OF_COMMANDS, OF_TESTS, VARIABLES
 
@@ -17,9 +17,7 @@ from tercet.settings.process_settings import INTERNAL, OF_COMMANDS, OF_TESTS, VA
 _OF_SERVICES = re.compile(r".*_SERVICE_(HOST|PORT(_\w+)?)|.*_PORT(_[0-9]+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?)?")
 _SERVICE = re.compile(r"(tcp|udp|sctp)://.*|[0-9a-fA-F.:]*|tcp|udp|sctp")
 _TEST = "TERCET_TEST_"
-_OF_COMMAND: Mapping[str, type[Settings]] = {
-    "up": UpConfig, "router": RouterConfig, "rescheduler": ReschedulerConfig,
-}  # fmt: skip
+_OF_COMMAND: Mapping[str, type[Settings]] = {"up": UpConfig, "router": RouterConfig}
 # Packages whose settings are read from the environment too; those of vLLM's plugin and of measurements are not.
 _READ_THEM = ("tercet.settings", "tercet.cluster")
 

@@ -39,7 +39,7 @@ from tercet.router.observe.metrics import Metrics, SessionCounters
 from tercet.router.observe.request_traces import RequestTrace, RequestTraces, spans_of
 from tercet.router.pooling import PoolingServers
 from tercet.router.router_app import RouterApp, put_layers_before
-from tercet.router.serve.rescheduler import OwnSequences, Rescheduler
+from tercet.router.serve.moves import Rescheduler
 from tercet.router.serve.routing import NamedFiles
 from tercet.router.serve.service import Service
 from tercet.router.serve.service_programs import ServicePrograms
@@ -240,8 +240,7 @@ class _Router:
             policies = with_roles_followed(policies)
             state.role_keeper = RoleKeeper(state, self.path, config.objectives)
             self.background.spawn(state.role_keeper.run(), "roles")
-        own = OwnSequences(service.fleet, service.sequences, service.moves)
-        keep(Rescheduler(service.fleet, own, policies).run, "rescheduler")
+        keep(Rescheduler(service.fleet, service.sequences, service.moves, policies).run, "rescheduler")
         if config.sessions.on:
             service.sessions = sessions = Sessions(
                 service.fleet, config.sessions, SessionCounters(), file=self._session_file

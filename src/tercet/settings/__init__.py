@@ -16,7 +16,7 @@ from tercet.settings.declaration import (
 from tercet.settings.engine_addresses import DiscoverySettings, EngineAddress, require_engine_url, require_url
 from tercet.settings.fleet_settings import MoveSettings, RescheduleSettings
 from tercet.settings.process_settings import EngineTLS
-from tercet.settings.router_settings import Limits, ReschedulerConfig, RetryBudget, RouterConfig, RouterSettings
+from tercet.settings.router_settings import Limits, RetryBudget, RouterConfig, RouterSettings
 
 __all__ = [
     "SECRET_VARIABLE",
@@ -27,7 +27,6 @@ __all__ = [
     "Limits",
     "MoveSettings",
     "RescheduleSettings",
-    "ReschedulerConfig",
     "RetryBudget",
     "RouterConfig",
     "RouterSettings",

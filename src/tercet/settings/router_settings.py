@@ -1,4 +1,4 @@
-"""Settings of ``tercet router`` (shared with ``tercet up``) and of ``tercet rescheduler``."""
+"""Settings of ``tercet router``, which ``tercet up`` shares."""
 
 from __future__ import annotations
 
@@ -451,26 +451,3 @@ class RouterConfig(RouterSettings, frozen=True, kw_only=True):
     def admin_address(self) -> AdminAddress | None:
         """The address of admin routes; None if they are served at the port for clients."""
         return None if self.admin_listen is None else AdminAddress.of(self.admin_listen)
-
-
-class ReschedulerConfig(Settings, frozen=True):
-    """Settings of one rescheduler for all routers of a fleet; ``moves``, ``reschedule`` and others are groups."""
-
-    url: Annotated[
-        str, Setting("URL of a router, which lists the engines; not used if engines are found in Kubernetes.")
-    ] = "http://127.0.0.1:8000"
-    discovery: DiscoverySettings = DiscoverySettings()
-    stream_port: Annotated[
-        Port, Setting("Port to which engines connect to report their load.", default="any free port")
-    ] = 0
-    admin_key: AdminKey = ""
-    admin_key_file: AdminKeyFile = None
-    secret: EngineSecret = ""
-    stuck_after_s: Annotated[
-        Seconds, Setting("Time without progress after which an engine counts as lost.", unit="seconds")
-    ] = msgspec.field(default=5.0, name="stuck-after")  # fmt: skip
-    moves: MoveSettings = MoveSettings()
-    reschedule: RescheduleSettings = RescheduleSettings()
-    engine_tls: EngineTLS = EngineTLS()
-    log_level: LeastLogged = "info"
-    log_format: LogLines = "text"

@@ -123,7 +123,7 @@ async def answered(client: socket.socket, port: int) -> bytes:
     [
         (sidecar, uvloop.new_event_loop),
         (token_streams, uvloop.new_event_loop),  # of routers
-        (token_streams, asyncio.new_event_loop),  # of the rescheduler
+        (token_streams, asyncio.new_event_loop),  # of pickers in tests
         (aiohttp_server, uvloop.new_event_loop),  # of simulated engines
         (aiohttp_server, asyncio.new_event_loop),  # of `tercet up`, for `tercet scale`
         (uvicorn_server, uvloop.new_event_loop),

@@ -38,7 +38,6 @@ ENDLESS = {
     "router/state/joined_members.py:remove_gone": KEPT,
     "router/page/watch.py:OtherWorkers._find": KEPT,
     "router/state/loaded_code.py:reload_on_change": KEPT,
-    "router/serve/rescheduler.py:_follow": KEPT,
     "router/state/roles.py:RoleKeeper._decide": KEPT,
     "router/serve/sessions.py:Sessions._watch": KEPT,
     "router/state/shared_state.py:SharedState.follow": KEPT,

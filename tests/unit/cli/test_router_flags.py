@@ -24,7 +24,6 @@ from tercet.settings import (
     DiscoverySettings,
     EngineAddress,
     Limits,
-    ReschedulerConfig,
     RetryBudget,
     RouterConfig,
     RouterSettings,
@@ -267,9 +266,7 @@ def test_help_fits_on_two_screens_and_names_every_flag(
     assert {"Model", "Engines", "Programs and placement", "Limits", "Failures", "Moves", "Observability"} <= {*lines}
 
 
-@pytest.mark.parametrize(
-    ("command", "kind"), [("up", UpConfig), ("router", RouterConfig), ("rescheduler", ReschedulerConfig)]
-)
+@pytest.mark.parametrize(("command", "kind"), [("up", UpConfig), ("router", RouterConfig)])
 def test_the_long_help_has_what_only_the_file_sets(
     command: str, kind: type[Settings], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -69,7 +69,7 @@ async def until_it_passes_requests_on(client: aiohttp.ClientSession, url: str) -
             await asyncio.sleep(0.1)
 
 
-@pytest.mark.parametrize("who", ["rescheduler", "planner", "model-router"])
+@pytest.mark.parametrize("who", ["planner", "model-router"])
 async def test_a_killed_service_costs_no_running_request_and_a_new_start_works(tmp_path: Path, who: str) -> None:
     said: list[str] = []
     (port,) = free_ports("127.0.0.1", 1)
@@ -78,7 +78,6 @@ async def test_a_killed_service_costs_no_running_request_and_a_new_start_works(t
         aiohttp.ClientSession() as client,
     ):
         commands = {
-            "rescheduler": ("rescheduling 2 engines", "--url", fleet.url, "--reschedule", "binpack_consolidation"),
             "planner": ("planning for", "--url", fleet.url),
             "model-router": ("serves", "--router", fleet.url, "--port", str(port)),
         }

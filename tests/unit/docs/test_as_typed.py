@@ -22,7 +22,7 @@ from tercet.cluster.up_config import UpConfig
 from tercet.protocol import BadRequest
 from tercet.protocol.headers import GENERATING
 from tercet.router.router_app import OPEN
-from tercet.settings import ReschedulerConfig, RouterConfig, Settings, decode_settings
+from tercet.settings import RouterConfig, Settings, decode_settings
 from tercet.settings.process_settings import API_KEY_VARIABLE
 from tercet_gateway.gateway_settings import ModelRouterConfig, PickerConfig, SidecarConfig
 from tercet_lab.planning.planner_settings import PlannerConfig
@@ -38,7 +38,6 @@ SERVERS: dict[str, tuple[type[Settings], str]] = {
     "tercet epp": (PickerConfig, ""),
     "tercet sidecar": (SidecarConfig, ""),
     "tercet model-router": (ModelRouterConfig, ""),
-    "tercet rescheduler": (ReschedulerConfig, ""),
     "tercet planner": (PlannerConfig, ""),
 }
 # What a reader has, or the page says how to get.

@@ -21,7 +21,7 @@ TESTS = {
 def test_the_table_has_the_processes_of_a_fleet() -> None:
     said = " ".join(row[0] for row in ROWS)
     for process in (
-        "engine", "grammars", "router", "worker", "guard", "rescheduler", "planner", "model-router", "epp", "sidecar",
+        "engine", "grammars", "router", "worker", "guard", "planner", "model-router", "epp", "sidecar",
     ):  # fmt: skip
         assert process in said, process
 

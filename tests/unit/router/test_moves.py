@@ -29,8 +29,9 @@ from tercet.protocol import (
     UnknownEngine,
 )
 from tercet.router.observe.metrics import Metrics
-from tercet.router.serve.rescheduler import OwnSequences, Rescheduler
+from tercet.router.serve.moves import Rescheduler
 from tercet.router.serve.routing import Plan
+from tercet.router.serve.service import Service
 from tercet.router.state.followers import Followers
 from tercet.settings import MoveSettings, RescheduleSettings
 from tests.longest_wait import LONGEST_WAIT_S
@@ -327,8 +328,65 @@ async def test_an_engine_that_stood_still_already_when_it_was_to_begin_is_given_
 
 
 def rescheduler_of(router: LiveRouter, **settings: Any) -> Rescheduler:
-    own = OwnSequences(router.fleet, router.service.sequences, router.service.moves)
-    return Rescheduler(router.fleet, own, RescheduleSettings(**settings))
+    service = router.service
+    return Rescheduler(router.fleet, service.sequences, service.moves, RescheduleSettings(**settings))
+
+
+async def test_a_policy_that_there_is_not_is_said_at_once(router: LiveRouter) -> None:
+    with pytest.raises(BadRequest, match="there is no policy 'x'"):
+        rescheduler_of(router, policies=("x",))
+
+
+async def test_two_routers_move_their_own_sequences_within_common_limits(router: LiveRouter, metrics: Metrics) -> None:
+    """Both see the load of the whole fleet; neither needs a third that decides."""
+    service, other = (
+        router.service,
+        Service(router.fleet, "data_parallel", {}, metrics, moves=MoveSettings(per_engine=1)),
+    )
+    others_file = Followers(router.directory / "state.json")
+    other.moves.under_way.shared = others_file
+    service.moves.settings = MoveSettings(per_engine=1)
+    service.moves.under_way = MovesUnderWay(service.moves.settings, service.moves.under_way.shared)
+    reschedule = RescheduleSettings(policies=("decode_load",), threshold=0.1)
+    both = [Rescheduler(router.fleet, each.sequences, each.moves, reschedule) for each in (service, other)]
+    try:
+        async with running(router) as (_, sequence):
+            client = Client(other.run(msgspec.structs.replace(sequence.request, seq_id="t"), Trace()), Trace())
+            task = asyncio.create_task(client.read())
+            await turns(lambda: len(client.tokens) == HOLD)
+            await router.shared.change(lambda state: state.with_draining("p", False).with_role("p", "decode"))
+            for member in router.fleet.members:
+                member.kv_tokens = 1000
+            router.fleet.report("d", EngineLoad(waiting=0, running=2, kv_usage=0.8))
+            router.fleet.report("p", EngineLoad(waiting=0, running=0, kv_usage=0.1))
+            router.engine("p").pause.clear()
+            for each in both:
+                await each.look()
+            assert [len(each.moves.under_way) for each in (service, other)] == [1, 0], "one at a time between the two"
+            assert len(other.moves.under_way.everywhere()) == 1
+            router.engine("p").pause.set()
+            await turns(lambda: [move.outcome for move in service.moves.since(0)] == ["moved"])
+            await both[1].look()
+            await turns(lambda: [move.outcome for move in other.moves.since(0)] == ["moved"])
+            assert [move.seq_id for each in (service, other) for move in each.moves.since(0)] == ["s", "t"]
+            for engine in router.engines.values():
+                engine.let(None)
+            await task
+            assert client.tokens == WHOLE
+    finally:
+        others_file.close()
+
+
+async def test_the_end_of_a_rescheduler_leaves_nothing_behind(router: LiveRouter) -> None:
+    async with running(router):
+        await router.shared.change(lambda state: state.with_draining("p", False).with_draining("d", True))
+        router.engine("p").pause.clear()
+        task = asyncio.create_task(rescheduler_of(router).run())
+        await turns(lambda: len(router.service.moves.under_way) == 1)
+        task.cancel()
+        await asyncio.wait({task})
+        assert len(router.service.moves.under_way) == 0
+        router.engine("p").pause.set()
 
 
 async def test_a_drained_engine_is_emptied(router: LiveRouter) -> None:

@@ -17,12 +17,11 @@ from tercet.decisions.roles import Pressures, RoleFlip, RoleLook
 from tercet.fleet import membership
 from tercet.protocol.wire import JoinCall
 from tercet.router.page import watch
-from tercet.router.serve import rescheduler, sessions
+from tercet.router.serve import sessions
 from tercet.router.serve.routing import Plan
 from tercet.router.state import fleet_adapters, joined_members, loaded_code, roles, shared_state
 from tercet.router.state.fleet_state import StateFile
 from tercet.router.state.joined_members import GoneEngines, join
-from tercet.settings import ReschedulerConfig
 from tercet.settings.fleet_settings import Objectives, SessionSettings
 from tercet_lab.bench.simulated.moving_fleet import SessionCounts
 from tests.longest_wait import LONGEST_WAIT_S
@@ -216,22 +215,3 @@ async def test_other_workers_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
             others.end()
 
     await with_an_error_at_each_await("router/page/watch.py:OtherWorkers._find", started)
-
-
-async def test_a_rescheduler_follows_its_router(router: LiveRouter, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rescheduler, "FOLLOW_SECONDS", 0.002)
-    listed = [{"name": name, "url": f"http://{name}", "role": "both", "draining": False} for name in ("p", "d")]
-
-    async def ask(*_: object, **__: object) -> Any:
-        await asyncio.sleep(0)
-        return listed
-
-    monkeypatch.setattr(rescheduler, "ask_router", ask)
-    config = ReschedulerConfig(url="http://router")
-
-    async def one_is_drained() -> None:
-        wanted = listed[1]["draining"] = not router.fleet.member("d").draining
-        await until(lambda: router.fleet.member("d").draining is wanted)
-
-    started = partial(kept, lambda: rescheduler._follow(config, router.membership), one_is_drained)
-    await with_an_error_at_each_await("router/serve/rescheduler.py:_follow", started)

@@ -59,8 +59,3 @@
 - {name: tls, secret: {secretName: {{ include "tercet.eppCertName" . }}}}
 {{- end }}
 {{- end }}
-
-{{- define "tercet.reschedulerEnvironment" -}}
-{{- include "tercet.fleetSecret" . | nindent 0 }}
-- {name: HOME, value: /tmp}
-{{- end }}

@@ -1,7 +1,12 @@
-"""Execution of the moves of this process's sequences: one at a time for each sequence, within limits, and recorded.
+"""The moves of this process's sequences: policies or people ask for them, limits hold them back, each is recorded.
 
-Other processes propose moves to the engine that generates the sequence: only the process that runs a sequence can move
-it, and only that engine knows this process, since it has the process's token stream.
+Only the process that runs a sequence moves it (:class:`Moves`), one move at a time. Three ways ask for one:
+
+1. :class:`Rescheduler` lets policies propose moves at intervals.
+2. An admin route names a sequence of this process: :meth:`Moves.move`.
+3. It names a sequence of another process of this fleet. Only the engine that generates the sequence knows that process,
+   since it has the process's token stream: :func:`pass_on` hands the request to the engines, and :class:`Proposals`
+   receives it at the other end.
 """
 
 from __future__ import annotations
@@ -10,18 +15,28 @@ import asyncio
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, suppress
 from functools import partial
 from typing import Literal, Protocol, runtime_checkable
 
 import msgspec
 
-from tercet.aio import TaskSet
-from tercet.decisions.migration import MovesUnderWay, Stage, migrate
+from tercet.aio import TaskSet, repeat
+from tercet.decisions.migration import (
+    MovesUnderWay,
+    Rescheduling,
+    SequenceView,
+    Stage,
+    Wanted,
+    drain,
+    failover,
+    migrate,
+    policies_of,
+)
 from tercet.fleet import EngineFleet, RunningSequence, RunningSequences
 from tercet.fleet.members import until_lost
-from tercet.fleet.policy_views import counted_move
+from tercet.fleet.policy_views import counted_move, is_stale, loaded_engines
 from tercet.fleet.sequences import MovingSequence
 from tercet.fleet.trace import TracedEngine
 from tercet.logs import MOVE, lines_of_request
@@ -36,7 +51,7 @@ from tercet.protocol import (
 )
 from tercet.protocol.spans import working_in
 from tercet.protocol.trace import TraceEvent
-from tercet.settings import MoveSettings
+from tercet.settings import MoveSettings, RescheduleSettings
 
 REMEMBERED = 1000
 # The code of a move that was cancelled.
@@ -252,6 +267,81 @@ def _tell(move: MoveRecord) -> None:
         seq_id=move.seq_id, engine=move.source, to=move.destination, reason=move.reason, outcome=move.outcome,
         code=move.code, result=result,
     )  # fmt: skip
+
+
+class Rescheduler:
+    """The mover of this process's ``sequences``: at intervals it begins the moves that policies propose, within limits.
+
+    Policies see the load of the whole fleet, as engines report it, and the moves that the other processes with the same
+    state have begun; limits count these too. Engines that are leaving, or have made no progress for ``stale_after_s``,
+    are emptied with any settings. The constructor raises :class:`~tercet.protocol.BadRequest` if the settings name an
+    unknown policy.
+    """
+
+    def __init__(
+        self, fleet: EngineFleet, sequences: RunningSequences, moves: Moves, settings: RescheduleSettings
+    ) -> None:
+        self._fleet = fleet
+        self._sequences = sequences
+        self._moves = moves
+        self._settings = settings
+        self._rescheduling = Rescheduling((drain, failover, *policies_of(settings)))
+        self._tasks = TaskSet()
+
+    async def run(self) -> None:
+        """Make a round (:meth:`look`) at each interval, until cancelled."""
+        try:
+            await repeat(self.look, self._settings.interval_s, "rescheduler")
+        finally:
+            await self._tasks.close()
+
+    async def look(self) -> None:
+        """Begin the moves that may begin now; a move that exceeds a limit is proposed again in the next round."""
+        now, held_back = self._fleet.costs.clock(), 0
+        self._rescheduling.begins(now)
+        movable, views = self._movable(now) if self._has_work else ({}, {})
+        members = {member.name for member in self._fleet.members}
+        for wanted in self._wanted(views) if movable else ():
+            sequence = movable.get(wanted.seq_id)
+            if sequence is None or wanted.destination not in members - {wanted.source}:
+                continue
+            if self._moves.refusal(sequence, wanted.destination) is not None:
+                held_back += 1
+                continue
+            self._rescheduling.moved(wanted.seq_id, now)
+            work = self._moves.follow(sequence, wanted.destination, wanted.reason)
+            self._tasks.spawn(work, f"move of {wanted.seq_id}")
+            await asyncio.sleep(0)  # so that the move begins and counts for the limits
+        self._moves.metrics.held_back(held_back)
+
+    @property
+    def _has_work(self) -> bool:
+        """True if policies may propose moves; policies that always apply only empty engines."""
+        stale_after_s = self._settings.stale_after_s
+        return bool(self._settings.policies) or any(
+            member.leaving or is_stale(self._fleet, member, stale_after_s) for member in self._fleet.members
+        )
+
+    def _movable(self, now: float) -> tuple[dict[str, RunningSequence], dict[str, list[SequenceView]]]:
+        """Return the sequences that may be moved, by id, and their views by engine."""
+        members = {member.name: member for member in self._fleet.members}
+        movable: dict[str, RunningSequence] = {}
+        views: dict[str, list[SequenceView]] = {name: [] for name in members}
+        for sequence in self._sequences:
+            seq_id, member = sequence.request.seq_id, members.get(sequence.engine)
+            if not sequence.is_generated or member is None or self._moves.is_moving(sequence):
+                continue
+            if self._rescheduling.leaves_alone(seq_id):
+                continue
+            movable[seq_id] = sequence
+            tokens = sequence.known_tokens
+            view = SequenceView(seq_id, tokens, member.share(tokens), sequence.answered, now - sequence.began)
+            views[member.name].append(view)
+        return movable, views
+
+    def _wanted(self, views: Mapping[str, Sequence[SequenceView]]) -> Iterable[Wanted]:
+        under_way = self._moves.under_way.everywhere()
+        return self._rescheduling.wanted(loaded_engines(self._fleet, views, under_way, self._settings.stale_after_s))
 
 
 logger = logging.getLogger("tercet.router")

@@ -33,8 +33,7 @@ from tercet.router.observe.metrics import Metrics
 from tercet.router.observe.request_traces import RequestTraces
 from tercet.router.prompt_texts import ChatMessage, PromptTexts
 from tercet.router.router_app import RouterApp
-from tercet.router.serve.moves import MoveRecord
-from tercet.router.serve.rescheduler import OwnSequences, Rescheduler
+from tercet.router.serve.moves import MoveRecord, Rescheduler
 from tercet.router.serve.service import Service
 from tercet.router.serve.service_programs import ServicePrograms
 from tercet.settings import EngineAddress, RouterSettings
@@ -351,8 +350,8 @@ class SimulatedArena(Arena):
             for name, role in self._roles.items():
                 await members.enter(EngineAddress(name, self._places[name].url, role))
             members.served_model = await members.until_ready(START_SECONDS)
-            own = OwnSequences(self._fleet, self._service.sequences, self._service.moves)
-            rescheduler = Rescheduler(self._fleet, own, RouterSettings().reschedule)
+            service, policies = self._service, RouterSettings().reschedule
+            rescheduler = Rescheduler(self._fleet, service.sequences, service.moves, policies)
             looking = [asyncio.create_task(members.watch()), asyncio.create_task(rescheduler.run())]
             try:
                 async with http_port(

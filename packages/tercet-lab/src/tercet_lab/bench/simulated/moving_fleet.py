@@ -23,8 +23,7 @@ from tercet.decisions.sessions import Pause
 from tercet.fleet import EngineFleet, EngineObserver, Member, Trace
 from tercet.programs import Program, name_of
 from tercet.protocol import BadRequest, LayoutMismatch
-from tercet.router.serve.moves import MoveRecord
-from tercet.router.serve.rescheduler import OwnSequences, Rescheduler
+from tercet.router.serve.moves import MoveRecord, Rescheduler
 from tercet.router.serve.service import Service
 from tercet.router.serve.sessions import MoveEnd, PinEnd, Ran, Sessions
 from tercet.router.state.roles import INTERVAL_S, FleetRoles, seen_for_roles, with_roles_followed
@@ -234,7 +233,7 @@ class MovingFleet:
         by_itself = settings.roles == "auto"
         change = by_itself or settings.planner != NO_PLANNER
         policies = with_roles_followed(settings.reschedule) if change else settings.reschedule
-        rescheduler = Rescheduler(fleet, OwnSequences(fleet, service.sequences, service.moves), policies)
+        rescheduler = Rescheduler(fleet, service.sequences, service.moves, policies)
         self.roles = VirtualRoles(service, engines, settings.objectives) if by_itself else None
         if self.roles is not None:
             self._work.append(self.roles.run())
