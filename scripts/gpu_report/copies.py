@@ -142,8 +142,7 @@ def _own(pipe: Connection) -> None:
     import msgspec
     import torch
 
-    from tercet.vllm_plugin.worker.device_export import DeviceExport
-    from tercet.vllm_plugin.worker.kv_planes import LayerPlanes
+    from tercet.vllm_plugin.worker.kv_planes import DeviceExport, LayerPlanes
 
     blocks = COPIED_BYTES // BLOCK_BYTES
     cache = torch.zeros(blocks, 1, 16, BLOCK_BYTES // 16, dtype=torch.uint8, device="cuda")

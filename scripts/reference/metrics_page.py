@@ -9,7 +9,7 @@ from prometheus_client.core import Metric
 from prometheus_client.metrics import MetricWrapperBase
 from scripts.reference.markdown import code, table
 
-from tercet.engine import agent_metrics
+from tercet.engine import agents
 from tercet.engine.liveness_probe import LivenessProbe
 from tercet.fleet import EngineFleet, Member
 from tercet.fleet.engine_gauges import EngineCollector
@@ -86,9 +86,9 @@ def metrics_page() -> str:
             "## Of an engine",
             _table(
                 [
-                    *declared_by(vars(agent_metrics)),
+                    *declared_by(vars(agents)),
                     *declared_by(vars(remote_prefill)),
-                    *collected(agent_metrics.ProbeCollector(_probe()).collect()),
+                    *collected(agents.ProbeCollector(_probe()).collect()),
                 ]
             ),
             "## Of an endpoint picker",

@@ -17,7 +17,7 @@ def queue() -> Iterator[tuple[object, object]]:
     from vllm.distributed.device_communicators.shm_broadcast import MessageQueue, SpinCondition
 
     from tercet.vllm_plugin.hooks import hooks_of
-    from tercet.vllm_plugin.worker.queue_waiting import let_queue_readers_sleep
+    from tercet.vllm_plugin.worker.model_runner import let_queue_readers_sleep
 
     begin, wait = SpinCondition.__init__, SpinCondition.wait
     let_queue_readers_sleep()

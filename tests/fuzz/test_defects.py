@@ -40,7 +40,7 @@ from tercet.transport import GrantLease, KVRegion, LeaseFilled, SendDone, Transp
 from tercet.transport.agent.agent import Agent, AgentSetup
 from tercet.transport.agent.agent_messages import ControlServer, ReadCounters
 from tercet.transport.backends.reading import BackendUnavailable, understood
-from tercet.vllm_plugin.edge.sampling_params import first_token_only, to_vllm
+from tercet.vllm_plugin.edge.llm_requests import first_token_only, to_vllm
 from tercet.wire.client import HttpEngine
 from tercet.wire.client.ask_router import ask_router
 from tercet.wire.streams import OutputBatch, RouterConnections, StreamListener

@@ -25,8 +25,7 @@ from tercet.transport.torch_blocks import (
     TorchBlocks,
     device_planes,
 )
-from tercet.vllm_plugin.worker.device_export import DeviceExport
-from tercet.vllm_plugin.worker.kv_planes import LayerPlanes
+from tercet.vllm_plugin.worker.kv_planes import DeviceExport, LayerPlanes
 from tests.unit.transport.ranks import FINGERPRINT, transfer
 
 pytestmark = pytest.mark.gpu

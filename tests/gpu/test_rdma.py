@@ -15,8 +15,7 @@ from tercet.transport import KVRegion, RankTransport, TransportSettings
 from tercet.transport.backends.tcp import MAX_CHUNK_BYTES
 from tercet.transport.staged import StagedMemory
 from tercet.transport.torch_blocks import TorchBlocks
-from tercet.vllm_plugin.worker.device_export import DeviceExport
-from tercet.vllm_plugin.worker.kv_planes import LayerPlanes
+from tercet.vllm_plugin.worker.kv_planes import DeviceExport, LayerPlanes
 from tests.gpu.test_device_memory import LAYERS, blocks_of, cache, planes_of
 from tests.unit.transport.ranks import FINGERPRINT, idle, transfer, transport_to
 

@@ -40,7 +40,8 @@ def trace(
     """Draw the steps of a request: a lane for the router and for each engine, with a bar for each step.
 
     Steps are the wait for admission, picks with their scores, calls of verbs, the first token, failures, retries, and
-    moves. Routers keep the latest and the slowest requests. Without an ID the latest requests are listed.
+    moves. Below it, the life of each lease of the request: who had its blocks, until when, and why. Routers keep the
+    latest and the slowest requests. Without an ID the latest requests are listed.
 
     Examples:
     - `tercet trace --slowest 5`
@@ -70,6 +71,17 @@ def _draw(found: dict[str, Any]) -> None:
         say(line)
     for line in drawn(found, console.width if console.is_terminal else FILE_WIDTH):
         console.print(line, no_wrap=True, crop=False)
+    for line in leases_of(found):
+        say(line)
+
+
+def leases_of(trace: dict[str, Any]) -> Iterator[str]:
+    """Return the life of each lease, a line for each step: its time since the request's arrival, ledger and state."""
+    for lease in trace.get("leases", ()):
+        yield f"  lease {lease['lease']} of {lease['seq_id']} on {lease['engine']}"
+        for seconds, ledger, state, cause in lease["steps"]:
+            at = _time(max(0.0, lease["at"] - trace["at"] + seconds))
+            yield f"  {at:>{TIME_WIDTH}}  {ledger:<12}  {state:<8}  {cause}"
 
 
 def _listed(found: list[dict[str, Any]]) -> Iterator[str]:

@@ -35,7 +35,7 @@ from tercet.settings.process_settings import (
     PRELOAD,
     THREADS_BIND,
 )
-from tercet.vllm_plugin.worker.queue_waiting import spin_seconds
+from tercet.vllm_plugin.worker.model_runner import spin_seconds
 from tercet.wire.exported_spans import TRACES_PROTOCOL, are_spans_wanted, endpoint_of, protocol_of
 from tercet.wire.serving.server_access import require_key_beyond_loopback
 

@@ -35,7 +35,7 @@ from tercet.protocol import (
     from_wire,
 )
 from tercet.protocol.wire import UNREADABLE
-from tercet.vllm_plugin.start.loading_stages import MARK
+from tercet.vllm_plugin.start.process_output import MARK
 from tercet.wire.client.ask_router import ask_router
 
 AWAY_SECONDS = 30.0

@@ -78,7 +78,7 @@ def main() -> None:
     with socket.socket(fileno=int(sys.argv[1])) as listening:
         from tercet.vllm_plugin.hooks import SIDES
         from tercet.vllm_plugin.start.before_forks import check_hooks, load_tokenizer
-        from tercet.vllm_plugin.start.log_noise import without_noise
+        from tercet.vllm_plugin.start.process_output import without_noise
         from tercet.vllm_plugin.start.server import import_engine
 
         began_with = dict(os.environ)

@@ -1,4 +1,4 @@
-"""Calls from the verbs to the agents, and the agents' reports to the verbs, in the process that serves HTTP.
+"""Calls from the verbs to the agents, the agents' reports to the verbs, and their counters in ``/metrics``.
 
 Only this code waits for an agent. An agent may be slow, stopped or faulty. A grant or a push that it does not confirm
 in time has failed. The end of a lease or a send is a fence, which holds only once every agent has answered. The answer
@@ -12,7 +12,7 @@ import asyncio
 import logging
 import secrets
 import uuid
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -20,9 +20,12 @@ from typing import Any, Protocol
 import msgspec
 import zmq
 import zmq.asyncio
+from prometheus_client import Counter, Gauge
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
 
 from tercet.aio import keep_running
-from tercet.engine import agent_metrics
+from tercet.engine.liveness_probe import LivenessProbe
 from tercet.protocol import EngineError, TercetError, TransferFailed
 from tercet.protocol.spans import Span, process, read_traceparent
 from tercet.protocol.wire import UNREADABLE
@@ -38,6 +41,57 @@ from tercet.transport import (
     SendReport,
 )
 from tercet.transport.sockets import LOOPBACK, bind_somewhere, bounded
+
+NOW = {
+    "connections": "Open connections from senders.",
+    "sessions_in": "Connected senders.",
+    "sessions_out": "Receivers to which this rank is connected.",
+    "sends_active": "Running sends.",
+    "leases_open": "Leases under which KV may arrive.",
+    "receives_active": "Sends of peers that have begun to arrive.",
+}
+TOTALS = {
+    "bytes_sent": "KV bytes sent.",
+    "chunks_sent": "Chunks of KV sent.",
+    "sends_done": "Sends that were acknowledged.",
+    "sends_failed": "Sends that failed or were cancelled.",
+    "sessions_lost": "Sessions with receivers that broke or were closed.",
+    "bytes_received": "KV bytes received.",
+    "chunks_received": "Chunks of KV received.",
+    "chunks_refused": "Chunks of KV refused, most of them late.",
+    "receives_done": "Sends of peers that arrived completely.",
+    "receives_refused": "Sends of peers that were incomplete.",
+    "receives_dropped": "Sends of peers that were dropped before their end.",
+    "connections_refused": "Connections that violated the protocol, did not know the secret, or exceeded the limit.",
+}
+
+leases_expired = Counter("tercet_leases_expired", "Reservations that were not used in time.")
+fences_open = Gauge("tercet_fences_open", "Ended leases and sends whose blocks wait for an agent's answer.")
+leases_aborted = Counter("tercet_leases_aborted", "Reservations that an abort ended.")
+sends_aborted = Counter("tercet_sends_aborted", "Sends that an abort, or their client's disconnect, ended.")
+
+sends_bypassing = Counter("tercet_sends_bypassing_core", "Sends of running sequences while the core was stuck.")
+
+
+class ProbeCollector(Collector):
+    """A collector of the last answers of the engine's processes: a scrape calls no process."""
+
+    def __init__(self, probe: LivenessProbe) -> None:
+        self._probe = probe
+
+    def collect(self) -> Iterable[Metric]:
+        stalled = GaugeMetricFamily(
+            "tercet_stalled_seconds", "Seconds since the last progress of a process of this engine."
+        )
+        stalled.add_metric([], self._probe.stalled_s)
+        yield stalled
+        for kind, names in ((GaugeMetricFamily, NOW), (CounterMetricFamily, TOTALS)):
+            for name, meaning in names.items():
+                family = kind(f"tercet_kv_{name}", meaning, labels=["rank"])
+                for rank, counters in enumerate(self._probe.agent_counters):
+                    family.add_metric([str(rank)], counters.get(name, 0))
+                yield family
+
 
 logger = logging.getLogger(__name__)
 ANSWER_SECONDS = 3.0
@@ -67,11 +121,7 @@ class AgentCalls:
         return len(self._agents)
 
     async def grant(self, grant: GrantLease | ExtendLease) -> None:
-        """Open or extend a lease on every rank.
-
-        Raises :class:`~tercet.protocol.EngineError` if one rank fails: then the caller must revoke the lease on all
-        ranks.
-        """
+        """Open or extend a lease on every rank. Raises ``EngineError`` if one fails; then the caller must revoke it."""
         await self._now([grant] * len(self._agents))
 
     async def push(self, pushes: Sequence[PushCached]) -> None:
@@ -79,10 +129,7 @@ class AgentCalls:
         await self._now(pushes)
 
     async def revoke(self, lease: str) -> int:
-        """Refuse a lease from now on; once no rank writes under it, return how many tokens' KV is valid on all ranks.
-
-        The call has no timeout.
-        """
+        """Refuse a lease from now on; once no rank writes under it, return the end of KV that is valid on all ranks."""
         return min(await self._fence(RevokeLease(lease)))
 
     async def cancel(self, send_id: str) -> None:
@@ -102,7 +149,7 @@ class AgentCalls:
     async def _fence(self, command: RevokeLease | CancelSend) -> list[Any]:
         said = "a KV agent has not answered for %.0f s; its blocks stay pinned: %s"
         late = asyncio.get_running_loop().call_later(LOGGED_SECONDS, logger.warning, said, LOGGED_SECONDS, command)
-        with agent_metrics.fences_open.track_inprogress():
+        with fences_open.track_inprogress():
             try:
                 return await asyncio.gather(*(self._until_done(rank, command) for rank in range(len(self._agents))))
             finally:

@@ -52,10 +52,7 @@ class TableWords(Protocol):
 
 
 class TableShape(msgspec.Struct, frozen=True):
-    """The shape of a table: ``rows`` of at most ``row_blocks`` blocks.
-
-    A sequence has a row for each of the ``groups`` of layers.
-    """
+    """``rows`` of at most ``row_blocks`` blocks; a sequence has a row for each of the ``groups`` of layers."""
 
     rows: int
     row_blocks: int
@@ -67,7 +64,6 @@ class TableShape(msgspec.Struct, frozen=True):
         return (HEAD + self.rows * (ROW_HEAD + self.row_blocks)) * WORD_BYTES
 
     def row(self, number: int) -> int:
-        """Return the index of a row's first word."""
         return HEAD + number * (ROW_HEAD + self.row_blocks)
 
 
@@ -91,10 +87,7 @@ class Residence:
 
 
 class BlockTableWriter:
-    """The core's side of a table.
-
-    ``turn(epoch)`` gives its words the numbers of that epoch; the first one is ``epoch``.
-    """
+    """The core's side of a table. ``turn(epoch)`` gives its words the numbers of that epoch, first of ``epoch``."""
 
     def __init__(self, words: TableWords, shape: TableShape, turn: Callable[[int], None], epoch: int) -> None:
         self._words, self._shape, self._turn, self._epoch = words, shape, turn, epoch
@@ -112,7 +105,6 @@ class BlockTableWriter:
             self._turn(self._epoch)
 
     def begin(self) -> None:
-        """Begin changes, which last until :meth:`end`."""
         self._version += 1
         self._words[VERSION] = self._version
 
@@ -133,12 +125,10 @@ class BlockTableWriter:
         return row
 
     def leave(self, row: int) -> None:
-        """Free a row; call this at any time."""
         self._words[self._shape.row(row) + OWNER] = 0
         self._free.append(row)
 
     def computed(self, row: int, tokens: int) -> None:
-        """Set the number of computed tokens, whose blocks the row has."""
         self._words[self._shape.row(row) + COMPUTED] = tokens
 
     def blocks(self, row: int, first: int, blocks: Iterable[int]) -> bool:

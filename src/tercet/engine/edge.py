@@ -1,24 +1,110 @@
-"""One engine's edge: what the verbs share in the process that serves them, and the engine's status.
+"""One engine's edge: what the verbs share in the process that serves them: checks of calls, status, and the stop.
 
-The verbs are the functions of :mod:`.receiving`, :mod:`.sending` and :mod:`.generating`, with an :class:`Edge` as their
-first argument. Every exit gives back the resources that were taken here: a lease's timer, a send, a request.
+The verbs are the functions of :mod:`.verbs`, with an :class:`Edge` as their first argument. A call is checked here,
+before it reaches the engine's core, or a connection that other calls share.
 """
 
 from __future__ import annotations
 
+import asyncio
+import atexit
+import logging
+import os
+import re
 import uuid
+from collections.abc import Callable
 
 from tercet import __version__
 from tercet.aio import TaskSet
 from tercet.engine.agents import AgentCalls, AgentReports
 from tercet.engine.block_tables import Bypass, open_table
-from tercet.engine.calls import CallReader
-from tercet.engine.interface import AdapterTable, EngineDescription, GenerationHalf, SchedulerHalf
+from tercet.engine.interface import AdapterTable, EngineDescription, GenerationHalf, KeyedPrompt, SchedulerHalf
 from tercet.engine.lease_timers import LeaseTimers
 from tercet.engine.liveness_probe import LivenessProbe
 from tercet.engine.sequences import SequenceTable, SequenceWork
-from tercet.protocol import EngineStatus, KVEvents, Revision
+from tercet.protocol import BadRequest, EngineStatus, KVEvents, KVLayout, LayoutMismatch, Revision
 from tercet.protocol.addresses import TextFingerprint
+from tercet.protocol.wire import PrepRecvCall, Prompt, RemoteSendCall, StartGenerateCall
+from tercet.transport import is_address
+
+LEASE = re.compile(r"[0-9a-f]{32}")
+Call = PrepRecvCall | RemoteSendCall | StartGenerateCall
+
+
+class CallReader:
+    """A reader of calls for one engine. Raises :class:`~tercet.protocol.BadRequest` for invalid calls."""
+
+    def __init__(self, generation: GenerationHalf, adapters: AdapterTable) -> None:
+        self._generation = generation
+        self._adapters = adapters
+        self.limits = generation.limits
+
+    async def tokens(self, prompt: Prompt) -> list[int]:
+        """Return the tokens of a prompt, which may be text; text is tokenized in a thread, since it may be long."""
+        if isinstance(prompt, str):
+            tokens = await asyncio.to_thread(self._generation.encode, prompt)
+        else:
+            tokens = list(prompt)
+        self.limits.check_prompt(tokens)
+        return tokens
+
+    async def keyed(self, call: Call, tokens: list[int]) -> KeyedPrompt:
+        """Return a call's prompt, with these :meth:`tokens` and all other inputs of its KV.
+
+        Raises :class:`~tercet.protocol.UnknownAdapter`, also for an adapter with other contents here, and
+        :class:`~tercet.protocol.Conflict` if its files have changed.
+        """
+        adapter = await self._adapters.find(call.adapter, call.adapter_digest)
+        self.limits.check_features(tokens, call.mm_features, call.adapter)
+        features = tuple(feature.without_data() for feature in call.mm_features)
+        return KeyedPrompt(tokens, call.cache_salt, adapter, features)
+
+    def model_of(self, call: Call) -> str:
+        return call.adapter or self._generation.model
+
+
+def check_adapter(call: RemoteSendCall, digest: str) -> None:
+    """Refuse KV of another adapter than the receiver needs; ``digest`` is that of this engine's adapter.
+
+    Raises :class:`~tercet.protocol.LayoutMismatch`: engines with one name for different contents exchange no KV.
+    """
+    info = call.kv_addr_info
+    if info.adapter == digest:
+        return
+    if not info.adapter or not digest:
+        where = "no adapter" if not info.adapter else "an adapter"
+        raise BadRequest(f"adapter: is {call.adapter!r}, and prep_recv on {info.engine} was for {where}", "adapter")
+    raise LayoutMismatch(
+        f"adapter: {call.adapter!r} has the digest {digest} here, and {info.adapter} on {info.engine}; "
+        "load the same files on both under this name",
+        "adapter",
+    )
+
+
+def check_send(call: RemoteSendCall, begin: int, end: int, length: int, layout: KVLayout) -> None:
+    """Refuse a send of ``[begin, end)`` of ``length`` tokens that does not fit the receiver's reservation."""
+    info = call.kv_addr_info
+    addresses = [address for rank in info.ranks for address in rank.addresses]
+    well_formed = (
+        LEASE.fullmatch(info.lease)
+        and 0 <= info.begin < info.end
+        and info.begin % info.layout.block_size == 0
+        and info.ranks
+        and all(rank.addresses for rank in info.ranks)
+        and all(map(is_address, addresses))
+        and len(info.group_begins) == len(info.layout.groups)
+        and {len(counts) for counts in info.layout.stages} <= {len(info.layout.groups) or 1}
+        and not any(begin % info.layout.block_size for begin in info.group_begins)
+    )
+    if info.transport != "tcp" or not well_formed:
+        raise BadRequest("kv_addr_info: is not a value that prep_recv returned", "kv_addr_info")
+    layout.require_mappable(info.layout, info.engine)
+    if sorted(rank.rank for rank in info.ranks) != list(range(info.layout.num_ranks)):
+        raise BadRequest("kv_addr_info: ranks: must name each rank of the layout once", "kv_addr_info")
+    info.require_covers(begin, end)
+    if call.sample and end != length:
+        raise BadRequest(f"sample: needs the whole prompt, and end {end} is not its length {length}", "sample")
+
 
 UNKNOWN_TEXT = TextFingerprint()
 
@@ -78,3 +164,68 @@ class Edge:
             adapters=await self.adapters.reports(),
             **self.probe.core_status,
         )
+
+
+# ---- the stop at SIGTERM ---------------------------------------------------------------------------------------------
+
+
+logger = logging.getLogger(__name__)
+POLL_INTERVAL_S = 0.05
+HEARD_SECONDS = 0.3
+"""Seconds until every router knows that the engine stops, and its earlier calls have arrived."""
+
+
+class StopWhenEmpty:
+    """The decision when an engine stops after a stop request.
+
+    ``announce`` notifies its routers, and returns their number. ``is_empty`` returns True if the engine holds nothing
+    for others. ``stop`` ends the engine: once it is empty, after ``grace`` seconds at the latest, or at a second
+    request. Without routers and work it stops at once.
+    """
+
+    def __init__(
+        self, announce: Callable[[], int], is_empty: Callable[[], bool], stop: Callable[[], object], grace: float
+    ) -> None:
+        self._announce = announce
+        self._is_empty = is_empty
+        self._stop = stop
+        self._grace = grace
+        self.is_asked = False
+        self._tasks = TaskSet()
+
+    def ask(self) -> None:
+        asked_before, self.is_asked = self.is_asked, True
+        if asked_before or not self._grace:
+            self._tasks.cancel()
+            self._stop()
+            return
+        self._tasks.spawn(self._stop_when_empty(), "stop when empty")
+
+    async def _stop_when_empty(self) -> None:
+        try:
+            async with asyncio.timeout(self._grace):
+                if self._announce():
+                    logger.warning("the engine stops when it is empty, in %g s at the latest", self._grace)
+                    await asyncio.sleep(HEARD_SECONDS)
+                while True:
+                    if self._is_empty():
+                        break
+                    await asyncio.sleep(POLL_INTERVAL_S)
+        except TimeoutError:
+            logger.warning("the engine stops with running work: it is not empty after %g s", self._grace)
+        except Exception:  # the stop was requested, and must not be lost
+            logger.exception("the engine stops with running work: it is not known whether it is empty")
+        self._stop()
+
+
+def fail_at_exit(reason: str) -> None:
+    """Log the ``reason`` and make this process exit with 1: a server may exit with 0 also after its core was lost."""
+    logger.critical("the engine ends with exit code 1: %s", reason)
+
+    def fail() -> None:
+        atexit.unregister(fail)
+        atexit._run_exitfuncs()  # pyright: ignore[reportPrivateUsage]  # those that were registered earlier
+        logging.shutdown()
+        os._exit(1)
+
+    atexit.register(fail)

@@ -58,10 +58,7 @@ def digest_of(adapter: Adapter | None) -> str:
 
 
 class KeyedPrompt(msgspec.Struct, frozen=True, array_like=True, dict=True):
-    """Tokens, cache salt, LoRA adapter, and features (images and the like) without their data.
-
-    It is made once, where a call arrives, and goes to the core in this form.
-    """
+    """Tokens, cache salt, LoRA adapter, and features (images and the like) without data, as they go to the core."""
 
     tokens: list[int]
     salt: str | None = None
@@ -70,7 +67,6 @@ class KeyedPrompt(msgspec.Struct, frozen=True, array_like=True, dict=True):
 
     @cached_property
     def key(self) -> str | None:
-        """Key of all inputs of the KV except tokens."""
         return cache_key(self.salt, digest_of(self.adapter), digest_of_features(self.features))
 
     def difference(self, other: KeyedPrompt) -> str:
@@ -87,11 +83,9 @@ class KeyedPrompt(msgspec.Struct, frozen=True, array_like=True, dict=True):
         return content_of(packed(self.tokens), self.key, end)
 
     def first(self, end: int) -> KeyedPrompt:
-        """Return this prompt, cut after ``end`` tokens."""
         return msgspec.structs.replace(self, tokens=self.tokens[:end])
 
     def with_output(self, output: Sequence[int]) -> KeyedPrompt:
-        """Return this prompt, followed by tokens that were already generated."""
         return msgspec.structs.replace(self, tokens=[*self.tokens, *output])
 
 
@@ -203,10 +197,7 @@ class SchedulerHalf(Protocol):
         ...
 
     async def commit(self, lease: str, valid: Content) -> None:
-        """Make received KV an ordinary entry of the prefix cache; the lease stays open.
-
-        Raises :class:`~tercet.protocol.EngineError` if ``valid`` is not the content of the lease's tokens.
-        """
+        """Make received KV an entry of the prefix cache; the lease stays open. Raises ``EngineError`` for other KV."""
 
     async def release(self, lease: str, valid_end: int) -> int:
         """Free the blocks of a lease, committed up to ``valid_end``; return the number of tokens whose KV is valid.
@@ -220,10 +211,7 @@ class SchedulerHalf(Protocol):
         ...
 
     async def end_send(self, send_id: str) -> None:
-        """Unpin the blocks of a send, which no agent reads any more; refuse its request if that arrives later.
-
-        Raises :class:`~tercet.protocol.UnknownSequence` if the send is not here.
-        """
+        """Unpin the blocks of a send, which no agent reads any more; its request, if it arrives later, is refused."""
 
     async def sequences(self) -> list[RequestInCore]:
         """Return the requests of :class:`GenerationHalf` that the scheduler has."""
@@ -324,10 +312,7 @@ class EngineRequest(Protocol):
         """End the request; its stream then ends with the finish reason ``abort``."""
 
     async def first(self) -> Output:
-        """Compute the prompt and sample one token.
-
-        The output's finish reason is that of the whole request: a request that continues elsewhere is not finished.
-        """
+        """Compute the prompt and sample one token; its output is not finished if the request continues elsewhere."""
         ...
 
     def outputs(self) -> AsyncGenerator[Output, None]:
@@ -335,10 +320,7 @@ class EngineRequest(Protocol):
         ...
 
     async def start(self, take: Callable[[Output | TercetError], None]) -> None:
-        """Submit the request; then ``take`` gets its outputs, or the error that ends it, on the event loop.
-
-        Raises :class:`~tercet.protocol.BadRequest`.
-        """
+        """Submit the request; then ``take`` gets its outputs, or the error that ends it, on the event loop."""
 
 
 class GenerationHalf(Protocol):
@@ -357,9 +339,7 @@ class GenerationHalf(Protocol):
     @property
     def model_dtype(self) -> str: ...
 
-    def encode(self, text: str) -> list[int]:
-        """Return the tokens of a text. Called in a thread."""
-        ...
+    def encode(self, text: str) -> list[int]: ...
 
     def request(
         self,
@@ -394,6 +374,4 @@ class AdapterTable(Protocol):
         """
         ...
 
-    async def reports(self) -> tuple[AdapterReport, ...]:
-        """Return the adapters that can be served."""
-        ...
+    async def reports(self) -> tuple[AdapterReport, ...]: ...

@@ -1,14 +1,35 @@
-"""Leases at the engine's edge: their sequences and tokens, the KV that has arrived, and their timeouts."""
+"""Leases at the engine's edge: their sequences and tokens, the KV that has arrived, their timeouts, and their stories.
+
+A lease is in three ledgers, each with the part on which only its process can act: :class:`LeaseTimers` has time and
+owner, here, where calls arrive and time passes even if the engine does not step; ``Reservations`` has the blocks, which
+only the scheduler's thread may touch; :class:`~tercet.transport.grants.GrantTable`, in each agent, has the right to
+write them. Its states, with the ledger that enters each::
+
+    asked ──────▶ reserved ─────▶ open ◀─▶ filled ──▶ claimed ──▶ fenced ──▶ adopted
+    timers        reservations    grants   grants     timers      grants     reservations
+      │ │              │            │        │           │          ▲  │
+      │ └──────────────┴────────────┴────────┴───────────┴▶ ending ─┘  └───▶ freed
+      ▼                                                     timers           reservations
+    refused
+    reservations
+
+No block is freed or adopted before its fence: until every agent has confirmed that it does not write there any more,
+blocks have no other owner.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import logging
+import time
 import uuid
-from contextlib import suppress
+from collections import deque
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Literal, NamedTuple
 
 from tercet.aio import TaskSet
-from tercet.engine import agent_metrics
+from tercet.engine import agents
 from tercet.engine.agents import AgentCalls
 from tercet.engine.interface import KeyedPrompt, ReservedBlocks, SchedulerHalf
 from tercet.protocol import (
@@ -19,15 +40,105 @@ from tercet.protocol import (
     LeaseEnded,
     TercetError,
     UnknownSequence,
-    Usage,
     packed,
 )
+from tercet.protocol.trace import LeaseReport
 from tercet.transport import ExtendLease, GrantLease, LeaseFilled
 
+logger = logging.getLogger(__name__)
 RELEASE_SECONDS = 3.0
 """Seconds for which a release is awaited; after that it continues in the background."""
 ADOPT_SECONDS = 1.0
 """Seconds for which a sequence waits until no peer writes under its lease; after that it computes its KV itself."""
+
+
+Ledger = Literal["timers", "reservations", "grants"]
+LeaseState = Literal[
+    "asked", "reserved", "open", "filled", "claimed", "ending", "fenced", "adopted", "freed", "refused"
+]  # fmt: skip
+# The ledger that enters each state, and the states that may follow it.
+LIFE: Mapping[LeaseState, tuple[Ledger, frozenset[LeaseState]]] = {
+    # A sequence may be claimed, aborted or expire at any time, also while its blocks are being reserved.
+    "asked": ("timers", frozenset({"reserved", "refused", "claimed", "ending"})),
+    "reserved": ("reservations", frozenset({"open", "filled", "claimed", "ending"})),
+    "open": ("grants", frozenset({"open", "filled", "claimed", "ending"})),
+    "filled": ("grants", frozenset({"open", "filled", "claimed", "ending"})),
+    "claimed": ("timers", frozenset({"fenced", "ending"})),
+    "ending": ("timers", frozenset({"fenced"})),
+    "fenced": ("grants", frozenset({"adopted", "freed"})),
+    "adopted": ("reservations", frozenset()),
+    "freed": ("reservations", frozenset()),
+    "refused": ("reservations", frozenset()),
+}
+KEPT_STORIES = 1000
+"""Ended and open leases of an engine whose stories are kept."""
+# Steps of a story: a lease that grows with its sequence loses those in its middle.
+MOST_STEPS, FIRST_STEPS = 24, 4
+
+
+class StoryStep(NamedTuple):
+    """One step of a lease's life: seconds since ``prep_recv``, the ledger that entered the state, and the cause."""
+
+    seconds: float
+    ledger: Ledger
+    state: LeaseState
+    cause: str
+
+
+class InvalidTransition(EngineError):
+    """Raised for a step that no lease can take: a fault of this code. The message tells the lease's story."""
+
+
+class LeaseStory:
+    """The life of one lease across its three ledgers, as this process hears of it."""
+
+    def __init__(self, lease: str, seq_id: str, cause: str) -> None:
+        self.lease, self.seq_id = lease, seq_id
+        self.at = time.time()
+        self._began = time.monotonic()
+        self.steps = [StoryStep(0.0, "timers", "asked", cause)]
+        self._failed = False
+
+    @property
+    def state(self) -> LeaseState:
+        return self.steps[-1].state
+
+    @property
+    def has_ended(self) -> bool:
+        return not LIFE[self.state][1]
+
+    def enter(self, state: LeaseState, cause: str) -> None:
+        """Record that the lease enters a state. Raises :class:`InvalidTransition` if it cannot."""
+        ledger, _ = LIFE[state]
+        if state not in LIFE[self.state][1]:
+            raise InvalidTransition(f"lease {self.lease} cannot become {state} ({cause}): {self}")
+        if state == "filled" and [each.state for each in self.steps[-2:]] == ["filled", "filled"]:
+            self.steps.pop()  # of the reports of one send, the first and the last one are kept
+        if len(self.steps) == MOST_STEPS:
+            del self.steps[FIRST_STEPS]
+        self.steps.append(StoryStep(time.monotonic() - self._began, ledger, state, cause))
+        if self._failed and self.has_ended:
+            logger.debug("lease %s of %s has failed: %s", self.lease, self.seq_id, self)
+
+    def end(self, cause: str, *, failed: bool = False) -> None:
+        """Record why the lease ends, unless it ends or has ended already: a story that ``failed`` is logged."""
+        if self.has_ended or self.state == "ending":
+            return
+        self._failed = failed
+        if self.state != "fenced":  # what is fenced already has only to be freed
+            self.enter("ending", cause)
+
+    def report(self) -> LeaseReport:
+        steps = [(each.seconds, each.ledger, each.state, each.cause) for each in self.steps]
+        return LeaseReport(self.lease[:8], self.seq_id, self.at, steps)
+
+    def __str__(self) -> str:
+        return "; ".join(f"{seconds:.3f} s {ledger}: {state}, {cause}" for seconds, ledger, state, cause in self.steps)
+
+
+def story(held: EdgeLease) -> list[StoryStep]:
+    """Return a lease's life so far, across its three ledgers."""
+    return list(held.story.steps)
 
 
 @dataclass
@@ -44,6 +155,7 @@ class EdgeLease:
     prompt: KeyedPrompt
     ttl: float
     timer: asyncio.TimerHandle
+    story: LeaseStory
     matched_len: int = 0
     group_begins: tuple[int, ...] = ()
     committed: int = 0
@@ -54,15 +166,10 @@ class EdgeLease:
 
 
 class LeaseTimers:
-    """One of an engine's two ledgers of leases; the other one is the scheduler's ``Reservations``.
+    """One of an engine's three ledgers of leases: time and owner.
 
-    Each ledger has the part on which only its process can act. Timers and sequence names are here, where calls arrive
-    and time passes even if the engine does not step; blocks are there, since only the scheduler's thread may touch
-    them. Agents are called from here: blocks are opened for writing after they are reserved, and are freed, or given to
-    the request that adopts them, after all agents have confirmed that they do not write there any more. Until then they
-    get no other owner.
-
-    A lease that is forgotten here is either claimed, and then the request that adopts it has its blocks, or released.
+    Agents are called from here: blocks are opened for writing after they are reserved, and fenced before they are freed
+    or adopted. A lease that is forgotten here is claimed, and then the request that adopts it has its blocks, or freed.
     """
 
     def __init__(self, core: SchedulerHalf, agents: AgentCalls, tasks: TaskSet, reserve_wait: float) -> None:
@@ -72,6 +179,7 @@ class LeaseTimers:
         self._reserve_wait = reserve_wait
         self._leases: dict[str, EdgeLease] = {}
         self._of_seq: dict[str, EdgeLease] = {}
+        self._stories: deque[LeaseStory] = deque(maxlen=KEPT_STORIES)
 
     def __len__(self) -> int:
         return len(self._leases)
@@ -82,6 +190,9 @@ class LeaseTimers:
     def has(self, lease: str) -> bool:
         """True if the lease exists; only its authorised users know its name."""
         return lease in self._leases
+
+    def stories(self, seq_id: str) -> list[LeaseStory]:
+        return [each for each in self._stories if each.seq_id == seq_id]
 
     def adapters(self) -> list[str]:
         return [held.prompt.adapter.name for held in self._leases.values() if held.prompt.adapter is not None]
@@ -95,13 +206,16 @@ class LeaseTimers:
         """
         lease = uuid.uuid4().hex
         timer = asyncio.get_running_loop().call_later(ttl, self._expire, lease)
-        held = EdgeLease(lease, seq_id, prompt, ttl, timer)
+        life = LeaseStory(lease, seq_id, f"blocks for {len(prompt.tokens)} tokens, for {ttl:g} s without activity")
+        self._stories.append(life)
+        held = EdgeLease(lease, seq_id, prompt, ttl, timer, life)
         self._leases[lease] = self._of_seq[seq_id] = held
         try:
             reserved = await self._reserved(held)
             held.matched_len, held.group_begins = reserved.matched_len, reserved.group_begins()
             if lease in self._leases:  # otherwise the lease has ended, and its blocks are being freed
                 held.granted = True
+                life.enter("reserved", f"{held.matched_len} tokens were in the prefix cache")
                 blocks, size, tokens = reserved.blocks, reserved.block_size, prompt.tokens
                 await self._agents.grant(
                     GrantLease(lease, blocks, held.matched_len, len(tokens), size, packed(tokens), prompt.key, notify)
@@ -109,10 +223,16 @@ class LeaseTimers:
         except BaseException as error:
             self._forget(lease)
             if held.granted or not isinstance(error, TercetError):  # how far the reservation got is unknown
-                self.release_soon(held)
+                failed = isinstance(error, Exception)
+                why = f"it could not be opened: {error}" if failed else "its caller left"
+                self.release_soon(held, why, failed=failed)
+            elif life.state == "asked":
+                life.enter("refused", str(error))
             raise
         if lease not in self._leases:
             raise LeaseEnded(f"{seq_id} was aborted, or its ttl ended, while blocks were being reserved", "seq_id")
+        if life.state == "reserved":  # a rank that was open first may have reported KV already
+            life.enter("open", f"for {len(prompt.tokens) - held.matched_len} tokens on {len(self._agents)} ranks")
         return held
 
     async def extend(self, lease: str, seq_id: str, prompt: KeyedPrompt) -> EdgeLease:
@@ -135,15 +255,15 @@ class LeaseTimers:
             reserved = await self._core.extend(lease, prompt)
             if held.lease in self._leases:  # otherwise the lease has ended: these blocks are freed with the others
                 blocks, begin, size, tokens = reserved.blocks, held.matched_len, reserved.block_size, prompt.tokens
-                await self._agents.grant(
-                    ExtendLease(lease, blocks, begin, len(tokens), size, packed(tokens), prompt.key)
-                )
+                extended = ExtendLease(lease, blocks, begin, len(tokens), size, packed(tokens), prompt.key)
+                await self._agents.grant(extended)
         finally:
             held.extending = False
         held.group_begins = reserved.group_begins()
         if held.lease not in self._leases:
             raise LeaseEnded(f"{seq_id} was aborted, or its lease ended, while it was being extended", "seq_id")
         held.prompt = prompt
+        held.story.enter("open", f"extended to {len(prompt.tokens)} tokens")
         return held
 
     async def _reserved(self, held: EdgeLease) -> ReservedBlocks:
@@ -167,23 +287,24 @@ class LeaseTimers:
         if held is None:
             return None
         _require_continued(held, prompt)
+        held.story.enter("claimed", f"a request of {len(prompt.tokens)} tokens will decode on its blocks")
         self._forget(held.lease)
         self._closing(held)
         return held
 
     async def closed(self, held: EdgeLease, given_up: asyncio.Future[None]) -> bool:
-        """Wait until no peer writes under a claimed lease; return False at the timeout or if ``given_up`` is first.
-
-        In that case its blocks are freed later, and the claiming request continues without them.
-        """
+        """Wait until no peer writes under a claimed lease; if that fails, return False, and free its blocks later."""
         fence = self._closing(held)
         try:
             await asyncio.wait({fence, given_up}, timeout=ADOPT_SECONDS, return_when=asyncio.FIRST_COMPLETED)
         except BaseException:
-            self.release_soon(held)
+            self.release_soon(held, "the call that claimed it was cancelled")
             raise
-        if not fence.done() or given_up.done():
-            self.release_soon(held)
+        if given_up.done():
+            self.release_soon(held, "its sequence was aborted")
+            return False
+        if not fence.done():
+            self.release_soon(held, f"an agent did not confirm the fence within {ADOPT_SECONDS:g} s", failed=True)
             return False
         return True
 
@@ -192,19 +313,16 @@ class LeaseTimers:
         held = self._of_seq.get(seq_id)
         if held is None:
             return False
-        agent_metrics.leases_aborted.inc()
-        await self.release(held.lease)
+        agents.leases_aborted.inc()
+        await self.release(held.lease, "its sequence was aborted")
         return True
 
-    async def release(self, lease: str) -> int:
-        """End a lease; return the number of tokens whose KV is valid.
-
-        Raises ``UnknownSequence`` if it has ended already, and ``EngineError`` if its blocks are freed later.
-        """
+    async def release(self, lease: str, cause: str = "it was released") -> int:
+        """End a lease; return how many tokens' KV is valid. Raises ``EngineError`` if its blocks are freed later."""
         held = self._forget(lease)
         if held is None:
             raise UnknownSequence(f"lease {lease} is not held here: released, expired or already used", "lease")
-        releasing = self.release_soon(held)
+        releasing = self.release_soon(held, cause)
         await asyncio.wait({releasing}, timeout=RELEASE_SECONDS)
         if not releasing.done():
             raise EngineError(
@@ -212,23 +330,24 @@ class LeaseTimers:
             )
         return releasing.result()
 
-    def release_soon(self, held: EdgeLease) -> asyncio.Task[int]:
-        """End the lease in a background task.
+    def release_soon(self, held: EdgeLease, cause: str = "", *, failed: bool = False) -> asyncio.Task[int]:
+        """End the lease in a background task, for this ``cause``; without one, its request may have adopted it.
 
         Nothing happens if a request has adopted it, or if it was never reserved.
         """
+        if cause or held.story.state not in ("claimed", "fenced"):
+            held.story.end(cause or "its caller left", failed=failed)
         return self._tasks.spawn(self._release(held))
 
     def note(self, filled: LeaseFilled) -> None:
-        """Record a rank's report on received KV, which counts as activity.
-
-        When all ranks have reported, the KV is committed.
-        """
+        """Record a rank's report on received KV, which counts as activity; what all ranks have is committed."""
         held = self._leases.get(filled.lease)
         if held is None:
             return  # the lease has ended
         self._renew(held)
         held.filled[filled.rank] = filled.valid
+        if held.granted:
+            held.story.enter("filled", f"rank {filled.rank} has valid KV of {filled.valid.end} tokens")
         valid = min(held.filled.values(), key=lambda valid: valid.end)
         if len(held.filled) == len(self._agents) and valid.end > held.committed:
             held.committed = valid.end
@@ -238,27 +357,47 @@ class LeaseTimers:
         held.timer.cancel()
         held.timer = asyncio.get_running_loop().call_later(held.ttl, self._expire, held.lease)
 
-    def end_soon(self, lease: str) -> None:
+    def end_soon(self, lease: str, cause: str = "its caller left", *, failed: bool = False) -> None:
         """End a lease in the background, if it is held here and not claimed."""
         held = self._forget(lease)
         if held is not None:
-            self.release_soon(held)
+            self.release_soon(held, cause, failed=failed)
 
     def _expire(self, lease: str) -> None:
-        agent_metrics.leases_expired.inc()
-        self.end_soon(lease)
+        agents.leases_expired.inc()
+        self.end_soon(lease, "it expired: no rank has reported KV in time", failed=True)
+
+    def adopted(self, held: EdgeLease) -> None:
+        if held.story.state == "fenced":
+            held.story.enter("adopted", "its request decodes on the blocks")
 
     def _closing(self, held: EdgeLease) -> asyncio.Task[int]:
+        async def fence() -> int:
+            valid_end = await self._agents.revoke(held.lease)
+            held.story.enter("fenced", f"no agent writes any more; KV of {valid_end} tokens is valid")
+            return valid_end
+
         # The command is sent once: a second answer would not contain the valid end.
         if held.closing is None:
-            held.closing = self._tasks.spawn(self._agents.revoke(held.lease))
+            held.closing = self._tasks.spawn(fence())
         return held.closing
 
     async def _release(self, held: EdgeLease) -> int:
         valid_end = max(held.matched_len, await self._closing(held))
-        with suppress(UnknownSequence):
+        try:
             valid_end = await self._core.release(held.lease, valid_end)
+        except UnknownSequence:  # adopted, or it never had blocks
+            if any(step.state == "ending" for step in held.story.steps):
+                self._freed(held, "the core has no blocks of it")
+            else:
+                self.adopted(held)
+        else:
+            self._freed(held, f"KV of {valid_end} tokens stays in the prefix cache")
         return valid_end
+
+    def _freed(self, held: EdgeLease, cause: str) -> None:
+        if not held.story.has_ended:  # two causes may end a lease at once
+            held.story.enter("freed", cause)
 
     def _forget(self, lease: str) -> EdgeLease | None:
         held = self._leases.pop(lease, None)
@@ -279,10 +418,3 @@ def _require_continued(held: EdgeLease, prompt: KeyedPrompt) -> None:
         pairs = enumerate(reserved)
         at = next((at for at, token in pairs if at >= len(tokens) or tokens[at] != token), 0)
         raise BadRequest(f"prompt: differs from the prompt of prep_recv, first at position {at}", "prompt")
-
-
-def usage_of(total: int, num_cached: int, claimed: EdgeLease | None) -> Usage:
-    """Return the cached, received and computed tokens of ``total``; vLLM counts ``num_cached`` as cached."""
-    # vLLM also counts tokens from a connector as cached; those that prep_recv matched were here before.
-    local = min(num_cached, claimed.matched_len) if claimed is not None else num_cached
-    return Usage(cached=local, received=num_cached - local, computed=total - num_cached)

@@ -84,10 +84,7 @@ class LivenessProbe:
         self._silent: set[str] = set()
 
     async def start(self) -> None:
-        """Start to poll; return once every part has answered.
-
-        Raises :class:`~tercet.protocol.EngineError` if one part does not answer.
-        """
+        """Start to poll; return once every part has answered. Raises ``EngineError`` if one part does not answer."""
         for part in self._parts:
             self._tasks.keep(part.ask_again_and_again, f"probe of the {part.name}")
         end = time.monotonic() + FIRST_SECONDS
@@ -114,12 +111,10 @@ class LivenessProbe:
 
     @property
     def counters(self) -> dict[str, int]:
-        """The agents' counters, summed over ranks."""
         per_rank = self.agent_counters
         return {name: sum(counters.get(name, 0) for counters in per_rank) for name in per_rank[0]}
 
     def core_progressed(self) -> None:
-        """Record that the core has made progress, as seen without a poll."""
         self._clock.progressed(CORE, time.monotonic())
 
     async def core_stands_still(self, seconds: float) -> float:

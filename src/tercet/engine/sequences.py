@@ -124,10 +124,7 @@ class DecodingSequence:
             self.end()
 
     async def stream(self, connection: RouterLink, router: StreamDestination, position: int) -> None:
-        """Send outputs to a router, until the last one, or until the router cancels.
-
-        Returns once the engine has the request; raises :class:`~tercet.protocol.TercetError` if the engine refuses it.
-        """
+        """Send outputs to a router until the last one, or until it cancels; return once the engine has the request."""
         with ExitStack() as undo:
             undo.callback(self.end)
             sender = self.sender = connection.sender(router.number, position, self._stop)
@@ -227,10 +224,7 @@ def propose_move(senders: Mapping[str, OutputSender | None], seq_id: str, call: 
 
 
 class SequenceWork:
-    """The running work of each sequence: at most one generation, and any number of sends.
-
-    Each has a function that ends it early.
-    """
+    """The running work of each sequence, at most one generation and any number of sends, and how to end it early."""
 
     def __init__(self) -> None:
         self._stops: dict[tuple[str, str | None], Callable[[], object]] = {}  # a send has its id, a generation None
@@ -239,7 +233,6 @@ class SequenceWork:
         return len(self._stops)
 
     def generates(self, seq_id: str) -> bool:
-        """True if the sequence generates here, or is about to."""
         return (seq_id, None) in self._stops
 
     def begin(self, seq_id: str, stop: Callable[[], object]) -> None:
@@ -257,10 +250,7 @@ class SequenceWork:
 
     @asynccontextmanager
     async def sending(self, seq_id: str, send_id: str) -> AsyncGenerator[None]:
-        """End the current task by ``UnknownSequence`` if the sequence is stopped within this context.
-
-        Other cancellations of the task are unchanged.
-        """
+        """End the current task by ``UnknownSequence`` if the sequence is stopped within this context."""
         until_aborted = asyncio.timeout(None)
         self._stops[seq_id, send_id] = lambda: until_aborted.expired() or until_aborted.reschedule(0)
         try:

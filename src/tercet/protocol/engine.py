@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Protocol, runtime_checkable
 import msgspec
 
 from tercet.protocol.addresses import KVAddrInfo
+from tercet.protocol.trace import LeaseReport
 from tercet.protocol.types import AdapterReport, EngineStatus, Request, Sent
 
 if TYPE_CHECKING:
@@ -130,6 +131,15 @@ class TakesAdapters(Protocol):
 
         Raises :class:`~tercet.protocol.errors.UnknownAdapter` and :class:`~tercet.protocol.errors.Unauthorized`.
         """
+        ...
+
+
+@runtime_checkable
+class TellsLeases(Protocol):
+    """An engine that tells the stories of its leases."""
+
+    async def lease_stories(self, seq_id: str) -> list[LeaseReport]:
+        """Return the lives of the latest leases of a sequence, ended ones too."""
         ...
 
 

@@ -43,6 +43,20 @@ class TraceEvent(msgspec.Struct, omit_defaults=True):
     parent: str = ""
 
 
+class LeaseReport(msgspec.Struct, frozen=True):
+    """The life of one lease across the three ledgers of its engine, as the engine's API server heard of it.
+
+    ``lease`` are the first characters of its id, which whole would allow to release it. ``at`` is the Unix time of the
+    first step; a step is (seconds since then, ledger, state, cause). ``engine`` is added by a router.
+    """
+
+    lease: str
+    seq_id: str
+    at: float
+    steps: list[tuple[float, str, str, str]]
+    engine: str = ""
+
+
 class PickEvent(msgspec.Struct, omit_defaults=True):
     """One pick: its time (``at``), the role, the picker or profile (``by``), and the engine.
 

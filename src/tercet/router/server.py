@@ -329,8 +329,8 @@ def _serve_small() -> Callable[..., Awaitable[None]]:
 
 def _import_vllm(config: RouterConfig) -> None:
     """Import vLLM; raise :class:`~tercet.protocol.BadRequest` for flags that are unknown or have no effect here."""
-    from tercet.vllm_plugin.start.light_import import light_import
-    from tercet.vllm_plugin.start.log_noise import errors_only
+    from tercet.vllm_plugin.start.before_forks import light_import
+    from tercet.vllm_plugin.start.process_output import errors_only
 
     errors_only()  # vLLM's other lines concern an engine that does not run here, and routes
     with light_import(compiles=False):

@@ -34,13 +34,13 @@ def main() -> None:
     """Import the modules that workers need, and fork workers until the supervisor closes its end."""
     _leave_signals_to_the_supervisor()
     with socket.socket(fileno=int(sys.argv[1])) as channel:
-        from tercet.vllm_plugin.start.light_import import light_import
+        from tercet.vllm_plugin.start.before_forks import light_import
 
         with light_import(compiles=False):
             for module in IMPORTED:
                 importlib.import_module(module)
             from tercet.router.openai.openai_server import import_vllm
-            from tercet.vllm_plugin.start.log_noise import errors_only
+            from tercet.vllm_plugin.start.process_output import errors_only
 
             errors_only()
             import_vllm()

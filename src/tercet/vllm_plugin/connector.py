@@ -23,15 +23,13 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm.platforms import current_platform
 
 from tercet.vllm_plugin.core.connector_messages import StepMetadata, WorkerHandshake, params_of
-from tercet.vllm_plugin.core.scheduler_side import SchedulerSide
-from tercet.vllm_plugin.core.table_publisher import TablePublisher
+from tercet.vllm_plugin.core.scheduler_side import SchedulerSide, TablePublisher
 from tercet.vllm_plugin.hooks import UnsupportedVLLM, require_hooks
 from tercet.vllm_plugin.start.plugin_settings import parse_settings
-from tercet.vllm_plugin.start.requirements import require_supported
-from tercet.vllm_plugin.worker.kv_layout import layout_of
+from tercet.vllm_plugin.start.start_checks import require_supported
+from tercet.vllm_plugin.worker.kv_layout import AllStages, StageContents, engine_rank, layout_of, over_stages
 from tercet.vllm_plugin.worker.kv_planes import LayerPlanes
-from tercet.vllm_plugin.worker.lora_on_cpu import leave_the_base_model_alone
-from tercet.vllm_plugin.worker.stages import AllStages, StageContents, engine_rank, over_stages
+from tercet.vllm_plugin.worker.model_runner import leave_the_base_model_alone
 from tercet.vllm_plugin.worker.worker_side import WorkerSide
 
 if TYPE_CHECKING:
@@ -73,7 +71,6 @@ class TercetConnector(KVConnectorBase_V1, SupportsHMA):
     # ---- worker ----------------------------------------------------------------------------------------------
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
-        """Start the agent over this rank's KV cache."""
         groups = [group.layer_names for group in self._kv_cache_config.kv_cache_groups]
         planes = LayerPlanes(kv_caches, self._kv_cache_config.num_blocks, groups)
         staged = self.settings.is_staged(planes.device.type)
@@ -82,11 +79,9 @@ class TercetConnector(KVConnectorBase_V1, SupportsHMA):
         self._worker.register(planes, layout)
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata:
-        """Return this rank's endpoints."""
         return self._worker.handshake()
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
-        """Begin a step with its orders."""
         super().bind_connector_metadata(connector_metadata)
         if isinstance(connector_metadata, StepMetadata):
             self._worker.begin_step(connector_metadata)
@@ -94,7 +89,6 @@ class TercetConnector(KVConnectorBase_V1, SupportsHMA):
     def save_kv_layer(
         self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: AttentionMetadata, **kwargs: Any
     ) -> None:
-        """Report that one layer's KV is complete for this step."""
         if not self._in_parts:
             self._worker.save_layer(layer_name)
 
@@ -110,10 +104,7 @@ class TercetConnector(KVConnectorBase_V1, SupportsHMA):
 
     @classmethod
     def supports_sleep_mode(cls, kv_transfer_config: Any) -> bool:
-        """Return False: other processes have mapped the cache.
-
-        vLLM calls this from 0.33 on, before it loads anything.
-        """
+        """Return False: other processes have mapped the cache. vLLM calls this from 0.33 on."""
         return False
 
     @classmethod
@@ -130,7 +121,6 @@ class TercetConnector(KVConnectorBase_V1, SupportsHMA):
         self.handshakes = [found for _, found in sorted(metadata.items()) if isinstance(found, WorkerHandshake)]
 
     def attach(self, scheduler: Scheduler) -> SchedulerSide:
-        """Return the scheduler's half; the first call creates it."""
         if self._scheduler is None:
             if not self.handshakes:
                 raise UnsupportedVLLM("the workers' endpoints have not arrived; is kv_role 'kv_both'?")
@@ -147,7 +137,6 @@ class TercetConnector(KVConnectorBase_V1, SupportsHMA):
             self._scheduler.begin(request, params)
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
-        """Return a step's orders for the workers."""
         return StepMetadata() if self._scheduler is None else self._scheduler.plan(scheduler_output)
 
     def take_events(self) -> Iterable[KVCacheEvent]:
@@ -157,7 +146,6 @@ class TercetConnector(KVConnectorBase_V1, SupportsHMA):
         return ()
 
     def request_finished(self, request: VLLMRequest, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
-        """Forget a request; vLLM frees its blocks as usual."""
         if self._scheduler is not None:
             self._scheduler.finished(request.request_id)
         return False, None
@@ -165,14 +153,10 @@ class TercetConnector(KVConnectorBase_V1, SupportsHMA):
     def request_finished_all_groups(
         self, request: VLLMRequest, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
-        """Forget a request: see :meth:`request_finished`."""
         return self.request_finished(request, block_ids[0])
 
     def get_num_new_matched_tokens(self, request: VLLMRequest, num_computed_tokens: int) -> tuple[int | None, bool]:
-        """Return 0 tokens to fetch: KV that a peer pushed is attached to the request when it arrives.
-
-        Return None for a request that has to wait for its turn; vLLM calls again in the next step.
-        """
+        """Return 0 tokens to fetch, since peers push KV; None for a request that has to wait for its turn."""
         if self._scheduler is not None and self._scheduler.queue.holds_back(request):
             return None, False
         return 0, False
@@ -186,6 +170,5 @@ class TercetConnector(KVConnectorBase_V1, SupportsHMA):
         return False
 
     def shutdown(self) -> None:
-        """Stop the agent."""
         if self.role == KVConnectorRole.WORKER:
             self._worker.close()

@@ -134,10 +134,7 @@ def structured_outputs_config(engine_args: Any) -> Any:
 
 
 def has_mixed_precision(config: Any) -> bool:
-    """True if a KV cache's groups have several precisions.
-
-    Before 0.32, ``config`` must have no states: they share the flag.
-    """
+    """True if a KV cache's groups have several precisions. Before 0.32, it must have no states: they share the flag."""
     return bool(config.needs_kv_cache_zeroing if ZEROED_BY_BLOCK.is_here else config.has_mixed_precision_kv_cache)
 
 
@@ -150,10 +147,7 @@ def keeps_tool_calls(serving: Any, request: Any) -> bool:
 
 
 def closed_items(processor: Any, finish_reason: str | None) -> Any:
-    """Return vLLM's events that close a response's open item.
-
-    ``finish_reason`` is the response's; None before its end.
-    """
+    """Return vLLM's events that close a response's open item; without a ``finish_reason`` before its end."""
     if CUT_ITEMS_COMPLETED.is_here:
         return processor.close_current()
     status_of = importlib.import_module("vllm.entrypoints.openai.responses.utils").response_item_status

@@ -19,9 +19,8 @@ from starlette.responses import StreamingResponse
 from starlette.types import Scope
 
 from tercet.aio.descriptors import descriptors_watched
-from tercet.engine import generating, receiving, sending
-from tercet.engine.edge import Edge
-from tercet.engine.stopping import StopWhenEmpty, fail_at_exit
+from tercet.engine import verbs
+from tercet.engine.edge import Edge, StopWhenEmpty, fail_at_exit
 from tercet.logs import lines_of_call, logged_call
 from tercet.protocol import DeadlineExceeded, EngineError, Output, Revision, TercetError, Unauthorized, UnknownSequence
 from tercet.protocol.access import CHALLENGE_HEADER, BearerKeys, Callers, require_digest, secrets_of
@@ -49,7 +48,7 @@ from tercet.protocol.wire import (
 from tercet.settings.process_settings import ENGINE_NAME_VARIABLE
 from tercet.vllm_plugin.edge.adapters import Adapters
 from tercet.vllm_plugin.edge.attached_engine import AttachedEngine
-from tercet.vllm_plugin.edge.grammar_failures import tell_failures
+from tercet.vllm_plugin.edge.llm_requests import tell_failures
 from tercet.vllm_plugin.edge.prefilled_requests import PrefilledRequests
 from tercet.vllm_plugin.mm_features import bound_uuids
 from tercet.vllm_plugin.start.plugin_settings import PluginSettings, parse_settings
@@ -62,7 +61,6 @@ from tercet.wire.serving.request_context import BodyPieces, read_whole
 from tercet.wire.serving.server_access import ASKS_FOR_A_KEY, api_keys, callers_of
 
 if TYPE_CHECKING:
-    from vllm.config import VllmConfig
     from vllm.engine.protocol import EngineClient
 
 T = TypeVar("T")
@@ -92,7 +90,6 @@ class TercetEndpoints:
     required_tasks = ("generate",)
 
     def attach_router(self, app: FastAPI) -> None:
-        """Add the routes."""
         app.include_router(router)
         app.router.lifespan_context = partial(_stopping_when_empty, app.router.lifespan_context)
         app.add_exception_handler(TercetError, _on_error)
@@ -104,10 +101,11 @@ class TercetEndpoints:
         )
 
     async def init_state(self, engine_client: EngineClient | None, state: State, args: Namespace) -> None:
-        """Attach to the engine behind this server."""
         if engine_client is None:
             raise EngineError("Tercet's endpoints need an engine, and this server has none")
-        settings = _settings(engine_client.vllm_config)
+        # The settings that the engine's other processes have. A missing connector is reported later.
+        transfer = engine_client.vllm_config.kv_transfer_config
+        settings = parse_settings(transfer.kv_connector_extra_config if transfer is not None else {})
         secret = settings.fleet_secret
         state.tercet_stop_grace = settings.stop_grace
         state.tercet_max_request_bytes = settings.max_request_bytes
@@ -128,7 +126,6 @@ class TercetEndpoints:
 
 
 def _require_trace_reader(state: State, scope: Scope) -> None:
-    """Raise unless clients may read traces, or the caller belongs to the fleet."""
     if state.tercet_trace_keys is not None:
         require_trace_reader(scope, state.tercet_trace_keys, is_keyed=bool(state.tercet_callers))
 
@@ -142,12 +139,6 @@ def _remote_prefill(settings: PluginSettings, edge: Edge, args: Namespace) -> Re
     secret = settings.fleet_secret or next(iter(api_keys(args)), "")
     tls = engine_tls(args.ssl_ca_certs, args.ssl_certfile, args.ssl_keyfile) if args.ssl_ca_certs else None
     return RemotePrefill(PrefillAttempts(settings.prefill_budget), ours, secret, bool(args.ssl_certfile), tls)
-
-
-def _settings(config: VllmConfig) -> PluginSettings:
-    """Return the settings that the engine's other processes have. A missing connector is reported later."""
-    transfer = config.kv_transfer_config
-    return parse_settings(transfer.kv_connector_extra_config if transfer is not None else {})
 
 
 @asynccontextmanager
@@ -198,7 +189,6 @@ def _edge(request: Request) -> Edge:
 
 
 async def _call(request: Request, kind: type[T]) -> T:
-    """Read and decode a call, with a limit on its body's size."""
     form = labelled(request.scope["headers"], VERB_FORMS).form
     most: int = request.app.state.tercet_max_request_bytes
     taker = "this engine (max_request_bytes in kv_connector_extra_config)"
@@ -247,7 +237,7 @@ async def prep_recv(request: Request) -> Response:
     """Match `prompt[:end]` in the prefix cache and reserve blocks for the rest, under a lease."""
     call = await _call(request, PrepRecvCall)
     with logged_call("prep_recv", call, request.headers, _edge(request).reader.model_of(call)):
-        return _json(await receiving.prep_recv(_edge(request), call))
+        return _json(await verbs.prep_recv(_edge(request), call))
 
 
 @router.post("/remote_send", openapi_extra=_body(RemoteSendCall))
@@ -255,7 +245,7 @@ async def remote_send(request: Request) -> Response:
     """Get the KV of `prompt[begin:end)` and push it into a reservation; optionally sample the first token."""
     call = await _call(request, RemoteSendCall)
     with logged_call("remote_send", call, request.headers, _edge(request).reader.model_of(call)):
-        return _json(await _unless_disconnected(request, sending.remote_send(_edge(request), call)))
+        return _json(await _unless_disconnected(request, verbs.remote_send(_edge(request), call)))
 
 
 @router.post("/start_generate", openapi_extra=_body(StartGenerateCall))
@@ -266,7 +256,7 @@ async def start_generate(request: Request) -> Response:
         if call.router is not None:
             await _attached(request).stream_generate(call, call.router)
             return _json({"accepted": True})
-        outputs = generating.start_generate(_edge(request), call)
+        outputs = verbs.start_generate(_edge(request), call)
         if not call.stream:
             return _json(await _unless_disconnected(request, _collect(outputs)))
         # Await the first output before sending the status line, so that invalid input is still a 4xx.
@@ -306,6 +296,12 @@ async def status(request: Request) -> Response:
 async def sequences(request: Request) -> Response:
     """List the sequences that this engine generates now: id, tokens, blocks, whether it runs, age, and router."""
     return _json(await _edge(request).generated.reports())
+
+
+@router.get("/leases/{seq_id:path}")
+async def leases(request: Request, seq_id: str) -> Response:
+    """Tell the lives of a sequence's latest leases: seconds, ledger, state and cause of each step."""
+    return _json([each.report() for each in _edge(request).leases.stories(seq_id)])
 
 
 @router.post("/sequences/{seq_id:path}/move", openapi_extra=_body(MoveCall))
@@ -370,7 +366,6 @@ async def _events(first: Output, rest: AsyncGenerator[Output, None]) -> AsyncGen
 
 
 async def _collect(outputs: AsyncGenerator[Output, None]) -> Output:
-    """Join all outputs of a sequence into one."""
     collected = [output async for output in outputs]
     if not collected:
         raise UnknownSequence("the sequence was aborted before its first token", "seq_id")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tercet.vllm_plugin.hooks import Has, Hook, OneOf, Says, Takes
-from tercet.vllm_plugin.start.loading_stages import OF_WORKERS
+from tercet.vllm_plugin.start.process_output import OF_WORKERS
 
 CONNECTOR = "vllm.distributed.kv_transfer.kv_connector.v1.base"
 SCHEDULER = "vllm.v1.core.sched.scheduler:Scheduler"

@@ -8,14 +8,17 @@ the side of the fast path, unless it is off.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import importlib
 import inspect
 import json
+import pkgutil
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
+from types import ModuleType
 from typing import Any, Literal, Protocol
 
 from tercet.protocol import TercetError
@@ -46,7 +49,6 @@ class _Targeted:
         self.names = names
 
     def unmet(self) -> str:
-        """Return what is missing: see :class:`Expectation`."""
         try:
             found = resolve(self.target)
         except Exception as error:  # importing an unknown version may fail in any way
@@ -99,7 +101,6 @@ class OneOf:
         self.expectations = expectations
 
     def unmet(self) -> str:
-        """Return what is missing: see :class:`Expectation`."""
         found = [expectation.unmet() for expectation in self.expectations]
         return " and ".join(found) if all(found) else ""
 
@@ -143,10 +144,7 @@ class UnsupportedVLLM(TercetError):
 
 @dataclass(frozen=True)
 class Hook:
-    """One dependency on vLLM's internals.
-
-    Attributes are named as ``Owner.name``.
-    """
+    """One dependency on vLLM's internals. Attributes are named as ``Owner.name``."""
 
     name: str
     #: What Tercet does with vLLM's code, and the reason.
@@ -252,6 +250,53 @@ def main(sides: Sequence[Side] = SIDES) -> int:
     for line in broken:
         console.print(line, style="red", markup=False)
     return int(bool(broken))
+
+
+# ---- the two ways to change vLLM -------------------------------------------------------------------------------------
+
+
+Method = Callable[..., Any]
+MARK = "__tercet_wrapper__"
+
+
+def wrap(owner: type | ModuleType, name: str, around: Method) -> None:
+    """Replace ``owner.name``, which is ``original``, by ``around(original, self, ...)``.
+
+    A module's function has no ``self``. For a class method, ``self`` is the class on which it is called.
+
+    A process may load the plugins more than once; a method that is already wrapped stays as it is.
+    """
+    found = vars(owner).get(name)
+    is_class_method = isinstance(found, classmethod)
+    original: Method = found.__func__ if isinstance(found, classmethod) else getattr(owner, name)
+    if hasattr(original, MARK):
+        return
+
+    @functools.wraps(original)
+    def wrapper(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return around(original, self, *args, **kwargs)
+
+    setattr(wrapper, MARK, True)
+    setattr(owner, name, classmethod(wrapper) if is_class_method else wrapper)
+
+
+def handed_in(module: str, original: str) -> str:
+    """Return the name by which vLLM finds the subclass that ``module`` makes of the class ``original``.
+
+    Which class it is depends on the platform, the model and the user's flags, so the name contains it. vLLM imports
+    what precedes the last dot, and takes what follows it as an attribute: a module's ``__getattr__`` returns
+    :func:`original_of` that attribute, with its own methods on top.
+    """
+    return f"{module}.{original.replace('.', ':')}"
+
+
+def original_of(attribute: str) -> type:
+    """Return the class in a name by :func:`handed_in`. Raises ``AttributeError`` for any other attribute."""
+    module, colon, name = attribute.rpartition(":")
+    if not colon:
+        raise AttributeError(attribute)
+    found: type = pkgutil.resolve_name(f"{module.replace(':', '.')}:{name}")
+    return found
 
 
 if __name__ == "__main__":

@@ -56,10 +56,7 @@ def to_wire(spec: MultiModalFeatureSpec, model_dtype: str = "") -> MultiModalFea
 def to_prompt(
     tokens: list[int], features: Sequence[MultiModalFeature], cache_salt: str | None, dtype: torch.dtype
 ) -> Any:  # fmt: skip
-    """Return a prompt for ``AsyncLLM``, with the features that begin in it, for a model that computes in ``dtype``.
-
-    Raises :class:`~tercet.protocol.BadRequest` for data that is invalid, or does not match its digest.
-    """
+    """Return a prompt for ``AsyncLLM``, with its features as ``dtype``. Raises ``BadRequest`` for invalid data."""
     items: dict[str, list[MultiModalKwargsItem | None]] = {}
     hashes: dict[str, list[str]] = {}
     places: dict[str, list[PlaceholderRange]] = {}
@@ -95,10 +92,7 @@ def most_features_of(renderer: Any) -> dict[str, int]:
 
 
 def with_short_names(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the names that clients give to features, as :func:`~.client_names.kept_name` keeps them.
-
-    vLLM's caches count the bytes of features, and not those of names.
-    """
+    """Return clients' names of features as they are kept: vLLM's caches do not count the bytes of names."""
     return {
         modality: None if names is None else [None if name is None else kept_name(name) for name in names]
         for modality, names in given.items()

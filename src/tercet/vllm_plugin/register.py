@@ -25,9 +25,12 @@ def register() -> None:
 
     from tercet.logs import log_as_the_environment_says
     from tercet.vllm_plugin.hooks import UnsupportedVLLM, require_hooks
-    from tercet.vllm_plugin.start.leak_reports import without_leak_reports
-    from tercet.vllm_plugin.start.log_noise import bound_lines, without_noise
-    from tercet.vllm_plugin.start.refusals import refusing_in_a_sentence
+    from tercet.vllm_plugin.start.process_output import (
+        bound_lines,
+        refusing_in_a_sentence,
+        without_leak_reports,
+        without_noise,
+    )
 
     without_leak_reports()
     without_noise()
@@ -40,12 +43,14 @@ def register() -> None:
         logging.getLogger(__name__).warning("Tercet is installed but inactive: %s", error)
         return
 
-    from tercet.vllm_plugin.core.core_methods import add_core_methods
+    from tercet.vllm_plugin.core.core_methods import add_core_methods, bound_replay_requests
     from tercet.vllm_plugin.core.grammar_time import bound_grammar_time
-    from tercet.vllm_plugin.core.replay_requests import bound_replay_requests
     from tercet.vllm_plugin.start.start_checks import check_before_loading
-    from tercet.vllm_plugin.worker.model_runner import begin_requests_with_output, keep_generators_of_unfinished_prompts
-    from tercet.vllm_plugin.worker.queue_waiting import let_queue_readers_sleep
+    from tercet.vllm_plugin.worker.model_runner import (
+        begin_requests_with_output,
+        keep_generators_of_unfinished_prompts,
+        let_queue_readers_sleep,
+    )
 
     check_before_loading()
     add_core_methods()

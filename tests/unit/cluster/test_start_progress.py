@@ -8,7 +8,7 @@ import pytest
 
 from tercet.cluster import running_fleet
 from tercet.cluster.running_fleet import StartProgress
-from tercet.vllm_plugin.start.loading_stages import MARK
+from tercet.vllm_plugin.start.process_output import MARK
 
 
 class Clock:

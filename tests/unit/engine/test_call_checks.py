@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from tercet.engine.calls import check_send
+from tercet.engine.edge import check_send
 from tercet.engine.interface import ModelLimits
 from tercet.protocol import BadRequest, KVAddrInfo, KVLayout, LayoutMismatch, RankAddress
 from tercet.protocol.wire import RemoteSendCall

@@ -14,7 +14,7 @@ import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 
 from tercet.engine import liveness_probe
-from tercet.engine.agent_metrics import ProbeCollector
+from tercet.engine.agents import ProbeCollector
 from tercet.engine.liveness_probe import POLL_INTERVAL_S, LivenessProbe, StallClock
 from tercet.protocol import EngineError
 from tercet.transport import AsyncControlClient, ControlServer, ReadCounters

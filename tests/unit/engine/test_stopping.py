@@ -6,8 +6,8 @@ import asyncio
 
 import pytest
 
-from tercet.engine import stopping
-from tercet.engine.stopping import StopWhenEmpty
+from tercet.engine import edge
+from tercet.engine.edge import StopWhenEmpty
 
 
 class Engine:
@@ -33,8 +33,8 @@ class Engine:
 
 @pytest.fixture(autouse=True)
 def quickly(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stopping, "HEARD_SECONDS", 0.02)
-    monkeypatch.setattr(stopping, "POLL_INTERVAL_S", 0.001)
+    monkeypatch.setattr(edge, "HEARD_SECONDS", 0.02)
+    monkeypatch.setattr(edge, "POLL_INTERVAL_S", 0.001)
 
 
 async def test_with_nobody_there_and_nothing_running_it_stops_at_once() -> None:

@@ -18,7 +18,7 @@ from tercet.transport import Push
 from tercet.vllm_plugin.core import core_methods
 from tercet.vllm_plugin.core.cache_groups import NO_BLOCK
 from tercet.vllm_plugin.differences import ZEROED_BY_BLOCK
-from tercet.vllm_plugin.start import requirements
+from tercet.vllm_plugin.start import start_checks
 
 from .tiny_engine import BLOCK, FULL, TinyEngine, send_of
 
@@ -185,7 +185,7 @@ def pairs_of(config: VllmConfig) -> NewPair:
             retention = None  # vLLM refuses it for what it keeps all of
         specs, settings = MODELS[model], {"max_lease_share": 1}
         # Steps that compute more than a block are refused on a CPU, and this engine has no kernels.
-        with patch.object(requirements, "require_states_to_be_kept"):
+        with patch.object(start_checks, "require_states_to_be_kept"):
             source, target = (
                 Computing(TinyEngine(config, settings, specs=specs, retention=retention), specs) for _ in range(2)
             )

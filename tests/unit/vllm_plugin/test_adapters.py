@@ -19,15 +19,14 @@ from vllm.sampling_params import SamplingParams
 from vllm.utils.counter import AtomicCounter
 from vllm.v1.request import Request
 
-from tercet.engine.calls import check_adapter
+from tercet.engine.edge import check_adapter
 from tercet.engine.interface import Adapter, KeyedPrompt, digest_of
 from tercet.protocol import BadRequest, Conflict, KVAddrInfo, LayoutMismatch, RankAddress, Unauthorized, UnknownAdapter
 from tercet.protocol.content import cache_key, content_of, packed
 from tercet.protocol.wire import RemoteSendCall
 from tercet.vllm_plugin.core import core_methods
-from tercet.vllm_plugin.edge.adapter_contents import read_contents
-from tercet.vllm_plugin.edge.adapters import Adapters, _require_done, to_lora_request
-from tercet.vllm_plugin.worker.lora_on_cpu import leave_the_base_model_alone
+from tercet.vllm_plugin.edge.adapters import Adapters, _require_done, read_contents, to_lora_request
+from tercet.vllm_plugin.worker.model_runner import leave_the_base_model_alone
 
 from .tiny_engine import BLOCK, LAYOUT, NO_ADAPTERS, TinyEngine, tokens_of
 

@@ -13,8 +13,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from tercet.engine import sending
-from tercet.engine import sending as edge_sending
+from tercet.engine import verbs
 from tercet.engine.agents import AgentCalls
 from tercet.engine.block_tables import (
     BlockTableReader,
@@ -176,7 +175,7 @@ class Standing:
         end = len(tokens)
         info = KVAddrInfo("f" * 32, "d", 0, end, "tcp", (RankAddress(0, ("tcp://127.0.0.1:9000",)),), LAYOUT)
         call = RemoteSendCall(prompt=tokens, seq_id="m", kv_addr_info=info, begin=0, cache_salt=salt)
-        self._sending = asyncio.create_task(sending.remote_send(self.edge, call))
+        self._sending = asyncio.create_task(verbs.remote_send(self.edge, call))
         return self._sending
 
     async def pushed(self) -> PushCached:
@@ -206,7 +205,7 @@ def place() -> Iterator[TablePlace]:
 
 @pytest.fixture
 async def standing(place: TablePlace, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Standing]:
-    monkeypatch.setattr(edge_sending, "BYPASS_SECONDS", PATIENCE)
+    monkeypatch.setattr(verbs, "BYPASS_SECONDS", PATIENCE)
     found = Standing(place)
     await found.start()
     yield found
@@ -230,7 +229,7 @@ async def test_kv_goes_out_under_a_word_and_what_the_core_pins_later_is_unpinned
 
 
 async def test_a_core_that_answers_in_time_is_asked(standing: Standing, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(edge_sending, "BYPASS_SECONDS", 600.0)
+    monkeypatch.setattr(verbs, "BYPASS_SECONDS", 600.0)
     sending = standing.send()
     asyncio.get_running_loop().call_later(PATIENCE, standing.core.goes_on.set)
     push = await standing.pushed()
@@ -275,7 +274,7 @@ async def test_what_was_revoked_is_an_error_at_once(standing: Standing, monkeypa
 
 
 async def test_without_a_table_the_core_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(edge_sending, "BYPASS_SECONDS", PATIENCE)
+    monkeypatch.setattr(verbs, "BYPASS_SECONDS", PATIENCE)
     found = Standing(None)
     await found.start()
     sending = found.send()

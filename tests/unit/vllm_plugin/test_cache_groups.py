@@ -33,13 +33,13 @@ from tercet.vllm_plugin.core.cache_groups import (
 from tercet.vllm_plugin.core.reservations import FILLER_TOKEN
 from tercet.vllm_plugin.differences import ZEROED_BY_BLOCK
 from tercet.vllm_plugin.hooks import UnsupportedVLLM
-from tercet.vllm_plugin.start.requirements import (
+from tercet.vllm_plugin.start.start_checks import (
     require_generation,
     require_one_rank,
     require_positions_of_the_prompt,
     require_prefill_behind_kv,
 )
-from tercet.vllm_plugin.worker.drafters import require_drafter
+from tercet.vllm_plugin.worker.kv_layout import require_drafter
 
 from .moving_kv import MODELS, WINDOW, A, NewPair, Pair, state, window
 from .tiny_engine import BLOCK, FULL, TinyEngine, tokens_of

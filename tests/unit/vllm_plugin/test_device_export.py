@@ -19,9 +19,7 @@ from tercet.transport.torch_blocks import (
     open_device_planes,
 )
 from tercet.vllm_plugin.core.connector_messages import StepMetadata
-from tercet.vllm_plugin.worker.device_export import EVENTS, DeviceExport
-from tercet.vllm_plugin.worker.kv_planes import LayerPlanes
-from tercet.vllm_plugin.worker.step_layers import StepLayers
+from tercet.vllm_plugin.worker.kv_planes import EVENTS, DeviceExport, LayerPlanes, StepLayers
 from tercet.vllm_plugin.worker.worker_side import WorkerSide
 from tests.unit.vllm_plugin.fake_cuda import FakeCuda, FakeEvent, install
 

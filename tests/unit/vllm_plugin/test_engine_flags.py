@@ -9,8 +9,8 @@ import pytest
 
 from tercet.vllm_plugin.connector import TercetConnector
 from tercet.vllm_plugin.hooks import UnsupportedVLLM
-from tercet.vllm_plugin.start import requirements
-from tercet.vllm_plugin.start.requirements import require_both_roles, require_memory_that_stays
+from tercet.vllm_plugin.start import start_checks
+from tercet.vllm_plugin.start.start_checks import require_both_roles, require_memory_that_stays
 
 
 @pytest.mark.parametrize("role", ["kv_producer", "kv_consumer"])
@@ -28,7 +28,7 @@ def test_an_engine_sends_and_receives(role: str) -> None:
 def test_kv_stays_where_it_is_mapped(monkeypatch: pytest.MonkeyPatch) -> None:
     config: Any = SimpleNamespace(model_config=SimpleNamespace(enable_cumem_allocator=True))
     require_memory_that_stays(config)  # on a CPU, vLLM takes none away
-    monkeypatch.setattr(requirements, "current_platform", SimpleNamespace(is_cpu=lambda: False))
+    monkeypatch.setattr(start_checks, "current_platform", SimpleNamespace(is_cpu=lambda: False))
     with pytest.raises(UnsupportedVLLM, match="--enable-sleep-mode"):
         require_memory_that_stays(config)
     config.model_config.enable_cumem_allocator = False

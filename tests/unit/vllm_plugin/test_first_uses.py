@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from tercet.vllm_plugin.core.core_methods import CoreCalls, forget_grammar_backend
-from tercet.vllm_plugin.edge import first_uses
-from tercet.vllm_plugin.edge.first_uses import practise_first_uses
+from tercet.vllm_plugin.edge import attached_engine
+from tercet.vllm_plugin.edge.attached_engine import practise_first_uses
 
 
 class Core(CoreCalls):
@@ -72,7 +72,7 @@ async def test_one_token_is_generated_by_a_grammar_and_the_choice_of_a_backend_i
 async def test_an_engine_that_cannot_serves_all_else_and_says_so(
     fails: str, why: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(first_uses, "FIRST_USE_SECONDS", 0.05)
+    monkeypatch.setattr(attached_engine, "FIRST_USE_SECONDS", 0.05)
     with caplog.at_level(logging.WARNING):
         core = await warmed_up(Client(fails))
     assert core.asked == [forget_grammar_backend]

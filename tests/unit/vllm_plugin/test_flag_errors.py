@@ -6,7 +6,7 @@ import pytest
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from tercet.protocol import BadRequest
-from tercet.vllm_plugin.start.flag_errors import refuse_in_a_sentence
+from tercet.vllm_plugin.start.process_output import refuse_in_a_sentence
 
 
 @pytest.mark.parametrize(

@@ -12,9 +12,8 @@ from vllm.v1.engine.output_processor import RequestOutputCollector
 
 from tercet.protocol import BadRequest, GrammarsBusy
 from tercet.vllm_plugin.core.grammar_time import REFUSED, UNTRIED
-from tercet.vllm_plugin.edge import grammar_failures
-from tercet.vllm_plugin.edge.grammar_failures import StructureRefused, StructureUntried, failure_of
-from tercet.vllm_plugin.edge.llm_requests import _as_ours
+from tercet.vllm_plugin.edge import llm_requests
+from tercet.vllm_plugin.edge.llm_requests import StructureRefused, StructureUntried, _as_ours, failure_of
 
 pytestmark = pytest.mark.vllm
 
@@ -49,7 +48,7 @@ async def test_the_queue_has_the_failure_and_not_the_output_behind_it() -> None:
 
     output = ended(FinishReason.ERROR, REFUSED + "structured_outputs: too slow")
     gone = EngineCoreOutput("gone", [], finish_reason=FinishReason.ERROR, stop_reason=UNTRIED)
-    assert grammar_failures._process(process, processor, [gone, output], 3) == 3
+    assert llm_requests._process(process, processor, [gone, output], 3) == 3
     with pytest.raises(StructureRefused, match="structured_outputs: too slow"):
         await queue.get()
 

@@ -14,8 +14,7 @@ import pytest
 import torch
 
 from tercet.vllm_plugin.core import grammar_process
-from tercet.vllm_plugin.core.grammar_process import NO_TEXT, TOO_SLOW, GrammarProcess, TryJob
-from tercet.vllm_plugin.core.grammar_queue import TryOutcome
+from tercet.vllm_plugin.core.grammar_process import NO_TEXT, TOO_SLOW, GrammarProcess, TryJob, TryOutcome
 from tests.longest_wait import LONGEST_WAIT_S
 
 pytestmark = [pytest.mark.processes, pytest.mark.vllm, pytest.mark.slow]

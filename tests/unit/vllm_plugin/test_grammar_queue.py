@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tercet.vllm_plugin.core.grammar_queue import LIMITS, MOST_VERDICTS, MOST_WAITING, GrammarQueue, Try, TryOutcome
+from tercet.vllm_plugin.core.grammar_time import LIMITS, MOST_VERDICTS, MOST_WAITING, GrammarQueue, Try, TryOutcome
 
 LAST = len(LIMITS) - 1
 

@@ -16,18 +16,20 @@ from vllm.v1.structured_output.backend_types import StructuredOutputOptions
 
 from tercet.vllm_plugin.core import grammar_time
 from tercet.vllm_plugin.core.grammar_process import LONG_SECONDS, MOST_LONG, NO_TEXT, TOO_SLOW, TryJob
-from tercet.vllm_plugin.core.grammar_queue import LIMITS, MOST_WAITING, TryOutcome
 from tercet.vllm_plugin.core.grammar_time import (
     BUSY,
+    LIMITS,
     LONGEST_REASON,
     LONGEST_WAIT_SECONDS,
     LOST,
+    MOST_WAITING,
     REFUSED,
     UNTRIED,
     BoundedGrammars,
     GrammarRefused,
     GrammarUntried,
     StructurePace,
+    TryOutcome,
     WatchedGrammar,
     reason_of,
     require_beginning,

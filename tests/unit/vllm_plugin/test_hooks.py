@@ -37,7 +37,7 @@ from tercet.vllm_plugin.hooks import (
     resolve,
     vllm_version,
 )
-from tercet.vllm_plugin.start import loading_stages
+from tercet.vllm_plugin.start import process_output
 from tercet.wire.serving.client_connection import BoundedProtocol, StreamingProtocol
 
 HERE: list[Side] = [side for side in SIDES if is_supported(side, vllm_version())]
@@ -210,7 +210,8 @@ def test_the_search_for_replacements_finds_them() -> None:
 
 def test_all_that_is_replaced_is_in_the_registry() -> None:
     rooms = [Path(room.__path__[0]) for room in (tercet.vllm_plugin, tercet.router.openai)]
-    helper = rooms[0] / "start" / "patching.py"
+    helper = rooms[0] / "hooks.py"
+    assert changed_in(helper.read_text()) == (["*", "*"], []), "only what wrap sets, in the names of others"
     files = [path for room in rooms for path in room.rglob("*.py") if path != helper]
     found = {path: changed_in(path.read_text()) for path in files}
     replaced = {name for names, _ in found.values() for name in names}
@@ -228,7 +229,7 @@ def test_all_that_subclasses_override_is_in_the_registry() -> None:
         (RouterLLM, AsyncLLM),
         (BoundedProtocol, HttpToolsProtocol),
         (StreamingProtocol, HttpToolsProtocol),
-        (getattr(loading_stages, "vllm:v1:worker:gpu_worker:Worker"), Worker),
+        (getattr(process_output, "vllm:v1:worker:gpu_worker:Worker"), Worker),
     ]
     interfaces = {Worker: "WorkerBase"}
     overridden = {

@@ -26,11 +26,9 @@ from tercet.transport.layouts import HeadSlice, RankRoute, routes
 from tercet.vllm_plugin.core.cache_groups import require_movable_groups, state_layers
 from tercet.vllm_plugin.differences import ZEROED_BY_BLOCK
 from tercet.vllm_plugin.hooks import UnsupportedVLLM
-from tercet.vllm_plugin.start import requirements
-from tercet.vllm_plugin.worker.kv_layout import layout_of, packing_of
-from tercet.vllm_plugin.worker.kv_planes import LayerPlanes, order_of
-from tercet.vllm_plugin.worker.stages import AllStages, StageContents
-from tercet.vllm_plugin.worker.step_layers import StepLayers
+from tercet.vllm_plugin.start import start_checks
+from tercet.vllm_plugin.worker.kv_layout import AllStages, StageContents, layout_of, packing_of
+from tercet.vllm_plugin.worker.kv_planes import LayerPlanes, StepLayers, order_of
 
 BLOCK, BLOCKS = 16, 8
 LATENT = MLAAttentionSpec(block_size=BLOCK, num_kv_heads=1, head_size=576, dtype=torch.bfloat16)
@@ -185,16 +183,16 @@ def test_on_a_device_blocks_of_states_go_as_they_are_and_so_do_those_beside_them
 
 def test_mamba_1_is_refused_where_vllm_has_no_kernel_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
     mamba_1 = caches(FULL, replace(STATE, mamba_type=MambaAttentionBackendEnum.MAMBA1))
-    monkeypatch.setattr(requirements, "_scans_states", lambda: False)
+    monkeypatch.setattr(start_checks, "_scans_states", lambda: False)
     with pytest.raises(UnsupportedVLLM, match="no kernel for Mamba-1"):
-        requirements.require_kernels_of_states(mamba_1)
-    requirements.require_kernels_of_states(caches(FULL, STATE))
-    requirements.require_kernels_of_states(caches(FULL))
-    monkeypatch.setattr(requirements, "_scans_states", lambda: True)
-    requirements.require_kernels_of_states(mamba_1)
-    monkeypatch.setattr(requirements, "_scans_states", lambda: False)
-    monkeypatch.setattr(requirements, "current_platform", SimpleNamespace(is_cpu=lambda: False))
-    requirements.require_kernels_of_states(mamba_1)
+        start_checks.require_kernels_of_states(mamba_1)
+    start_checks.require_kernels_of_states(caches(FULL, STATE))
+    start_checks.require_kernels_of_states(caches(FULL))
+    monkeypatch.setattr(start_checks, "_scans_states", lambda: True)
+    start_checks.require_kernels_of_states(mamba_1)
+    monkeypatch.setattr(start_checks, "_scans_states", lambda: False)
+    monkeypatch.setattr(start_checks, "current_platform", SimpleNamespace(is_cpu=lambda: False))
+    start_checks.require_kernels_of_states(mamba_1)
 
 
 def test_engines_that_keep_states_otherwise_exchange_nothing() -> None:
@@ -236,11 +234,11 @@ def test_steps_of_which_vllm_keeps_no_state_are_refused_on_a_cpu(monkeypatch: py
 
     mamba_2 = caches(FULL, replace(STATE, num_prefill_checkpoint_blocks=1, prefill_checkpoint_alignment=1))
     with pytest.raises(UnsupportedVLLM, match="--max-num-batched-tokens 16"):
-        requirements.require_states_to_be_kept(config(BLOCK + 1), mamba_2)
-    requirements.require_states_to_be_kept(config(BLOCK), mamba_2)
-    requirements.require_states_to_be_kept(config(BLOCK + 1), caches(FULL, STATE))
-    monkeypatch.setattr(requirements, "current_platform", SimpleNamespace(is_cpu=lambda: False))
-    requirements.require_states_to_be_kept(config(BLOCK + 1), mamba_2)
+        start_checks.require_states_to_be_kept(config(BLOCK + 1), mamba_2)
+    start_checks.require_states_to_be_kept(config(BLOCK), mamba_2)
+    start_checks.require_states_to_be_kept(config(BLOCK + 1), caches(FULL, STATE))
+    monkeypatch.setattr(start_checks, "current_platform", SimpleNamespace(is_cpu=lambda: False))
+    start_checks.require_states_to_be_kept(config(BLOCK + 1), mamba_2)
 
 
 def test_prefixes_are_matched_in_whole_blocks() -> None:
@@ -248,6 +246,6 @@ def test_prefixes_are_matched_in_whole_blocks() -> None:
         return SimpleNamespace(cache_config=SimpleNamespace(block_size=BLOCK, prefix_match_unit=unit))
 
     with pytest.raises(UnsupportedVLLM, match="--prefix-match-unit is 8"):
-        requirements.require_whole_blocks(config(8))
-    requirements.require_whole_blocks(config(None))
-    requirements.require_whole_blocks(config(BLOCK))
+        start_checks.require_whole_blocks(config(8))
+    start_checks.require_whole_blocks(config(None))
+    start_checks.require_whole_blocks(config(BLOCK))

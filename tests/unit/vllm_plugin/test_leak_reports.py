@@ -8,7 +8,7 @@ import sys
 SCRIPT = """
 import atexit, os, sys
 {}
-from tercet.vllm_plugin.start.leak_reports import without_leak_reports
+from tercet.vllm_plugin.start.process_output import without_leak_reports
 
 without_leak_reports()
 atexit.register(lambda: sys.stderr.write("said by what was begun later\\n"))

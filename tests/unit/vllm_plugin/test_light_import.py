@@ -10,8 +10,8 @@ import pytest
 import torch._inductor
 import vllm.env_override
 
-from tercet.vllm_plugin.start import light_import as module
-from tercet.vllm_plugin.start.light_import import LOWERING, light_import
+from tercet.vllm_plugin.start import before_forks as module
+from tercet.vllm_plugin.start.before_forks import LOWERING, light_import
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from vllm.utils.import_utils import resolve_obj_by_qualname
 
-from tercet.vllm_plugin.start.loading_stages import OF_WORKERS, log_stages_of_workers
+from tercet.vllm_plugin.start.process_output import OF_WORKERS, log_stages_of_workers
 
 OWN = f"{__name__}.Worker"
 
@@ -72,4 +72,4 @@ def test_workers_of_vllm_are_found_by_the_names_that_platforms_give() -> None:
 
 def test_a_name_that_is_none_of_these_is_refused_as_python_does() -> None:
     with pytest.raises(AttributeError, match="nothing"):
-        resolve_obj_by_qualname("tercet.vllm_plugin.start.loading_stages.nothing")
+        resolve_obj_by_qualname("tercet.vllm_plugin.start.process_output.nothing")

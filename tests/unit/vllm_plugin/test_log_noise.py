@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from tercet.vllm_plugin.start.log_noise import NOISE, VLLM_LEVEL, without_noise
+from tercet.vllm_plugin.start.process_output import NOISE, VLLM_LEVEL, without_noise
 
 BEFORE_VLLM = """
-from tercet.vllm_plugin.start.log_noise import errors_only
+from tercet.vllm_plugin.start.process_output import errors_only
 errors_only()
 import vllm.triton_utils.importing
 import logging

@@ -60,7 +60,7 @@ def test_all_that_a_killed_process_has_started_ends(tmp_path: object, how: str) 
 def test_the_server_of_a_lost_core_fails() -> None:
     code = """
 import atexit
-from tercet.engine.stopping import fail_at_exit
+from tercet.engine.edge import fail_at_exit
 atexit.register(print, "earlier ones run")
 fail_at_exit("its core was lost")
 print("served")

@@ -11,14 +11,14 @@ from typing import Any
 import msgspec
 import pytest
 
-from tercet.engine import generating
+from tercet.engine import verbs
 from tercet.engine.interface import SeqParams
 from tercet.protocol import LeaseEnded, Request, TercetError
 from tercet.protocol.headers import PREFILLED_HEADER, PREFILLER_HEADER
 from tercet.protocol.hosts import AllowedPrefillers
 from tercet.protocol.trace import TraceEvent, VerbTrace
 from tercet.vllm_plugin.core.connector_messages import TercetParams, params_of
-from tercet.vllm_plugin.edge.load_meter import LoadMeter
+from tercet.vllm_plugin.edge.attached_engine import LoadMeter
 from tercet.vllm_plugin.edge.prefilled_requests import PrefilledRequests
 from tercet.wire.serving.prefiller_header import PrefillerHeader
 
@@ -44,7 +44,7 @@ class Processor:
 
 @pytest.fixture(autouse=True)
 def played_adoption(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(generating, "adopted", lambda edge, request: edge.adopted(request))  # pyright: ignore[reportUnknownLambdaType,reportUnknownMemberType]
+    monkeypatch.setattr(verbs, "adopted", lambda edge, request: edge.adopted(request))  # pyright: ignore[reportUnknownLambdaType,reportUnknownMemberType]
 
 
 class PlayedEngine:

@@ -9,7 +9,7 @@ import zmq
 from vllm.distributed.kv_events import ZmqEventPublisher
 
 from tercet.cluster.ports import free_ports
-from tercet.vllm_plugin.core.replay_requests import LONGEST_REQUEST, bound_replay_requests
+from tercet.vllm_plugin.core.core_methods import LONGEST_REQUEST, bound_replay_requests
 
 
 def test_long_messages_are_not_taken(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:

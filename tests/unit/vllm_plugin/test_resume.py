@@ -11,7 +11,7 @@ from vllm.reasoning.basic_parsers import BaseThinkingReasoningParser
 from vllm.sampling_params import SamplingParams, StructuredOutputsParams
 from vllm.v1.request import Request as VLLMRequest
 
-from tercet.vllm_plugin.core.resume import start_grammar_after
+from tercet.vllm_plugin.core.scheduler_side import start_grammar_after
 
 from .tiny_engine import BLOCK, NEXT_TOKEN, TinyEngine, tokens_of
 

@@ -9,7 +9,7 @@ from vllm.v1.request import RequestStatus
 from tercet.protocol import UnknownSequence
 from tercet.transport import Push, SendComplete
 from tercet.vllm_plugin.core.connector_messages import StepMetadata
-from tercet.vllm_plugin.core.send_planner import Sending
+from tercet.vllm_plugin.core.scheduler_side import Sending
 
 from .tiny_engine import BLOCK, MAX_BATCHED, NUM_BLOCKS, TinyEngine, send_of, tokens_of
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from tercet.vllm_plugin.hooks import UnsupportedVLLM
+from tercet.vllm_plugin.worker.kv_layout import AllStages, StageContents
 from tercet.vllm_plugin.worker.kv_planes import LayerPlanes
-from tercet.vllm_plugin.worker.stages import AllStages, StageContents
 
 BLOCKS = 4
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tercet.vllm_plugin.worker.step_layers import NOTE_BYTES, StepLayers
+from tercet.vllm_plugin.worker.kv_planes import NOTE_BYTES, StepLayers
 
 LARGE = NOTE_BYTES
 

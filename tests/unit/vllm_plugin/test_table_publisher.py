@@ -274,7 +274,7 @@ def _nothing_is_found(published: Published) -> None:
 
 
 def test_without_the_workers_memory_nothing_is_published(config: VllmConfig, caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.WARNING, "tercet.vllm_plugin.core.table_publisher"):
+    with caplog.at_level(logging.WARNING, "tercet.vllm_plugin.core.scheduler_side"):
         engine = TinyEngine(config)
     assert engine.side.tables is None
     engine.run(engine.add("1", tokens_of(20), number=1))

@@ -16,7 +16,7 @@ from tercet.engine.agents import AgentCalls
 from tercet.engine.edge import Edge
 from tercet.engine.interface import EngineDescription
 from tercet.engine.liveness_probe import LivenessProbe
-from tercet.engine.sending import remote_send
+from tercet.engine.verbs import remote_send
 from tercet.protocol import KVAddrInfo, RankAddress, UnknownSequence
 from tercet.protocol.wire import RemoteSendCall
 from tercet.transport import Push

@@ -6,9 +6,11 @@ without their text, and the state of the engines; they report their plans here f
 
 from __future__ import annotations
 
+import asyncio
 import os
 import time
 import uuid
+from contextlib import suppress
 from typing import Annotated, Any
 
 import msgspec
@@ -16,16 +18,18 @@ from fastapi import APIRouter, Request, Response
 
 from tercet import protocol
 from tercet.decisions.planning.observed import PlannerReport
-from tercet.fleet import RunningSequence
+from tercet.fleet import EngineFleet, RunningSequence
 from tercet.fleet.policy_views import PrefillLine, SeenRequests, observed_engines
 from tercet.programs import migrate_context
-from tercet.protocol import BadRequest, UnknownSequence
+from tercet.protocol import BadRequest, TercetError, UnknownSequence
 from tercet.protocol.content import MultiModalFeatures
+from tercet.protocol.engine import TellsLeases
+from tercet.protocol.trace import LeaseReport
 from tercet.protocol.wire import MoveCall, Salt, decode_call
 from tercet.router.admin.admin_route import AdminRoute, fleet_of, json_answer, shared_of, whole_number
 from tercet.router.admin.engines import engine_shown, objectives_shown
 from tercet.router.admin.programs import programs_shown
-from tercet.router.observe.request_traces import MOST_LISTED, TraceQuestion
+from tercet.router.observe.request_traces import MOST_LISTED, RequestTrace, TraceQuestion
 from tercet.router.serve.moves import MoveRecord, pass_on
 
 routes = APIRouter(route_class=AdminRoute)
@@ -129,15 +133,47 @@ async def traces(request: Request) -> Response:
     return json_answer([msgspec.to_builtins(trace) for trace in found])
 
 
+LEASES_SECONDS = 1.0
+"""Seconds for which an engine's stories of leases are awaited: a trace is shown without them, too."""
+
+
+async def _leases(fleet: EngineFleet, trace: RequestTrace) -> list[LeaseReport]:
+    """Return the lives of the request's leases, in order, as engines tell them that answer in time."""
+
+    async def told(engine: TellsLeases, name: str, seq_id: str) -> list[LeaseReport]:
+        with suppress(TercetError, TimeoutError):  # it is gone, or an engine that tells no stories
+            async with asyncio.timeout(LEASES_SECONDS):
+                return [msgspec.structs.replace(each, engine=name) for each in await engine.lease_stories(seq_id)]
+        return []
+
+    engines = {member.name: member.engine for member in fleet.members}
+    asked = dict.fromkeys(
+        (event.engine, sequence.seq_id)
+        for sequence in trace.sequences
+        for event in (*sequence.events, *sequence.failed)
+        if event.verb == "prep_recv"
+    )
+    able = [(engine, *each) for each in asked if isinstance(engine := engines.get(each[0]), TellsLeases)]
+    found = await asyncio.gather(*(told(*each) for each in able))
+    return sorted((report for reports in found for report in reports), key=lambda each: each.at)
+
+
 @routes.get("/traces/{name:path}")
 async def trace(request: Request, name: str) -> Response:
-    """Show the traces of requests with this `x-request-id`, or with this id of an answer, a sequence or a trace."""
+    """Show the traces of requests with this `x-request-id`, or with this id of an answer, a sequence or a trace.
+
+    `leases` are the lives of its leases, if engines still tell them.
+    """
     found = await shared_of(request).traces.find(TraceQuestion(id=name))
     if not found:
         raise UnknownSequence(
             f"id: no router keeps a trace of {name!r}: the id is wrong, or the trace is too old (trace-requests)", "id"
         )
-    return json_answer([msgspec.to_builtins(each) for each in found])
+    leases = await asyncio.gather(*(_leases(fleet_of(request), each) for each in found))
+    pairs = zip(found, leases, strict=True)
+    return json_answer(
+        [msgspec.to_builtins(each) | ({"leases": msgspec.to_builtins(lives)} if lives else {}) for each, lives in pairs]
+    )
 
 
 def _number(name: str, text: str | None) -> int:

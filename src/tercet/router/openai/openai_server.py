@@ -23,7 +23,6 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp
 
-from tercet.engine.text_fingerprint import text_fingerprint
 from tercet.protocol import BadRequest
 from tercet.protocol.addresses import TextFingerprint
 from tercet.router.openai.converted_streams import keeping_errors
@@ -33,8 +32,8 @@ from tercet.router.openai.server_options import keep_alive_seconds, require_serv
 from tercet.settings.process_settings import PARALLEL_TOKENIZERS
 from tercet.vllm_plugin.differences import SYSTEM_BALANCES, cli_args, structured_outputs_config
 from tercet.vllm_plugin.hooks import require_hooks
-from tercet.vllm_plugin.start.flag_errors import refuse_in_a_sentence
-from tercet.vllm_plugin.start.leak_reports import without_leak_reports
+from tercet.vllm_plugin.start.before_forks import text_fingerprint
+from tercet.vllm_plugin.start.process_output import refuse_in_a_sentence, without_leak_reports
 from tercet.wire.serving.client_connection import StreamingProtocol
 
 # Time in seconds for remaining connections when the server closes: idle clients, and answers past their timeout.

@@ -37,8 +37,8 @@ from vllm.exceptions import VLLMValidationError
 from vllm.multimodal.cache import MultiModalProcessorOnlyCache
 from vllm.renderers.registry import RENDERER_REGISTRY
 
+from tercet.vllm_plugin.hooks import handed_in, original_of
 from tercet.vllm_plugin.mm_features import with_short_names
-from tercet.vllm_plugin.start.patching import handed_in, original_of
 
 if TYPE_CHECKING:
     from vllm.renderers.base import BaseRenderer as Renderer

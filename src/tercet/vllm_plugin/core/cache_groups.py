@@ -113,10 +113,7 @@ def _described(spec: KVCacheSpec, num_layers: int) -> CacheGroup:
 
 
 class GroupTables:
-    """The block tables of requests, by group, in vLLM's manager.
-
-    ``step_tokens`` is the number of tokens for which a decoding sequence needs blocks in a step.
-    """
+    """The block tables of requests, by group. A decoding sequence needs blocks for ``step_tokens`` in a step."""
 
     def __init__(self, manager: KVCacheManager, step_tokens: int = 1) -> None:
         self._manager = manager
@@ -127,7 +124,6 @@ class GroupTables:
 
     @property
     def groups(self) -> tuple[SingleTypeKVCacheManager, ...]:
-        """vLLM's manager of each group."""
         return self._manager.coordinator.single_type_managers
 
     def of(self, request_id: str) -> list[list[KVCacheBlock]]:
@@ -162,14 +158,10 @@ class GroupTables:
             cached[request_id] = max(cached.get(request_id, 0), first)
 
     def held(self, request_id: str) -> int:
-        """Return the number of blocks that a request holds."""
         return sum(not block.is_null for blocks in self.of(request_id) for block in blocks)
 
     def first_needed(self, group: int, computed: int) -> int:
-        """Return the first position in a group's block table that a request needs to continue.
-
-        The request continues after ``computed`` tokens.
-        """
+        """Return the first position in a group's block table that a request needs to continue after ``computed``."""
         return max(0, self.groups[group].get_num_skipped_tokens(computed)) // self.block_size
 
     def resumed_at(self, end: int) -> int:
@@ -181,11 +173,7 @@ class GroupTables:
         return max(0, end - 1) // self.block_size * self.block_size
 
     def needed(self, end: int) -> int:
-        """Return the number of blocks of a lease for ``end`` tokens from which a request can be resumed.
-
-        It includes one more step, so that decoding can begin: a request that holds blocks must not wait for another
-        block.
-        """
+        """Return the number of blocks of a lease for ``end`` tokens and one more step, so that decoding can begin."""
         until, resumed = self._until(end), self.resumed_at(end)
         return sum(until - self.first_needed(group, resumed) for group in range(len(self.groups)))
 

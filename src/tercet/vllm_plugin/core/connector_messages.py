@@ -35,7 +35,6 @@ class TercetParams(msgspec.Struct, frozen=True, omit_defaults=True):
     seq: SeqParams | None = None
 
     def to_kv_transfer_params(self) -> dict[str, Any]:
-        """Return the form in which vLLM carries these parameters to the scheduler."""
         return {KEY: msgspec.to_builtins(self)}
 
 

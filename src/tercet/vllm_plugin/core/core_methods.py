@@ -24,24 +24,22 @@ from vllm.v1.request import Request as VLLMRequest
 from vllm.v1.request import RequestStatus
 
 from tercet.engine.interface import EngineDescription, KeyedPrompt, RequestInCore, ReservedBlocks, SendParams
-from tercet.protocol import (
-    Content,
-    EngineError,
-    TercetError,
-    from_wire,
-)
+from tercet.protocol import Content, EngineError, TercetError, from_wire
 from tercet.protocol.types import Paused
 from tercet.transport import Push
+from tercet.transport.sockets import bounded
 from tercet.vllm_plugin.connector import TercetConnector
 from tercet.vllm_plugin.core.cache_groups import GroupTables
 from tercet.vllm_plugin.core.connector_messages import REQUEST_PREFIX
 from tercet.vllm_plugin.core.reservations import FILLER_TOKEN
 from tercet.vllm_plugin.core.scheduler_side import SchedulerSide
 from tercet.vllm_plugin.edge.adapters import to_lora_request
+from tercet.vllm_plugin.hooks import Method, wrap
 from tercet.vllm_plugin.mm_features import to_specs
 
 if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM
+
 
 T = TypeVar("T")
 Args = TypeVarTuple("Args")
@@ -133,7 +131,6 @@ def status(core: EngineCore) -> dict[str, Any]:
 
 
 def _paused(core: EngineCore) -> Paused:
-    """Return which sequences wait until the engine is resumed: by vLLM's pauses and by its sleep, which also pauses."""
     if core.model_executor.is_sleeping:
         return "all"
     state = core.scheduler.pause_state
@@ -321,3 +318,35 @@ def _types_of(method: Callable[..., Any]) -> dict[str, Any]:
 def _has_struct(kind: Any) -> bool:
     kinds = (kind, *get_args(kind))
     return any(isinstance(each, type) and issubclass(each, msgspec.Struct) for each in kinds)
+
+
+LONGEST_REQUEST = 1024
+"""Bytes of the longest message: a request is a number of 8 bytes, a subscription is a topic."""
+
+
+class _Bounding:
+    """A ZeroMQ context whose sockets accept short messages only."""
+
+    def __init__(self, context: Any) -> None:
+        self._context = context
+
+    def socket(self, kind: int) -> Any:
+        return bounded(self._context.socket(kind), LONGEST_REQUEST)
+
+
+def bound_replay_requests() -> None:
+    """Make publishers of KV events in this process refuse long messages: requests have a few bytes.
+
+    vLLM's replay port accepts messages of any size from every process that reaches it, and writes invalid ones into the
+    log in full. Relies on ``ZmqEventPublisher`` making its sockets by ``self._ctx.socket`` in its ``_socket_setup``.
+    """
+
+    def set_up(original: Method, publisher: Any, *args: Any) -> Any:
+        context = publisher._ctx
+        publisher._ctx = _Bounding(context)
+        try:
+            return original(publisher, *args)
+        finally:
+            publisher._ctx = context
+
+    wrap(ZmqEventPublisher, "_socket_setup", set_up)

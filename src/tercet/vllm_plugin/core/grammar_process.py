@@ -24,6 +24,7 @@ import struct
 import threading
 import time
 from contextlib import suppress
+from enum import Enum
 from types import SimpleNamespace
 from typing import Any, NoReturn
 
@@ -32,7 +33,6 @@ import vllm.envs
 from vllm.utils.system_utils import set_process_title
 
 from tercet.settings.process_settings import PARALLEL_TOKENIZERS
-from tercet.vllm_plugin.core.grammar_queue import TryOutcome
 
 logger = logging.getLogger(__name__)
 PR_SET_PDEATHSIG = 1
@@ -46,6 +46,15 @@ LONG_SECONDS, MOST_LONG = 0.1, 3
 START_SECONDS, STALL_SECONDS = 180.0, 60.0
 NICE = 5
 _SIZE = struct.Struct("!I")
+
+
+class TryOutcome(Enum):
+    """What a try came to; ``LOST``: the process ended for a reason that has nothing to do with the grammar."""
+
+    FINE = "fine"
+    OVER_LIMIT = "over limit"
+    REFUSED = "refused"
+    LOST = "lost"
 
 
 class TryJob(msgspec.Struct, frozen=True):
@@ -109,7 +118,6 @@ class GrammarProcess:
                 self._channel.sendall(backend.encode())
 
     def close(self) -> None:
-        """End the process and its children."""
         if self._channel is not None:
             self._kill(self._channel)
 

@@ -5,7 +5,7 @@ main thread, once for each token. Both may take minutes and gigabytes, for a tex
 
 - A grammar is first compiled, and followed for some tokens, by a process that the kernel ends at its limits
   (:mod:`.grammar_process`), in an order in which cheap grammars do not wait for expensive ones
-  (:mod:`.grammar_queue`). Only what was fine is compiled in the core, in the same order. Verdicts are kept by digest.
+  (:class:`GrammarQueue`). Only what was fine is compiled in the core, in the same order. Verdicts are kept by digest.
 - What is only text, such as a few choices, is compiled at once: it takes as long as its letters.
 - A request waits for its grammar for a bounded time, and a bounded number of grammars wait. A request whose grammar
   could not be tried for such a reason fails as one that may be sent again, never as one that is wrong.
@@ -14,7 +14,7 @@ main thread, once for each token. Both may take minutes and gigabytes, for a tex
   would sample a random token, and end the request as if the engine had failed.
 
 The last output of a request that ends for one of these reasons has it as its stop reason, for the engine's API server
-(:mod:`tercet.vllm_plugin.edge.grammar_failures`).
+(:mod:`..edge.llm_requests`).
 
 Relies on ``StructuredOutputManager.grammar_init`` putting a future into the request's ``structured_output_request``,
 whose failure ends only that request, in the next ``Scheduler.update_from_output``, without the reason; on
@@ -32,7 +32,7 @@ import re
 import threading
 import time
 import weakref
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Hashable
 from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
@@ -51,10 +51,133 @@ from tercet.vllm_plugin.core.grammar_process import (
     TOO_SLOW,
     GrammarProcess,
     TryJob,
+    TryOutcome,
     compile_without_own_timeout,
 )
-from tercet.vllm_plugin.core.grammar_queue import GrammarQueue, Try, TryOutcome
-from tercet.vllm_plugin.start.patching import Method, wrap
+from tercet.vllm_plugin.hooks import Method, wrap
+
+LIMITS = (0.1, 1.0, 8.0)
+"""CPU seconds of a grammar's first, second and third try."""
+PLACES = 2
+MOST_VERDICTS = 4096
+MOST_WAITING = 256
+"""Grammars that may wait: as many first tries take about 13 s."""
+
+
+@dataclass(frozen=True)
+class Try:
+    """One try of the grammar ``key``, with ``limit`` CPU seconds; ``level`` counts the shorter tries before it."""
+
+    key: Hashable
+    level: int
+
+    @property
+    def limit(self) -> float:
+        return LIMITS[self.level]
+
+
+@dataclass
+class _WaitingGrammar:
+    price: float
+    arrived: int
+    level: int = 0
+    losses: int = 0
+
+    @property
+    def order(self) -> tuple[int, float, int]:
+        return self.level, self.price, self.arrived
+
+
+@dataclass
+class GrammarQueue:
+    """The order in which grammars are tried, ``places`` at a time: a state machine without clocks or processes.
+
+    A grammar is tried by a process with a limit of CPU time: first a short one, and, each time the limit ends the
+    process, later with the next longer one. So a usual grammar never waits for more than a few short tries of others,
+    no matter how many expensive ones arrive with it. Among grammars with the same limit, the one with the lowest price
+    is first (:mod:`tercet.protocol.grammar_bounds`), then the oldest. The longest tries never occupy the last free
+    place. A full queue gives up the grammar that would be tried last, so expensive ones cannot keep others out.
+    """
+
+    places: int = PLACES
+    _waiting: dict[Hashable, _WaitingGrammar] = field(default_factory=dict[Hashable, _WaitingGrammar])
+    _running: dict[Hashable, tuple[Try, _WaitingGrammar]] = field(
+        default_factory=dict[Hashable, tuple[Try, _WaitingGrammar]]
+    )
+    _verdicts: OrderedDict[Hashable, str] = field(default_factory=OrderedDict[Hashable, str])
+    _arrived: int = 0
+
+    def __len__(self) -> int:
+        return len(self._waiting) + len(self._running)
+
+    def verdict(self, key: Hashable) -> str | None:
+        """Return why the grammar is refused, "" if it is known to be fine, None if it is not known."""
+        if key in self._verdicts:
+            self._verdicts.move_to_end(key)
+        return self._verdicts.get(key)
+
+    def add(self, key: Hashable, price: float) -> Hashable | None:
+        """Let a grammar wait for its tries, unless it does so already; return the one that is given up for it.
+
+        None is given up while there is room. The new grammar itself is given up if it would be tried last.
+        """
+        if key in self._waiting or key in self._running:
+            return None
+        self._arrived += 1
+        self._waiting[key] = _WaitingGrammar(price, self._arrived)
+        if len(self._waiting) <= MOST_WAITING:
+            return None
+        last = max(self._waiting, key=lambda each: self._waiting[each].order)
+        del self._waiting[last]
+        return last
+
+    def drop(self, key: Hashable) -> bool:
+        """Forget a grammar that no request needs any more; return False if it is not waiting but tried now."""
+        return self._waiting.pop(key, None) is not None
+
+    def next_try(self) -> Try | None:
+        """Return the next try, which begins now, or None if all places are taken or no grammar waits."""
+        if len(self._running) >= self.places:
+            return None
+        last = len(LIMITS) - 1
+        longest = sum(each.level == last for each, _ in self._running.values())
+        may_be_long = longest < max(1, self.places - 1)
+        able = [key for key, each in self._waiting.items() if each.level < last or may_be_long]
+        if not able:
+            return None
+        key = min(able, key=lambda each: self._waiting[each].order)
+        found = Try(key, self._waiting[key].level)
+        self._running[key] = found, self._waiting.pop(key)
+        return found
+
+    def ended(self, tried: Try, outcome: TryOutcome, why: str = "") -> bool:
+        """Record what a try came to. Return True if that is the grammar's end: its verdict is known, or it is lost.
+
+        A grammar that was lost twice has no verdict: it may be fine, and a later request may try it again.
+        """
+        _, waiting = self._running.pop(tried.key)
+        if outcome is TryOutcome.LOST:
+            waiting.losses += 1
+            if waiting.losses > 1:
+                return True
+            self._waiting[tried.key] = waiting
+            return False
+        if outcome is TryOutcome.OVER_LIMIT:
+            if tried.level < len(LIMITS) - 1:
+                waiting.level += 1
+                self._waiting[tried.key] = waiting
+                return False
+            why = f"takes more than {tried.limit:g} s of CPU time to compile"
+        self.decide(tried.key, "" if outcome is TryOutcome.FINE else why)
+        return True
+
+    def decide(self, key: Hashable, why: str) -> None:
+        """Record a verdict: why the grammar is refused, or "" if it is fine. The oldest verdicts are forgotten."""
+        self._verdicts[key] = why
+        self._verdicts.move_to_end(key)
+        while len(self._verdicts) > MOST_VERDICTS:
+            self._verdicts.popitem(last=False)
+
 
 logger = logging.getLogger(__name__)
 # A grammar may take this long for a token, and owe as much as the second number, both in CPU seconds.
@@ -93,7 +216,11 @@ def bound_grammar_time() -> None:
         backend = request.sampling_params.structured_outputs._backend
         # From 0.33 on vLLM refuses a request for another backend than the first one.
         if manager.backend is None or getattr(manager, "backend_name", None) not in (None, backend):
-            original(manager, _of_backend(request))
+            # vLLM makes the backend for the first structure: here the simplest one, and the request's is tried first.
+            first, structured = copy.copy(request), copy.copy(request.structured_output_request)
+            structured.structured_output_key = (StructuredOutputOptions.REGEX, "a")
+            first.structured_output_request = structured
+            original(manager, first)
         found = _bounded.get(manager)
         if found is None:
             compile_without_own_timeout()
@@ -115,10 +242,7 @@ def bound_grammar_time() -> None:
 
 
 def with_reasons(original: Method, scheduler: Any, *args: Any, **more: Any) -> Any:
-    """Give the outputs of requests whose grammars have failed the reason as their stop reason.
-
-    vLLM 0.33 sends its own reason, as if every failure were the client's.
-    """
+    """Give outputs of failed grammars the reason as their stop reason; vLLM 0.33's blames the client for all."""
     failed = scheduler.grammar_compile_error_reqs
     if not failed:
         return original(scheduler, *args, **more)
@@ -159,14 +283,6 @@ def _process_of(vllm_config: Any) -> GrammarProcess:
     if _process is None:
         _process = GrammarProcess(vllm_config)
     return _process
-
-
-def _of_backend(request: Any) -> Any:
-    """Return a request with the same backend and the simplest structure: vLLM makes the backend for the first one."""
-    found, structured = copy.copy(request), copy.copy(request.structured_output_request)
-    structured.structured_output_key = (StructuredOutputOptions.REGEX, "a")
-    found.structured_output_request = structured
-    return found
 
 
 def checked(compiled: Any, backend: Any) -> Any:
@@ -229,10 +345,7 @@ class BoundedGrammars:
         self._backend: tuple[Any, str] = (None, "")
 
     def grammar(self, request: Any) -> Future[Any]:
-        """Return the future of the request's grammar.
-
-        It fails with :class:`GrammarRefused`, or with :class:`GrammarUntried` if the grammar was not tried.
-        """
+        """Return the request's grammar, to come; it fails with :class:`GrammarRefused` or :class:`GrammarUntried`."""
         kind, text = request.structured_output_request.structured_output_key
         if self._backend[0] is not self._manager.backend:  # the first structured output decides for all
             self._backend = self._manager.backend, request.sampling_params.structured_outputs._backend
@@ -317,8 +430,8 @@ class BoundedGrammars:
                 self._finish(tried, TryOutcome.LOST)
 
     def _next(self) -> Try | None:
-        for key in [key for key, wanted in self._wanted.items() if all(map(_is_over, wanted.requests))]:
-            if self._queue.drop(key):
+        for key, wanted in list(self._wanted.items()):
+            if all(each.request.is_finished() for each in wanted.requests) and self._queue.drop(key):
                 for each in self._wanted.pop(key).requests:
                     each.grammar.cancel()
         return self._queue.next_try()
@@ -367,10 +480,6 @@ class BoundedGrammars:
                 waiting.grammar.set_result(found)
 
 
-def _is_over(waiting: _WaitingRequest) -> bool:
-    return waiting.request.is_finished()
-
-
 class StructurePace:
     """How long the tokens of one structure take, for all its requests; ``on_slow`` is called once."""
 
@@ -388,7 +497,6 @@ class StructurePace:
                 self.end()
 
     def end(self) -> None:
-        """Say that the structure is too slow."""
         if not self.is_slow:
             self.is_slow = True
             self._on_slow()

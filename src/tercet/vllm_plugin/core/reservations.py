@@ -1,25 +1,43 @@
 """Blocks reserved for KV that other engines push: lease them, fill them, and hand them over or free them.
 
+One reservation, of a prompt of which this engine had two blocks in its prefix cache::
+
+    token       0        8        16       24       32       40   45
+    block       |   b3   |   b7   |  b12   |  b13   |  b20   |  b21   |  b22   |
+                '-- matched_len --'------ reserved, for peers ----'--- step ---'
+    filled      '===== cached ====+====== valid =====>            |
+                                  grant.begin        valid_end    end
+
+The blocks from ``matched_len`` on belong to the lease: agents write them, and ``valid_end`` moves to the right as KV
+arrives. What follows ``end`` is for the first decoding step: a request that holds blocks must not wait for one. Then
+the blocks are handed over to the request that decodes with them (:meth:`Reservations.adopt`), or freed.
+
 This code runs on the scheduler's thread, so it does not race with scheduling; it never calls an agent, so it does not
-wait. The verbs, in the API server's process, open a reservation's blocks for writing, and end a lease here only when
-every agent has confirmed that it does not write them any more. Until then the blocks have no other owner. To the KV
-cache manager a reservation is a request that waits for an external load.
+wait. The verbs open a reservation's blocks for writing, and end a lease here only when every agent has confirmed that
+it does not write them any more. To the KV cache manager a reservation is a request that waits for an external load.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections import OrderedDict
+from concurrent.futures import Future
+from contextlib import nullcontext
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
+
+from vllm.v1.request import RequestStatus
 
 from tercet.engine.interface import KeyedPrompt, ReservedBlocks
 from tercet.protocol import BadRequest, Conflict, Content, EngineError, NoSpace, UnknownSequence
 from tercet.vllm_plugin.core.cache_groups import GroupTables
 from tercet.vllm_plugin.differences import ZEROED_BY_BLOCK
-from tercet.vllm_plugin.worker.drafters import tokens_of_a_step
+from tercet.vllm_plugin.worker.kv_layout import tokens_of_a_step
 
 if TYPE_CHECKING:
+    from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.core.sched.scheduler import Scheduler
     from vllm.v1.request import Request as VLLMRequest
+
 
 # Token that vLLM's request has after the reserved tokens: a cache hit never covers a request's last token.
 FILLER_TOKEN = 0
@@ -36,7 +54,6 @@ class Held:
 
     @property
     def end(self) -> int:
-        """Absolute end of the reserved range."""
         return len(self.prompt.tokens)
 
     def valid_end(self, reported: int) -> int:
@@ -63,12 +80,10 @@ class Reservations:
         """Raise :class:`NoSpace` for a lease that can never fit, :class:`Conflict` for a lease that exists."""
         if lease in self._held:
             raise Conflict(f"lease {lease} exists already", "lease")
-        needed = self.blocks_for(end)
-        if needed > self._max_blocks:
+        if (needed := self.blocks_for(end)) > self._max_blocks:
             raise NoSpace(f"{needed} blocks exceed max_lease_share ({self._max_blocks} blocks)")
 
     def blocks_for(self, end: int) -> int:
-        """Return the number of blocks of a lease for ``end`` tokens."""
         return self._tables.needed(end)
 
     def within_share(self, end: int) -> bool:
@@ -78,16 +93,14 @@ class Reservations:
     def _pinned(self) -> int:
         return sum(held.num_blocks for held in self._held.values())
 
-    def reserve(
-        self, lease: str, owner: VLLMRequest, prompt: KeyedPrompt, needed_before: int
-    ) -> ReservedBlocks:  # fmt: skip
-        """Reserve blocks for a prompt, if ``needed_before`` free blocks remain.
+    def reserve(self, lease: str, owner: VLLMRequest, prompt: KeyedPrompt, needed: int) -> ReservedBlocks:
+        """Reserve blocks for a prompt, if the blocks that others ``needed`` before it stay free.
 
         ``owner`` is a vLLM request of the prompt's tokens plus :data:`FILLER_TOKEN`, and :meth:`check` has passed.
         Raises :class:`NoSpace`; then no blocks stay allocated.
         """
         try:
-            matched = self._allocate(owner, len(prompt.tokens), needed_before)
+            matched = self._allocate(owner, len(prompt.tokens), needed)
         except NoSpace:
             self._manager.free(owner)  # with windows or states, vLLM has registered the owner, without blocks
             raise
@@ -103,46 +116,29 @@ class Reservations:
         blocks = self._tables.leased(request_id, held.matched_len, held.end)
         return ReservedBlocks(held.matched_len, blocks, size)
 
-    def _allocate(self, owner: VLLMRequest, end: int, needed_before: int) -> int:
+    def _allocate(self, owner: VLLMRequest, end: int, needed: int) -> int:
         # Relies on the scheduler's path for an asynchronous external load, with the same conditions.
-        scheduler, manager = self._scheduler, self._manager
-        if self._tables.states:
-            return self._allocate_with_states(owner, end, needed_before)
+        manager, states = self._manager, self._tables.states
+        if states:
+            # vLLM defers a request that finds a state of the step being planned; a lease is used in a later step. It
+            # counts neither the state that arrives, nor the one that decoding begins with.
+            manager.new_step_starts()
+            needed += 2 * len(states)
         computed, matched, _ = manager.get_computed_blocks(owner)
         # A model whose blocks are zeroed has no windows, and all tokens from elsewhere count as loaded.
-        loaded = end if scheduler.needs_kv_cache_zeroing else max(matched, self._tables.resumed_at(end))
-        self._take_slots(
-            owner,
-            end - loaded,
-            self.blocks_for(end),
-            needed_before,
-            num_new_computed_tokens=matched,
-            new_computed_blocks=computed,
-            num_external_computed_tokens=loaded - matched,
-            **({} if ZEROED_BY_BLOCK.is_here else {"skip_zeroing_group_ids": (0,)}),
-        )
-        if ZEROED_BY_BLOCK.is_here and scheduler.needs_kv_cache_zeroing:
+        zeroed = self._scheduler.needs_kv_cache_zeroing and not states
+        loaded = end if zeroed else max(matched, self._tables.resumed_at(end))
+        how: dict[str, Any] = {"num_new_computed_tokens": matched, "new_computed_blocks": computed}
+        how["num_external_computed_tokens"] = loaded - matched
+        if not states and not ZEROED_BY_BLOCK.is_here:
+            how["skip_zeroing_group_ids"] = (0,)
+        with self._tables.written_by_peers() if states else nullcontext():
+            self._take_slots(owner, end - loaded, self.blocks_for(end), needed, **how)
+            if states:
+                self._take_first_state_to_decode_into(owner, end)
+        if zeroed and ZEROED_BY_BLOCK.is_here:
             written = manager.get_zeroing_block_ids_in_range(owner.request_id, matched, end)  # type: ignore[attr-defined]
-            scheduler._skip_zero_block_ids.update(written)  # type: ignore[attr-defined]
-        return matched
-
-    def _allocate_with_states(self, owner: VLLMRequest, end: int, needed_before: int) -> int:
-        # vLLM defers a request that finds a state of the step being planned. A lease is used in a later step.
-        self._manager.new_step_starts()
-        computed, matched, _ = self._manager.get_computed_blocks(owner)
-        loaded = max(matched, self._tables.resumed_at(end))
-        with self._tables.written_by_peers():
-            self._take_slots(
-                owner,
-                end - loaded,
-                self.blocks_for(end),
-                # vLLM counts neither the state that arrives, nor the one that decoding begins with.
-                needed_before + 2 * len(self._tables.states),
-                num_new_computed_tokens=matched,
-                new_computed_blocks=computed,
-                num_external_computed_tokens=loaded - matched,
-            )
-            self._take_first_state_to_decode_into(owner, end)
+            self._scheduler._skip_zero_block_ids.update(written)  # type: ignore[attr-defined]
         return matched
 
     def _take_first_state_to_decode_into(self, owner: VLLMRequest, end: int) -> None:
@@ -151,28 +147,21 @@ class Reservations:
         if self._tables.missing(owner.request_id, end):
             self._manager.allocate_slots(owner, end + 1, delay_cache_blocks=True)
 
-    def _take_slots(self, owner: VLLMRequest, num_tokens: int, more: int, needed_before: int, **how: Any) -> None:
+    def _take_slots(self, owner: VLLMRequest, num_tokens: int, more: int, needed: int, **how: Any) -> None:
         """Make vLLM allocate ``more`` blocks; this engine computes ``num_tokens`` itself. Raises :class:`NoSpace`."""
         scheduler, pinned, most = self._scheduler, self._pinned(), self._max_blocks
         if pinned + more > most:
             raise NoSpace(f"{more} blocks on top of {pinned} under lease exceed max_lease_share ({most} blocks)")
         promised = scheduler._inflight_prefill_reserved_blocks()
         allocated = self._manager.allocate_slots(
-            owner,
-            num_tokens,
-            num_lookahead_tokens=self._step_tokens,
-            delay_cache_blocks=True,
-            reserved_blocks=promised + needed_before,
-            has_scheduled_reqs=bool(scheduler.running),
-            **how,
-        )
+            owner, num_tokens, num_lookahead_tokens=self._step_tokens, delay_cache_blocks=True,
+            reserved_blocks=promised + needed, has_scheduled_reqs=bool(scheduler.running), **how,
+        )  # fmt: skip
         if allocated is None:
             free = self._manager.block_pool.get_num_free_blocks()
             raise NoSpace(f"{more} blocks are needed and {free} are free, some of them promised to earlier requests")
 
-    def extend(
-        self, lease: str, owner: VLLMRequest, prompt: KeyedPrompt, needed_before: int
-    ) -> ReservedBlocks:  # fmt: skip
+    def extend(self, lease: str, owner: VLLMRequest, prompt: KeyedPrompt, needed: int) -> ReservedBlocks:
         """Reserve more blocks for a lease, after its blocks, now or not at all. Return all of them.
 
         ``owner`` and ``prompt`` replace the lease's, and begin with the lease's tokens. Raises :class:`NoSpace`,
@@ -185,28 +174,24 @@ class Reservations:
             raise BadRequest("prompt: does not begin with the tokens of the lease", "prompt")
         more = self._tables.missing(held.owner.request_id, end)
         if more > 0:
-            self._allocate_more(owner, end, more, needed_before)
+            self._allocate_more(owner, end, more, needed)
         held.owner, held.prompt = owner, prompt
         return self._reserved(held)
 
-    def _allocate_more(self, owner: VLLMRequest, end: int, more: int, needed_before: int) -> None:
+    def _allocate_more(self, owner: VLLMRequest, end: int, more: int, needed: int) -> None:
         # Allocate as for a running request without computed tokens: otherwise vLLM would free blocks that leave a
         # window, while peers may write there.
         if self._tables.states:
             with self._tables.written_by_peers():
-                self._take_slots(owner, end, more, needed_before + len(self._tables.states))
+                self._take_slots(owner, end, more, needed + len(self._tables.states))
                 self._take_first_state_to_decode_into(owner, end)
         elif self._scheduler.needs_kv_cache_zeroing:
             raise NoSpace("blocks of this model are zeroed before use, so leases cannot be extended: reserve again")
         else:
-            self._take_slots(owner, end, more, needed_before)
+            self._take_slots(owner, end, more, needed)
 
     def commit(self, lease: str, valid: Content) -> None:
-        """Make the KV received so far available in the prefix cache; the lease stays open.
-
-        Raises :class:`EngineError` if the KV does not belong to the lease's tokens: it would be found under wrong
-        hashes.
-        """
+        """Make the KV received so far available in the prefix cache, unless it is of other tokens than the lease's."""
         held = self._held.get(lease)
         if held is None:
             return
@@ -231,7 +216,9 @@ class Reservations:
 
         Raises :class:`UnknownSequence` for an unknown lease.
         """
-        held = self._take(lease)
+        held = self._held.pop(lease, None)
+        if held is None:
+            raise UnknownSequence(f"lease {lease} is not held here: released, expired or already used")
         valid_end = held.valid_end(valid_end)
         self._give_back(held, valid_end)
         return valid_end
@@ -243,19 +230,24 @@ class Reservations:
         ``num_computed_tokens`` set, queued among requests that hold KV. A lease that has ended otherwise in the
         meantime is not an error: the request then computes everything itself.
         """
-        if lease not in self._held:
+        held = self._held.pop(lease, None)
+        if held is None:
             return
-        held = self._take(lease)
         valid_end = held.valid_end(valid_end)
         computed = min(valid_end, request.num_tokens - 1)
         if not self._can_continue(held, request, computed):
             self._give_back(held, valid_end)
             return
         self._tables.hand_over(held.owner.request_id, request.request_id)
-        self._zero_unwritten(request, valid_end)
+        if self._scheduler.needs_kv_cache_zeroing:  # blocks behind what has arrived have old bytes
+            size = self._block_size
+            self._manager.record_blocks_for_zeroing(request.request_id, -(-valid_end // size) * size)
         request.num_computed_tokens = computed
         self._cache(held, request, computed)
-        self._count_prefill(request, held.matched_len, computed)
+        if request.prefill_stats is not None:
+            total = request.num_prompt_tokens
+            cached = min(held.matched_len, computed, total)
+            request.prefill_stats.set(total, cached, min(computed, total) - cached)
         # Behind a request that needs blocks, a request that holds blocks would wait for ever.
         self._scheduler.waiting.remove_request(request)
         self._scheduler.kv_holding_waiting.add_request(request)
@@ -282,32 +274,12 @@ class Reservations:
         self._cache(held, held.owner, valid_end)
         self._manager.free(held.owner)
 
-    def _take(self, lease: str) -> Held:
-        try:
-            return self._held.pop(lease)
-        except KeyError:
-            raise UnknownSequence(f"lease {lease} is not held here: released, expired or already used") from None
-
-    def _zero_unwritten(self, request: VLLMRequest, valid_end: int) -> None:
-        if self._scheduler.needs_kv_cache_zeroing:
-            size = self._block_size
-            self._manager.record_blocks_for_zeroing(request.request_id, -(-valid_end // size) * size)
-
-    def _count_prefill(self, request: VLLMRequest, matched: int, computed: int) -> None:
-        if request.prefill_stats is not None:
-            cached = min(matched, computed)
-            total = request.num_prompt_tokens
-            request.prefill_stats.set(total, min(cached, total), min(computed, total) - min(cached, total))
-
 
 def same_adapter(one: VLLMRequest, other: VLLMRequest) -> bool:
     """True if the same weights compute both requests: vLLM's comparison uses only the name."""
-    (mine, theirs) = (request.lora_request for request in (one, other))
-    if mine is None or theirs is None:
-        return mine is theirs
-    return (mine.lora_int_id, mine.lora_name, mine.lora_path) == (
-        theirs.lora_int_id, theirs.lora_name, theirs.lora_path,
-    )  # fmt: skip
+    loras = (one.lora_request, other.lora_request)
+    mine, theirs = (lora and (lora.lora_int_id, lora.lora_name, lora.lora_path) for lora in loras)
+    return mine == theirs
 
 
 def same_features(one: VLLMRequest, other: VLLMRequest, end: int) -> bool:
@@ -321,3 +293,128 @@ def same_features(one: VLLMRequest, other: VLLMRequest, end: int) -> bool:
         for request in (one, other)
     )
     return mine == theirs
+
+
+@dataclass
+class Waiting:
+    """A waiting reservation for all tokens of a prompt, and why it waits."""
+
+    lease: str
+    owner: VLLMRequest
+    prompt: KeyedPrompt
+    why: NoSpace | None = None
+    answer: Future[ReservedBlocks] = field(default_factory=Future)
+
+
+class ReservationQueue:
+    """Reservations without blocks. They and vLLM's waiting requests get blocks in the order of their arrival.
+
+    A reservation cannot be preempted. If it took free blocks at once, an earlier request could wait for ever; if it got
+    only blocks that others leave, it would wait for ever on a busy engine. So it waits here until it fits in addition
+    to the needs of earlier requests, and of requests that already hold blocks; later requests are held back while they
+    would take its blocks. One that waits too long fails, and its caller tries another engine. With vLLM's priority
+    scheduling a reservation counts as a request of priority 0.
+    """
+
+    def __init__(self, scheduler: Scheduler, reservations: Reservations) -> None:
+        self._scheduler = scheduler
+        self._reservations = reservations
+        self._waiting: OrderedDict[str, Waiting] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def reserve(self, lease: str, owner: VLLMRequest, prompt: KeyedPrompt) -> Future[ReservedBlocks]:
+        """Reserve as :meth:`Reservations.reserve` does, once there is room; :meth:`give_up` ends the wait.
+
+        Raises :class:`~tercet.protocol.NoSpace` for a reservation that can never fit, and
+        :class:`~tercet.protocol.Conflict` for a lease that exists.
+        """
+        self._reservations.check(lease, len(prompt.tokens))
+        waiting = self._waiting[lease] = Waiting(lease, owner, prompt)
+        self.admit()
+        return waiting.answer
+
+    def extend(self, lease: str, owner: VLLMRequest, prompt: KeyedPrompt) -> ReservedBlocks:
+        """Extend a lease as :meth:`Reservations.extend` does, with the blocks that all waiting requests leave."""
+        if self._waiting:
+            raise NoSpace("reservations that came before it wait for blocks")
+        return self._reservations.extend(lease, owner, prompt, self._needed())
+
+    def admit(self) -> None:
+        """Give blocks to waiting reservations in order; call this when some may have become free."""
+        while self._waiting:
+            first = next(iter(self._waiting.values()))
+            try:
+                needed = self._needed(first.owner)
+                found = self._reservations.reserve(first.lease, first.owner, first.prompt, needed)
+            except NoSpace as error:
+                first.why = error
+                return
+            del self._waiting[first.lease]
+            first.answer.set_result(found)
+
+    def give_up(self, lease: str) -> bool:
+        """End a wait, with :class:`~tercet.protocol.NoSpace`; return whether the lease was waiting."""
+        waiting = self._waiting.pop(lease, None)
+        if waiting is None:
+            return False
+        waiting.answer.set_exception(waiting.why or NoSpace("reservations that came before it wait for blocks"))
+        self.admit()
+        return True
+
+    def holds_back(self, request: VLLMRequest) -> bool:
+        """True if ``request``, which has no blocks, must wait so that an earlier reservation gets its blocks."""
+        first = next(iter(self._waiting.values()), None)
+        if first is None or not self._is_before(first.owner, request):
+            return False
+        end = len(first.prompt.tokens)
+        if not self._reservations.within_share(end):
+            return False  # the reservation waits for another lease to end, so it takes nothing from requests
+        free = self._scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
+        return free < self._blocks_of(request) + self._reservations.blocks_for(end)
+
+    def _needed(self, before: VLLMRequest | None = None) -> int:
+        """Return the number of blocks that waiting requests need, of those in the queue only the ones ``before`` one.
+
+        Requests that already hold blocks come first, as in vLLM: while they wait for more, their blocks are useless.
+        """
+        queued = [each for each in self._scheduler.waiting if before is None or self._is_before(each, before)]
+        return sum(self._blocks_of(each) for each in (*self._scheduler.kv_holding_waiting, *queued))
+
+    def _blocks_of(self, request: VLLMRequest) -> int:
+        return max(self._scheduler._request_remaining_blocks(request), 0)
+
+    def _is_before(self, one: VLLMRequest, other: VLLMRequest) -> bool:
+        if self._scheduler.policy.value == "priority" and one.priority != other.priority:
+            return one.priority < other.priority
+        return one.arrival_time < other.arrival_time
+
+
+def give_way(scheduler: Scheduler, planned: SchedulerOutput) -> int:
+    """Take blocks from waiting requests if the ``planned`` step computes nothing; return the number of requests.
+
+    A lease may cover only a part of a prompt, so a request that adopted it may need more blocks. If several such
+    requests hold all blocks, and no other request runs that would free more, each would wait for the others for ever.
+    Then the last of them lose their blocks, as a preempted request does, until the first one's need is met; their KV
+    stays in the prefix cache until the blocks are needed.
+    """
+    if planned.total_num_scheduled_tokens or scheduler.running or len(scheduler.kv_holding_waiting) < 2:
+        return 0
+    first, *others = scheduler.kv_holding_waiting
+    others = [request for request in others if request.status == RequestStatus.WAITING]
+    pool, tables = scheduler.kv_cache_manager.block_pool, GroupTables(scheduler.kv_cache_manager)
+    missing = scheduler._request_remaining_blocks(first) - pool.get_num_free_blocks()
+    held = [tables.held(request.request_id) for request in others]
+    if not 0 < missing <= sum(held):
+        return 0
+    given = 0
+    while missing > 0:
+        request = others.pop()
+        missing -= held.pop()
+        scheduler.kv_holding_waiting.remove_request(request)
+        scheduler._free_request_blocks(request)
+        request.num_computed_tokens = 0
+        scheduler.waiting.prepend_request(request)
+        given += 1
+    return given

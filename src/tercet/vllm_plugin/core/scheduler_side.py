@@ -1,29 +1,452 @@
-"""The scheduler's half of the connector: handling of Tercet's requests, and each step's orders to the workers."""
+"""The scheduler's half of the connector: handling of Tercet's requests, and each step's orders to the workers.
+
+This code runs on the scheduler's thread, and never calls an agent. :class:`SchedulerSide` is what vLLM's scheduler
+calls with each request and each step; its parts send KV (:class:`SendPlanner`), continue output of other engines
+(:class:`ResumedRequests`), publish tables (:class:`TablePublisher`) and lease blocks (:mod:`.reservations`).
+"""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import copy
+import logging
+import secrets
+from collections import deque
+from collections.abc import Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from itertools import islice
+from operator import is_
+from typing import TYPE_CHECKING, Any
 
+from vllm.v1.metrics.stats import PrefillStats
+from vllm.v1.request import RequestStatus
+
+from tercet.engine.block_tables import BlockTableWriter, TablePlace, TableShape, create_table, row_owner
+from tercet.engine.interface import SendParams
+from tercet.protocol import UnknownSequence
+from tercet.transport import CoreWords, Push, SendComplete
+from tercet.vllm_plugin.core.cache_groups import GroupTables
 from tercet.vllm_plugin.core.connector_messages import StepMetadata, TercetParams
-from tercet.vllm_plugin.core.giving_way import give_way
-from tercet.vllm_plugin.core.reservation_queue import ReservationQueue
-from tercet.vllm_plugin.core.reservations import Reservations
-from tercet.vllm_plugin.core.resume import ResumedRequests
-from tercet.vllm_plugin.core.send_planner import SendPlanner
-from tercet.vllm_plugin.core.table_publisher import TablePublisher
+from tercet.vllm_plugin.core.reservations import ReservationQueue, Reservations, give_way, same_adapter, same_features
 
 if TYPE_CHECKING:
+    from vllm.v1.core.kv_cache_utils import KVCacheBlock
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.core.sched.scheduler import Scheduler
     from vllm.v1.request import Request as VLLMRequest
+    from vllm.v1.structured_output import StructuredOutputManager
+
+
+logger = logging.getLogger(__name__)
+EPOCH_BITS = 48
+
+
+@dataclass
+class Followed:
+    """A request that decodes for a sequence. ``blocks`` are those in ``rows``; each group of layers has one row.
+
+    ``since`` is the number of computed tokens when the request was first seen running, after ``preemptions``.
+    """
+
+    request: VLLMRequest
+    owner: int
+    preemptions: int = 0
+    since: int | None = None
+    rows: list[int] = field(default_factory=list)
+    blocks: list[list[KVCacheBlock]] = field(default_factory=list)
+
+
+class TablePublisher:
+    """Publishes the core's running sequences with each step, so that they are known when the core is stuck.
+
+    KV of a running request is rewritten only after its blocks were freed and allocated again from the block pool.
+    Therefore, before the pool allocates anything, the published tables are revoked
+    (:meth:`~tercet.engine.block_tables.BlockTableWriter.revoke`); they are guaranteed again once the step that took the
+    blocks is planned. ``place`` is where other processes find the tables.
+    """
+
+    def __init__(self, scheduler: Scheduler, writer: BlockTableWriter, place: TablePlace) -> None:
+        self.place = place
+        self._writer = writer
+        self._followed: dict[str, Followed] = {}
+        groups = scheduler.kv_cache_manager.coordinator.single_type_managers
+        self._blocks_of = [group.req_to_blocks for group in groups]
+        pool = scheduler.kv_cache_manager.block_pool
+        hand_out = pool.get_new_blocks
+
+        def revoke_and_hand_out(num_blocks: int) -> list[KVCacheBlock]:
+            writer.revoke()
+            return hand_out(num_blocks)
+
+        pool.get_new_blocks = revoke_and_hand_out
+
+    @classmethod
+    def begin(cls, scheduler: Scheduler, words: Sequence[tuple[str, int]], machines: int) -> TablePublisher | None:
+        """Return a publisher for the core of ``scheduler``; ``words`` are the places of the core's words, by rank.
+
+        Returns None, with a warning, if the words cannot be written from here, as on several ``machines``, or if the
+        model's layers keep states, which a stuck step may have changed in some layers: then nothing is published.
+        """
+        tables, mapped, reason = GroupTables(scheduler.kv_cache_manager), list[CoreWords](), ""
+        if tables.states:
+            reason = "the model's layers keep states"
+        elif machines > 1:  # the same path may be another file on this machine
+            reason = "it has ranks on other machines"
+        else:
+            try:
+                mapped = [CoreWords(*place) for place in words]
+            except (OSError, ValueError) as error:
+                reason = f"the memory of its workers' KV cannot be reached from the core: {error}"
+        if reason:
+            said = "sequences of this engine cannot be moved with their KV while its core is stuck: %s"
+            logger.warning(said, reason)
+            return None
+
+        def turn(epoch: int) -> None:
+            for each in mapped:
+                each.turn(epoch)
+
+        groups, row_blocks = len(tables.groups), -(-scheduler.max_model_len // tables.block_size) + 1
+        table, place = create_table(TableShape(scheduler.max_num_running_reqs * groups, row_blocks, groups))
+        return cls(scheduler, BlockTableWriter(table, place.shape, turn, 1 + secrets.randbits(EPOCH_BITS)), place)
+
+    def follow(self, request: VLLMRequest, owner: int) -> None:
+        """Publish a request from its first step on, under the API server's number for it."""
+        self._followed[request.request_id] = Followed(request, owner)
+
+    def forget(self, request_id: str) -> None:
+        found = self._followed.pop(request_id, None)
+        if found is not None and found.rows:
+            # This may be late: its KV stays until a block is allocated again, which revokes the table.
+            self._withdraw(found)
+
+    def publish_planned(self) -> None:
+        """Publish the tables after a step was planned and has its blocks, unless they are still valid."""
+        if not self._writer.stands:
+            self.publish()
+
+    def publish(self) -> None:
+        if self._followed:
+            verify = not self._writer.stands
+            self._writer.begin()
+            for each in self._followed.values():
+                self._publish(each, verify)
+            self._writer.end()
+
+    def _publish(self, each: Followed, verify: bool) -> None:
+        request = each.request
+        running = request.status is RequestStatus.RUNNING
+        if not running or request.num_preemptions != each.preemptions:
+            self._withdraw(each)
+            each.preemptions = request.num_preemptions
+            if not running:
+                return
+        # Under asynchronous scheduling, blocks that the request found in the prefix cache may belong to another
+        # request's step that has not run. Its own step adds tokens after them; once that step has run, the earlier
+        # steps have run, too.
+        if each.since is None:
+            each.since = request.num_computed_tokens
+        computed = request.num_computed_tokens - request.num_in_flight_tokens
+        if not each.rows and (computed <= each.since or not self._enter(each)):
+            return
+        for row, known, blocks_of in zip(each.rows, each.blocks, self._blocks_of, strict=True):
+            blocks = blocks_of.get(request.request_id, ())
+            if len(known) > len(blocks) or (verify and not all(map(is_, known, blocks))):
+                known.clear()
+            if len(known) != len(blocks):
+                first = len(known)
+                known += blocks[first:]
+                if not self._writer.blocks(row, first, (block.block_id for block in islice(blocks, first, None))):
+                    self._withdraw(each)
+                    return
+            self._writer.computed(row, computed)
+
+    def _enter(self, each: Followed) -> bool:
+        """Add the rows of a sequence, for all of its groups or for none; return whether there was room."""
+        for group in range(len(self._blocks_of)):
+            row = self._writer.enter(row_owner(each.owner, group, self.place.shape))
+            if row is None:
+                self._withdraw(each)
+                return False
+            each.rows.append(row)
+            each.blocks.append([])
+        return True
+
+    def _withdraw(self, each: Followed) -> None:
+        each.since = None
+        for row in each.rows:
+            self._writer.leave(row)
+        each.rows, each.blocks = [], []
+
+
+@dataclass
+class Sending:
+    """One send. In each group, blocks below ``next_block`` (an index into its block table) have been planned."""
+
+    params: SendParams
+    next_block: list[int]
+    opened: bool = False
+    pins: list[KVCacheBlock] = field(default_factory=list)
+
+
+class SendPlanner:
+    """All sends of this engine, by send id and by the vLLM request that computes each.
+
+    In each step it plans which blocks become complete, and pins them until :meth:`end`, since the request may finish,
+    or be preempted, before its last byte is sent. A send of tokens ``[begin, end)`` over three steps::
+
+        block    |   b3   |   b7   |   b12  |   b13  |
+        step 1   |=============>                          pushes b3
+        step 2                  ==============>           pushes b7
+        step 3                                 ====> end  pushes b12 and b13, and completes the send
+
+    A block that the step fills only in part waits for the step that fills it; the last one is sent as it is.
+    """
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        self._scheduler = scheduler
+        self._manager = scheduler.kv_cache_manager
+        self._tables = GroupTables(self._manager)
+        self._block_size = self._tables.block_size
+        self._sending: dict[str, Sending] = {}
+        self._by_request: dict[str, Sending] = {}
+        # Steps that were planned and have not ended. With any, under asynchronous scheduling, the prefix cache may have
+        # blocks that no step has computed yet. The list of requests does not show this: an aborted request is removed,
+        # while a step still computes blocks that others find.
+        self._steps = 0
+        # Ids of sends whose end overtook the request in the input queue; limited, since some requests never arrive.
+        self._ended_early: deque[str] = deque(maxlen=1024)
+
+    def __len__(self) -> int:
+        return len(self._sending)
+
+    def begin(self, request: VLLMRequest, params: SendParams) -> None:
+        """Follow ``request``, whose KV of ``[begin, end)`` will be sent."""
+        if params.send_id in self._ended_early:
+            self._ended_early.remove(params.send_id)
+            return
+        self._compute_what_is_gone(request, params)
+        sending = Sending(params, self._first_blocks(params))
+        self._sending[params.send_id] = sending
+        self._by_request[request.request_id] = sending
+
+    def _compute_what_is_gone(self, request: VLLMRequest, params: SendParams) -> None:
+        """Make a request compute from its beginning if it would continue after blocks that the receiver needs.
+
+        The prefix cache keeps only the parts of a window that some positions look back at, and a receiver whose lease
+        has grown may need more.
+        """
+        if not params.group_begins or request.skip_reading_prefix_cache:
+            return
+        computed, matched, _ = self._manager.get_computed_blocks(request)
+        found = zip(computed.blocks, self._first_blocks(params), strict=True)
+        if any(block.is_null for table, first in found for block in table[first : matched // self._block_size]):
+            request.skip_reading_prefix_cache = True
+
+    def _first_blocks(self, params: SendParams) -> list[int]:
+        return [params.first_block(group, self._block_size) for group in range(len(self._tables.groups))]
+
+    def plan(self, output: SchedulerOutput, metadata: StepMetadata) -> None:
+        """Add the pushes of the step that ``output`` describes to ``metadata``; :meth:`stepped` follows."""
+        self._steps += 1
+        for request_id, scheduled in output.num_scheduled_tokens.items():
+            sending = self._by_request.get(request_id)
+            if sending is not None:
+                self._plan_one(self._scheduler.requests[request_id], sending, scheduled, metadata)
+
+    def stepped(self) -> None:
+        """Record that the first of the planned steps has ended; steps planned before this object do not count."""
+        self._steps = max(0, self._steps - 1)
+
+    def _plan_one(self, request: VLLMRequest, sending: Sending, scheduled: int, metadata: StepMetadata) -> None:
+        # Before the step's own bookkeeping, num_computed_tokens counts tokens from earlier steps or the cache. Cached
+        # tokens may be computed in this very step, for a request with the same prefix: vLLM enters blocks into the
+        # cache when they are scheduled. So cached blocks too are pushed layer by layer, after the computation.
+        params = sending.params
+        done = request.num_computed_tokens + scheduled
+        if not sending.opened:
+            sending.opened = True
+            metadata.opened.append(params.openings())
+        # A partly filled block is sent once, when its last token of the range is there.
+        until = -(-params.end // self._block_size) if done >= params.end else done // self._block_size
+        metadata.pushes += self._push(sending, self._tables.of(request.request_id), until)
+        if done >= params.end:
+            metadata.finish.append(SendComplete(params.send_id, params.begin, params.end))
+            del self._by_request[request.request_id]
+
+    def _push(self, sending: Sending, tables: Sequence[Sequence[KVCacheBlock]], until: int) -> list[Push]:
+        """Pin a send's next blocks, up to a position in their tables; return the pushes.
+
+        Blocks that vLLM has freed, since they left a window, are left out, and those before them: a push fills
+        consecutive slots. A receiver that needs them refuses the send's end, since the send is incomplete.
+        """
+        base, found = sending.params.base // self._block_size, list[Push]()
+        for group, table in enumerate(tables):
+            first = sending.next_block[group]
+            blocks = table[first:until]
+            gone = max((at for at, block in enumerate(blocks, 1) if block.is_null), default=0)
+            if blocks := blocks[gone:]:
+                self._manager.block_pool.touch(blocks)
+                sending.pins.extend(blocks)
+                numbers = tuple(block.block_id for block in blocks)
+                found.append(Push(sending.params.send_id, first + gone - base, numbers, group))
+            sending.next_block[group] = max(first, until)
+        return found
+
+    def push_cached(self, probe: VLLMRequest, params: SendParams) -> list[Push] | None:
+        """Pin ``[begin, end)`` if all of it is here; return the pushes, which need no forward pass, or None.
+
+        All of it is here if it is in the prefix cache, or if a request that runs here has computed it: then the block
+        that this request is still filling is sent as it is, since later tokens do not change the bytes of earlier ones.
+        States are sent from the prefix cache only. ``probe`` is a request of the tokens ``[0, end)`` and one more; it
+        is used only for the look-up.
+        """
+        firsts, until = self._first_blocks(params), -(-params.end // self._block_size)
+        for found in (self._cached(probe, params.end), self._running(probe, params.end)):
+            if found is None:
+                continue
+            tables = [self._completed(probe, params.end // self._block_size, *each) for each in enumerate(found)]
+            # Blocks that left a window may be missing.
+            wanted = (table[first:until] for table, first in zip(tables, firsts, strict=True))
+            if not any(block.is_null for blocks in wanted for block in blocks):
+                sending = self._sending[params.send_id] = Sending(params, firsts, opened=True)
+                return self._push(sending, tables, until)
+        return None
+
+    def _completed(
+        self, probe: VLLMRequest, full: int, group: int, table: Sequence[KVCacheBlock]
+    ) -> Sequence[KVCacheBlock]:
+        """Return a group's blocks of the probe's tokens, including those that left its window but not the prefix cache.
+
+        The first ``full`` blocks contain only tokens that are sent.
+        """
+        pool, hashes = self._manager.block_pool, probe.block_hashes
+        if self._steps:
+            return table
+        return [
+            (pool.get_cached_block(hashes[at], [group]) or [block])[0] if block.is_null and at < full else block
+            for at, block in enumerate(table)
+        ]
+
+    def _cached(self, probe: VLLMRequest, end: int) -> Sequence[Sequence[KVCacheBlock]] | None:
+        if self._steps:
+            return None
+        computed, matched, _ = self._manager.get_computed_blocks(probe)
+        return computed.blocks if matched >= end else None
+
+    def _running(self, probe: VLLMRequest, end: int) -> Sequence[Sequence[KVCacheBlock]] | None:
+        """Return the blocks of a request that runs and has computed the probe's first ``end`` tokens; None without one.
+
+        A planned step may not have run yet. A request whose first step has not ended (it still has the statistics for
+        its first output) may use blocks that another request's step is computing.
+        """
+        tokens = probe._all_token_ids[:end]
+        for request in self._scheduler.running:
+            done = request.num_computed_tokens - request.num_in_flight_tokens
+            if (
+                done >= end
+                and request.prefill_stats is None
+                and request.cache_salt == probe.cache_salt
+                and same_adapter(request, probe)
+                and same_features(request, probe, end)
+                and request._all_token_ids[:end] == tokens
+            ):
+                tables = self._tables.of(request.request_id)
+                for group in self._tables.states:
+                    # The request's state belongs to the tokens computed so far, and changes with every step.
+                    tables[group] = [self._manager.block_pool.null_block] * len(tables[group])
+                return tables
+        return None
+
+    def end(self, send_id: str) -> None:
+        """Stop a send and unpin its blocks, which no agent reads any more; its request, if late, is refused."""
+        sending = self._sending.pop(send_id, None)
+        if sending is None:
+            self._ended_early.append(send_id)
+            raise UnknownSequence(f"send {send_id} is not running")
+        self._by_request = {key: other for key, other in self._by_request.items() if other is not sending}
+        self._manager.block_pool.free_blocks(reversed(sending.pins))
+
+
+class ResumedRequests:
+    """Requests with output from elsewhere that no step has started yet.
+
+    vLLM does most of the work: ``Request.append_output_token_ids`` makes a request equal to a preempted one, so
+    ``max_tokens``, ``min_tokens`` and stop conditions count the output. Three tasks remain. The grammar of a structured
+    output must accept the output, or its part after the reasoning. The worker, which expects no output in new requests,
+    must be notified (:mod:`~tercet.vllm_plugin.worker.model_runner`). Cached tokens are counted here, since vLLM
+    assumes that they are not more than the prompt.
+    """
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        self._scheduler = scheduler
+        self._waiting: dict[str, list[int]] = {}
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def begin(self, request: VLLMRequest, output: list[int]) -> None:
+        """Make ``request`` continue after ``output``; call this before it is first scheduled."""
+        request.append_output_token_ids(list(output))
+        start_grammar_after(self._scheduler.structured_output_manager, request, output)
+        self._waiting[request.request_id] = output
+        request.prefill_stats = None  # until the first step: with output, more than the prompt may be cached
+
+    def plan(self, output: SchedulerOutput, metadata: StepMetadata) -> None:
+        """Pass the output of requests that ``output`` schedules for the first time to the workers."""
+        if not self._waiting:
+            return
+        starting = {new.req_id: new.num_computed_tokens for new in output.scheduled_new_reqs}
+        metadata.resumed = {key: self._waiting.pop(key) for key in starting.keys() & self._waiting.keys()}
+        for request_id in metadata.resumed:
+            request = self._scheduler.requests[request_id]
+            if request.prefill_stats is None and request.num_preemptions == 0:
+                request.prefill_stats = PrefillStats()
+                # All earlier tokens, including output, count as prefilled: only the rest is computed.
+                request.prefill_stats.set(request.num_tokens, starting[request_id], 0)
+
+    def forget(self, request_id: str) -> None:
+        self._waiting.pop(request_id, None)
+
+
+def start_grammar_after(manager: StructuredOutputManager, request: VLLMRequest, output: Sequence[int]) -> None:
+    """Make the request's grammar, which vLLM compiles in the background, start after ``output``.
+
+    ``request`` already contains ``output``. If vLLM's manager has a reasoning parser, the grammar covers neither the
+    reasoning nor the token that ends it. If the output ends before that, the grammar starts where vLLM sees the
+    reasoning end.
+    """
+    structured = request.structured_output_request
+    if structured is None:
+        return
+    compiled: Any = structured._grammar
+    advanced: Future[Any] = Future()
+
+    def advance(done: Future[Any]) -> None:
+        try:
+            grammar = done.result()
+            # A copy, since the scheduler must not see the grammar before it has accepted the output.
+            behind, resumed = copy.copy(structured), copy.copy(request)
+            behind.grammar, resumed.structured_output_request = grammar, behind
+            accepted = manager.accept_tokens(resumed, list(output))
+            structured.reasoning_ended, structured.reasoner = behind.reasoning_ended, behind.reasoner
+            if not accepted:
+                raise ValueError("output: the tokens generated so far do not follow the requested structure")
+        except Exception as error:  # vLLM reports it as this request's grammar failure
+            advanced.set_exception(error)
+        else:
+            advanced.set_result(grammar)
+
+    if not isinstance(compiled, Future):
+        ready: Future[Any] = Future()
+        ready.set_result(compiled)
+        compiled = ready
+    structured._grammar = advanced
+    compiled.add_done_callback(advance)
 
 
 class SchedulerSide:
-    """State of one scheduler for other engines. All methods run on the scheduler's thread.
-
-    ``max_lease_blocks`` limits the blocks that leases pin together; ``tables`` publishes where the KV of sequences is,
-    if that is possible.
-    """
+    """State of one scheduler for other engines; ``max_lease_blocks`` limits the blocks that leases pin together."""
 
     def __init__(self, scheduler: Scheduler, max_lease_blocks: int, tables: TablePublisher | None) -> None:
         self._scheduler = scheduler
@@ -45,7 +468,6 @@ class SchedulerSide:
             self.tables.follow(request, params.seq.number)
 
     def plan(self, output: SchedulerOutput) -> StepMetadata:
-        """Return the orders of the step that ``output`` describes."""
         metadata = StepMetadata()
         if not give_way(self._scheduler, output):
             self.queue.admit()
@@ -56,7 +478,6 @@ class SchedulerSide:
         return metadata
 
     def stepped(self) -> None:
-        """Record that a step has ended and that its results are counted."""
         self.sends.stepped()
         if self.tables is not None:
             self.tables.publish()

@@ -6,7 +6,7 @@ Relies on ``OpenAIServingModels.lora_requests`` being the table in which vLLM's 
 ``AsyncLLM.add_lora``, and on ``OutputProcessor.request_states`` containing all requests that have not ended.
 
 vLLM names KV by an adapter's name and path. The contents at the path may change, so here KV is named by a digest of the
-files, other contents get another path (:mod:`~tercet.vllm_plugin.edge.adapter_contents`), and an adapter whose files
+files, other contents get another path (:mod:`~tercet.vllm_plugin.edge.adapters`), and an adapter whose files
 have changed since it was loaded is not served.
 
 vLLM's ``load_inplace`` puts other weights under the number of an adapter that has requests: they continue with KV of
@@ -17,22 +17,92 @@ number, and its old contents are not replaced while they are in use.
 from __future__ import annotations
 
 import asyncio
+import hashlib
+import json
+import os
 import zlib
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable, Iterator
 from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vllm import envs
 from vllm.lora.request import LoRARequest
+from vllm.lora.utils import get_adapter_absolute_path
 
 from tercet.engine.interface import Adapter
 from tercet.protocol import AdapterLoad, AdapterReport, BadRequest, Conflict, EngineError, Unauthorized, UnknownAdapter
-from tercet.vllm_plugin.edge.adapter_contents import Contents, read_contents
 
 if TYPE_CHECKING:
     from vllm.entrypoints.openai.models.serving import OpenAIServingModels
     from vllm.entrypoints.serve.lora.protocol import LoadLoRAAdapterRequest
     from vllm.v1.engine.async_llm import AsyncLLM
+
+
+CONFIG = "adapter_config.json"
+WEIGHTS = ("adapter_model.*", "new_embeddings.*")
+# The training data and the base model's path do not change what an adapter computes.
+IGNORED_KEYS = frozenset({"auto_mapping", "base_model_name_or_path", "inference_mode", "revision"})
+READ_BYTES = 1 << 20
+HERE = "/."
+Stamp = tuple[tuple[str, int, int, int], ...]
+
+
+@dataclass(frozen=True)
+class Contents:
+    """The contents of the directory ``root``: ``digest`` of its files, and ``stamp``, which changes with the files."""
+
+    root: str
+    digest: str
+    stamp: Stamp
+
+    @property
+    def are_there(self) -> bool:
+        return _stamp(self.stamp) == self.stamp
+
+    def spellings(self, path: str) -> Iterator[str]:
+        """Yield ``path``, and then an endless series of other spellings of the same directory."""
+        yield path
+        spelled = self.root
+        while True:
+            spelled += HERE
+            yield spelled
+
+
+def read_contents(path: str) -> Contents:
+    """Read all files at an adapter's path: adapters are small. Raises ``BadRequest`` if there is no adapter."""
+    root = Path(get_adapter_absolute_path(path))
+    digest = hashlib.blake2b(digest_size=16)
+    try:
+        files = [root / CONFIG, *sorted(file for pattern in WEIGHTS for file in root.glob(pattern))]
+        stamp = _stamp(tuple((str(file), 0, 0, 0) for file in files))
+        config: Any = json.loads(files[0].read_bytes())
+        if not isinstance(config, dict):
+            raise ValueError(f"{CONFIG} is not a JSON object")
+        kept = {key: value for key, value in config.items() if key not in IGNORED_KEYS}
+        digest.update(json.dumps(kept, sort_keys=True).encode())
+        for file in files[1:]:
+            digest.update(f"\0{file.name}\0{file.stat().st_size}\0".encode())
+            with file.open("rb") as opened:
+                while part := opened.read(READ_BYTES):
+                    digest.update(part)
+    except (OSError, ValueError) as error:
+        raise BadRequest(f"path: {path} has no adapter: {error}", "path") from error
+    return Contents(str(root), digest.hexdigest(), stamp)
+
+
+def _stamp(of: Stamp) -> Stamp:
+    """Return the present stamp of the files in ``of``, without missing files."""
+    found: list[tuple[str, int, int, int]] = []
+    for file, *_ in of:
+        try:
+            about = os.stat(file)
+        except OSError:
+            continue
+        found.append((file, about.st_ino, about.st_mtime_ns, about.st_size))
+    return tuple(found)
+
 
 ALLOWED_BY = "VLLM_ALLOW_RUNTIME_LORA_UPDATING"
 Load = Callable[..., Awaitable[Any]]
@@ -60,10 +130,7 @@ class Adapters:
         self._users.append(names)
 
     async def watch(self, client: AsyncLLM) -> None:
-        """Read the contents of every adapter when vLLM loads it, including adapters that are loaded later.
-
-        A digest that is read later could belong to other files than those that were loaded.
-        """
+        """Read the contents of every adapter when vLLM loads it: later, they could be those of other files."""
         self.count_users(lambda: [each.lora_name for each in client.output_processor.request_states.values()])
         if self.most:
             models = self._models()
@@ -131,7 +198,6 @@ class Adapters:
         return spelled
 
     def _path_of(self, known: LoRARequest) -> str:
-        """Return an adapter's path, in the caller's spelling."""
         return self._given.get(known.lora_path, known.lora_path)
 
     def _require_unused(self, name: str) -> None:
@@ -187,11 +253,7 @@ class Adapters:
             return await self._reported(name)
 
     async def replace(self, name: str, path: str) -> AdapterReport:
-        """Use a name for the contents of ``path`` from now on; load it if the name is new.
-
-        Raises as :meth:`load` does, and :class:`~tercet.protocol.Conflict` while other contents of that name are in
-        use; then nothing changes.
-        """
+        """Use a name for the contents of ``path`` from now on. Raises as :meth:`load` does, then nothing changes."""
         self._require_loading()
         async with self._changing:
             await self._asked_of_vllm(name, path, load_inplace=True)
@@ -207,10 +269,7 @@ class Adapters:
         return AdapterReport(name, self._given.get(adapter.path, adapter.path), adapter.digest)
 
     async def unload(self, name: str) -> None:
-        """Accept no more requests for the adapter; running requests continue.
-
-        Raises as :meth:`load` does, and ``UnknownAdapter``.
-        """
+        """Accept no more requests for the adapter; running requests continue. Raises as :meth:`load` does."""
         from vllm.entrypoints.serve.lora.protocol import UnloadLoRAAdapterRequest
 
         if name not in self._known():

@@ -1,40 +1,164 @@
-"""One request on this engine, through vLLM's ``AsyncLLM``, as Tercet's outputs."""
+"""One request on this engine, through vLLM's ``AsyncLLM``, as Tercet's outputs: parameters, stream and failures.
+
+A structured output's failure comes as the stop reason of a last output that is an error (:mod:`..core.grammar_time`).
+Here it becomes an exception in the request's queue, for the verbs and for vLLM's own API alike: 400 if the structure is
+wrong, 503 if it could not be tried. Relies on ``OutputProcessor.process_outputs`` ignoring what follows an exception in
+a request's queue.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import re
 import uuid
 from collections.abc import AsyncGenerator, Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from http import HTTPStatus
 from typing import TYPE_CHECKING, Any, cast
 
+import msgspec
+import numpy as np
 from vllm import TokensPrompt
-from vllm.exceptions import GenerationError, VLLMClientError
-from vllm.sampling_params import SamplingParams
+from vllm.exceptions import GenerationError, GracefulHTTPError, VLLMClientError, VLLMValidationError
+from vllm.sampling_params import RequestOutputKind, SamplingParams
+from vllm.v1.engine import FinishReason as CoreFinishReason
 from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
+from vllm.v1.engine.output_processor import OutputProcessor
 
 from tercet.engine.interface import KeyedPrompt, ModelLimits, SendParams, SeqParams
-from tercet.protocol import (
-    BadRequest,
-    EngineError,
-    MultiModalFeature,
-    Output,
-    TercetError,
-    TokenLogprob,
-)
+from tercet.protocol import BadRequest, EngineError, GrammarsBusy, MultiModalFeature, Output, TercetError, TokenLogprob
+from tercet.protocol.grammar_bounds import require_small
 from tercet.protocol.spans import SpanContext, current_span
 from tercet.protocol.types import FinishReason
 from tercet.vllm_plugin.core.connector_messages import REQUEST_PREFIX, TercetParams
+from tercet.vllm_plugin.core.grammar_time import REFUSED, UNTRIED
 from tercet.vllm_plugin.edge.adapters import to_lora_request
-from tercet.vllm_plugin.edge.grammar_failures import StructureRefused, StructureUntried
-from tercet.vllm_plugin.edge.sampling_params import first_token_only, reasoning_of, to_vllm
-from tercet.vllm_plugin.hooks import vllm_version
+from tercet.vllm_plugin.hooks import Method, vllm_version, wrap
 from tercet.vllm_plugin.mm_features import most_features_of, to_prompt
 
 if TYPE_CHECKING:
     from vllm.outputs import RequestOutput
     from vllm.v1.engine.async_llm import AsyncLLM
+
+
+class StructureRefused(VLLMClientError):
+    """The client's structure is wrong or takes too much: vLLM's API answers 400."""
+
+    def to_tercet(self) -> TercetError:
+        return BadRequest(str(self), "structured_outputs")
+
+
+class StructureUntried(GracefulHTTPError):
+    """The structure could not be tried: vLLM's API answers 503."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message, HTTPStatus.SERVICE_UNAVAILABLE)
+
+    def to_tercet(self) -> TercetError:
+        return GrammarsBusy(self.message)
+
+
+def failure_of(output: Any) -> StructureRefused | StructureUntried | None:
+    """Return the failure of a structured output that the core's ``output`` ends with, or None."""
+    if output.finish_reason != CoreFinishReason.ERROR or not isinstance(output.stop_reason, str):
+        return None
+    said: str = output.stop_reason
+    if said.startswith(REFUSED):
+        return StructureRefused(said.removeprefix(REFUSED))
+    return StructureUntried(said.removeprefix(UNTRIED)) if said.startswith(UNTRIED) else None
+
+
+def tell_failures() -> None:
+    """Make the requests of this process end with these failures."""
+    wrap(OutputProcessor, "process_outputs", _process)
+
+
+def _process(original: Method, processor: Any, engine_core_outputs: list[Any], *args: Any, **more: Any) -> Any:
+    for output in engine_core_outputs:
+        if output.finish_reason is not None and (failure := failure_of(output)) is not None:
+            state = processor.request_states.get(output.request_id)
+            if state is not None and state.queue is not None:
+                state.queue.put(failure)
+    return original(processor, engine_core_outputs, *args, **more)
+
+
+# Fields that only the engine sets, or that have another name in the verbs.
+NOT_FOR_CALLERS = frozenset({"output_kind", "skip_clone", "detokenize", "output_text_buffer_length", "extra_args"})
+_PLACE = re.compile(r"`\$\.(\w+)")
+# Fields of vLLM's serving layer about the reasoning, in addition to the parameters; only structured output needs them.
+REASONING_FIELDS = ("reasoning_ended", "reasoning_parser_kwargs")
+CALLER_FIELDS = {name for name in SamplingParams.__struct_fields__ if not name.startswith("_")} - NOT_FOR_CALLERS
+
+
+class Reasoning(msgspec.Struct, frozen=True):
+    """Whether the prompt ends after the reasoning, None if unknown, and the arguments of the reasoning parser."""
+
+    reasoning_ended: bool | None = None
+    reasoning_parser_kwargs: dict[str, Any] | None = None
+
+
+def reasoning_of(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the part of ``given`` about the reasoning, in ``AsyncLLM``'s form. Raises ``BadRequest``."""
+    found = {name: given[name] for name in REASONING_FIELDS if given.get(name) is not None}
+    try:
+        return found and msgspec.to_builtins(msgspec.convert(found, Reasoning, strict=True))
+    except msgspec.ValidationError as error:
+        raise BadRequest(f"sampling_params: {error}", "sampling_params") from error
+
+
+def to_vllm(given: Mapping[str, Any], kv_transfer_params: Mapping[str, Any], min_tokens_done: int) -> SamplingParams:
+    """Return vLLM's ``SamplingParams``; ``min_tokens_done`` output tokens exist. Raises ``BadRequest`` for a field."""
+    fields = {name: value for name, value in given.items() if name not in REASONING_FIELDS}
+    unknown = next((name for name in fields if name not in CALLER_FIELDS), None)
+    if unknown is not None:
+        raise BadRequest(f"sampling_params: unknown field `{unknown}`", f"sampling_params.{unknown}")
+    if fields.get("n", 1) != 1:
+        raise BadRequest("sampling_params.n: a sequence has one output; start one per choice", "sampling_params.n")
+    max_tokens = fields.get("max_tokens")
+    if isinstance(max_tokens, int) and 1 <= max_tokens <= min_tokens_done:
+        raise BadRequest(
+            f"sampling_params.max_tokens: {max_tokens} is already reached by the {min_tokens_done} tokens of output",
+            "sampling_params.max_tokens",
+        )
+    if isinstance(structured := fields.get("structured_outputs"), Mapping):
+        require_small(cast("Mapping[str, Any]", structured), "sampling_params.structured_outputs")
+    ours = {
+        "detokenize": bool(fields.get("stop")),
+        "output_kind": RequestOutputKind.DELTA.value,
+        "extra_args": {"kv_transfer_params": dict(kv_transfer_params)},
+    }
+    try:
+        # The engine's core decodes requests with these types, and a wrong type ends the core; vLLM's constructor checks
+        # few of them.
+        msgspec.msgpack.encode(fields)
+        return msgspec.convert({**fields, **ours}, SamplingParams, str_keys=True, dec_hook=_array)
+    except VLLMValidationError as error:
+        raise BadRequest(f"sampling_params: {error}", _field(error.parameter)) from error
+    except msgspec.ValidationError as error:
+        found = _PLACE.search(str(error))
+        raise BadRequest(f"sampling_params: {error}", _field(found and found.group(1))) from error
+    except (TypeError, ValueError, OverflowError, RecursionError) as error:
+        raise BadRequest(f"sampling_params: {error}", "sampling_params") from error
+
+
+def _array(kind: type, value: Any) -> Any:
+    if kind is not np.ndarray:
+        raise TypeError(f"a value of type {kind.__name__} is not accepted")
+    return np.array(value, dtype=np.int64)
+
+
+def _field(parameter: str | None) -> str:
+    return "sampling_params" if parameter is None else f"sampling_params.{parameter}"
+
+
+def first_token_only(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the same parameters for a sender that samples one token.
+
+    ``min_tokens`` of 1 masks the end of sequence for the first token, as a larger value does.
+    """
+    min_tokens = given.get("min_tokens", 0)
+    return {**given, "max_tokens": 1, "min_tokens": min(min_tokens, 1) if isinstance(min_tokens, int) else min_tokens}
 
 
 @dataclass(eq=False)
@@ -116,7 +240,6 @@ class LLMRequest:
     async def _for_vllm(
         self, sampling_params: Mapping[str, Any]
     ) -> tuple[TokensPrompt, SamplingParams, dict[str, Any]]:
-        """Return prompt, parameters and other arguments for ``AsyncLLM``."""
         prompt = await self._prompt_for_vllm()
         num_output = len(self.params.seq.output) if self.params.seq is not None else 0
         params = to_vllm(sampling_params, self.params.to_kv_transfer_params(), num_output)
@@ -156,10 +279,7 @@ class LLMRequest:
 
 
 class LLMGeneration:
-    """The engine behind ``client`` for the verbs: :class:`~tercet.engine.interface.GenerationHalf`.
-
-    ``token`` marks the requests of this engine's edge.
-    """
+    """The engine behind ``client``: :class:`~tercet.engine.interface.GenerationHalf`. ``token`` marks its requests."""
 
     def __init__(self, client: AsyncLLM, token: str) -> None:
         self._client = client

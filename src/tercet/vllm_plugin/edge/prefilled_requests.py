@@ -14,7 +14,7 @@ from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from copy import copy
 from typing import TYPE_CHECKING, Any
 
-from tercet.engine import generating, receiving
+from tercet.engine import verbs
 from tercet.protocol import BadRequest, Request, Reservation, TercetError
 from tercet.protocol.names import sequence_id
 from tercet.protocol.trace import TraceEvent, VerbTrace
@@ -29,10 +29,7 @@ if TYPE_CHECKING:
 
 
 class PrefilledRequests:
-    """A layer between ``AsyncLLM`` and its core: requests whose HTTP request names prefill engines get their KV first.
-
-    Without ``remote``, requests cannot name engines.
-    """
+    """A layer between ``AsyncLLM`` and its core: requests that name prefill engines get their KV first."""
 
     def __init__(self, client: AsyncLLM, engine: AttachedEngine, remote: RemotePrefill | None) -> None:
         self._edge, self._meter = engine.edge, engine.meter
@@ -44,18 +41,13 @@ class PrefilledRequests:
 
     @property
     def name(self) -> str:
-        """The engine's name."""
         return self._edge.name
 
     def prep_recv(self, request: Request, end: int | None = None) -> AbstractAsyncContextManager[Reservation]:
-        """Reserve blocks: see :class:`~tercet.wire.client.remote_prefill.Receiver`."""
-        return receiving.reserved(self._edge, request, end)
+        return verbs.reserved(self._edge, request, end)
 
     async def add_request(self, request: EngineCoreRequest) -> None:
-        """Get the request's KV from the named engines, if any, and then add the request to the core.
-
-        This method replaces ``engine_core.add_request_async``.
-        """
+        """Get the request's KV from the named engines, if any, and then add it to the core, as vLLM's method does."""
         named, told = named_prefillers.get(), reported_prefill.get()
         if told is not None and self._edge.leases.has(told.lease):
             self._tell_cached(request, told.cached)
@@ -71,7 +63,6 @@ class PrefilledRequests:
         await self._add(request)
 
     def _tell_cached(self, request: EngineCoreRequest, cached: int) -> None:
-        """Set the number of cached tokens in the answer."""
         state = self._processor.request_states.get(request.request_id)
         if state is not None:
             state.remote_prefill_cached_tokens = min(cached, len(request.prompt_token_ids or ()))
@@ -93,7 +84,7 @@ class PrefilledRequests:
             with self._meter.computed_elsewhere(sequence.num_tokens):
                 begin = await held.enter_async_context(remote.prefilled(self, sequence, named.hosts, trace))
             try:
-                seq = await named.held.enter_async_context(generating.adopted(self._edge, sequence))
+                seq = await named.held.enter_async_context(verbs.adopted(self._edge, sequence))
             except TercetError as error:  # the request was aborted in the meantime, or its lease has ended
                 prefill_here(self.name, request.request_id, error, trace)
                 return

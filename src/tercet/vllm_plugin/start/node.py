@@ -14,9 +14,7 @@ def main() -> None:
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
     from tercet.vllm_plugin.differences import cli_args
-    from tercet.vllm_plugin.start.flag_errors import refuse_in_a_sentence
-    from tercet.vllm_plugin.start.log_noise import without_noise
-    from tercet.vllm_plugin.start.refusals import refusing_in_a_sentence
+    from tercet.vllm_plugin.start.process_output import refuse_in_a_sentence, refusing_in_a_sentence, without_noise
 
     without_noise()
     refuse_in_a_sentence()

@@ -115,7 +115,6 @@ class PluginSettings(Settings, frozen=True, rename=lambda name: name):
         return self.transport if self.kv_memory == "auto" else "tcp"
 
     def is_staged(self, device: str) -> bool:
-        """True if KV on a device of this type is accessed through buffers."""
         return self.kv_memory == "staged" or device != "cpu"
 
     def cpus(self) -> frozenset[int]:
@@ -133,10 +132,7 @@ class PluginSettings(Settings, frozen=True, rename=lambda name: name):
 
     @property
     def fleet_secret(self) -> str:
-        """The secret that all engines of the fleet share; empty if none is set.
-
-        Raises :class:`~tercet.protocol.BadRequest` for a blank one.
-        """
+        """The secret that all engines of the fleet share; empty if none is set. Raises for a blank one."""
         return key_of(self.secret, "secret") or key_of(os.environ.get(SECRET_VARIABLE, ""), SECRET_VARIABLE)
 
     def allowed_prefillers(self) -> AllowedPrefillers:
@@ -147,12 +143,10 @@ class PluginSettings(Settings, frozen=True, rename=lambda name: name):
 
     @property
     def shows_traces_to_clients(self) -> bool:
-        """True if every client may see traces. Raises :class:`~tercet.protocol.BadRequest` for another variable."""
         return clients_see_traces() or self.client_traces
 
     @property
     def prefill_budget(self) -> PrefillBudget:
-        """Time limits for prefills on other engines."""
         return PrefillBudget(self.prefill_timeout, self.prefill_stuck_after)
 
     def require_secret_beyond_loopback(self) -> None:
@@ -176,7 +170,6 @@ class PluginSettings(Settings, frozen=True, rename=lambda name: name):
         return first
 
     def transport_settings(self) -> TransportSettings:
-        """Return these settings in the transport's form."""
         hosts, ports = _hosts(self.host), _ports(self.port)
         return TransportSettings(
             self.transport, hosts, ports, self.streams, self.fleet_secret, self.send_timeout, self.receive_limit * 1e9

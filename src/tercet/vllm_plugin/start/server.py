@@ -20,11 +20,8 @@ from pathlib import Path
 from typing import Any
 
 from tercet.settings.process_settings import NO_DYNAMO, PRELOAD, THREADS_BIND
-from tercet.vllm_plugin.start.before_forks import check_hooks
-from tercet.vllm_plugin.start.flag_errors import refuse_in_a_sentence
-from tercet.vllm_plugin.start.light_import import light_import
-from tercet.vllm_plugin.start.log_noise import without_noise
-from tercet.vllm_plugin.start.refusals import refusing_in_a_sentence
+from tercet.vllm_plugin.start.before_forks import check_hooks, light_import
+from tercet.vllm_plugin.start.process_output import refuse_in_a_sentence, refusing_in_a_sentence, without_noise
 from tercet.vllm_plugin.start.standby import StandbyContext, stand_by
 
 PLAIN = "vllm.entrypoints.openai.api_server"
@@ -173,10 +170,7 @@ def start_processes_by(context: Callable[[], Any]) -> None:
 
 
 def inspect_models_here() -> None:
-    """Make vLLM inspect model classes in this process, not in another process that imports vLLM for it.
-
-    vLLM uses another process so that GPUs stay uninitialised.
-    """
+    """Make vLLM inspect model classes here. It uses another process so that GPUs stay uninitialised."""
 
     def here(fn: Callable[[], Any]) -> Any:
         return fn()

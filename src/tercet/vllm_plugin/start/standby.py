@@ -48,10 +48,7 @@ _received: list[int] = []
 
 
 def stand_by(workers: Sequence[frozenset[int]]) -> None:
-    """Fork a core that waits for this process, and that makes a worker wait on each of these sets of cores.
-
-    Returns only in this process.
-    """
+    """Fork a core that waits for this process, and makes a worker wait on each of these sets of cores."""
     resource_tracker.ensure_running()  # one tracker for all: it removes the shared memory that they leave
     gc.collect()
     gc.freeze()  # imported memory stays shared: the collector does not write to it
@@ -165,7 +162,6 @@ def _receive_descriptors(channel: socket.socket, count: int) -> list[int]:
 
 
 def _exactly(channel: socket.socket, size: int) -> bytes:
-    """Read ``size`` bytes; return no bytes if the other end is closed."""
     parts = bytearray()
     while len(parts) < size:
         part = channel.recv(min(size - len(parts), 1 << 20))

@@ -1,4 +1,4 @@
-"""Checks before an engine loads its weights: first of its flags, then of its config.
+"""Checks before an engine loads its weights: first of its flags, then of its config, each with a remedy.
 
 The same checks run again where they protect something: in the connector, and where the verbs are attached.
 """
@@ -8,16 +8,21 @@ from __future__ import annotations
 from argparse import Namespace
 from typing import TYPE_CHECKING, Any
 
+from vllm.platforms import current_platform
+from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
+
 from tercet.protocol import BadRequest
-from tercet.vllm_plugin.hooks import require_hooks
-from tercet.vllm_plugin.start.loading_stages import log_stages_of_workers
-from tercet.vllm_plugin.start.patching import Method, wrap
+from tercet.vllm_plugin.core.cache_groups import require_movable_groups
+from tercet.vllm_plugin.hooks import Method, UnsupportedVLLM, require_hooks, wrap
 from tercet.vllm_plugin.start.plugin_settings import parse_settings
-from tercet.vllm_plugin.start.refusals import refusing_in_a_sentence
+from tercet.vllm_plugin.start.process_output import log_stages_of_workers, refusing_in_a_sentence
+from tercet.vllm_plugin.worker.kv_layout import require_drafter
 from tercet.wire.serving.server_access import callers_of
 
 if TYPE_CHECKING:
     from vllm.config import KVTransferConfig, VllmConfig
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+
 
 CONNECTOR = "TercetConnector"
 PLUGIN = "tercet"
@@ -45,7 +50,7 @@ def _config_checked(create: Method, args: Any, *more: Any, **named: Any) -> Vllm
     config = create(args, *more, **named)
     if is_tercets(config.kv_transfer_config):
         with refusing_in_a_sentence():
-            require_config(config)
+            require_supported_config(config)
         log_stages_of_workers(config)
     return config
 
@@ -74,13 +79,6 @@ def require_flags(args: Namespace) -> None:
         )
 
 
-def require_config(config: VllmConfig) -> None:
-    """Raise :class:`~tercet.vllm_plugin.hooks.UnsupportedVLLM` for an engine whose KV could not be moved."""
-    from tercet.vllm_plugin.start.requirements import require_supported_config
-
-    require_supported_config(config)
-
-
 def is_tercets(transfer: KVTransferConfig | None) -> bool:
     """True if an engine moves its KV by Tercet's connector."""
     return transfer is not None and transfer.kv_connector == CONNECTOR
@@ -91,3 +89,130 @@ def serves_verbs() -> bool:
     import vllm.envs
 
     return PLUGIN in (vllm.envs.VLLM_PLUGINS or ())
+
+
+def require_supported(config: VllmConfig, caches: KVCacheConfig) -> None:
+    """Raise :class:`~tercet.vllm_plugin.hooks.UnsupportedVLLM` for the first unmet requirement."""
+    require_supported_config(config)
+    require_movable_groups(caches)
+    require_kernels_of_states(caches)
+    require_states_to_be_kept(config, caches)
+
+
+def require_supported_config(config: VllmConfig) -> None:
+    """Raise as :func:`require_supported` does, for requirements that can be checked before weights are loaded."""
+    require_both_roles(config)
+    require_prefill_behind_kv(config)
+    require_positions_of_the_prompt(config)
+    require_whole_blocks(config)
+    require_generation(config)
+    require_one_rank(config)
+    require_drafter(config)
+    require_memory_that_stays(config)
+
+
+def require_both_roles(config: VllmConfig) -> None:
+    """Require both roles: else vLLM frees blocks that a step still writes, and a peer's KV is overwritten."""
+    transfer = config.kv_transfer_config
+    if transfer is not None and transfer.kv_role != "kv_both":
+        raise UnsupportedVLLM(
+            f"--kv-transfer-config: kv_role is {transfer.kv_role!r}, and an engine of Tercet must send and receive KV: "
+            "set it to 'kv_both'"
+        )
+
+
+def require_prefill_behind_kv(config: VllmConfig) -> None:
+    """Require kernels that continue after existing KV: MLA's on a CPU return wrong tokens, and no error."""
+    if config.model_config.use_mla and current_platform.is_cpu() and not config.scheduler_config.enable_chunked_prefill:
+        raise UnsupportedVLLM(
+            "on this CPU vLLM cannot compute tokens of an MLA model after existing KV (it has turned "
+            "chunked prefill and prefix caching off), so it could not continue from received KV: use plain vLLM"
+        )
+
+
+def require_positions_of_the_prompt(config: VllmConfig) -> None:
+    """Require positions that depend only on the prompt: a receiver does not have an encoder's results."""
+    multimodal = config.model_config.multimodal_config
+    if multimodal is not None and config.model_config.uses_mrope and (multimodal.video_pruning_rate or 0) > 0:
+        raise UnsupportedVLLM(
+            "--video-pruning-rate with a model with M-RoPE: positions of tokens then depend on the encoder's result "
+            "for a video, which an engine that continues from another one's KV does not have; start it without the flag"
+        )
+
+
+def require_whole_blocks(config: VllmConfig) -> None:
+    """Require prefixes of whole blocks: otherwise KV would begin inside a block of a lease."""
+    cache = config.cache_config
+    unit = getattr(cache, "prefix_match_unit", None)
+    if unit not in (None, cache.block_size):
+        raise UnsupportedVLLM(
+            f"--prefix-match-unit is {unit}, and Tercet's leases begin at whole blocks of {cache.block_size}; "
+            "start the engine without it"
+        )
+
+
+def require_kernels_of_states(caches: KVCacheConfig) -> None:
+    """Require kernels for the model's states; otherwise vLLM fails at its first prompt, with a traceback."""
+    kinds = {getattr(group.kv_cache_spec, "mamba_type", None) for group in caches.kv_cache_groups}
+    if MambaAttentionBackendEnum.MAMBA1 in kinds and current_platform.is_cpu() and not _scans_states():
+        raise UnsupportedVLLM(
+            "this vLLM's CPU build has no kernel for Mamba-1 layers (selective_scan_fwd), and fails at any prompt of "
+            "this model; serve it on an accelerator"
+        )
+
+
+def _scans_states() -> bool:
+    import torch
+
+    return hasattr(torch.ops._C, "selective_scan_fwd")
+
+
+def require_states_to_be_kept(config: VllmConfig, caches: KVCacheConfig) -> None:
+    """Require steps that need no state within a block: vLLM's CPU kernels return only the last state."""
+    specs = [group.kv_cache_spec for group in caches.kv_cache_groups]
+    steps = config.scheduler_config.max_num_batched_tokens
+    for spec in specs:
+        within = getattr(spec, "num_prefill_checkpoint_blocks", 0) > 0
+        if within and current_platform.is_cpu() and steps > spec.block_size:
+            raise UnsupportedVLLM(
+                "on a CPU vLLM fails if one step computes more than a block of a prompt, for a model with Mamba-2 "
+                f"layers; start the engine with --max-num-batched-tokens {spec.block_size}"
+            )
+
+
+def require_memory_that_stays(config: VllmConfig) -> None:
+    """Require KV that stays where it is: other processes map the memory, which an allocator can replace."""
+    if getattr(config.model_config, "enable_cumem_allocator", False) and not current_platform.is_cpu():
+        raise UnsupportedVLLM(
+            "--enable-sleep-mode and --enable-cumem-allocator: KV in such memory cannot be mapped by the process that "
+            "moves it; start the engine without them"
+        )
+
+
+def require_generation(config: VllmConfig) -> None:
+    """Require an engine that generates: other engines have no KV to continue from."""
+    if config.model_config.runner_type != "generate":
+        raise UnsupportedVLLM(
+            f"this engine's runner is {config.model_config.runner_type!r}, which has no KV to move: start "
+            "it with `vllm serve`, and give its URL to `tercet router` by --pooling-server"
+        )
+
+
+def require_one_rank(config: VllmConfig) -> None:
+    """Require one data-parallel rank per server, and blocks that contain all of their tokens."""
+    parallel = config.parallel_config
+    if parallel.data_parallel_size != 1 and not parallel.data_parallel_external_lb:
+        raise UnsupportedVLLM(
+            f"--data-parallel-size is {parallel.data_parallel_size}, so one server has several ranks: start "
+            "each rank as a separate engine, with its --data-parallel-rank"
+        )
+    if parallel.decode_context_parallel_size != 1 or parallel.prefill_context_parallel_size != 1:
+        raise UnsupportedVLLM(
+            "Tercet does not support context parallelism: with --decode-context-parallel-size or "
+            "--prefill-context-parallel-size the tokens of a block are spread over ranks"
+        )
+    if parallel._api_process_count != 1:
+        raise UnsupportedVLLM(
+            f"--api-server-count is {parallel._api_process_count}, and one API server keeps the leases of an engine: "
+            "start it with --api-server-count 1"
+        )

@@ -1,8 +1,22 @@
-"""Conditions under which KV of one engine is valid in another: the same weights and memory layout."""
+"""Conditions under which KV of one engine is valid in another: the same weights and memory layout.
+
+A worker knows only the layers of its pipeline stage, and layouts describe all of them, so workers exchange what
+they have (:class:`AllStages`). A drafter with its own KV has layers like any others, which are leased, sent and moved
+with the model's. The model checks the drafter's guesses, so missing KV, or KV of another drafter, costs guesses and
+never a token. KV of EAGLE and MTP drafters at a position also depends on the token after it; for the last position of a
+send that is the token that the sender has sampled, so a receiver that continues with another one guesses a little worse
+there. For that reason vLLM does not use the last block that it finds in its prefix cache, and the same holds for KV
+that was sent.
+"""
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import torch
 from vllm.config import VllmConfig
@@ -11,19 +25,148 @@ from vllm.v1.kv_cache_interface import KVCacheConfig
 from tercet.protocol import KVLayout
 from tercet.vllm_plugin.core.cache_groups import described, state_formats, state_layers
 from tercet.vllm_plugin.hooks import UnsupportedVLLM
-from tercet.vllm_plugin.worker.drafters import drafter_of
 from tercet.vllm_plugin.worker.kv_planes import LayerPlanes, arrangement_of
-from tercet.vllm_plugin.worker.model_fingerprint import model_fingerprint
-from tercet.vllm_plugin.worker.stages import AllStages
+
+if TYPE_CHECKING:
+    from vllm.v1.core.sched.scheduler import Scheduler
+
+
+def engine_rank() -> int:
+    """Return this worker's rank in its engine; ranks of the first stage come first."""
+    from vllm.distributed.parallel_state import get_pp_group, get_tp_group
+
+    tensor_parallel = get_tp_group()
+    return get_pp_group().rank_in_group * tensor_parallel.world_size + tensor_parallel.rank_in_group
+
+
+def over_stages(mine: Any) -> list[Any]:
+    """Return the values of workers of this tensor-parallel rank, by pipeline stage; all must call at the same time."""
+    import torch.distributed
+    from vllm.distributed.parallel_state import get_pp_group
+
+    stages = get_pp_group()
+    if stages.world_size == 1:
+        return [mine]
+    found: list[Any] = [None] * stages.world_size
+    torch.distributed.all_gather_object(found, mine, group=stages.cpu_group)
+    return found
+
+
+@dataclass(frozen=True)
+class StageContents:
+    """Contents of one stage, by group of layers: the number of layers, and each plane's layer in order."""
+
+    layers: list[int]
+    planes: list[list[str]]
+    block_bytes: int
+
+    @classmethod
+    def of(cls, groups: Sequence[Sequence[str]], planes: LayerPlanes) -> StageContents:
+        names = [[""] * count for count in planes.group_planes]
+        for group, layers in enumerate(groups):
+            first = sum(planes.group_planes[:group])
+            for name in layers:
+                for plane in planes.planes_of[name]:
+                    names[group][plane - first] = name
+        return cls([len(layers) for layers in groups], names, planes.block_bytes)
+
+
+class AllStages:
+    """Contents of all stages together."""
+
+    def __init__(self, stages: Sequence[StageContents]) -> None:
+        if len({stage.block_bytes for stage in stages}) > 1:
+            sizes = ", ".join(str(stage.block_bytes) for stage in stages)
+            raise UnsupportedVLLM(f"the pipeline stages have KV blocks of different sizes ({sizes} bytes)")
+        self._stages = stages
+
+    @property
+    def layers(self) -> list[int]:
+        return [sum(counts) for counts in zip(*(stage.layers for stage in self._stages), strict=True)]
+
+    @property
+    def plane_counts(self) -> tuple[tuple[int, ...], ...]:
+        """Number of planes of each group in each stage; empty if one stage holds all."""
+        if len(self._stages) == 1:
+            return ()
+        return tuple(tuple(map(len, stage.planes)) for stage in self._stages)
+
+    @property
+    def order(self) -> str:
+        """A hash of the layers' names in the order of their planes, group by group over all stages."""
+        digest = hashlib.sha256()
+        for group in zip(*(stage.planes for stage in self._stages), strict=True):
+            digest.update("\n".join(name for names in group for name in names).encode() + b"\0")
+        return digest.hexdigest()[:16]
+
+
+# These methods draft from tokens, from the model's latest results or, with a custom class, from data outside of vLLM's
+# KV cache.
+WITHOUT_KV = ("ngram", "ngram_gpu", "suffix", "medusa", "mlp_speculator", "custom_class")
+
+
+def require_drafter(config: VllmConfig) -> None:
+    """Raise :class:`UnsupportedVLLM` for a speculation method that is not a drafter and needs another connector."""
+    speculative = config.speculative_config
+    if speculative is not None and speculative.method == "extract_hidden_states":
+        raise UnsupportedVLLM(
+            "--speculative-config: 'extract_hidden_states' needs a KV connector for hidden states, but an engine has "
+            "one connector; use this method on an engine without Tercet"
+        )
+
+
+def drafter_of(config: VllmConfig) -> str:
+    """Return an identifier of the method and weights of a drafter with its own KV; empty without such a drafter.
+
+    The drafter's config is not used: vLLM writes values into it that follow from the engine's flags.
+    """
+    speculative = config.speculative_config
+    if speculative is None or speculative.method in WITHOUT_KV:
+        return ""
+    return f"{speculative.method}-{model_fingerprint(str(speculative.draft_model_config.model), {})}"
+
+
+def tokens_of_a_step(scheduler: Scheduler) -> int:
+    """Return for how many tokens a decoding sequence has blocks in a step: one, the guesses, and what follows."""
+    guesses: int = scheduler.num_spec_tokens
+    return 1 + guesses + scheduler.num_lookahead_tokens if guesses else 1
+
+
+# Size of each of the three windows that are read of a weights file: enough to distinguish a fine-tune from its base
+# without reading gigabytes.
+WINDOW_BYTES = 64 * 1024
+WEIGHTS = ("*.safetensors", "*.bin", "*.gguf", "*.pt")
+# The path of a config, and the library that loaded it, do not change the model.
+IGNORED_CONFIG_KEYS = ("_name_or_path", "transformers_version", "torch_dtype", "dtype")
+
+
+def model_fingerprint(model: str, hf_config: dict[str, Any]) -> str:
+    """Return a short hash of a model's config and, for a local checkpoint, of samples of its weights."""
+    digest = hashlib.sha256()
+    kept = {key: value for key, value in hf_config.items() if key not in IGNORED_CONFIG_KEYS}
+    digest.update(json.dumps(kept, sort_keys=True, default=str).encode())
+    path = Path(model)
+    files = sorted(file for pattern in WEIGHTS for file in path.glob(pattern)) if path.is_dir() else []
+    for file in files:
+        _sample(file, digest)
+    if not files:
+        digest.update(model.encode())
+    return digest.hexdigest()[:16]
+
+
+def _sample(file: Path, digest: hashlib._Hash) -> None:
+    size = file.stat().st_size
+    digest.update(f"{file.name}:{size}".encode())
+    with file.open("rb") as opened:
+        for offset in (0, max(0, size // 2), max(0, size - WINDOW_BYTES)):
+            opened.seek(offset)
+            digest.update(opened.read(WINDOW_BYTES))
 
 
 def packing_of(
     config: VllmConfig, block_size: int, dtype: torch.dtype, planes: LayerPlanes, attention: Sequence[torch.Tensor]
 ) -> str:
-    """Return the order of keys and values in a block: CPU kernels pack them for their instruction set.
-
-    ``attention`` are the ``planes`` that hold keys and values.
-    """
+    """Return the order of keys and values in a block: CPU kernels pack them for their instruction set."""
     if planes.device.type == "cpu":
         from vllm.v1.attention.backends.cpu_attn import _get_attn_isa  # the same choice that the kernels make
 
@@ -70,10 +213,7 @@ def _splits_by_token(config: VllmConfig, block_size: int, plane: torch.Tensor) -
 def layout_of(
     config: VllmConfig, caches: KVCacheConfig, planes: LayerPlanes, stages: AllStages, *, staged: bool
 ) -> KVLayout:
-    """Return the layout of this rank's KV cache, as a part of the engine's layout.
-
-    With ``staged``, blocks are moved whole, and are not cut between tokens.
-    """
+    """Return this rank's part of the engine's layout; ``staged`` blocks are moved whole, not cut between tokens."""
     model, groups = config.model_config, described(caches, stages.layers)
     block_size = caches.kv_cache_groups[0].kv_cache_spec.block_size
     states = state_formats(caches)

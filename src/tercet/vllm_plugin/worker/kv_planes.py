@@ -1,17 +1,38 @@
-"""vLLM's KV cache tensors, as the bytes that the transport moves."""
+"""vLLM's KV cache tensors, as the bytes that the transport moves, and how a worker shares them with its agent.
+
+A plane is one layer's memory, one block after the other; blocks of all planes with one number belong together::
+
+    plane 0, layer 0 keys    | block 0 | block 1 | block 2 | ...     one block of vLLM is the same
+    plane 1, layer 0 values  | block 0 | block 1 | block 2 | ...     number in every plane of its group
+    plane 2, layer 1         | block 0 | block 1 | block 2 | ...
+                             '---------- extent: whole pages ------'
+
+On CPUs the pages of each extent are exchanged for pages of one file, at the same addresses, which the agent maps::
+
+    worker   0x7f..0000 [pages of plane 0 and 1]   0x7f..8000 [pages of plane 2]
+                           |  mmap(MAP_FIXED)            |
+    file     0 [plane 0|plane 1.................][plane 2..........][generation words, core's words]
+
+On accelerators the agent gets a handle of the memory, and events by which it waits for a layer.
+"""
 
 from __future__ import annotations
 
 import ctypes
+import logging
 import mmap
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from msgspec.structs import replace
 
-from tercet.transport import PAGE_BYTES, TAIL_BYTES, BlockOrder, RegionShape, create_file, shape_of
+from tercet.transport import AUTO, PAGE_BYTES, TAIL_BYTES, BlockOrder, DeviceHandles, RegionShape, create_file, shape_of
+from tercet.transport.backends import BackendUnavailable
+from tercet.transport.backends.nixl import RegisteredPlanes
+from tercet.transport.backends.reading import has_rdma
 from tercet.vllm_plugin.hooks import UnsupportedVLLM
 
 # glibc gives every allocation of this size or more a separate mapping, whatever its adaptive threshold is.
@@ -63,7 +84,6 @@ class LayerPlanes:
         return len(self.tensors) - 1
 
     def block_stride(self, plane: torch.Tensor) -> int:
-        """Return the number of bytes from one of vLLM's blocks of a plane to the next."""
         return plane.stride(0) * plane.itemsize * (plane.shape[0] // self.num_blocks)
 
     def share_words(self) -> tuple[int, RegionShape]:
@@ -83,7 +103,6 @@ class LayerPlanes:
         return orders.pop() if len(orders) == 1 else None
 
     def tensors_without(self, layers: Sequence[str]) -> list[torch.Tensor]:
-        """Return the planes of all other layers than ``layers``."""
         left_out = {plane for name in layers for plane in self.planes_of[name]}
         return [plane for number, plane in enumerate(self.tensors) if number not in left_out]
 
@@ -138,10 +157,7 @@ def order_of(plane: torch.Tensor, num_blocks: int) -> BlockOrder | None:
 
 
 def arrangement_of(plane: torch.Tensor, num_blocks: int) -> str:
-    """Return a description of shape and memory order, for planes whose blocks have no :func:`order_of`.
-
-    KV moves between two such planes only if it is equal.
-    """
+    """Return shape and memory order of a plane without :func:`order_of`: KV moves only where it is equal."""
     inside = sorted(zip(plane.stride()[1:], plane.shape[1:], range(1, plane.dim()), strict=True), reverse=True)
     in_memory = [f"{size}@{dimension}" for _, size, dimension in inside if size > 1]
     return "x".join([str(plane.shape[0] // num_blocks), *in_memory])
@@ -169,10 +185,7 @@ def _extent_of(plane: torch.Tensor) -> _Extent:
 
 
 def _exchange(extent: _Extent, fd: int, offset: int) -> None:
-    """Replace an allocation's pages by the file's pages.
-
-    The allocator's notes at both ends are copied; the KV in between need not be.
-    """
+    """Replace an allocation's pages by the file's; the allocator's notes at both ends are copied, not KV."""
     size = extent.end - extent.begin
     for page in (0, size - PAGE_BYTES):
         os.pwrite(fd, ctypes.string_at(extent.begin + page, PAGE_BYTES), offset + page)
@@ -208,3 +221,123 @@ def _split(name: str, cache: torch.Tensor, num_blocks: int) -> list[torch.Tensor
     if cache.shape[0] == 2 and cache.shape[1] % num_blocks == 0:
         return [cache[0], cache[1]]
     raise UnsupportedVLLM(f"the KV cache of {name} has shape {tuple(cache.shape)}, which is not cut into blocks")
+
+
+# Fewest bytes of KV in one note to the agent; the remainder is reported at the end of a step.
+NOTE_BYTES = 1024 * 1024
+
+
+class StepLayers:
+    """The planes of one rank during a step, each reported once if the step pushes anything; without I/O.
+
+    Layer hooks run if a step runs layer by layer: eagerly, or as piecewise CUDA graphs. A full graph, which decode-only
+    steps use, calls none of them; its KV is reported when the step ends. So both kinds of graphs work, and no code here
+    checks which kind it was.
+    """
+
+    def __init__(self, num_planes: int) -> None:
+        self._all = range(num_planes)
+        self._plane_bytes = 0
+        self._done: list[int] = []
+        self._told: set[int] = set()
+
+    def begin(self, plane_bytes: int) -> None:
+        """Begin a step that pushes ``plane_bytes`` of each plane; with 0, nothing is reported."""
+        self._plane_bytes = plane_bytes
+        self._done, self._told = [], set()
+
+    def saved(self, planes: Sequence[int]) -> tuple[int, ...]:
+        """Record that a layer's hook ran, for its ``planes``; return the planes to report now.
+
+        Planes are reported together once they are large enough: waking the agent costs time of the cores that compute.
+        """
+        if not self._plane_bytes:
+            return ()
+        self._done += [plane for plane in planes if plane not in self._told and plane not in self._done]
+        return self._tell() if len(self._done) * self._plane_bytes >= NOTE_BYTES else ()
+
+    def ended(self) -> tuple[int, ...]:
+        """End the step; return the planes still to report, including those whose hooks did not run."""
+        if not self._plane_bytes:
+            return ()
+        seen = self._told.union(self._done)
+        self._done += [plane for plane in self._all if plane not in seen]
+        self._plane_bytes, found = 0, self._tell()
+        return found
+
+    def _tell(self) -> tuple[int, ...]:
+        found, self._done = tuple(self._done), []
+        self._told.update(found)
+        return found
+
+
+logger = logging.getLogger(__name__)
+# Number of layer notes in flight, after which a later note reuses the event of an earlier one.
+EVENTS = 64
+
+
+class DeviceExport:
+    """The handles of one rank's KV on an accelerator, and its ring of events, which signal finished layers.
+
+    Relies on PyTorch's way to share CUDA memory between processes (``UntypedStorage._share_cuda_``), which its
+    ``torch.multiprocessing`` uses, and on events for which another process can wait (``interprocess=True``).
+
+    With ``transport`` ``nixl``, or ``auto`` if there is an RDMA device, KV is also registered with NIXL, and ``rdma``
+    has the handles by which other processes read it. Raises :class:`~tercet.transport.backends.BackendUnavailable` if
+    the registration is required and fails.
+    """
+
+    def __init__(self, planes: LayerPlanes, transport: str = "tcp") -> None:
+        self._device = planes.device
+        self._events = [torch.cuda.Event(interprocess=True) for _ in range(EVENTS)]
+        self._next = 0
+        storages: dict[int, tuple[int, tuple[Any, ...]]] = {}
+        places: list[tuple[int, int, int]] = []
+        for plane in planes.tensors:
+            storage: Any = plane.untyped_storage()
+            if storage.data_ptr() not in storages:
+                storages[storage.data_ptr()] = len(storages), _shared(storage)
+            number, _ = storages[storage.data_ptr()]
+            begin = int(plane.storage_offset()) * plane.itemsize
+            places.append((number, begin, planes.block_stride(plane)))
+        handles: list[bytes] = [event.ipc_handle() for event in self._events]
+        self.handles = DeviceHandles(
+            self._device.index or 0, tuple(found for _, found in storages.values()), tuple(places), tuple(handles)
+        )
+        # vLLM's earlier work on its cache, above all zeroing it, must end before other processes see the cache.
+        torch.cuda.current_stream(self._device).synchronize()
+        self._registered = _registered(planes, self.handles, transport)
+        self.rdma = self._registered and self._registered.handles
+
+    def computed(self) -> int:
+        number, self._next = self._next, (self._next + 1) % EVENTS
+        self._events[number].record()
+        return number
+
+
+def _registered(planes: LayerPlanes, handles: DeviceHandles, transport: str) -> RegisteredPlanes | None:
+    if transport != "nixl" and not (transport == AUTO and has_rdma()):
+        return None
+    storages = {each.untyped_storage().data_ptr(): each.untyped_storage().nbytes() for each in planes.tensors}
+    places = [(each.data_ptr(), planes.block_stride(each)) for each in planes.tensors]
+    try:
+        return RegisteredPlanes(list(storages.items()), places, "VRAM", handles.device)
+    except BackendUnavailable as error:
+        if transport != AUTO:
+            raise
+        logger.warning("auto continues without %s", error.message)
+        return None
+
+
+def _shared(storage: Any) -> tuple[Any, ...]:
+    """Return the arguments of ``UntypedStorage._new_shared_cuda`` in another process, without the device's number."""
+    try:
+        _, *found, _event_to_wait_for = storage._share_cuda_()
+    except RuntimeError as error:
+        raise UnsupportedVLLM(
+            f"this engine's KV cannot be shared with the process that moves it (CUDA IPC): {error}; "
+            "PYTORCH_CUDA_ALLOC_CONF must not contain expandable_segments:True, and --enable-sleep-mode and "
+            "--enable-cumem-allocator must be off"
+        ) from error
+    # The other process need not wait, and the event to wait for belongs to a device that it may not see.
+    return (*found, False)

@@ -1,14 +1,19 @@
-"""Tercet's changes in vLLM's model runner: requests that begin with output, and seeded prompts on a CPU."""
+"""Tercet's changes in vLLM's workers: requests that begin with output, seeded prompts, LoRA and waiting on CPUs."""
 
 from __future__ import annotations
 
-from collections.abc import Generator
+import math
+import os
+import time
+from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+from tercet.protocol import BadRequest
+from tercet.settings.process_settings import SPIN_SECONDS_VARIABLE
 from tercet.vllm_plugin.core.connector_messages import StepMetadata
 from tercet.vllm_plugin.differences import DRAWS_FOR_THE_VOCABULARY
-from tercet.vllm_plugin.start.patching import Method, wrap
+from tercet.vllm_plugin.hooks import Method, wrap
 
 if TYPE_CHECKING:
     import torch
@@ -103,3 +108,86 @@ def _hidden(generators: dict[int, Any], some: dict[int, Any]) -> Generator[None]
         yield
     finally:
         generators.update(some)
+
+
+BASE_MODEL = -1
+
+
+def leave_the_base_model_alone() -> None:
+    """Make rows without an adapter stay as the base model computes them.
+
+    vLLM gives these rows the index -1, with which its operators for CPUs pick the last adapter of the batch's slots. A
+    request for the base model would then be computed with that adapter, and its KV be taken for the base model's. For
+    embeddings only the second product uses an operator.
+    """
+    from vllm.lora.ops.torch_ops import lora_ops
+    from vllm.lora.punica_wrapper import punica_cpu
+
+    for module in (lora_ops, punica_cpu):
+        wrap(module, "bgmv_shrink", shrink_rows_with_an_adapter)
+        wrap(module, "bgmv_expand", expand_rows_with_an_adapter)
+
+
+def shrink_rows_with_an_adapter(
+    shrink: Method, inputs: Any, weights: Any, output: Any, indices: torch.Tensor, *more: Any, **named: Any
+) -> None:  # fmt: skip
+    """Run vLLM's operator, then set the base model's rows to zeros: their product adds nothing."""
+    shrink(inputs, weights, output, indices, *more, **named)
+    output[indices == BASE_MODEL] = 0
+
+
+def expand_rows_with_an_adapter(
+    expand: Method, inputs: torch.Tensor, weights: Any, output: Any, indices: torch.Tensor, *more: Any, **named: Any
+) -> None:  # fmt: skip
+    """Run vLLM's operator with zeros as the base model's rows."""
+    expand(inputs.masked_fill((indices == BASE_MODEL)[:, None], 0), weights, output, indices, *more, **named)
+
+
+NAP_MS = 2
+NAPS_AFTER_READ = 1.0  # vLLM's own limit between polling and sleeping
+
+
+def spin_seconds(environment: Mapping[str, str], on_cpu: bool) -> float | None:
+    """Return the seconds to poll before sleeping; ``None`` leaves the time to vLLM.
+
+    0 on a CPU, unless ``TERCET_SPIN_SECONDS`` sets it. Raises :class:`~tercet.protocol.BadRequest`.
+    """
+    given = environment.get(SPIN_SECONDS_VARIABLE)
+    if given is None:
+        return 0.0 if on_cpu else None
+    try:
+        seconds = float(given)
+    except ValueError:
+        seconds = math.nan
+    if not 0 <= seconds < math.inf:
+        raise BadRequest(
+            f"{SPIN_SECONDS_VARIABLE}={given}: must be a number of seconds, 0 or more", SPIN_SECONDS_VARIABLE
+        )
+    return seconds
+
+
+def let_queue_readers_sleep() -> None:
+    """Make readers of vLLM's message queues sleep as soon as there is nothing to read.
+
+    A waiting process polls for a second before it sleeps. With an accelerator, polling only occupies a core; if engines
+    compute on those cores, polling slows down the steps of this engine and others, and the processes that send tokens
+    to clients. With sleeping, a step begins a fraction of a millisecond later.
+
+    vLLM's reader polls for ``busy_loop_s`` seconds and then waits on a socket that writers notify with every message.
+    The socket drops a notice while it still carries an earlier one, so right after a read no sleep is longer than
+    ``NAP_MS`` milliseconds; the caller checks again after each return.
+    """
+    from vllm.distributed.device_communicators.shm_broadcast import SpinCondition
+    from vllm.platforms import current_platform
+
+    seconds = spin_seconds(os.environ, current_platform.is_cpu())
+    if seconds is None:
+        return
+
+    def nap_or_sleep(wait: Method, self: Any, timeout_ms: int | None = None) -> None:
+        self.busy_loop_s = seconds  # only readers wait
+        if time.monotonic() <= self.last_read + NAPS_AFTER_READ:
+            timeout_ms = NAP_MS if timeout_ms is None else min(NAP_MS, timeout_ms)
+        wait(self, timeout_ms)
+
+    wrap(SpinCondition, "wait", nap_or_sleep)

@@ -9,9 +9,7 @@ from tercet.transport import AgentProcess, AgentSetup, BlockShape, ControlServer
 from tercet.vllm_plugin.core.connector_messages import StepMetadata, WorkerHandshake
 from tercet.vllm_plugin.hooks import UnsupportedVLLM
 from tercet.vllm_plugin.start.plugin_settings import PluginSettings
-from tercet.vllm_plugin.worker.device_export import DeviceExport
-from tercet.vllm_plugin.worker.kv_planes import LayerPlanes
-from tercet.vllm_plugin.worker.step_layers import StepLayers
+from tercet.vllm_plugin.worker.kv_planes import DeviceExport, LayerPlanes, StepLayers
 
 
 class WorkerSide:
@@ -37,23 +35,15 @@ class WorkerSide:
             self._device = DeviceExport(planes, self._config.device_transport)
         kv, shape = planes.share() if self._device is None else planes.share_words()
         try:
-            settings, cpus = self._config.transport_settings(), self._config.cpus() or _cpus_of_engine()
+            settings = self._config.transport_settings()
+            # The parent, the scheduler's process, has all CPUs of the engine; this process only those that compute.
+            cpus = self._config.cpus() or os.sched_getaffinity(os.getppid())
             staged, device = self._config.is_staged(planes.device.type), self._device and self._device.handles
             mapped = device is not None and self._config.kv_memory == "auto"
             setup = AgentSetup(
-                self._rank,
-                kv,
-                shape,
-                layout.exchange_key,
-                settings,
-                cpus,
-                _block_of(layout),
-                staged,
-                device,
-                mapped,
-                self._device and self._device.rdma,
-                self._host,
-            )
+                self._rank, kv, shape, layout.exchange_key, settings, cpus, _block_of(layout), staged, device, mapped,
+                self._device and self._device.rdma, self._host,
+            )  # fmt: skip
             self._started = AgentProcess(setup)
             self._words = f"/proc/{self._agent.pid}/fd/{kv}", shape.words  # the agent inherits the descriptor's number
         finally:
@@ -66,14 +56,12 @@ class WorkerSide:
         return self._started
 
     def handshake(self) -> WorkerHandshake:
-        """Return this rank's endpoints, for the scheduler's process."""
         ready, life = self._agent.ready, self._life
         agent = ready.control, ready.secret
         lives_at = life.address, life.secret
         return WorkerHandshake(list(ready.addresses), agent, lives_at, self._layout, self._words)
 
     def begin_step(self, metadata: StepMetadata) -> None:
-        """Accept a step's orders."""
         self._step = metadata
         opened = [openings[self._rank] for openings in metadata.opened]
         if opened or metadata.pushes:
@@ -81,16 +69,12 @@ class WorkerSide:
         self._layers_of_step.begin(sum(len(push.blocks) for push in metadata.pushes) * self._layout.block_bytes)
 
     def save_layer(self, layer_name: str) -> None:
-        """Push the blocks that this step completes in one layer, whose attention has just run.
-
-        On a device, the attention was only queued on a stream: the agent waits for it.
-        """
+        """Push what this step completes in one layer. On a device it is only queued: the agent waits for it."""
         self._layers += 1
         if self._step.pushes:
             self._tell_layers(self._layers_of_step.saved(self._planes_of[layer_name]))
 
     def end_step(self) -> None:
-        """End the sends whose last block this step computed."""
         self._layers += 1  # a step that runs as one graph calls no layer's hook, but is also progress
         self._tell_layers(self._layers_of_step.ended())
         if self._step.finish or self._step.pushes:
@@ -114,11 +98,3 @@ def _block_of(layout: KVLayout) -> BlockShape | None:
         return None
     items = 2 * layout.heads_per_rank * layout.head_size * layout.block_size
     return BlockShape(layout.block_size, layout.heads_per_rank, layout.head_size, layout.block_bytes // items)
-
-
-def _cpus_of_engine() -> set[int]:
-    """Return the CPUs of this engine.
-
-    The scheduler's process, which is the parent, has all of them; this process has only those that compute.
-    """
-    return os.sched_getaffinity(os.getppid())

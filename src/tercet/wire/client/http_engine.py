@@ -36,6 +36,7 @@ from tercet.protocol import (
 )
 from tercet.protocol.spans import SpanContext, current_span, working_in
 from tercet.protocol.sse import EventTooLong, read_events
+from tercet.protocol.trace import LeaseReport
 from tercet.protocol.wire import (
     ConnectCall,
     LoadAdapterCall,
@@ -250,6 +251,10 @@ class HttpEngine:
     async def sequences(self) -> list[SequenceReport]:
         """Return the sequences that the engine generates for all clients; the last known ones if it is stuck."""
         return await self._calls.result_of("sequences", None, list[SequenceReport])
+
+    async def lease_stories(self, seq_id: str) -> list[LeaseReport]:
+        """Tell the stories of a sequence's leases: see :class:`~tercet.protocol.engine.TellsLeases`."""
+        return await self._calls.result_of(f"leases/{quote(seq_id, safe='')}", None, list[LeaseReport])
 
     async def propose_move(self, seq_id: str, destination: str, reason: str) -> None:
         """Ask the engine to pass a proposal to move a sequence on to the router that runs the sequence.

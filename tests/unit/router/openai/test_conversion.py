@@ -12,7 +12,7 @@ from vllm.v1.outputs import LogprobsLists
 
 from tercet.protocol import BadRequest, Output, TokenLogprob
 from tercet.router.openai.conversion import to_core_output, to_request
-from tercet.vllm_plugin.edge.sampling_params import reasoning_of, to_vllm
+from tercet.vllm_plugin.edge.llm_requests import reasoning_of, to_vllm
 
 VOCABULARY = 40
 

@@ -11,9 +11,9 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from tercet.engine import text_fingerprint as text_fingerprint_module
-from tercet.engine.text_fingerprint import text_fingerprint
 from tercet.protocol.addresses import TextFingerprint
+from tercet.vllm_plugin.start import before_forks
+from tercet.vllm_plugin.start.before_forks import text_fingerprint
 
 TEMPLATE = "{% for message in messages %}{{ message.content }}{% endfor %}"
 Change = Callable[[dict[str, Any]], object]
@@ -71,7 +71,7 @@ def test_one_tokenizer_is_read_once_and_needs_no_hash(said: str, monkeypatch: py
     tokenizer = made(said)
     monkeypatch.setattr(type(tokenizer), "__hash__", None)
     first = text_fingerprint(tokenizer)
-    monkeypatch.setattr(text_fingerprint_module, "_of_tokenizer", lambda _: pytest.fail("it was read again"))
+    monkeypatch.setattr(before_forks, "_of_tokenizer", lambda _: pytest.fail("it was read again"))
     assert text_fingerprint(tokenizer) == first
 
 

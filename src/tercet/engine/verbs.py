@@ -1,0 +1,300 @@
+"""The three verbs of an engine, as functions on its :class:`~tercet.engine.edge.Edge`.
+
+``prep_recv`` reserves blocks under a lease, or extends one. ``remote_send`` computes a prompt's KV, or finds it, and
+pushes it into another engine's lease. ``start_generate`` runs a request that decodes on its sequence's lease, if it has
+one. Every exit gives back what was taken here: a lease's timer, a send, a request.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager, suppress
+from typing import Any
+
+from tercet.engine import agents
+from tercet.engine.agents import SendInFlight
+from tercet.engine.edge import Edge, check_adapter, check_send
+from tercet.engine.interface import KeyedPrompt, SendParams, SeqParams, digest_of
+from tercet.engine.lease_timers import EdgeLease
+from tercet.engine.sequences import DecodingSequence, RouterLink
+from tercet.protocol import (
+    BadRequest,
+    Conflict,
+    KVAddrInfo,
+    KVLayout,
+    Output,
+    RankAddress,
+    Request,
+    Reservation,
+    Sent,
+    UnknownSequence,
+    Usage,
+    resolve_range,
+)
+from tercet.protocol.content import whole_features
+from tercet.protocol.spans import current_span
+from tercet.protocol.types import resolve_end
+from tercet.protocol.wire import PrepRecvAnswer, PrepRecvCall, RemoteSendCall, StartGenerateCall, StreamDestination
+from tercet.transport import Push, PushCached, SendComplete, SendDestination, routes
+
+
+async def prep_recv(edge: Edge, call: PrepRecvCall) -> PrepRecvAnswer:
+    """Match the prompt's prefix and reserve blocks for the rest; or extend a lease."""
+    tokens = await edge.reader.tokens(call.prompt)
+    end = resolve_end(len(tokens), call.end)
+    if end == 0:
+        raise BadRequest(f"end: {call.end} leaves nothing of a prompt of {len(tokens)} tokens", "end")
+    prompt = (await edge.reader.keyed(call, tokens)).first(end)
+    if call.lease is not None:
+        held = await edge.leases.extend(call.lease, call.seq_id, prompt)
+        there = held.committed // edge.layout.block_size * edge.layout.block_size
+        return _answer(edge, held, max(held.matched_len, there))
+    if edge.work.generates(call.seq_id) or edge.leases.holds(call.seq_id):
+        raise Conflict(f"seq_id: {call.seq_id} is in use on this engine; abort it or choose another", "seq_id")
+    longest = edge.description.lease_ttl
+    held = await edge.leases.reserve(call.seq_id, prompt, min(call.ttl or longest, longest), edge.reports.address)
+    return _answer(edge, held, held.matched_len)
+
+
+def _answer(edge: Edge, held: EdgeLease, matched_len: int) -> PrepRecvAnswer:
+    ranks = tuple(RankAddress(rank, tuple(each)) for rank, each in enumerate(edge.description.transports))
+    begin, end = held.matched_len, len(held.prompt.tokens)
+    begins = held.group_begins if edge.layout.groups else ()
+    digest = digest_of(held.prompt.adapter)
+    info = KVAddrInfo(
+        held.lease, edge.name, begin, end, "tcp", ranks, edge.layout, group_begins=begins, adapter=digest
+    )  # fmt: skip
+    return PrepRecvAnswer(kv_addr_info=info.proved(edge.secret), matched_len=matched_len, ttl=held.ttl)
+
+
+@asynccontextmanager
+async def reserved(edge: Edge, request: Request, end: int | None) -> AsyncGenerator[Reservation]:
+    """Reserve as :func:`prep_recv` does; the lease ends with the context unless it is adopted."""
+    call = PrepRecvCall(
+        prompt=list(request.prompt),
+        seq_id=request.seq_id,
+        end=end,
+        cache_salt=request.cache_salt,
+        adapter=request.adapter,
+        adapter_digest=request.adapter_digest,
+    )
+    answer = await prep_recv(edge, call)
+    reservation = Reservation(answer.kv_addr_info, answer.matched_len)
+    try:
+        yield reservation
+    finally:
+        edge.leases.end_soon(reservation.lease)
+
+
+logger = logging.getLogger(__name__)
+BYPASS_SECONDS = 1.0
+"""Seconds without progress after which the core is bypassed, if KV is available without it."""
+
+
+async def remote_send(edge: Edge, call: RemoteSendCall) -> Sent:
+    """Get the KV and push it; return when every rank has acknowledged it."""
+    started = time.monotonic()
+    tokens = await edge.reader.tokens(call.prompt)
+    begin, end = resolve_range(len(tokens), call.begin, call.end)
+    info = call.kv_addr_info
+    info.require_proof(edge.secret)
+    check_send(call, begin, end, len(tokens), edge.layout)
+    prompt = await edge.reader.keyed(call, tokens)
+    check_adapter(call, digest_of(prompt.adapter))
+    with edge.reports.sending() as sending:
+        span = current_span()
+        params = SendParams(
+            send_id=sending.send_id,
+            lease=info.lease,
+            content=prompt.content(end),
+            base=info.begin,
+            begin=begin,
+            end=end,
+            destinations=destinations_of(info, edge.layout, len(edge.description.transports)),
+            notify=edge.reports.address,
+            group_begins=info.group_begins,
+            traceparent=span.traceparent if span is not None and span.sampled else "",
+        )
+        try:
+            async with edge.work.sending(call.seq_id, params.send_id):
+                first, cached = await _push(edge, call, prompt, params, sending)
+                done = await sending.wait()
+        finally:
+            # Unpinning concerns only the engine, so the answer does not wait for it.
+            edge.tasks.spawn(_end_send(edge, sending.send_id))
+    usage = Usage(cached=cached, computed=end - cached)
+    return Sent(begin, end, done.bytes, done.chunks, time.monotonic() - started, usage, first, done.transport)
+
+
+def destinations_of(info: KVAddrInfo, layout: KVLayout, num_ranks: int) -> list[list[SendDestination]]:
+    """Return, for each rank of this engine, the receiver's ranks with common heads and layers."""
+    ranks = sorted(info.ranks, key=lambda rank: rank.rank)
+    return [
+        [
+            SendDestination(ranks[route.receiver].addresses, route.head_slice, route.planes)
+            for route in routes(layout, info.layout, rank)
+        ]
+        for rank in range(num_ranks)
+    ]
+
+
+async def _push(
+    edge: Edge, call: RemoteSendCall, prompt: KeyedPrompt, params: SendParams, sending: SendInFlight
+) -> tuple[Output | None, int]:  # fmt: skip
+    """Make the engine compute and push; return the first token, if requested, and the number of cached tokens."""
+    cached, word = (None, None) if call.sample else await _cached(edge, prompt.first(params.end), params)
+    if cached is not None:
+        end = SendComplete(params.send_id, params.begin, params.end)
+        pushes = tuple(cached)
+        await edge.agents.push([PushCached(opening, pushes, end, word) for opening in params.openings()])
+        return None, params.end
+    sampling = call.sampling_params if call.sample else dict[str, Any]()
+    computed = prompt.first(whole_features(prompt.features, params.end))
+    request = edge.generation.request(computed, sampling, params, call.priority, call.mm_features)
+    computing = asyncio.ensure_future(request.first())
+    try:
+        # A refusal by the receiver ends the work at once, since the result would not be used.
+        await asyncio.wait({computing, sending.failed}, return_when=asyncio.FIRST_COMPLETED)
+        if not computing.done():
+            agents.sends_aborted.inc()
+            computing.cancel()
+            await asyncio.wait({computing})
+            await sending.wait()
+        output = computing.result()
+    finally:
+        computing.cancel()
+    return (output if call.sample else None), min(request.num_cached, params.end)
+
+
+async def _cached(edge: Edge, prompt: KeyedPrompt, params: SendParams) -> tuple[list[Push] | None, int | None]:
+    """Return the pushes of KV that is fully here, and the core's word that guarantees unpinned blocks.
+
+    Both may be None: some KV is missing, or the blocks are pinned. A stuck core pins nothing, but has published the
+    places of its sequences. If it continues, it handles the pending call, and then the end of the send, which unpins
+    the blocks.
+    """
+    asked = asyncio.ensure_future(edge.core.push_cached(prompt, params))
+    if edge.bypass is None or not edge.generated.beginning_with(prompt):
+        return await asked, None
+    silent = asyncio.ensure_future(edge.probe.core_stands_still(BYPASS_SECONDS))
+    try:
+        await asyncio.wait({asked, silent}, return_when=asyncio.FIRST_COMPLETED)
+        if asked.done():
+            return asked.result(), None
+        owners = [each.number for each in edge.generated.beginning_with(prompt)]
+        pushes, word = edge.bypass.find(owners, params)
+        agents.sends_bypassing.inc()
+        logger.warning("the core has made no progress for %.1f s: sending KV without it", silent.result())
+        return pushes, word
+    finally:
+        asked.cancel()
+        silent.cancel()
+
+
+async def _end_send(edge: Edge, send_id: str) -> None:
+    # Unpinned blocks may be rewritten at once, so the agents must have stopped reading them.
+    await edge.agents.cancel(send_id)
+    with suppress(UnknownSequence):
+        await edge.core.end_send(send_id)
+
+
+async def start_generate(edge: Edge, call: StartGenerateCall) -> AsyncGenerator[Output, None]:
+    """Decode, on the sequence's reservation if there is one; yield outputs, including the last one."""
+    decoding = await _decoding(edge, call)
+    with decoding.ended():
+        async for output in decoding.request.outputs():
+            yield decoding.told(output)
+
+
+async def stream(edge: Edge, call: StartGenerateCall, link: RouterLink, router: StreamDestination) -> None:
+    """Decode, and send the outputs over a router's connection; return once the engine has the request."""
+    decoding = await _decoding(edge, call)
+    await decoding.stream(link, router, len(call.output))
+
+
+async def _decoding(edge: Edge, call: StartGenerateCall) -> DecodingSequence:
+    tokens = await edge.reader.tokens(call.prompt)
+    if call.begin > len(tokens):
+        raise BadRequest(f"begin: {call.begin} is past a prompt of {len(tokens)} tokens", "begin")
+    edge.reader.limits.check_output(tokens, call.output)
+    prompt = await edge.reader.keyed(call, tokens)
+    if edge.work.generates(call.seq_id):
+        raise Conflict(f"seq_id: {call.seq_id} is generating here already", "seq_id")
+    known = prompt.with_output(call.output)
+    claimed = await _claimed(edge, call.seq_id, known)
+    number = next(edge.generated.numbers)
+    seq = _seq_params(claimed, call.output, number)
+    request = edge.generation.request(prompt, call.sampling_params, seq, call.priority, call.mm_features)
+    edge.work.begin(call.seq_id, request.abort)
+
+    def ended(adopted: bool) -> None:
+        edge.work.end(call.seq_id)
+        edge.generated.remove(decoding)
+        if claimed is not None and not adopted:
+            edge.leases.release_soon(claimed, "its request ended before its first token", failed=True)
+
+    def usage(num_cached: int) -> Usage:  # called with the first output: the core has the blocks
+        if claimed is not None:
+            edge.leases.adopted(claimed)
+        # The engine also counts tokens from a connector as cached; those that prep_recv matched were here before.
+        local = min(num_cached, claimed.matched_len) if claimed is not None else num_cached
+        return Usage(cached=local, received=num_cached - local, computed=len(known.tokens) - num_cached)
+
+    decoding = DecodingSequence(
+        call.seq_id,
+        number,
+        request,
+        [*known.tokens],
+        usage,
+        ended,
+        edge.reader.model_of(call),
+    )
+    edge.generated.add(decoding)
+    return decoding
+
+
+async def _claimed(edge: Edge, seq_id: str, known: KeyedPrompt) -> EdgeLease | None:
+    """Return the sequence's lease, for a request with ``known`` tokens, once no peer writes under it any more.
+
+    None if the sequence has no lease, and at a timeout: then the sequence computes its KV itself.
+    """
+    claimed = edge.leases.claim(seq_id, known)
+    if claimed is None:
+        return None
+    aborted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+    edge.work.begin(seq_id, aborted.cancel)
+    try:
+        closed = await edge.leases.closed(claimed, aborted)
+    finally:
+        edge.work.end(seq_id)
+    if aborted.cancelled():
+        raise UnknownSequence(f"{seq_id} was aborted before it began to decode", "seq_id")
+    return claimed if closed else None
+
+
+@asynccontextmanager
+async def adopted(edge: Edge, request: Request) -> AsyncGenerator[SeqParams | None]:
+    """Provide the parameters for a request of the engine's own API that decodes on its reservation; None without one.
+
+    The context ends with the request: then all resources that the core has not taken are given back.
+    """
+    adapter = await edge.adapters.find(request.adapter, request.adapter_digest)
+    known = KeyedPrompt(list(request.prompt), request.cache_salt, adapter)
+    claimed = await _claimed(edge, request.seq_id, known)
+    if claimed is None or claimed.closing is None:
+        yield None
+        return
+    try:
+        yield _seq_params(claimed)
+    finally:
+        edge.leases.release_soon(claimed)
+
+
+def _seq_params(claimed: EdgeLease | None, output: list[int] | None = None, number: int = 0) -> SeqParams:
+    output = [] if output is None else output
+    if claimed is None or claimed.closing is None:
+        return SeqParams(output=output, number=number)
+    return SeqParams(claimed.lease, claimed.closing.result(), output, number)
