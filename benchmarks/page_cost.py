@@ -20,7 +20,7 @@ from tercet.router.page.records import ReportedLoads, encoded
 from tercet.router.page.watch import INTERVAL_S, LARGE, LARGE_INTERVAL_S, FleetWatch, about_service
 from tercet.router.serve.service import Service
 from tercet.settings import RetryBudget
-from tercet_lab.bench.simulated.moving_fleet import MoveCounts
+from tercet_lab.bench.simulated.moving_fleet import SimulatedMetrics
 
 
 class BusyFleet:
@@ -34,7 +34,7 @@ class BusyFleet:
         members = [Member(name, f"http://{name}", "both", nobody) for name in names]
         self._names = names
         self.fleet = EngineFleet(members, clock=lambda: self._now)
-        self.service = Service(self.fleet, "data_parallel", {}, MoveCounts())
+        self.service = Service(self.fleet, "data_parallel", {}, SimulatedMetrics())
         self._running = [self._entered() for _ in range(running)]
         service = self.service
         self.watch = FleetWatch(service, ReportedLoads(self.fleet), lambda: about_service(service, "m"))

@@ -14,7 +14,7 @@ from tercet.engine.liveness_probe import LivenessProbe
 from tercet.fleet import EngineFleet, Member
 from tercet.fleet.engine_gauges import EngineCollector
 from tercet.protocol import Engine, EngineLoad
-from tercet.router.observe.metrics import COUNTED_HERE, KNOWN_HERE, SERVED, VLLMS, Metrics, SessionCounters
+from tercet.router.observe.metrics import COUNTED_HERE, KNOWN_HERE, SERVED, VLLMS, Metrics, SessionMetrics
 from tercet.wire.client import remote_prefill
 from tercet_gateway.model_router.server import ModelMetrics
 from tercet_gateway.picker_metrics import PickerMetrics, PoolCollector
@@ -78,7 +78,7 @@ def metrics_page() -> str:
             _table(
                 [
                     *declared_by(vars(Metrics())),
-                    *declared_by(vars(SessionCounters())),
+                    *declared_by(vars(SessionMetrics())),
                     *collected(EngineCollector(_fleet()).collect()),
                     *_served(),
                 ]

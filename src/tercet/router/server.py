@@ -35,7 +35,7 @@ from tercet.protocol.spans import SpanContext
 from tercet.router import admin
 from tercet.router.admin.admin_route import json_answer
 from tercet.router.admin.admin_server import CLOSE_SECONDS, QuietServer, admin_served, tls_options
-from tercet.router.observe.metrics import Metrics, SessionCounters
+from tercet.router.observe.metrics import Metrics, SessionMetrics
 from tercet.router.observe.request_traces import RequestTrace, RequestTraces, spans_of
 from tercet.router.pooling import PoolingServers
 from tercet.router.router_app import RouterApp, put_layers_before
@@ -243,7 +243,7 @@ class _Router:
         keep(Rescheduler(service.fleet, service.sequences, service.moves, policies).run, "rescheduler")
         if config.sessions.on:
             service.sessions = sessions = Sessions(
-                service.fleet, config.sessions, SessionCounters(), file=self._session_file
+                service.fleet, config.sessions, SessionMetrics(), file=self._session_file
             )
             self.background.spawn(sessions.run(), "sessions")
         if config.missing_adapters == "load":

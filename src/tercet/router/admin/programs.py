@@ -10,7 +10,6 @@ from fastapi import APIRouter, Request, Response
 from tercet.protocol.names import require_text
 from tercet.protocol.wire import decode_call
 from tercet.router.admin.admin_route import AdminRoute, asked_by, files_of, json_answer, shared_of
-from tercet.router.observe.metrics import Metrics
 from tercet.router.serve.routing import Plan, Source, Version
 from tercet.router.serve.service import Service
 from tercet.router.state.shared_state import SharedState
@@ -33,7 +32,7 @@ async def set_program(request: Request) -> Response:
     return json_answer(programs_shown(shared.service), behind=behind)
 
 
-def programs_shown(service: Service[Metrics]) -> dict[str, Any]:
+def programs_shown(service: Service) -> dict[str, Any]:
     """Return the programs in use, their failures, and the previous programs."""
     routing = service.routing
     return {

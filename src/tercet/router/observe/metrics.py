@@ -17,7 +17,8 @@ import time
 from bisect import bisect_left
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, NamedTuple, cast
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import prometheus_client
 from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge, Histogram, Metric, Summary
@@ -28,14 +29,16 @@ from prometheus_client.utils import floatToGoString  # pyright: ignore[reportUnk
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from tercet.decisions.sessions import Pause
 from tercet.fleet import EngineFleet, Trace
 from tercet.fleet.engine_gauges import EngineCollector
 from tercet.protocol.spans import SpanContext, current_span
 from tercet.protocol.trace import FALLBACK, RETRY, TraceEvent
-from tercet.router.serve.moves import MoveRecord
-from tercet.router.serve.sessions import MoveEnd, PinEnd, Ran
 from tercet.wire import SECONDS
+
+if TYPE_CHECKING:  # they count here
+    from tercet.decisions.sessions import Pause
+    from tercet.router.serve.moves import MoveRecord
+    from tercet.router.serve.sessions import MoveEnd, PinEnd, Ran
 
 WORKERS_VARIABLE = "PROMETHEUS_MULTIPROC_DIR"
 """Environment variable with the folder in which the workers of one router count together."""
@@ -110,128 +113,120 @@ TTFT, TPOT, VERB = "tercet_ttft_seconds", "tercet_tpot_seconds", "tercet_verb_se
 
 
 class Metrics:
-    """The metrics of a router process; updates of more than one metric have a method. Times are in seconds."""
+    """The metrics of a router process, in ``registry``. Times are in seconds.
 
-    def __init__(self) -> None:
+    Updates of more than one metric, and those that simulations leave out, have a method.
+    """
+
+    def __init__(self, registry: CollectorRegistry = REGISTRY) -> None:
         self.exemplars = Exemplars()
-        self._declare_sequences()
-        self._declare_programs()
-        self._declare_gate()
-        self._declare_fleet()
-        self._declare_moves()
+        self._pairs: set[tuple[str, str]] = set()
+        self._reasons: set[str] = set()
+        self._declare_serving(registry)
+        self._declare_fleet(registry)
 
-    def _declare_sequences(self) -> None:
-        """Declare the metrics of sequences and of their clients' latencies."""
-        self._running = Gauge(
+    def _declare_serving(self, registry: CollectorRegistry) -> None:
+        """Declare the metrics of sequences and their clients' latencies, of programs, routes, and the gate."""
+        counter, gauge = partial(Counter, registry=registry), partial(Gauge, registry=registry)
+        histogram = partial(Histogram, registry=registry)
+        self._running = gauge(
             "tercet_sequences_running", "Sequences that this router is serving.", multiprocess_mode="livesum"
         )
-        self._sequences = Counter("tercet_sequences", "Sequences served to their end, by program.", ["program"])
-        self._fallbacks = Counter(
+        self._sequences = counter("tercet_sequences", "Sequences served to their end, by program.", ["program"])
+        self.fallbacks = counter(
             "tercet_fallbacks", "Sequences whose program failed and that one engine then served.", ["program", "code"]
         )
-        self._retries = Counter(
+        self.retries = counter(
             "tercet_retries", "Retries, by the failure's code and whether the client had a token.", ["code", "stage"]
         )
-        self.errors = Counter("tercet_errors", "Sequences that ended in an error, by its code.", ["code"])
-        self._ttft = Histogram(TTFT, "Time to first token, by program.", ["program"], buckets=SECONDS)
+        self.errors = counter("tercet_errors", "Sequences that ended in an error, by its code.", ["code"])
+        self._ttft = histogram(TTFT, "Time to first token, by program.", ["program"], buckets=SECONDS)
         self._ttft_by_engine = Summary(
-            "tercet_ttft_by_engine_seconds",
-            "Time to first token, by the engine that took most of it.",
-            ["engine"],
-        )
-        self._tpot = Histogram(TPOT, "Time per output token after the first, by program.", ["program"], buckets=SECONDS)
-        self._objectives = Counter(
+            "tercet_ttft_by_engine_seconds", "Time to first token, by the engine that took most of it.", ["engine"],
+            registry=registry,
+        )  # fmt: skip
+        self._tpot = histogram(TPOT, "Time per output token after the first, by program.", ["program"], buckets=SECONDS)
+        self._objectives = counter(
             "tercet_objective_requests",
             "Requests that ended, by class and whether they met its objectives; the rate of `met` is the goodput.",
             ["class", "result"],
         )
-
-    def _declare_programs(self) -> None:
-        """Declare the metrics of programs and routes."""
-        self._failures = Counter(
+        self.program_failures = counter(
             "tercet_program_failures", "Sequences that failed by a fault of their program.", ["program"]
         )
-        self._returns = Counter(
+        self.program_returns = counter(
             "tercet_program_returns", "Returns to the previous version, by the program that failed.", ["program"]
         )
-        self._version = Gauge(
+        self.program_version = gauge(
             "tercet_program_version", "The version of the programs in use.", multiprocess_mode="livemax"
         )
-        self._routes = Counter("tercet_routes", "Routes chosen by cost, by kind and reason.", ["kind", "why"])
-        self._ratio = Histogram(
+        self._routes = counter("tercet_routes", "Routes chosen by cost, by kind and reason.", ["kind", "why"])
+        self._ratio = histogram(
             "tercet_route_prediction_ratio", "Measured over predicted TTFT or TPOT.", ["what"], buckets=RATIOS
         )
-
-    def _declare_gate(self) -> None:
-        """Declare the metrics of HTTP requests at the gate."""
-        self._admitted = Gauge(
+        self._admitted = gauge(
             "tercet_requests_in_flight",
             "Slots in use: one for each request, and one for each further sequence of it that runs.",
             multiprocess_mode="livesum",
         )
-        self._queued = Gauge(
+        self._queued = gauge(
             "tercet_requests_queued", "HTTP requests that wait at the gate.", multiprocess_mode="livesum"
         )
-        self.waited = Histogram(
+        self.waited = histogram(
             "tercet_queue_seconds", "Time in the queue of the gate, for requests that had to wait.", buckets=SECONDS
         )
-        self.refused = Counter("tercet_requests_refused", "HTTP requests that were refused, by reason.", ["reason"])
+        self.refused = counter("tercet_requests_refused", "HTTP requests that were refused, by reason.", ["reason"])
 
-    def _declare_fleet(self) -> None:
-        """Declare the metrics of the fleet, its engines, their verbs and their prefix caches."""
-        self._state = Gauge(
+    def _declare_fleet(self, registry: CollectorRegistry) -> None:
+        """Declare the metrics of the fleet, its engines, their verbs and prefix caches, and of moves."""
+        counter, gauge = partial(Counter, registry=registry), partial(Gauge, registry=registry)
+        histogram = partial(Histogram, registry=registry)
+        self._state = gauge(
             "tercet_fleet_state_version", "The version of the fleet's state in use.", multiprocess_mode="livemin"
         )
-        self._state_failed = Gauge(
+        self._state_failed = gauge(
             "tercet_fleet_state_failed", "Processes that cannot apply the newest state.", multiprocess_mode="livesum"
         )
-        self.workers = Gauge("tercet_workers", "Processes of this router that serve.", multiprocess_mode="livesum")
-        self._pooling = Gauge(
+        self.workers = gauge("tercet_workers", "Processes of this router that serve.", multiprocess_mode="livesum")
+        self._pooling = gauge(
             "tercet_pooling_server_up", "1 if the server of a pooling model answers, 0 if not.", ["server"],
             multiprocess_mode="livemin",
         )  # fmt: skip
-        self._flips = Counter("tercet_role_flips", "Engines whose role the router changed by itself.", ["role"])
-        self._pressure = Gauge(
+        self._flips = counter("tercet_role_flips", "Engines whose role the router changed by itself.", ["role"])
+        self._pressure = gauge(
             "tercet_role_pressure", "Pressure of a role, if roles follow the load; 1 is the objective's limit.",
             ["role"], multiprocess_mode="livemostrecent",
         )  # fmt: skip
-        self._verb = Histogram(VERB, "Duration of a verb, seen by the router.", ["verb", "engine"], buckets=SECONDS)
-        self._bytes = Counter(
+        self._verb = histogram(VERB, "Duration of a verb, seen by the router.", ["verb", "engine"], buckets=SECONDS)
+        self._bytes = counter(
             "tercet_kv_sent_bytes", f"KV sent between engines; after {MOST_PAIRS} pairs `to` is `{OTHER_ENGINES}`.",
             ["engine", "to"],
         )  # fmt: skip
-        self._pairs: set[tuple[str, str]] = set()
         compared = ["program", "engine"]
-        self._predicted = Counter(
-            "tercet_prefix_predicted_tokens",
-            "Prompt tokens that picks expected in the engine's cache.",
-            compared,
+        self._predicted = counter(
+            "tercet_prefix_predicted_tokens", "Prompt tokens that picks expected in the engine's cache.", compared
         )
-        self._delivered = Counter(
+        self._delivered = counter(
             "tercet_prefix_delivered_tokens",
             "Prompt tokens that the engine found in its cache, for picks with a prediction.",
             compared,
-        )  # fmt: skip
-        self._missing = Counter(
+        )
+        self._missing = counter(
             "tercet_prefix_missing_tokens", "Predicted tokens that the engine did not find, summed by pick.", compared
         )
-
-    def _declare_moves(self) -> None:
-        """Declare the metrics of moves of running sequences."""
-        self._moves_running = Gauge(
+        self.moves_running = gauge(
             "tercet_moves_running", "Sequences that are being moved to another engine.", multiprocess_mode="livesum"
         )
-        self._moves_held_back = Gauge(
+        self._moves_held_back = gauge(
             "tercet_moves_held_back", "Moves that policies propose, but that limits do not allow yet.",
             multiprocess_mode="livesum",
         )  # fmt: skip
-        self._moves = Counter("tercet_moves", "Moves of running sequences.", ["reason", "outcome", "code"])
-        self._reasons: set[str] = set()
-        self._moved_bytes = Counter("tercet_moved_bytes", "KV sent by moves.")
-        self._moves_recomputed = Counter(
+        self._moves = counter("tercet_moves", "Moves of running sequences.", ["reason", "outcome", "code"])
+        self._moved_bytes = counter("tercet_moved_bytes", "KV sent by moves.")
+        self._moves_recomputed = counter(
             "tercet_moves_recomputed_tokens", "Positions of moved sequences that were computed again."
         )
-        self._pause = Histogram(
+        self._pause = histogram(
             "tercet_move_pause_seconds", "Time from the source's last token to the next token.", buckets=SECONDS
         )
 
@@ -287,26 +282,6 @@ class Metrics:
         if place is not None:
             self.exemplars.note(name, labels, value, time.time(), place, span)
 
-    def retried(self, code: str, answered: bool) -> None:
-        """Count another attempt after a failure; ``answered`` is true if the client has a token already."""
-        self._retries.labels(code, "after_first_token" if answered else "before_first_token").inc()
-
-    def fell_back(self, program: str, code: str) -> None:
-        """Count a sequence whose program failed and that one engine continues."""
-        self._fallbacks.labels(program, code).inc()
-
-    def program_failed(self, program: str) -> None:
-        """Count a failure that the program itself caused."""
-        self._failures.labels(program).inc()
-
-    def uses(self, version: int) -> None:
-        """Set the version of the programs that serve requests."""
-        self._version.set(version)
-
-    def move(self) -> AbstractContextManager[object]:
-        """Return a context in which a move counts as running."""
-        return self._moves_running.track_inprogress()
-
     def moved(self, move: MoveRecord) -> None:
         """Count a move that has ended."""
         if len(self._reasons) < MOST_REASONS:
@@ -330,11 +305,6 @@ class Metrics:
     def pooling_server(self, url: str, answers: bool) -> None:
         """Set whether a server of a pooling model answers."""
         self._pooling.labels(url).set(answers)
-
-    def returned(self, program: str, to_version: int) -> None:
-        """Count a return of the router to an earlier version after ``program`` kept failing."""
-        self._returns.labels(program).inc()
-        self.uses(to_version)
 
     def _counted_as(self, engine: str, to: str) -> str:
         """Return the label of a receiver: its name, or a common one beyond :data:`MOST_PAIRS` pairs."""
@@ -363,8 +333,8 @@ class Metrics:
                 self._ratio.labels(what).observe(measured / predicted)
 
 
-class SessionCounters:
-    """Counters of the sessions of one router process; see :class:`~tercet.router.serve.sessions.SessionMetrics`."""
+class SessionMetrics:
+    """The metrics of the sessions of one router process."""
 
     def __init__(self) -> None:
         self._sessions = Gauge("tercet_sessions", "Sessions that the router remembers.", multiprocess_mode="livesum")
@@ -393,20 +363,25 @@ class SessionCounters:
         )
 
     def sizes(self, sessions: int, kept: int) -> None:
+        """Set the numbers of remembered sessions and of pinned contexts."""
         self._sessions.set(sessions)
         self._kept.set(kept)
 
     def turn(self, ran: Ran) -> None:
+        """Count a turn that has ended."""
         self._turns.labels(ran).inc()
 
     def paused(self, waited_for: Pause, seconds: float) -> None:
+        """Record the pause before a turn that begins."""
         self._pauses.labels(waited_for).observe(seconds)
 
     def moved(self, end: MoveEnd, sent: int) -> None:
+        """Count a move of a context that has ended; ``sent`` is in bytes."""
         self._moves.labels(end).inc()
         self._bytes.inc(sent)
 
     def unpinned(self, end: PinEnd) -> None:
+        """Count a pin that has ended."""
         self._pins.labels(end).inc()
 
 

@@ -13,7 +13,6 @@ from collections import OrderedDict, deque
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Sequence
 from contextlib import aclosing, suppress
 from functools import cached_property
-from typing import Any
 
 import msgspec
 from msgspec.structs import replace
@@ -412,9 +411,7 @@ class FleetWatch:
     frames. ``about`` returns the description of the service.
     """
 
-    def __init__(
-        self, service: Service[Any], loads: LoadSource, about: Callable[[], About], epoch: float = 0.0
-    ) -> None:
+    def __init__(self, service: Service, loads: LoadSource, about: Callable[[], About], epoch: float = 0.0) -> None:
         self._service = service
         self._clock = service.fleet.costs.clock
         self._epoch = epoch
@@ -541,7 +538,7 @@ class FleetWatch:
         )
 
 
-def about_service(service: Service[Any], model: str, roles: str = "fixed", why: str = "") -> About:
+def about_service(service: Service, model: str, roles: str = "fixed", why: str = "") -> About:
     """Return the description of a service: its programs and objectives; ``why`` is the reason if it does not serve."""
     routing, wanted = service.routing, service.attainments.objectives
     plan, returned = routing.current.plan, routing.returned

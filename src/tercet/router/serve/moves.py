@@ -16,7 +16,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, suppress
+from contextlib import ExitStack, suppress
 from functools import partial
 from typing import Literal, Protocol, runtime_checkable
 
@@ -51,6 +51,7 @@ from tercet.protocol import (
 )
 from tercet.protocol.spans import working_in
 from tercet.protocol.trace import TraceEvent
+from tercet.router.observe.metrics import Metrics
 from tercet.settings import MoveSettings, RescheduleSettings
 
 REMEMBERED = 1000
@@ -91,29 +92,13 @@ class MoveRecord(msgspec.Struct):
         return sum(stage.bytes for stage in self.stages)
 
 
-class MoveMetrics(Protocol):
-    """Counters of moves: the router's metrics, or those of a simulation."""
-
-    def move(self) -> AbstractContextManager[object]:
-        """Return a context in which a move counts as running."""
-        ...
-
-    def moved(self, move: MoveRecord) -> None:
-        """Count a move that has ended."""
-        ...
-
-    def held_back(self, moves: int) -> None:
-        """Set the number of proposed moves that limits do not allow yet."""
-        ...
-
-
 class Moves:
     """The moves of this process, by ``settings``; ``under_way`` are the moves that have begun and not ended.
 
     ``observer`` is called when a move begins and when it has ended.
     """
 
-    def __init__(self, fleet: EngineFleet, metrics: MoveMetrics, settings: MoveSettings) -> None:
+    def __init__(self, fleet: EngineFleet, metrics: Metrics, settings: MoveSettings) -> None:
         self._fleet = fleet
         self.metrics = metrics
         self.settings = settings
@@ -202,7 +187,7 @@ class Moves:
         call = moving.engine.called()
         stages: list[Stage] = []
         try:
-            with self.metrics.move(), working_in(call.span):
+            with self.metrics.moves_running.track_inprogress(), working_in(call.span):
                 async with asyncio.timeout(self.settings.deadline_s), until_lost(sequence.waiting):
                     await migrate(moving, to, self.settings, stages, partial(self._share, moving.engine.name))
             sequence.moves += 1

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
-from typing import Any, Generic, Literal, Protocol, TypeVar, cast
+from typing import Any, Literal, Protocol, cast
 
 import msgspec
 
@@ -43,7 +43,8 @@ from tercet.protocol.names import sequence_id
 from tercet.protocol.spans import SpanContext, current_span, working_in
 from tercet.protocol.trace import FALLBACK, RETRY, TraceEvent
 from tercet.protocol.wire import LEAST_PRIORITY, LONGEST_SALT, MOST_PRIORITY
-from tercet.router.serve.moves import MoveMetrics, Moves, Proposals
+from tercet.router.observe.metrics import Metrics
+from tercet.router.serve.moves import Moves, Proposals
 from tercet.router.serve.routing import Arm, Chosen, Plan, Routing, Version, load_anywhere
 from tercet.settings import MoveSettings, RetryBudget
 from tercet.settings.fleet_settings import Objectives
@@ -262,42 +263,6 @@ OBJECTIVES = Objectives()
 _NO_DEADLINE = nullcontext()
 
 
-class ServiceMetrics(MoveMetrics, Protocol):
-    """Counters of sequences and programs: the router's metrics, or those of a simulation."""
-
-    def sequence(self) -> AbstractContextManager[object]:
-        """Return a context in which a sequence counts as running."""
-        ...
-
-    def finished(self, trace: Trace) -> None:
-        """Count a sequence that was served to its end."""
-        ...
-
-    def objectives(self, of_class: str, met: bool) -> None:
-        """Count a sequence that ended, and whether it met its class's objectives; not called without objectives."""
-        ...
-
-    def retried(self, code: str, answered: bool) -> None:
-        """Count another attempt after a failure; ``answered`` is true if the client has a token already."""
-        ...
-
-    def fell_back(self, program: str, code: str) -> None:
-        """Count a sequence whose program failed and that one engine continues."""
-        ...
-
-    def program_failed(self, program: str) -> None:
-        """Count a failure that the program itself caused."""
-        ...
-
-    def uses(self, version: int) -> None:
-        """Set the version of the programs that serve requests."""
-        ...
-
-    def returned(self, program: str, to_version: int) -> None:
-        """Count a return to an earlier version after ``program`` failed repeatedly."""
-        ...
-
-
 class SessionTurns(Protocol):
     """A receiver of a service's sequences, as turns of their sessions."""
 
@@ -314,10 +279,7 @@ class SessionTurns(Protocol):
         ...
 
 
-M = TypeVar("M", bound=ServiceMetrics)
-
-
-class Service(Generic[M]):
+class Service:
     """The service of a router: it runs programs over ``fleet``."""
 
     def __init__(
@@ -325,7 +287,7 @@ class Service(Generic[M]):
         fleet: EngineFleet,
         program: str,
         program_args: Mapping[str, str],
-        metrics: M,
+        metrics: Metrics,
         # Failures in a row after which the previous version is used again.
         return_after: int = RETURN_AFTER,
         # The budget of a sequence whose engine or program fails.
@@ -368,7 +330,7 @@ class Service(Generic[M]):
         # None if sessions are not used.
         self.sessions: SessionTurns | None = None
         self._given_up_by: TercetError | None = None
-        metrics.uses(self.routing.current.number)
+        metrics.program_version.set(self.routing.current.number)
 
     # ---- changing programs -----------------------------------------------------------------------------------
 
@@ -380,7 +342,7 @@ class Service(Generic[M]):
         """Serve new requests by ``plan``; running requests end with the programs with which they began."""
         self.routing.swap(Version(number, plan, programs))
         self.wanted = plan
-        self.metrics.uses(number)
+        self.metrics.program_version.set(number)
 
     def program_called(self, name: str) -> Chosen:
         """Return the program that a client names: one of the plan's, or a built-in one.
@@ -525,7 +487,8 @@ class Service(Generic[M]):
         """Count and log a retry or a fallback of a sequence; return the event for its trace."""
         engine, code, tokens = fleet.at_fault(error), _code(chosen, error), len(sequence.tokens)
         traced = _words(error) if self._tells_faults or not _is_own_fault(chosen, error) else _words_to_clients(error)
-        self.metrics.retried(code, sequence.answered)
+        stage = "after_first_token" if sequence.answered else "before_first_token"
+        self.metrics.retries.labels(code, stage).inc()
         said = {
             "seq_id": sequence.request.seq_id, "engine": engine, "code": code, "tokens": tokens, "reason": _words(error)
         }  # fmt: skip
@@ -533,7 +496,7 @@ class Service(Generic[M]):
             logs.RETRY.tell(program=ONE_ENGINE, **said)
             return TraceEvent(RETRY, engine, end=tokens, code=code, reason=f"{ONE_ENGINE} again: {traced}")
         sequence.program = f"{chosen.name} -> {ONE_ENGINE}"
-        self.metrics.fell_back(chosen.name, code)
+        self.metrics.fallbacks.labels(chosen.name, code).inc()
         logs.FALLBACK.tell(program=chosen.name, to=ONE_ENGINE, **said)
         return TraceEvent(FALLBACK, engine, end=tokens, code=code, reason=f"{sequence.program}: {traced}")
 
@@ -551,12 +514,13 @@ class Service(Generic[M]):
 
         Only the first of consecutive failures is logged with a traceback; for others the log has their retries.
         """
-        self.metrics.program_failed(chosen.name)
+        self.metrics.program_failures.labels(chosen.name).inc()
         if not self.routing.failures.get(chosen.name):
             logs.PROGRAM_FAILED.tell(error, program=chosen.name, seq_id=seq_id, reason=_words(error))
         returned = self.routing.failed(chosen, _words(error))
         if returned is not None:
-            self.metrics.returned(chosen.name, returned.to_version)
+            self.metrics.program_returns.labels(chosen.name).inc()
+            self.metrics.program_version.set(returned.to_version)
             why = f"it failed {returned.failures} times in a row, the last time: {returned.error}"
             logs.PROGRAM_RETURNED.tell(
                 version=returned.from_version, to_version=returned.to_version, program=returned.program, reason=why

@@ -10,7 +10,6 @@ from tercet.fleet import RunningSequence, Trace
 from tercet.logs import REQUEST_FAILED
 from tercet.protocol import BadRequest, ProgramFailed, Request, TercetError, Usage
 from tercet.protocol.names import sequence_id
-from tercet.router.observe.metrics import Metrics
 from tercet.router.serve.service import Service, SessionTurns
 from tercet.wire.serving.request_context import RequestContext
 
@@ -21,7 +20,7 @@ OF_SAMPLING = "sampling_params."
 class ServicePrograms:
     """The programs of ``service`` for HTTP requests; each request's context keeps the traces of its sequences."""
 
-    def __init__(self, service: Service[Metrics]) -> None:
+    def __init__(self, service: Service) -> None:
         self._service = service
 
     def run(self, request: Request, context: RequestContext) -> TracedRun:
@@ -65,7 +64,7 @@ class TracedRun:
     Raises :class:`~tercet.protocol.BadRequest` for a request that no engine accepts.
     """
 
-    def __init__(self, service: Service[Metrics], request: Request, context: RequestContext) -> None:
+    def __init__(self, service: Service, request: Request, context: RequestContext) -> None:
         self._trace = Trace()
         self._service, self._context = service, context
         self._seq_id = sequence_id(request.seq_id)

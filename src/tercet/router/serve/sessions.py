@@ -9,7 +9,7 @@ import uuid
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AsyncExitStack, suppress
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Literal
 
 import msgspec
 
@@ -22,6 +22,7 @@ from tercet.programs import migrate_context
 from tercet.protocol import Request, Role, TercetError
 from tercet.protocol.headers import SESSION_FINAL_HEADER
 from tercet.protocol.wire import UNREADABLE
+from tercet.router.observe.metrics import SessionMetrics
 from tercet.settings.fleet_settings import SessionSettings
 
 logger = logging.getLogger("tercet.router")
@@ -38,30 +39,6 @@ Ran = Literal["first", "bound", "other"]
 """The place of a turn: ``first`` turn of its session, on the engine that the session is bound to, or on another."""
 MoveEnd = Literal["moved", "absent", "failed"]
 PinEnd = Literal["given_up", "refused", "lost"]
-
-
-class SessionMetrics(Protocol):
-    """Counters of sessions: the router's metrics, or those of a simulation."""
-
-    def sizes(self, sessions: int, kept: int) -> None:
-        """Set the numbers of remembered sessions and of pinned contexts."""
-        ...
-
-    def turn(self, ran: Ran) -> None:
-        """Count a turn that has ended."""
-        ...
-
-    def paused(self, waited_for: Pause, seconds: float) -> None:
-        """Record the pause before a turn that begins."""
-        ...
-
-    def moved(self, end: MoveEnd, sent: int) -> None:
-        """Count a move of a context that has ended; ``sent`` is in bytes."""
-        ...
-
-    def unpinned(self, end: PinEnd) -> None:
-        """Count a pin that has ended."""
-        ...
 
 
 class LiveEngines(Mapping[str, EngineSeen]):

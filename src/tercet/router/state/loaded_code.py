@@ -20,7 +20,6 @@ from tercet.decisions.scheduling.registry import user_file
 from tercet.logs import RELOAD_REFUSED
 from tercet.programs import Program
 from tercet.protocol import TercetError
-from tercet.router.observe.metrics import Metrics
 from tercet.router.serve.routing import Plan
 from tercet.router.serve.service import Service
 from tercet.router.state.fleet_state import FleetState, ProgramInUse
@@ -44,7 +43,7 @@ async def load_scheduling_file(
     return await run_in_thread(load, path, content)  # it runs the user's modules, which may take long
 
 
-def number_at_start(service: Service[Metrics], state: FleetState) -> int:
+def number_at_start(service: Service, state: FleetState) -> int:
     """Return the number of the service's first plan in the state; 0 if the state does not have it."""
     oldest = state.before or state.program
     same = oldest.number == service.routing.current.number and oldest.plan == service.wanted
@@ -62,7 +61,7 @@ class LoadedCode:
     programs: dict[int, Mapping[str, Program]] = field(default_factory=dict[int, Mapping[str, Program]])
     scheduling: dict[int, Scheduling] = field(default_factory=dict[int, Scheduling])
 
-    async def load(self, service: Service[Metrics], state: FleetState, in_use: FleetState | None) -> None:
+    async def load(self, service: Service, state: FleetState, in_use: FleetState | None) -> None:
         """Load the code of ``state`` that is neither loaded nor ``in_use``; None: the service has only its first plan.
 
         Raises :class:`~tercet.protocol.TercetError` if a process that serves cannot load it. A process that starts
@@ -90,7 +89,7 @@ class LoadedCode:
                     file.file, error.message,
                 )  # fmt: skip
 
-    def _tell_what_is_used_instead(self, service: Service[Metrics], state: FleetState, error: TercetError) -> None:
+    def _tell_what_is_used_instead(self, service: Service, state: FleetState, error: TercetError) -> None:
         before = state.before
         if before is not None and (before.number in self.programs or before.number == number_at_start(service, state)):
             instead = f"the programs before it, of version {before.number} ({_labels(before.plan)}),"
@@ -99,7 +98,7 @@ class LoadedCode:
         reason = f"{error.message}; {instead} serves instead. Correct the file, or choose another program"
         logs.PROGRAM_NOT_KEPT.tell(version=state.program.number, code=error.code, reason=reason)
 
-    async def _load_one_before(self, service: Service[Metrics], program: ProgramInUse) -> None:
+    async def _load_one_before(self, service: Service, program: ProgramInUse) -> None:
         """Load the programs to return to; a failure is only logged, and the requested programs are still used."""
         try:
             self.programs[program.number] = await service.load(program.plan)

@@ -19,7 +19,6 @@ from tercet.aio.files import BOUND_SECONDS, FileThread
 from tercet.fleet.membership import Membership
 from tercet.fleet.served_model import ServedModel
 from tercet.protocol import AdapterReport, BadRequest, EngineError, EngineUnreachable, TercetError
-from tercet.router.observe.metrics import Metrics
 from tercet.router.observe.request_traces import RequestTraces, SharedTraces
 from tercet.router.serve.routing import Plan, load_anywhere
 from tercet.router.serve.service import POLL_INTERVAL_S, LoadArm, Service
@@ -164,7 +163,7 @@ class SharedState:
         self,
         path: Path,
         membership: Membership,
-        service: Service[Metrics],
+        service: Service,
         shutdown: Shutdown | None = None,
         tells: bool = True,
         traces: RequestTraces | None = None,

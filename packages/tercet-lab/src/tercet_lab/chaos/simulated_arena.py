@@ -162,7 +162,7 @@ class WordTexts(PromptTexts):
 
 @asynccontextmanager
 async def http_port(
-    loop: NetworkedLoop, service: Service[Metrics], host: str, port: int, model: str, most_bytes: int,
+    loop: NetworkedLoop, service: Service, host: str, port: int, model: str, most_bytes: int,
     traces: RequestTraces,
 ) -> AsyncGenerator[RouterApp]:  # fmt: skip
     """Serve HTTP in the current virtual process while the context is open. Bodies have at most ``most_bytes`` bytes."""

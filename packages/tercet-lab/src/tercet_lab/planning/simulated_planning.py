@@ -13,7 +13,6 @@ import msgspec
 from tercet.decisions.planning import PlanLimits
 from tercet.protocol import BadRequest
 from tercet.router.serve.service import Service
-from tercet_lab.bench.simulated.moving_fleet import MoveCounts
 from tercet_lab.bench.simulated.outcome import PaidTime, PlannedRun
 from tercet_lab.bench.simulated.scenario import (
     EngineGroup,
@@ -61,7 +60,7 @@ class VirtualPlanner:
 
     def __init__(
         self, policy: Policy | Planner, settings: PlannerSettings, objectives: Objectives, limits: PlanLimits,
-        spare: Sequence[str], service: Service[MoveCounts], engines: Mapping[str, SimEngine], paid: PaidTime,
+        spare: Sequence[str], service: Service, engines: Mapping[str, SimEngine], paid: PaidTime,
     ) -> None:  # fmt: skip
         self._policy, self._settings = policy, settings
         self._objectives, self._limits = objectives, limits
@@ -253,7 +252,7 @@ class SimulatedPlanning:
         return msgspec.structs.replace(spec, engines=(*spec.engines, EngineGroup(role="decode", count=self._spare)))
 
     def companion(
-        self, service: Service[MoveCounts], engines: Mapping[str, SimEngine], paid: PaidTime
+        self, service: Service, engines: Mapping[str, SimEngine], paid: PaidTime
     ) -> Coroutine[Any, Any, None]:
         """Return the planner's task for a run; see :data:`~tercet_lab.bench.simulated.virtual_run.Companion`."""
         spare = list(engines)[len(engines) - self._spare :]

@@ -17,12 +17,14 @@ from typing import Annotated, Any
 
 import msgspec
 import numpy as np
+from prometheus_client import CollectorRegistry
 
 from tercet.decisions.roles import RoleFlip
 from tercet.decisions.sessions import Pause
 from tercet.fleet import EngineFleet, EngineObserver, Member, Trace
 from tercet.programs import Program, name_of
 from tercet.protocol import BadRequest, LayoutMismatch
+from tercet.router.observe.metrics import Metrics, SessionMetrics
 from tercet.router.serve.moves import MoveRecord, Rescheduler
 from tercet.router.serve.service import Service
 from tercet.router.serve.sessions import MoveEnd, PinEnd, Ran, Sessions
@@ -47,7 +49,7 @@ class VirtualFlip(msgspec.Struct, frozen=True):
 class VirtualRoles:
     """The automatic roles of a router for simulated engines, with the list of changes."""
 
-    def __init__(self, service: Service[Any], engines: Mapping[str, SimEngine], objectives: Objectives) -> None:
+    def __init__(self, service: Service, engines: Mapping[str, SimEngine], objectives: Objectives) -> None:
         self._fleet = service.fleet
         self._engines = engines
         seen = seen_for_roles(service.fleet, objectives)
@@ -138,8 +140,8 @@ class MoveTotals(msgspec.Struct, frozen=True, kw_only=True):
         return found
 
 
-class SessionCounts:
-    """The counters of sessions: turns by place, moves of contexts by outcome, and pins by outcome."""
+class SessionCounts(SessionMetrics):
+    """The counts of sessions: turns by place, moves of contexts by outcome, and pins by outcome; no metric is made."""
 
     def __init__(self) -> None:
         self.counts = Counter[str]()
@@ -160,14 +162,18 @@ class SessionCounts:
         self.counts[f"session_pins_{end}"] += 1
 
 
-class MoveCounts:
-    """The counters of moves and sessions. The traces of sequences contain the other metrics of a service."""
+class SimulatedMetrics(Metrics):
+    """The metrics of a simulated router, in a registry of their own, with totals of its moves and sessions.
+
+    What each request would count is left out: its trace has it, and a simulated request must stay cheap.
+    """
 
     def __init__(self) -> None:
+        super().__init__(CollectorRegistry())
         self.sessions = SessionCounts()
-        self._outcomes = Counter[str]()
-        self._pauses: list[float] = []
-        self._bytes = self._recomputed = self._held_back = 0
+        self._move_outcomes = Counter[str]()
+        self._move_pauses: list[float] = []
+        self._sent = self._recomputed = self._held_back = 0
 
     def sequence(self) -> AbstractContextManager[object]:
         return _UNCOUNTED
@@ -176,37 +182,28 @@ class MoveCounts:
 
     def objectives(self, of_class: str, met: bool) -> None: ...
 
-    def retried(self, code: str, answered: bool) -> None: ...
-
-    def fell_back(self, program: str, code: str) -> None: ...
-
-    def program_failed(self, program: str) -> None: ...
-
-    def uses(self, version: int) -> None: ...
-
-    def returned(self, program: str, to_version: int) -> None: ...
-
-    def move(self) -> AbstractContextManager[object]:
-        return _UNCOUNTED
-
     def moved(self, move: MoveRecord) -> None:
-        self._outcomes[f"{move.reason} {move.outcome}"] += 1
-        self._bytes += move.bytes
+        self._move_outcomes[f"{move.reason} {move.outcome}"] += 1
+        self._sent += move.bytes
         self._recomputed += move.recomputed
         if move.pause is not None:
-            self._pauses.append(move.pause)
+            self._move_pauses.append(move.pause)
 
     def held_back(self, moves: int) -> None:
         self._held_back += moves
 
     def totals(self) -> MoveTotals:
         """Return the totals so far."""
-        p50, p99 = (float(value) for value in np.percentile(self._pauses, (50, 99))) if self._pauses else (None, None)
+        p50, p99 = (
+            (float(value) for value in np.percentile(self._move_pauses, (50, 99)))
+            if self._move_pauses
+            else (None, None)
+        )
         return MoveTotals(
-            outcomes=dict(sorted(self._outcomes.items())),
+            outcomes=dict(sorted(self._move_outcomes.items())),
             pause_p50=p50,
             pause_p99=p99,
-            bytes=self._bytes,
+            bytes=self._sent,
             recomputed=self._recomputed,
             held_back=self._held_back,
         )
@@ -220,12 +217,9 @@ class MovingFleet:
     """
 
     def __init__(
-        self,
-        service: Service[MoveCounts],
-        engines: Mapping[str, SimEngine],
-        settings: MovingSettings,
+        self, service: Service, metrics: SimulatedMetrics, engines: Mapping[str, SimEngine], settings: MovingSettings,
         has_faults: bool,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self._fleet = fleet = service.fleet
         self._engines = engines
         self._interval = settings.reschedule.interval_s
@@ -238,7 +232,7 @@ class MovingFleet:
         if self.roles is not None:
             self._work.append(self.roles.run())
         if settings.sessions.on:
-            service.sessions = sessions = Sessions(fleet, settings.sessions, service.metrics.sessions, "session")
+            service.sessions = sessions = Sessions(fleet, settings.sessions, metrics.sessions, "session")
             self._work.append(sessions.run())
         if policies.policies or has_faults or settings.sessions.on:
             fleet.knowledge.needed()
@@ -298,7 +292,8 @@ WAIT_FOR_ENGINE = RouterSettings().wait_for_engine_s
 class VirtualFleet:
     """A fleet of simulated engines, and the service in front of it; ``router`` is the time that it adds (seconds)."""
 
-    service: Service[MoveCounts]
+    service: Service
+    metrics: SimulatedMetrics
     engines: dict[str, SimEngine]
     network: Network
     router: float
@@ -343,12 +338,13 @@ def build_fleet(
     fleet.knowledge.hear_from(listen, listen_for_blocks)  # only programs that ask for reports cause their cost
     # A fleet has one router, with the time of the engines' default profile.
     router = profiles[profile].router if profile in profiles else 0.0
+    metrics = SimulatedMetrics()
     service = Service(
-        fleet, name_of(program), {}, MoveCounts(), retries=RETRIES, wait_for_engine=WAIT_FOR_ENGINE,
+        fleet, name_of(program), {}, metrics, retries=RETRIES, wait_for_engine=WAIT_FOR_ENGINE,
         moves=moving.moves, retries_faults=False, load_arm=lambda _: program,
     )  # fmt: skip
-    with_moves = MovingFleet(service, engines, moving, bool(spec.faults))
-    return VirtualFleet(service, engines, network, router, with_moves)
+    with_moves = MovingFleet(service, metrics, engines, moving, bool(spec.faults))
+    return VirtualFleet(service, metrics, engines, network, router, with_moves)
 
 
 def _require_exchange(engines: Sequence[SimEngine]) -> None:

@@ -26,7 +26,6 @@ from tercet.router.page.records import Frame, halved
 from tercet.router.page.watch import FleetWatch, about_service
 from tercet.router.serve.service import ProgramFault, Service
 from tercet_lab.bench.simulated.moving_fleet import (
-    MoveCounts,
     MovingSettings,
     VirtualFleet,
     alongside,
@@ -74,7 +73,7 @@ def _row(engine: SimEngine) -> tuple[float, float, float, float]:
 class TimelineRecorder:
     """The recorder of a run's ``frames``: one every ``interval_s`` virtual seconds, fewer if the run is long."""
 
-    def __init__(self, service: Service[Any], engines: Mapping[str, SimEngine], model: str, interval_s: float) -> None:
+    def __init__(self, service: Service, engines: Mapping[str, SimEngine], model: str, interval_s: float) -> None:
         self._sequences = service.sequences
         self._watch = FleetWatch(service, EngineLoads(engines), lambda: about_service(service, model))
         self._most = max(FEWEST_FRAMES, min(MOST_FRAMES, MOST_ROWS // max(1, len(engines))))
@@ -117,7 +116,7 @@ class FollowUps(Protocol):
         ...
 
 
-Companion = Callable[[Service[MoveCounts], Mapping[str, SimEngine], PaidTime], Coroutine[Any, Any, None]]
+Companion = Callable[[Service, Mapping[str, SimEngine], PaidTime], Coroutine[Any, Any, None]]
 """A function that returns a coroutine, which runs until the end of the simulated run and may change the fleet.
 
 It keeps record of the engines that it switches off and on in the run's :class:`PaidTime`.
@@ -388,7 +387,7 @@ def _collect(built: VirtualFleet, outcome: Outcome, paid: PaidTime) -> None:
         totals["decode_tokens"] += counters.decode_tokens
         totals["preemptions"] += counters.preemptions
         totals["evicted_blocks"] += counters.evicted
-    sessions = built.service.metrics.sessions.counts
+    sessions = built.metrics.sessions.counts
     outcome.counts = {**totals, "kv_bytes_sent": built.network.bytes_sent, **dict(sorted(sessions.items()))}
-    outcome.moves = built.service.metrics.totals()
+    outcome.moves = built.metrics.totals()
     outcome.flips = built.moving.roles.flips if built.moving.roles is not None else []
