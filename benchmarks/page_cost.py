@@ -45,7 +45,8 @@ class BusyFleet:
         sequence, trace = RunningSequence(request, "data_parallel", RetryBudget(), self._now), Trace()
         context = self.service.sequences.running(sequence)
         context.__enter__()
-        self.service.observers.begins(sequence, trace)
+        for observer in self.service.observers:
+            observer.begins(sequence, trace)
         return sequence, trace, context
 
     def live(self, seconds: float) -> float:

@@ -27,7 +27,6 @@ from tercet.router.observe.metrics import Metrics
 from tercet.router.pooling import PoolingServers
 from tercet.router.prompt_texts import PromptTexts
 from tercet.router.router_app import RouterApp
-from tercet.router.serve.service_programs import ServicePrograms
 from tercet.settings import Limits
 from tercet_gateway.endpoint_picker import Endpoints
 from tercet_gateway.exchange import Exchange, refusal
@@ -204,7 +203,7 @@ async def test_a_form_with_a_file_is_read_where_it_is_one(vllm: VLLM, router: Li
 async def test_a_simulated_fleets_router_and_the_admin_routes_refuse_them(
     router: LiveRouter, metrics: Metrics, checkpoint: Path
 ) -> None:
-    app = small_app(ServicePrograms(router.service), PromptTexts(checkpoint), ["m"], 1000)
+    app = small_app(router.service, PromptTexts(checkpoint), ["m"], 1000)
     admin.install(app, router.shared, ["m"])
     routes = [(path, method) for path, methods in paths_of(app) for method in methods & {"POST", "PUT", "PATCH"}]
     assert {path for path, _ in routes} > {"/v1/completions", "/v1/chat/completions", "/tokenize", "/tercet/v1/program"}

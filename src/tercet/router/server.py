@@ -42,7 +42,6 @@ from tercet.router.router_app import RouterApp, put_layers_before
 from tercet.router.serve.moves import Rescheduler
 from tercet.router.serve.routing import NamedFiles
 from tercet.router.serve.service import Service
-from tercet.router.serve.service_programs import ServicePrograms
 from tercet.router.serve.sessions import Sessions
 from tercet.router.serve.shutdown import Shutdown
 from tercet.router.state.fleet_adapters import AdapterLoader
@@ -370,7 +369,7 @@ async def _serve_openai(
     os.environ.pop(API_KEY_VARIABLE, None)
     following = TaskSet()
     sock = vllm.listening_socket(args, shared.listening if shared is not None else None)
-    engine_client = vllm.engine_client_over(ServicePrograms(service), args)
+    engine_client = vllm.engine_client_over(service, args)
     try:
         await membership.speak(vllm.text_of(engine_client, args))
         server = await vllm.openai_server(args, engine_client)

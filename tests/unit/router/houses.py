@@ -21,7 +21,6 @@ from tercet.router.observe.metrics import Metrics
 from tercet.router.prompt_texts import PromptTexts
 from tercet.router.router_app import RouterApp
 from tercet.router.serve.service import Service
-from tercet.router.serve.service_programs import ServicePrograms
 from tercet.settings import Limits
 from tercet_lab.small_openai import small_app
 from tests.longest_wait import LONGEST_WAIT_S, until
@@ -59,7 +58,7 @@ class House:
 
         model = resolve_model("smollm2", lambda _: None)
         args = vllm.server_args(model, ["m"], "127.0.0.1", 0, LENGTH, ("--api-key", "secret"))
-        client = vllm.engine_client_over(ServicePrograms(self.service), args)
+        client = vllm.engine_client_over(self.service, args)
         server = vllm.with_fast_path(await vllm.openai_server(args, client), args, client)
         self._put_layers_before(server.app, server.layers, server.fast, api_keys(args))
         return client
@@ -67,7 +66,7 @@ class House:
     def build_small(self) -> None:
         """With the small layer instead of vLLM's, for the same model."""
         texts = PromptTexts(Path(resolve_tokenizer("smollm2")))
-        app = small_app(ServicePrograms(self.service), texts, ["m"], LENGTH)
+        app = small_app(self.service, texts, ["m"], LENGTH)
         self._put_layers_before(app, app.build_middleware_stack(), None, ["secret"])
 
     def _put_layers_before(self, app: Any, layers: Any, fast: Any, keys: Sequence[str]) -> None:

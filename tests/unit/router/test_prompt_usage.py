@@ -12,7 +12,6 @@ from tercet.protocol import Request, Usage
 from tercet.protocol.trace import FALLBACK, TraceEvent, VerbTrace
 from tercet.router.observe.metrics import Metrics
 from tercet.router.serve.service import Service
-from tercet.router.serve.service_programs import ServicePrograms
 from tercet.wire.serving.request_context import RequestContext
 from tercet_lab.sim import SimEngine, run_virtual
 from tests.unit.lab.sim.models import BLOCK, engines_of, request_of, tokens_of
@@ -28,11 +27,11 @@ class House:
         self.prefill, self.decode = engines_of("p", "d", stream_every=1)
         members = [Member("p", "", "prefill", self.prefill), Member("d", "", "decode", self.decode)]
         fleet = EngineFleet(members, clock=asyncio.get_running_loop().time)
-        self.programs = ServicePrograms(Service(fleet, program, options, metrics))
+        self.service = Service(fleet, program, options, metrics)
 
     async def cached(self, request: Request) -> int:
         """How many of the prompt's tokens its client is told were cached."""
-        run = self.programs.run(request, RequestContext("/v1/completions", {}))
+        run = self.service.answer(request, RequestContext("/v1/completions", {}))
         told = list[int]()
 
         def first(output: Any) -> None:
@@ -118,7 +117,7 @@ def test_of_several_attempts_the_last_one_counts(
 ) -> None:
     service = Service(EngineFleet([]), "data_parallel", {}, metrics)
     context = RequestContext("/v1/completions", {})
-    run = ServicePrograms(service).run(request_of("r"), context)
+    run = service.answer(request_of("r"), context)
     trace: VerbTrace = context.traces[0]
     trace.events += [event(*each) for each in events]
     told = run.prompt_usage(usage)

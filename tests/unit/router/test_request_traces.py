@@ -21,7 +21,6 @@ from tercet.router.observe.followed_requests import LONGEST_IN_ANSWERS
 from tercet.router.observe.request_traces import FollowedRequest, RequestTraces, SharedTraces, TraceQuestion
 from tercet.router.prompt_texts import PromptTexts
 from tercet.router.router_app import RouterApp
-from tercet.router.serve.service_programs import ServicePrograms
 from tercet.settings import Limits
 from tercet.wire.serving.request_context import RequestContext
 from tercet_lab.small_openai import small_app
@@ -33,7 +32,7 @@ BODY = {"model": "m", "prompt": " ".join(f"w{number}" for number in range(100)),
 
 @pytest.fixture
 async def client(router: LiveRouter, checkpoint: Path) -> AsyncIterator[httpx.AsyncClient]:
-    app: FastAPI = small_app(ServicePrograms(router.service), PromptTexts(checkpoint), ["m"], 1000)
+    app: FastAPI = small_app(router.service, PromptTexts(checkpoint), ["m"], 1000)
     admin.install(app, router.shared, ["m"])
     gate = Gate(Limits(), router.fleet, router.metrics)
     app.middleware_stack = RouterApp(
@@ -98,7 +97,7 @@ async def test_an_engine_that_fails_is_in_the_trace(client: httpx.AsyncClient, r
 
 
 async def test_refusals_have_their_code_and_strangers_leave_no_trace(router: LiveRouter, checkpoint: Path) -> None:
-    app: FastAPI = small_app(ServicePrograms(router.service), PromptTexts(checkpoint), ["m"], 1000)
+    app: FastAPI = small_app(router.service, PromptTexts(checkpoint), ["m"], 1000)
     traces = RequestTraces()
     gate = Gate(Limits(), router.fleet, router.metrics)
     app.middleware_stack = RouterApp(

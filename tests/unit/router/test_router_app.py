@@ -19,7 +19,6 @@ from tercet.router import router_app
 from tercet.router.limits.received_bodies import asked_by
 from tercet.router.observe.metrics import Metrics
 from tercet.router.router_app import RouterApp
-from tercet.router.serve.service_programs import ServicePrograms
 from tercet.settings import Limits, RetryBudget
 from tercet.wire.serving.answers import wants_trace
 from tercet.wire.serving.request_context import Asked, current
@@ -569,10 +568,10 @@ async def test_the_access_log_names_request_model_and_tokens(
     router: LiveRouter, metrics: Metrics, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def app(scope: Any, receive: Any, send: Any) -> None:
-        context, programs = current(), ServicePrograms(router.service)
+        context = current()
         for name in ("cmpl-1-0", "cmpl-1-1"):
             request = Request(seq_id=name, prompt=(1, 2, 3), sampling_params={"max_tokens": 5})
-            assert [output async for output in programs.run(request, context).stream]
+            assert [output async for output in router.service.answer(request, context).stream]
         await send({"type": "http.response.start", "status": 200, "headers": []})
         await send({"type": "http.response.body", "body": b"{}"})
 

@@ -24,7 +24,6 @@ from tercet.router import admin
 from tercet.router.limits.received_bodies import asked_by
 from tercet.router.prompt_texts import PromptTexts
 from tercet.router.router_app import RouterApp
-from tercet.router.serve.service_programs import ServicePrograms
 from tercet.settings import EngineAddress, Limits, RouterConfig
 from tercet.wire.serving.request_context import RequestContext
 from tercet_lab.small_openai import CHAT_MAX_TOKENS, flags_of, small_app
@@ -36,7 +35,7 @@ LENGTH = 1000
 
 @pytest.fixture
 async def client(router: LiveRouter, checkpoint: Path) -> AsyncIterator[httpx.AsyncClient]:
-    app: FastAPI = small_app(ServicePrograms(router.service), PromptTexts(checkpoint), ["m", "alias"], LENGTH)
+    app: FastAPI = small_app(router.service, PromptTexts(checkpoint), ["m", "alias"], LENGTH)
     admin.install(app, router.shared, ["m", "alias"])
     gate = Gate(Limits(), router.fleet, router.metrics)
     stack = app.build_middleware_stack()
@@ -245,7 +244,7 @@ NO_STRUCTURE = BadRequest(
 async def test_a_refusal_of_a_derived_parameter_names_the_clients_field(
     router: LiveRouter, fields: dict[str, Any], named: str
 ) -> None:
-    run = ServicePrograms(router.service).run(
+    run = router.service.answer(
         Request(seq_id="s", prompt=(1,)), RequestContext(asked=asked_by({"model": "m", **fields}))
     )
     told = run.failed(NO_STRUCTURE)

@@ -28,7 +28,6 @@ from tercet.protocol.names import LONGEST_KEPT
 from tercet.router.observe.request_traces import RequestTraces
 from tercet.router.prompt_texts import PromptTexts
 from tercet.router.router_app import RouterApp
-from tercet.router.serve.service_programs import ServicePrograms
 from tercet.router.serve.sessions import Sessions
 from tercet.settings import Limits
 from tercet.settings.fleet_settings import Objectives, SessionSettings
@@ -64,7 +63,7 @@ class House:
         wanted = msgspec.convert({"sessions": "on", "session-keep": "none"}, SessionSettings)
         service.sessions = Sessions(router.fleet, wanted, SessionCounts(), "test")
         service.remember(SeenRequests(600.0, Objectives(), router.fleet.costs.clock))
-        app: FastAPI = small_app(ServicePrograms(service), PromptTexts(checkpoint), ["m"], 1000)
+        app: FastAPI = small_app(service, PromptTexts(checkpoint), ["m"], 1000)
         traces = RequestTraces(kept=100_000)
         gate = Gate(Limits(), router.fleet, router.metrics)
         door = RouterApp(app.build_middleware_stack(), None, gate, (), service.program_called, 1_000_000, traces=traces)

@@ -39,7 +39,7 @@ from tercet.router.pooling import PoolingServers
 from tercet.router.prompt_texts import ChatMessage, PromptTexts
 from tercet.router.router_app import put_layers_before
 from tercet.router.serve.routing import NamedFiles
-from tercet.router.serve.service_programs import ServicePrograms, TracedRun
+from tercet.router.serve.service import RequestRun, Service
 from tercet.router.serve.shutdown import Shutdown
 from tercet.router.state.shared_state import SharedState
 from tercet.router.workers import Shared, listening_socket, tell_ready
@@ -128,10 +128,10 @@ class TextCall(BaseModel):
     prompt: str
 
 
-def small_app(programs: ServicePrograms, texts: PromptTexts, names: list[str], max_model_len: int) -> FastAPI:
+def small_app(service: Service, texts: PromptTexts, names: list[str], max_model_len: int) -> FastAPI:
     """Return the application for a model with these ``names`` and at most ``max_model_len`` tokens per sequence."""
     app = FastAPI(title="Tercet", version=__version__)
-    api = SmallAPI(programs, texts, names, max_model_len)
+    api = SmallAPI(service, texts, names, max_model_len)
     routes = (
         ("POST", "/v1/completions", api.completions), ("POST", "/v1/chat/completions", api.chat),
         ("POST", "/tokenize", api.tokenize), ("GET", "/v1/models", api.models), ("GET", "/version", api.version),
@@ -154,8 +154,8 @@ async def _refused(http: Request, error: Exception) -> Response:
 class SmallAPI:
     """The handlers of the routes."""
 
-    def __init__(self, programs: ServicePrograms, texts: PromptTexts, names: list[str], max_model_len: int) -> None:
-        self._programs = programs
+    def __init__(self, service: Service, texts: PromptTexts, names: list[str], max_model_len: int) -> None:
+        self._service = service
         self._texts = texts
         self._names = names
         self._max_model_len = max_model_len
@@ -228,7 +228,7 @@ class SmallAPI:
             priority=_priority(context, call), cache_salt=call.cache_salt, headers=context.headers,
             user=context.asked.user, session=context.asked.session_name,
         )  # fmt: skip
-        answer = Answering(self._programs, self._texts, request, form, call.model or self._names[0], context)
+        answer = Answering(self._service, self._texts, request, form, call.model or self._names[0], context)
         if call.stream:
             usage = call.stream_options is not None and call.stream_options.include_usage
             return await answer.streamed(bool(usage))
@@ -262,13 +262,13 @@ class Answering:
     """One answer while it is generated."""
 
     def __init__(
-        self, programs: ServicePrograms, texts: PromptTexts, request: ProgramRequest, form: Form, model: str,
+        self, service: Service, texts: PromptTexts, request: ProgramRequest, form: Form, model: str,
         context: RequestContext,
     ) -> None:  # fmt: skip
         self._texts = texts
         self._request = request
         self._form = form
-        self._run: TracedRun = programs.run(request, context)
+        self._run: RequestRun = service.answer(request, context)
         self._context = context
         self._head = {"id": request.seq_id, "created": int(time.time()), "model": model}
 
@@ -403,7 +403,7 @@ async def serve_small(
     keys.require_private(config.host, config)
     keys.require_private_admin(config.admin_address)
     names = [config.public_name, *config.model_aliases]
-    app = small_app(ServicePrograms(service), prompt_texts(config.model), names, max_model_len)
+    app = small_app(service, prompt_texts(config.model), names, max_model_len)
     admin.install(app, state, names, files=files)
     gate = put_layers_before(app, app.build_middleware_stack(), config, state, keys, shutdown, pooling)
     server = QuietServer(

@@ -27,8 +27,9 @@ from tercet.protocol import BadRequest
 from tercet.protocol.addresses import TextFingerprint
 from tercet.router.openai.converted_streams import keeping_errors
 from tercet.router.openai.fast_path.entry import FastPath, fast_path
-from tercet.router.openai.program_client import ProgramClient, Programs, RouterLLM
+from tercet.router.openai.program_client import ProgramClient, RouterLLM
 from tercet.router.openai.server_options import keep_alive_seconds, require_served
+from tercet.router.serve.service import Service
 from tercet.settings.process_settings import PARALLEL_TOKENIZERS
 from tercet.vllm_plugin.differences import SYSTEM_BALANCES, cli_args, structured_outputs_config
 from tercet.vllm_plugin.hooks import require_hooks
@@ -165,8 +166,8 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def engine_client_over(programs: Programs, args: argparse.Namespace) -> Any:
-    """Return vLLM's complete ``AsyncLLM``, on the client that runs ``programs``."""
+def engine_client_over(service: Service, args: argparse.Namespace) -> Any:
+    """Return vLLM's complete ``AsyncLLM``, on the client that runs the programs of ``service``."""
     import torch
     from vllm import AsyncEngineArgs
     from vllm.config import VllmConfig
@@ -189,7 +190,7 @@ def engine_client_over(programs: Programs, args: argparse.Namespace) -> Any:
         logging_config=engine_args.create_logging_config(),
         structured_outputs_config=structured_outputs_config(engine_args),
     )
-    client = ProgramClient(programs)
+    client = ProgramClient(service)
     original = EngineCoreClient.make_async_mp_client
     EngineCoreClient.make_async_mp_client = staticmethod(lambda *_, **__: client)  # type: ignore[method-assign]
     try:

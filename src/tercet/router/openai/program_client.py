@@ -13,7 +13,7 @@ from contextlib import aclosing, contextmanager, nullcontext
 from functools import partial
 from http import HTTPStatus
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from vllm.exceptions import GenerationError, GracefulHTTPError, VLLMValidationError
 from vllm.outputs import CompletionOutput, RequestOutput
@@ -26,14 +26,13 @@ from tercet.protocol import (
     BadRequest,
     DeadlineExceeded,
     Output,
-    OutputStream,
     ProgramFailed,
     Request,
     RouterFailed,
     TercetError,
-    Usage,
 )
 from tercet.router.openai.conversion import features_of, to_core_output, to_request
+from tercet.router.serve.service import Service
 from tercet.wire.serving.request_context import Concurrency, RequestContext, current
 
 if TYPE_CHECKING:
@@ -48,39 +47,6 @@ BETWEEN_PAUSES = 8
 MOST_TOKENS = 2**31
 
 
-class ProgramRun(Protocol):
-    """One sequence's program, which runs while its outputs are read."""
-
-    @property
-    def stream(self) -> OutputStream:
-        """The program's outputs."""
-        ...
-
-    def prompt_usage(self, usage: Usage | None) -> Usage:
-        """Return the client's usage, from ``usage`` of the first output; ``cached``: tokens that no engine computed."""
-        ...
-
-    def failed(self, error: TercetError) -> TercetError:
-        """Record that the sequence has ended with an error; return the error in its client's words."""
-        ...
-
-
-class Programs(Protocol):
-    """The router's runner of programs, as vLLM's layer needs it."""
-
-    @property
-    def model_dtype(self) -> str:
-        """The data type in which the engines compute that the programs may use; empty if the engines differ."""
-        ...
-
-    def run(self, request: Request, context: RequestContext) -> ProgramRun:
-        """Return the program of one sequence of an HTTP request.
-
-        Raises :class:`~tercet.protocol.BadRequest` for a request that no engine accepts.
-        """
-        ...
-
-
 class SequenceOutputs:
     """One sequence's outputs as vLLM's messages, and its failures as vLLM's exceptions.
 
@@ -88,7 +54,7 @@ class SequenceOutputs:
     """
 
     def __init__(
-        self, programs: Programs, request: Request, context: RequestContext, request_id: str | None = None
+        self, service: Service, request: Request, context: RequestContext, request_id: str | None = None
     ) -> None:
         self.seq_id = request.seq_id
         # vLLM's id of the sequence in this process; the client may have chosen it.
@@ -96,7 +62,7 @@ class SequenceOutputs:
         self._num_prompt_tokens = request.num_tokens
         self._context = context
         try:
-            self._run = programs.run(request, context)
+            self._run = service.answer(request, context)
         except BadRequest as error:
             context.failed = context.failed or error
             raise SequenceFailed(error) from error
@@ -191,8 +157,8 @@ class ProgramClient(EngineCoreClient):
 
     _processor: OutputProcessor
 
-    def __init__(self, programs: Programs) -> None:
-        self._programs = programs
+    def __init__(self, service: Service) -> None:
+        self._service = service
         self._running: dict[str, asyncio.Task[None]] = {}
         self._tasks = TaskSet()
         self._ready: asyncio.Queue[EngineCoreOutput] = asyncio.Queue()
@@ -224,9 +190,9 @@ class ProgramClient(EngineCoreClient):
         context = current()
         try:
             _require_few(context)
-            features = await features_of(request, self._programs.model_dtype)
+            features = await features_of(request, self._service.fleet.model_dtype)
             sequence = to_request(request, context.headers, context.asked, features)
-            outputs = SequenceOutputs(self._programs, sequence, context, request.request_id)
+            outputs = SequenceOutputs(self._service, sequence, context, request.request_id)
         except (VLLMValidationError, SequenceFailed):
             # AsyncLLM has already registered the request, and does not remove it after an error raised here.
             self._processor.abort_requests((request.request_id,), internal=True)

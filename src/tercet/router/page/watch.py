@@ -430,12 +430,13 @@ class FleetWatch:
         for move in list(service.moves.since(0))[-MOVES_KEPT:]:
             self._move_begins[move.number] = move.at - epoch
             self._moves[move.number] = self._shown(move)
-        service.observers.add(self)
+        service.observers.append(self)
         service.moves.observer = self.moved
 
     def close(self) -> None:
         """Stop observing the service."""
-        self._service.observers.remove(self)
+        if self in self._service.observers:
+            self._service.observers.remove(self)
         if self._service.moves.observer == self.moved:
             self._service.moves.observer = None
 

@@ -1,7 +1,8 @@
 """The service, which runs a program for each sequence; if it fails, one engine continues after the client's tokens.
 
-:meth:`Service._serve` is the life of a sequence: choose a program, attempt, retry. :class:`Attempts` runs programs and
-takes their outputs; :class:`Recovery` decides whether and when there is a retry; simulations of a router use both.
+:meth:`Service._serve` is the life of a sequence, in one function: choose a program, attempt, retry. Simulations read
+its outputs by :meth:`Service.run`, HTTP layers by :meth:`Service.answer`. :class:`Attempts` takes the outputs of the
+programs that run for one sequence.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import time
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
+from http import HTTPStatus
 from typing import Any, Literal, Protocol, cast
 
 import msgspec
@@ -36,11 +38,12 @@ from tercet.protocol import (
     Request,
     RoleUnavailable,
     TercetError,
+    Usage,
 )
 from tercet.protocol.headers import PROGRAM_HEADER
 from tercet.protocol.json_text import unwritable_field
 from tercet.protocol.names import sequence_id
-from tercet.protocol.spans import SpanContext, current_span, working_in
+from tercet.protocol.spans import current_span, working_in
 from tercet.protocol.trace import FALLBACK, RETRY, TraceEvent
 from tercet.protocol.wire import LEAST_PRIORITY, LONGEST_SALT, MOST_PRIORITY
 from tercet.router.observe.metrics import Metrics
@@ -48,6 +51,7 @@ from tercet.router.serve.moves import Moves, Proposals
 from tercet.router.serve.routing import Arm, Chosen, Plan, Routing, Version, load_anywhere
 from tercet.settings import MoveSettings, RetryBudget
 from tercet.settings.fleet_settings import Objectives
+from tercet.wire.serving.request_context import RequestContext
 
 Outcome = Literal["served", "failed", "left"]
 """The end of a sequence: ``left`` if its client left or caused the error."""
@@ -65,90 +69,7 @@ class SequenceObserver(Protocol):
         ...
 
 
-class SequenceObservers:
-    """All observers of a service, in the order in which they were added."""
-
-    def __init__(self) -> None:
-        self._observers: list[SequenceObserver] = []
-
-    def __contains__(self, observer: SequenceObserver) -> bool:
-        return observer in self._observers
-
-    def __len__(self) -> int:
-        return len(self._observers)
-
-    def add(self, observer: SequenceObserver) -> None:
-        """Notify an observer from now on."""
-        self._observers.append(observer)
-
-    def remove(self, observer: SequenceObserver) -> None:
-        """Stop notifying an observer; an unknown observer is ignored."""
-        if observer in self._observers:
-            self._observers.remove(observer)
-
-    def begins(self, sequence: RunningSequence, trace: Trace) -> ObservedSequence:
-        """Notify all observers of a sequence that begins; return the object to notify of its end."""
-        for observer in self._observers:
-            observer.begins(sequence, trace)
-        return ObservedSequence(sequence, trace, self._observers)
-
-
-class ObservedSequence:
-    """One observed sequence; observers are notified only of its first end."""
-
-    __slots__ = ("_is_over", "_observers", "_sequence", "_trace")
-
-    def __init__(self, sequence: RunningSequence, trace: Trace, observers: list[SequenceObserver]) -> None:
-        self._sequence = sequence
-        self._trace = trace
-        self._observers = observers
-        self._is_over = False
-
-    def ends(self, outcome: Outcome) -> None:
-        """Notify the observers that the sequence has ended; later calls have no effect."""
-        if not self._is_over:
-            self._is_over = True
-            for observer in tuple(self._observers):
-                observer.ends(self._sequence, self._trace, outcome)
-
-
 POLL_INTERVAL_S = 0.1
-
-
-class Recovery:
-    """The retries of sequences of ``fleet`` after failures, and the wait before each retry.
-
-    ``wait_for_engine`` is in seconds: while no engine answers, a sequence waits at most this time for one, and attempts
-    in this time that no engine took do not count. ``clock`` is the clock of the attempts' times.
-    """
-
-    def __init__(self, fleet: EngineFleet, wait_for_engine: float, clock: Callable[[], float]) -> None:
-        self._fleet = fleet
-        self._wait_for_engine = wait_for_engine
-        self._clock = clock
-
-    def next_attempt(self, sequence: RunningSequence, error: BaseException, tried_at: float) -> Retry | None:
-        """Return the retry after an attempt that began at ``tried_at`` and failed with ``error``; None for no retry."""
-        if isinstance(error, RoleUnavailable) and not sequence.answered:
-            return None
-        return sequence.next_attempt(self._clock(), self._was_taken(error, tried_at))
-
-    async def wait(self, retry: Retry) -> None:
-        """Wait for the pause of the retry, and then until an engine answers, at most ``wait_for_engine``.
-
-        Without an engine the attempt would fail at once and use up the budget.
-        """
-        await asyncio.sleep(retry.pause)
-        for _ in range(int(self._wait_for_engine / POLL_INTERVAL_S)):
-            if self._fleet.health.answers:
-                return
-            await asyncio.sleep(POLL_INTERVAL_S)
-
-    def _was_taken(self, error: BaseException, tried_at: float) -> bool:
-        """True if an engine may have begun the attempt; an engine without progress since ``tried_at`` has not."""
-        if isinstance(error, EngineUnreachable) and error.blames is not None:
-            return self._fleet.liveness.progressed_since(error.blames, tried_at)
-        return not isinstance(error, EngineNotReached)
 
 
 # The program that continues a sequence whose program failed.
@@ -172,16 +93,23 @@ class BrokenOff(EngineError):
 
 
 class Attempts:
-    """The attempts for one sequence: programs run one after another, and their outputs go to ``stream``."""
+    """One sequence while it is served: programs run one after another, and their outputs go to ``stream``.
+
+    The observers of its service learn of its beginning, and once of its end.
+    """
 
     def __init__(
-        self, sequence: RunningSequence, stream: OutputStream, on_finish: Callable[[], None], clock: Callable[[], float]
+        self, service: Service, chosen: Chosen, sequence: RunningSequence, trace: Trace, stream: OutputStream
     ) -> None:
-        self._sequence = sequence
-        self._clock = clock
-        self._stream = stream
-        self._on_finish = on_finish
+        self._service, self._chosen = service, chosen
+        self._sequence, self._trace, self._stream = sequence, trace, stream
+        self._clock = service.fleet.costs.clock
+        # The last tokens may come from a connection's task, which belongs to no request.
+        self._place = current_span()
         self._fault: ProgramFault | BrokenOff | None = None
+        self._is_over = False
+        for observer in service.observers:
+            observer.begins(sequence, trace)
 
     async def run(self, program: Callable[[], Answer]) -> BaseException | None:
         """Run one program to its end; return its failure if another attempt may serve the sequence, otherwise None."""
@@ -223,15 +151,32 @@ class Attempts:
         else:
             self.finish(output)
 
-    def finish(self, output: Output) -> None:
-        """End the sequence with this output."""
-        if not self._stream.over:
-            self._sequence.record(output, self._clock())
-            self._on_finish()
-            self._stream.put(output)
-
     async def until_asked(self) -> None:
         await self._stream.until_asked()
+
+    def finish(self, output: Output) -> None:
+        """End the sequence with this output, and count it as served."""
+        if self._stream.over:
+            return
+        service, sequence, trace = self._service, self._sequence, self._trace
+        sequence.record(output, self._clock())
+        if not sequence.attempt:
+            service.routing.succeeded(self._chosen)
+        trace.ttft, trace.tpot = sequence.ttft, sequence.tpot
+        with working_in(self._place):
+            service.metrics.finished(trace)
+        self.ends("served")
+        attainment = service.attainments.of(sequence.request.headers)
+        if attainment is not None:
+            service.metrics.objectives(attainment.name, attainment.ended_with(trace.ttft, trace.tpot))
+        self._stream.put(output)
+
+    def ends(self, outcome: Outcome) -> None:
+        """Notify the observers that the sequence has ended; later calls have no effect."""
+        if not self._is_over:
+            self._is_over = True
+            for observer in tuple(self._service.observers):
+                observer.ends(self._sequence, self._trace, outcome)
 
 
 def first_cause(error: BaseException) -> BaseException:
@@ -320,12 +265,11 @@ class Service:
         self._wait_for_engine = wait_for_engine
         self._tells_faults = tells_faults
         self._retries_faults = retries_faults
-        self._recovery = Recovery(fleet, wait_for_engine, self._clock)
         # The plan that was set last; the plan in use differs from it after an automatic return.
         self.wanted = Plan(program=program, args=program_args)
         self.routing = Routing(Version(NO_VERSION + 1, self.wanted, _load(self.wanted, load_arm)), return_after)
         self.metrics = metrics
-        self.observers = SequenceObservers()
+        self.observers: list[SequenceObserver] = []
         self._streams: dict[OutputStream, RunningSequence] = {}
         # None if sessions are not used.
         self.sessions: SessionTurns | None = None
@@ -375,10 +319,18 @@ class Service:
         began = time.monotonic() if began is None else began
         return OutputStream(partial(self._serve, request, trace, model, began, on_sequence))
 
+    def answer(self, request: Request, context: RequestContext) -> RequestRun:
+        """Return one sequence of an HTTP request, whose program starts when its outputs are read.
+
+        The request's context keeps its trace. Raises :class:`~tercet.protocol.BadRequest` as :meth:`run` does.
+        """
+        context.prepared()
+        return RequestRun(self, request, context)
+
     def remember(self, seen: SeenRequests) -> SeenRequests:
         """Record requests in ``seen`` from now on, for a planner; return ``seen``."""
         self.seen = seen
-        self.observers.add(seen)
+        self.observers.append(seen)
         return seen
 
     def give_up(self, error: TercetError) -> None:
@@ -408,10 +360,7 @@ class Service:
         program = partial(chosen.program, request, fleet)
         if self._given_up_by is not None:
             raise self._given_up_by
-        with self._observed(sequence, trace, stream, began) as observed:
-            # Its last tokens may come from a connection's task, which belongs to no request.
-            finished = partial(self._finished, chosen, sequence, trace, observed, current_span())
-            attempts = Attempts(sequence, stream, finished, self._clock)
+        with self._observed(chosen, sequence, trace, stream, began) as attempts:
             if self.sessions is not None:
                 await self.sessions.begins(request)
             # Attempt. Without a failure the sequence has ended.
@@ -428,9 +377,9 @@ class Service:
                     if is_own_fault and not sequence.attempt:
                         self._failed(chosen, failure, request.seq_id)
                     if not is_refused:
-                        retry = self._recovery.next_attempt(sequence, failure, tried_at)
+                        retry = self._next_attempt(sequence, failure, tried_at)
                 if retry is None:
-                    observed.ends("left" if is_refused else "failed")
+                    attempts.ends("left" if is_refused else "failed")
                     attainment = self.attainments.of(request.headers)
                     if attainment is not None and not is_refused:  # a refusal says nothing about the objectives
                         attainment.failed()
@@ -440,24 +389,29 @@ class Service:
                 event = self._tell_next_attempt(chosen, failure, sequence, fleet)
                 event.at = self._clock() - sequence.began
                 trace.events.append(event)
-                await self._recovery.wait(retry)
+                await asyncio.sleep(retry.pause)
+                # Without an engine the attempt would fail at once and use up the budget.
+                for _ in range(int(self._wait_for_engine / POLL_INTERVAL_S)):
+                    if self.fleet.health.answers:
+                        break
+                    await asyncio.sleep(POLL_INTERVAL_S)
                 tried_at = self._clock()
                 trace.program = sequence.program
                 program = partial(one_engine, retry.request, fleet, retry.output)
 
     @contextmanager
     def _observed(
-        self, sequence: RunningSequence, trace: Trace, stream: OutputStream, began: float
-    ) -> Generator[ObservedSequence]:
+        self, chosen: Chosen, sequence: RunningSequence, trace: Trace, stream: OutputStream, began: float
+    ) -> Generator[Attempts]:
         """Count, show and time a sequence while entered; what still observes it learns of any end at the exit."""
         self._streams[stream] = sequence
-        observed = self.observers.begins(sequence, trace)
+        attempts = Attempts(self, chosen, sequence, trace, stream)
         try:
             with self.sequences.running(sequence), self.metrics.sequence(), self._deadline(began, stream):
-                yield observed
+                yield attempts
         finally:
             self._streams.pop(stream, None)
-            observed.ends("left")  # without effect after another end
+            attempts.ends("left")  # without effect after another end
             if self.sessions is not None:
                 self.sessions.ends(sequence)
 
@@ -467,19 +421,15 @@ class Service:
         task = asyncio.current_task() if timeout is not None else None
         return _NO_DEADLINE if timeout is None or task is None else _deadline(task, stream, began + timeout, timeout)
 
-    def _finished(
-        self, chosen: Chosen, sequence: RunningSequence, trace: Trace, observed: ObservedSequence,
-        place: SpanContext | None,
-    ) -> None:  # fmt: skip
-        if not sequence.attempt:
-            self.routing.succeeded(chosen)
-        trace.ttft, trace.tpot = sequence.ttft, sequence.tpot
-        with working_in(place):
-            self.metrics.finished(trace)
-        observed.ends("served")
-        attainment = self.attainments.of(sequence.request.headers)
-        if attainment is not None:
-            self.metrics.objectives(attainment.name, attainment.ended_with(trace.ttft, trace.tpot))
+    def _next_attempt(self, sequence: RunningSequence, error: BaseException, tried_at: float) -> Retry | None:
+        """Return the retry after an attempt that began at ``tried_at`` and failed with ``error``; None for no retry."""
+        if isinstance(error, RoleUnavailable) and not sequence.answered:
+            return None
+        # Attempts that no engine took do not count. An engine without progress since the attempt has not taken it.
+        taken = not isinstance(error, EngineNotReached)
+        if isinstance(error, EngineUnreachable) and error.blames is not None:
+            taken = self.fleet.liveness.progressed_since(error.blames, tried_at)
+        return sequence.next_attempt(self._clock(), taken)
 
     def _tell_next_attempt(
         self, chosen: Chosen, error: BaseException, sequence: RunningSequence, fleet: FleetView
@@ -525,6 +475,64 @@ class Service:
             logs.PROGRAM_RETURNED.tell(
                 version=returned.from_version, to_version=returned.to_version, program=returned.program, reason=why
             )
+
+
+class RequestRun:
+    """One sequence of an HTTP request; ``stream`` has its outputs, which run its program while they are read."""
+
+    def __init__(self, service: Service, request: Request, context: RequestContext) -> None:
+        self._trace = Trace()
+        self._service, self._context = service, context
+        self._seq_id = sequence_id(request.seq_id)
+        self.stream = service.run(request, self._trace, context.asked.model or "", context.began, self._begins)
+        context.traces.append(self._trace)
+
+    def _begins(self, sequence: RunningSequence) -> None:
+        context, sessions = self._context, self._service.sessions
+        context.sequences.append(sequence)
+        if sessions is not None:
+            # The context knows only at its end whether the answer calls a tool.
+            context.when_ended.append(lambda ended: sessions.answered(sequence.request, calls_tool=ended.calls_tool))
+
+    def failed(self, error: TercetError) -> TercetError:
+        """Count a sequence that ended in an error, log the error unless the client caused it; return it for clients."""
+        self._service.metrics.errors.labels(error.code).inc()
+        if error.status >= HTTPStatus.INTERNAL_SERVER_ERROR:
+            cause = error.__cause__ if isinstance(error, ProgramFailed) else None  # clients do not get it
+            reason = error.message if cause is None else f"{error.message} ({type(cause).__name__}: {cause})"
+            logs.REQUEST_FAILED.tell(seq_id=self._seq_id, code=error.code, reason=reason)
+        return _in_clients_words(error, self._context.asked.parameters)
+
+    def prompt_usage(self, usage: Usage | None) -> Usage:
+        """Return the usage with the cached tokens of the engine that prefilled; KV that was sent counts as computed."""
+        sent = self._trace.filled()
+        if sent is None or (usage is not None and self._is_of_own_cache(usage)):
+            return usage or Usage()
+        return Usage(cached=sent.cached)
+
+    def _is_of_own_cache(self, usage: Usage) -> bool:
+        """True if the engine that generates has used no KV that it received, but prefilled itself."""
+        reserved = next((event.cached for event in reversed(self._trace.events) if event.verb == "prep_recv"), 0)
+        return not usage.received and usage.cached <= reserved
+
+
+# Beginning of the names of sampling parameters in engines' refusals.
+OF_SAMPLING = "sampling_params."
+
+
+def _in_clients_words(error: TercetError, named: Mapping[str, str]) -> TercetError:
+    """Return an engine's refusal of a sampling parameter with the name of the field that the client sent.
+
+    ``named`` are the client's fields by parameter (:class:`~tercet.wire.serving.request_context.Asked`).
+    """
+    if not isinstance(error, BadRequest) or error.param is None or not error.param.startswith(OF_SAMPLING):
+        return error
+    parameter = error.param.removeprefix(OF_SAMPLING)
+    first, _, rest = parameter.partition(".")
+    field = named.get(first, "")
+    # A part of a structure has its place in the client's own field only.
+    own = f"{field}.{rest}" if rest and field.endswith(first) else field or parameter
+    return BadRequest(error.message.replace(error.param, own, 1), own)
 
 
 def entering(request: Request) -> Request:

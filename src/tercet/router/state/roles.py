@@ -180,7 +180,7 @@ class RoleKeeper:
         self._name = name_of_this_process()
         self._objectives = objectives
         self._seen = seen_for_roles(shared.service.fleet, objectives)
-        shared.service.observers.add(self._seen)
+        shared.service.observers.append(self._seen)
         self._files = FileThread()
         self._failures = Failures("the decision about roles")
 

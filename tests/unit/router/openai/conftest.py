@@ -25,7 +25,6 @@ from tercet.router import admin
 from tercet.router.observe.metrics import Metrics
 from tercet.router.router_app import RouterApp
 from tercet.router.serve.service import Service
-from tercet.router.serve.service_programs import ServicePrograms
 from tercet.settings import Limits
 from tests.longest_wait import LONGEST_WAIT_S
 from tests.own_metrics import own_metrics
@@ -209,7 +208,7 @@ async def _serve(
 
     more = ("--enable-prompt-tokens-details", "--allowed-origins", '["http://browser"]', "--enable-request-id-headers")
     args = vllm.server_args(model, ['say "text":1'], "127.0.0.1", 0, 512, more)
-    client = vllm.engine_client_over(ServicePrograms(routers.service), args)
+    client = vllm.engine_client_over(routers.service, args)
     stock = await vllm.openai_server(args, client)
     assert stock.fast is None
     server = vllm.with_fast_path(stock, args, client)

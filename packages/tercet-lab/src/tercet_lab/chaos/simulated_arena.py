@@ -35,7 +35,6 @@ from tercet.router.prompt_texts import ChatMessage, PromptTexts
 from tercet.router.router_app import RouterApp
 from tercet.router.serve.moves import MoveRecord, Rescheduler
 from tercet.router.serve.service import Service
-from tercet.router.serve.service_programs import ServicePrograms
 from tercet.settings import EngineAddress, RouterSettings
 from tercet.wire.serving.client_connection import BoundedProtocol
 from tercet.wire.streams import StreamListener
@@ -168,7 +167,7 @@ async def http_port(
     """Serve HTTP in the current virtual process while the context is open. Bodies have at most ``most_bytes`` bytes."""
     limits = RouterSettings().limits
     gate = Gate(limits, service.fleet, service.metrics, clock=loop.time)
-    app = small_app(ServicePrograms(service), WordTexts(), [model], MAX_MODEL_LEN)
+    app = small_app(service, WordTexts(), [model], MAX_MODEL_LEN)
     router = RouterApp(app.build_middleware_stack(), None, gate, (), service.program_called, most_bytes, traces=traces)
     app.middleware_stack = router
     config = uvicorn.Config(app, http=BoundedProtocol, log_config=None, access_log=False, lifespan="off")

@@ -53,7 +53,7 @@ class VirtualRoles:
         self._fleet = service.fleet
         self._engines = engines
         seen = seen_for_roles(service.fleet, objectives)
-        service.observers.add(seen)
+        service.observers.append(seen)
         self._roles = FleetRoles(service.fleet, objectives, self._flip, seen)
 
     @property
