@@ -163,7 +163,7 @@ class SessionCounts(SessionMetrics):
 
 
 class SimulatedMetrics(Metrics):
-    """The metrics of a simulated router, in a registry of their own, with totals of its moves and sessions.
+    """The metrics of a simulated router, in a separate registry, with totals of its moves and sessions.
 
     What each request would count is left out: its trace has it, and a simulated request must stay cheap.
     """
