@@ -23,15 +23,9 @@ SHUTDOWN_POLL_S = 0.01
 
 
 @asynccontextmanager
-async def served(
-    app: web.Application,
-    *,
-    port: int = 0,
-    tls: ssl.SSLContext | None = None,
-    runner: type[web.AppRunner] = web.AppRunner,
-) -> AsyncGenerator[str]:
+async def served(app: web.Application, *, port: int = 0, tls: ssl.SSLContext | None = None) -> AsyncGenerator[str]:
     """Serves an aiohttp application; its handlers are cancelled when their client leaves."""
-    running = runner(app, access_log=None, handler_cancellation=True, shutdown_timeout=0.1)
+    running = web.AppRunner(app, access_log=None, handler_cancellation=True, shutdown_timeout=0.1)
     await running.setup()
     try:
         await web.TCPSite(running, HOST, port, ssl_context=tls).start()

@@ -27,7 +27,16 @@ from tercet.protocol.access import bearer
 from tercet.protocol.headers import CONTROL_HEADERS, POOLING, PROGRAM_HEADER, TRACE_HEADER
 from tercet.protocol.wire import UNREADABLE
 from tercet.wire.client.bounded_answers import PLAIN, read_answer, reason_of
-from tercet.wire.client.passing import Fields, NotConnected, NotReadable, Origin, OriginAnswer, end_to_end, passed_on
+from tercet.wire.client.passing import (
+    Fields,
+    NotConnected,
+    NotReadable,
+    OriginAnswer,
+    end_to_end,
+    passed_on,
+    passing_session,
+    request,
+)
 
 logger = logging.getLogger("tercet.router")
 # The interval at which each server is polled for its models, the timeout, and the number of consecutive timeouts after
@@ -46,11 +55,10 @@ NOT_ASKED_WITH = frozenset(
         b"authorization",
         b"host",
         b"expect",
-        b"trailer",
         *(name.encode() for name in (*CONTROL_HEADERS, PROGRAM_HEADER, TRACE_HEADER)),
     }
 )
-NOT_ANSWERED_WITH = frozenset({b"date", b"server", b"trailer"})
+NOT_ANSWERED_WITH = frozenset({b"date", b"server"})
 # Largest head of an answer: if vectors come as bytes, a header describes all vectors of a batch.
 HEADER_BYTES = 1024 * 1024
 LARGEST_STATUS = 599
@@ -86,7 +94,6 @@ class PoolingServer:
 
     url: str
     told: Callable[[str, bool], object]
-    origin: Origin
     headers: Mapping[str, str] = field(default_factory=dict[str, str])
     models: frozenset[str] | None = None
     in_flight: int = 0
@@ -175,15 +182,16 @@ class PoolingServers:
         self, urls: Sequence[str], key: str = "", tls: ssl.SSLContext | None = None, timeout_s: float | None = None,
         told: Callable[[str, bool], object] = lambda _url, _answers: None,
     ) -> None:  # fmt: skip
-        self.servers = [_server(url, key, told, tls) for url in urls]
+        self.servers = [_server(url, key, told) for url in urls]
         self._tls = tls
         self._timeout_s = timeout_s
         self._tasks = TaskSet()
         self._session: aiohttp.ClientSession | None = None
 
     async def __aenter__(self) -> Self:
-        connector = aiohttp.TCPConnector(limit=0, ssl=self._tls or True, keepalive_timeout=KEEP_ALIVE_SECONDS)
-        self._session = aiohttp.ClientSession(connector=connector, cookie_jar=aiohttp.DummyCookieJar())
+        self._session = passing_session(
+            self._tls, keep_alive_s=KEEP_ALIVE_SECONDS, connect_s=CONNECT_SECONDS, max_head=HEADER_BYTES
+        )
         for server in self.servers:
             name = f"poll of {server.url}"
             self._tasks.spawn(repeat(partial(self.look_at, server), POLL_INTERVAL_S, name), name)
@@ -191,8 +199,6 @@ class PoolingServers:
 
     async def __aexit__(self, *_: object) -> None:
         await self._tasks.close()
-        for server in self.servers:
-            server.origin.close()
         if self._session is not None:
             await self._session.close()
 
@@ -227,7 +233,7 @@ class PoolingServers:
             try:
                 return await self._ask(server, asked)
             except NotConnected as error:
-                reason = reason_of(error.__cause__ or error)
+                reason = reason_of(error)
                 why = f": {server.url} {reason}"
                 server.leave(reason)
             except NotReadable as error:
@@ -258,9 +264,9 @@ class PoolingServers:
 
     async def _ask(self, server: PoolingServer, asked: PassedRequest) -> PooledAnswer:
         known = [(name.encode(), value.encode()) for name, value in server.headers.items()]
-        fields = [(b"Host", server.origin.host), *asked.fields, *known]
-        length = (b"Content-Length", str(len(asked.body)).encode())
-        asking = asyncio.ensure_future(server.origin.ask(asked.method, asked.target, [*fields, length], asked.body))
+        fields = [*asked.fields, *known, (b"Content-Length", str(len(asked.body)).encode())]
+        method = asked.method.decode("ascii")
+        asking = asyncio.ensure_future(request(self._client, server.url, method, asked.target, fields, asked.body))
         server.asking.add(asking)
         server.in_flight += 1
         server.asked += 1
@@ -320,15 +326,14 @@ class PoolingServers:
         return self._session
 
 
-def _server(url: str, key: str, told: Callable[[str, bool], object], tls: ssl.SSLContext | None) -> PoolingServer:
+def _server(url: str, key: str, told: Callable[[str, bool], object]) -> PoolingServer:
     """Return the server of a URL, whose user name and password never appear in logs, metrics and answers."""
     parts = urlsplit(url.rstrip("/"))
     bare = parts._replace(netloc=parts.netloc.rpartition("@")[2]).geturl()
-    origin = Origin(bare, tls, keep_alive_s=KEEP_ALIVE_SECONDS, connect_s=CONNECT_SECONDS, max_head=HEADER_BYTES)
     if parts.username is None:
-        return PoolingServer(bare, told, origin, bearer(key))
+        return PoolingServer(bare, told, bearer(key))
     who = aiohttp.encode_basic_auth(unquote(parts.username), unquote(parts.password or ""))
-    return PoolingServer(bare, told, origin, {"authorization": who})
+    return PoolingServer(bare, told, {"authorization": who})
 
 
 def close_result(asking: Asking | asyncio.Future[PooledAnswer]) -> None:

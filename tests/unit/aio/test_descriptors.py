@@ -19,8 +19,8 @@ from aiohttp import web
 
 from tercet.aio import descriptors
 from tercet.aio.descriptors import descriptors_watched
+from tercet.wire.serving.client_connection import HttpServer
 from tercet.wire.streams import StreamListener
-from tercet_gateway.sidecar.listener import Listener
 from tests.longest_wait import LONGEST_WAIT_S
 from tests.unit.supervision import until
 
@@ -31,14 +31,14 @@ ASKS = b"GET / HTTP/1.1\r\nhost: x\r\n\r\n"
 
 @asynccontextmanager
 async def sidecar() -> AsyncGenerator[int]:
-    async def handle(*_: object) -> None: ...
+    async def app(*_: object) -> None: ...
 
-    listener = Listener(handle, lambda *_: b"{}")
-    await listener.start(HOST, 0, None)
+    server = HttpServer(app)
+    await server.start(HOST, 0)
     try:
-        yield listener.port
+        yield server.port
     finally:
-        await listener.close()
+        await server.close()
 
 
 @asynccontextmanager

@@ -1,4 +1,4 @@
-"""aiohttp with bounds, asked by sockets that do not behave: long and slow heads, dripped bodies, silence."""
+"""A server with limits, asked by sockets that do not behave: long and slow heads, dripped bodies, silence."""
 
 from __future__ import annotations
 
@@ -7,12 +7,11 @@ from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import asynccontextmanager, suppress
 
 import pytest
-from aiohttp import web
 
 from tercet.aio import incoming
 from tercet.aio.incoming import LONGEST_HEAD
-from tercet_gateway.server import BoundedRunner
-from tests import servers
+from tercet.wire.serving.client_connection import HttpServer
+from tercet_gateway.proxied_calls import ClientCall, application
 from tests.longest_wait import LONGEST_WAIT_S
 
 SOON = 0.1
@@ -28,19 +27,19 @@ class Served:
         self.left = 0
         self.bodies: list[int] = []
 
-    async def handle(self, request: web.Request) -> web.StreamResponse:
-        response = web.StreamResponse()
+    async def handle(self, http: ClientCall) -> None:
         try:
-            if request.path == "/stream":
-                await response.prepare(request)
-                await response.write(b"begun")
-            self.bodies.append(len(await request.read()))
+            if http.path == "/stream":
+                await http.send({"type": "http.response.start", "status": 200, "headers": []})
+                await http.send({"type": "http.response.body", "body": b"begun", "more_body": True})
+            self.bodies.append(sum([len(part) async for part in http.parts()]))
         except BaseException:
             self.left += 1
             raise
-        if request.path == "/stream":
-            return response
-        return web.Response(text="ok")
+        if http.path == "/stream":
+            await http.send({"type": "http.response.body", "body": b""})
+        else:
+            await http.answer(200, b"ok", "text/plain")
 
     @asynccontextmanager
     async def client(self) -> AsyncGenerator[Client]:
@@ -55,11 +54,11 @@ class Served:
 async def served(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Served]:
     monkeypatch.setattr(incoming, "SECONDS", SOON)
     found = Served()
-    app = web.Application(client_max_size=2**26)
-    app.add_routes([web.route("*", "/{path:.*}", found.handle)])
-    async with servers.served(app, runner=BoundedRunner) as url:
-        found.port = int(url.rpartition(":")[2])
-        yield found
+    server = HttpServer(application(found.handle))
+    await server.start("127.0.0.1", 0)
+    found.port = server.port
+    yield found
+    await server.close()
 
 
 async def all_said(reader: asyncio.StreamReader) -> bytes:

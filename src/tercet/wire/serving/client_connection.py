@@ -1,4 +1,4 @@
-"""The client's end of a request: uvicorn's connection with limits, to which the fast path writes.
+"""The HTTP server of router, sidecar, model router and picker: uvicorn's connection with limits, and a port.
 
 The limits: a head of at most 64 KiB within 10 s, a minimum rate of bodies, and timeouts. httptools copies the received
 part of a header each time more of it arrives, so one long header costs the square of its size: the limit is checked
@@ -8,7 +8,7 @@ A client that asks for the connection's end after its request is answered may st
 were closed with unread bytes, it would be reset, and the client would lose the answer: the rest is read and dropped.
 
 The tokens of one step arrive together, and their frames are written in a row: the code stays in the caches, and a
-client of several streams is woken up once for all of them.
+client of several streams is woken up once for all of them. The fast path writes to :class:`ClientConnection`.
 
 Relies on uvicorn's ``HttpToolsProtocol``: httptools calls its ``on_message_begin``, ``on_header``,
 ``on_headers_complete``, ``on_body`` and ``on_message_complete``; it has ``url``, ``headers``, ``cycle``, ``flow`` and
@@ -22,17 +22,23 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
+import ssl
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 from weakref import WeakKeyDictionary
 
+import uvicorn
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
+from uvicorn.server import ServerState
 
 from tercet.aio.incoming import LONGEST_HEAD, Breach, Incoming, Part, deadlines_of_connections
 from tercet.protocol.errors import BadRequest, TercetError
 from tercet.wire.serving.answers import breach_error, last_answer
+
+if TYPE_CHECKING:
+    from starlette.types import ASGIApp, Message, Send
 
 LAST_SECONDS = 2.0
 """Seconds for a refused client to read the error; data that it sends in that time is dropped."""
@@ -40,6 +46,8 @@ LINGER_SECONDS = 30.0
 """Seconds in which the rest of a body is dropped after the answer that ends a connection."""
 # Bytes of a header in addition to its name and value: ": " and the line end.
 BESIDE = 4
+TARGET = "tercet.target"
+"""The key of a request's target in an ASGI scope, as the client wrote it."""
 
 
 class BoundedProtocol(HttpToolsProtocol):
@@ -113,6 +121,7 @@ class BoundedProtocol(HttpToolsProtocol):
             if head_bytes > LONGEST_HEAD:
                 self.refuse(Breach.LONG_HEAD)
                 return
+        cast("dict[str, Any]", self.scope)[TARGET] = self.url
         super().on_headers_complete()
         cycle: Any = self.cycle
         if not cycle.keep_alive:
@@ -306,6 +315,24 @@ class ClientConnection:
         finally:
             self._on_lost = None
 
+    def abort(self) -> None:
+        """Close the connection now, so that the client sees that its answer is incomplete."""
+        self._cycle.disconnected = True
+        self._cycle.transport.abort()
+
+    def without_chunks(self, send: Send) -> Send:
+        """Return a ``send`` whose answer ends with the connection: a client of HTTP/1.0 would take chunks for text."""
+        cycle: Any = self._cycle
+
+        async def sent(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                cycle.chunked_encoding, cycle.expected_content_length = False, math.inf
+            elif not message.get("more_body"):
+                cycle.expected_content_length = len(message.get("body", b""))
+            await send(message)
+
+        return sent
+
     def lost(self) -> None:
         """Record that the client has left; for requests sent together uvicorn notifies only the last one's cycle."""
         self._cycle.disconnected = True
@@ -357,3 +384,47 @@ class StreamingProtocol(BoundedProtocol):
         self._forget_unread()
         if self._connection is not None:
             self._connection.lost()
+
+
+# Time that a connection may be idle between two requests, in seconds: proxies keep theirs for a minute.
+IDLE_SECONDS = 75
+
+
+class HttpServer:
+    """A port whose requests an ASGI application answers, on connections with limits."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self.port = 0
+        self._config = uvicorn.Config(
+            app, ws="none", lifespan="off", log_config=None, log_level="error", access_log=False, proxy_headers=False,
+            timeout_keep_alive=IDLE_SECONDS,
+        )  # fmt: skip
+        self._state = ServerState()
+        self._server: asyncio.Server | None = None
+
+    async def start(self, host: str, port: int, tls: ssl.SSLContext | None = None) -> None:
+        """Start listening. Raises :class:`OSError` for an address that cannot be used."""
+        self._config.load()
+        made = partial(StreamingProtocol, self._config, self._state, {})
+        loop = asyncio.get_running_loop()
+        self._server = await loop.create_server(made, host, port, ssl=tls, backlog=self._config.backlog)
+        self.port = self._server.sockets[0].getsockname()[1]
+
+    async def finish(self) -> None:
+        """Accept no new requests, and return when all requests have ended."""
+        if self._server is not None:
+            self._server.close()
+        for connection in tuple(self._state.connections):
+            connection.shutdown()
+        while self._state.tasks:
+            await asyncio.wait(tuple(self._state.tasks))
+
+    def abort(self) -> None:
+        """Close all connections, even if clients have not read all written data."""
+        for connection in tuple(self._state.connections):
+            connection.transport.abort()
+
+    async def close(self) -> None:
+        """End all requests."""
+        self.abort()
+        await self.finish()

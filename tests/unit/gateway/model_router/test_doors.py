@@ -73,7 +73,7 @@ NOT_FOR_CLIENTS = (
     "/tercet/v1/members/a", "/x/tercet/v1/status", "http://localhost/tercet/stream", "/v1/load_lora_adapter",
     "/v1/load_lora_adapter/", "/v1/unload_lora_adapter", "/sleep", "/wake_up", "/pause", "/reset_prefix_cache",
     "/collective_rpc", "/server_info", "/abort_requests", "/load", "/docs", "/openapi.json", "/v1/realtime", "/",
-    "/v1/chat/completions/../../../sleep", "*",
+    "/v1/chat/completions/../../../sleep",
 )  # fmt: skip
 
 

@@ -21,7 +21,7 @@ from tercet.protocol.access import bearer
 from tercet.protocol.weights import chosen_by_weight
 from tercet.protocol.wire import UNREADABLE
 from tercet.wire.client.bounded_answers import PLAIN, read_answer, reason_of
-from tercet.wire.client.passing import Origin
+from tercet.wire.client.passing import passing_session
 
 
 @dataclass(eq=False)
@@ -154,44 +154,38 @@ class _ModelList(msgspec.Struct):
 class BackendPolls:
     """Polls of the routers of ``routes`` every ``interval_s`` seconds, with the key that ``key`` returns.
 
-    An async context manager. ``origins`` are their connections, by URL.
+    An async context manager, in which ``session`` has the connections to the routers.
     """
 
+    session: aiohttp.ClientSession
+
     def __init__(self, routes: ModelRoutes, interval_s: float, key: Callable[[], str]) -> None:
-        self.origins: dict[str, Origin] = {}
         self._routes = routes
         self._interval_s = interval_s
         self._key = key
         self._polls: dict[str, asyncio.Task[None]] = {}
         self._tasks = TaskSet()
-        self._session: aiohttp.ClientSession | None = None
 
     async def __aenter__(self) -> Self:
-        self._session = aiohttp.ClientSession(cookie_jar=aiohttp.DummyCookieJar(), auto_decompress=False)
+        self.session = passing_session(
+            None, keep_alive_s=KEEPALIVE_SECONDS, connect_s=CONNECT_SECONDS, max_head=MOST_ANSWER_HEAD
+        )
         await self._begin(self._routes.backends)
         return self
 
     async def __aexit__(self, *_: object) -> None:
         await self._tasks.close()
-        for origin in self.origins.values():
-            origin.close()
-        if self._session is not None:
-            await self._session.close()
+        await self.session.close()
 
     async def replace(self, weights: Mapping[str, float]) -> None:
         """Set the routers, by URL and weight; new ones are first asked for their models."""
         new, left = self._routes.replaced(weights.items())
         for backend in left:
             self._polls.pop(backend.url).cancel()
-            self.origins.pop(backend.url).close()
             logger.info("%s is no longer polled", backend.url)
         await self._begin(new)
 
     async def _begin(self, backends: Sequence[WeightedRouter]) -> None:
-        for backend in backends:
-            self.origins[backend.url] = Origin(
-                backend.url, None, keep_alive_s=KEEPALIVE_SECONDS, connect_s=CONNECT_SECONDS, max_head=MOST_ANSWER_HEAD
-            )
         firsts = [asyncio.Event() for _ in backends]
         for backend, first in zip(backends, firsts, strict=True):
             polling = self._polling(backend, first)
@@ -212,9 +206,8 @@ class BackendPolls:
 
     async def poll(self, backend: WeightedRouter) -> None:
         """Ask one router for its models."""
-        assert self._session is not None
         try:
-            async with self._session.get(
+            async with self.session.get(
                 f"{backend.url}/v1/models",
                 headers={**bearer(self._key()), **PLAIN},
                 timeout=POLL_TIMEOUT,

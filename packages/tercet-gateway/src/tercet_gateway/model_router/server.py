@@ -37,21 +37,15 @@ from tercet.protocol.errors import error_body, in_form
 from tercet.protocol.headers import MODELS, is_for_clients
 from tercet.protocol.json_text import UNREADABLE, in_utf8, read_json
 from tercet.protocol.request_checks import forms_of, labelled
-from tercet.protocol.wire import API_PREFIX, decode_call
+from tercet.protocol.wire import API_PREFIX, JSON, decode_call
 from tercet.wire.client.bounded_answers import reason_of
-from tercet.wire.client.passing import (
-    NotConnected,
-    NotReadable,
-    OriginAnswer,
-    end_to_end,
-    passed_trailers,
-    with_forwarder,
-)
+from tercet.wire.client.passing import NotConnected, NotReadable, OriginAnswer, end_to_end, request, with_forwarder
+from tercet.wire.serving.client_connection import HttpServer
 from tercet.wire.serving.server_access import AdminAccess, RouterKeys
 from tercet_gateway.gateway_settings import ModelBackend, ModelRouterConfig, require_backends
 from tercet_gateway.model_router.backends import BackendPolls, ModelRoutes, WeightedRouter
+from tercet_gateway.proxied_calls import ClientCall, ProxiedAnswer, RequestBodies, application
 from tercet_gateway.served_certificate import ServedCertificate
-from tercet_gateway.sidecar.listener import JSON, ClientCall, Listener, ProxiedAnswer, RequestBodies
 
 ASKS = "this model router requires an API key: Authorization: Bearer KEY"
 HEALTH = frozenset({"/health", "/ping"})
@@ -61,8 +55,8 @@ NOT_FOUND = "NotFoundError"
 """The type of vLLM's error for an unknown model."""
 CLIENT_LEFT = 499
 """Status that proxies record for a request whose client did not wait for its answer."""
-NOT_PASSED = frozenset({b"trailer", b"expect", b"content-length"})
-OPTIONS = b"OPTIONS"
+NOT_PASSED = frozenset({b"expect"})
+OPTIONS = "OPTIONS"
 
 
 class _Named(msgspec.Struct):
@@ -121,7 +115,7 @@ class ModelProxy:
             await answer.fail(error)
 
     async def _serve(self, http: ClientCall, answer: ProxiedAnswer) -> None:
-        reads = http.method in (b"GET", b"HEAD")
+        reads = http.method in ("GET", "HEAD")
         if http.path == LIVE and reads:
             await http.answer(200, b"", "text/plain")
         elif http.path in HEALTH and reads:
@@ -188,7 +182,7 @@ class ModelProxy:
                             response = await self._asked(http, backend, body.content)
                     except NotConnected as error:
                         failed.add(backend)
-                        self._polls.lost(backend, reason_of(error.__cause__ or error))
+                        self._polls.lost(backend, reason_of(error))
                         continue
                     body.forget()
                     status.append(response.status)
@@ -199,16 +193,13 @@ class ModelProxy:
             return
 
     async def _asked(self, http: ClientCall, backend: WeightedRouter, body: bytes) -> OriginAnswer:
-        origin = self._polls.origins[backend.url]
         fields = end_to_end(http.fields, NOT_PASSED)
-        if not any(name.lower() == b"host" for name, _ in fields):
-            fields.insert(0, (b"Host", origin.host))
         host = (http.header("host") or "").encode("latin-1")
-        fields = with_forwarder(fields, http.peer or "", host, http.scheme, http.http_version)
+        fields = with_forwarder(fields, http.peer or "", host, http.scheme, http.http_version.encode())
         if http.has_body:
             fields.append((b"Content-Length", str(len(body)).encode()))
         try:
-            return await origin.ask(http.method, http.target, fields, body, http.inform)
+            return await request(self._polls.session, backend.url, http.method, http.target, fields, body)
         except NotConnected:
             raise
         except NotReadable as error:
@@ -227,7 +218,7 @@ class ModelProxy:
             if not part:
                 break
             await answer.write(part)
-        await answer.end(passed_trailers(response.trailers))
+        await answer.end()
 
     @contextmanager
     def _counted(self, backend: WeightedRouter, model: str) -> Any:
@@ -323,7 +314,7 @@ class ModelRouterServer:
     routes: ModelRoutes
     _bodies: RequestBodies
     _proxy: ModelProxy
-    _listener: Listener
+    _server: HttpServer
 
     @property
     def bytes_kept(self) -> int:
@@ -337,7 +328,7 @@ class ModelRouterServer:
         """
         giving_up = asyncio.create_task(self._give_up(seconds, hurried))
         try:
-            await self._listener.finish()
+            await self._server.finish()
         finally:
             giving_up.cancel()
 
@@ -349,7 +340,7 @@ class ModelRouterServer:
             pass
         self._proxy.give_up(ShuttingDown("this model router is shutting down, and ended the request"))
         await asyncio.sleep(ERROR_SECONDS)
-        self._listener.abort()
+        self._server.abort()
 
 
 def keys_of(config: ModelRouterConfig) -> RouterKeys:
@@ -381,19 +372,19 @@ async def model_router(config: ModelRouterConfig) -> AsyncGenerator[ModelRouterS
         async def handle(http: ClientCall) -> None:
             await (admin.handle if http.path == BACKENDS else proxy.handle)(http)
 
-        listener = Listener(handle, error_body)
-        stack.push_async_callback(listener.close)
+        server = HttpServer(application(handle))
+        stack.push_async_callback(server.close)
         tls = None
         if config.tls_cert is not None and config.tls_key is not None:
             tls = ServedCertificate(Path(config.tls_cert), Path(config.tls_key)).context()
         try:
-            await listener.start(config.host, config.port, tls)
+            await server.start(config.host, config.port, tls)
         except OSError as error:
             raise BadRequest(f"port: cannot listen on {config.host}:{config.port}: {error.strerror}", "port") from error
         following = TaskSet()
         stack.push_async_callback(following.close)
         following.keep(keys.follow, "keys")
-        yield ModelRouterServer(listener.port, routes, bodies, proxy, listener)
+        yield ModelRouterServer(server.port, routes, bodies, proxy, server)
 
 
 class _BackendsRoute:
@@ -409,12 +400,12 @@ class _BackendsRoute:
     async def handle(self, http: ClientCall) -> None:
         """Serve ``GET`` and ``PUT /tercet/v1/backends``."""
         try:
-            self._access.require_call(http.method.decode("latin-1"), http.path, http.fields, http.peer)
-            if http.method == b"PUT":
+            self._access.require_call(http.method, http.path, http.fields, http.peer)
+            if http.method == "PUT":
                 with self._bodies.one() as body:
                     await self._bodies.read(http, body)
                     await self._replace(body.content)
-            elif http.method != b"GET":
+            elif http.method != "GET":
                 raise BadRequest("this route accepts only GET and PUT")
             body = msgspec.json.encode([BackendReport.of(each) for each in self._routes.backends])
             await http.answer(200, body, JSON)

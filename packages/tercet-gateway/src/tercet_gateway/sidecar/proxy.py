@@ -37,7 +37,6 @@ from tercet.protocol import (
     UnknownPath,
 )
 from tercet.protocol.access import CHALLENGE_HEADER, BearerKeys, Callers, Prover, require_digest, secrets_of
-from tercet.protocol.errors import error_body
 from tercet.protocol.headers import (
     CONTROL_HEADERS,
     PREFILLER_HEADER,
@@ -59,22 +58,22 @@ from tercet.wire.client.bounded_answers import reason_of
 from tercet.wire.client.engine_calls import KEEPALIVE_SECONDS
 from tercet.wire.client.passing import (
     Fields,
-    NotConnected,
     NotReadable,
-    Origin,
     OriginAnswer,
     end_to_end,
     passed_on,
-    passed_trailers,
+    passing_session,
+    request,
     values,
 )
 from tercet.wire.client.remote_prefill import PrefillAttempts, RemotePrefill
 from tercet.wire.exported_spans import exporting_spans
 from tercet.wire.serving.answers import trace_refused, wants_trace
+from tercet.wire.serving.client_connection import HttpServer
 from tercet.wire.serving.server_access import is_loopback
 from tercet_gateway.gateway_settings import SidecarConfig
+from tercet_gateway.proxied_calls import ClientCall, ProxiedAnswer, RequestBodies, application, is_stream
 from tercet_gateway.served_certificate import ServedCertificate
-from tercet_gateway.sidecar.listener import ClientCall, Listener, ProxiedAnswer, RequestBodies, is_stream
 from tercet_gateway.sidecar.prefill_legs import (
     KV_PARAMS,
     SPLIT_PATHS,
@@ -130,13 +129,14 @@ class Proxy:
     def __init__(
         self,
         config: SidecarConfig,
-        origin: Origin,
+        session: aiohttp.ClientSession,
         leg: PrefillLeg,
         allowed: AllowedPrefillers,
         verbs_are_open: bool,
     ) -> None:
         self._under_way = CallsInFlight()
-        self._origin = origin
+        self._session = session
+        self._engine = config.engine
         self._leg = leg
         self._allowed = allowed
         self._callers = Callers(secrets_of(config.secret))
@@ -182,7 +182,7 @@ class Proxy:
             form = ""
             if http.has_body and is_for_clients(http.path):  # bodies for other routes pass as they are
                 form, http.fields, _ = labelled(http.fields, forms_of(http.path))
-            if http.method == b"POST" and http.path in SPLIT_PATHS:
+            if http.method == "POST" and http.path in SPLIT_PATHS:
                 await self._split(http, answer, body)
             elif self._refuses_params and form == JSON:
                 await self._read(http, body)
@@ -214,7 +214,7 @@ class Proxy:
         if not self._callers:
             require_own_call(ShownHeaders.of_asgi(http.fields), http.peer)
         shown = http.headers("authorization")
-        return self._callers.require(shown, http.method.decode("latin-1"), _verb_of(http), refusal)
+        return self._callers.require(shown, http.method, _verb_of(http), refusal)
 
     def _require_operator(self, http: ClientCall) -> None:
         """Raise :class:`~tercet.protocol.Forbidden` for a caller who may not see traces."""
@@ -282,11 +282,10 @@ class Proxy:
 
     async def _require_key(self, http: ClientCall) -> None:
         """Raise :class:`~tercet.protocol.Unauthorized` if the engine does not accept the request's key."""
-        shown = [(b"Host", self._origin.host)]
-        shown += [(b"Authorization", value.encode("latin-1")) for value in http.headers("authorization")]
+        shown = [(b"authorization", value.encode("latin-1")) for value in http.headers("authorization")]
         try:
             async with asyncio.timeout(ASK_SECONDS):
-                response = await self._origin.ask(b"GET", b"/v1/models", shown, None)
+                response = await request(self._session, self._engine, "GET", b"/v1/models", shown, None)
                 try:
                     while await response.part():
                         pass
@@ -295,7 +294,7 @@ class Proxy:
         except NotReadable as error:
             raise EngineError(f"the engine's answer cannot be read: {error}") from error
         except OSError as error:
-            raise EngineUnreachable(f"the engine does not answer: {_reason(error)}") from error
+            raise EngineUnreachable(f"the engine does not answer: {reason_of(error)}") from error
         if response.status in (HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN):
             raise Unauthorized("the engine does not accept the key of this request: Authorization: Bearer KEY")
 
@@ -345,7 +344,7 @@ class Proxy:
                         await held.aclose()
                         held = None
                     await answer.write(chunk)
-                await answer.end(passed_trailers(response.trailers))
+                await answer.end()
         finally:
             watching.cancel()
 
@@ -365,22 +364,17 @@ class Proxy:
         digest: str | None = None,
     ) -> OriginAnswer:  # fmt: skip
         is_same = not isinstance(body, bytes)  # a buffered body is sent whole, even if it arrived in chunks
-        drops = {*OURS, b"trailer", b"expect"} if not is_same or http.http_version < b"1.1" else set(OURS)
+        drops = {*OURS, b"expect"} if not is_same or http.http_version == "1.0" else set(OURS)
         if digest is not None:
             drops.add(b"authorization")
         fields = passed_on(http.fields, drops) if is_same else end_to_end(http.fields, drops)
-        if not any(name.lower() == b"host" for name, _ in fields):
-            fields.insert(0, (b"Host", self._origin.host))
         fields += [(name.encode(), value.encode()) for name, value in (more or {}).items()]
         if not is_same:
             fields.append((b"Content-Length", str(len(body)).encode()))
 
-        def trailers() -> Fields:
-            return passed_trailers(http.trailers, OURS)
-
         async def ask() -> OriginAnswer:
             proof = () if digest is None else self._proof(http, digest)
-            return await self._origin.ask(http.method, http.target, [*fields, *proof], body, http.inform, trailers)
+            return await request(self._session, self._engine, http.method, http.target, [*fields, *proof], body)
 
         try:
             response = await ask()
@@ -390,13 +384,13 @@ class Proxy:
         except NotReadable as error:
             raise EngineError(f"the engine's answer cannot be read: {error}") from error
         except OSError as error:
-            raise EngineUnreachable(f"the engine does not answer: {_reason(error)}") from error
+            raise EngineUnreachable(f"the engine does not answer: {reason_of(error)}") from error
         stack.callback(response.close)
         return response
 
     def _proof(self, http: ClientCall, digest: str) -> Fields:
         """Return the proof for the engine of a call that was proved to this sidecar."""
-        proved = self._prover.headers(http.method.decode("latin-1"), _verb_of(http), digest)
+        proved = self._prover.headers(http.method, _verb_of(http), digest)
         return [(name.encode(), value.encode("latin-1")) for name, value in proved.items()]
 
     def _is_met(self, response: OriginAnswer) -> bool:
@@ -468,14 +462,9 @@ async def _read(response: OriginAnswer, waiting: _Waiting) -> bytes:
     try:
         return await response.part()
     except (NotReadable, OSError) as error:
-        raise EngineUnreachable(f"the engine was lost: {_reason(error)}") from error
+        raise EngineUnreachable(f"the engine was lost: {reason_of(error)}") from error
     finally:
         waiting.since = None
-
-
-def _reason(error: BaseException) -> str:
-    """Return the reason of an error in words; of an error without a connection, the cause."""
-    return reason_of(error.__cause__ if isinstance(error, NotConnected) and error.__cause__ is not None else error)
 
 
 def _has_params(fields: Mapping[str, Any]) -> bool:
@@ -529,7 +518,7 @@ class SidecarServer:
 
     port: int
     _proxy: Proxy
-    _listener: Listener
+    _server: HttpServer
     _leg: PrefillLeg
 
     async def finish(self, seconds: float, hurried: asyncio.Event) -> None:
@@ -540,7 +529,7 @@ class SidecarServer:
         """
         giving_up = asyncio.create_task(self._give_up(seconds, hurried))
         try:
-            await self._listener.finish()
+            await self._server.finish()
             await _unless(hurried, self._leg.finish(DRAIN_SECONDS))
         finally:
             giving_up.cancel()
@@ -549,7 +538,7 @@ class SidecarServer:
         await _unless(hurried, asyncio.sleep(seconds))
         self._proxy.give_up(ShuttingDown("this sidecar is shutting down, and ended the request"))
         await asyncio.sleep(ERROR_SECONDS)
-        self._listener.abort()
+        self._server.abort()
 
 
 async def _unless(hurried: asyncio.Event, work: Coroutine[Any, Any, object]) -> None:
@@ -575,31 +564,26 @@ async def sidecar(config: SidecarConfig) -> AsyncGenerator[SidecarServer]:
     Raises :class:`~tercet.protocol.BadRequest` for a port in use, and for a certificate that cannot be used.
     """
     tls = engine_tls(config.engine_tls.ca, config.engine_tls.cert, config.engine_tls.key)
-    connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEPALIVE_SECONDS, ssl=tls or True)
+    session = passing_session(tls, keep_alive_s=KEEPALIVE_SECONDS, connect_s=CONNECT_SECONDS, max_head=MOST_ANSWER_HEAD)
     async with AsyncExitStack() as stack:
-        session = aiohttp.ClientSession(connector=connector, auto_decompress=False, cookie_jar=aiohttp.DummyCookieJar())
         await stack.enter_async_context(session)
         leg = await stack.enter_async_context(_leg(config, session, tls))
-        origin = Origin(
-            config.engine, tls, keep_alive_s=KEEPALIVE_SECONDS, connect_s=CONNECT_SECONDS, max_head=MOST_ANSWER_HEAD
-        )
-        stack.callback(origin.close)
-        proxy = Proxy(config, origin, leg, config.allowed_prefillers(), is_loopback(config.host))
+        proxy = Proxy(config, session, leg, config.allowed_prefillers(), is_loopback(config.host))
 
         async def handle(http: ClientCall) -> None:
-            if http.path == METRICS and http.method in (b"GET", b"HEAD"):
+            if http.path == METRICS and http.method in ("GET", "HEAD"):
                 body = b"".join(generate_latest(each) for each in remote_prefill.METRICS)
                 await http.answer(HTTPStatus.OK, body, "text/plain")
             else:
                 await proxy.handle(http)
 
-        listener = Listener(handle, error_body)
-        stack.push_async_callback(listener.close)
+        server = HttpServer(application(handle))
+        stack.push_async_callback(server.close)
         try:
-            await listener.start(config.host, config.port, _shown(config))
+            await server.start(config.host, config.port, _shown(config))
         except OSError as error:
             raise BadRequest(f"port: cannot listen on {config.host}:{config.port}: {error.strerror}", "port") from error
-        yield SidecarServer(listener.port, proxy, listener, leg)
+        yield SidecarServer(server.port, proxy, server, leg)
 
 
 def _shown(config: SidecarConfig) -> SSLContext | None:
