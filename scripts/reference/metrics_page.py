@@ -16,8 +16,8 @@ from tercet.fleet.engine_gauges import EngineCollector
 from tercet.protocol import Engine, EngineLoad
 from tercet.router.observe.metrics import COUNTED_HERE, KNOWN_HERE, SERVED, VLLMS, Metrics, SessionMetrics
 from tercet.wire.client import remote_prefill
-from tercet_gateway.model_router.server import ModelMetrics
-from tercet_gateway.picker_metrics import PickerMetrics, PoolCollector
+from tercet_gateway.endpoint_picker import PickerMetrics, PoolCollector
+from tercet_gateway.model_router import ModelMetrics
 from tercet_lab.planning.live_planner import PlannerMetrics
 from tercet_lab.sim.sim_server import COUNTERS, GAUGES
 

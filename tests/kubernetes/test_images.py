@@ -121,7 +121,7 @@ sys.argv[:] = ["tercet", *sys.argv[3:]]
 raise SystemExit(main())
 """
 STARTED = (
-    "tercet_gateway.sidecar.proxy",
+    "tercet_gateway.sidecar",
     "tercet_gateway.server",
     "tercet_gateway.model_renderer",
     "tercet.wire.otel",

@@ -31,8 +31,8 @@ from tercet.settings import Limits
 from tercet_gateway.endpoint_picker import Endpoints
 from tercet_gateway.exchange import Exchange, refusal
 from tercet_gateway.gateway_settings import ModelBackend, ModelRouterConfig, SidecarConfig
-from tercet_gateway.model_router.server import model_router
-from tercet_gateway.sidecar.proxy import sidecar
+from tercet_gateway.model_router import model_router
+from tercet_gateway.sidecar import sidecar
 from tercet_lab.sim import load_profile
 from tercet_lab.sim.sim_server import ServerConfig
 from tercet_lab.sim.sim_server import serving as simulated

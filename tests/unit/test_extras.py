@@ -71,7 +71,7 @@ WHAT_RUNS = (
 )  # fmt: skip
 OF_PACKAGES_RUN = (
     "tercet_lab.commands.sim", "tercet_lab.commands.bench", "tercet_lab.commands.chaos", "tercet_lab.small_openai",
-    "tercet_lab.sim.sim_server", "tercet_gateway.commands.epp", "tercet_gateway.sidecar.proxy",
+    "tercet_lab.sim.sim_server", "tercet_gateway.commands.epp", "tercet_gateway.sidecar",
     "tercet_gateway.commands.upgrade", "tercet_ray.ray_fleet", "tercet_ray.ray_job", "tercet_ray.state_ray",
 )  # fmt: skip
 OF_ENGINES = (

@@ -17,7 +17,7 @@ from tercet.protocol import BadRequest
 from tercet.settings import read_yaml
 from tercet.settings.process_settings import KeyFile
 from tercet.wire.client import engine_tls
-from tercet_gateway.served_certificate import ServedCertificate
+from tercet_gateway.proxied_calls import ServedCertificate
 from tercet_lab.bench.results import load_result
 from tercet_lab.bench.workloads.recorded import read_text
 from tercet_lab.chaos.fault_schedule import load_schedule

@@ -10,8 +10,8 @@ from contextlib import asynccontextmanager
 import pytest
 
 from tercet.protocol import BadRequest, EngineError
-from tercet_gateway.model_router import upgrading
-from tercet_gateway.model_router.upgrading import RolloutPlan, Upgrade
+from tercet_gateway import upgrading
+from tercet_gateway.upgrading import RolloutPlan, Upgrade
 from tests.longest_wait import until
 from tests.unit.gateway.model_router.test_model_router import Router, World, world
 

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tercet.protocol import BadRequest
-from tercet_gateway.model_router.upgrading import Rollout, RolloutPlan, Seen
+from tercet_gateway.upgrading import Rollout, RolloutPlan, Seen
 
 PLAN = RolloutPlan((0.1, 0.5, 1.0), hold_s=10.0, tolerance=0.01)
 IDLE = Seen()

@@ -12,10 +12,9 @@ from msgspec import structs
 from tercet.fleet import EngineFleet, Member
 from tercet.protocol import EngineLoad, Role
 from tercet.settings import EngineAddress
-from tercet_gateway.endpoint_picker import EndpointPicker, address_of
+from tercet_gateway.endpoint_picker import EndpointPicker, PickerMetrics, address_of
 from tercet_gateway.gateway_settings import PickerConfig
-from tercet_gateway.picker_metrics import PickerMetrics
-from tercet_gateway.rendering import ByCharacters
+from tercet_gateway.openai_call import ByCharacters
 from tercet_gateway.server import PickerServer, picking, scheduling_of
 from tests.unit.fakes import FakeEngine
 

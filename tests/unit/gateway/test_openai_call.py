@@ -10,8 +10,7 @@ import pytest
 
 from tercet.protocol import BadRequest
 from tercet.protocol.headers import GENERATING, POOLING, path_of
-from tercet_gateway.openai_call import READ_STRICTLY, OpenAICall, call_of
-from tercet_gateway.rendering import ByCharacters
+from tercet_gateway.openai_call import READ_STRICTLY, ByCharacters, OpenAICall, call_of
 
 from .pickers import House
 

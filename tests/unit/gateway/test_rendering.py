@@ -18,8 +18,7 @@ from tercet.protocol import BadRequest, RequestTooLarge
 from tercet_gateway import model_renderer
 from tercet_gateway.exchange import refusal
 from tercet_gateway.model_renderer import SEGMENT, ModelRenderer
-from tercet_gateway.openai_call import OpenAIBody, OpenAICall, call_of, call_unread
-from tercet_gateway.rendering import MOST_TOKENS, ByCharacters
+from tercet_gateway.openai_call import MOST_TOKENS, ByCharacters, OpenAIBody, OpenAICall, call_of, call_unread
 from tests.longest_wait import LONGEST_WAIT_S
 
 TEMPLATE = (

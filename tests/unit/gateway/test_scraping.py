@@ -13,11 +13,9 @@ from aiohttp import web
 from tercet.fleet import EngineFleet
 from tercet.protocol import BadRequest, Conflict, Request
 from tercet.settings import EngineAddress
-from tercet_gateway.endpoint_picker import EndpointPicker, address_of
+from tercet_gateway.endpoint_picker import EndpointPicker, PickerMetrics, address_of
 from tercet_gateway.gateway_settings import PickerConfig
-from tercet_gateway.openai_call import OpenAIBody, OpenAICall
-from tercet_gateway.picker_metrics import PickerMetrics
-from tercet_gateway.rendering import ByCharacters, stand_ins
+from tercet_gateway.openai_call import ByCharacters, OpenAIBody, OpenAICall, stand_ins
 from tercet_gateway.server import fleet_of
 from tests.servers import served
 

@@ -28,11 +28,10 @@ from tercet.cluster.ports import free_ports
 from tercet.protocol import BadRequest, Role, UnknownPath
 from tercet_gateway import exchange
 from tercet_gateway import server as picker_server
-from tercet_gateway.endpoint_picker import Endpoints
+from tercet_gateway.endpoint_picker import MOST_MODELS, Endpoints
 from tercet_gateway.exchange import SUBSET, SUBSET_METADATA, Exchange, candidates_of
 from tercet_gateway.gateway_settings import PickerConfig
 from tercet_gateway.openai_call import OpenAIBody, OpenAICall
-from tercet_gateway.picker_metrics import MOST_MODELS
 from tercet_gateway.protos import HealthCheckRequest, HealthCheckResponse, HealthStub
 from tercet_gateway.server import READY_NAMES, picking
 from tests.conformance.envoy_side import BUFFERED, DUPLEX, PREFILLER, EnvoySide, Stream

@@ -9,8 +9,7 @@ from random import Random
 import pytest
 
 from tercet.protocol import Request
-from tercet_gateway.openai_call import OpenAIBody, OpenAICall
-from tercet_gateway.rendering import stand_ins
+from tercet_gateway.openai_call import OpenAIBody, OpenAICall, stand_ins
 
 from .pickers import House, fleet_for
 

@@ -125,7 +125,7 @@ def test_the_sampler_of_the_variables_decides(monkeypatch: pytest.MonkeyPatch) -
 @pytest.mark.processes
 def test_a_process_without_the_variables_imports_nothing_of_opentelemetry() -> None:
     code = (
-        "import sys, tercet.router.server, tercet_gateway.sidecar.proxy, tercet_lab.sim.sim_server\n"
+        "import sys, tercet.router.server, tercet_gateway.sidecar, tercet_lab.sim.sim_server\n"
         "from tercet.wire.exported_spans import exporting_spans\n"
         "with exporting_spans('x'): pass\n"
         "sys.exit(any(name.startswith('opentelemetry.') for name in sys.modules))"

@@ -41,9 +41,8 @@ from tercet.protocol.names import kept_name
 from tercet.protocol.request_checks import WITH_BODY, forms_of, labelled
 from tercet.protocol.spans import span_context_of, span_of, working_in
 from tercet.wire.serving.answers import breach_error
-from tercet_gateway.endpoint_picker import EndpointPicker, Endpoints
+from tercet_gateway.endpoint_picker import EndpointPicker, Endpoints, PickerMetrics
 from tercet_gateway.openai_call import MOST_READ, OpenAICall, asked_path, call_of, call_unread
-from tercet_gateway.picker_metrics import PickerMetrics
 from tercet_gateway.protos import (
     SERVICE,
     BodyMutation,

@@ -24,8 +24,7 @@ from tokenizers import Tokenizer
 
 from tercet.protocol import BadRequest
 from tercet.protocol.json_text import UNREADABLE
-from tercet_gateway.openai_call import OpenAICall
-from tercet_gateway.rendering import Tokens, estimated, stand_ins, token_ids
+from tercet_gateway.openai_call import OpenAICall, Tokens, estimated, stand_ins, token_ids
 
 SEGMENT = 2048
 """Number of characters that are tokenized, and cached, together."""

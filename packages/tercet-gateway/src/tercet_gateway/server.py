@@ -35,15 +35,13 @@ from tercet.wire.client import engine_tls
 from tercet.wire.exported_spans import exporting_spans
 from tercet.wire.serving.client_connection import HttpServer
 from tercet.wire.streams import StreamListener
-from tercet_gateway.endpoint_picker import EndpointPicker
+from tercet_gateway.endpoint_picker import EndpointPicker, PickerMetrics, PoolCollector
 from tercet_gateway.exchange import EndpointPickerService
 from tercet_gateway.gateway_settings import PickerConfig
 from tercet_gateway.model_renderer import ModelRenderer, tokenizer_file
-from tercet_gateway.picker_metrics import PickerMetrics, PoolCollector
+from tercet_gateway.openai_call import ByCharacters, Renderer
 from tercet_gateway.protos import SERVICE, HealthCheckResponse, add_HealthServicer_to_server, health
-from tercet_gateway.proxied_calls import ClientCall, application
-from tercet_gateway.rendering import ByCharacters, Renderer
-from tercet_gateway.served_certificate import ServedCertificate
+from tercet_gateway.proxied_calls import ClientCall, ServedCertificate, application
 
 logger = logging.getLogger("tercet.gateway")
 LIVENESS, READY_NAMES = "liveness", ("readiness", SERVICE, "")

@@ -13,7 +13,7 @@ from tercet.protocol.errors import Forbidden
 from tercet.protocol.request_checks import ShownHeaders, require_this_machine
 from tercet.settings import Source, decode_settings
 from tercet_gateway.gateway_settings import ModelRouterConfig
-from tercet_gateway.model_router.server import keys_of
+from tercet_gateway.model_router import keys_of
 from tests.longest_wait import LONGEST_WAIT_S, until
 from tests.unit.gateway.model_router.test_model_router import CHAT, Router, World, world
 

@@ -14,9 +14,9 @@ from aiohttp import web
 
 from tercet.protocol import BadRequest
 from tercet.settings import Source, decode_settings
+from tercet_gateway import model_router as server
 from tercet_gateway.gateway_settings import ModelBackend, ModelRouterConfig
-from tercet_gateway.model_router import backends
-from tercet_gateway.model_router.server import ModelRouterServer, model_router
+from tercet_gateway.model_router import ModelRouterServer, model_router
 from tests.longest_wait import LONGEST_WAIT_S, until
 from tests.servers import served
 
@@ -328,7 +328,7 @@ async def test_requests_of_a_router_that_stands_still_end(begun: bool, monkeypat
         asking = asyncio.create_task(found.ask("a"))
         await until(lambda: a.bodies)
         a.lists.clear()
-        monkeypatch.setattr(backends, "POLL_TIMEOUT", aiohttp.ClientTimeout(total=0.1))
+        monkeypatch.setattr(server, "POLL_TIMEOUT", aiohttp.ClientTimeout(total=0.1))
         status, _, text = await asyncio.wait_for(asking, LONGEST_WAIT_S)
         assert status == (200 if begun else 503)
         assert '"code":"engine_unreachable"' in text
@@ -347,8 +347,8 @@ async def test_a_stream_of_an_overloaded_router_goes_on(monkeypatch: pytest.Monk
         asking = asyncio.create_task(found.ask("a"))
         await until(lambda: a.bodies)
         a.lists.clear()
-        monkeypatch.setattr(backends, "POLL_TIMEOUT", aiohttp.ClientTimeout(total=0.2))
-        await until(lambda: found.server.routes.backends[0].silent >= 3 * backends.SILENT_POLLS)
+        monkeypatch.setattr(server, "POLL_TIMEOUT", aiohttp.ClientTimeout(total=0.2))
+        await until(lambda: found.server.routes.backends[0].silent >= 3 * server.SILENT_POLLS)
         assert (await found.ask("a"))[0] == 503
         a.go.set()
         status, _, text = await asking

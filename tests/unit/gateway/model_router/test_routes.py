@@ -10,7 +10,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from tercet.protocol import BadRequest, EngineUnreachable, UnknownModel
-from tercet_gateway.model_router.backends import ModelRoutes, WeightedRouter
+from tercet_gateway.model_router import ModelRoutes, WeightedRouter
 
 
 def backend(url: str, *models: str, weight: float = 1.0, answers: bool = True) -> WeightedRouter:

@@ -10,7 +10,7 @@ import aiohttp
 import pytest
 
 from tercet_gateway.gateway_settings import SidecarConfig
-from tercet_gateway.sidecar.proxy import sidecar
+from tercet_gateway.sidecar import sidecar
 from tercet_lab.sim.sim_server import serving
 from tests.long_runs import FULL
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from tercet_gateway.gateway_settings import SidecarConfig
-from tercet_gateway.sidecar.proxy import sidecar
+from tercet_gateway.sidecar import sidecar
 from tests.longest_wait import LONGEST_WAIT_S
 from tests.unit.wire.client.raw_http import Message, RawServer, parsed, raw_server, said
 

@@ -20,8 +20,8 @@ from tercet.protocol.trace import VerbTrace
 from tercet.wire.client import HttpEngine, engine_tls
 from tercet.wire.client.remote_prefill import PrefillAttempts
 from tercet_gateway.gateway_settings import SidecarConfig
-from tercet_gateway.sidecar.prefill_legs import NixlLeg, SplitCall, messages_of
-from tercet_gateway.sidecar.proxy import SidecarServer, sidecar
+from tercet_gateway.prefill_legs import NixlLeg, SplitCall, messages_of
+from tercet_gateway.sidecar import SidecarServer, sidecar
 from tercet_lab.sim import EngineOptions, SimEngine
 from tercet_lab.sim.sim_server import OpenAI, serving
 from tests.abort import abort

@@ -9,7 +9,6 @@ from tercet.cli.terminal import note
 from tercet.cluster.model import resolve_model
 from tercet.cluster.ports import require_free
 from tercet.protocol.entry_points import require_extra
-from tercet_gateway import require_usable, serve
 from tercet_gateway.gateway_settings import PickerConfig
 
 
@@ -26,6 +25,8 @@ def epp(config: PickerConfig) -> None:
     - `tercet epp --engine http://10.0.0.5:8001 --scheduling endpoint-picker-config.yaml --render-model ~/models/qwen`
     """
     require_extra("gateway", "tercet epp")
+    from tercet_gateway.server import require_usable, serve
+
     if config.render_model is not None:
         config = msgspec.structs.replace(config, render_model=resolve_model(config.render_model, note))
     require_usable(config)

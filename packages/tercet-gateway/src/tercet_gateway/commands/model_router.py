@@ -5,7 +5,7 @@ from __future__ import annotations
 from tercet.cli.setting_flags import settings_command
 from tercet.cluster.ports import require_free
 from tercet_gateway.gateway_settings import ModelRouterConfig
-from tercet_gateway.model_router.server import keys_of, serve
+from tercet_gateway.model_router import keys_of, serve
 
 
 @settings_command(ModelRouterConfig)

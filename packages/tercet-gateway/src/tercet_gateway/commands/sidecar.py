@@ -5,7 +5,7 @@ from __future__ import annotations
 from tercet.cli.setting_flags import settings_command
 from tercet.cluster.ports import require_free
 from tercet_gateway.gateway_settings import SidecarConfig
-from tercet_gateway.sidecar.proxy import require_usable, serve
+from tercet_gateway.sidecar import require_usable, serve
 
 
 @settings_command(SidecarConfig)

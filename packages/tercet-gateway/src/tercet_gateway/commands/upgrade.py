@@ -19,7 +19,7 @@ from tercet.cluster.up_config import UpConfig
 from tercet.protocol import BadRequest
 from tercet.settings import Source, decode_settings, read_yaml, require_url
 from tercet.settings.process_settings import ADMIN_KEY_VARIABLE
-from tercet_gateway.model_router.upgrading import STEPS, RolloutPlan, Upgrade, require_listed
+from tercet_gateway.upgrading import STEPS, RolloutPlan, Upgrade, require_listed
 
 DEFAULT_STEPS = ",".join(f"{step:.0%}".rstrip("%") for step in STEPS)
 

@@ -39,7 +39,7 @@ from tercet.settings import EngineAddress, RouterSettings
 from tercet.wire.serving.client_connection import BoundedProtocol
 from tercet.wire.streams import StreamListener
 from tercet_gateway.gateway_settings import ModelBackend, ModelRouterConfig
-from tercet_gateway.model_router.server import model_router
+from tercet_gateway.model_router import model_router
 from tercet_lab.chaos.adversary import Adversary, PlannedTrick, Sizes
 from tercet_lab.chaos.arena import Arena, BreakableEngine, Holdings, Note, retries_in
 from tercet_lab.chaos.chaos_report import ORPHANS, ChaosResult

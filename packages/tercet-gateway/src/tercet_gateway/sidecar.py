@@ -72,9 +72,7 @@ from tercet.wire.serving.answers import trace_refused, wants_trace
 from tercet.wire.serving.client_connection import HttpServer
 from tercet.wire.serving.server_access import is_loopback
 from tercet_gateway.gateway_settings import SidecarConfig
-from tercet_gateway.proxied_calls import ClientCall, ProxiedAnswer, RequestBodies, application, is_stream
-from tercet_gateway.served_certificate import ServedCertificate
-from tercet_gateway.sidecar.prefill_legs import (
+from tercet_gateway.prefill_legs import (
     KV_PARAMS,
     SPLIT_PATHS,
     DecodeLeg,
@@ -82,6 +80,14 @@ from tercet_gateway.sidecar.prefill_legs import (
     PrefillLeg,
     SplitCall,
     TercetLeg,
+)
+from tercet_gateway.proxied_calls import (
+    ClientCall,
+    ProxiedAnswer,
+    RequestBodies,
+    ServedCertificate,
+    application,
+    is_stream,
 )
 
 # The events of a response before the engine has computed anything.
