@@ -12,7 +12,7 @@ from aiohttp import web
 
 from tercet.cli.app import exit_code_of
 from tercet.protocol import UnknownPath
-from tercet_gateway.upgrading import UpgradeFlags, upgrade
+from tercet_gateway.commands.upgrade import UpgradeFlags, upgrade
 from tests.servers import served
 from tests.unit.gateway.model_router.test_model_router import Router, world
 
@@ -41,7 +41,7 @@ def test_what_is_refused(given: dict[str, object], said: str, capsys: pytest.Cap
 async def test_a_new_fleet_is_not_started_before_the_old_one_is_found(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("tercet_gateway.upgrading.detach", lambda _: pytest.fail("a fleet is started"))
+    monkeypatch.setattr("tercet_gateway.commands.upgrade.detach", lambda _: pytest.fail("a fleet is started"))
     async with world(await Router("chat").start()) as found:
         assert await refused_at(found.url) == 2
     assert "--from: the model router has no router at http://127.0.0.1:9; it has" in capsys.readouterr().err
