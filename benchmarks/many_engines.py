@@ -35,7 +35,7 @@ from tercet.cli.terminal import note, show_table
 from tercet.cluster.model import resolve_tokenizer
 from tercet.cluster.ports import free_ports, url_of
 from tercet.protocol import EngineError, TercetError
-from tercet.wire.client.ask_router import ask_router
+from tercet.wire.client.bounded_answers import ask_router
 from tercet_lab.bench.results import RequestRecord, load_result
 from tercet_lab.sim import Profile, load_profile
 from tercet_lab.sim.sim_server import ServerConfig, serving

@@ -15,7 +15,7 @@ from typing import cast
 
 from tercet.fleet import EngineFleet, Member, RunningSequence, Trace
 from tercet.protocol import Engine, EngineLoad, Request
-from tercet.protocol.trace import TraceEvent
+from tercet.protocol.spans import TraceEvent
 from tercet.router.page.records import ReportedLoads, encoded
 from tercet.router.page.watch import INTERVAL_S, LARGE, LARGE_INTERVAL_S, FleetWatch, about_service
 from tercet.router.serve.service import Service

@@ -42,7 +42,7 @@ from tercet.transport.agent.agent_messages import ControlServer, ReadCounters
 from tercet.transport.backends.reading import BackendUnavailable, understood
 from tercet.vllm_plugin.edge.llm_requests import first_token_only, to_vllm
 from tercet.wire.client import HttpEngine
-from tercet.wire.client.ask_router import ask_router
+from tercet.wire.client.bounded_answers import ask_router
 from tercet.wire.streams import OutputBatch, RouterConnections, StreamListener
 from tests.longest_wait import LONGEST_WAIT_S
 from tests.servers import served

@@ -17,7 +17,7 @@ from tercet.router.observe.metrics import Metrics
 from tercet.router.router_app import RouterApp
 from tercet.router.serve.service import Service
 from tercet.settings import EngineAddress, Limits, RetryBudget, RouterConfig
-from tercet.wire.serving.request_context import current
+from tercet.wire.serving.server_access import current
 from tests.own_metrics import own_metrics
 
 from .fakes import FakeEngine

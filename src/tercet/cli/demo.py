@@ -15,8 +15,8 @@ from tercet.cluster.up_config import UpConfig
 from tercet.fleet.trace import Trace
 from tercet.protocol import EngineError
 from tercet.protocol.headers import TRACE_HEADER
+from tercet.protocol.spans import TraceEvent
 from tercet.protocol.sse import AnswerFailed, read_answer
-from tercet.protocol.trace import TraceEvent
 from tercet.wire.client.bounded_answers import reason_of
 
 MAX_TOKENS = 48

@@ -25,7 +25,7 @@ from tercet.cluster.running_fleet import READY_SECONDS, STOP_ON_RAY_SECONDS, Sta
 from tercet.cluster.scaling.scaler import Scaler, control_socket
 from tercet.cluster.up_config import UpConfig
 from tercet.protocol import BadRequest, EngineError
-from tercet.protocol.hosts import LAST_PORT
+from tercet.protocol.names import LAST_PORT
 from tercet.settings import declared, decode_settings, encode_settings, read_yaml
 
 POLL_INTERVAL_S = 0.2

@@ -50,8 +50,7 @@ from tercet.cluster.model_hub import known_model
 from tercet.cluster.ports import require_free, url_of
 from tercet.protocol import BadRequest, Role
 from tercet.protocol.access import key_of
-from tercet.protocol.hosts import LAST_PORT, AllowedPrefillers
-from tercet.protocol.names import require_engine_name
+from tercet.protocol.names import LAST_PORT, AllowedPrefillers, require_engine_name
 from tercet.settings import SECRET_VARIABLE, key_values, require_url
 from tercet.settings.process_settings import PREFILL_HOSTS_VARIABLE, THREADS_BIND
 

@@ -25,7 +25,7 @@ from tercet.settings.process_settings import (
     URL_VARIABLE,
     KeyFile,
 )
-from tercet.wire.client.ask_router import ask_router
+from tercet.wire.client.bounded_answers import ask_router
 
 Url = Annotated[str, typer.Option(envvar=URL_VARIABLE, help="Base URL of the router.")]
 ApiKey = Annotated[

@@ -21,7 +21,7 @@ from tercet.cluster.scaling.kubernetes import SELECTOR, KubernetesFleet
 from tercet.cluster.scaling.scaler import scale_fleet, scaling_of
 from tercet.fleet.discovery.kubernetes_api import from_kubeconfig, in_cluster
 from tercet.protocol import BadRequest, EngineError, Role
-from tercet.protocol.hosts import LAST_PORT
+from tercet.protocol.names import LAST_PORT
 
 POLL_SECONDS = 0.25
 START_SECONDS = 3600.0

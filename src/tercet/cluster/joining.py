@@ -14,7 +14,7 @@ from tercet.cluster.child_process import Process, describe_exit
 from tercet.cluster.running_fleet import LOADING, OnEvent, until_ready
 from tercet.protocol import Role, TercetError
 from tercet.protocol.wire import JoinCall
-from tercet.wire.client.ask_router import RouterMembership
+from tercet.wire.client.bounded_answers import RouterMembership
 
 AGAIN_SECONDS = 2.0
 """Interval in seconds at which a member repeats its call to join, so that a restarted router soon lists it again."""

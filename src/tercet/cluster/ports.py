@@ -8,7 +8,7 @@ import socket
 from typing import Any
 
 from tercet.protocol import BadRequest
-from tercet.protocol.hosts import host_and_port
+from tercet.protocol.names import host_and_port
 
 _ANY = {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}
 # The kernel's range for outgoing connections begins at 32768, Kubernetes' NodePorts at 30000.

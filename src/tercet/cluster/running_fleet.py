@@ -36,7 +36,7 @@ from tercet.protocol import (
 )
 from tercet.protocol.wire import UNREADABLE
 from tercet.vllm_plugin.start.process_output import MARK
-from tercet.wire.client.ask_router import ask_router
+from tercet.wire.client.bounded_answers import ask_router
 
 AWAY_SECONDS = 30.0
 """Longest wait in seconds for a router that does not listen: it has ended, and is restarted."""

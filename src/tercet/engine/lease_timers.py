@@ -42,7 +42,7 @@ from tercet.protocol import (
     UnknownSequence,
     packed,
 )
-from tercet.protocol.trace import LeaseReport
+from tercet.protocol.spans import LeaseReport
 from tercet.transport import ExtendLease, GrantLease, LeaseFilled
 
 logger = logging.getLogger(__name__)

@@ -32,8 +32,7 @@ from tercet.protocol import (
     kv_obstacle,
     may_exchange_kv,
 )
-from tercet.protocol.spans import current_span
-from tercet.protocol.trace import FALLBACK, PickEvent, TraceEvent
+from tercet.protocol.spans import FALLBACK, PickEvent, TraceEvent, current_span
 
 # Number of engines whose scores a trace records.
 SCORES_TOLD = 5

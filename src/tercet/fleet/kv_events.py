@@ -23,7 +23,7 @@ from tercet.aio import keep_running
 from tercet.fleet.knowledge import FleetKnowledge
 from tercet.protocol import Engine, KVEvents, TercetError
 from tercet.protocol.content import extra_of
-from tercet.protocol.hosts import bracketed
+from tercet.protocol.names import bracketed
 from tercet.protocol.wire import UNREADABLE
 from tercet.transport.sockets import bounded
 

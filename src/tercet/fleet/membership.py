@@ -19,7 +19,7 @@ from tercet.fleet.member_state import MemberState
 from tercet.fleet.served_model import ReplacedModel, ServedModel, has_same_text, require_same_text
 from tercet.protocol import BadRequest, Engine, EngineError, EngineStatus, EngineUnreachable, KVEvents, TercetError
 from tercet.protocol.addresses import TextFingerprint
-from tercet.protocol.hosts import bracketed
+from tercet.protocol.names import bracketed
 from tercet.settings import EngineAddress
 from tercet.wire.client import Admit, HttpEngine
 from tercet.wire.client.scraped_engine import ScrapedEngine

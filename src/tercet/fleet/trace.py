@@ -24,8 +24,7 @@ from tercet.protocol import (
     Usage,
     spans,
 )
-from tercet.protocol.spans import SpanContext, current_span, working_in
-from tercet.protocol.trace import PickEvent, TraceEvent, VerbTrace
+from tercet.protocol.spans import PickEvent, SpanContext, TraceEvent, VerbTrace, current_span, working_in
 
 if TYPE_CHECKING:  # engine_fleet makes traced engines
     from tercet.fleet.engine_fleet import FleetView

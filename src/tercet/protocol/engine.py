@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Protocol, runtime_checkable
 import msgspec
 
 from tercet.protocol.addresses import KVAddrInfo
-from tercet.protocol.trace import LeaseReport
+from tercet.protocol.spans import LeaseReport
 from tercet.protocol.types import AdapterReport, EngineStatus, Request, Sent
 
 if TYPE_CHECKING:

@@ -53,8 +53,15 @@ from tercet.wire.serving.answers import (
     wants_trace,
 )
 from tercet.wire.serving.client_connection import CONNECTION
-from tercet.wire.serving.request_context import CONTEXT, RequestContext, serving
-from tercet.wire.serving.server_access import AT_ADMIN, AdminAccess, is_admin_path, path_of
+from tercet.wire.serving.server_access import (
+    AT_ADMIN,
+    CONTEXT,
+    AdminAccess,
+    RequestContext,
+    is_admin_path,
+    path_of,
+    serving,
+)
 
 if TYPE_CHECKING:
     from tercet.router.openai.fast_path.entry import FastPath

@@ -26,7 +26,7 @@ import yaml
 from tercet.aio.files import read_named
 from tercet.protocol import BadRequest
 from tercet.protocol.access import given_key
-from tercet.protocol.hosts import LAST_PORT
+from tercet.protocol.names import LAST_PORT
 
 MODEL = "Model"
 ENGINES = "Engines"

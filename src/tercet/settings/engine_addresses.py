@@ -12,8 +12,7 @@ from urllib.parse import urlsplit
 import msgspec
 
 from tercet.protocol import BadRequest, Role
-from tercet.protocol.hosts import LAST_PORT
-from tercet.protocol.names import require_engine_name, require_text, shown
+from tercet.protocol.names import LAST_PORT, require_engine_name, require_text, shown
 from tercet.settings.declaration import ENGINES, KUBERNETES, FixedPort, Setting, Settings, complaint, key_values
 
 POOL_GROUP, EARLIER_POOL_GROUP = "inference.networking.k8s.io", "inference.networking.x-k8s.io"

@@ -9,8 +9,7 @@ import msgspec
 from msgspec import Meta
 
 from tercet.protocol import BadRequest, WithoutRole
-from tercet.protocol.hosts import LAST_PORT
-from tercet.protocol.names import require_adapter_name, require_text
+from tercet.protocol.names import LAST_PORT, require_adapter_name, require_text
 from tercet.settings.declaration import (
     ACCESS,
     ENGINES,

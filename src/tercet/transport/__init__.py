@@ -31,7 +31,6 @@ from tercet.transport.agent.agent_messages import (
 from tercet.transport.backends import AUTO, TRANSPORTS
 from tercet.transport.backends.tcp import MAX_STREAMS
 from tercet.transport.grants import Grant, ReceiveEnd
-from tercet.transport.layouts import BlockOrder, BlockShape, HeadSlice, PlaneRun, RankRoute, routes
 from tercet.transport.local_rank import TransportSettings
 from tercet.transport.peer import SendReport
 from tercet.transport.rank import RankTransport, SendDestination
@@ -39,12 +38,18 @@ from tercet.transport.region import (
     CORE_WORDS,
     PAGE_BYTES,
     TAIL_BYTES,
+    BlockOrder,
+    BlockShape,
     CoreWords,
+    HeadSlice,
     KVRegion,
+    PlaneRun,
+    RankRoute,
     RegionShape,
     core_word,
     create_file,
     create_sealed_file,
+    routes,
     shape_of,
 )
 from tercet.transport.sockets import is_address

@@ -38,9 +38,8 @@ from numpy.typing import NDArray
 from tercet.protocol import BadRequest, Conflict, Content, LeaseEnded, TercetError, TransferFailed, content_of
 from tercet.protocol.content import TOKEN_BYTES
 from tercet.transport.backends.reading import NOWHERE
-from tercet.transport.layouts import TokenCopy, first_token, token_copies
 from tercet.transport.peer_messages import ReadDescriptors, SendBegin, SendEnd
-from tercet.transport.region import Numbers, planes_of_groups
+from tercet.transport.region import Numbers, TokenCopy, first_token, planes_of_groups, token_copies
 
 
 class Grant(msgspec.Struct, frozen=True):

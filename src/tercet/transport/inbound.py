@@ -23,7 +23,6 @@ from tercet.protocol import TercetError, TransferFailed
 from tercet.transport.backends.reading import Batch, Copies, Fence, copies_of, staging_copies
 from tercet.transport.backends.tcp import TcpReader
 from tercet.transport.grants import GrantTable
-from tercet.transport.layouts import BlockShape, copy_tokens, rearranged
 from tercet.transport.local_rank import Agreement, LocalRank
 from tercet.transport.peer_messages import (
     Acknowledged,
@@ -35,6 +34,7 @@ from tercet.transport.peer_messages import (
     SendBegin,
     SendEnd,
 )
+from tercet.transport.region import BlockShape, copy_tokens, rearranged
 
 logger = logging.getLogger(__name__)
 S = TypeVar("S", ReadDescriptors, SendEnd)

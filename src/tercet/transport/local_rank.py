@@ -23,9 +23,8 @@ from tercet.settings.declaration import FixedPort
 from tercet.transport.backends import AUTO
 from tercet.transport.backends.reading import Backend, BackendUnavailable, Batch, Reader, SendingPeer
 from tercet.transport.backends.tcp import MAX_STREAMS
-from tercet.transport.layouts import BlockShape, rearranged
 from tercet.transport.peer_messages import NONCE_BYTES, Challenge, Greeting, ProtocolViolation, Welcome, proof_of
-from tercet.transport.region import HostPages, KVMemory, KVRegion, RegionShape
+from tercet.transport.region import BlockShape, HostPages, KVMemory, KVRegion, RegionShape, rearranged
 from tercet.transport.staged import StagedMemory
 
 logger = logging.getLogger(__name__)

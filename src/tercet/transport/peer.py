@@ -23,8 +23,7 @@ import numpy as np
 
 from tercet.protocol import BadRequest, Content, TercetError, TransferFailed
 from tercet.transport.backends import tcp
-from tercet.transport.backends.host import HostBackend
-from tercet.transport.layouts import HeadSlice, PlaneRun
+from tercet.transport.backends.reading import HostBackend
 from tercet.transport.local_rank import LocalRank, chosen, greet
 from tercet.transport.peer_messages import (
     BLOCK_NUMBER,
@@ -42,7 +41,7 @@ from tercet.transport.peer_messages import (
     Welcome,
     framed,
 )
-from tercet.transport.region import Numbers, is_core_word
+from tercet.transport.region import HeadSlice, Numbers, PlaneRun, is_core_word
 
 if TYPE_CHECKING:
     from tercet.transport.agent.agent_messages import SendDone

@@ -28,10 +28,9 @@ from typing import Annotated, Generic, Literal, TypeVar
 import msgspec
 
 from tercet.protocol import Content, TercetError
-from tercet.protocol.splitting import BrokenFrame, FrameSplitter, ItemTooLong
+from tercet.protocol.sse import BrokenFrame, FrameSplitter, ItemTooLong
 from tercet.protocol.wire import UNREADABLE
-from tercet.transport.layouts import BlockShape
-from tercet.transport.region import RegionShape
+from tercet.transport.region import BlockShape, RegionShape
 
 MAGIC = b"TRC8"
 MAX_MESSAGE_BYTES = 1024 * 1024

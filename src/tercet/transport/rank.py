@@ -19,11 +19,10 @@ import msgspec
 from tercet.protocol import BadRequest, Conflict, Content, TercetError, TransferFailed
 from tercet.transport.backends import backends_for, backends_of_device
 from tercet.transport.grants import GrantTable, OnReceiveEnd
-from tercet.transport.layouts import BlockShape, HeadSlice, PlaneRun
 from tercet.transport.local_rank import LocalRank, TransportSettings
 from tercet.transport.peer import Leg, OnDone, SendReport, TransferPeer
 from tercet.transport.receiver import KVReceiver, OnFilled
-from tercet.transport.region import KVRegion, is_core_word
+from tercet.transport.region import BlockShape, HeadSlice, KVRegion, PlaneRun, is_core_word
 from tercet.transport.staged import StagedMemory
 
 _LEASE = re.compile(r"[0-9a-f]{32}")

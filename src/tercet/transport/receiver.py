@@ -19,7 +19,7 @@ from functools import partial
 
 import msgspec
 
-from tercet.transport.backends.host import HostBackend
+from tercet.transport.backends.reading import HostBackend
 from tercet.transport.backends.tcp import TcpReader
 from tercet.transport.grants import GrantTable
 from tercet.transport.inbound import OnFilled, Pace, SenderSession

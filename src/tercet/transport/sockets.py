@@ -24,7 +24,7 @@ import zmq
 from numpy.typing import NDArray
 
 from tercet.protocol import BadRequest, EngineError
-from tercet.protocol.hosts import LAST_PORT
+from tercet.protocol.names import LAST_PORT
 
 # One row per place: its address, and its length in bytes. This is the kernel's struct iovec on 64-bit machines.
 Places = NDArray[np.uint64]

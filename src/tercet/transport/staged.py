@@ -27,8 +27,7 @@ import msgspec
 import numpy as np
 
 from tercet.protocol import BadRequest, TransferFailed
-from tercet.transport.layouts import BlockOrder
-from tercet.transport.region import KVMemory, Numbers, RegionShape
+from tercet.transport.region import BlockOrder, KVMemory, Numbers, RegionShape
 from tercet.transport.sockets import Vector, address_of
 
 # NIXL's names of host memory and of a device's memory.

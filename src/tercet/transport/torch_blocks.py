@@ -22,8 +22,7 @@ import torch
 
 from tercet.protocol import TransferFailed
 from tercet.protocol.wire import UNREADABLE
-from tercet.transport.layouts import BlockOrder
-from tercet.transport.region import KVRegion, Numbers, RegionShape
+from tercet.transport.region import BlockOrder, KVRegion, Numbers, RegionShape
 from tercet.transport.staged import (
     DeviceBlocks,
     DeviceHandles,

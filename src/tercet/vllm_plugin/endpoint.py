@@ -18,7 +18,7 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import StreamingResponse
 from starlette.types import Scope
 
-from tercet.aio.descriptors import descriptors_watched
+from tercet.aio.files import descriptors_watched
 from tercet.engine import verbs
 from tercet.engine.edge import Edge, StopWhenEmpty, fail_at_exit
 from tercet.logs import lines_of_call, logged_call
@@ -53,12 +53,10 @@ from tercet.vllm_plugin.edge.prefilled_requests import PrefilledRequests
 from tercet.vllm_plugin.mm_features import bound_uuids
 from tercet.vllm_plugin.start.plugin_settings import PluginSettings, parse_settings
 from tercet.wire.client import engine_tls
-from tercet.wire.client.remote_prefill import PrefillAttempts, RemotePrefill
+from tercet.wire.client.remote_prefill import PrefillAttempts, PrefillerHeader, RemotePrefill
 from tercet.wire.exported_spans import exporting_spans
 from tercet.wire.serving.answers import require_trace_reader, until_left
-from tercet.wire.serving.prefiller_header import PrefillerHeader
-from tercet.wire.serving.request_context import BodyPieces, read_whole
-from tercet.wire.serving.server_access import ASKS_FOR_A_KEY, api_keys, callers_of
+from tercet.wire.serving.server_access import ASKS_FOR_A_KEY, BodyPieces, api_keys, callers_of, read_whole
 
 if TYPE_CHECKING:
     from vllm.engine.protocol import EngineClient

@@ -27,7 +27,7 @@ from tercet.router.state.followers import EngineReport, FollowerReport, _read
 from tercet.settings import EngineAddress, RouterConfig
 from tercet.settings.declaration import decode_settings, read_yaml
 from tercet.wire.client import HttpEngine
-from tercet.wire.client.ask_router import ask_router
+from tercet.wire.client.bounded_answers import ask_router
 from tests.abort import abort
 from tests.fuzz.fuzzing import Outcome, Target
 from tests.fuzz.mutation import Case, Named

@@ -33,7 +33,7 @@ from tercet.engine.interface import EngineDescription
 from tercet.engine.liveness_probe import LivenessProbe
 from tercet.protocol import EngineLoad
 from tercet.protocol.access import Callers
-from tercet.protocol.hosts import AllowedPrefillers
+from tercet.protocol.names import AllowedPrefillers
 from tercet.protocol.wire import API_PREFIX
 from tercet.transport import SendDone
 from tercet.vllm_plugin.core.connector_messages import StepMetadata

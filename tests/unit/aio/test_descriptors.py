@@ -17,8 +17,8 @@ import uvicorn
 import uvloop
 from aiohttp import web
 
-from tercet.aio import descriptors
-from tercet.aio.descriptors import descriptors_watched
+from tercet.aio import files
+from tercet.aio.files import descriptors_watched
 from tercet.wire.serving.client_connection import HttpServer
 from tercet.wire.streams import StreamListener
 from tests.longest_wait import LONGEST_WAIT_S
@@ -134,7 +134,7 @@ def test_a_listener_accepts_again_when_descriptors_are_free(
     serving: Callable[[], AbstractAsyncContextManager[int]], new_loop: Callable[[], asyncio.AbstractEventLoop],
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture,
 ) -> None:  # fmt: skip
-    monkeypatch.setattr(descriptors, "LOOK_INTERVAL_S", 0.01)
+    monkeypatch.setattr(files, "LOOK_INTERVAL_S", 0.01)
     monkeypatch.setattr("asyncio.constants.ACCEPT_RETRY_DELAY", RETRY_S)
 
     async def run() -> None:

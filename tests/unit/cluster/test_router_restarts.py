@@ -28,7 +28,7 @@ from tercet.cluster.up_config import UpConfig
 from tercet.protocol import EngineStatus
 from tercet.settings.fleet_settings import SessionSettings
 from tercet.wire.client import HttpEngine
-from tercet.wire.client.ask_router import ask_router
+from tercet.wire.client.bounded_answers import ask_router
 from tests.longest_wait import LONGEST_WAIT_S
 from tests.unit.cluster.test_local import children_of, config_of, gone, scripts, soon
 from tests.unit.cluster.whole_streams import read_whole, until

@@ -12,7 +12,7 @@ import pytest
 
 from tercet.fleet.bodies import BodiesHeld
 from tercet.protocol import Saturated
-from tercet.wire.serving.request_context import read_whole
+from tercet.wire.serving.server_access import read_whole
 
 
 async def test_the_largest_body_makes_room_while_it_waits() -> None:

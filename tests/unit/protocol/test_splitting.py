@@ -10,8 +10,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tercet.protocol.splitting import BrokenFrame, FrameSplitter, ItemTooLong, LineSplitter, Splitter
-from tercet.protocol.sse import EventSplitter, EventTooLong
+from tercet.protocol.sse import (
+    BrokenFrame,
+    EventSplitter,
+    EventTooLong,
+    FrameSplitter,
+    ItemTooLong,
+    LineSplitter,
+    Splitter,
+)
 
 LONGEST = 20
 MAGIC = struct.Struct("<4sI")

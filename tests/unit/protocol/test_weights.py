@@ -9,7 +9,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from tercet.protocol.weights import chosen_by_weight
+from tercet.protocol.names import chosen_by_weight
 
 TINIEST, LARGEST = 5e-324, float_info.max
 ROUNDING = Fraction(1, 10**12)

@@ -10,7 +10,7 @@ from tercet.fleet.admission import Gate
 from tercet.router.observe.metrics import Metrics
 from tercet.router.router_app import RouterApp
 from tercet.settings import Limits
-from tercet.wire.serving.request_context import current
+from tercet.wire.serving.server_access import current
 
 from .conftest import LiveRouter
 

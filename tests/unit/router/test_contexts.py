@@ -7,7 +7,7 @@ import pytest
 from tercet.decisions.cost import RouteDecision, RouteOption
 from tercet.fleet import Trace
 from tercet.protocol import Request
-from tercet.protocol.trace import TraceEvent
+from tercet.protocol.spans import TraceEvent
 from tercet.router.admin import sequences
 from tercet.router.observe.metrics import Metrics
 

@@ -14,7 +14,7 @@ from tercet.protocol.access import BearerKeys, Callers
 from tercet.protocol.wire import JoinCall
 from tercet.router.state import joined_members
 from tercet.router.state.joined_members import GoneEngines, join, leave, remove_gone
-from tercet.wire.client.ask_router import RouterMembership
+from tercet.wire.client.bounded_answers import RouterMembership
 from tercet.wire.serving.server_access import AdminAccess
 from tests.longest_wait import LONGEST_WAIT_S
 from tests.servers import served_asgi

@@ -16,7 +16,7 @@ from tercet import logs
 from tercet.fleet import Trace
 from tercet.logs import EVENTS, FIELDS, LogEvent
 from tercet.protocol import EngineUnreachable, NoSpace, Output, ProgramFailed, Request, TercetError
-from tercet.protocol.trace import TraceEvent
+from tercet.protocol.spans import TraceEvent
 from tercet.router.observe.metrics import Metrics
 from tercet.router.serve.routing import Plan
 from tercet.router.serve.service import Service
@@ -24,7 +24,7 @@ from tercet.router.state.fleet_state import FleetState, StateFile
 from tercet.router.state.loaded_code import reload_on_change
 from tercet.router.state.shared_state import because
 from tercet.settings import RetryBudget
-from tercet.wire.serving.request_context import RequestContext
+from tercet.wire.serving.server_access import RequestContext
 
 from .conftest import Engine, LiveRouter, counted, draining
 from .test_reload import TEXT, until

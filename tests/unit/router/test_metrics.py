@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tercet.fleet import Trace
-from tercet.protocol.trace import TraceEvent
+from tercet.protocol.spans import TraceEvent
 from tercet.router.observe.metrics import MOST_PAIRS, OTHER_ENGINES, Metrics
 from tercet.wire import SECONDS
 

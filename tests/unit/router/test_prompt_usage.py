@@ -9,10 +9,10 @@ import pytest
 
 from tercet.fleet import EngineFleet, Member
 from tercet.protocol import Request, Usage
-from tercet.protocol.trace import FALLBACK, TraceEvent, VerbTrace
+from tercet.protocol.spans import FALLBACK, TraceEvent, VerbTrace
 from tercet.router.observe.metrics import Metrics
 from tercet.router.serve.service import Service
-from tercet.wire.serving.request_context import RequestContext
+from tercet.wire.serving.server_access import RequestContext
 from tercet_lab.sim import SimEngine, run_virtual
 from tests.unit.lab.sim.models import BLOCK, engines_of, request_of, tokens_of
 

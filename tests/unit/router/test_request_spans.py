@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from tercet.protocol.spans import Span, SpanContext
-from tercet.protocol.trace import RETRY, TraceEvent
+from tercet.protocol.spans import RETRY, Span, SpanContext, TraceEvent
 from tercet.router.observe.request_traces import SERVED, RequestTrace, SequenceTrace, spans_of
 
 PLACE = SpanContext("a" * 32, "b" * 16)

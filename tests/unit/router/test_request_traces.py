@@ -22,7 +22,7 @@ from tercet.router.observe.request_traces import FollowedRequest, RequestTraces,
 from tercet.router.prompt_texts import PromptTexts
 from tercet.router.router_app import RouterApp
 from tercet.settings import Limits
-from tercet.wire.serving.request_context import RequestContext
+from tercet.wire.serving.server_access import RequestContext
 from tercet_lab.small_openai import small_app
 
 from .conftest import LiveRouter

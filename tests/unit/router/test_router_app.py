@@ -21,7 +21,7 @@ from tercet.router.observe.metrics import Metrics
 from tercet.router.router_app import RouterApp
 from tercet.settings import Limits, RetryBudget
 from tercet.wire.serving.answers import wants_trace
-from tercet.wire.serving.request_context import Asked, current
+from tercet.wire.serving.server_access import Asked, current
 from tests.longest_wait import LONGEST_WAIT_S
 
 from .conftest import LiveRouter, counted

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from tercet.protocol import BadRequest
-from tercet.transport.layouts import BlockShape, TokenCopy, copy_tokens, first_token, token_copies
+from tercet.transport.region import BlockShape, TokenCopy, copy_tokens, first_token, token_copies
 
 UNTOUCHED = 0xEE
 SIZES = st.integers(16, 256)

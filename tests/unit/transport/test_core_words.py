@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from tercet.protocol import TransferFailed
 from tercet.transport import CORE_WORDS, CoreWords, KVRegion, RankTransport, SendReport, TransportSettings, core_word
-from tercet.transport.backends import host, tcp
+from tercet.transport.backends import reading, tcp
 from tercet.transport.peer import send_numbers
 from tercet.transport.region import WORDS, is_core_word
 from tests.unit.transport.ranks import (
@@ -107,7 +107,7 @@ class Interrupted:
         self.steps = 0
         self.go_on: Callable[[], None] = lambda: None
         self._at, self._before, self._lock = at, before, threading.Lock()
-        owner, name = {"host": (host.HostReader, "_copy"), "tcp": (tcp, "send_all")}[backend]
+        owner, name = {"host": (reading.HostReader, "_copy"), "tcp": (tcp, "send_all")}[backend]
         copy: Callable[..., Any] = getattr(owner, name)
 
         def interrupted(*args: Any) -> Any:

@@ -13,8 +13,7 @@ from tercet.protocol import TransferFailed
 from tercet.protocol.access import secrets_of
 from tercet.transport import BlockShape, KVRegion
 from tercet.transport.backends import BackendUnavailable
-from tercet.transport.backends.host import HostBackend
-from tercet.transport.backends.reading import Batch, Fence
+from tercet.transport.backends.reading import Batch, Fence, HostBackend
 from tercet.transport.peer_messages import Challenge, ProtocolViolation
 from tercet.transport.region import RegionShape
 from tests.unit.transport.builders import (

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tercet.protocol import KVLayout
-from tercet.transport.layouts import HeadSlice, RankRoute, heads, routes
+from tercet.transport.region import HeadSlice, RankRoute, heads, routes
 
 DEGREES = (1, 2, 4, 8)
 HEAD_BYTES = 6

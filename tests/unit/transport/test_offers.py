@@ -14,7 +14,7 @@ import pytest
 
 from tercet.protocol import TransferFailed
 from tercet.transport import KVRegion, RankTransport, SendReport, TransportSettings, sockets
-from tercet.transport.backends.host import HostBackend
+from tercet.transport.backends.reading import HostBackend
 from tercet.transport.region import TAIL_BYTES
 from tercet.transport.sockets import UNIX, connect_unix, is_address
 from tests.unit.transport.ranks import (

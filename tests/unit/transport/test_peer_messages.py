@@ -11,7 +11,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tercet.transport.layouts import BlockShape
 from tercet.transport.peer_messages import (
     FROM_RECEIVER,
     FROM_SENDER,
@@ -34,7 +33,7 @@ from tercet.transport.peer_messages import (
     framed,
     proof_of,
 )
-from tercet.transport.region import shape_of
+from tercet.transport.region import BlockShape, shape_of
 from tests.unit.transport.models import whose
 
 LEASE = "ab" * 16

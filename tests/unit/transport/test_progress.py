@@ -11,10 +11,10 @@ from tercet.protocol import TransferFailed
 from tercet.transport import TransportSettings
 from tercet.transport import peer as peer_module
 from tercet.transport.backends import backends_for
-from tercet.transport.layouts import HeadSlice
 from tercet.transport.local_rank import LocalRank
 from tercet.transport.peer import Leg, TransferPeer
 from tercet.transport.peer_messages import Refused
+from tercet.transport.region import HeadSlice
 from tests.unit.transport.builders import sending_region
 from tests.unit.transport.models import whose
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from tercet.protocol import CacheGroup, KVLayout, LayoutMismatch
 from tercet.transport import KVRegion, PlaneRun, RankRoute, SendReport
-from tercet.transport.layouts import routes, runs
+from tercet.transport.region import routes, runs
 from tests.unit.transport.models import a_grant
 from tests.unit.transport.ranks import TOKENS, Send, filled, new_lease, rank
 from tests.unit.transport.test_rank import BACKENDS, SCATTERED, settings

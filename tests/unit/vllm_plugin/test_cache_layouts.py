@@ -13,7 +13,7 @@ from vllm.v1.kv_cache_layout import KVCacheLayout
 
 from tercet.protocol import TransferFailed
 from tercet.transport import BlockOrder, RegionShape, shape_of
-from tercet.transport.layouts import rearranged
+from tercet.transport.region import rearranged
 from tercet.transport.staged import StagedMemory
 from tercet.transport.torch_blocks import TorchBlocks
 from tercet.vllm_plugin.worker.kv_planes import LayerPlanes, is_in_blocks, order_of

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from vllm import envs
 
-from tercet.wire.client import engine_calls
+from tercet.wire.client import http_engine
 
 
 def test_connections_are_given_up_before_vllm_closes_them() -> None:
-    assert engine_calls.KEEPALIVE_SECONDS < envs.VLLM_HTTP_TIMEOUT_KEEP_ALIVE
+    assert http_engine.KEEPALIVE_SECONDS < envs.VLLM_HTTP_TIMEOUT_KEEP_ALIVE

@@ -22,7 +22,7 @@ from vllm.v1.kv_cache_interface import (
 )
 
 from tercet.protocol import KVLayout, LayoutMismatch
-from tercet.transport.layouts import HeadSlice, RankRoute, routes
+from tercet.transport.region import HeadSlice, RankRoute, routes
 from tercet.vllm_plugin.core.cache_groups import require_movable_groups, state_layers
 from tercet.vllm_plugin.differences import ZEROED_BY_BLOCK
 from tercet.vllm_plugin.hooks import UnsupportedVLLM

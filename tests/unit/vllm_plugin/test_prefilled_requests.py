@@ -15,12 +15,12 @@ from tercet.engine import verbs
 from tercet.engine.interface import SeqParams
 from tercet.protocol import LeaseEnded, Request, TercetError
 from tercet.protocol.headers import PREFILLED_HEADER, PREFILLER_HEADER
-from tercet.protocol.hosts import AllowedPrefillers
-from tercet.protocol.trace import TraceEvent, VerbTrace
+from tercet.protocol.names import AllowedPrefillers
+from tercet.protocol.spans import TraceEvent, VerbTrace
 from tercet.vllm_plugin.core.connector_messages import TercetParams, params_of
 from tercet.vllm_plugin.edge.attached_engine import LoadMeter
 from tercet.vllm_plugin.edge.prefilled_requests import PrefilledRequests
-from tercet.wire.serving.prefiller_header import PrefillerHeader
+from tercet.wire.client.remote_prefill import PrefillerHeader
 
 PARAMS = TercetParams("token", seq=SeqParams("lease", 99))
 

@@ -9,7 +9,7 @@ import pytest
 from starlette.types import Message
 
 from tercet.wire.serving.answers import ToolCallsSend
-from tercet.wire.serving.request_context import RequestContext
+from tercet.wire.serving.server_access import RequestContext
 
 CALL = {"index": 0, "id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
 CHAT = {"choices": [{"message": {"content": None, "tool_calls": [CALL]}, "finish_reason": "tool_calls"}]}

@@ -39,8 +39,7 @@ from tercet.protocol import (
     UnknownEngine,
 )
 from tercet.protocol.headers import REQUEST_ID_HEADER
-from tercet.protocol.hosts import host_and_port
-from tercet.protocol.names import sequence_id
+from tercet.protocol.names import host_and_port, sequence_id
 from tercet.settings import Limits
 from tercet.wire import SECONDS
 from tercet.wire.streams.wire_format import REPORT_SECONDS

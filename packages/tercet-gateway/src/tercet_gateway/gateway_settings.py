@@ -10,7 +10,7 @@ import msgspec
 from msgspec import Meta
 
 from tercet.protocol import BadRequest, WithoutRole
-from tercet.protocol.hosts import AllowedPrefillers
+from tercet.protocol.names import AllowedPrefillers
 from tercet.settings.declaration import AtLeastOne, FixedPort, NotNegative, Port, Seconds, Setting, Settings, key_values
 from tercet.settings.engine_addresses import (
     DiscoverySettings,

@@ -20,7 +20,7 @@ from msgspec import Meta
 from prometheus_client import CollectorRegistry, Counter, generate_latest
 
 from tercet.aio import TaskSet, repeat, signals_to
-from tercet.aio.descriptors import descriptors_watched
+from tercet.aio.files import descriptors_watched
 from tercet.fleet.bodies import HeldBody
 from tercet.fleet.members import CallsInFlight, until_lost
 from tercet.logs import log_to_stderr
@@ -37,8 +37,8 @@ from tercet.protocol.access import BearerKeys, bearer
 from tercet.protocol.errors import error_body, in_form
 from tercet.protocol.headers import MODELS, is_for_clients
 from tercet.protocol.json_text import UNREADABLE, in_utf8, read_json
+from tercet.protocol.names import chosen_by_weight
 from tercet.protocol.request_checks import forms_of, labelled
-from tercet.protocol.weights import chosen_by_weight
 from tercet.protocol.wire import API_PREFIX, JSON, decode_call
 from tercet.wire.client.bounded_answers import PLAIN, read_answer, reason_of
 from tercet.wire.client.passing import (

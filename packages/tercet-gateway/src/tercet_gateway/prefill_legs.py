@@ -20,12 +20,12 @@ import msgspec
 from tercet.aio import TaskSet
 from tercet.protocol import BadRequest, EngineError, EngineUnreachable, Request, Reservation, TercetError
 from tercet.protocol.headers import CHAT, COMPLETIONS, PREFILLED_HEADER, RESPONSES
-from tercet.protocol.trace import TraceEvent, VerbTrace
+from tercet.protocol.spans import TraceEvent, VerbTrace
 from tercet.protocol.wire import UNREADABLE
 from tercet.settings.declaration import FixedPort
 from tercet.wire.client import HttpEngine, remote_prefill
 from tercet.wire.client.bounded_answers import PLAIN, read_answer, reason_of
-from tercet.wire.client.engine_calls import QUICK
+from tercet.wire.client.http_engine import QUICK
 from tercet.wire.client.remote_prefill import REMOTE, PrefillAttempts, RemotePrefill, prefill_here
 
 SPLIT_PATHS = frozenset({CHAT, COMPLETIONS, RESPONSES})

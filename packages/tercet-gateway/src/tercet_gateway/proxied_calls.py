@@ -17,8 +17,8 @@ from tercet.fleet.bodies import LARGEST_AT_ONCE, BodiesHeld, HeldBody
 from tercet.protocol import BadRequest, RequestTooLarge, TercetError
 from tercet.protocol.errors import error_body, last_events
 from tercet.protocol.headers import path_of
+from tercet.protocol.spans import VerbTrace
 from tercet.protocol.sse import EVENTS, EventSplitter, object_of
-from tercet.protocol.trace import VerbTrace
 from tercet.protocol.wire import JSON
 from tercet.wire.client.passing import Fields, OriginAnswer, end_to_end, first, is_encoded, passed_on, values
 from tercet.wire.serving.answers import TracingSend

@@ -18,7 +18,7 @@ import grpc.aio
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 
 from tercet.aio import TaskSet, signals_to
-from tercet.aio.descriptors import descriptors_watched
+from tercet.aio.files import descriptors_watched
 from tercet.aio.incoming import LONGEST_HEAD, SECONDS
 from tercet.decisions.scheduling import Scheduling, load_scheduling
 from tercet.fleet import EngineFleet
@@ -29,7 +29,7 @@ from tercet.fleet.member_state import MemberState
 from tercet.fleet.membership import Connect, Membership, connecting, scraping
 from tercet.logs import log_to_stderr
 from tercet.protocol import BadRequest, MethodNotAllowed, ShuttingDown, UnknownPath
-from tercet.protocol.hosts import host_and_port
+from tercet.protocol.names import host_and_port
 from tercet.settings.process_settings import PARALLEL_TOKENIZERS
 from tercet.wire.client import engine_tls
 from tercet.wire.exported_spans import exporting_spans

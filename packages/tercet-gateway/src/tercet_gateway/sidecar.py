@@ -22,7 +22,7 @@ import aiohttp
 from prometheus_client.exposition import generate_latest
 
 from tercet.aio import signals_to
-from tercet.aio.descriptors import descriptors_watched
+from tercet.aio.files import descriptors_watched
 from tercet.fleet.bodies import HeldBody
 from tercet.fleet.members import CallsInFlight, until_lost
 from tercet.logs import lines_of_request, log_to_stderr, request_renamed
@@ -45,17 +45,15 @@ from tercet.protocol.headers import (
     TRACE_HEADER,
     is_for_clients,
 )
-from tercet.protocol.hosts import AllowedPrefillers
 from tercet.protocol.json_text import in_utf8, read_json
-from tercet.protocol.names import kept_name
+from tercet.protocol.names import AllowedPrefillers, kept_name
 from tercet.protocol.request_checks import ShownHeaders, forms_of, labelled, require_own_call
-from tercet.protocol.spans import TRACEPARENT, TRACESTATE, span_context_of, span_of, working_in
+from tercet.protocol.spans import TRACEPARENT, TRACESTATE, VerbTrace, span_context_of, span_of, working_in
 from tercet.protocol.sse import EventSplitter, data_of, fault_in, object_of
-from tercet.protocol.trace import VerbTrace
 from tercet.protocol.wire import API_PREFIX, JSON
 from tercet.wire.client import HttpEngine, engine_tls, remote_prefill
 from tercet.wire.client.bounded_answers import reason_of
-from tercet.wire.client.engine_calls import KEEPALIVE_SECONDS
+from tercet.wire.client.http_engine import KEEPALIVE_SECONDS
 from tercet.wire.client.passing import (
     Fields,
     NotReadable,

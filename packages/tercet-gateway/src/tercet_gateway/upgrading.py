@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from tercet.protocol import BadRequest, EngineError, UnknownPath
-from tercet.wire.client.ask_router import ask_router
+from tercet.wire.client.bounded_answers import ask_router
 
 STEPS = (0.05, 0.25, 0.5, 1.0)
 RolloutState = Literal["shifting", "shifted", "returned"]

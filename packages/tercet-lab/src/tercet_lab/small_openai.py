@@ -46,8 +46,7 @@ from tercet.router.workers import Shared, listening_socket, tell_ready
 from tercet.settings import RouterConfig
 from tercet.wire.serving.answers import error_headers
 from tercet.wire.serving.client_connection import BoundedProtocol
-from tercet.wire.serving.request_context import RequestContext, current
-from tercet.wire.serving.server_access import RouterKeys, api_keys
+from tercet.wire.serving.server_access import RequestContext, RouterKeys, api_keys, current
 
 DEFAULT_MAX_TOKENS = 16
 """Default of OpenAI's completions API."""

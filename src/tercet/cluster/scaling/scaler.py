@@ -21,7 +21,7 @@ import msgspec
 from aiohttp import web
 
 from tercet.aio import TaskSet
-from tercet.aio.descriptors import descriptors_watched
+from tercet.aio.files import descriptors_watched
 from tercet.cluster.running_fleet import Hands, OnEvent
 from tercet.cluster.scaling.decide import (
     Counts,

@@ -19,7 +19,7 @@ import yaml
 
 from tercet.aio.files import read_named
 from tercet.protocol import BadRequest
-from tercet.protocol.hosts import bracketed
+from tercet.protocol.names import bracketed
 
 SERVICE_ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 T = TypeVar("T")

@@ -25,7 +25,7 @@ from tercet.fleet.discovery.kubernetes_api import (
 from tercet.fleet.discovery.roster import RosterFile
 from tercet.fleet.discovery.watching import WAITS, Waits, Watch
 from tercet.protocol import BadRequest, Role
-from tercet.protocol.hosts import bracketed
+from tercet.protocol.names import bracketed
 from tercet.settings import DiscoverySettings, EngineAddress
 from tercet.settings.engine_addresses import EARLIER_POOL_GROUP, POOL_GROUP
 

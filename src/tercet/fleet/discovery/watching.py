@@ -24,7 +24,7 @@ import msgspec
 from tercet import logs
 from tercet.aio import Failures
 from tercet.fleet.discovery.kubernetes_api import ApiAccess, Marked, Metadata, ObjectList, Status, WatchEvent
-from tercet.protocol.splitting import ItemTooLong, LineSplitter
+from tercet.protocol.sse import ItemTooLong, LineSplitter
 from tercet.protocol.wire import UNREADABLE
 from tercet.wire.client.bounded_answers import reason_of
 

@@ -24,7 +24,7 @@ from tercet.programs import migrate_context
 from tercet.protocol import BadRequest, TercetError, UnknownSequence
 from tercet.protocol.content import MultiModalFeatures
 from tercet.protocol.engine import TellsLeases
-from tercet.protocol.trace import LeaseReport
+from tercet.protocol.spans import LeaseReport
 from tercet.protocol.wire import MoveCall, Salt, decode_call
 from tercet.router.admin.admin_route import AdminRoute, fleet_of, json_answer, shared_of, whole_number
 from tercet.router.admin.engines import engine_shown, objectives_shown

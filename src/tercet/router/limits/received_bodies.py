@@ -28,7 +28,7 @@ from tercet.protocol.headers import SESSION_FINAL_HEADER
 from tercet.protocol.json_text import in_utf8, read_json
 from tercet.protocol.names import kept_name
 from tercet.protocol.request_checks import announces_body, forms_of, labelled
-from tercet.wire.serving.request_context import Asked, RequestContext, read_whole
+from tercet.wire.serving.server_access import Asked, RequestContext, read_whole
 
 # Divisors of the limit in the Responses API, where vLLM takes about ten times as long for each item, and for tools.
 RESPONSES_SHARE, TOOLS_SHARE = 8, 32

@@ -15,7 +15,7 @@ from tercet.protocol.headers import GENERATING, REQUEST_ID_HEADER
 from tercet.protocol.names import kept_name
 from tercet.protocol.spans import entered, span_context_of, working_in
 from tercet.router.observe.request_traces import FollowedRequest, RequestTraces, request_attributes
-from tercet.wire.serving.request_context import CONTEXT, RequestContext
+from tercet.wire.serving.server_access import CONTEXT, RequestContext
 
 LONGEST_PATH = 512
 """Maximum characters of a path that are logged; a longer one is logged as its beginning and a digest."""

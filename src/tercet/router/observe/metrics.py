@@ -31,8 +31,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from tercet.fleet import EngineFleet, Trace
 from tercet.fleet.engine_gauges import EngineCollector
-from tercet.protocol.spans import SpanContext, current_span
-from tercet.protocol.trace import FALLBACK, RETRY, TraceEvent
+from tercet.protocol.spans import FALLBACK, RETRY, SpanContext, TraceEvent, current_span
 from tercet.wire import SECONDS
 
 if TYPE_CHECKING:  # they count here

@@ -26,12 +26,11 @@ import msgspec
 from tercet.fleet import RunningSequence, Trace
 from tercet.protocol import TercetError, Unauthorized
 from tercet.protocol.names import kept_name
-from tercet.protocol.spans import Span, SpanContext, new_span_id
-from tercet.protocol.trace import FALLBACK, RETRY, PickEvent, TraceEvent
+from tercet.protocol.spans import FALLBACK, RETRY, PickEvent, Span, SpanContext, TraceEvent, new_span_id
 from tercet.protocol.wire import UNREADABLE
 from tercet.router.observe.metrics import WORKERS_VARIABLE, Exemplars, KeptExemplar
 from tercet.router.serve.moves import MoveRecord
-from tercet.wire.serving.request_context import RequestContext
+from tercet.wire.serving.server_access import RequestContext
 
 KEPT = 1000
 KEPT_BYTES = 64 * 1024 * 1024

@@ -18,7 +18,7 @@ from vllm.v1.outputs import LogprobsLists, LogprobsTensors
 from tercet.protocol import BadRequest, EngineError, MultiModalFeature, Output, Request, TokenLogprob, Usage
 from tercet.protocol.grammar_bounds import require_small
 from tercet.vllm_plugin.mm_features import to_wire
-from tercet.wire.serving.request_context import NOTHING, Asked
+from tercet.wire.serving.server_access import NOTHING, Asked
 
 FINISH_REASONS: Mapping[str, FinishReason] = {str(reason): reason for reason in FinishReason}
 # Fields that the router itself uses to make the text, or that vLLM derives again on the engine.

@@ -14,7 +14,7 @@ from typing import Any, cast
 
 from tercet.protocol.sse import object_of
 from tercet.vllm_plugin.differences import CONVERTED_AS_TEXT
-from tercet.wire.serving.request_context import current
+from tercet.wire.serving.server_access import current
 
 ERROR_ITEM = 'data: {"error"'
 # vLLM's converter cannot read this, and ends with an error; ``ErrorSend`` inserts the error's text.

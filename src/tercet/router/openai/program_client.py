@@ -33,7 +33,7 @@ from tercet.protocol import (
 )
 from tercet.router.openai.conversion import features_of, to_core_output, to_request
 from tercet.router.serve.service import Service
-from tercet.wire.serving.request_context import Concurrency, RequestContext, current
+from tercet.wire.serving.server_access import Concurrency, RequestContext, current
 
 if TYPE_CHECKING:
     from vllm.v1.engine.output_processor import OutputProcessor, RequestOutputCollector

@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tercet.fleet import EngineFleet, Member, RunningSequence, Trace
-from tercet.protocol.trace import TraceEvent
+from tercet.protocol.spans import TraceEvent
 
 # States of an engine, as bits of a number.
 DEAD, DRAINING, STOPPING, REFUSED, SILENT = 1, 2, 4, 8, 16

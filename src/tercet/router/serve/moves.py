@@ -49,8 +49,7 @@ from tercet.protocol import (
     TercetError,
     UnknownSequence,
 )
-from tercet.protocol.spans import working_in
-from tercet.protocol.trace import TraceEvent
+from tercet.protocol.spans import TraceEvent, working_in
 from tercet.router.observe.metrics import Metrics
 from tercet.settings import MoveSettings, RescheduleSettings
 

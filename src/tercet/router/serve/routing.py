@@ -24,8 +24,7 @@ from tercet.decisions.scheduling import Scheduling, load_scheduling
 from tercet.decisions.scheduling.registry import user_file
 from tercet.programs import BUILT_IN, Program, load_program
 from tercet.protocol import BadRequest, Forbidden, TercetError
-from tercet.protocol.names import require_text
-from tercet.protocol.weights import chosen_by_weight
+from tercet.protocol.names import chosen_by_weight, require_text
 
 # Number of previous versions to which the router can return.
 REMEMBERED = 16

@@ -43,15 +43,14 @@ from tercet.protocol import (
 from tercet.protocol.headers import PROGRAM_HEADER
 from tercet.protocol.json_text import unwritable_field
 from tercet.protocol.names import sequence_id
-from tercet.protocol.spans import current_span, working_in
-from tercet.protocol.trace import FALLBACK, RETRY, TraceEvent
+from tercet.protocol.spans import FALLBACK, RETRY, TraceEvent, current_span, working_in
 from tercet.protocol.wire import LEAST_PRIORITY, LONGEST_SALT, MOST_PRIORITY
 from tercet.router.observe.metrics import Metrics
 from tercet.router.serve.moves import Moves, Proposals
 from tercet.router.serve.routing import Arm, Chosen, Plan, Routing, Version, load_anywhere
 from tercet.settings import MoveSettings, RetryBudget
 from tercet.settings.fleet_settings import Objectives
-from tercet.wire.serving.request_context import RequestContext
+from tercet.wire.serving.server_access import RequestContext
 
 Outcome = Literal["served", "failed", "left"]
 """The end of a sequence: ``left`` if its client left or caused the error."""
@@ -523,7 +522,7 @@ OF_SAMPLING = "sampling_params."
 def _in_clients_words(error: TercetError, named: Mapping[str, str]) -> TercetError:
     """Return an engine's refusal of a sampling parameter with the name of the field that the client sent.
 
-    ``named`` are the client's fields by parameter (:class:`~tercet.wire.serving.request_context.Asked`).
+    ``named`` are the client's fields by parameter (:class:`~tercet.wire.serving.server_access.Asked`).
     """
     if not isinstance(error, BadRequest) or error.param is None or not error.param.startswith(OF_SAMPLING):
         return error

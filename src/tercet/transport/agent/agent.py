@@ -43,11 +43,10 @@ from tercet.transport.agent.agent_messages import (
 )
 from tercet.transport.backends.tcp import MAX_CHUNK_BYTES
 from tercet.transport.grants import ReceiveEnd
-from tercet.transport.layouts import BlockShape
 from tercet.transport.local_rank import TransportSettings
 from tercet.transport.peer import SendReport
 from tercet.transport.rank import RankTransport
-from tercet.transport.region import KVRegion, RegionShape
+from tercet.transport.region import BlockShape, KVRegion, RegionShape
 from tercet.transport.sockets import LOOPBACK, bounded, with_ipv6
 from tercet.transport.staged import DeviceHandles, RdmaHandles, StagedMemory
 

@@ -12,10 +12,9 @@ import logging
 from collections.abc import Callable, Sequence
 
 from tercet.protocol import BadRequest
-from tercet.transport.backends.host import HostBackend, IpcBackend
 from tercet.transport.backends.mooncake import MooncakeBackend
 from tercet.transport.backends.nixl import NixlBackend, NixlDeviceBackend
-from tercet.transport.backends.reading import Backend, BackendUnavailable, has_rdma
+from tercet.transport.backends.reading import Backend, BackendUnavailable, HostBackend, IpcBackend, has_rdma
 from tercet.transport.backends.tcp import TcpBackend
 from tercet.transport.region import KVRegion
 from tercet.transport.staged import StagedMemory

@@ -17,11 +17,16 @@ from typing import TYPE_CHECKING, Any
 from tercet.engine import verbs
 from tercet.protocol import BadRequest, Request, Reservation, TercetError
 from tercet.protocol.names import sequence_id
-from tercet.protocol.trace import TraceEvent, VerbTrace
+from tercet.protocol.spans import TraceEvent, VerbTrace
 from tercet.vllm_plugin.core.connector_messages import TercetParams
 from tercet.vllm_plugin.edge.attached_engine import AttachedEngine
-from tercet.wire.client.remote_prefill import RemotePrefill, prefill_here
-from tercet.wire.serving.prefiller_header import NamedPrefillers, named_prefillers, reported_prefill
+from tercet.wire.client.remote_prefill import (
+    NamedPrefillers,
+    RemotePrefill,
+    named_prefillers,
+    prefill_here,
+    reported_prefill,
+)
 
 if TYPE_CHECKING:
     from vllm.v1.engine import EngineCoreRequest

@@ -11,7 +11,7 @@ from msgspec import Meta
 
 from tercet.protocol import BadRequest
 from tercet.protocol.access import key_of
-from tercet.protocol.hosts import LAST_PORT, AllowedPrefillers
+from tercet.protocol.names import LAST_PORT, AllowedPrefillers
 from tercet.settings import SECRET_VARIABLE, Setting, Settings, Source, decode_settings
 from tercet.settings.declaration import AtLeastOne
 from tercet.settings.process_settings import (

@@ -37,7 +37,7 @@ from tercet.settings.process_settings import CLIENT_TRACES_VARIABLE
 if TYPE_CHECKING:
     from starlette.types import Message, Receive, Scope, Send
 
-    from tercet.wire.serving.request_context import RequestContext
+    from tercet.wire.serving.server_access import RequestContext
 
 
 # ---- Errors ----------------------------------------------------------------------------------------------------------

@@ -19,9 +19,9 @@ import msgspec
 from tercet.aio import TaskSet, repeat
 from tercet.logs import request_id
 from tercet.protocol import EngineLoad, EngineUnreachable, MoveProposal, OutputStream, RequestTooLarge, TercetError
-from tercet.protocol.hosts import host_and_port
+from tercet.protocol.names import host_and_port
 from tercet.protocol.spans import current_span
-from tercet.protocol.splitting import FrameSplitter, ItemTooLong
+from tercet.protocol.sse import FrameSplitter, ItemTooLong
 from tercet.protocol.wire import UNREADABLE, StartGenerateCall, large_field_of
 from tercet.wire.streams.wire_format import (
     HEARTBEAT_SECONDS,

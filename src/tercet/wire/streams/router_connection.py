@@ -28,7 +28,7 @@ from tercet.protocol import (
     TercetError,
 )
 from tercet.protocol.spans import read_traceparent, working_in
-from tercet.protocol.splitting import FrameSplitter, ItemTooLong
+from tercet.protocol.sse import FrameSplitter, ItemTooLong
 from tercet.protocol.wire import UNREADABLE, StartGenerateCall, StreamDestination, large_field_of
 from tercet.wire.streams.wire_format import (
     LONGEST_FRAME,

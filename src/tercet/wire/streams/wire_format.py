@@ -1,5 +1,10 @@
 """The wire format of token streams: frames of MessagePack, each after its length in four bytes, big-endian.
 
+::
+
+    engine ──▶  │ length │ StreamHello │ length │ OutputBatch │ length │ OutputBatch │ …   a batch per step  ──▶ router
+    engine ◀──           │ length │ StreamCommand │ length │ StreamCommand │ …     calls, cancels, heartbeats ◀── router
+
 An engine sends one :class:`StreamHello`, then an :class:`OutputBatch` after each step. The router answers the hello
 with an empty :class:`StreamCommand`, and sends commands from then on; an empty one is a heartbeat. Structs are arrays
 on the wire, except the call, which has the fields of the body of ``POST /tercet/v1/start_generate``::

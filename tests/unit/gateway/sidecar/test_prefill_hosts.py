@@ -6,7 +6,7 @@ import pytest
 
 from tercet.protocol import BadRequest
 from tercet.protocol.headers import PREFILLER_HEADER
-from tercet.protocol.hosts import AllowedPrefillers
+from tercet.protocol.names import AllowedPrefillers
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ import msgspec
 import pytest
 
 from tercet.protocol import BadRequest, DeadlineExceeded, EngineError, EngineUnreachable
-from tercet.protocol.trace import VerbTrace
+from tercet.protocol.spans import VerbTrace
 from tercet.settings.process_settings import PrefillBudget
 from tercet.wire.client.remote_prefill import PrefillAttempts
 from tercet_lab.sim import EngineOptions, SimEngine

@@ -16,7 +16,7 @@ from aiohttp import web
 
 from tercet.protocol import BadRequest, LeaseEnded, Unauthorized
 from tercet.protocol.headers import PREFILLED_HEADER
-from tercet.protocol.trace import VerbTrace
+from tercet.protocol.spans import VerbTrace
 from tercet.wire.client import HttpEngine, engine_tls
 from tercet.wire.client.remote_prefill import PrefillAttempts
 from tercet_gateway.gateway_settings import SidecarConfig

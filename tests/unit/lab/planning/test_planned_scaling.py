@@ -19,7 +19,7 @@ from tercet.cluster.running_fleet import RunningFleet
 from tercet.cluster.scaling.scaler import Scaler, control_socket
 from tercet.cluster.up_config import UpConfig
 from tercet.settings.fleet_settings import Objectives
-from tercet.wire.client.ask_router import ask_router
+from tercet.wire.client.bounded_answers import ask_router
 from tercet_lab.planning.live_planner import LivePlanner, PlannerMetrics
 from tercet_lab.planning.observing import Ask, ScaleHands
 from tercet_lab.planning.planner_settings import PlannerConfig, PlannerSettings

@@ -9,7 +9,7 @@ import pytest
 
 from tercet.protocol import NoSpace
 from tercet.wire.serving.answers import ErrorSend, with_named_code
-from tercet.wire.serving.request_context import RequestContext
+from tercet.wire.serving.server_access import RequestContext
 
 
 def vllms(code: int, **more: Any) -> bytes:

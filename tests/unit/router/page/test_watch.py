@@ -11,7 +11,7 @@ import pytest
 
 from tercet.fleet import RunningSequence, Trace
 from tercet.protocol import EngineLoad, OutputStream, Request, TercetError
-from tercet.protocol.trace import TraceEvent, VerbTrace
+from tercet.protocol.spans import TraceEvent, VerbTrace
 from tercet.router.page import records
 from tercet.router.page.records import (
     DEAD,

@@ -18,8 +18,7 @@ from hypothesis import strategies as st
 from tercet.protocol import TransferFailed
 from tercet.transport import BlockOrder, KVRegion, RankTransport, RegionShape, TransportSettings, staged
 from tercet.transport.backends import tcp
-from tercet.transport.layouts import rearranged
-from tercet.transport.region import Numbers
+from tercet.transport.region import Numbers, rearranged
 from tercet.transport.staged import BUFFERS, DeviceLost, IsOver, StagedMemory, wait_until
 from tercet.transport.torch_blocks import (
     CopyDevice,

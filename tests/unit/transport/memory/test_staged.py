@@ -17,8 +17,7 @@ from tercet.protocol import BadRequest, TransferFailed
 from tercet.transport import BlockOrder, HeadSlice, KVRegion, RankTransport, SendReport, TransportSettings, staged
 from tercet.transport.backends import backends_for, backends_of_device, tcp
 from tercet.transport.backends.reading import Batch
-from tercet.transport.layouts import PlaneRun
-from tercet.transport.region import Numbers, RegionShape
+from tercet.transport.region import Numbers, PlaneRun, RegionShape
 from tercet.transport.staged import BUFFERS, StagedMemory
 from tercet.transport.torch_blocks import CopyDevice, TorchBlocks, host_planes
 from tests.longest_wait import LONGEST_WAIT_S

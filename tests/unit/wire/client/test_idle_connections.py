@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from tercet.protocol import EngineStatus
-from tercet.wire.client import HttpEngine, engine_calls
+from tercet.wire.client import HttpEngine, http_engine
 from tests.abort import abort
 
 IDLE_SECONDS = 0.2
@@ -39,7 +39,7 @@ async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> N
 
 @pytest.mark.slow
 async def test_a_connection_that_was_idle_is_not_used_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine_calls, "KEEPALIVE_SECONDS", IDLE_SECONDS / 4)
+    monkeypatch.setattr(http_engine, "KEEPALIVE_SECONDS", IDLE_SECONDS / 4)
     server = await asyncio.start_server(serve, "127.0.0.1", 0)
     port = server.sockets[0].getsockname()[1]
     async with server, HttpEngine("e", f"http://127.0.0.1:{port}") as engine:

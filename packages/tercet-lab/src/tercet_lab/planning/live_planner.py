@@ -25,7 +25,7 @@ from tercet.fleet.discovery.kubernetes_api import from_kubeconfig, in_cluster
 from tercet.logs import log_to_stderr
 from tercet.protocol import BadRequest, TercetError
 from tercet.settings.process_settings import KeyFile
-from tercet.wire.client.ask_router import ask_router
+from tercet.wire.client.bounded_answers import ask_router
 from tercet_lab.planning.forecast import Forecast
 from tercet_lab.planning.observing import (
     LOOK_S,

@@ -26,7 +26,7 @@ from tercet.router.openai.fast_path.request_stream import RequestStream
 from tercet.router.openai.fast_path.stream_metrics import HttpMetrics, StreamStats, with_header_layers
 from tercet.router.openai.fast_path.stream_plan import FastRoute, StreamPlan, StreamTools, routes_of
 from tercet.wire.serving.client_connection import CONNECTION, ClientConnection
-from tercet.wire.serving.request_context import RequestContext
+from tercet.wire.serving.server_access import RequestContext
 
 logger = logging.getLogger(__name__)
 # Key of the scope with the function that streams the answer and returns its last events.

@@ -27,7 +27,7 @@ from tercet.router.openai.fast_path.sse_chunks import NULL, Extras, counts_reaso
 from tercet.router.openai.fast_path.stream_plan import StreamPlan, StreamTools
 from tercet.router.openai.program_client import SequenceFailed, SequenceOutputs
 from tercet.wire.serving.client_connection import ClientConnection
-from tercet.wire.serving.request_context import Concurrency
+from tercet.wire.serving.server_access import Concurrency
 
 # ---- one choice ------------------------------------------------------------------------------------------------------
 

@@ -30,7 +30,7 @@ from tercet.router.openai.fast_path.sse_chunks import (
 )
 from tercet.router.openai.fast_path.stream_metrics import StreamStats
 from tercet.vllm_plugin.differences import ENDS_OF_AGENTS_APIS, OFFSETS_OF_SENT_TEXT, SILENT_ENDS, keeps_tool_calls
-from tercet.wire.serving.request_context import current
+from tercet.wire.serving.server_access import current
 
 if TYPE_CHECKING:
     from vllm.v1.engine.output_processor import OutputProcessor

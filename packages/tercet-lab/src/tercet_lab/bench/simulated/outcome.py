@@ -16,7 +16,7 @@ import numpy as np
 
 from tercet.fleet import Trace
 from tercet.protocol import Request, TercetError
-from tercet.protocol.trace import FALLBACK, RETRY
+from tercet.protocol.spans import FALLBACK, RETRY
 from tercet.router.page.records import Frame
 from tercet.settings.fleet_settings import ObjectiveClass, Objectives
 from tercet_lab.bench.simulated.moving_fleet import MoveTotals, VirtualFlip

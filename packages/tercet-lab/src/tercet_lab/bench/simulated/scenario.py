@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tercet.protocol import BadRequest, Request, Role
-from tercet.protocol.weights import chosen_by_weight
+from tercet.protocol.names import chosen_by_weight
 from tercet.settings.declaration import complaint, load_yaml
 from tercet.settings.fleet_settings import DEFAULT_CLASS, ObjectiveClass, Objectives
 from tercet_lab.bench.summary import MS, Samples, Slo

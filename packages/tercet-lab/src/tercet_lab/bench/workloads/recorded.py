@@ -25,7 +25,7 @@ import msgspec
 
 from tercet.aio.files import read_named
 from tercet.protocol import BadRequest
-from tercet.protocol.weights import chosen_by_weight
+from tercet.protocol.names import chosen_by_weight
 from tercet.protocol.wire import UNREADABLE
 from tercet.settings.declaration import complaint
 from tercet_lab.bench.workloads.conversations import (
