@@ -11,7 +11,7 @@ import random
 from collections.abc import AsyncGenerator, Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
+from functools import partial
 from typing import Annotated, Any, Self, cast
 
 import aiohttp
@@ -53,7 +53,7 @@ from tercet.wire.client.passing import (
 from tercet.wire.serving.client_connection import HttpServer
 from tercet.wire.serving.server_access import AdminAccess, RouterKeys
 from tercet_gateway.gateway_settings import ModelBackend, ModelRouterConfig, require_backends
-from tercet_gateway.proxied_calls import ClientCall, ProxiedAnswer, RequestBodies, ServedCertificate, application
+from tercet_gateway.proxied_calls import ClientCall, ProxiedAnswer, RequestBodies, certificate_of, ended_later, serving
 
 
 @dataclass(eq=False)
@@ -490,8 +490,6 @@ def _model_of(body: bytes) -> str | None:
 
 logger = logging.getLogger("tercet.gateway")
 BACKENDS = f"{API_PREFIX}/backends"
-ERROR_SECONDS = 2.0
-"""Seconds to send errors of ended requests to their clients; then connections are closed."""
 
 
 class BackendsCall(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -558,21 +556,9 @@ class ModelRouterServer:
 
         Requests that still run after ``seconds``, or when ``hurried`` is set, end with an error.
         """
-        giving_up = asyncio.create_task(self._give_up(seconds, hurried))
-        try:
-            await self._server.finish()
-        finally:
-            giving_up.cancel()
-
-    async def _give_up(self, seconds: float, hurried: asyncio.Event) -> None:
-        try:
-            async with asyncio.timeout(seconds):
-                await hurried.wait()
-        except TimeoutError:
+        error = ShuttingDown("this model router is shutting down, and ended the request")
+        async with ended_later(self._server, seconds, hurried, partial(self._proxy.give_up, error)):
             pass
-        self._proxy.give_up(ShuttingDown("this model router is shutting down, and ended the request"))
-        await asyncio.sleep(ERROR_SECONDS)
-        self._server.abort()
 
 
 def keys_of(config: ModelRouterConfig) -> RouterKeys:
@@ -604,15 +590,8 @@ async def model_router(config: ModelRouterConfig) -> AsyncGenerator[ModelRouterS
         async def handle(http: ClientCall) -> None:
             await (admin.handle if http.path == BACKENDS else proxy.handle)(http)
 
-        server = HttpServer(application(handle))
-        stack.push_async_callback(server.close)
-        tls = None
-        if config.tls_cert is not None and config.tls_key is not None:
-            tls = ServedCertificate(Path(config.tls_cert), Path(config.tls_key)).context()
-        try:
-            await server.start(config.host, config.port, tls)
-        except OSError as error:
-            raise BadRequest(f"port: cannot listen on {config.host}:{config.port}: {error.strerror}", "port") from error
+        tls = certificate_of(config.tls_cert, config.tls_key)
+        server = await stack.enter_async_context(serving(handle, config.host, config.port, tls))
         following = TaskSet()
         stack.push_async_callback(following.close)
         following.keep(keys.follow, "keys")

@@ -5,10 +5,11 @@ Both are ASGI applications on :class:`~tercet.wire.serving.client_connection.Htt
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import re
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import AbstractContextManager, asynccontextmanager, suppress
 from http import HTTPStatus
 from typing import TYPE_CHECKING
 
@@ -22,7 +23,7 @@ from tercet.protocol.sse import EVENTS, EventSplitter, object_of
 from tercet.protocol.wire import JSON
 from tercet.wire.client.passing import Fields, OriginAnswer, end_to_end, first, is_encoded, passed_on, values
 from tercet.wire.serving.answers import TracingSend
-from tercet.wire.serving.client_connection import CONNECTION, TARGET, ClientConnection
+from tercet.wire.serving.client_connection import CONNECTION, TARGET, ClientConnection, HttpServer
 
 if TYPE_CHECKING:
     from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -37,6 +38,8 @@ if TYPE_CHECKING:
 
 
 logger = logging.getLogger("tercet.gateway")
+ERROR_SECONDS = 2.0
+"""Seconds to send errors of ended requests to their clients; then connections are closed."""
 
 
 def application(handler: Callable[[ClientCall], Awaitable[None]]) -> ASGIApp:
@@ -60,6 +63,51 @@ def application(handler: Callable[[ClientCall], Awaitable[None]]) -> ASGIApp:
                     await http.answer(500, error_body(http.path, TercetError("internal error")), JSON)
 
     return answer
+
+
+@asynccontextmanager
+async def serving(
+    handler: Callable[[ClientCall], Awaitable[None]], host: str, port: int, tls: ssl.SSLContext | None
+) -> AsyncGenerator[HttpServer]:
+    """Serve requests by ``handler`` in this context; its end ends them.
+
+    Raises :class:`~tercet.protocol.BadRequest` for an address that cannot be used.
+    """
+    server = HttpServer(application(handler))
+    try:
+        await server.start(host, port, tls)
+    except OSError as error:
+        raise BadRequest(f"port: cannot listen on {host}:{port}: {error.strerror}", "port") from error
+    try:
+        yield server
+    finally:
+        await server.close()
+
+
+@asynccontextmanager
+async def ended_later(
+    server: HttpServer, seconds: float, hurried: asyncio.Event, give_up: Callable[[], None]
+) -> AsyncGenerator[None]:
+    """Accept no new requests, and enter when all have ended.
+
+    After ``seconds``, or when ``hurried`` is set, ``give_up`` ends those that run with an error, which their clients
+    have :data:`ERROR_SECONDS` to read.
+    """
+
+    async def end() -> None:
+        with suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                await hurried.wait()
+        give_up()
+        await asyncio.sleep(ERROR_SECONDS)
+        server.abort()
+
+    ending = asyncio.create_task(end())
+    try:
+        await server.finish()
+        yield
+    finally:
+        ending.cancel()
 
 
 class ClientCall:
@@ -321,3 +369,10 @@ class ServedCertificate:
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         context.load_cert_chain(*self._files, password="")
         return context
+
+
+def certificate_of(certificate: str | None, key: str | None) -> ssl.SSLContext | None:
+    """Return the TLS context for clients; None without TLS."""
+    if certificate is None or key is None:
+        return None
+    return ServedCertificate(Path(certificate), Path(key)).context()

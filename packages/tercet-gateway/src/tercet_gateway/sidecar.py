@@ -14,7 +14,6 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
 from http import HTTPStatus
-from pathlib import Path
 from ssl import SSLContext
 from typing import Any, Literal, cast
 
@@ -83,9 +82,10 @@ from tercet_gateway.proxied_calls import (
     ClientCall,
     ProxiedAnswer,
     RequestBodies,
-    ServedCertificate,
-    application,
+    certificate_of,
+    ended_later,
     is_stream,
+    serving,
 )
 
 # The events of a response before the engine has computed anything.
@@ -485,8 +485,6 @@ def _has_params(fields: Mapping[str, Any]) -> bool:
 
 LAST_SECONDS = 30.0
 """Seconds for running requests after the stop signal; a second signal ends them."""
-ERROR_SECONDS = 2.0
-"""Seconds to send errors of ended requests to their clients; then connections are closed."""
 DRAIN_SECONDS = 10.0
 """Seconds to fetch KV for clients that have left."""
 METRICS = "/sidecar/metrics"
@@ -531,18 +529,9 @@ class SidecarServer:
         Requests that still run after ``seconds``, or when ``hurried`` is set, end with an error; a client has two
         seconds to read it.
         """
-        giving_up = asyncio.create_task(self._give_up(seconds, hurried))
-        try:
-            await self._server.finish()
+        error = ShuttingDown("this sidecar is shutting down, and ended the request")
+        async with ended_later(self._server, seconds, hurried, partial(self._proxy.give_up, error)):
             await _unless(hurried, self._leg.finish(DRAIN_SECONDS))
-        finally:
-            giving_up.cancel()
-
-    async def _give_up(self, seconds: float, hurried: asyncio.Event) -> None:
-        await _unless(hurried, asyncio.sleep(seconds))
-        self._proxy.give_up(ShuttingDown("this sidecar is shutting down, and ended the request"))
-        await asyncio.sleep(ERROR_SECONDS)
-        self._server.abort()
 
 
 async def _unless(hurried: asyncio.Event, work: Coroutine[Any, Any, object]) -> None:
@@ -558,7 +547,7 @@ async def _unless(hurried: asyncio.Event, work: Coroutine[Any, Any, object]) -> 
 def require_usable(config: SidecarConfig) -> None:
     """Raise :class:`~tercet.protocol.BadRequest` for certificates that cannot be used."""
     engine_tls(config.engine_tls.ca, config.engine_tls.cert, config.engine_tls.key)
-    _shown(config)
+    certificate_of(config.tls_cert, config.tls_key)
 
 
 @asynccontextmanager
@@ -581,20 +570,9 @@ async def sidecar(config: SidecarConfig) -> AsyncGenerator[SidecarServer]:
             else:
                 await proxy.handle(http)
 
-        server = HttpServer(application(handle))
-        stack.push_async_callback(server.close)
-        try:
-            await server.start(config.host, config.port, _shown(config))
-        except OSError as error:
-            raise BadRequest(f"port: cannot listen on {config.host}:{config.port}: {error.strerror}", "port") from error
+        tls_shown = certificate_of(config.tls_cert, config.tls_key)
+        server = await stack.enter_async_context(serving(handle, config.host, config.port, tls_shown))
         yield SidecarServer(server.port, proxy, server, leg)
-
-
-def _shown(config: SidecarConfig) -> SSLContext | None:
-    """Return the TLS context for clients; None without TLS."""
-    if config.tls_cert is None or config.tls_key is None:
-        return None
-    return ServedCertificate(Path(config.tls_cert), Path(config.tls_key)).context()
 
 
 @asynccontextmanager
