@@ -95,7 +95,7 @@ class DecodingSequence:
         alike = len(known) >= end and known[end - 1] == tokens[end - 1]
         return alike and not prompt.difference(self.request.prompt) and known[:end] == tokens
 
-    def told(self, output: Output) -> Output:
+    def counted(self, output: Output) -> Output:
         """Return the output for callers, with its usage if it is the first one; record its tokens."""
         self.tokens += output.token_ids
         if output.finished:
@@ -140,7 +140,7 @@ class DecodingSequence:
             self.end()
             sender.fail(found)
             return
-        output = self.told(found)
+        output = self.counted(found)
         if output.finished:
             self.end()
         sender.send(output)
