@@ -43,17 +43,14 @@ EPOCH_BITS = 48
 
 @dataclass
 class Followed:
-    """A request that decodes for a sequence. ``blocks`` are those in ``rows``; each group of layers has one row.
-
-    ``since`` is the number of computed tokens when the request was first seen running, after ``preemptions``.
-    """
+    """A request that decodes for a sequence."""
 
     request: VLLMRequest
     owner: int
     preemptions: int = 0
-    since: int | None = None
-    rows: list[int] = field(default_factory=list)
-    blocks: list[list[KVCacheBlock]] = field(default_factory=list)
+    since: int | None = None  # computed tokens when the request was first seen running, after ``preemptions``
+    rows: list[int] = field(default_factory=list)  # one for each group of layers
+    blocks: list[list[KVCacheBlock]] = field(default_factory=list)  # those in ``rows``
 
 
 class TablePublisher:

@@ -35,6 +35,7 @@ from tercet.transport.backends.nixl import RegisteredPlanes
 from tercet.transport.backends.reading import has_rdma
 from tercet.vllm_plugin.hooks import UnsupportedVLLM
 
+logger = logging.getLogger(__name__)
 # glibc gives every allocation of this size or more a separate mapping, whatever its adaptive threshold is.
 OWN_MAPPING_BYTES = 32 * 1024 * 1024
 MAP_FIXED = 0x10
@@ -271,7 +272,6 @@ class StepLayers:
         return found
 
 
-logger = logging.getLogger(__name__)
 # Number of layer notes in flight, after which a later note reuses the event of an earlier one.
 EVENTS = 64
 
