@@ -127,6 +127,25 @@ async def test_two_senders_may_fill_one_reservation(prefill: HttpEngine, decode:
     assert [token for item in outputs for token in item.token_ids] == await alone(decode.url, prompt, max_tokens=8)
 
 
+async def test_engines_tell_the_lives_of_leases(prefill: HttpEngine, decode: HttpEngine) -> None:
+    request, unused = request_of(prompt_of(3 * BLOCK)), request_of(prompt_of(BLOCK))
+    async with decode.prep_recv(request, end=-1) as space:
+        await prefill.remote_send(request, space, 0)
+        await generate(decode, request, space.end)
+    (adopted,) = await decode.lease_stories(request.seq_id)
+    assert space.lease.startswith(adopted.lease)
+    assert space.lease != adopted.lease, "whole it would allow to release a lease"
+    states = [*dict.fromkeys(state for _, _, state, _ in adopted.steps)]
+    assert states == ["asked", "reserved", "open", "filled", "claimed", "fenced", "adopted"]
+    async with decode.prep_recv(unused):
+        pass
+    async with asyncio.timeout(10):
+        while (lives := await decode.lease_stories(unused.seq_id))[0].steps[-1][2] != "freed":
+            await asyncio.sleep(0.02)
+    assert [state for _, _, state, _ in lives[0].steps][-3:] == ["ending", "fenced", "freed"]
+    assert await decode.lease_stories("nobody's") == []
+
+
 async def test_a_lease_is_extended_while_its_sequence_grows(prefill: HttpEngine, decode: HttpEngine) -> None:
     """As live migration does: what there is is sent, then what was added, under one lease; then the cut-over."""
     prompt = prompt_of(400)

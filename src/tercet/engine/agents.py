@@ -147,8 +147,8 @@ class AgentCalls:
                 raise EngineError(f"KV agent {rank}: {error}") from error
 
     async def _fence(self, command: RevokeLease | CancelSend) -> list[Any]:
-        said = "a KV agent has not answered for %.0f s; its blocks stay pinned: %s"
-        late = asyncio.get_running_loop().call_later(LOGGED_SECONDS, logger.warning, said, LOGGED_SECONDS, command)
+        text = "a KV agent has not answered for %.0f s; its blocks stay pinned: %s"
+        late = asyncio.get_running_loop().call_later(LOGGED_SECONDS, logger.warning, text, LOGGED_SECONDS, command)
         with fences_open.track_inprogress():
             try:
                 return await asyncio.gather(*(self._until_done(rank, command) for rank in range(len(self._agents))))
@@ -247,21 +247,21 @@ class AgentReports:
         elif kind == LeaseFilled.__name__:
             self._on_filled(msgspec.msgpack.decode(body, type=LeaseFilled))
         elif kind == ReceiveDone.__name__:
-            _tell_receive(msgspec.msgpack.decode(body, type=ReceiveDone))
+            _export_receive(msgspec.msgpack.decode(body, type=ReceiveDone))
 
 
-def _tell_receive(done: ReceiveDone) -> None:
+def _export_receive(done: ReceiveDone) -> None:
     """Export a span of a receive, below its sender's span on another engine, if this process exports spans."""
     sink, ended = process.sink, done.ended
     sender = read_traceparent(ended.traceparent)
     if sink is None or sender is None:
         return
-    told = {"tercet.rank": done.rank, "tercet.bytes": ended.bytes}
-    place = sink.enters(sender, RECEIVE, told)
+    attributes = {"tercet.rank": done.rank, "tercet.bytes": ended.bytes}
+    span = sink.enters(sender, RECEIVE, attributes)
     sink.take(
         [
             Span(
-                RECEIVE, place, sender.span_id, ended.began_ns, ended.ended_ns, "server", told,
+                RECEIVE, span, sender.span_id, ended.began_ns, ended.ended_ns, "server", attributes,
                 error=ended.code, reason=ended.reason,
             )
         ]

@@ -93,24 +93,18 @@ class KeyedPrompt(msgspec.Struct, frozen=True, array_like=True, dict=True):
 
 
 class EngineDescription(msgspec.Struct, frozen=True):
-    """The core's description, read once.
+    """The core's description, read once."""
 
-    ``transports`` are each rank's addresses, ``agents`` the address and secret of each rank's agent, ``workers`` the
-    address and secret of its worker's liveness channel. ``token`` marks requests of this engine's edge. ``lease_ttl``
-    and ``reserve_wait`` are in seconds. ``kv_events`` are endpoint, replay endpoint and topic. ``tables`` is the place
-    of published block tables, None if they are not published. Agents reach the API server's process at ``host``.
-    """
-
-    transports: list[list[str]]
-    agents: list[tuple[str, str]]
-    workers: list[tuple[str, str]]
+    transports: list[list[str]]  # each rank's addresses
+    agents: list[tuple[str, str]]  # address and secret of each rank's agent
+    workers: list[tuple[str, str]]  # address and secret of its worker's liveness channel
     layout: KVLayout
-    token: str
-    lease_ttl: float
+    token: str  # marks requests of this engine's edge
+    lease_ttl: float  # seconds, as reserve_wait
     reserve_wait: float
-    kv_events: dict[str, Any] | None
-    tables: TablePlace | None = None
-    host: str = LOOPBACK
+    kv_events: dict[str, Any] | None  # endpoint, replay endpoint and topic
+    tables: TablePlace | None = None  # where block tables are published; None if they are not
+    host: str = LOOPBACK  # at which agents reach the API server's process
 
 
 class ReservedBlocks(msgspec.Struct, frozen=True):
@@ -130,24 +124,19 @@ class ReservedBlocks(msgspec.Struct, frozen=True):
 
 
 class SendParams(msgspec.Struct, frozen=True):
-    """A request whose KV ``[begin, end)``, of ``content``, goes to other ranks while it is computed.
-
-    ``destinations[rank]`` are the receiving ranks of each rank of this engine. ``base`` is the token position of the
-    receiver's slot 0 under ``lease``; ``notify`` is the destination of agents' reports. ``group_begins`` is the first
-    token whose KV the receiver needs, for each group of layers; if empty, the receiver needs all KV. ``traceparent`` is
-    the send's place in a sampled trace, or empty.
-    """
+    """A request whose KV ``[begin, end)``, of ``content``, goes to other ranks while it is computed."""
 
     send_id: str
     lease: str
     content: Content
-    base: int
+    base: int  # token position of the receiver's slot 0 under the lease
     begin: int
     end: int
-    destinations: list[list[SendDestination]]
-    notify: str
+    destinations: list[list[SendDestination]]  # the receiving ranks of each rank of this engine
+    notify: str  # the destination of agents' reports
+    # The first token whose KV the receiver needs, for each group of layers; if empty, it needs all.
     group_begins: tuple[int, ...] = ()
-    traceparent: str = ""
+    traceparent: str = ""  # the send's place in a sampled trace, or empty
 
     def first_block(self, group: int, block_size: int) -> int:
         """Return the first of a group's blocks to send, as its position in the block table."""
@@ -224,29 +213,25 @@ class SchedulerHalf(Protocol):
 class SeqParams(msgspec.Struct, frozen=True):
     """A request that decodes here: its reservation, if any, and output from other engines.
 
-    No peer writes under ``lease`` any more; its KV is valid up to ``valid_end``. The request adopts its blocks, and
-    computes the rest. A lease that has ended meanwhile is not an error: then the request computes everything itself.
-    ``number`` is the edge's unique number of the request, or 0.
+    No peer writes under ``lease`` any more. The request adopts its blocks, and computes the rest. A lease that has
+    ended meanwhile is not an error: then the request computes everything itself.
     """
 
     lease: str | None = None
-    valid_end: int = 0
+    valid_end: int = 0  # up to which the lease's KV is valid
     output: list[int] = []
-    number: int = 0
+    number: int = 0  # the edge's unique number of the request, or 0
 
 
 @dataclass(frozen=True)
 class ModelLimits:
-    """The limits of the engine's model: token ids below ``vocab_size``, and at most ``max_model_len`` tokens.
-
-    ``most_features`` has, for each kind, the largest number of images and the like in a prompt.
-    ``adapters_change_features`` is True if an adapter changes how the model sees them.
-    """
+    """The limits of the engine's model."""
 
     vocab_size: int
     max_model_len: int
+    # The largest number of images and the like in a prompt, for each kind.
     most_features: Mapping[str, int] = field(default_factory=dict[str, int])
-    adapters_change_features: bool = False
+    adapters_change_features: bool = False  # an adapter changes how the model sees them
 
     def check_prompt(self, tokens: list[int]) -> None:
         """Raise :class:`~tercet.protocol.BadRequest` for a prompt that the model cannot process."""

@@ -143,12 +143,7 @@ def story(held: EdgeLease) -> list[StoryStep]:
 
 @dataclass
 class EdgeLease:
-    """One lease for a prompt, which ends by itself ``ttl`` seconds after the last activity.
-
-    ``filled`` has, for each rank that has reported, the valid end and the content of its KV. ``closing`` is the lease's
-    fence, once requested: it is done when no agent writes under the lease any more, and has the valid end of the KV.
-    ``group_begins`` is the first token for which each group of layers has blocks.
-    """
+    """One lease for a prompt, which ends by itself ``ttl`` seconds after the last activity."""
 
     lease: str
     seq_id: str
@@ -157,11 +152,13 @@ class EdgeLease:
     timer: asyncio.TimerHandle
     story: LeaseStory
     matched_len: int = 0
-    group_begins: tuple[int, ...] = ()
+    group_begins: tuple[int, ...] = ()  # the first token for which each group of layers has blocks
     committed: int = 0
+    # For each rank that has reported: the valid end and the content of its KV.
     filled: dict[int, Content] = field(default_factory=dict[int, Content])
     granted: bool = False
     extending: bool = False
+    # The fence, once requested: done, with the valid end of the KV, when no agent writes under the lease any more.
     closing: asyncio.Task[int] | None = None
 
 

@@ -58,21 +58,16 @@ class OutputSender(Protocol):
 
 @dataclass(eq=False)
 class DecodingSequence:
-    """A generation, and the resources to give back at its end: ``on_end`` is called once, with whether it began.
-
-    ``number`` identifies it in the core; ``tokens`` are the prompt and the output so far. ``usage`` makes the first
-    output's usage from the number of cached tokens. ``sender`` sends its outputs to a router, if it has one. The log
-    names the ``model``.
-    """
+    """A generation, and the resources to give back at its end."""
 
     seq_id: str
-    number: int
+    number: int  # identifies it in the core
     request: EngineRequest
-    tokens: list[int]
-    usage: Callable[[int], Usage]
-    on_end: Callable[[bool], None]
-    model: str = ""
-    sender: OutputSender | None = field(default=None, init=False)
+    tokens: list[int]  # the prompt and the output so far
+    usage: Callable[[int], Usage]  # makes the first output's usage from the number of cached tokens
+    on_end: Callable[[bool], None]  # called once, with whether it began
+    model: str = ""  # for the log
+    sender: OutputSender | None = field(default=None, init=False)  # of its outputs to a router, if it has one
     _logged: LoggedGeneration = field(init=False)
     _num_given: int = field(init=False)
     _status: int = field(default=0, init=False)
@@ -95,7 +90,7 @@ class DecodingSequence:
         alike = len(known) >= end and known[end - 1] == tokens[end - 1]
         return alike and not prompt.difference(self.request.prompt) and known[:end] == tokens
 
-    def told(self, output: Output) -> Output:
+    def counted(self, output: Output) -> Output:
         """Return the output for callers, with its usage if it is the first one; record its tokens."""
         self.tokens += output.token_ids
         if output.finished:
@@ -140,7 +135,7 @@ class DecodingSequence:
             self.end()
             sender.fail(found)
             return
-        output = self.told(found)
+        output = self.counted(found)
         if output.finished:
             self.end()
         sender.send(output)

@@ -206,7 +206,7 @@ async def start_generate(edge: Edge, call: StartGenerateCall) -> AsyncGenerator[
     decoding = await _decoding(edge, call)
     with decoding.ended():
         async for output in decoding.request.outputs():
-            yield decoding.told(output)
+            yield decoding.counted(output)
 
 
 async def stream(edge: Edge, call: StartGenerateCall, link: RouterLink, router: StreamDestination) -> None:

@@ -45,7 +45,7 @@ from tercet.protocol.wire import (
     decode_call,
     require_incarnation,
 )
-from tercet.settings.process_settings import ENGINE_NAME_VARIABLE
+from tercet.settings.process_settings import ENGINE_NAME_VARIABLE, PrefillBudget, clients_see_traces
 from tercet.vllm_plugin.edge.adapters import Adapters
 from tercet.vllm_plugin.edge.attached_engine import AttachedEngine
 from tercet.vllm_plugin.edge.llm_requests import tell_failures
@@ -91,12 +91,16 @@ class TercetEndpoints:
         app.include_router(router)
         app.router.lifespan_context = partial(_stopping_when_empty, app.router.lifespan_context)
         app.add_exception_handler(TercetError, _on_error)
+        state = app.state
+
+        def require_operator(scope: Scope) -> None:
+            if state.tercet_trace_keys is not None:
+                require_trace_reader(scope, state.tercet_trace_keys, is_keyed=bool(state.tercet_callers))
+
         # This layer is inside vLLM's layers, so the API key has been checked before.
         app.add_middleware(
-            PrefillerHeader,
-            allowed=lambda: app.state.tercet_prefillers,
-            require_operator=partial(_require_trace_reader, app.state),
-        )
+            PrefillerHeader, allowed=lambda: state.tercet_prefillers, require_operator=require_operator
+        )  # fmt: skip
 
     async def init_state(self, engine_client: EngineClient | None, state: State, args: Namespace) -> None:
         if engine_client is None:
@@ -118,14 +122,10 @@ class TercetEndpoints:
         most = settings.max_request_bytes
         attached = state.tercet = await AttachedEngine.attach(engine_client, name, secret, adapters, most)  # type: ignore[arg-type]
         state.tercet_prefillers = settings.allowed_prefillers()
-        state.tercet_trace_keys = None if settings.shows_traces_to_clients else BearerKeys(secrets_of(secret))
+        for_all = clients_see_traces() or settings.client_traces
+        state.tercet_trace_keys = None if for_all else BearerKeys(secrets_of(secret))
         remote = _remote_prefill(settings, attached.edge, args) if state.tercet_prefillers else None
         state.tercet_prefilling = remote, PrefilledRequests(engine_client, attached, remote)  # type: ignore[arg-type]
-
-
-def _require_trace_reader(state: State, scope: Scope) -> None:
-    if state.tercet_trace_keys is not None:
-        require_trace_reader(scope, state.tercet_trace_keys, is_keyed=bool(state.tercet_callers))
 
 
 def _remote_prefill(settings: PluginSettings, edge: Edge, args: Namespace) -> RemotePrefill:
@@ -136,7 +136,8 @@ def _remote_prefill(settings: PluginSettings, edge: Edge, args: Namespace) -> Re
 
     secret = settings.fleet_secret or next(iter(api_keys(args)), "")
     tls = engine_tls(args.ssl_ca_certs, args.ssl_certfile, args.ssl_keyfile) if args.ssl_ca_certs else None
-    return RemotePrefill(PrefillAttempts(settings.prefill_budget), ours, secret, bool(args.ssl_certfile), tls)
+    budget = PrefillBudget(settings.prefill_timeout, settings.prefill_stuck_after)
+    return RemotePrefill(PrefillAttempts(budget), ours, secret, bool(args.ssl_certfile), tls)
 
 
 @asynccontextmanager

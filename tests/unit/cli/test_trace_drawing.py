@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tercet.cli.trace import drawn, head_of, steps_of
+from tercet.cli.trace import drawn, head_of, leases_of, steps_of
 
 
 def trace(**other: Any) -> dict[str, Any]:
@@ -50,6 +50,17 @@ def test_bars_are_where_their_steps_were() -> None:
     assert len(bar) - len(bar.lstrip()) == pytest.approx(0.6 * chart, abs=1)
     assert bar.rstrip().endswith("▒")  # tokens after the first
     assert bar.count("█") == pytest.approx(0.1 * chart, abs=2)
+
+
+def test_each_step_of_a_leases_life_is_a_line() -> None:
+    steps = [[0.0, "timers", "asked", "blocks for 9 tokens"], [0.25, "reservations", "reserved", "0 tokens"]]
+    lease = {"lease": "0a1b2c3d", "seq_id": "cmpl-1", "at": 0.5, "engine": "d", "steps": steps}
+    assert [*leases_of(trace(leases=[lease]))] == [
+        "  lease 0a1b2c3d of cmpl-1 on d",
+        "    500 ms  timers        asked     blocks for 9 tokens",
+        "    750 ms  reservations  reserved  0 tokens",
+    ]
+    assert not [*leases_of(trace())]
 
 
 def test_picks_have_scores_and_failures_their_reason() -> None:

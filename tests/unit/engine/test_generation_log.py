@@ -19,13 +19,13 @@ def test_a_generation_is_logged_when_it_is_over(caplog: pytest.LogCaptureFixture
             DecodingSequence(name, 1, request, [1, 2, 3], lambda _: Usage(), lambda _: None, "small")
             for name in ("a", "b", "c")
         )
-    done.told(Output((5, 6)))
-    done.told(Output((7,), "stop"))
+    done.counted(Output((5, 6)))
+    done.counted(Output((7,), "stop"))
     done.end()
     done.end()
     with pytest.raises(BadRequest), broken.ended():
         raise BadRequest("no", "x")
-    left.told(Output((5,)))
+    left.counted(Output((5,)))
     left.end()
     found: list[dict[str, Any]] = [getattr(record, "tercet_fields") for record in caplog.records]  # noqa: B009
     assert [(each["seq_id"], each["status"], each["prompt_tokens"], each["output_tokens"]) for each in found] == [

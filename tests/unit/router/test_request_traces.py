@@ -10,12 +10,14 @@ from typing import Any
 from urllib.parse import quote
 
 import httpx
+import msgspec
 import pytest
 import uvloop
 from fastapi import FastAPI
 
 from tercet.fleet.admission import Gate
 from tercet.protocol import EngineUnreachable, Saturated
+from tercet.protocol.trace import LeaseReport
 from tercet.router import admin
 from tercet.router.observe.followed_requests import LONGEST_IN_ANSWERS
 from tercet.router.observe.request_traces import FollowedRequest, RequestTraces, SharedTraces, TraceQuestion
@@ -62,6 +64,29 @@ async def test_a_request_is_found_by_each_of_its_ids(client: httpx.AsyncClient) 
     assert all(0 <= end <= found["seconds"] for end in ends)
     assert await traced(client, answer.json()["id"]) == found
     assert await traced(client, sequence["seq_id"]) == found
+
+
+async def test_engines_tell_the_lives_of_the_requests_leases(
+    client: httpx.AsyncClient, router: LiveRouter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    life = LeaseReport("0a1b2c3d", "s", 7.0, [(0.0, "timers", "asked", "blocks for 100 tokens")])
+    asked = list[str]()
+
+    async def stories(seq_id: str) -> list[LeaseReport]:
+        asked.append(seq_id)
+        return [life]
+
+    async def no_stories(_: str) -> list[LeaseReport]:
+        raise EngineUnreachable("p is gone")
+
+    monkeypatch.setattr(router.engines["http://d"], "lease_stories", stories, raising=False)
+    monkeypatch.setattr(router.engines["http://p"], "lease_stories", no_stories, raising=False)
+    await client.post("/v1/completions", json=BODY, headers={"x-request-id": "mine-8"})
+    found = await traced(client, "mine-8")
+    assert asked == [found["sequences"][0]["seq_id"]], "of engines with a lease of the request, once"
+    assert msgspec.convert(found["leases"], list[LeaseReport]) == [msgspec.structs.replace(life, engine="d")]
+    monkeypatch.setattr(router.engines["http://d"], "lease_stories", no_stories, raising=False)
+    assert "leases" not in await traced(client, "mine-8"), "a trace is shown without them"
 
 
 async def test_a_request_without_an_id_gets_one_that_engines_and_the_answer_have(client: httpx.AsyncClient) -> None:

@@ -168,7 +168,7 @@ class Standing:
         request = LLMRequest(client, KeyedPrompt(TOKENS[:40], "salt"), {}, TercetParams("token"))
         decoding = DecodingSequence("r", 1, request, TOKENS[:40], lambda cached: Usage(), lambda begun: None)
         self.edge.generated.add(decoding)
-        decoding.told(Output(tuple(TOKENS[40:])))
+        decoding.counted(Output(tuple(TOKENS[40:])))
         self.core.goes_on.clear()
 
     def send(self, tokens: list[int] = TOKENS, salt: str | None = "salt") -> asyncio.Task[Any]:

@@ -48,7 +48,7 @@ async def test_the_core_says_blocks_and_whether_it_runs_the_edge_the_rest() -> N
     table = SequenceTable(answering(in_core(two, 0, False), in_core(one, 3)))
     for sequence in (one, two, new):
         table.add(sequence)
-    one.told(Output((1, 2)))
+    one.counted(Output((1, 2)))
     sender: Any = SimpleNamespace(connection=SimpleNamespace(address="10.0.0.9:40711"))
     two.sender = sender
     assert [told(found) for found in await table.reports()] == [
@@ -74,7 +74,7 @@ async def test_of_a_core_that_stands_still_its_last_word_is_reported(monkeypatch
     table.add(one)
     assert [told(found) for found in await table.reports()] == [("one", 40, 1, True, "")]
     for _ in range(3):
-        one.told(Output((1,)))
+        one.counted(Output((1,)))
         assert (await table.reports())[0].blocks == 1
     assert (await table.reports())[0].tokens == 43
     assert len(asked) == 2, "it is asked again when it has answered"

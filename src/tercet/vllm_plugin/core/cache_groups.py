@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING
 from vllm.v1.kv_cache_interface import (
     ChunkedLocalAttentionSpec,
     KVCacheConfig,
-    KVCacheSpec,
     KVCacheSpecKind,
     MambaSpec,
     get_kv_cache_spec_kind,
@@ -86,7 +85,12 @@ def _require_movable_state(spec: MambaSpec) -> None:
 
 def described(config: KVCacheConfig, layers: Sequence[int]) -> tuple[CacheGroup, ...]:
     """Return the groups for layouts, with the number of their ``layers``; empty if all look back at all tokens."""
-    groups = [_described(each.kv_cache_spec, count) for each, count in zip(config.kv_cache_groups, layers, strict=True)]
+    groups = list[CacheGroup]()
+    for group, num_layers in zip(config.kv_cache_groups, layers, strict=True):
+        spec = group.kv_cache_spec
+        chunk = spec.attention_chunk_size if isinstance(spec, ChunkedLocalAttentionSpec) else 0
+        window = get_kv_cache_spec_sliding_window(spec) or chunk
+        groups.append(CacheGroup(get_kv_cache_spec_kind(spec).value, num_layers, window))
     return tuple(groups) if len(groups) > 1 or any(group.window for group in groups) else ()
 
 
@@ -104,12 +108,6 @@ def state_layers(config: KVCacheConfig) -> list[str]:
     """Return the names of the layers that keep states."""
     groups = config.kv_cache_groups
     return [name for group in groups if isinstance(group.kv_cache_spec, MambaSpec) for name in group.layer_names]
-
-
-def _described(spec: KVCacheSpec, num_layers: int) -> CacheGroup:
-    chunk = spec.attention_chunk_size if isinstance(spec, ChunkedLocalAttentionSpec) else 0
-    window = get_kv_cache_spec_sliding_window(spec) or chunk
-    return CacheGroup(get_kv_cache_spec_kind(spec).value, num_layers, window)
 
 
 class GroupTables:

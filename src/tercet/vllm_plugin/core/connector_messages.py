@@ -54,30 +54,21 @@ def params_of(kv_transfer_params: Any, token: str) -> TercetParams | None:
 
 @dataclass
 class StepMetadata(KVConnectorMetadata):
-    """Orders for the workers in one engine step.
+    """Orders for the workers in one engine step."""
 
-    ``opened`` are the sends that begin, each with an opening for every rank. ``pushes`` are sent layer by layer during
-    the forward pass. ``finish`` holds the sends whose last block this step computes. ``resumed`` maps vLLM request ids
-    to the output that they start with.
-    """
-
-    opened: list[list[SendOpening]] = field(default_factory=list)
-    pushes: list[Push] = field(default_factory=list)
-    finish: list[SendComplete] = field(default_factory=list)
-    resumed: dict[str, list[int]] = field(default_factory=dict)
+    opened: list[list[SendOpening]] = field(default_factory=list)  # sends that begin, with an opening for every rank
+    pushes: list[Push] = field(default_factory=list)  # sent layer by layer during the forward pass
+    finish: list[SendComplete] = field(default_factory=list)  # sends whose last block this step computes
+    resumed: dict[str, list[int]] = field(default_factory=dict)  # output that vLLM's requests start with, by id
 
 
 @dataclass
 class WorkerHandshake(KVConnectorHandshakeMetadata):
-    """A worker's endpoints, collected by vLLM at start.
+    """A worker's endpoints, collected by vLLM at start."""
 
-    They are its agent's transport addresses, the address and secret of its control channel, the address and secret of
-    the worker's liveness channel, and the layout of its KV, which is that of every rank. ``words`` is the place of the
-    core's words in the rank's region: the file's path, valid on this machine while the worker lives, and the offset.
-    """
-
-    transports: list[str]
-    agent: tuple[str, str]
-    life: tuple[str, str]
-    layout: KVLayout
+    transports: list[str]  # its agent's addresses
+    agent: tuple[str, str]  # address and secret of the agent's control channel
+    life: tuple[str, str]  # address and secret of the worker's liveness channel
+    layout: KVLayout  # of its KV, which is that of every rank
+    # The place of the core's words in the rank's region: a file, valid on this machine while the worker lives; offset.
     words: tuple[str, int]

@@ -118,6 +118,9 @@ def status(core: EngineCore) -> dict[str, Any]:
     side, scheduler = _side(core), _scheduler(core)
     pool = scheduler.kv_cache_manager.block_pool
     running, waiting = scheduler.get_request_counts()
+    # Which sequences wait until the engine is resumed: by vLLM's pauses and by its sleep, which also pauses.
+    state = PauseState.PAUSED_ALL if core.model_executor.is_sleeping else core.scheduler.pause_state
+    paused: Paused = "all" if state == PauseState.PAUSED_ALL else "" if state == PauseState.UNPAUSED else "new"
     return {
         "total_blocks": pool.num_gpu_blocks - 1,
         "free_blocks": pool.get_num_free_blocks(),
@@ -126,15 +129,8 @@ def status(core: EngineCore) -> dict[str, Any]:
         "kv_cache_usage": pool.get_usage(),
         "leases": len(side.reservations),
         "sends": len(side.sends),
-        "paused": _paused(core),
+        "paused": paused,
     }
-
-
-def _paused(core: EngineCore) -> Paused:
-    if core.model_executor.is_sleeping:
-        return "all"
-    state = core.scheduler.pause_state
-    return "all" if state == PauseState.PAUSED_ALL else "" if state == PauseState.UNPAUSED else "new"
 
 
 def sequences(core: EngineCore) -> list[RequestInCore]:

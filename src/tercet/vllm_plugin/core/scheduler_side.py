@@ -43,17 +43,14 @@ EPOCH_BITS = 48
 
 @dataclass
 class Followed:
-    """A request that decodes for a sequence. ``blocks`` are those in ``rows``; each group of layers has one row.
-
-    ``since`` is the number of computed tokens when the request was first seen running, after ``preemptions``.
-    """
+    """A request that decodes for a sequence."""
 
     request: VLLMRequest
     owner: int
     preemptions: int = 0
-    since: int | None = None
-    rows: list[int] = field(default_factory=list)
-    blocks: list[list[KVCacheBlock]] = field(default_factory=list)
+    since: int | None = None  # computed tokens when the request was first seen running, after ``preemptions``
+    rows: list[int] = field(default_factory=list)  # one for each group of layers
+    blocks: list[list[KVCacheBlock]] = field(default_factory=list)  # those in ``rows``
 
 
 class TablePublisher:
@@ -225,23 +222,18 @@ class SendPlanner:
         if params.send_id in self._ended_early:
             self._ended_early.remove(params.send_id)
             return
-        self._compute_what_is_gone(request, params)
-        sending = Sending(params, self._first_blocks(params))
-        self._sending[params.send_id] = sending
-        self._by_request[request.request_id] = sending
-
-    def _compute_what_is_gone(self, request: VLLMRequest, params: SendParams) -> None:
-        """Make a request compute from its beginning if it would continue after blocks that the receiver needs.
-
-        The prefix cache keeps only the parts of a window that some positions look back at, and a receiver whose lease
-        has grown may need more.
-        """
-        if not params.group_begins or request.skip_reading_prefix_cache:
-            return
-        computed, matched, _ = self._manager.get_computed_blocks(request)
-        found = zip(computed.blocks, self._first_blocks(params), strict=True)
-        if any(block.is_null for table, first in found for block in table[first : matched // self._block_size]):
-            request.skip_reading_prefix_cache = True
+        firsts = self._first_blocks(params)
+        if params.group_begins and not request.skip_reading_prefix_cache:
+            # The prefix cache keeps only the parts of a window that some positions look back at, and a receiver whose
+            # lease has grown may need more. What it needs and is gone is computed from the beginning.
+            computed, matched, _ = self._manager.get_computed_blocks(request)
+            wanted = (
+                table[first : matched // self._block_size]
+                for table, first in zip(computed.blocks, firsts, strict=True)
+            )  # fmt: skip
+            if any(block.is_null for blocks in wanted for block in blocks):
+                request.skip_reading_prefix_cache = True
+        self._sending[params.send_id] = self._by_request[request.request_id] = Sending(params, firsts)
 
     def _first_blocks(self, params: SendParams) -> list[int]:
         return [params.first_block(group, self._block_size) for group in range(len(self._tables.groups))]

@@ -284,7 +284,10 @@ class LLMGeneration:
     def __init__(self, client: AsyncLLM, token: str) -> None:
         self._client = client
         self._token = token
-        self.limits = limits_of(client)
+        model, lora = client.vllm_config.model_config, client.vllm_config.lora_config
+        changing = lora is not None and lora.enable_tower_connector_lora
+        most = most_features_of(client.renderer)
+        self.limits = ModelLimits(model.get_vocab_size(), model.max_model_len, most, changing)
         self.version = vllm_version()
 
     @property
@@ -309,14 +312,6 @@ class LLMGeneration:
         is_seq = isinstance(work, SeqParams)
         params = TercetParams(self._token, seq=work) if is_seq else TercetParams(self._token, send=work)
         return LLMRequest(self._client, prompt, sampling_params, params, priority, features)
-
-
-def limits_of(client: AsyncLLM) -> ModelLimits:
-    """Return the limits of the engine behind ``client``."""
-    model, lora = client.vllm_config.model_config, client.vllm_config.lora_config
-    changing = lora is not None and lora.enable_tower_connector_lora
-    most = most_features_of(client.renderer)
-    return ModelLimits(model.get_vocab_size(), model.max_model_len, most, changing)
 
 
 @contextmanager

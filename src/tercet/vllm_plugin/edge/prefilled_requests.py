@@ -53,9 +53,9 @@ class PrefilledRequests:
 
     async def add_request(self, request: EngineCoreRequest) -> None:
         """Get the request's KV from the named engines, if any, and then add it to the core, as vLLM's method does."""
-        named, told = named_prefillers.get(), reported_prefill.get()
-        if told is not None and self._edge.leases.has(told.lease):
-            self._tell_cached(request, told.cached)
+        named, prefilled = named_prefillers.get(), reported_prefill.get()
+        if prefilled is not None and self._edge.leases.has(prefilled.lease):
+            self._set_cached(request, prefilled.cached)
         if named is not None and self._remote is not None:
             try:
                 await self._prefill(request, named, self._remote)
@@ -67,7 +67,7 @@ class PrefilledRequests:
                 return  # the client has left in the meantime
         await self._add(request)
 
-    def _tell_cached(self, request: EngineCoreRequest, cached: int) -> None:
+    def _set_cached(self, request: EngineCoreRequest, cached: int) -> None:
         state = self._processor.request_states.get(request.request_id)
         if state is not None:
             state.remote_prefill_cached_tokens = min(cached, len(request.prompt_token_ids or ()))
@@ -97,7 +97,7 @@ class PrefilledRequests:
             return
         sent = trace.filled()
         if sent is not None:
-            self._tell_cached(request, sent.cached)
+            self._set_cached(request, sent.cached)
         given = request.sampling_params.extra_args or {}
         theirs = given.get("kv_transfer_params")
         theirs = theirs if isinstance(theirs, dict) else {}  # with vllm_xargs it may be text

@@ -26,6 +26,7 @@ from tercet.protocol.addresses import TextFingerprint
 from tercet.settings.process_settings import PARALLEL_TOKENIZERS
 from tercet.vllm_plugin.hooks import Side, UnsupportedVLLM, require_hooks
 
+logger = logging.getLogger(__name__)
 # vLLM imports this module for audio of another sampling rate; it imports SciPy's statistics, a tenth of the import
 # time.
 RESAMPLING = "scipy.signal"
@@ -133,7 +134,9 @@ def _files(checkpoint: Path) -> object:
     return sorted((name, status.st_size, status.st_mtime_ns, status.st_ino) for name, status in found)
 
 
-logger = logging.getLogger(__name__)
+# ---- the identity of a model's text: with another one, the same token ids have other meanings ------------------------
+
+
 # Texts on which normalizers, splitters and special tokens differ: their encodings distinguish tokenizers with the same
 # vocabulary, whichever library or version they come from.
 TRIED = (

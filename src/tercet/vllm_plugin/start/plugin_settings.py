@@ -19,11 +19,9 @@ from tercet.settings.process_settings import (
     STUCK_AFTER_S,
     TIMEOUT_S,
     ClientTraces,
-    PrefillBudget,
     PrefillHosts,
     PrefillStuckAfter,
     PrefillTimeout,
-    clients_see_traces,
 )
 from tercet.transport import AUTO, MAX_STREAMS, TRANSPORTS, TransportSettings
 from tercet.transport.sockets import LOOPBACK
@@ -140,14 +138,6 @@ class PluginSettings(Settings, frozen=True, rename=lambda name: name):
         if self.prefill_hosts:
             return AllowedPrefillers(self.prefill_hosts, "prefill_hosts")
         return AllowedPrefillers(os.environ.get(PREFILL_HOSTS_VARIABLE, ""), PREFILL_HOSTS_VARIABLE)
-
-    @property
-    def shows_traces_to_clients(self) -> bool:
-        return clients_see_traces() or self.client_traces
-
-    @property
-    def prefill_budget(self) -> PrefillBudget:
-        return PrefillBudget(self.prefill_timeout, self.prefill_stuck_after)
 
     def require_secret_beyond_loopback(self) -> None:
         """Raise :class:`~tercet.protocol.BadRequest` if other machines could push or read KV without a secret."""

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
 
+logger = logging.getLogger(__name__)
 VLLM_LEVEL = "VLLM_LOGGING_LEVEL"
 # Beginnings of messages, by vLLM's loggers, which have the names of its modules. A name or a beginning that a version
 # of vLLM does not have hides nothing.
@@ -80,6 +81,9 @@ def errors_only() -> None:
     logging.getLogger("vllm").setLevel(os.environ.setdefault(VLLM_LEVEL, "ERROR").upper())
 
 
+# ---- errors ----------------------------------------------------------------------------------------------------------
+
+
 AFTER_DASHES = "flags for vLLM"
 
 
@@ -130,7 +134,9 @@ def without_leak_reports() -> None:
     atexit.register(close_stderr)
 
 
-logger = logging.getLogger(__name__)
+# ---- stages of the start ---------------------------------------------------------------------------------------------
+
+
 MARK = f"[{__name__}] stage: "
 """Text before a stage's name in a log line."""
 OF_WORKERS: Mapping[str, str] = {

@@ -14,7 +14,7 @@ import importlib.util
 import os
 import runpy
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -94,7 +94,7 @@ def main() -> None:
         import_engine()
         _serve(groups)
     else:
-        wanted[ALLOWED] = _listed(os.sched_getaffinity(0))
+        wanted[ALLOWED] = ",".join(map(str, sorted(os.sched_getaffinity(0))))
         os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], {**os.environ, **wanted})
 
 
@@ -177,10 +177,6 @@ def inspect_models_here() -> None:
 
     registry: Any = importlib.import_module("vllm.model_executor.models.registry")
     registry._run_in_subprocess = here
-
-
-def _listed(cores: Iterable[int]) -> str:
-    return ",".join(map(str, sorted(cores)))
 
 
 if __name__ == "__main__":

@@ -92,7 +92,7 @@ def _serve(channel: socket.socket) -> int:
     if not header:
         return 0  # no task: this process is not needed
     count, size = _HEADER.unpack(header)
-    _received[:] = _receive_descriptors(channel, count)
+    _received[:] = socket.recv_fds(channel, 1, count)[1]
     environment, process = pickle.loads(_exactly(channel, size))
     os.environ.clear()
     os.environ.update(environment)
@@ -132,7 +132,7 @@ class Popen(popen_spawn_posix.Popen):
             context.set_spawning_popen(None)
         channel = self._standby.channel
         channel.sendall(_HEADER.pack(len(self._descriptors), task.tell()))
-        _send_descriptors(channel, self._descriptors)
+        socket.send_fds(channel, [b"\0"], self._descriptors)  # descriptors cannot be sent without a byte
         channel.sendall(task.getbuffer())
         self.pid = self._standby.pid
         self.sentinel = channel.fileno()
@@ -149,16 +149,6 @@ class StandbyContext(context.SpawnContext):
     """A ``spawn`` context whose first processes are the waiting children of this process."""
 
     Process: ClassVar[type[context.SpawnProcess]] = _Process
-
-
-def _send_descriptors(channel: socket.socket, descriptors: Sequence[int]) -> None:
-    # One byte is sent as well, since descriptors cannot be sent alone.
-    socket.send_fds(channel, [b"\0"], list(descriptors))
-
-
-def _receive_descriptors(channel: socket.socket, count: int) -> list[int]:
-    _, descriptors, _, _ = socket.recv_fds(channel, 1, count)
-    return list(descriptors)
 
 
 def _exactly(channel: socket.socket, size: int) -> bytes:

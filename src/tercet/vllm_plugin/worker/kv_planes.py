@@ -35,6 +35,7 @@ from tercet.transport.backends.nixl import RegisteredPlanes
 from tercet.transport.backends.reading import has_rdma
 from tercet.vllm_plugin.hooks import UnsupportedVLLM
 
+logger = logging.getLogger(__name__)
 # glibc gives every allocation of this size or more a separate mapping, whatever its adaptive threshold is.
 OWN_MAPPING_BYTES = 32 * 1024 * 1024
 MAP_FIXED = 0x10
@@ -239,12 +240,12 @@ class StepLayers:
         self._all = range(num_planes)
         self._plane_bytes = 0
         self._done: list[int] = []
-        self._told: set[int] = set()
+        self._reported: set[int] = set()
 
     def begin(self, plane_bytes: int) -> None:
         """Begin a step that pushes ``plane_bytes`` of each plane; with 0, nothing is reported."""
         self._plane_bytes = plane_bytes
-        self._done, self._told = [], set()
+        self._done, self._reported = [], set()
 
     def saved(self, planes: Sequence[int]) -> tuple[int, ...]:
         """Record that a layer's hook ran, for its ``planes``; return the planes to report now.
@@ -253,25 +254,24 @@ class StepLayers:
         """
         if not self._plane_bytes:
             return ()
-        self._done += [plane for plane in planes if plane not in self._told and plane not in self._done]
-        return self._tell() if len(self._done) * self._plane_bytes >= NOTE_BYTES else ()
+        self._done += [plane for plane in planes if plane not in self._reported and plane not in self._done]
+        return self._report() if len(self._done) * self._plane_bytes >= NOTE_BYTES else ()
 
     def ended(self) -> tuple[int, ...]:
         """End the step; return the planes still to report, including those whose hooks did not run."""
         if not self._plane_bytes:
             return ()
-        seen = self._told.union(self._done)
+        seen = self._reported.union(self._done)
         self._done += [plane for plane in self._all if plane not in seen]
-        self._plane_bytes, found = 0, self._tell()
+        self._plane_bytes, found = 0, self._report()
         return found
 
-    def _tell(self) -> tuple[int, ...]:
+    def _report(self) -> tuple[int, ...]:
         found, self._done = tuple(self._done), []
-        self._told.update(found)
+        self._reported.update(found)
         return found
 
 
-logger = logging.getLogger(__name__)
 # Number of layer notes in flight, after which a later note reuses the event of an earlier one.
 EVENTS = 64
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 import math
 import os
 import time
-from collections.abc import Generator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from tercet.protocol import BadRequest
@@ -80,8 +79,13 @@ def keep_generators_of_unfinished_prompts() -> None:
         return output
 
     def bookkeeping_without_rewinding(bookkeeping: Method, self: Any, *args: Any, **kwargs: Any) -> Any:
-        with _hidden(self.input_batch.generators, _unfinished(self)):
+        generators, unfinished = self.input_batch.generators, _unfinished(self)
+        for row in unfinished:
+            del generators[row]
+        try:
             return bookkeeping(self, *args, **kwargs)
+        finally:
+            generators.update(unfinished)
 
     wrap(GPUModelRunner, "_sample", sample_and_put_back)
     wrap(GPUModelRunner, "_bookkeeping_sync", bookkeeping_without_rewinding)
@@ -98,16 +102,6 @@ def _unfinished(runner: Any) -> dict[int, Any]:
         for row, generator in generators.items()
         if discarded[row] and generator.device.type == "cpu"
     }  # fmt: skip
-
-
-@contextmanager
-def _hidden(generators: dict[int, Any], some: dict[int, Any]) -> Generator[None]:
-    for row in some:
-        del generators[row]
-    try:
-        yield
-    finally:
-        generators.update(some)
 
 
 BASE_MODEL = -1

@@ -72,16 +72,16 @@ class WorkerSide:
         """Push what this step completes in one layer. On a device it is only queued: the agent waits for it."""
         self._layers += 1
         if self._step.pushes:
-            self._tell_layers(self._layers_of_step.saved(self._planes_of[layer_name]))
+            self._report_layers(self._layers_of_step.saved(self._planes_of[layer_name]))
 
     def end_step(self) -> None:
         self._layers += 1  # a step that runs as one graph calls no layer's hook, but is also progress
-        self._tell_layers(self._layers_of_step.ended())
+        self._report_layers(self._layers_of_step.ended())
         if self._step.finish or self._step.pushes:
             self._agent.tell(StepEnds(tuple(self._step.finish)))
         self._step = StepMetadata()
 
-    def _tell_layers(self, planes: tuple[int, ...]) -> None:
+    def _report_layers(self, planes: tuple[int, ...]) -> None:
         if planes:
             self._agent.tell(LayersDone(planes, None if self._device is None else self._device.computed()))
 
