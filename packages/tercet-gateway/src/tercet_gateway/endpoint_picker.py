@@ -19,9 +19,8 @@ from urllib.parse import urlsplit
 
 import numpy as np
 
-from tercet.decisions.cost.cost_model import CostModel
 from tercet.decisions.cost.costs import RouteCandidate, RouteRequest, Targets, max_tokens_of, pair_pays
-from tercet.decisions.cost.engine_work import ReportedWork
+from tercet.decisions.cost.engine_work import CostModel, ReportedWork
 from tercet.decisions.scheduling import ConcurrencyLimit, Engines, Saturation
 from tercet.fleet import EngineFleet, Member
 from tercet.fleet.admission import Gate

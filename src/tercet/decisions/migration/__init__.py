@@ -1,10 +1,12 @@
 """Moves of running sequences between engines: the move itself, and the policies that propose moves."""
 
-from tercet.decisions.migration.limits import CountedMove, MovesUnderWay, Rescheduling
 from tercet.decisions.migration.live import Movable, Stage, migrate
 from tercet.decisions.migration.policies import (
+    CountedMove,
     LoadedEngine,
+    MovesUnderWay,
     Policy,
+    Rescheduling,
     Selection,
     SequenceView,
     Wanted,

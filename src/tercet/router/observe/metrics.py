@@ -30,7 +30,7 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from tercet.fleet import EngineFleet, Trace
-from tercet.fleet.engine_gauges import EngineCollector
+from tercet.fleet.engine_fleet import EngineCollector
 from tercet.protocol.spans import SpanContext, current_span
 from tercet.protocol.trace import FALLBACK, RETRY, TraceEvent
 from tercet.wire import SECONDS

@@ -19,12 +19,12 @@ import h11
 
 from tercet.aio.incoming import LEAST_OF_BODY, LONGEST_HEAD, SECONDS, Breach
 from tercet.fleet.admission import ClientLeft
-from tercet.fleet.bodies import LARGEST_AT_ONCE, BodiesHeld, HeldBody
 from tercet.protocol import BadRequest, HeadTooLarge, RequestTimeout, RequestTooLarge, TercetError
 from tercet.protocol.errors import error_body, last_events
 from tercet.protocol.headers import path_of
 from tercet.protocol.sse import EVENTS, EventSplitter, object_of
 from tercet.protocol.trace import VerbTrace
+from tercet.router.limits.bodies import LARGEST_AT_ONCE, BodiesHeld, HeldBody
 from tercet.wire.client.passing import (
     READ_BYTES,
     BrokeOff,
