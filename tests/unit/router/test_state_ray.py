@@ -17,7 +17,7 @@ from tercet.router.state.fleet_state import FleetState, StateFile
 from tercet.router.state.state_configmap import ConfigMapStore
 from tercet.settings import RouterConfig
 from tercet_ray import state_ray
-from tercet_ray.kept_objects import CONFLICT, KEPT, OK, UNKNOWN, Json, KeptObjects
+from tercet_ray.ray_access import CONFLICT, KEPT, OK, UNKNOWN, Json, KeptObjects
 from tercet_ray.state_ray import HeadAccess, ray_store
 from tests.long_runs import in_full
 from tests.unit.cluster.on_ray.ray_cluster import ray_cluster

@@ -20,7 +20,7 @@ from tercet.cli.detached import stop_seconds_of
 from tercet.cli.setting_flags import PARTS, flags_of, given_as
 from tercet.cluster.up_config import UpConfig
 from tercet.settings import decode_settings, encode_settings, read_yaml
-from tercet_ray.detached_process import DetachedProcess
+from tercet_ray.fleet_keeper import DetachedProcess
 
 COMMAND = "from tercet_ray.ray_job import main; main()"
 LOOK_SECONDS = 3600.0
@@ -58,20 +58,19 @@ def _opened(descriptor: int) -> Path:
 def main() -> None:
     """Run the fleet's process: ``-c COMMAND SETTINGS CODE``."""
     from tercet.cli.app import exit_code_of, exit_on_signal
+    from tercet.cli.up import run_fleet, stay
 
     signal.signal(signal.SIGTERM, exit_on_signal)
     settings, code = map(Path, sys.argv[1:])
     config = decode_settings(UpConfig, read_yaml(settings))
+
+    def serve() -> None:
+        with given_as({**PARTS, **flags_of(UpConfig)}):
+            run_fleet(config, lambda fleet: stay(config, fleet))
+
     try:
-        sys.exit(exit_code_of(lambda: _serve(config)))
+        sys.exit(exit_code_of(serve))
     except SystemExit as end:
         with suppress(OSError):  # the job's command was killed
             code.write_text(str(end.code))
         raise
-
-
-def _serve(config: UpConfig) -> None:
-    from tercet.cli.up import run_fleet, stay
-
-    with given_as({**PARTS, **flags_of(UpConfig)}):
-        run_fleet(config, lambda fleet: stay(config, fleet))
