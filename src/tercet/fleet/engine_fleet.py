@@ -193,7 +193,6 @@ class EngineFleet:
 
     @property
     def members(self) -> Sequence[Member]:
-        """All engines, including drained ones."""
         return self.roster.members
 
     @property

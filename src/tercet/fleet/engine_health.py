@@ -64,7 +64,6 @@ class Liveness:
 
     @property
     def stuck(self) -> list[Stuck]:
-        """Engines that were found stuck and have made no progress since."""
         now = self._looked_at or 0.0
         return [Stuck(engine, self._why(engine, now)) for engine in sorted(self._stuck)]
 

@@ -10,7 +10,7 @@ import asyncio
 import logging
 import re
 from collections.abc import AsyncGenerator, Sequence
-from contextlib import ExitStack, asynccontextmanager
+from contextlib import asynccontextmanager
 from functools import partial
 from typing import Annotated, Any
 from urllib.parse import urlsplit
@@ -87,7 +87,15 @@ async def follow_cache(
                 knowledge.cleared(name)
                 if found is not None:
                     following = asyncio.create_task(_follow(at(found, url), KVInbox(name, knowledge)))
-            await _wait(restarted, ASK_SETTLED_SECONDS if settled else RETRY_DELAY_S, following)
+            # Until the next poll; less if the engine was restarted, or following its events has failed.
+            waits = asyncio.create_task(restarted.wait())
+            try:
+                seconds = ASK_SETTLED_SECONDS if settled else RETRY_DELAY_S
+                await asyncio.wait({waits, following or waits}, timeout=seconds, return_when="FIRST_COMPLETED")
+            finally:
+                waits.cancel()
+            if following is not None and following.done():
+                await asyncio.sleep(RETRY_DELAY_S)
     finally:
         await _end(following)
 
@@ -105,19 +113,6 @@ def at(events: KVEvents, url: str) -> KVEvents:
     return msgspec.structs.replace(events, endpoint=reached(events.endpoint), replay=replay)
 
 
-async def _wait(restarted: asyncio.Event, seconds: float, following: asyncio.Task[None] | None) -> None:
-    """Wait ``seconds`` until the next poll; less if the engine was restarted or following its events has failed."""
-    waits = asyncio.create_task(restarted.wait())
-    try:
-        await asyncio.wait(
-            {waits} if following is None else {waits, following}, timeout=seconds, return_when="FIRST_COMPLETED"
-        )
-    finally:
-        waits.cancel()
-    if following is not None and following.done():
-        await asyncio.sleep(RETRY_DELAY_S)
-
-
 async def _end(task: asyncio.Task[None] | None) -> None:
     if task is not None:
         task.cancel()
@@ -125,9 +120,8 @@ async def _end(task: asyncio.Task[None] | None) -> None:
 
 
 async def _follow(events: KVEvents, inbox: KVInbox) -> None:
-    context = zmq.asyncio.Context.instance()
-    with ExitStack() as stack:
-        live: Any = stack.enter_context(bounded(context.socket(zmq.SUB)))
+    with bounded(zmq.asyncio.Context.instance().socket(zmq.SUB)) as subscribing:
+        live: Any = subscribing
         live.setsockopt(zmq.LINGER, 0)
         live.setsockopt(zmq.RCVHWM, MOST_UNREAD)
         live.setsockopt(zmq.IPV6, 1)
@@ -148,8 +142,7 @@ async def _replay(events: KVEvents, inbox: KVInbox) -> None:
     """Request and apply all batches from the next expected one on; do nothing without a replay address or an answer."""
     if events.replay is None:
         return
-    context = zmq.asyncio.Context.instance()
-    with bounded(context.socket(zmq.DEALER)) as asking:
+    with bounded(zmq.asyncio.Context.instance().socket(zmq.DEALER)) as asking:
         socket: Any = asking
         socket.setsockopt(zmq.LINGER, 0)
         socket.setsockopt(zmq.IPV6, 1)

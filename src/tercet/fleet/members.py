@@ -241,7 +241,6 @@ class Roster:
         self.when_reopened()
 
     def _follow(self, member: Member) -> None:
-        """Update the columns that picks use when the member changes."""
         self._knowledge.add(member.name)
         self._knowledge.loads.count(member.name, member.in_flight, member.in_flight_tokens)
         member.on_change = self._changed

@@ -144,21 +144,17 @@ class SeenRequest:
 
 
 class SeenRequests:
-    """The requests of the last ``window_s`` seconds of one process.
+    """The requests of the last ``window_s`` seconds of one process: an observer of the service's sequences.
 
-    ``arrived``, ``ended`` and ``met`` count requests since the start at ``since``. ``clock`` is the fleet's clock in
-    seconds. Without ``named``, blocks have no names, which cost time. The service calls :meth:`begins` and
-    :meth:`ends`.
+    Without ``named``, blocks have no names, which cost time.
     """
 
     def __init__(self, window_s: float, objectives: Objectives, clock: Callable[[], float], named: bool = True) -> None:
         self.objectives = objectives
-        self.since = clock()
-        self._clock = clock
-        self._named = named
+        self.since = clock()  # the fleet's clock, in seconds
+        self.arrived = self.ended = self.met = 0  # requests since then
+        self._window_s, self._clock, self._named = window_s, clock, named
         self._running: dict[RunningSequence, SeenRequest] = {}
-        self.arrived = self.ended = self.met = 0
-        self._window_s = window_s
         self._seen: deque[SeenRequest] = deque()
         self._blocks = 0
         self._tpot = USUAL_TPOT_S

@@ -168,7 +168,6 @@ class StoredBlocks(Holders):
         self._names: dict[tuple[int, int], int] = {}
 
     def __bool__(self) -> bool:
-        """True if any engine holds blocks, placed or not."""
         return bool(self._rows_held)
 
     @property

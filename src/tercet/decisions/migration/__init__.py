@@ -24,26 +24,7 @@ from tercet.decisions.migration.policies import (
 )
 
 __all__ = [
-    "CountedMove",
-    "LoadedEngine",
-    "Movable",
-    "MovesUnderWay",
-    "Policy",
-    "Rescheduling",
-    "Selection",
-    "SequenceView",
-    "Stage",
-    "Wanted",
-    "balance",
-    "best_fit",
-    "consolidate",
-    "defragment",
-    "drain",
-    "failover",
-    "least_loaded",
-    "migrate",
-    "mitigate",
-    "move",
-    "policies_of",
-    "prefill_to_decode",
-]
+    "CountedMove", "LoadedEngine", "Movable", "MovesUnderWay", "Policy", "Rescheduling", "Selection", "SequenceView",
+    "Stage", "Wanted", "balance", "best_fit", "consolidate", "defragment", "drain", "failover", "least_loaded",
+    "migrate", "mitigate", "move", "policies_of", "prefill_to_decode",
+]  # fmt: skip

@@ -213,7 +213,6 @@ class PrefixCacheAffinityFilter(AffinityFilter, frozen=True):
         return matched[engines.rows] / max(1, of)
 
     def picked(self, decision: Decision, row: int) -> None:
-        """Record that the prompt's blocks will be on the picked engine."""
         hashes = decision.hashes(self.block_size, self.max_prefix_blocks_to_match)
         if hashes:
             decision.knowledge.routed(self.block_size, self.lru_capacity_per_server).note(row, hashes)

@@ -152,7 +152,6 @@ class PrefixCacheScorer(MatchScorer, frozen=True):
         return self.weighed(matched[engines.rows], of, self.block_size) if of else np.zeros(len(engines))
 
     def picked(self, decision: Decision, row: int) -> None:
-        """Record that the prompt's blocks will be on the picked engine."""
         hashes = decision.hashes(self.block_size, self.max_prefix_blocks_to_match)
         if hashes:
             decision.knowledge.routed(self.block_size, self.lru_capacity_per_server).note(row, hashes)
