@@ -19,7 +19,7 @@ import threading
 import time
 import uuid
 from collections.abc import Collection, Mapping, Sequence
-from contextlib import suppress
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -192,14 +192,11 @@ class DetachedProcess:
         """Return True if the guard, and with it the command, has ended or ends within ``seconds``."""
         return self._pidfd < 0 or bool(select.select([self._pidfd], [], [], seconds)[0])
 
-    def terminate(self) -> None:
+    def stop(self) -> None:
+        """Stop the command: SIGTERM, and SIGKILL to the group after the grace period."""
         if self._pidfd >= 0:
             with suppress(ProcessLookupError):
                 signal.pidfd_send_signal(self._pidfd, signal.SIGTERM)
-
-    def stop(self) -> None:
-        """Stop the command: SIGTERM, and SIGKILL to the group after the grace period."""
-        self.terminate()
         self.ended_within(self._grace)
         if self.pid:
             with suppress(ProcessLookupError, PermissionError):
@@ -222,7 +219,6 @@ class DetachedProcess:
 
 
 ASK_SECONDS = 0.5
-OUT_OF_RESTARTS = 1
 
 
 class EngineOwner:
@@ -266,7 +262,7 @@ class EngineOwner:
                 return
             pause = restarts.ended(time.monotonic())
             if pause is None:
-                os._exit(OUT_OF_RESTARTS)
+                os._exit(1)  # Ray starts the actor again
             if self._stopping.wait(pause):
                 return
 
@@ -294,15 +290,12 @@ class EngineOwner:
 
 
 def _answers(url: str) -> bool:
-    where = urlsplit(url)
-    connection = http.client.HTTPConnection(where.hostname or "", where.port, timeout=5)
-    try:
+    parts = urlsplit(url)
+    asking = closing(http.client.HTTPConnection(parts.hostname or "", parts.port, timeout=5))
+    with suppress(OSError, http.client.HTTPException), asking as connection:
         connection.request("GET", "/health")
         return connection.getresponse().status == http.client.OK
-    except (OSError, http.client.HTTPException):
-        return False
-    finally:
-        connection.close()
+    return False
 
 
 LOOK_SECONDS = 1.0

@@ -7,9 +7,8 @@ import importlib.util
 import ipaddress
 import logging
 import sys
-from collections.abc import Sequence
 from contextlib import suppress
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import msgspec
 
@@ -104,6 +103,7 @@ class HeadStore:
         self._namespace = NAMESPACE.encode()
 
     def put_new(self, key: str, value: bytes) -> bool:
+        """Store ``value`` unless the key exists; return True if it was stored."""
         return self._client.internal_kv_put(key.encode(), value, False, self._namespace, ANSWER_SECONDS) == 1
 
     def get(self, key: str) -> bytes | None:
@@ -121,18 +121,6 @@ OK, CREATED, NOT_FOUND, CONFLICT, UNKNOWN, UNAVAILABLE = 200, 201, 404, 409, 500
 Json = dict[str, Any]
 
 
-class KeyValues(Protocol):
-    """The operations of Ray's key-value store that are needed here."""
-
-    def put_new(self, key: str, value: bytes) -> bool: ...  # False, and nothing is stored, if the key exists
-
-    def get(self, key: str) -> bytes | None: ...
-
-    def delete(self, key: str) -> None: ...
-
-    def keys(self, prefix: str) -> Sequence[str]: ...
-
-
 class KeptObjects:
     """Objects with conditional changes in ``store``: a change fails if the object changed since it was read.
 
@@ -143,7 +131,7 @@ class KeptObjects:
     :mod:`tercet.router.state.state_configmap` uses, so that the same code claims and changes both.
     """
 
-    def __init__(self, store: KeyValues) -> None:
+    def __init__(self, store: HeadStore) -> None:
         self._store = store
 
     def ask(self, method: str, path: str, body: Json | None) -> tuple[int, Json]:

@@ -23,8 +23,6 @@ from tercet.settings import decode_settings, encode_settings, read_yaml
 from tercet_ray.fleet_keeper import DetachedProcess
 
 COMMAND = "from tercet_ray.ray_job import main; main()"
-LOOK_SECONDS = 3600.0
-STDOUT = 1
 KILLED = 128 + signal.SIGKILL
 
 
@@ -38,12 +36,12 @@ def run_as_a_job(config: UpConfig) -> int:
     with open(settings, "wb", closefd=False) as out:
         out.write(msgspec.json.encode(encode_settings(config)))
     argv = [sys.executable, "-c", COMMAND, str(_opened(settings)), str(_opened(code))]
-    fleet = DetachedProcess(argv, {}, _opened(STDOUT), grace=stop_seconds_of(config))
+    fleet = DetachedProcess(argv, {}, _opened(1), grace=stop_seconds_of(config))
     fleet.start()
     try:
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
             signal.signal(number, lambda _number, _frame: fleet.let_go())
-        while not fleet.ended_within(LOOK_SECONDS):
+        while not fleet.ended_within(3600.0):
             pass
         return int(_opened(code).read_text() or KILLED)
     finally:
