@@ -140,7 +140,7 @@ def unwanted(fleet: str, wanted: Sequence[WantedEngine], owners: Collection[str]
 START_SECONDS = 30.0
 # Forks a guard outside of its caller's children, and prints the guard's process id: `-c FORKED LOG GUARD...`. When Ray
 # ends a worker, it kills the worker's children at once, and a guard among them could not end its engine. The guard is
-# therefore a grandchild, in a process group of its own. Standard input is the guard's pipe.
+# therefore a grandchild, in a separate process group. Standard input is the guard's pipe.
 FORKED = """
 import os, sys
 output = os.open(sys.argv[1], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)

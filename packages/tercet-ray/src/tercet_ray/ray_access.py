@@ -43,7 +43,7 @@ def connect(address: str) -> Any:
     ray = the_ray()
     options: dict[str, Any] = {"namespace": NAMESPACE, "log_to_driver": False, "logging_level": logging.ERROR}
     host = address.rpartition(":")[0]
-    with suppress(ValueError):  # a name, or `auto`, is no address
+    with suppress(ValueError):  # `auto`, or a name
         if ipaddress.ip_address(host).is_loopback:  # otherwise Ray looks for the node at the machine's external address
             options["_node_ip_address"] = host
     try:
