@@ -216,9 +216,11 @@ class EngineCapacity(Protocol):
 
     def prefill_s(self, tokens: int) -> float:
         """Return the seconds that a prompt of ``tokens`` tokens takes alone."""
+        ...
 
     def decodes(self, context: float, tpot: float) -> int:
         """Return the number of sequences with ``context`` tokens of KV that decode at ``tpot`` s a step; at least 1."""
+        ...
 
 
 @dataclass(frozen=True)

@@ -204,7 +204,6 @@ class EngineFleet:
         return self.roster.member(name)
 
     def add(self, member: Member) -> None:
-        """Add an engine, which may be picked at once; raises :class:`~tercet.protocol.Conflict` for a name in use."""
         self.roster.add(member)
 
     def remove(self, name: str) -> Member:

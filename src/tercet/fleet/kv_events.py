@@ -87,15 +87,7 @@ async def follow_cache(
                 knowledge.cleared(name)
                 if found is not None:
                     following = asyncio.create_task(_follow(at(found, url), KVInbox(name, knowledge)))
-            # Until the next poll; less if the engine was restarted, or following its events has failed.
-            waits = asyncio.create_task(restarted.wait())
-            try:
-                seconds = ASK_SETTLED_SECONDS if settled else RETRY_DELAY_S
-                await asyncio.wait({waits, following or waits}, timeout=seconds, return_when="FIRST_COMPLETED")
-            finally:
-                waits.cancel()
-            if following is not None and following.done():
-                await asyncio.sleep(RETRY_DELAY_S)
+            await _wait(restarted, ASK_SETTLED_SECONDS if settled else RETRY_DELAY_S, following)
     finally:
         await _end(following)
 
@@ -111,6 +103,17 @@ def at(events: KVEvents, url: str) -> KVEvents:
 
     replay = None if events.replay is None else reached(events.replay)
     return msgspec.structs.replace(events, endpoint=reached(events.endpoint), replay=replay)
+
+
+async def _wait(restarted: asyncio.Event, seconds: float, following: asyncio.Task[None] | None) -> None:
+    """Wait ``seconds`` until the next poll; less if the engine was restarted or following its events has failed."""
+    waits = asyncio.create_task(restarted.wait())
+    try:
+        await asyncio.wait({waits, following or waits}, timeout=seconds, return_when="FIRST_COMPLETED")
+    finally:
+        waits.cancel()
+    if following is not None and following.done():
+        await asyncio.sleep(RETRY_DELAY_S)
 
 
 async def _end(task: asyncio.Task[None] | None) -> None:
@@ -248,7 +251,6 @@ class KVInbox:
         self._group, self._looks_back = 0, False
 
     def reset(self) -> None:
-        """Drop all knowledge: the engine was restarted, and its cache is empty."""
         self._knowledge.cleared(self._name)
         self.expected, self._last_live = 0, -1
         self._sizes.clear()
@@ -344,8 +346,7 @@ class KVInbox:
         if any(keys):
             extras, keys = _features_of(keys)
         if any(keys):
-            # Only a salt is a single text in a chain's first block; other keys belong to prompts that Tercet cannot
-            # name.
+            # Only a salt is one text in a chain's first block; other keys are of prompts that Tercet cannot name.
             first = keys[0]
             if event.parent_block_hash is not None or any(keys[1:]) or len(first) != 1 or not isinstance(first[0], str):
                 return

@@ -39,19 +39,23 @@ class Movable(Protocol):
     @property
     def engine(self) -> Engine:
         """The engine that the sequence runs on."""
+        ...
 
     @property
     def computed(self) -> int:
         """Number of first tokens whose KV is certainly in the engine: 0 while the sequence waits there."""
+        ...
 
     def context(self) -> Request:
         """Return a request whose prompt are the first :attr:`computed` tokens, with the id of the next attempt."""
+        ...
 
     async def cut_over(self, to: Engine, begin: int) -> None:
         """Continue the sequence on ``to``, which has the KV of ``[0, begin)``; return at the first output from there.
 
         Raises :class:`~tercet.protocol.TercetError` if the sequence has ended, or ``to`` does not start.
         """
+        ...
 
 
 async def migrate(

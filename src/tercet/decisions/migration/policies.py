@@ -414,9 +414,11 @@ class Announcements(Protocol):
 
     def announce(self, moves: Sequence[CountedMove]) -> None:
         """Publish the moves of this process, replacing its earlier ones."""
+        ...
 
     def announced(self) -> Sequence[CountedMove]:
         """Return the moves of all other processes."""
+        ...
 
 
 class MovesUnderWay:

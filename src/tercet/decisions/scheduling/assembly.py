@@ -80,6 +80,7 @@ class Locate(Protocol):
 
     def __call__(self, path: str, field: str, beside: Path = ..., /) -> Path:
         """Return the file; ``field`` is named in errors. Raises :class:`~tercet.protocol.TercetError`."""
+        ...
 
 
 def plugin_class(kind: str, beside: Path, field: str, locate: Locate | None = None) -> type[Plugin]:

@@ -60,15 +60,19 @@ class Reports(Protocol):
 
         The columns are ``waiting``, ``running``, ``tokens``, ``kv_usage``, ``step_time`` and ``age``.
         """
+        ...
 
     def counted(self, name: str, rows: Integers) -> Floats:
         """Return ``in_flight`` or ``in_flight_tokens``: the running sequences of this process, or their tokens."""
+        ...
 
     def adapters(self, rows: Integers) -> Sequence[AdapterLoad | None]:
         """Return LoRA adapters that the engines in ``rows`` use; None for one without adapters or a recent report."""
+        ...
 
     def keys(self, rows: Integers) -> NDArray[np.uint64]:
         """Return hashes of the engines' names, the same in every process."""
+        ...
 
 
 def _reported(name: str) -> cached_property[Floats]:
@@ -162,6 +166,7 @@ class PrefixIndex(Protocol):
 
     def matched(self, hashes: Sequence[int]) -> Integers:
         """Return the number of the first blocks that each engine (by row) holds, without a gap."""
+        ...
 
 
 class RoutedPrefixes(PrefixIndex, Protocol):
@@ -169,6 +174,7 @@ class RoutedPrefixes(PrefixIndex, Protocol):
 
     def note(self, row: int, hashes: Sequence[int]) -> None:
         """Record that these blocks will be on the engine in ``row``."""
+        ...
 
 
 class Knowledge(Protocol):
@@ -179,19 +185,23 @@ class Knowledge(Protocol):
 
     def routed(self, block_size: int, capacity: int) -> RoutedPrefixes:
         """Return the index of routed prompts: blocks of ``block_size`` tokens, at most ``capacity`` per engine."""
+        ...
 
     @property
     def stored(self) -> Mapping[int, PrefixIndex]:
         """The indexes of blocks that engines report to hold, by the block size (tokens) that they use."""
+        ...
 
     def cold_turns(self, rows: Integers, size: int) -> Floats:
         """Return the turn in which each engine last got a prompt that no engine had cached.
 
         A larger number is later, 0 is never. Only the ``size`` latest engines are remembered.
         """
+        ...
 
     def note_cold(self, row: int) -> None:
         """Record that the engine in ``row`` gets a prompt that no engine had cached."""
+        ...
 
 
 @dataclass
