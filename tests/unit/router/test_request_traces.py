@@ -17,7 +17,7 @@ from fastapi import FastAPI
 
 from tercet.fleet.admission import Gate
 from tercet.protocol import EngineUnreachable, Saturated
-from tercet.protocol.trace import LeaseReport
+from tercet.protocol.spans import LeaseReport
 from tercet.router import admin
 from tercet.router.observe.followed_requests import LONGEST_IN_ANSWERS
 from tercet.router.observe.request_traces import FollowedRequest, RequestTraces, SharedTraces, TraceQuestion
