@@ -12,7 +12,7 @@ from scripts.reference.markdown import code, table
 from tercet.engine import agents
 from tercet.engine.liveness_probe import LivenessProbe
 from tercet.fleet import EngineFleet, Member
-from tercet.fleet.engine_gauges import EngineCollector
+from tercet.fleet.engine_fleet import EngineCollector
 from tercet.protocol import Engine, EngineLoad
 from tercet.router.observe.metrics import COUNTED_HERE, KNOWN_HERE, SERVED, VLLMS, Metrics, SessionMetrics
 from tercet.wire.client import remote_prefill

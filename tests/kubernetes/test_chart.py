@@ -19,8 +19,8 @@ from scripts.reference.built import page
 
 from tercet.cli.app import app
 from tercet.cli.setting_flags import flags_given
-from tercet.fleet.discovery.kubernetes_api import InferencePool, Pod
-from tercet.fleet.discovery.pod_discovery import engines_of
+from tercet.fleet.discovery import engines_of
+from tercet.fleet.kubernetes_api import InferencePool, Pod
 from tercet.protocol.names import AllowedPrefillers
 from tercet.router.state.state_configmap import ConfigMapStore
 from tercet.settings import RouterConfig, Settings, decode_settings

@@ -18,8 +18,7 @@ from tercet.engine import liveness_probe
 from tercet.engine.agents import AgentReports
 from tercet.engine.liveness_probe import LivenessProbe
 from tercet.fleet import kv_events
-from tercet.fleet.discovery.kubernetes_api import Pod
-from tercet.fleet.discovery.watching import Waits, Watch
+from tercet.fleet.kubernetes_api import Pod, Waits, Watch
 from tercet.fleet.kv_events import cache_followed
 from tercet.logs import EVENTS
 from tercet.transport import SendDone
@@ -249,7 +248,7 @@ async def test_a_collection_is_watched() -> None:
             watch = Watch(server.api, PODS, Pod, {"labelSelector": "app=engine"}, cast(Any, seen), waits)
             return kept(watch.run, works)
 
-        await with_an_error_at_each_await("fleet/discovery/watching.py:Watch.run", started, ends_at=READS)
+        await with_an_error_at_each_await("fleet/kubernetes_api.py:Watch.run", started, ends_at=READS)
 
 
 async def test_serious_events_of_a_log_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,7 +19,7 @@ from tercet.cluster.detached_fleets import running_fleets
 from tercet.cluster.scaling.decide import DRAIN_SECONDS, EngineStep, ScaleCall, ScaleRecord, parse_counts
 from tercet.cluster.scaling.kubernetes import SELECTOR, KubernetesFleet
 from tercet.cluster.scaling.scaler import scale_fleet, scaling_of
-from tercet.fleet.discovery.kubernetes_api import from_kubeconfig, in_cluster
+from tercet.fleet.kubernetes_api import from_kubeconfig, in_cluster
 from tercet.protocol import BadRequest, EngineError, Role
 from tercet.protocol.names import LAST_PORT
 

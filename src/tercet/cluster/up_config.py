@@ -11,7 +11,7 @@ from typing import Annotated
 from msgspec import Meta
 
 from tercet.cluster.engine_command import check_engine_flags, check_flags, is_group, value_of
-from tercet.decisions.launch import launch_order, ratio_of
+from tercet.decisions.planning import launch_order, ratio_of
 from tercet.protocol import BadRequest, Role
 from tercet.protocol.access import given_key, key_of
 from tercet.protocol.names import require_fleet_name

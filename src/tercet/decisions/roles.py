@@ -1,18 +1,36 @@
-"""Roles of engines by their load. Pure: from a fleet, a policy returns a change of roles or the reason against it.
+"""Roles of engines by their load: one controller, which ``--roles auto`` and the planner's guard both use.
 
-Looks at the engines give the demand of the last seconds; demand and objectives give the pressure of each role; a role
-under lasting pressure gets engines from a role that has some to spare.
+Pure: :meth:`RoleController.on_tick` gets the observed fleet and returns effects, which its caller executes. Looks at
+the engines give the demand of the last seconds; demand and objectives give the pressure of each role. Three rules:
+
+1. Prefills that overload their engines beyond chance get at once the split of engines that bears them.
+2. A role under lasting pressure gets engines from a role that has some to spare.
+3. If roles do not help, and the limits allow it, engines are added.
 """
 
 from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal, NamedTuple
 
-from tercet.decisions.cost.cost_model import OnlineFit
+from tercet.decisions.cost.engine_work import OnlineFit
+from tercet.decisions.planning import (
+    FEWEST_ENDED,
+    RELIEF,
+    STEP_SHARE,
+    EngineCapacity,
+    EngineDemand,
+    FleetPlan,
+    LearnedCapacity,
+    Observed,
+    ObservedEngine,
+    answers_completed,
+    demand_of,
+    longest_step_s,
+)
 from tercet.protocol import Role
 from tercet.settings.fleet_settings import Objectives, require_objectives
 
@@ -30,8 +48,6 @@ DECODES_AHEAD_S = 10.0
 """Seconds for which decodes are expected to grow as now: more, since a decode adds load for longer than a prefill."""
 WAIT_SHARE = 0.5
 """Share of the TTFT objective that a request may wait in line; the rest is for its prefill."""
-STEP_SHARE = 0.9
-"""Share of the TPOT objective that a step may take; the rest is for steps that prefill."""
 KV_FULL = 0.9
 """Share of the KV cache above which sequences wait for room, or are preempted."""
 BUSY_FULL = 0.9
@@ -44,55 +60,30 @@ REVERSAL_S = 20.0
 """Seconds after a change of roles without a change in the other direction."""
 MARGIN = 0.8
 """Largest pressure that the role that gives engines may have after the change."""
+BEYOND_CHANCE = 3.0
+"""Standard deviations by which the work of the arrivals must exceed the capacity of the engines."""
+ADDED_LASTING_S = 3.0
+"""Seconds for which a fleet must be under pressure before engines are added: changes of roles come first."""
+ADDED_REST_S = 10.0
+"""Seconds after engines were added in which no more are added."""
+WORK_OFF_S = 15.0
+"""Seconds in which added engines should empty the line that has formed."""
 Pressed = Literal["prefill", "decode"]
 OTHER: dict[Pressed, Pressed] = {"prefill": "decode", "decode": "prefill"}
 
 
 @dataclass(frozen=True)
-class ObservedEngine:
-    """The state of one engine now; ``able`` is True if it answers and may be picked.
-
-    ``waiting_s`` is the prefill ahead of a new arrival, in seconds; ``busy_s`` is the time in seconds in which prefills
-    ran, since the engine is observed. It decodes ``running`` sequences, which read ``contexts`` tokens of KV in a step;
-    a recent step took ``step_s`` seconds (None: unknown); ``queued`` sequences wait to decode. ``kv_usage`` is the
-    share of its KV cache in use.
-    """
-
-    name: str
-    role: Role
-    able: bool = True
-    waiting_s: float = 0.0
-    busy_s: float = 0.0
-    running: int = 0
-    queued: int = 0
-    contexts: int = 0
-    step_s: float | None = None
-    kv_usage: float = 0.0
-
-    @property
-    def with_queued(self) -> float:
-        """Factor by which its decodes and their contexts would grow if the queued sequences ran as well."""
-        return (self.running + self.queued) / self.running if self.running else 1.0
-
-
-@dataclass(frozen=True)
 class Demand:
-    """The work of a fleet: prefills as the number of engines that they keep busy, decodes as sequences at a time.
+    """The work of a fleet."""
 
-    ``prefill`` is the seconds of prefill computed per second, plus the growth of the line; ``waiting_s`` is that line
-    over all engines, in seconds of one engine. ``decodes`` is the number of sequences that run or wait on engines that
-    decode, with ``contexts`` tokens of KV, which need ``kv_usage`` KV caches; ``more_decodes`` and ``more_contexts``
-    are the growth of both per second. Prefills were measured over the last ``over_s`` seconds.
-    """
-
-    prefill: float
-    waiting_s: float
-    decodes: float
-    contexts: float
-    kv_usage: float
-    more_decodes: float
+    prefill: float  # engines that prefills keep busy: seconds computed per second, plus the growth of the line
+    waiting_s: float  # that line over all engines, in seconds of one engine
+    decodes: float  # sequences that run or wait on engines that decode
+    contexts: float  # their tokens of KV
+    kv_usage: float  # the KV caches that these need
+    more_decodes: float  # growth per second
     more_contexts: float
-    over_s: float
+    over_s: float  # seconds over which prefills were measured
 
 
 @dataclass(frozen=True)
@@ -147,7 +138,6 @@ class FleetHistory:
 
     @property
     def knows_steps(self) -> bool:
-        """True if step times can be predicted."""
         return self._step.count >= STEPS_NEEDED
 
     def step_s(self, running: float, contexts: float) -> float:
@@ -176,7 +166,6 @@ class Pressures(NamedTuple):
 
     @property
     def worse(self) -> float:
-        """The larger of the two pressures."""
         return max(self)
 
 
@@ -211,37 +200,53 @@ class RoleFlip:
 
 
 @dataclass(frozen=True)
-class RoleLook:
-    """The result of a look: pressures and demand (None: not known yet), the change of roles (None: no change), and why.
-
-    ``roles`` counts the engines of each role that can be picked; ``at`` is the time of the look in seconds.
-    """
+class RoleEffects:
+    """The result of a tick: what to change, and why or why not."""
 
     at: float
+    """Time of the tick in seconds of the observer's clock."""
     why: str
     pressures: Pressures | None = None
+    """None while they are not known."""
     roles: dict[str, int] = field(default_factory=dict[str, int])
+    """Number of engines of each role that can be picked."""
     demand: Demand | None = None
+    """None at the first tick."""
+    plan: FleetPlan | None = None
+    """The fleet to change to; None to change nothing."""
     flip: RoleFlip | None = None
+    """The engines that change roles; None if ``plan`` is None or adds engines."""
 
 
-class RolePolicy:
-    """A policy that decides from repeated looks at a fleet, a fraction of a second apart; callers pass the time.
+class RoleController:
+    """A controller that decides from repeated ticks, a fraction of a second apart; callers pass the time.
 
-    Raises :class:`~tercet.protocol.BadRequest` without objectives for TTFT and TPOT.
+    A change counts as made at once. If its caller did not make it, the next tick finds other roles than expected, which
+    begins a rest as a change by an operator does.
+
+    ``engine`` is the capacity of one engine. Without it the capacity is learned: ``prefill_s`` returns the predicted
+    seconds of a prompt, and steps are measured. Raises :class:`~tercet.protocol.BadRequest` without objectives for TTFT
+    and TPOT.
     """
 
-    def __init__(self, objectives: Objectives) -> None:
+    def __init__(
+        self, objectives: Objectives, engine: EngineCapacity | None = None,
+        prefill_s: Callable[[int], float] | None = None,
+    ) -> None:  # fmt: skip
         require_objectives("auto", objectives)
         self._ttft, self._tpot = objectives.ttft or math.inf, objectives.tpot or math.inf
+        self._engine, self._prefill_s = engine, prefill_s
         self._history = FleetHistory()
         self._since: dict[Pressed, float] = {}
         self._roles: dict[str, str] = {}
         self._changed_at = -math.inf
         self._given_to: Pressed | None = None
+        self._short_since: float | None = None
+        self._added_at = -math.inf
 
-    def look(self, now: float, engines: Sequence[ObservedEngine]) -> RoleLook:
-        """Return the result for the engines at ``now``, in seconds; a change of roles counts as carried out at once."""
+    def on_tick(self, observed: Observed) -> RoleEffects:
+        """Return the effects for the fleet that was observed; a change counts as made."""
+        now, engines = observed.now, observed.engines
         # A change of roles that others made begins a rest; engines that come or go do not count as one.
         roles: dict[str, str] = {each.name: each.role for each in engines}
         if any(self._roles.get(name, role) != role for name, role in roles.items()):
@@ -251,44 +256,51 @@ class RolePolicy:
         able: dict[Pressed, list[ObservedEngine]] = {
             role: [each for each in engines if each.able and each.role == role] for role in OTHER
         }
-        counts: dict[str, int] = {role: len(found) for role, found in able.items()}
+        counts: dict[str, int] = {role: len(of_role) for role, of_role in able.items()}
+        effects = RoleEffects(now, "this is the first look", roles=counts, demand=demand)
         if not able["prefill"] or not able["decode"]:
             self._since.clear()
-            return RoleLook(now, "there must be an engine of each role that can be picked", roles=counts)
-        if demand is None:
-            return RoleLook(now, "this is the first look", roles=counts)
-        if demand.decodes and not self._history.knows_steps:
-            return RoleLook(now, "too few decode steps have been measured", roles=counts, demand=demand)
-        pressures = Pressures(
-            prefill_pressure(demand, counts["prefill"], self._ttft),
-            decode_pressure(demand, counts["decode"], self._tpot, self._history),
-        )
-        flip, why = self._decided(now, able, demand, pressures)
-        if flip is not None:
-            self._took(now, flip)
-        return RoleLook(now, why, pressures, counts, demand, flip)
-
-    def step_s(self, decodes: float, contexts: float) -> float:
-        """Return the predicted seconds of a step of ``decodes`` sequences with ``contexts`` tokens of KV in total."""
-        return self._history.step_s(decodes, contexts)
-
-    def may_give_to_prefill(self, now: float) -> bool:
-        """True unless engines have begun to decode in the last :data:`REVERSAL_S` seconds."""
-        return self._given_to != "decode" or now - self._changed_at >= REVERSAL_S
-
-    def take(self, look: RoleLook, flip: RoleFlip) -> RoleLook:
-        """Return ``look`` with a change of roles by another rule, which counts as carried out at once."""
-        self._took(look.at, flip)
-        return replace(look, why=flip.reason, flip=flip)
-
-    def _took(self, now: float, flip: RoleFlip) -> None:
+            why = "there must be an engine of each role that can be picked"
+            return self._grown(observed, replace(effects, why=why, demand=None))
+        if demand is not None and demand.decodes and not self._history.knows_steps:
+            effects = replace(effects, why="too few decode steps have been measured")
+        elif demand is not None:
+            pressures = Pressures(
+                prefill_pressure(demand, counts["prefill"], self._ttft),
+                decode_pressure(demand, counts["decode"], self._tpot, self._history),
+            )
+            effects = replace(effects, pressures=pressures)
+        engine = self._engine
+        if engine is None and self._prefill_s is not None and effects.pressures is not None:
+            engine = LearnedCapacity(self._prefill_s, self._history.step_s, observed.kv_tokens)
+        split = None if engine is None or demand is None else overload_split(observed, demand, engine)
+        may_take = self._given_to != "decode" or now - self._changed_at >= REVERSAL_S
+        if split is not None and demand is not None and may_take:
+            number = split.prefill - observed.plan.prefill
+            why = (
+                f"the prefills of the last {demand.over_s:.1f} s need {demand.prefill:.1f} engines, and "
+                f"{observed.plan.prefill} prefill"
+            )
+            flip, plan = RoleFlip(idlest(able["decode"], number), "prefill", why), split
+        else:
+            flip, why = self._lasting(able, effects)
+            by = 0 if flip is None else len(flip.engines) if flip.role == "prefill" else -len(flip.engines)
+            plan = FleetPlan(observed.plan.prefill + by, observed.plan.decode - by)
+        effects = replace(effects, why=why)
+        if split is not None or flip is not None:
+            self._short_since = None
+        if flip is None:
+            return effects if split is not None else self._grown(observed, effects)
         self._changed_at, self._given_to = now, flip.role
         self._roles |= dict.fromkeys(flip.engines, flip.role)
         self._since.clear()
+        return replace(effects, plan=plan, flip=flip)
 
-    def _decided(
-        self, now: float, able: dict[Pressed, list[ObservedEngine]], demand: Demand, pressures: Pressures
-    ) -> tuple[RoleFlip | None, str]:
+    def _lasting(self, able: dict[Pressed, list[ObservedEngine]], effects: RoleEffects) -> tuple[RoleFlip | None, str]:
+        """Return the change for a role that has been under pressure for long, and why; or None, and why not."""
+        now, pressures, demand = effects.at, effects.pressures, effects.demand
+        if pressures is None or demand is None:
+            return None, effects.why
         pressed = self._pressed(now, pressures)
         if pressed is None:
             return None, "no role is pressed"
@@ -313,6 +325,31 @@ class RolePolicy:
             f"change: prefill {after.prefill:.0%}, decode {after.decode:.0%}"
         )
         return RoleFlip(chosen, pressed, reason), reason
+
+    def _grown(self, observed: Observed, effects: RoleEffects) -> RoleEffects:
+        """Return the effects with engines added, if roles have not helped for long and the limits allow more."""
+        now, pressures, demand = observed.now, effects.pressures, effects.demand
+        if pressures is None or demand is None or pressures.worse < 1:
+            self._short_since = None
+            return effects
+        if self._short_since is None:
+            self._short_since = now
+        lasted, room, plan = now - self._short_since, observed.limits.most - observed.plan.engines, observed.plan
+        rests = now - self._added_at < ADDED_REST_S or observed.starting > 0
+        if lasted < ADDED_LASTING_S or rests or room <= 0:
+            return effects
+        if pressures.prefill >= pressures.decode:
+            needed = math.ceil(demand.prefill / BUSY_FULL + demand.waiting_s / WORK_OFF_S) - plan.prefill
+            plan = replace(plan, prefill=plan.prefill + min(room, max(1, needed)))
+        else:
+            needed = math.ceil(plan.decode * (pressures.decode - 1))
+            plan = replace(plan, decode=plan.decode + min(room, max(1, needed)))
+        self._added_at, self._short_since = now, None
+        why = (
+            f"prefill at {pressures.prefill:.0%}, decode at {pressures.decode:.0%} of the limit for {lasted:.1f} s, "
+            f"and {effects.why}"
+        )
+        return replace(effects, why=why, plan=plan)
 
     def _pressed(self, now: float, pressures: Pressures) -> Pressed | None:
         """Return the role with the larger pressure of at least 1, or None; record since when each role has had it."""
@@ -349,3 +386,42 @@ def idlest(engines: Sequence[ObservedEngine], number: int) -> tuple[str, ...]:
     """Return the names of the ``number`` engines with the least work left: they change roles first."""
     by_work = sorted(engines, key=lambda each: (each.waiting_s, each.kv_usage, each.name))
     return tuple(each.name for each in by_work[:number])
+
+
+def overload_split(observed: Observed, measured: Demand, engine: EngineCapacity) -> FleetPlan | None:
+    """Return the split of the same engines that bears the load, if prefills overload the present split; else None.
+
+    Prefills overload it if their line, with its growth, breaks the objective for TTFT (as for roles), and if their
+    demand exceeds the engines by :data:`BEYOND_CHANCE` standard deviations of Poisson arrivals. The demand is the
+    ``measured`` one, in which cached prompts cost little, but at most the cost of the arrivals of the same seconds by
+    ``engine``: times of the first requests mislead. Such evidence need not last: one second of arrivals is enough at
+    45 requests/s on one engine that computes 15/s. The demand of decodes follows from the arrivals by Little's law
+    (:func:`~tercet.decisions.planning.demand_of`), since requests that wait in line do not decode yet; their present
+    demand is its lower bound. Some answers must have ended, since before that the demand of the others is not known.
+    """
+    plan, ttft = observed.plan, observed.objectives.ttft
+    able = sum(each.able and each.role == "prefill" for each in observed.engines)
+    came = [each for each in observed.arrivals if observed.now - each.at <= measured.over_s]
+    if ttft is None or observed.starting or able != plan.prefill or sum(each.ended for each in came) < FEWEST_ENDED:
+        return None
+    if prefill_pressure(measured, able, ttft) < 1:
+        return None
+    rate = len(came) / max(observed.now - came[0].at, 1e-3) / observed.seen
+    by_arrivals = demand_of(answers_completed(came), rate, engine, observed.objectives)
+    prefill = min(by_arrivals.prefill, measured.prefill)
+    # The standard deviation of the work of these prompts, as a share of that work, for Poisson arrivals.
+    work = sum(each.prompt_tokens for each in came)
+    chance = math.sqrt(sum(each.prompt_tokens**2 for each in came)) / max(1, work)
+    if prefill * (1 - BEYOND_CHANCE * chance) < able:
+        return None
+    # One standard deviation more: to give too few engines to the overloaded role would be the worse error.
+    decode = by_arrivals.decode
+    if measured.decodes > 0:  # the engines that the present decodes keep busy
+        context, tpot = measured.contexts / measured.decodes, longest_step_s(observed.objectives)
+        decode = max(decode, measured.decodes / engine.decodes(context, tpot))
+    demand = EngineDemand(prefill * (1 + chance), decode)
+    splits = [FleetPlan(plan.engines - number, number) for number in range(1, plan.engines)]
+    best = min((each for each in splits if decode <= BUSY_FULL * each.decode), key=demand.share, default=None)
+    if best is None or best.prefill <= plan.prefill or demand.share(best) > RELIEF * demand.share(plan):
+        return None
+    return best

@@ -45,11 +45,7 @@ MOVES_AT_ONCE = 2
 
 
 class Context:
-    """The tokens of a turn that has ended, four bytes each, and the ``engine`` whose cache has most of their KV.
-
-    ``kept_at`` is the time at which its KV was pinned there, None if it is not pinned; ``to`` is the engine to which it
-    is being moved, or None.
-    """
+    """The tokens of a turn that has ended, four bytes each."""
 
     __slots__ = (
         "_adapter", "_cache_salt", "_digest", "_prompt_size", "_tokens", "engine", "kept_at", "number", "session", "to",
@@ -58,9 +54,9 @@ class Context:
     def __init__(self, number: int, session: str, engine: str, request: Request, output: Sequence[int]) -> None:
         self.number = number
         self.session = session
-        self.engine = engine
-        self.kept_at: float | None = None
-        self.to: str | None = None
+        self.engine = engine  # whose cache has most of their KV
+        self.kept_at: float | None = None  # the time at which that was pinned there; None if it is not
+        self.to: str | None = None  # the engine to which it is being moved
         self._prompt_size = request.num_tokens * TOKEN_BYTES
         # The last token's KV was never computed.
         self._tokens = packed(request.prompt) + packed(output[:-1])
@@ -68,7 +64,6 @@ class Context:
 
     @property
     def num_tokens(self) -> int:
-        """Number of tokens whose KV was computed."""
         return len(self._tokens) // TOKEN_BYTES
 
     def request(self, seq_id: str) -> Request:
@@ -92,44 +87,20 @@ class Context:
 
 
 class EngineSeen(msgspec.Struct, frozen=True):
-    """An engine as sessions see it.
-
-    ``is_open`` is True if it may be picked and answers, ``decodes`` if its role decodes, and ``leaving`` if it is to be
-    emptied. ``kv_tokens`` is the capacity of its KV cache, 0 if unknown, ``kv_usage`` the share in use, ``waiting`` its
-    queue. KV moves between engines whose ``revision`` allows it.
-    """
+    """An engine as sessions see it."""
 
     name: str
-    is_open: bool = True
-    decodes: bool = True
-    leaving: bool = False
-    kv_tokens: int = 0
-    kv_usage: float = 0.0
-    waiting: int = 0
-    revision: Revision = UNKNOWN_REVISION
+    is_open: bool = True  # it may be picked and answers
+    decodes: bool = True  # its role decodes
+    leaving: bool = False  # it is to be emptied
+    kv_tokens: int = 0  # capacity of its KV cache, 0 if unknown
+    kv_usage: float = 0.0  # share of it in use
+    waiting: int = 0  # requests in its queue
+    revision: Revision = UNKNOWN_REVISION  # KV moves between engines whose revisions allow it
 
     def share(self, tokens: int) -> float:
         """Return the part of the KV cache that ``tokens`` need; all of it while the capacity is unknown."""
         return tokens / self.kv_tokens if self.kv_tokens else 1.0
-
-
-def is_within(engine: EngineSeen, kept: Iterable[Context], wanted: Context, share: float) -> bool:
-    """Return True if ``wanted`` may be pinned in addition to ``kept``."""
-    return engine.share(wanted.num_tokens + sum(each.num_tokens for each in kept)) <= share
-
-
-def given_up(engine: EngineSeen, ordered: Sequence[Context], give_up_at: float) -> list[Context]:
-    """Return the first contexts of ``ordered`` whose pins must end to bring usage below ``give_up_at``.
-
-    While requests wait, at least one is returned.
-    """
-    usage, found = engine.kv_usage, list[Context]()
-    for context in ordered:
-        if usage < give_up_at and not (engine.waiting and not found):
-            break
-        usage -= engine.share(context.num_tokens)
-        found.append(context)
-    return found
 
 
 def session_named(request: Request | None) -> str | None:
@@ -221,7 +192,6 @@ class SessionTable:
 
     @property
     def kept(self) -> int:
-        """Number of pinned contexts."""
         return len(self._kept)
 
     # ---- engines of turns ----------------------------------------------------------------------------------------
@@ -242,7 +212,6 @@ class SessionTable:
         return None if found is None else found.engines.get(_side(role))
 
     def bind(self, session: str, role: Role, engine: str) -> None:
-        """Record that a turn of the session has picked an engine; an unknown session is ignored."""
         found = self._sessions.get(session)
         if found is not None:
             self._bind(found, role, engine)
@@ -279,7 +248,6 @@ class SessionTable:
         return [move for context in needed for move in self._move(context, engines)]
 
     def moving(self, session: str) -> list[Context]:
-        """Return the contexts of the session that are being moved."""
         found = self._sessions.get(session)
         return [] if found is None else [context for context in found.contexts if context.to is not None]
 
@@ -321,29 +289,41 @@ class SessionTable:
         return self._keep(context, engine)
 
     def over(self, session: str) -> list[Action]:
-        """Forget the session, which has ended."""
         return list(self._forget(session))
 
     # ---- engines -------------------------------------------------------------------------------------------------
 
     def look(self, engines: Mapping[str, EngineSeen], now: float) -> list[Action]:
         """Return the actions due now: forget old sessions, empty drained engines, and end pins."""
-        settings = self._settings
-        actions = [action for name in self._old(now) for action in self._forget(name)]
-        actions += self._drop_gone(engines)
+        settings, old = self._settings, list[str]()
+        for name, each in self._sessions.items():  # in the order of their last turns
+            if not each.running and now - each.last_at <= settings.ttl_s:
+                break
+            if not each.running:
+                old.append(name)
+        actions = [action for name in old for action in self._forget(name)]
+        if (names := set(engines)) != self._known:  # contexts on engines that are no longer members are gone
+            self._known = names
+            gone = [each for each in self._contexts() if each.engine not in engines and each.to is None]
+            actions += [action for context in gone for action in self._drop(self._sessions[context.session], context)]
         for engine in engines.values():
             if engine.leaving:
                 actions += self._emptied(engine, engines)
                 continue
             kept = self._kept_on(engine.name)
             late = [each for each in kept if each.kept_at is not None and now - each.kept_at >= settings.keep_s]
-            left = [each for each in kept if each not in late]
-            late += given_up(engine, self._ordered(left), settings.give_up_at)
+            # Further pins end until usage is below the limit; while requests wait, at least one does.
+            usage, is_first = engine.kv_usage, True
+            for context in self._ordered([each for each in kept if each not in late]):
+                if usage < settings.give_up_at and not (engine.waiting and is_first):
+                    break
+                usage -= engine.share(context.num_tokens)
+                late.append(context)
+                is_first = False
             actions += [action for context in late for action in self._give_up(context)]
         return actions
 
     def left_on(self, engine: str) -> int:
-        """Return the number of contexts on an engine whose sessions do not run."""
         return sum(1 for _ in self._resting_on(engine))
 
     def moved(self, context: Context, engines: Mapping[str, EngineSeen], *, done: bool) -> list[Action]:
@@ -364,12 +344,10 @@ class SessionTable:
         return actions
 
     def not_kept(self, context: Context) -> None:
-        """Record that an engine has ended a pin, or refused it."""
         context.kept_at = None
         self._kept.pop(context, None)
 
     def kept_since(self, context: Context, now: float) -> None:
-        """Record that an engine has pinned a context."""
         if context.kept_at is not None:
             context.kept_at = now
 
@@ -378,25 +356,6 @@ class SessionTable:
     def _contexts(self) -> Iterator[Context]:
         for session in self._sessions.values():
             yield from session.contexts
-
-    def _old(self, now: float) -> list[str]:
-        """Return the sessions without a turn for too long; they are in the order of their last turns."""
-        found = list[str]()
-        for name, each in self._sessions.items():
-            if each.running:
-                continue
-            if now - each.last_at <= self._settings.ttl_s:
-                break
-            found.append(name)
-        return found
-
-    def _drop_gone(self, engines: Mapping[str, EngineSeen]) -> list[Action]:
-        """Forget the contexts on engines that are no longer members."""
-        if (names := set(engines)) == self._known:
-            return []
-        self._known = names
-        gone = [context for context in self._contexts() if context.engine not in engines and context.to is None]
-        return [action for context in gone for action in self._drop(self._sessions[context.session], context)]
 
     def _kept_on(self, engine: str) -> list[Context]:
         return [context for context in self._kept if context.engine == engine]
@@ -418,7 +377,7 @@ class SessionTable:
         kept, actions = self._kept_on(engine.name), list[Action]()
         lower = [each for each in self._ordered(kept) if self._pause_of(each) == "client"]
         lower = lower if self._pause_of(context) == "tool" else []
-        while not is_within(engine, kept, context, self._settings.keep_share):
+        while engine.share(sum(each.num_tokens for each in (context, *kept))) > self._settings.keep_share:
             if not lower:
                 return actions
             kept.remove(lower[0])

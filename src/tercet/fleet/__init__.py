@@ -6,13 +6,6 @@ from tercet.fleet.sequences import Retry, RunningSequence, RunningSequences
 from tercet.fleet.trace import Trace
 
 __all__ = [
-    "EngineFleet",
-    "EngineObserver",
-    "FleetKnowledge",
-    "FleetView",
-    "Member",
-    "Retry",
-    "RunningSequence",
-    "RunningSequences",
-    "Trace",
-]
+    "EngineFleet", "EngineObserver", "FleetKnowledge", "FleetView", "Member", "Retry", "RunningSequence",
+    "RunningSequences", "Trace",
+]  # fmt: skip

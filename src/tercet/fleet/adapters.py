@@ -116,6 +116,5 @@ class AgreedAdapters(Mapping[str, AdapterReport]):
         return msgspec.structs.replace(request, adapter_digest=found.digest)
 
     def require(self, name: str, request: Request) -> None:
-        """Raise :class:`~tercet.protocol.UnknownAdapter` if an engine lacks the adapter of the request."""
         if request.adapter is not None and not has(self._roster.member(name).adapters, wanted_by(request, self)):
             raise UnknownAdapter(f"destination: {name} does not have the adapter {request.adapter!r}", "destination")

@@ -35,32 +35,24 @@ NEWEST = 0.1
 
 @dataclass(frozen=True)
 class FleetLoad:
-    """The load of a fleet: ``engines`` that decode and can be picked, and prompt ``tokens`` of all running sequences.
+    """The load of a fleet."""
 
-    ``room`` is the number of requests that may be in flight on engines, computed from the queue lengths that engines
-    report; None if queue lengths are not used.
-    """
-
-    engines: int = 1
-    tokens: int = 0
+    engines: int = 1  # that decode and can be picked
+    tokens: int = 0  # of the prompts of all running sequences
+    # Requests that may be in flight on engines, by the queue lengths that these report; None: queues are not used.
     room: int | None = None
 
 
 @dataclass(eq=False)
 class Ticket:
-    """One request and its state of admission.
-
-    ``state`` begins as waiting, becomes in or refused, and ends as over. ``turn`` orders the flows of one priority: the
-    request with the lower turn goes first. ``for_engines`` is true if engines serve the request: it then needs room on
-    engines; other requests count in ``in_flight`` only.
-    """
+    """One request and its state of admission."""
 
     priority: int
     number: int
-    turn: int = 0
+    turn: int = 0  # orders the flows of one priority: the lower turn goes first
     flow: str = ""
-    for_engines: bool = True
-    state: Literal["waiting", "in", "refused", "over"] = "waiting"
+    for_engines: bool = True  # it needs room on engines; other requests count in ``in_flight`` only
+    state: Literal["waiting", "in", "refused", "over"] = "waiting"  # then in or refused, in the end over
 
     def rank(self) -> tuple[int, int, int]:
         """Return the sort key of the queue: the ticket with the lowest rank is admitted first."""
@@ -75,15 +67,15 @@ class Admission:
     """
 
     limits: Limits
-    in_flight: int = 0
+    in_flight: int = 0  # admitted requests, and those of them that engines serve
     on_engines: int = 0
-    waiting: list[Ticket] = field(default_factory=list[Ticket])
+    waiting: list[Ticket] = field(default_factory=list[Ticket])  # by rank
     _number: int = 0
-    _others_waiting: int = 0
-    _turns: dict[int, int] = field(default_factory=dict[int, int])
+    _others_waiting: int = 0  # requests that wait and are not for engines
+    _turns: dict[int, int] = field(default_factory=dict[int, int])  # by priority, the turn that is served now
     _next_turns: dict[tuple[int, str], int] = field(default_factory=dict[tuple[int, str], int])
     _last_end: float | None = None
-    _gap: float | None = None
+    _gap: float | None = None  # moving average of the seconds between two ends
 
     def arrive(
         self, priority: int, load: FleetLoad, flow: str = "", for_engines: bool = True
@@ -111,15 +103,12 @@ class Admission:
         turn = max(self._turns.get(priority, 0), self._next_turns.get((priority, flow), 0))
         self._next_turns[priority, flow] = turn + 1
         if len(self._next_turns) > len(self.waiting) + SPARE_FLOWS:
-            self._forget_flows_but((priority, flow))
+            # Turns of flows that do not wait are dropped: clients choose names, and they would grow without limit.
+            kept = {(priority, flow), *((ticket.priority, ticket.flow) for ticket in self.waiting)}
+            priorities = {of_flow for of_flow, _ in kept}
+            self._next_turns = {key: at for key, at in self._next_turns.items() if key in kept}
+            self._turns = {key: at for key, at in self._turns.items() if key in priorities}
         return turn
-
-    def _forget_flows_but(self, newest: tuple[int, str]) -> None:
-        """Drop the turns of flows that do not wait, except ``newest``; otherwise they would grow without limit."""
-        kept = {newest, *((ticket.priority, ticket.flow) for ticket in self.waiting)}
-        priorities = {priority for priority, _ in kept}
-        self._next_turns = {flow: turn for flow, turn in self._next_turns.items() if flow in kept}
-        self._turns = {priority: turn for priority, turn in self._turns.items() if priority in priorities}
 
     def spare(self, priority: int, load: FleetLoad) -> Ticket | None:
         """Return one more slot for an admitted request at once; None if the fleet is full or other requests wait."""
@@ -159,12 +148,14 @@ class Admission:
         elif ticket.state == "in":
             self.in_flight -= 1
             self.on_engines -= ticket.for_engines
-            self._note_end(now)
+            if self._last_end is not None:
+                gap = now - self._last_end
+                self._gap = gap if self._gap is None else (1 - NEWEST) * self._gap + NEWEST * gap
+            self._last_end = now
         ticket.state = "over"
         return self.look(load)
 
     def refuse_all(self) -> list[Ticket]:
-        """Refuse all waiting requests."""
         changed, self.waiting, self._others_waiting = self.waiting, [], 0
         for ticket in changed:
             ticket.state = "refused"
@@ -199,12 +190,6 @@ class Admission:
             return SOON
         return min(LATEST, max(SOON, math.ceil(self._gap * (len(self.waiting) + 1))))
 
-    def _note_end(self, now: float) -> None:
-        if self._last_end is not None:
-            gap = now - self._last_end
-            self._gap = gap if self._gap is None else (1 - NEWEST) * self._gap + NEWEST * gap
-        self._last_end = now
-
 
 class ClientLeft(Exception):
     """Raised if the client closed its connection while its request waited."""
@@ -216,9 +201,7 @@ class GateMetrics(Protocol):
     refused: Counter  # requests, by reason
     waited: Histogram  # seconds that requests waited
 
-    def admission(self, in_flight: int, queued: int) -> None:
-        """Set the numbers of admitted and of waiting requests."""
-        ...
+    def admission(self, in_flight: int, queued: int) -> None: ...
 
 
 class Gate:
@@ -228,13 +211,9 @@ class Gate:
     """
 
     def __init__(
-        self,
-        limits: Limits,
-        fleet: EngineFleet,
-        metrics: GateMetrics,
-        clock: Callable[[], float] = time.monotonic,
+        self, limits: Limits, fleet: EngineFleet, metrics: GateMetrics, clock: Callable[[], float] = time.monotonic,
         room: Callable[[], int] | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self._admission = Admission(limits)
         self._room = room
         self._fleet = fleet
@@ -245,11 +224,9 @@ class Gate:
 
     @property
     def limits(self) -> Limits:
-        """Limits of the work in flight."""
         return self._admission.limits
 
     def count_refusal(self, reason: str) -> None:
-        """Count a request that was refused before it reached the gate."""
         self._metrics.refused.labels(reason).inc()
 
     def close(self, error: TercetError) -> None:
@@ -263,7 +240,6 @@ class Gate:
             self._wake(self._admission.look(self._load()))
 
     def require_engines(self) -> None:
-        """Raise :class:`~tercet.protocol.EngineUnreachable` if no engine that may be picked answers."""
         self._fleet.health.require_answers()
 
     @property
@@ -315,7 +291,6 @@ class Gate:
         return ticket
 
     def give_back(self, ticket: Ticket) -> None:
-        """Return the slot of a :meth:`spare` ticket to the gate."""
         self._wake(self._admission.leave(ticket, self._load(), self._clock()))
         self._measure()
 
@@ -371,13 +346,9 @@ class Gate:
 class Spares(Protocol):
     """An object with spare slots, such as a :class:`Gate`."""
 
-    def spare(self, priority: int) -> Ticket | None:
-        """Take a spare slot if one is free and no request waits; return its ticket, or None."""
-        ...
+    def spare(self, priority: int) -> Ticket | None: ...
 
-    def give_back(self, ticket: Ticket) -> None:
-        """Free the slot of ``ticket``."""
-        ...
+    def give_back(self, ticket: Ticket) -> None: ...
 
 
 class RequestConcurrency:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Generator, Sequence
+from collections.abc import Callable, Collection, Generator, Iterable, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from random import Random
 
+from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
 from tercet.decisions.cost import Costs, Targets
 from tercet.decisions.scheduling import Scheduling
-from tercet.decisions.sessions import SessionTable
 from tercet.fleet.adapters import AgreedAdapters, has, wanted_by
 from tercet.fleet.engine_health import STUCK_AFTER_S, EngineHealth, Liveness
 from tercet.fleet.knowledge import STALE_AFTER, FleetKnowledge
@@ -28,16 +30,13 @@ from tercet.protocol import (
     Role,
     Route,
     TercetError,
-    WithoutRole,
     kv_obstacle,
     may_exchange_kv,
 )
 from tercet.protocol.spans import FALLBACK, PickEvent, TraceEvent, current_span
 
-# Number of engines whose scores a trace records.
-SCORES_TOLD = 5
-# A trace's name for the way of a pick that the request's session decided.
-SESSION = "session"
+MOST_SCORES = 5  # number of engines whose scores a trace records
+SESSION = "session"  # in a trace: the request's session decided the pick
 
 
 class FleetView:
@@ -50,12 +49,9 @@ class FleetView:
     __slots__ = ("began", "explains", "failed", "fleet", "on_generate", "request", "span", "trace")
 
     def __init__(
-        self,
-        fleet: EngineFleet,
-        trace: Trace | None = None,
-        on_generate: Callable[[Generation], object] = lambda _: None,
-        request: Request | None = None,
-    ) -> None:
+        self, fleet: EngineFleet, trace: Trace | None = None,
+        on_generate: Callable[[Generation], object] = lambda _: None, request: Request | None = None,
+    ) -> None:  # fmt: skip
         self.fleet = fleet
         self.trace = trace or Trace()
         self.explains = trace is not None  # whether picks are recorded with their scores
@@ -71,41 +67,33 @@ class FleetView:
 
     @contextmanager
     def pick(
-        self,
-        role: Role = "both",
-        by: str = "round_robin",
-        other_than: Engine | None = None,
+        self, role: Role = "both", by: str = "round_robin", other_than: Engine | None = None,
         request: Request | None = None,
-    ) -> Generator[Engine]:
-        """Pick an engine, see :meth:`tercet.protocol.Fleet.pick`; ``by`` may name a scheduling profile."""
+    ) -> Generator[Engine]:  # fmt: skip
         partner = None if other_than is None else other_than.name
-        member = self.fleet.picking.pick(role, by, self._without(other_than), request, partner)
+        # Names to avoid while there are other engines; the last one matters least.
+        without = (*(() if partner is None else (partner,)), *self.failed)
+        member = self.fleet.picking.pick(role, by, without, request, partner)
         if not member.can(role):
             why = f"{role} -> {member.role}: {self.fleet.picking.why_without(role, partner)}"
             at = self.fleet.costs.clock() - self.began
             self.trace.events.append(TraceEvent(FALLBACK, member.name, reason=why, at=at))
         if self.explains:
-            self._note_pick(role, by, member.name, request)
+            picking = self.fleet.picking
+            pick = PickEvent(
+                self.fleet.costs.clock() - self.began, role, SESSION if picking.is_by_session else by, member.name
+            )
+            if picking.explanation is not None:
+                profile, decision, row = picking.explanation
+                pick.scores, pick.parts, pick.candidates = profile.explained(decision, row, MOST_SCORES)
+            if request is not None:
+                pick.predicted = picking.believed.get((request.seq_id, member.name))
+            self.trace.picks.append(pick)
         with self._counted(member, request) as engine:
             yield engine
 
-    def _note_pick(self, role: Role, by: str, name: str, request: Request | None) -> None:
-        by = SESSION if self.fleet.picking.is_by_session else by
-        pick = PickEvent(self.fleet.costs.clock() - self.began, role, by, name)
-        explanation = self.fleet.picking.explanation
-        if explanation is not None:
-            profile, decision, row = explanation
-            pick.scores, pick.parts, pick.candidates = profile.explained(decision, row, SCORES_TOLD)
-        if request is not None:
-            pick.predicted = self.fleet.picking.believed.get((request.seq_id, name))
-        self.trace.picks.append(pick)
-
     @contextmanager
     def engine(self, name: str) -> Generator[Engine]:
-        """Count a sequence on the engine ``name`` while entered, and yield that engine.
-
-        Raises :class:`~tercet.protocol.UnknownEngine` for an unknown name.
-        """
         with self._counted(self.fleet.member(name), None) as engine:
             yield engine
 
@@ -173,33 +161,23 @@ class FleetView:
     def disaggregates(self, request: Request, decode: Engine, by: str | PrefillRule | None = None) -> bool:
         return self.fleet.picking.disaggregates(request, decode.name, by)
 
-    def _without(self, other_than: Engine | None) -> Sequence[str]:
-        """Return the names to avoid while there are other engines; the last one matters least."""
-        return tuple(self.failed) if other_than is None else (other_than.name, *self.failed)
-
 
 class EngineFleet:
-    """The engines of this process, which programs see as :meth:`traced` or, without a request, as this object itself.
-
-    ``scheduling`` has the profiles that picks may name. ``clock`` is monotonic, in seconds. An engine's report older
-    than ``stale_after`` seconds counts as unknown, and an engine without progress for ``stuck_after_s`` is stuck.
-    ``seed`` makes random picks repeatable.
-    """
+    """The engines of this process: programs see them as :meth:`traced` or, without a request, as this object itself."""
 
     def __init__(
         self,
         members: Sequence[Member],
         *,
-        scheduling: Scheduling | None = None,
-        clock: Callable[[], float] = time.monotonic,
-        stale_after: float = STALE_AFTER,
-        stuck_after_s: float = STUCK_AFTER_S,
-        seed: int | None = None,
+        scheduling: Scheduling | None = None,  # the profiles that picks may name
+        clock: Callable[[], float] = time.monotonic,  # in seconds
+        stale_after: float = STALE_AFTER,  # an older report of an engine counts as unknown
+        stuck_after_s: float = STUCK_AFTER_S,  # an engine that makes no progress for this time is stuck
+        seed: int | None = None,  # makes random picks repeatable
     ) -> None:
         random = Random(seed)
-        # Gets each move that an engine proposes, with the engine's name.
+        # Get each move that an engine proposes and each report, with the engine's name.
         self.on_proposal: Callable[[str, MoveProposal], object] = lambda engine, proposal: None
-        # Gets each report of an engine.
         self.on_report: Callable[[str, EngineLoad], object] = lambda engine, load: None
         self.knowledge = FleetKnowledge(clock, stale_after)  # engines' reports and events, from their connections
         self.costs = Costs(clock, random)  # the observed cost of serving, and the work in flight
@@ -214,7 +192,6 @@ class EngineFleet:
 
     @property
     def members(self) -> Sequence[Member]:
-        """All engines, including drained ones."""
         return self.roster.members
 
     @property
@@ -223,11 +200,9 @@ class EngineFleet:
         return self.roster.open
 
     def member(self, name: str) -> Member:
-        """Return the engine of that name; raises :class:`~tercet.protocol.UnknownEngine`."""
         return self.roster.member(name)
 
     def add(self, member: Member) -> None:
-        """Add an engine, which may be picked at once; raises :class:`~tercet.protocol.Conflict` for a name in use."""
         self.roster.add(member)
 
     def remove(self, name: str) -> Member:
@@ -240,15 +215,7 @@ class EngineFleet:
         return member
 
     def drain(self, name: str, draining: bool = True) -> None:
-        """Stop or resume picking an engine, whose sequences continue.
-
-        Raises :class:`~tercet.protocol.UnknownEngine` for an unknown name.
-        """
         self.roster.drain(name, draining)
-
-    def when_reopened(self, call: Callable[[], object]) -> None:
-        """Set the function that is called each time the set of engines that may be picked changes."""
-        self.roster.when_reopened = call
 
     # ---- engines' reports ----------------------------------------------------------------------------------------
 
@@ -265,7 +232,6 @@ class EngineFleet:
         self.on_report(name, load)
 
     def proposed(self, name: str, proposal: MoveProposal) -> None:
-        """Pass on an engine's proposal to move a sequence that it generates."""
         self.on_proposal(name, proposal)
 
     def serves(self, model: str) -> bool:
@@ -275,16 +241,13 @@ class EngineFleet:
     @property
     def model_dtype(self) -> str:
         """The dtype in which the engines compute, as they report it; empty if they differ or none has reported."""
-        said = {member.model_dtype for member in self.roster.members if member.model_dtype}
-        return said.pop() if len(said) == 1 else ""
+        reported = {member.model_dtype for member in self.roster.members if member.model_dtype}
+        return reported.pop() if len(reported) == 1 else ""
 
     # ---- views ---------------------------------------------------------------------------------------------------
 
     def traced(
-        self,
-        trace: Trace,
-        on_generate: Callable[[Generation], object] = lambda _: None,
-        request: Request | None = None,
+        self, trace: Trace, on_generate: Callable[[Generation], object] = lambda _: None, request: Request | None = None
     ) -> FleetView:
         """Return the view of ``request``, whose picks and calls are recorded in ``trace``.
 
@@ -295,12 +258,9 @@ class EngineFleet:
     # A program that runs by itself, without a router's service, may use the fleet directly; nothing is recorded then.
 
     def pick(
-        self,
-        role: Role = "both",
-        by: str = "round_robin",
-        other_than: Engine | None = None,
+        self, role: Role = "both", by: str = "round_robin", other_than: Engine | None = None,
         request: Request | None = None,
-    ) -> AbstractContextManager[Engine]:
+    ) -> AbstractContextManager[Engine]:  # fmt: skip
         return FleetView(self).pick(role, by, other_than, request)
 
     def engine(self, name: str) -> AbstractContextManager[Engine]:
@@ -321,7 +281,6 @@ class EngineFleet:
 
     @property
     def scheduling(self) -> Scheduling:
-        """Profiles that picks may name; assign to change them for later picks."""
         return self.picking.scheduling
 
     @scheduling.setter
@@ -329,32 +288,10 @@ class EngineFleet:
         self.picking.scheduling = scheduling
         self.picking.forget_candidates()
 
-    @property
-    def without_role(self) -> WithoutRole:
-        """The rule for picks while no engine of their role answers: serve by another role, or refuse."""
-        return self.picking.without_role
-
-    @without_role.setter
-    def without_role(self, without_role: WithoutRole) -> None:
-        self.picking.without_role = without_role
-
-    @property
-    def sessions(self) -> SessionTable | None:
-        """Table of the sessions that each stay on one engine, for all kinds of picks; None if sessions are not used."""
-        return self.picking.sessions
-
-    @sessions.setter
-    def sessions(self, sessions: SessionTable | None) -> None:
-        self.picking.sessions = sessions
-
     def ranked(
-        self,
-        role: Role,
-        request: Request,
-        most: int = 1,
-        among: Collection[str] | None = None,
+        self, role: Role, request: Request, most: int = 1, among: Collection[str] | None = None,
         other_than: str | None = None,
-    ) -> tuple[list[Member], int]:
+    ) -> tuple[list[Member], int]:  # fmt: skip
         """Return at most ``most`` engines in the order to try them, by the profile of the role.
 
         No sequence is counted on them. The second value is the estimated number of the prompt's tokens in the cache of
@@ -365,8 +302,7 @@ class EngineFleet:
         Raises :class:`~tercet.protocol.EngineUnreachable` if no engine that answers may be picked,
         :class:`~tercet.protocol.RoleUnavailable`, and :class:`~tercet.protocol.BadRequest` without a profile.
         """
-        without = () if other_than is None else (other_than,)
-        return self.picking.ranked(role, request, most, among, without, other_than)
+        return self.picking.ranked(role, request, most, among, other_than)
 
     def destination(self, generation: Generation, name: str) -> TracedEngine:
         """Return the engine ``name`` as destination of a running sequence, with the sequence's trace and counts."""
@@ -382,24 +318,65 @@ class EngineFleet:
             raise LayoutMismatch(f"{sender} and {receiver} must not exchange KV: {why}")
 
     def may_pair(self, one: str, other: str) -> bool:
-        """True if these members may exchange KV."""
         return may_exchange_kv(self.member(one).revision, self.member(other).revision)
 
     def calls_of(self, name: str) -> CallsInFlight:
-        """Return the calls in flight of an engine."""
         member = self.roster.get(name)
         return member.calls if member is not None else CallsInFlight()  # the engine was removed, and is not watched
 
     def splits(
-        self,
-        request: Request,
-        decode: str,
-        cached: int,
-        among: Collection[str] | None = None,
+        self, request: Request, decode: str, cached: int, among: Collection[str] | None = None,
         by: PrefillRule | None = None,
-    ) -> bool:
+    ) -> bool:  # fmt: skip
         """True if another engine ``among`` these should prefill, by the scheduling's decider or the rule ``by``.
 
         ``cached`` is the estimated number of the prompt's tokens in the cache of ``decode``.
         """
         return self.picking.disaggregates(request, decode, by, cached, among)
+
+
+GAUGES = {
+    "waiting": ("waiting", "Requests that wait, as the engine last reported."),
+    "running": ("running", "Requests that run, as the engine last reported."),
+    "kv_usage": ("kv_usage_ratio", "Share of the KV cache in use, as the engine last reported."),
+    "tokens": ("tokens", "Tokens still to work on, as the engine last reported."),
+    "step_time": ("step_seconds", "Duration of recent steps, as the engine last reported."),
+}
+"""By field of an :class:`~tercet.protocol.EngineLoad`: the metric's name after ``tercet_engine_``, and its meaning."""
+
+
+class EngineCollector(Collector):
+    """Gauges by engine; an engine without a report, or that does not answer, has only the gauge ``tercet_engine_up``.
+
+    The age of a report is in seconds.
+    """
+
+    def __init__(self, fleet: EngineFleet) -> None:
+        self._fleet = fleet
+
+    def collect(self) -> Iterable[Metric]:
+        up_now = [member.name for member in self._fleet.members if member.reachable]
+        found = {name: self._fleet.knowledge.loads.last(name) for name in up_now}
+        reports = {name: report for name, report in found.items() if report is not None}
+        ages = GaugeMetricFamily(
+            "tercet_engine_report_age_seconds", "Time since the engine's last report.", labels=["engine"]
+        )
+        for name, (_, age) in reports.items():
+            ages.add_metric([name], age)
+        yield ages
+        up = GaugeMetricFamily(
+            "tercet_engine_up", "1 if the engine answers and makes progress, 0 if not.", labels=["engine"]
+        )
+        for member in self._fleet.members:
+            up.add_metric([member.name], member.reachable)
+        yield up
+        for field, (metric, meaning) in GAUGES.items():
+            gauge = GaugeMetricFamily(f"tercet_engine_{metric}", meaning, labels=["engine"])
+            for name, (load, _) in reports.items():
+                value: float | None = getattr(load, field)
+                if value is not None:
+                    gauge.add_metric([name], value)
+            yield gauge
+
+    def describe(self) -> Iterable[Metric]:
+        return ()

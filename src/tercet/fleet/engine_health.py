@@ -37,6 +37,7 @@ class Liveness:
 
     def __init__(self, stuck_after_s: float) -> None:
         self.stuck_after_s = stuck_after_s
+        # By engine. One that hung up closed its connection: what was heard before no longer shows that it is alive.
         self._progressed_at: dict[str, float] = {}
         self._heard_at: dict[str, float] = {}
         self._stuck: set[str] = set()
@@ -53,11 +54,9 @@ class Liveness:
             self._stuck.discard(engine)
 
     def hung_up(self, engine: str) -> None:
-        """Record that the engine closed its connection: earlier reports no longer show that it is alive."""
         self._hung_up.add(engine)
 
     def forget(self, engine: str) -> None:
-        """Drop the record of an engine that was removed or restarted."""
         self._heard_at.pop(engine, None)
         self._progressed_at.pop(engine, None)
         self._stuck.discard(engine)
@@ -65,12 +64,10 @@ class Liveness:
 
     @property
     def stuck(self) -> list[Stuck]:
-        """Engines that were found stuck and have made no progress since."""
         now = self._looked_at or 0.0
         return [Stuck(engine, self._why(engine, now)) for engine in sorted(self._stuck)]
 
     def is_stuck(self, engine: str) -> bool:
-        """True if an engine was found stuck and has made no progress since."""
         return engine in self._stuck
 
     def progressed_since(self, engine: str, then: float) -> bool:
@@ -84,7 +81,6 @@ class Liveness:
         return max(0.0, self._looked_at - self._progressed_at.get(engine, self._looked_at))
 
     def heard_within(self, engine: str, seconds: float, now: float) -> bool:
-        """True if the engine has sent anything in the last ``seconds`` and not closed its connection since."""
         return engine not in self._hung_up and now - self._heard_at.get(engine, -float("inf")) <= seconds
 
     def look(self, now: float, interval: float) -> list[Stuck]:
@@ -110,13 +106,9 @@ class EngineHealth:
     """The health of the members of ``roster``; each change is logged once. ``clock`` is that of ``liveness``."""
 
     def __init__(
-        self,
-        roster: Roster,
-        liveness: Liveness,
-        knowledge: FleetKnowledge,
-        picking: Picking[Member],
+        self, roster: Roster, liveness: Liveness, knowledge: FleetKnowledge, picking: Picking[Member],
         clock: Callable[[], float],
-    ) -> None:
+    ) -> None:  # fmt: skip
         self._roster = roster
         self._liveness = liveness
         self._knowledge = knowledge
@@ -132,7 +124,6 @@ class EngineHealth:
             self._liveness.heard(name, self._clock(), stalled_s)
 
     def heard_within(self, name: str, seconds: float) -> bool:
-        """True if an engine has sent anything in the last ``seconds``."""
         return self._liveness.heard_within(name, seconds, self._clock())
 
     def note_stopping(self, member: Member, stopping: bool) -> None:
@@ -164,7 +155,6 @@ class EngineHealth:
             (member.calls.lose if paused == "all" else member.calls.lose_waiting)(error)
 
     def restarted(self, name: str) -> None:
-        """Drop all knowledge of an engine that was restarted."""
         logs.ENGINE_RESTARTED.tell(engine=name, reason="it was restarted")
         self._knowledge.cleared(name)
         member = self._roster.get(name)
@@ -173,7 +163,6 @@ class EngineHealth:
             self.note_paused(member, "")
 
     def forget(self, name: str) -> None:
-        """Drop the record of an engine that was removed."""
         self._liveness.forget(name)
         self._lost.discard(name)
 
@@ -222,24 +211,21 @@ class EngineHealth:
 
     @property
     def answers(self) -> bool:
-        """True if at least one engine that may be picked answers."""
         return any(member.reachable for member in self._roster.open)
 
     def require_answers(self) -> None:
         """Raise :class:`~tercet.protocol.EngineUnreachable` if no engine that may be picked answers."""
         if not self._roster.open:
             raise self._picking.no_engine_error()
-        if not self.answers:
-            raise EngineUnreachable(self._why_none_answers())
-
-    def _why_none_answers(self) -> str:
+        if self.answers:
+            return
         members = self._roster.open
         refused = [member for member in members if member.refused]
         if not refused:
-            return "no engine that may be picked answers"
+            raise EngineUnreachable("no engine that may be picked answers")
         others = len(members) - len(refused)
         silent = f", and {others} of {len(members)} do not answer" if others else ""
-        return (
+        raise EngineUnreachable(
             f"no engine serves the model that this router announced to its clients: {refused[0].name} answers, but "
             f"{refused[0].refused}{silent}. Start engines with this fleet's model at these addresses, or restart the "
             "router for the other model (with another state file, if it has one)"

@@ -48,7 +48,11 @@ class LoadTable:
     def add(self, name: str) -> int:
         """Add a row for an engine that has not reported yet, and return its number."""
         if not self._free:
-            self._grow()
+            old = self.size
+            new = max(8, 2 * old)
+            for column in (self._at, self._keys, *self._columns.values(), *self._counts.values()):
+                column.resize(new, refcheck=False)
+            self._free = list(range(new - 1, old - 1, -1))  # the lowest row is taken first
         row = self._rows[name] = self._free.pop()
         self._at[row] = -math.inf
         self._keys[row] = key_of(name)
@@ -56,14 +60,12 @@ class LoadTable:
         return row
 
     def remove(self, name: str) -> int:
-        """Free an engine's row, whose data is void, and return its number."""
         row = self._rows.pop(name)
         self._free.append(row)
         self._adapters.pop(row, None)
         return row
 
     def row(self, name: str) -> int | None:
-        """Return the number of an engine's row; None if it has no row."""
         return self._rows.get(name)
 
     def report(self, name: str, load: EngineLoad) -> None:
@@ -93,16 +95,12 @@ class LoadTable:
         if row is None or not math.isfinite(self._at[row]):
             return None
         found = {field: float(column[row]) for field, column in self._columns.items()}
+        tokens, step_time = found["tokens"], found["step_time"]
         load = EngineLoad(
-            waiting=int(found["waiting"]),
-            running=int(found["running"]),
-            kv_usage=found["kv_usage"],
-            tokens=None if math.isnan(found["tokens"]) else int(found["tokens"]),
-            step_time=None if math.isnan(found["step_time"]) else found["step_time"],
-            stalled_s=found["stalled_s"],
-            stopping=bool(found["stopping"]),
-            adapters=self._adapters.get(row),
-        )
+            waiting=int(found["waiting"]), running=int(found["running"]), kv_usage=found["kv_usage"],
+            tokens=None if math.isnan(tokens) else int(tokens), step_time=None if math.isnan(step_time) else step_time,
+            stalled_s=found["stalled_s"], stopping=bool(found["stopping"]), adapters=self._adapters.get(row),
+        )  # fmt: skip
         return load, self._clock() - float(self._at[row])
 
     def column(self, name: str, rows: Integers) -> Floats:
@@ -122,15 +120,6 @@ class LoadTable:
 
     def keys(self, rows: Integers) -> NDArray[np.uint64]:
         return self._keys[rows]
-
-    def _grow(self) -> None:
-        old = self.size
-        new = max(8, 2 * old)
-        self._at.resize(new, refcheck=False)
-        self._keys.resize(new, refcheck=False)
-        for column in (*self._columns.values(), *self._counts.values()):
-            column.resize(new, refcheck=False)
-        self._free = list(range(new - 1, old - 1, -1))  # the lowest row is taken first
 
 
 class FleetKnowledge:
@@ -172,17 +161,14 @@ class FleetKnowledge:
         return self.indexes
 
     def add(self, name: str) -> int:
-        """Add an engine that joins, and return its row."""
         return self.loads.add(name)
 
     def remove(self, name: str) -> None:
-        """Remove an engine that left; another engine may get its row."""
         row = self.loads.remove(name)
         self._cold.pop(row, None)
         self._forget_cache(row)
 
     def rows(self, names: Sequence[str]) -> Integers:
-        """Return the rows of engines that are members."""
         return np.array([self.loads.row(name) for name in names], dtype=np.int64)
 
     # ---- prefixes --------------------------------------------------------------------------------------------
@@ -198,16 +184,9 @@ class FleetKnowledge:
         return history
 
     def store(
-        self,
-        name: str,
-        block_size: int,
-        blocks: Sequence[Hashable],
-        parent: Hashable | None,
-        tokens: Sequence[int],
-        salt: str | None = None,
-        adapter: str | None = None,
-        extras: Extras | None = None,
-    ) -> None:
+        self, name: str, block_size: int, blocks: Sequence[Hashable], parent: Hashable | None, tokens: Sequence[int],
+        salt: str | None = None, adapter: str | None = None, extras: Extras | None = None,
+    ) -> None:  # fmt: skip
         """Record an engine's KV event: the engine holds these blocks now; see :meth:`StoredBlocks.store`."""
         row = self.loads.row(name)
         if row is not None:
@@ -280,17 +259,13 @@ class EngineObserver:
     block_size: int
 
     def load(self, load: EngineLoad) -> None:
-        """Record the engine's load."""
         self.knowledge.loads.report(self.name, load)
 
     def stored(self, hashes: Sequence[int]) -> None:
-        """Record blocks that the engine holds now."""
         self.knowledge.hold(self.name, self.block_size, hashes)
 
     def dropped(self, hashes: Sequence[int]) -> None:
-        """Record blocks that the engine no longer holds."""
         self.knowledge.unstore(self.name, hashes)
 
     def cleared(self) -> None:
-        """Record that the engine's cache is empty."""
         self.knowledge.cleared(self.name)

@@ -10,9 +10,9 @@ import asyncio
 import logging
 import re
 from collections.abc import AsyncGenerator, Sequence
-from contextlib import ExitStack, asynccontextmanager
+from contextlib import asynccontextmanager
 from functools import partial
-from typing import Annotated, Any, cast
+from typing import Annotated, Any
 from urllib.parse import urlsplit
 
 import msgspec
@@ -77,7 +77,10 @@ async def follow_cache(
     try:
         while True:
             restarted.clear()
-            found, settled = await _published(engine, current)
+            try:
+                found, settled = (await engine.status()).kv_events, True
+            except TercetError:  # it may be back soon with its cache; numbers that restart show a lost cache
+                found, settled = current, False
             if found != current or (following is not None and following.done()):
                 await _end(following)
                 current, following = found, None
@@ -102,21 +105,11 @@ def at(events: KVEvents, url: str) -> KVEvents:
     return msgspec.structs.replace(events, endpoint=reached(events.endpoint), replay=replay)
 
 
-async def _published(engine: Engine, before: KVEvents | None) -> tuple[KVEvents | None, bool]:
-    """Return the publisher's addresses, and True if the engine answered now; otherwise ``before`` and False."""
-    try:
-        return (await engine.status()).kv_events, True
-    except TercetError:
-        return before, False  # the engine may be back soon with its cache; numbers that restart show a lost cache
-
-
 async def _wait(restarted: asyncio.Event, seconds: float, following: asyncio.Task[None] | None) -> None:
     """Wait ``seconds`` until the next poll; less if the engine was restarted or following its events has failed."""
     waits = asyncio.create_task(restarted.wait())
     try:
-        await asyncio.wait(
-            {waits} if following is None else {waits, following}, timeout=seconds, return_when="FIRST_COMPLETED"
-        )
+        await asyncio.wait({waits, following or waits}, timeout=seconds, return_when="FIRST_COMPLETED")
     finally:
         waits.cancel()
     if following is not None and following.done():
@@ -130,9 +123,8 @@ async def _end(task: asyncio.Task[None] | None) -> None:
 
 
 async def _follow(events: KVEvents, inbox: KVInbox) -> None:
-    context = zmq.asyncio.Context.instance()
-    with ExitStack() as stack:
-        live: Any = stack.enter_context(bounded(context.socket(zmq.SUB)))
+    with bounded(zmq.asyncio.Context.instance().socket(zmq.SUB)) as subscribing:
+        live: Any = subscribing
         live.setsockopt(zmq.LINGER, 0)
         live.setsockopt(zmq.RCVHWM, MOST_UNREAD)
         live.setsockopt(zmq.IPV6, 1)
@@ -153,8 +145,7 @@ async def _replay(events: KVEvents, inbox: KVInbox) -> None:
     """Request and apply all batches from the next expected one on; do nothing without a replay address or an answer."""
     if events.replay is None:
         return
-    context = zmq.asyncio.Context.instance()
-    with bounded(context.socket(zmq.DEALER)) as asking:
+    with bounded(zmq.asyncio.Context.instance().socket(zmq.DEALER)) as asking:
         socket: Any = asking
         socket.setsockopt(zmq.LINGER, 0)
         socket.setsockopt(zmq.IPV6, 1)
@@ -184,14 +175,7 @@ def _numbered(parts: list[bytes]) -> tuple[int, bytes]:
 
 
 class BlockStored(msgspec.Struct, frozen=True, tag=True):
-    """A copy of consecutive blocks of ``block_size`` tokens each was stored in the cache.
-
-    ``extra_keys`` has, for each block, the parts of its name in addition to its tokens: the cache salt (first block
-    only), an adapter, images. ``group_idx`` numbers the groups of layers of models that have several groups,
-    ``kv_cache_spec_kind`` is their kind. ``medium`` names the place: the device or a lower tier. A lower tier may
-    report hashes only, without tokens and with size 0, and may have blocks of another size. ``locality`` and
-    ``ownership`` describe the place, too.
-    """
+    """A copy of consecutive blocks of ``block_size`` tokens each was stored in the cache."""
 
     block_hashes: list[BlockName]
     parent_block_hash: BlockName | None
@@ -199,9 +183,12 @@ class BlockStored(msgspec.Struct, frozen=True, tag=True):
     block_size: Annotated[int, msgspec.Meta(ge=0)]
     lora_id: int | None = None
     lora_name: str | None = None
+    # For each block, the parts of its name besides its tokens: the cache salt (first block only), an adapter, images.
     extra_keys: list[list[Any] | None] | None = None
-    group_idx: int | None = None
-    kv_cache_spec_kind: str | None = None
+    group_idx: int | None = None  # of the layers, for models that have several groups
+    kv_cache_spec_kind: str | None = None  # the kind of these layers
+    # The device or a lower tier, which may report hashes only, without tokens and with size 0, and may have blocks of
+    # another size. The next two describe it as well.
     medium: str | None = None
     locality: str | None = None
     ownership: str | None = None
@@ -264,7 +251,6 @@ class KVInbox:
         self._group, self._looks_back = 0, False
 
     def reset(self) -> None:
-        """Drop all knowledge: the engine was restarted, and its cache is empty."""
         self._knowledge.cleared(self._name)
         self.expected, self._last_live = 0, -1
         self._sizes.clear()
@@ -360,8 +346,7 @@ class KVInbox:
         if any(keys):
             extras, keys = _features_of(keys)
         if any(keys):
-            # Only a salt is a single text in a chain's first block; other keys belong to prompts that Tercet cannot
-            # name.
+            # Only a salt is one text in a chain's first block; other keys are of prompts that Tercet cannot name.
             first = keys[0]
             if event.parent_block_hash is not None or any(keys[1:]) or len(first) != 1 or not isinstance(first[0], str):
                 return
@@ -393,17 +378,14 @@ def _features_of(keys: Sequence[Sequence[Any]]) -> tuple[dict[int, tuple[int, ..
     """
     extras, others = dict[int, tuple[int, ...]](), list[list[Any]]()
     for block, of_block in enumerate(keys):
-        pairs = [key for key in of_block if _is_feature(key)]
-        if pairs:
-            extras[block] = tuple(number for digest, offset in pairs for number in extra_of(digest, offset))
-        others.append([key for key in of_block if not _is_feature(key)])
+        extra, rest = list[int](), list[Any]()
+        for key in of_block:
+            match key:
+                case [str(digest), int(offset)] if DIGEST.fullmatch(digest):
+                    extra += extra_of(digest, offset)
+                case _:
+                    rest.append(key)
+        if extra:
+            extras[block] = tuple(extra)
+        others.append(rest)
     return extras, others
-
-
-def _is_feature(key: Any) -> bool:
-    if not isinstance(key, list):
-        return False
-    pair = cast(list[object], key)
-    if len(pair) != 2 or not isinstance(pair[1], int):
-        return False
-    return isinstance(pair[0], str) and DIGEST.fullmatch(pair[0]) is not None

@@ -1,17 +1,27 @@
-"""The members of a fleet: each engine with the calls that wait for it, the sequences counted there, and the roster."""
+"""The members of a fleet: each engine with the calls that wait for it, the sequences counted there, and the roster.
+
+A :class:`Member` is an engine in this process; a :class:`MemberState` is what routers store and share of it.
+"""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
+from typing import NamedTuple
 
+import msgspec
+
+from tercet import logs
 from tercet.fleet.knowledge import FleetKnowledge
 from tercet.fleet.picking import Picking
+from tercet.logs import LogEvent
 from tercet.protocol import AdapterReport, Conflict, Engine, Revision, Role, TercetError, UnknownEngine
 from tercet.protocol.addresses import UNKNOWN_REVISION
+from tercet.protocol.names import require_uid
 from tercet.protocol.types import Paused
+from tercet.settings import EngineAddress
 
 Fail = Callable[[TercetError], object]
 Waits = Callable[[], bool]
@@ -49,7 +59,6 @@ class CallsInFlight:
         return key
 
     def forget(self, noted: object) -> None:
-        """Unregister the function for which :meth:`note` returned ``noted``."""
         del self._fails[noted]
 
 
@@ -61,7 +70,7 @@ class UntilLost:
 
     __slots__ = ("_engines", "_loss", "_noted", "_patience")
 
-    def __init__(self, engines: Sequence[CallsInFlight]) -> None:
+    def __init__(self, *engines: CallsInFlight) -> None:
         self._engines = engines
         self._noted: list[object] = []
         self._loss: TercetError | None = None
@@ -87,11 +96,6 @@ class UntilLost:
         if self._loss is None:
             self._loss = error
             self._patience.reschedule(asyncio.get_running_loop().time())
-
-
-def until_lost(*engines: CallsInFlight) -> UntilLost:
-    """Cancel the code inside the context as soon as one of the engines is lost, and raise that engine's error."""
-    return UntilLost(engines)
 
 
 @dataclass
@@ -160,7 +164,6 @@ class Counted:
         self._add(member, 1)
 
     def go_to(self, member: Member) -> None:
-        """Count the sequence at another engine from now on."""
         left = self._member
         if left is not None and left is not member:
             self._member = member
@@ -168,7 +171,6 @@ class Counted:
             self._add(left, -1)
 
     def end(self) -> None:
-        """Stop counting the sequence."""
         left, self._member = self._member, None
         if left is not None:
             self._add(left, -1)
@@ -202,7 +204,6 @@ class Roster:
         return list(self._members.values())
 
     def get(self, name: str) -> Member | None:
-        """Return the member of that name, or None."""
         return self._members.get(name)
 
     def member(self, name: str) -> Member:
@@ -214,7 +215,6 @@ class Roster:
         return found
 
     def add(self, member: Member) -> None:
-        """Add a member, which may be picked at once; raise :class:`~tercet.protocol.Conflict` for a name in use."""
         if member.name in self._members:
             raise Conflict(f"name: this fleet already has an engine {member.name!r}; choose another name", "name")
         self._members[member.name] = member
@@ -222,7 +222,6 @@ class Roster:
         self.reopen()
 
     def remove(self, name: str) -> Member:
-        """Remove a member and the knowledge about it; raise :class:`~tercet.protocol.UnknownEngine` if unknown."""
         member = self.member(name)
         del self._members[name]
         member.on_change = None
@@ -231,7 +230,6 @@ class Roster:
         return member
 
     def drain(self, name: str, draining: bool = True) -> None:
-        """Stop or resume picking a member; raise :class:`~tercet.protocol.UnknownEngine` if there is none."""
         self.member(name).draining = draining
         self.reopen()
 
@@ -243,7 +241,6 @@ class Roster:
         self.when_reopened()
 
     def _follow(self, member: Member) -> None:
-        """Update the columns that picks use when the member changes."""
         self._knowledge.add(member.name)
         self._knowledge.loads.count(member.name, member.in_flight, member.in_flight_tokens)
         member.on_change = self._changed
@@ -253,3 +250,59 @@ class Roster:
             self._knowledge.loads.count(member.name, member.in_flight, member.in_flight_tokens)
         else:
             self._picking.forget_candidates()
+
+
+JOINED = "joined:"
+"""Prefix of the uid of an engine that has joined by itself."""
+
+
+class MemberState(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """An engine of a fleet, as routers store and share it, and whether it may be picked."""
+
+    address: EngineAddress
+    draining: bool = False  # set by its operator
+    # That of the pod or roster entry as which the engine was found, or of the start that joined by itself; empty for an
+    # engine that was named in settings.
+    uid: str = msgspec.field(default="", name="pod")
+    withheld: str = ""  # why it gets no new requests, or empty
+
+    def __post_init__(self) -> None:
+        if self.uid:
+            require_uid(self.uid)
+
+    @property
+    def leaving(self) -> bool:
+        return self.draining or bool(self.withheld)
+
+    @property
+    def joined(self) -> bool:
+        """True if the engine joined by itself, and leaves by itself."""
+        return self.uid.startswith(JOINED)
+
+
+class Change(NamedTuple):
+    """A log event and its fields except the reason; ``reason`` is empty if the caller gives one."""
+
+    event: LogEvent
+    fields: dict[str, str | int]
+    reason: str = ""
+
+
+def member_changes(before: Sequence[MemberState], after: Sequence[MemberState]) -> Iterator[Change]:
+    """Yield each change from ``before`` to ``after`` once; an engine at another URL is another engine."""
+    known = {each.address.name: each for each in before}
+    wanted = {each.address.name: each for each in after}
+    here = {
+        name: each for name, each in known.items() if name in wanted and each.address.url == wanted[name].address.url
+    }
+    for name in sorted(known.keys() - here.keys()):
+        yield Change(logs.ENGINE_REMOVED, {"engine": name})
+    for name, now in wanted.items():
+        then, role = here.get(name), now.address.role
+        engine: dict[str, str | int] = {"engine": name}
+        if then is None:
+            yield Change(logs.ENGINE_ADDED, {**engine, "url": now.address.url, "role": role})
+        elif then.address.role != role:
+            yield Change(logs.ENGINE_ROLE, {**engine, "role": role, "before": then.address.role})
+        if now.leaving != (then is not None and then.leaving):
+            yield Change(logs.ENGINE_DRAINED if now.leaving else logs.ENGINE_UNDRAINED, engine, now.withheld)

@@ -1,4 +1,9 @@
-"""Membership of engines that come and go while the router serves: their connections, and the check before they join."""
+"""Membership of engines that come and go while the router serves: their connections, and the check before they join.
+
+Engines that join or return must match what was announced to clients (:class:`ServedModel`: names, context length and
+weights) and the router's tokenizer and chat template. A model that all engines replaced in place is accepted after a
+while: :class:`ReplacedModel`.
+"""
 
 from __future__ import annotations
 
@@ -12,11 +17,12 @@ from functools import partial
 from typing import Any, Self
 from urllib.parse import urlsplit
 
+import msgspec
+
 from tercet.aio import TaskSet
 from tercet.fleet.engine_fleet import EngineFleet, Member
 from tercet.fleet.kv_events import cache_followed
-from tercet.fleet.member_state import MemberState
-from tercet.fleet.served_model import ReplacedModel, ServedModel, has_same_text, require_same_text
+from tercet.fleet.members import MemberState
 from tercet.protocol import BadRequest, Engine, EngineError, EngineStatus, EngineUnreachable, KVEvents, TercetError
 from tercet.protocol.addresses import TextFingerprint
 from tercet.protocol.names import bracketed
@@ -24,6 +30,109 @@ from tercet.settings import EngineAddress
 from tercet.wire.client import Admit, HttpEngine
 from tercet.wire.client.scraped_engine import ScrapedEngine
 from tercet.wire.streams import StreamListener
+
+REPLACED_AFTER_S = 5.0
+"""Seconds for which no engine serves and all that answer agree, until the model counts as replaced."""
+
+
+class ServedModel(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What was announced to clients when the fleet began to serve: model names, context length and weights."""
+
+    models: tuple[str, ...]
+    max_model_len: int  # in tokens
+    fingerprint: str = ""  # of the weights; empty if it is not known
+
+    @classmethod
+    def of(cls, statuses: Sequence[EngineStatus]) -> ServedModel:
+        """Return the model that these engines (at least one) serve together.
+
+        Only engines with the same weights as the first one count.
+        """
+        fingerprint = statuses[0].fingerprint
+        alike = [status for status in statuses if status.fingerprint == fingerprint]
+        models = sorted({status.model for status in alike})
+        return cls(tuple(models), min(status.max_model_len for status in alike), fingerprint)
+
+    def of_replaced(self, status: EngineStatus) -> ServedModel | None:
+        """Return this model with the weights of ``status``; None if ``status`` differs in the rest.
+
+        The model must have a name that was announced, and a context that is at least as long.
+        """
+        if status.model not in self.models or status.max_model_len < self.max_model_len:
+            return None
+        return msgspec.structs.replace(self, fingerprint=status.fingerprint)
+
+    def require_kept(self, status: EngineStatus) -> None:
+        if status.model not in self.models:
+            ours = ", ".join(self.models)
+            raise BadRequest(
+                f"url: the engine at this URL serves the model {status.model}, and this fleet serves {ours}", "url"
+            )
+        if self.fingerprint and status.fingerprint != self.fingerprint:
+            raise BadRequest(
+                f"url: the engine at this URL serves other weights (fingerprint {status.fingerprint or 'not reported'}"
+                f") than this fleet ({self.fingerprint})",
+                "url",
+            )
+        if status.max_model_len < self.max_model_len:
+            raise BadRequest(
+                f"url: the engine at this URL has max_model_len {status.max_model_len}, and this router has announced "
+                f"{self.max_model_len} to its clients",
+                "url",
+            )
+
+
+def has_same_text(status: EngineStatus, text: TextFingerprint) -> bool:
+    """True if an engine has this tokenizer and chat template; what either side does not report is not compared."""
+    pairs = (status.text.tokenizer, text.tokenizer), (status.text.chat_template, text.chat_template)
+    return all(theirs == ours or not theirs or not ours for theirs, ours in pairs)
+
+
+def require_same_text(status: EngineStatus, text: TextFingerprint, param: str) -> None:
+    """Raise :class:`~tercet.protocol.BadRequest` for an engine with another tokenizer or chat template."""
+    if has_same_text(status, text):
+        return
+    if status.text.tokenizer and text.tokenizer and status.text.tokenizer != text.tokenizer:
+        what, remedy = "tokenizer", "use the same --model and --tokenizer for the router as for its engines"
+        theirs, ours = status.text.tokenizer, text.tokenizer
+    else:
+        what = "chat template"
+        remedy = "give the router the same checkpoint, or the right template by --chat-template"
+        theirs, ours = status.text.chat_template, text.chat_template
+    raise BadRequest(
+        f"{param}: the engine {status.engine} has another {what} (fingerprint {theirs}) than this router "
+        f"({ours}), so its token ids have other meanings; {remedy}",
+        param,
+    )
+
+
+class ReplacedModel:
+    """The statuses of engines that answer and are refused, while no engine serves."""
+
+    def __init__(self) -> None:
+        self._agreed: EngineStatus | None = None
+        self._since = 0.0
+
+    def seen(self, now: float, refused: Sequence[EngineStatus], any_serves: bool) -> EngineStatus | None:
+        """Return a status of the replaced model once all ``refused`` engines have agreed long enough; None until then.
+
+        They agree on model, weights and text for :data:`REPLACED_AFTER_S` seconds. ``max_model_len`` of the returned
+        status is the smallest one of these engines.
+        """
+        alike = len({_identity(status) for status in refused}) == 1
+        if any_serves or not alike:
+            self._agreed = None
+            return None
+        if self._agreed is None or _identity(self._agreed) != _identity(refused[0]):
+            self._agreed, self._since = refused[0], now
+        shortest = min(status.max_model_len for status in refused)
+        replaced = msgspec.structs.replace(refused[0], max_model_len=shortest)
+        return replaced if now - self._since >= REPLACED_AFTER_S else None
+
+
+def _identity(status: EngineStatus) -> tuple[str, str, TextFingerprint]:
+    return status.model, status.fingerprint, status.text
+
 
 Connect = Callable[[str, str, Admit], AbstractAsyncContextManager[Engine]]
 """Connects to an engine. Arguments: name, URL, and a function that raises for an engine that must not serve here."""
@@ -39,6 +148,17 @@ OTHERS_SECONDS = 2.0
 """Seconds that a starting router waits for further engines once one has answered."""
 
 
+def _restarts(fleet: EngineFleet, name: str) -> tuple[asyncio.Event, Callable[[], None]]:
+    """Return an event for restarts of an engine, and the function that records one."""
+    restarted = asyncio.Event()
+
+    def note_restart() -> None:
+        fleet.health.restarted(name)
+        restarted.set()
+
+    return restarted, note_restart
+
+
 def connecting(
     fleet: EngineFleet, listener: StreamListener, secret: str = "", tls: ssl.SSLContext | None = None
 ) -> Connect:
@@ -50,12 +170,7 @@ def connecting(
 
     @asynccontextmanager
     async def connect(name: str, url: str, admit: Admit) -> AsyncGenerator[Engine]:
-        report, restarted = partial(fleet.report, name), asyncio.Event()
-
-        def note_restart() -> None:
-            fleet.health.restarted(name)
-            restarted.set()
-
+        report, (restarted, note_restart) = partial(fleet.report, name), _restarts(fleet, name)
         proposed, hung_up = partial(fleet.proposed, name), partial(fleet.liveness.hung_up, name)
         async with (
             HttpEngine(name, url, listener, report, admit, note_restart, secret, tls, proposed, hung_up) as engine,
@@ -67,10 +182,7 @@ def connecting(
 
 
 def scraping(
-    fleet: EngineFleet,
-    interval: float,
-    kv_events_port: int | None = None,
-    tls: ssl.SSLContext | None = None,
+    fleet: EngineFleet, interval: float, kv_events_port: int | None = None, tls: ssl.SSLContext | None = None
 ) -> Connect:
     """Return a function that connects to an engine and reads its ``/metrics`` every ``interval`` seconds.
 
@@ -80,12 +192,7 @@ def scraping(
 
     @asynccontextmanager
     async def connect(name: str, url: str, admit: Admit) -> AsyncGenerator[Engine]:
-        restarted = asyncio.Event()
-
-        def note_restart() -> None:
-            fleet.health.restarted(name)
-            restarted.set()
-
+        restarted, note_restart = _restarts(fleet, name)
         host = bracketed(urlsplit(url).hostname or "127.0.0.1")
         events = None if kv_events_port is None else KVEvents(f"tcp://{host}:{kv_events_port}")
         reported = partial(fleet.report, name)
@@ -126,10 +233,6 @@ class Membership:
         await self._closing.wait(CLOSE_SECONDS)
 
     async def enter(self, address: EngineAddress) -> Member:
-        """Make an engine a member, even if it does not answer.
-
-        Raises :class:`~tercet.protocol.Conflict` for a name in use.
-        """
         async with AsyncExitStack() as stack:
             engine = await stack.enter_async_context(self._connect(address.name, address.url, self._admit))
             member = Member(address.name, address.url, address.role, engine, labels=address.labels)
@@ -175,24 +278,13 @@ class Membership:
                 raise BadRequest(f"url: the server at {address.url} is not a Tercet engine: {error}", "url") from error
             self._admit(status)
 
-    async def until_ready(self, seconds: float = READY_SECONDS) -> ServedModel:
-        """Wait for the first status of any member, and then at most :data:`OTHERS_SECONDS` for those of the others.
+    async def until_ready(self, seconds: float = READY_SECONDS, others: float = OTHERS_SECONDS) -> ServedModel:
+        """Wait for the first status of any member, and then at most ``others`` seconds for those of the others.
 
         Engines that do not answer are polled later. Returns the model that the engines that answered serve together.
         Raises :class:`~tercet.protocol.EngineUnreachable` if none answers within ``seconds``.
         """
-        statuses = await self._first_look(seconds)
-        if not statuses:
-            raise EngineUnreachable(f"no engine of this fleet answered within {seconds:g} s")
-        return ServedModel.of(statuses)
-
-    async def until_all_ready(self, seconds: float = READY_SECONDS) -> ServedModel:
-        """Wait for the first status of every member, for the start of a whole fleet.
-
-        Engines that do not answer within ``seconds`` are polled later. Raises
-        :class:`~tercet.protocol.EngineUnreachable` if none answers in that time.
-        """
-        statuses = await self._first_look(seconds, math.inf)
+        statuses = await self._first_look(seconds, others)
         if not statuses:
             raise EngineUnreachable(f"no engine of this fleet answered within {seconds:g} s")
         return ServedModel.of(statuses)
@@ -247,15 +339,12 @@ class Membership:
         """
         serves = any(member.reachable for member in self._fleet.members)
         refused = [self._others[id(member)] for member in self._fleet.members if id(member) in self._others]
-        found = self._replaced.seen(asyncio.get_running_loop().time(), refused, serves)
-        if (
-            found is None
-            or self.served_model is None
-            or self.on_replaced is None
-            or not has_same_text(found, self._text)
-        ):
+        status = self._replaced.seen(asyncio.get_running_loop().time(), refused, serves)
+        if status is None or self.served_model is None or self.on_replaced is None:
             return None
-        replaced = self.served_model.of_replaced(found)
+        if not has_same_text(status, self._text):
+            return None
+        replaced = self.served_model.of_replaced(status)
         if replaced is None or replaced == self.served_model:
             return None
         self._replaced = ReplacedModel()  # a failed attempt is repeated
@@ -314,8 +403,13 @@ class Membership:
         if not members:
             return []
         asked = [asyncio.ensure_future(_first_status(member, seconds)) for member in members]
+        clock = asyncio.get_running_loop().time
+        deadline, answered, waiting = clock() + seconds, False, set(asked)
         try:
-            await _answers(asked, seconds, others)
+            while waiting and (left := deadline - clock()) > 0:
+                done, waiting = await asyncio.wait(waiting, timeout=left, return_when=asyncio.FIRST_COMPLETED)
+                if not answered and any(not task.cancelled() and task.exception() is None for task in done):
+                    answered, deadline = True, min(deadline, clock() + others)
         finally:
             for task in asked:
                 task.cancel()
@@ -324,16 +418,16 @@ class Membership:
     def _noted(
         self, answers: Sequence[tuple[Member, EngineStatus | BaseException]], seconds: float
     ) -> list[EngineStatus]:
-        found: list[EngineStatus] = []
+        statuses: list[EngineStatus] = []
         for member, answer in answers:
             if isinstance(answer, EngineStatus):
-                found.append(answer)
+                statuses.append(answer)
                 self._answered(member, answer)
             else:
                 late = EngineUnreachable(f"{member.name} has not answered within {seconds:g} s")
                 member.refused = ""
                 self._fleet.health.lost(member, answer if isinstance(answer, TercetError) else late)
-        return found
+        return statuses
 
     def _answered(self, member: Member, status: EngineStatus) -> None:
         """Record an engine's status; an engine with another model is not picked, and the reason is logged once."""
@@ -392,28 +486,18 @@ class Membership:
             self._closing.spawn(found[1].aclose())
 
 
-async def _answers(asked: Sequence[asyncio.Future[EngineStatus]], seconds: float, others: float) -> None:
-    """Wait for all answers, at most ``seconds``, and at most ``others`` seconds after the first status."""
-    clock = asyncio.get_running_loop().time
-    deadline, answered, waiting = clock() + seconds, False, set(asked)
-    while waiting and (left := deadline - clock()) > 0:
-        done, waiting = await asyncio.wait(waiting, timeout=left, return_when=asyncio.FIRST_COMPLETED)
-        if not answered and any(not task.cancelled() and task.exception() is None for task in done):
-            answered, deadline = True, min(deadline, clock() + others)
-
-
 async def _first_status(member: Member, seconds: float) -> EngineStatus:
     """Return a member's status as soon as it answers; a wait is logged once if ``seconds`` exceed a usual poll."""
-    is_said = seconds <= ASK_SECONDS
+    is_logged = seconds <= ASK_SECONDS
     while True:
         try:
             return await member.engine.status()
         except EngineUnreachable as error:
-            if not is_said:
+            if not is_logged:
                 logger.warning("engines: waiting for %s: %s", member.name, error.message)
-            is_said = True
+            is_logged = True
             await asyncio.sleep(FIRST_POLL_INTERVAL_S)
         except TercetError as error:
-            if not is_said:
+            if not is_logged:
                 logger.error("engines: the server of %s is not a Tercet engine: %s", member.name, error.message)
             raise

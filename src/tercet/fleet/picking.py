@@ -13,7 +13,7 @@ import numpy as np
 from tercet import logs
 from tercet.decisions.scheduling import PICKERS, Decision, Engines, Scheduling, SchedulingProfile
 from tercet.decisions.scheduling.plugin import Integers, block_hashes
-from tercet.decisions.scheduling.profiles import SCHEDULED, TurnPicker
+from tercet.decisions.scheduling.profiles import SCHEDULED
 from tercet.decisions.scheduling.scorers import home_of
 from tercet.decisions.sessions import SessionTable, session_named
 from tercet.fleet.adapters import has, wanted_by
@@ -42,44 +42,30 @@ AnyView = TypeVar("AnyView", bound=EngineView)
 
 @dataclass
 class Picking(Generic[ViewT]):
-    """State that all views of a fleet use for picks.
-
-    ``views`` are the engines that may be picked, and ``rows`` their rows. ``leaving`` are the engines that may not be
-    picked, since they are drained, stopping or paused.
-
-    ``without_role`` is the rule for a pick while no engine of its role answers: serve by another role, or refuse.
-
-    ``believed`` has the estimated numbers of cached tokens at the time of the pick, by sequence and engine, for picks
-    that have not ended: after a pick the history contains the whole prompt.
-
-    ``adapters`` are the fleet's LoRA adapters by name. A request is never sent to an engine without its adapter.
-
-    ``explanation`` is the profile, decision and row of the last pick; None after a pick by turns.
-
-    ``sessions`` is the table of sessions that each stay on one engine; None if sessions are not used.
-    ``is_by_session`` is true if the last pick followed a session.
-    """
+    """State that all views of a fleet use for picks."""
 
     knowledge: FleetKnowledge
     random: Random
     scheduling: Scheduling = field(default_factory=Scheduling)
-    views: Sequence[ViewT] = ()
-    rows: Integers = field(default_factory=lambda: np.empty(0, dtype=np.int64))
+    views: Sequence[ViewT] = ()  # engines that may be picked
+    rows: Integers = field(default_factory=lambda: np.empty(0, dtype=np.int64))  # of the views
+    # Estimated numbers of cached tokens at the time of a pick, by sequence and engine, for picks that have not ended:
+    # after a pick the history contains the whole prompt.
     believed: dict[tuple[str, str], int] = field(default_factory=dict[tuple[str, str], int])
-    without_role: WithoutRole = "serve"
+    without_role: WithoutRole = "serve"  # while no engine of a role answers: serve by another role, or refuse
+    # The fleet's LoRA adapters by name. A request is never sent to an engine without its adapter.
     adapters: Mapping[str, AdapterReport] = field(default_factory=dict[str, AdapterReport])
-    leaving: Sequence[ViewT] = ()
-    explanation: tuple[SchedulingProfile, Decision, int] | None = None
-    sessions: SessionTable | None = None
-    is_by_session: bool = False
-    _alike: bool = False
+    leaving: Sequence[ViewT] = ()  # engines that may not be picked: drained, stopping or paused
+    explanation: tuple[SchedulingProfile, Decision, int] | None = None  # of the last pick; None if it was by turns
+    sessions: SessionTable | None = None  # sessions that each stay on one engine; None if they are not used
+    is_by_session: bool = False  # whether the last pick followed a session
+    _alike: bool = False  # whether all engines are known to have one revision
     _turns: Counter[tuple[str, str]] = field(default_factory=Counter[tuple[str, str]])
     _places: Mapping[int, int] = field(default_factory=dict[int, int])
     _unfilled: set[Role] = field(default_factory=set[Role])
     _answering: dict[Role, Engines] = field(default_factory=dict[Role, Engines])
 
     def reopen(self, views: Sequence[ViewT], leaving: Sequence[ViewT] = ()) -> None:
-        """Set the engines that may be picked, and those that are leaving."""
         self.views, self.leaving = views, leaving
         self.rows = self.knowledge.rows([view.name for view in views])
         self._places = {row: place for place, row in enumerate(self.rows.tolist())}
@@ -101,86 +87,51 @@ class Picking(Generic[ViewT]):
         Raises :class:`~tercet.protocol.EngineUnreachable` if no engine may be picked or a strict filter leaves none,
         :class:`~tercet.protocol.RoleUnavailable`, and :class:`~tercet.protocol.BadRequest` for an unknown ``by``.
         """
-        turns = PICKERS.get(by)
         self.explanation = None
         session = None if self.sessions is None else session_named(request)
         self.is_by_session = session is not None
+        profile = None
+        if session is None and by not in PICKERS:
+            profile = self.scheduling.profile(by, role)
+            if profile is None:
+                known = ", ".join([*sorted(PICKERS), *self.scheduling.profiles])
+                raise BadRequest(f"pick: there is no picker or profile {by!r}; choose one of {known}", "pick")
+            self.knowledge.needed()
+        candidates = self._preferring(self.candidates(role, request=request, partner=partner), without)
+        if not len(candidates):
+            raise self.no_engine_error()
         if self.sessions is not None and session is not None and request is not None:
-            return self._pick_by_session(self.sessions, session, role, without, request, partner)
-        if turns is not None:
-            return self._pick_by_turns(turns, role, by, without, request, partner)
-        profile = self.scheduling.profile(by, role)
+            # A session stays on its engine while that may be picked; otherwise it is bound to another one.
+            belongs = self.sessions.engine_of(session, role)
+            picked = next((view for view in candidates if view.name == belongs), None)
+            if picked is None:
+                picked = candidates[home_of(session, candidates)]
+                self.sessions.bind(session, role, picked.name)
+            if cached := self.sessions.cached(session, picked.name, request):
+                self.believed[request.seq_id, picked.name] = cached
+            return cast("ViewT", picked)
         if profile is None:
-            known = ", ".join([*sorted(PICKERS), *self.scheduling.profiles])
-            raise BadRequest(f"pick: there is no picker or profile {by!r}; choose one of {known}", "pick")
-        return self._pick_by_profile(profile, role, without, request, partner)
-
-    def _pick_by_session(
-        self, sessions: SessionTable, session: str, role: Role, without: Sequence[str], request: Request,
-        partner: str | None,
-    ) -> ViewT:  # fmt: skip
-        """Return the session's engine if it may be picked; otherwise bind the session to another engine."""
-        candidates = self._preferring(self.candidates(role, request=request, partner=partner), without)
-        if not len(candidates):
-            raise self.no_engine_error()
-        belongs = sessions.engine_of(session, role)
-        picked = next((view for view in candidates if view.name == belongs), None)
-        if picked is None:
-            picked = candidates[home_of(session, candidates)]
-            sessions.bind(session, role, picked.name)
-        if cached := sessions.cached(session, picked.name, request):
-            self.believed[request.seq_id, picked.name] = cached
-        return cast("ViewT", picked)
-
-    def _pick_by_turns(
-        self, picker: TurnPicker, role: Role, by: str, without: Sequence[str], request: Request | None,
-        partner: str | None,
-    ) -> ViewT:  # fmt: skip
-        candidates = self._preferring(self.candidates(role, request=request, partner=partner), without)
-        if not len(candidates):
-            raise self.no_engine_error()
-        key = role, by
-        turn = self._turns[key]
-        self._turns[key] += 1
-        return cast("ViewT", candidates[picker(candidates, turn)])
-
-    def _pick_by_profile(
-        self,
-        profile: SchedulingProfile,
-        role: Role,
-        without: Sequence[str],
-        request: Request | None,
-        partner: str | None,
-    ) -> ViewT:
-        self.knowledge.needed()
-        candidates = self.candidates(role, request=request, partner=partner)
-        candidates = self._preferring(candidates, without)
-        if not len(candidates):
-            raise self.no_engine_error()
+            turn = self._turns[role, by]
+            self._turns[role, by] += 1
+            return cast("ViewT", candidates[PICKERS[by](candidates, turn)])
         decision = Decision(request, role, self.knowledge, self.random, partner=self._view(partner))
         row = profile.pick(decision, candidates)
         self.explanation = profile, decision, row
-        picked = self.views[self._places[row]]
+        view = self.views[self._places[row]]
         if request is not None and decision.matched is not None:
-            self.believed[request.seq_id, picked.name] = int(decision.matched[row])
-        return picked
+            self.believed[request.seq_id, view.name] = int(decision.matched[row])
+        return view
 
     def ranked(
-        self,
-        role: Role,
-        request: Request,
-        most: int,
-        among: Collection[str] | None,
-        without: Sequence[str],
-        partner: str | None = None,
-    ) -> tuple[list[ViewT], int]:
+        self, role: Role, request: Request, most: int, among: Collection[str] | None, partner: str | None = None,
+    ) -> tuple[list[ViewT], int]:  # fmt: skip
         """Return ranked engines, see :meth:`tercet.fleet.EngineFleet.ranked`; these picks do not enter ``believed``."""
         profile = self.scheduling.profile(SCHEDULED, role)
         if profile is None:
             raise BadRequest(f"scheduling: no profile serves the role {role}", "scheduling")
         self.knowledge.needed()
-        candidates = self.candidates(role, among, request, partner)
-        candidates = self._preferring(candidates, without)
+        without = () if partner is None else (partner,)
+        candidates = self._preferring(self.candidates(role, among, request, partner), without)
         if not len(candidates):
             raise self.no_engine_error()
         if not candidates[0].reachable:  # then none of them is reachable
@@ -209,12 +160,9 @@ class Picking(Generic[ViewT]):
         return found
 
     def candidates(
-        self,
-        role: Role,
-        among: Collection[str] | None = None,
-        request: Request | None = None,
+        self, role: Role, among: Collection[str] | None = None, request: Request | None = None,
         partner: str | None = None,
-    ) -> Engines:
+    ) -> Engines:  # fmt: skip
         """Return engines of the role; engines that do not answer are left out while others answer.
 
         If no engine of the role answers, engines of other roles are returned: every engine can do both. If the fleet is
@@ -265,7 +213,6 @@ class Picking(Generic[ViewT]):
         return None if self._alike else next((view.revision for view in everyone if view.name == partner), None)
 
     def _view(self, name: str | None) -> ViewT | None:
-        """Return the engine of that name if it may be picked, otherwise None."""
         row = None if name is None else self.knowledge.loads.row(name)
         place = None if row is None else self._places.get(row)
         return None if place is None else self.views[place]
@@ -290,7 +237,6 @@ class Picking(Generic[ViewT]):
         return f"this fleet has no engine of the role {role}"
 
     def no_engine_error(self) -> EngineUnreachable:
-        """Return the error for a pick without any engine."""
         if self.leaving:
             return EngineUnreachable("every engine of this fleet is drained or stops, so none may be picked")
         return EngineUnreachable("this fleet has no engines")
@@ -320,13 +266,9 @@ class Picking(Generic[ViewT]):
                 self.knowledge.routed(ROUTED_BLOCK, ROUTED_CAPACITY).note(row, hashes)
 
     def disaggregates(
-        self,
-        request: Request,
-        decode: str,
-        by: str | PrefillRule | None,
-        cached: int | None = None,
+        self, request: Request, decode: str, by: str | PrefillRule | None, cached: int | None = None,
         among: Collection[str] | None = None,
-    ) -> bool:
+    ) -> bool:  # fmt: skip
         """True if another engine should prefill; see :meth:`tercet.fleet.EngineFleet.splits`."""
         rule = self.scheduling.decider_called(by) if by is None or isinstance(by, str) else by
         prefill = self.candidates("prefill", among, request, decode)

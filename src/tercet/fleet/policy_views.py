@@ -9,13 +9,13 @@ import itertools
 import math
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Literal, NamedTuple
 
 from tercet.decisions.cost.engine_work import UNKNOWN_CONTEXT
 from tercet.decisions.migration import CountedMove, LoadedEngine, SequenceView
 from tercet.decisions.objectives import meets
-from tercet.decisions.planning import ObservedRequest
-from tercet.decisions.roles import ObservedEngine
+from tercet.decisions.planning import ObservedEngine, ObservedRequest
 from tercet.fleet.engine_fleet import EngineFleet
 from tercet.fleet.members import Member
 from tercet.fleet.sequences import RunningSequence
@@ -32,13 +32,10 @@ MOST_BLOCKS = 1_000_000
 
 
 class PrefillLine(NamedTuple):
-    """Prefills of one engine, as routers count them; ``waiting_s`` is the estimated wait of a new request in seconds.
+    """Prefills of one engine, as routers count them, in seconds."""
 
-    ``busy_s`` is for how many seconds, since the engine was first seen, prefills ran or waited there.
-    """
-
-    waiting_s: float
-    busy_s: float
+    waiting_s: float  # the estimated wait of a new request
+    busy_s: float  # for how long, since the engine was first seen, prefills ran or waited there
 
 
 def prefill_line(fleet: EngineFleet, name: str) -> PrefillLine:
@@ -49,25 +46,20 @@ def prefill_line(fleet: EngineFleet, name: str) -> PrefillLine:
 
 def observed_engines(fleet: EngineFleet, lines: Mapping[str, PrefillLine] | None = None) -> list[ObservedEngine]:
     """Return every engine; ``lines`` are the prefills of all processes that share the fleet, None for this process."""
-    return [
-        _observed(fleet, member, (lines or {}).get(member.name) or prefill_line(fleet, member.name))
-        for member in fleet.members
-    ]
-
-
-def _observed(fleet: EngineFleet, member: Member, line: PrefillLine) -> ObservedEngine:
-    able = member.reachable and not member.leaving and not member.refused
-    last = fleet.knowledge.loads.last(member.name)
-    if last is None:
-        return ObservedEngine(member.name, member.role, able, line.waiting_s, line.busy_s)
-    load = last[0]
-    # Sequences whose prompts still wait on other engines have reserved KV here, which no step reads.
-    share = load.running / max(load.running, member.in_flight, 1)
-    contexts = int(load.kv_usage * member.kv_tokens * share) or load.running * UNKNOWN_CONTEXT
-    return ObservedEngine(
-        member.name, member.role, able, line.waiting_s, line.busy_s, load.running, load.waiting, contexts,
-        load.step_time, load.kv_usage,
-    )  # fmt: skip
+    observed = list[ObservedEngine]()
+    for member in fleet.members:
+        able = member.reachable and not member.leaving and not member.refused
+        line = (lines or {}).get(member.name) or prefill_line(fleet, member.name)
+        engine = ObservedEngine(member.name, member.role, able, line.waiting_s, line.busy_s)
+        if (last := fleet.knowledge.loads.last(member.name)) is not None:
+            load, _ = last
+            # Sequences whose prompts still wait on other engines have reserved KV here, which no step reads.
+            share = load.running / max(load.running, member.in_flight, 1)
+            contexts = int(load.kv_usage * member.kv_tokens * share) or load.running * UNKNOWN_CONTEXT
+            engine = replace(engine, running=load.running, queued=load.waiting, contexts=contexts,
+                             step_s=load.step_time, kv_usage=load.kv_usage)  # fmt: skip
+        observed.append(engine)
+    return observed
 
 
 def is_stale(fleet: EngineFleet, member: Member, stale_after_s: float) -> bool:
@@ -89,30 +81,24 @@ def counted_move(fleet: EngineFleet, source: str, destination: str, tokens: int)
 
 
 def loaded_engines(
-    fleet: EngineFleet,
-    sequences: Mapping[str, Sequence[SequenceView]],
-    moves: Iterable[CountedMove],
+    fleet: EngineFleet, sequences: Mapping[str, Sequence[SequenceView]], moves: Iterable[CountedMove],
     stale_after_s: float,
-) -> list[LoadedEngine]:
+) -> list[LoadedEngine]:  # fmt: skip
     """Return all engines, each with its ``sequences`` and with its load after all ``moves`` have ended."""
-    members = {member.name: member for member in fleet.members}
-    engines = {name: _engine(fleet, member, sequences.get(name, ()), stale_after_s) for name, member in members.items()}
+    members, engines = {member.name: member for member in fleet.members}, dict[str, LoadedEngine]()
+    for name, member in members.items():
+        last = fleet.knowledge.loads.last(name)
+        load, waiting = (last[0].kv_usage, last[0].waiting) if last is not None else (None, 0)
+        stale = is_stale(fleet, member, stale_after_s)
+        engines[name] = LoadedEngine(
+            name, member.role, load, sequences.get(name, ()), member.leaving, member.reachable, stale, waiting,
+            member.revision,
+        )  # fmt: skip
     for move in moves:
         for name, sign in ((move.source, -1), (move.destination, 1)):
             if name in engines:
                 engines[name].arriving += sign * members[name].share(move.tokens)
     return list(engines.values())
-
-
-def _engine(
-    fleet: EngineFleet, member: Member, sequences: Sequence[SequenceView], stale_after_s: float
-) -> LoadedEngine:
-    last = fleet.knowledge.loads.last(member.name)
-    load, waiting = (last[0].kv_usage, last[0].waiting) if last is not None else (None, 0)
-    stale = is_stale(fleet, member, stale_after_s)
-    return LoadedEngine(
-        member.name, member.role, load, sequences, member.leaving, member.reachable, stale, waiting, member.revision
-    )
 
 
 # ---- requests --------------------------------------------------------------------------------------------------------
@@ -142,7 +128,6 @@ class SeenRequest:
         self._sequence: RunningSequence | None = sequence
 
     def end(self, met: bool | None) -> None:
-        """Record the end, and whether objectives were ``met``; None, if the client left or caused an error."""
         sequence, self._sequence = self._sequence, None
         self.output_tokens = len(sequence.tokens) if sequence is not None else 0
         self.ended, self.met = True, met
@@ -159,27 +144,22 @@ class SeenRequest:
 
 
 class SeenRequests:
-    """The requests of the last ``window_s`` seconds of one process.
+    """The requests of the last ``window_s`` seconds of one process: an observer of the service's sequences.
 
-    ``arrived``, ``ended`` and ``met`` count requests since the start at ``since``. ``clock`` is the fleet's clock in
-    seconds. Without ``named``, blocks have no names, which cost time. The service calls :meth:`begins` and
-    :meth:`ends`.
+    Without ``named``, blocks have no names, which cost time.
     """
 
     def __init__(self, window_s: float, objectives: Objectives, clock: Callable[[], float], named: bool = True) -> None:
         self.objectives = objectives
-        self.since = clock()
-        self._clock = clock
-        self._named = named
+        self.since = clock()  # the fleet's clock, in seconds
+        self.arrived = self.ended = self.met = 0  # requests since then
+        self._window_s, self._clock, self._named = window_s, clock, named
         self._running: dict[RunningSequence, SeenRequest] = {}
-        self.arrived = self.ended = self.met = 0
-        self._window_s = window_s
         self._seen: deque[SeenRequest] = deque()
         self._blocks = 0
         self._tpot = USUAL_TPOT_S
 
     def begins(self, sequence: RunningSequence, trace: Trace) -> None:
-        """Record a request that arrived."""
         now = self._clock()
         self._forget(now)
         found = self._running[sequence] = SeenRequest(sequence, now, self._named)

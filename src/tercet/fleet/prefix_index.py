@@ -36,11 +36,9 @@ class Holders:
         return len(self._holders)
 
     def add(self, row: int, block: int) -> None:
-        """Record that ``row`` has the block."""
         self._holders[block] = self._holders.get(block, 0) | 1 << row
 
     def discard(self, row: int, block: int) -> None:
-        """Record that ``row`` no longer has the block."""
         left = self._holders.get(block, 0) & ~(1 << row)
         if left:
             self._holders[block] = left
@@ -130,7 +128,6 @@ class RoutingHistory(Holders):
         return begin + 1 + bisect_left(between, True, key=lambda place: self._holding(hashes, place) != holding)
 
     def forget(self, row: int) -> None:
-        """Drop all blocks of the engine in ``row``: it was removed or has lost its cache."""
         for block in self._recent.pop(row, ()):
             self.discard(row, block)
 
@@ -144,16 +141,12 @@ class _Unplaced(msgspec.Struct, frozen=True):
 
 
 class _Held(msgspec.Struct):
-    """The blocks of one engine.
+    """The blocks of one engine, by name."""
 
-    ``places`` has the hash of each placed block by name, ``unplaced`` the other blocks. ``children`` has the unplaced
-    blocks that wait for each parent. ``spare`` counts the copies of a block after the first.
-    """
-
-    places: dict[Hashable, int] = {}
+    places: dict[Hashable, int] = {}  # the hash of each placed block
     unplaced: dict[Hashable, _Unplaced] = {}
-    children: dict[Hashable, set[Hashable]] = {}
-    spare: dict[Hashable, int] = {}
+    children: dict[Hashable, set[Hashable]] = {}  # the unplaced blocks that wait for each parent
+    spare: dict[Hashable, int] = {}  # the number of copies after the first
 
 
 class StoredBlocks(Holders):
@@ -175,7 +168,6 @@ class StoredBlocks(Holders):
         self._names: dict[tuple[int, int], int] = {}
 
     def __bool__(self) -> bool:
-        """True if any engine holds blocks, placed or not."""
         return bool(self._rows_held)
 
     @property
@@ -184,15 +176,9 @@ class StoredBlocks(Holders):
         return sum(len(held.unplaced) for held in self._rows_held.values())
 
     def store(
-        self,
-        row: int,
-        names: Sequence[Hashable],
-        parent: Hashable | None,
-        tokens: Sequence[int],
-        salt: str | None = None,
-        adapter: str | None = None,
-        extras: Extras | None = None,
-    ) -> None:
+        self, row: int, names: Sequence[Hashable], parent: Hashable | None, tokens: Sequence[int],
+        salt: str | None = None, adapter: str | None = None, extras: Extras | None = None,
+    ) -> None:  # fmt: skip
         """Record that an engine stored a copy of the consecutive blocks ``names``, after the block ``parent``.
 
         ``tokens`` are the tokens of these blocks, and ``extras`` describe images and other features in them; ``salt``
@@ -302,7 +288,6 @@ class StoredBlocks(Holders):
             self.discard(row, place)
 
     def forget(self, row: int) -> None:
-        """Drop all blocks of an engine that cleared its cache or was removed."""
         held = self._rows_held.pop(row, None)
         for place in () if held is None else held.places.values():
             if self._names.pop((row, place), None) is not None:

@@ -42,14 +42,7 @@ def going_on(request: Request, seq_id: str, output: Sequence[int]) -> Request:
 
 
 class RunningSequence:
-    """One sequence from its request to its end. Times are seconds of one clock.
-
-    ``tokens`` are the output tokens that its client has, ``attempt`` is 0 until the first retry, ``moves`` counts its
-    moves to another engine. ``generation`` is its present or last generation on an engine; None before the first.
-    ``program`` is the name of the program that serves it. ``request_id`` is the client's id of the request, for the
-    log. ``waiting`` are calls that end with the sequence. ``wait_s`` is for how many seconds it is retried while no
-    engine accepts it.
-    """
+    """One sequence from its request to its end. Times are seconds of one clock."""
 
     __slots__ = (
         "_budget", "_first_at", "_further_ids", "_in_vain", "_last_at", "_not_taken_since", "_tries", "_wait_s",
@@ -58,28 +51,27 @@ class RunningSequence:
 
     def __init__(self, request: Request, program: str, budget: RetryBudget, now: float, wait_s: float = 0.0) -> None:
         self.request = request
-        self.request_id = request_id()
-        self.program = program
-        self.generation: Generation | None = None
+        self.request_id = request_id()  # the client's id of the request, for the log
+        self.program = program  # the name of the program that serves it
+        self.generation: Generation | None = None  # the present or last one on an engine
+        # ``attempt`` is 0 until the first retry; ``moves`` counts moves to another engine.
         self.attempt = self.moves = self._tries = self._in_vain = self._further_ids = 0
-        self.tokens: list[int] = []
+        self.tokens: list[int] = []  # output tokens that its client has
         self.ended = False
-        self.waiting = CallsInFlight()
+        self.waiting = CallsInFlight()  # calls that end with the sequence
         self.began = self._first_at = self._last_at = now
         self._budget = budget
-        self._wait_s = wait_s
+        self._wait_s = wait_s  # for how long it is retried while no engine accepts it
         self._not_taken_since: float | None = None
 
     @property
     def state(self) -> Literal["waiting", "running", "ended"]:
-        """State of the sequence; it is waiting until its client has a token."""
         if self.ended:
             return "ended"
         return "running" if self.tokens else "waiting"
 
     @property
     def answered(self) -> bool:
-        """True if the client has a token."""
         return bool(self.tokens)
 
     @property
@@ -116,7 +108,6 @@ class RunningSequence:
         return self._last_at
 
     def generates(self, generation: Generation) -> None:
-        """Record that an engine begins to generate the sequence."""
         self.generation = generation
 
     def further_id(self) -> str:
@@ -125,7 +116,6 @@ class RunningSequence:
         return further_id(self.request.seq_id, self._further_ids)
 
     def record(self, output: Output, now: float) -> None:
-        """Record an output that the client gets."""
         if output.token_ids:
             if not self.tokens:
                 self._first_at = now
@@ -145,22 +135,22 @@ class RunningSequence:
         doubles with each later one. Each retry has its own id (:func:`going_on`).
         """
         pause = min(FIRST_PAUSE * 2 ** (self._tries - 1), LONGEST_PAUSE) if self._tries else 0.0
-        over = self.ended or not self._budget.retries or now + pause - self._last_at > self._budget.within_s
-        if over or not self._may_go_on(now, taken):
+        if self.ended or not self._budget.retries or now + pause - self._last_at > self._budget.within_s:
             return None
+        if taken or not self._wait_s:
+            self._not_taken_since = None
+            self._in_vain += 1
+            if self._in_vain > self._budget.retries:
+                return None
+        else:
+            if self._not_taken_since is None:
+                self._not_taken_since = now
+            if now - self._not_taken_since >= self._wait_s:
+                return None
         self.attempt += 1
         self._tries += 1
         output = tuple(self.tokens)
         return Retry(pause, going_on(self.request, self.further_id(), output), output)
-
-    def _may_go_on(self, now: float, taken: bool) -> bool:
-        if taken or not self._wait_s:
-            self._not_taken_since = None
-            self._in_vain += 1
-            return self._in_vain <= self._budget.retries
-        if self._not_taken_since is None:
-            self._not_taken_since = now
-        return now - self._not_taken_since < self._wait_s
 
 
 class RunningSequences:
@@ -193,11 +183,9 @@ class RunningSequences:
         return None
 
     def on(self, engine: str) -> list[RunningSequence]:
-        """Return the sequences that this engine generates, or generated last."""
         return [sequence for sequence in self._running if sequence.engine == engine]
 
     def running(self, sequence: RunningSequence) -> AbstractContextManager[None]:
-        """Return a context in which the sequence is among the running ones."""
         return _Running(self._running, sequence)
 
 
@@ -223,10 +211,6 @@ class _Running:
 class MovingSequence:
     """A :class:`tercet.decisions.migration.Movable`: the present generation of ``sequence``.
 
-    After the cut-over, ``recomputed`` is the number of positions that the destination computes in addition to the
-    position of the next token, and ``pause`` is the time in seconds between the last token from the source and the
-    first token from the destination; None if the client had no token before.
-
     The constructor raises :class:`~tercet.protocol.Conflict` if no engine generates the sequence.
     """
 
@@ -238,30 +222,26 @@ class MovingSequence:
         self._sequence = sequence
         self.generation: Generation = generation
         self._id = sequence.further_id()
+        # Set by the cut-over: the positions that the destination computes besides that of the next token, and the
+        # seconds between the source's last token and the destination's first (None if the client had none before).
         self.recomputed = 0
         self.pause: float | None = None
 
     @property
     def engine(self) -> TracedEngine:
-        """The engine that generates the sequence."""
         return self.generation.engine
 
     @property
     def computed(self) -> int:
-        """Number of tokens whose KV is computed; see :class:`tercet.decisions.migration.Movable`.
-
-        The step that makes the next token computes the KV of the last one.
-        """
         return self.generation.computed
 
     def context(self) -> Request:
-        """Return a request for the computed tokens; see :class:`tercet.decisions.migration.Movable`."""
         request = self.generation.request
         tokens = (*request.prompt, *self.generation.tokens)[: self.computed]
         return msgspec.structs.replace(request, seq_id=self._id, prompt=tokens, sampling_params={})
 
     async def cut_over(self, to: Engine, begin: int) -> None:
-        """Continue on ``to``, which has the KV up to ``begin``; see :class:`tercet.decisions.migration.Movable`."""
+        """Continue on ``to``, which has the KV up to ``begin``."""
         arrival = _FirstOutput(self.engine.costs.clock)
         left_at = None
 

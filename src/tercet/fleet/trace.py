@@ -12,18 +12,8 @@ from typing import TYPE_CHECKING
 
 from tercet import logs
 from tercet.decisions.cost import RouteDecision
-from tercet.fleet.members import CallsInFlight, Counted, Member, until_lost
-from tercet.protocol import (
-    EngineStatus,
-    Output,
-    OutputStream,
-    Request,
-    Reservation,
-    Sent,
-    TercetError,
-    Usage,
-    spans,
-)
+from tercet.fleet.members import Counted, Member, UntilLost
+from tercet.protocol import EngineStatus, Output, OutputStream, Request, Reservation, Sent, TercetError, spans
 from tercet.protocol.spans import PickEvent, SpanContext, TraceEvent, VerbTrace, current_span, working_in
 
 if TYPE_CHECKING:  # engine_fleet makes traced engines
@@ -84,26 +74,20 @@ class PrefixHits:
 
     @property
     def drifting(self) -> list[str]:
-        """Engines whose caches have far fewer tokens than picks predict."""
         return [name for name, hits in self._engines.items() if hits.drifts]
 
     def forget(self, engine: str) -> None:
-        """Drop the record of an engine that has left the fleet."""
         self._engines.pop(engine, None)
 
 
 class Trace(VerbTrace):
-    """The events of one request, and the latencies (seconds) that its client saw.
+    """The events of one request."""
 
-    ``decision`` is the choice of its route by :meth:`tercet.fleet.EngineFleet.route`, or None; ``picks`` are all other
-    picks, and ``failed`` are the calls of verbs that failed.
-    """
-
-    ttft: float | None = None
+    ttft: float | None = None  # latencies that its client saw, in seconds
     tpot: float | None = None
-    decision: RouteDecision | None = None
-    picks: list[PickEvent] = []
-    failed: list[TraceEvent] = []
+    decision: RouteDecision | None = None  # the choice of its route by :meth:`tercet.fleet.EngineFleet.route`
+    picks: list[PickEvent] = []  # all other picks
+    failed: list[TraceEvent] = []  # calls of verbs that failed
 
 
 @dataclass(slots=True)
@@ -125,6 +109,7 @@ class TracedEngine:
     def __init__(self, member: Member, counted: Counted, view: FleetView, predicted: int | None = None) -> None:
         self._member = member
         self.engine = member.engine
+        self.calls = member.calls  # the calls that wait for this engine
         self._counted = counted
         self.view = view
         self.costs = view.fleet.costs  # learn from the calls
@@ -136,14 +121,8 @@ class TracedEngine:
         return TracedEngine(member, self._counted, self.view)
 
     def generates(self, generation: Generation) -> None:
-        """Record that a generation begins here."""
         self._counted.go_to(self._member)
         self.view.on_generate(generation)
-
-    @property
-    def calls(self) -> CallsInFlight:
-        """The calls that wait for this engine."""
-        return self._member.calls
 
     def failed(self, error: TercetError, receiver: str | None = None) -> None:
         """Report a failed call with the engine to blame, which is ``receiver`` if it did not accept the KV."""
@@ -171,21 +150,19 @@ class TracedEngine:
         return StartedCall(started, caller.child(), caller)
 
     def note_failed(self, event: TraceEvent, call: StartedCall, error: TercetError) -> None:
-        """Add a failed call to the trace."""
         event.code, event.reason = error.code, error.message
         self._fill(event, call)
         self.view.trace.failed.append(event)
 
     @property
     def name(self) -> str:
-        """The engine's name."""
         return self.engine.name
 
     @asynccontextmanager
     async def prep_recv(self, request: Request, end: int | None = None) -> AsyncGenerator[Reservation]:
         async with AsyncExitStack() as stack:
             with self._watched("prep_recv") as call:
-                async with until_lost(self.calls):
+                async with UntilLost(self.calls):
                     reservation = await stack.enter_async_context(self.engine.prep_recv(request, end))
             event = TraceEvent("prep_recv", self.name, end=reservation.end, cached=reservation.matched_len)
             self.found(event)
@@ -194,7 +171,7 @@ class TracedEngine:
 
     async def extend_recv(self, reservation: Reservation, request: Request, end: int | None = None) -> Reservation:
         with self._watched("extend_recv") as call:
-            async with until_lost(self.calls):
+            async with UntilLost(self.calls):
                 extended = await self.engine.extend_recv(reservation, request, end)
         self.note(TraceEvent("extend_recv", self.name, end=extended.end, cached=extended.matched_len), call)
         return extended
@@ -209,21 +186,13 @@ class TracedEngine:
             self._watched("remote_send", receiver) as call,
             self.costs.sending(self.name, request, begin, stop) as done,
         ):
-            async with until_lost(self.calls, self.view.fleet.calls_of(receiver)):
+            async with UntilLost(self.calls, self.view.fleet.calls_of(receiver)):
                 sent = await self.engine.remote_send(request, to, begin, end, sample)
             done(sent.usage)
         event = TraceEvent(
-            "remote_send",
-            self.name,
-            begin=sent.begin,
-            end=sent.end,
-            cached=sent.usage.cached,
-            computed=sent.usage.computed,
-            bytes=sent.bytes,
-            chunks=sent.chunks,
-            transport=sent.transport,
-            to=receiver,
-        )
+            "remote_send", self.name, begin=sent.begin, end=sent.end, cached=sent.usage.cached,
+            computed=sent.usage.computed, bytes=sent.bytes, chunks=sent.chunks, transport=sent.transport, to=receiver,
+        )  # fmt: skip
         self.found(event)
         self.note(event, call)
         return sent
@@ -246,7 +215,6 @@ class TracedEngine:
             self.view.fleet.hits.found(self.name, event.predicted, event.cached)
 
     def note(self, event: TraceEvent, call: StartedCall) -> None:
-        """Add the event of a call that has ended."""
         self._fill(event, call)
         self.view.trace.events.append(event)
 
@@ -261,23 +229,17 @@ class TracedEngine:
 
 
 class Generation:
-    """One ``start_generate`` call of an engine, as an observer of its stream.
-
-    ``request`` is the engine's request, ``tokens`` are all output tokens so far, including those of earlier attempts.
-    ``begun`` turns true with the engine's first output. The trace records its start, and its failure is reported.
-    """
+    """One ``start_generate`` call of an engine, as an observer of its stream: it records the start or failure."""
 
     def __init__(
         self, engine: TracedEngine, request: Request, output: Sequence[int], event: TraceEvent, call: StartedCall
     ) -> None:
         self.engine = engine
-        self.request = request
-        self.tokens = list(output)
-        self.begun = False
+        self.request = request  # the engine's
+        self.tokens = list(output)  # all output tokens so far, including those of earlier attempts
+        self.begun = False  # true from the engine's first output on
         self.stream: OutputStream | None = None
-        self._event = event
-        self._call = call
-        self._calls = engine.calls
+        self._event, self._call = event, call
         self._noted: object = None
 
     @property
@@ -288,17 +250,22 @@ class Generation:
     def on_start(self, stream: OutputStream) -> None:
         self.stream = stream
         self._call.started = self.engine.costs.clock()
-        self._noted = self._calls.note(stream.give_up, lambda: not self.begun)
+        self._noted = self.engine.calls.note(stream.give_up, lambda: not self.begun)
         self.engine.generates(self)
 
     def on_output(self, output: Output) -> None:
         if not self.begun:
-            self._begin(output.usage)
+            self.begun = True
+            if output.usage is not None:
+                event, usage = self._event, output.usage
+                event.cached, event.received, event.computed = usage.cached, usage.received, usage.computed
+                self.engine.found(event)
+                self.engine.note(event, self._call)
         self.tokens += output.token_ids
 
     def on_end(self, error: BaseException | None) -> None:
         self.stream = None
-        self._calls.forget(self._noted)
+        self.engine.calls.forget(self._noted)
         self._event.total = self.engine.costs.clock() - self._call.started
         if isinstance(error, TercetError):
             self.engine.failed(error)
@@ -306,11 +273,3 @@ class Generation:
                 self._event.code, self._event.reason = error.code, error.message
             else:
                 self.engine.note_failed(self._event, self._call, error)
-
-    def _begin(self, usage: Usage | None) -> None:
-        self.begun = True
-        if usage is not None:
-            event = self._event
-            event.cached, event.received, event.computed = usage.cached, usage.received, usage.computed
-            self.engine.found(event)
-            self.engine.note(event, self._call)

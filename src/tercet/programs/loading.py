@@ -11,7 +11,7 @@ from typing import Any, get_args, get_origin, get_type_hints
 import msgspec
 
 from tercet.aio import keep_cancellation_counts
-from tercet.decisions.scheduling.registry import Locate, load_module, user_file
+from tercet.decisions.scheduling.assembly import Locate, load_module, user_file
 from tercet.programs.answer import Answer
 from tercet.programs.auto import auto
 from tercet.programs.balanced import balanced

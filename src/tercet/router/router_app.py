@@ -16,7 +16,13 @@ from urllib.parse import quote
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from tercet.fleet.admission import ClientLeft, Gate, RequestConcurrency
-from tercet.fleet.bodies import (
+from tercet.protocol import BadRequest, EngineUnreachable, RouterFailed, Saturated, TercetError, UnknownPath
+from tercet.protocol.access import BearerKeys
+from tercet.protocol.errors import error_body
+from tercet.protocol.headers import GENERATING, PROGRAM_HEADER
+from tercet.protocol.request_checks import WITH_BODY
+from tercet.protocol.wire import API_PREFIX, JSON
+from tercet.router.limits.bodies import (
     ADMITTED_BYTES,
     LARGEST_AT_ONCE,
     AdmittedBodies,
@@ -26,12 +32,6 @@ from tercet.fleet.bodies import (
     is_long,
     is_short,
 )
-from tercet.protocol import BadRequest, EngineUnreachable, RouterFailed, Saturated, TercetError, UnknownPath
-from tercet.protocol.access import BearerKeys
-from tercet.protocol.errors import error_body
-from tercet.protocol.headers import GENERATING, PROGRAM_HEADER
-from tercet.protocol.request_checks import WITH_BODY
-from tercet.protocol.wire import API_PREFIX, JSON
 from tercet.router.limits.received_bodies import (
     ReceivedBody,
     nothing_from,

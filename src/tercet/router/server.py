@@ -24,10 +24,8 @@ from tercet.aio import TaskSet, signals_to
 from tercet.aio.files import descriptors_watched
 from tercet.fleet import EngineFleet
 from tercet.fleet.admission import Gate
-from tercet.fleet.discovery import discovery_of
-from tercet.fleet.discovery.pod_discovery import access_of
-from tercet.fleet.membership import READY_SECONDS, Membership, connecting
-from tercet.fleet.served_model import ServedModel
+from tercet.fleet.discovery import access_of, discovery_of
+from tercet.fleet.membership import READY_SECONDS, Membership, ServedModel, connecting
 from tercet.logs import log_to_stderr
 from tercet.protocol import EngineUnreachable, spans
 from tercet.protocol.entry_points import PARTS, provided
@@ -144,7 +142,7 @@ async def _serve(config: RouterConfig, shared: Shared | None) -> None:
     signal.signal(signal.SIGTERM, _interrupt)
     tls = engine_tls(config.engine_tls.ca, config.engine_tls.cert, config.engine_tls.key)
     fleet = EngineFleet((), stuck_after_s=config.stuck_after_s)
-    fleet.without_role = config.without_role
+    fleet.picking.without_role = config.without_role
     metrics = Metrics()
     async with (
         AsyncExitStack() as until_ended,
@@ -216,7 +214,7 @@ class _Router:
         if not self._engines_come_later:
             try:
                 if os.environ.pop(ALL_ENGINES_VARIABLE, ""):
-                    return await self.state.until_ready(self.membership.until_all_ready)
+                    return await self.state.until_ready(partial(self.membership.until_ready, others=math.inf))
                 with suppress(EngineUnreachable):
                     return await self.state.until_ready(partial(self.membership.until_ready, SOON_SECONDS))
             finally:

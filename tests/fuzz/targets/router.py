@@ -15,8 +15,8 @@ import msgspec
 from aiohttp import web
 
 from tercet.decisions.scheduling import load_scheduling
-from tercet.decisions.scheduling.registry import user_file
-from tercet.fleet.member_state import MemberState
+from tercet.decisions.scheduling.assembly import user_file
+from tercet.fleet.members import MemberState
 from tercet.programs.loading import load_program
 from tercet.protocol import KVAddrInfo, Output, RankAddress, Request, Sent, TercetError, Usage
 from tercet.protocol.wire import PrepRecvAnswer

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tercet.decisions.launch import RoleRatio, launch_order, ratio_of, split
+from tercet.decisions.planning import RoleRatio, launch_order, ratio_of, split
 from tercet.protocol import BadRequest
 
 

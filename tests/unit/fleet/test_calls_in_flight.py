@@ -10,7 +10,7 @@ import pytest
 
 from tercet.fleet import EngineFleet, FleetView, Trace
 from tercet.fleet.engine_fleet import Member
-from tercet.fleet.members import CallsInFlight, until_lost
+from tercet.fleet.members import CallsInFlight, UntilLost
 from tercet.protocol import (
     Engine,
     EngineStatus,
@@ -140,7 +140,7 @@ async def test_a_cancelled_call_is_cancelled_and_not_failed() -> None:
     calls = CallsInFlight()
 
     async def wait() -> None:
-        async with until_lost(calls):
+        async with UntilLost(calls):
             await asyncio.Event().wait()
 
     task = asyncio.create_task(wait())
@@ -154,17 +154,17 @@ async def test_a_cancelled_call_is_cancelled_and_not_failed() -> None:
 async def test_somebody_elses_timeout_is_not_the_engines() -> None:
     calls = CallsInFlight()
     with pytest.raises(TimeoutError):
-        async with asyncio.timeout(0), until_lost(calls):
+        async with asyncio.timeout(0), UntilLost(calls):
             await asyncio.Event().wait()
     with pytest.raises(TimeoutError):
-        async with until_lost(calls):
+        async with UntilLost(calls):
             raise TimeoutError
     assert not len(calls)
 
 
 async def test_a_loss_after_the_call_concerns_nobody() -> None:
     calls = CallsInFlight()
-    async with until_lost(calls):
+    async with UntilLost(calls):
         pass
     calls.lose(EngineUnreachable("too late"))
     await asyncio.sleep(0)

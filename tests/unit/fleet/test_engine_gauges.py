@@ -7,7 +7,7 @@ from typing import cast
 from prometheus_client import CollectorRegistry, generate_latest
 
 from tercet.fleet import EngineFleet, Member
-from tercet.fleet.engine_gauges import EngineCollector
+from tercet.fleet.engine_fleet import EngineCollector
 from tercet.protocol import Engine, EngineLoad
 
 

@@ -7,7 +7,7 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 from tercet.fleet import EngineFleet
-from tercet.fleet.member_state import MemberState
+from tercet.fleet.members import MemberState
 from tercet.fleet.membership import Membership
 from tercet.protocol import Engine, Role
 from tercet.settings import EngineAddress

@@ -96,7 +96,7 @@ def test_roles_drains_and_silence_hold_for_profiles_too(plan: Scheduling) -> Non
 @pytest.mark.parametrize("by", ["least_loaded", "round_robin", "decode"])
 def test_without_a_role_a_pick_may_be_refused_until_somebody_has_it_again(plan: Scheduling, by: str) -> None:
     fleet = fleet_of(plan, member("p", "prefill"), member("d", "decode"))
-    fleet.without_role = "refuse"
+    fleet.picking.without_role = "refuse"
     assert picked(fleet, by=by, role="decode") == "d"
     fleet.drain("d")
     with pytest.raises(RoleUnavailable, match="every engine of the role decode is drained"):

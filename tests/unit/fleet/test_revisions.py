@@ -81,7 +81,7 @@ def test_without_a_partner_an_engine_prefills_for_itself_and_the_trace_says_why(
 def test_a_fleet_that_keeps_roles_apart_refuses(plan: Scheduling) -> None:
     fleet = rolling(plan)
     fleet.remove("p-new")
-    fleet.without_role = "refuse"
+    fleet.picking.without_role = "refuse"
     with fleet.engine("d-new") as decode, pytest.raises(RoleUnavailable, match="may exchange KV with d-new"):
         fleet.pick("prefill", "least_loaded", other_than=decode).__enter__()
 

@@ -110,7 +110,7 @@ async def test_without_a_free_prefill_engine_decode_serves_alone() -> None:
 
 async def test_without_a_prefill_engine_the_policy_changes_nothing() -> None:
     house = House("decode", "prefill")
-    house.fleet.without_role = "refuse"
+    house.fleet.picking.without_role = "refuse"
     house.fleet.member("e1").reachable = False
     (found,) = await picked(house, call("y" * 4000))
     assert found == Endpoints([D])
@@ -119,7 +119,7 @@ async def test_without_a_prefill_engine_the_policy_changes_nothing() -> None:
 async def test_without_a_decode_engine_the_policy_decides() -> None:
     serving, refusing = House("decode", "prefill"), House("decode", "prefill", without_role="refuse")
     for house in (serving, refusing):
-        house.fleet.without_role = house.config.without_role
+        house.fleet.picking.without_role = house.config.without_role
         house.fleet.member("e0").reachable = False
     with pytest.raises(EngineUnreachable, match="DecodeFilter"):
         await picked(serving, call())

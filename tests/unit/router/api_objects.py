@@ -10,7 +10,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from threading import Lock, Thread
 from typing import Any
 
-from tercet.fleet.discovery.kubernetes_api import ApiAccess
+from tercet.fleet.kubernetes_api import ApiAccess
 from tercet.protocol import EngineError
 
 NAMESPACE = "models"

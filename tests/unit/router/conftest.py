@@ -19,7 +19,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 
 from tercet.fleet import EngineFleet, Trace
 from tercet.fleet.admission import Gate
-from tercet.fleet.member_state import MemberState
+from tercet.fleet.members import MemberState
 from tercet.fleet.membership import Membership
 from tercet.protocol import EngineStatus, EngineUnreachable, Request
 from tercet.protocol.access import BearerKeys

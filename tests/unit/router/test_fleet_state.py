@@ -17,8 +17,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tercet.aio.files import stamp_of
-from tercet.fleet.member_state import MemberState
-from tercet.fleet.served_model import ServedModel
+from tercet.fleet.members import MemberState
+from tercet.fleet.membership import ServedModel
 from tercet.protocol import BadRequest, Conflict, EngineError, TercetError, UnknownEngine
 from tercet.router.serve.routing import Plan, Share
 from tercet.router.state import state_store

@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from tercet.fleet import membership
-from tercet.fleet.served_model import ServedModel
+from tercet.fleet.membership import ServedModel
 from tercet.protocol import BadRequest, EngineStatus, EngineUnreachable
 from tercet.protocol.addresses import TextFingerprint
 from tercet.settings import EngineAddress

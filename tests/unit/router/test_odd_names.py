@@ -17,10 +17,9 @@ from hypothesis import strategies as st
 
 from tercet.cli.engine import EngineFlags, _spec_of
 from tercet.cluster.up_config import UpConfig
-from tercet.fleet.discovery.kubernetes_api import Metadata, Pod, PodStatus
-from tercet.fleet.discovery.pod_discovery import engines_of
-from tercet.fleet.discovery.roster import RosterEntry
-from tercet.fleet.member_state import MemberState
+from tercet.fleet.discovery import RosterEntry, engines_of
+from tercet.fleet.kubernetes_api import Metadata, Pod, PodStatus
+from tercet.fleet.members import MemberState
 from tercet.fleet.membership import Membership
 from tercet.protocol import BadRequest, TercetError
 from tercet.protocol.wire import JoinCall

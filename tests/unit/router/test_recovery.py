@@ -432,7 +432,7 @@ async def test_without_a_role_requests_are_served_on_what_is_left_and_in_roles_w
 
 @pytest.mark.parametrize("gone", ["p", "d"])
 async def test_without_a_role_requests_are_refused_if_that_is_wanted(router: LiveRouter, gone: str) -> None:
-    router.fleet.without_role = "refuse"
+    router.fleet.picking.without_role = "refuse"
     await router.shared.change(lambda state: state.with_draining(gone, True))
     began = asyncio.get_running_loop().time()
     with pytest.raises(RoleUnavailable):
@@ -444,7 +444,7 @@ async def test_without_a_role_requests_are_refused_if_that_is_wanted(router: Liv
 
 
 async def test_what_runs_goes_on_even_if_new_requests_are_refused(router: LiveRouter) -> None:
-    router.fleet.without_role = "refuse"
+    router.fleet.picking.without_role = "refuse"
     router.engine("d").fail_after, router.engine("d").failures["stream"] = 2, EngineUnreachable("gone")
     assert (await router.ask(max_tokens=3))[1] == ANSWER
 

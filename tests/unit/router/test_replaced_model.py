@@ -8,8 +8,8 @@ from collections.abc import AsyncIterator
 import msgspec
 import pytest
 
-from tercet.fleet import membership, served_model
-from tercet.fleet.served_model import REPLACED_AFTER_S, ReplacedModel, ServedModel
+from tercet.fleet import membership
+from tercet.fleet.membership import REPLACED_AFTER_S, ReplacedModel, ServedModel
 from tercet.protocol import EngineStatus, EngineUnreachable
 from tercet.protocol.addresses import TextFingerprint
 from tests.longest_wait import LONGEST_WAIT_S
@@ -44,7 +44,7 @@ async def test_it_takes_all_that_answer_and_some_time() -> None:
 async def watched(router: LiveRouter, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[LiveRouter]:
     monkeypatch.setattr(membership, "POLL_INTERVAL_S", 0.01)
     monkeypatch.setattr(membership, "REPORTED_WITHIN", 0.0)
-    monkeypatch.setattr(served_model, "REPLACED_AFTER_S", 0.1)
+    monkeypatch.setattr(membership, "REPLACED_AFTER_S", 0.1)
     await replace(router, "p", "d", weights="old")
     await router.shared.replaced(promised(router, "old"))
     await router.membership.speak(OURS)

@@ -11,8 +11,9 @@ import pytest
 
 from tercet.aio.files import FileThread
 from tercet.decisions.objectives import Attainments
-from tercet.decisions.roles import Pressures, RoleFlip, RoleLook
-from tercet.fleet.member_state import MemberState
+from tercet.decisions.planning import Observed
+from tercet.decisions.roles import Pressures, RoleEffects, RoleFlip
+from tercet.fleet.members import MemberState
 from tercet.protocol import EngineLoad
 from tercet.router.serve.routing import Plan
 from tercet.router.state.fleet_state import FleetState, ProgramInUse
@@ -27,15 +28,15 @@ FLIP = RoleFlip(("d",), "prefill", "prefill is pressed")
 
 
 class Decides:
-    """A policy with prepared answers; without more it finds no pressure."""
+    """A controller with prepared answers; without more it finds no pressure."""
 
     def __init__(self, *flips: RoleFlip) -> None:
         self.flips = list(flips)
 
-    def look(self, now: float, engines: Any) -> RoleLook:
+    def on_tick(self, observed: Observed) -> RoleEffects:
         flip = self.flips.pop(0) if self.flips else None
         why = flip.reason if flip is not None else "no role is pressed"
-        return RoleLook(now, why, Pressures(1.5, 0.5), {"prefill": 1, "decode": 1}, None, flip)
+        return RoleEffects(observed.now, why, Pressures(1.5, 0.5), {"prefill": 1, "decode": 1}, flip=flip)
 
 
 def keeper_of(router: LiveRouter) -> RoleKeeper:
@@ -55,7 +56,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("quick")
 async def test_a_flip_is_an_operators_change(router: LiveRouter, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tercet.router.state.roles.RolePolicy", lambda objectives: Decides(FLIP))
+    monkeypatch.setattr("tercet.router.state.roles.RoleController", lambda objectives, **_: Decides(FLIP))
     router.shared.role_keeper = keeper_of(router)
     version = router.shared.state.version
     task = asyncio.ensure_future(router.shared.role_keeper.run())
@@ -81,11 +82,11 @@ async def test_a_flip_is_an_operators_change(router: LiveRouter, monkeypatch: py
 async def test_one_process_decides_and_the_next_takes_over(router: LiveRouter, monkeypatch: pytest.MonkeyPatch) -> None:
     began: list[Decides] = []
 
-    def policy(objectives: Objectives) -> Decides:
+    def policy(objectives: Objectives, **_: object) -> Decides:
         began.append(Decides())
         return began[-1]
 
-    monkeypatch.setattr("tercet.router.state.roles.RolePolicy", policy)
+    monkeypatch.setattr("tercet.router.state.roles.RoleController", policy)
     keepers = [asyncio.ensure_future(keeper_of(router).run())]
     try:
         await until(lambda: len(began) == 1)
@@ -121,11 +122,11 @@ async def test_a_lock_that_came_too_late_for_its_caller_is_given_back(
     goes_on.set()
     began: list[Decides] = []
 
-    def policy(objectives: Objectives) -> Decides:
+    def policy(objectives: Objectives, **_: object) -> Decides:
         began.append(Decides())
         return began[-1]
 
-    monkeypatch.setattr("tercet.router.state.roles.RolePolicy", policy)
+    monkeypatch.setattr("tercet.router.state.roles.RoleController", policy)
     second = asyncio.ensure_future(keeper_of(router).run())
     try:
         await until(lambda: len(began) == 1)
@@ -166,7 +167,7 @@ def test_a_flip_is_one_change_of_several_engines() -> None:
 
 
 async def test_a_flip_that_was_not_made_is_not_remembered(router: LiveRouter, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tercet.router.state.roles.RolePolicy", lambda objectives: Decides(FLIP))
+    monkeypatch.setattr("tercet.router.state.roles.RoleController", lambda objectives, **_: Decides(FLIP))
 
     async def refuses(flip: RoleFlip) -> bool:
         return False
@@ -181,15 +182,15 @@ async def test_the_policy_sees_what_engines_report(router: LiveRouter) -> None:
     seen: list[Any] = []
 
     class Looks(Decides):
-        def look(self, now: float, engines: Any) -> RoleLook:
-            seen.extend(engines)
-            return super().look(now, engines)
+        def on_tick(self, observed: Observed) -> RoleEffects:
+            seen.extend(observed.engines)
+            return super().on_tick(observed)
 
     async def never(flip: RoleFlip) -> bool:
         raise AssertionError
 
     roles = FleetRoles(router.fleet, OBJECTIVES, never, seen_for_roles(router.fleet, OBJECTIVES))
-    roles._policy = Looks()  # type: ignore[assignment]
+    roles._controller = Looks()  # type: ignore[assignment]
     router.fleet.report("d", EngineLoad(waiting=3, running=2, kv_usage=0.5, step_time=0.02))
     router.fleet.drain("p")
     await roles.look()

@@ -15,7 +15,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from tercet.decisions.roles import RoleFlip
 from tercet.fleet import EngineFleet
-from tercet.fleet.discovery.kubernetes_api import ApiAccess
+from tercet.fleet.kubernetes_api import ApiAccess
 from tercet.fleet.membership import Membership
 from tercet.protocol import BadRequest, Conflict, EngineError
 from tercet.router.observe.metrics import Metrics

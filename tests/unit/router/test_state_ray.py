@@ -17,7 +17,7 @@ from tercet.router.state.fleet_state import FleetState, StateFile
 from tercet.router.state.state_configmap import ConfigMapStore
 from tercet.settings import RouterConfig
 from tercet_ray import state_ray
-from tercet_ray.kept_objects import CONFLICT, KEPT, OK, UNKNOWN, Json, KeptObjects
+from tercet_ray.ray_access import CONFLICT, KEPT, OK, UNKNOWN, HeadStore, Json, KeptObjects
 from tercet_ray.state_ray import HeadAccess, ray_store
 from tests.long_runs import in_full
 from tests.unit.cluster.on_ray.ray_cluster import ray_cluster
@@ -29,7 +29,7 @@ NOWHERE = Path("/nowhere")
 OBJECT = "/records/fleet"
 
 
-class KeysInMemory:
+class KeysInMemory(HeadStore):
     """Ray's key-value store: each call is whole, and others may come between two. ``before_put`` is called once."""
 
     def __init__(self) -> None:

@@ -13,7 +13,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from tercet.decisions.roles import Pressures, RoleFlip, RoleLook
+from tercet.decisions.planning import Observed
+from tercet.decisions.roles import Pressures, RoleEffects, RoleFlip
 from tercet.fleet import membership
 from tercet.protocol.wire import JoinCall
 from tercet.router.page import watch
@@ -141,13 +142,13 @@ async def test_roles_are_decided(router: LiveRouter, monkeypatch: pytest.MonkeyP
     flips = [RoleFlip(("d",), "prefill", "pressed"), RoleFlip(("d",), "decode", "pressed")]
 
     class Decides:
-        def __init__(self, _: object) -> None: ...
+        def __init__(self, _: object, **__: object) -> None: ...
 
-        def look(self, now: float, engines: Any) -> RoleLook:
+        def on_tick(self, observed: Observed) -> RoleEffects:
             flip = flips[router.fleet.member("d").role == "prefill"]
-            return RoleLook(now, flip.reason, Pressures(1.5, 0.5), {"prefill": 1, "decode": 1}, None, flip)
+            return RoleEffects(observed.now, flip.reason, Pressures(1.5, 0.5), {"prefill": 1, "decode": 1}, flip=flip)
 
-    monkeypatch.setattr("tercet.router.state.roles.RolePolicy", Decides)
+    monkeypatch.setattr("tercet.router.state.roles.RoleController", Decides)
 
     @asynccontextmanager
     async def started() -> AsyncGenerator[Works]:

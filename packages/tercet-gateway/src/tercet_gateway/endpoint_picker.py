@@ -22,9 +22,8 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from tercet.decisions.cost.cost_model import CostModel
 from tercet.decisions.cost.costs import RouteCandidate, RouteRequest, Targets, max_tokens_of, pair_pays
-from tercet.decisions.cost.engine_work import ReportedWork
+from tercet.decisions.cost.engine_work import CostModel, ReportedWork
 from tercet.decisions.scheduling import ConcurrencyLimit, Engines, Saturation
 from tercet.fleet import EngineFleet, Member
 from tercet.fleet.admission import Gate

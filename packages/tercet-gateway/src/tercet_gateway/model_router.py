@@ -21,8 +21,7 @@ from prometheus_client import CollectorRegistry, Counter, generate_latest
 
 from tercet.aio import TaskSet, repeat, signals_to
 from tercet.aio.files import descriptors_watched
-from tercet.fleet.bodies import HeldBody
-from tercet.fleet.members import CallsInFlight, until_lost
+from tercet.fleet.members import CallsInFlight, UntilLost
 from tercet.logs import log_to_stderr
 from tercet.protocol import (
     BadRequest,
@@ -40,6 +39,7 @@ from tercet.protocol.json_text import UNREADABLE, in_utf8, read_json
 from tercet.protocol.names import chosen_by_weight
 from tercet.protocol.request_checks import forms_of, labelled
 from tercet.protocol.wire import API_PREFIX, JSON, decode_call
+from tercet.router.limits.bodies import HeldBody
 from tercet.wire.client.bounded_answers import PLAIN, read_answer, reason_of
 from tercet.wire.client.passing import (
     NotConnected,
@@ -336,7 +336,7 @@ class ModelProxy:
         """Answer as the router of the request's model does, or with an error in the form of the API."""
         answer = ProxiedAnswer(http)
         try:
-            async with until_lost(self._under_way):
+            async with UntilLost(self._under_way):
                 await self._serve(http, answer)
         except UnknownModel as error:  # in vLLM's form
             self.metrics.refused.labels(error.code).inc()
@@ -408,7 +408,7 @@ class ModelProxy:
         while True:
             backend = self._routes.choose(model, self._draw(), failed)
             with self._counted(backend, model) as status:
-                async with until_lost(backend.calls):
+                async with UntilLost(backend.calls):
                     try:
                         async with body.until_let_go():
                             response = await self._asked(http, backend, body.content)

@@ -14,13 +14,13 @@ from http import HTTPStatus
 from typing import TYPE_CHECKING
 
 from tercet.fleet.admission import ClientLeft
-from tercet.fleet.bodies import LARGEST_AT_ONCE, BodiesHeld, HeldBody
 from tercet.protocol import BadRequest, RequestTooLarge, TercetError
 from tercet.protocol.errors import error_body, last_events
 from tercet.protocol.headers import path_of
 from tercet.protocol.spans import VerbTrace
 from tercet.protocol.sse import EVENTS, EventSplitter, object_of
 from tercet.protocol.wire import JSON
+from tercet.router.limits.bodies import LARGEST_AT_ONCE, BodiesHeld, HeldBody
 from tercet.wire.client.passing import Fields, OriginAnswer, end_to_end, first, is_encoded, passed_on, values
 from tercet.wire.serving.answers import TracingSend
 from tercet.wire.serving.client_connection import CONNECTION, TARGET, ClientConnection, HttpServer

@@ -23,9 +23,9 @@ from tercet.aio.incoming import LONGEST_HEAD, SECONDS
 from tercet.decisions.scheduling import Scheduling, load_scheduling
 from tercet.fleet import EngineFleet
 from tercet.fleet.discovery import PoolReference, access_of, discovery_of, follow_found, follow_objectives, until_known
-from tercet.fleet.engine_gauges import EngineCollector
+from tercet.fleet.engine_fleet import EngineCollector
 from tercet.fleet.knowledge import STALE_AFTER
-from tercet.fleet.member_state import MemberState
+from tercet.fleet.members import MemberState
 from tercet.fleet.membership import Connect, Membership, connecting, scraping
 from tercet.logs import log_to_stderr
 from tercet.protocol import BadRequest, MethodNotAllowed, ShuttingDown, UnknownPath
@@ -107,7 +107,7 @@ async def fleet_of(config: PickerConfig) -> AsyncGenerator[EngineFleet]:
         stale_after=max(STALE_AFTER, READINGS_UNTIL_STALE * config.metrics_interval_s),
         stuck_after_s=config.stuck_after_s,
     )
-    fleet.without_role = config.without_role
+    fleet.picking.without_role = config.without_role
     fleet.costs.watch_once_asked()
     background = TaskSet()
     async with (

@@ -22,8 +22,7 @@ from prometheus_client.exposition import generate_latest
 
 from tercet.aio import signals_to
 from tercet.aio.files import descriptors_watched
-from tercet.fleet.bodies import HeldBody
-from tercet.fleet.members import CallsInFlight, until_lost
+from tercet.fleet.members import CallsInFlight, UntilLost
 from tercet.logs import lines_of_request, log_to_stderr, request_renamed
 from tercet.protocol import (
     BadRequest,
@@ -50,6 +49,7 @@ from tercet.protocol.request_checks import ShownHeaders, forms_of, labelled, req
 from tercet.protocol.spans import TRACEPARENT, TRACESTATE, VerbTrace, span_context_of, span_of, working_in
 from tercet.protocol.sse import EventSplitter, data_of, fault_in, object_of
 from tercet.protocol.wire import API_PREFIX, JSON
+from tercet.router.limits.bodies import HeldBody
 from tercet.wire.client import HttpEngine, engine_tls, remote_prefill
 from tercet.wire.client.bounded_answers import reason_of
 from tercet.wire.client.http_engine import KEEPALIVE_SECONDS
@@ -162,7 +162,7 @@ class Proxy:
     async def _handle(self, http: ClientCall) -> None:
         answer = ProxiedAnswer(http)
         try:
-            async with until_lost(self._under_way):
+            async with UntilLost(self._under_way):
                 await self._serve(http, answer)
         except Unauthorized as error:
             is_verb = http.path.startswith(API_PREFIX)
@@ -322,7 +322,7 @@ class Proxy:
         waiting, lost = _Waiting(), CallsInFlight()
         watching = asyncio.ensure_future(self._watch(waiting, lost))
         try:
-            async with until_lost(lost), AsyncExitStack() as stack:
+            async with UntilLost(lost), AsyncExitStack() as stack:
                 opening = b""
                 if prepared is not None:
                     prepared.sent = True

@@ -16,13 +16,11 @@ from typing import Any
 import msgspec
 
 from tercet.aio.files import read_whole, write_whole
-from tercet.fleet.discovery.roster import MOST_BYTES, RosterEntry, write_roster
+from tercet.fleet.discovery import MOST_BYTES, RosterEntry, write_roster
 from tercet.logs import log_to_stderr
 from tercet.protocol import BadRequest, TercetError
-from tercet_ray.fleet_keeper import FleetKeeper
-from tercet_ray.ray_access import connect
-from tercet_ray.reconcile import merged
-from tercet_ray.wanted import NAMESPACE, WantedFleet
+from tercet_ray.fleet_keeper import FleetKeeper, WantedFleet, merged
+from tercet_ray.ray_access import NAMESPACE, connect
 
 logger = logging.getLogger("tercet.ray")
 LOOK_SECONDS = 0.5
@@ -42,7 +40,10 @@ def keeper_of(ray: Any, wanted: WantedFleet) -> Any:
     }  # fmt: skip
     keeper = ray.remote(FleetKeeper).options(**options).remote(content)
     kept = once_it_runs(ray, keeper.wanted.remote())
-    if not _is_same_fleet(kept, content):
+    found = msgspec.json.decode(kept, type=WantedFleet)
+    # Versions of one fleet may differ in the number of engines, which all have the same settings.
+    one, other = (_comparable(each, by_engine=found.version == wanted.version) for each in (found, wanted))
+    if one != other:
         raise BadRequest(
             f"--on: a fleet called {wanted.name} runs on {wanted.address} with other settings; stop it with `tercet "
             "down`, or choose another --fleet-name",
@@ -53,47 +54,24 @@ def keeper_of(ray: Any, wanted: WantedFleet) -> Any:
 
 def once_it_runs(ray: Any, answer: Any) -> bytes:
     """Wait without a limit for a keeper's first answer: Ray may first have to create an environment for the keeper."""
-    is_told = False
+    is_logged = False
     while True:
         try:
             return ray.get(answer, timeout=ANSWER_SECONDS)
         except ray.exceptions.GetTimeoutError:
-            if not is_told:
+            if not is_logged:
                 logger.warning("the fleet on Ray: its keeper does not run yet; waiting for it")
-            is_told = True
+            is_logged = True
 
 
-def _is_same_fleet(kept: bytes, wanted: bytes) -> bool:
-    """True if both describe the same fleet; versions of one fleet may differ in the number of engines."""
-    one, other = (msgspec.json.decode(content, type=WantedFleet) for content in (kept, wanted))
-    if one.version == other.version:
-        return _comparable(one) == _comparable(other)
-    return _without_names(one) == _without_names(other)
-
-
-def _comparable(fleet: WantedFleet) -> WantedFleet:
-    """Return the fleet without the fields that differ at each start of the command."""
+def _comparable(fleet: WantedFleet, by_engine: bool) -> WantedFleet:
+    """Return the fleet without what differs at each start of the command; or also with one nameless engine for all."""
     engines = tuple(msgspec.structs.replace(each, log_dir=None) for each in fleet.engines)
-    return msgspec.structs.replace(fleet, address="", engines=engines)
-
-
-def _without_names(fleet: WantedFleet) -> WantedFleet:
-    """Return the comparable fleet with one nameless engine, since all engines have the same settings."""
-    like = _comparable(fleet).engines[0]
-    one = msgspec.structs.replace(like, spec=msgspec.structs.replace(like.spec, name=""), role="both")
+    if by_engine:
+        return msgspec.structs.replace(fleet, address="", engines=engines)
+    nameless = msgspec.structs.replace(engines[0].spec, name="")
+    one = msgspec.structs.replace(engines[0], spec=nameless, role="both")
     return msgspec.structs.replace(fleet, address="", engines=(one,), version=0)
-
-
-def _agreed(ray: Any, keeper: Any, file: Path) -> WantedFleet:
-    """Return the newer of the file's and the keeper's wanted fleet, and write it to the other one."""
-    ours = read_whole(file)
-    wanted = msgspec.json.decode(ours, type=WantedFleet)
-    kept = msgspec.json.decode(ray.get(keeper.want.remote(ours), timeout=ANSWER_SECONDS), type=WantedFleet)
-    if kept.version <= wanted.version:
-        return wanted
-    kept = msgspec.structs.replace(kept, address=wanted.address)
-    write_whole(file, msgspec.json.encode(kept))
-    return kept
 
 
 def follow(file: Path, roster: Path) -> None:
@@ -101,32 +79,34 @@ def follow(file: Path, roster: Path) -> None:
     wanted = msgspec.json.decode(read_whole(file), type=WantedFleet)
     ray = connect(wanted.address)
     keeper = keeper_of(ray, wanted)
-    entries, failure = _entries_of(roster), ""
+    try:
+        entries = msgspec.json.decode(read_whole(roster, MOST_BYTES), type=list[RosterEntry])
+    except FileNotFoundError:  # no earlier follower of this fleet wrote one
+        entries = []
+    failure = ""
     while True:
         try:
-            wanted = _agreed(ray, keeper, file)
+            # The newer of the file's and the keeper's wanted fleet is written to the other one.
+            ours = read_whole(file)
+            wanted = msgspec.json.decode(ours, type=WantedFleet)
+            kept = msgspec.json.decode(ray.get(keeper.want.remote(ours), timeout=ANSWER_SECONDS), type=WantedFleet)
+            if kept.version > wanted.version:
+                wanted = msgspec.structs.replace(kept, address=wanted.address)
+                write_whole(file, msgspec.json.encode(wanted))
             found = msgspec.json.decode(ray.get(keeper.roster.remote(), timeout=ANSWER_SECONDS), type=list[RosterEntry])
             after = merged(wanted.engines, entries, found)
             if after != entries:
                 write_whole(roster, write_roster(after))
                 entries = after
-            _, said = msgspec.json.decode(ray.get(keeper.reports.remote(), timeout=ANSWER_SECONDS))
+            _, now = msgspec.json.decode(ray.get(keeper.reports.remote(), timeout=ANSWER_SECONDS))
         except ray.exceptions.ActorDiedError:
-            keeper, said = keeper_of(ray, wanted), "the keeper is restarted"
+            keeper, now = keeper_of(ray, wanted), "the keeper is restarted"
         except (ray.exceptions.RayError, OSError) as error:
-            said = f"{type(error).__name__}: {error}"
-        if said != failure:
-            (logger.warning if said else logger.info)("the fleet on Ray: %.500s", said or "its keeper answers again")
-            failure = said
+            now = f"{type(error).__name__}: {error}"
+        if now != failure:
+            (logger.warning if now else logger.info)("the fleet on Ray: %.500s", now or "its keeper answers again")
+            failure = now
         time.sleep(LOOK_SECONDS)
-
-
-def _entries_of(roster: Path) -> list[RosterEntry]:
-    """Return the roster that an earlier follower of this fleet wrote; empty if there is none."""
-    try:
-        return msgspec.json.decode(read_whole(roster, MOST_BYTES), type=list[RosterEntry])
-    except FileNotFoundError:
-        return []
 
 
 def stop(wanted: WantedFleet) -> None:

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import secrets
 import sys
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -32,15 +32,101 @@ from tercet.cluster.running_fleet import (
     rotate_logs,
 )
 from tercet.cluster.up_config import UpConfig
-from tercet.fleet.discovery.roster import MOST_BYTES, read_roster
+from tercet.fleet.discovery import MOST_BYTES, read_roster
+from tercet.protocol import EngineError, Role, UnknownEngine
 from tercet.settings import DiscoverySettings, EngineAddress
 from tercet_ray import follower as follower_module
-from tercet_ray.ray_hands import RayHands
-from tercet_ray.wanted import Resources, WantedEngine, WantedFleet
+from tercet_ray.fleet_keeper import Resources, WantedEngine, WantedFleet
 
+GONE_SECONDS = 60.0
 ASK_SECONDS = 0.5
 AGAIN_SECONDS = 1.0
 REMEDY = "run the same command again to take them over, and stop it to stop them"
+
+
+class RayHands:
+    """The hands of a fleet on Ray: they start and stop engines by changes of the file of the wanted fleet."""
+
+    def __init__(self, file: Path, roster: Path, wanted: WantedFleet, router: RouterAdmin, on_event: OnEvent) -> None:
+        self.router, self._on_event = router, on_event
+        self._file = file  # describes the wanted fleet, which the follower passes to the keeper
+        self._roster = roster  # lists the present engines; the router follows it
+        self._wanted = wanted
+        self.used: Sequence[str] = self.engines  # names of all present and past engines
+        self._lock = asyncio.Lock()
+
+    @property
+    def engines(self) -> Sequence[str]:
+        return [each.spec.name for each in self._wanted.engines]
+
+    def require_room(self, count: int) -> None:
+        """Do nothing: Ray decides about room, and may add machines; :meth:`start` has a timeout."""
+
+    async def wanted(self) -> WantedFleet:
+        """Return the wanted fleet: the command's, or the newer one of a fleet that was taken over."""
+        content = await asyncio.to_thread(read_whole, self._file)
+        self._wanted = msgspec.json.decode(content, type=WantedFleet)
+        self.used = list(dict.fromkeys([*self.used, *self.engines]))
+        return self._wanted
+
+    async def start(self, name: str, role: Role) -> None:
+        """Start an engine, and return when the router has added it."""
+        self.used = [*self.used, name]
+
+        def grown(engines: tuple[WantedEngine, ...]) -> tuple[WantedEngine, ...]:
+            spec = msgspec.structs.replace(engines[0].spec, name=name)
+            return (*engines, msgspec.structs.replace(engines[0], spec=spec, role=role))
+
+        await self._change(grown)
+        self._on_event(name, LOADING)
+        try:
+            async with asyncio.timeout(READY_SECONDS):
+                serves = is_member = False
+                while not (serves and is_member):
+                    await asyncio.sleep(ASK_SECONDS)
+                    found = read_roster(await asyncio.to_thread(read_whole, self._roster, MOST_BYTES))
+                    serves = any(each.address.name == name and each.serves for each in found)
+                    members = await self.router.engines() if serves else ()
+                    is_member = any(each["name"] == name and each["reachable"] for each in members)
+        except TimeoutError:
+            await self._without(name)
+            late = f"the engine does not serve after {READY_SECONDS:.0f} s; check that Ray has room for it"
+            raise EngineError(late) from None
+        except BaseException:
+            await asyncio.shield(self._without(name))
+            raise
+        self._on_event(name, "ready")
+
+    async def set_role(self, name: str, role: Role) -> None:
+        await self.router.set_role(name, role)
+        await self._change(lambda engines: tuple(
+            msgspec.structs.replace(each, role=role) if each.spec.name == name else each for each in engines
+        ))  # fmt: skip
+
+    async def stop(self, name: str) -> None:
+        """Stop an engine on Ray, and return when the router has removed it."""
+        await self._without(name)
+        try:
+            async with asyncio.timeout(GONE_SECONDS):
+                while True:
+                    try:
+                        await self.router.engine(name)
+                    except UnknownEngine:
+                        return
+                    await asyncio.sleep(ASK_SECONDS)
+        except TimeoutError:
+            late = f"the engine is still a member after {GONE_SECONDS:.0f} s; check that the follower runs"
+            raise EngineError(late) from None
+
+    async def _without(self, name: str) -> None:
+        await self._change(lambda engines: tuple(each for each in engines if each.spec.name != name))
+
+    async def _change(self, change: Callable[[tuple[WantedEngine, ...]], tuple[WantedEngine, ...]]) -> None:
+        async with self._lock:
+            before = await self.wanted()
+            after = msgspec.structs.replace(before, engines=change(before.engines), version=before.version + 1)
+            await asyncio.to_thread(write_whole, self._file, msgspec.json.encode(after))
+            self._wanted = after
 
 
 @dataclass(frozen=True)
@@ -56,19 +142,14 @@ class RayFleet:
 
     @property
     def router(self) -> Process:
-        """The present process of the router."""
         return self.kept_router.process
 
     async def until_broken(self, on_event: OnEvent) -> None:
         """Restart follower and router until the router reaches its limit; then raise :class:`StartFailed`."""
-        beside = [
-            asyncio.create_task(each)
-            for each in (
-                self.follower.keep(on_event),
-                read_events(self.router.log, partial(on_event, self.router.name)),
-                rotate_logs(lambda: [self.router.log, self.follower.process.log]),
-            )
-        ]
+        follows = self.follower.keep(on_event)
+        reads = read_events(self.router.log, partial(on_event, self.router.name))
+        rotates = rotate_logs(lambda: [self.router.log, self.follower.process.log])
+        beside = [asyncio.create_task(each) for each in (follows, reads, rotates)]
         try:
             await self.kept_router.until_broken(on_event)
         finally:
@@ -81,7 +162,6 @@ class Follower:
     """The process that runs the fleet's keeper and writes the roster; it is restarted when it ends."""
 
     def __init__(self, fleet: Path, roster: Path, log_dir: Path) -> None:
-        self._fleet = fleet
         self.roster = roster
         argv = [sys.executable, "-m", follower_module.__name__, str(fleet)]
         self.process = Process("ray", [*argv, str(roster)], {}, log_dir / "ray.log")
@@ -100,7 +180,7 @@ class Follower:
 
     async def until_ready(self, hands: RayHands, on_event: OnEvent) -> Sequence[EngineAddress]:
         """Wait until all wanted engines are ready in the roster, and return them. Raises :class:`StartFailed`."""
-        said: dict[str, str] = {}
+        logged: dict[str, str] = {}
         names = hands.engines
         deadline = asyncio.get_running_loop().time() + READY_SECONDS
         while asyncio.get_running_loop().time() < deadline:
@@ -112,16 +192,15 @@ class Follower:
                 found = {each.address.name: each for each in read_roster(read_whole(self.roster, MOST_BYTES))}
                 for name, engine in found.items():
                     state = f"ready at {engine.address.url}" if engine.serves else LOADING
-                    if said.get(name) != state:
-                        said[name] = state
+                    if logged.get(name) != state:
+                        logged[name] = state
                         on_event(name, state)
                 if all(name in found and found[name].serves for name in names):
                     return [found[name].address for name in names]
             await asyncio.sleep(ASK_SECONDS)
-        late = ", ".join(name for name in names if not said.get(name, "").startswith("ready"))
-        raise self.process.failure(
-            f"has engines that are not ready after {READY_SECONDS:.0f} s: {late}; check that Ray has room for them"
-        )
+        late = ", ".join(name for name in names if not logged.get(name, "").startswith("ready"))
+        why = f"has engines that are not ready after {READY_SECONDS:.0f} s: {late}; check that Ray has room for them"
+        raise self.process.failure(why)
 
     async def stop_all(self, on_event: OnEvent) -> None:
         """Stop the follower, and then the engines and all other actors of the fleet on Ray."""
@@ -133,9 +212,8 @@ class Follower:
             if code:
                 on_event("ray", f"engines may still run on Ray; {REMEDY}: {self._stopping.tail()}")
         except TimeoutError:
-            on_event(
-                "ray", f"engines may still run on Ray, which has not answered for {STOP_ON_RAY_SECONDS:.0f} s; {REMEDY}"
-            )
+            late = f"which has not answered for {STOP_ON_RAY_SECONDS:.0f} s"
+            on_event("ray", f"engines may still run on Ray, {late}; {REMEDY}")
         finally:
             await self._stopping.stop()
 
@@ -199,25 +277,16 @@ def wanted_fleet(config: UpConfig, model: str, port: int) -> WantedFleet:
     cpus = config.engine_cpus if config.engine_cpus is not None else 0.1 if simulated else float(ranks)
     resources = Resources(cpus, config.engine_gpus * ranks, config.engine_memory_gib, config.engines_on_head)
     environment = {key: value for key, value in shared_environment(config).items() if value}
+    like = EngineSpec(
+        name="", model=model, served_model_name=config.public_name, host="", port=0, dtype=config.dtype,
+        built_in=config.model == BUILT_IN, kv_cache_gib=config.kv_cache_gib,
+        extra_args=(*lora_flags(config), *config.engine_args), simulate=config.simulate, options=config.options,
+    )  # fmt: skip
     engines = tuple(
-        WantedEngine(_spec(config, model, name), role, environment, config.engine_restarts, config.log_dir)
+        WantedEngine(
+            msgspec.structs.replace(like, name=name), role, environment, config.engine_restarts, config.log_dir
+        )
         for name, role in config.engine_roles
     )
     name = config.fleet_name or f"tercet-{port}"
     return WantedFleet(name, config.ray_address, engines, resources)
-
-
-def _spec(config: UpConfig, model: str, name: str) -> EngineSpec:
-    return EngineSpec(
-        name=name,
-        model=model,
-        served_model_name=config.public_name,
-        host="",
-        port=0,
-        dtype=config.dtype,
-        built_in=config.model == BUILT_IN,
-        kv_cache_gib=config.kv_cache_gib,
-        extra_args=(*lora_flags(config), *config.engine_args),
-        simulate=config.simulate,
-        options=config.options,
-    )

@@ -20,11 +20,9 @@ from tercet.cli.detached import stop_seconds_of
 from tercet.cli.setting_flags import PARTS, flags_of, given_as
 from tercet.cluster.up_config import UpConfig
 from tercet.settings import decode_settings, encode_settings, read_yaml
-from tercet_ray.detached_process import DetachedProcess
+from tercet_ray.fleet_keeper import DetachedProcess
 
 COMMAND = "from tercet_ray.ray_job import main; main()"
-LOOK_SECONDS = 3600.0
-STDOUT = 1
 KILLED = 128 + signal.SIGKILL
 
 
@@ -38,12 +36,12 @@ def run_as_a_job(config: UpConfig) -> int:
     with open(settings, "wb", closefd=False) as out:
         out.write(msgspec.json.encode(encode_settings(config)))
     argv = [sys.executable, "-c", COMMAND, str(_opened(settings)), str(_opened(code))]
-    fleet = DetachedProcess(argv, {}, _opened(STDOUT), grace=stop_seconds_of(config))
+    fleet = DetachedProcess(argv, {}, _opened(1), grace=stop_seconds_of(config))
     fleet.start()
     try:
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
             signal.signal(number, lambda _number, _frame: fleet.let_go())
-        while not fleet.ended_within(LOOK_SECONDS):
+        while not fleet.ended_within(3600.0):
             pass
         return int(_opened(code).read_text() or KILLED)
     finally:
@@ -58,20 +56,19 @@ def _opened(descriptor: int) -> Path:
 def main() -> None:
     """Run the fleet's process: ``-c COMMAND SETTINGS CODE``."""
     from tercet.cli.app import exit_code_of, exit_on_signal
+    from tercet.cli.up import run_fleet, stay
 
     signal.signal(signal.SIGTERM, exit_on_signal)
     settings, code = map(Path, sys.argv[1:])
     config = decode_settings(UpConfig, read_yaml(settings))
+
+    def serve() -> None:
+        with given_as({**PARTS, **flags_of(UpConfig)}):
+            run_fleet(config, lambda fleet: stay(config, fleet))
+
     try:
-        sys.exit(exit_code_of(lambda: _serve(config)))
+        sys.exit(exit_code_of(serve))
     except SystemExit as end:
         with suppress(OSError):  # the job's command was killed
             code.write_text(str(end.code))
         raise
-
-
-def _serve(config: UpConfig) -> None:
-    from tercet.cli.up import run_fleet, stay
-
-    with given_as({**PARTS, **flags_of(UpConfig)}):
-        run_fleet(config, lambda fleet: stay(config, fleet))

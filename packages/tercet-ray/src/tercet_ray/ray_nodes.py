@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import msgspec
@@ -18,22 +18,16 @@ HEAD, NODE = "gcs_server", "raylet"
 
 
 class RayProcess(msgspec.Struct, frozen=True):
-    """A process of Ray's head (``gcs_server``) or node (``raylet``), with the two settings that are checked here.
+    """A process of Ray's head or node, with the two settings that are checked here."""
 
-    ``reconnect_s`` is the longest wait, in seconds, for a head that does not answer; ``storage`` is the head's store.
-    """
-
-    kind: str
-    reconnect_s: int
-    storage: str
+    kind: str  # ``gcs_server`` or ``raylet``
+    reconnect_s: int  # the longest wait, in seconds, for a head that does not answer
+    storage: str  # the head's store
 
 
 def ray_processes(root: Path = PROCESSES) -> tuple[RayProcess, ...]:
     """Return the Ray processes that this user may inspect."""
-    return tuple(_processes(root))
-
-
-def _processes(root: Path) -> Iterator[RayProcess]:
+    found = list[RayProcess]()
     for directory in sorted(root.glob("[0-9]*")):
         try:
             kind = (directory / "comm").read_text().strip()
@@ -42,13 +36,11 @@ def _processes(root: Path) -> Iterator[RayProcess]:
             lines = (directory / "environ").read_text(errors="replace").split("\0")
         except OSError:  # the process has ended, or belongs to another user
             continue
-        told = {name: value for name, _, value in (line.partition("=") for line in lines)}
-        yield RayProcess(kind, _seconds(told), told.get(STORAGE, IN_MEMORY))
-
-
-def _seconds(told: Mapping[str, str]) -> int:
-    given = told.get(RECONNECT, "")
-    return int(given) if given.isdecimal() else RECONNECT_SECONDS
+        environment = {name: value for name, _, value in (line.partition("=") for line in lines)}
+        given = environment.get(RECONNECT, "")
+        seconds = int(given) if given.isdecimal() else RECONNECT_SECONDS
+        found.append(RayProcess(kind, seconds, environment.get(STORAGE, IN_MEMORY)))
+    return tuple(found)
 
 
 def ray_findings(found: Sequence[RayProcess]) -> Iterator[Finding]:

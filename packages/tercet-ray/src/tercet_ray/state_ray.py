@@ -17,21 +17,17 @@ from tercet.protocol import EngineError
 from tercet.protocol.wire import UNREADABLE
 from tercet.router.state.state_configmap import ConfigMapStore, Json
 
-PROCESS = "tercet_ray.kept_objects_process"
+PROCESS = "tercet_ray.ray_access"
 NAMESPACE = "ray"
 START_SECONDS = 60.0
 ANSWER_SECONDS = 3.0
 
 
 class HeadAccess:
-    """Blocking calls of the head at ``address``, from any thread, one call at a time.
-
-    ``argv`` is the command of the process that calls the head.
-    """
+    """Blocking calls of the head at ``address``, by a process with ``argv``, from any thread, one call at a time."""
 
     def __init__(self, address: str, argv: tuple[str, ...] = (sys.executable, "-m", PROCESS)) -> None:
-        self._address = address
-        self._argv = (*argv, address)
+        self._address, self._argv = address, (*argv, address)
         self._process: subprocess.Popen[bytes] | None = None
         self._started = 0.0
         self._lock = threading.Lock()
@@ -45,30 +41,27 @@ class HeadAccess:
         """Call the head; the arguments and errors are those of :func:`tercet.router.state.state_configmap.asking`."""
         with self._lock:
             try:
-                return self._asked(msgspec.json.encode((method, path, body)) + b"\n")
+                process = self._running()
+                assert process.stdin is not None
+                assert process.stdout is not None
+                began = time.monotonic()
+                seconds = max(ANSWER_SECONDS, self._started + START_SECONDS - began)
+                # A stopped process does not read, and may have written half a line: only its end ends both.
+                ending = threading.Timer(seconds, process.kill)
+                ending.daemon = True
+                ending.start()
+                try:
+                    process.stdin.write(msgspec.json.encode((method, path, body)) + b"\n")
+                    process.stdin.flush()
+                    answer = process.stdout.readline()
+                finally:
+                    ending.cancel()
+                    if time.monotonic() - began >= seconds:
+                        raise TimeoutError(f"no answer within {seconds:.0f} s")
+                return msgspec.json.decode(answer, type=tuple[int, Json])
             except (OSError, *UNREADABLE) as error:
                 self._end()
                 raise EngineError(f"state: Ray's head at {self._address} does not answer: {error}") from error
-
-    def _asked(self, line: bytes) -> tuple[int, Json]:
-        process = self._running()
-        assert process.stdin is not None
-        assert process.stdout is not None
-        began = time.monotonic()
-        seconds = max(ANSWER_SECONDS, self._started + START_SECONDS - began)
-        # A stopped process does not read, and may have written half a line: only its end ends a write and a read.
-        ending = threading.Timer(seconds, process.kill)
-        ending.daemon = True
-        ending.start()
-        try:
-            process.stdin.write(line)
-            process.stdin.flush()
-            answer = process.stdout.readline()
-        finally:
-            ending.cancel()
-            if time.monotonic() - began >= seconds:
-                raise TimeoutError(f"no answer within {seconds:.0f} s")
-        return msgspec.json.decode(answer, type=tuple[int, Json])
 
     def _running(self) -> subprocess.Popen[bytes]:
         if self._process is None or self._process.poll() is not None:
@@ -78,9 +71,8 @@ class HeadAccess:
         return self._process
 
     def _end(self) -> None:
-        """Kill the process, which may hang and has nothing to finish."""
         if self._process is not None:
-            self._process.kill()
+            self._process.kill()  # it may hang, and has nothing to finish
             self._process.communicate()
             self._process = None
 

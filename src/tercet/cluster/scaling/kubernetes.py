@@ -15,7 +15,7 @@ import aiohttp
 import msgspec
 
 from tercet.cluster.scaling.decide import Counts, ScaleCall
-from tercet.fleet.discovery.kubernetes_api import ApiAccess
+from tercet.fleet.kubernetes_api import ApiAccess
 from tercet.protocol import BadRequest, Conflict, EngineError, EngineUnreachable, Role
 from tercet.protocol.wire import UNREADABLE
 from tercet.wire.client.bounded_answers import reason_of

@@ -19,17 +19,16 @@ decode on ``d``. With objectives, the routes that miss them least come first; th
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice
 from random import Random
-from typing import Literal, Protocol
+from typing import Literal
 
 import msgspec
 
-from tercet.decisions.cost.cost_model import CostModel, EnginePace
-from tercet.decisions.cost.engine_work import EngineWork, Job
+from tercet.decisions.cost.engine_work import CostModel, EngineWork, Job, ReportedWork
 from tercet.protocol import BadRequest, Output, OutputStream, Request, Usage
 
 SPLITS = (0.9, 0.75, 0.5)
@@ -65,45 +64,35 @@ class Targets(msgspec.Struct, frozen=True):
                 raise BadRequest(f"{name}: must be more than 0 seconds, is {seconds}", name)
 
     def missed_by(self, ttft: float, tpot: float) -> float:
-        """Return the total share by which the objectives are missed; 0 if they are met."""
         missed = 0.0 if self.ttft is None else max(0.0, ttft / self.ttft - 1)
         return missed if self.tpot is None else missed + max(0.0, tpot / self.tpot - 1)
 
 
 class RouteOption(msgspec.Struct, omit_defaults=True):
-    """One way to serve a request, with its predictions, in seconds.
-
-    ``decode`` serves it alone, or ``prefill`` computes ``prompt[:split]`` for it. ``cost`` is the time until the last
-    token, plus the total delay of other running and future requests.
-    """
+    """One way to serve a request, with its predictions, in seconds."""
 
     decode: str
     ttft: float
     tpot: float
-    cost: float
-    prefill: str = ""
+    cost: float  # the time until the last token, plus the total delay of other running and future requests
+    prefill: str = ""  # computes ``prompt[:split]`` for the other engine; empty: that one serves alone
     split: int = 0
-    missed: float = 0.0
+    missed: float = 0.0  # the total share by which the objectives are missed
 
     def kind(self, num_tokens: int) -> RouteKind:
-        """Return the kind of route: one engine, two, or two that share the prompt."""
         if not self.prefill:
             return "alone"
         return "pair" if self.split == num_tokens else "split"
 
 
 class RouteDecision(msgspec.Struct, omit_defaults=True):
-    """Decision of ``auto``: the chosen option, and the cheapest other ones.
-
-    ``explored`` is True if the option was not the cheapest, and was chosen to learn its cost. ``output`` is the
-    expected number of output tokens. The actual result is the trace's ``ttft`` and ``tpot``.
-    """
+    """Decision of ``auto``. The actual result is the trace's ``ttft`` and ``tpot``."""
 
     kind: RouteKind
     chosen: RouteOption
-    others: list[RouteOption] = []
-    explored: bool = False
-    output: float = 0.0
+    others: list[RouteOption] = []  # the cheapest ones
+    explored: bool = False  # the option was not the cheapest, and was chosen to learn its cost
+    output: float = 0.0  # the expected number of output tokens
 
 
 @dataclass(frozen=True)
@@ -115,34 +104,10 @@ class RouteRequest:
     targets: Targets
 
 
-class KnownWork(Protocol):
-    """The work of an engine: see :class:`~tercet.decisions.cost.engine_work.EngineWork`."""
-
-    prefill_pace: EnginePace
-    decode_pace: EnginePace
-    decoding: int
-    contexts: int
-
-    @property
-    def coming(self) -> int: ...
-
-    def waiting(self, now: float) -> float: ...
-
-    def under_way(self, now: float) -> float: ...
-
-    def interference(self, now: float) -> float: ...
-
-    def stall(self, now: float, seconds: float) -> float: ...
-
-    def seconds_left(self, now: float) -> float: ...
-
-    def pace_of_tokens(self, interference: float, batch: float, contexts: float) -> float: ...
-
-
 class RouteCandidate:
     """One engine at the time of a decision; ``matched`` is the estimated number of cached prompt tokens."""
 
-    def __init__(self, name: str, work: KnownWork, model: CostModel, now: float, matched: int) -> None:
+    def __init__(self, name: str, work: EngineWork | ReportedWork, model: CostModel, now: float, matched: int) -> None:
         self.name = name
         self.matched = matched
         self.waiting = work.waiting(now)
@@ -287,11 +252,9 @@ class Costs:
         self._watches = False
 
     def watch(self) -> None:
-        """Observe from now on."""
         self._watches = True
 
     def work(self, name: str) -> EngineWork:
-        """Return the work of an engine."""
         found = self._works.get(name)
         if found is None:
             found = self._works[name] = EngineWork(self.model, self.clock)
@@ -299,7 +262,6 @@ class Costs:
         return found
 
     def forget(self, name: str) -> None:
-        """Forget an engine that left; its running work no longer counts."""
         self._works.pop(name, None)
         self.model.arrivals.engines = len(self._works)
 
@@ -313,24 +275,17 @@ class Costs:
         self._watches = True
         now = self.clock()
         wanted = RouteRequest(request.num_tokens, self.model.output_of(max_tokens_of(request)), targets)
-        candidates = [
-            RouteCandidate(name, self.work(name), self.model, now, matched.get(name, 0))
-            for name in self._closest(names, matched)
-        ]
+        if len(names) > CLOSEST:  # a full estimate of those with the least work, or with most of the prompt
+            idlest = heapq.nsmallest(CLOSEST, names, key=lambda name: self.work(name).backlog)
+            holders = heapq.nlargest(CLOSEST // 2, matched, key=matched.__getitem__)
+            names = list(dict.fromkeys((*idlest, *holders)))
+        candidates = [RouteCandidate(name, self.work(name), self.model, now, matched.get(name, 0)) for name in names]
         options = options_of(candidates, wanted, may_pair)
         chosen = self._unknown(options, explore) or options[0]
         others = [option for option in options[:5] if option is not chosen]
         return RouteDecision(
             chosen.kind(wanted.tokens), chosen, others, explored=chosen is not options[0], output=wanted.output
         )
-
-    def _closest(self, names: Sequence[str], matched: Mapping[str, int]) -> Iterable[str]:
-        """Return the engines that get a full estimate: those with the least work, or with most of the prompt."""
-        if len(names) <= CLOSEST:
-            return names
-        idlest = heapq.nsmallest(CLOSEST, names, key=lambda name: self.work(name).backlog)
-        holders = heapq.nlargest(CLOSEST // 2, matched, key=matched.__getitem__)
-        return dict.fromkeys((*idlest, *holders))
 
     def _unknown(self, options: Sequence[RouteOption], explore: float) -> RouteOption | None:
         """Return a pair to learn from, or None; its engines must be idle, and its estimated cost not much higher."""
@@ -385,10 +340,7 @@ class Costs:
             work.leave(request.seq_id)
 
     def generating(self, name: str, request: Request, begin: int, given: int) -> GenerationCost | None:
-        """Return an observer for an engine that will generate after ``prompt[:begin)`` and ``given`` tokens of output.
-
-        None if costs are not observed.
-        """
+        """Return an observer for an engine that will generate after ``prompt[:begin)`` and ``given`` output tokens."""
         if not self._watches:
             return None
         job = self._job(request, begin, request.num_tokens + given, 0)
@@ -407,11 +359,9 @@ class GenerationCost:
         self._tokens = 0
 
     def on_start(self, stream: OutputStream) -> None:
-        """Record that the engine has the sequence now."""
         self._job = self._work.begin(self._seq_id, self._job)
 
     def on_output(self, output: Output) -> None:
-        """Learn from the sequence's next output."""
         if not self._tokens:
             job, usage = self._job, output.usage
             computed = usage.computed if usage is not None else job.missing
@@ -422,7 +372,6 @@ class GenerationCost:
             self._work.decoded(self._job, self._tokens)
 
     def on_end(self, error: BaseException | None) -> None:
-        """Record that the engine no longer has the sequence."""
         self._work.leave(self._seq_id)
 
 

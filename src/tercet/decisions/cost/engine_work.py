@@ -1,19 +1,201 @@
-"""The work of one engine for this router: prefills in line, running decodes, and promised work.
+"""Cost of serving, in seconds, learned by observing engines, and the work of each engine: machines without I/O.
 
-A state machine without I/O; its caller reports starts and ends. Engines prefill first come, first served, so the
-duration of a prefill is the time between two successive ends, or from an arrival at an empty line to its end. That
-holds under any load, while the time from call to answer is mostly waiting.
+A :class:`CostModel` has the fleet's fits of prefills, decode steps and transfers. :class:`EngineWork` is the work of an
+engine for this router: prefills in line, running decodes, and promised work; its caller reports starts and ends.
+Engines prefill first come, first served, so the duration of a prefill is the time between two successive ends, or from
+an arrival at an empty line to its end. That holds under any load, while the time from call to answer is mostly waiting.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from operator import mul
 from typing import Literal
 
-from tercet.decisions.cost.cost_model import CostModel, EnginePace, features_of
 from tercet.protocol import EngineLoad
+
+SWEEPS = 8
+WILD = 3.0
+# Observations at the beginning change the fit much. After FIRST of them it is solved once per EVERY observations.
+FIRST, EVERY = 32, 4
+UNTOLD_OUTPUT = 256
+PACE_LIMIT = math.log(16)
+ALIKE = 0.05
+SHORT_MEMORY, PREFILLS_REMEMBERED = 10.0, 10
+
+
+class OnlineFit:
+    """Coefficients ``theta >= 0`` with ``theta . features`` close to the observed values, in relative terms.
+
+    The fit minimises the sum over observations of ``weight * ((theta . x - y) / scale)^2`` by coordinate descent on the
+    normal equations; each observation multiplies the weight of those before by ``forgetting``. A weak pull towards
+    ``prior`` (all positive) decides coefficients without observations. The first observation sets the scale of the
+    whole prior: engines differ in speed by orders of magnitude, but much less in the proportions of their coefficients.
+    An observation with more than three times the usual error counts in inverse proportion (Huber's weights).
+    """
+
+    def __init__(self, prior: Sequence[float], forgetting: float = 0.99, pull: float = 1e-3) -> None:
+        self.count = 0
+        self.theta = list(prior)
+        self._forgetting = forgetting
+        self._pull = pull
+        self._prior = list(prior)
+        self._spread = 1.0
+        size = len(prior)
+        self._squares = [[0.0] * size for _ in range(size)]
+        self._products = [0.0] * size
+
+    def predict(self, features: Sequence[float]) -> float:
+        """Return the predicted value: never negative, and never less for larger features."""
+        return sum(map(mul, self.theta, features))
+
+    def observe(self, features: Sequence[float], value: float) -> None:
+        """Learn from an observation: ``features`` are not negative, ``value`` is positive."""
+        predicted = self.predict(features)
+        if self.count == 0 and predicted > 0:
+            self._prior = [coefficient * value / predicted for coefficient in self._prior]
+            self.theta = list(self._prior)
+            predicted = value
+        self.count += 1
+        scale = max(value, predicted / 4)
+        weight = self._weight(abs(predicted - value) / scale)
+        row = [feature / scale for feature in features]
+        for products, left in zip(self._squares, row, strict=True):
+            for index, right in enumerate(row):
+                products[index] = products[index] * self._forgetting + weight * left * right
+        self._products = [
+            old * self._forgetting + weight * feature * value / scale
+            for old, feature in zip(self._products, row, strict=True)
+        ]
+        if self.count <= FIRST or self.count % EVERY == 0:
+            self._solve()
+
+    def _weight(self, error: float) -> float:
+        limit = WILD * self._spread
+        self._spread += 0.05 * (min(error, 2 * limit) - self._spread)
+        self._spread = max(self._spread, 0.01)
+        return 1.0 if error <= limit else limit / error
+
+    def _solve(self) -> None:
+        # On the router's event loop, coordinate descent from the last solution costs 26 us for six coefficients and
+        # 13 us for three; SciPy's NNLS, with the Cholesky factor that it needs, costs 28 us for either.
+        theta = self.theta
+        for _ in range(SWEEPS):
+            for index, row in enumerate(self._squares):
+                prior = self._prior[index]
+                pull = self._pull / (prior * prior)
+                others = sum(map(mul, row, theta)) - row[index] * theta[index]
+                theta[index] = max(0.0, (self._products[index] + pull * prior - others) / (row[index] + pull))
+
+
+class EnginePace:
+    """Factor by which one engine is slower than the fleet's fit; it changes slowly, and less with more observations.
+
+    The factor counts only as far as it exceeds the variation of the engine's observations: an engine that is used when
+    others are busy is mostly observed while it shares memory and cores with them, and would look slower than it is.
+    """
+
+    def __init__(self) -> None:
+        self._log = 0.0
+        self._varies = 0.0
+        self._count = 0
+
+    @property
+    def factor(self) -> float:
+        """The factor; 1 is the fleet's. Small differences count as 1, since the fit has an error of that size."""
+        alike = max(ALIKE, self._varies)
+        return math.exp(self._log * min(1.0, (self._log / alike) ** 2))
+
+    def observe(self, seconds: float, predicted: float) -> None:
+        self._count += 1
+        ratio = max(-PACE_LIMIT, min(PACE_LIMIT, math.log(max(seconds, 1e-6) / max(predicted, 1e-6))))
+        rate = max(0.05, 1 / (self._count + 10))
+        self._log += (ratio - self._log) * rate
+        self._varies += (abs(ratio - self._log) - self._varies) * rate
+
+
+class ArrivalRate:
+    """Rate at which prefills begin on an engine; it sets the length of the window for measuring load."""
+
+    def __init__(self) -> None:
+        self.engines = 0
+        self._gap = 0.0
+        self._last: float | None = None
+
+    @property
+    def memory(self) -> float:
+        """Seconds in which an engine has about ten prefills, at least ten seconds."""
+        return max(SHORT_MEMORY, PREFILLS_REMEMBERED * self._gap * self.engines)
+
+    def note(self, now: float) -> None:
+        if self._last is not None:
+            gap = now - self._last
+            self._gap += (gap - self._gap) * (0.1 if self._gap else 1.0)
+        self._last = now
+
+
+class CostModel:
+    """The fleet's fits.
+
+    Before the first observation they have the order of magnitude of one model on one accelerator.
+    """
+
+    def __init__(self) -> None:
+        self._prefills = OnlineFit((0.01, 1e-4, 1e-8, 1e-4, 5e-4, 2e-7))
+        self._steps = OnlineFit((0.01, 1e-4, 1e-7))
+        self._outputs: dict[int, tuple[int, float]] = {}
+        self.arrivals = ArrivalRate()
+        self.transfers = 0
+
+    def prefill(self, tokens: int, cached: int = 0, batch: float = 0, sent: int = 0) -> float:
+        """Return the seconds to compute ``tokens`` after ``cached`` ones, and send ``sent`` to another engine."""
+        return self._prefills.predict(features_of(tokens, cached, batch, sent))
+
+    def step(self, batch: float, contexts: float) -> float:
+        """Return the seconds of a step that decodes ``batch`` sequences with ``contexts`` tokens of KV in total."""
+        return self._steps.predict((1.0, batch, contexts))
+
+    def output_of(self, max_tokens: int | None) -> float:
+        """Return the expected output tokens of a request with this limit: the mean of requests with a similar limit."""
+        limit = math.inf if max_tokens is None else max_tokens
+        _, mean = self._outputs.get(_size_of(max_tokens), (0, UNTOLD_OUTPUT))
+        return max(1.0, min(mean, limit))
+
+    def prefilled(self, seconds: float, features: Sequence[float]) -> None:
+        """Learn that prefills with this sum of :func:`features_of` took ``seconds`` together."""
+        self.transfers += features[-1] > 0
+        self._prefills.observe(features, seconds)
+
+    @property
+    def prefills_seen(self) -> int:
+        return self._prefills.count
+
+    def predicted(self, features: Sequence[float]) -> float:
+        return self._prefills.predict(features)
+
+    def stepped(self, seconds: float, batch: float, contexts: float) -> None:
+        self._steps.observe((1.0, batch, contexts), seconds)
+
+    def ended(self, max_tokens: int | None, tokens: int) -> None:
+        size = _size_of(max_tokens)
+        count, mean = self._outputs.get(size, (0, 0.0))
+        self._outputs[size] = count + 1, mean + (tokens - mean) * max(0.05, 1 / (count + 1))
+
+
+def _size_of(max_tokens: int | None) -> int:
+    """Return the size class of a limit; limits within a factor of two count as equal."""
+    return 0 if max_tokens is None else max_tokens.bit_length()
+
+
+def features_of(tokens: int, cached: int, batch: float, sent: int) -> tuple[float, ...]:
+    """Return the terms in which a prefill's time is linear.
+
+    These are a constant, the tokens, their attention, the batch, and two terms of the send.
+    """
+    return 1.0, tokens, tokens * (cached + tokens / 2), batch, float(sent > 0), sent
+
 
 FEW = 2
 """Number of tokens that are computed as part of a decode step, and so do not wait in line."""
@@ -34,27 +216,21 @@ UNKNOWN_CONTEXT = 1024
 
 @dataclass(eq=False)
 class Job:
-    """One sequence on one engine: ``missing`` tokens to compute after ``cached`` ones, and ``sent`` tokens to push.
+    """One sequence on one engine."""
 
-    ``output`` is the expected number of tokens to produce here, after the ``given`` ones from another engine; 0 for a
-    prefill only. ``context`` is the number of tokens that its decode reads at first. ``seconds`` is the predicted time
-    of its prefill. ``stage`` is ``promised`` while a route leads here and the verb has not been called yet. ``ready``
-    is the time at which its decode is expected to begin.
-    """
-
-    missing: int
+    missing: int  # tokens to compute, after ``cached`` ones
     cached: int = 0
-    sent: int = 0
-    output: float = 0.0
+    sent: int = 0  # tokens to push
+    output: float = 0.0  # expected tokens to produce here, after the ``given`` ones of another engine; 0: prefill only
     given: int = 0
-    context: int = 0
+    context: int = 0  # tokens that its decode reads at first
     max_tokens: int | None = None
-    seconds: float = 0.0
-    stage: Literal["promised", "prefill", "decode"] = "promised"
+    seconds: float = 0.0  # predicted time of its prefill
+    stage: Literal["promised", "prefill", "decode"] = "promised"  # promised: a route leads here, no verb was called
     began: float = 0.0
-    ready: float = 0.0
+    ready: float = 0.0  # when its decode is expected to begin
     expected_end: float = 0.0
-    marks: tuple[float, float, float, int] = (0.0, 0.0, 0.0, 0)
+    marks: tuple[float, float, float, int] = (0.0, 0.0, 0.0, 0)  # sums of the engine when its decode began
 
 
 class EngineWork:
@@ -66,11 +242,10 @@ class EngineWork:
     def __init__(self, model: CostModel, clock: Callable[[], float]) -> None:
         self.prefill_pace, self.decode_pace = EnginePace(), EnginePace()
         self.decoding = self.contexts = 0
-        self._model = model
-        self._clock = clock
+        self._model, self._clock = model, clock
         self._jobs: dict[str, Job] = {}
-        self._line: dict[str, Job] = {}
-        self._coming: dict[str, Job] = {}
+        self._line: dict[str, Job] = {}  # prefills that run or wait, in order
+        self._coming: dict[str, Job] = {}  # jobs that will decode here
         self._line_seconds = self._promised_seconds = 0.0
         self._expected_ends = 0.0
         self._served_until = 0.0
@@ -83,7 +258,6 @@ class EngineWork:
 
     @property
     def idle(self) -> bool:
-        """True if the engine has no work."""
         return not self._jobs
 
     @property
@@ -135,7 +309,6 @@ class EngineWork:
     # ---- events ----------------------------------------------------------------------------------------------
 
     def promise(self, seq_id: str, job: Job) -> None:
-        """Record that a route leads to this engine."""
         self._pass_time()
         self._enter(seq_id, job)
         self._promised_seconds += job.seconds
@@ -174,7 +347,13 @@ class EngineWork:
                 self._note_prefill(took, computed, cached, sent)
             job.stage = "decode"
             if job.output:
-                self._begin_decode(seq_id, job, now)
+                del self._coming[seq_id]
+                self.decoding += 1
+                self.contexts += job.context
+                tpot = self.pace_of_tokens(self.interference(now), self.decoding, self.contexts)
+                job.began, job.expected_end = now, now + job.output * tpot
+                job.marks = (self._busy, self._batches, self._contexts_read, self._prefills)
+                self._expected_ends += job.expected_end
 
     def decoded(self, job: Job, tokens: int) -> None:
         """Record that a job produced its last token, ``tokens`` of them here; learn from it."""
@@ -213,15 +392,6 @@ class EngineWork:
         if job.output:
             self._coming[seq_id] = job
 
-    def _begin_decode(self, seq_id: str, job: Job, now: float) -> None:
-        del self._coming[seq_id]
-        self.decoding += 1
-        self.contexts += job.context
-        tpot = self.pace_of_tokens(self.interference(now), self.decoding, self.contexts)
-        job.began, job.expected_end = now, now + job.output * tpot
-        job.marks = (self._busy, self._batches, self._contexts_read, self._prefills)
-        self._expected_ends += job.expected_end
-
     def _note_prefill(self, took: float, computed: int, cached: int, sent: int) -> None:
         """Record the end of a prefill; prefills that end (nearly) together ran in one step, and are one observation."""
         features = features_of(computed, cached, self.decoding, sent)
@@ -255,34 +425,29 @@ class EngineWork:
         return now
 
 
+@dataclass
 class _Alone:
-    """The only running prefill, as far as known: its ``features``, and the time of its pick."""
+    """The only running prefill, as far as known."""
 
-    def __init__(self, at: float, tokens: int, features: tuple[float, ...]) -> None:
-        self.at = at
-        self.tokens = tokens
-        self.features = features
-        self.seen = False
+    at: float  # the time of its pick
+    tokens: int
+    features: tuple[float, ...]
+    seen: bool = False
 
 
 class ReportedWork:
     """The work of one engine by its reports alone, for processes that do not see requests begin or end there.
 
-    It is a :class:`~tercet.decisions.cost.costs.RouteCandidate`. Reports arrive at intervals, and have the number of
-    prompt tokens without a first token yet. So the time of a prefill is learned only if it ran alone: from its pick to
-    the middle of the interval in which its tokens disappeared.
-
-    ``kv_tokens`` returns the capacity of its cache. Times are ``clock``'s, in seconds. ``learned`` is the number of
-    prefills from which ``model`` has learned.
+    Its methods are those of :class:`EngineWork`. Reports arrive at intervals, and have the number of prompt tokens
+    without a first token yet. So the time of a prefill is learned only if it ran alone: from its pick to the middle of
+    the interval in which its tokens disappeared. ``kv_tokens`` returns the capacity of the engine's cache.
     """
 
     def __init__(self, model: CostModel, clock: Callable[[], float], kv_tokens: Callable[[], int]) -> None:
         self.prefill_pace, self.decode_pace = EnginePace(), EnginePace()
         self.decoding = self.contexts = self.coming = 0
-        self.learned = 0
-        self._model = model
-        self._clock = clock
-        self._kv_tokens = kv_tokens
+        self.learned = 0  # prefills from which the model has learned
+        self._model, self._clock, self._kv_tokens = model, clock, kv_tokens
         self._backlog = 0
         self._interference = 0.0
         self._at = clock()
@@ -300,7 +465,6 @@ class ReportedWork:
         self._backlog += tokens
 
     def reported(self, load: EngineLoad) -> None:
-        """Record the engine's load report."""
         now = self._clock()
         passed, before, backlog = now - self._at, self._backlog, load.tokens or 0
         self._at = now
@@ -341,7 +505,6 @@ class ReportedWork:
     # ---- remaining work --------------------------------------------------------------------------------------
 
     def waiting(self, now: float) -> float:
-        """Return the seconds of prefill ahead of a new arrival."""
         return self._model.prefill(self._backlog, 0, self.decoding) * self.prefill_pace.factor if self._backlog else 0.0
 
     def under_way(self, now: float) -> float:
@@ -349,11 +512,9 @@ class ReportedWork:
         return self.waiting(now)
 
     def interference(self, now: float) -> float:
-        """Return the share of recent time in which prefills ran here."""
         return self._interference
 
     def stall(self, now: float, seconds: float) -> float:
-        """Return the total delay of decodes if a prefill that arrives now occupies the engine for ``seconds``."""
         return seconds * self.decoding
 
     def seconds_left(self, now: float) -> float:
@@ -364,6 +525,5 @@ class ReportedWork:
         return self._model.output_of(None) / 2 * tpot
 
     def pace_of_tokens(self, interference: float, batch: float, contexts: float) -> float:
-        """Return the seconds per token of a running decode; prefills take this share of the time between steps."""
         step = self._model.step(batch, contexts) * self.decode_pace.factor
         return step / (1 - min(MOST_INTERFERENCE, interference))

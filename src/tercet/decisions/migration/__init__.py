@@ -1,10 +1,12 @@
 """Moves of running sequences between engines: the move itself, and the policies that propose moves."""
 
-from tercet.decisions.migration.limits import CountedMove, MovesUnderWay, Rescheduling
 from tercet.decisions.migration.live import Movable, Stage, migrate
 from tercet.decisions.migration.policies import (
+    CountedMove,
     LoadedEngine,
+    MovesUnderWay,
     Policy,
+    Rescheduling,
     Selection,
     SequenceView,
     Wanted,
@@ -22,26 +24,7 @@ from tercet.decisions.migration.policies import (
 )
 
 __all__ = [
-    "CountedMove",
-    "LoadedEngine",
-    "Movable",
-    "MovesUnderWay",
-    "Policy",
-    "Rescheduling",
-    "Selection",
-    "SequenceView",
-    "Stage",
-    "Wanted",
-    "balance",
-    "best_fit",
-    "consolidate",
-    "defragment",
-    "drain",
-    "failover",
-    "least_loaded",
-    "migrate",
-    "mitigate",
-    "move",
-    "policies_of",
-    "prefill_to_decode",
-]
+    "CountedMove", "LoadedEngine", "Movable", "MovesUnderWay", "Policy", "Rescheduling", "Selection", "SequenceView",
+    "Stage", "Wanted", "balance", "best_fit", "consolidate", "defragment", "drain", "failover", "least_loaded",
+    "migrate", "mitigate", "move", "policies_of", "prefill_to_decode",
+]  # fmt: skip

@@ -8,17 +8,21 @@ settings name, from the user's files too.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+import logging
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import Literal, cast
+from typing import Literal, Protocol, cast
 
-from tercet.decisions.scheduling.registry import load_module, user_file
-from tercet.protocol import BadRequest, Revision, Role, may_exchange_kv
+import msgspec
+
+from tercet.decisions.scheduling.assembly import load_module, user_file
+from tercet.protocol import BadRequest, NoSpace, Revision, Role, may_exchange_kv
 from tercet.protocol.addresses import UNKNOWN_REVISION
-from tercet.settings import RescheduleSettings
+from tercet.settings import MoveSettings, RescheduleSettings
 
 Order = Literal["FIT", "SR", "LR", "FCR", "LCR", "FCW", "FCWSR"]
 Measure = Literal["num_req", "num_tokens", "block_ratio"]
@@ -28,17 +32,13 @@ FIELD = "reschedule"
 
 @dataclass(frozen=True)
 class SequenceView:
-    """One sequence on an engine, as policies see it.
-
-    ``tokens`` is the number of tokens of its prompt and output, ``share`` the part of the engine's KV cache (0 to 1)
-    that they take; ``age`` is in seconds. ``running`` is True once it has a token; it waits before.
-    """
+    """One sequence on an engine, as policies see it."""
 
     seq_id: str
-    tokens: int
-    share: float
-    running: bool
-    age: float
+    tokens: int  # of its prompt and output
+    share: float  # the part of the engine's KV cache (0 to 1) that they take
+    running: bool  # it has a token; before, it waits
+    age: float  # in seconds
 
 
 @dataclass(frozen=True)
@@ -110,27 +110,21 @@ ORDERS: Mapping[str, Callable[[Sequence[SequenceView]], list[SequenceView]]] = {
 
 @dataclass
 class LoadedEngine:
-    """One engine and the sequences that may be moved away from it.
-
-    ``load`` is the share of its KV cache in use, 0 to 1, None if it has not reported any; ``waiting`` is the number of
-    requests in its queue. ``draining`` engines are to be emptied, ``stale`` ones have shown no progress for longer than
-    the settings allow. KV moves between engines whose ``revision`` allows it.
-    """
+    """One engine and the sequences that may be moved away from it."""
 
     name: str
     role: Role
-    load: float | None
+    load: float | None  # share of its KV cache in use, 0 to 1; None if it has not reported any
     sequences: Sequence[SequenceView] = ()
-    draining: bool = False
+    draining: bool = False  # it is to be emptied
     reachable: bool = True
-    stale: bool = False
-    waiting: int = 0
-    revision: Revision = UNKNOWN_REVISION
-    arriving: float = field(default=0.0)
+    stale: bool = False  # it has shown no progress for longer than the settings allow
+    waiting: int = 0  # requests in its queue
+    revision: Revision = UNKNOWN_REVISION  # KV moves between engines whose revisions allow it
+    arriving: float = 0.0  # share of the KV cache of moves that will arrive, less those that leave
 
     @property
     def takes(self) -> bool:
-        """True if sequences may be moved to this engine."""
         return self.reachable and not self.draining and not self.stale
 
     @property
@@ -145,11 +139,9 @@ class LoadedEngine:
 
     @property
     def free(self) -> float:
-        """The share of the KV cache that would be free."""
         return max(0.0, 1.0 - self.believed)
 
     def can(self, role: Role) -> bool:
-        """Return True if the engine may serve in the role."""
         return role == "both" or self.role in (role, "both")
 
     def fits(self, other: LoadedEngine) -> bool:
@@ -186,23 +178,6 @@ def move(sequence: SequenceView, source: LoadedEngine, destination: LoadedEngine
     return Wanted(sequence.seq_id, source.name, destination.name, reason)
 
 
-def fitting(source: LoadedEngine, engines: Iterable[LoadedEngine]) -> list[LoadedEngine]:
-    """Return the engines on which sequences of ``source`` may continue."""
-    return [each for each in engines if each.fits(source)]
-
-
-def groups_that_fit(engines: Iterable[LoadedEngine]) -> list[list[LoadedEngine]]:
-    """Return the engines, in groups within which sequences may move."""
-    groups = list[list[LoadedEngine]]()
-    for engine in engines:
-        group = next((group for group in groups if group[0].fits(engine)), None)
-        if group is None:
-            groups.append([engine])
-        else:
-            group.append(engine)
-    return groups
-
-
 def least_loaded(engines: Iterable[LoadedEngine], role: Role = "both") -> LoadedEngine | None:
     """Return the least loaded engine that accepts sequences and may serve in the role; None without one."""
     able = (each for each in engines if each.takes and each.can(role))
@@ -216,7 +191,7 @@ def best_fit(engines: Iterable[LoadedEngine], share: float, ceiling: float) -> L
 
 
 def drain(engines: Sequence[LoadedEngine]) -> Iterator[Wanted]:
-    """Yield moves of every sequence away from an engine that is to be emptied: see :func:`refuge`."""
+    """Yield moves of every sequence away from an engine that is to be emptied."""
     for source in engines:
         if source.draining:
             yield from _emptied(source, engines, "drain")
@@ -232,16 +207,6 @@ def failover(engines: Sequence[LoadedEngine]) -> Iterator[Wanted]:
             yield from _emptied(source, engines, "failover")
 
 
-def refuge(engines: Sequence[LoadedEngine], source: LoadedEngine, sequence: SequenceView) -> LoadedEngine | None:
-    """Return the least loaded engine for the sequence's next work, or of any role if no engine has that role.
-
-    A running sequence needs decoding; a waiting one waits again, at an engine with its engine's role. None if no engine
-    may exchange KV with ``source``.
-    """
-    able = fitting(source, engines)
-    return least_loaded(able, "decode" if sequence.running else source.role) or least_loaded(able)
-
-
 def prefill_to_decode(engines: Sequence[LoadedEngine]) -> Iterator[Wanted]:
     """Yield moves of sequences with a first token from prefill engines to the least loaded decode engine.
 
@@ -251,7 +216,8 @@ def prefill_to_decode(engines: Sequence[LoadedEngine]) -> Iterator[Wanted]:
     for source in engines:
         if source.role == "prefill" and source.takes:
             for sequence in source.sequences:
-                destination = least_loaded(fitting(source, engines), "decode") if sequence.running else None
+                able = [each for each in engines if each.fits(source)]
+                destination = least_loaded(able, "decode") if sequence.running else None
                 if destination is not None:
                     yield move(sequence, source, destination, "prefill_to_decode")
 
@@ -265,30 +231,33 @@ def balance(
     brings the demands closer together, and only if the destination has space. Groups of engines that exchange no KV
     with each other are balanced separately.
     """
-    able = [engine for engine in engines if engine.role in roles and engine.takes and engine.load is not None]
-    for group in groups_that_fit(able):
-        yield from _balanced(group, threshold, selection, reason)
-
-
-def _balanced(
-    able: list[LoadedEngine], threshold: float, selection: Selection, reason: str
-) -> Iterator[Wanted]:  # fmt: skip
-    able.sort(key=lambda each: each.demand)
-    for destination, source in islice(zip(able, reversed(able), strict=True), len(able) // 2):
-        gap = source.demand - destination.demand
-        if gap <= threshold:
-            return
-        for sequence in selection.of(source.sequences, gap / 2):
+    groups = list[list[LoadedEngine]]()
+    for engine in engines:
+        if engine.role in roles and engine.takes and engine.load is not None:
+            group = next((group for group in groups if group[0].fits(engine)), None)
+            if group is None:
+                groups.append([engine])
+            else:
+                group.append(engine)
+    for group in groups:
+        group.sort(key=lambda each: each.demand)
+        for destination, source in islice(zip(group, reversed(group), strict=True), len(group) // 2):
             gap = source.demand - destination.demand
             if gap <= threshold:
                 break
-            if abs(gap - 2 * sequence.share) < gap and sequence.share <= destination.free:
-                yield move(sequence, source, destination, reason)
+            for sequence in selection.of(source.sequences, gap / 2):
+                gap = source.demand - destination.demand
+                if gap <= threshold:
+                    break
+                if abs(gap - 2 * sequence.share) < gap and sequence.share <= destination.free:
+                    yield move(sequence, source, destination, reason)
 
 
 def _emptied(source: LoadedEngine, engines: Sequence[LoadedEngine], reason: str) -> Iterator[Wanted]:
+    able = [each for each in engines if each.fits(source)]
     for sequence in source.sequences:
-        destination = refuge(engines, source, sequence)
+        # A running sequence needs decoding; a waiting one waits again, at an engine of the same role, or of any.
+        destination = least_loaded(able, "decode" if sequence.running else source.role) or least_loaded(able)
         if destination is not None:
             yield move(sequence, source, destination, reason)
 
@@ -348,25 +317,19 @@ def defragment(engines: Sequence[LoadedEngine]) -> Iterator[Wanted]:
             yield move(head, source, destination, "defragment")
         else:
             fitting_nowhere.append((head, [source, *others]))
-    for head, able in fitting_nowhere:
-        if making := list(_make_room(head.share, able)):
-            yield from making
+    for head, engines_that_fit in fitting_nowhere:
+        able = [each for each in engines_that_fit if each.load is not None]
+        target = max(able, key=lambda each: each.free)
+        needed, leaving = head.share - target.free, list[SequenceView]()
+        for sequence in Selection("SR", "block_ratio", FULL).of(target.sequences):
+            if needed <= 0:
+                break
+            leaving.append(sequence)
+            needed -= sequence.share
+        placed = _place(leaving, [each for each in able if each is not target], FULL)
+        if needed <= 0 and placed and len(placed) == len(leaving):
+            yield from _moved(placed, target, "defragment")
             return
-
-
-def _make_room(share: float, engines: Sequence[LoadedEngine]) -> Iterator[Wanted]:
-    """Yield moves after which one of these engines has space for ``share``; none if no moves achieve that."""
-    able = [each for each in engines if each.load is not None]
-    target = max(able, key=lambda each: each.free)
-    needed, leaving = share - target.free, list[SequenceView]()
-    for sequence in Selection("SR", "block_ratio", FULL).of(target.sequences):
-        if needed <= 0:
-            break
-        leaving.append(sequence)
-        needed -= sequence.share
-    placed = _place(leaving, [each for each in able if each is not target], FULL)
-    if needed <= 0 and len(placed) == len(leaving):
-        yield from _moved(placed, target, "defragment")
 
 
 def _others(source: LoadedEngine, engines: Iterable[LoadedEngine]) -> list[LoadedEngine]:
@@ -394,38 +357,182 @@ def _moved(placed: Iterable[Placed], source: LoadedEngine, reason: str) -> Itera
 
 def policies_of(settings: RescheduleSettings) -> tuple[Policy, ...]:
     """Return the policies in the settings, in order; raise :class:`~tercet.protocol.BadRequest` for an unknown one."""
-    return tuple(BUILT_IN[name](settings) if name in BUILT_IN else _from_file(name) for name in settings.policies)
-
-
-def _from_file(name: str) -> Policy:
-    path, colon, function_name = name.rpartition(":")
-    if not colon:
-        known = ", ".join(BUILT_IN)
-        raise BadRequest(f"{FIELD}: there is no policy {name!r}; choose one of {known}, or file.py:function", FIELD)
-    function = getattr(load_module(user_file(path, FIELD, Path()), FIELD), function_name, None)
-    if not callable(function):
-        raise BadRequest(f"{FIELD}: {path} has no function {function_name}", FIELD)
-    return cast("Policy", function)  # its results are checked when it is called
+    policies = list[Policy]()
+    for name in settings.policies:
+        if name in BUILT_IN:
+            policies.append(BUILT_IN[name](settings))
+            continue
+        path, colon, function_name = name.rpartition(":")
+        if not colon:
+            known = ", ".join(BUILT_IN)
+            raise BadRequest(f"{FIELD}: there is no policy {name!r}; choose one of {known}, or file.py:function", FIELD)
+        function = getattr(load_module(user_file(path, FIELD, Path()), FIELD), function_name, None)
+        if not callable(function):
+            raise BadRequest(f"{FIELD}: {path} has no function {function_name}", FIELD)
+        policies.append(cast("Policy", function))  # its results are checked when it is called
+    return tuple(policies)
 
 
 def _selection(settings: RescheduleSettings) -> Selection:
     return Selection(settings.order, settings.measure, settings.value)
 
 
-def _balancing(role: Role, reason: str) -> Callable[[RescheduleSettings], Policy]:
-    def made(settings: RescheduleSettings) -> Policy:
-        return partial(
-            balance, roles=(role,), threshold=settings.threshold, selection=_selection(settings), reason=reason
-        )
-
-    return made
+def _balancing(settings: RescheduleSettings, role: Role, reason: str) -> Policy:
+    return partial(balance, roles=(role,), threshold=settings.threshold, selection=_selection(settings), reason=reason)
 
 
 BUILT_IN: Mapping[str, Callable[[RescheduleSettings], Policy]] = {
     "prefill_to_decode": lambda settings: prefill_to_decode,
-    "decode_load": _balancing("decode", "decode_load"),
-    "neutral_load": _balancing("both", "neutral_load"),
+    "decode_load": lambda settings: _balancing(settings, "decode", "decode_load"),
+    "neutral_load": lambda settings: _balancing(settings, "both", "neutral_load"),
     "binpack_mitigation": lambda settings: partial(mitigate, ceiling=settings.ceiling, selection=_selection(settings)),
     "binpack_consolidation": lambda settings: partial(consolidate, ceiling=settings.ceiling),
     "defragment": lambda settings: defragment,
 }
+
+
+logger = logging.getLogger("tercet.router")
+RETRY_DELAY_S = 2.0
+"""Time in seconds after the start of a move in which its sequence is not moved again.
+
+Engines' reports are older than the move, and a failed move would fail again.
+"""
+
+
+class CountedMove(msgspec.Struct, frozen=True):
+    """A move as limits count it."""
+
+    source: str
+    destination: str
+    tokens: int
+    share: float = 0.0  # of the destination's KV cache, which the tokens take
+    usage: float | None = None  # the used share of that cache; None if unknown
+
+
+class Announcements(Protocol):
+    """Shared record of moves in flight, so that limits apply across worker processes."""
+
+    def announce(self, moves: Sequence[CountedMove]) -> None:
+        """Publish the moves of this process, replacing its earlier ones."""
+        ...
+
+    def announced(self) -> Sequence[CountedMove]:
+        """Return the moves of all other processes."""
+        ...
+
+
+class MovesUnderWay:
+    """The moves of this process that are in flight.
+
+    Limits apply to them together with those of the other processes in ``shared``, if that is not None.
+    """
+
+    def __init__(self, limits: MoveSettings, shared: Announcements | None = None) -> None:
+        self._limits = limits
+        self.shared = shared
+        self._moves: dict[object, CountedMove] = {}
+
+    def __len__(self) -> int:
+        return len(self._moves)
+
+    def everywhere(self) -> list[CountedMove]:
+        return [*self._moves.values(), *(self.shared.announced() if self.shared is not None else ())]
+
+    def refusal(self, proposed: CountedMove) -> str | None:
+        """Return the reason why a move may not begin now; None if it may."""
+        return self._refusal(proposed, self.everywhere())
+
+    @contextmanager
+    def counted(self, proposed: CountedMove) -> Generator[None]:
+        """Count the move as in flight while entered. Raise :class:`~tercet.protocol.NoSpace` if a limit forbids it."""
+        key = object()
+        try:
+            # Announce first, then check the others: of two moves that exceed a limit together, at least one process
+            # sees the other.
+            self._moves[key] = proposed
+            self._announce()
+            others = self.everywhere()
+            others.remove(proposed)
+            refusal = self._refusal(proposed, others)
+            if refusal is not None:
+                raise NoSpace(f"destination: {refusal}", "destination")
+            yield
+        finally:
+            del self._moves[key]
+            self._announce()
+
+    def _announce(self) -> None:
+        if self.shared is not None:
+            self.shared.announce(list(self._moves.values()))
+
+    def _refusal(self, proposed: CountedMove, moves: Sequence[CountedMove]) -> str | None:
+        limits = self._limits
+        if proposed.usage is not None and proposed.usage >= limits.ceiling:
+            return f"{proposed.destination} uses {proposed.usage:.0%} of its KV cache"
+        of_one = limits.per_engine, limits.tokens_per_engine, limits.kv_usage_per_engine
+        to = [each for each in moves if each.destination == proposed.destination]
+        away = [each for each in moves if each.source == proposed.source]
+        for where, group, (most, most_tokens, most_kv) in (
+            (f"to {proposed.destination}", to, of_one),
+            (f"away from {proposed.source}", away, of_one),
+            ("already", moves, (limits.at_once, limits.tokens, limits.kv_usage)),
+        ):
+            if len(group) >= most:
+                return f"{len(group)} sequences move {where}, and at most {most} may"
+            if not group:  # a move that exceeds a limit alone may run alone, else it could never run
+                continue
+            tokens, share = sum(each.tokens for each in group), sum(each.share for each in group)
+            if most_tokens is not None and tokens + proposed.tokens > most_tokens:
+                return f"{tokens} tokens move {where}; with {proposed.tokens} more they exceed {most_tokens}"
+            if most_kv is not None and share + proposed.share > most_kv:
+                return (
+                    f"{share:.1%} of a KV cache move {where}; with {proposed.share:.1%} more they exceed {most_kv:.1%}"
+                )
+        return None
+
+
+class Rescheduling:
+    """Decisions of the rounds, without I/O. Times are seconds of one monotonic clock."""
+
+    def __init__(self, policies: Sequence[Policy]) -> None:
+        self._policies = tuple(policies)
+        self._not_before: dict[str, float] = {}
+        self._failing: set[Policy] = set()
+
+    def leaves_alone(self, seq_id: str) -> bool:
+        return seq_id in self._not_before
+
+    def begins(self, now: float) -> None:
+        """Begin a round: sequences whose pause has ended may be moved again."""
+        self._not_before = {seq_id: at for seq_id, at in self._not_before.items() if at > now}
+
+    def wanted(self, engines: Sequence[LoadedEngine]) -> Iterator[Wanted]:
+        """Yield the moves to make, each sequence at most once, and only between engines that may exchange KV.
+
+        ``engines`` have only sequences that may be moved.
+        """
+        seen, by_name = set[str](), {engine.name: engine for engine in engines}
+        for policy in self._policies:
+            for wanted in self._proposals(policy, engines):
+                source, destination = by_name.get(wanted.source), by_name.get(wanted.destination)
+                unfit = source is not None and destination is not None and not source.fits(destination)
+                if not unfit and wanted.seq_id not in seen:
+                    seen.add(wanted.seq_id)
+                    yield wanted
+
+    def moved(self, seq_id: str, now: float) -> None:
+        self._not_before[seq_id] = now + RETRY_DELAY_S
+
+    def _proposals(self, policy: Policy, engines: Sequence[LoadedEngine]) -> Iterator[Wanted]:
+        """Yield a policy's proposals; if a user's policy raises an error, its proposals end and the others continue."""
+        try:
+            for wanted in policy(engines):
+                if not isinstance(wanted, Wanted):  # pyright: ignore[reportUnnecessaryIsInstance]
+                    raise TypeError(f"it proposes {wanted!r}; yield results of tercet.decisions.migration.move()")
+                yield wanted
+        except Exception:
+            if policy not in self._failing:
+                logger.exception("moves: a policy failed and is ignored in this round: %s", policy)
+            self._failing.add(policy)
+        else:
+            self._failing.discard(policy)

@@ -8,17 +8,6 @@ from tercet.decisions.scheduling.plugin import Decider, Decision, Engines, Filte
 from tercet.decisions.scheduling.profiles import PICKERS, ConcurrencyLimit, Saturation, Scheduling, SchedulingProfile
 
 __all__ = [
-    "PICKERS",
-    "ConcurrencyLimit",
-    "Decider",
-    "Decision",
-    "Engines",
-    "Filter",
-    "Knowledge",
-    "Picker",
-    "Saturation",
-    "Scheduling",
-    "SchedulingProfile",
-    "Scorer",
-    "load_scheduling",
-]
+    "PICKERS", "ConcurrencyLimit", "Decider", "Decision", "Engines", "Filter", "Knowledge", "Picker", "Saturation",
+    "Scheduling", "SchedulingProfile", "Scorer", "load_scheduling",
+]  # fmt: skip

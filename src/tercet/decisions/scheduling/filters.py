@@ -14,7 +14,21 @@ import numpy as np
 from msgspec import Meta
 
 from tercet.decisions.scheduling.plugin import Booleans, Decision, Engines, Filter, Floats, preference
-from tercet.decisions.scheduling.scorers import Header, prompt_tokens_of, routed_match, session_of, stored_shares
+from tercet.decisions.scheduling.scorers import (
+    RANGE_LABEL,
+    TIERS,
+    Header,
+    Label,
+    Tier,
+    TierLabels,
+    is_in,
+    length_of,
+    prompt_tokens_of,
+    range_of,
+    routed_match,
+    session_of,
+    stored_shares,
+)
 from tercet.protocol.headers import SESSION_HEADER
 
 Share = Annotated[float, Meta(ge=0, le=1)]
@@ -199,7 +213,6 @@ class PrefixCacheAffinityFilter(AffinityFilter, frozen=True):
         return matched[engines.rows] / max(1, of)
 
     def picked(self, decision: Decision, row: int) -> None:
-        """Record that the prompt's blocks will be on the picked engine."""
         hashes = decision.hashes(self.block_size, self.max_prefix_blocks_to_match)
         if hashes:
             decision.knowledge.routed(self.block_size, self.lru_capacity_per_server).note(row, hashes)
@@ -228,3 +241,31 @@ class SessionAffinityFilter(Filter, frozen=True):
             return np.ones(len(engines), dtype=np.bool_)
         weights = preference(session, engines.keys)
         return np.arange(len(engines)) == weights.argmax()
+
+
+# ---- engines' labels, as the scorers of the same names read them -----------------------------------------------------
+
+
+class TopologyAffinityFilter(Filter, frozen=True):
+    """Filter that keeps engines at least as near as ``min_affinity``; all if no engine is, or without a partner."""
+
+    min_affinity: Tier = "host"
+    labels: TierLabels = TierLabels()
+
+    def keep(self, decision: Decision, engines: Engines) -> Sequence[bool]:
+        if decision.partner is None:
+            return [True] * len(engines)
+        near = TIERS[: TIERS.index(self.min_affinity) + 1]
+        keep = [self.labels.nearest_common(decision.partner, engine) in near for engine in engines]
+        return keep if any(keep) else [True] * len(engines)
+
+
+class ContextLengthFilter(Filter, frozen=True):
+    """Filter that keeps engines whose range contains the prompt's length, and engines without the label."""
+
+    label: Label = RANGE_LABEL
+
+    def keep(self, decision: Decision, engines: Engines) -> Sequence[bool]:
+        length, label = length_of(decision), self.label
+        texts = [engine.labels.get(label) for engine in engines]
+        return [text is None or is_in(range_of(text), length) for text in texts]

@@ -75,7 +75,7 @@ class Reports(Protocol):
         ...
 
 
-def _said(name: str) -> cached_property[Floats]:
+def _reported(name: str) -> cached_property[Floats]:
     """Return a property for a column, which is looked up at its first use."""
     return cached_property(lambda engines: engines._reports.column(name, engines.rows))
 
@@ -83,17 +83,16 @@ def _said(name: str) -> cached_property[Floats]:
 class Engines:
     """The candidates of one decision, in one order: ``engines[i]`` belongs to item ``i`` of each column.
 
-    Iterating gives :class:`EngineView` objects. Columns of reports have NaN for unknown values: requests ``waiting``
-    and ``running``, ``tokens`` still to process, the share (0 to 1) of the KV cache in use (``kv_usage``), the seconds
-    of recent steps (``step_time``), and the ``age`` in seconds of the last report, however old.
+    Iterating gives :class:`EngineView` objects. Columns of reports have NaN for unknown values; of this router's own
+    sequences there are their numbers, ``in_flight``, and those of their prompt tokens.
     """
 
-    waiting = _said("waiting")
-    running = _said("running")
-    tokens = _said("tokens")
-    kv_usage = _said("kv_usage")
-    step_time = _said("step_time")
-    age = _said("age")
+    waiting = _reported("waiting")  # requests
+    running = _reported("running")
+    tokens = _reported("tokens")  # still to process
+    kv_usage = _reported("kv_usage")  # the share (0 to 1) of the KV cache in use
+    step_time = _reported("step_time")  # seconds of recent steps
+    age = _reported("age")  # seconds since the last report, however old
 
     def __init__(
         self, views: Sequence[EngineView], rows: Integers, reports: Reports, places: Integers | None = None
@@ -107,7 +106,6 @@ class Engines:
 
     @cached_property
     def views(self) -> Sequence[EngineView]:
-        """The view of each engine."""
         if self._places is None:
             return self._all
         places: list[int] = self._places.tolist()
@@ -129,7 +127,6 @@ class Engines:
         return self._all[index if self._places is None else self._places[index]]
 
     def where(self, keep: Sequence[bool] | Booleans) -> Engines:
-        """Return the engines for which ``keep`` is True."""
         if isinstance(keep, list) and False not in keep:  # a tenth of the cost of an array
             return self
         chosen = np.asarray(keep, dtype=np.bool_)
@@ -149,22 +146,18 @@ class Engines:
 
     @cached_property
     def in_flight(self) -> Floats:
-        """Number of sequences that this router runs on each engine."""
         return self._reports.counted("in_flight", self.rows)
 
     @cached_property
     def in_flight_tokens(self) -> Floats:
-        """Number of prompt tokens of the sequences that this router runs on each engine."""
         return self._reports.counted("in_flight_tokens", self.rows)
 
     @cached_property
     def adapter_loads(self) -> Sequence[AdapterLoad | None]:
-        """LoRA adapters that each engine uses; None for one without adapters or a recent report."""
         return self._reports.adapters(self.rows)
 
     @cached_property
     def keys(self) -> NDArray[np.uint64]:
-        """A hash of each engine's name, the same in every process."""
         return self._reports.keys(self.rows)
 
 
@@ -213,20 +206,16 @@ class Knowledge(Protocol):
 
 @dataclass
 class Decision:
-    """One pick: its request and role, and the matches that scorers found.
-
-    ``matched`` is the estimated number of the prompt's tokens in the cache of each engine (by row); None before a
-    scorer has estimated it. ``partner`` is the picked decode engine when an engine is picked to prefill for it, None if
-    unknown. ``scored`` has the engines that filters left and their weighted scores by scorer, once they are known.
-    """
+    """One pick: its request and role, and the matches that scorers found."""
 
     request: Request | None
     role: Role
     knowledge: Knowledge
     random: Random
+    # The estimated number of the prompt's tokens in each engine's cache, by row; None before a scorer estimated it.
     matched: Integers | None = None
-    partner: EngineView | None = None
-    scored: tuple[Engines, Floats] | None = None
+    partner: EngineView | None = None  # the picked decode engine, for a pick of one that prefills for it
+    scored: tuple[Engines, Floats] | None = None  # the engines that filters left, and their weighted scores by scorer
     _hashes: dict[tuple[int, int | None], list[int]] = field(default_factory=dict[tuple[int, "int | None"], list[int]])
 
     def hashes(self, block_size: int, limit: int | None = None) -> list[int]:
@@ -239,7 +228,6 @@ class Decision:
         return self._hashes[key]
 
     def note_match(self, tokens: Integers) -> None:
-        """Record a scorer's estimate of cached tokens, by row; the largest estimate counts."""
         self.matched = tokens if self.matched is None else np.maximum(self.matched, tokens)
 
 

@@ -141,7 +141,6 @@ class SchedulingProfile:
 
     @cached_property
     def _weights(self) -> Floats:
-        """Weights of the scorers, as a column."""
         return np.array([[weight] for _, weight in self.scorers], dtype=np.float64)
 
     def pick(self, decision: Decision, engines: Engines) -> int:
@@ -153,7 +152,14 @@ class SchedulingProfile:
 
     def ranked(self, decision: Decision, engines: Engines, most: int) -> list[int]:
         """Return the row of the engine to pick, then those to try next, by scores; at most ``most`` rows."""
-        left = self._filtered(decision, engines)
+        left = engines
+        for plugin in self.filters:
+            kept = left.kept_by(plugin, decision)
+            if len(kept):
+                left = kept
+            elif plugin.strict:
+                leaves_out = f"{type(plugin).__name__} leaves out all {len(left)}"
+                raise EngineUnreachable(f"the profile {self.name!r} finds no engine: {leaves_out}")
         scores = self._scores(decision, left)
         first = self.picker.pick(decision, left, scores)
         rows = [int(left.rows[first])]
@@ -181,17 +187,6 @@ class SchedulingProfile:
             for (scorer, _), given in zip(self.scorers, scores[:, place].tolist(), strict=True)
         }
         return best, parts, len(engines)
-
-    def _filtered(self, decision: Decision, engines: Engines) -> Engines:
-        for plugin in self.filters:
-            left = engines.kept_by(plugin, decision)
-            if len(left):
-                engines = left
-            elif plugin.strict:
-                raise EngineUnreachable(
-                    f"the profile {self.name!r} finds no engine: {type(plugin).__name__} leaves out all {len(engines)}"
-                )
-        return engines
 
     def _scores(self, decision: Decision, engines: Engines) -> Floats:
         if not self.scorers:
@@ -229,20 +224,15 @@ class ConcurrencyLimit(msgspec.Struct, frozen=True, kw_only=True, rename="camel"
 
 @dataclass(frozen=True)
 class Scheduling:
-    """The rules by which a fleet picks engines.
-
-    ``by_role`` has the profile of each role; ``decider`` decides whether a second engine prefills. ``files`` are the
-    scheduling file and those of the user's plugins. ``saturation`` has the limits of an engine's space. The first of
-    the ``fairness_headers`` that a request has names its flow, if it has no fairness id.
-    """
+    """The rules by which a fleet picks engines."""
 
     profiles: Mapping[str, SchedulingProfile] = field(default_factory=dict[str, SchedulingProfile])
-    by_role: Mapping[Role, str] = field(default_factory=dict[Role, str])
+    by_role: Mapping[Role, str] = field(default_factory=dict[Role, str])  # the profile of each role
     deciders: Mapping[str, Decider] = field(default_factory=dict[str, Decider])
-    decider: Decider = field(default_factory=AlwaysDisaggregate)
-    files: Sequence[Path] = ()
-    saturation: Saturation | ConcurrencyLimit | None = None
-    fairness_headers: Sequence[str] = ()
+    decider: Decider = field(default_factory=AlwaysDisaggregate)  # whether a second engine prefills
+    files: Sequence[Path] = ()  # the scheduling file and those of the user's plugins
+    saturation: Saturation | ConcurrencyLimit | None = None  # the limits of an engine's space
+    fairness_headers: Sequence[str] = ()  # the first that a request has names its flow, if it has no fairness id
 
     def profile(self, by: str, role: Role) -> SchedulingProfile | None:
         """Return the profile ``by``, or that of the role if ``by`` is ``scheduled``; None if it does not exist."""
@@ -250,7 +240,6 @@ class Scheduling:
 
     @property
     def splits(self) -> bool:
-        """True if engines that prefill for others have a separate profile."""
         return self.by_role.get("prefill", "") not in ("", self.by_role.get("decode"))
 
     def decider_called(self, name: str | None) -> Decider:
@@ -277,10 +266,8 @@ class SingleProfileHandler(Handler, frozen=True):
 
     def assign(self, profiles: Mapping[str, SchedulingProfile], deciders: Mapping[str, Decider], at: str) -> Scheduling:
         if len(profiles) != 1:
-            field = "schedulingProfiles"
-            raise BadRequest(
-                f"{field}: a single-profile-handler needs one profile, but there are {len(profiles)}", field
-            )
+            why = f"a single-profile-handler needs one profile, but there are {len(profiles)}"
+            raise BadRequest(f"schedulingProfiles: {why}", "schedulingProfiles")
         return of_one_profile(profiles, deciders)
 
 

@@ -1,18 +1,23 @@
 """Scorers: they rate each engine for a request, from 0 to 1.
 
-An engine without a recent report gets the middle of a load scorer's range.
+An engine without a recent report gets the middle of a load scorer's range. The last ones read engines' labels: how near
+an engine is to its partner, by the nearest tier that both share, as in llm-d-router's ``topology-affinity-scorer``; and
+for which prompt lengths it is meant, a label such as ``0-8192`` (tokens, both ends included), as in llm-d-router's
+``context-length-aware``. The formulas are from there.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Annotated, ClassVar, Protocol
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from typing import Annotated, ClassVar, Literal, Protocol
 
+import msgspec
 import numpy as np
 from msgspec import Meta
 
 from tercet.decisions.scheduling.plugin import Decision, Engines, Floats, Integers, Scorer, preference
-from tercet.protocol import AdapterLoad, Request
+from tercet.protocol import AdapterLoad, EngineView, Request
 from tercet.protocol.headers import OTHER_SESSION_HEADERS, SESSION_HEADER
 from tercet.protocol.names import owned_name
 
@@ -147,7 +152,6 @@ class PrefixCacheScorer(MatchScorer, frozen=True):
         return self.weighed(matched[engines.rows], of, self.block_size) if of else np.zeros(len(engines))
 
     def picked(self, decision: Decision, row: int) -> None:
-        """Record that the prompt's blocks will be on the picked engine."""
         hashes = decision.hashes(self.block_size, self.max_prefix_blocks_to_match)
         if hashes:
             decision.knowledge.routed(self.block_size, self.lru_capacity_per_server).note(row, hashes)
@@ -287,3 +291,93 @@ def session_of(request: Request | None, header: str, by_user: bool) -> str | Non
     named = (request.headers.get(name) for name in (header, *OTHER_SESSION_HEADERS))
     found = next(filter(None, named), None) or request.session or (request.user if by_user else None)
     return owned_name(found, request.headers) if found else None
+
+
+# ---- engines' labels -------------------------------------------------------------------------------------------------
+
+Tier = Literal["host", "rack", "zone", "region"]
+TIERS: Sequence[Tier] = ("host", "rack", "zone", "region")
+SCORES = {"host": 1.0, "rack": 0.2, "zone": 0.05, "region": 0.02}
+Label = Annotated[str, Meta(min_length=1)]
+RANGE_LABEL = "llm-d.ai/context-length-range"
+BEST_OUTSIDE = 0.3
+"""Limit between scores: those outside of an engine's range are below it, those inside are above."""
+WITHOUT_LABEL = 0.5
+
+
+class TierLabels(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The label of each tier."""
+
+    host: Label = "kubernetes.io/hostname"
+    rack: Label = "topology.kubernetes.io/rack"
+    zone: Label = "topology.kubernetes.io/zone"
+    region: Label = "topology.kubernetes.io/region"
+
+    def nearest_common(self, one: EngineView, other: EngineView) -> Tier | None:
+        """Return the nearest tier whose label is equal on both; None without one."""
+        for tier in TIERS:
+            label = getattr(self, tier)
+            value = one.labels.get(label)
+            if value and value == other.labels.get(label):
+                return tier
+        return None
+
+
+class TopologyAffinityScorer(Scorer, frozen=True):
+    """Score of 1 on the partner's host, 0.2 in its rack, 0.05 in its zone, 0.02 in its region, else 0."""
+
+    labels: TierLabels = TierLabels()
+
+    def score(self, decision: Decision, engines: Engines) -> Sequence[float]:
+        if decision.partner is None:
+            return [0.0] * len(engines)
+        return [SCORES.get(self.labels.nearest_common(decision.partner, engine) or "", 0.0) for engine in engines]
+
+
+class ContextLengthScorer(Scorer, frozen=True):
+    """Score of 0.3 to 1 in an engine's range, higher for a narrow range with space above; lower outside, by distance.
+
+    The score is 0.5 without the label, and 0 for a label that is not a range.
+    """
+
+    label: Label = RANGE_LABEL
+
+    def score(self, decision: Decision, engines: Engines) -> Sequence[float]:
+        length, label = length_of(decision), self.label
+        texts = [engine.labels.get(label) for engine in engines]
+        return [WITHOUT_LABEL if text is None else _fit(range_of(text), length) for text in texts]
+
+
+def length_of(decision: Decision) -> int:
+    """Return the tokens of the decision's prompt; 0 without a request."""
+    return 0 if decision.request is None else decision.request.num_tokens
+
+
+@lru_cache(maxsize=1024)
+def range_of(text: str) -> tuple[int, int] | None:
+    """Return the lengths of a label's value, both included; None if it is not a range."""
+    first, _, last = text.partition("-")
+    try:
+        least, most = int(first), int(last)
+    except ValueError:
+        return None
+    return (least, most) if 0 <= least <= most else None
+
+
+def is_in(lengths: tuple[int, int] | None, length: int) -> bool:
+    """Return True if the length is in the range; no length is in None."""
+    return lengths is not None and lengths[0] <= length <= lengths[1]
+
+
+def _fit(lengths: tuple[int, int] | None, length: int) -> float:
+    if lengths is None:
+        return 0.0
+    least, most = lengths
+    width = most - least
+    if not is_in(lengths, length):
+        outside = length - most if length > most else least - length
+        return BEST_OUTSIDE / (1 + outside / 1000)
+    if width == 0:
+        return 1.0
+    narrow, room = 1 / (1 + width / 10_000), (most - length) / width
+    return BEST_OUTSIDE + (1 - BEST_OUTSIDE) * (0.7 * narrow + 0.3 * room)

@@ -17,7 +17,7 @@ import msgspec
 from fastapi import APIRouter, Request, Response
 
 from tercet import protocol
-from tercet.decisions.planning.observed import PlannerReport
+from tercet.decisions.planning import PlannerReport
 from tercet.fleet import EngineFleet, RunningSequence
 from tercet.fleet.policy_views import PrefillLine, SeenRequests, observed_engines
 from tercet.programs import migrate_context

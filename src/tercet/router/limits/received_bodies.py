@@ -20,7 +20,6 @@ from starlette.types import Message, Receive, Scope
 
 from tercet.decisions.sessions import closes_session, session_in_body
 from tercet.fleet.admission import ClientLeft
-from tercet.fleet.bodies import HeldBody
 from tercet.protocol import BadRequest
 from tercet.protocol.errors import api_of
 from tercet.protocol.grammar_bounds import require_small
@@ -28,6 +27,7 @@ from tercet.protocol.headers import SESSION_FINAL_HEADER
 from tercet.protocol.json_text import in_utf8, read_json
 from tercet.protocol.names import kept_name
 from tercet.protocol.request_checks import announces_body, forms_of, labelled
+from tercet.router.limits.bodies import HeldBody
 from tercet.wire.serving.server_access import Asked, RequestContext, read_whole
 
 # Divisors of the limit in the Responses API, where vLLM takes about ten times as long for each item, and for tools.

@@ -30,7 +30,7 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from tercet.fleet import EngineFleet, Trace
-from tercet.fleet.engine_gauges import EngineCollector
+from tercet.fleet.engine_fleet import EngineCollector
 from tercet.protocol.spans import FALLBACK, RETRY, SpanContext, TraceEvent, current_span
 from tercet.wire import SECONDS
 

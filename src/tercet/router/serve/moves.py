@@ -35,7 +35,7 @@ from tercet.decisions.migration import (
     policies_of,
 )
 from tercet.fleet import EngineFleet, RunningSequence, RunningSequences
-from tercet.fleet.members import until_lost
+from tercet.fleet.members import UntilLost
 from tercet.fleet.policy_views import counted_move, is_stale, loaded_engines
 from tercet.fleet.sequences import MovingSequence
 from tercet.fleet.trace import TracedEngine
@@ -187,7 +187,7 @@ class Moves:
         stages: list[Stage] = []
         try:
             with self.metrics.moves_running.track_inprogress(), working_in(call.span):
-                async with asyncio.timeout(self.settings.deadline_s), until_lost(sequence.waiting):
+                async with asyncio.timeout(self.settings.deadline_s), UntilLost(sequence.waiting):
                     await migrate(moving, to, self.settings, stages, partial(self._share, moving.engine.name))
             sequence.moves += 1
             move.outcome, move.recomputed, move.pause = "moved", moving.recomputed, moving.pause

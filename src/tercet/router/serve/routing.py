@@ -21,7 +21,7 @@ from typing import Annotated, TypeVar
 import msgspec
 
 from tercet.decisions.scheduling import Scheduling, load_scheduling
-from tercet.decisions.scheduling.registry import user_file
+from tercet.decisions.scheduling.assembly import user_file
 from tercet.programs import BUILT_IN, Program, load_program
 from tercet.protocol import BadRequest, Forbidden, TercetError
 from tercet.protocol.names import chosen_by_weight, require_text

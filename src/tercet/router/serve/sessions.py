@@ -83,7 +83,7 @@ class Sessions:
         self, fleet: EngineFleet, settings: SessionSettings, metrics: SessionMetrics, name: str | None = None,
         file: Path | None = None,
     ) -> None:  # fmt: skip
-        self.table = fleet.sessions = SessionTable(settings)
+        self.table = fleet.picking.sessions = SessionTable(settings)
         self._kept = None if file is None else _KeptBindings(file, self.table, fleet.costs.clock())
         self._fleet = fleet
         self._metrics = metrics
@@ -97,7 +97,7 @@ class Sessions:
         self._belonged: dict[str, str | None] = {}
         self._answered: dict[str, bool] = {}
         self._wake = asyncio.Event()
-        fleet.when_reopened(self._wake.set)
+        fleet.roster.when_reopened = self._wake.set
 
     async def run(self) -> None:
         """Check the engines at intervals, and at once when an engine begins to leave, until cancelled."""

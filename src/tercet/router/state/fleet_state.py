@@ -18,8 +18,8 @@ import msgspec
 from msgspec import inspect
 
 from tercet.fleet.discovery import FoundEngine, with_found
-from tercet.fleet.member_state import JOINED, MemberState
-from tercet.fleet.served_model import ServedModel
+from tercet.fleet.members import JOINED, MemberState
+from tercet.fleet.membership import ServedModel
 from tercet.protocol import BadRequest, Conflict, EngineError, Role, UnknownEngine
 from tercet.protocol.names import require_adapter_name, require_text
 from tercet.protocol.wire import UNREADABLE

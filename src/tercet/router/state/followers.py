@@ -126,7 +126,7 @@ class Followers:
     def announce(self, moves: Sequence[CountedMove]) -> None:
         """Write the moves of this process for the others; moves that cannot be written do not count there.
 
-        See :class:`~tercet.decisions.migration.limits.Announcements`.
+        See :class:`~tercet.decisions.migration.policies.Announcements`.
         """
         if self._is_stuck():
             return
@@ -136,7 +136,7 @@ class Followers:
             logger.error("moves: cannot announce moves, so limits hold for each process separately: %s", error)
 
     def announced(self) -> Sequence[CountedMove]:
-        """Return the moves of the other processes; see :class:`tercet.decisions.migration.limits.Announcements`."""
+        """Return the moves of the other processes; see :class:`tercet.decisions.migration.policies.Announcements`."""
         return [move for moves in self._of_others(MOVES, list[CountedMove]) for move in moves]
 
     def close(self) -> None:

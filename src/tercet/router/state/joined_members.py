@@ -11,7 +11,7 @@ from collections.abc import Callable
 from contextlib import aclosing
 
 from tercet.fleet.discovery import Discovery, roles_of
-from tercet.fleet.member_state import JOINED
+from tercet.fleet.members import JOINED
 from tercet.protocol import Role, TercetError, UnknownEngine
 from tercet.protocol.wire import JoinCall, Joined
 from tercet.router.state.shared_state import SharedState

@@ -16,7 +16,7 @@ from tercet import logs
 from tercet.aio import run_in_thread
 from tercet.aio.files import stamp_of
 from tercet.decisions.scheduling import Scheduling, load_scheduling
-from tercet.decisions.scheduling.registry import user_file
+from tercet.decisions.scheduling.assembly import user_file
 from tercet.logs import RELOAD_REFUSED
 from tercet.programs import Program
 from tercet.protocol import TercetError

@@ -10,7 +10,7 @@ import logging
 import os
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,8 +20,7 @@ import msgspec
 from tercet.aio import Failures, keep_running, repeat
 from tercet.aio.files import FileThread, read_whole, write_whole
 from tercet.decisions.planning import FleetPlan, Observed, PlanLimits
-from tercet.decisions.planning.candidates import LearnedCapacity, overload_split
-from tercet.decisions.roles import WINDOW_S, ObservedEngine, RoleFlip, RoleLook, RolePolicy, idlest
+from tercet.decisions.roles import WINDOW_S, RoleController, RoleEffects, RoleFlip
 from tercet.fleet import EngineFleet
 from tercet.fleet.policy_views import PrefillLine, SeenRequests, observed_engines
 from tercet.protocol import EngineError, TercetError
@@ -80,8 +79,8 @@ class FleetRoles:
         self._flip = flip
         self._seen = seen
         self._lines, self._processes = lines, processes
-        self._policy = RolePolicy(objectives)
-        self.last: RoleLook | None = None
+        self._controller = RoleController(objectives, prefill_s=lambda tokens: fleet.costs.model.prefill(tokens))
+        self.last: RoleEffects | None = None
         self.flips: deque[MadeFlip] = deque(maxlen=REMEMBERED)
         self.engines_changed = 0
         fleet.costs.watch()
@@ -92,50 +91,27 @@ class FleetRoles:
         await repeat(self.look, INTERVAL_S, "roles")
 
     async def look(self) -> None:
-        """Observe the fleet once, and execute the policy's decision."""
-        now = self._fleet.costs.clock()
-        engines = observed_engines(self._fleet, self._lines() if self._lines else None)
-        found = self._policy.look(now, engines)
-        if found.flip is None:
-            found = self._relieved(found, engines)
-        self.last = found
-        if found.flip is not None and await self._flip(found.flip):
-            self.flips.append(MadeFlip(now, time.time(), found.flip))
-            self.engines_changed += len(found.flip.engines)
-
-    def _relieved(self, found: RoleLook, engines: Sequence[ObservedEngine]) -> RoleLook:
-        """Return the look with a change of roles if prefills overload their engines beyond chance, else the look.
-
-        Such an overload need not last, and the growth of the decodes so far does not count: the demand of decodes
-        follows from the arrivals. The times of steps must be known (pressures are None before).
-        """
-        if found.pressures is None or found.demand is None or not self._policy.may_give_to_prefill(found.at):
-            return found
-        plan = FleetPlan(found.roles["prefill"], found.roles["decode"])
-        observed = Observed(
-            now=found.at,
-            since=self._seen.since,
-            plan=plan,
-            arrivals=self._seen.arrivals(found.at),
-            engines=tuple(engines),
-            objectives=self._objectives,
-            limits=PlanLimits(plan.engines, plan.engines),
+        """Observe the fleet once, and execute the controller's effects. Roles change; the number of engines stays."""
+        fleet, now = self._fleet, self._fleet.costs.clock()
+        engines = observed_engines(fleet, self._lines() if self._lines else None)
+        able = [each.role for each in engines if each.able]
+        plan = FleetPlan(able.count("prefill"), able.count("decode"))
+        self.last = effects = self._controller.on_tick(
+            Observed(
+                now=now,
+                since=self._seen.since,
+                plan=plan,
+                arrivals=self._seen.arrivals(now),
+                engines=tuple(engines),
+                objectives=self._objectives,
+                limits=PlanLimits(max(2, plan.engines), max(2, plan.engines)),
+                seen=1 / self._processes() if self._processes else 1.0,
+                kv_tokens=min((each.kv_tokens for each in fleet.members if each.kv_tokens), default=0),
+            )
         )
-        seen = 1 / self._processes() if self._processes else 1.0
-        split = overload_split(observed, found.demand, self._capacity(), seen)
-        if split is None:
-            return found
-        able = [each for each in engines if each.able and each.role == "decode"]
-        reason = (
-            f"the prefills of the last {found.demand.over_s:.1f} s need {found.demand.prefill:.1f} engines, and "
-            f"{plan.prefill} prefill"
-        )
-        return self._policy.take(found, RoleFlip(idlest(able, split.prefill - plan.prefill), "prefill", reason))
-
-    def _capacity(self) -> LearnedCapacity:
-        """Return the capacity of an engine by what was learned; the smallest known KV cache counts."""
-        room = min((each.kv_tokens for each in self._fleet.members if each.kv_tokens), default=0)
-        return LearnedCapacity(self._fleet.costs.model.prefill, self._policy.step_s, room)
+        if effects.flip is not None and await self._flip(effects.flip):
+            self.flips.append(MadeFlip(now, time.time(), effects.flip))
+            self.engines_changed += len(effects.flip.engines)
 
 
 logger = logging.getLogger("tercet.router")

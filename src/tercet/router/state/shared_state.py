@@ -16,8 +16,7 @@ from typing import TYPE_CHECKING, TypeVar
 from tercet import logs
 from tercet.aio import TaskSet
 from tercet.aio.files import BOUND_SECONDS, FileThread
-from tercet.fleet.membership import Membership
-from tercet.fleet.served_model import ServedModel
+from tercet.fleet.membership import Membership, ServedModel
 from tercet.protocol import AdapterReport, BadRequest, EngineError, EngineUnreachable, TercetError
 from tercet.router.observe.request_traces import RequestTraces, SharedTraces
 from tercet.router.serve.routing import Plan, load_anywhere
@@ -45,9 +44,9 @@ import msgspec
 
 from tercet import logs as events
 from tercet.aio.files import read_whole, write_whole
-from tercet.decisions.planning.observed import PlannerReport
+from tercet.decisions.planning import PlannerReport
 from tercet.fleet import EngineFleet
-from tercet.fleet.member_state import Change, member_changes
+from tercet.fleet.members import Change, member_changes
 from tercet.protocol import UnknownAdapter
 from tercet.protocol.wire import UNREADABLE
 from tercet.router.state.fleet_adapters import load_everywhere, replace_everywhere, unload_everywhere

@@ -19,7 +19,7 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from tercet.fleet.discovery.kubernetes_api import ApiAccess
+from tercet.fleet.kubernetes_api import ApiAccess
 from tercet.protocol import BadRequest, EngineError
 from tercet.protocol.wire import UNREADABLE
 from tercet.router.state.state_store import SharedTurn, Stored, name_of_this_process

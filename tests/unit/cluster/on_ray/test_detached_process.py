@@ -16,7 +16,7 @@ import pytest
 
 from tercet.cluster.devices import CoreClaims
 from tercet.protocol import EngineError
-from tercet_ray.detached_process import DetachedProcess
+from tercet_ray.fleet_keeper import DetachedProcess
 
 pytestmark = pytest.mark.processes
 SLEEPER = "import time; print('up', flush=True); time.sleep(600)"
@@ -84,7 +84,7 @@ def test_it_ends_with_its_owner(tmp_path: Path, number: int) -> None:
     owner = f"""
         import sys, time
         from pathlib import Path
-        from tercet_ray.detached_process import DetachedProcess
+        from tercet_ray.fleet_keeper import DetachedProcess
         process = DetachedProcess([sys.executable, "-c", {SLEEPER!r}], {{}}, Path({str(log)!r}), grace=20)
         process.start()
         print(process.pid, flush=True)

@@ -12,9 +12,8 @@ import pytest
 
 from tercet.cluster.engine_command import EngineSpec
 from tercet.cluster.model import resolve_tokenizer
-from tercet_ray import engine_owner
-from tercet_ray.engine_owner import EngineOwner
-from tercet_ray.wanted import OwnerReport, WantedEngine
+from tercet_ray import fleet_keeper
+from tercet_ray.fleet_keeper import EngineOwner, OwnerReport, WantedEngine
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(600)]
 SECONDS = 200
@@ -41,8 +40,8 @@ def servers_at(url: str) -> list[psutil.Process]:
 
 
 def test_an_engine_is_started_again_and_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine_owner, "the_ray", lambda: None)
-    monkeypatch.setattr(engine_owner, "here", lambda _: ("127.0.0.1", "node"))
+    monkeypatch.setattr(fleet_keeper, "the_ray", lambda: None)
+    monkeypatch.setattr(fleet_keeper, "here", lambda _: ("127.0.0.1", "node"))
     spec = EngineSpec(
         name="e", model=str(resolve_tokenizer("smollm2")), served_model_name="m", host="", port=0,
         simulate="llama-3.1-8b-h100-tp1",

@@ -10,12 +10,11 @@ import msgspec
 import pytest
 
 from tercet.cluster.engine_command import EngineSpec
-from tercet.fleet.discovery.roster import RosterEntry
+from tercet.fleet.discovery import RosterEntry
 from tercet.protocol import Role
 from tercet_ray import fleet_keeper
-from tercet_ray.fleet_keeper import FleetKeeper
+from tercet_ray.fleet_keeper import FleetKeeper, OwnerReport, Resources, WantedEngine, WantedFleet
 from tercet_ray.follower import once_it_runs
-from tercet_ray.wanted import OwnerReport, Resources, WantedEngine, WantedFleet
 from tests.longest_wait import LONGEST_WAIT_S
 
 from .fake_ray import ActorDiedError, ActorUnavailableError, FakeActor, FakeRay

@@ -20,7 +20,7 @@ import pytest
 
 from tercet.cluster.model import resolve_model, resolve_tokenizer
 from tercet.cluster.up_config import UpConfig
-from tercet.fleet.discovery.roster import RosterEntry
+from tercet.fleet.discovery import RosterEntry
 from tercet_ray.ray_fleet import RayFleet, ray_fleet
 from tests.unit.cluster.whole_streams import read_whole
 

@@ -6,11 +6,10 @@ import pytest
 
 from tercet.cluster.engine_command import EngineSpec
 from tercet.cluster.up_config import UpConfig
-from tercet.fleet.discovery.roster import RosterEntry, read_roster, write_roster
+from tercet.fleet.discovery import RosterEntry, read_roster, write_roster
 from tercet.protocol import BadRequest, Role
+from tercet_ray.fleet_keeper import OwnerReport, Resources, WantedEngine, actor_options, merged, roster_of, unwanted
 from tercet_ray.ray_fleet import wanted_fleet
-from tercet_ray.reconcile import merged, roster_of, unwanted
-from tercet_ray.wanted import OwnerReport, Resources, WantedEngine, actor_options
 
 
 def wanted(name: str, role: Role = "both") -> WantedEngine:

@@ -11,7 +11,7 @@ from aiohttp import web
 from tercet.cluster.scaling import kubernetes
 from tercet.cluster.scaling.decide import Counts, ScaleCall
 from tercet.cluster.scaling.kubernetes import KubernetesFleet
-from tercet.fleet.discovery.kubernetes_api import ApiAccess
+from tercet.fleet.kubernetes_api import ApiAccess
 from tercet.protocol import BadRequest, Conflict, EngineError, EngineUnreachable
 
 Object = dict[str, Any]

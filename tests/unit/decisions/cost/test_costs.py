@@ -9,9 +9,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tercet.decisions.cost.cost_model import ArrivalRate, CostModel, EnginePace, OnlineFit, features_of
 from tercet.decisions.cost.costs import Costs, RouteCandidate, RouteRequest, Targets, options_of
-from tercet.decisions.cost.engine_work import EngineWork, Job
+from tercet.decisions.cost.engine_work import (
+    ArrivalRate,
+    CostModel,
+    EnginePace,
+    EngineWork,
+    Job,
+    OnlineFit,
+    features_of,
+)
 from tercet.protocol import OutputStream, Request, Usage
 
 TOKENS = st.integers(1, 8192)

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from tercet.decisions.cost.cost_model import CostModel
 from tercet.decisions.cost.costs import RouteCandidate, RouteRequest, Targets, pair_pays
-from tercet.decisions.cost.engine_work import MEMORY, ReportedWork
+from tercet.decisions.cost.engine_work import MEMORY, CostModel, ReportedWork
 from tercet.protocol import EngineLoad
 
 PACE = 0.1

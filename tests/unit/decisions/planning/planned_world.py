@@ -7,8 +7,16 @@ from bisect import bisect_right
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from tercet.decisions.planning import Expected, FleetPlan, Observed, ObservedRequest, PlanLimits, WantedPlan
-from tercet.decisions.planning.candidates import EngineDemand, demand_of
+from tercet.decisions.planning import (
+    EngineDemand,
+    Expected,
+    FleetPlan,
+    Observed,
+    ObservedRequest,
+    PlanLimits,
+    WantedPlan,
+    demand_of,
+)
 from tercet.settings.fleet_settings import Objectives
 from tercet_lab.planning.forecast import Forecast
 from tercet_lab.planning.planner import Planner

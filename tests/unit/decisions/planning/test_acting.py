@@ -5,10 +5,10 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tercet.decisions.planning import FleetPlan, Observed, PlanLimits
-from tercet.decisions.roles import ObservedEngine
+from tercet.decisions.planning import FleetPlan, Observed, ObservedEngine, PlanLimits
+from tercet.decisions.roles import RoleController
 from tercet.settings.fleet_settings import Objectives
-from tercet_lab.planning.planner import QueueGuard, change_to
+from tercet_lab.planning.planner import change_to
 
 from .planned_world import Engine
 
@@ -39,14 +39,14 @@ def test_idle_engines_change_first() -> None:
 
 
 def test_the_guard_adds_engines_where_no_role_can_give_any() -> None:
-    guard, objectives = QueueGuard(Objectives(ttft=1.0, tpot=0.025), Engine()), PlanLimits(2, 8)
+    controller, limits = RoleController(Objectives(ttft=1.0, tpot=0.025), Engine()), PlanLimits(2, 8)
     found = None
     for step in range(30):
         busy = [ObservedEngine("p0", "prefill", waiting_s=2.0 * step, busy_s=0.5 * step)]
         decoding = ObservedEngine("d0", "decode", running=200, contexts=200_000, step_s=0.03 + 1e-5 * step)
         observed = Observed(0.5 * step, 0.0, FleetPlan(1, 1), (), (*busy, decoding),
-                            Objectives(ttft=1.0, tpot=0.025), objectives)  # fmt: skip
-        found = found or guard.look(observed)
+                            Objectives(ttft=1.0, tpot=0.025), limits)  # fmt: skip
+        found = found or controller.on_tick(observed).plan
     assert found is not None
-    assert found.plan.engines > 2
-    assert found.plan.engines <= 8
+    assert found.engines > 2
+    assert found.engines <= 8

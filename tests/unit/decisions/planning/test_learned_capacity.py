@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tercet.decisions.planning.candidates import MOST_DECODES, LearnedCapacity
+from tercet.decisions.planning import MOST_DECODES, LearnedCapacity
 
 
 def capacity(kv_tokens: int = 0) -> LearnedCapacity:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 
-from tercet.decisions.planning import FleetPlan, Observed, ObservedRequest, PlanLimits
-from tercet.decisions.planning.candidates import overload_split
-from tercet.decisions.roles import Demand, ObservedEngine
-from tercet_lab.planning.planner import QueueGuard
+from tercet.decisions.planning import FleetPlan, Observed, ObservedEngine, ObservedRequest, PlanLimits
+from tercet.decisions.roles import Demand, RoleController, overload_split
 
 from .planned_world import OBJECTIVES, Engine
 
@@ -48,14 +47,14 @@ def demand(prefill: float, over_s: float, waiting_s: float = 0.0, decodes: float
 
 @pytest.mark.parametrize("start", [FleetPlan(1, 5), FleetPlan(2, 4)])
 def test_an_overload_of_the_first_second_is_acted_on_at_once(start: FleetPlan) -> None:
-    guard, rate, found, now = QueueGuard(OBJECTIVES, Engine()), 20.0, None, 0.0
+    controller, rate, found, now = RoleController(OBJECTIVES, Engine()), 20.0, None, 0.0
     while found is None:
         line = max(0.0, now * (rate * PROMPT_S - start.prefill))
-        found = guard.look(observed(start, now, arrivals(rate, now), line))
+        found = controller.on_tick(observed(start, now, arrivals(rate, now), line)).plan
         now += 0.5
         assert now < 4.0
-    assert found.plan.engines == 6
-    assert found.plan.prefill in (4, 5)
+    assert found.engines == 6
+    assert found.prefill in (4, 5)
 
 
 def test_what_engines_compute_easily_is_none_whoever_comes_together() -> None:
@@ -101,7 +100,7 @@ def test_of_several_processes_each_sees_a_part_of_what_comes() -> None:
     part = observed(plan, 5.0, whole[::2], 10.0)
     assert found is not None
     assert overload_split(part, measured, Engine()) is None
-    assert overload_split(part, measured, Engine(), seen=0.5) == found
+    assert overload_split(replace(part, seen=0.5), measured, Engine()) == found
 
 
 def test_engines_that_start_are_waited_for() -> None:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tercet.decisions.planning import Expected, FleetPlan, PlanLimits
-from tercet.decisions.planning.candidates import demand_of
+from tercet.decisions.planning import Expected, FleetPlan, PlanLimits, demand_of
 from tercet.protocol import BadRequest, EngineError
 from tercet_lab.planning.forecast import Forecast
 from tercet_lab.planning.planner import Planner

@@ -6,9 +6,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tercet.decisions.planning import Expected, FleetPlan, Observed, ObservedRequest, PlanLimits
-from tercet.decisions.planning.candidates import EngineDemand, demand_of
-from tercet.decisions.roles import ObservedEngine
+from tercet.decisions.planning import (
+    EngineDemand,
+    Expected,
+    FleetPlan,
+    Observed,
+    ObservedEngine,
+    ObservedRequest,
+    PlanLimits,
+    demand_of,
+)
 from tercet_lab.planning.forecast import Forecast
 from tercet_lab.planning.planner import Planner, neighbours, worth_simulating, worths
 

@@ -9,9 +9,12 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from random import Random
 
-from tercet.decisions.roles import ObservedEngine, RoleLook, RolePolicy
+from tercet.decisions.planning import FleetPlan, Observed, ObservedEngine, ObservedRequest, PlanLimits
+from tercet.decisions.roles import RoleController, RoleEffects
 from tercet.protocol import Role
+from tercet.settings.fleet_settings import Objectives
 
+OBJECTIVES = Objectives(ttft=1.0, tpot=0.025)
 BASE_S, PER_DECODE_S, CONTEXT = 0.006, 0.00006, 500
 KV_DECODES = 800
 LOOK_S, TICK_S = 0.5, 0.1
@@ -47,16 +50,23 @@ class FluidEngine:
         )  # fmt: skip
 
 
+def observed_now(now: float, engines: list[ObservedEngine], arrivals: tuple[ObservedRequest, ...] = ()) -> Observed:
+    """The engines, whose number may not change."""
+    roles = [each.role for each in engines if each.able]
+    plan, limits = FleetPlan(roles.count("prefill"), roles.count("decode")), PlanLimits(len(engines), len(engines))
+    return Observed(now, 0.0, plan, arrivals, tuple(engines), OBJECTIVES, limits)
+
+
 @dataclass
 class FluidFleet:
-    """Engines under a policy; ``looks`` are all of its answers."""
+    """Engines under a controller; ``looks`` are all of its answers."""
 
-    policy: RolePolicy
+    controller: RoleController
     prefilling: int
     decoding: int
     seed: int = 0
     now: float = 0.0
-    looks: list[RoleLook] = field(default_factory=list[RoleLook])
+    looks: list[RoleEffects] = field(default_factory=list[RoleEffects])
 
     def __post_init__(self) -> None:
         roles: list[Role] = [*["prefill"] * self.prefilling, *["decode"] * self.decoding]  # type: ignore[list-item]
@@ -68,7 +78,7 @@ class FluidFleet:
         return sum(engine.role == role for engine in self.engines)
 
     @property
-    def flips(self) -> list[RoleLook]:
+    def flips(self) -> list[RoleEffects]:
         return [look for look in self.looks if look.flip is not None]
 
     def run(self, traffic: Traffic, seconds: float) -> None:
@@ -80,8 +90,8 @@ class FluidFleet:
                 self._look_at = self.now + LOOK_S
                 self.look()
 
-    def look(self) -> RoleLook:
-        found = self.policy.look(self.now, [engine.observed() for engine in self.engines])
+    def look(self) -> RoleEffects:
+        found = self.controller.on_tick(observed_now(self.now, [engine.observed() for engine in self.engines]))
         self.looks.append(found)
         if found.flip is not None:
             for engine in self.engines:

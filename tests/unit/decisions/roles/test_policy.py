@@ -8,35 +8,33 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from tercet.decisions.planning import ObservedEngine, ObservedRequest
 from tercet.decisions.roles import (
     LASTING_S,
     REST_S,
     REVERSAL_S,
     FleetHistory,
-    ObservedEngine,
+    RoleController,
     RoleFlip,
-    RoleLook,
-    RolePolicy,
     idlest,
 )
 from tercet.protocol import BadRequest
 from tercet.settings.fleet_settings import Objectives
 
-from .fluid_fleet import FluidFleet, Traffic
+from .fluid_fleet import OBJECTIVES, FluidFleet, Traffic, observed_now
 
-OBJECTIVES = Objectives(ttft=1.0, tpot=0.025)
 LONG_PROMPTS = Traffic(rate=45, prefill_s=0.055, steps=80, noise=0.3)
 LONG_ANSWERS = Traffic(rate=45, prefill_s=0.008, steps=1000, noise=0.3)
 NOTHING = Traffic(rate=0, prefill_s=0.0, steps=1)
 
 
 def fleet(prefilling: int = 3, decoding: int = 3, seed: int = 0) -> FluidFleet:
-    return FluidFleet(RolePolicy(OBJECTIVES), prefilling, decoding, seed)
+    return FluidFleet(RoleController(OBJECTIVES), prefilling, decoding, seed)
 
 
 def test_objectives_are_needed() -> None:
     with pytest.raises(BadRequest, match="roles"):
-        RolePolicy(Objectives(ttft=1.0))
+        RoleController(Objectives(ttft=1.0))
 
 
 @pytest.mark.parametrize(("prefilling", "decoding"), [(4, 2), (3, 3), (2, 4)])
@@ -140,45 +138,50 @@ def engines(prefill_wait: float = 0.0, decode: float = 0.0, count: int = 3) -> l
 
 
 def test_pressure_must_last() -> None:
-    policy, now = RolePolicy(OBJECTIVES), 0.0
+    controller, now = RoleController(OBJECTIVES), 0.0
     while now < 10:  # calm, while decode steps are measured
-        policy.look(now, engines(decode=10))
+        controller.on_tick(observed_now(now, engines(decode=10)))
         now += 0.5
     began = now
     while now < began + LASTING_S:
-        look = policy.look(now, engines(prefill_wait=2.0, decode=10))
+        look = controller.on_tick(observed_now(now, engines(prefill_wait=2.0, decode=10)))
         assert look.flip is None
         assert look.why.startswith("prefill has been pressed for")
         now += 0.5
-    assert policy.look(now, engines(decode=10)).why == "no role is pressed"  # a burst that was over in time
-    assert policy.look(now + 0.5, engines(prefill_wait=2.0, decode=10)).flip is None
+    assert (
+        controller.on_tick(observed_now(now, engines(decode=10))).why == "no role is pressed"
+    )  # a burst that was over in time
+    assert controller.on_tick(observed_now(now + 0.5, engines(prefill_wait=2.0, decode=10))).flip is None
 
 
 def test_what_is_not_measured_yet_decides_nothing() -> None:
-    policy = RolePolicy(OBJECTIVES)
-    assert policy.look(0.0, engines(prefill_wait=9.0, decode=10)).why == "this is the first look"
-    assert policy.look(0.5, engines(prefill_wait=9.0, decode=10)).why == "too few decode steps have been measured"
+    controller = RoleController(OBJECTIVES)
+    assert controller.on_tick(observed_now(0.0, engines(prefill_wait=9.0, decode=10))).why == "this is the first look"
+    assert (
+        controller.on_tick(observed_now(0.5, engines(prefill_wait=9.0, decode=10))).why
+        == "too few decode steps have been measured"
+    )
 
 
 def test_an_operators_change_is_rested_after() -> None:
-    policy, now = RolePolicy(OBJECTIVES), 0.0
+    controller, now = RoleController(OBJECTIVES), 0.0
     for _ in range(20):
-        policy.look(now, engines(decode=10))
+        controller.on_tick(observed_now(now, engines(decode=10)))
         now += 0.5
     changed = engines(prefill_wait=3.0, decode=10)
     changed[0] = ObservedEngine("p0", "decode")
-    looks = [policy.look(now + 0.5 * number, changed) for number in range(10)]
+    looks = [controller.on_tick(observed_now(now + 0.5 * number, changed)) for number in range(10)]
     assert looks[-1].flip is None
     assert "the roles changed" in looks[-1].why
 
 
 def test_engines_with_the_least_to_end_change_first() -> None:
-    policy, now = RolePolicy(OBJECTIVES), 0.0
+    controller, now = RoleController(OBJECTIVES), 0.0
     found = None
     while found is None:
         busy = engines(prefill_wait=3.0 if now > 5 else 0.0, decode=10)
         busy[3] = ObservedEngine("d0", "decode", running=100, contexts=50_000, step_s=0.012, kv_usage=0.5)
-        found = policy.look(now, busy).flip
+        found = controller.on_tick(observed_now(now, busy)).flip
         now += 0.5
         assert now < 30
     assert found.role == "prefill"
@@ -209,24 +212,64 @@ def test_looks_that_are_rare_are_compared_with_the_one_before() -> None:
         assert demand.prefill == pytest.approx(3 / 4)
 
 
-def test_a_change_by_another_rule_rests_as_ones_own() -> None:
-    found = fleet(1, 5)
-    found.run(LONG_PROMPTS, 1)
-    look, policy = found.looks[-1], found.policy
-    assert policy.may_give_to_prefill(look.at)
-    taken = policy.take(look, RoleFlip(("e5",), "prefill", "an overload"))
-    assert (taken.flip, taken.why) == (RoleFlip(("e5",), "prefill", "an overload"), "an overload")
-    found.engines[5].role = "prefill"
-    found.run(LONG_PROMPTS, REST_S - 1)
-    assert found.flips == []
-    assert "rest for 10 s" in found.looks[-1].why
+class Profiled:
+    """5,000 prompt tokens per second; 100 decodes at any TPOT."""
+
+    def prefill_s(self, tokens: int) -> float:
+        return tokens / 5_000
+
+    def decodes(self, context: float, tpot: float) -> int:
+        return 100
+
+
+def overloaded(now: float) -> tuple[ObservedRequest, ...]:
+    """Twenty requests in the last second, of 0.2 s of prefill each."""
+    return tuple(ObservedRequest(now - 1 + each / 20, 1000, 20, True) for each in range(20))
+
+
+def test_a_change_by_an_overload_rests_as_one_by_pressure() -> None:
+    controller, found, why, now = RoleController(OBJECTIVES, Profiled()), None, "", 0.0
+    idle = [ObservedEngine(f"d{each}", "decode") for each in range(5)]
+    while found is None:
+        line = [ObservedEngine("p0", "prefill", waiting_s=3 * now, busy_s=now)]
+        taken = controller.on_tick(observed_now(now, [*line, *idle], overloaded(now)))
+        found, why = taken.flip, taken.why
+        now += 0.5
+        assert now < 3
+    assert (found.role, why) == ("prefill", found.reason)
+    assert found.reason.startswith("the prefills of the last")
+    assert set(found.engines) < {"d0", "d1", "d2", "d3", "d4"}
+    changed = [ObservedEngine(each.name, "prefill" if each.name in found.engines else "decode") for each in idle]
+    for number in range(int(REST_S - 1) * 2):
+        line = [ObservedEngine("p0", "prefill", waiting_s=30.0, busy_s=now + number / 2)]
+        look = controller.on_tick(observed_now(now + number / 2, [*line, *changed]))
+        assert look.flip is None
+        why = look.why
+    assert "rest for 10 s" in why
 
 
 def test_engines_that_began_to_decode_are_not_taken_back_at_once() -> None:
-    policy = RolePolicy(OBJECTIVES)
-    policy.take(RoleLook(100.0, ""), RoleFlip(("a",), "decode", ""))
-    assert not policy.may_give_to_prefill(100.0 + REVERSAL_S - 1)
-    assert policy.may_give_to_prefill(100.0 + REVERSAL_S)
+    controller, flip, now = RoleController(OBJECTIVES, Profiled()), None, 0.0
+    while flip is None:  # decodes press: their steps take longer than the objective
+        engines = [*(ObservedEngine(f"p{each}", "prefill") for each in range(3)),
+                   *(ObservedEngine(f"d{each}", "decode", running=10 + int(10 * now), contexts=5_000, step_s=0.03)
+                     for each in range(3))]  # fmt: skip
+        flip = controller.on_tick(observed_now(now, engines)).flip
+        now += 0.5
+        assert now < 30
+    assert flip.role == "decode"
+    began = now - 0.5
+    roles = dict.fromkeys(("p0", "p1", "p2"), "prefill") | dict.fromkeys((*flip.engines, "d0", "d1", "d2"), "decode")
+    flips = list[tuple[float, RoleFlip]]()
+    while not flips:
+        assert now < began + REVERSAL_S + 5
+        engines = [ObservedEngine(name, "prefill", waiting_s=3 * (now - began), busy_s=now - began) if role == "prefill"
+                   else ObservedEngine(name, "decode") for name, role in roles.items()]  # fmt: skip
+        flip = controller.on_tick(observed_now(now, engines, overloaded(now))).flip
+        flips += [(now, flip)] if flip is not None else []
+        now += 0.5
+    assert flips[0][1].role == "prefill"
+    assert flips[0][0] == began + REVERSAL_S
 
 
 def test_those_with_the_least_work_left_change_first() -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tercet.decisions.scheduling.registry import BUILT_IN
+from tercet.decisions.scheduling.assembly import BUILT_IN
 from tercet.fleet import EngineFleet, Member
 from tercet.programs import load_program, outputs_of
 from tests.unit.fakes import FakeEngine

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from tercet.decisions.scheduling import Engines, load_scheduling
+from tercet.decisions.scheduling.assembly import BUILT_IN
 from tercet.decisions.scheduling.filters import ByLabel, DecodeFilter
 from tercet.decisions.scheduling.profiles import (
     AlwaysDisaggregate,
@@ -14,7 +15,6 @@ from tercet.decisions.scheduling.profiles import (
     PrefixBasedDecider,
     WeightedRandomPicker,
 )
-from tercet.decisions.scheduling.registry import BUILT_IN
 from tercet.decisions.scheduling.scorers import LoadAwareScorer, NoHitLRUScorer, PrefixCacheScorer
 from tercet.protocol import BadRequest
 

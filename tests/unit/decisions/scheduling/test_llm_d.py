@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from tercet.decisions.scheduling import load_scheduling
+from tercet.decisions.scheduling.assembly import BUILT_IN
 from tercet.decisions.scheduling.filters import (
     ByLabelSelector,
     LabelExpression,
@@ -20,7 +21,6 @@ from tercet.decisions.scheduling.filters import (
     UtilizationFilter,
 )
 from tercet.decisions.scheduling.profiles import AlwaysDisaggregate, ConcurrencyLimit, PrefixBasedDecider, Saturation
-from tercet.decisions.scheduling.registry import BUILT_IN
 from tercet.decisions.scheduling.scorers import ActiveRequestScorer, PrefixCacheScorer, SessionAffinityScorer
 from tercet.protocol import BadRequest
 from tercet.protocol.headers import AGENT_HEADERS

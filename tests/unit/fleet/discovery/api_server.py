@@ -16,8 +16,7 @@ from typing import Any
 
 from aiohttp import web
 
-from tercet.fleet.discovery.kubernetes_api import ApiAccess
-from tercet.fleet.discovery.watching import Waits
+from tercet.fleet.kubernetes_api import ApiAccess, Waits
 from tests.servers import served
 
 NAMESPACE = "models"

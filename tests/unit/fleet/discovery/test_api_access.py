@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import yaml
 
-from tercet.fleet.discovery.kubernetes_api import from_kubeconfig, in_cluster
+from tercet.fleet.kubernetes_api import from_kubeconfig, in_cluster
 from tercet.protocol import BadRequest
 from tests.unit.wire.client.certificates import Authority
 

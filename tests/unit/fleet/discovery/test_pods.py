@@ -7,10 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tercet.fleet.discovery.found import roles_of, with_found
-from tercet.fleet.discovery.kubernetes_api import Pod
-from tercet.fleet.discovery.pod_discovery import FoundEngine, engines_of
-from tercet.fleet.member_state import MemberState
+from tercet.fleet.discovery import FoundEngine, engines_of, roles_of, with_found
+from tercet.fleet.kubernetes_api import Pod
+from tercet.fleet.members import MemberState
 from tercet.protocol import BadRequest
 from tercet.settings import EngineAddress
 

@@ -16,10 +16,18 @@ from hypothesis import strategies as st
 
 from tercet.aio.files import write_whole
 from tercet.fleet import EngineFleet
-from tercet.fleet.discovery import discovery_of, follow_found, with_found
-from tercet.fleet.discovery.found import FoundEngine
-from tercet.fleet.discovery.roster import MOST_BYTES, RosterEntry, RosterFile, read_roster, write_roster
-from tercet.fleet.member_state import MemberState
+from tercet.fleet.discovery import (
+    MOST_BYTES,
+    FoundEngine,
+    RosterEntry,
+    RosterFile,
+    discovery_of,
+    follow_found,
+    read_roster,
+    with_found,
+    write_roster,
+)
+from tercet.fleet.members import MemberState
 from tercet.fleet.membership import Membership
 from tercet.protocol import BadRequest
 from tercet.settings import DiscoverySettings, EngineAddress

@@ -13,8 +13,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tercet.fleet.discovery.kubernetes_api import ApiAccess, Pod
-from tercet.fleet.discovery.watching import Waits, Watch
+from tercet.fleet.kubernetes_api import ApiAccess, Pod, Waits, Watch
 from tests.longest_wait import LONGEST_WAIT_S
 
 from .api_server import FAST, PODS, ApiServer, api_server, pod
@@ -161,7 +160,7 @@ async def test_what_is_no_event_lists_again(server: ApiServer, line: bytes) -> N
 
 
 async def test_a_line_without_an_end_is_not_kept_forever(server: ApiServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tercet.fleet.discovery.watching.LONGEST_LINE", 1000)
+    monkeypatch.setattr("tercet.fleet.kubernetes_api.LONGEST_LINE", 1000)
     async with watching(server) as seen:
         await watched(server)
         server.say(b"x" * 5000)

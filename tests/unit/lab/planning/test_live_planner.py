@@ -11,8 +11,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from tercet.decisions.planning import Expected, FleetPlan, Observed, WantedPlan
-from tercet.decisions.planning.observed import PlannerReport
+from tercet.decisions.planning import Expected, FleetPlan, Observed, PlannerReport, WantedPlan
 from tercet.protocol import BadRequest, EngineUnreachable
 from tercet_lab.planning import live_planner
 from tercet_lab.planning.live_planner import LivePlanner, PlannerMetrics

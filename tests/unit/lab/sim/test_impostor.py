@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from tercet.cluster.ports import free_ports, url_of
-from tercet.fleet.served_model import ServedModel
+from tercet.fleet.membership import ServedModel
 from tercet.protocol import EngineUnreachable
 from tercet.wire.client import HttpEngine
 from tercet.wire.streams import StreamListener

@@ -24,7 +24,7 @@ from starlette.types import ASGIApp
 from tercet.aio import TaskSet
 from tercet.fleet import EngineFleet, Trace
 from tercet.fleet.admission import Gate
-from tercet.fleet.member_state import MemberState
+from tercet.fleet.members import MemberState
 from tercet.fleet.membership import Membership
 from tercet.protocol import Request, Role, TercetError
 from tercet.router import admin

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from tercet.decisions.planning.observed import PlannerReport, ReportedPlan
+from tercet.decisions.planning import PlannerReport, ReportedPlan
 from tercet.router.observe.metrics import Metrics
 from tercet.router.page.page_app import RecordedPage
 from tercet_lab.bench.simulated import Simulation, SyntheticWorkload

@@ -25,10 +25,10 @@ from uvicorn.server import ServerState
 from tercet.aio import TaskSet
 from tercet.fleet import EngineFleet, Trace
 from tercet.fleet.admission import Gate
-from tercet.fleet.bodies import LARGEST_AT_ONCE
 from tercet.fleet.membership import Membership, connecting
 from tercet.protocol import Request, Role, TercetError
 from tercet.protocol.headers import PROGRAM_HEADER
+from tercet.router.limits.bodies import LARGEST_AT_ONCE
 from tercet.router.observe.metrics import Metrics
 from tercet.router.observe.request_traces import RequestTraces
 from tercet.router.prompt_texts import ChatMessage, PromptTexts

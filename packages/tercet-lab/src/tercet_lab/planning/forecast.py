@@ -11,7 +11,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from tercet.decisions.planning.observed import ObservedRequest
+from tercet.decisions.planning import ObservedRequest
 
 BIN_S = 5.0
 """Seconds of one sample of the load."""

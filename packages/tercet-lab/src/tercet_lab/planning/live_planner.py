@@ -19,9 +19,8 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, start_http_serv
 
 from tercet.aio import keep_running, run_in_thread
 from tercet.cluster.scaling.kubernetes import KubernetesFleet
-from tercet.decisions.planning import FleetPlan, Observed, PlanLimits, Policy, WantedPlan
-from tercet.decisions.planning.observed import PlannerReport, ReportedPlan
-from tercet.fleet.discovery.kubernetes_api import from_kubeconfig, in_cluster
+from tercet.decisions.planning import FleetPlan, Observed, PlanLimits, PlannerReport, Policy, ReportedPlan, WantedPlan
+from tercet.fleet.kubernetes_api import from_kubeconfig, in_cluster
 from tercet.logs import log_to_stderr
 from tercet.protocol import BadRequest, TercetError
 from tercet.settings.process_settings import KeyFile

@@ -21,8 +21,8 @@ from tercet.cluster.detached_fleets import running_fleets
 from tercet.cluster.scaling.decide import ScaleCall
 from tercet.cluster.scaling.kubernetes import KubernetesFleet
 from tercet.cluster.scaling.scaler import scale_fleet, scaling_of
-from tercet.decisions.planning import FleetPlan, Observed, ObservedRequest, PlanLimits
-from tercet.decisions.roles import WINDOW_S, ObservedEngine
+from tercet.decisions.planning import FleetPlan, Observed, ObservedEngine, ObservedRequest, PlanLimits
+from tercet.decisions.roles import WINDOW_S
 from tercet.protocol import BadRequest, EngineUnreachable, Role, TercetError
 from tercet.protocol.wire import UNREADABLE
 from tercet.settings.fleet_settings import Objectives

@@ -1,8 +1,8 @@
 """The planner: it decides the number of engines and their roles by a simulation of each choice.
 
-It remembers expected and measured results of its plans, and loads at which a search found nothing. Between two plans a
-guard acts when queues grow: it changes roles, and adds engines if that does not help. If all fleets miss the
-objectives, the one of the greatest worth is chosen, less the price of its engines.
+It remembers expected and measured results of its plans, and loads at which a search found nothing. Between two plans
+its guard acts when queues grow: the controller of ``--roles auto`` changes roles, and adds engines if that does not
+help. If all fleets miss the objectives, the one of the greatest worth is chosen, less the price of its engines.
 """
 
 from __future__ import annotations
@@ -12,20 +12,21 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from tercet.decisions.planning.candidates import (
+from tercet.decisions.planning import (
     RELIEF,
     EngineCapacity,
     EngineDemand,
-    best_split,
-    candidates,
+    Expected,
+    FleetPlan,
+    Observed,
+    ObservedEngine,
+    PlanLimits,
+    WantedPlan,
+    answers_completed,
     demand_of,
-    of_few_sizes,
-    overload_split,
 )
-from tercet.decisions.planning.observed import Expected, FleetPlan, Observed, PlanLimits, WantedPlan, answers_completed
-from tercet.decisions.roles import BUSY_FULL, ObservedEngine, RoleLook, RolePolicy
+from tercet.decisions.roles import BUSY_FULL, RoleController, idlest
 from tercet.protocol import Role, TercetError
-from tercet.settings.fleet_settings import Objectives
 from tercet_lab.planning.forecast import BIN_S, Forecast, Forecaster, Forecasting, tells_enough
 
 
@@ -48,7 +49,8 @@ def change_to(plan: FleetPlan, engines: Sequence[ObservedEngine]) -> FleetChange
     any engine is started or stopped.
     """
     idle: dict[Role, list[str]] = {
-        role: [each.name for each in sorted(engines, key=_idle) if each.role == role] for role in ("prefill", "decode")
+        role: list(idlest([each for each in engines if each.role == role], len(engines)))
+        for role in ("prefill", "decode")
     }
     spare = {"prefill": len(idle["prefill"]) - plan.prefill, "decode": len(idle["decode"]) - plan.decode}
     flips = list[tuple[str, Role]]()
@@ -63,75 +65,47 @@ def change_to(plan: FleetPlan, engines: Sequence[ObservedEngine]) -> FleetChange
     return FleetChange(tuple(flips), tuple(starts), tuple(stops))
 
 
-def _idle(engine: ObservedEngine) -> tuple[float, float, str]:
-    return engine.waiting_s, engine.kv_usage, engine.name
+def best_split(engines: int, demand: EngineDemand) -> FleetPlan:
+    """Return the split of ``engines`` engines whose busier role is least busy; it is near the demand's proportion."""
+    return min(
+        (FleetPlan(prefill, engines - prefill) for prefill in range(1, engines)),
+        key=lambda plan: (demand.share(plan), abs(plan.prefill - plan.decode)),
+    )
 
 
-LASTING_S = 3.0
-"""Seconds for which the fleet must be under pressure before engines are added: changes of roles come first."""
-ADDED_REST_S = 10.0
-"""Seconds after engines were added in which no more are added."""
-WORK_OFF_S = 15.0
-"""Seconds in which added engines should empty the line that has formed."""
+def candidates(now: FleetPlan, demand: EngineDemand, limits: PlanLimits, grow: bool) -> list[FleetPlan]:
+    """Return plans other than ``now``, in the order in which to try them.
 
-
-class QueueGuard:
-    """A guard that acts on queue waits and step times, as ``--roles auto`` does, and adds engines if roles do not help.
-
-    If far more prompts come than the engines compute, it does not wait for the pressure to last: ``engine`` and the
-    arrivals of the last :data:`~tercet.decisions.roles.WINDOW_S` seconds tell which split bears them.
+    With ``grow`` (``now`` misses the objectives): other splits of the same engines, then more engines, one more first.
+    Without it: fewer engines, from the fewest that the estimate allows up to ``N - 1``.
     """
+    if grow:
+        totals = list(range(now.engines, limits.most + 1))
+    else:
+        least = max(limits.fewest, min(now.engines - 1, math.floor(demand.prefill + demand.decode)))
+        totals = list(range(least, now.engines))
+    found = list[FleetPlan]()
+    for total in totals:
+        middle = best_split(total, demand)
+        near = [FleetPlan(middle.prefill + by, middle.decode - by) for by in (0, 1, -1)]
+        found += [plan for plan in near if limits.allow(plan) and plan != now]
+    return found
 
-    def __init__(self, objectives: Objectives, engine: EngineCapacity) -> None:
-        self._roles = RolePolicy(objectives)
-        self._engine = engine
-        self._pressed_since: float | None = None
-        self._added_at = -math.inf
 
-    def look(self, observed: Observed) -> WantedPlan | None:
-        """Return the fleet to change to now; None if nothing must be done."""
-        serving = [each for each in observed.engines if each.able]
-        found = self._roles.look(observed.now, serving)
-        split = overload_split(observed, found.demand, self._engine) if found.demand is not None else None
-        if split is not None and found.demand is not None:
-            self._pressed_since = None
-            return WantedPlan(
-                split,
-                f"guard: the prefills of the last {found.demand.over_s:.1f} s need {found.demand.prefill:.1f} engines, "
-                f"and {observed.plan.prefill} prefill",
-            )
-        if found.flip is not None:
-            sign = 1 if found.flip.role == "prefill" else -1
-            count = sign * len(found.flip.engines)
-            plan = FleetPlan(observed.plan.prefill + count, observed.plan.decode - count)
-            self._pressed_since = None
-            return WantedPlan(plan, f"guard: {found.flip.reason}")
-        return self._more(observed, found)
+def of_few_sizes(plans: list[FleetPlan]) -> list[FleetPlan]:
+    """Return the first two plans each of the smallest, the middle and the largest size; ``plans`` are in order of size.
 
-    def _more(self, observed: Observed, found: RoleLook) -> WantedPlan | None:
-        pressed = found.pressures is not None and found.pressures.worse >= 1
-        if not pressed or found.pressures is None or found.demand is None:
-            self._pressed_since = None
-            return None
-        if self._pressed_since is None:
-            self._pressed_since = observed.now
-        lasted, room = observed.now - self._pressed_since, observed.limits.most - observed.plan.engines
-        rests = observed.now - self._added_at < ADDED_REST_S or observed.starting > 0
-        if lasted < LASTING_S or rests or room <= 0:
-            return None
-        plan = observed.plan
-        if found.pressures.prefill >= found.pressures.decode:
-            needed = math.ceil(found.demand.prefill / BUSY_FULL + found.demand.waiting_s / WORK_OFF_S) - plan.prefill
-            more = FleetPlan(plan.prefill + min(room, max(1, needed)), plan.decode)
-        else:
-            needed = math.ceil(plan.decode * (found.pressures.decode - 1))
-            more = FleetPlan(plan.prefill, plan.decode + min(room, max(1, needed)))
-        self._added_at, self._pressed_since = observed.now, None
-        return WantedPlan(
-            more,
-            f"guard: prefill at {found.pressures.prefill:.0%}, decode at {found.pressures.decode:.0%} of the limit for "
-            f"{lasted:.1f} s, and {found.why}",
-        )
+    So plans of N - 1 engines are always among them.
+    """
+    totals = sorted({each.engines for each in plans})
+    if not totals:
+        return []
+    kept = {totals[0], totals[len(totals) // 2], totals[-1]}
+    return [
+        each
+        for index, each in enumerate(plans)
+        if each.engines in kept and sum(before.engines == each.engines for before in plans[:index]) < 2
+    ]
 
 
 PRICE = 2 / 3
@@ -281,7 +255,7 @@ class Planner:
         self.margin = margin
         """Margin of load now: it grows while attainment is lower than expected, and shrinks back."""
         self.forecaster: Forecasting = forecaster or Forecaster()
-        self._guard: QueueGuard | None = None
+        self._controller: RoleController | None = None
         self._plan: FleetPlan | None = None
         self._changed_at = -math.inf
         self._fewer = list[FleetPlan]()
@@ -301,14 +275,16 @@ class Planner:
     def guard(self, observed: Observed) -> WantedPlan | None:
         """Return the fleet to change to at once, since queues grow unexpectedly; None to change nothing."""
         self._note(observed)
-        if self._guard is None:
-            self._guard = QueueGuard(observed.objectives, self._engine)
-        found = self._guard.look(observed)
-        if found is not None and self._overruled(observed, found):
+        if self._controller is None:
+            self._controller = RoleController(observed.objectives, self._engine)
+        # Engines that start do not count yet: their step times mislead until they have served for a moment.
+        serving = tuple(each for each in observed.engines if each.able)
+        effects = self._controller.on_tick(replace(observed, engines=serving))
+        if effects.plan is None or self._overruled(observed, effects.plan):
             return None
-        if found is not None:
-            self._changes_to(observed.now, found)
-        return found
+        wanted = WantedPlan(effects.plan, f"guard: {effects.why}")
+        self._changes_to(observed.now, wanted)
+        return wanted
 
     def plan(self, observed: Observed) -> WantedPlan:
         """Return the wanted fleet from now on: the present one, with the reason, unless another one is better."""
@@ -337,7 +313,7 @@ class Planner:
         """Return the seconds until the next plan: ``interval_s``, or at most :data:`BIN_S` without a forecast."""
         return interval_s if self.forecast is not None else min(interval_s, BIN_S)
 
-    def _overruled(self, observed: Observed, found: WantedPlan) -> bool:
+    def _overruled(self, observed: Observed, wanted: FleetPlan) -> bool:
         """True if the guard must wait for the next plan.
 
         Queues of a few long prompts come and go, so only plans change roles back soon. If no fleet meets the
@@ -345,7 +321,7 @@ class Planner:
         """
         if observed.now - self._priced_at < PRICED_S:
             return True
-        return self._reverses(self._flipped, observed.now, observed.plan, found.plan, GUARD_REVERSAL_S)
+        return self._reverses(self._flipped, observed.now, observed.plan, wanted, GUARD_REVERSAL_S)
 
     # ---- results of changes ----------------------------------------------------------------------------------
 

@@ -17,9 +17,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from tercet.decisions.objectives import within
-from tercet.decisions.planning import Expected, FleetPlan, Observed, ObservedRequest, Policy, WantedPlan
-from tercet.decisions.planning.candidates import most_decodes
-from tercet.decisions.scheduling.registry import load_module, user_file
+from tercet.decisions.planning import Expected, FleetPlan, Observed, ObservedRequest, Policy, WantedPlan, most_decodes
+from tercet.decisions.scheduling.assembly import load_module, user_file
 from tercet.fleet.policy_views import BLOCK, block_names
 from tercet.programs import load_program
 from tercet.protocol import BadRequest, EngineError, Request

@@ -36,8 +36,8 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Literal
 
-from tercet.decisions.planning import FleetPlan, Observed, Policy, WantedPlan
-from tercet.decisions.roles import WINDOW_S, ObservedEngine
+from tercet.decisions.planning import FleetPlan, Observed, ObservedEngine, Policy, WantedPlan
+from tercet.decisions.roles import WINDOW_S
 from tercet.fleet.policy_views import SeenRequests, observed_engines
 from tercet.protocol import Role
 from tercet.settings.fleet_settings import Objectives

@@ -20,13 +20,13 @@ from prometheus_client.registry import Collector
 from tercet import __version__
 from tercet.aio import signals_to
 from tercet.aio.files import descriptors_watched
-from tercet.fleet.bodies import LARGEST_AT_ONCE, BodiesHeld
 from tercet.protocol import BadRequest, EngineStatus, Output, OutputStream, Request, Revision
 from tercet.protocol.access import BearerKeys, key_of, secrets_of
 from tercet.protocol.headers import PREFILLER_HEADER
 from tercet.protocol.names import AllowedPrefillers
 from tercet.protocol.spans import VerbTrace
 from tercet.protocol.wire import Salt, TokenId
+from tercet.router.limits.bodies import LARGEST_AT_ONCE, BodiesHeld
 from tercet.settings import SECRET_VARIABLE
 from tercet.settings.process_settings import API_KEY_VARIABLE, PrefillBudget, clients_see_traces
 from tercet.wire.client import remote_prefill

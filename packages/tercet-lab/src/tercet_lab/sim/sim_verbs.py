@@ -20,7 +20,6 @@ from aiohttp.typedefs import Middleware
 
 from tercet.aio import TaskSet
 from tercet.engine.sequences import propose_move
-from tercet.fleet.bodies import BodiesHeld
 from tercet.logs import LoggedGeneration, is_access_logged, lines_of_call, logged_call
 from tercet.protocol import (
     BadRequest,
@@ -54,6 +53,7 @@ from tercet.protocol.wire import (
     decode_call,
     require_incarnation,
 )
+from tercet.router.limits.bodies import BodiesHeld
 from tercet.wire.client.bounded_answers import PLAIN, proved, read_answer
 from tercet.wire.streams import RouterConnections, StreamRelay
 from tercet_lab.sim.network import Network, SendTarget

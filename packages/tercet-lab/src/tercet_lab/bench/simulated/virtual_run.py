@@ -259,6 +259,7 @@ async def _serve_all(
     loop, coming = asyncio.get_running_loop(), enumerate(arrivals)
     samples = ImbalanceSamples(built.engines, paid)
     all_sent: asyncio.Future[None] = loop.create_future()
+    all_ended: asyncio.Future[None] = loop.create_future()
     # Not a TaskSet: it would log an error of a program, but an unhandled exception must end the simulation.
     running: set[asyncio.Task[None]] = set()
     broken: list[Exception] = []
@@ -269,6 +270,9 @@ async def _serve_all(
             broken.append(error)
             if not all_sent.done():
                 all_sent.set_exception(error)
+        # One future, as asyncio.wait() would ask each running task again whenever one of them ends.
+        if all_sent.done() and not all_ended.done() and (broken or not running):
+            all_ended.set_result(None)
 
     def await_next() -> None:
         if all_sent.done():  # the simulation is broken
@@ -290,8 +294,8 @@ async def _serve_all(
         await_next()
         await all_sent
     outcome.imbalance = samples.summary()
-    while running and not broken:
-        await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
+    if running and not broken:
+        await all_ended
     if broken:
         raise broken[0]
 

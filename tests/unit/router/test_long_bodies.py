@@ -8,8 +8,8 @@ import itertools
 import pytest
 
 from tercet.fleet.admission import ClientLeft
-from tercet.fleet.bodies import LONG_BYTES, LONG_ITEMS, BodyTurn, LongBodies, is_long, is_short
 from tercet.protocol import Saturated
+from tercet.router.limits.bodies import LONG_BYTES, LONG_ITEMS, BodyTurn, LongBodies, is_long, is_short
 from tercet.settings import Limits
 
 

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from tercet.fleet.bodies import BodiesHeld
 from tercet.protocol import Saturated
+from tercet.router.limits.bodies import BodiesHeld
 from tercet.wire.serving.server_access import read_whole
 
 

@@ -21,7 +21,7 @@ from mmap import MAP_ANONYMOUS, MAP_PRIVATE, PAGESIZE, mmap
 from typing import Any
 
 from tercet.fleet.admission import SOON, ClientLeft
-from tercet.fleet.members import CallsInFlight, UntilLost, until_lost
+from tercet.fleet.members import CallsInFlight, UntilLost
 from tercet.protocol import Saturated
 from tercet.settings import Limits
 
@@ -102,7 +102,7 @@ class HeldBody:
         """Return a context inside which :class:`~tercet.protocol.Saturated` is raised when the body is dropped."""
         if self._refusal is not None:
             raise self._refusal
-        return until_lost(self.calls)
+        return UntilLost(self.calls)
 
     def forget(self) -> None:
         """Drop the bytes, and stop counting them."""
