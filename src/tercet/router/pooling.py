@@ -42,14 +42,9 @@ PART_SECONDS = 30.0
 # Headers that servers do not get: the key to this router, its host name, the framing of the body, and Tercet's headers.
 # Headers that clients do not get: the router sends its own Server and Date.
 NOT_ASKED_WITH = frozenset(
-    {
-        b"authorization",
-        b"host",
-        b"expect",
-        b"trailer",
-        *(name.encode() for name in (*CONTROL_HEADERS, PROGRAM_HEADER, TRACE_HEADER)),
-    }
-)
+    {b"authorization", b"host", b"expect", b"trailer",
+     *(name.encode() for name in (*CONTROL_HEADERS, PROGRAM_HEADER, TRACE_HEADER))}
+)  # fmt: skip
 NOT_ANSWERED_WITH = frozenset({b"date", b"server", b"trailer"})
 # Largest head of an answer: if vectors come as bytes, a header describes all vectors of a batch.
 HEADER_BYTES = 1024 * 1024
@@ -128,11 +123,9 @@ class PooledAnswer:
         """Raise :class:`~tercet.protocol.EngineError` for a head that the router cannot send on."""
         wrong = next((name for name, value in self.headers if not NO_CONTROLS.fullmatch(value)), None)
         if wrong is not None or self.status > LARGEST_STATUS:
-            what = (
-                f"its status is {self.status}"
-                if wrong is None
-                else f"its header {wrong.decode()} has control characters"
-            )
+            what = f"its status is {self.status}"
+            if wrong is not None:
+                what = f"its header {wrong.decode()} has control characters"
             raise EngineError(f"the answer of {self._server.url} is invalid: {what}")
 
     async def parts(self) -> AsyncIterator[bytes]:
@@ -238,7 +231,12 @@ class PoolingServers:
                 broken += 1
                 self._tasks.spawn(self.look_at(server), f"poll of {server.url}")
             failed.append(server)
-        self._require_known(model)
+        known = sorted({name for each in self.servers for name in each.models or ()})
+        if model and known and model not in known and all(each.models is not None for each in self.servers):
+            raise UnknownModel(
+                f"model: no pooling server of this router serves {model!r:.200}; choose one of {', '.join(known)}",
+                "model",
+            )
         raise EngineUnreachable(f"no pooling server of this model answers{why}")
 
     def _pick(self, model: str | None, but: Sequence[PoolingServer]) -> PoolingServer | None:
@@ -247,14 +245,6 @@ class PoolingServers:
             if each.models is not None and (not model or model in each.models) and each not in but
         ]  # fmt: skip
         return min(able, key=lambda each: (each.in_flight, each.asked), default=None)
-
-    def _require_known(self, model: str | None) -> None:
-        known = sorted({name for each in self.servers for name in each.models or ()})
-        if model and known and model not in known and all(each.models is not None for each in self.servers):
-            raise UnknownModel(
-                f"model: no pooling server of this router serves {model!r:.200}; choose one of {', '.join(known)}",
-                "model",
-            )
 
     async def _ask(self, server: PoolingServer, asked: PassedRequest) -> PooledAnswer:
         known = [(name.encode(), value.encode()) for name, value in server.headers.items()]
@@ -289,14 +279,12 @@ class PoolingServers:
         await asyncio.gather(*(self.look_at(each) for each in self.servers if each.models is None))
 
     async def look_at(self, server: PoolingServer) -> None:
-        """Poll a server for its models."""
+        assert self._session is not None, "PoolingServers are used outside their async context"
         try:
-            async with self._client.get(
-                f"{server.url}/v1/models",
-                headers={**server.headers, **PLAIN},
-                timeout=POLL_TIMEOUT,
+            async with self._session.get(
+                f"{server.url}/v1/models", headers={**server.headers, **PLAIN}, timeout=POLL_TIMEOUT,
                 allow_redirects=False,
-            ) as response:
+            ) as response:  # fmt: skip
                 response.raise_for_status()
                 found = msgspec.json.decode(await read_answer(response), type=_Models)
         except TimeoutError as error:
@@ -312,12 +300,6 @@ class PoolingServers:
             server.leave("invalid response from GET /v1/models")
         else:
             server.serves(frozenset(each.id for each in found.data))
-
-    @property
-    def _client(self) -> aiohttp.ClientSession:
-        if self._session is None:
-            raise RuntimeError("PoolingServers are used outside their async context")
-        return self._session
 
 
 def _server(url: str, key: str, told: Callable[[str, bool], object], tls: ssl.SSLContext | None) -> PoolingServer:

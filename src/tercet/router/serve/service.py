@@ -49,12 +49,13 @@ from tercet.protocol.wire import LEAST_PRIORITY, LONGEST_SALT, MOST_PRIORITY
 from tercet.router.observe.metrics import Metrics
 from tercet.router.serve.moves import Moves, Proposals
 from tercet.router.serve.routing import Arm, Chosen, Plan, Routing, Version, load_anywhere
+from tercet.router.serve.sessions import Sessions
 from tercet.settings import MoveSettings, RetryBudget
 from tercet.settings.fleet_settings import Objectives
 from tercet.wire.serving.request_context import RequestContext
 
+# The end of a sequence: ``left`` if its client left or caused the error.
 Outcome = Literal["served", "failed", "left"]
-"""The end of a sequence: ``left`` if its client left or caused the error."""
 
 
 class SequenceObserver(Protocol):
@@ -208,22 +209,6 @@ OBJECTIVES = Objectives()
 _NO_DEADLINE = nullcontext()
 
 
-class SessionTurns(Protocol):
-    """A receiver of a service's sequences, as turns of their sessions."""
-
-    async def begins(self, request: Request) -> None:
-        """Wait until the turn may begin."""
-        ...
-
-    def ends(self, sequence: RunningSequence) -> None:
-        """Record the end of a turn, with any outcome, also if it did not begin."""
-        ...
-
-    def answered(self, request: Request, *, calls_tool: bool) -> None:
-        """Record that the client has the whole answer, and whether it calls a tool; maybe before :meth:`ends`."""
-        ...
-
-
 class Service:
     """The service of a router: it runs programs over ``fleet``."""
 
@@ -272,7 +257,7 @@ class Service:
         self.observers: list[SequenceObserver] = []
         self._streams: dict[OutputStream, RunningSequence] = {}
         # None if sessions are not used.
-        self.sessions: SessionTurns | None = None
+        self.sessions: Sessions | None = None
         self._given_up_by: TercetError | None = None
         metrics.program_version.set(self.routing.current.number)
 
@@ -384,9 +369,14 @@ class Service:
                     if attainment is not None and not is_refused:  # a refusal says nothing about the objectives
                         attainment.failed()
                         self.metrics.objectives(attainment.name, met=False)
-                    attempts.finish(_last_output(chosen, failure, request.seq_id))
-                    return
-                event = self._tell_next_attempt(chosen, failure, sequence, fleet)
+                    if isinstance(failure, BrokenOff):  # its client gets the engine's last output
+                        attempts.finish(failure.output)
+                        return
+                    if is_own_fault:
+                        why = f"the program {chosen.name} failed at {request.seq_id}: {_words_to_clients(failure)}"
+                        raise ProgramFailed(why) from failure
+                    raise failure
+                event = self._tell_next_attempt(chosen, failure, is_own_fault, sequence, fleet)
                 event.at = self._clock() - sequence.began
                 trace.events.append(event)
                 await asyncio.sleep(retry.pause)
@@ -416,10 +406,8 @@ class Service:
                 self.sessions.ends(sequence)
 
     def _deadline(self, began: float, stream: OutputStream) -> AbstractContextManager[None]:
-        """Return a context that fails the stream and cancels its task when the request's timeout has passed."""
         timeout = self._request_timeout
-        task = asyncio.current_task() if timeout is not None else None
-        return _NO_DEADLINE if timeout is None or task is None else _deadline(task, stream, began + timeout, timeout)
+        return _NO_DEADLINE if timeout is None else _deadline(stream, began + timeout, timeout)
 
     def _next_attempt(self, sequence: RunningSequence, error: BaseException, tried_at: float) -> Retry | None:
         """Return the retry after an attempt that began at ``tried_at`` and failed with ``error``; None for no retry."""
@@ -432,11 +420,12 @@ class Service:
         return sequence.next_attempt(self._clock(), taken)
 
     def _tell_next_attempt(
-        self, chosen: Chosen, error: BaseException, sequence: RunningSequence, fleet: FleetView
+        self, chosen: Chosen, error: BaseException, is_own_fault: bool, sequence: RunningSequence, fleet: FleetView
     ) -> TraceEvent:
         """Count and log a retry or a fallback of a sequence; return the event for its trace."""
-        engine, code, tokens = fleet.at_fault(error), _code(chosen, error), len(sequence.tokens)
-        traced = _words(error) if self._tells_faults or not _is_own_fault(chosen, error) else _words_to_clients(error)
+        engine, tokens = fleet.at_fault(error), len(sequence.tokens)
+        code = error.code if isinstance(error, TercetError) and not is_own_fault else ProgramFailed.code
+        traced = _words(error) if self._tells_faults or not is_own_fault else _words_to_clients(error)
         stage = "after_first_token" if sequence.answered else "before_first_token"
         self.metrics.retries.labels(code, stage).inc()
         said = {
@@ -506,14 +495,11 @@ class RequestRun:
     def prompt_usage(self, usage: Usage | None) -> Usage:
         """Return the usage with the cached tokens of the engine that prefilled; KV that was sent counts as computed."""
         sent = self._trace.filled()
-        if sent is None or (usage is not None and self._is_of_own_cache(usage)):
-            return usage or Usage()
-        return Usage(cached=sent.cached)
-
-    def _is_of_own_cache(self, usage: Usage) -> bool:
-        """True if the engine that generates has used no KV that it received, but prefilled itself."""
+        if sent is None or usage is None:
+            return usage or Usage() if sent is None else Usage(cached=sent.cached)
+        # An engine that generates without KV that it received has prefilled itself: its own count is true then.
         reserved = next((event.cached for event in reversed(self._trace.events) if event.verb == "prep_recv"), 0)
-        return not usage.received and usage.cached <= reserved
+        return usage if not usage.received and usage.cached <= reserved else Usage(cached=sent.cached)
 
 
 # Beginning of the names of sampling parameters in engines' refusals.
@@ -576,20 +562,6 @@ def _is_own_fault(chosen: Chosen, error: BaseException) -> bool:
     return not isinstance(error, TercetError)
 
 
-def _code(chosen: Chosen, error: BaseException) -> str:
-    """Return the code of a failure for metrics; a fault of the program has the code of ``ProgramFailed``."""
-    return error.code if isinstance(error, TercetError) and not _is_own_fault(chosen, error) else ProgramFailed.code
-
-
-def _last_output(chosen: Chosen, error: BaseException, seq_id: str) -> Output:
-    """Return the last output of a sequence that is not retried; raise the error if there is no such output."""
-    if isinstance(error, BrokenOff):
-        return error.output
-    if isinstance(error, TercetError) and not _is_own_fault(chosen, error):
-        raise error
-    raise ProgramFailed(f"the program {chosen.name} failed at {seq_id}: {_words_to_clients(error)}") from error
-
-
 def _words_to_clients(error: BaseException) -> str:
     """Return the text about a program's fault for clients, who must not see errors that the program raised."""
     return str(error) if isinstance(error, ProgramFault) else "the router's log says why"
@@ -603,8 +575,10 @@ def _words(error: BaseException) -> str:
 
 
 @contextmanager
-def _deadline(task: asyncio.Task[Any], stream: OutputStream, at: float, timeout: float) -> Generator[None]:
-    expired = False
+def _deadline(stream: OutputStream, at: float, timeout: float) -> Generator[None]:
+    """Fail the stream and cancel its task at a time of :func:`time.monotonic`, unless the context ends before."""
+    task, expired = asyncio.current_task(), False
+    assert task is not None
 
     def expire() -> None:
         nonlocal expired
