@@ -119,15 +119,6 @@ class PooledAnswer:
         self._server = server
         server.in_flight += 1
 
-    def require_sendable(self) -> None:
-        """Raise :class:`~tercet.protocol.EngineError` for a head that the router cannot send on."""
-        wrong = next((name for name, value in self.headers if not NO_CONTROLS.fullmatch(value)), None)
-        if wrong is not None or self.status > LARGEST_STATUS:
-            what = f"its status is {self.status}"
-            if wrong is not None:
-                what = f"its header {wrong.decode()} has control characters"
-            raise EngineError(f"the answer of {self._server.url} is invalid: {what}")
-
     async def parts(self) -> AsyncIterator[bytes]:
         """Yield the body; raise :class:`~tercet.protocol.EngineUnreachable` if it breaks off before its end."""
         try:
@@ -265,12 +256,14 @@ class PoolingServers:
         finally:
             server.asking.discard(asking)
             server.in_flight -= 1
-        try:
-            answer.require_sendable()
-        except EngineError:
-            answer.close()
-            raise
-        return answer
+        wrong = next((name for name, value in answer.headers if not NO_CONTROLS.fullmatch(value)), None)
+        if wrong is None and answer.status <= LARGEST_STATUS:
+            return answer
+        answer.close()  # the router cannot send on such a head
+        what = f"its status is {answer.status}"
+        if wrong is not None:
+            what = f"its header {wrong.decode()} has control characters"
+        raise EngineError(f"the answer of {server.url} is invalid: {what}")
 
     # ---- polls -------------------------------------------------------------------------------------------------------
 

@@ -205,7 +205,7 @@ class RouterApp:
                     async with kept.until_let_go():
                         await held.enter_async_context(slot)
                     if followed is not None:
-                        followed.admitted()
+                        followed.waited = time.monotonic() - context.began
                 if context.preparation is not None and pooling is None:
                     await self._take_turn(context, scope, body, kept)
                 elif pooling is None and not is_short(body.content):

@@ -15,7 +15,7 @@ import math
 import os
 import time
 from bisect import bisect_left
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
@@ -386,7 +386,15 @@ class ServedMetrics(Collector):
         here = {OTHER_ENGINES, *(member.name for member in self._fleet.members)}
         for metric in self._source.collect():
             if metric.name.startswith(VLLMS):
-                yield from _served(metric)
+                name = metric.name.removeprefix(VLLMS)
+                if name not in KNOWN_HERE:
+                    continue
+                found = Metric(SERVED + name, metric.documentation, metric.type)
+                for sample in metric.samples:  # an engine's number means nothing in a router
+                    labels = {label: value for label, value in sample.labels.items() if label != "engine"}
+                    own = SERVED + sample.name.removeprefix(VLLMS)
+                    found.samples.append(sample._replace(name=own, labels=labels))
+                yield found
             elif metric.name.startswith(OURS):
                 # Series of engines that have left the fleet cannot change any more.
                 found = Metric(metric.name, metric.documentation, metric.type)
@@ -405,17 +413,6 @@ class ServedMetrics(Collector):
     def _with_exemplar(self, sample: Sample) -> Sample:
         exemplar = self._exemplars.get((sample.name, frozenset(sample.labels.items()))) if self._exemplars else None
         return sample if exemplar is None else sample._replace(exemplar=exemplar)
-
-
-def _served(metric: Metric) -> Iterator[Metric]:
-    """Yield a metric of vLLM under Tercet's name and without its engine number, if it is true in a router."""
-    if metric.name.removeprefix(VLLMS) not in KNOWN_HERE:
-        return
-    found = Metric(SERVED + metric.name.removeprefix(VLLMS), metric.documentation, metric.type)
-    for sample in metric.samples:
-        labels = {name: value for name, value in sample.labels.items() if name != "engine"}
-        found.samples.append(sample._replace(name=SERVED + sample.name.removeprefix(VLLMS), labels=labels))
-    yield found
 
 
 def metrics_of(fleet: EngineFleet, exemplars: Mapping[Bucket, Exemplar]) -> CollectorRegistry:

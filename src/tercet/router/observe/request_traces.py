@@ -113,9 +113,6 @@ class FollowedRequest:
         self._began = context.began
         self._at = time.time() - (time.monotonic() - context.began)
 
-    def admitted(self) -> None:
-        self.waited = time.monotonic() - self._began
-
     def seen(self, move_of: MoveOf, is_over: bool = True, error: TercetError | None = None) -> RequestTrace:
         context, place = self.context, self.place
         pairs = zip(cast("list[RunningSequence]", context.sequences), cast("list[Trace]", context.traces), strict=False)
@@ -251,7 +248,16 @@ _OTHERS = ("bytes", "chunks", "transport", "to")
 def spans_of(trace: RequestTrace, place: SpanContext) -> Iterator[Span]:
     """Yield the span of a request at ``place``, and below it admission, picks, calls, first tokens, retries, moves."""
     at = int(trace.at * NANOSECONDS)
-    yield _request(trace, place, at)
+    told = request_attributes(trace.path, trace.model, trace.request_id)
+    told |= {"gen_ai.request.stream": trace.stream, "tercet.outcome": trace.outcome}
+    if trace.sequences:
+        told["gen_ai.usage.input_tokens"] = sum(each.prompt_tokens for each in trace.sequences)
+        told["gen_ai.usage.output_tokens"] = sum(each.output_tokens for each in trace.sequences)
+        told["tercet.program"] = trace.sequences[0].program
+        if (ttft := trace.sequences[0].ttft) is not None:
+            told["tercet.ttft"] = ttft
+    error, ended = "" if trace.outcome in (SERVED, RUNNING) else trace.outcome, at + _ns(trace.seconds)
+    yield Span(f"POST {trace.path}", place, trace.parent, at, ended, "server", told, (), error, trace.reason)
     if trace.waited >= LEAST_WAIT_S:
         yield Span("admission", place.child(), place.span_id, at, at + _ns(trace.waited))
     for sequence in trace.sequences:
@@ -281,20 +287,6 @@ def request_attributes(path: str, model: str, request_id: str) -> dict[str, Any]
     if model:
         found["gen_ai.request.model"] = model
     return found
-
-
-def _request(trace: RequestTrace, place: SpanContext, at: int) -> Span:
-    told = request_attributes(trace.path, trace.model, trace.request_id)
-    told |= {"gen_ai.request.stream": trace.stream, "tercet.outcome": trace.outcome}
-    if trace.sequences:
-        told["gen_ai.usage.input_tokens"] = sum(each.prompt_tokens for each in trace.sequences)
-        told["gen_ai.usage.output_tokens"] = sum(each.output_tokens for each in trace.sequences)
-        told["tercet.program"] = trace.sequences[0].program
-        if (ttft := trace.sequences[0].ttft) is not None:
-            told["tercet.ttft"] = ttft
-    error = "" if trace.outcome in (SERVED, RUNNING) else trace.outcome
-    ended = at + _ns(trace.seconds)
-    return Span(f"POST {trace.path}", place, trace.parent, at, ended, "server", told, (), error, trace.reason)
 
 
 def _of_event(

@@ -172,6 +172,7 @@ class Moves:
         if not self._fleet.member(destination).reachable:
             raise EngineUnreachable(f"destination: the engine {destination} does not answer now")
         self._fleet.require_exchange(source, destination)
+        # Last, since other processes count it from here on.
         proposed = counted_move(self._fleet, source, destination, moving.computed)
         counted.enter_context(self.under_way.counted(proposed))
         return moving, to
@@ -192,12 +193,13 @@ class Moves:
         except TimeoutError:
             move.outcome, move.error = "failed", f"the move took longer than {self.settings.deadline_s:g} s"
             move.code = DeadlineExceeded.code
+            # The request itself is not late: it continues on its engine.
             raise Conflict(f"seq_id: {move.seq_id} was not moved: {move.error}", "seq_id") from None
         except TercetError as error:
             move.outcome, move.error = "ended" if sequence.ended else "failed", error.message
             move.code = error.code
             raise
-        except BaseException:
+        except BaseException:  # cancelled: a move ends with its sequence's task, or with the router
             move.outcome, move.error, move.code = "failed", "its client has left", UNWANTED
             raise
         finally:

@@ -221,7 +221,7 @@ class Routing:
         if rule is not None:
             return self._chosen(rule.label)
         value = headers.get(plan.sticky.lower()) if plan.sticky is not None else None
-        if value is not None:
+        if value is not None:  # a digest, so that every process and every start chooses the same arm
             draw = int.from_bytes(hashlib.sha256(value.encode()).digest()[:6], "big") / 2**48
         share = plan.shares[chosen_by_weight([share.weight for share in plan.shares], draw)]
         return self._chosen(share.label)

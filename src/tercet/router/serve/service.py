@@ -144,6 +144,7 @@ class Attempts:
             self._sequence.record(output, self._clock())
             self._stream.put(output)
         elif output.broken_off:
+            # Its tokens are the client's, its end is not: another attempt continues after them.
             self._fault = BrokenOff(output, self._sequence.engine)
             if self._sequence.generation is not None:
                 self._sequence.generation.engine.failed(self._fault)
@@ -161,10 +162,10 @@ class Attempts:
             return
         service, sequence, trace = self._service, self._sequence, self._trace
         sequence.record(output, self._clock())
-        if not sequence.attempt:
+        if not sequence.attempt:  # a later attempt says nothing about the chosen program
             service.routing.succeeded(self._chosen)
         trace.ttft, trace.tpot = sequence.ttft, sequence.tpot
-        with working_in(self._place):
+        with working_in(self._place):  # exemplars name the request's trace
             service.metrics.finished(trace)
         self.ends("served")
         attainment = service.attainments.of(sequence.request.headers)
@@ -343,7 +344,7 @@ class Service:
         on_sequence(sequence)
         fleet = self.fleet.traced(trace, sequence.generates, request)
         program = partial(chosen.program, request, fleet)
-        if self._given_up_by is not None:
+        if self._given_up_by is not None:  # the router is ending; its streams were told before this one began
             raise self._given_up_by
         with self._observed(chosen, sequence, trace, stream, began) as attempts:
             if self.sessions is not None:
@@ -394,7 +395,7 @@ class Service:
         self, chosen: Chosen, sequence: RunningSequence, trace: Trace, stream: OutputStream, began: float
     ) -> Generator[Attempts]:
         """Count, show and time a sequence while entered; what still observes it learns of any end at the exit."""
-        self._streams[stream] = sequence
+        self._streams[stream] = sequence  # so that the end of the router ends it
         attempts = Attempts(self, chosen, sequence, trace, stream)
         try:
             with self.sequences.running(sequence), self.metrics.sequence(), self._deadline(began, stream):
@@ -473,15 +474,15 @@ class RequestRun:
         self._trace = Trace()
         self._service, self._context = service, context
         self._seq_id = sequence_id(request.seq_id)
-        self.stream = service.run(request, self._trace, context.asked.model or "", context.began, self._begins)
-        context.traces.append(self._trace)
 
-    def _begins(self, sequence: RunningSequence) -> None:
-        context, sessions = self._context, self._service.sessions
-        context.sequences.append(sequence)
-        if sessions is not None:
-            # The context knows only at its end whether the answer calls a tool.
-            context.when_ended.append(lambda ended: sessions.answered(sequence.request, calls_tool=ended.calls_tool))
+        def begins(sequence: RunningSequence) -> None:
+            context.sequences.append(sequence)
+            if (sessions := service.sessions) is not None:
+                # The context knows only at its end whether the answer calls a tool.
+                context.when_ended.append(lambda it: sessions.answered(sequence.request, calls_tool=it.calls_tool))
+
+        self.stream = service.run(request, self._trace, context.asked.model or "", context.began, begins)
+        context.traces.append(self._trace)
 
     def failed(self, error: TercetError) -> TercetError:
         """Count a sequence that ended in an error, log the error unless the client caused it; return it for clients."""
