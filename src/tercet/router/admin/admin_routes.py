@@ -548,14 +548,14 @@ async def adapters(request: Request) -> Response:
 async def load_adapter(request: Request) -> Response:
     """Serve a LoRA adapter after every engine has loaded it from this path on the engine's machine."""
     call = decode_call(await request.body(), LoadAdapterCall)
-    return await _load_adapter(request, call.name, call.path)
+    return await _serve_adapter(request, call.name, call.path, replaces=False)
 
 
 @routes.put("/adapters/{name:path}")
 async def replace_adapter(request: Request, name: str) -> Response:
     """Replace a LoRA adapter on every engine by the files at this path, unless requests use the adapter."""
     call = decode_call(await request.body(), ReplaceAdapterCall)
-    return await _replace_adapter(request, name, call.path)
+    return await _serve_adapter(request, name, call.path, replaces=True)
 
 
 @routes.delete("/adapters/{name:path}")
@@ -564,25 +564,13 @@ async def unload_adapter(request: Request, name: str) -> Response:
     return await _unload_adapter(request, name)
 
 
-async def _load_adapter(request: Request, name: str, path: str) -> Response:
-    _require_free(request, name)
-    behind = await shared_of(request).adapters.load(name, path, asked_by(request))
-    return json_answer(_adapter(request, name), 201, behind)
-
-
-async def _replace_adapter(request: Request, name: str, path: str) -> Response:
-    _require_free(request, name)
-    behind = await shared_of(request).adapters.replace(name, path, asked_by(request))
-    return json_answer(_adapter(request, name), behind=behind)
-
-
-def _require_free(request: Request, name: str) -> None:
+async def _serve_adapter(request: Request, name: str, path: str, replaces: bool) -> Response:
     if name in request.app.state.tercet_models:
         raise BadRequest(f"name: {name!r} is a name of the base model; choose another name for the adapter", "name")
-
-
-def _adapter(request: Request, name: str) -> dict[str, Any]:
-    return next(each for each in _adapters(fleet_of(request)) if each["name"] == name)
+    of_fleet = shared_of(request).adapters
+    behind = await (of_fleet.replace if replaces else of_fleet.load)(name, path, asked_by(request))
+    shown = next(each for each in _adapters(fleet_of(request)) if each["name"] == name)
+    return json_answer(shown, 200 if replaces else 201, behind)
 
 
 async def _unload_adapter(request: Request, name: str) -> Response:
@@ -606,8 +594,7 @@ def _adapters(fleet: EngineFleet) -> list[dict[str, Any]]:
 async def load_lora_adapter(request: Request) -> Response:
     """Load a LoRA adapter on every engine; answers as vLLM does."""
     call = decode_call(await request.body(), VLLMLoadCall)
-    change = _replace_adapter if call.load_inplace else _load_adapter
-    await change(request, call.lora_name, call.lora_path)
+    await _serve_adapter(request, call.lora_name, call.lora_path, call.load_inplace)
     return Response(f"Success: LoRA adapter '{call.lora_name}' added successfully.")
 
 

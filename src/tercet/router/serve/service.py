@@ -496,11 +496,13 @@ class RequestRun:
     def prompt_usage(self, usage: Usage | None) -> Usage:
         """Return the usage with the cached tokens of the engine that prefilled; KV that was sent counts as computed."""
         sent = self._trace.filled()
-        if sent is None or usage is None:
-            return usage or Usage() if sent is None else Usage(cached=sent.cached)
+        if sent is None:
+            return usage or Usage()
         # An engine that generates without KV that it received has prefilled itself: its own count is true then.
         reserved = next((event.cached for event in reversed(self._trace.events) if event.verb == "prep_recv"), 0)
-        return usage if not usage.received and usage.cached <= reserved else Usage(cached=sent.cached)
+        if usage is not None and not usage.received and usage.cached <= reserved:
+            return usage
+        return Usage(cached=sent.cached)
 
 
 # Beginning of the names of sampling parameters in engines' refusals.
