@@ -13,7 +13,8 @@ import msgspec
 from tercet.aio import keep_cancellation_counts
 from tercet.decisions.scheduling.registry import Locate, load_module, user_file
 from tercet.programs.answer import Answer
-from tercet.programs.patterns import auto, balanced, cache_bypass, conditional, data_parallel, disaggregated
+from tercet.programs.disaggregated import disaggregated
+from tercet.programs.patterns import auto, balanced, cache_bypass, conditional, data_parallel
 from tercet.protocol import BadRequest, Fleet, Request
 from tercet.settings.declaration import complaint
 

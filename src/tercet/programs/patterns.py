@@ -1,4 +1,4 @@
-"""The built-in programs: serving patterns, each an async generator over a request and a fleet.
+"""The built-in programs but ``disaggregated``: each is an async generator over a request and a fleet.
 
 A ``with`` gives back what it took, an engine or a reservation, on every way out of the pattern.
 ``migrate_context`` copies cached KV and serves no request.
@@ -9,38 +9,14 @@ from collections.abc import Callable
 
 from tercet.decisions.scheduling.profiles import LoadBasedDecider
 from tercet.programs.answer import Answer
-from tercet.protocol import BadRequest, Engine, Fleet, Request, Role, Sent
+from tercet.programs.disaggregated import disaggregated, prefilled_for
+from tercet.protocol import BadRequest, Fleet, Request, Role, Sent
 
 
 async def data_parallel(request: Request, fleet: Fleet, *, pick: str = "round_robin", role: Role = "both") -> Answer:
     """Prefill and decode on one engine of the ``role``, which the picker or profile ``pick`` chooses."""
     with fleet.pick(role, by=pick, request=request) as engine:
         yield engine.start_generate(request)
-
-
-async def disaggregated(request: Request, fleet: Fleet, *, min_send: int = 32, pick: str = "least_loaded") -> Answer:
-    """Prefill on one engine, decode on another, which receives the KV while it is computed.
-
-    The first token comes from the prefill engine. If the decode engine lacks fewer than ``min_send`` tokens, a transfer
-    is not worth a second engine: the decode engine prefills them itself.
-    """
-    with fleet.pick("decode", by=pick, request=request) as decode:
-        yield prefilled_for(decode, request, fleet, min_send, pick)
-
-
-async def prefilled_for(decode: Engine, request: Request, fleet: Fleet, min_send: int, pick: str) -> Answer:
-    """Serve as :func:`disaggregated` does, with an engine ``decode`` that has been picked already."""
-    async with decode.prep_recv(request) as space:
-        begin, output = space.matched_len, ()
-        if space.missing >= min_send:
-            with fleet.pick("prefill", by=pick, other_than=decode, request=request) as prefill:
-                sent = await prefill.remote_send(request, space, begin, sample=True)
-            if sent.first is not None:
-                yield sent.first
-                if sent.first.finished:
-                    return
-                begin, output = sent.end, sent.first.token_ids
-        yield decode.start_generate(request, begin, output)
 
 
 DecodeStart = Callable[[Request], int]
