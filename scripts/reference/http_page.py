@@ -33,7 +33,7 @@ def http_page() -> str:
         [
             HEAD.strip(),
             "## Routes of a router",
-            _routes(admin.router),
+            _routes(admin.routes),
             "## Routes of an engine\n\n[The verbs](../verbs.md) describes bodies and answers, as does `GET /openapi.json`.",
             _routes(endpoint.router),
             "## Headers",

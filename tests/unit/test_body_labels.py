@@ -25,7 +25,6 @@ from tercet.protocol.headers import CLIENTS, GENERATING, POOLING, TRANSCRIBING
 from tercet.router import admin
 from tercet.router.observe.metrics import Metrics
 from tercet.router.pooling import PoolingServers
-from tercet.router.prompt_texts import PromptTexts
 from tercet.router.router_app import RouterApp
 from tercet.settings import Limits
 from tercet_gateway.endpoint_picker import Endpoints
@@ -33,6 +32,7 @@ from tercet_gateway.exchange import Exchange, refusal
 from tercet_gateway.gateway_settings import ModelBackend, ModelRouterConfig, SidecarConfig
 from tercet_gateway.model_router import model_router
 from tercet_gateway.sidecar import sidecar
+from tercet_lab.prompt_texts import PromptTexts
 from tercet_lab.sim import load_profile
 from tercet_lab.sim.sim_server import ServerConfig
 from tercet_lab.sim.sim_server import serving as simulated

@@ -200,7 +200,7 @@ def test_engine_libraries_stay_in_their_rooms() -> None:
         ("fleet/load.py", "from tercet import cli", True),
         ("fleet/load.py", "def f():\n    import tercet.cluster.local", True),
         ("fleet/load.py", "from ..wire import client", False),
-        ("programs/auto.py", "from tercet.fleet import EngineFleet", True),
+        ("programs/patterns.py", "from tercet.fleet import EngineFleet", True),
         ("decisions/cost/fit.py", "from tercet.decisions.scheduling import Engines", False),
         ("protocol/types.py", "from ..wire import client", True),
         ("vllm_plugin/worker/side.py", "from tercet.transport import Receiver", False),

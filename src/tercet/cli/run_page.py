@@ -1,19 +1,57 @@
-"""Server of the page of a recorded run, on this machine, until Ctrl-C."""
+"""The page of a recorded run, without a fleet, served until Ctrl-C; only this machine may open it."""
 
 from __future__ import annotations
 
 import asyncio
 import socket
 
+import msgspec
 import uvicorn
+from starlette.types import Receive, Scope, Send
 
+from tercet import __version__
 from tercet.aio import signals_to
 from tercet.cli.terminal import say
+from tercet.protocol import MethodNotAllowed, TercetError
+from tercet.protocol.request_checks import ShownHeaders, require_own_call
 from tercet.router.admin.admin_server import QuietServer
-from tercet.router.page.page_app import RecordedPage
+from tercet.router.page.page_app import answer, answer_error, send_file
 
 HOST = "127.0.0.1"
 CLOSE_SECONDS = 1
+
+
+RUN = "run.json"
+
+
+class RecordedPage:
+    """The ASGI application of the page; ``result`` is the JSON of a run's result with timelines."""
+
+    def __init__(self, result: bytes) -> None:
+        self._result = result
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return
+        try:
+            await self._serve(scope, send)
+        except TercetError as error:
+            await answer_error(send, error)
+
+    async def _serve(self, scope: Scope, send: Send) -> None:
+        client = scope.get("client")
+        require_own_call(ShownHeaders.of_asgi(scope["headers"]), None if client is None else client[0])
+        path = scope["path"].removeprefix("/")
+        if scope["method"] not in ("GET", "HEAD"):
+            raise MethodNotAllowed(f"/{path} does not accept the method {scope['method']}; use GET or HEAD")
+        is_head = scope["method"] == "HEAD"
+        if path == "about":
+            about = msgspec.json.encode({"mode": "recorded", "tercet": __version__})
+            await answer(send, 200, about, "application/json", is_head=is_head)
+        elif path == RUN:
+            await answer(send, 200, self._result, "application/json", is_head=is_head)
+        else:
+            await send_file(scope, path, send)
 
 
 def show_run(result: bytes, port: int = 0) -> None:

@@ -13,12 +13,8 @@ import msgspec
 from tercet.aio import keep_cancellation_counts
 from tercet.decisions.scheduling.assembly import Locate, load_module, user_file
 from tercet.programs.answer import Answer
-from tercet.programs.auto import auto
-from tercet.programs.balanced import balanced
-from tercet.programs.cache_bypass import cache_bypass
-from tercet.programs.conditional import conditional
-from tercet.programs.data_parallel import data_parallel
 from tercet.programs.disaggregated import disaggregated
+from tercet.programs.patterns import auto, balanced, cache_bypass, conditional, data_parallel
 from tercet.protocol import BadRequest, Fleet, Request
 from tercet.settings.declaration import complaint
 

@@ -131,17 +131,6 @@ class PooledAnswer:
         self._server = server
         server.in_flight += 1
 
-    def require_sendable(self) -> None:
-        """Raise :class:`~tercet.protocol.EngineError` for a head that the router cannot send on."""
-        wrong = next((name for name, value in self.headers if not NO_CONTROLS.fullmatch(value)), None)
-        if wrong is not None or self.status > LARGEST_STATUS:
-            what = (
-                f"its status is {self.status}"
-                if wrong is None
-                else f"its header {wrong.decode()} has control characters"
-            )
-            raise EngineError(f"the answer of {self._server.url} is invalid: {what}")
-
     async def parts(self) -> AsyncIterator[bytes]:
         """Yield the body; raise :class:`~tercet.protocol.EngineUnreachable` if it breaks off before its end."""
         try:
@@ -244,7 +233,12 @@ class PoolingServers:
                 broken += 1
                 self._tasks.spawn(self.look_at(server), f"poll of {server.url}")
             failed.append(server)
-        self._require_known(model)
+        known = sorted({name for each in self.servers for name in each.models or ()})
+        if model and known and model not in known and all(each.models is not None for each in self.servers):
+            raise UnknownModel(
+                f"model: no pooling server of this router serves {model!r:.200}; choose one of {', '.join(known)}",
+                "model",
+            )
         raise EngineUnreachable(f"no pooling server of this model answers{why}")
 
     def _pick(self, model: str | None, but: Sequence[PoolingServer]) -> PoolingServer | None:
@@ -254,19 +248,12 @@ class PoolingServers:
         ]  # fmt: skip
         return min(able, key=lambda each: (each.in_flight, each.asked), default=None)
 
-    def _require_known(self, model: str | None) -> None:
-        known = sorted({name for each in self.servers for name in each.models or ()})
-        if model and known and model not in known and all(each.models is not None for each in self.servers):
-            raise UnknownModel(
-                f"model: no pooling server of this router serves {model!r:.200}; choose one of {', '.join(known)}",
-                "model",
-            )
-
     async def _ask(self, server: PoolingServer, asked: PassedRequest) -> PooledAnswer:
         known = [(name.encode(), value.encode()) for name, value in server.headers.items()]
         fields = [*asked.fields, *known, (b"Content-Length", str(len(asked.body)).encode())]
         method = asked.method.decode("ascii")
-        asking = asyncio.ensure_future(request(self._client, server.url, method, asked.target, fields, asked.body))
+        assert self._session is not None, "PoolingServers are used outside their async context"
+        asking = asyncio.ensure_future(request(self._session, server.url, method, asked.target, fields, asked.body))
         server.asking.add(asking)
         server.in_flight += 1
         server.asked += 1
@@ -281,12 +268,14 @@ class PoolingServers:
         finally:
             server.asking.discard(asking)
             server.in_flight -= 1
-        try:
-            answer.require_sendable()
-        except EngineError:
-            answer.close()
-            raise
-        return answer
+        wrong = next((name for name, value in answer.headers if not NO_CONTROLS.fullmatch(value)), None)
+        if wrong is None and answer.status <= LARGEST_STATUS:
+            return answer
+        answer.close()  # the router cannot send on such a head
+        what = f"its status is {answer.status}"
+        if wrong is not None:
+            what = f"its header {wrong.decode()} has control characters"
+        raise EngineError(f"the answer of {server.url} is invalid: {what}")
 
     # ---- polls -------------------------------------------------------------------------------------------------------
 
@@ -295,14 +284,12 @@ class PoolingServers:
         await asyncio.gather(*(self.look_at(each) for each in self.servers if each.models is None))
 
     async def look_at(self, server: PoolingServer) -> None:
-        """Poll a server for its models."""
+        assert self._session is not None, "PoolingServers are used outside their async context"
         try:
-            async with self._client.get(
-                f"{server.url}/v1/models",
-                headers={**server.headers, **PLAIN},
-                timeout=POLL_TIMEOUT,
+            async with self._session.get(
+                f"{server.url}/v1/models", headers={**server.headers, **PLAIN}, timeout=POLL_TIMEOUT,
                 allow_redirects=False,
-            ) as response:
+            ) as response:  # fmt: skip
                 response.raise_for_status()
                 found = msgspec.json.decode(await read_answer(response), type=_Models)
         except TimeoutError as error:
@@ -318,12 +305,6 @@ class PoolingServers:
             server.leave("invalid response from GET /v1/models")
         else:
             server.serves(frozenset(each.id for each in found.data))
-
-    @property
-    def _client(self) -> aiohttp.ClientSession:
-        if self._session is None:
-            raise RuntimeError("PoolingServers are used outside their async context")
-        return self._session
 
 
 def _server(url: str, key: str, told: Callable[[str, bool], object]) -> PoolingServer:

@@ -8,19 +8,25 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Sequence
-from contextlib import AsyncExitStack, nullcontext
-from typing import TYPE_CHECKING
+import secrets
+import time
+from collections.abc import Callable, Generator, Sequence
+from contextlib import AsyncExitStack, contextmanager, nullcontext
+from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.applications import Starlette
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from tercet.fleet.admission import ClientLeft, Gate, RequestConcurrency
+from tercet.logs import FIELDS, REQUEST_ID, access_logger, lines_of_request, request_id, request_renamed
 from tercet.protocol import BadRequest, EngineUnreachable, RouterFailed, Saturated, TercetError, UnknownPath
 from tercet.protocol.access import BearerKeys
 from tercet.protocol.errors import error_body
-from tercet.protocol.headers import GENERATING, PROGRAM_HEADER
+from tercet.protocol.headers import GENERATING, PROGRAM_HEADER, REQUEST_ID_HEADER
+from tercet.protocol.names import kept_name
 from tercet.protocol.request_checks import WITH_BODY
+from tercet.protocol.spans import entered, span_context_of, working_in
 from tercet.protocol.wire import API_PREFIX, JSON
 from tercet.router.limits.bodies import (
     ADMITTED_BYTES,
@@ -39,10 +45,13 @@ from tercet.router.limits.received_bodies import (
     receive_body,
     require_few_sequences,
 )
-from tercet.router.observe.followed_requests import access_logged, followed_request, take_id_of_body
-from tercet.router.observe.request_traces import FollowedRequest, RequestTraces
+from tercet.router.observe.metrics import with_metrics
+from tercet.router.observe.request_traces import FollowedRequest, RequestTraces, request_attributes
+from tercet.router.page.page_app import with_page
 from tercet.router.pooling import PooledAnswer, PoolingServers, close_result
 from tercet.router.serve.shutdown import Shutdown
+from tercet.router.state.shared_state import SharedState
+from tercet.settings import RouterConfig
 from tercet.wire.serving.answers import (
     ErrorSend,
     ToolCallsSend,
@@ -58,6 +67,7 @@ from tercet.wire.serving.server_access import (
     CONTEXT,
     AdminAccess,
     RequestContext,
+    RouterKeys,
     is_admin_path,
     path_of,
     serving,
@@ -65,19 +75,6 @@ from tercet.wire.serving.server_access import (
 
 if TYPE_CHECKING:
     from tercet.router.openai.fast_path.entry import FastPath
-from typing import TYPE_CHECKING
-
-from starlette.applications import Starlette
-
-from tercet.router.observe.metrics import with_metrics
-from tercet.router.page.page_app import with_page
-from tercet.router.state.shared_state import SharedState
-from tercet.settings import RouterConfig
-from tercet.wire.serving.server_access import RouterKeys
-
-if TYPE_CHECKING:
-    from tercet.router.openai.fast_path.entry import FastPath
-
 
 logger = logging.getLogger("tercet.router")
 # Key of the scope with an error, for the layers around refusals.
@@ -98,26 +95,25 @@ class RouterApp:
     """The application that refuses requests which may not be served, and passes the others to ``fast`` or ``app``.
 
     Errors have the form of the requested API.
-
-    ``check_program`` raises for an unknown program; ``around_refusals`` adds the layers (CORS) that errors and answers
-    of pooling servers need to reach a browser.
-    ``shutdown`` counts every request, and refuses all after it has begun; None for a router that does not stop.
-    ``access_log`` is true if each request is logged. ``pooling`` serves embeddings, scores and reranking, if given.
-    ``keys`` are the client keys, and ``admins`` checks access to admin routes. ``admin_apart`` is true if only a
-    separate address serves admin routes. ``traces`` records requests for engines. ``client_traces`` is true if clients
-    may see the trace of their request in its answer.
     """
 
     def __init__(
         self, app: ASGIApp, fast: FastPath | None, gate: Gate, keys: BearerKeys | Sequence[str],
+        # Raises for an unknown program.
         check_program: Callable[[str], object], max_bytes: int,
+        # Adds the layers (CORS) that errors and answers of pooling servers need to reach a browser.
         around_refusals: Callable[[ASGIApp], ASGIApp] = lambda app: app,
+        # Counts every request, and refuses all after it has begun; None for a router that does not stop.
         shutdown: Shutdown | None = None,
         access_log: bool = False,
+        # Serves embeddings, scores and reranking.
         pooling: PoolingServers | None = None,
         admins: AdminAccess | None = None,
+        # True if only a separate address serves admin routes.
         admin_apart: bool = False,
+        # Records requests for engines.
         traces: RequestTraces | None = None,
+        # True if clients may see the trace of their request in its answer.
         client_traces: bool = False,
     ) -> None:  # fmt: skip
         self._app = app
@@ -145,7 +141,6 @@ class RouterApp:
         return self._bodies.size
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve one ASGI connection."""
         if scope["type"] == "websocket":
             await self._open(scope, receive, send)
             return
@@ -206,34 +201,34 @@ class RouterApp:
             if body is not None and not context.path.startswith(API_PREFIX):
                 held.callback(body.close)
                 for_engines = pooling is None and context.path in GENERATING
-                if for_engines:
-                    self._divide(context)
+                if for_engines:  # its sequences run in portions
+                    limits = self._gate.limits
+                    require_few_sequences(context.path, context.fields, limits.sequences)
+                    spares = None if self._gate.is_open else self._gate
+                    context.most_sequences = limits.sequences
+                    context.concurrency = RequestConcurrency(limits.at_once, spares, context.asked.priority)
                 if not self._gate.is_open:
                     context.prepared()  # the wait for a slot may be long
                     slot = self._gate.slot(context.asked.priority, body.left, for_engines=for_engines)
                     async with kept.until_let_go():
                         await held.enter_async_context(slot)
                     if followed is not None:
-                        followed.admitted()
+                        followed.waited = time.monotonic() - context.began
                 if context.preparation is not None and pooling is None:
                     await self._take_turn(context, scope, body, kept)
                 elif pooling is None and not is_short(body.content):
                     await self._long.alone(self._client_of(scope))
-                self._count_admitted(len(body.content), held)
+                try:  # counts the body until the request's end
+                    held.enter_context(self._admitted.one(len(body.content)))
+                except Saturated:
+                    self._gate.count_refusal("bodies_full")
+                    raise
         if body is None or pooling is None:
             return body, None
         context.prepared()
         pooled = await self._pooled(pooling, context, body, scope)
         held.callback(pooled.close)
         return body, pooled
-
-    def _count_admitted(self, size: int, held: AsyncExitStack) -> None:
-        """Count the body of a request until its end; raise :class:`~tercet.protocol.Saturated` if it does not fit."""
-        try:
-            held.enter_context(self._admitted.one(size))
-        except Saturated:
-            self._gate.count_refusal("bodies_full")
-            raise
 
     def _served_elsewhere(self, path: str, scope: Scope) -> UnknownPath | None:
         """Return the error if only the router's other address serves this path, otherwise None."""
@@ -244,25 +239,19 @@ class RouterApp:
         wrong = at_admin and path not in OPEN
         return UnknownPath(f"{path} is for clients; the admin address does not serve it") if wrong else None
 
-    def _divide(self, context: RequestContext) -> None:
-        """Run a request's sequences in portions; raise :class:`~tercet.protocol.BadRequest` for too many sequences."""
-        limits = self._gate.limits
-        require_few_sequences(context.path, context.fields, limits.sequences)
-        spares = None if self._gate.is_open else self._gate
-        context.most_sequences = limits.sequences
-        context.concurrency = RequestConcurrency(limits.at_once, spares, context.asked.priority)
-
     async def _pooled(
         self, pooling: PoolingServers, context: RequestContext, body: ReceivedBody, scope: Scope
     ) -> PooledAnswer:
         """Return a pooling server's answer; raise :class:`ClientLeft` if the client has left."""
         method: str = scope["method"]
+        # The path and query as the client wrote them, without the prefix of a proxy before this router.
+        written: bytes = scope.get("raw_path") or quote(context.path).encode()
+        query: bytes = scope["query_string"]
+        target = written.removeprefix(scope.get("root_path", "").encode()) + (b"?" + query if query else b"")
+        model, fields = context.asked.model, scope["headers"]
         asking = asyncio.ensure_future(
-            pooling.answer(
-                method.encode(), _target(scope, context.path), context.asked.model, body.content, scope["headers"],
-                context.began,
-            )
-        )  # fmt: skip
+            pooling.answer(method.encode(), target, model, body.content, fields, context.began)
+        )
         try:
             await asyncio.wait({asking, body.left()}, return_when=asyncio.FIRST_COMPLETED)
             if not asking.done():
@@ -276,7 +265,8 @@ class RouterApp:
         self, context: RequestContext, scope: Scope, receive: Receive, kept: HeldBody
     ) -> ReceivedBody | None:
         if context.path in READY:
-            self._require_ready()
+            self._shutdown.require_serving()
+            self._gate.require_engines()
         if is_admin_path(context.path):
             self._admins.require(scope)
         elif context.path not in OPEN:
@@ -343,10 +333,6 @@ class RouterApp:
             return
         await self._app(scope, receive, send)
 
-    def _require_ready(self) -> None:
-        self._shutdown.require_serving()
-        self._gate.require_engines()
-
     async def _serve(self, context: RequestContext, scope: Scope, receive: Receive, send: Send) -> None:
         with serving(context):
             if self._fast is not None and await self._fast.serve(context, scope, send):
@@ -379,13 +365,6 @@ def _odd_path(path: str) -> BadRequest | None:
     if path.isprintable() or not any(ord(char) < FIRST_PRINTABLE or char == DELETE for char in path):
         return None
     return BadRequest(f"path: {path!r:.300} has control characters; remove them (%00 to %1F and %7F)", "path")
-
-
-def _target(scope: Scope, path: str) -> bytes:
-    """Return the path and query as the client wrote them, without the prefix of a proxy before this router."""
-    written: bytes = scope.get("raw_path") or quote(path).encode()
-    query: bytes = scope["query_string"]
-    return written.removeprefix(scope.get("root_path", "").encode()) + (b"?" + query if query else b"")
 
 
 # ---- refusals ------------------------------------------------------------------------------------------------
@@ -434,3 +413,99 @@ def put_layers_before(
     )  # fmt: skip
     app.middleware_stack = with_page(front, state, keys, config.public_name, shutdown, apart)
     return gate
+
+
+# Maximum characters of a path that are logged; a longer one is logged as its beginning and a digest.
+LONGEST_PATH = 512
+WORDS = "%(method)s %(path)s %(status)d in %(seconds).3f s from %(client)s"
+WITH_MODEL = ", model %(model)s"
+WITH_TOKENS = ", %(prompt_tokens)d + %(output_tokens)d tokens"
+
+
+@contextmanager
+def access_logged(scope: Scope, send: Send) -> Generator[Send]:
+    """Yield the function to send the answer with; at the end of the context, log the request.
+
+    ``status`` is 0 if no answer began, for example because the client left; ``seconds`` is the time from the request's
+    head to the answer's end. ``request_id`` is the header ``x-request-id``, or the answer's id without that header.
+    ``model`` is the model that the body names. Tokens are those of all sequences that the request has started, as far
+    as the client has them. Query strings, other headers and the rest of bodies are not logged.
+    """
+    began = time.monotonic()
+    path = kept_name(scope["path"], LONGEST_PATH)
+    found: dict[str, Any] = {"method": scope["method"], "path": path, "status": 0, "seconds": 0.0}
+    found["client"] = (scope.get("client") or ("",))[0]
+
+    async def noted(message: Message) -> None:
+        if message["type"] == "http.response.start":
+            found["status"] = message["status"]
+        await send(message)
+
+    try:
+        yield noted
+    finally:
+        found["seconds"] = round(time.monotonic() - began, 4)
+        context: RequestContext | None = scope.get(CONTEXT)
+        if context is not None and context.asked.model:
+            found["model"] = kept_name(context.asked.model)
+        if context is not None and (sequences := context.sequences):
+            found["prompt_tokens"] = sum(each.request.num_tokens for each in sequences)
+            found["output_tokens"] = sum(len(each.tokens) for each in sequences)
+            found[REQUEST_ID] = request_id() or kept_name(sequences[0].request.seq_id)
+        words = WORDS + (WITH_MODEL if "model" in found else "") + (WITH_TOKENS if "output_tokens" in found else "")
+        access_logger.info(words, found, extra={FIELDS: found})
+
+
+# Maximum characters of a client's id in its answer, where each token repeats it.
+LONGEST_IN_ANSWERS = 8192
+_HEADER = REQUEST_ID_HEADER.encode()
+
+
+@contextmanager
+def followed_request(context: RequestContext, scope: Scope, traces: RequestTraces) -> Generator[FollowedRequest | None]:
+    """Name the request in log lines while entered, and record it in ``traces`` if engines generate for it.
+
+    Such a request gets an id if its client gave none, and a shorter one if it is too long for answers; vLLM and engines
+    then see the id as if the client had sent it.
+    """
+    given = context.headers.get(REQUEST_ID_HEADER, "")
+    if context.path not in GENERATING or scope["method"] != "POST":
+        with lines_of_request(given), working_in(span_context_of(context.headers)):
+            yield None
+        return
+    named = _in_answers(given) if given else secrets.token_hex(16)
+    if named != given:
+        _set_request_id(context, scope, named)
+    with lines_of_request(given or named):
+        caller = span_context_of(context.headers)
+        place = entered(caller, f"POST {context.path}", request_attributes(context.path, "", request_id()))
+        with working_in(place), traces.following(context, request_id(), caller, place) as followed:
+            followed.is_id_made = not given
+            yield followed
+
+
+def take_id_of_body(followed: FollowedRequest, scope: Scope) -> None:
+    """Use the id that a client without the header wrote into the body; the layer behind prefers the header.
+
+    An id that cannot be a header stays in the body only; log lines then keep the id that the router made.
+    """
+    named = (followed.context.fields or {}).get("request_id")
+    if not followed.is_id_made or not isinstance(named, str):
+        return
+    in_answers = _in_answers(named)
+    if in_answers.isascii() and in_answers.isprintable():
+        _set_request_id(followed.context, scope, in_answers)
+        followed.request_id = request_renamed(named)
+    else:
+        context = followed.context
+        context.headers = {name: value for name, value in context.headers.items() if name != REQUEST_ID_HEADER}
+        scope["headers"] = [each for each in scope["headers"] if each[0] != _HEADER]
+
+
+def _in_answers(named: str) -> str:
+    return named if len(named) <= LONGEST_IN_ANSWERS else kept_name(named, LONGEST_IN_ANSWERS)
+
+
+def _set_request_id(context: RequestContext, scope: Scope, named: str) -> None:
+    context.headers = {**context.headers, REQUEST_ID_HEADER: named}
+    scope["headers"] = [*(each for each in scope["headers"] if each[0] != _HEADER), (_HEADER, named.encode())]

@@ -31,7 +31,7 @@ from tercet.protocol import EngineUnreachable, spans
 from tercet.protocol.entry_points import PARTS, provided
 from tercet.protocol.spans import SpanContext
 from tercet.router import admin
-from tercet.router.admin.admin_route import json_answer
+from tercet.router.admin.admin_routes import json_answer
 from tercet.router.admin.admin_server import CLOSE_SECONDS, QuietServer, admin_served, tls_options
 from tercet.router.observe.metrics import Metrics, SessionMetrics
 from tercet.router.observe.request_traces import RequestTrace, RequestTraces, spans_of

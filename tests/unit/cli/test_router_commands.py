@@ -20,7 +20,7 @@ from tercet.cli import app
 from tercet.cli.engines import roles_in_words
 from tercet.decisions.migration import Stage
 from tercet.decisions.objectives import Attainments
-from tercet.router.admin.programs import version_shown
+from tercet.router.admin.admin_routes import version_shown
 from tercet.router.observe.metrics import Metrics
 from tercet.router.serve.moves import MoveRecord
 from tercet.settings.fleet_settings import ObjectiveClass, Objectives

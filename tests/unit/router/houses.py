@@ -18,10 +18,10 @@ from tercet.fleet.admission import Gate
 from tercet.fleet.membership import Membership
 from tercet.router import admin
 from tercet.router.observe.metrics import Metrics
-from tercet.router.prompt_texts import PromptTexts
 from tercet.router.router_app import RouterApp
 from tercet.router.serve.service import Service
 from tercet.settings import Limits
+from tercet_lab.prompt_texts import PromptTexts
 from tercet_lab.small_openai import small_app
 from tests.longest_wait import LONGEST_WAIT_S, until
 from tests.own_metrics import own_metrics

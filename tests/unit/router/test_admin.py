@@ -328,7 +328,7 @@ async def test_running_sequences_are_listed_with_their_engine(router: LiveRouter
 
 
 TAKEN = {
-    (route.path, method) for route in admin.router.routes if isinstance(route, Route) for method in route.methods or ()
+    (route.path, method) for route in admin.routes.routes if isinstance(route, Route) for method in route.methods or ()
 }
 
 

@@ -15,7 +15,7 @@ from starlette.routing import Route
 from tercet.fleet.admission import Gate
 from tercet.protocol import BadRequest
 from tercet.protocol.access import BearerKeys
-from tercet.router.admin.admin_server import router as admin_routes
+from tercet.router.admin.admin_routes import routes as admin_routes
 from tercet.router.observe.metrics import Metrics
 from tercet.router.router_app import RouterApp
 from tercet.settings import EngineAddress, Limits, RouterConfig

@@ -8,7 +8,7 @@ from tercet.decisions.cost import RouteDecision, RouteOption
 from tercet.fleet import Trace
 from tercet.protocol import Request
 from tercet.protocol.spans import TraceEvent
-from tercet.router.admin import sequences
+from tercet.router.admin import admin_routes
 from tercet.router.observe.metrics import Metrics
 
 from .conftest import LiveRouter, counted
@@ -30,7 +30,7 @@ async def test_a_context_moves_with_its_images(router: LiveRouter, monkeypatch: 
     async def noted(fleet: object, prefix: Request, source: str, destination: str) -> None:
         asked.append(prefix)
 
-    monkeypatch.setattr(sequences, "migrate_context", noted)
+    monkeypatch.setattr(admin_routes, "migrate_context", noted)
     image = {"modality": "image", "digest": "ab" * 32, "offset": 1, "length": 4, "data": "AAEC"}
     async with router.client() as client:
         body = {"prompt": list(range(8)), "source": "a", "destination": "b", "mm_features": [image]}

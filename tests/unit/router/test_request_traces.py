@@ -19,12 +19,11 @@ from tercet.fleet.admission import Gate
 from tercet.protocol import EngineUnreachable, Saturated
 from tercet.protocol.spans import LeaseReport
 from tercet.router import admin
-from tercet.router.observe.followed_requests import LONGEST_IN_ANSWERS
 from tercet.router.observe.request_traces import FollowedRequest, RequestTraces, SharedTraces, TraceQuestion
-from tercet.router.prompt_texts import PromptTexts
-from tercet.router.router_app import RouterApp
+from tercet.router.router_app import LONGEST_IN_ANSWERS, RouterApp
 from tercet.settings import Limits
 from tercet.wire.serving.server_access import RequestContext
+from tercet_lab.prompt_texts import PromptTexts
 from tercet_lab.small_openai import small_app
 
 from .conftest import LiveRouter

@@ -22,10 +22,10 @@ from tercet.fleet.admission import Gate
 from tercet.protocol import BadRequest, Fleet, Output, Request
 from tercet.router import admin
 from tercet.router.limits.received_bodies import asked_by
-from tercet.router.prompt_texts import PromptTexts
 from tercet.router.router_app import RouterApp
 from tercet.settings import EngineAddress, Limits, RouterConfig
 from tercet.wire.serving.server_access import RequestContext
+from tercet_lab.prompt_texts import PromptTexts
 from tercet_lab.small_openai import CHAT_MAX_TOKENS, flags_of, small_app
 
 from .conftest import LiveRouter, counted, series

@@ -26,12 +26,12 @@ from tercet.protocol.headers import (
 )
 from tercet.protocol.names import LONGEST_KEPT
 from tercet.router.observe.request_traces import RequestTraces
-from tercet.router.prompt_texts import PromptTexts
 from tercet.router.router_app import RouterApp
 from tercet.router.serve.sessions import Sessions
 from tercet.settings import Limits
 from tercet.settings.fleet_settings import Objectives, SessionSettings
 from tercet_lab.bench.simulated.moving_fleet import SessionCounts
+from tercet_lab.prompt_texts import PromptTexts
 from tercet_lab.small_openai import small_app
 from tests.unit.kept import Kept
 

@@ -36,7 +36,6 @@ from tercet.protocol.wire import LEAST_PRIORITY, MOST_PRIORITY
 from tercet.router import admin
 from tercet.router.admin.admin_server import CLOSE_SECONDS, QuietServer, admin_served
 from tercet.router.pooling import PoolingServers
-from tercet.router.prompt_texts import ChatMessage, PromptTexts
 from tercet.router.router_app import put_layers_before
 from tercet.router.serve.routing import NamedFiles
 from tercet.router.serve.service import RequestRun, Service
@@ -47,6 +46,7 @@ from tercet.settings import RouterConfig
 from tercet.wire.serving.answers import error_headers
 from tercet.wire.serving.client_connection import BoundedProtocol
 from tercet.wire.serving.server_access import RequestContext, RouterKeys, api_keys, current
+from tercet_lab.prompt_texts import ChatMessage, PromptTexts
 
 DEFAULT_MAX_TOKENS = 16
 """Default of OpenAI's completions API."""

@@ -15,16 +15,13 @@ from pathlib import Path
 from typing import Any
 
 import uvicorn
-from fastapi import APIRouter, FastAPI, Response
+from fastapi import FastAPI, Response
 from starlette.exceptions import HTTPException
 from starlette.routing import BaseRoute, Match, Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from tercet.protocol import BadRequest, MethodNotAllowed, TercetError, UnknownPath
-from tercet.protocol.wire import API_PREFIX
-from tercet.router.admin import engines, programs, sequences
-from tercet.router.admin.admin_route import AdminRoute, json_answer
-from tercet.router.admin.engines import vllms
+from tercet.router.admin.admin_routes import json_answer, routes, vllms
 from tercet.router.serve.routing import NamedFiles
 from tercet.router.state.shared_state import SharedState
 from tercet.settings.engine_addresses import AdminAddress
@@ -61,9 +58,13 @@ async def admin_served(app: ASGIApp, address: AdminAddress | None, **tls: Any) -
     if address is None:
         yield
         return
+
+    async def marked(scope: Scope, receive: Receive, send: Send) -> None:
+        await app({**scope, AT_ADMIN: True}, receive, send)
+
     with _listening(address) as sock:
         config = uvicorn.Config(
-            _marked(app), http=BoundedProtocol, ws="none", log_level="warning", access_log=False, lifespan="off",
+            marked, http=BoundedProtocol, ws="none", log_level="warning", access_log=False, lifespan="off",
             timeout_graceful_shutdown=CLOSE_SECONDS, **({} if address.path else tls),
         )  # fmt: skip
         server = QuietServer(config)
@@ -83,13 +84,6 @@ def tls_options(args: Any) -> Mapping[str, Any]:
     return {name: getattr(args, name) for name in names} if args.ssl_certfile else {}
 
 
-def _marked(app: ASGIApp) -> ASGIApp:
-    async def served(scope: Scope, receive: Receive, send: Send) -> None:
-        await app({**scope, AT_ADMIN: True}, receive, send)
-
-    return served
-
-
 @contextmanager
 def _listening(address: AdminAddress) -> Generator[socket.socket]:
     """Listen at the address while entered; only its owner may open a socket's file, which is removed at the end."""
@@ -97,7 +91,11 @@ def _listening(address: AdminAddress) -> Generator[socket.socket]:
     with socket.socket(family, socket.SOCK_STREAM) as sock:
         try:
             if address.path:
-                _bind_file(sock, Path(address.path))
+                path = Path(address.path)
+                if path.is_socket() and not _is_served(path):  # a killed router left it behind
+                    path.unlink()
+                sock.bind(str(path))
+                path.chmod(OWNER_ALONE)  # before the socket listens, so no client can have connected
             else:
                 sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
                 sock.bind((address.host, address.port))
@@ -115,14 +113,6 @@ def _listening(address: AdminAddress) -> Generator[socket.socket]:
                     Path(address.path).unlink()
 
 
-def _bind_file(sock: socket.socket, path: Path) -> None:
-    """Bind to a socket file that only its owner may open; replace a file that a killed router left behind."""
-    if path.is_socket() and not _is_served(path):
-        path.unlink()
-    sock.bind(str(path))
-    path.chmod(OWNER_ALONE)  # before the socket listens, so no client can have connected
-
-
 def _is_served(path: Path) -> bool:
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as asking:
         try:
@@ -132,11 +122,6 @@ def _is_served(path: Path) -> bool:
         except OSError:
             return True
     return True
-
-
-router = APIRouter(prefix=API_PREFIX, tags=["tercet"], route_class=AdminRoute)
-for subject in (programs, sequences, engines):
-    router.include_router(subject.routes)
 
 
 def install(
@@ -153,7 +138,7 @@ def install(
     """
     app.state.tercet, app.state.tercet_models, app.state.tercet_files = shared, models, files or NamedFiles()
     # The routes have their prefix and route class: include_router would make each of them again, which takes 50 ms.
-    app.router.routes.extend(router.routes)
+    app.router.routes.extend(routes.routes)
     if loads_adapters:
         own = {route.path for route in vllms.routes if isinstance(route, Route)}
         app.router.routes[:] = [each for each in app.routes if not (isinstance(each, Route) and each.path in own)]
@@ -161,7 +146,7 @@ def install(
     app.router.middleware_stack = _refusing(app.router.middleware_stack, app.routes)
 
 
-def _refusing(served: ASGIApp, routes: Sequence[BaseRoute]) -> ASGIApp:
+def _refusing(served: ASGIApp, known: Sequence[BaseRoute]) -> ASGIApp:
     """Return ``served`` with OpenAI's error JSON in answers for a path or a method without a route."""
 
     async def answer(scope: Scope, receive: Receive, send: Send) -> None:
@@ -170,14 +155,14 @@ def _refusing(served: ASGIApp, routes: Sequence[BaseRoute]) -> ASGIApp:
         except HTTPException as refusal:  # raised by the routing itself: routes answer their own errors
             if scope["type"] != "http" or refusal.status_code not in (UnknownPath.status, MethodNotAllowed.status):
                 raise
-            await _without_route(scope, routes)(scope, receive, send)
+            await _without_route(scope, known)(scope, receive, send)
 
     return answer
 
 
-def _without_route(scope: Scope, routes: Sequence[BaseRoute]) -> Response:
+def _without_route(scope: Scope, known: Sequence[BaseRoute]) -> Response:
     method, path = scope["method"], scope["path"]
-    found = [route for route in routes if isinstance(route, Route) and route.matches(scope)[0] is Match.PARTIAL]
+    found = [route for route in known if isinstance(route, Route) and route.matches(scope)[0] is Match.PARTIAL]
     allowed = ", ".join(sorted({name for route in found for name in route.methods or ()}))
     if not allowed:
         error: TercetError = UnknownPath(f"this server has no route {method} {path}; /openapi.json lists the routes")

@@ -12,7 +12,6 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from contextlib import suppress
 from typing import Any, cast
 
 import msgspec
@@ -56,7 +55,10 @@ def require_readable(content: bytes) -> None:
 async def require_few_items(path: str, content: bytes, value: Any, most: int) -> None:
     """Raise :class:`~tercet.protocol.BadRequest` if the JSON ``value`` of ``content`` has more than ``most`` items."""
     if api_of(path) == "responses":
-        _require_few_tools(value, most // TOOLS_SHARE or 1)
+        tools: Any = cast("dict[str, Any]", value).get("tools") if isinstance(value, dict) else None
+        most_tools = most // TOOLS_SHARE or 1
+        if isinstance(tools, list) and len(cast("list[Any]", tools)) > most_tools:
+            raise _too_many("tools", "tools", most_tools)
         most = most // RESPONSES_SHARE or 1
     may_be_many = content.count(b"[") + content.count(b"{") > most or content.count(b",") > most * OF_STOPS
     if may_be_many or content.count(b'"') + content.count(b":") > most * VALUES_PER_ITEM:
@@ -93,12 +95,6 @@ def _structures(fields: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, A
             found = cast("dict[str, Any]", found).get(name) if isinstance(found, dict) else None
         if isinstance(found, dict):
             yield ".".join(path), {"json": found}
-
-
-def _require_few_tools(value: Any, most: int) -> None:
-    tools: Any = cast("dict[str, Any]", value).get("tools") if isinstance(value, dict) else None
-    if isinstance(tools, list) and len(cast("list[Any]", tools)) > most:
-        raise _too_many("tools", "tools", most)
 
 
 def _count(value: Any, most: int) -> None:
@@ -248,19 +244,17 @@ def asked_by(fields: dict[str, Any]) -> Asked:
     try:
         asked = msgspec.convert(given, Asked, strict=False)
     except msgspec.ValidationError:
-        asked = msgspec.convert(dict(_valid(given)), Asked, strict=False)
+        for name, value in tuple(given.items()):
+            try:
+                msgspec.convert({name: value}, Asked, strict=False)
+            except msgspec.ValidationError:
+                del given[name]
+        asked = msgspec.convert(given, Asked, strict=False)
     user = None if asked.user is None else kept_name(asked.user)
     session, parameters = session_in_body(fields), parameters_of(fields)
     if user is None and session is None and not parameters:
         return asked
     return msgspec.structs.replace(asked, user=user, session_name=session, parameters=parameters)
-
-
-def _valid(given: dict[str, Any]) -> Iterator[tuple[str, Any]]:
-    for name, value in given.items():
-        with suppress(msgspec.ValidationError):
-            msgspec.convert({name: value}, Asked, strict=False)
-            yield name, value
 
 
 def parameters_of(fields: Mapping[str, Any]) -> dict[str, str]:
@@ -285,20 +279,13 @@ _ASKED = tuple(name for name in Asked.__struct_fields__ if name not in ("session
 # Fields of the APIs, by the sampling parameter that vLLM derives from them; of several, the first one decides.
 _DERIVED = {
     "structured_outputs": (
-        "sampling_params.structured_outputs",
-        "structured_outputs",
-        "tool_choice",
-        "response_format",
-        "text.format",
-        "output_config.format",
-        "output_format",
-        "parallel_tool_calls",
-        "tools",
+        "sampling_params.structured_outputs", "structured_outputs", "tool_choice", "response_format", "text.format",
+        "output_config.format", "output_format", "parallel_tool_calls", "tools",
     ),
     "logprobs": ("sampling_params.logprobs", "logprobs", "top_logprobs", "include"),
     "prompt_logprobs": ("sampling_params.prompt_logprobs", "prompt_logprobs", "echo"),
     "max_tokens": ("sampling_params.max_tokens", "max_completion_tokens", "max_output_tokens"),
-}
+}  # fmt: skip
 _DERIVING = frozenset(name.partition(".")[0] for names in _DERIVED.values() for name in names)
 _WITHOUT_EFFECT: dict[str, tuple[Any, ...]] = {
     "tool_choice": ("auto", "none"), "response_format": ({"type": "text"},), "text.format": ({"type": "text"},),

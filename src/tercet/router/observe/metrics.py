@@ -15,7 +15,7 @@ import math
 import os
 import time
 from bisect import bisect_left
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
@@ -29,9 +29,10 @@ from prometheus_client.utils import floatToGoString  # pyright: ignore[reportUnk
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from tercet.decisions.cost import RouteDecision
 from tercet.fleet import EngineFleet, Trace
 from tercet.fleet.engine_fleet import EngineCollector
-from tercet.protocol.spans import FALLBACK, RETRY, SpanContext, TraceEvent, current_span
+from tercet.protocol.spans import FALLBACK, RETRY, SpanContext, current_span
 from tercet.wire import SECONDS
 
 if TYPE_CHECKING:  # they count here
@@ -39,10 +40,10 @@ if TYPE_CHECKING:  # they count here
     from tercet.router.serve.moves import MoveRecord
     from tercet.router.serve.sessions import MoveEnd, PinEnd, Ran
 
+# Environment variable with the folder in which the workers of one router count together.
 WORKERS_VARIABLE = "PROMETHEUS_MULTIPROC_DIR"
-"""Environment variable with the folder in which the workers of one router count together."""
+# Largest number of exemplars of a process; beyond it the oldest is dropped.
 MOST_EXEMPLARS = 4096
-"""Largest number of exemplars of a process; beyond it the oldest is dropped."""
 _BOUNDS = tuple(floatToGoString(bound) for bound in (*SECONDS, math.inf))
 Bucket = tuple[str, frozenset[tuple[str, str]]]
 
@@ -93,12 +94,6 @@ def by_bucket(kept: Iterable[KeptExemplar]) -> dict[Bucket, Exemplar]:
         each.bucket: Exemplar({"trace_id": each.trace_id, "span_id": each.span_id}, each.value, each.at)
         for each in sorted(kept, key=lambda each: each.at)
     }
-
-
-def with_exemplar(sample: Sample, found: Mapping[Bucket, Exemplar]) -> Sample:
-    """Return the sample with the exemplar of its bucket, if there is one."""
-    exemplar = found.get((sample.name, frozenset(sample.labels.items()))) if found else None
-    return sample if exemplar is None else sample._replace(exemplar=exemplar)
 
 
 RATIOS = (0.25, 0.5, 0.7, 0.8, 0.9, 1.0, 1.1, 1.25, 1.5, 2.0, 4.0)
@@ -230,31 +225,26 @@ class Metrics:
         )
 
     def objectives(self, of_class: str, met: bool) -> None:
-        """Count a request that ended, and whether it met its class's objectives."""
         self._objectives.labels(of_class, "met" if met else "missed").inc()
 
     def flipped(self, role: str, engines: int) -> None:
-        """Count engines whose role the router changed to ``role``."""
         self._flips.labels(role).inc(engines)
 
     def pressures(self, prefill: float, decode: float) -> None:
-        """Set the present pressure of each role."""
         self._pressure.labels("prefill").set(prefill)
         self._pressure.labels("decode").set(decode)
 
     def fleet_state(self, version: int, failed: bool) -> None:
-        """Set the version of the fleet's state in use, and whether a later version cannot be applied."""
         self._state.set(version)
         self._state_failed.set(failed)
 
     def sequence(self) -> AbstractContextManager[object]:
-        """Return a context in which a sequence counts as running."""
         return self._running.track_inprogress()
 
     def finished(self, trace: Trace) -> None:
-        """Count a sequence that was served to its end."""
         self._sequences.labels(trace.program).inc()
-        self._routed(trace)
+        if trace.decision is not None:
+            self._routed(trace, trace.decision)
         place = current_span()
         if trace.ttft is not None:
             self._observe(self._ttft, TTFT, {"program": trace.program}, trace.ttft, place)
@@ -268,9 +258,16 @@ class Metrics:
             verb = {"verb": event.verb, "engine": event.engine}
             self._observe(self._verb, VERB, verb, event.seconds, place, event.span)
             if event.predicted is not None:
-                self._compared(trace.program, event, event.predicted)
+                pair = trace.program, event.engine
+                self._predicted.labels(*pair).inc(event.predicted)
+                self._delivered.labels(*pair).inc(event.cached)
+                self._missing.labels(*pair).inc(max(0, event.predicted - event.cached))
             if event.bytes:
-                self._bytes.labels(event.engine, self._counted_as(event.engine, event.to)).inc(event.bytes)
+                pair = event.engine, event.to
+                if len(self._pairs) < MOST_PAIRS:
+                    self._pairs.add(pair)
+                to = event.to if pair in self._pairs else OTHER_ENGINES
+                self._bytes.labels(event.engine, to).inc(event.bytes)
 
     def _observe(
         self, histogram: Histogram, name: str, labels: dict[str, str], value: float, place: SpanContext | None,
@@ -282,7 +279,6 @@ class Metrics:
             self.exemplars.note(name, labels, value, time.time(), place, span)
 
     def moved(self, move: MoveRecord) -> None:
-        """Count a move that has ended."""
         if len(self._reasons) < MOST_REASONS:
             self._reasons.add(move.reason)
         reason = move.reason if move.reason in self._reasons else OTHER_REASONS
@@ -293,36 +289,17 @@ class Metrics:
             self._pause.observe(move.pause)
 
     def held_back(self, moves: int) -> None:
-        """Set the number of proposed moves that limits do not allow yet."""
         self._moves_held_back.set(moves)
 
     def admission(self, in_flight: int, queued: int) -> None:
-        """Set the numbers of admitted and of waiting requests."""
         self._admitted.set(in_flight)
         self._queued.set(queued)
 
     def pooling_server(self, url: str, answers: bool) -> None:
-        """Set whether a server of a pooling model answers."""
         self._pooling.labels(url).set(answers)
 
-    def _counted_as(self, engine: str, to: str) -> str:
-        """Return the label of a receiver: its name, or a common one beyond :data:`MOST_PAIRS` pairs."""
-        pair = engine, to
-        if len(self._pairs) < MOST_PAIRS:
-            self._pairs.add(pair)
-        return to if pair in self._pairs else OTHER_ENGINES
-
-    def _compared(self, program: str, event: TraceEvent, predicted: int) -> None:
-        """Count the cached tokens that a pick predicted, and those that the engine found."""
-        self._predicted.labels(program, event.engine).inc(predicted)
-        self._delivered.labels(program, event.engine).inc(event.cached)
-        self._missing.labels(program, event.engine).inc(max(0, predicted - event.cached))
-
-    def _routed(self, trace: Trace) -> None:
-        """Count the choice of a route and the ratio of measured to predicted latency, for a trace with a decision."""
-        decision = trace.decision
-        if decision is None:
-            return
+    def _routed(self, trace: Trace, decision: RouteDecision) -> None:
+        """Count the choice of a route, and the ratio of measured to predicted latency."""
         self._routes.labels(decision.kind, "to_learn" if decision.explored else "cheapest").inc()
         chosen = decision.chosen
         if trace.events and trace.events[-1].engine != chosen.decode:
@@ -362,25 +339,20 @@ class SessionMetrics:
         )
 
     def sizes(self, sessions: int, kept: int) -> None:
-        """Set the numbers of remembered sessions and of pinned contexts."""
         self._sessions.set(sessions)
         self._kept.set(kept)
 
     def turn(self, ran: Ran) -> None:
-        """Count a turn that has ended."""
         self._turns.labels(ran).inc()
 
     def paused(self, waited_for: Pause, seconds: float) -> None:
-        """Record the pause before a turn that begins."""
         self._pauses.labels(waited_for).observe(seconds)
 
     def moved(self, end: MoveEnd, sent: int) -> None:
-        """Count a move of a context that has ended; ``sent`` is in bytes."""
         self._moves.labels(end).inc()
         self._bytes.inc(sent)
 
     def unpinned(self, end: PinEnd) -> None:
-        """Count a pin that has ended."""
         self._pins.labels(end).inc()
 
 
@@ -394,8 +366,8 @@ OBSERVED_HERE = frozenset(
      "request_time_per_output_token_seconds", "request_prompt_tokens", "request_generation_tokens",
      "request_max_num_generation_tokens", "request_params_n", "request_params_max_tokens"}
 )  # fmt: skip
+# Those of vLLM's metrics that are true in a router: requests from their arrival to their end, and their tokens.
 KNOWN_HERE = COUNTED_HERE | OBSERVED_HERE
-"""Those of vLLM's metrics that are true in a router: requests from their arrival to their end, and their tokens."""
 OF_ENGINES = ("engine", "to")
 
 
@@ -413,9 +385,23 @@ class ServedMetrics(Collector):
         here = {OTHER_ENGINES, *(member.name for member in self._fleet.members)}
         for metric in self._source.collect():
             if metric.name.startswith(VLLMS):
-                yield from _served(metric)
+                name = metric.name.removeprefix(VLLMS)
+                if name not in KNOWN_HERE:
+                    continue
+                found = Metric(SERVED + name, metric.documentation, metric.type)
+                for sample in metric.samples:  # an engine's number means nothing in a router
+                    labels = {label: value for label, value in sample.labels.items() if label != "engine"}
+                    own = SERVED + sample.name.removeprefix(VLLMS)
+                    found.samples.append(sample._replace(name=own, labels=labels))
+                yield found
             elif metric.name.startswith(OURS):
-                yield self._of_members(metric, here)
+                # Series of engines that have left the fleet cannot change any more.
+                found = Metric(metric.name, metric.documentation, metric.type)
+                found.samples = [
+                    self._with_exemplar(sample) for sample in metric.samples
+                    if all(sample.labels[name] in here for name in OF_ENGINES if name in sample.labels)
+                ]  # fmt: skip
+                yield found
             else:
                 yield metric
 
@@ -423,25 +409,9 @@ class ServedMetrics(Collector):
         """Return no metrics: the registry need not collect at registration."""
         return ()
 
-    def _of_members(self, metric: Metric, here: set[str]) -> Metric:
-        """Return the metric without the series of engines that have left the fleet, which cannot change any more."""
-        found = Metric(metric.name, metric.documentation, metric.type)
-        found.samples = [
-            with_exemplar(sample, self._exemplars) for sample in metric.samples
-            if all(sample.labels[name] in here for name in OF_ENGINES if name in sample.labels)
-        ]  # fmt: skip
-        return found
-
-
-def _served(metric: Metric) -> Iterator[Metric]:
-    """Yield a metric of vLLM under Tercet's name and without its engine number, if it is true in a router."""
-    if metric.name.removeprefix(VLLMS) not in KNOWN_HERE:
-        return
-    found = Metric(SERVED + metric.name.removeprefix(VLLMS), metric.documentation, metric.type)
-    for sample in metric.samples:
-        labels = {name: value for name, value in sample.labels.items() if name != "engine"}
-        found.samples.append(sample._replace(name=SERVED + sample.name.removeprefix(VLLMS), labels=labels))
-    yield found
+    def _with_exemplar(self, sample: Sample) -> Sample:
+        exemplar = self._exemplars.get((sample.name, frozenset(sample.labels.items()))) if self._exemplars else None
+        return sample if exemplar is None else sample._replace(exemplar=exemplar)
 
 
 def metrics_of(fleet: EngineFleet, exemplars: Mapping[Bucket, Exemplar]) -> CollectorRegistry:

@@ -33,8 +33,8 @@ from tercet.router.serve.moves import MoveRecord
 from tercet.wire.serving.server_access import RequestContext
 
 KEPT = 1000
+# Most bytes of the last traces as they are kept; slowest ones have a tenth of it. A usual trace has 2,000 bytes.
 KEPT_BYTES = 64 * 1024 * 1024
-"""Most bytes of the last traces as they are kept; slowest ones have a tenth of it. A usual trace has 2,000 bytes."""
 # The number of slowest requests that are kept is this fraction of the number of last ones: a tenth.
 SLOWEST_SHARE = 10
 RUNNING, SERVED, LEFT = "running", "served", "client_left"
@@ -112,12 +112,7 @@ class FollowedRequest:
         self._began = context.began
         self._at = time.time() - (time.monotonic() - context.began)
 
-    def admitted(self) -> None:
-        """Record that the request was admitted."""
-        self.waited = time.monotonic() - self._began
-
     def seen(self, move_of: MoveOf, is_over: bool = True, error: TercetError | None = None) -> RequestTrace:
-        """Return the trace of the request as of now."""
         context, place = self.context, self.place
         pairs = zip(cast("list[RunningSequence]", context.sequences), cast("list[Trace]", context.traces), strict=False)
         sequences = [_sequence(sequence, trace, self._began, move_of) for sequence, trace in pairs]
@@ -128,21 +123,13 @@ class FollowedRequest:
             outcome = SERVED if ended else LEFT
         has_span = place is not None and place is not self.caller
         return RequestTrace(
-            request_id=self.request_id,
-            path=context.path,
-            model=kept_name(context.asked.model or ""),
-            at=self._at,
-            seconds=time.monotonic() - self._began,
-            outcome=outcome,
-            reason="" if error is None else error.message,
-            waited=self.waited,
-            process=os.getpid(),
-            stream=bool(context.asked.stream),
+            request_id=self.request_id, path=context.path, model=kept_name(context.asked.model or ""), at=self._at,
+            seconds=time.monotonic() - self._began, outcome=outcome, reason="" if error is None else error.message,
+            waited=self.waited, process=os.getpid(), stream=bool(context.asked.stream),
             trace_id="" if place is None else place.trace_id,
             span=place.span_id if place is not None and has_span else "",
-            parent="" if self.caller is None else self.caller.span_id,
-            sequences=sequences,
-        )
+            parent="" if self.caller is None else self.caller.span_id, sequences=sequences,
+        )  # fmt: skip
 
 
 def _sequence(sequence: RunningSequence, trace: Trace, began: float, move_of: MoveOf) -> SequenceTrace:
@@ -241,17 +228,11 @@ class RequestTraces:
         return [each for each in self if each.is_called(name)]
 
     def newest(self, most: int) -> list[RequestTrace]:
-        """Return the newest traces, at most ``most``."""
         return list(itertools.islice(self, most))
 
     def slowest(self, most: int) -> list[RequestTrace]:
         """Return the slowest traces, at most ``most``, of all that are kept or run."""
         return heapq.nlargest(most, self, key=lambda trace: trace.seconds)
-
-
-def shown(trace: RequestTrace) -> dict[str, Any]:
-    """Return a trace in the form of the routes' answers."""
-    return msgspec.to_builtins(trace)
 
 
 NANOSECONDS = 1_000_000_000
@@ -266,17 +247,31 @@ _OTHERS = ("bytes", "chunks", "transport", "to")
 def spans_of(trace: RequestTrace, place: SpanContext) -> Iterator[Span]:
     """Yield the span of a request at ``place``, and below it admission, picks, calls, first tokens, retries, moves."""
     at = int(trace.at * NANOSECONDS)
-    yield _request(trace, place, at)
+    told = request_attributes(trace.path, trace.model, trace.request_id)
+    told |= {"gen_ai.request.stream": trace.stream, "tercet.outcome": trace.outcome}
+    if trace.sequences:
+        told["gen_ai.usage.input_tokens"] = sum(each.prompt_tokens for each in trace.sequences)
+        told["gen_ai.usage.output_tokens"] = sum(each.output_tokens for each in trace.sequences)
+        told["tercet.program"] = trace.sequences[0].program
+        if (ttft := trace.sequences[0].ttft) is not None:
+            told["tercet.ttft"] = ttft
+    error, ended = "" if trace.outcome in (SERVED, RUNNING) else trace.outcome, at + _ns(trace.seconds)
+    yield Span(f"POST {trace.path}", place, trace.parent, at, ended, "server", told, (), error, trace.reason)
     if trace.waited >= LEAST_WAIT_S:
         yield Span("admission", place.child(), place.span_id, at, at + _ns(trace.waited))
     for sequence in trace.sequences:
         begin = at + _ns(sequence.at)
-        named = {"tercet.seq_id": sequence.seq_id}
+        named: dict[str, Any] = {"tercet.seq_id": sequence.seq_id}
         for pick in sequence.picks:
             if not pick.scores:  # a pick by turns: the span of its call names the engine
                 continue
-            picked = begin + _ns(pick.at)
-            yield Span("pick", place.child(), place.span_id, picked, picked, attributes={**named, **_of_pick(pick)})
+            picked, told = begin + _ns(pick.at), {**named, "tercet.role": pick.role, "tercet.picker": pick.by}
+            told |= {"tercet.engine": pick.engine}
+            told |= {f"tercet.score.{name}": score for name, score in pick.scores.items()}
+            told |= {f"tercet.scorer.{name}": score for name, score in pick.parts.items()}
+            if pick.predicted is not None:
+                told["tercet.tokens.predicted"] = pick.predicted
+            yield Span("pick", place.child(), place.span_id, picked, picked, attributes=told)
         for event in sequence.events:
             yield from _of_event(event, sequence, place, begin, named)
         for event in sequence.failed:
@@ -293,36 +288,18 @@ def request_attributes(path: str, model: str, request_id: str) -> dict[str, Any]
     return found
 
 
-def _request(trace: RequestTrace, place: SpanContext, at: int) -> Span:
-    told = request_attributes(trace.path, trace.model, trace.request_id)
-    told |= {"gen_ai.request.stream": trace.stream, "tercet.outcome": trace.outcome}
-    if trace.sequences:
-        told["gen_ai.usage.input_tokens"] = sum(each.prompt_tokens for each in trace.sequences)
-        told["gen_ai.usage.output_tokens"] = sum(each.output_tokens for each in trace.sequences)
-        told["tercet.program"] = trace.sequences[0].program
-        if (ttft := trace.sequences[0].ttft) is not None:
-            told["tercet.ttft"] = ttft
-    error = "" if trace.outcome in (SERVED, RUNNING) else trace.outcome
-    ended = at + _ns(trace.seconds)
-    return Span(f"POST {trace.path}", place, trace.parent, at, ended, "server", told, (), error, trace.reason)
-
-
-def _of_pick(pick: PickEvent) -> Mapping[str, Any]:
-    found: dict[str, Any] = {"tercet.role": pick.role, "tercet.picker": pick.by, "tercet.engine": pick.engine}
-    found |= {f"tercet.score.{name}": score for name, score in pick.scores.items()}
-    found |= {f"tercet.scorer.{name}": score for name, score in pick.parts.items()}
-    if pick.predicted is not None:
-        found["tercet.tokens.predicted"] = pick.predicted
-    return found
-
-
 def _of_event(
     event: TraceEvent, sequence: SequenceTrace, place: SpanContext, begin: int, named: Mapping[str, str]
 ) -> Iterator[Span]:
     if event.verb in (FALLBACK, RETRY):
         at = begin + _ns(event.at)
         told = {**named, "tercet.engine": event.engine, "tercet.tokens.end": event.end}
-        links = [_of_trace(place, event) for event in _calls_failed_before(event, sequence)]
+        # The last failed call of the engine at fault before it.
+        failed = [
+            call for call in (*sequence.failed, *sequence.events)
+            if call.span and call.code and call.engine == event.engine and call.at <= event.at
+        ]  # fmt: skip
+        links = [_of_trace(place, call) for call in sorted(failed, key=lambda call: call.at)[-1:]]
         yield Span(
             event.verb, place.child(), place.span_id, at, at, "internal", told, links, event.code or event.verb,
             event.reason,
@@ -345,7 +322,11 @@ def _call(event: TraceEvent, sequence: SequenceTrace, place: SpanContext, begin:
     if event.predicted is not None:
         told["tercet.tokens.predicted"] = event.predicted
     if event.verb == "move":
-        told |= _of_move(event, sequence)
+        told |= {"tercet.move.reason": event.reason, "tercet.move.outcome": event.outcome}
+        if event.pause is not None:
+            told["tercet.move.pause"] = event.pause
+        stages = next((move.stages for move in sequence.moves if move.number == event.number), ())
+        told["tercet.move.stages"] = [f"{stage.begin}-{stage.end}" for stage in stages]
     links = [
         _of_trace(place, other)
         for other in sequence.events
@@ -359,26 +340,8 @@ def _call(event: TraceEvent, sequence: SequenceTrace, place: SpanContext, begin:
     )  # fmt: skip
 
 
-def _calls_failed_before(retry: TraceEvent, sequence: SequenceTrace) -> Sequence[TraceEvent]:
-    """Return the last failed call of the engine at fault before a retry or a fallback, in a list; empty without one."""
-    failed = [
-        call for call in (*sequence.failed, *sequence.events)
-        if call.span and call.code and call.engine == retry.engine and call.at <= retry.at
-    ]  # fmt: skip
-    return sorted(failed, key=lambda call: call.at)[-1:]
-
-
 def _of_trace(place: SpanContext, event: TraceEvent) -> SpanContext:
     return SpanContext(place.trace_id, event.span, place.sampled)
-
-
-def _of_move(event: TraceEvent, sequence: SequenceTrace) -> Mapping[str, Any]:
-    found: dict[str, Any] = {"tercet.move.reason": event.reason, "tercet.move.outcome": event.outcome}
-    if event.pause is not None:
-        found["tercet.move.pause"] = event.pause
-    stages = next((move.stages for move in sequence.moves if move.number == event.number), ())
-    found["tercet.move.stages"] = [f"{stage.begin}-{stage.end}" for stage in stages]
-    return found
 
 
 def _ns(seconds: float) -> int:
@@ -408,7 +371,6 @@ class TraceQuestion(msgspec.Struct, frozen=True, omit_defaults=True):
     exemplars: str = ""
 
     def answer(self, traces: RequestTraces) -> list[RequestTrace]:
-        """Return the traces of this process that match."""
         if self.id:
             return traces.called(kept_name(self.id))
         return [*traces.newest(self.newest), *traces.slowest(self.slowest)]
@@ -466,7 +428,6 @@ class SharedTraces:
         return [*self._exemplars.kept(), *others]
 
     async def others(self) -> Sequence[str]:
-        """Return the names of the other live processes."""
         return () if self._others is None else await self._others()
 
     async def frames_of(self, name: str) -> AsyncGenerator[bytes]:
@@ -483,11 +444,6 @@ class SharedTraces:
     async def _of_others(self, question: TraceQuestion, decoder: msgspec.json.Decoder[list[T]]) -> list[T]:
         found = await asyncio.gather(*(self._ask(name, question, decoder) for name in await self.others()))
         return [each for answer in found for each in answer]
-
-    def _answer_to(self, question: TraceQuestion) -> list[RequestTrace] | list[KeptExemplar]:
-        if question.exemplars:
-            return self._exemplars.kept() if question.exemplars == os.environ.get(WORKERS_VARIABLE) else []
-        return question.answer(self.own)
 
     async def _ask(self, name: str, question: TraceQuestion, decoder: msgspec.json.Decoder[list[T]]) -> list[T]:
         try:
@@ -510,22 +466,24 @@ class SharedTraces:
                     _require_own(writer)
                     question = _questions.decode(await reader.readline())
                     if not question.watch:
-                        writer.write(msgspec.json.encode(self._answer_to(question)) + b"\n")
+                        found: list[RequestTrace] | list[KeptExemplar] = []
+                        if not question.exemplars:
+                            found = question.answer(self.own)
+                        elif question.exemplars == os.environ.get(WORKERS_VARIABLE):
+                            found = self._exemplars.kept()
+                        writer.write(msgspec.json.encode(found) + b"\n")
                         await writer.drain()
                         return
-                await self._tell_frames(writer)
+                if self.frames is None:
+                    return
+                # Frames go on until this process ends or the other one stops reading.
+                async with aclosing(self.frames()) as frames:
+                    async for line in frames:
+                        writer.write(line)
+                        async with asyncio.timeout(ANSWER_SECONDS):
+                            await writer.drain()
         finally:
             writer.close()
-
-    async def _tell_frames(self, writer: asyncio.StreamWriter) -> None:
-        """Send frames until this process ends or the other process stops reading."""
-        if self.frames is None:
-            return
-        async with aclosing(self.frames()) as frames:
-            async for line in frames:
-                writer.write(line)
-                async with asyncio.timeout(ANSWER_SECONDS):
-                    await writer.drain()
 
 
 async def _connected(name: str) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:

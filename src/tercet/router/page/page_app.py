@@ -1,8 +1,7 @@
 """The ASGI application for the page at ``/tercet`` and its stream, which passes other paths to the next application.
 
 The files contain no data of the fleet, and need no key. The stream needs access to admin routes, or a client key; with
-a client key it leaves out ids and errors of other clients' requests. A recorded run has the same page without a fleet;
-only this machine may open it.
+a client key it leaves out ids and errors of other clients' requests.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from tercet import __version__
 from tercet.protocol import MethodNotAllowed, TercetError, Unauthorized, UnknownPath
 from tercet.protocol.access import BearerKeys
-from tercet.protocol.request_checks import ShownHeaders, require_no_page, require_own_call
+from tercet.protocol.request_checks import ShownHeaders, require_no_page
 from tercet.protocol.wire import API_PREFIX
 from tercet.router.page.records import About, ReportedLoads
 from tercet.router.page.watch import FleetWatch, OtherWorkers, Viewers, about_service
@@ -72,11 +71,12 @@ TYPES = {
     ".html": "text/html; charset=utf-8", ".css": "text/css; charset=utf-8", ".js": "text/javascript; charset=utf-8",
     ".svg": "image/svg+xml",
 }  # fmt: skip
+# Policy of the page: no content from other hosts, not inside other pages, no inline script or style.
 POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; "
     "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 )
-"""Policy of the page: no content from other hosts, not inside other pages, no inline script or style."""
+# Headers of every answer.
 SAFETY = {
     "content-security-policy": POLICY,
     "x-frame-options": "DENY",
@@ -85,7 +85,6 @@ SAFETY = {
     "cross-origin-opener-policy": "same-origin",
     "cross-origin-resource-policy": "same-origin",
 }
-"""Headers of every answer."""
 
 
 class PageFile(NamedTuple):
@@ -111,8 +110,8 @@ def page_files() -> Mapping[str, PageFile]:
 
 ROOT = "/tercet"
 ABOUT, STREAM = "about", "stream"
+# Seconds after which a viewer that reads nothing is dropped; a viewer that is only slow skips frames.
 SEND_SECONDS = 20.0
-"""Seconds after which a viewer that reads nothing is dropped; a viewer that is only slow skips frames."""
 VIEW_HEADER = "x-tercet-view"
 ELSEWHERE = "this address does not serve admin routes; use the router's --admin-listen address"
 ASKS = "this page requires the router's admin key or a client key: Authorization: Bearer KEY"
@@ -135,8 +134,9 @@ class PageApp:
         self._admin_apart = admin_apart
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve one ASGI connection."""
-        if scope["type"] != "http" or not is_of_page(path := path_of(scope)):
+        path = path_of(scope) if scope["type"] == "http" else ""
+        is_route = path == API_PREFIX or path.startswith(f"{API_PREFIX}/")  # admin routes are below the page's path
+        if is_route or not (path == ROOT or path.startswith(f"{ROOT}/")):
             await self._app(scope, receive, send)
             return
         try:
@@ -150,18 +150,13 @@ class PageApp:
         if not path:  # links in the page are relative to a folder, so any prefix of a proxy works
             await answer(send, 307, b"", "text/plain", {"location": f"{ROOT[1:]}/"})
         elif path == f"/{ABOUT}":
-            await answer(send, 200, self._about(scope), "application/json")
+            apart = self._admin_apart and not scope.get(AT_ADMIN, False)  # another address serves admin routes
+            about = {"mode": "live", "tercet": __version__, "why_no_changes": ELSEWHERE if apart else ""}
+            await answer(send, 200, msgspec.json.encode(about), "application/json")
         elif path == f"/{STREAM}":
             await self._stream(scope, receive, send)
         else:
             await send_file(scope, path.removeprefix("/"), send)
-
-    def _about(self, scope: Scope) -> bytes:
-        """Return the JSON that the page needs before it has a key."""
-        apart = self._admin_apart and not scope.get(AT_ADMIN, False)  # another address serves admin routes
-        return msgspec.json.encode(
-            {"mode": "live", "tercet": __version__, "why_no_changes": ELSEWHERE if apart else ""}
-        )
 
     async def _stream(self, scope: Scope, receive: Receive, send: Send) -> None:
         is_admin = self._admit(scope)
@@ -203,12 +198,6 @@ class PageApp:
         return True
 
 
-def is_of_page(path: str) -> bool:
-    """True if a path belongs to the page; the admin routes below it do not."""
-    below = path.startswith(f"{ROOT}/") and path != API_PREFIX and not path.startswith(f"{API_PREFIX}/")
-    return path == ROOT or below
-
-
 def with_page(
     app: ASGIApp, state: SharedState, keys: RouterKeys, model: str, shutdown: Shutdown, admin_apart: bool = False
 ) -> ASGIApp:
@@ -230,37 +219,3 @@ def with_page(
     viewers = Viewers(watch, lambda: len(fleet.members), lambda: shutdown.has_begun, others)
     state.traces.frames = lambda: viewers.stream(viewers.enter_worker())
     return PageApp(app, viewers, keys.access, keys.clients, admin_apart)
-
-
-RUN = "run.json"
-
-
-class RecordedPage:
-    """The ASGI application of the page; ``result`` is the JSON of a run's result with timelines."""
-
-    def __init__(self, result: bytes) -> None:
-        self._result = result
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve one ASGI connection."""
-        if scope["type"] != "http":
-            return
-        try:
-            await self._serve(scope, send)
-        except TercetError as error:
-            await answer_error(send, error)
-
-    async def _serve(self, scope: Scope, send: Send) -> None:
-        client = scope.get("client")
-        require_own_call(ShownHeaders.of_asgi(scope["headers"]), None if client is None else client[0])
-        path = scope["path"].removeprefix("/")
-        if scope["method"] not in ("GET", "HEAD"):
-            raise MethodNotAllowed(f"/{path} does not accept the method {scope['method']}; use GET or HEAD")
-        is_head = scope["method"] == "HEAD"
-        if path == "about":
-            about = msgspec.json.encode({"mode": "recorded", "tercet": __version__})
-            await answer(send, 200, about, "application/json", is_head=is_head)
-        elif path == RUN:
-            await answer(send, 200, self._result, "application/json", is_head=is_head)
-        else:
-            await send_file(scope, path, send)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
-from itertools import chain
 from typing import NamedTuple, Protocol
 
 import msgspec
@@ -187,37 +186,16 @@ def for_clients(frame: Frame) -> Frame:
     )
 
 
-def merged(first: Frame, second: Frame) -> Frame:
-    """Return one frame with the changes of ``first`` and then ``second``."""
-    if second.whole:
-        return second
-    rows = {} if second.engines is not None else {row[0]: row for row in first.loads}
-    rows |= {row[0]: row for row in second.loads}
-    moves = {move.number: move for move in (*first.moves, *second.moves)}
-    return Frame(
-        t=second.t, whole=first.whole, about=second.about or first.about, engines=second.engines or first.engines,
-        loads=[rows[index] for index in sorted(rows)], unseen=second.unseen, points=[*first.points, *second.points],
-        lanes=[*first.lanes, *second.lanes], spans=[*first.spans, *second.spans], ends=[*first.ends, *second.ends],
-        moves=[moves[number] for number in sorted(moves)],
-    )  # fmt: skip
-
-
-def halved(frames: Sequence[Frame]) -> list[Frame]:
-    """Return half as many frames with the same result: pairs are merged, and an odd last frame stays."""
-    pairs = zip(frames[::2], frames[1::2], strict=False)
-    return list(chain((merged(*pair) for pair in pairs), frames[len(frames) // 2 * 2 :]))
-
-
 def encoded(frames: Iterable[Frame]) -> bytes:
     """Return frames as server-sent events."""
     return b"".join(b"data: " + msgspec.json.encode(frame) + b"\n\n" for frame in frames)
 
 
+# Number of programs with a separate line; clients may name any built-in program.
 MOST_PROGRAMS = 12
-"""Number of programs with a separate line; clients may name any built-in program."""
 OTHER = "other"
+# Largest number of times of one program between two frames that percentiles use: the first ones.
 MOST_TIMES = 512
-"""Largest number of times of one program between two frames that percentiles use: the first ones."""
 
 
 class ProgramCount:
@@ -229,7 +207,6 @@ class ProgramCount:
         self.tpots: list[float] = []
 
     def point(self) -> ProgramPoint:
-        """Return the counts in the form of a frame."""
         ttft, tpot = sorted(self.ttfts), sorted(self.tpots)
         return ProgramPoint(
             self.done, self.unfinished, self.tokens, percentile(ttft, 0.5), percentile(ttft, 0.9),
@@ -246,7 +223,6 @@ class ProgramCounts:
         self._names: set[str] = set()
 
     def ends(self, sequence: RunningSequence, trace: Trace) -> None:
-        """Count a request that has ended."""
         count = self._of(trace.program)
         count.tokens += len(sequence.tokens) - self._tokens.pop(sequence, 0)
         if not sequence.ended:
@@ -284,16 +260,16 @@ def percentile(ordered: Sequence[float], share: float) -> float | None:
     return in_ms(ordered[min(len(ordered) - 1, int(share * len(ordered)))]) if ordered else None
 
 
+# Number of requests that are followed at once; other requests are counted, but not drawn.
 MOST_OPEN = 24
-"""Number of requests that are followed at once; other requests are counted, but not drawn."""
+# Requests per second that begin to be followed; viewers cannot read a page at a higher rate.
 MOST_PER_SECOND = 6.0
-"""Requests per second that begin to be followed; viewers cannot read a page at a higher rate."""
+# Number of requests that are followed in addition because they move.
 MOST_MOVING = 8
-"""Number of requests that are followed in addition because they move."""
+# Number of followed requests that a new viewer gets: the newest ones.
 KEPT = 48
-"""Number of followed requests that a new viewer gets: the newest ones."""
+# Largest number of spans of one request: a program may call more verbs than fit into a lane.
 MOST_SPANS = 64
-"""Largest number of spans of one request: a program may call more verbs than fit into a lane."""
 LONGEST_WORDS = 200
 
 
@@ -308,19 +284,40 @@ class Lane:
         self.spans = 0
 
 
-class KeptLane:
-    """The records of one request that a new viewer gets."""
+class KeptLanes:
+    """The records of the newest followed requests, for a new viewer."""
 
-    def __init__(self, start: LaneStart) -> None:
-        self.start = start
-        self.spans: list[LaneSpan] = []
-        self.end: LaneEnd | None = None
+    def __init__(self) -> None:
+        self._lanes: OrderedDict[int, tuple[LaneStart, list[LaneSpan], list[LaneEnd]]] = OrderedDict()
+
+    def add(self, starts: Iterable[LaneStart], spans: Iterable[LaneSpan], ends: Iterable[LaneEnd]) -> None:
+        """Add new records; those of a request that is not kept any more are dropped."""
+        self._lanes.update((start.lane, (start, [], [])) for start in starts)
+        for span in spans:
+            if span.lane in self._lanes:
+                self._lanes[span.lane][1].append(span)
+        for end in ends:
+            if end.lane in self._lanes:
+                self._lanes[end.lane][2].append(end)
+        while len(self._lanes) > KEPT:
+            self._lanes.popitem(last=False)
+
+    def records(self) -> tuple[list[LaneStart], list[LaneSpan], list[LaneEnd]]:
+        """Return the starts, spans and ends."""
+        lanes = self._lanes.values()
+        return (
+            [start for start, _, _ in lanes], [span for _, spans, _ in lanes for span in spans],
+            [end for _, _, ends in lanes for end in ends],
+        )  # fmt: skip
+
+    def clear(self) -> None:
+        self._lanes.clear()
 
 
 class Lanes:
     """The followed requests. ``to_time`` converts times of ``clock``, which is that of sequences, to times of frames.
 
-    New records are collected until :meth:`take` returns them and adds them to the records that :meth:`kept` returns.
+    New records are collected until :meth:`take` returns them and adds them to ``kept``.
     """
 
     def __init__(self, clock: Callable[[], float], to_time: Callable[[float], float]) -> None:
@@ -329,7 +326,7 @@ class Lanes:
         self._open: dict[RunningSequence, Lane] = {}
         self._number = 0
         self._allowance, self._allowed_at = MOST_PER_SECOND, clock()
-        self._kept: OrderedDict[int, KeptLane] = OrderedDict()
+        self.kept = KeptLanes()
         self._started: list[LaneStart] = []
         self._spans: list[LaneSpan] = []
         self._ended: list[LaneEnd] = []
@@ -364,7 +361,6 @@ class Lanes:
         return lane
 
     def ends(self, sequence: RunningSequence, ttft: float | None, tpot: float | None) -> None:
-        """Record the end of a request; a request that is not followed is ignored."""
         lane = self._open.pop(sequence, None)
         if lane is not None:
             self._read(lane)
@@ -377,29 +373,10 @@ class Lanes:
             self._read(lane)
         taken = self._started, self._spans, self._ended
         self._started, self._spans, self._ended = [], [], []
-        for start in taken[0]:
-            self._kept[start.lane] = KeptLane(start)
-        for span in taken[1]:
-            if span.lane in self._kept:
-                self._kept[span.lane].spans.append(span)
-        for end in taken[2]:
-            if end.lane in self._kept:
-                self._kept[end.lane].end = end
-        while len(self._kept) > KEPT:
-            self._kept.popitem(last=False)
+        self.kept.add(*taken)
         return taken
 
-    def kept(self) -> tuple[list[LaneStart], list[LaneSpan], list[LaneEnd]]:
-        """Return the records of the last requests that were taken, for a new viewer."""
-        lanes = self._kept.values()
-        return (
-            [lane.start for lane in lanes],
-            [span for lane in lanes for span in lane.spans],
-            [lane.end for lane in lanes if lane.end is not None],
-        )
-
     def _read(self, lane: Lane) -> None:
-        """Take the new events of a lane's trace."""
         events = lane.trace.events
         for event in events[lane.read :]:
             self._note(lane, event)
@@ -436,10 +413,10 @@ def in_ms(seconds: float | None) -> float | None:
     return None if seconds is None else round(seconds * 1e3, 2)
 
 
+# Number of engines that are drawn one by one; the page shows the engines after them as sums by role.
 MOST_ENGINES = 2000
-"""Number of engines that are drawn one by one; the page shows the engines after them as sums by role."""
+# Time constant (seconds) of an engine's mean TTFT; after four of them without a request the mean is dropped.
 TTFT_SECONDS = 30.0
-"""Time constant (seconds) of an engine's mean TTFT; after four of them without a request the mean is dropped."""
 FORGOTTEN_AFTER = 4 * TTFT_SECONDS
 Rows = NDArray[np.int64]
 KV, RUNNING, WAITING, STEP = range(4)
@@ -482,13 +459,11 @@ class FirstTokenTimes:
         self._own: dict[str, EngineTTFT] = {}
 
     def add(self, engine: str, ttft: float) -> None:
-        """Add the TTFT (seconds) of a request of this process."""
         _, requests, seconds = self._own.get(engine, (engine, 0, 0.0))
         self._own[engine] = EngineTTFT(engine, requests + 1, seconds + ttft)
         self._count(engine, 1, ttft)
 
     def add_of_others(self, seen: EngineTTFT) -> None:
-        """Add the TTFTs of requests of another process."""
         self._count(*seen)
 
     def take(self) -> list[EngineTTFT]:
@@ -576,10 +551,6 @@ def _unseen(members: Sequence[Member], rows: Rows) -> list[Unseen]:
     for role in sorted(set(roles.tolist())):
         of_role = rows[roles == role]
         dead = int((of_role[:, 6] & DEAD != 0).sum())
-        kv, running, waiting = (
-            int(of_role[:, KV].mean()),
-            int(of_role[:, RUNNING].sum()),
-            int(of_role[:, WAITING].sum()),
-        )
-        found.append(Unseen(role, len(of_role), kv, running, waiting, dead))
+        running, waiting = int(of_role[:, RUNNING].sum()), int(of_role[:, WAITING].sum())
+        found.append(Unseen(role, len(of_role), int(of_role[:, KV].mean()), running, waiting, dead))
     return found

@@ -22,7 +22,6 @@ from tercet.fleet import RunningSequence, Trace
 from tercet.protocol import NoSpace, ShuttingDown, UnknownSequence
 from tercet.protocol.wire import UNREADABLE
 from tercet.router.page.records import (
-    KEPT,
     LONGEST_WORDS,
     About,
     EngineRows,
@@ -30,7 +29,7 @@ from tercet.router.page.records import (
     FirstTokenTimes,
     FleetPoint,
     Frame,
-    KeptLane,
+    KeptLanes,
     Lanes,
     LoadSource,
     MoveShown,
@@ -44,11 +43,11 @@ from tercet.router.page.records import (
 from tercet.router.serve.moves import MoveRecord
 from tercet.router.serve.service import Outcome, Service
 
+# Offset between the numbers of two workers' lanes and moves.
 APART = 10_000_000
-"""Offset between the numbers of two workers' lanes and moves."""
 NAMES_INTERVAL_S = 2.0
+# Largest number of other workers' frames that wait for this worker's next frame; beyond it the oldest is dropped.
 MOST_WAITING = 20
-"""Largest number of other workers' frames that wait for this worker's next frame; beyond it the oldest is dropped."""
 _frames = msgspec.json.Decoder(Frame)
 
 
@@ -67,7 +66,7 @@ class OtherWorkers:
         self._tasks = TaskSet()
         self._known: dict[str, asyncio.Task[None]] = {}
         self._waiting: deque[Frame] = deque()
-        self._lanes: OrderedDict[int, KeptLane] = OrderedDict()
+        self._lanes = KeptLanes()
         self._moves: OrderedDict[int, MoveShown] = OrderedDict()
         self._points: deque[FleetPoint] = deque(maxlen=POINTS_KEPT)
         self._ttfts: list[EngineTTFT] = []
@@ -76,7 +75,6 @@ class OtherWorkers:
         return len(self._known)
 
     def begin(self) -> None:
-        """Start following the other workers."""
         self._tasks.keep(self._find, "page-workers")
 
     def end(self) -> None:
@@ -130,34 +128,20 @@ class OtherWorkers:
             moves=[*own.moves, *(each for frame in others for each in frame.moves)],
         )
         self._points.extend(joined.points)
-        self._keep(others)
+        for frame in others:
+            self._lanes.add(frame.lanes, frame.spans, frame.ends)
+            self._moves.update((move.number, move) for move in frame.moves)
+        while len(self._moves) > MOVES_KEPT:
+            self._moves.popitem(last=False)
         return joined
 
     def join_whole(self, own: Frame) -> Frame:
         """Return this worker's whole frame, joined with all records of others that are kept."""
-        lanes = self._lanes.values()
+        lanes, spans, ends = self._lanes.records()
         return replace(
-            own,
-            points=[*self._points],
-            lanes=[*own.lanes, *(lane.start for lane in lanes)],
-            spans=[*own.spans, *(span for lane in lanes for span in lane.spans)],
-            ends=[*own.ends, *(lane.end for lane in lanes if lane.end is not None)],
-            moves=[*own.moves, *self._moves.values()],
-        )
-
-    def _keep(self, frames: Sequence[Frame]) -> None:
-        for frame in frames:
-            self._lanes.update((start.lane, KeptLane(start)) for start in frame.lanes)
-            for span in frame.spans:
-                if span.lane in self._lanes:
-                    self._lanes[span.lane].spans.append(span)
-            for end in frame.ends:
-                if end.lane in self._lanes:
-                    self._lanes[end.lane].end = end
-            self._moves.update((move.number, move) for move in frame.moves)
-        for kept, most in ((self._lanes, KEPT), (self._moves, MOVES_KEPT)):
-            while len(kept) > most:
-                kept.popitem(last=False)
+            own, points=[*self._points], lanes=[*own.lanes, *lanes], spans=[*own.spans, *spans],
+            ends=[*own.ends, *ends], moves=[*own.moves, *self._moves.values()],
+        )  # fmt: skip
 
 
 def numbered(frame: Frame, offset: int) -> Frame:
@@ -194,12 +178,12 @@ def _sum(points: Sequence[ProgramPoint]) -> ProgramPoint:
     )  # fmt: skip
 
 
+# Seconds between two frames, also for fleets of more than ``LARGE`` engines, and that number of engines.
 INTERVAL_S, LARGE_INTERVAL_S, LARGE = 0.5, 1.0, 200
-"""Seconds between two frames, also for fleets of more than :data:`LARGE` engines, and that number of engines."""
+# Most pages that watch a process, and the number among them that clients cannot take.
 MOST_VIEWERS, FOR_ADMINS = 32, 4
-"""Most pages that watch a process, and the number among them that clients cannot take."""
+# Largest number of frames that wait for a slow viewer; beyond it the viewer gets one whole frame when it reads.
 MOST_PENDING = 6
-"""Largest number of frames that wait for a slow viewer; beyond it the viewer gets one whole frame when it reads."""
 
 
 class EncodedFrame:
@@ -209,21 +193,19 @@ class EncodedFrame:
         self._frame = frame
 
     @cached_property
-    def _for_admins(self) -> bytes:
+    def for_admins(self) -> bytes:
+        """The frame as a server-sent event."""
         return encoded([self._frame])
 
     @cached_property
-    def _for_clients(self) -> bytes:
+    def for_clients(self) -> bytes:
+        """The same without what concerns other clients."""
         return encoded([for_clients(self._frame)])
 
     @cached_property
     def line(self) -> bytes:
         """The frame as a line of JSON, for another worker."""
         return msgspec.json.encode(self._frame) + b"\n"
-
-    def bytes_for(self, admin: bool) -> bytes:
-        """Return the frame as a server-sent event, for administrators or for clients."""
-        return self._for_admins if admin else self._for_clients
 
 
 class Viewer:
@@ -246,11 +228,9 @@ class Viewer:
         self._woken.set()
 
     def encoded(self, frame: EncodedFrame) -> bytes:
-        """Return the bytes of a frame for this viewer."""
-        return frame.bytes_for(self.admin)
+        return frame.for_admins if self.admin else frame.for_clients
 
     def leave(self) -> None:
-        """End the viewer's stream."""
         self.has_left = True
         self._woken.set()
 
@@ -342,16 +322,14 @@ class Viewers:
         self._viewers.discard(viewer)
 
     async def stream(self, viewer: Viewer) -> AsyncGenerator[bytes]:
-        """Yield the bytes to send to a viewer that has entered, until it leaves."""
         try:
-            whole = self._own_whole if isinstance(viewer, Worker) else self._current
-            while (found := await viewer.next(whole)) is not None:
+            # Another worker joins the frames itself, so it gets those of this process alone.
+            while (found := await viewer.next(self._own if isinstance(viewer, Worker) else self._current)) is not None:
                 yield found
         finally:
             self.leave(viewer)
 
     async def close(self) -> None:
-        """End every stream."""
         for viewer in self._viewers:
             viewer.leave()
         await self._tasks.close()
@@ -364,7 +342,7 @@ class Viewers:
             self._whole = EncodedFrame(self._others.join_whole(whole) if self._others and self._follows else whole)
         return self._whole
 
-    def _own_whole(self) -> EncodedFrame:
+    def _own(self) -> EncodedFrame:
         assert self._watch is not None
         return EncodedFrame(self._watch.whole())
 
@@ -398,8 +376,8 @@ class Viewers:
                 viewer.leave()
 
 
+# Number of points of the charts that a new viewer gets.
 POINTS_KEPT = 600
-"""Number of points of the charts that a new viewer gets."""
 MOVES_KEPT = 60
 MOVES_PER_FRAME = 100
 
@@ -434,7 +412,6 @@ class FleetWatch:
         service.moves.observer = self.moved
 
     def close(self) -> None:
-        """Stop observing the service."""
         if self in self._service.observers:
             self._service.observers.remove(self)
         if self._service.moves.observer == self.moved:
@@ -443,11 +420,9 @@ class FleetWatch:
     # ---- notices of the service ------------------------------------------------------------------------------
 
     def begins(self, sequence: RunningSequence, trace: Trace) -> None:
-        """Record that a sequence begins."""
         self._lanes.begins(sequence, trace)
 
     def ends(self, sequence: RunningSequence, trace: Trace, outcome: Outcome) -> None:
-        """Record that a sequence has ended."""
         self._lanes.ends(sequence, trace.ttft, trace.tpot)
         self._counts.ends(sequence, trace)
         if trace.ttft is not None and (slowest := trace.slowest_engine):
@@ -497,7 +472,7 @@ class FleetWatch:
 
     def whole(self) -> Frame:
         """Return the whole state at the last frame, for a new viewer."""
-        lanes, spans, ends = self._lanes.kept()
+        lanes, spans, ends = self._lanes.kept.records()
         return Frame(
             t=round(self._time(self._last), 3), whole=True, about=self._about, engines=self._rows.seats,
             loads=self._rows.all(), unseen=self._rows.unseen, points=list(self._points),
@@ -523,20 +498,11 @@ class FleetWatch:
             del self._move_begins[move.number]
         pause = None if move.pause is None else round(move.pause, 6)
         return MoveShown(
-            number=move.number,
-            t=round(self._time(began), 6),
-            source=move.source,
-            to=move.destination,
-            reason=move.reason[:LONGEST_WORDS],
-            outcome=move.outcome,
-            tokens=move.tokens,
-            seconds=round(move.seconds, 6),
-            bytes=move.bytes,
-            stages=len(move.stages),
-            pause=pause,
-            seq_id=move.seq_id[:LONGEST_WORDS],
-            error=move.error[:LONGEST_WORDS],
-        )
+            number=move.number, t=round(self._time(began), 6), source=move.source, to=move.destination,
+            reason=move.reason[:LONGEST_WORDS], outcome=move.outcome, tokens=move.tokens,
+            seconds=round(move.seconds, 6), bytes=move.bytes, stages=len(move.stages), pause=pause,
+            seq_id=move.seq_id[:LONGEST_WORDS], error=move.error[:LONGEST_WORDS],
+        )  # fmt: skip
 
 
 def about_service(service: Service, model: str, roles: str = "fixed", why: str = "") -> About:

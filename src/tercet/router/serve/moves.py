@@ -15,7 +15,7 @@ import asyncio
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack, suppress
 from functools import partial
 from typing import Literal, Protocol, runtime_checkable
@@ -28,7 +28,6 @@ from tercet.decisions.migration import (
     Rescheduling,
     SequenceView,
     Stage,
-    Wanted,
     drain,
     failover,
     migrate,
@@ -87,7 +86,6 @@ class MoveRecord(msgspec.Struct):
 
     @property
     def bytes(self) -> int:
-        """Bytes of KV sent."""
         return sum(stage.bytes for stage in self.stages)
 
 
@@ -117,7 +115,6 @@ class Moves:
         return self._record[-1 - behind] if 0 <= behind < len(self._record) else None
 
     def is_moving(self, sequence: RunningSequence) -> bool:
-        """True if the sequence is being moved."""
         return sequence in self._moving
 
     def refusal(self, sequence: RunningSequence, destination: str) -> str | None:
@@ -174,6 +171,7 @@ class Moves:
         if not self._fleet.member(destination).reachable:
             raise EngineUnreachable(f"destination: the engine {destination} does not answer now")
         self._fleet.require_exchange(source, destination)
+        # Last, since other processes count it from here on.
         proposed = counted_move(self._fleet, source, destination, moving.computed)
         counted.enter_context(self.under_way.counted(proposed))
         return moving, to
@@ -194,19 +192,24 @@ class Moves:
         except TimeoutError:
             move.outcome, move.error = "failed", f"the move took longer than {self.settings.deadline_s:g} s"
             move.code = DeadlineExceeded.code
+            # The request itself is not late: it continues on its engine.
             raise Conflict(f"seq_id: {move.seq_id} was not moved: {move.error}", "seq_id") from None
         except TercetError as error:
             move.outcome, move.error = "ended" if sequence.ended else "failed", error.message
             move.code = error.code
             raise
-        except BaseException:
+        except BaseException:  # cancelled: a move ends with its sequence's task, or with the router
             move.outcome, move.error, move.code = "failed", "its client has left", UNWANTED
             raise
         finally:
             self._moving.discard(sequence)
             move.stages = tuple(stages)
             move.seconds = moving.engine.costs.clock() - call.started
-            moving.engine.note(_traced(move), call)
+            event = TraceEvent(
+                "move", move.source, to=move.destination, end=move.tokens, computed=move.recomputed, bytes=move.bytes,
+                number=move.number, reason=move.reason, outcome=move.outcome, pause=move.pause,
+            )  # fmt: skip
+            moving.engine.note(event, call)
             self._over(move)
         return move
 
@@ -230,27 +233,16 @@ class Moves:
         self.metrics.moved(move)
         if self.observer is not None:
             self.observer(move)
-        _tell(move)
-
-
-def _traced(move: MoveRecord) -> TraceEvent:
-    return TraceEvent(
-        "move", move.source, to=move.destination, end=move.tokens, computed=move.recomputed, bytes=move.bytes,
-        number=move.number, reason=move.reason, outcome=move.outcome, pause=move.pause,
-    )  # fmt: skip
-
-
-def _tell(move: MoveRecord) -> None:
-    sent = f"{len(move.stages)} stages, {move.bytes} bytes"
-    pause = "" if move.pause is None else f", pause {move.pause * 1000:.0f} ms"
-    if move.outcome == "moved":
-        result = f"{sent}, {move.recomputed} tokens computed again{pause}"
-    else:
-        result = f"{move.error}; sent until then: {sent}" if move.stages else move.error
-    MOVE.tell(
-        seq_id=move.seq_id, engine=move.source, to=move.destination, reason=move.reason, outcome=move.outcome,
-        code=move.code, result=result,
-    )  # fmt: skip
+        sent = f"{len(move.stages)} stages, {move.bytes} bytes"
+        pause = "" if move.pause is None else f", pause {move.pause * 1000:.0f} ms"
+        if move.outcome == "moved":
+            result = f"{sent}, {move.recomputed} tokens computed again{pause}"
+        else:
+            result = f"{move.error}; sent until then: {sent}" if move.stages else move.error
+        MOVE.tell(
+            seq_id=move.seq_id, engine=move.source, to=move.destination, reason=move.reason, outcome=move.outcome,
+            code=move.code, result=result,
+        )  # fmt: skip
 
 
 class Rescheduler:
@@ -283,9 +275,16 @@ class Rescheduler:
         """Begin the moves that may begin now; a move that exceeds a limit is proposed again in the next round."""
         now, held_back = self._fleet.costs.clock(), 0
         self._rescheduling.begins(now)
-        movable, views = self._movable(now) if self._has_work else ({}, {})
         members = {member.name for member in self._fleet.members}
-        for wanted in self._wanted(views) if movable else ():
+        # Without policies there is work only if an engine must be emptied, so idle rounds cost nothing.
+        has_work = bool(self._settings.policies) or any(
+            member.leaving or is_stale(self._fleet, member, self._settings.stale_after_s)
+            for member in self._fleet.members
+        )
+        movable, views = self._movable(now) if has_work else ({}, {})
+        under_way = self._moves.under_way.everywhere() if movable else []
+        engines = loaded_engines(self._fleet, views, under_way, self._settings.stale_after_s) if movable else []
+        for wanted in self._rescheduling.wanted(engines) if movable else ():
             sequence = movable.get(wanted.seq_id)
             if sequence is None or wanted.destination not in members - {wanted.source}:
                 continue
@@ -297,14 +296,6 @@ class Rescheduler:
             self._tasks.spawn(work, f"move of {wanted.seq_id}")
             await asyncio.sleep(0)  # so that the move begins and counts for the limits
         self._moves.metrics.held_back(held_back)
-
-    @property
-    def _has_work(self) -> bool:
-        """True if policies may propose moves; policies that always apply only empty engines."""
-        stale_after_s = self._settings.stale_after_s
-        return bool(self._settings.policies) or any(
-            member.leaving or is_stale(self._fleet, member, stale_after_s) for member in self._fleet.members
-        )
 
     def _movable(self, now: float) -> tuple[dict[str, RunningSequence], dict[str, list[SequenceView]]]:
         """Return the sequences that may be moved, by id, and their views by engine."""
@@ -322,10 +313,6 @@ class Rescheduler:
             view = SequenceView(seq_id, tokens, member.share(tokens), sequence.answered, now - sequence.began)
             views[member.name].append(view)
         return movable, views
-
-    def _wanted(self, views: Mapping[str, Sequence[SequenceView]]) -> Iterable[Wanted]:
-        under_way = self._moves.under_way.everywhere()
-        return self._rescheduling.wanted(loaded_engines(self._fleet, views, under_way, self._settings.stale_after_s))
 
 
 logger = logging.getLogger("tercet.router")

@@ -91,7 +91,6 @@ class Rule(Arm, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defa
             raise BadRequest("value: needs a header; give the rule a header", "value")
 
     def covers(self, headers: Mapping[str, str], model: str) -> bool:
-        """True if the rule applies to a request."""
         if self.model is not None and self.model != model:
             return False
         if self.header is None:
@@ -129,9 +128,6 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
             raise BadRequest("sticky: needs a split; a single program gets every request", "sticky")
         if self.split and not 0 < self.total < float("inf"):
             raise BadRequest("weight: the weights of a split must be finite, and not all 0", "weight")
-        self._require_one_meaning_of_each_name()
-
-    def _require_one_meaning_of_each_name(self) -> None:
         seen: dict[str, Arm] = {}
         for arm in self.arms:
             other = seen.setdefault(arm.label, arm)
@@ -145,7 +141,6 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
     @property
     def total(self) -> float:
-        """Sum of the weights."""
         return sum(share.weight for share in self.shares)
 
     @property
@@ -222,11 +217,15 @@ class Routing:
         if plan.program is not None and not plan.rules:
             return self._chosen(plan.name or plan.program)
         rule = next((rule for rule in plan.rules if rule.covers(headers, model)), None)
-        arm = rule or _share(plan, _sticky(plan, headers, draw))
-        return self._chosen(arm.label)
+        if rule is not None:
+            return self._chosen(rule.label)
+        value = headers.get(plan.sticky.lower()) if plan.sticky is not None else None
+        if value is not None:  # a digest, so that every process and every start chooses the same arm
+            draw = int.from_bytes(hashlib.sha256(value.encode()).digest()[:6], "big") / 2**48
+        share = plan.shares[chosen_by_weight([share.weight for share in plan.shares], draw)]
+        return self._chosen(share.label)
 
     def called(self, name: str) -> Chosen | None:
-        """Return the program that the version in use has under ``name``, or None."""
         return self._chosen(name) if name in self.current.programs else None
 
     def swap(self, version: Version) -> None:
@@ -240,7 +239,6 @@ class Routing:
         self._before = []
 
     def succeeded(self, chosen: Chosen) -> None:
-        """Record that a program has served a request to its end."""
         if chosen.version == self.current.number:
             self.failures.pop(chosen.name, None)
 
@@ -271,18 +269,6 @@ class Routing:
             chosen = Chosen(self.current.number, name, self.current.programs[name])
             self._chosen_by_name[name] = chosen
         return chosen
-
-
-def _share(plan: Plan, draw: float) -> Share:
-    """Return the arm whose part of ``[0, 1)`` contains ``draw``; an arm with weight 0 has no part."""
-    return plan.shares[chosen_by_weight([share.weight for share in plan.shares], draw)]
-
-
-def _sticky(plan: Plan, headers: Mapping[str, str], draw: float) -> float:
-    value = headers.get(plan.sticky.lower()) if plan.sticky is not None else None
-    if value is None:
-        return draw
-    return int.from_bytes(hashlib.sha256(value.encode()).digest()[:6], "big") / 2**48
 
 
 logger = logging.getLogger("tercet.router")

@@ -48,12 +48,13 @@ from tercet.protocol.wire import LEAST_PRIORITY, LONGEST_SALT, MOST_PRIORITY
 from tercet.router.observe.metrics import Metrics
 from tercet.router.serve.moves import Moves, Proposals
 from tercet.router.serve.routing import Arm, Chosen, Plan, Routing, Version, load_anywhere
+from tercet.router.serve.sessions import Sessions
 from tercet.settings import MoveSettings, RetryBudget
 from tercet.settings.fleet_settings import Objectives
 from tercet.wire.serving.server_access import RequestContext
 
+# The end of a sequence: ``left`` if its client left or caused the error.
 Outcome = Literal["served", "failed", "left"]
-"""The end of a sequence: ``left`` if its client left or caused the error."""
 
 
 class SequenceObserver(Protocol):
@@ -142,6 +143,7 @@ class Attempts:
             self._sequence.record(output, self._clock())
             self._stream.put(output)
         elif output.broken_off:
+            # Its tokens are the client's, its end is not: another attempt continues after them.
             self._fault = BrokenOff(output, self._sequence.engine)
             if self._sequence.generation is not None:
                 self._sequence.generation.engine.failed(self._fault)
@@ -159,10 +161,10 @@ class Attempts:
             return
         service, sequence, trace = self._service, self._sequence, self._trace
         sequence.record(output, self._clock())
-        if not sequence.attempt:
+        if not sequence.attempt:  # a later attempt says nothing about the chosen program
             service.routing.succeeded(self._chosen)
         trace.ttft, trace.tpot = sequence.ttft, sequence.tpot
-        with working_in(self._place):
+        with working_in(self._place):  # exemplars name the request's trace
             service.metrics.finished(trace)
         self.ends("served")
         attainment = service.attainments.of(sequence.request.headers)
@@ -205,22 +207,6 @@ ON_FAILURE = RetryBudget()
 MOVES = MoveSettings()
 OBJECTIVES = Objectives()
 _NO_DEADLINE = nullcontext()
-
-
-class SessionTurns(Protocol):
-    """A receiver of a service's sequences, as turns of their sessions."""
-
-    async def begins(self, request: Request) -> None:
-        """Wait until the turn may begin."""
-        ...
-
-    def ends(self, sequence: RunningSequence) -> None:
-        """Record the end of a turn, with any outcome, also if it did not begin."""
-        ...
-
-    def answered(self, request: Request, *, calls_tool: bool) -> None:
-        """Record that the client has the whole answer, and whether it calls a tool; maybe before :meth:`ends`."""
-        ...
 
 
 class Service:
@@ -271,7 +257,7 @@ class Service:
         self.observers: list[SequenceObserver] = []
         self._streams: dict[OutputStream, RunningSequence] = {}
         # None if sessions are not used.
-        self.sessions: SessionTurns | None = None
+        self.sessions: Sessions | None = None
         self._given_up_by: TercetError | None = None
         metrics.program_version.set(self.routing.current.number)
 
@@ -357,7 +343,7 @@ class Service:
         on_sequence(sequence)
         fleet = self.fleet.traced(trace, sequence.generates, request)
         program = partial(chosen.program, request, fleet)
-        if self._given_up_by is not None:
+        if self._given_up_by is not None:  # the router is ending; its streams were told before this one began
             raise self._given_up_by
         with self._observed(chosen, sequence, trace, stream, began) as attempts:
             if self.sessions is not None:
@@ -383,9 +369,14 @@ class Service:
                     if attainment is not None and not is_refused:  # a refusal says nothing about the objectives
                         attainment.failed()
                         self.metrics.objectives(attainment.name, met=False)
-                    attempts.finish(_last_output(chosen, failure, request.seq_id))
-                    return
-                event = self._tell_next_attempt(chosen, failure, sequence, fleet)
+                    if isinstance(failure, BrokenOff):  # its client gets the engine's last output
+                        attempts.finish(failure.output)
+                        return
+                    if is_own_fault:
+                        why = f"the program {chosen.name} failed at {request.seq_id}: {_words_to_clients(failure)}"
+                        raise ProgramFailed(why) from failure
+                    raise failure
+                event = self._tell_next_attempt(chosen, failure, is_own_fault, sequence, fleet)
                 event.at = self._clock() - sequence.began
                 trace.events.append(event)
                 await asyncio.sleep(retry.pause)
@@ -403,7 +394,7 @@ class Service:
         self, chosen: Chosen, sequence: RunningSequence, trace: Trace, stream: OutputStream, began: float
     ) -> Generator[Attempts]:
         """Count, show and time a sequence while entered; what still observes it learns of any end at the exit."""
-        self._streams[stream] = sequence
+        self._streams[stream] = sequence  # so that the end of the router ends it
         attempts = Attempts(self, chosen, sequence, trace, stream)
         try:
             with self.sequences.running(sequence), self.metrics.sequence(), self._deadline(began, stream):
@@ -415,10 +406,8 @@ class Service:
                 self.sessions.ends(sequence)
 
     def _deadline(self, began: float, stream: OutputStream) -> AbstractContextManager[None]:
-        """Return a context that fails the stream and cancels its task when the request's timeout has passed."""
         timeout = self._request_timeout
-        task = asyncio.current_task() if timeout is not None else None
-        return _NO_DEADLINE if timeout is None or task is None else _deadline(task, stream, began + timeout, timeout)
+        return _NO_DEADLINE if timeout is None else _deadline(stream, began + timeout, timeout)
 
     def _next_attempt(self, sequence: RunningSequence, error: BaseException, tried_at: float) -> Retry | None:
         """Return the retry after an attempt that began at ``tried_at`` and failed with ``error``; None for no retry."""
@@ -431,11 +420,12 @@ class Service:
         return sequence.next_attempt(self._clock(), taken)
 
     def _tell_next_attempt(
-        self, chosen: Chosen, error: BaseException, sequence: RunningSequence, fleet: FleetView
+        self, chosen: Chosen, error: BaseException, is_own_fault: bool, sequence: RunningSequence, fleet: FleetView
     ) -> TraceEvent:
         """Count and log a retry or a fallback of a sequence; return the event for its trace."""
-        engine, code, tokens = fleet.at_fault(error), _code(chosen, error), len(sequence.tokens)
-        traced = _words(error) if self._tells_faults or not _is_own_fault(chosen, error) else _words_to_clients(error)
+        engine, tokens = fleet.at_fault(error), len(sequence.tokens)
+        code = error.code if isinstance(error, TercetError) and not is_own_fault else ProgramFailed.code
+        traced = _words(error) if self._tells_faults or not is_own_fault else _words_to_clients(error)
         stage = "after_first_token" if sequence.answered else "before_first_token"
         self.metrics.retries.labels(code, stage).inc()
         said = {
@@ -483,15 +473,15 @@ class RequestRun:
         self._trace = Trace()
         self._service, self._context = service, context
         self._seq_id = sequence_id(request.seq_id)
-        self.stream = service.run(request, self._trace, context.asked.model or "", context.began, self._begins)
-        context.traces.append(self._trace)
 
-    def _begins(self, sequence: RunningSequence) -> None:
-        context, sessions = self._context, self._service.sessions
-        context.sequences.append(sequence)
-        if sessions is not None:
-            # The context knows only at its end whether the answer calls a tool.
-            context.when_ended.append(lambda ended: sessions.answered(sequence.request, calls_tool=ended.calls_tool))
+        def begins(sequence: RunningSequence) -> None:
+            context.sequences.append(sequence)
+            if (sessions := service.sessions) is not None:
+                # The context knows only at its end whether the answer calls a tool.
+                context.when_ended.append(lambda it: sessions.answered(sequence.request, calls_tool=it.calls_tool))
+
+        self.stream = service.run(request, self._trace, context.asked.model or "", context.began, begins)
+        context.traces.append(self._trace)
 
     def failed(self, error: TercetError) -> TercetError:
         """Count a sequence that ended in an error, log the error unless the client caused it; return it for clients."""
@@ -505,14 +495,13 @@ class RequestRun:
     def prompt_usage(self, usage: Usage | None) -> Usage:
         """Return the usage with the cached tokens of the engine that prefilled; KV that was sent counts as computed."""
         sent = self._trace.filled()
-        if sent is None or (usage is not None and self._is_of_own_cache(usage)):
+        if sent is None:
             return usage or Usage()
-        return Usage(cached=sent.cached)
-
-    def _is_of_own_cache(self, usage: Usage) -> bool:
-        """True if the engine that generates has used no KV that it received, but prefilled itself."""
+        # An engine that generates without KV that it received has prefilled itself: its own count is true then.
         reserved = next((event.cached for event in reversed(self._trace.events) if event.verb == "prep_recv"), 0)
-        return not usage.received and usage.cached <= reserved
+        if usage is not None and not usage.received and usage.cached <= reserved:
+            return usage
+        return Usage(cached=sent.cached)
 
 
 # Beginning of the names of sampling parameters in engines' refusals.
@@ -575,20 +564,6 @@ def _is_own_fault(chosen: Chosen, error: BaseException) -> bool:
     return not isinstance(error, TercetError)
 
 
-def _code(chosen: Chosen, error: BaseException) -> str:
-    """Return the code of a failure for metrics; a fault of the program has the code of ``ProgramFailed``."""
-    return error.code if isinstance(error, TercetError) and not _is_own_fault(chosen, error) else ProgramFailed.code
-
-
-def _last_output(chosen: Chosen, error: BaseException, seq_id: str) -> Output:
-    """Return the last output of a sequence that is not retried; raise the error if there is no such output."""
-    if isinstance(error, BrokenOff):
-        return error.output
-    if isinstance(error, TercetError) and not _is_own_fault(chosen, error):
-        raise error
-    raise ProgramFailed(f"the program {chosen.name} failed at {seq_id}: {_words_to_clients(error)}") from error
-
-
 def _words_to_clients(error: BaseException) -> str:
     """Return the text about a program's fault for clients, who must not see errors that the program raised."""
     return str(error) if isinstance(error, ProgramFault) else "the router's log says why"
@@ -602,8 +577,10 @@ def _words(error: BaseException) -> str:
 
 
 @contextmanager
-def _deadline(task: asyncio.Task[Any], stream: OutputStream, at: float, timeout: float) -> Generator[None]:
-    expired = False
+def _deadline(stream: OutputStream, at: float, timeout: float) -> Generator[None]:
+    """Fail the stream and cancel its task at a time of :func:`time.monotonic`, unless the context ends before."""
+    task, expired = asyncio.current_task(), False
+    assert task is not None
 
     def expire() -> None:
         nonlocal expired

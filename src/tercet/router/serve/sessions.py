@@ -27,16 +27,16 @@ from tercet.settings.fleet_settings import SessionSettings
 
 logger = logging.getLogger("tercet.router")
 LOOK_INTERVAL_S = 0.25
+# Shortest time between two writes of the sessions' engines to their file.
 WRITE_INTERVAL_S = 1.0
-"""Shortest time between two writes of the sessions' engines to their file."""
 # Seconds between renewals of a pin, which must be less than the timeout of an engine's lease.
 RENEWAL_INTERVAL_S = 15.0
 MOVE_DEADLINE_S = 30.0
 # Seconds that a turn waits for its context to arrive; after that the engine computes it.
 ARRIVAL_DEADLINE_S = 5.0
 
+# The place of a turn: ``first`` turn of its session, on the engine that the session is bound to, or on another.
 Ran = Literal["first", "bound", "other"]
-"""The place of a turn: ``first`` turn of its session, on the engine that the session is bound to, or on another."""
 MoveEnd = Literal["moved", "absent", "failed"]
 PinEnd = Literal["given_up", "refused", "lost"]
 
@@ -56,11 +56,6 @@ class LiveEngines(Mapping[str, EngineSeen]):
 
     def __len__(self) -> int:
         return len(self._members)
-
-    @property
-    def any_leaving(self) -> bool:
-        """True if any engine is leaving, and must be emptied."""
-        return any(member.leaving for member in self._members.values())
 
     def _seen(self, member: Member) -> EngineSeen:
         last = self._fleet.knowledge.loads.last(member.name)
@@ -130,14 +125,13 @@ class Sessions:
         if pause is not None:
             self._metrics.paused(*pause)
         engines = LiveEngines(self._fleet)
-        if engines.any_leaving:
+        if any(member.leaving for member in self._fleet.members):
             self._act(self.table.arrives(session, request, engines))
         if moves := [self._moves[context] for context in self.table.moving(session) if context in self._moves]:
             await asyncio.wait(moves, timeout=ARRIVAL_DEADLINE_S)
             self._belonged[request.seq_id] = self.table.engine_of(session, "decode")
 
     def ends(self, sequence: RunningSequence) -> None:
-        """End a turn that began, with any outcome."""
         request = sequence.request
         session = session_named(request)
         if session is None or request.seq_id not in self._belonged:
@@ -287,7 +281,6 @@ class _KeptBindings:
             self._tasks.spawn(self._write(msgspec.json.encode(self._table.bindings)), "session file")
 
     def close(self) -> None:
-        """Stop writing."""
         self._tasks.cancel()
         self._thread.close()
 

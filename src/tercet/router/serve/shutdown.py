@@ -75,20 +75,16 @@ class Shutdown:
         """
         await self._begun.wait()
         stop_waiting(ShuttingDown("this router is shutting down, and the request had not begun"))
-        await self._finish()
-        if self.requests:
-            why = "was not waited for" if self._hurried.is_set() else f"did not end within {self._timeout_s:g} s"
-            SHUTTING_DOWN.tell(requests=self.requests, reason="the remaining requests end with an error")
-            give_up(ShuttingDown(f"this router is shutting down, and the request {why}"))
-            await _first_of(FAREWELL_SECONDS, self._idle)
-
-    async def _finish(self) -> None:
-        """Wait for running requests, and log at intervals how many are left."""
         now = asyncio.get_running_loop().time
         until = now() + self._timeout_s
         while self.requests and not self._hurried.is_set() and (seconds := until - now()) > 0:
             SHUTTING_DOWN.tell(requests=self.requests, reason=f"waiting for them for up to {seconds:.0f} s")
             await _first_of(min(seconds, SAY_SECONDS), self._idle, self._hurried)
+        if self.requests:
+            why = "was not waited for" if self._hurried.is_set() else f"did not end within {self._timeout_s:g} s"
+            SHUTTING_DOWN.tell(requests=self.requests, reason="the remaining requests end with an error")
+            give_up(ShuttingDown(f"this router is shutting down, and the request {why}"))
+            await _first_of(FAREWELL_SECONDS, self._idle)
 
 
 async def _first_of(seconds: float, *events: asyncio.Event) -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from tokenizers import Tokenizer, models, pre_tokenizers
 
-from tercet.router.prompt_texts import PromptTexts
+from tercet_lab.prompt_texts import PromptTexts
 from tercet_lab.sim.prompts import VOCABULARY, Prompt
 
 STRIDES = {"a": 1, "b": 7919}

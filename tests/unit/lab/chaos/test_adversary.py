@@ -101,7 +101,7 @@ def test_bodies_that_are_kept_for_ever_are_found(monkeypatch: pytest.MonkeyPatch
 def test_names_that_are_kept_whole_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tercet.router.serve.service.sequence_id", lambda name: name)
     monkeypatch.setattr("tercet.router.observe.request_traces.kept_name", lambda name: name)
-    monkeypatch.setattr("tercet.router.observe.followed_requests.kept_name", lambda name, _longest: name)
+    monkeypatch.setattr("tercet.router.router_app.kept_name", lambda name, _longest: name)
     monkeypatch.setattr("tercet.logs.kept_name", lambda name: name)
     result = run(("long_names",), seconds=20.0)
     assert any("traces" in str(found) for found in result.violations)

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from tercet.cli.run_page import RecordedPage
 from tercet.decisions.planning import PlannerReport, ReportedPlan
 from tercet.router.observe.metrics import Metrics
-from tercet.router.page.page_app import RecordedPage
 from tercet_lab.bench.simulated import Simulation, SyntheticWorkload
 
 from .chromium import COMMAND, MISSING, Tab, chromium

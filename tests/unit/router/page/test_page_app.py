@@ -13,8 +13,9 @@ import msgspec
 import pytest
 from starlette.types import Message
 
+from tercet.cli.run_page import RecordedPage
 from tercet.router.page import page_app
-from tercet.router.page.page_app import FOLDER, POLICY, SAFETY, RecordedPage, page_files, with_page
+from tercet.router.page.page_app import FOLDER, POLICY, SAFETY, page_files, with_page
 from tercet.router.page.records import Frame
 from tercet.router.serve.shutdown import Shutdown
 from tercet.settings import RouterSettings

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from PIL import Image, PngImagePlugin
 
-from tercet.router.page.page_app import RecordedPage
+from tercet.cli.run_page import RecordedPage
 from tercet_lab.bench.simulated import Simulation, SyntheticWorkload
 
 from .chromium import COMMAND, MISSING, chromium

@@ -18,9 +18,8 @@ from tercet.router.page.records import (
     Seat,
     encoded,
     for_clients,
-    halved,
-    merged,
 )
+from tercet_lab.bench.simulated.virtual_run import halved, merged
 
 SEATS = ([Seat("p", "prefill"), Seat("d", "decode")], [Seat("d", "both")])
 

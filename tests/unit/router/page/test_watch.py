@@ -197,7 +197,7 @@ def test_lanes_are_a_bounded_sample(monkeypatch: pytest.MonkeyPatch) -> None:
         found.begins(each, Trace())
         found.ends(each, 0.5, None)
         found.take()
-    starts, _, ends = found.kept()
+    starts, _, ends = found.kept.records()
     assert len(starts) == len(ends) == records.KEPT
 
 

@@ -31,7 +31,6 @@ from tercet.protocol.headers import PROGRAM_HEADER
 from tercet.router.limits.bodies import LARGEST_AT_ONCE
 from tercet.router.observe.metrics import Metrics
 from tercet.router.observe.request_traces import RequestTraces
-from tercet.router.prompt_texts import ChatMessage, PromptTexts
 from tercet.router.router_app import RouterApp
 from tercet.router.serve.moves import MoveRecord, Rescheduler
 from tercet.router.serve.service import Service
@@ -46,6 +45,7 @@ from tercet_lab.chaos.chaos_report import ORPHANS, ChaosResult
 from tercet_lab.chaos.client_load import LOAD_VOCABULARY, AnswerBrokenOff, Arrival, LoadShape
 from tercet_lab.chaos.fault_schedule import FaultSchedule, FleetShape, ProcessKind
 from tercet_lab.chaos.virtual_network import NetworkedLoop, VirtualProcess
+from tercet_lab.prompt_texts import ChatMessage, PromptTexts
 from tercet_lab.sim import EngineOptions, SimEngine, load_profile
 from tercet_lab.sim.prompts import VOCABULARY, Prompt
 from tercet_lab.sim.sim_server import ServerConfig, serving

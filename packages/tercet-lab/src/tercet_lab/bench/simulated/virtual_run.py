@@ -11,6 +11,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Coroutine, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import chain
 from traceback import extract_tb
 from typing import Any, Protocol
 
@@ -22,7 +23,7 @@ from tercet.decisions.scheduling import Scheduling
 from tercet.fleet import Member, RunningSequence, Trace
 from tercet.programs import Program
 from tercet.protocol import Output, ProgramFailed, Request, TercetError
-from tercet.router.page.records import Frame, halved
+from tercet.router.page.records import Frame
 from tercet.router.page.watch import FleetWatch, about_service
 from tercet.router.serve.service import ProgramFault, Service
 from tercet_lab.bench.simulated.moving_fleet import (
@@ -68,6 +69,27 @@ def _row(engine: SimEngine) -> tuple[float, float, float, float]:
         return math.nan, math.nan, math.nan, math.nan
     load = engine.load()
     return load.kv_usage, load.running, load.waiting, math.nan if load.step_time is None else load.step_time
+
+
+def merged(first: Frame, second: Frame) -> Frame:
+    """Return one frame with the changes of ``first`` and then ``second``."""
+    if second.whole:
+        return second
+    rows = {} if second.engines is not None else {row[0]: row for row in first.loads}
+    rows |= {row[0]: row for row in second.loads}
+    moves = {move.number: move for move in (*first.moves, *second.moves)}
+    return Frame(
+        t=second.t, whole=first.whole, about=second.about or first.about, engines=second.engines or first.engines,
+        loads=[rows[index] for index in sorted(rows)], unseen=second.unseen, points=[*first.points, *second.points],
+        lanes=[*first.lanes, *second.lanes], spans=[*first.spans, *second.spans], ends=[*first.ends, *second.ends],
+        moves=[moves[number] for number in sorted(moves)],
+    )  # fmt: skip
+
+
+def halved(frames: Sequence[Frame]) -> list[Frame]:
+    """Return half as many frames with the same result: pairs are merged, and an odd last frame stays."""
+    pairs = zip(frames[::2], frames[1::2], strict=False)
+    return list(chain((merged(*pair) for pair in pairs), frames[len(frames) // 2 * 2 :]))
 
 
 class TimelineRecorder:

@@ -1,0 +1,135 @@
+"""The built-in programs but ``disaggregated``: each is an async generator over a request and a fleet.
+
+A ``with`` gives back what it took, an engine or a reservation, on every way out of the pattern.
+``migrate_context`` copies cached KV and serves no request.
+"""
+
+import math
+from collections.abc import Callable
+
+from tercet.decisions.scheduling.profiles import LoadBasedDecider
+from tercet.programs.answer import Answer
+from tercet.programs.disaggregated import disaggregated, prefilled_for
+from tercet.protocol import BadRequest, Fleet, Request, Role, Sent
+
+
+async def data_parallel(request: Request, fleet: Fleet, *, pick: str = "round_robin", role: Role = "both") -> Answer:
+    """Prefill and decode on one engine of the ``role``, which the picker or profile ``pick`` chooses."""
+    with fleet.pick(role, by=pick, request=request) as engine:
+        yield engine.start_generate(request)
+
+
+DecodeStart = Callable[[Request], int]
+
+
+async def balanced(
+    request: Request,
+    fleet: Fleet,
+    *,
+    balance_ratio: float = 0.1,
+    decode_start: DecodeStart | None = None,
+    min_send: int = 32,
+    pick: str = "least_loaded",
+) -> Answer:
+    """Prefill the prompt up to ``decode_start`` on one engine; the decode engine prefills the rest and the first token.
+
+    ``decode_start(request)`` returns a position in tokens; without it, the decode engine prefills the last share
+    ``balance_ratio`` (0 to 1) of the prompt. If the decode engine lacks fewer than ``min_send`` tokens before that
+    position, it prefills those too.
+    """
+    start = split_of(request, balance_ratio) if decode_start is None else decode_start(request)
+    with fleet.pick("decode", by=pick, request=request) as decode:
+        async with decode.prep_recv(request, start) as space:
+            begin = space.matched_len
+            if space.missing >= min_send:
+                with fleet.pick("prefill", by=pick, other_than=decode, request=request) as prefill:
+                    begin = (await prefill.remote_send(request, space, begin, start)).end
+            yield decode.start_generate(request, begin)
+
+
+def split_of(request: Request, balance_ratio: float) -> int:
+    """Return the position (tokens, at least 1) after which the share ``balance_ratio`` of the prompt remains.
+
+    Raises :class:`~tercet.protocol.BadRequest` for a ratio that is not in ``[0, 1)``.
+    """
+    if not 0 <= balance_ratio < 1:
+        raise BadRequest(f"balance_ratio: is {balance_ratio}, and must be at least 0 and below 1", "balance_ratio")
+    return max(1, round(request.num_tokens * (1 - balance_ratio)))
+
+
+async def conditional(
+    request: Request,
+    fleet: Fleet,
+    *,
+    min_prompt: int = 256,
+    min_missing: int = 128,
+    max_waiting: int = 5,
+    decider: str | None = None,
+    pick: str = "least_loaded",
+) -> Answer:
+    """Use two engines for a prompt of ``min_prompt`` tokens or more if the decode engine lacks ``min_missing`` of them.
+
+    The number of missing tokens is an estimate. While every prefill engine has more than ``max_waiting`` waiting
+    requests, one engine serves the request. ``decider`` names a decider of the scheduling file that replaces this rule.
+    """
+    rule = LoadBasedDecider(non_cached_tokens=min_missing, prompt_tokens=min_prompt, max_waiting=max_waiting)
+    with fleet.pick("decode", by=pick, request=request) as decode:
+        two = fleet.disaggregates(request, decode, decider or rule)
+        yield prefilled_for(decode, request, fleet, 1, pick) if two else decode.start_generate(request)
+
+
+async def cache_bypass(
+    request: Request, fleet: Fleet, *, cached_share: float = 0.5, short_prompt: int = 128, pick: str = "least_loaded"
+) -> Answer:
+    """Serve on the decode engine alone if it has more than ``cached_share`` of the prompt, or if the prompt is short.
+
+    Only tokens that the engine itself finds in its cache count. A prompt of up to ``short_prompt`` tokens is short.
+    """
+    if request.num_tokens <= short_prompt:
+        yield data_parallel(request, fleet, pick=pick, role="decode")
+        return
+    least_missing = math.ceil(request.num_tokens * (1 - cached_share))
+    yield disaggregated(request, fleet, min_send=max(1, least_missing), pick=pick)
+
+
+async def auto(
+    request: Request, fleet: Fleet, *, ttft: float | None = None, tpot: float | None = None, explore: float = 0.01
+) -> Answer:
+    """Serve a request on one engine, or on two that may split the prompt, whichever is predicted to cost less.
+
+    ``ttft`` and ``tpot`` are latency objectives in seconds, None for no objective; ``explore`` is the share (0 to 1)
+    of requests that may try another route, so that its costs become known.
+    """
+    with fleet.route(request, ttft, tpot, explore) as route:
+        if route.prefill is None:
+            yield route.decode.start_generate(request)
+            return
+        async with route.decode.prep_recv(request, route.split) as space:
+            begin, output = space.matched_len, ()
+            if space.missing:
+                whole = route.split == request.num_tokens
+                sent = await route.prefill.remote_send(request, space, begin, sample=whole)
+                begin, output = sent.end, sent.first.token_ids if sent.first is not None else ()
+                if sent.first is not None:
+                    yield sent.first
+                if sent.first is not None and sent.first.finished:
+                    return
+            yield route.decode.start_generate(request, begin, output)
+
+
+async def migrate_context(fleet: Fleet, prefix: Request, source: str, destination: str) -> Sent | None:
+    """Copy the KV of ``prefix`` from ``source`` into the cache of ``destination``; return None if all is there already.
+
+    ``source`` sends the KV that it has cached, and computes the rest. Afterwards the prefix is ordinary prefix cache of
+    ``destination``, in full blocks. Raises :class:`~tercet.protocol.UnknownEngine` and
+    :class:`~tercet.protocol.NoSpace` if ``destination`` has no room.
+    """
+    if source == destination:
+        raise BadRequest(
+            f"destination: is {destination}, the same as source; name two different engines", "destination"
+        )
+    with fleet.engine(source) as sender, fleet.engine(destination) as receiver:
+        async with receiver.prep_recv(prefix) as space:
+            if not space.missing:
+                return None
+            return await sender.remote_send(prefix, space, space.matched_len)
