@@ -4,7 +4,7 @@ A caller's place travels by W3C Trace Context (``traceparent`` and ``tracestate`
 that works for the call. Spans are made only if the process has a sink: nothing here knows OpenTelemetry, and without a
 sink a caller's context is passed on unchanged.
 
-An answer has a trace of its own (:class:`VerbTrace`): one event for each verb that was called for its request.
+An answer has its own trace (:class:`VerbTrace`): one event for each verb that was called for its request.
 """
 
 from __future__ import annotations
