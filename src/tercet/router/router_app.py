@@ -250,7 +250,7 @@ class RouterApp:
         require_few_sequences(context.path, context.fields, limits.sequences)
         spares = None if self._gate.is_open else self._gate
         context.most_sequences = limits.sequences
-        context.concurrency = RequestConcurrency(limits.at_once, spares, context.asked.priority)
+        context.concurrency = RequestConcurrency(limits.at_once, spares, context.asked.priority).one
 
     async def _pooled(
         self, pooling: PoolingServers, context: RequestContext, body: ReceivedBody, scope: Scope

@@ -8,9 +8,10 @@ import itertools
 import pytest
 
 from tercet.fleet.admission import ClientLeft
-from tercet.fleet.bodies import LONG_BYTES, LONG_ITEMS, BodyTurn, LongBodies, is_long, is_short
+from tercet.fleet.bodies import LONG_BYTES, LONG_ITEMS, LongBodies, is_long, is_short
 from tercet.protocol import Saturated
 from tercet.settings import Limits
+from tercet.wire.serving.server_access import BodyTurn
 
 
 @pytest.fixture

@@ -14,10 +14,10 @@ import msgspec
 import pytest
 import uvloop
 from fastapi import FastAPI
+from tercet.protocol.trace import LeaseReport
 
 from tercet.fleet.admission import Gate
 from tercet.protocol import EngineUnreachable, Saturated
-from tercet.protocol.trace import LeaseReport
 from tercet.router import admin
 from tercet.router.observe.followed_requests import LONGEST_IN_ANSWERS
 from tercet.router.observe.request_traces import FollowedRequest, RequestTraces, SharedTraces, TraceQuestion
