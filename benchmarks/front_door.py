@@ -1,7 +1,7 @@
 """The cost of a streamed token in the router, compared with vLLM's API server behind the Rust `vllm-router`.
 
     python benchmarks/front_door.py [--router-wheel DIR] [--dynamo PYTHON] [--result-filename FILE]
-    python benchmarks/front_door.py --kinds all [--rounds 5] [--checkout FOLDER]
+    python benchmarks/front_door.py --kinds all [--rounds 5] [--slow-path] [--checkout FOLDER]
 
 A token source, which is an engine with ready-made tokens, sends one token to each stream every 20 ms. Clients in a
 separate process keep 16 and 64 streams of 100 tokens running. The CPU time (user and system) of the serving
@@ -20,9 +20,10 @@ do not sleep between steps, and their caches stay warm.
 in `--rounds` rounds, so that other load of the machine affects all equally. `benchmarks/stream_kinds.py` defines the
 requests of the clients and the texts of the model. The table has medians over the rounds with the smallest and the
 largest value, and medians of the rounds' ratios. A token of a tool call may have no event, so the number of tokens per
-event is computed from whole streams. `--checkout FOLDER` measures the router of another checkout of Tercet too, with
-that checkout's token source. Of two processes of the same code, one may be a tenth slower: `--routers 4` starts four of
-each checkout, and measures one after another.
+event is computed from whole streams. `--slow-path` measures the router with `--fast-path off` too: a kind belongs to
+the fast path if its share of that is at most 0.6. `--checkout FOLDER` measures the router of another checkout of Tercet
+too, with that checkout's token source. Of two processes of the same code, one may be a tenth slower: `--routers 4`
+starts four of each checkout, and measures one after another.
 """
 
 from __future__ import annotations
@@ -307,14 +308,14 @@ def run(args: argparse.Namespace) -> list[Row]:
         this = str(Path(__file__).with_name("token_source.py"))
         step = {"TOKEN_SOURCE_STEP": str(args.step), "TOKEN_SOURCE_SCRIPTS": scripts_of(kinds, model)}
 
-        def start_router(source: str, **env: str) -> tuple[int, list[int]]:
+        def start_router(source: str, fast_path: str = "on", **env: str) -> tuple[int, list[int]]:
             port, source_port = free_port(), free_port()
             engine = (source, "source", str(source_port))
             stack.enter_context(process(*engine, port=source_port, path="/tercet/v1/status", **step, **env))
             command = (
                 "-m", "tercet.cli", "router", "--engine", f"http://127.0.0.1:{source_port}", "--program",
                 "data_parallel", "--port", str(port), "--model", model, "--served-model-name", MODEL_NAME,
-                "--log-level", "warning", *(("--", *flags) if flags else ()),
+                "--log-level", "warning", "--fast-path", fast_path, *(("--", *flags) if flags else ()),
             )  # fmt: skip
             return port, [stack.enter_context(process(*command, port=port, **env))]
 
@@ -325,6 +326,8 @@ def run(args: argparse.Namespace) -> list[Row]:
         servers: list[tuple[str, int, list[int]]] = []
         for _ in range(args.routers if kinds else 1):
             servers += [("tercet", *start_router(this)), ("vllm api server", stock, [stock_pid])]
+            if kinds and args.slow_path:
+                servers.append(("tercet, slow path", *start_router(this, "off")))
             if args.checkout:
                 path = os.pathsep.join((str(args.checkout / "src"), str(args.checkout)))
                 source = str(args.checkout / "benchmarks/token_source.py")
@@ -409,6 +412,7 @@ def main() -> None:
     parser.add_argument(
         "--checkout", type=Path, metavar="FOLDER", help="checkout of Tercet whose router is measured too"
     )
+    parser.add_argument("--slow-path", action="store_true", help="with --kinds: the router's --fast-path off too")
     parser.add_argument("--rounds", type=int, default=5, help="rounds with --kinds; every second one is in reverse")
     parser.add_argument("--routers", type=int, default=1, help="router processes of each checkout, with --kinds")
     parser.add_argument("--router-wheel", help="folder with the unpacked wheel of vllm-router")

@@ -34,8 +34,8 @@ from tercet.settings.process_settings import (
     PREFILL_HOSTS_VARIABLE,
     PRELOAD,
     THREADS_BIND,
+    spin_seconds,
 )
-from tercet.vllm_plugin.worker.model_runner import spin_seconds
 from tercet.wire.exported_spans import TRACES_PROTOCOL, are_spans_wanted, endpoint_of, protocol_of
 from tercet.wire.serving.server_access import require_key_beyond_loopback
 

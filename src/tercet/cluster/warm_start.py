@@ -38,7 +38,6 @@ OF_ROUTER = (
     "tercet.cli.app",
     "tercet.router.server",
     "tercet.wire.serving.server_access",
-    "tercet.router.openai.served_adapters",
     "tercet.router.openai.openai_server",
     "uvloop",
 )

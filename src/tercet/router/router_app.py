@@ -206,7 +206,7 @@ class RouterApp:
                     require_few_sequences(context.path, context.fields, limits.sequences)
                     spares = None if self._gate.is_open else self._gate
                     context.most_sequences = limits.sequences
-                    context.concurrency = RequestConcurrency(limits.at_once, spares, context.asked.priority)
+                    context.concurrency = RequestConcurrency(limits.at_once, spares, context.asked.priority).one
                 if not self._gate.is_open:
                     context.prepared()  # the wait for a slot may be long
                     slot = self._gate.slot(context.asked.priority, body.left, for_engines=for_engines)

@@ -352,7 +352,6 @@ async def _serve_openai(
     shared: Shared | None, pooling: PoolingServers, heed_signals: Callable[[], object],
 ) -> None:  # fmt: skip
     from tercet.router.openai import openai_server as vllm
-    from tercet.router.openai.served_adapters import serve_adapters
     from tercet.wire.serving.server_access import api_keys
 
     service = state.service
@@ -373,7 +372,7 @@ async def _serve_openai(
         server = await vllm.openai_server(args, engine_client)
         if config.fast_path == "on":
             server = vllm.with_fast_path(server, args, engine_client)
-        serve_adapters(server.app.state, engine_client, lambda: service.fleet.adapters)
+        vllm.serve_adapters(server.app.state, engine_client, lambda: service.fleet.adapters)
         admin.install(server.app, state, names, vllm.loads_adapters(), named_files(config))
         gate = put_layers_before(
             server.app, server.layers, config, state, keys, shutdown, pooling, server.fast,

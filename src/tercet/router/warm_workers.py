@@ -23,7 +23,7 @@ COMMAND = "from tercet.router.warm_workers import main; main()"
 IMPORTED = (
     "tercet.router.server",
     "tercet.wire.serving.server_access",
-    "tercet.router.openai.served_adapters",
+    "tercet.router.openai.openai_server",
     "uvloop",
 )
 # Makes libraries start no threads at their import, since threads do not survive a fork.

@@ -5,7 +5,9 @@ Router, engines, picker and sidecar build their settings from these fields, so t
 
 from __future__ import annotations
 
+import math
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal, NamedTuple
@@ -286,3 +288,22 @@ class KeyFile:
         if not keys:
             raise BadRequest(f"{self._name}: {self._path} has no key; write one on each line", self._name)
         return keys
+
+
+def spin_seconds(environment: Mapping[str, str], on_cpu: bool) -> float | None:
+    """Return the seconds to poll before sleeping; ``None`` leaves the time to vLLM.
+
+    0 on a CPU, unless ``TERCET_SPIN_SECONDS`` sets it. Raises :class:`~tercet.protocol.BadRequest`.
+    """
+    given = environment.get(SPIN_SECONDS_VARIABLE)
+    if given is None:
+        return 0.0 if on_cpu else None
+    try:
+        seconds = float(given)
+    except ValueError:
+        seconds = math.nan
+    if not 0 <= seconds < math.inf:
+        raise BadRequest(
+            f"{SPIN_SECONDS_VARIABLE}={given}: must be a number of seconds, 0 or more", SPIN_SECONDS_VARIABLE
+        )
+    return seconds

@@ -81,6 +81,10 @@ SCHEMA = {"type": "object", "properties": {f"p{number}": {"type": "string"} for 
     [
         ({"structured_outputs": {"choice": ["x"] * 6000}}, "structured_outputs.choice"),
         ({"structured_outputs": {"regex": "x" * 1_000_000}}, "structured_outputs.regex"),
+        (
+            {"sampling_params": {"structured_outputs": {"regex": "x" * 1_000_000}}},
+            "sampling_params.structured_outputs.regex",
+        ),
         ({"response_format": {"type": "json_schema", "json_schema": {"schema": SCHEMA}}}, "response_format"),
         ({"text": {"format": {"type": "json_schema", "schema": SCHEMA}}}, "text.format"),
         ({"output_config": {"format": {"schema": SCHEMA}}}, "output_config.format"),

@@ -36,7 +36,7 @@ from tercet.protocol.wire import (
     decode_call,
     encode_call,
 )
-from tercet.router.openai import conversion
+from tercet.router.openai import program_client
 from tercet.vllm_plugin.core import core_methods
 from tercet.vllm_plugin.core.connector_messages import TercetParams
 from tercet.vllm_plugin.edge import llm_requests
@@ -214,20 +214,20 @@ async def entered(gate: Gate) -> None:
 
 async def test_the_loop_goes_on_while_a_router_codes_images(monkeypatch: pytest.MonkeyPatch) -> None:
     gate = Gate()
-    monkeypatch.setattr(conversion, "to_wire", gate)
+    monkeypatch.setattr(program_client, "to_wire", gate)
     request: Any = SimpleNamespace(mm_features=[spec(1.5)])
-    coding = asyncio.create_task(conversion.features_of(request))
+    coding = asyncio.create_task(program_client.features_of(request))
     await entered(gate)
     gate.opened.set()
     assert await coding == (to_wire(spec(1.5)),)
     request.mm_features = None
-    assert await conversion.features_of(request) == ()
+    assert await program_client.features_of(request) == ()
 
 
 async def test_tensors_that_are_elsewhere_are_a_clients_error() -> None:
     request: Any = SimpleNamespace(mm_features=[to_specs([to_wire(spec(1.5))], 9)[0]])
     with pytest.raises(VLLMValidationError, match="missing"):
-        await conversion.features_of(request)
+        await program_client.features_of(request)
 
 
 @pytest.mark.parametrize("aborted", [False, True])

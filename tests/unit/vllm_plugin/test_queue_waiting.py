@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tercet.protocol import BadRequest
-from tercet.vllm_plugin.worker.model_runner import spin_seconds
+from tercet.settings.process_settings import spin_seconds
 
 
 def test_engines_on_a_cpu_sleep_at_once_and_others_as_vllm_does() -> None:

@@ -24,6 +24,7 @@ from tercet.fleet.admission import SOON, ClientLeft
 from tercet.fleet.members import CallsInFlight, UntilLost
 from tercet.protocol import Saturated
 from tercet.settings import Limits
+from tercet.wire.serving.server_access import BodyTurn
 
 LARGEST_AT_ONCE = 4
 """Number of bodies of the largest accepted size that fit into the limit together."""
@@ -205,24 +206,6 @@ def _has(content: bytes, size: int, items: int) -> bool:
     if len(content) >= size or content.count(b",") >= items * COMMAS_PER_ITEM:
         return True
     return content.count(b"{") + content.count(b"[") >= items
-
-
-class BodyTurn:
-    """The preparation of one client's long body, until :meth:`end`."""
-
-    def __init__(self, over: Callable[[], None]) -> None:
-        self._over: Callable[[], None] | None = over
-
-    @property
-    def has_ended(self) -> bool:
-        """True if the turn has ended, so that the client's next body may have begun."""
-        return self._over is None
-
-    def end(self) -> None:
-        """Let the client's next body begin; calls after the first one do nothing."""
-        over, self._over = self._over, None
-        if over is not None:
-            over()
 
 
 class LongBodies:

@@ -39,8 +39,8 @@ NUMBERS_PER_ITEM, OF_PROMPTS, OF_STOPS = 32, 96, 2
 NUMBERS_OF = {"prompt": OF_PROMPTS, "stop_token_ids": OF_STOPS}
 # Bytes of a body from which on its structured outputs are checked in another thread.
 LONG = 16 * 1024
-# Fields in which the APIs have the schema of an answer.
-OWN_FIELD = "structured_outputs"
+# Fields with structured outputs in vLLM's form, and those in which the APIs have the schema of an answer.
+OWN_FIELDS = (("structured_outputs",), ("sampling_params", "structured_outputs"))
 FORMATS = (("response_format",), ("text", "format"), ("output_format",), ("output_config", "format"))
 # Limit for commas, brackets and braces, also those in texts: it bounds the time of decoding.
 MOST_SEPARATORS = 2_000_000
@@ -79,22 +79,19 @@ def _require_small(structured: Mapping[str, Any], field: str) -> None:
     try:
         require_small(structured, field)
     except BadRequest as error:
-        if field == OWN_FIELD:
+        if field.endswith("structured_outputs"):
             raise
         raise BadRequest(error.message.replace(f"{field}.json", field, 1), field) from error
 
 
 def _structures(fields: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any]]]:
     """Yield the structured outputs of a request in the form of vLLM's ``structured_outputs``, with their fields."""
-    structured = fields.get(OWN_FIELD)
-    if isinstance(structured, dict):
-        yield OWN_FIELD, cast("dict[str, Any]", structured)
-    for path in FORMATS:
+    for path in (*OWN_FIELDS, *FORMATS):
         found: Any = fields
         for name in path:
             found = cast("dict[str, Any]", found).get(name) if isinstance(found, dict) else None
         if isinstance(found, dict):
-            yield ".".join(path), {"json": found}
+            yield ".".join(path), cast("dict[str, Any]", found) if path in OWN_FIELDS else {"json": found}
 
 
 def _count(value: Any, most: int) -> None:

@@ -5,7 +5,6 @@ vLLM's. :mod:`.openai_server` assembles vLLM's parts, with :mod:`.program_client
 engine. Streams use :mod:`.fast_path`: vLLM's serving objects read and check the request, and the
 fast path writes the chunks of the answer.
 
-Without an import of vLLM: ``converted_streams`` wraps the streams of a serving object; ``server_options`` reads
-arguments; ``frontend_hooks`` and ``fast_path_hooks`` are this room's sides of the registry in
+Without an import of vLLM: ``frontend_hooks`` and ``fast_path_hooks``, this room's sides of the registry in
 :mod:`tercet.vllm_plugin.hooks`.
 """

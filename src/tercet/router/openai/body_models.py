@@ -80,11 +80,19 @@ def body_adapters(app: FastAPI) -> Iterator[BodyAdapter]:
 
 
 def bounded_validator(schema: Any) -> SchemaValidator | None:
-    """Return the bounded validator of a core schema; None if pydantic has not built the schema yet."""
+    """Return a validator that accepts the same, and else stops early; None if pydantic has not built the schema."""
     if not isinstance(schema, dict):
         return None
+    whole = cast("Schema", schema)
+    is_named = whole["type"] == "definitions"
+    definitions: list[Schema] = whole["definitions"] if is_named else []
+    conversion = _SchemaConversion({each["ref"]: each for each in definitions})
+    for each in definitions:
+        conversion.bounded(each)
+    inner = conversion.bounded(whole["schema"] if is_named else whole)
+    bounded = {"type": "definitions", "schema": inner, "definitions": list(conversion.moved.values())}
     # Prebuilt validators are those of models, which are not bounded.
-    return SchemaValidator(cast("Any", bounded_schema(cast("Schema", schema))), _use_prebuilt=False)
+    return SchemaValidator(cast("Any", bounded), _use_prebuilt=False)
 
 
 def _body_fields(dependant: Any) -> Iterator[Any]:
@@ -94,17 +102,6 @@ def _body_fields(dependant: Any) -> Iterator[Any]:
 
 
 # ---- the conversion of schemas -------------------------------------------------------------------------------
-
-
-def bounded_schema(schema: Schema) -> Schema:
-    """Return a core schema that accepts the same values as ``schema``, and stops early at all others."""
-    is_named = schema["type"] == "definitions"
-    definitions: list[Schema] = schema["definitions"] if is_named else []
-    conversion = _SchemaConversion({each["ref"]: each for each in definitions})
-    for each in definitions:
-        conversion.bounded(each)
-    inner = conversion.bounded(schema["schema"] if is_named else schema)
-    return {"type": "definitions", "schema": inner, "definitions": list(conversion.moved.values())}
 
 
 class _Member(NamedTuple):
@@ -132,13 +129,13 @@ class _SchemaConversion:
     named: Mapping[str, Schema]
     moved: dict[str, Schema] = field(default_factory=dict[str, Schema])
 
-    def bounded(self, found: Any) -> Any:
+    def bounded(self, node: Any) -> Any:
         """Return a schema, or a part of one, after the conversion."""
-        if isinstance(found, (list, tuple)):
-            return type(found)(map(self.bounded, cast("Sequence[Any]", found)))
-        if not isinstance(found, dict):
-            return found
-        schema = cast("Schema", found)
+        if isinstance(node, (list, tuple)):
+            return type(node)(map(self.bounded, cast("Sequence[Any]", node)))
+        if not isinstance(node, dict):
+            return node
+        schema = cast("Schema", node)
         kind = schema.get("type")
         if not isinstance(kind, str):  # schemas by the names of their fields, of which one may be ``type``
             return {name: self.bounded(value) for name, value in schema.items()}
@@ -166,12 +163,16 @@ class _SchemaConversion:
         if not tags:
             return union | {"choices": [choice for _, choice in members]}
         tag, others = tags[0], tags[1:]
-        found = [_Member(former, choice, _allowed(former, tag, self.named)) for former, choice in members]
-        if sum(each.allowed.texts is not None for each in found) < 2:
+        tagged = [_Member(former, choice, _allowed(former, tag, self.named)) for former, choice in members]
+        if sum(each.allowed.texts is not None for each in tagged) < 2:
             return self._by_tags(union, members, others)
-        found = [each._replace(choice=self._moved(each.choice)) for each in found]
-        texts = sorted({text for each in found for text in each.allowed.texts or ()})
-        refusal = _refusal(tag, texts), tag
+        tagged = [each._replace(choice=self._moved(each.choice)) for each in tagged]
+        texts = sorted({text for each in tagged for text in each.allowed.texts or ()})
+        # A schema that accepts no object, and says which tags the union's members have.
+        refusal = {
+            "type": "custom-error", "schema": {"type": "none"}, "custom_error_type": f"unknown_{tag}",
+            "custom_error_message": f"Input should have one of these values of '{tag}': {', '.join(texts)}",
+        }, tag  # fmt: skip
 
         def among(group: Iterable[_Member]) -> Schema:
             return self._by_tags(union, [(each.former, each.choice) for each in group], others)
@@ -180,11 +181,11 @@ class _SchemaConversion:
             return union | {"auto_collapse": False, "choices": [refusal, *([among(group)] if group else [])]}
 
         choices: Schema = {
-            f"({text})": among(each for each in found if text in (each.allowed.texts or (text,))) for text in texts
+            f"({text})": among(each for each in tagged if text in (each.allowed.texts or (text,))) for text in texts
         }
-        choices[ANY] = union | {"choices": [each.choice for each in found]}
-        choices[WITHOUT] = unclear([each for each in found if each.allowed.absent])
-        choices[ANOTHER] = unclear([each for each in found if each.allowed.texts is None])
+        choices[ANY] = union | {"choices": [each.choice for each in tagged]}
+        choices[WITHOUT] = unclear([each for each in tagged if each.allowed.absent])
+        choices[ANOTHER] = unclear([each for each in tagged if each.allowed.texts is None])
         return {"type": "tagged-union", "choices": choices, "discriminator": _tag_reader(tag, texts)}
 
     def _moved(self, choice: Any) -> Any:
@@ -201,14 +202,6 @@ class _SchemaConversion:
 def _inner(choice: Any) -> Schema:
     """Return the schema of a union's choice, which may have a label."""
     return choice[0] if isinstance(choice, tuple) else choice
-
-
-def _refusal(tag: str, texts: Sequence[str]) -> Schema:
-    """Return a schema that accepts no object, and says which tags a union's members have."""
-    return {
-        "type": "custom-error", "schema": {"type": "none"}, "custom_error_type": f"unknown_{tag}",
-        "custom_error_message": f"Input should have one of these values of '{tag}': {', '.join(texts)}",
-    }  # fmt: skip
 
 
 def _tag_reader(tag: str, texts: Iterable[str]) -> Callable[[Any], str]:
@@ -238,16 +231,16 @@ def _allowed(schema: Schema, tag: str, named: Mapping[str, Schema]) -> _Allowed:
         return _Allowed(frozenset(), absent=False)
     if kind == "definition-ref":
         name = schema["schema_ref"]
-        others = {other: found for other, found in named.items() if other != name}
+        others = {other: inner for other, inner in named.items() if other != name}
         return _allowed(named[name], tag, others) if name in named else _Allowed()
     if kind in PASSING and not schema.get("custom_init") and not schema.get("root_model"):
         return _allowed(schema["schema"], tag, named)
     if kind in ("union", "tagged-union"):
         choices: Iterable[Any] = schema["choices"].values() if kind == "tagged-union" else schema["choices"]
         each = [_allowed(_inner(choice), tag, named) for choice in choices]
-        texts = [found.texts for found in each if found.texts is not None]
+        texts = [inner.texts for inner in each if inner.texts is not None]
         every = frozenset[str]().union(*texts) if len(texts) == len(each) else None
-        return _Allowed(every, any(found.absent for found in each))
+        return _Allowed(every, any(inner.absent for inner in each))
     if kind in ("typed-dict", "model-fields") and tag in schema["fields"]:
         member = schema["fields"][tag]
         if "validation_alias" not in member:

@@ -88,19 +88,16 @@ HOOKS = (
             Takes(f"{LAUNCHERS}.app:build_app", "args", "supported_tasks", "model_config"),
             Takes(f"{LAUNCHERS}.api_server.app_state:init_app_state", "engine_client", "state", "args"),
             Takes(f"{LAUNCHERS}.launcher:serve_http", "app", "sock", "enable_ssl_refresh"),
-            Says(
-                f"{LAUNCHERS}.launcher:serve_http",
-                "app.state.server = server",
-                "loop.add_signal_handler(",
-                "await server_task",
-            ),
+            Says(f"{LAUNCHERS}.launcher:serve_http", "app.state.server = server", "loop.add_signal_handler(",
+                 "await server_task"),
             Takes(f"{LAUNCHERS}.launcher:setup_server", "args", "reuse_port"),
             OneOf(
                 Takes(f"{CLI_ARGS}:validate_parsed_serve_args", "args"),
                 Takes(f"{FORMER_CLI_ARGS}:validate_parsed_serve_args", "args"),
             ),
             OneOf(
-                Takes(f"{CLI_ARGS}:make_arg_parser", "parser"), Takes(f"{FORMER_CLI_ARGS}:make_arg_parser", "parser")
+                Takes(f"{CLI_ARGS}:make_arg_parser", "parser"),
+                Takes(f"{FORMER_CLI_ARGS}:make_arg_parser", "parser"),
             ),
             Takes("vllm.engine.arg_utils:AsyncEngineArgs.create_model_config"),
             OneOf(
@@ -130,14 +127,10 @@ HOOKS = (
         ),
         relies_on=(
             OneOf(
-                Says(
-                    MESSAGES,
-                    "self.message_stream_converter(self.chat_completion_stream_generator_raw(",
-                    "isinstance(origin_chunk, ErrorResponse)",
-                ),
-                Says(
-                    f"{MESSAGES}.message_stream_converter", 'item.startswith("data:")', "Invalid data format received"
-                ),
+                Says(MESSAGES, "self.message_stream_converter(self.chat_completion_stream_generator_raw(",
+                     "isinstance(origin_chunk, ErrorResponse)"),
+                Says(f"{MESSAGES}.message_stream_converter", 'item.startswith("data:")',
+                     "Invalid data format received"),
             ),
             Takes(f"{CHATS}.chat_completion_stream_generator", "request"),
             Says(CHATS, "return self.chat_completion_stream_generator("),
@@ -149,9 +142,7 @@ HOOKS = (
         why="Routes such as /tokenize accept any length, and continue after their client has left",
         until="these routes have a limit",
         overrides=(
-            "BaseRenderer.__init__",
-            "BaseRenderer._tokenize_prompt",
-            "BaseRenderer._detokenize_prompt",
+            "BaseRenderer.__init__", "BaseRenderer._tokenize_prompt", "BaseRenderer._detokenize_prompt",
             "BaseRenderer._detokenize_prompt_async",
         ),
         relies_on=(
@@ -159,11 +150,8 @@ HOOKS = (
             Takes(f"{RENDERER}._detokenize_prompt", "prompt"),
             Takes(f"{RENDERER}._detokenize_prompt_async", "prompt"),
             Says(f"{RENDERER}._tokenize_singleton_prompt", "self._tokenize_prompt(", "self._detokenize_prompt("),
-            Says(
-                f"{RENDERER}._tokenize_singleton_prompt_async",
-                "self._tokenize_prompt_async(",
-                "self._detokenize_prompt_async(",
-            ),
+            Says(f"{RENDERER}._tokenize_singleton_prompt_async", "self._tokenize_prompt_async(",
+                 "self._detokenize_prompt_async("),
         ),
     ),
     Hook(
@@ -188,10 +176,8 @@ HOOKS = (
         why="A token is written to the socket without passing through the application's layers",
         until="uvicorn hands the connection to the application",
         overrides=(
-            "HttpToolsProtocol._start_asgi_task",
-            "HttpToolsProtocol.connection_lost",
-            "HttpToolsProtocol.pause_writing",
-            "HttpToolsProtocol.resume_writing",
+            "HttpToolsProtocol._start_asgi_task", "HttpToolsProtocol.connection_lost",
+            "HttpToolsProtocol.pause_writing", "HttpToolsProtocol.resume_writing",
         ),
         relies_on=(
             Takes(f"{UVICORN}:HttpToolsProtocol._start_asgi_task", "cycle", "app"),
@@ -206,18 +192,12 @@ HOOKS = (
         why="uvicorn limits neither size nor time of heads, nor the time of bodies, and keeps silent connections open",
         until="uvicorn limits them",
         overrides=(
-            "HttpToolsProtocol.connection_made",
-            "HttpToolsProtocol.connection_lost",
-            "HttpToolsProtocol.data_received",
-            "HttpToolsProtocol.handle_websocket_upgrade",
-            "HttpToolsProtocol.on_message_begin",
-            "HttpToolsProtocol.on_header",
-            "HttpToolsProtocol.on_headers_complete",
-            "HttpToolsProtocol.on_body",
-            "HttpToolsProtocol.on_message_complete",
-            "HttpToolsProtocol.on_response_complete",
-            "HttpToolsProtocol.timeout_keep_alive_handler",
-            "HttpToolsProtocol.send_400_response",
+            "HttpToolsProtocol.connection_made", "HttpToolsProtocol.connection_lost",
+            "HttpToolsProtocol.data_received", "HttpToolsProtocol.handle_websocket_upgrade",
+            "HttpToolsProtocol.on_message_begin", "HttpToolsProtocol.on_header",
+            "HttpToolsProtocol.on_headers_complete", "HttpToolsProtocol.on_body",
+            "HttpToolsProtocol.on_message_complete", "HttpToolsProtocol.on_response_complete",
+            "HttpToolsProtocol.timeout_keep_alive_handler", "HttpToolsProtocol.send_400_response",
         ),
         relies_on=(
             Says(f"{UVICORN}:HttpToolsProtocol.__init__", "httptools.HttpRequestParser(self)"),
@@ -227,4 +207,4 @@ HOOKS = (
             Says(f"{UVICORN}:RequestResponseCycle.receive", "self.disconnected", "self.message_event"),
         ),
     ),
-)
+)  # fmt: skip

@@ -9,12 +9,15 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import copy
 import gc
 import importlib
 import os
 import socket
-from collections.abc import Awaitable, Callable, Sequence
+import ssl
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, cast
 
 from fastapi import FastAPI
@@ -22,20 +25,23 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp
+from vllm.config import LoRAConfig
+from vllm.lora.request import LoRARequest
 
-from tercet.protocol import BadRequest
+from tercet.aio.files import require_regular
+from tercet.protocol import AdapterReport, BadRequest
 from tercet.protocol.addresses import TextFingerprint
-from tercet.router.openai.converted_streams import keeping_errors
+from tercet.protocol.sse import object_of
 from tercet.router.openai.fast_path.entry import FastPath, fast_path
 from tercet.router.openai.program_client import ProgramClient, RouterLLM
-from tercet.router.openai.server_options import keep_alive_seconds, require_served
 from tercet.router.serve.service import Service
 from tercet.settings.process_settings import PARALLEL_TOKENIZERS
-from tercet.vllm_plugin.differences import SYSTEM_BALANCES, cli_args, structured_outputs_config
+from tercet.vllm_plugin.differences import CONVERTED_AS_TEXT, SYSTEM_BALANCES, cli_args, structured_outputs_config
 from tercet.vllm_plugin.hooks import require_hooks
 from tercet.vllm_plugin.start.before_forks import text_fingerprint
 from tercet.vllm_plugin.start.process_output import refuse_in_a_sentence, without_leak_reports
 from tercet.wire.serving.client_connection import StreamingProtocol
+from tercet.wire.serving.server_access import current
 
 # Time in seconds for remaining connections when the server closes: idle clients, and answers past their timeout.
 CLOSE_SECONDS = 1
@@ -110,8 +116,8 @@ def text_of(engine_client: Any, args: argparse.Namespace) -> TextFingerprint:
     config = engine_client.model_config
     if config.skip_tokenizer_init:
         return TextFingerprint()
-    found = text_fingerprint(engine_client.get_tokenizer())
-    return found if args.chat_template is None else TextFingerprint(found.tokenizer)
+    fingerprint = text_fingerprint(engine_client.get_tokenizer())
+    return fingerprint if args.chat_template is None else TextFingerprint(fingerprint.tokenizer)
 
 
 def loads_adapters() -> bool:
@@ -145,18 +151,9 @@ def server_args(
         "--model", model, "--served-model-name", *names, "--host", host, "--port", str(port),
         "--max-model-len", str(max_model_len), "--disable-uvicorn-access-log", "--uvicorn-log-level", "warning", *more,
     ]  # fmt: skip
-    args = _parsed(argv)
+    args = _parser().parse_args(argv)
     cli_args().validate_parsed_serve_args(args)
     return args
-
-
-def require_flags(given: Sequence[str], workers: int = 1) -> None:
-    """Raise :class:`~tercet.protocol.BadRequest` for flags that vLLM does not accept, or that have no effect here."""
-    require_served(_parser(), given, workers)
-
-
-def _parsed(argv: Sequence[str]) -> argparse.Namespace:
-    return _parser().parse_args(list(argv))
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -239,21 +236,13 @@ def _taken(where: str, error: OSError) -> BadRequest:
 
 
 async def accept(
-    app: FastAPI,
-    args: argparse.Namespace,
-    sock: socket.socket,
-    shut_down: Callable[[], Awaitable[None]],
-    peer_loads: tuple[memoryview[int], int] | None = None,
-    on_ready: Callable[[], object] = lambda: None,
-) -> None:
-    """Serve until ``shut_down`` returns or the server ends; ``shut_down`` is called once the socket is served.
+    app: FastAPI, args: argparse.Namespace, sock: socket.socket, shut_down: Callable[[], Awaitable[None]],
+    peer_loads: tuple[memoryview[int], int] | None = None, on_ready: Callable[[], object] = lambda: None,
+) -> None:  # fmt: skip
+    """Serve until the server ends, or ``shut_down`` returns, which handles signals and runs once the socket is served.
 
-    ``shut_down`` handles signals. ``on_ready`` is called once, when connections are accepted.
-
-    The worker with the fewest connections takes the next one.
-
-    ``peer_loads`` has the number of connections of each worker, and this worker's index. With a vLLM that has
-    :data:`~tercet.vllm_plugin.differences.SYSTEM_BALANCES`, it is not used.
+    ``peer_loads`` has the number of connections of each worker, and this worker's index: the worker with the fewest
+    takes the next one. ``on_ready`` is called once, when connections are accepted.
     """
     from vllm.entrypoints.launchers.launcher import serve_http
 
@@ -290,10 +279,208 @@ async def _announce(app: FastAPI, on_ready: Callable[[], object]) -> None:
 
 
 def _settle() -> None:
-    """Prepare the process for serving: keep vLLM's environment variables as they are now, and collect cycles rarely."""
     from vllm.envs import enable_envs_cache
 
     # vLLM looks up dozens of variables for each request.
     enable_envs_cache()
     # Cycles are rare here, and the search for them took 5% of the time for tokens, in pauses of 10 ms.
     gc.set_threshold(20_000, 20, 20)
+
+
+# ---- the adapters of a fleet ----------------------------------------------------------------------------------------
+
+# Relies on ``OpenAIServingModels.lora_requests`` being the only source of adapters in vLLM's layer, which reads it as a
+# mapping for each request and for ``/v1/models``; and on ``InputProcessor`` refusing an adapter only if its
+# ``lora_config`` is missing.
+
+# vLLM needs a number. A router loads no adapter: it sends the name to the engines, which number their adapters.
+NUMBER = 1
+
+
+class ServedAdapters(Mapping[str, LoRARequest]):
+    """Live view of the adapters that ``known`` returns."""
+
+    def __init__(self, known: Callable[[], Mapping[str, AdapterReport]]) -> None:
+        self._known = known
+
+    def __getitem__(self, name: str) -> LoRARequest:
+        return LoRARequest(name, NUMBER, self._known()[name].path)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(tuple(self._known()))
+
+    def __len__(self) -> int:
+        return len(self._known())
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._known()
+
+
+def serve_adapters(state: Any, engine_client: Any, known: Callable[[], Mapping[str, AdapterReport]]) -> None:
+    """Make vLLM's layer, whose application has this ``state``, serve the adapters that ``known`` returns."""
+    state.openai_serving_models.lora_requests = ServedAdapters(known)
+    engine_client.input_processor.lora_config = LoRAConfig()
+
+
+# ---- errors of chat streams, for the streams that vLLM converts from them (Anthropic's API) -----------------------
+
+# Relies on ``AnthropicServingMessages`` making its events from the chunks of ``chat_completion_stream_generator_raw``;
+# an ``ErrorResponse`` among them ends the stream with an error. Up to vLLM 0.32, it makes them from the text of
+# ``chat_completion_stream_generator``, and ``message_stream_converter`` yields ``error`` for text that does not begin
+# with ``data:``.
+
+ERROR_ITEM = 'data: {"error"'
+# vLLM's converter cannot read this, and ends with an error; ``ErrorSend`` inserts the error's text.
+NO_CHUNK = "error"
+
+
+def keeping_errors(serving: Any) -> Any:
+    """Return a copy of the serving object whose streams end with the chat stream's error, its status and message."""
+    from vllm.entrypoints.serve.engine.protocol import ErrorResponse
+
+    keeping, generate = copy.copy(serving), serving.chat_completion_stream_generator
+
+    async def texts(*args: Any, **kwargs: Any) -> AsyncGenerator[str, None]:
+        async for item in generate(*args, **kwargs):
+            if item.startswith(ERROR_ITEM):
+                error = object_of(item.encode()).get("error")
+                current().stream_error = cast("dict[str, Any]", error) if isinstance(error, dict) else None
+                yield NO_CHUNK
+                return
+            yield item
+
+    async def chunks(*args: Any, **kwargs: Any) -> AsyncGenerator[Any, None]:
+        async for chunk in serving.chat_completion_stream_generator_raw(*args, **kwargs):
+            if isinstance(chunk, ErrorResponse):
+                current().stream_error = chunk.error.model_dump()
+            yield chunk
+
+    if CONVERTED_AS_TEXT.is_here:
+        keeping.chat_completion_stream_generator = texts
+    else:
+        keeping.chat_completion_stream_generator_raw = chunks
+    return keeping
+
+
+# ---- vLLM's options --------------------------------------------------------------------------------------------------
+
+# Each option is passed to vLLM's parts, implemented by the router, or refused at start. An option of a later vLLM that
+# is not listed here is refused.
+#
+# Relies on ``make_arg_parser`` putting the server's own options into the group ``Frontend``, and the options of each of
+# vLLM's configurations into a group with the configuration's name.
+
+KEEP_ALIVE_VARIABLE = "VLLM_HTTP_TIMEOUT_KEEP_ALIVE"
+# Groups of options for a router's own model configuration, which converts prompts to tokens and tokens to text.
+HANDED_ON = frozenset({"ModelConfig", "MultiModalConfig", "StructuredOutputsConfig"})
+# Options outside these groups that vLLM's serving objects, its application or its client use.
+SERVED_BY_VLLM = frozenset(
+    {"allow_credentials", "allowed_headers", "allowed_methods", "allowed_origins", "anthropic_disabled_thinking_effort",
+     "chat_template", "chat_template_content_format", "cohere_format", "cohere_is_reasoning_model",
+     "default_chat_template_kwargs", "disable_fastapi_docs", "disable_log_stats", "enable_auto_tool_choice",
+     "enable_force_include_usage", "enable_offline_docs", "enable_per_request_metrics", "enable_prompt_tokens_details",
+     "enable_request_id_headers", "enable_scale_out", "enable_server_load_tracking", "enable_tokenizer_info_endpoint",
+     "exclude_tools_when_tool_choice_none", "fingerprint_mode", "fingerprint_value", "log_error_stack", "middleware",
+     "reasoning_effort_map", "response_role", "return_tokens_as_token_ids", "root_path", "sse_keep_alive_interval",
+     "structured_outputs_config", "tokens_only", "tool_call_parser", "tool_parser_plugin", "tool_server",
+     "tool_strict_level", "trust_request_chat_template", "trust_request_mm_kwargs"}
+)  # fmt: skip
+# Options that the router implements itself: keys, sockets, TLS and the server's log.
+SERVED_HERE = frozenset(
+    {"api_key", "disable_uvicorn_access_log", "enable_ssl_refresh", "help", "host", "model", "port",
+     "served_model_name", "ssl_ca_certs", "ssl_cert_reqs", "ssl_certfile", "ssl_ciphers", "ssl_keyfile", "uds",
+     "uvicorn_log_level"}
+)  # fmt: skip
+_TLS = ("ssl_keyfile", "ssl_ca_certs", "ssl_ciphers", "ssl_cert_reqs", "enable_ssl_refresh")
+_LOG = "set a router's log with --log-level, --log-format and --access-log before the --"
+_ENGINES = "this flag configures engines; give it to them: tercet engine ... -- FLAG, or engine-args"
+REFUSED: Mapping[str, str] = {
+    **dict.fromkeys(("aggregate_engine_logging", "disable_access_log_for_endpoints", "enable_log_deltas",
+                     "enable_log_outputs", "enable_log_requests", "log_config_file", "log_level", "logging_config",
+                     "max_log_len"), _LOG),
+    **dict.fromkeys(("data_parallel_supervisor_port", "dp_supervisor_probe_failure_threshold",
+                     "dp_supervisor_probe_interval_s", "dp_supervisor_probe_timeout_s"), _ENGINES),
+    **dict.fromkeys(("h11_max_header_count", "h11_max_incomplete_event_size"), "a router's HTTP parser is not h11"),
+    **dict.fromkeys(("grpc", "grpc_port"), "a router serves HTTP only"),
+    "api_server_count": "give --workers before the --",
+    "config": "give the options of the file one by one",
+    "enable_flash_late_interaction": "it configures pooling models, which run on separate servers: --pooling-server",
+    "fail_on_environ_validation": "a router reports unknown TERCET_ variables by itself, and ignores vLLM's",
+    "headless": "a router always serves an API",
+    "lora_modules": "give --lora-modules before the --",
+    "model_tag": "give --model before the --",
+    "shutdown_timeout": "give --shutdown-timeout before the --",
+}  # fmt: skip
+
+
+def options_of(parser: argparse.ArgumentParser) -> dict[str, str]:
+    """Return the group of every option, by the option's name."""
+    groups: Any = parser._action_groups
+    return {action.dest: str(group.title) for group in groups for action in group._group_actions}
+
+
+def refusal_of(name: str, group: str) -> str | None:
+    """Return the reason for which a router refuses the option ``name`` of ``group``; None if it accepts the option."""
+    if name in REFUSED:
+        return REFUSED[name]
+    if name in SERVED_BY_VLLM or name in SERVED_HERE or group in HANDED_ON:
+        return None
+    return "routers do not support it" if group == "Frontend" else _ENGINES
+
+
+def require_flags(given: Sequence[str], workers: int = 1) -> None:
+    """Raise :class:`~tercet.protocol.BadRequest` for flags that vLLM does not accept, or that have no effect here."""
+    parser = _parser()
+    groups = options_of(parser)
+    for action in parser._actions:
+        action.default = argparse.SUPPRESS
+    for argument in given:  # vLLM's parser would replace --config by the options in its file
+        if argument.partition("=")[0] == "--config":
+            raise _refused("config", REFUSED["config"])
+    options = vars(parser.parse_args(list(given)))
+    for name in options:
+        why = refusal_of(name, groups[name]) if name in groups else None
+        if why is not None:
+            raise _refused(name, why)
+    if workers > 1 and options.get("uds"):
+        raise _refused("uds", "several workers share a port; leave --workers out")
+    _require_tls(options)
+    keep_alive_seconds()
+
+
+def keep_alive_seconds() -> int:
+    """Return how long an idle connection of a client stays open; raises :class:`~tercet.protocol.BadRequest`."""
+    text = os.environ.get(KEEP_ALIVE_VARIABLE, "5")
+    try:
+        seconds = int(text)
+    except ValueError:
+        seconds = -1
+    if seconds < 0:
+        raise BadRequest(f"{KEEP_ALIVE_VARIABLE}: must be a whole number of seconds, is {text!r}", KEEP_ALIVE_VARIABLE)
+    return seconds
+
+
+def _require_tls(options: Mapping[str, Any]) -> None:
+    certificate = options.get("ssl_certfile")
+    if not certificate:
+        for name in _TLS:
+            if options.get(name):
+                raise _refused(name, "TLS needs --ssl-certfile as well")
+        return
+    try:
+        for file in filter(None, (certificate, options.get("ssl_keyfile"), options.get("ssl_ca_certs"))):
+            require_regular(Path(file))
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.load_cert_chain(certificate, options.get("ssl_keyfile"), lambda: "")  # never prompts for a password
+        context.verify_mode = ssl.VerifyMode(options.get("ssl_cert_reqs", ssl.CERT_NONE))
+        if options.get("ssl_ca_certs"):
+            context.load_verify_locations(options["ssl_ca_certs"])
+        if options.get("ssl_ciphers"):
+            context.set_ciphers(options["ssl_ciphers"])
+    except (OSError, ValueError) as error:
+        raise BadRequest(f"--ssl-certfile: TLS cannot be served with these files: {error}", "--ssl-certfile") from error
+
+
+def _refused(name: str, why: str) -> BadRequest:
+    flag = f"--{name.replace('_', '-')}"
+    return BadRequest(f"flags for vLLM: {flag} is not accepted here: {why}", flag)

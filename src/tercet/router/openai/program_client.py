@@ -1,4 +1,4 @@
-"""The engine-core client that runs programs, in place of vLLM's client of one engine.
+"""The engine-core client that runs programs, in place of vLLM's client of one engine, and the conversion of messages.
 
 Relies on ``AsyncLLM`` using, for generation, only the methods below and the attributes ``engine_ranks_managed`` and
 ``resources.engine_dead``. ``engine_dead`` is never set: the loss of one engine must not fail every request.
@@ -7,33 +7,43 @@ Relies on ``AsyncLLM`` using, for generation, only the methods below and the att
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import logging
-from collections.abc import AsyncGenerator, Generator
-from contextlib import aclosing, contextmanager, nullcontext
+from collections.abc import AsyncGenerator, Callable, Generator, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, aclosing, contextmanager
 from functools import partial
 from http import HTTPStatus
+from operator import attrgetter
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 from vllm.exceptions import GenerationError, GracefulHTTPError, VLLMValidationError
-from vllm.outputs import CompletionOutput, RequestOutput
-from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest
+from vllm.outputs import RequestOutput
+from vllm.sampling_params import SamplingParams
+from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest, FinishReason
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.core_client import EngineCoreClient
+from vllm.v1.metrics.stats import PrefillStats
+from vllm.v1.outputs import LogprobsLists, LogprobsTensors
 
 from tercet.aio import TaskSet
 from tercet.protocol import (
     BadRequest,
     DeadlineExceeded,
+    EngineError,
+    MultiModalFeature,
     Output,
     ProgramFailed,
     Request,
     RouterFailed,
     TercetError,
+    TokenLogprob,
+    Usage,
 )
-from tercet.router.openai.conversion import features_of, to_core_output, to_request
 from tercet.router.serve.service import Service
-from tercet.wire.serving.server_access import Concurrency, RequestContext, current
+from tercet.vllm_plugin.mm_features import to_wire
+from tercet.wire.serving.server_access import NOTHING, Asked, RequestContext, current
 
 if TYPE_CHECKING:
     from vllm.v1.engine.output_processor import OutputProcessor, RequestOutputCollector
@@ -104,9 +114,9 @@ class SequenceOutputs:
             raise self._failed(failure) from error
 
     def _failed(self, error: TercetError) -> SequenceFailed:
-        told = self._run.failed(error)
-        self._context.failed = self._context.failed or told
-        return SequenceFailed(told)
+        for_client = self._run.failed(error)
+        self._context.failed = self._context.failed or for_client
+        return SequenceFailed(for_client)
 
 
 class SequenceFailed(GracefulHTTPError):
@@ -115,14 +125,6 @@ class SequenceFailed(GracefulHTTPError):
     def __init__(self, error: TercetError) -> None:
         super().__init__(error.message, HTTPStatus(error.status))
         self.error = error
-
-
-def _require_few(context: RequestContext) -> None:
-    if context.most_sequences is not None and len(context.running) >= context.most_sequences:
-        raise VLLMValidationError(
-            f"the request asks for more than {context.most_sequences} sequences, "
-            f"and this router allows {context.most_sequences} per request (max-sequences); send several requests"
-        )
 
 
 class RouterLLM(AsyncLLM):
@@ -134,22 +136,15 @@ class RouterLLM(AsyncLLM):
     def generate(self, *args: Any, **kwargs: Any) -> AsyncGenerator[RequestOutput, None]:
         context, outputs = current(), super().generate(*args, **kwargs)
         context.generations += 1
-        return outputs if context.generations == 1 else _in_turn(context, outputs)
 
+        async def in_turn() -> AsyncGenerator[RequestOutput, None]:
+            async with context.starting:
+                await asyncio.sleep(0)
+            async with aclosing(outputs):
+                async for output in outputs:
+                    yield output
 
-async def _in_turn(
-    context: RequestContext, outputs: AsyncGenerator[RequestOutput, None]
-) -> AsyncGenerator[RequestOutput, None]:
-    async with context.starting:
-        await asyncio.sleep(0)
-    async with aclosing(outputs):
-        async for output in outputs:
-            yield output
-
-
-def _size(choice: CompletionOutput) -> int:
-    tokens, logprobs = len(choice.token_ids), choice.logprobs
-    return tokens * (1 + len(logprobs[-1] or ())) if logprobs else tokens
+        return outputs if context.generations == 1 else in_turn()
 
 
 class ProgramClient(EngineCoreClient):
@@ -168,13 +163,7 @@ class ProgramClient(EngineCoreClient):
         self.resources = SimpleNamespace(engine_dead=False)
 
     def attach(self, output_processor: OutputProcessor) -> None:
-        """Use ``output_processor`` to pass errors to requests. Call this before the first request.
-
-        Clients then get the status and the message of an error.
-        """
         self._processor = output_processor
-
-    # ---- what AsyncLLM calls ---------------------------------------------------------------------------------
 
     async def get_output_async(self) -> EngineCoreOutputs:
         """Return all outputs since the last call; wait for at least one."""
@@ -189,7 +178,11 @@ class ProgramClient(EngineCoreClient):
         """Start the request's program, or pass its outputs to the request's stream on the fast path."""
         context = current()
         try:
-            _require_few(context)
+            if context.most_sequences is not None and len(context.running) >= context.most_sequences:
+                raise VLLMValidationError(
+                    f"the request asks for more than {context.most_sequences} sequences, and this router allows "
+                    f"{context.most_sequences} per request (max-sequences); send several requests"
+                )
             features = await features_of(request, self._service.fleet.model_dtype)
             sequence = to_request(request, context.headers, context.asked, features)
             outputs = SequenceOutputs(self._service, sequence, context, request.request_id)
@@ -197,10 +190,10 @@ class ProgramClient(EngineCoreClient):
             # AsyncLLM has already registered the request, and does not remove it after an error raised here.
             self._processor.abort_requests((request.request_id,), internal=True)
             raise
-        if context.stream is not None:
-            context.stream.begin(outputs)
+        if context.begin_stream is not None:
+            context.begin_stream(outputs)
             return
-        task = self._tasks.spawn(self._run(outputs, context.concurrency))
+        task = self._tasks.spawn(self._run(outputs, context.concurrency()))
         self._running[request.request_id] = context.running[request.request_id] = task
         task.add_done_callback(partial(self._ended, request.request_id, context))
         if context.has_ended:
@@ -222,56 +215,47 @@ class ProgramClient(EngineCoreClient):
                 task.cancel()
 
     async def get_supported_tasks_async(self) -> tuple[Any, ...]:
-        """Return the only supported task, text generation."""
         return ("generate",)
 
     async def reset_mm_cache_async(self) -> None:
-        """Do nothing: the router has no multi-modal cache of an engine."""
+        pass  # the router has no cache of an engine
 
     def shutdown(self, timeout: float | None = None) -> None:
-        """Cancel every program."""
         self._tasks.cancel()
 
     def dp_engines_running(self) -> bool:
-        """True if a program is running."""
         return bool(self._running)
 
-    # ---- one request -----------------------------------------------------------------------------------------
-
-    async def _run(self, outputs: SequenceOutputs, concurrency: Concurrency | None) -> None:
+    async def _run(self, outputs: SequenceOutputs, turn: AbstractAsyncContextManager[None]) -> None:
         try:
-            async with nullcontext() if concurrency is None else concurrency.one():
-                await self._pass_on(outputs)
+            async with turn:
+                with outputs.failures():
+                    first = True
+                    async with aclosing(outputs.stream) as stream:
+                        async for output in stream:
+                            self._require_taken(outputs.request_id)
+                            self._ready.put_nowait(outputs.to_core_output(output))
+                            if first and not output.finished:
+                                # The client gets the first token before the program starts its work for the second one.
+                                await self._next_batch.wait()
+                            first = False
         except Exception as error:
-            self._fail(outputs.request_id, error)
-
-    async def _pass_on(self, outputs: SequenceOutputs) -> None:
-        with outputs.failures():
-            first = True
-            async with aclosing(outputs.stream) as stream:
-                async for output in stream:
-                    self._require_taken(outputs.request_id)
-                    self._ready.put_nowait(outputs.to_core_output(output))
-                    if first and not output.finished:
-                        # The client gets the first token before the program starts its work for the second one.
-                        await self._next_batch.wait()
-                    first = False
+            queue = self._queue_of(outputs.request_id)
+            if queue is not None:
+                queue.put(error)
+                self._forget(outputs.request_id)
 
     def _require_taken(self, request_id: str) -> None:
         """Raise :class:`~tercet.protocol.DeadlineExceeded` if too much of the sequence waits for its client."""
         queue = self._queue_of(request_id)
         waiting = queue.output if queue is not None else None
         choices = waiting.outputs if isinstance(waiting, RequestOutput) else ()
-        if sum(_size(choice) for choice in choices) > MOST_UNTAKEN:
+        # Each token, with as many log probabilities as the last one.
+        size = sum(len(each.token_ids) * (1 + len((each.logprobs or [None])[-1] or ())) for each in choices)
+        if size > MOST_UNTAKEN:
             raise DeadlineExceeded(
                 f"the client does not read its answer: over {MOST_UNTAKEN} tokens and log probabilities wait for it"
             )
-
-    def _fail(self, request_id: str, error: Exception) -> None:
-        queue = self._queue_of(request_id)
-        if queue is not None:
-            queue.put(error)
-            self._forget(request_id)
 
     def _forget(self, request_id: str) -> None:
         """Make vLLM abort the whole request of a sequence, if vLLM still has it."""
@@ -283,3 +267,141 @@ class ProgramClient(EngineCoreClient):
     def _queue_of(self, request_id: str) -> RequestOutputCollector | None:
         state = self._processor.request_states.get(request_id)
         return state.queue if state is not None else None
+
+
+# ---- vLLM's messages and Tercet's -----------------------------------------------------------------------------
+
+FINISH_REASONS: Mapping[str, FinishReason] = {str(reason): reason for reason in FinishReason}
+# Fields that the router itself uses to make the text, or that vLLM derives again on the engine.
+NOT_FORWARDED = frozenset(
+    {"n", "stop", "output_kind", "skip_clone", "detokenize", "output_text_buffer_length", "extra_args",
+     "include_stop_str_in_output", "skip_special_tokens", "spaces_between_special_tokens", "stream_interval",
+     "flat_logprobs"}
+)  # fmt: skip
+# Extra arguments that the serving layer has read: a session, and parameters of engines that prefill.
+READ_BY_ROUTER = frozenset({"kv_transfer_params", "session_id"})
+_DEFAULTS = SamplingParams()
+FORWARDED = tuple(
+    name for name in SamplingParams.__struct_fields__ if not name.startswith("_") and name not in NOT_FORWARDED
+)
+_forwarded_of: Callable[[SamplingParams], tuple[Any, ...]] = attrgetter(*FORWARDED)
+_FORWARDED_DEFAULTS = _forwarded_of(_DEFAULTS)
+
+
+def to_request(
+    request: EngineCoreRequest, headers: Mapping[str, str], known: Asked = NOTHING,
+    features: tuple[MultiModalFeature, ...] = (),
+) -> Request:  # fmt: skip
+    """Return the program's request for vLLM's; ``known`` are the fields that were read from its body.
+
+    Raises ``VLLMValidationError`` (status 400) for what cannot be sent to engines.
+    """
+    unsupported = {
+        "prompt embeddings": request.prompt_embeds is not None,
+        "pooling": request.pooling_params is not None,
+        "streaming input": request.resumable,
+    }
+    for what, wanted in unsupported.items():
+        if wanted:
+            raise VLLMValidationError(f"{what}: not supported by this router; ask an engine directly")
+    return Request(
+        seq_id=request.request_id, prompt=tuple(request.prompt_token_ids or ()),
+        sampling_params=sampling_to_wire(request.sampling_params or _DEFAULTS) | _reasoning(request),
+        priority=request.priority, cache_salt=request.cache_salt, headers=headers, user=known.user,
+        session=known.session_name, mm_features=features,
+        adapter=None if request.lora_request is None else request.lora_request.lora_name,
+    )  # fmt: skip
+
+
+async def features_of(request: EngineCoreRequest, model_dtype: str = "") -> tuple[MultiModalFeature, ...]:
+    """Return a request's media inputs for engines that compute in ``model_dtype``; raises ``VLLMValidationError``."""
+    # In a thread: megabytes are encoded and digested, and the tokens of other requests would wait for it.
+    return await asyncio.to_thread(_features, request, model_dtype) if request.mm_features else ()
+
+
+def _features(request: EngineCoreRequest, model_dtype: str) -> tuple[MultiModalFeature, ...]:
+    try:
+        return tuple(to_wire(spec, model_dtype) for spec in request.mm_features or ())
+    except (ValueError, TypeError) as error:
+        raise VLLMValidationError(f"multi-modal input: {error}") from error
+
+
+def _reasoning(request: EngineCoreRequest) -> dict[str, Any]:
+    """Return the fields that vLLM's serving layer gives engines about the reasoning; only structures need them."""
+    if request.sampling_params is None or request.sampling_params.structured_outputs is None:
+        return {}
+    fields = {name: getattr(request, name) for name in ("reasoning_ended", "reasoning_parser_kwargs")}
+    return {name: value for name, value in fields.items() if value is not None}
+
+
+def sampling_to_wire(params: SamplingParams) -> dict[str, Any]:
+    """Return the fields that differ from vLLM's defaults, as plain values; raises ``VLLMValidationError``."""
+    extra = (params.extra_args or {}).keys() - READ_BY_ROUTER
+    if extra:
+        raise VLLMValidationError(f"extra_args: {', '.join(sorted(extra))} is not supported by this router")
+    return {
+        name: _plain(value)
+        for name, value, default in zip(FORWARDED, _forwarded_of(params), _FORWARDED_DEFAULTS, strict=True)
+        if value is not default and (isinstance(value, np.ndarray) or value != default)
+    }
+
+
+def _plain(value: Any) -> Any:
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        fields = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+        return {name: kept for name, kept in fields.items() if kept is not None and not name.startswith("_")}
+    if isinstance(value, np.ndarray):
+        return value.tolist()
+    if isinstance(value, Mapping):
+        return {str(key): item for key, item in value.items()}
+    return value
+
+
+def to_core_output(seq_id: str, prompt_len: int, output: Output, usage: Usage | None) -> EngineCoreOutput:
+    """Return vLLM's message for one output; ``usage`` is None except for the first output."""
+    stats, prompt_logprobs = None, output.prompt_logprobs
+    if usage is not None:
+        stats, cached = PrefillStats(), min(usage.cached, prompt_len)
+        stats.set(prompt_len, cached, min(usage.received, prompt_len - cached))
+    return EngineCoreOutput(
+        request_id=seq_id, new_token_ids=list(output.token_ids),
+        new_logprobs=None if output.logprobs is None else _logprobs_lists(output.logprobs),
+        new_prompt_logprobs_tensors=None if prompt_logprobs is None else _prompt_logprobs(prompt_logprobs),
+        finish_reason=None if output.finish_reason is None else FINISH_REASONS[output.finish_reason],
+        stop_reason=output.stop_reason, prefill_stats=stats,
+    )  # fmt: skip
+
+
+def _logprobs_lists(positions: Sequence[Sequence[TokenLogprob]]) -> LogprobsLists:
+    """Return vLLM's arrays: the sampled token in column 0 and the token of rank *i* in column *i*.
+
+    The engine's answer has each token once, so a sampled token that is among the top tokens is inserted again.
+    """
+    width = 1 + max((_depth(position) for position in positions), default=0)
+    token_ids = np.zeros((len(positions), width), dtype=np.int64)
+    values = np.full((len(positions), width), -np.inf, dtype=np.float32)
+    ranks = np.zeros(len(positions), dtype=np.int64)
+    for row, position in enumerate(positions):
+        sampled, by_rank = position[0], {token.rank: token for token in position}
+        ranks[row] = sampled.rank or 0
+        for column in range(width):
+            token = by_rank.get(column, sampled) if column else sampled
+            token_ids[row, column], values[row, column] = token.token_id, token.logprob
+    if token_ids.size and token_ids.min() < 0:
+        raise EngineError("an output of the program has log probabilities with negative token ids")
+    return LogprobsLists(token_ids, values, ranks)
+
+
+def _depth(position: Sequence[TokenLogprob]) -> int:
+    """Return the highest rank among the top tokens; the sampled token may be one of them."""
+    sampled, *top = (token.rank or 0 for token in position)
+    return max([*top, sampled if sampled <= len(position) else 0])
+
+
+def _prompt_logprobs(positions: Sequence[Sequence[TokenLogprob] | None]) -> LogprobsTensors:
+    import torch
+
+    known = [position for position in positions if position is not None]  # the first one has none
+    lists = _logprobs_lists(known)
+    arrays = lists.logprob_token_ids, lists.logprobs, lists.sampled_token_ranks
+    return LogprobsTensors(*map(torch.from_numpy, arrays))

@@ -98,15 +98,15 @@ class BoundedTexts(Renderer):
 
     def _tokenize_prompt(self, prompt: Any, params: Any) -> Any:
         self._require_short(prompt["prompt"], "characters")
-        found = super()._tokenize_prompt(prompt, params)
-        tokens = len(found["prompt_token_ids"])
+        tokenized = super()._tokenize_prompt(prompt, params)
+        tokens = len(tokenized["prompt_token_ids"])
         # A prompt to generate from has its own limit. What remains is an answer that lists the tokens.
         if params.max_total_tokens is None and tokens > self._most_listed:
             raise VLLMValidationError(
                 f"prompt: has {tokens} tokens; this server lists at most {self._most_listed} at once",
                 parameter="prompt",
             )
-        return found
+        return tokenized
 
     def _detokenize_prompt(self, prompt: Any) -> Any:
         self._require_short(prompt["prompt_token_ids"], "tokens")
@@ -230,12 +230,9 @@ def _is_text(message: Any) -> bool:
     """True if a message's content is text, or a list of texts."""
     content = message.get("content") if isinstance(message, dict) else ()
     if isinstance(content, list):
-        return all(isinstance(part, str) or _is_text_part(part) for part in content)
+        parts = (part for part in content if not isinstance(part, str))
+        return all(isinstance(x, dict) and x.keys() == {"type", "text"} and x["type"] in TEXT_PARTS for x in parts)
     return content is None or isinstance(content, str)
-
-
-def _is_text_part(part: Any) -> bool:
-    return isinstance(part, dict) and part.keys() == {"type", "text"} and part["type"] in TEXT_PARTS
 
 
 # ---- images, and the whole ---------------------------------------------------------------------------------------

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import math
 import os
 import time
-from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from tercet.protocol import BadRequest
-from tercet.settings.process_settings import SPIN_SECONDS_VARIABLE
+from tercet.settings.process_settings import spin_seconds
 from tercet.vllm_plugin.core.connector_messages import StepMetadata
 from tercet.vllm_plugin.differences import DRAWS_FOR_THE_VOCABULARY
 from tercet.vllm_plugin.hooks import Method, wrap
@@ -139,25 +136,6 @@ def expand_rows_with_an_adapter(
 
 NAP_MS = 2
 NAPS_AFTER_READ = 1.0  # vLLM's own limit between polling and sleeping
-
-
-def spin_seconds(environment: Mapping[str, str], on_cpu: bool) -> float | None:
-    """Return the seconds to poll before sleeping; ``None`` leaves the time to vLLM.
-
-    0 on a CPU, unless ``TERCET_SPIN_SECONDS`` sets it. Raises :class:`~tercet.protocol.BadRequest`.
-    """
-    given = environment.get(SPIN_SECONDS_VARIABLE)
-    if given is None:
-        return 0.0 if on_cpu else None
-    try:
-        seconds = float(given)
-    except ValueError:
-        seconds = math.nan
-    if not 0 <= seconds < math.inf:
-        raise BadRequest(
-            f"{SPIN_SECONDS_VARIABLE}={given}: must be a number of seconds, 0 or more", SPIN_SECONDS_VARIABLE
-        )
-    return seconds
 
 
 def let_queue_readers_sleep() -> None:

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from starlette.types import Scope
 import time
 from collections.abc import Awaitable, Callable, Generator, Mapping
-from contextlib import AbstractAsyncContextManager, contextmanager
+from contextlib import AbstractAsyncContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -297,38 +297,22 @@ class RouterKeys:
         self._failed[name] = failure
 
 
-class Concurrency(Protocol):
-    """A limit that admits the sequences of one request a few at a time."""
+class BodyTurn:
+    """The preparation of one client's long body, until :meth:`end`."""
 
-    def one(self) -> AbstractAsyncContextManager[None]:
-        """Return a context in which one more of the sequences runs."""
-        ...
-
-
-class Preparation(Protocol):
-    """The turn of a long body to be prepared."""
+    def __init__(self, over: Callable[[], None]) -> None:
+        self._over: Callable[[], None] | None = over
 
     @property
     def has_ended(self) -> bool:
-        """True if other bodies of the client may have their turn."""
-        ...
+        """True if the turn has ended, so that the client's next body may have begun."""
+        return self._over is None
 
     def end(self) -> None:
-        """End the turn, so that other bodies of the client may have theirs; calls after the first one do nothing."""
-        ...
-
-
-class FastStream(Protocol):
-    """The fast path's stream of a request."""
-
-    def begin(self, outputs: Any) -> None:
-        """Stream these outputs: vLLM has added the sequence."""
-        ...
-
-    @property
-    def calls_tool(self) -> bool:
-        """True if the streamed answer calls a tool."""
-        ...
+        """Let the client's next body begin; calls after the first one do nothing."""
+        over, self._over = self._over, None
+        if over is not None:
+            over()
 
 
 class Asked(msgspec.Struct, frozen=True):
@@ -368,19 +352,19 @@ class RequestContext:
     client_left: bool = False  # before it was admitted
     # The error, in OpenAI's form, in the chat stream from which vLLM makes the answer.
     stream_error: Mapping[str, Any] | None = None
-    # The tasks of sequences by vLLM's ids, the number of prompts begun, the most sequences allowed, and their
-    # admission.
+    # The tasks of sequences by vLLM's ids, the number of prompts begun, the most sequences allowed, and the
+    # function that makes the context in which one more of them runs.
     running: dict[str, asyncio.Task[None]] = field(default_factory=dict[str, "asyncio.Task[None]"])
     generations: int = 0
     most_sequences: int | None = None
-    concurrency: Concurrency | None = None
-    preparation: Preparation | None = None
+    concurrency: Callable[[], AbstractAsyncContextManager[None]] = nullcontext
+    preparation: BodyTurn | None = None
     starting: asyncio.Lock = field(default_factory=asyncio.Lock)
     # On the fast path: the function that adds its sequence to vLLM, once vLLM has prepared it; vLLM's parser of the
-    # answer, if it made one for that; and the stream that serves it.
+    # answer, if it made one for that; and the function that streams a sequence that vLLM has added.
     add_request: Callable[[], Awaitable[Any]] | None = None
     parser: Any = None
-    stream: FastStream | None = None
+    begin_stream: Callable[[Any], object] | None = None
     has_ended: bool = False
     # Whether the answer calls a tool, and the functions to call when it has ended.
     calls_tool: bool = False

@@ -42,7 +42,7 @@ def routers(agent_routers: LiveRouters) -> Iterator[LiveRouters]:
 @pytest.fixture
 def taken(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The routes of requests that took the fast path."""
-    from tercet.router.openai.fast_path.stream_metrics import HttpMetrics
+    from tercet.router.openai.fast_path.entry import HttpMetrics
 
     found: list[str] = []
     monkeypatch.setattr(HttpMetrics, "observe", lambda _self, _scope, handler, _seconds: found.append(handler))

@@ -11,7 +11,7 @@ from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.outputs import LogprobsLists
 
 from tercet.protocol import BadRequest, Output, TokenLogprob
-from tercet.router.openai.conversion import to_core_output, to_request
+from tercet.router.openai.program_client import to_core_output, to_request
 from tercet.vllm_plugin.edge.llm_requests import reasoning_of, to_vllm
 
 VOCABULARY = 40

@@ -31,7 +31,7 @@ def script(routers: LiveRouters) -> list[Step]:
 @pytest.fixture
 def taken(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The routes of requests that took the fast path."""
-    from tercet.router.openai.fast_path.stream_metrics import HttpMetrics
+    from tercet.router.openai.fast_path.entry import HttpMetrics
 
     found: list[str] = []
     observe = HttpMetrics.observe
@@ -73,7 +73,7 @@ def test_which_streams_take_it(
 ) -> None:
     from vllm.entrypoints.openai.completion.protocol import CompletionRequest
 
-    from tercet.router.openai.fast_path.stream_plan import is_fast_completion
+    from tercet.router.openai.fast_path.entry import is_fast_completion
 
     if not headers:
         assert is_fast_completion(CompletionRequest.model_validate({**PLAIN, **more})) == takes

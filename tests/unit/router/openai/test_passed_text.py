@@ -46,9 +46,8 @@ class Told:
     def __init__(self, tokenizer: Any, tool: str | None, reasoning: str | None, **asked: Any) -> None:
         from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 
-        from tercet.router.openai.fast_path.parsed_text import ParsedDeltas
+        from tercet.router.openai.fast_path.parsed_text import ParsedDeltas, Parsing
         from tercet.router.openai.fast_path.sse_chunks import ChunkWriter, chat_format
-        from tercet.router.openai.fast_path.stream_plan import Parsing
 
         made = parser_of(tokenizer, tool, reasoning)
         assert made is not None
@@ -78,15 +77,15 @@ class Told:
 
         match None if finished else self.deltas.passes(text, token_ids):
             case Passed.CONTENT:
-                return self._events.said(text)
+                return self._events.text_delta(text)
             case Passed.REASONING:
-                return self._events.thought(text)
+                return self._events.reasoning_delta(text)
             case Passed.ARGUMENTS:
-                return self._events.arguments(self.deltas.call, text)
+                return self._events.arguments_delta(self.deltas.call, text)
             case None:
                 self.reads += 1
                 delta = self.deltas.read(text, token_ids, self._prompt, finished=finished)
-                return None if delta is None else self._events.delta(delta)
+                return None if delta is None else self._events.parsed_delta(delta)
 
 
 def outputs(tokenizer: Any, text: str, widths: Sequence[int]) -> list[tuple[str, list[int]]]:

@@ -19,7 +19,7 @@ from fastapi import FastAPI
 
 from tercet.protocol import BadRequest
 from tercet.router.openai import openai_server
-from tercet.router.openai.server_options import (
+from tercet.router.openai.openai_server import (
     HANDED_ON,
     KEEP_ALIVE_VARIABLE,
     REFUSED,

@@ -64,7 +64,7 @@ def last(
     form: ChunkFormat, model: str, text: str, reason: str, stop: int | str | None, fingerprint: str | None
 ) -> bytes:
     chunks = ChunkWriter(form, "c", 1, model).choice(0)
-    return chunks.last(chunks.said(text), reason, stop, fingerprint)
+    return chunks.last(chunks.text_delta(text), reason, stop, fingerprint)
 
 
 @given(request_id=TEXT, created=st.integers(0, 2**40), model=TEXT, text=TEXT)
@@ -128,4 +128,4 @@ def test_token_ids_and_counts(model: str, text: str, prompt: int, tokens: list[i
     stock.usage = UsageInfo(prompt_tokens=prompt, completion_tokens=2, total_tokens=prompt + 2)
     chunks = ChunkWriter(COMPLETION, "c", 1, model).choice(index)
     extras = Extras(b"null", encode(tokens), encode([prompt]), usage_of(prompt, 2, None, is_chat=False))
-    assert chunks.more(chunks.said(text), extras) == event(stock)
+    assert chunks.event(chunks.text_delta(text), extras) == event(stock)

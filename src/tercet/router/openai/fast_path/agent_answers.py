@@ -13,6 +13,7 @@ from __future__ import annotations
 import copy
 import json
 from collections.abc import AsyncGenerator, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Any
@@ -28,7 +29,7 @@ from vllm.outputs import RequestOutput
 from tercet.protocol.errors import MESSAGES, in_form, last_events
 from tercet.protocol.headers import RESPONSES
 from tercet.protocol.sse import object_of
-from tercet.router.openai.fast_path.sse_chunks import NULL, Extras, counts_of, encode, error_of, framed, is_told
+from tercet.router.openai.fast_path.sse_chunks import NULL, Extras, counts_of, encode, error_of, framed
 from tercet.router.openai.program_client import SequenceFailed
 from tercet.vllm_plugin.differences import CONVERTED_AS_TEXT, closed_items, last_response_event
 from tercet.wire.serving.answers import fault_of
@@ -36,60 +37,50 @@ from tercet.wire.serving.answers import fault_of
 if TYPE_CHECKING:
     from tercet.router.openai.fast_path.request_stream import ChoiceStream
 
-# ---- what both have in common ----------------------------------------------------------------------------------------
-
 
 class ItemEvents:
-    """The events of one choice. One item is open at a time; events have no log probabilities or other extra fields."""
+    """The events of one choice (:class:`~.sse_chunks.ChoiceEvents`), of which none has log probabilities or extras.
 
-    nothing = b""
+    One item is open at a time. A delta here is one whole event, or several: those that close an item and open the next.
+    """
+
+    empty = b""
 
     def __init__(self) -> None:
         # Events of the first parts of a delta, if a later part could not be written.
         self.unsent: list[bytes] = []
 
-    def said(self, text: str) -> bytes:
-        raise NotImplementedError
-
-    def thought(self, text: str) -> bytes:
-        raise NotImplementedError
-
-    def arguments(self, call: int, text: str) -> bytes:
+    def text_delta(self, text: str) -> bytes:
         raise NotImplementedError
 
     def text(self, text: str) -> bytes:
-        return self.only(self.said(text))
+        return self.frame(self.text_delta(text))
 
-    def thinking(self, text: str) -> bytes:
-        return self.only(self.thought(text))
+    def frame(self, delta: bytes, _logprobs: bytes = NULL) -> bytes:
+        return framed(delta) if delta else b""
 
-    def more_arguments(self, call: int, text: str) -> bytes:
-        return self.only(self.arguments(call, text))
+    def event(self, delta: bytes, _extras: Extras) -> bytes:
+        return delta
 
-    def only(self, said: bytes, _logprobs: bytes = NULL) -> bytes:
-        """Return ``said``, framed; empty if there is nothing to send."""
-        return framed(said) if said else b""
-
-    def more(self, said: bytes, _extras: Extras) -> bytes:
-        """Return ``said``: these formats have no extra fields."""
-        return said
-
-    def _tell(self, part: Any, events: list[bytes]) -> None:
-        """Append the events for ``part`` of a delta to ``events``."""
+    def _write(self, part: Any, events: list[bytes]) -> None:
+        """Append the events for a ``part`` of a parser's delta."""
         raise NotImplementedError
 
-    def _told(self, delta: Any, parts: Iterable[Any]) -> bytes:
-        """Return the events of a delta's ``parts``; raises vLLM's exception if the delta cannot be written."""
+    def _events_of(self, delta: Any, parts: Iterable[Any]) -> bytes:
+        """Return the events of the ``parts`` of a parser's delta; raises vLLM's exception if they cannot be written."""
         events = self.unsent = list[bytes]()
         for part in parts:
-            if not is_told(self._tell, part, events):
-                delta.model_dump_json()
+            is_whole = False
+            with suppress(UnicodeEncodeError):  # half of a character, from an escape that an output has cut
+                self._write(part, events)
+                is_whole = True
+            if not is_whole:
+                delta.model_dump_json()  # outside of the handler: the client's error is made of the whole chain
         self.unsent = []
         return b"".join(events)
 
 
 # ---- Messages --------------------------------------------------------------------------------------------------------
-
 
 DELTA = (
     b'event: content_block_delta\ndata: {"type":"content_block_delta","delta":{"type":"%b","%b":%%b},"index":%%d}\n\n'
@@ -133,33 +124,32 @@ class MessageBlocks(ItemEvents):
         self.finish_reason: str | None = None
         self.stop_reason: int | str | None = None
 
-    # ---- what a choice says ----------------------------------------------------------------------------------
-
-    def said(self, text: str) -> bytes:
+    def text_delta(self, text: str) -> bytes:
         if self._open is CALL_BLOCK:
             self._waiting += text
             return b""
         return self._into(TEXT_BLOCK) + TEXT % (encode(text), self._index) if text else b""
 
-    def thought(self, text: str) -> bytes:
+    def reasoning_delta(self, text: str) -> bytes:
         return self._into(THINKING_BLOCK) + THINKING % (encode(text), self._index) if text else b""
 
-    def arguments(self, call: int, text: str) -> bytes:
-        events = list[bytes]()
-        self._more_arguments(call, text, events)
-        return b"".join(events)
+    def arguments_delta(self, call: int, text: str) -> bytes:
+        if self._call_id is None or self._call_id != self._calls.get(call):
+            return b""
+        self._arguments.append(text)
+        return ARGUMENTS % (encode(text), self._index)
 
-    def delta(self, delta: Any) -> bytes:
-        return self._told(delta, (delta,))
+    def parsed_delta(self, delta: Any) -> bytes:
+        return self._events_of(delta, (delta,))
 
     def last(
-        self, said: bytes, finish_reason: str, stop_reason: int | str | None, _fingerprint: str | None, _extras: Extras
+        self, delta: bytes, finish_reason: str, stop_reason: int | str | None, _fingerprint: str | None, _extras: Extras
     ) -> bytes:
-        """Return ``said``, and keep the reasons for the end of the message."""
+        """Return ``delta``, and keep the reasons for the end of the message."""
         self.finish_reason, self.stop_reason = finish_reason, stop_reason
-        return said
+        return delta
 
-    def _tell(self, part: Any, events: list[bytes]) -> None:
+    def _write(self, part: Any, events: list[bytes]) -> None:
         if part.reasoning:
             events.append(self._into(THINKING_BLOCK))
             events.append(THINKING % (encode(part.reasoning), self._index))
@@ -169,36 +159,24 @@ class MessageBlocks(ItemEvents):
             events.append(self._into(TEXT_BLOCK))
             events.append(TEXT % (encode(part.content), self._index))
         for call in part.tool_calls:
-            self._call(call, events)
+            function = call.function
+            if call.id is not None:
+                self._calls[call.index] = call.id
+                name = function.name if function else None
+                if call.id != self._call_id and name is not None:
+                    events.append(self.close())
+                    events.append(START % (CALL_BLOCK % (encode(call.id), encode(name)), self._index))
+                    self._open, self._call_id, self.has_calls = CALL_BLOCK, call.id, True
+                    self._arguments = []
+            if function and function.arguments:
+                events.append(self.arguments_delta(call.index, function.arguments))
 
-    def _call(self, call: Any, events: list[bytes]) -> None:
-        function = call.function
-        if call.id is not None:
-            self._calls[call.index] = call.id
-            name = function.name if function else None
-            if call.id != self._call_id and name is not None:
-                events.append(self.close())
-                events.append(START % (CALL_BLOCK % (encode(call.id), encode(name)), self._index))
-                self._open, self._call_id, self.has_calls = CALL_BLOCK, call.id, True
-                self._arguments = []
-        if function and function.arguments:
-            self._more_arguments(call.index, function.arguments, events)
-
-    def _more_arguments(self, call: int, text: str, events: list[bytes]) -> None:
-        if self._call_id is not None and self._call_id == self._calls.get(call):
-            self._arguments.append(text)
-            events.append(ARGUMENTS % (encode(text), self._index))
-
-    # ---- blocks ----------------------------------------------------------------------------------------------
-
-    @property
     def is_call_whole(self) -> bool:
         """True if the last call's arguments are complete JSON."""
-        try:
+        with suppress(json.JSONDecodeError):
             json.loads("".join(self._arguments))
-        except json.JSONDecodeError:
-            return False
-        return self.has_calls
+            return self.has_calls
+        return False
 
     def _into(self, block: bytes) -> bytes:
         """Return the events that open a block of text or reasoning; empty if a block of this kind is open."""
@@ -243,11 +221,9 @@ class MessageAnswer:
         return self._blocks
 
     def begin(self) -> bytes:
-        """Return nothing: the first event needs a result."""
         return b""
 
     def result(self, result: RequestOutput) -> bytes:
-        """Return the event that begins the message, at its first result; empty for later results."""
         if self._first is not None:
             return b""
         self._first = result
@@ -262,21 +238,20 @@ class MessageAnswer:
 
         reason, sequence = _to_anthropic_stop_reason(
             blocks.finish_reason or "stop", blocks.stop_reason, tool_used=blocks.has_calls,
-            tool_complete=blocks.is_call_whole,
+            tool_complete=blocks.is_call_whole(),
         )  # fmt: skip
         closed = blocks.close()
         return closed + MESSAGE_DELTA % (encode(reason), encode(sequence), encode(_usage(counts))) + MESSAGE_STOP
 
     def failed(self, error: Exception) -> bytes:
-        """Return the events of the error in Anthropic's format."""
         before = b"" if CONVERTED_AS_TEXT.is_here else b"".join(self._blocks.unsent) + self._blocks.stop()
         if isinstance(error, SequenceFailed):
             return before + last_events(MESSAGES, error.error)
-        said = msgspec.json.decode(error_of(self._serving, error))["error"]
+        refusal = msgspec.json.decode(error_of(self._serving, error))["error"]
         # From 0.33 on, vLLM fails while it writes an event, with status 500; earlier versions fail at a chat chunk.
         is_unwritable = isinstance(error, PydanticSerializationError) and not CONVERTED_AS_TEXT.is_here
-        status = HTTPStatus.INTERNAL_SERVER_ERROR if is_unwritable else said["code"]
-        return before + b"event: error\ndata: %b\n\n" % in_form(MESSAGES, status, {"message": said["message"]})
+        status = HTTPStatus.INTERNAL_SERVER_ERROR if is_unwritable else refusal["code"]
+        return before + b"event: error\ndata: %b\n\n" % in_form(MESSAGES, status, {"message": refusal["message"]})
 
 
 def _usage(counts: dict[str, Any]) -> dict[str, int]:
@@ -284,12 +259,12 @@ def _usage(counts: dict[str, Any]) -> dict[str, int]:
     details = counts.get("prompt_tokens_details") or {}
     read, created = details.get("cached_tokens"), details.get("created_cache_tokens")
     left = counts["prompt_tokens"] - (read or 0) - (created or 0)
-    found = {"input_tokens": max(0, left), "output_tokens": counts["completion_tokens"]}
+    usage = {"input_tokens": max(0, left), "output_tokens": counts["completion_tokens"]}
     if created is not None:
-        found["cache_creation_input_tokens"] = created
+        usage["cache_creation_input_tokens"] = created
     if read is not None:
-        found["cache_read_input_tokens"] = read
-    return found
+        usage["cache_read_input_tokens"] = read
+    return usage
 
 
 # ---- Responses -------------------------------------------------------------------------------------------------------
@@ -314,14 +289,13 @@ class Numbered:
     next: int = 0
 
     def written(self, events: Sequence[Any]) -> bytes:
-        """Number vLLM's ``events`` and return their bytes."""
-        found: list[bytes] = []
+        written: list[bytes] = []
         for event in events:
             if hasattr(event, "sequence_number"):
                 event.sequence_number = self.next
             self.next += 1
-            found.append(event_of(event))
-        return b"".join(found)
+            written.append(event_of(event))
+        return b"".join(written)
 
 
 def event_of(event: Any) -> bytes:
@@ -334,7 +308,7 @@ class ResponseItems(ItemEvents):
 
     def __init__(self, tools: Any, numbered: Numbered) -> None:
         super().__init__()
-        self._processor = SimpleStreamingEventProcessor(tools=tools)
+        self.processor = SimpleStreamingEventProcessor(tools=tools)
         self._numbered = numbered
         # The form of the open item's deltas, the state it belongs to, and the deltas missing in the processor's state.
         self._form: bytes | None = None
@@ -342,44 +316,34 @@ class ResponseItems(ItemEvents):
         self._deltas: list[str] = []
         self._no_output: Any = None  # vLLM reads an output for its log probabilities only
 
-    @property
-    def finished(self) -> list[Any]:
-        """The closed items."""
-        return self._processor.output_items
-
-    # ---- what a choice says ----------------------------------------------------------------------------------
-
-    def said(self, text: str) -> bytes:
+    def text_delta(self, text: str) -> bytes:
         if not text:
             return b""
         if self._form_of is _StateType.CONTENT:
             return self._more(text)
-        return self.delta(DeltaMessage(content=text))
+        return self.parsed_delta(DeltaMessage(content=text))
 
-    def thought(self, text: str) -> bytes:
+    def reasoning_delta(self, text: str) -> bytes:
         if self._form_of is _StateType.REASONING:
             return self._more(text)
-        return self.delta(DeltaMessage(reasoning=text))
+        return self.parsed_delta(DeltaMessage(reasoning=text))
 
-    def arguments(self, call: int, text: str) -> bytes:
-        if self._form_of is _StateType.TOOL_CALL and self._processor.state.tool_call_index == call:
+    def arguments_delta(self, call: int, text: str) -> bytes:
+        if self._form_of is _StateType.TOOL_CALL and self.processor.state.tool_call_index == call:
             return self._more(text)
         more = DeltaToolCall(index=call, function=DeltaFunctionCall(arguments=text))
-        return self.delta(DeltaMessage(tool_calls=[more]))
+        return self.parsed_delta(DeltaMessage(tool_calls=[more]))
 
-    def delta(self, delta: Any) -> bytes:
-        return self._told(delta, split_delta(delta))
+    def parsed_delta(self, delta: Any) -> bytes:
+        return self._events_of(delta, split_delta(delta))
 
     def last(
-        self, said: bytes, _finish_reason: str, _stop_reason: Any, _fingerprint: str | None, _extras: Extras
+        self, delta: bytes, _finish_reason: str, _stop_reason: Any, _fingerprint: str | None, _extras: Extras
     ) -> bytes:
-        """Return ``said``: the last item is closed at the end of the response."""
-        return said
+        return delta
 
-    # ---- items -----------------------------------------------------------------------------------------------
-
-    def _tell(self, part: Any, events: list[bytes]) -> None:
-        processor = self._processor
+    def _write(self, part: Any, events: list[bytes]) -> None:
+        processor = self.processor
         kind, call = processor.resolve_target_state(part)
         if kind is _StateType.NONE:
             return
@@ -396,11 +360,10 @@ class ResponseItems(ItemEvents):
             events.append(self._more(more))
 
     def _more(self, delta: str) -> bytes:
-        """Return an event with ``delta`` for the open item."""
         form = self._form
         if form is None:
             form = self._form = self._form_of_open()
-            self._form_of = self._processor.state.current_state
+            self._form_of = self.processor.state.current_state
         number = self._numbered.next
         event = form % {b"delta": encode(delta), b"number": number}
         self._numbered.next = number + 1
@@ -408,8 +371,8 @@ class ResponseItems(ItemEvents):
         return event
 
     def _form_of_open(self) -> bytes:
-        state = copy.copy(self._processor.state)
-        (event,) = self._processor._STATE_HANDLERS[state.current_state].delta_fn(state, SOME_DELTA)
+        state = copy.copy(self.processor.state)
+        (event,) = self.processor._STATE_HANDLERS[state.current_state].delta_fn(state, SOME_DELTA)
         event.sequence_number = SOME_NUMBER
         form = event_of(event).replace(b"%", b"%%")
         for some, name in ((encode(SOME_DELTA), b"%(delta)b"), (b"%d" % SOME_NUMBER, b"%(number)d")):
@@ -418,10 +381,10 @@ class ResponseItems(ItemEvents):
 
     def close(self, finish_reason: str | None = None) -> bytes:
         """Return the events that close the open item; ``finish_reason`` is the response's, given at its end only."""
-        self._processor.state.accumulated_text += "".join(self._deltas)
+        self.processor.state.accumulated_text += "".join(self._deltas)
         self._deltas.clear()
         self._form = self._form_of = None
-        return self._numbered.written(closed_items(self._processor, finish_reason))
+        return self._numbered.written(closed_items(self.processor, finish_reason))
 
 
 @dataclass
@@ -475,9 +438,10 @@ class ResponseAnswer:
         """Return the events that close the last item, and the event with the whole response."""
         task, context = self._task, self._task.context
         (choice,) = choices
-        context.num_output_tokens, context._accumulated_token_ids = choice.num_tokens, choice.token_ids
+        context.num_output_tokens = choice.num_tokens
+        context._accumulated_token_ids = [] if choice.parsed is None else choice.parsed.token_ids
         closed = self._items.close(context.last_output.outputs[0].finish_reason)
-        context.streamed_output_items = self._items.finished
+        context.streamed_output_items = self._items.processor.output_items
         response = await self._serving.responses_full_generator(
             task.request, task.sampling_params, _no_outputs(), context, task.model_name, task.tokenizer,
             task.request_metadata, created_time=task.created_time,
@@ -485,10 +449,9 @@ class ResponseAnswer:
         return closed + self._numbered.written([last_response_event(response)])
 
     def failed(self, error: Exception) -> bytes:
-        """Return the events of the error and of the failed response."""
-        said = error.error if isinstance(error, SequenceFailed) else fault_of(error)
+        fault = error.error if isinstance(error, SequenceFailed) else fault_of(error)
         before = {"sequence_number": self._numbered.next - 1, "response": object_of(self._opening).get("response")}
-        return b"".join(self._items.unsent) + last_events(RESPONSES, said, before)
+        return b"".join(self._items.unsent) + last_events(RESPONSES, fault, before)
 
 
 async def _no_outputs() -> AsyncGenerator[Any, None]:

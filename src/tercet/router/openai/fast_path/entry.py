@@ -1,37 +1,63 @@
 """The streaming fast path: from the socket to vLLM's serving objects and back, without the layers between them.
 
-A request that this path does not support, or that vLLM's serving objects refuse, goes to those layers unchanged: they
-answer it, in most cases with an error.
+A copy of vLLM's serving object reads, checks and renders a request, and returns a plan instead of a stream. A request
+that this path does not support, or that the serving object refuses, goes to vLLM's layers unchanged: they answer it, in
+most cases with an error.
 
-Relies on FastAPI passing serving objects the result of ``model_validate`` for a JSON body.
+Relies on FastAPI passing serving objects the result of ``model_validate`` for a JSON body; on ``create_completion``,
+``create_chat_completion``, ``create_messages`` and ``create_responses`` of serving objects rendering and validating a
+request before they return its stream. They make the stream with ``completion_stream_generator``,
+``chat_completion_stream_generator`` and ``responses_stream_generator`` from the result of ``engine_client.generate``.
+Chat makes a parser with ``_make_parser``, whose ``is_reasoning_end`` it calls with the prompt, and then one with the
+same arguments for each choice. Messages also passes the chat stream through ``message_stream_converter``; Responses
+uses the result of ``_generate_with_builtin_tools``. ``should_include_usage`` returns whether usage is sent at the end,
+and whether with each chunk.
 """
 
 from __future__ import annotations
 
 import argparse
+import copy
 import logging
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from prometheus_fastapi_instrumentator.metrics import Info
+from prometheus_fastapi_instrumentator.middleware import PrometheusInstrumentatorMiddleware
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
-from starlette.types import Message, Receive, Scope, Send
+from starlette.responses import Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from vllm.entrypoints.serve.middleware.x_request_id import XRequestIdMiddleware
+from vllm.entrypoints.serve.utils.api_utils import should_include_usage
 
-from tercet.protocol.headers import TRACE_HEADER
+from tercet.protocol.errors import MESSAGES
+from tercet.protocol.headers import CHAT, COMPLETIONS, RESPONSES, TRACE_HEADER
 from tercet.protocol.wire import JSON
-from tercet.router.openai.fast_path.logprob_chunks import TokenPieces, texts_of
-from tercet.router.openai.fast_path.parsed_text import keep_parser_parts
-from tercet.router.openai.fast_path.request_stream import RequestStream
-from tercet.router.openai.fast_path.stream_metrics import HttpMetrics, StreamStats, with_header_layers
-from tercet.router.openai.fast_path.stream_plan import FastRoute, StreamPlan, StreamTools, routes_of
+from tercet.router.openai.fast_path.agent_answers import MessageAnswer, ResponseAnswer, ResponseTask
+from tercet.router.openai.fast_path.logprob_chunks import Logprobs, TokenPieces, texts_of
+from tercet.router.openai.fast_path.parsed_text import Parsing, keep_parser_parts
+from tercet.router.openai.fast_path.request_stream import RequestStream, StreamPlan, StreamStats, StreamTools
+from tercet.router.openai.fast_path.sse_chunks import (
+    ChunkAnswer,
+    ChunkWriter,
+    chat_format,
+    completion_format,
+    counts_reasoning,
+)
+from tercet.vllm_plugin.differences import ENDS_OF_AGENTS_APIS, OFFSETS_OF_SENT_TEXT, keeps_tool_calls
 from tercet.wire.serving.client_connection import CONNECTION, ClientConnection
-from tercet.wire.serving.server_access import RequestContext
+from tercet.wire.serving.server_access import RequestContext, current
 
 logger = logging.getLogger(__name__)
 # Key of the scope with the function that streams the answer and returns its last events.
 ANSWER = "tercet.stream"
 EVENT_STREAM = (b"content-type", b"text/event-stream; charset=utf-8")
+# What the HTTP metrics get as the response; they read its headers only.
+STREAMED = Response()
 
 
 class FastPath:
@@ -50,26 +76,22 @@ class FastPath:
         route, connection = self._routes.get(context.path), context.connection
         if route is None or connection is None or not is_fast_call(scope, context):
             return False
-        plan = await _planned(route, context, scope)
-        if plan is None or context.add_request is None:
+        try:
+            request = route.model.model_validate(context.fields)
+            plan = await route.prepare(request, Request(scope)) if route.takes(request) else None
+        except Exception as error:  # vLLM's own path answers the request, whatever the error is
+            logger.debug("the stream takes vLLM's own path: %s: %s", type(error).__name__, error)
+            return False
+        if not isinstance(plan, StreamPlan) or context.add_request is None:
             return False
         context.fields = None  # the body may be large, and is no longer needed
-        stream = context.stream = RequestStream(connection, self._tools, plan, context.concurrency, self._pieces)
+        stream = RequestStream(connection, self._tools, plan, context.concurrency, self._pieces)
+        context.begin_stream = stream.begin
         scope[ANSWER] = partial(stream.run, context.add_request)
-        await self._answer(scope, _nothing, send)
+        await self._answer(scope, _disconnect, send)
         context.calls_tool = stream.calls_tool
         self._metrics.observe(scope, context.path, time.monotonic() - context.began)
         return True
-
-
-async def _planned(route: FastRoute, context: RequestContext, scope: Scope) -> StreamPlan | None:
-    try:
-        request = route.model.model_validate(context.fields)
-        plan = await route.prepare(request, Request(scope)) if route.takes(request) else None
-    except Exception as error:  # vLLM's own path answers the request, whatever the error is
-        logger.debug("the stream takes vLLM's own path: %s: %s", type(error).__name__, error)
-        return None
-    return plan if isinstance(plan, StreamPlan) else None
 
 
 async def _answer(scope: Scope, receive: Receive, send: Send) -> None:
@@ -83,25 +105,9 @@ async def _answer(scope: Scope, receive: Receive, send: Send) -> None:
         await send({"type": "http.response.body", "body": end})
 
 
-async def _nothing() -> Message:
-    """Return a disconnect: ASGI's ``receive`` of a request whose body was read."""
+async def _disconnect() -> Message:
+    """Return what ASGI's ``receive`` returns for a request whose body was read."""
     return {"type": "http.disconnect"}
-
-
-# ---- which requests it takes ---------------------------------------------------------------------------------
-
-
-def may_be_fast(args: argparse.Namespace) -> bool:
-    """True if any request may take the fast path under vLLM's options ``args``.
-
-    The user's middleware may read answers; the other options make vLLM's own path log or count more.
-    """
-    return not (
-        args.middleware
-        or args.enable_log_outputs
-        or args.enable_server_load_tracking
-        or args.enable_per_request_metrics
-    )
 
 
 def is_fast_call(scope: Scope, context: RequestContext) -> bool:
@@ -117,18 +123,274 @@ def is_fast_call(scope: Scope, context: RequestContext) -> bool:
 
 def fast_path(app: Any, state: Any, args: argparse.Namespace, engine_client: Any) -> FastPath | None:
     """Return the fast path of ``app``; None if the options ``args`` forbid it. ``state`` has the serving objects."""
-    if not may_be_fast(args):
+    # The user's middleware may read answers; the other options make vLLM's own path log or count more.
+    if (
+        args.middleware
+        or args.enable_log_outputs
+        or args.enable_server_load_tracking
+        or args.enable_per_request_metrics
+    ):
         return None
     metrics = HttpMetrics(app)
-    if not metrics.found:
+    if not metrics.observers:
         logger.warning("vLLM's HTTP metrics were not found: streams use vLLM's own path, which costs more CPU time")
         return None
     keep_parser_parts()
-    processor = engine_client.output_processor
-    tools = StreamTools(
-        processor,
-        StreamStats(engine_client.logger_manager),
-        texts_of(processor.tokenizer),
-        float(args.sse_keep_alive_interval),
-    )
+    processor, stats = engine_client.output_processor, StreamStats(engine_client.logger_manager)
+    tools = StreamTools(processor, stats, texts_of(processor.tokenizer), float(args.sse_keep_alive_interval))
     return FastPath(app, routes_of(state, engine_client), tools, metrics)
+
+
+# ---- routes ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class FastRoute:
+    """One route: the ``model`` of its bodies, a test of a body (``takes``), and a function that prepares its stream."""
+
+    model: Any
+    takes: Callable[[Any], bool]
+    prepare: Callable[[Any, Request], Awaitable[Any]]
+
+
+def routes_of(state: Any, engine_client: Any) -> dict[str, FastRoute]:
+    """Return the routes by path; ``state`` has this server's serving objects."""
+    makers: dict[str, tuple[str, Callable[[Any, Any], FastRoute]]] = {
+        COMPLETIONS: ("openai_serving_completion", completion_route),
+        CHAT: ("openai_serving_chat", chat_route),
+    }
+    if not ENDS_OF_AGENTS_APIS.is_here:
+        makers[MESSAGES] = "anthropic_serving_messages", message_route
+        makers[RESPONSES] = "openai_serving_responses", response_route
+    served = {path: (getattr(state, name, None), make) for path, (name, make) in makers.items()}
+    return {path: make(serving, engine_client) for path, (serving, make) in served.items() if serving is not None}
+
+
+def is_fast_completion(request: Any) -> bool:
+    """True if the fast path can write this completion's chunks: those of one prompt."""
+    prompt = request.prompt
+    return (
+        (isinstance(prompt, str) or (isinstance(prompt, list) and bool(prompt) and isinstance(prompt[0], int)))
+        and is_fast_chat(request)
+        and request.prompt_embeds is None
+        and (request.logprobs is None or not OFFSETS_OF_SENT_TEXT.is_here)
+    )
+
+
+def is_fast_chat(request: Any) -> bool:
+    """True if the fast path can write this chat answer's chunks; a completion must meet more conditions."""
+    return bool(request.stream) and not (
+        request.echo
+        or request.prompt_logprobs is not None
+        or request.use_beam_search
+        or getattr(request, "return_weight_versions", False)  # not in vLLM before 0.33
+    )
+
+
+def is_fast_response(request: Any, serving: Any) -> bool:
+    """True if the fast path can write this response's events."""
+    return bool(request.stream) and not (
+        request.background
+        or (request.store and serving.enable_store)
+        or request.enable_response_messages
+        or request.is_include_output_logprobs()
+    )
+
+
+class PreparingClient:
+    """Replacement for a serving object's engine client: records a request instead of generating for it."""
+
+    def __init__(self, engine_client: Any) -> None:
+        self._engine_client = engine_client
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._engine_client, name)
+
+    def generate(self, prompt: Any, sampling_params: Any, request_id: str, **more: Any) -> None:
+        current().add_request = partial(
+            self._engine_client.add_request, request_id, prompt, sampling_params, **more
+        )  # fmt: skip
+
+
+def completion_route(serving: Any, engine_client: Any) -> FastRoute:
+    """Return the route of completions: a copy of vLLM's ``serving`` object returns a plan instead of a stream."""
+    from vllm.entrypoints.openai.completion.protocol import CompletionRequest
+
+    def plan(
+        request: Any, _inputs: Any, _results: Any, request_id: str, created: int, model: str, **_: Any
+    ) -> StreamPlan:
+        usage, usage_each = should_include_usage(request.stream_options, serving.enable_force_include_usage)
+        n, token_ids = request.n or 1, bool(request.return_token_ids)
+        chunks = ChunkWriter(completion_format(), request_id, created, model)
+        return StreamPlan(
+            serving, ChunkAnswer(serving, chunks, None, n, usage, usage_each, token_ids), is_chat=False, n=n,
+            usage_each=usage_each, token_ids=token_ids, fingerprint=None if usage else serving.system_fingerprint,
+            logprobs=None if request.logprobs is None else _logprobs(serving, request, request.logprobs),
+        )  # fmt: skip
+
+    preparing = copy.copy(serving)
+    preparing.engine_client, preparing.completion_stream_generator = PreparingClient(engine_client), plan
+    return FastRoute(CompletionRequest, is_fast_completion, preparing.create_completion)
+
+
+def chat_route(serving: Any, engine_client: Any) -> FastRoute:
+    """Return the route of chat answers: a copy of vLLM's ``serving`` object returns a plan instead of a stream."""
+    from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+
+    def plan(
+        request: Any, request_id: str, model: str, make_parser: Callable[[], Any], media_tokens: Any
+    ) -> StreamPlan:
+        usage, usage_each = should_include_usage(request.stream_options, serving.enable_force_include_usage)
+        n, token_ids = request.n or 1, bool(request.return_token_ids)
+        # vLLM 0.31 accepts ``top_logprobs`` null, and sends no log probabilities then.
+        wants_logprobs = request.logprobs and (request.top_logprobs is not None or request.logprob_token_ids)
+        events = ChunkAnswer(
+            serving, ChunkWriter(chat_format(), request_id, int(time.time()), model),
+            serving.get_chat_request_role(request), n, usage, usage_each, token_ids, bool(request.return_prompt_text),
+            media_tokens,
+        )  # fmt: skip
+        return StreamPlan(
+            serving, events, is_chat=True, n=n, usage_each=usage_each, token_ids=token_ids,
+            logprobs=_logprobs(serving, request, request.top_logprobs) if wants_logprobs else None,
+            parsing=chat_parsing(serving, request, make_parser, usage=usage),
+            fingerprint=None if usage else serving.system_fingerprint,
+        )  # fmt: skip
+
+    preparing = _preparing_chat(serving, engine_client, plan)
+    return FastRoute(ChatCompletionRequest, is_fast_chat, preparing.create_chat_completion)
+
+
+def message_route(serving: Any, engine_client: Any) -> FastRoute:
+    """Return the route of Messages, which vLLM converts from a chat answer."""
+    from vllm.entrypoints.anthropic.protocol import AnthropicMessagesRequest
+
+    # ``request`` is the chat request into which vLLM has converted a message's; its usage has no count of media tokens.
+    def plan(request: Any, request_id: str, model: str, make_parser: Callable[[], Any], _media: Any) -> StreamPlan:
+        parsing = chat_parsing(serving, request, make_parser, usage=False)
+        return StreamPlan(serving, MessageAnswer(serving, request_id, model), is_chat=True, parsing=parsing)
+
+    preparing = _preparing_chat(serving, engine_client, plan)
+    preparing.message_stream_converter = lambda prepared: prepared
+    return FastRoute(AnthropicMessagesRequest, lambda request: bool(request.stream), preparing.create_messages)
+
+
+def _preparing_chat(serving: Any, engine_client: Any, plan: Callable[..., StreamPlan]) -> Any:
+    """Return a copy of a serving object that returns a plan instead of a chat stream."""
+
+    def planned(
+        request: Any, _results: Any, request_id: str, model: str, _conversation: Any, tokenizer: Any, _metadata: Any,
+        chat_template_kwargs: Any = None, mm_token_counts: Any = None,
+    ) -> StreamPlan:  # fmt: skip
+        # The parser that vLLM made to read the prompt serves the first choice: it has the same arguments, and reading a
+        # prompt does not change a parser.
+        first = [parser] if (parser := current().parser) is not None else []
+
+        def make() -> Any:
+            return first.pop() if first else serving._make_parser(request, tokenizer, chat_template_kwargs)
+
+        return plan(request, request_id, model, make, mm_token_counts)
+
+    def make_parser(*args: Any) -> Any:
+        made = current().parser = serving._make_parser(*args)
+        return made
+
+    preparing = copy.copy(serving)
+    preparing.engine_client, preparing.chat_completion_stream_generator = PreparingClient(engine_client), planned
+    preparing._make_parser = make_parser
+    return preparing
+
+
+def chat_parsing(serving: Any, request: Any, make: Callable[[], Any], *, usage: bool) -> Parsing | None:
+    """Return the parsing of a chat answer by parsers that ``make`` returns; None if vLLM has no parser for it."""
+    from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionNamedToolChoiceParam
+
+    if serving.parser_cls is None:
+        return None
+    choice = request.tool_choice
+    is_named = isinstance(choice, ChatCompletionNamedToolChoiceParam) and bool(choice.function.name)
+    return Parsing(
+        request, make, is_named, one_call_only=request.parallel_tool_calls is False,
+        hides_reasoning=not request.include_reasoning, keeps_tool_calls=keeps_tool_calls(serving, request),
+        counts=usage and counts_reasoning(serving),
+    )  # fmt: skip
+
+
+def _logprobs(serving: Any, request: Any, top: int | None) -> Logprobs:
+    asked = request.return_tokens_as_token_ids
+    as_token_ids = serving.return_tokens_as_token_ids if asked is None else asked
+    return Logprobs(top, request.logprob_token_ids, asked, bool(as_token_ids or request.logprob_token_ids))
+
+
+def response_route(serving: Any, engine_client: Any) -> FastRoute:
+    """Return the route of Responses; vLLM serves the requests that use the server's tools."""
+    from vllm.entrypoints.openai.responses.context import SimpleContext
+    from vllm.entrypoints.openai.responses.protocol import ResponsesRequest
+
+    preparing, client = copy.copy(serving), PreparingClient(engine_client)
+
+    def generate(
+        request_id: str, engine_input: Any, sampling_params: Any, context: Any, tok_params: Any = None,
+        max_tool_calls: int | None = None, **more: Any,
+    ) -> None:  # fmt: skip
+        del context, tok_params, max_tool_calls  # only tools that the server calls need these
+        first = f"{request_id}_0"
+        preparing._log_inputs(first, engine_input, params=sampling_params, lora_request=more.get("lora_request"))
+        client.generate(engine_input, sampling_params, first, **more)
+
+    def plan(
+        request: Any, sampling_params: Any, _results: Any, context: Any, model: str, tokenizer: Any, metadata: Any
+    ) -> StreamPlan | None:
+        if type(context) is not SimpleContext:
+            return None  # only vLLM can make items from another kind of context
+        task = ResponseTask(request, sampling_params, context, model, tokenizer, metadata, int(time.time()))
+        parsing = None
+        if context.response_parser is not None:
+            parsing = Parsing(
+                request, lambda: context.response_parser, is_named=False,
+                one_call_only=request.parallel_tool_calls is False, hides_reasoning=not request.include_reasoning,
+                keeps_tool_calls=True, counts=True,
+            )  # fmt: skip
+        answer = ResponseAnswer(serving, task)
+        return StreamPlan(serving, answer, is_chat=True, parsing=parsing, emits_empty_outputs=True)
+
+    preparing.engine_client, preparing._generate_with_builtin_tools = client, generate
+    preparing.responses_stream_generator = plan
+    return FastRoute(ResponsesRequest, partial(is_fast_response, serving=serving), preparing.create_responses)
+
+
+# ---- vLLM's HTTP metrics and header layers, which the fast path bypasses ---------------------------------------------
+
+# Relies on ``PrometheusInstrumentatorMiddleware``, ``CORSMiddleware`` and ``XRequestIdMiddleware`` being among the
+# application's layers, each with the next one as ``app``; on the ``instrumentations`` of the first one taking the data
+# of a request as one ``Info``; and on the other two changing only the headers of an answer.
+
+
+class HttpMetrics:
+    """Counter of requests and their durations, in the metrics of ``app``'s layers; no ``observers``: it has none."""
+
+    def __init__(self, app: Any) -> None:
+        self.observers: Sequence[Callable[[Info], None]] = ()
+        layer = app
+        while layer is not None:
+            if isinstance(layer, PrometheusInstrumentatorMiddleware):
+                self.observers = layer.instrumentations
+            layer = getattr(layer, "app", None)
+
+    def observe(self, scope: Scope, handler: str, seconds: float) -> None:
+        info = Info(Request(scope), STREAMED, "POST", handler, "2xx", seconds, seconds)
+        for observe in self.observers:
+            observe(info)
+
+
+def with_header_layers(app: Any, answer: ASGIApp) -> ASGIApp:
+    """Return ``answer`` wrapped in copies of those layers of ``app`` that add headers."""
+    layers: list[Any] = []
+    while app is not None:
+        if isinstance(app, (CORSMiddleware, XRequestIdMiddleware)):
+            layers.append(app)
+        app = getattr(app, "app", None)
+    for layer in reversed(layers):
+        outer = copy.copy(layer)
+        outer.app = answer
+        answer = outer
+    return answer

@@ -27,11 +27,21 @@ from tercet.router.openai.fast_path.sse_chunks import encode
 if TYPE_CHECKING:
     from vllm.v1.engine.logprobs import LogprobsProcessor
 
-    from tercet.router.openai.fast_path.stream_plan import Logprobs
-
 # vLLM's lower bound for a log probability in an answer.
 LEAST = -9999.0
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
+
+
+@dataclass(frozen=True)
+class Logprobs:
+    """The log probabilities that a request asks for."""
+
+    #: How many of each token; -1: all, None: none of them.
+    top: int | None
+    token_ids: list[int] | None
+    as_token_ids: bool | None
+    #: The answer needs more than each token's text and value, so vLLM's serving object makes it.
+    by_vllm: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,8 +67,8 @@ class TokenPieces(dict[int, Piece | None]):
 
     def __missing__(self, token_id: int) -> Piece | None:
         text = convert_ids_list_to_tokens(self._tokenizer, [token_id])[0]
-        found = self[token_id] = None if text.endswith(REPLACEMENT) else piece_of(text)
-        return found
+        piece = self[token_id] = None if text.endswith(REPLACEMENT) else piece_of(text)
+        return piece
 
 
 class LogprobChunks:
@@ -82,49 +92,33 @@ class LogprobChunks:
     def is_direct(self) -> bool:
         """True if :meth:`of_output` can write the log probabilities; otherwise vLLM's serving object makes them."""
         record = self._processor
-        is_written_here = self._pieces is not None and not self._asked.in_words
+        is_written_here = self._pieces is not None and not self._asked.by_vllm
         return is_written_here and type(record.logprobs) is list and record.tokenizer is not None
 
-    # ---- in vLLM's words -------------------------------------------------------------------------------------
-
     def of_result(self, completion: Any) -> bytes:
-        """Return the JSON for one result of vLLM's output processor. Raises vLLM's exceptions."""
-        make = self._chat_in_words if self._is_chat else self._completion_in_words
-        return make(completion.token_ids, completion.logprobs)
-
-    def _chat_in_words(self, token_ids: Sequence[int], logprobs: Any) -> bytes:
-        if logprobs is None:
+        """Return the JSON that vLLM makes for one result of its output processor. Raises vLLM's exceptions."""
+        if completion.logprobs is None:
             raise AssertionError("Did not output logprobs")  # the same message as vLLM's
-        made = self._serving._create_chat_logprobs(
-            token_ids=token_ids, top_logprobs=logprobs, tokenizer=self._tokenizer,
-            num_output_top_logprobs=self._asked.top, logprob_token_ids=self._asked.token_ids,
-            return_as_token_id=self._asked.as_token_ids,
-        )  # fmt: skip
+        given: dict[str, Any] = {
+            "token_ids": completion.token_ids, "top_logprobs": completion.logprobs, "tokenizer": self._tokenizer,
+            "num_output_top_logprobs": self._asked.top, "logprob_token_ids": self._asked.token_ids,
+            "return_as_token_id": self._asked.as_token_ids,
+        }  # fmt: skip
+        if self._is_chat:
+            made = self._serving._create_chat_logprobs(**given)
+        else:
+            made = self._serving._create_completion_logprobs(**given, initial_text_offset=self._offset)
+            if made.tokens:
+                self._offset = made.text_offset[-1] + len(made.tokens[-1])
         return made.model_dump_json(exclude_unset=True).encode()
-
-    def _completion_in_words(self, token_ids: Sequence[int], logprobs: Any) -> bytes:
-        if logprobs is None:
-            raise AssertionError("Did not output logprobs")
-        made = self._serving._create_completion_logprobs(
-            token_ids=token_ids, top_logprobs=logprobs, tokenizer=self._tokenizer,
-            num_output_top_logprobs=self._asked.top, logprob_token_ids=self._asked.token_ids,
-            initial_text_offset=self._offset, return_as_token_id=self._asked.as_token_ids,
-        )  # fmt: skip
-        if made.tokens:
-            self._offset = made.text_offset[-1] + len(made.tokens[-1])
-        return made.model_dump_json(exclude_unset=True).encode()
-
-    # ---- from an engine's numbers ----------------------------------------------------------------------------
 
     def takes(self, output: Output) -> bool:
         """True if the output has the log probability of each of its tokens, as engines send it."""
-        found = output.logprobs
-        if found is None:
+        if output.logprobs is None:
             return False
-        return [position[0].token_id if position else None for position in found] == [*output.token_ids]
+        return [position[0].token_id if position else None for position in output.logprobs] == [*output.token_ids]
 
     def of_output(self, output: Output) -> bytes:
-        """Return the JSON for an output that :meth:`takes` accepts."""
         positions = output.logprobs or ()
         if self._is_chat:
             return b'{"content":[%b]}' % b",".join(map(self._chat_json, positions))
@@ -132,11 +126,11 @@ class LogprobChunks:
 
     def _values(self, position: Sequence[TokenLogprob]) -> tuple[Iterable[int], list[float]]:
         """Return tokens and their values: the sampled one, then the others by rank, in the order of vLLM's record."""
-        found = values_by_token(position, self._processor.num_logprobs)
+        values = values_by_token(position, self._processor.num_logprobs)
         # ``f`` is the precision of engines' numbers and vLLM's.
-        return found, [LEAST if value < LEAST else value for value in array("f", found.values())]
+        return values, [LEAST if value < LEAST else value for value in array("f", values.values())]
 
-    def _told(self, position: Sequence[TokenLogprob]) -> None:
+    def _record(self, position: Sequence[TokenLogprob]) -> None:
         """Add the sampled token to vLLM's record, which it reads for the text of the tokens after this one."""
         context: Any = self._processor.logprobs
         context.append({position[0].token_id: None})
@@ -148,9 +142,9 @@ class LogprobChunks:
         pieces: Any = self._pieces
         tokens, values = self._values(position)
         numbers = encode(values)[1:-1].split(b",")  # one call for all numbers is faster than one for each
-        found = [pieces[token] or self._part(token) for token in tokens]
-        entries = [piece.before + number + piece.after for piece, number in zip(found, numbers, strict=True)]
-        self._told(position)
+        texts = [pieces[token] or self._part(token) for token in tokens]
+        entries = [piece.before + number + piece.after for piece, number in zip(texts, numbers, strict=True)]
+        self._record(position)
         others = b"},".join(entries if self._most is None else entries[: self._most])
         return b'%b,"top_logprobs":[%b%b]}' % (entries[0], others, b"}" if others else b"")
 
@@ -162,7 +156,7 @@ class LogprobChunks:
         for position in positions:
             tokens, values = self._values(position)
             texts = [(pieces[token] or self._part(token)).text for token in tokens]
-            self._told(position)
+            self._record(position)
             offsets.append(self._offset)
             self._offset += len(texts[0])
             sampled.append(texts[0])
@@ -175,25 +169,25 @@ def values_by_token(position: Sequence[TokenLogprob], most: int | None) -> dict[
     """Return the value of the sampled token, then the values by rank up to rank ``most`` (None or below 0: all)."""
     values = {position[0].token_id: position[0].logprob}
     last = 0
-    for found in position[1:]:
-        rank = found.rank or 0
+    for token in position[1:]:
+        rank = token.rank or 0
         if rank <= last:
             return _sorted_by_token(position, most)
         last = rank
         if most is None or most < 0 or rank <= most:
-            values[found.token_id] = found.logprob
+            values[token.token_id] = token.logprob
     return values
 
 
 def _sorted_by_token(position: Sequence[TokenLogprob], most: int | None) -> dict[int, float]:
     """Return the same as :func:`values_by_token`, for a position whose ranks are in any order."""
-    sampled, by_rank = position[0], {found.rank or 0: found for found in position}
+    sampled, by_rank = position[0], {token.rank or 0: token for token in position}
     values = {sampled.token_id: sampled.logprob}
-    depth = max((found.rank or 0 for found in position[1:]), default=0)
+    depth = max((token.rank or 0 for token in position[1:]), default=0)
     depth = max(depth, sampled.rank or 0) if (sampled.rank or 0) <= len(position) else depth
     for rank in range(1, (depth if most is None or most < 0 else min(depth, most)) + 1):
-        found = by_rank.get(rank, sampled)
-        values[found.token_id] = found.logprob
+        token = by_rank.get(rank, sampled)
+        values[token.token_id] = token.logprob
     return values
 
 
@@ -225,8 +219,8 @@ class TokenTexts(dict[int, str]):
             text = self._backend.decode([token_id], skip_special_tokens=True)
         except OverflowError:  # not a valid id
             return ""
-        found = self[token_id] = "" if REPLACEMENT in text else text
-        return found
+        whole = self[token_id] = "" if REPLACEMENT in text else text
+        return whole
 
 
 def texts_of(tokenizer: Any) -> TokenTexts | None:

@@ -13,8 +13,9 @@ reading the whole text again for each output, and recording in ``_sent_content_i
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from enum import Enum, auto
-from typing import Any, Protocol
+from typing import Any
 
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 from vllm.entrypoints.openai.responses.protocol import ResponsesRequest
@@ -28,8 +29,6 @@ from vllm.parser.engine.parser_engine_config import ParserState
 from vllm.parser.engine.streaming_parser_engine import StreamingParserEngine
 from vllm.parser.metrics import RequestType, ToolCallOutcome
 from vllm.tool_parsers.hermes_tool_parser import Hermes2ProToolParser
-
-from tercet.router.openai.fast_path.stream_plan import Parsing
 
 # Number of passed texts after which vLLM's metric of tool parsers' calls is updated.
 COUNTED_AT_ONCE = 64
@@ -47,6 +46,22 @@ OF_ENGINE = {
 OF_LEXER = {name: getattr(StreamingParserEngine, name) for name in ("feed", "_emit_for_state")}
 
 
+@dataclass(frozen=True)
+class Parsing:
+    """Parsing of an answer."""
+
+    request: Any
+    #: Makes one parser per choice, which reads its options in the request.
+    make: Callable[[], Any]
+    #: The request names the tool to call.
+    is_named: bool
+    one_call_only: bool
+    hides_reasoning: bool
+    keeps_tool_calls: bool
+    #: The tokens are kept, since usage has the number of reasoning tokens.
+    counts: bool
+
+
 class Passed(Enum):
     """The kind of a text that is passed on."""
 
@@ -55,25 +70,13 @@ class Passed(Enum):
     ARGUMENTS = auto()
 
 
-class PassingPhase(Protocol):
-    """One phase of a parser: recognises the texts that the parser passes on in it.
-
-    ``is_counted``: vLLM's metric counts each text as a call of the tool parser. All texts until :meth:`settle` are of
-    one kind.
-    """
-
-    @property
-    def is_counted(self) -> bool: ...
-
-    #: The kind of ``text`` if the parser would pass it on; None otherwise.
-    def take(self, text: str, token_ids: Sequence[int]) -> Passed | None: ...
-
-    #: Update this phase's part of the parser with the texts passed on since it last read.
-    def settle(self) -> None: ...
+# A phase of a parser recognises the texts that the parser passes on in it: ``take`` returns the kind of a text, None if
+# the parser must read it. All texts until ``settle``, which updates the parser with them, are of one kind.
+# ``is_counted``: vLLM's metric counts each text as a call of the tool parser.
 
 
 class AllText:
-    """A phase in which the parser does not look for calls: every text is content."""
+    """A phase in which the parser does not look for calls: every text is content, and the parser keeps nothing."""
 
     is_counted = False
 
@@ -81,12 +84,11 @@ class AllText:
         self._even_empty = even_empty
 
     def take(self, text: str, token_ids: Sequence[int]) -> Passed | None:
-        """Return that ``text`` is content; None for an empty text, unless this phase accepts it."""
         del token_ids
         return Passed.CONTENT if text or self._even_empty else None
 
     def settle(self) -> None:
-        """Do nothing: this phase has no state in the parser."""
+        pass
 
 
 ANY_TEXT = AllText(even_empty=True)
@@ -120,8 +122,7 @@ class EngineText:
         return self._passed
 
     def settle(self) -> None:
-        """Check the engine's state again at the next text: the engine is about to read."""
-        self._passes = None
+        self._passes = None  # the engine is about to read, and may have another state at the next text
 
     def _has_no_marker_open(self) -> bool:
         engine, reader = self._engine, self._reader
@@ -145,7 +146,8 @@ class HermesText:
         self._passes_arguments = passes_arguments
         self._state = state
         self._is_known = self._is_content = False
-        self._call: int | None = None
+        # The index of the open call, if all of its arguments so far were sent; None otherwise.
+        self.call: int | None = None
         self._arguments: list[str] = []
 
     def take(self, text: str, token_ids: Sequence[int]) -> Passed | None:
@@ -159,24 +161,18 @@ class HermesText:
             return Passed.CONTENT
         # If the last character is neither "}" nor a space, the call's JSON is not complete, and the parser holds
         # nothing back.
-        if self._call is None or text[-1] == "}" or text[-1].isspace():
+        if self.call is None or text[-1] == "}" or text[-1].isspace():
             return None
         self._arguments.append(text)
         return Passed.ARGUMENTS
 
     def settle(self) -> None:
-        """Record the passed arguments in the parser."""
         self._is_known = False
-        if self._arguments and self._call is not None:
-            sent = self._parser.streamed_args_for_tool[self._call] + "".join(self._arguments)
-            self._parser.streamed_args_for_tool[self._call] = sent
-            self._parser.prev_tool_call_arr[self._call]["arguments"] = sent
+        if self._arguments and self.call is not None:
+            sent = self._parser.streamed_args_for_tool[self.call] + "".join(self._arguments)
+            self._parser.streamed_args_for_tool[self.call] = sent
+            self._parser.prev_tool_call_arr[self.call]["arguments"] = sent
             self._arguments.clear()
-
-    @property
-    def call(self) -> int | None:
-        """The index of the open call, if all of its arguments so far were sent; None otherwise."""
-        return self._call
 
     def _look(self) -> None:
         """Determine the parser's position, at a time at which it has read the whole text."""
@@ -184,19 +180,22 @@ class HermesText:
         has_call = parser.tool_call_start_token in text
         self._is_known = True
         self._is_content = not has_call and parser._sent_content_idx == len(text)
-        self._call = self._open_call(text) if has_call and self._passes_arguments else None
+        self.call = self._open_call(text) if has_call and self._passes_arguments else None
 
     def _open_call(self, text: str) -> int | None:
         parser = self._parser
         regions, calls = parser._extract_tool_call_jsons(text), parser.prev_tool_call_arr
-        found, is_whole = regions[-1]
-        if is_whole or len(calls) != len(regions) or "name" not in calls[-1] or not found.startswith("{"):
+        json, is_whole = regions[-1]
+        if is_whole or len(calls) != len(regions) or "name" not in calls[-1] or not json.startswith("{"):
             return None
         sent = parser.streamed_args_for_tool[-1]
-        holds_back = not text.endswith(found) or "<" in text[-len(parser.tool_call_end_token) :]
-        if holds_back or not sent or parser._extract_tool_args(found, False) != sent:
+        holds_back = not text.endswith(json) or "<" in text[-len(parser.tool_call_end_token) :]
+        if holds_back or not sent or parser._extract_tool_args(json, False) != sent:
             return None
         return len(regions) - 1
+
+
+PassingPhase = AllText | EngineText | HermesText
 
 
 class PassedText:
@@ -266,8 +265,7 @@ class PassedText:
     @property
     def call(self) -> int:
         """The index of the call whose arguments were passed on last."""
-        found = self._tools.call if isinstance(self._tools, HermesText) else None
-        return 0 if found is None else found
+        return (self._tools.call or 0) if isinstance(self._tools, HermesText) else 0
 
 
 def _tool_text(parser: Any, state: Any, parsing: Parsing) -> PassingPhase | None:
@@ -290,9 +288,9 @@ def _engine_text(engine: Any, state: ParserState, passes: EventType) -> EngineTe
     return EngineText(engine, state)
 
 
-def _is_own(found: Any, names: dict[str, Any]) -> bool:
+def _is_own(parser: Any, names: dict[str, Any]) -> bool:
     """True if the class of ``found`` has vLLM's common functions under ``names``, not overridden."""
-    return all(getattr(type(found), name, None) is function for name, function in names.items())
+    return all(getattr(type(parser), name, None) is function for name, function in names.items())
 
 
 # ---- parts that are made once ----------------------------------------------------------------------------------------
@@ -329,7 +327,6 @@ class ToolParserCalls:
         self._children: dict[tuple[bool, bool, type], Any] = {}
 
     def __call__(self, *, is_tool_called: bool | Exception, is_streaming: bool, request: object) -> None:
-        """Count one call, in place of vLLM's function."""
         self.count(1, is_tool_called is True, is_streaming, request)
 
     def count(self, times: int, is_tool_called: bool, is_streaming: bool, request: object) -> None:
@@ -346,19 +343,16 @@ class ToolParserCalls:
         child.inc(times)
 
     def _child(self, called: bool, is_streaming: bool, kind: type) -> Any:
+        route = RequestType.OTHER
+        if issubclass(kind, ChatCompletionRequest):
+            route = RequestType.CHAT_COMPLETIONS
+        elif issubclass(kind, ResponsesRequest):
+            route = RequestType.RESPONSES
         outcome = ToolCallOutcome.TOOL_CALL if called else ToolCallOutcome.NO_TOOL_CALL
         return self._counter.labels(
-            model_name=metrics._model_name,
-            mode="streaming" if is_streaming else "non_streaming",
-            outcome=outcome.value,
-            request_type=_request_type(kind).value,
-        )
-
-
-def _request_type(kind: type) -> RequestType:
-    if issubclass(kind, ChatCompletionRequest):
-        return RequestType.CHAT_COMPLETIONS
-    return RequestType.RESPONSES if issubclass(kind, ResponsesRequest) else RequestType.OTHER
+            model_name=metrics._model_name, mode="streaming" if is_streaming else "non_streaming",
+            outcome=outcome.value, request_type=route.value,
+        )  # fmt: skip
 
 
 TOOL_PARSER_CALLS = ToolParserCalls()
@@ -367,41 +361,32 @@ TOOL_PARSER_CALLS = ToolParserCalls()
 class KeptParts:
     """What was made from some objects, by their ids. The objects are kept too, so that their ids are not used again."""
 
-    def __init__(self) -> None:
+    def __init__(self, make: Any) -> None:
+        self._make = make
         self._kept: dict[tuple[int, ...], tuple[Any, Any]] = {}
 
     def get(self, *objects: Any, make: Callable[[], Any]) -> Any:
         """Return what ``make`` made from these objects, if it was ever called for them."""
         key = tuple(map(id, objects))
-        found = self._kept.get(key)
-        if found is None:
+        kept = self._kept.get(key)
+        if kept is None:
             if len(self._kept) >= MOST_KEPT:
                 self._kept.pop(next(iter(self._kept)))
-            found = self._kept[key] = objects, make()
-        return found[1]
+            kept = self._kept[key] = objects, make()
+        return kept[1]
 
 
 class SpecialTokenTerminals(KeptParts):
     """The special tokens that a parser drops, kept for each configuration; ``make`` is vLLM's function."""
 
-    def __init__(self, make: Any) -> None:
-        super().__init__()
-        self._make = make
-
     def __call__(self, config: Any, tokenizer: Any) -> Any:
-        """Return the result of vLLM's function."""
         return self.get(config, tokenizer, make=lambda: self._make(config, tokenizer))
 
 
 class Scanners(KeptParts):
     """Maker of scanners of token ids that share the texts of their tokenizer's tokens; ``make`` is vLLM's class."""
 
-    def __init__(self, make: Any) -> None:
-        super().__init__()
-        self._make = make
-
     def __call__(self, token_id_to_terminal: dict[int, str], tokenizer: Any) -> Any:
-        """Return vLLM's scanner, in place of its class."""
         scanner = self._make(token_id_to_terminal, tokenizer)
         scanner._token_text_cache = self.get(tokenizer, make=dict[int, str])
         return scanner
@@ -409,8 +394,6 @@ class Scanners(KeptParts):
 
 # ---- the deltas of one choice ----------------------------------------------------------------------------------------
 
-# Deltas of a choice whose text vLLM's parser of tools and reasoning reads, output by output.
-#
 # Relies on a parser's ``parse_delta`` taking the text and the tokens of one output, and returning a ``DeltaMessage`` or
 # None; and on ``count_reasoning_tokens``.
 
@@ -466,12 +449,10 @@ class ParsedDeltas:
         return delta
 
     def end(self) -> None:
-        """Update the parser with the passed texts, after the last output."""
-        if self._passed is not None:
+        if self._passed is not None:  # update the parser with the passed texts
             self._passed.settle()
 
     def finish_reason(self, reason: str) -> str:
-        """Return the finish reason of the choice if the model ended with ``reason``."""
         called = self.has_tool_calls and not self._parsing.is_named and reason == "stop"
         return "tool_calls" if called else reason
 

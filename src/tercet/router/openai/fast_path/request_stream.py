@@ -1,7 +1,15 @@
-"""The stream of one request on the fast path: its choices, and the events and limits that they share.
+"""The stream of one request on the fast path: its plan, its choices, and the events and limits that they share.
+
+The chunks of a choice go from its program's outputs straight to the socket. vLLM's output processor makes the text of
+the first and the last output, and updates vLLM's counters. The outputs between them are written when they arrive,
+without waking up a task.
 
 Relies on ``AsyncLLM.add_request`` validating a request, registering it with the ``OutputProcessor`` and passing its
-sequences to the engine-core client, with one queue for all of them.
+sequences to the engine-core client, with one queue for all of them; on ``process_outputs`` putting the result of an
+output into the request's queue at once; on ``RequestState`` having ``detokenizer``, ``logprobs_processor``,
+``stream_interval``, ``request_index``, ``parent_req`` and ``stats``; on serving objects' ``_raise_if_error``; on the
+text of ``SSE_KEEP_ALIVE_COMMENT``; and on the updates of ``IterationStats.update_from_output`` for a token after the
+first: the request's token count and time of last token, the gap between the two, and the iteration's token count.
 """
 
 from __future__ import annotations
@@ -11,45 +19,80 @@ import logging
 import time
 from collections.abc import Awaitable, Callable, Generator, Sequence
 from contextlib import AbstractAsyncContextManager, contextmanager, nullcontext, suppress
+from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from msgspec.structs import replace
 from vllm.entrypoints.serve.utils.sse_keep_alive import SSE_KEEP_ALIVE_COMMENT
 from vllm.exceptions import GenerationError, GracefulHTTPError, VLLMClientError
 from vllm.outputs import RequestOutput
 from vllm.v1.engine import EngineCoreOutput, FinishReason
+from vllm.v1.metrics.stats import IterationStats, RequestStateStats
 
 from tercet.protocol import Output, ProgramFailed
-from tercet.router.openai.fast_path.logprob_chunks import LogprobChunks, TokenPieces, look_up
-from tercet.router.openai.fast_path.parsed_text import ParsedDeltas, Passed
-from tercet.router.openai.fast_path.sse_chunks import NULL, Extras, counts_reasoning, encode, framed, usage_of
-from tercet.router.openai.fast_path.stream_plan import StreamPlan, StreamTools
+from tercet.router.openai.fast_path.logprob_chunks import LogprobChunks, Logprobs, TokenPieces, TokenTexts, look_up
+from tercet.router.openai.fast_path.parsed_text import ParsedDeltas, Parsing, Passed
+from tercet.router.openai.fast_path.sse_chunks import (
+    NULL,
+    AnswerEvents,
+    Extras,
+    counts_reasoning,
+    encode,
+    framed,
+    usage_of,
+)
 from tercet.router.openai.program_client import SequenceFailed, SequenceOutputs
+from tercet.vllm_plugin.differences import SILENT_ENDS
 from tercet.wire.serving.client_connection import ClientConnection
-from tercet.wire.serving.server_access import Concurrency
 
-# ---- one choice ------------------------------------------------------------------------------------------------------
+if TYPE_CHECKING:
+    from vllm.v1.engine.output_processor import OutputProcessor
 
-# The chunks of a choice go from its program's outputs straight to the socket. vLLM's output processor makes the text of
-# the first and the last output, and updates vLLM's counters. The outputs between them are written when they arrive,
-# without waking up a task.
-#
-# Relies on ``process_outputs`` putting the result of an output into the request's queue at once; on ``RequestState``
-# having ``detokenizer``, ``logprobs_processor``, ``stream_interval``, ``request_index``, ``parent_req`` and ``stats``;
-# and on serving objects' ``_raise_if_error``.
+logger = logging.getLogger(__name__)
+COMMENT = framed(SSE_KEEP_ALIVE_COMMENT.encode())
+# Length in seconds of one "iteration" in vLLM's metrics. One record costs as much as several tokens.
+RECORD_SECONDS = 0.5
+
+
+@dataclass(frozen=True)
+class StreamTools:
+    """What all streams of a process share."""
+
+    processor: OutputProcessor
+    stats: StreamStats
+    texts: TokenTexts | None
+    #: Seconds without a chunk after which a comment is sent; 0: never.
+    keep_alive: float = 0.0
+
+
+@dataclass(frozen=True)
+class StreamPlan:
+    """One answer before it is streamed: ``events`` write it, and vLLM's object ``serving`` prepared it."""
+
+    serving: Any
+    events: AnswerEvents
+    #: A parser may read its text.
+    is_chat: bool
+    n: int = 1
+    #: What the client asked for in each chunk.
+    usage_each: bool = False
+    token_ids: bool = False
+    logprobs: Logprobs | None = None
+    parsing: Parsing | None = None
+    #: The system's, in the last chunk.
+    fingerprint: str | None = None
+    #: An output without text and tokens is handled like any other, even if it is the first.
+    emits_empty_outputs: bool = False
+
+    @property
+    def is_plain(self) -> bool:
+        """True if the events differ only in their text."""
+        return not (self.usage_each or self.token_ids) and self.logprobs is None and self.parsing is None
 
 
 class TextEnded(Exception):
     """Raised if the choice ends before its program does: at a stop string, or by an error of vLLM's layer."""
-
-
-class Writers(NamedTuple):
-    """The functions that write the three kinds of text; ``arguments`` takes the index of the call before the text."""
-
-    content: Callable[[str], bytes]
-    reasoning: Callable[[str], bytes]
-    arguments: Callable[[int, str], bytes]
 
 
 class ChoiceStream:
@@ -65,10 +108,8 @@ class ChoiceStream:
         self._outputs = outputs
         self._state: Any = tools.processor.request_states[outputs.request_id]
         self._events = plan.events.choice(self._state.request_index)
-        # For texts that a parser passes on: whole frames, and the said parts of events with more fields.
-        self._frames = Writers(self._events.text, self._events.thinking, self._events.more_arguments)
-        self._parts = Writers(self._events.said, self._events.thought, self._events.arguments)
-        self._parsed = None if plan.parsing is None else ParsedDeltas(plan.parsing)
+        # None: no parser reads the text.
+        self.parsed = None if plan.parsing is None else ParsedDeltas(plan.parsing)
         self._logprobs: LogprobChunks | None = None
         if plan.logprobs is not None:
             self._logprobs = LogprobChunks(
@@ -87,7 +128,7 @@ class ChoiceStream:
         # ``_is_flowing``: outputs between the first and the last are written here. ``_is_finished``: vLLM has made the
         # last result.
         self._is_flowing = self._is_finished = False
-        self._has_told_prompt = False
+        self._prompt_was_sent = False
         self._failure: Exception | None = None
         # The log probabilities of the result that vLLM makes next; None if vLLM makes them too.
         self._written: bytes | None = None
@@ -102,49 +143,34 @@ class ChoiceStream:
     @property
     def reasoning_tokens(self) -> int:
         """The number of output tokens that were reasoning; 0 if they are not counted."""
-        return 0 if self._parsed is None else self._parsed.reasoning_tokens
-
-    @property
-    def token_ids(self) -> list[int]:
-        """The output tokens; empty if reasoning tokens are not counted."""
-        return [] if self._parsed is None else self._parsed.token_ids
-
-    @property
-    def calls_tool(self) -> bool:
-        """True if the choice has called a tool."""
-        return self._parsed is not None and self._parsed.has_tool_calls
+        return 0 if self.parsed is None else self.parsed.reasoning_tokens
 
     def _way_to_write(self) -> Callable[[Output], EngineCoreOutput | None] | None:
-        """Return the function that writes outputs between the first and the last.
-
-        None if vLLM's output processor makes their text.
-        """
+        """Return what writes outputs between the first and the last; None if vLLM's processor makes their text."""
         if self._state.stream_interval > 1:
             return None  # vLLM makes one result of several outputs
         if self._plan.is_plain:
             return self._write_text
         if self._state.detokenizer.stop or (self._logprobs is not None and not self._logprobs.is_direct):
             return None  # only vLLM knows which tokens remain before a stop string
-        if self._parsed is not None and self._logprobs is None and not self._has_extras:
-            return partial(self._write_parsed, self._parsed)
+        if self.parsed is not None and self._logprobs is None and not self._has_extras:
+            return partial(self._write_parsed, self.parsed)
         return self._write_chunk
 
-    async def run(self, place: AbstractAsyncContextManager[None]) -> None:
-        """Stream the sequence while ``place`` is entered. Raises the errors that end the whole answer."""
+    async def run(self, turn: AbstractAsyncContextManager[None]) -> None:
+        """Stream the sequence while ``turn`` is entered. Raises the errors that end the whole answer."""
         try:
             with self._outputs.failures():
-                async with place:
+                async with turn:
                     with suppress(TextEnded):
                         await self._outputs.stream.run(self._consume, self._answer.sent)
                         if not self._is_finished:
                             raise ProgramFailed("the program ended before its sequence did")
         finally:
-            if self._parsed is not None:
-                self._parsed.end()
+            if self.parsed is not None:
+                self.parsed.end()
         if self._failure is not None:
             raise self._failure
-
-    # ---- outputs ---------------------------------------------------------------------------------------------
 
     def _consume(self, output: Output) -> None:
         """Write an output as soon as it arrives. Raises :class:`TextEnded` if the choice needs no more outputs."""
@@ -156,21 +182,17 @@ class ChoiceStream:
         elif self._is_flowing and output.finish_reason is None:
             left = write(output)
         else:
-            left = self._outputs.to_core_output(self._without_logprobs(output))
+            if self._logprobs is not None:  # they are written for the chunk, and vLLM makes the result of the rest
+                try:
+                    self._written = self._logprobs.of_output(output)
+                except Exception as error:
+                    self._fail(error)
+                output = replace(output, logprobs=None)
+            left = self._outputs.to_core_output(output)
         if left is not None:
             self._process(left)
             if self._is_finished and output.finish_reason is None:
                 raise TextEnded
-
-    def _without_logprobs(self, output: Output) -> Output:
-        """Write an output's log probabilities for its chunk; return the rest, of which vLLM makes the result."""
-        if self._logprobs is None:
-            return output
-        try:
-            self._written = self._logprobs.of_output(output)
-        except Exception as error:
-            self._fail(error)
-        return replace(output, logprobs=None)
 
     def _process(self, output: EngineCoreOutput) -> None:
         """Pass an output to vLLM's processor, and send its result before the program continues."""
@@ -190,10 +212,7 @@ class ChoiceStream:
         raise TextEnded from error
 
     def _write_text(self, output: Output) -> EngineCoreOutput | None:
-        """Send the text of an output's tokens; return the end of the choice instead if they complete a stop string.
-
-        The text before a stop string is not sent: it belongs to the last chunk.
-        """
+        """Send the text of an output's tokens; return the end of the choice instead if they complete a stop string."""
         token_ids = output.token_ids
         num_tokens = len(token_ids)
         if self._decode_next is not None:
@@ -205,7 +224,7 @@ class ChoiceStream:
             stop = detokenizer.update(list(token_ids), False)
             # A stop string inside several tokens of one step drops the tokens after it.
             self.num_tokens += detokenizer.num_output_tokens() - before
-            if stop is not None:
+            if stop is not None:  # the text before it belongs to the last chunk
                 self._tools.stats.count(self._state.stats, num_tokens)
                 return EngineCoreOutput(
                     self._state.request_id, new_token_ids=[], finish_reason=FinishReason.STOP, stop_reason=stop
@@ -223,7 +242,7 @@ class ChoiceStream:
         self._tools.stats.observe(self._state.stats, len(token_ids))
         try:
             logprobs = None if self._logprobs is None else self._logprobs.of_output(output)
-            self._write_more_of(self._text_of(token_ids), token_ids, logprobs)
+            self._write_event(self._text_of(token_ids), token_ids, logprobs)
         except Exception as error:  # mostly a parser's error; vLLM turns it into the client's error
             self._fail(error)
         return None
@@ -235,10 +254,11 @@ class ChoiceStream:
         self._tools.stats.observe(self._state.stats, len(token_ids))
         try:
             text = self._text_of(token_ids)
-            frame = _passed_on(parsed, text, token_ids, self._frames)
-            if frame is None:
-                delta = parsed.read(text, token_ids, self._state.prompt_token_ids, finished=False)
-                frame = b"" if delta is None else self._events.only(self._events.delta(delta))
+            if (passed := parsed.passes(text, token_ids)) is Passed.CONTENT:
+                frame = self._events.text(text)
+            else:
+                delta = self._parsed_delta(parsed, passed, text, token_ids)
+                frame = b"" if delta is None else self._events.frame(delta)
         except Exception as error:
             self._fail(error)
         if frame:
@@ -252,28 +272,41 @@ class ChoiceStream:
         detokenizer.update(token_ids, False)
         return detokenizer.get_next_output_text(False, True)
 
-    def _write_more_of(self, text: str, token_ids: list[int], logprobs: bytes | None, prompt: bytes = NULL) -> None:
-        said = self._said(text, token_ids, finished=False)
+    def _write_event(self, text: str, token_ids: list[int], logprobs: bytes | None, prompt: bytes = NULL) -> None:
+        """Send the event of a text and the other fields that the client asked for, unless it would be empty."""
+        delta = self._delta_of(text, token_ids)
         shown = NULL if logprobs is None or self._hides else logprobs
-        if said is None:
+        if delta is None:
             if shown is NULL and not self._sends_ids:
                 return
-            said = self._events.nothing
+            delta = self._events.empty
         if prompt is NULL and not self._has_extras:
-            if frame := self._events.only(said, shown):
+            if frame := self._events.frame(delta, shown):
                 self._answer.write(frame)
             return
-        self._answer.write(framed(self._events.more(said, self._extras(token_ids, shown, prompt))))
+        self._answer.write(framed(self._events.event(delta, self._extras(token_ids, shown, prompt))))
 
-    def _said(self, text: str, token_ids: list[int], *, finished: bool) -> bytes | None:
-        parsed = self._parsed
+    def _delta_of(self, text: str, token_ids: list[int], *, finished: bool = False) -> bytes | None:
+        """Return the delta of a text; None if the parser makes none of it."""
+        parsed = self.parsed
         if parsed is None:
-            return self._events.said(text)
-        said = None if finished else _passed_on(parsed, text, token_ids, self._parts)
-        if said is None:
-            delta = parsed.read(text, token_ids, self._state.prompt_token_ids, finished=finished)
-            said = None if delta is None else self._events.delta(delta)
-        return said
+            return self._events.text_delta(text)
+        passed = None if finished else parsed.passes(text, token_ids)
+        return self._parsed_delta(parsed, passed, text, token_ids, finished=finished)
+
+    def _parsed_delta(
+        self, parsed: ParsedDeltas, passed: Passed | None, text: str, token_ids: list[int], *, finished: bool = False
+    ) -> bytes | None:
+        match passed:
+            case Passed.CONTENT:
+                return self._events.text_delta(text)
+            case Passed.REASONING:
+                return self._events.reasoning_delta(text)
+            case Passed.ARGUMENTS:
+                return self._events.arguments_delta(parsed.call, text)
+            case None:
+                delta = parsed.read(text, token_ids, self._state.prompt_token_ids, finished=finished)
+                return None if delta is None else self._events.parsed_delta(delta)
 
     def _extras(self, token_ids: Sequence[int], logprobs: bytes, prompt: bytes) -> Extras:
         plan, usage = self._plan, b""
@@ -283,8 +316,6 @@ class ChoiceStream:
             usage = usage_of(prompt_tokens, self.num_tokens, reasoning, is_chat=plan.is_chat)
         return Extras(logprobs, encode(token_ids) if self._sends_ids else NULL, prompt, usage)
 
-    # ---- results ---------------------------------------------------------------------------------------------
-
     def _write_result(self, result: RequestOutput) -> None:
         """Send the chunk of a result; the last chunk is given to the answer instead."""
         plan, completion = self._plan, result.outputs[0]
@@ -292,70 +323,41 @@ class ChoiceStream:
         plan.serving._raise_if_error(completion.finish_reason, self._state.request_id)
         self._is_flowing = True
         self._is_finished = completion.finish_reason is not None
-        prompt, logprobs = self._prompt_ids(), None
+        prompt, logprobs = NULL, None
+        if plan.token_ids and not plan.is_chat and not self._prompt_was_sent:
+            self._prompt_was_sent = True
+            prompt = encode(self._state.prompt_token_ids)
+        # As vLLM does: a chat answer's are made even if no event follows.
         if plan.is_chat:
             logprobs = self._logprobs_of(completion)
-        if self._has_said_nothing(completion) and plan.is_silent(finished=self._is_finished):
+        # Neither this result nor an earlier one has a token or text.
+        is_empty = not (completion.text or completion.token_ids or self.num_tokens or plan.emits_empty_outputs)
+        if is_empty and (not self._is_finished or SILENT_ENDS.is_here):
             return
         if not plan.is_chat:
             logprobs = self._logprobs_of(completion)
         token_ids = list(completion.token_ids)
         self.num_tokens += len(token_ids)
-        if completion.finish_reason is None:
-            self._write_more_of(completion.text, token_ids, logprobs, prompt)
-        else:
-            self._write_last(completion, token_ids, logprobs, prompt)
+        if not self._is_finished:
+            self._write_event(completion.text, token_ids, logprobs, prompt)
+            return
+        reads = not (plan.is_chat and is_empty)  # the parser does not read an empty result
+        delta = self._delta_of(completion.text, token_ids, finished=True) if reads else None
+        reason = completion.finish_reason
+        if self.parsed is not None:
+            reason = self.parsed.finish_reason(reason)
+        extras = self._extras(token_ids, NULL if logprobs is None or self._hides else logprobs, prompt)
+        self._answer.has_ended(
+            self._events.last(delta or self._events.empty, reason, completion.stop_reason, plan.fingerprint, extras)
+        )
 
     def _logprobs_of(self, completion: Any) -> bytes | None:
         written, self._written = self._written, None
-        if written is not None or self._logprobs is None:
-            return written
-        return self._logprobs.of_result(completion)
-
-    def _has_said_nothing(self, completion: Any) -> bool:
-        """True if neither this result nor an earlier one has a token or text."""
-        return not (completion.text or completion.token_ids or self.num_tokens)
-
-    def _prompt_ids(self) -> bytes:
-        """Return the prompt's tokens as JSON for the first chunk of a completion, if requested; null otherwise."""
-        if not self._plan.token_ids or self._plan.is_chat or self._has_told_prompt:
-            return NULL
-        self._has_told_prompt = True
-        return encode(self._state.prompt_token_ids)
-
-    def _write_last(self, completion: Any, token_ids: list[int], logprobs: bytes | None, prompt: bytes) -> None:
-        plan = self._plan
-        if plan.is_chat and not plan.hears_silence and self._has_said_nothing(completion):
-            said = self._events.nothing  # the parser does not read this result
-        else:
-            said = self._said(completion.text, token_ids, finished=True) or self._events.nothing
-        reason = completion.finish_reason
-        if self._parsed is not None:
-            reason = self._parsed.finish_reason(reason)
-        extras = self._extras(token_ids, NULL if logprobs is None or self._hides else logprobs, prompt)
-        self._answer.has_ended(self._events.last(said, reason, completion.stop_reason, plan.fingerprint, extras))
-
-
-def _passed_on(parsed: ParsedDeltas, text: str, token_ids: list[int], writers: Writers) -> bytes | None:
-    """Return what one of ``writers`` makes of a text that the parser passes on; None if the parser must read it."""
-    passed = parsed.passes(text, token_ids)
-    if passed is Passed.CONTENT:
-        return writers.content(text)
-    if passed is Passed.REASONING:
-        return writers.reasoning(text)
-    return writers.arguments(parsed.call, text) if passed is Passed.ARGUMENTS else None
-
-
-# ---- comments in a silent stream -------------------------------------------------------------------------------------
-
-# They make proxies keep its connection open. Relies on the text of vLLM's ``SSE_KEEP_ALIVE_COMMENT``.
-
-
-COMMENT = framed(SSE_KEEP_ALIVE_COMMENT.encode())
+        return self._logprobs.of_result(completion) if written is None and self._logprobs is not None else written
 
 
 class KeepAlive:
-    """Passes frames to ``write``, and writes a comment after ``interval`` seconds without a frame."""
+    """Passes frames to ``write``, and writes a comment after ``interval`` seconds without a frame, for proxies."""
 
     def __init__(self, write: Callable[[bytes], None], interval: float) -> None:
         self._write = write
@@ -364,32 +366,24 @@ class KeepAlive:
         self._timer: asyncio.TimerHandle | None = None
 
     def write(self, frame: bytes) -> None:
-        """Write a frame."""
         self._last = asyncio.get_running_loop().time()
         self._write(frame)
 
     @contextmanager
     def running(self) -> Generator[None]:
-        """Write comments as needed while entered."""
         self._last = asyncio.get_running_loop().time()
-        self._wait()
+        self._look()
         try:
             yield
         finally:
             if self._timer is not None:
                 self._timer.cancel()
 
-    def _wait(self) -> None:
-        self._timer = asyncio.get_running_loop().call_at(self._last + self._interval, self._look)
-
     def _look(self) -> None:
         loop = asyncio.get_running_loop()
         if loop.time() >= self._last + self._interval:
             self.write(COMMENT)
-        self._wait()
-
-
-logger = logging.getLogger(__name__)
+        self._timer = loop.call_at(self._last + self._interval, self._look)
 
 
 class RequestStream:
@@ -397,7 +391,7 @@ class RequestStream:
 
     def __init__(
         self, connection: ClientConnection, tools: StreamTools, plan: StreamPlan,
-        concurrency: Concurrency | None = None, pieces: TokenPieces | None = None,
+        concurrency: Callable[[], AbstractAsyncContextManager[None]] = nullcontext, pieces: TokenPieces | None = None,
     ) -> None:  # fmt: skip
         self._connection = connection
         self._tools = tools
@@ -409,11 +403,8 @@ class RequestStream:
         self.write = connection.write if self._keep_alive is None else self._keep_alive.write
         self.flush = connection.flush
         self._choices: list[ChoiceStream] = []
-        self._open = plan.n
-        self._end = b""
+        self._open, self._end = plan.n, b""
         self.queue: Any = None
-
-    # ---- from start to end -----------------------------------------------------------------------------------
 
     async def run(self, add_request: Callable[[], Awaitable[Any]]) -> bytes:
         """Stream the request that ``add_request`` adds to vLLM; return the last events, with the error if it failed."""
@@ -444,8 +435,7 @@ class RequestStream:
             # All choices at the same time; an error of one choice ends all of them.
             async with asyncio.TaskGroup() as group:
                 for choice in self._choices:
-                    turn = nullcontext() if self._concurrency is None else self._concurrency.one()
-                    group.create_task(choice.run(turn))
+                    group.create_task(choice.run(self._concurrency()))
         except ExceptionGroup as failed:
             raise failed.exceptions[0] from None
         finally:
@@ -454,10 +444,7 @@ class RequestStream:
 
     @property
     def calls_tool(self) -> bool:
-        """True if any choice has called a tool."""
-        return any(choice.calls_tool for choice in self._choices)
-
-    # ---- for its choices -------------------------------------------------------------------------------------
+        return any(choice.parsed is not None and choice.parsed.has_tool_calls for choice in self._choices)
 
     async def sent(self) -> None:
         """Send the written chunks, and wait until the client has read enough."""
@@ -476,3 +463,49 @@ class RequestStream:
             self.write(framed(last))
         else:
             self._end = last
+
+
+class StreamStats:
+    """Token statistics, passed to vLLM's loggers every ``RECORD_SECONDS``; without loggers, nothing is recorded."""
+
+    def __init__(self, loggers: Any | None) -> None:
+        self._loggers = loggers
+        self._iteration: IterationStats | None = None
+
+    def iteration(self) -> IterationStats | None:
+        """Return the object in which vLLM's own path records now; None without loggers."""
+        if self._loggers is None:
+            return None
+        gathered = self._gather(0)
+        gathered.iteration_timestamp = time.time()  # the end of the latencies that vLLM measures
+        return gathered
+
+    def observe(self, request: RequestStateStats | None, num_tokens: int) -> None:
+        """Record one output with ``num_tokens`` more tokens of a request."""
+        if self._loggers is None or request is None:
+            return
+        now = time.monotonic()
+        if (gathered := self._iteration) is None:
+            gathered = self._gather(0)
+        gathered.num_generation_tokens += num_tokens
+        gathered.inter_token_latencies_iter.append(now - request.last_token_ts)
+        request.last_token_ts = now
+        request.num_generation_tokens += num_tokens
+
+    def count(self, request: RequestStateStats | None, num_tokens: int) -> None:
+        """Count ``num_tokens`` more tokens of a request; vLLM's own path records the latency of their output."""
+        if self._loggers is not None and request is not None:
+            self._gather(num_tokens)
+            request.num_generation_tokens += num_tokens
+
+    def record(self) -> None:
+        gathered, self._iteration = self._iteration, None
+        if gathered is not None and self._loggers is not None:
+            self._loggers.record(scheduler_stats=None, iteration_stats=gathered)
+
+    def _gather(self, num_tokens: int) -> IterationStats:
+        if self._iteration is None:
+            self._iteration = IterationStats()
+            asyncio.get_running_loop().call_later(RECORD_SECONDS, self.record)
+        self._iteration.num_generation_tokens += num_tokens
+        return self._iteration

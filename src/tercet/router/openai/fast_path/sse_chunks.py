@@ -11,7 +11,7 @@ fields of ``DeltaMessage`` and ``UsageInfo``.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
@@ -44,70 +44,56 @@ class Extras(NamedTuple):
 NO_EXTRAS = Extras()
 
 
-# ---- what the answers of each API have in common ------------------------------------------------------------------
-
-
 class ChoiceEvents(Protocol):
-    """The events of one choice. A *said* part is the variable part of an event; ``nothing`` is the empty one."""
+    """The events of one choice. A *delta* is the part of an event that differs from output to output.
 
-    nothing: bytes
+    ``empty`` is that of no text. A *framed* event is one chunk of HTTP/1.1's chunked encoding; empty if there is none.
+    """
 
-    #: An event with ``text`` only, framed for HTTP/1.1's chunked encoding; empty if there is no event.
+    empty: bytes
+
+    #: The event with ``text`` and nothing else, framed: the shortest way, for plain text.
     def text(self, text: str) -> bytes: ...
 
-    #: An event with reasoning ``text`` only, framed; empty if there is no event.
-    def thinking(self, text: str) -> bytes: ...
+    #: The deltas of text, of reasoning, and of more arguments of the call with this index.
+    def text_delta(self, text: str) -> bytes: ...
+    def reasoning_delta(self, text: str) -> bytes: ...
+    def arguments_delta(self, call: int, text: str) -> bytes: ...
 
-    #: An event with more arguments of the call with index ``call`` only, framed; empty if there is none.
-    def more_arguments(self, call: int, text: str) -> bytes: ...
+    #: The delta of what a parser made; raises vLLM's exception if it cannot be written.
+    def parsed_delta(self, delta: Any) -> bytes: ...
 
-    #: The said part for ``text``.
-    def said(self, text: str) -> bytes: ...
+    #: The event with a delta and at most log probabilities, framed.
+    def frame(self, delta: bytes, logprobs: bytes = NULL, /) -> bytes: ...
 
-    #: The said part for reasoning ``text``.
-    def thought(self, text: str) -> bytes: ...
-
-    #: The said part for more arguments of the call with index ``call``.
-    def arguments(self, call: int, text: str) -> bytes: ...
-
-    #: The said part for a parser's delta; raises vLLM's exception if the delta cannot be written.
-    def delta(self, delta: Any) -> bytes: ...
-
-    #: An event with ``said`` and at most log probabilities, framed; empty if there is no event.
-    def only(self, said: bytes, logprobs: bytes = NULL, /) -> bytes: ...
-
-    #: An event with ``said`` and the other fields that the client asked for, not framed.
-    def more(self, said: bytes, extras: Extras, /) -> bytes: ...
+    #: The event with a delta and the other fields that the client asked for, not framed.
+    def event(self, delta: bytes, extras: Extras, /) -> bytes: ...
 
     #: The last event of the choice, not framed.
     def last(
-        self, said: bytes, finish_reason: str, stop_reason: int | str | None, fingerprint: str | None, extras: Extras, /
-    ) -> bytes: ...
+        self, delta: bytes, finish_reason: str, stop_reason: int | str | None, fingerprint: str | None, extras: Extras,
+        /,
+    ) -> bytes: ...  # fmt: skip
 
 
 class AnswerEvents(Protocol):
-    """The events of one answer. ``keeps_alive``: True if a silent stream gets comments."""
+    """The events of one answer, none of them framed. ``keeps_alive``: True if a silent stream gets comments."""
 
     keeps_alive: bool
 
     #: The events of the choice with this index.
     def choice(self, index: int, /) -> ChoiceEvents: ...
 
-    #: The events before any output.
+    #: The events before any output, and those before the event of a result of vLLM's output processor.
     def begin(self) -> bytes: ...
-
-    #: The events that come before the event of ``result``, a result of vLLM's output processor.
     def result(self, result: Any) -> bytes: ...
 
-    #: The events after all choices.
+    #: The events after all choices, and those of an error instead.
     async def end(self, choices: Sequence[ChoiceStream]) -> bytes: ...
-
-    #: The events at the end of an answer that failed with ``error``.
     def failed(self, error: Exception) -> bytes: ...
 
 
 # ---- deltas of parsers, as JSON -----------------------------------------------------------------------------------
-
 
 CONTENT, REASONING = {"content"}, {"reasoning"}
 CALLS, CALLS_BESIDE_CONTENT = {"tool_calls"}, {"content", "tool_calls"}
@@ -115,17 +101,8 @@ MORE_OF_CALL, ARGUMENTS = {"index", "function"}, {"arguments"}
 encode = msgspec.json.Encoder().encode
 
 
-def is_told(tell: Callable[..., object], *args: Any) -> bool:
-    """Call ``tell``; return False if a text cannot be encoded: it has half of a character, from a cut escape."""
-    try:
-        tell(*args)
-    except UnicodeEncodeError:
-        return False
-    return True
-
-
 def delta_json(delta: Any) -> bytes:
-    """Return a delta's JSON as vLLM writes it; raises vLLM's exception if the delta cannot be written."""
+    """Return a parser's delta as JSON, as vLLM writes it; raises vLLM's exception if the delta cannot be written."""
     try:
         written = _usual_json(delta)
     except UnicodeEncodeError:  # half of a character, from an escape that an output has cut
@@ -135,39 +112,37 @@ def delta_json(delta: Any) -> bytes:
 
 def _usual_json(delta: Any) -> bytes | None:
     """Return the JSON of a delta with text, or with more arguments of a call; None for other deltas, which are rare."""
-    if type(delta) is DeltaMessage:
-        fields = delta.model_fields_set
-        if fields == CONTENT:
-            return b'{"content":%b}' % encode(delta.content)
-        if fields == REASONING:
-            return b'{"reasoning":%b}' % encode(delta.reasoning)
-        if (fields in (CALLS, CALLS_BESIDE_CONTENT)) and len(delta.tool_calls) == 1:
-            more = _more_arguments(delta.tool_calls[0])
-            if more is not None:
-                content = b"" if fields == CALLS else b'"content":%b,' % encode(delta.content)
-                return b'{%b"tool_calls":[%b]}' % (content, more)
-    return None
-
-
-def _more_arguments(call: Any) -> bytes | None:
-    """Return the JSON of a call's delta that has arguments only, as most have; None for other deltas."""
+    if type(delta) is not DeltaMessage:
+        return None
+    fields = delta.model_fields_set
+    if fields == CONTENT:
+        return b'{"content":%b}' % encode(delta.content)
+    if fields == REASONING:
+        return b'{"reasoning":%b}' % encode(delta.reasoning)
+    if fields not in (CALLS, CALLS_BESIDE_CONTENT) or len(delta.tool_calls) != 1:
+        return None
+    call: Any = delta.tool_calls[0]
     function = call.function
     if type(call) is not DeltaToolCall or call.model_fields_set != MORE_OF_CALL:
         return None
     if type(function) is not DeltaFunctionCall or function.model_fields_set != ARGUMENTS:
         return None
-    return b'{"index":%d,"function":{"arguments":%b}}' % (call.index, encode(function.arguments))
+    content = b"" if fields == CALLS else b'"content":%b,' % encode(delta.content)
+    more = b'{"index":%d,"function":{"arguments":%b}}' % (call.index, encode(function.arguments))
+    return b'{%b"tool_calls":[%b]}' % (content, more)
 
 
 # ---- chunks --------------------------------------------------------------------------------------------------------
 
-#   A chunk. The writer of a choice has the upper line from the start; each output adds what is in the lower one:
+#   A framed chunk of a chat answer. All of it but the size and the delta is constant: the writer of a choice makes the
+#   rest once, so that a token costs a look-up of its text, one encoding and one formatting of bytes.
 #
-#   head                      opening               said[0]           said[1] closing                   ending
-#   data: {"id":1,"choices":[ {"index":0,"delta":   {"content":       }       ,"logprobs":null ...}]    ,"kv_...":null}
-#                                                              "text"                               ,"usage":{}
+#    size     before (head and opening)                       delta               after (closing and ending)
+#   +--------+-----------------------------------------------+-------------------+-----------------------------------+
+#   | a3\r\n | data: {"id":..,"choices":[{"index":0,"delta": | {"content":" it"} | ,"logprobs":null,..}]}\n\n\r\n     |
+#   +--------+-----------------------------------------------+-------------------+-----------------------------------+
 #
-#   A frame is a chunk after its length in hexadecimal: one chunk of HTTP/1.1's chunked encoding.
+#   Log probabilities and token ids stand inside ``closing``, usage between ``closing`` and ``ending``.
 
 
 @dataclass(frozen=True)
@@ -177,8 +152,8 @@ class ChunkFormat:
     object: bytes
     #: Before a choice's text or delta, and after it; ``last_closing`` ends a choice.
     opening: bytes
-    #: Around a text that does not come from a parser.
-    said: tuple[bytes, bytes]
+    #: Around a text: together they are its delta.
+    around_text: tuple[bytes, bytes]
     closing: bytes
     last_closing: bytes
     #: The end of every chunk with a choice.
@@ -194,7 +169,7 @@ class ChunkFormat:
 COMPLETION = ChunkFormat(
     object=b"text_completion",
     opening=b'{"index":%d,"text":',
-    said=(b"", b""),
+    around_text=(b"", b""),
     closing=b',"logprobs":%(logprobs)b,"finish_reason":null,"stop_reason":null,"prompt_token_ids":%(prompt)b,'
     b'"token_ids":%(ids)b,"weight_versions":null}]',
     last_closing=b',"logprobs":%(logprobs)b,"finish_reason":%(reason)b,"stop_reason":%(stop)b,'
@@ -204,7 +179,7 @@ COMPLETION = ChunkFormat(
 CHAT = ChunkFormat(
     object=b"chat.completion.chunk",
     opening=b'{"index":%d,"delta":',
-    said=(b'{"content":', b"}"),
+    around_text=(b'{"content":', b"}"),
     closing=b',"logprobs":%(logprobs)b,"finish_reason":null,"token_ids":%(ids)b}]',
     last_closing=b',"logprobs":%(logprobs)b,"finish_reason":%(reason)b,"stop_reason":%(stop)b,"token_ids":%(ids)b,'
     b'"weight_versions":null}]',
@@ -214,18 +189,20 @@ CHAT = ChunkFormat(
 
 def completion_format() -> ChunkFormat:
     """Return the format of completions in the installed vLLM."""
-    return _former(COMPLETION) if CHUNKS_WITHOUT_TRANSFER.is_here else COMPLETION
+    return _installed(COMPLETION)
 
 
 def chat_format() -> ChunkFormat:
     """Return the format of chat answers in the installed vLLM."""
-    return _former(CHAT) if CHUNKS_WITHOUT_TRANSFER.is_here else CHAT
+    return _installed(CHAT)
 
 
 @cache
-def _former(form: ChunkFormat) -> ChunkFormat:
+def _installed(form: ChunkFormat) -> ChunkFormat:
+    if not CHUNKS_WITHOUT_TRANSFER.is_here:
+        return form
     closing, last_closing = (
-        each.replace(b',"weight_versions":null', b"") for each in (form.closing, form.last_closing)
+        part.replace(b',"weight_versions":null', b"") for part in (form.closing, form.last_closing)
     )
     return replace(form, closing=closing, last_closing=last_closing, ending=b"")
 
@@ -240,7 +217,6 @@ class ChunkWriter:
         )  # fmt: skip
 
     def choice(self, index: int) -> ChoiceChunks:
-        """Return the writer of one choice's chunks."""
         return ChoiceChunks(self.form, self.head, index)
 
     def role(
@@ -258,77 +234,68 @@ class ChunkWriter:
         return b'%b%b,"prompt_token_ids":%b,"prompt_text":%b}\n\n' % (self.head, choice, encode(prompt), encode(text))
 
     def usage(self, counts: Mapping[str, Any], fingerprint: str | None) -> bytes:
-        """Return the usage chunk, without the counts that are None."""
+        """Return the chunk with the counts that are known, at the end of the stream."""
         known = {name: count for name, count in counts.items() if count is not None}
         return b'%b],"usage":%b%b' % (self.head, encode(known), _end(fingerprint))
 
 
 class ChoiceChunks:
-    """Writer of one choice's chunks; each is a whole event. See ``ChoiceEvents`` for the said part."""
+    """Writer of one choice's chunks: see :class:`ChoiceEvents`."""
 
-    nothing = b"{}"
+    empty = b"{}"
 
     def __init__(self, form: ChunkFormat, head: bytes, index: int) -> None:
         self._form = form
         self._before = head + form.opening % index
-        self._text_before = self._before + form.said[0]
-        until, ending = self._logprobs_around = form.around_logprobs
-        self._around_logprobs = len(self._before) + len(until) + len(ending)
-        self._said_after = until + NULL + ending
-        self._text_after = form.said[1] + self._said_after
-        self._around = len(self._text_before) + len(self._text_after)
-        self._around_said = len(self._before) + len(self._said_after)
+        until, ending = self._around_logprobs = form.around_logprobs
+        self._after = until + NULL + ending
+        # The constant parts of a chunk with a text only, and the sizes of the constant parts of each kind of chunk.
+        self._text_before, self._text_after = self._before + form.around_text[0], form.around_text[1] + self._after
+        self._text_size = len(self._text_before) + len(self._text_after)
+        self._size = len(self._before) + len(self._after)
+        self._logprobs_size = len(self._before) + len(until) + len(ending)
 
     def text(self, text: str) -> bytes:
         encoded = encode(text)
-        return b"%x\r\n%b%b%b\r\n" % (self._around + len(encoded), self._text_before, encoded, self._text_after)
+        return b"%x\r\n%b%b%b\r\n" % (self._text_size + len(encoded), self._text_before, encoded, self._text_after)
 
-    def thinking(self, text: str) -> bytes:
-        return self.only(b'{"reasoning":%b}' % encode(text))
-
-    def more_arguments(self, call: int, text: str) -> bytes:
-        return self.only(self.arguments(call, text))
-
-    def said(self, text: str) -> bytes:
-        before, after = self._form.said
+    def text_delta(self, text: str) -> bytes:
+        before, after = self._form.around_text
         return before + encode(text) + after
 
-    def thought(self, text: str) -> bytes:
+    def reasoning_delta(self, text: str) -> bytes:
         return b'{"reasoning":%b}' % encode(text)
 
-    def arguments(self, call: int, text: str) -> bytes:
+    def arguments_delta(self, call: int, text: str) -> bytes:
         return b'{"content":null,"tool_calls":[{"index":%d,"function":{"arguments":%b}}]}' % (call, encode(text))
 
-    def delta(self, delta: Any) -> bytes:
+    def parsed_delta(self, delta: Any) -> bytes:
         return delta_json(delta)
 
-    def only(self, said: bytes, logprobs: bytes = NULL) -> bytes:
+    def frame(self, delta: bytes, logprobs: bytes = NULL) -> bytes:
         if logprobs is NULL:
-            return b"%x\r\n%b%b%b\r\n" % (self._around_said + len(said), self._before, said, self._said_after)
-        until, ending = self._logprobs_around
-        size = self._around_logprobs + len(said) + len(logprobs)
-        return b"%x\r\n%b%b%b%b%b\r\n" % (size, self._before, said, until, logprobs, ending)
+            return b"%x\r\n%b%b%b\r\n" % (self._size + len(delta), self._before, delta, self._after)
+        until, ending = self._around_logprobs
+        size = self._logprobs_size + len(delta) + len(logprobs)
+        return b"%x\r\n%b%b%b%b%b\r\n" % (size, self._before, delta, until, logprobs, ending)
 
-    def more(self, said: bytes, extras: Extras) -> bytes:
-        """Return a chunk with ``said`` and ``extras`` that does not end the choice, not framed."""
+    def event(self, delta: bytes, extras: Extras) -> bytes:
         closing = self._form.closing % _values(extras)
-        return b"%b%b%b%b%b}\n\n" % (self._before, said, closing, extras.usage, self._form.ending)
+        return b"%b%b%b%b%b}\n\n" % (self._before, delta, closing, extras.usage, self._form.ending)
 
     def last(
-        self, said: bytes, finish_reason: str, stop_reason: int | str | None, fingerprint: str | None,
+        self, delta: bytes, finish_reason: str, stop_reason: int | str | None, fingerprint: str | None,
         extras: Extras = NO_EXTRAS,
     ) -> bytes:  # fmt: skip
-        """Return the chunk that ends the choice, not framed; ``fingerprint`` is the system's, None if usage follows."""
+        """Return the chunk that ends the choice; ``fingerprint`` is the system's, None if usage follows."""
         values = {**_values(extras), b"reason": encode(finish_reason), b"stop": encode(stop_reason)}
         closing = self._form.last_closing % values + extras.usage
-        return self._before + said + closing + _end(fingerprint, self._form.ending)
+        return self._before + delta + closing + _end(fingerprint, self._form.ending)
 
 
 def usage_of(prompt: int, completion: int, reasoning: int | None, *, is_chat: bool) -> bytes:
     """Return a chunk's field ``usage``, for the tokens so far; ``reasoning`` is None if they are not counted."""
-    counts: dict[str, Any] = {
-        "prompt_tokens": prompt, "total_tokens": prompt + completion, "completion_tokens": completion
-    }  # fmt: skip
+    counts = _token_counts(prompt, completion)
     if is_chat:
         counts["completion_tokens_details"] = None if reasoning is None else {"reasoning_tokens": reasoning}
     return b',"usage":' + encode(counts)
@@ -374,7 +341,6 @@ class ChunkAnswer:
         return self.chunks.choice(index)
 
     def begin(self) -> bytes:
-        """Return nothing: OpenAI's formats have no event before the first output."""
         return b""
 
     def result(self, result: RequestOutput) -> bytes:
@@ -401,11 +367,9 @@ class ChunkAnswer:
         return self.chunks.usage(counts, self.serving.system_fingerprint) + DONE
 
     def failed(self, error: Exception) -> bytes:
-        if isinstance(error, SequenceFailed):
-            said = msgspec.json.encode(error.error.to_wire())
-        else:
-            said = with_named_code(error_of(self.serving, error))
-        return b"data: %b\n\n%b" % (said, DONE)
+        is_own = isinstance(error, SequenceFailed)
+        body = encode(error.error.to_wire()) if is_own else with_named_code(error_of(self.serving, error))
+        return b"data: %b\n\n%b" % (body, DONE)
 
 
 def error_of(serving: Any, error: Exception) -> bytes:
@@ -426,20 +390,19 @@ def counts_of(
 ) -> dict[str, Any]:  # fmt: skip
     """Return the usage at the end; ``first`` is the first result of any choice."""
     prompt, completion = len(first.prompt_token_ids or ()), sum(choice.num_tokens for choice in choices)
-    counts: dict[str, Any] = {
-        "prompt_tokens": prompt, "total_tokens": prompt + completion, "completion_tokens": completion
-    }  # fmt: skip
+    counts = _token_counts(prompt, completion)
     if serving.enable_prompt_tokens_details:
-        counts["prompt_tokens_details"] = _prompt_details(first, is_chat, multimodal)
+        # vLLM's details; a completion has the number of cached tokens only.
+        details: dict[str, Any] = {"cached_tokens": first.num_cached_tokens}
+        if is_chat:
+            details["created_cache_tokens"] = first.num_cache_creation_tokens
+            details["multimodal_tokens"] = multimodal or None
+        known = {name: count for name, count in details.items() if count is not None}
+        counts["prompt_tokens_details"] = known or None
     if is_chat and counts_reasoning(serving):
         counts["completion_tokens_details"] = {"reasoning_tokens": sum(choice.reasoning_tokens for choice in choices)}
     return counts
 
 
-def _prompt_details(first: RequestOutput, is_chat: bool, multimodal: Mapping[str, int] | None) -> dict[str, Any] | None:
-    """Return vLLM's details of the prompt's tokens; a completion has the number of cached tokens only."""
-    counts: dict[str, Any] = {"cached_tokens": first.num_cached_tokens}
-    if is_chat:
-        counts["created_cache_tokens"] = first.num_cache_creation_tokens
-        counts["multimodal_tokens"] = multimodal or None
-    return {name: count for name, count in counts.items() if count is not None} or None
+def _token_counts(prompt: int, completion: int) -> dict[str, Any]:
+    return {"prompt_tokens": prompt, "total_tokens": prompt + completion, "completion_tokens": completion}
