@@ -1,6 +1,6 @@
 """One import of what simulated engines and routers need, for all of them that tests start: no vLLM, no torch.
 
-As a module that is run, it is the process that they are forked from; see tercet.cluster.warm_start for that of vLLM.
+As a module that is run, it is the process that they are forked from; see tercet.cluster.child_process for that of vLLM.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pathlib import Path
 
 from tercet.aio.warm_parent import serve_forks
 from tercet.cluster import guard
-from tercet.cluster.warm_start import ONE_THREAD, be, listening_for_guards
+from tercet.cluster.child_process import ONE_THREAD, be, listening_for_guards
 
 ROOT = Path(__file__).resolve().parents[1]
 # Tercet sets it for each engine and router whose model is in a folder, and libraries read it while they are imported.

@@ -1,4 +1,4 @@
-"""One import of vLLM for all engines, routers and commands that tests start: see tercet.cluster.warm_start."""
+"""One import of vLLM for all engines, routers and commands that tests start: see tercet.cluster.child_process."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from typing import IO
 from unittest.mock import patch
 
 from tercet.cluster import guard
+from tercet.cluster.child_process import COMMAND, can_fork, listening_for_guards, loaded_with
 from tercet.cluster.engine_command import EngineSpec, engine_env
 from tercet.cluster.model import resolve_model
-from tercet.cluster.warm_start import COMMAND, can_fork, listening_for_guards, loaded_with
 from tercet.settings.process_settings import WARM_PARENT_VARIABLE
 
 MODEL = "smollm2"

@@ -68,7 +68,7 @@ def warm_parent_of(url: str, tmp: Path) -> psutil.Process | None:
     """The process that has forked the engine's API server and the router, if one has."""
     parents = {psutil.Process(processes_of(each)[0].pid).parent() for each in (url, engine_url(tmp))}
     (found,) = parents if len(parents) == 1 else (None,)
-    return found if found is not None and "tercet.cluster.warm_start" in " ".join(found.cmdline()) else None
+    return found if found is not None and "tercet.cluster.child_process" in " ".join(found.cmdline()) else None
 
 
 def engine_url(tmp: Path) -> str:

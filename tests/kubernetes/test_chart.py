@@ -22,7 +22,7 @@ from tercet.cli.setting_flags import flags_given
 from tercet.fleet.discovery import engines_of
 from tercet.fleet.kubernetes_api import InferencePool, Pod
 from tercet.protocol.names import AllowedPrefillers
-from tercet.router.state.state_configmap import ConfigMapStore
+from tercet.router.state.state_store import ConfigMapStore
 from tercet.settings import RouterConfig, Settings, decode_settings
 from tercet.vllm_plugin.start.plugin_settings import parse_settings
 from tercet_gateway.gateway_settings import PickerConfig, SidecarConfig

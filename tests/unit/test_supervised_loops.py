@@ -12,8 +12,9 @@ from typing import Any, cast
 import msgspec
 import pytest
 
-from tercet.cluster import joining, running_fleet
-from tercet.cluster.joining import JoiningEngine
+from tercet.cli import engine_process
+from tercet.cli.engine_process import JoiningEngine
+from tercet.cluster import running_fleet
 from tercet.engine import liveness_probe
 from tercet.engine.agents import AgentReports
 from tercet.engine.liveness_probe import LivenessProbe
@@ -145,7 +146,7 @@ async def test_answers_of_agents_are_taken() -> None:
 
 
 async def test_an_engine_stays_a_member(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(joining, "AGAIN_SECONDS", SOON_S)
+    monkeypatch.setattr(engine_process, "AGAIN_SECONDS", SOON_S)
 
     class Membership:
         joins = 0
@@ -163,9 +164,9 @@ async def test_an_engine_stays_a_member(monkeypatch: pytest.MonkeyPatch) -> None
             before = membership.joins
             await until(lambda: membership.joins > before)
 
-        return kept(lambda: joining._stay(engine, cast(Any, membership), lambda *_: None), works)
+        return kept(lambda: engine_process._stay(engine, cast(Any, membership), lambda *_: None), works)
 
-    await with_an_error_at_each_await("cluster/joining.py:_stay", started)
+    await with_an_error_at_each_await("cli/engine_process.py:_stay", started)
 
 
 # ---- around routers ----------------------------------------------------------------------------------------------

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
+from itertools import pairwise, takewhile
 from types import FrameType
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -15,14 +16,10 @@ import typer.main
 from tercet import __version__
 from tercet.cli.commands import LazyGroup
 from tercet.cli.terminal import NobodyReads, forget_stdout, printable
-from tercet.protocol import TercetError
+from tercet.protocol import BadRequest, TercetError
 
 if TYPE_CHECKING:
     from tercet.settings import Declared
-from collections.abc import Sequence
-from itertools import pairwise, takewhile
-
-from tercet.protocol import BadRequest
 
 # Commands that run for a long time and read settings from environment variables.
 SERVERS = frozenset({"up", "engine", "router", "epp", "sidecar", "model-router", "demo", "chaos"})
@@ -33,12 +30,7 @@ _UsageError: Any = typer.BadParameter.__mro__[1]
 _CommandLineError: Any = typer.BadParameter.__mro__[2]
 _NoSuchOption: Any = next(each for each in _UsageError.__subclasses__() if each.__name__ == "NoSuchOption")
 
-app = typer.Typer(
-    name="tercet",
-    cls=LazyGroup,
-    rich_markup_mode="markdown",
-    pretty_exceptions_enable=False,
-)
+app = typer.Typer(name="tercet", cls=LazyGroup, rich_markup_mode=None, pretty_exceptions_enable=False)
 
 
 def _version(wanted: bool) -> None:
@@ -64,7 +56,7 @@ def tercet(
     - `tercet program`, `tercet engines`, `tercet scale` and `tercet upgrade` change a fleet while it serves.
     """
     if context.invoked_subcommand in SERVERS:
-        from tercet.cli.unknown_variables import unknown_variables
+        from tercet.cli.setting_flags import unknown_variables
 
         for line in unknown_variables(context.invoked_subcommand or ""):
             typer.echo(f"tercet: {line}", err=True)

@@ -8,9 +8,8 @@ import importlib
 import sys
 from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-import aiohttp
 import msgspec
 import typer
 
@@ -21,10 +20,12 @@ from tercet.protocol.access import bearer, given_key
 from tercet.protocol.sse import read_answer
 from tercet.protocol.wire import UNREADABLE
 from tercet.settings import require_url
-from tercet.wire.client.bounded_answers import reason_of
 
-# sock_read limits the seconds between two tokens, and the wait of a request in the router's queue.
-ANSWER = aiohttp.ClientTimeout(total=None, sock_connect=5.0, sock_read=300.0)
+if TYPE_CHECKING:
+    import aiohttp
+
+# Longest time between two tokens, and longest wait of a request in the router's queue.
+READ_SECONDS = 300.0
 PROMPT = "> "
 Message = dict[str, str]
 
@@ -147,11 +148,16 @@ class Chat:
 
     @asynccontextmanager
     async def _request(self, method: str, path: str, body: Any = None) -> AsyncGenerator[aiohttp.ClientResponse]:
+        import aiohttp
+
+        from tercet.wire.client.bounded_answers import reason_of
+
+        timeout = aiohttp.ClientTimeout(total=None, sock_connect=5.0, sock_read=READ_SECONDS)
         headers = {"content-type": "application/json", **self._headers}
         data = None if body is None else msgspec.json.encode(body)
         try:
             async with (
-                aiohttp.ClientSession(timeout=ANSWER) as session,
+                aiohttp.ClientSession(timeout=timeout) as session,
                 session.request(method, f"{self.url}{path}", data=data, headers=headers) as response,
             ):
                 if response.status != 200:

@@ -1,13 +1,16 @@
 """The commands of ``tercet``, each imported at its first use; their list is printed without any of them.
 
-Packages add commands by entry points of the group ``tercet.commands``.
+Packages add commands by entry points of the group ``tercet.commands``. Help is plain text, and texts of the command
+line stay texts: typer would load rich, a Markdown parser and pydantic for them, which takes longer than a command.
 """
 
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator, Mapping
-from functools import cache
+import re
+import textwrap
+from collections.abc import Callable, Iterator, Mapping
+from functools import cache, partial
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -22,7 +25,7 @@ from tercet.protocol.entry_points import COMMANDS, entry_points
 # In the order of `tercet --help`; each is a function of a module of this package, or a group of commands. Those of
 # `EXTRA_OF` come with another package, which the extra installs.
 MODULES: Mapping[str, str] = {
-    "up": "up", "down": "detached", "status": "status", "chat": "chat", "engine": "engine", "router": "servers",
+    "up": "up", "down": "detached", "status": "engines", "chat": "chat", "engine": "engine", "router": "servers",
     "epp": "", "sidecar": "", "model-router": "", "planner": "",
     "demo": "demo", "chaos": "", "conformance": "", "doctor": "doctor",
     "program": "program", "engines": "engines", "scale": "scale", "upgrade": "",
@@ -57,7 +60,82 @@ class LazyCommands(Mapping[str, Any]):
         return len(list(iter(self)))
 
 
-class LazyGroup(typer.core.TyperGroup):
+class _Plain:
+    """Help of a command or a group: paragraphs, and lists whose items begin with ``- ``, in the terminal's width."""
+
+    help: Any
+
+    def format_help_text(self, ctx: Any, formatter: Any) -> None:
+        """Write the description."""
+        width = max(20, formatter.width - 2)
+        for paragraph in re.split(r"\n\s*\n", (self.help or "").strip()):
+            items = re.split(r"\n(?=- )|^(?=- )", plain(paragraph))
+            lines = [
+                line
+                for item in items
+                for line in textwrap.wrap(
+                    item, width, break_on_hyphens=False, subsequent_indent="  " * (item[:2] == "- ")
+                )
+            ]
+            formatter.write_paragraph()
+            formatter.write("".join(f"  {line}\n" for line in lines))
+
+    def get_short_help_str(self, limit: int = 0) -> str:
+        """Return the first paragraph; ``limit`` is ignored, so that no sentence is cut."""
+        return " ".join(plain((self.help or "").strip().partition("\n\n")[0]).split())
+
+
+def plain(text: str) -> str:
+    """Return a help text without its Markdown."""
+    return text.replace("`", "")
+
+
+class Command(_Plain, typer.core.TyperCommand):
+    """A command."""
+
+    def get_params(self, ctx: Any) -> Any:
+        """Return the parameters, with that of the help."""
+        return _with_texts(super().get_params(ctx))
+
+
+class Group(_Plain, typer.core.TyperGroup):
+    """A command that has commands."""
+
+    def get_params(self, ctx: Any) -> Any:
+        """Return the parameters, with that of the help."""
+        return _with_texts(super().get_params(ctx))
+
+
+def _with_texts(params: list[Any]) -> list[Any]:
+    """Return ``params``, which let texts and missing values pass unchanged; typer would use pydantic."""
+
+    def passed(of: Any, convert: Callable[[Any, Any], Any], ctx: Any, value: Any) -> Any:
+        kind = getattr(getattr(of, "type_descriptor", None), "annotation", None)
+        if of.required or not (value is None or kind in (str, list[str])):
+            return convert(ctx, value)
+        given = () if value is None and of.multiple else value
+        return given if of.callback is None else of.callback(ctx, of, given)
+
+    for each in params:
+        if "process_value" not in vars(each):
+            each.process_value = partial(passed, each, each.process_value)
+    return params
+
+
+class Commands(typer.Typer):
+    """A group of commands that a module declares."""
+
+    def __init__(self, **given: Any) -> None:
+        super().__init__(
+            cls=Group, no_args_is_help=True, rich_markup_mode=None, pretty_exceptions_enable=False, **given
+        )
+
+    def command(self, name: str | None = None, *, cls: Any = Command, **given: Any) -> Any:
+        """Return a decorator that adds a function as a command."""
+        return super().command(name, cls=cls, **given)
+
+
+class LazyGroup(Group):
     """The command ``tercet``, which holds all other commands."""
 
     def __init__(self, **attributes: Any) -> None:
@@ -82,18 +160,16 @@ class LazyGroup(typer.core.TyperGroup):
 def _listed(name: str) -> Any:
     """Return a command with the real one's help, read from the source of its module, which is not imported."""
     if not MODULES.get(name) and name not in entry_points(COMMANDS):
-        return typer.core.TyperCommand(name, help=f"Not installed: pip install 'tercet[{EXTRA_OF[name]}]'")
+        return Command(name, help=f"Not installed: pip install 'tercet[{EXTRA_OF[name]}]'")
     module, wanted = place_of(name)
     source = _source(module).read_text(encoding="utf-8")
     for node in ast.parse(source).body:
         if isinstance(node, ast.FunctionDef) and node.name == wanted:
-            return typer.core.TyperCommand(name, help=ast.get_docstring(node))
+            return Command(name, help=ast.get_docstring(node))
         if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name) and node.targets[0].id == wanted:
             call = node.value
             given = call.keywords if isinstance(call, ast.Call) else []
-            return typer.core.TyperGroup(
-                name=name, help=next(ast.literal_eval(k.value) for k in given if k.arg == "help")
-            )
+            return Command(name, help=next(ast.literal_eval(k.value) for k in given if k.arg == "help"))
     raise AssertionError(f"{module} does not define the command {name}")
 
 
@@ -126,10 +202,10 @@ def _built(name: str) -> Any:
         found: Any = getattr(import_module(module), wanted)
     else:
         found = provided(COMMANDS, name, EXTRA_OF.get(name, ""), f"tercet {name}")
-    around = typer.Typer(rich_markup_mode="markdown", pretty_exceptions_enable=False)
+    around = typer.Typer(rich_markup_mode=None, pretty_exceptions_enable=False)
     if isinstance(found, typer.Typer):
         around.add_typer(found)
     else:
-        around.command(name, cls=SettingsCommand if hasattr(found, SETTINGS_OF) else None)(found)
+        around.command(name, cls=SettingsCommand if hasattr(found, SETTINGS_OF) else Command)(found)
     group: Any = typer.main.get_group(around)
     return group.commands[name]

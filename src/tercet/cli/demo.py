@@ -3,24 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterable
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-import aiohttp
 import msgspec
 import typer
 
-from tercet.cli.terminal import console, say
-from tercet.cli.up import StartedFleet, run_fleet
+from tercet.cli.terminal import say
+from tercet.cli.up import run_fleet
 from tercet.cluster.up_config import UpConfig
-from tercet.fleet.trace import Trace
 from tercet.protocol import EngineError
 from tercet.protocol.headers import TRACE_HEADER
-from tercet.protocol.spans import TraceEvent
 from tercet.protocol.sse import AnswerFailed, read_answer
-from tercet.wire.client.bounded_answers import reason_of
+
+if TYPE_CHECKING:
+    from tercet.cluster.running_fleet import StartedFleet
+    from tercet.fleet.trace import Trace
+    from tercet.protocol.spans import TraceEvent
 
 MAX_TOKENS = 48
-ANSWER_TIMEOUT = aiohttp.ClientTimeout(total=None, sock_read=120)
+READ_SECONDS = 120.0
 PASSAGE = """\
 The harbour of Varn lies where two rivers meet the sea. Every morning the ferry crosses from the old town to the
 lighthouse, carries bread and letters over, and brings fish back. The keeper of the lighthouse is called Maren. She has
@@ -41,9 +42,7 @@ asked why he had never gone home, and he answered that he had, once, and that so
 QUESTION = "Who keeps the lighthouse of Varn, and what did she do on the night when the lamp went dark?"
 
 
-def demo(
-    max_tokens: Annotated[int, typer.Option(min=2, help="Longest answer (tokens).")] = MAX_TOKENS,
-) -> None:
+def demo(max_tokens: Annotated[int, typer.Option(min=2, help="Longest answer (tokens).")] = MAX_TOKENS) -> None:
     """Start two engines with a small model, and ask them one question.
 
     One engine prefills the prompt and pushes its KV into the other one, which decodes the answer. The demo takes about
@@ -54,6 +53,8 @@ def demo(
 
 
 async def _show(fleet: StartedFleet, max_tokens: int) -> None:
+    from tercet.cli.terminal import console
+
     console.print(f"\n[dim]{PASSAGE}[/dim]\n[bold]{QUESTION}[/bold]\n")
     _report(await _ask(fleet, max_tokens), "What happened")
     say("\nThe same question again:\n")
@@ -63,13 +64,19 @@ async def _show(fleet: StartedFleet, max_tokens: int) -> None:
 
 async def _ask(fleet: StartedFleet, max_tokens: int) -> Trace:
     """Print one answer as it arrives, and return its trace. Raises :class:`~tercet.protocol.EngineError`."""
+    import aiohttp
+
+    from tercet.cli.terminal import console
+    from tercet.wire.client.bounded_answers import reason_of
+
+    timeout = aiohttp.ClientTimeout(total=None, sock_read=READ_SECONDS)
     body = {
         "model": "smollm2", "stream": True, "max_tokens": max_tokens, "temperature": 0,
         "messages": [{"role": "user", "content": f"{PASSAGE}\n{QUESTION}"}],
     }  # fmt: skip
     try:
         async with (
-            aiohttp.ClientSession(headers={TRACE_HEADER: "1"}, timeout=ANSWER_TIMEOUT) as session,
+            aiohttp.ClientSession(headers={TRACE_HEADER: "1"}, timeout=timeout) as session,
             session.post(f"{fleet.url}/v1/chat/completions", json=body) as response,
         ):
             if response.status != 200:
@@ -84,6 +91,9 @@ async def _ask(fleet: StartedFleet, max_tokens: int) -> Trace:
 
 async def show_answer(chunks: AsyncIterable[bytes]) -> Trace:
     """Print a stream's text as it arrives, and return its trace. Raises :class:`~tercet.protocol.EngineError`."""
+    from tercet.cli.terminal import console
+    from tercet.fleet.trace import Trace
+
     trace: Trace | None = None
     try:
         async for data in read_answer(chunks):
@@ -102,6 +112,8 @@ async def show_answer(chunks: AsyncIterable[bytes]) -> Trace:
 
 
 def _report(trace: Trace, title: str) -> None:
+    from tercet.cli.terminal import console
+
     console.print(f"[bold]{title}[/bold] (program: {trace.program})")
     for event in trace.events:
         say("  " + sentence(event))

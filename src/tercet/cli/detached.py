@@ -10,7 +10,7 @@ import time
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 from urllib.parse import urlsplit
 
 import msgspec
@@ -18,19 +18,19 @@ import typer
 
 from tercet.cli.setting_flags import PARTS, flags_of, given_as
 from tercet.cli.terminal import announce
-from tercet.cluster.child_process import GRACE_SECONDS
 from tercet.cluster.detached_fleets import DetachedFleet, announced, detached_fleets, log_directory, own_start
 from tercet.cluster.ports import require_free
-from tercet.cluster.running_fleet import READY_SECONDS, STOP_ON_RAY_SECONDS, StartedFleet
-from tercet.cluster.scaling.scaler import Scaler, control_socket
 from tercet.cluster.up_config import UpConfig
 from tercet.protocol import BadRequest, EngineError
 from tercet.protocol.names import LAST_PORT
 from tercet.settings import declared, decode_settings, encode_settings, read_yaml
 
+if TYPE_CHECKING:
+    from tercet.cluster.running_fleet import StartedFleet
+
 POLL_INTERVAL_S = 0.2
-# The addition is for a first conversion of the model.
-START_SECONDS = READY_SECONDS + 300.0
+# Addition to the time of a start for a first conversion of the model.
+CONVERSION_SECONDS = 300.0
 # The exit code of a fleet whose settings are refused.
 REFUSED = 2
 COMMAND = "from tercet.cli.detached import main; main()"
@@ -78,7 +78,10 @@ def _start(config: UpConfig, log_dir: Path, log: Path) -> subprocess.Popen[bytes
 
 def _until_announced(process: subprocess.Popen[bytes], log: Path) -> DetachedFleet:
     """Print the fleet's log until it is ready, and return its record."""
-    deadline = time.monotonic() + START_SECONDS
+    from tercet.cluster.running_fleet import READY_SECONDS
+
+    seconds = READY_SECONDS + CONVERSION_SECONDS
+    deadline = time.monotonic() + seconds
     with log.open("rb") as said:
         while time.monotonic() < deadline:
             ended = process.poll() is not None
@@ -91,7 +94,7 @@ def _until_announced(process: subprocess.Popen[bytes], log: Path) -> DetachedFle
                 if fleet.pid == process.pid:
                     return fleet
             time.sleep(POLL_INTERVAL_S)
-    raise EngineError(f"the fleet was not ready within {START_SECONDS:.0f} s; log: {log}")
+    raise EngineError(f"the fleet was not ready within {seconds:.0f} s; log: {log}")
 
 
 def main() -> None:
@@ -117,6 +120,8 @@ async def _announce(config: UpConfig, fleet: StartedFleet) -> None:
 @asynccontextmanager
 async def found_by_commands(config: UpConfig, fleet: StartedFleet, detached: bool) -> AsyncGenerator[None]:
     """Register the fleet for ``tercet scale``, and for ``tercet down`` if it is ``detached``, until the block ends."""
+    from tercet.cluster.scaling.scaler import Scaler, control_socket
+
     port = urlsplit(fleet.url).port or config.port
     stop_seconds = stop_seconds_of(config)
     log_dir = str(fleet.log_dir)
@@ -130,6 +135,9 @@ async def found_by_commands(config: UpConfig, fleet: StartedFleet, detached: boo
 
 def stop_seconds_of(config: UpConfig) -> float:
     """Return the longest time, in seconds, that stopping the fleet takes."""
+    from tercet.cluster.child_process import GRACE_SECONDS
+    from tercet.cluster.running_fleet import STOP_ON_RAY_SECONDS
+
     on_ray = STOP_ON_RAY_SECONDS if config.on is not None else 0.0
     return config.shutdown_timeout_s + 3 * GRACE_SECONDS + on_ray
 

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import msgspec
 import typer
 
 from tercet.cli.terminal import note, say
-from tercet.cluster.machine import Finding, findings_of, look_at_machine
 from tercet.protocol.entry_points import PARTS, entry_points, provided
+
+if TYPE_CHECKING:
+    from tercet.cluster.machine import Finding
 
 MARKS = {"ok": "ok    ", "costs": "costs ", "broken": "broken"}
 
@@ -31,6 +33,8 @@ def doctor(
     - `tercet doctor`
     - `tercet doctor --json`
     """
+    from tercet.cluster.machine import findings_of, look_at_machine
+
     if not as_json:
         note("checking this machine; importing vLLM takes some seconds")
     machine = look_at_machine()

@@ -10,6 +10,8 @@ from urllib.parse import quote
 
 import typer
 
+from tercet.cli.commands import Commands
+from tercet.cli.program import state_in_words
 from tercet.cli.router_calls import Json, RunningRouter, show_answer, understood
 from tercet.cli.setting_flags import flags_as_records, given_as
 from tercet.cli.terminal import say
@@ -179,9 +181,8 @@ def in_words(move: dict[str, Any]) -> str:
 
 POLL_SECONDS = 0.5
 
-engines = typer.Typer(
+engines = Commands(
     name="engines",
-    no_args_is_help=True,
     help="Change the engines of a running router, their LoRA adapters, and where sequences run; see `tercet status`.",
 )
 Name = Annotated[str, typer.Argument(help="Name of the engine in the fleet.")]
@@ -246,9 +247,7 @@ def remove(name: Name, router: RunningRouter) -> None:
 @engines.command("role")
 @flags_as_records
 def set_role(
-    name: Name,
-    role: Annotated[Role, typer.Argument(help="New role of the engine.")],
-    router: RunningRouter,
+    name: Name, role: Annotated[Role, typer.Argument(help="New role of the engine.")], router: RunningRouter
 ) -> None:
     """Change the role of an engine."""
     changed = router.ask("PUT", f"{_path(name)}/role", {"role": role})
@@ -287,3 +286,70 @@ def _report(report: dict[str, Any] | None) -> str:
         return "no report"
     busy = f"{report['running']} running, {report['waiting']} waiting"
     return f"{busy}, KV {report['kv_usage']:.0%} ({report['age']:.1f} s ago)"
+
+
+@flags_as_records
+def status(
+    sequences: Annotated[
+        bool,
+        typer.Option(
+            "--sequences",
+            help="Show running sequences instead: id, engine, tokens of prompt and output, seconds, program.",
+        ),
+    ] = False,
+    moves: Annotated[bool, typer.Option("--moves", help="Show moves instead, oldest first: one line each.")] = False,
+    follow: Annotated[bool, typer.Option("--follow", help="Show new moves too, until Ctrl-C; needs --moves.")] = False,
+    *,
+    router: RunningRouter,
+    as_json: Json = False,
+) -> None:
+    """Show a running router: model, program, engines and their load, and moves.
+
+    An engine's line has its name, role, state, number of sequences, URL, and the last report of its load. The exit code
+    is 0 if the router can serve, 1 if it cannot or does not answer, and 2 for wrong options. A move's line has its
+    sequence, source, destination, reason, outcome, stages, and the pause of its client.
+
+    Examples:
+    - `tercet status`
+    - `tercet status --sequences`
+    - `tercet status --moves --follow`
+    """
+    if sequences and moves:
+        raise BadRequest("--moves: cannot be combined with --sequences", "--moves")
+    if follow and not moves:
+        raise BadRequest("--follow: needs --moves", "--follow")
+    if moves:
+        show_moves(router, follow, as_json)
+        return
+    if sequences:
+        show_answer(router.ask("GET", "/sequences"), as_json, _sequences_in_words)
+        return
+    found: dict[str, Any] = router.ask("GET", "/status")
+    show_answer(found, as_json, lambda found: _status_in_words(router.url, found))
+    with understood():
+        serves = bool(found["serving"])
+    if not serves:
+        raise typer.Exit(1)
+
+
+def _sequences_in_words(found: list[dict[str, Any]]) -> Iterator[str]:
+    for each in found:
+        yield (
+            f"{each['seq_id']}  {each['engine'] or '-'}  {each['prompt_tokens']} + {each['tokens']} tokens  "
+            f"{each['seconds']:.1f} s  {each['program']}"
+        )
+
+
+def _status_in_words(url: str, found: dict[str, Any]) -> Iterator[str]:
+    yield f"{url}: {'serves' if found['serving'] else 'does not serve'} {', '.join(found['models'])}"
+    if found["why"]:
+        yield f"  {found['why']}"
+    yield from state_in_words(found["program"])
+    yield f"{objectives_in_words(found['objectives'])}; roles: {found['roles']}"
+    yield from classes_in_words(found["objectives"])
+    engines = found["engines"]
+    width = max((len(engine["name"]) for engine in engines), default=0)
+    yield f"{len(engines)} engines, {sum(engine['in_flight'] for engine in engines)} sequences on them"
+    yield from (f"  {engine_in_words(engine, width)}" for engine in engines)
+    yield f"{len(found['moves'])} running moves"
+    yield from (in_words(move) for move in found["moves"])

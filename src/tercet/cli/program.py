@@ -106,8 +106,7 @@ def program(
     scheduling: Annotated[
         str | None,
         typer.Option(
-            metavar="FILE",
-            help="Scheduling file to use or reload; on this machine, or on the router's machine.",
+            metavar="FILE", help="Scheduling file to use or reload; on this machine, or on the router's machine."
         ),
     ] = None,
     by_path: Annotated[

@@ -1,22 +1,29 @@
-"""Calls of a running router by commands: their options, the call, and the printed answer."""
+"""Calls of a running router by commands: their options, the call, and the printed answer.
+
+A command makes one call and ends, so it calls with the standard library: asyncio and aiohttp take a third of a second.
+"""
 
 from __future__ import annotations
 
-import asyncio
+import http.client
 import json
 import os
+import ssl
+import time
 from collections.abc import Callable, Generator, Iterable
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
+from urllib.parse import quote, urlsplit
 
+import msgspec
 import typer
 
-from tercet.aio.files import read_named
 from tercet.cli.terminal import say
-from tercet.protocol import BadRequest, EngineUnreachable
-from tercet.protocol.access import given_key
+from tercet.protocol import BadRequest, EngineNotReached, EngineUnreachable
+from tercet.protocol.access import bearer, given_key
+from tercet.protocol.wire import API_PREFIX, answer_of_router, network_reason
 from tercet.settings import require_url
 from tercet.settings.process_settings import (
     ADMIN_KEY_FILE_VARIABLE,
@@ -25,15 +32,16 @@ from tercet.settings.process_settings import (
     URL_VARIABLE,
     KeyFile,
 )
-from tercet.wire.client.bounded_answers import ask_router
 
 Url = Annotated[str, typer.Option(envvar=URL_VARIABLE, help="Base URL of the router.")]
-ApiKey = Annotated[
-    str | None,
-    typer.Option(envvar=CLIENT_KEY_VARIABLE, help="Client key, if the router requires one."),
-]
+ApiKey = Annotated[str | None, typer.Option(envvar=CLIENT_KEY_VARIABLE, help="Client key, if the router requires one.")]
 Json = Annotated[bool, typer.Option("--json", help="Print the router's answer as JSON.")]
 HERE = "http://127.0.0.1:8000"
+CONNECT_SECONDS = 5.0
+# Adding an engine waits for the engine's answer, and loading a program for the user's module.
+READ_SECONDS, CHANGE_SECONDS = 20.0, 60.0
+LONGEST = 16 * 1024 * 1024
+_PART = 1 << 16
 
 
 @dataclass(frozen=True)
@@ -52,7 +60,59 @@ class RunningRouter:
     def ask(self, method: str, path: str, body: Any = None) -> Any:
         """Call the router and return its answer; raise :class:`~tercet.protocol.TercetError`."""
         require_url(self.url, "--url", HERE)
-        return asyncio.run(ask_router(self.url, method, path, body, _key(self.admin_key)))
+        return ask_router(self.url, method, path, body, _key(self.admin_key))
+
+
+def ask_router(url: str, method: str, path: str, body: Any, admin_key: str) -> Any:
+    """Return the router's JSON answer to ``method`` on ``/tercet/v1`` + ``path``.
+
+    Raises the :class:`~tercet.protocol.TercetError` in the answer, and :class:`~tercet.protocol.EngineUnreachable` if
+    no router answers there: :class:`~tercet.protocol.EngineNotReached` if the call was certainly not sent.
+    """
+    at = urlsplit(url.rstrip("/"))
+    assert at.hostname is not None
+    if at.scheme == "https":
+        context = ssl.create_default_context()
+        connection = http.client.HTTPSConnection(at.hostname, at.port, timeout=CONNECT_SECONDS, context=context)
+    else:
+        connection = http.client.HTTPConnection(at.hostname, at.port, timeout=CONNECT_SECONDS)
+    headers = {"content-type": "application/json", "accept-encoding": "identity", **bearer(admin_key)}
+    try:
+        connection.connect()
+    except OSError as error:
+        raise EngineNotReached(f"no router answers at {url}: {network_reason(error)}", "url") from error
+    try:
+        data = None if body is None else msgspec.json.encode(body)
+        deadline = time.monotonic() + (READ_SECONDS if method == "GET" else CHANGE_SECONDS)
+        sock = connection.sock  # http.client drops it at once if the server will close the connection
+        sock.settimeout(deadline - time.monotonic())
+        connection.request(method, quote(at.path + API_PREFIX + path, safe="/?&=%:@!$'()*+,;~"), data, headers)
+        response = connection.getresponse()
+        content = _bounded(response, lambda: sock.settimeout(max(1e-3, deadline - time.monotonic())))
+    except http.client.RemoteDisconnected as error:
+        raise EngineUnreachable(f"no router answers at {url}: it closed the connection", "url") from error
+    except (http.client.HTTPException, OSError) as error:
+        raise EngineUnreachable(f"no router answers at {url}: {network_reason(error)}", "url") from error
+    finally:
+        connection.close()
+    return answer_of_router(url, response.status, content)
+
+
+def _bounded(response: http.client.HTTPResponse, wait: Callable[[], None]) -> bytes:
+    """Return the whole body; ``wait`` limits each read. Raises ``HTTPException`` for an answer that is not read."""
+    encoding = (response.getheader("content-encoding") or "identity").strip().lower()
+    if 300 <= response.status < 400:
+        raise http.client.HTTPException(f"it redirects (HTTP {response.status}), which is not followed")
+    if encoding != "identity":
+        raise http.client.HTTPException(f"it answers in {encoding[:20]!r}, which was not requested")
+    content = bytearray()
+    wait()
+    while part := response.read1(_PART):
+        content += part
+        wait()
+        if len(content) > LONGEST:
+            raise http.client.HTTPException(f"its answer has more than {LONGEST} bytes")
+    return bytes(content)
 
 
 def _key(given: str | None) -> str:
@@ -75,6 +135,8 @@ def understood() -> Generator[None]:
 
 def text_of(file: Path, name: str) -> str:
     """Return the text of a file; raise :class:`~tercet.protocol.BadRequest` if it cannot be read."""
+    from tercet.aio.files import read_named  # imports asyncio
+
     try:
         return read_named(file).decode("utf-8")
     except (OSError, ValueError) as error:

@@ -8,20 +8,19 @@ import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import msgspec
 import typer
 
 from tercet.cli.setting_flags import flags_as_records, refuse, require_defaults
 from tercet.cli.terminal import announce, say
-from tercet.cluster.detached_fleets import running_fleets
-from tercet.cluster.scaling.decide import DRAIN_SECONDS, EngineStep, ScaleCall, ScaleRecord, parse_counts
-from tercet.cluster.scaling.kubernetes import SELECTOR, KubernetesFleet
-from tercet.cluster.scaling.scaler import scale_fleet, scaling_of
-from tercet.fleet.kubernetes_api import from_kubeconfig, in_cluster
+from tercet.cluster.scaling.decide import DRAIN_SECONDS, SELECTOR, EngineStep, ScaleCall, ScaleRecord, parse_counts
 from tercet.protocol import BadRequest, EngineError, Role
 from tercet.protocol.names import LAST_PORT
+
+if TYPE_CHECKING:
+    from tercet.cluster.scaling.kubernetes import KubernetesFleet
 
 POLL_SECONDS = 0.25
 START_SECONDS = 3600.0
@@ -61,6 +60,9 @@ class KubernetesFlags:
 
     def fleet(self) -> KubernetesFleet:
         """Return the namespace's fleet; raise :class:`~tercet.protocol.BadRequest` without access to Kubernetes."""
+        from tercet.cluster.scaling.kubernetes import KubernetesFleet
+        from tercet.fleet.kubernetes_api import from_kubeconfig, in_cluster
+
         file = self.kubeconfig
         access = in_cluster() if file is None else from_kubeconfig(file.expanduser())
         return KubernetesFleet(access, self.namespace, self.selector)
@@ -112,11 +114,15 @@ def scale(
         call = ScaleCall(**given, drain_seconds=drain_timeout)
         _scale_here(_socket_of_fleet(port), call, not no_wait, as_json)
     else:
+        from tercet.cluster.scaling.scaler import scaling_of
+
         _show(asyncio.run(scaling_of(_socket_of_fleet(port))), as_json)
 
 
 def _scale_here(socket: Path, call: ScaleCall, wait: bool, as_json: bool) -> None:
     """Scale the fleet of `tercet up` that listens at ``socket``; raise if scaling fails."""
+    from tercet.cluster.scaling.scaler import scale_fleet
+
     record = asyncio.run(scale_fleet(socket, call))
     if wait:
         record = _followed(socket, record, call.drain_seconds, quiet=as_json)
@@ -139,6 +145,8 @@ def _socket_of_fleet(port: int | None) -> Path:
 
     Raises :class:`~tercet.protocol.TercetError` if there is no such fleet, or if several match.
     """
+    from tercet.cluster.detached_fleets import running_fleets
+
     found = [fleet for fleet in running_fleets() if fleet.control and port in (None, fleet.port)]
     if not found:
         raise EngineError(f"no fleet of `tercet up` runs here{'' if port is None else f' at port {port}'}")
@@ -150,6 +158,8 @@ def _socket_of_fleet(port: int | None) -> Path:
 
 def _followed(socket: Path, record: ScaleRecord, drain_timeout: float, quiet: bool) -> ScaleRecord:
     """Print each step until scaling ends, and return the last record; Ctrl-C ends only this wait."""
+    from tercet.cluster.scaling.scaler import scaling_of
+
     said, before = set[str](), dict[str, EngineStep]()
     deadline = time.monotonic() + START_SECONDS + drain_timeout
     try:

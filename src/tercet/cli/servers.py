@@ -9,17 +9,7 @@ import typer
 
 from tercet.cli.setting_flags import VLLM_FLAGS, settings_command
 from tercet.cli.terminal import note
-from tercet.cluster.engine_command import check_flags
-from tercet.cluster.model import resolve_model, resolve_tokenizer
-from tercet.cluster.model_hub import known_model
-from tercet.cluster.ports import require_free
-from tercet.cluster.up_config import require_private_router
-from tercet.decisions.migration import policies_of
-from tercet.decisions.scheduling import load_scheduling
-from tercet.programs import load_program
-from tercet.router.workers import supervise
 from tercet.settings import RouterConfig
-from tercet.wire.client import engine_tls
 
 
 @settings_command(RouterConfig, rest="router-args")
@@ -38,6 +28,15 @@ def router(config: RouterConfig) -> None:
     - `tercet router --endpoint-selector app=vllm`, in a pod of Kubernetes
     - `tercet router --config router.yaml`, with lines such as `engines: [http://127.0.0.1:8001]`
     """
+    from tercet.cluster.model import known_model, resolve_model, resolve_tokenizer
+    from tercet.cluster.ports import require_free
+    from tercet.cluster.up_config import require_private_router
+    from tercet.cluster.vllm_flags import check_flags
+    from tercet.decisions.migration import policies_of
+    from tercet.decisions.scheduling import load_scheduling
+    from tercet.programs import load_program
+    from tercet.wire.client import engine_tls
+
     check_flags(config.vllm_args, VLLM_FLAGS)
     require_private_router(config)
     load_program(config.program, config.program_args)
@@ -50,6 +49,8 @@ def router(config: RouterConfig) -> None:
     model = resolve_tokenizer(known) if config.serves_without_vllm else resolve_model(known, note)
     config = msgspec.structs.replace(config, model=model, served_model_name=config.public_name)
     if config.workers > 1:
+        from tercet.router.workers import supervise
+
         raise typer.Exit(supervise(config))
     from tercet.router.server import serve  # imports vLLM, which takes seconds, unless the small API serves
 

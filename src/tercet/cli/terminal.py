@@ -8,12 +8,16 @@ import sys
 from collections.abc import Callable, Generator, Iterable
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import typer
-from rich.console import Console
-from rich.table import Table
 
 from tercet.protocol import BadRequest
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    console: Console
 
 # Characters of tables that are not written to a terminal: wide enough for every column.
 PIPE_WIDTH = 1000
@@ -28,11 +32,6 @@ class NobodyReads(Exception):
     """
 
 
-class _Terminal(Console):
-    def on_broken_pipe(self) -> None:
-        raise NobodyReads
-
-
 # Characters that move a terminal's cursor, change colours, title or reading direction; not line ends and tabs.
 _CONTROL = re.compile("[\\x00-\\x08\\x0b-\\x1f\\x7f-\\x9f\\u202a-\\u202e\\u2066-\\u2069]")
 
@@ -42,7 +41,21 @@ def printable(text: str) -> str:
     return _CONTROL.sub(lambda found: repr(found[0])[1:-1], text)
 
 
-console = _Terminal(stderr=False, highlight=False, soft_wrap=True)
+def __getattr__(name: str) -> Any:
+    """Make ``console`` at its first use: most commands print lines only, and rich takes a tenth of a second."""
+    if name != "console":
+        raise AttributeError(name)
+    return globals().setdefault(name, _terminal(stderr=False, highlight=False, soft_wrap=True))
+
+
+def _terminal(**options: Any) -> Console:
+    from rich.console import Console
+
+    class Terminal(Console):
+        def on_broken_pipe(self) -> None:
+            raise NobodyReads
+
+    return Terminal(**options)
 
 
 def write(text: str) -> None:
@@ -55,12 +68,8 @@ def write(text: str) -> None:
 
 
 def say(text: str) -> None:
-    """Print a line without markup, and flush it. Raises :class:`NobodyReads`."""
-    console.print(printable(text), markup=False)
-    try:
-        console.file.flush()
-    except BrokenPipeError:
-        raise NobodyReads from None
+    """Print a line, and flush it. Raises :class:`NobodyReads`."""
+    write(f"{text}\n")
 
 
 def announce(text: str) -> None:
@@ -86,7 +95,9 @@ def note(line: str) -> None:
 @contextmanager
 def progress(first: str) -> Generator[Callable[[str], None]]:
     """Yield a function that shows progress: it updates one line of a terminal, or prints lines on standard error."""
-    if console.is_terminal:
+    if sys.stdout.isatty():
+        from tercet.cli.terminal import console
+
         with console.status(first) as status:
             yield status.update
     else:
@@ -96,12 +107,14 @@ def progress(first: str) -> Generator[Callable[[str], None]]:
 
 def show_table(title: str, headings: Iterable[str], rows: Iterable[Iterable[str]]) -> None:
     """Print a table on standard output."""
+    from rich.table import Table
+
     drawn = Table(title=title, title_justify="left")
     for index, heading in enumerate(headings):
         drawn.add_column(heading, justify="right" if index or heading in NUMBERS else "left")
     for row in rows:
         drawn.add_row(*row)
-    _Terminal(width=None if sys.stdout.isatty() else PIPE_WIDTH).print(drawn)
+    _terminal(width=None if sys.stdout.isatty() else PIPE_WIDTH).print(drawn)
 
 
 def require_folder(path: Path | None, flag: str) -> None:

@@ -10,27 +10,15 @@ import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from rich.live import Live
-from rich.table import Table
-
-from tercet.aio import signals_to
-from tercet.cli.detached import detach, found_by_commands
 from tercet.cli.setting_flags import settings_command
-from tercet.cli.terminal import announce, console
-from tercet.cluster.detached_fleets import log_directory
-from tercet.cluster.engine_command import simulated_engine
-from tercet.cluster.local import local_fleet
-from tercet.cluster.model import resolve_model, resolve_tokenizer
-from tercet.cluster.model_hub import known_model
-from tercet.cluster.ports import require_free
-from tercet.cluster.running_fleet import LOADING, StartedFleet
-from tercet.cluster.up_config import UpConfig, require_private_router
-from tercet.decisions.migration import policies_of
-from tercet.decisions.scheduling import load_scheduling
-from tercet.programs import load_program
+from tercet.cli.terminal import announce
+from tercet.cluster.up_config import UpConfig
 from tercet.protocol.entry_points import PARTS, provided
+
+if TYPE_CHECKING:
+    from tercet.cluster.running_fleet import StartedFleet
 
 # Interval, without a terminal, of the line that lists loading processes.
 STILL_SECONDS = 10.0
@@ -49,6 +37,10 @@ class FleetProgress:
     """Display of the states of processes; it is called as a :data:`~tercet.cluster.running_fleet.OnEvent`."""
 
     def __init__(self) -> None:
+        from rich.live import Live
+
+        from tercet.cli.terminal import console
+
         self._loading: dict[str, _Loading] = {}
         self._live = Live(console=console, transient=True, auto_refresh=False) if console.is_terminal else None
 
@@ -70,6 +62,8 @@ class FleetProgress:
 
     def __call__(self, name: str, state: str) -> None:
         """Show that the process ``name`` reached ``state``."""
+        from tercet.cluster.running_fleet import LOADING
+
         now = time.monotonic()
         word, _, stage = state.partition(": ")
         if word != LOADING:
@@ -92,6 +86,8 @@ class FleetProgress:
     def _draw(self) -> None:
         if self._live is None:
             return
+        from rich.table import Table
+
         now = time.monotonic()
         table = Table.grid(padding=(0, 2))
         for name, process in self._loading.items():
@@ -120,6 +116,9 @@ def run_fleet(config: UpConfig, then: Callable[[StartedFleet], Awaitable[None]])
 
     Raises :class:`~tercet.protocol.TercetError`; exits with 130 or 143 after a signal before the end of ``then``.
     """
+    from tercet.cluster.model import resolve_model, resolve_tokenizer
+    from tercet.cluster.ports import require_free
+
     known = require_usable(config)
     if config.port:
         require_free(config.host, config.port)
@@ -136,6 +135,12 @@ def require_usable(config: UpConfig) -> str:
 
     The built-in model may need a conversion first.
     """
+    from tercet.cluster.detached_fleets import log_directory
+    from tercet.cluster.model import known_model
+    from tercet.cluster.up_config import require_private_router
+    from tercet.decisions.migration import policies_of
+    from tercet.programs import load_program
+
     require_private_router(config)
     load_program(config.program, config.program_args)
     policies_of(config.reschedule)
@@ -146,6 +151,8 @@ def require_usable(config: UpConfig) -> str:
 
 
 async def _run(config: UpConfig, model: str, then: Callable[[StartedFleet], Awaitable[None]]) -> None:
+    from tercet.aio import signals_to
+
     hurried = asyncio.Event()
     task = asyncio.ensure_future(_fleet(config, model, then, hurried))
 
@@ -167,6 +174,8 @@ async def _run(config: UpConfig, model: str, then: Callable[[StartedFleet], Awai
 async def _fleet(
     config: UpConfig, model: str, then: Callable[[StartedFleet], Awaitable[None]], hurry: asyncio.Event
 ) -> None:
+    from tercet.cluster.local import local_fleet
+
     started = local_fleet if config.on is None else _ray("ray-fleet")
     async with FleetProgress() as progress, started(config, model, progress, hurry) as fleet:
         progress.close()
@@ -190,12 +199,18 @@ def up(config: UpConfig) -> None:
     - `tercet up --config up.yaml`, with lines such as `prefill: 2` and `engine-args: [--max-num-seqs, 32]`
     """
     if config.scheduling is not None:
+        from tercet.decisions.scheduling import load_scheduling
+
         load_scheduling(Path(config.scheduling).expanduser())
     if config.simulate is not None:
+        from tercet.cluster.engine_command import simulated_engine
+
         simulated_engine().require_usable(config.simulate, config.options)
     if config.on is not None:
         _ray("ray-access")()
     if config.detach:
+        from tercet.cli.detached import detach
+
         require_usable(config)
         detach(config)
         return
@@ -210,6 +225,8 @@ def _ray(part: str) -> Any:
 
 async def stay(config: UpConfig, fleet: StartedFleet) -> None:
     """Print the fleet's address, and wait until the fleet breaks."""
+    from tercet.cli.detached import found_by_commands
+
     messages = [{"role": "user", "content": "Say hello."}]
     body = json.dumps({"model": config.public_name, "messages": messages, "max_tokens": 50})
     width = max(len(engine.name) for engine in fleet.engines)

@@ -11,7 +11,7 @@ import re
 import resource
 import shlex
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Protocol
@@ -21,8 +21,17 @@ import msgspec
 import psutil
 
 from tercet.cluster.devices import as_cpu_list, default_dtype, split_cores
-from tercet.cluster.model_hub import cached_snapshot
-from tercet.cluster.ports import free_ports
+from tercet.cluster.model import cached_snapshot
+from tercet.cluster.vllm_flags import (
+    GPU_MEMORY,
+    KV_TRANSFER,
+    STAGES,
+    flags_in,
+    kv_transfer_config,
+    ranks_of,
+    value_of,
+    without,
+)
 from tercet.protocol import BadRequest
 from tercet.protocol.access import given_key, key_of
 from tercet.protocol.entry_points import PARTS, provided
@@ -39,64 +48,6 @@ from tercet.settings.process_settings import (
 from tercet.wire.exported_spans import TRACES_PROTOCOL, are_spans_wanted, endpoint_of, protocol_of
 from tercet.wire.serving.server_access import require_key_beyond_loopback
 
-KV_TRANSFER = "--kv-transfer-config"
-# Tercet sets these flags: a different value would change the server's address or model.
-_TERCETS_OWN = ("--model", "--served-model-name", "--host", "--port")
-
-
-def check_flags(args: Sequence[str], where: str) -> None:
-    """Raise :class:`~tercet.protocol.BadRequest` for flags that cannot be forwarded; ``where`` names their source.
-
-    vLLM checks all other flags.
-    """
-    if args and not args[0].startswith("-"):
-        raise BadRequest(f"{where}: {args[0]!r} is not a flag of vLLM; remove it, or begin with a flag", where)
-    for flag, _ in _flags(args):
-        if flag in _TERCETS_OWN:
-            raise BadRequest(f"{where}: {flag} is a flag of Tercet; give it before --, or as a separate key", where)
-
-
-def check_engine_flags(args: Sequence[str], where: str) -> None:
-    """Do as :func:`check_flags`, and check the values of the flags that Tercet reads."""
-    check_flags(args, where)
-    for read in (ranks_of, gpu_memory_of, kv_transfer_config):
-        read(args)
-
-
-def value_of(args: Sequence[str], *names: str) -> str | None:
-    """Return the last value of a flag with one of these ``names``: ``""`` without a value, None without the flag."""
-    return next((value for flag, value in reversed(list(_flags(args))) if flag in names), None)
-
-
-def without(args: Sequence[str], name: str) -> list[str]:
-    """Return ``args`` without one flag that takes a value."""
-    kept: list[str] = []
-    skip = False
-    for arg in args:
-        if skip:
-            skip = False
-        elif _spelling(arg) == name:
-            skip = "=" not in arg
-        else:
-            kept.append(arg)
-    return kept
-
-
-def _flags(args: Sequence[str]) -> Iterator[tuple[str, str]]:
-    """Yield each flag with its value, written as ``--flag value`` or ``--flag=value``."""
-    for index, arg in enumerate(args):
-        if not arg.startswith("-"):
-            continue
-        _, equals, value = arg.partition("=")
-        following = args[index + 1] if index + 1 < len(args) else ""
-        yield _spelling(arg), value if equals else "" if following.startswith("-") else following
-
-
-def _spelling(arg: str) -> str:
-    """Return a flag's name as vLLM documents it; vLLM also accepts ``--max_model_len``."""
-    return arg.split("=", 1)[0].replace("_", "-") if arg.startswith("--") else arg.split("=", 1)[0]
-
-
 PLAIN_SERVER = "vllm.entrypoints.openai.api_server"
 FURTHER_NODE = "tercet.vllm_plugin.start.node"
 HEADLESS = "--headless"
@@ -104,15 +55,9 @@ WITH_ONE_IMPORT = "tercet.vllm_plugin.start.server"
 KV_EVENTS = "--kv-events-config"
 _PUBLISHERS = {"0.0.0.0": "*", "": "*", "localhost": "127.0.0.1"}
 _IPV4 = re.compile(r"[0-9]+(\.[0-9]+){3}")
-KV_TRANSFER_CONFIG: Mapping[str, str] = {
-    "kv_connector": "TercetConnector",
-    "kv_connector_module_path": "tercet.vllm_plugin.connector",
-    "kv_role": "kv_both",
-}
 # A verb waits for the running step, so on a CPU, where a step of 2048 tokens takes seconds, steps are short.
 CPU_MAX_BATCHED_TOKENS = "512"
 BUILT_IN_MAX_LEN = "2048"
-GPU_MEMORY = "--gpu-memory-utilization"
 DEVICE_ORDER = "CUDA_DEVICE_ORDER"
 # Start method of vLLM's core and workers. By default vLLM forks them after this plugin has imported the worker's code
 # with many libraries: if one of these calls CUDA during its import, the forked process cannot use CUDA.
@@ -125,7 +70,6 @@ _QUIET: Mapping[str, str] = {
     )),
     "TORCH_CPP_LOG_LEVEL": "ERROR",
 }  # fmt: skip
-STAGES = ("--pipeline-parallel-size", "-pp")
 # On a CPU vLLM allocates buffers for a pipeline stage's input while it warms up for compilation. `--enforce-eager`
 # skips that, and the engine ends at its first request. This configuration warms up without compiling.
 EAGER_STAGES: Mapping[str, str] = {"--compilation-config": '{"mode":1,"backend":"eager"}'}
@@ -211,7 +155,7 @@ def _one_import_serves(spec: EngineSpec, inherited: Mapping[str, str]) -> bool:
 
     The condition is: the engine has no pipeline, compiles nothing, and uses no other OpenMP than PyTorch's.
     """
-    given = [flag for flag, _ in _flags(spec.extra_args)]
+    given = [flag for flag, _ in flags_in(spec.extra_args)]
     several = {"--data-parallel-size", "-dp", "--nnodes", HEADLESS, "--api-server-count", "-asc",
                "--distributed-executor-backend"}  # fmt: skip
     compiled = {"--no-enforce-eager", "-O", "--optimization-level", "--compilation-config", "-cc"}
@@ -242,21 +186,6 @@ def require_private(spec: EngineSpec, inherited: Mapping[str, str] = os.environ)
             f"--api-server-count: must be 1, is {servers}: one API server keeps an engine's leases; leave it out",
             "--api-server-count",
         )
-
-
-def kv_transfer_config(args: Sequence[str]) -> str:
-    """Return Tercet's ``--kv-transfer-config`` with the caller's keys, such as ``kv_connector_extra_config``."""
-    text = value_of(args, KV_TRANSFER)
-    if text is None:
-        return json.dumps(KV_TRANSFER_CONFIG, separators=(",", ":"))
-    try:
-        given = msgspec.json.decode(text, type=dict[str, Any])
-    except msgspec.DecodeError as error:
-        raise BadRequest(f"{KV_TRANSFER}: {error}", KV_TRANSFER) from error
-    for key, needed in KV_TRANSFER_CONFIG.items():
-        if given.get(key, needed) != needed:
-            raise BadRequest(f"{KV_TRANSFER}: {key} must be {needed}, is {given[key]}", KV_TRANSFER)
-    return json.dumps({**KV_TRANSFER_CONFIG, **given}, separators=(",", ":"))
 
 
 def kv_events_flag(spec: EngineSpec) -> list[str]:
@@ -296,7 +225,7 @@ def engine_env(spec: EngineSpec, inherited: Mapping[str, str] = os.environ) -> d
         env["OMP_NUM_THREADS"] = str(len(groups[0]))
         # Even with `--enforce-eager`, PyTorch compiles the code that samples tokens and ranks log probabilities at its
         # first use, and blocks the engine for up to half a minute.
-        if NO_DYNAMO not in inherited and not any(_spelling(arg) == "--no-enforce-eager" for arg in spec.extra_args):
+        if NO_DYNAMO not in inherited and value_of(spec.extra_args, "--no-enforce-eager") is None:
             env[NO_DYNAMO] = "1"
     if not spec.cores and spec.simulate is None and START_METHOD not in inherited:
         env[START_METHOD] = "spawn"
@@ -317,71 +246,10 @@ def _named_in_traces(name: str, inherited: Mapping[str, str]) -> dict[str, str]:
     return env
 
 
-def ranks_of(args: Sequence[str]) -> int:
-    """Return the number of workers that vLLM starts for an engine with these flags."""
-    ranks = 1
-    for flag, short in (("--tensor-parallel-size", "-tp"), STAGES):
-        value = value_of(args, flag, short)
-        if value is None:
-            continue
-        if not value.isdigit() or int(value) < 1:
-            raise BadRequest(f"{flag}: must be a whole number, at least 1, is {value!r}", flag)
-        ranks *= int(value)
-    return ranks
-
-
-def gpu_memory_of(args: Sequence[str]) -> float | None:
-    """Return an engine's share of a device's memory, from 0 to 1, in these flags; None if not set."""
-    value = value_of(args, GPU_MEMORY)
-    if value is None:
-        return None
-    try:
-        share = float(value)
-    except ValueError:
-        share = 0.0
-    if not 0 < share <= 1:
-        raise BadRequest(f"{GPU_MEMORY}: must be greater than 0 and at most 1, is {value!r}", GPU_MEMORY)
-    return share
-
-
 def as_shell(argv: Sequence[str], env: Mapping[str, str]) -> str:
     """Return the command as a shell command line."""
     variables = [f"{name}={shlex.quote(value)}" for name, value in env.items()]
     return " ".join([*variables, shlex.join(["python", *argv[1:]])])
-
-
-SIZE = ("--data-parallel-size", "-dp")
-RANK = ("--data-parallel-rank", "-dpn")
-ENGINE_ARGS = "engine-args"
-
-
-def is_group(args: Sequence[str]) -> bool:
-    """True if engines with these flags are ranks of a group, which an engine cannot leave or rejoin."""
-    return value_of(args, *SIZE) not in (None, "1")
-
-
-def rank_flags(args: Sequence[str], engines: int, host: str) -> list[tuple[str, ...]]:
-    """Return the flags of each engine in addition to ``args``: its rank, and the address at which ranks meet.
-
-    vLLM calls this external load balancing: each rank has an API server, and callers choose one. Raises
-    :class:`~tercet.protocol.BadRequest` if the number of engines differs from that of ranks.
-    """
-    size = value_of(args, *SIZE)
-    if not is_group(args):
-        return [()] * engines
-    if size != str(engines):
-        raise BadRequest(
-            f"{ENGINE_ARGS}: --data-parallel-size is {size}, but this fleet has {engines} engines, and each is one "
-            f"rank; give --prefill, --decode and --both that sum to {size}",
-            ENGINE_ARGS,
-        )
-    if value_of(args, *RANK) is not None:
-        raise BadRequest(
-            f"{ENGINE_ARGS}: every engine gets its --data-parallel-rank automatically; leave it out", ENGINE_ARGS
-        )
-    (port,) = free_ports(host, 1)
-    meeting = ("--data-parallel-address", host, "--data-parallel-rpc-port", str(port))
-    return [("--data-parallel-rank", str(rank), *meeting) for rank in range(engines)]
 
 
 GIB = 1 << 30

@@ -1,7 +1,7 @@
 """Program that runs one command and ends with its parent: ``python guard.py GRACE COMMAND...``, with a pipe as stdin.
 
-With ``python guard.py GRACE --from SOCKET COMMAND...`` the warm parent (:mod:`tercet.cluster.warm_start`) that listens
-at the socket forks the process of the command; if it does not answer, the command is started as usual.
+With ``python guard.py GRACE --from SOCKET COMMAND...`` the warm parent (in :mod:`tercet.cluster.child_process`) that
+listens at the socket forks the process of the command; if it does not answer, the command is started as usual.
 
 The parent holds the other end of that pipe and writes nothing. When the parent ends, for any reason, the pipe closes
 and every process of this process group gets SIGTERM, and after ``GRACE`` seconds SIGKILL: the command, its children,

@@ -14,21 +14,10 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from tercet.cluster.child_process import GRACE_SECONDS, Process, StartFailed
+from tercet.cluster.child_process import GRACE_SECONDS, Process, StartFailed, can_fork, warm_parent
 from tercet.cluster.detached_fleets import log_directory
 from tercet.cluster.devices import Device, DeviceShare, devices_for_engines, pick_devices, plan_devices, split_cores
-from tercet.cluster.engine_command import (
-    EngineSpec,
-    engine_argv,
-    engine_env,
-    gpu_memory_of,
-    is_group,
-    rank_flags,
-    ranks_of,
-    require_memory,
-    shared_cores,
-    value_of,
-)
+from tercet.cluster.engine_command import EngineSpec, engine_argv, engine_env, require_memory, shared_cores
 from tercet.cluster.model import BUILT_IN
 from tercet.cluster.ports import free_ports, require_free, url_of
 from tercet.cluster.running_fleet import (
@@ -41,15 +30,10 @@ from tercet.cluster.running_fleet import (
     RunningFleet,
 )
 from tercet.cluster.up_config import UpConfig
-from tercet.cluster.warm_start import can_fork, warm_parent
+from tercet.cluster.vllm_flags import gpu_memory_of, is_group, rank_flags, ranks_of, value_of
 from tercet.protocol import BadRequest, Role
 from tercet.settings import DiscoverySettings, EngineAddress, RouterConfig, RouterSettings, declared, encode_settings
-from tercet.settings.process_settings import (
-    ALL_ENGINES_VARIABLE,
-    API_KEY_VARIABLE,
-    COLD,
-    WARM_PARENT_VARIABLE,
-)
+from tercet.settings.process_settings import ALL_ENGINES_VARIABLE, API_KEY_VARIABLE, COLD, WARM_PARENT_VARIABLE
 
 T = TypeVar("T")
 # Only the router calls engines, and their control endpoints need no key.

@@ -269,12 +269,7 @@ class Finding(msgspec.Struct, frozen=True):
 
 def findings_of(machine: Machine) -> list[Finding]:
     """Return the findings about all parts, in the order of a machine's setup."""
-    return [
-        *_vllm_findings(machine),
-        *_compute(machine),
-        *_transports(machine),
-        *_limits(machine),
-    ]
+    return [*_vllm_findings(machine), *_compute(machine), *_transports(machine), *_limits(machine)]
 
 
 def _vllm_findings(machine: Machine) -> Iterator[Finding]:
@@ -448,10 +443,7 @@ def _shared_memory_files(machine: Machine) -> Finding:
 def _rdma_device(device: InfinibandDevice, libraries: Sequence[str]) -> Finding:
     part = f"RDMA device {device.name}"
     if not device.active:
-        costs, do = (
-            "KV between machines uses tcp",
-            "activate its port (ibstat), or ask the fabric's administrator",
-        )
+        costs, do = ("KV between machines uses tcp", "activate its port (ibstat), or ask the fabric's administrator")
         return Finding(part, "costs", "no port is active", costs, do)
     if not device.usable:
         costs = "KV between machines uses tcp"

@@ -14,22 +14,31 @@ sizes and their source; a directory that does not match its manifest is built ag
 
 from __future__ import annotations
 
+import difflib
 import fcntl
+import http.client
 import os
+import re
 import shutil
+import struct
 import subprocess
 import sys
 import tempfile
+import urllib.error
+import urllib.request
 import uuid
 from collections.abc import Callable, Generator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import cache
+from http import HTTPStatus
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
 from tercet.protocol import BadRequest, TercetError
+from tercet.protocol.wire import network_reason
 from tercet.settings.process_settings import CACHE_VARIABLE, PARALLEL_TOKENIZERS
 
 MANIFEST = "tercet.json"
@@ -152,8 +161,6 @@ def resolve_tokenizer(name: str) -> str:
     final = cache_root() / "models" / f"smollm2-135m-instruct-{version}-tokenizer"
 
     def build(destination: Path) -> None:
-        from tercet.cluster.built_in_tokenizer import write_tokenizer
-
         write_tokenizer(weights, destination)
 
     try:
@@ -281,3 +288,170 @@ def _main(arguments: list[str]) -> int:
 
 if __name__ == "__main__":
     sys.exit(_main(sys.argv[1:]))
+
+
+HUB = "https://huggingface.co"
+ASK_SECONDS = 5.0
+# A directory that vLLM loads has one of these files.
+DESCRIPTIONS = ("config.json", "params.json")
+_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
+_MISSING = (HTTPStatus.NOT_FOUND, HTTPStatus.UNAUTHORIZED)
+
+
+def find_model(name: str, on_progress: OnProgress) -> str:
+    """Return :func:`~tercet.cluster.model.resolve_model`, after a check that the model exists.
+
+    Raises :class:`~tercet.protocol.BadRequest` if it does not.
+    """
+    model = resolve_model(name, on_progress)
+    require_model(model)
+    return model
+
+
+def known_model(name: str) -> str:
+    """Check a model as :func:`find_model` does, without a conversion; return a name for ``resolve_model``.
+
+    Commands use it to check their ports before a conversion, which takes half a minute.
+    """
+    return name if name == BUILT_IN else find_model(name, lambda _: None)
+
+
+def require_model(name: str) -> None:
+    """Raise :class:`~tercet.protocol.BadRequest` unless vLLM will find the resolved model ``name``.
+
+    If the model is not on this machine, the hub is asked, with a timeout of ``ASK_SECONDS``.
+    """
+    path = Path(name)
+    if path.is_dir():
+        if not _is_described(path) and not [*path.glob("*.gguf")]:
+            raise BadRequest(f"model: {path} is not a checkpoint: it has no {DESCRIPTIONS[0]}", "model")
+    elif not path.exists() and not _is_elsewhere(name) and cached_snapshot(name) is None:
+        _require_at_hub(name)
+
+
+def cached_snapshot(name: str) -> Path | None:
+    """Return the newest directory of a model's files in the hub's cache; None if there is none."""
+    snapshots = _hub_cache() / f"models--{name.replace('/', '--')}" / "snapshots"
+    found = [each for each in snapshots.glob("*") if _is_described(each)]
+    return max(found, key=lambda each: each.stat().st_mtime, default=None)
+
+
+def _is_described(checkpoint: Path) -> bool:
+    return any((checkpoint / description).is_file() for description in DESCRIPTIONS)
+
+
+def _is_elsewhere(name: str) -> bool:
+    """True if only vLLM can interpret the name: a URL, a file in a repository, or another hub."""
+    return "://" in name or ":" in name or os.environ.get("VLLM_USE_MODELSCOPE", "").lower() in ("1", "true")
+
+
+def _require_at_hub(name: str) -> None:
+    if not _ID.fullmatch(name):
+        raise _unknown(name, "it is not a directory here, and not a valid name of a model hub")
+    if os.environ.get("HF_HUB_OFFLINE", "").lower() in ("1", "true", "yes", "on"):
+        raise _unknown(name, f"it is neither a directory here nor in {_hub_cache()}, and HF_HUB_OFFLINE is set")
+    hub = os.environ.get("HF_ENDPOINT", HUB).rstrip("/")
+    request = urllib.request.Request(f"{hub}/api/models/{name}", headers=_token())
+    try:
+        with urllib.request.urlopen(request, timeout=ASK_SECONDS):
+            return
+    except urllib.error.HTTPError as error:
+        if error.code in _MISSING:
+            hint = "" if request.has_header("Authorization") else ", or shows it only with HF_TOKEN"
+            raise _unknown(name, f"it is not a directory here, and {hub} has no such model{hint}") from None
+    except (OSError, ValueError, http.client.HTTPException) as error:
+        cause = getattr(error, "reason", None)
+        reason = network_reason(cause if isinstance(cause, BaseException) else error)
+        where = f"it is neither a directory here nor in {_hub_cache()}"
+        raise _unknown(name, f"{where}, and {hub} does not answer ({reason})") from None
+
+
+def _token() -> dict[str, str]:
+    home = Path(os.environ.get("HF_HOME", Path.home() / ".cache" / "huggingface"))
+    token = os.environ.get("HF_TOKEN", "")
+    with suppress(OSError):
+        token = token or (home / "token").read_text()
+    token = "".join(token.split())  # an error about a header with a line end would show the token
+    return {"Authorization": f"Bearer {token}"} if token else {}
+
+
+def _unknown(name: str, why: str) -> BadRequest:
+    cached = [each.name.removeprefix("models--").replace("--", "/") for each in _hub_cache().glob("models--*")]
+    here = [each.name for each in Path().glob("*") if _is_described(each)]
+    close = difflib.get_close_matches(name, [BUILT_IN, *cached, *here], 1)
+    meant = f"; did you mean {close[0]}?" if close else f"; the built-in one is {BUILT_IN}"
+    return BadRequest(f"model: there is no {name!r}: {why}{meant}", "model")
+
+
+def _hub_cache() -> Path:
+    home = Path(os.environ.get("HF_HOME", Path.home() / ".cache" / "huggingface"))
+    return Path(os.environ.get("HF_HUB_CACHE", home / "hub"))
+
+
+MAGIC = b"GGUF"
+# Numbers by their type in the format; texts and lists have other types.
+NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
+TEXT, LIST = 8, 9
+NORMAL_TOKEN = 1
+# Metadata stand at the start of the file; this model's take 2 MB.
+MOST_METADATA = 32 * 1024 * 1024
+
+
+class _Reader:
+    """Reader of the values of a GGUF file's metadata, in their order."""
+
+    def __init__(self, content: bytes) -> None:
+        self._content = content
+        self._at = 0
+
+    def number(self, form: str) -> Any:
+        (value,) = struct.unpack_from(f"<{form}", self._content, self._at)
+        self._at += struct.calcsize(f"<{form}")
+        return value
+
+    def text(self) -> str:
+        size = self.number("Q")
+        self._at += size
+        return self._content[self._at - size : self._at].decode()
+
+    def value(self, kind: int) -> Any:
+        if kind == TEXT:
+            return self.text()
+        if kind == LIST:
+            item, count = self.number("I"), self.number("Q")
+            return [self.value(item) for _ in range(count)]
+        return self.number(NUMBERS[kind])
+
+
+def read_metadata(file: Path) -> dict[str, Any]:
+    """Return a GGUF file's metadata by name; raise :class:`~tercet.protocol.TercetError` for another format."""
+    with file.open("rb") as opened:
+        reader = _Reader(opened.read(MOST_METADATA))
+    try:
+        if reader.number("4s") != MAGIC:
+            raise TercetError(f"{file} is not a GGUF file", "model")
+        reader.number("I")  # the format's version
+        reader.number("Q")  # tensors
+        return {reader.text(): reader.value(reader.number("I")) for _ in range(reader.number("Q"))}
+    except (struct.error, KeyError, UnicodeDecodeError) as error:
+        raise TercetError(f"{file}: its metadata cannot be read: {error!r}", "model") from error
+
+
+def write_tokenizer(weights: Path, destination: Path) -> None:
+    """Write the tokenizer, chat template and length of the GGUF file ``weights`` into the directory ``destination``."""
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
+    found = read_metadata(weights)
+    tokens: list[str] = found["tokenizer.ggml.tokens"]
+    merges = [tuple(merge.split(" ", 1)) for merge in found["tokenizer.ggml.merges"]]
+    tokenizer: Any = Tokenizer(models.BPE({token: number for number, token in enumerate(tokens)}, merges))  # type: ignore[arg-type]
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    kinds = found["tokenizer.ggml.token_type"]
+    special = [token for token, kind in zip(tokens, kinds, strict=True) if kind != NORMAL_TOKEN]
+    tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in special])
+    tokenizer.save(str(destination / "tokenizer.json"), pretty=False)
+    config = {"chat_template": found["tokenizer.chat_template"], "model_max_length": found["llama.context_length"]}
+    (destination / "tokenizer_config.json").write_bytes(msgspec.json.encode(config))
+    length = {"max_position_embeddings": found["llama.context_length"]}
+    (destination / "config.json").write_bytes(msgspec.json.encode(length))

@@ -10,7 +10,7 @@ from typing import Annotated
 
 from msgspec import Meta
 
-from tercet.cluster.engine_command import check_engine_flags, check_flags, is_group, value_of
+from tercet.cluster.vllm_flags import check_engine_flags, check_flags, is_group, value_of
 from tercet.decisions.planning import launch_order, ratio_of
 from tercet.protocol import BadRequest, Role
 from tercet.protocol.access import given_key, key_of
@@ -18,7 +18,6 @@ from tercet.protocol.names import require_fleet_name
 from tercet.settings import RouterConfig, RouterSettings, Setting
 from tercet.settings.declaration import ENGINES, MODEL, OBSERVABILITY, SERVER, NotNegative, Port
 from tercet.settings.process_settings import API_KEY_VARIABLE
-from tercet.wire.serving.server_access import RouterKeys
 
 RAY = "Ray"
 _RAY = re.compile(r"ray(:[^\s/]+:[0-9]{1,5})?")
@@ -193,6 +192,8 @@ def require_private_router(config: RouterSettings, inherited: Mapping[str, str] 
 
     A router is open if other machines reach it without a key. The check reads the files of keys.
     """
+    from tercet.wire.serving.server_access import RouterKeys  # imports asyncio
+
     shown = value_of(config.vllm_args, "--api-key")
     told = key_of(shown or "", "--api-key")
     given = told or key_of(inherited.get(API_KEY_VARIABLE, ""), API_KEY_VARIABLE)

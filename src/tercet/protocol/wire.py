@@ -11,15 +11,18 @@ for which the prompt has placeholder tokens, without their data in calls that co
 
 from __future__ import annotations
 
+import os
 import re
+import socket
+import ssl
 from collections.abc import Mapping
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, TypeVar, cast
 
 import msgspec
 
 from tercet.protocol.addresses import KVAddrInfo
 from tercet.protocol.content import MultiModalFeatures
-from tercet.protocol.errors import BadRequest, Conflict
+from tercet.protocol.errors import BadRequest, Conflict, EngineUnreachable, from_wire
 from tercet.protocol.headers import INCARNATION_HEADER
 from tercet.protocol.json_text import UNREADABLE, in_utf8, read_json, unwritable_field
 from tercet.protocol.names import Role, require_adapter_name, require_text, require_uid
@@ -253,3 +256,33 @@ def field_of(error: Exception) -> str | None:
     """Return the field that one of the ``UNREADABLE`` errors names, or None."""
     found = _FIELD.search(str(error)) or _PATH.search(str(error))
     return found.group(1) if found and found.group(1) else None
+
+
+def answer_of_router(url: str, status: int, content: bytes) -> Any:
+    """Return the JSON answer of the router at ``url``; raise the :class:`~tercet.protocol.TercetError` in it.
+
+    Raises :class:`~tercet.protocol.EngineUnreachable` if another server answered.
+    """
+    try:
+        found = msgspec.json.decode(content)
+    except UNREADABLE as error:
+        raise EngineUnreachable(f"the server at {url} is not a router: HTTP {status}", "url") from error
+    if status < 400:
+        return found
+    if not isinstance(found, dict) or "error" not in found:
+        raise EngineUnreachable(f"the server at {url} is not a router: HTTP {status}", "url")
+    raise from_wire(status, cast("dict[str, Any]", found))
+
+
+def network_reason(error: BaseException) -> str:
+    """Return why a server did not answer, such as ``Connection refused``, without the address of the call."""
+    if isinstance(error, (ssl.SSLError, ssl.CertificateError)):
+        detail = getattr(error, "verify_message", "") or getattr(error, "reason", "")
+        return f"TLS: {detail or 'no secure connection'}"
+    if isinstance(error, TimeoutError):
+        return "it took too long"
+    if isinstance(error, socket.gaierror):
+        return "cannot resolve its host name"
+    if isinstance(error, OSError) and error.errno:
+        return os.strerror(error.errno)
+    return str(error) or type(error).__name__

@@ -48,8 +48,7 @@ from tercet.router.state.joined_members import GoneEngines, follow_found, remove
 from tercet.router.state.loaded_code import reload_on_change
 from tercet.router.state.roles import RoleKeeper, with_roles_followed
 from tercet.router.state.shared_state import SharedState
-from tercet.router.state.state_configmap import configmap_store
-from tercet.router.state.state_store import StateStore
+from tercet.router.state.state_store import StateStore, configmap_store
 from tercet.router.workers import Shared, listening_socket, tell_ready
 from tercet.settings import RouterConfig
 from tercet.settings.process_settings import ALL_ENGINES_VARIABLE, API_KEY_VARIABLE

@@ -2,7 +2,8 @@
 
 ``limit: Annotated[AtLeastOne | None, Setting("Most running requests.")] = None`` is a whole declaration. The name
 that people use, the *key*, is the field's name in kebab case, or the ``name`` given to :func:`msgspec.field`. A field
-whose type is a :class:`Settings` is a group: its settings stand among the others, under their own keys.
+whose type is a :class:`Settings` is a group: its settings stand among the others, under their own keys. A field of a
+:class:`Settings` without a :class:`Setting` is a constant of the record: no flag, key or variable sets it, only code.
 :func:`decode_settings` decodes and checks values, which come from flags, variables and YAML files.
 """
 
@@ -21,9 +22,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar, Union, cast, get_args, get_origin
 
 import msgspec
-import yaml
 
-from tercet.aio.files import read_named
 from tercet.protocol import BadRequest
 from tercet.protocol.access import given_key
 from tercet.protocol.names import LAST_PORT
@@ -184,9 +183,10 @@ def _walk(of: type[msgspec.Struct], path: tuple[str, ...]) -> Iterable[Declared]
         if is_group(field.type):
             yield from _walk(field.type, here)
             continue
-        told = next(
-            (each for each in getattr(field.type, "__metadata__", ()) if isinstance(each, Setting)), Setting("")
-        )
+        told = next((each for each in getattr(field.type, "__metadata__", ()) if isinstance(each, Setting)), None)
+        if told is None and issubclass(of, Settings):
+            continue
+        told = told or Setting("")
         default = field.default if field.default_factory is msgspec.NODEFAULT else field.default_factory()
         yield Declared(field.encode_name, here, field.type, told, default)
 
@@ -382,6 +382,8 @@ def read_yaml(file: Path, name: str = "--config") -> Source:
 
 def load_yaml(file: Path, name: str, param: str | None = None) -> Any:
     """Return the content of a YAML file. Raises :class:`~tercet.protocol.BadRequest` that begins with ``name``."""
+    from tercet.aio.files import read_named  # asyncio and yaml take a third of the start of a command without a file
+
     param = param or name
     try:
         text = read_named(file, MOST_SETTINGS).decode("utf-8")
@@ -394,8 +396,18 @@ def load_yaml(file: Path, name: str, param: str | None = None) -> Any:
 
 def parse_yaml(text: str, name: str, param: str) -> Any:
     """Return the value of a YAML text. Raises :class:`~tercet.protocol.BadRequest` that begins with ``name``."""
+    import yaml
+
+    class UniqueKeys(yaml.SafeLoader):  # PyYAML's loader takes the second value of a key that is given twice
+        def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
+            keys: list[object] = [self.construct_object(key, deep=True) for key, _ in node.value]  # pyright: ignore
+            for index, key in enumerate(keys):
+                if key in keys[:index]:
+                    raise yaml.MarkedYAMLError(problem=f"the key {key!r} is given twice", problem_mark=node.start_mark)
+            return super().construct_mapping(node, deep)
+
     try:
-        return yaml.load(text, _UniqueKeys)
+        return yaml.load(text, UniqueKeys)
     except (
         yaml.YAMLError,
         ValueError,
@@ -471,14 +483,3 @@ def _as_text(value: Any) -> Any:
     if isinstance(value, bool):
         return "true" if value else "false"
     return str(value) if isinstance(value, int | float) else value
-
-
-class _UniqueKeys(yaml.SafeLoader):
-    """YAML loader that refuses a mapping with the same key twice; PyYAML's takes the second value."""
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
-        keys: list[object] = [self.construct_object(key, deep=True) for key, _ in node.value]  # pyright: ignore
-        for index, key in enumerate(keys):
-            if key in keys[:index]:
-                raise yaml.MarkedYAMLError(problem=f"the key {key!r} is given twice", problem_mark=node.start_mark)
-        return super().construct_mapping(node, deep)

@@ -48,11 +48,7 @@ class DiscoverySettings(Settings, frozen=True):
     ] = POOL_GROUP  # fmt: skip
     endpoint_selector: Annotated[
         str | None,
-        Setting(
-            "Label selector of engines' pods, such as `app=vllm,tier in (a,b)`.",
-            default="none",
-            panel=KUBERNETES,
-        ),
+        Setting("Label selector of engines' pods, such as `app=vllm,tier in (a,b)`.", default="none", panel=KUBERNETES),
     ] = None
     endpoint_target_ports: Annotated[
         tuple[FixedPort, ...],

@@ -76,21 +76,11 @@ class Objectives(Settings, frozen=True):
 
     ttft: Annotated[
         Seconds | None,
-        Setting(
-            "Objective for the time to the first token.",
-            unit="seconds",
-            default="none",
-            panel=OBJECTIVES,
-        ),
+        Setting("Objective for the time to the first token.", unit="seconds", default="none", panel=OBJECTIVES),
     ] = msgspec.field(default=None, name="objective-ttft")
     tpot: Annotated[
         Seconds | None,
-        Setting(
-            "Objective for the mean time per further token.",
-            unit="seconds",
-            default="none",
-            panel=OBJECTIVES,
-        ),
+        Setting("Objective for the mean time per further token.", unit="seconds", default="none", panel=OBJECTIVES),
     ] = msgspec.field(default=None, name="objective-tpot")
     share: Annotated[
         Share, Setting("Share of requests, 0 to 1, that must meet the objectives.", panel=OBJECTIVES)
@@ -102,10 +92,8 @@ class Objectives(Settings, frozen=True):
             metavar="NAME,ttft=S", read=class_fields, panel=OBJECTIVES,
         ),
     ] = msgspec.field(default=(), name="objective-class")  # fmt: skip
-    header: Annotated[
-        Annotated[str, Meta(pattern=r"^[a-z0-9-]+\Z", max_length=64)],
-        Setting("Name of the header that has a request's class, in lower case.", in_file=True, panel=OBJECTIVES),
-    ] = msgspec.field(default="x-objective-class", name="objective-header")
+    # One name is enough: classes are the deployment's, and so is what sets the header.
+    header: str = "x-objective-class"
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -150,24 +138,12 @@ class MoveSettings(Settings, frozen=True):
     A limit per engine applies separately to moves to an engine and to moves from it.
     """
 
-    stages: Annotated[
-        AtLeastOne, Setting("Most stages of a move before the cut-over.", panel=MOVES, in_file=True)
-    ] = msgspec.field(default=4, name="move-stages")  # fmt: skip
-    tail: Annotated[
-        NotNegative,
-        Setting(
-            "Tokens that the last stage of a move may leave uncopied; the destination recomputes them.",
-            panel=MOVES,
-            in_file=True,
-        ),
-    ] = msgspec.field(default=16, name="move-tail")
-    portion: Annotated[
-        AtLeastOne,
-        Setting(
-            "Tokens whose KV is sent at once; a stage rests after each portion.",
-            unit="tokens", panel=MOVES, in_file=True,
-        ),
-    ] = msgspec.field(default=512, name="move-portion")  # fmt: skip
+    # Each stage sends what came during the one before; four leave a few tokens for every model that was measured.
+    stages: AtLeastOne = 4
+    # Tokens that the last stage may leave uncopied: the destination recomputes a block faster than a stage takes.
+    tail: NotNegative = 16
+    # Tokens whose KV is sent at once; a stage rests after each portion.
+    portion: AtLeastOne = 512
     share: Annotated[
         Share, Setting("Share of a stage's time in which KV is sent, up to 1; 1: no rests.", panel=MOVES, in_file=True)
     ] = msgspec.field(default=0.25, name="move-share")  # fmt: skip
@@ -180,15 +156,8 @@ class MoveSettings(Settings, frozen=True):
             in_file=True,
         ),
     ] = msgspec.field(default=0.8, name="move-hurry-at")
-    deadline_s: Annotated[
-        Seconds,
-        Setting(
-            "Longest duration of a move; after it the sequence stays on its engine.",
-            unit="seconds",
-            panel=MOVES,
-            in_file=True,
-        ),
-    ] = msgspec.field(default=30.0, name="move-deadline")
+    # Seconds after which the sequence stays: a move that takes longer gains nothing.
+    deadline_s: Seconds = 30.0
     at_once: Annotated[
         AtLeastOne, Setting("Most sequences that are moved at once.", panel=MOVES)
     ] = msgspec.field(default=16, name="max-moves")  # fmt: skip
@@ -228,14 +197,8 @@ class MoveSettings(Settings, frozen=True):
             default="no limit", panel=MOVES, in_file=True,
         ),
     ] = msgspec.field(default=None, name="max-move-kv-usage-per-engine")  # fmt: skip
-    ceiling: Annotated[
-        Annotated[float, Meta(ge=0, le=1)],
-        Setting(
-            "KV usage of an engine, from 0 to 1, at or above which no sequence is moved to it.",
-            panel=MOVES,
-            in_file=True,
-        ),
-    ] = msgspec.field(default=0.95, name="move-ceiling")
+    # KV usage at or above which an engine receives nothing: the rest is for the sequences that it has.
+    ceiling: Annotated[float, Meta(ge=0, le=1)] = 0.95
 
     def share_at(self, usage: float, waiting: int) -> float:
         """Return the share of a stage's time in which KV is sent from an engine with the KV usage ``usage`` (0 to 1).
@@ -257,15 +220,8 @@ class RescheduleSettings(Settings, frozen=True):
             flag="--reschedule", panel=MOVES,
         ),
     ] = msgspec.field(default=(), name="reschedule")  # fmt: skip
-    stale_after_s: Annotated[
-        Seconds,
-        Setting(
-            "Time without progress after which an engine's sequences are moved away; less than `--stuck-after`.",
-            unit="seconds",
-            panel=MOVES,
-            in_file=True,
-        ),
-    ] = msgspec.field(default=2.5, name="reschedule-stale-after")
+    # Seconds without progress after which sequences are moved away: half of the default of `stuck-after`.
+    stale_after_s: Seconds = 2.5
     interval_s: Annotated[
         Seconds, Setting("Interval between rescheduling rounds.", unit="seconds", panel=MOVES)
     ] = msgspec.field(default=0.1, name="reschedule-interval")  # fmt: skip
@@ -273,10 +229,8 @@ class RescheduleSettings(Settings, frozen=True):
         Annotated[float, Meta(ge=0, le=1)],
         Setting("Difference of KV usage, 0 to 1, at which loads are balanced.", panel=MOVES),
     ] = msgspec.field(default=0.2, name="reschedule-threshold")
-    ceiling: Annotated[
-        Annotated[float, Meta(gt=0, le=1)],
-        Setting("KV usage, from 0 to 1, up to which packing policies fill an engine.", panel=MOVES, in_file=True),
-    ] = msgspec.field(default=0.8, name="reschedule-ceiling")  # fmt: skip
+    # KV usage up to which packing policies fill an engine: a fifth is left for sequences that grow.
+    ceiling: Annotated[float, Meta(gt=0, le=1)] = 0.8
     order: Annotated[
         Literal["FIT", "SR", "LR", "FCR", "LCR", "FCW", "FCWSR"],
         Setting("Order in which load balancing and `binpack_mitigation` move sequences.", panel=MOVES, in_file=True),
@@ -302,8 +256,7 @@ class SessionSettings(Settings, frozen=True):
     """Settings of a router for the turns of one session."""
 
     together: Annotated[
-        Literal["on", "off"],
-        Setting("Send all turns of a session to one engine.", panel=PLACEMENT),
+        Literal["on", "off"], Setting("Send all turns of a session to one engine.", panel=PLACEMENT)
     ] = msgspec.field(default="off", name="sessions")
     keep: Annotated[
         Literal["none", "tools", "all"],
@@ -312,42 +265,18 @@ class SessionSettings(Settings, frozen=True):
             panel=PLACEMENT,
         ),
     ] = msgspec.field(default="tools", name="session-keep")
-    keep_s: Annotated[
-        Seconds, Setting("Longest time that a session's KV is pinned.", unit="seconds", panel=PLACEMENT, in_file=True)
-    ] = msgspec.field(default=30.0, name="session-keep-for")  # fmt: skip
-    keep_share: Annotated[
-        ShareOfKV,
-        Setting("Share of an engine's KV cache, from 0 to 1, that all sessions together may pin.", panel=PLACEMENT,
-                in_file=True),
-    ] = msgspec.field(default=0.3, name="session-keep-share")  # fmt: skip
-    give_up_at: Annotated[
-        ShareOfKV,
-        Setting(
-            "KV usage of an engine, from 0 to 1, at or above which pinned KV is released; or while requests wait.",
-            panel=PLACEMENT,
-            in_file=True,
-        ),
-    ] = msgspec.field(default=0.9, name="session-give-up-at")
-    ttl_s: Annotated[
-        Seconds,
-        Setting(
-            "Time without a turn after which a session is forgotten.", unit="seconds", panel=PLACEMENT, in_file=True
-        ),
-    ] = msgspec.field(default=3600.0, name="session-ttl")
-    most: Annotated[
-        AtLeastOne,
-        Setting("Most sessions that a router process remembers; the least recently used are forgotten.",
-                panel=PLACEMENT, in_file=True),
-    ] = msgspec.field(default=10_000, name="max-sessions-remembered")  # fmt: skip
-    tokens: Annotated[
-        AtLeastOne,
-        Setting(
-            "Most tokens that a router process remembers for all sessions, 4 bytes each; a session without remembered "
-            "tokens is recomputed when its engine is drained.",
-            panel=PLACEMENT,
-            in_file=True,
-        ),
-    ] = msgspec.field(default=32 * 1024 * 1024, name="max-session-tokens")
+    # Longest time that KV is pinned: most tools answer within it, and an unused lease holds blocks.
+    keep_s: Seconds = 30.0
+    # Share of an engine's KV cache that all sessions together may pin.
+    keep_share: ShareOfKV = 0.3
+    # KV usage at or above which pinned KV is released; also while requests wait.
+    give_up_at: ShareOfKV = 0.9
+    # Seconds without a turn after which a session is forgotten.
+    ttl_s: Seconds = 3600.0
+    # Most sessions, and most of their tokens (4 bytes each), that a process remembers: bounds of its memory. A session
+    # without remembered tokens is recomputed when its engine is drained.
+    most: AtLeastOne = 10_000
+    tokens: AtLeastOne = 32 * 1024 * 1024
 
     @property
     def on(self) -> bool:

@@ -14,7 +14,6 @@ from typing import Annotated, Literal, NamedTuple
 
 import msgspec
 
-from tercet.aio.files import read_whole
 from tercet.protocol import BadRequest
 from tercet.settings.declaration import ACCESS, OBSERVABILITY, SECRET_VARIABLE, AtLeastOne, Seconds, Setting, Settings
 
@@ -265,6 +264,8 @@ class KeyFile:
         Raises :class:`~tercet.protocol.BadRequest` if the file cannot be read, or a line cannot be a key. The error
         has the number of the line, and never its text, which may be a secret.
         """
+        from tercet.aio.files import read_whole  # imports asyncio
+
         try:
             content = read_whole(self._path, LARGEST_FILE)  # not a pipe: the file is read again when it changes
         except FileNotFoundError as error:

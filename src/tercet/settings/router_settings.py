@@ -89,11 +89,7 @@ class Limits(Settings, frozen=True):
     ] = msgspec.field(default=None, name="max-in-flight-tokens")
     tokens_per_engine: Annotated[
         AtLeastOne | None,
-        Setting(
-            "Number of prompt tokens per decode engine at which requests wait.",
-            default="no limit",
-            panel=LIMITS,
-        ),
+        Setting("Number of prompt tokens per decode engine at which requests wait.", default="no limit", panel=LIMITS),
     ] = msgspec.field(default=None, name="max-in-flight-tokens-per-engine")
     queued: Annotated[
         NotNegative, Setting("Most requests that may wait; further ones get 429.", panel=LIMITS)
@@ -110,14 +106,8 @@ class Limits(Settings, frozen=True):
             in_file=True,
         ),
     ] = msgspec.field(default=512, name="max-sequences")
-    at_once: Annotated[
-        AtLeastOne,
-        Setting(
-            "Most sequences of one request that run at once; the others start when these end.",
-            panel=LIMITS,
-            in_file=True,
-        ),
-    ] = msgspec.field(default=128, name="max-sequences-at-once")
+    # Sequences of one request that run at once; the others start when these end, so one client cannot fill engines.
+    at_once: AtLeastOne = 128
 
     items: Annotated[
         AtLeastOne,
@@ -148,15 +138,8 @@ class RetryBudget(Settings, frozen=True):
     retries: Annotated[
         NotNegative, Setting("Most retries of a failed sequence in a row without a new token.", panel=FAILURES)
     ] = 2
-    within_s: Annotated[
-        Seconds,
-        Setting(
-            "Longest time for retries after the last token that the client got, or after the request if it got none.",
-            unit="seconds",
-            in_file=True,
-            panel=FAILURES,
-        ),
-    ] = msgspec.field(default=600.0, name="retry-within")
+    # Longest time for retries after the last token that the client got: clients wait no longer than ten minutes.
+    within_s: Seconds = 600.0
 
 
 class RouterSettings(Settings, frozen=True):
@@ -167,8 +150,7 @@ class RouterSettings(Settings, frozen=True):
     """
 
     model: Annotated[
-        str,
-        Setting("Model: `smollm2`, a checkpoint's directory, or a hub id; `smollm2` is built in.", panel=MODEL),
+        str, Setting("Model: `smollm2`, a checkpoint's directory, or a hub id; `smollm2` is built in.", panel=MODEL)
     ] = "smollm2"
     served_model_name: Annotated[
         str | None, Setting("Name of the model in the OpenAI API.", default="the value of --model", panel=MODEL)
@@ -249,15 +231,8 @@ class RouterSettings(Settings, frozen=True):
             panel=FAILURES,
         ),
     ] = msgspec.field(default=5.0, name="stuck-after")
-    wait_for_engine_s: Annotated[
-        Annotated[float, Meta(ge=0, le=1_000_000_000)],
-        Setting(
-            "Longest wait of a sequence for an engine when none answers; after it the sequence is retried.",
-            unit="seconds",
-            in_file=True,
-            panel=FAILURES,
-        ),
-    ] = msgspec.field(default=30.0, name="wait-for-engine")
+    # Longest wait of a sequence for an engine when none answers; then it is retried. An engine restarts within it.
+    wait_for_engine_s: Annotated[float, Meta(ge=0, le=1_000_000_000)] = 30.0
     without_role: Annotated[
         WithoutRole,
         Setting(
@@ -283,11 +258,7 @@ class RouterSettings(Settings, frozen=True):
     ] = msgspec.field(default=None, name="request-timeout")
     shutdown_timeout_s: Annotated[
         Annotated[float, Meta(ge=0, le=1_000_000_000)],
-        Setting(
-            "Time to finish running requests after a signal to stop.",
-            unit="seconds",
-            panel=SERVER,
-        ),
+        Setting("Time to finish running requests after a signal to stop.", unit="seconds", panel=SERVER),
     ] = msgspec.field(default=25.0, name="shutdown-timeout")
     max_request_bytes: Annotated[
         AtLeastOne,
@@ -427,8 +398,7 @@ class RouterConfig(RouterSettings, frozen=True, kw_only=True):
         ),
     ] = None
     await_engines: Annotated[
-        bool,
-        Setting("Start without an engine, and answer 503 until one joins.", default="off", panel=ENGINES),
+        bool, Setting("Start without an engine, and answer 503 until one joins.", default="off", panel=ENGINES)
     ] = False
     supervisor_key: SupervisorKey = ""
     engine_tls: EngineTLS = EngineTLS()

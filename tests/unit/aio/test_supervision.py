@@ -23,7 +23,7 @@ REPEATED = "each turn is caught, by repeat"
 ENDS = "its end ends its process or command, which is started again by the table in docs/operations.md"
 ENDLESS = {
     "aio/tasks.py:repeat": "the mechanism",
-    "cluster/joining.py:_stay": KEPT,
+    "cli/engine_process.py:_stay": KEPT,
     "tercet_ray/ray_fleet.py:Follower.keep": ENDS,
     "cluster/running_fleet.py:_EventLog.follow": KEPT,
     "cluster/running_fleet.py:_say_what_is_left": "it tells how a stop proceeds, and the stop does not wait for it",

@@ -47,8 +47,8 @@ def _run_command_line(mark: str, mode: str, arguments: list[str]) -> None:
 
 def put_scripts(mark: str, mode: str) -> None:
     """From now on, in fleets in the background too, servers are scripts."""
-    from tercet.cli import detached, up
-    from tercet.cluster import engine_command, local
+    from tercet.cli import detached
+    from tercet.cluster import engine_command, local, model
     from tercet.cluster.child_process import Process
 
     def argv(port: int) -> list[str]:
@@ -69,7 +69,7 @@ def put_scripts(mark: str, mode: str) -> None:
     for name, fake in (("engine_argv", engine_argv), ("router_argv", router_argv)):
         setattr(local, name, fake)
     setattr(local, "Process", functools.partial(Process, grace=3))  # noqa: B010
-    setattr(up, "known_model", known_model)  # noqa: B010
+    setattr(model, "known_model", known_model)  # noqa: B010
     setattr(engine_command, "available_memory", available_memory)  # noqa: B010
     scripts = f"from tests.unit.cli.fake_fleet import put_scripts; put_scripts({mark!r}, {mode!r})"
     setattr(detached, "COMMAND", f"{scripts}; {detached.COMMAND}")  # noqa: B010

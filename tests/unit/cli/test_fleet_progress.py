@@ -15,8 +15,8 @@ from tercet.cli.up import FleetProgress
 def said_on(monkeypatch: pytest.MonkeyPatch, *, is_terminal: bool) -> io.StringIO:
     out = io.StringIO()
     console = Console(file=out, force_terminal=is_terminal, width=100, highlight=False, _environ={"TERM": "xterm"})
-    monkeypatch.setattr(up, "console", console)
-    monkeypatch.setattr(terminal, "console", console)
+    monkeypatch.setattr(terminal, "console", console, raising=False)
+    monkeypatch.setattr("sys.stdout", out)
     return out
 
 

@@ -77,7 +77,7 @@ def test_an_answer_of_another_shape_is_no_traceback(
 ) -> None:
     shape: Any = None
 
-    async def answer(*_: Any) -> Any:
+    def answer(*_: Any) -> Any:
         return shape
 
     monkeypatch.setattr(router_calls, "ask_router", answer)

@@ -44,7 +44,7 @@ def received(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *flags: str) -> Ro
     """The configuration that the router of `tercet up` with these flags would serve with."""
     found: list[RouterConfig] = []
     monkeypatch.setattr("tercet.router.server.serve", found.append)
-    monkeypatch.setattr("tercet.cli.servers.known_model", lambda name: name)
+    monkeypatch.setattr("tercet.cluster.model.known_model", lambda name: name)
     engine = EngineAddress("e", "http://127.0.0.1:1", "decode")
 
     def start(config: UpConfig, _: object) -> None:
@@ -61,7 +61,7 @@ def test_what_up_is_told_arrives_at_its_router(tmp_path: Path, monkeypatch: pyte
     file = tmp_path / "scheduling.yaml"
     file.write_text("plugins: []\nschedulingProfiles: [{name: mine}]\n")
     (tmp_path / "up.yaml").write_text(
-        "router-args: [--api-key, x]\nmodel-aliases: [a, b]\nretry-within: 5\nreturn-after: 7\n"
+        "router-args: [--api-key, x]\nmodel-aliases: [a, b]\nretries: 5\nreturn-after: 7\n"
     )
     there = received(
         tmp_path, monkeypatch, "--config", str(tmp_path / "up.yaml"), "--dev",
@@ -74,7 +74,7 @@ def test_what_up_is_told_arrives_at_its_router(tmp_path: Path, monkeypatch: pyte
     assert (there.program, there.program_args) == ("balanced", {"balance_ratio": "0.5"})
     assert [(engine.name, engine.role) for engine in there.engines] == [("e", "decode")]
     assert there.scheduling == str(file)
-    assert there.retries == RetryBudget(retries=0, within_s=5.0)
+    assert there.retries == RetryBudget(retries=0)
     assert there.limits == Limits(
         in_flight=9, in_flight_per_engine=3, tokens=10_000, tokens_per_engine=4_000, queued=0, queue_timeout_s=2.5
     )
@@ -137,14 +137,14 @@ def test_bad_flags_end_with_one_line_and_exit_code_2(
     flags: tuple[str, ...], complaint: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("tercet.router.server.serve", lambda _: pytest.fail("it was served"))
-    monkeypatch.setattr("tercet.cli.servers.known_model", lambda name: name)
+    monkeypatch.setattr("tercet.cluster.model.known_model", lambda name: name)
     assert app._run(["router", "--engine", "http://127.0.0.1:1", "--port", str(free_port()), *flags]) == 2
     said = capsys.readouterr().err
     assert complaint in said
     assert said.count("\n") == 1
 
 
-@pytest.mark.parametrize("key", ["max-in-flight", "queue-timeout", "request-timeout", "retry-within"])
+@pytest.mark.parametrize("key", ["max-in-flight", "queue-timeout", "request-timeout", "stuck-after"])
 def test_the_same_in_the_file_of_up(tmp_path: Path, key: str) -> None:
     (tmp_path / "up.yaml").write_text(f"{key}: 0\n")
     with pytest.raises(BadRequest, match=key):
@@ -179,9 +179,9 @@ def test_neither_unless_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 def started(monkeypatch: pytest.MonkeyPatch, command: str, *flags: str) -> int:
     monkeypatch.setattr("tercet.router.server.serve", lambda _: None)
-    monkeypatch.setattr("tercet.cli.servers.known_model", lambda name: name)
-    monkeypatch.setattr("tercet.cli.up.known_model", lambda name: name)
-    monkeypatch.setattr("tercet.cli.up.resolve_model", lambda *_: pytest.fail("a model was loaded"))
+    monkeypatch.setattr("tercet.cluster.model.known_model", lambda name: name)
+    if command == "up":
+        monkeypatch.setattr("tercet.cluster.model.resolve_model", lambda *_: pytest.fail("a model was loaded"))
     engine = ("--engine", "http://127.0.0.1:1") if command == "router" else ()
     return app._run([command, *engine, "--port", str(free_port()), *flags])
 
@@ -213,7 +213,7 @@ def test_a_door_with_a_key_or_on_purpose_starts(
         more = ()
     if more == ("file",):
         more = ("--api-key-file", str(tmp_path / "keys"))
-    monkeypatch.setattr("tercet.cli.servers.require_free", lambda *_: None)
+    monkeypatch.setattr("tercet.cluster.ports.require_free", lambda *_: None)
     assert started(monkeypatch, "router", "--host", "192.0.2.1", *more) == 0
 
 
@@ -224,7 +224,7 @@ def test_a_key_that_is_given_is_one(
     rest: tuple[str, ...], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.delenv("VLLM_API_KEY", raising=False)
-    monkeypatch.setattr("tercet.cli.servers.require_free", lambda *_: None)
+    monkeypatch.setattr("tercet.cluster.ports.require_free", lambda *_: None)
     assert started(monkeypatch, "router", "--", *rest) == 2
     said = capsys.readouterr().err
     assert "--api-key: " in said

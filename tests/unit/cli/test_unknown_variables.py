@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tercet.cli import app
-from tercet.cli.unknown_variables import unknown_variables
+from tercet.cli.setting_flags import unknown_variables
 
 
 @pytest.mark.parametrize(

@@ -11,17 +11,10 @@ from hypothesis import strategies as st
 
 from tercet.cluster import devices
 from tercet.cluster.devices import as_cpu_list, devices_for_engines, split_cores
-from tercet.cluster.engine_command import (
-    EngineSpec,
-    as_shell,
-    engine_argv,
-    engine_env,
-    gpu_memory_of,
-    ranks_of,
-    require_private,
-)
+from tercet.cluster.engine_command import EngineSpec, as_shell, engine_argv, engine_env, require_private
 from tercet.cluster.local import engine_specs, starting_queues
 from tercet.cluster.up_config import UpConfig
+from tercet.cluster.vllm_flags import gpu_memory_of, ranks_of
 from tercet.protocol import BadRequest, TercetError
 from tercet.settings import Source, decode_settings, read_yaml
 

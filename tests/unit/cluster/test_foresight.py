@@ -14,7 +14,7 @@ import pytest
 
 from tercet.cluster.engine_command import GIB, EngineSpec, require_memory, shared_cores
 from tercet.cluster.local import local_fleet
-from tercet.cluster.model_hub import cached_snapshot, require_model
+from tercet.cluster.model import cached_snapshot, require_model
 from tercet.cluster.ports import free_ports
 from tercet.cluster.up_config import UpConfig
 from tercet.protocol import BadRequest

@@ -18,8 +18,8 @@ import psutil
 import pytest
 
 from tercet.cluster import guard
+from tercet.cluster.child_process import READ_LATE, can_fork, early_differences, listening_for_guards
 from tercet.cluster.guard import Forked
-from tercet.cluster.warm_start import READ_LATE, can_fork, early_differences, listening_for_guards
 from tests.longest_wait import LONGEST_WAIT_S
 
 pytestmark = pytest.mark.processes

@@ -11,9 +11,10 @@ import pytest
 
 from tercet.cli import app
 from tercet.cluster import devices
-from tercet.cluster.engine_command import GPU_MEMORY, KV_TRANSFER, EngineSpec, engine_argv, engine_env, value_of
+from tercet.cluster.engine_command import EngineSpec, engine_argv, engine_env
 from tercet.cluster.local import engine_specs, starting_queues
 from tercet.cluster.up_config import UpConfig
+from tercet.cluster.vllm_flags import GPU_MEMORY, KV_TRANSFER, value_of
 from tercet.protocol import BadRequest
 
 MIB_80 = 81920

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from tercet.cluster.engine_command import engine_argv, is_group, rank_flags, value_of
+from tercet.cluster.engine_command import engine_argv
 from tercet.cluster.local import engine_specs
 from tercet.cluster.up_config import UpConfig
+from tercet.cluster.vllm_flags import is_group, rank_flags, value_of
 from tercet.protocol import BadRequest
 
 

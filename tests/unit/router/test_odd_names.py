@@ -15,7 +15,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tercet.cli.engine import EngineFlags, _spec_of
+from tercet.cli.engine import EngineFlags
+from tercet.cli.engine_process import _spec_of
 from tercet.cluster.up_config import UpConfig
 from tercet.fleet.discovery import RosterEntry, engines_of
 from tercet.fleet.kubernetes_api import Metadata, Pod, PodStatus

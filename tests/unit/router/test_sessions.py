@@ -239,7 +239,7 @@ def test_pins_are_given_up_while_requests_wait(metrics: Metrics) -> None:
 def test_a_pin_is_renewed_beyond_an_engines_own_time_for_leases(metrics: Metrics) -> None:
     async def check() -> None:
         engines = engines_of("a", lease_ttl=20.0)
-        made = World(metrics, engines, "data_parallel", **{"session-keep": "all", "session-keep-for": 90.0})
+        made = World(metrics, engines, "data_parallel", **{"session-keep": "all", "keep-s": 90.0})
         following = asyncio.create_task(made.sessions.run())
         await made.turn("s")
         await asyncio.sleep(80)
@@ -347,5 +347,5 @@ def test_a_file_of_sessions_that_is_not_one_is_left(tmp_path: Path, content: byt
 def test_no_more_sessions_come_back_than_are_remembered(tmp_path: Path) -> None:
     file = tmp_path / "sessions.json"
     file.write_bytes(msgspec.json.encode({f"s{number}": {"decode": "a"} for number in range(5)}))
-    few = msgspec.convert({"sessions": "on", "max-sessions-remembered": 2}, SessionSettings)
+    few = SessionSettings(together="on", most=2)
     assert list(Sessions(EngineFleet(()), few, SessionCounts(), file=file).table.bindings) == ["s3", "s4"]

@@ -188,7 +188,7 @@ import sys
 for name in ("torch", "vllm", "transformers", "gguf"):
     sys.modules[name] = None
 import tercet.cli.app, tercet.router.server, tercet_lab.small_openai, tercet_lab.sim.sim_server
-import tercet.cluster.built_in_tokenizer
+import tercet.cluster.model
 """
 
 

@@ -24,7 +24,7 @@ from tercet.router.serve.service import Service
 from tercet.router.state.fleet_state import StateFile
 from tercet.router.state.roles import RoleKeeper
 from tercet.router.state.shared_state import SharedState
-from tercet.router.state.state_configmap import (
+from tercet.router.state.state_store import (
     LEASE_SECONDS,
     RENEW_SECONDS,
     ConfigMapStore,

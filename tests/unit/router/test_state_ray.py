@@ -14,7 +14,7 @@ import pytest
 from tercet.protocol import BadRequest, EngineError
 from tercet.router.serve.routing import Plan
 from tercet.router.state.fleet_state import FleetState, StateFile
-from tercet.router.state.state_configmap import ConfigMapStore
+from tercet.router.state.state_store import ConfigMapStore
 from tercet.settings import RouterConfig
 from tercet_ray import state_ray
 from tercet_ray.ray_access import CONFLICT, KEPT, OK, UNKNOWN, HeadStore, Json, KeptObjects

@@ -128,7 +128,7 @@ class KeptObjects:
     own key; the writer that puts version N + 1 first wins. The newest :data:`KEPT` versions are kept. A writer that
     paused for longer than that may put a version that existed and was deleted; it detects this by the newer versions,
     and fails. Objects, methods and answers are those of Kubernetes' API server that
-    :mod:`tercet.router.state.state_configmap` uses, so that the same code claims and changes both.
+    :mod:`tercet.router.state.state_store` uses, so that the same code claims and changes both.
     """
 
     def __init__(self, store: HeadStore) -> None:

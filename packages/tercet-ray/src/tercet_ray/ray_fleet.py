@@ -17,7 +17,7 @@ import msgspec
 from tercet.aio.files import read_whole, write_whole
 from tercet.cluster.child_process import Process, StartFailed, describe_exit
 from tercet.cluster.detached_fleets import log_directory
-from tercet.cluster.engine_command import EngineSpec, ranks_of, value_of
+from tercet.cluster.engine_command import EngineSpec
 from tercet.cluster.local import lora_flags, router_config, router_of, shared_environment
 from tercet.cluster.model import BUILT_IN
 from tercet.cluster.ports import free_ports, require_free, url_of
@@ -32,6 +32,7 @@ from tercet.cluster.running_fleet import (
     rotate_logs,
 )
 from tercet.cluster.up_config import UpConfig
+from tercet.cluster.vllm_flags import ranks_of, value_of
 from tercet.fleet.discovery import MOST_BYTES, read_roster
 from tercet.protocol import EngineError, Role, UnknownEngine
 from tercet.settings import DiscoverySettings, EngineAddress

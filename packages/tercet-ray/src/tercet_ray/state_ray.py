@@ -1,4 +1,4 @@
-"""The state of routers on several machines in the head of a Ray cluster; otherwise as :mod:`.state_configmap`.
+"""The state of routers on several machines in the head of a Ray cluster; otherwise as in a ConfigMap.
 
 Ray ends a process that is connected to its head when the head is away for long, so a router must not connect. A small
 process calls the head for it; that process may end, and the next call starts another one.
@@ -15,7 +15,7 @@ import msgspec
 
 from tercet.protocol import EngineError
 from tercet.protocol.wire import UNREADABLE
-from tercet.router.state.state_configmap import ConfigMapStore, Json
+from tercet.router.state.state_store import ConfigMapStore, Json
 
 PROCESS = "tercet_ray.ray_access"
 NAMESPACE = "ray"
@@ -38,7 +38,7 @@ class HeadAccess:
             self._running()
 
     def ask(self, method: str, path: str, body: Json | None) -> tuple[int, Json]:
-        """Call the head; the arguments and errors are those of :func:`tercet.router.state.state_configmap.asking`."""
+        """Call the head; the arguments and errors are those of :func:`tercet.router.state.state_store.asking`."""
         with self._lock:
             try:
                 process = self._running()

@@ -20,6 +20,7 @@ from tercet.protocol import BadRequest, Role
 
 ROLES: tuple[Role, ...] = ("prefill", "decode", "both")
 DRAIN_SECONDS = 300.0
+SELECTOR = "tercet/group"
 MOST = 1024
 Phase = Literal["starting", "serving", "draining", "stopping"]
 State = Literal["under_way", "done", "failed"]

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import aiohttp
 import msgspec
 
-from tercet.cluster.scaling.decide import Counts, ScaleCall
+from tercet.cluster.scaling.decide import SELECTOR, Counts, ScaleCall
 from tercet.fleet.kubernetes_api import ApiAccess
 from tercet.protocol import BadRequest, Conflict, EngineError, EngineUnreachable, Role
 from tercet.protocol.wire import UNREADABLE
@@ -25,7 +25,6 @@ KINDS = (
     "/apis/apps/v1/namespaces/{}/statefulsets",
     "/apis/leaderworkerset.x-k8s.io/v1/namespaces/{}/leaderworkersets",
 )
-SELECTOR = "tercet/group"
 ROLE_LABEL = "tercet/role"
 ANSWER = aiohttp.ClientTimeout(total=30.0)
 LOOK_SECONDS = 1.0

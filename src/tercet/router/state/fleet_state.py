@@ -1,8 +1,7 @@
 """The shared state of a fleet: the operators' decisions as one record with a version, which routers follow.
 
 :class:`FleetState` does no I/O: each method returns the state after a change, or refuses the change. :class:`StateFile`
-holds the newest state: each change starts from the newest state, and readers never see part of a change. Fields that a
-later version of Tercet wrote are unknown here; they are named in the log and kept.
+holds the newest state: each change starts from the newest state, and readers never see part of a change.
 """
 
 from __future__ import annotations
@@ -10,12 +9,11 @@ from __future__ import annotations
 import logging
 import random
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 import msgspec
-from msgspec import inspect
 
 from tercet.fleet.discovery import FoundEngine, with_found
 from tercet.fleet.members import JOINED, MemberState
@@ -26,81 +24,6 @@ from tercet.protocol.wire import UNREADABLE
 from tercet.router.serve.routing import Plan
 from tercet.router.state.state_store import LOCK_SECONDS, RETRY_DELAY_S, FileStore, SharedTurn, StateStore, Stored
 from tercet.settings import EngineAddress, RouterConfig
-
-
-def known_part(value: Any, kind: inspect.Type) -> Any:
-    """Return ``value`` without the fields that the structs of ``kind`` do not have."""
-    fields = _fields(kind)
-    if fields is not None and isinstance(value, dict):
-        named = cast("dict[str, Any]", value)
-        return {name: known_part(part, fields[name]) for name, part in named.items() if name in fields}
-    item = _item(kind)
-    if item is not None and isinstance(value, list):
-        return [known_part(part, item) for part in cast("list[Any]", value)]
-    return value
-
-
-def unknown_names(value: Any, kind: inspect.Type, at: str = "") -> Iterator[str]:
-    """Yield the paths of fields that the structs of ``kind`` do not have, such as ``members[0].address.zone``."""
-    fields, item = _fields(kind), _item(kind)
-    if fields is not None and isinstance(value, dict):
-        for name, part in cast("dict[str, Any]", value).items():
-            where = f"{at}.{name}" if at else name
-            if name in fields:
-                yield from unknown_names(part, fields[name], where)
-            else:
-                yield where
-    elif item is not None and isinstance(value, list):
-        for place, part in enumerate(cast("list[Any]", value)):
-            yield from unknown_names(part, item, f"{at}[{place}]")
-
-
-def with_unknown(after: Any, before: Any, kind: inspect.Type) -> Any:
-    """Return ``after``, which has only known fields, with the unknown fields of the same records in ``before``.
-
-    Two records are the same if they have the same name or number; records without either, if they are equal.
-    """
-    fields, item = _fields(kind), _item(kind)
-    if fields is not None and isinstance(after, dict) and isinstance(before, dict):
-        new, old = cast("dict[str, Any]", after), cast("dict[str, Any]", before)
-        if new.get("number") != old.get("number"):
-            return new
-        kept = {name: part for name, part in old.items() if name not in fields}
-        return kept | {name: with_unknown(part, old.get(name), fields[name]) for name, part in new.items()}
-    if item is not None and isinstance(after, list) and isinstance(before, list):
-        olds = [(known_part(old, item), old) for old in cast("list[Any]", before)]
-        return [_with_unknown_of_one(part, olds, item) for part in cast("list[Any]", after)]
-    return cast("Any", after)
-
-
-def _with_unknown_of_one(part: Any, olds: list[tuple[Any, Any]], kind: inspect.Type) -> Any:
-    name = _name(part)
-    for known, old in olds:
-        if known == part or (name is not None and _name(known) == name):
-            return with_unknown(part, old, kind)
-    return part
-
-
-def _name(part: Any) -> str | None:
-    if not isinstance(part, dict):
-        return None
-    named = cast("dict[str, Any]", part)
-    return named.get("name") or _name(named.get("address"))
-
-
-def _fields(kind: inspect.Type) -> Mapping[str, inspect.Type] | None:
-    """Return the fields of a struct, or of the struct in an optional type; None for other types."""
-    if isinstance(kind, inspect.UnionType):
-        return next((found for each in kind.types if (found := _fields(each)) is not None), None)
-    if isinstance(kind, inspect.StructType):
-        return {field.encode_name: field.type for field in kind.fields}
-    return None
-
-
-def _item(kind: inspect.Type) -> inspect.Type | None:
-    """Return the type of a list's items; None for other types."""
-    return kind.item_type if isinstance(kind, (inspect.VarTupleType, inspect.ListType)) else None
-
 
 logger = logging.getLogger("tercet.router")
 
@@ -305,10 +228,9 @@ class FleetState(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
 
 FORMAT = 1
-"""The format of a file without the field ``format``. New fields do not change it; an incompatible change does."""
+"""The format of a file without the field ``format``; a version that writes other fields writes another format."""
 MOST_BYTES = 16 * 1024 * 1024
 """Largest size of a stored state in bytes; a change that makes it larger is refused."""
-_KIND = msgspec.inspect.type_info(FleetState)
 _FIELDS = {each.encode_name: each for each in msgspec.structs.fields(FleetState)}
 _RECORDS: Mapping[str, Any] = {"members": MemberState, "adapters": AdapterState, "changes": MadeChange}
 """The lists of a state, by field, and the kind of their records."""
@@ -336,18 +258,17 @@ class _Read(NamedTuple):
 class StateFile:
     """The newest state of a fleet, in the file at ``path`` or in another ``store``, for any number of processes.
 
-    Every method does I/O. Changes keep fields that a later version of Tercet has added; the log names these fields.
+    Every method does I/O.
 
     A record that cannot be used, such as an engine with an invalid name, is left out, and the log names it; all others
-    are used. It stays in the store, since another version of Tercet may understand it, until a record with the same
-    name replaces it, or until it is corrected or removed there. A change is encoded and decoded again before it is
+    are used. It stays in the store until a record with the same name replaces it, or until it is corrected or removed
+    there. A change is encoded and decoded again before it is
     written, by the rules of reading; so no change of this version makes such a record.
     """
 
     def __init__(self, path: Path, store: StateStore | None = None) -> None:
         self.path = path
         self._store = FileStore(path) if store is None else store
-        self._told: set[str] = set()
         self._left_out: Sequence[LeftOut] = ()  # those that the log has named
 
     @property
@@ -376,7 +297,6 @@ class StateFile:
         try:
             content = msgspec.json.decode(stored.content, type=dict[str, Any])
             self._require_format(content)
-            unknown = list(unknown_names(content, _KIND))
             state, left_out = _usable(content, known)
         except _REFUSALS as error:
             raise BadRequest(f"state: {self.name} is not the state of a fleet: {error}", "state") from error
@@ -387,12 +307,6 @@ class StateFile:
                     "remove it. It is %.300s", self.name, each.place, each.reason, each.content,
                 )  # fmt: skip
         self._left_out = left_out
-        if not self._told.issuperset(unknown):
-            self._told.update(unknown)
-            logger.warning(
-                "state: %s has fields that this version of Tercet does not know; they are kept, and have no effect "
-                "here: %.1000s", self.name, ", ".join(unknown),
-            )  # fmt: skip
         return _Read(state, content, left_out)
 
     def _require_format(self, content: Mapping[str, Any]) -> None:
@@ -433,10 +347,10 @@ class StateFile:
 
 def _usable(content: dict[str, Any], known: FleetState | None) -> tuple[FleetState, list[LeftOut]]:
     """Return the state of the records that can be used, and the others; raise one of ``_REFUSALS`` if there is none."""
-    found, left_out = cast("dict[str, Any]", known_part(content, _KIND)), list[LeftOut]()
+    found, left_out = {field: value for field, value in content.items() if field != "format"}, list[LeftOut]()
     for field, kind in _RECORDS.items():
         if isinstance(found.get(field), list):
-            found[field] = tuple(_usable_records(field, found[field], kind, content[field], left_out))
+            found[field] = tuple(_usable_records(field, found[field], kind, left_out))
     for field in (*_OPTIONAL, "program"):
         if field in found:
             try:
@@ -452,13 +366,11 @@ def _usable(content: dict[str, Any], known: FleetState | None) -> tuple[FleetSta
     return msgspec.convert(found, FleetState), left_out
 
 
-def _usable_records(
-    field: str, records: Sequence[Any], kind: Any, contents: Sequence[Any], left_out: list[LeftOut]
-) -> Sequence[Any]:
+def _usable_records(field: str, records: Sequence[Any], kind: Any, left_out: list[LeftOut]) -> Sequence[Any]:
     usable = list[Any]()
-    for place, (known, content) in enumerate(zip(records, contents, strict=True)):
+    for place, content in enumerate(records):
         try:
-            record = msgspec.convert(known, kind)
+            record = msgspec.convert(content, kind)
             if twin := next((value for value in _own(record) for each in usable if value in _own(each)), None):
                 raise BadRequest(f"another record has {twin!r}, too")
         except _REFUSALS as error:
@@ -491,8 +403,8 @@ def _encoded(state: FleetState) -> tuple[bytes, FleetState]:
 
 
 def _with_what_was_there(known: bytes, after: FleetState, before: _Read) -> bytes:
-    """Return the JSON ``known`` of ``after`` with fields of later versions, and with records that were left out."""
-    content: dict[str, Any] = with_unknown(msgspec.json.decode(known), before.content, _KIND)
+    """Return the JSON ``known`` of ``after`` with the records that were left out."""
+    content: dict[str, Any] = msgspec.json.decode(known)
     for each in before.left_out:
         if each.field in _RECORDS:
             now, earlier = ({_own(record)[:1] for record in getattr(of, each.field)} for of in (after, before.state))

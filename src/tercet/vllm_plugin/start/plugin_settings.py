@@ -45,7 +45,8 @@ class PluginSettings(Settings, frozen=True, rename=lambda name: name):
     """
 
     lease_ttl: Annotated[Seconds, Setting("Seconds after which an unused reservation ends.", unit="seconds")] = 60.0
-    reserve_wait: Annotated[Seconds, Setting("Seconds that a reservation waits for blocks.", unit="seconds")] = 1.0
+    # Seconds that a reservation waits for blocks; then the caller picks another engine.
+    reserve_wait: Seconds = 1.0
     max_lease_share: Annotated[
         Share, Setting("Share of the block pool that reservations, which cannot be preempted, may pin together.")
     ] = 0.8
@@ -66,9 +67,8 @@ class PluginSettings(Settings, frozen=True, rename=lambda name: name):
     secret: Annotated[
         str, Setting("Secret that all engines of the fleet share.", env=SECRET_VARIABLE, default="none", is_key=True)
     ] = ""
-    send_timeout: Annotated[Seconds, Setting("Seconds without progress after which a push fails.", unit="seconds")] = (
-        30.0
-    )
+    # Seconds without progress after which a push fails.
+    send_timeout: Seconds = 30.0
     agent_cpus: Annotated[
         str, Setting("CPUs of the process that moves KV, such as 3 or 0-1,6.", default="all of the engine's")
     ] = ""

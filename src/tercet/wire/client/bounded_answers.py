@@ -9,9 +9,6 @@ Then the calls of a router: of its admin API, and of an engine that joins it, st
 
 from __future__ import annotations
 
-import os
-import socket
-import ssl
 from collections.abc import Awaitable, Callable
 from http import HTTPStatus
 from types import TracebackType
@@ -23,7 +20,7 @@ import msgspec
 
 from tercet.protocol import EngineNotReached, EngineUnreachable, from_wire
 from tercet.protocol.access import CHALLENGE_HEADER, Prover, bearer, digest_of
-from tercet.protocol.wire import API_PREFIX, MEMBERS, UNREADABLE, JoinCall, Joined
+from tercet.protocol.wire import API_PREFIX, MEMBERS, UNREADABLE, JoinCall, Joined, answer_of_router, network_reason
 
 LONGEST = 16 * 1024 * 1024
 PLAIN = {"accept-encoding": "identity"}
@@ -93,16 +90,7 @@ def reason_of(error: BaseException) -> str:
     cause = error.os_error if isinstance(error, aiohttp.ClientConnectorError) else error
     if isinstance(cause, aiohttp.ServerDisconnectedError):
         return "it closed the connection"
-    if isinstance(cause, (ssl.SSLError, ssl.CertificateError)):
-        detail = getattr(cause, "verify_message", "") or getattr(cause, "reason", "")
-        return f"TLS: {detail or 'no secure connection'}"
-    if isinstance(cause, TimeoutError):
-        return "it took too long"
-    if isinstance(cause, socket.gaierror):
-        return "cannot resolve its host name"
-    if isinstance(cause, OSError) and cause.errno:
-        return os.strerror(cause.errno)
-    return str(cause) or type(cause).__name__
+    return network_reason(cause)
 
 
 # Adding an engine waits for the engine's answer, and loading a program for the user's module.
@@ -134,15 +122,7 @@ async def ask_router(
         raise EngineNotReached(f"no router answers at {url}: {reason_of(error)}", "url") from error
     except (aiohttp.ClientError, TimeoutError, OSError) as error:
         raise EngineUnreachable(f"no router answers at {url}: {reason_of(error)}", "url") from error
-    try:
-        found = msgspec.json.decode(answer)
-    except UNREADABLE as error:
-        raise EngineUnreachable(f"the server at {url} is not a router: HTTP {status}", "url") from error
-    if status < 400:
-        return found
-    if not isinstance(found, dict) or "error" not in found:
-        raise EngineUnreachable(f"the server at {url} is not a router: HTTP {status}", "url")
-    raise from_wire(status, found)  # pyright: ignore[reportUnknownArgumentType]
+    return answer_of_router(url, status, answer)
 
 
 # The router asks the engine for its status, and updates its other processes, before it answers.

@@ -358,10 +358,10 @@ def test_a_percentile_of_too_few_requests_is_refused_before_any_runs() -> None:
         sweep(simulation(), 8, [Axis("max_num_seqs", ("64",))], "ttft.mean", "tpot.p99")
 
 
-@pytest.mark.parametrize("line", ["--planner-margin 0.2", "--over planner-margin=0,0.2"])
+@pytest.mark.parametrize("line", ["--planner-interval 20", "--over planner-interval=10,20"])
 def test_a_setting_of_a_planner_that_does_not_run_is_refused(line: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert app._run(["sim", "--num-prompts", "20", *line.split()]) == 2
-    assert "planner-margin: has no effect without --planner" in capsys.readouterr().err
+    assert "planner-interval: has no effect without --planner" in capsys.readouterr().err
 
 
 @pytest.mark.slow

@@ -21,6 +21,7 @@ import typer
 import uvloop
 
 from tercet.aio import signals_to
+from tercet.cli.commands import Commands
 from tercet.cli.setting_flags import flags_as_records, given_as, require_defaults
 from tercet.cli.terminal import note, require_folder, say, show_table, write_file
 from tercet.cluster.model import resolve_model
@@ -194,10 +195,8 @@ def _row(found: Profile) -> list[str]:
 
 CellsOf = Callable[[Bench], Sequence[Cell]]
 
-bench = typer.Typer(
+bench = Commands(
     name="bench",
-    no_args_is_help=True,
-    rich_markup_mode="markdown",
     help="Measure any OpenAI endpoint, compare programs on the same engines, draw the results, and make profiles.",
 )
 

@@ -34,9 +34,8 @@ class PlannerSettings(Settings, frozen=True):
     interval_s: Annotated[
         Seconds, Setting("Interval between two plans.", unit="seconds", panel=PLANNER)
     ] = msgspec.field(default=15.0, name="planner-interval")  # fmt: skip
-    window_s: Annotated[
-        Seconds, Setting("Longest past period whose arrivals a plan uses.", unit="seconds", panel=PLANNER)
-    ] = msgspec.field(default=180.0, name="planner-window")  # fmt: skip
+    # Longest past period whose arrivals a plan uses.
+    window_s: Seconds = 180.0
     fewest: Annotated[
         AtLeastTwo | None,
         Setting("Fewest engines that a plan may have.", default="the current number", panel=PLANNER),
@@ -45,13 +44,8 @@ class PlannerSettings(Settings, frozen=True):
         AtLeastTwo | None,
         Setting("Most engines that a plan may have.", default="the current number", panel=PLANNER),
     ] = msgspec.field(default=None, name="planner-max-engines")
-    margin: Annotated[
-        Margin,
-        Setting(
-            "Extra load, as a share of the forecast, at which a chosen fleet must still meet the objectives.",
-            panel=PLANNER,
-        ),
-    ] = msgspec.field(default=0.1, name="planner-margin")
+    # Extra load, as a share of the forecast, at which a chosen fleet must still meet the objectives.
+    margin: Margin = 0.1
     start_s: Annotated[
         NotNegative,
         Setting("Time that an engine takes to start; forecasts reach beyond it.", unit="seconds", panel=PLANNER),
@@ -107,11 +101,8 @@ class PlannerConfig(Settings, frozen=True):
                 flag="--planner-program", metavar="PROGRAM[,KEY=VALUE...]", panel=PLANNER),
     ] = msgspec.field(default=(), name="planner-programs")  # fmt: skip
     planning: PlannerSettings = PlannerSettings()
-    planner_cpu: Annotated[
-        CPUShare,
-        Setting("Share of a core that plans may use, up to 1: after a long plan the next one comes later.",
-                panel=PLANNER),
-    ] = 0.5  # fmt: skip
+    # Share of a core that plans may use: after a long plan the next one comes later.
+    planner_cpu: CPUShare = 0.5
     metrics_port: Annotated[
         Port,
         Setting("Port of /metrics on 127.0.0.1; 0 means none.", panel=PLANNER),

@@ -1,0 +1,331 @@
+"""The process of ``tercet engine``: it becomes the server, or runs several engines that join a router."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import msgspec
+import typer
+
+from tercet.aio import signals_to
+from tercet.cli.setting_flags import PARTS, VLLM_FLAGS, given_as
+from tercet.cli.terminal import announce, note
+from tercet.cluster.child_process import Process
+from tercet.cluster.detached_fleets import log_directory
+from tercet.cluster.devices import DeviceShare, devices_for_engines, pick_devices, plan_devices, split_cores
+from tercet.cluster.engine_command import (
+    EngineSpec,
+    as_shell,
+    engine_argv,
+    engine_env,
+    plain_argv,
+    require_memory,
+    require_private,
+    shared_cores,
+    simulated_engine,
+)
+from tercet.cluster.model import BUILT_IN, known_model, resolve_model, resolve_tokenizer
+from tercet.cluster.ports import require_free, url_of
+from tercet.cluster.vllm_flags import check_engine_flags, gpu_memory_of, ranks_of, value_of
+from tercet.protocol import BadRequest, Role
+from tercet.protocol.access import key_of
+from tercet.protocol.names import AllowedPrefillers, require_engine_name
+from tercet.settings import SECRET_VARIABLE, key_values, require_url
+from tercet.settings.process_settings import THREADS_BIND
+
+if TYPE_CHECKING:
+    from tercet.cli.engine import EngineFlags
+import contextlib
+import uuid
+from dataclasses import dataclass, field
+from functools import partial
+
+from tercet.aio import keep_running
+from tercet.cluster.child_process import describe_exit
+from tercet.cluster.running_fleet import LOADING, OnEvent, until_ready
+from tercet.protocol import TercetError
+from tercet.protocol.wire import JoinCall
+from tercet.wire.client.bounded_answers import RouterMembership
+
+
+def run_engine(given: EngineFlags) -> None:
+    """Run the engine of these flags, or print its command."""
+    spec = _spec_of(given)
+    _require_usable(spec)
+    if given.join is not None:
+        _require_model(spec)
+        # The conversion of the built-in model takes long, so what prevents a start is found before it.
+        specs = joining_specs(spec, given.join, given.instances)
+        join_router([_with_model(each) for each in specs], given.join, given.role, given.drain_timeout)
+    elif given.print_only:
+        shown = _with_devices(_with_model(spec))
+        typer.echo(as_shell(plain_argv(shown), _environment(shown)))
+    else:
+        require_private(spec)
+        _require_model(spec)
+        require_free(spec.host, spec.port)
+        serve = _become_vllm if spec.simulate is None else simulated_engine().serve
+        serve(_with_model(spec))
+
+
+def _spec_of(given: EngineFlags) -> EngineSpec:
+    """Return the engine of these flags, without cores or devices; its model is the name that was given."""
+    if given.name is not None:
+        require_engine_name(given.name, "--name")
+    return EngineSpec(
+        name=given.name or f"{given.host}:{given.port}",
+        model=given.model,
+        served_model_name=given.served_model_name or given.model,
+        host=given.host,
+        port=given.port,
+        dtype=given.dtype,
+        built_in=given.model == BUILT_IN,
+        kv_cache_gib=given.kv_cache_gib,
+        extra_args=tuple(given.vllm_args or ()),
+        simulate=given.simulate,
+        options=key_values(given.option, "--option"),
+        prefill_hosts=given.prefill_hosts or "",
+    )
+
+
+@given_as(PARTS)
+def _require_usable(spec: EngineSpec) -> None:
+    """Raise :class:`~tercet.protocol.BadRequest` for flags with wrong values, whatever runs on this machine."""
+    AllowedPrefillers(spec.prefill_hosts, "--prefill-hosts")
+    check_engine_flags(spec.extra_args, VLLM_FLAGS)
+    if spec.simulate is not None:
+        simulated_engine().require_usable(spec.simulate, spec.options)
+
+
+def _require_model(spec: EngineSpec) -> None:
+    """Raise :class:`~tercet.protocol.BadRequest` for a model that does not exist; the built-in one is not converted."""
+    if spec.simulate is None:
+        known_model(spec.model)
+    else:
+        resolve_tokenizer(spec.model)
+
+
+def _with_model(spec: EngineSpec) -> EngineSpec:
+    """Return ``spec`` with the model to load; the built-in model may be converted first."""
+    resolved = resolve_model(spec.model, note) if spec.simulate is None else resolve_tokenizer(spec.model)
+    return msgspec.structs.replace(spec, model=resolved)
+
+
+def _become_vllm(spec: EngineSpec) -> None:
+    spec = _with_devices(spec)
+    require_memory([spec])
+    if (slow := shared_cores([spec])) is not None:
+        note(slow)
+    argv = engine_argv(spec)
+    os.execvpe(argv[0], argv, {**os.environ, **_environment(spec)})
+
+
+def _environment(spec: EngineSpec) -> dict[str, str]:
+    """Return the variables of the engine's process; the caller's own binding of threads to cores is kept."""
+    env = engine_env(spec)
+    if THREADS_BIND in os.environ:
+        return {name: value for name, value in env.items() if name not in (THREADS_BIND, "OMP_NUM_THREADS")}
+    return {**env}
+
+
+def _with_devices(spec: EngineSpec) -> EngineSpec:
+    """Return ``spec`` with its cores or devices. Data-parallel ranks choose by number among all visible devices."""
+    devices, args = devices_for_engines(), spec.extra_args
+    if not devices:
+        return msgspec.structs.replace(spec, cores=tuple(sorted(os.sched_getaffinity(0))))
+    if value_of(args, "--data-parallel-size", "-dp") is not None:
+        return spec
+    picked = pick_devices(devices, ranks_of(args), gpu_memory_of(args))
+    return msgspec.structs.replace(spec, gpus=picked.devices, gpu_memory=picked.memory)
+
+
+_ANY_ADDRESS = ("", "0.0.0.0", "::")
+
+
+def specs_of(spec: EngineSpec, instances: int) -> list[EngineSpec]:
+    """Return ``instances`` specs like ``spec``, at consecutive ports, which share this machine's cores or devices."""
+    shares, computes = [DeviceShare(())] * instances, spec.simulate is None
+    devices = devices_for_engines() if computes else ()
+    if devices:
+        shares = plan_devices(devices, instances, ranks_of(spec.extra_args), gpu_memory_of(spec.extra_args))
+    cores: Sequence[tuple[int, ...]] = [()] * instances
+    if computes and not devices:
+        cores = split_cores(sorted(os.sched_getaffinity(0)), instances)
+    return [
+        msgspec.structs.replace(
+            spec,
+            name=spec.name if instances == 1 else f"{spec.name}-{index}",
+            port=spec.port + index,
+            cores=cores[index],
+            gpus=shares[index].devices,
+            gpu_memory=shares[index].memory,
+        )
+        for index in range(instances)
+    ]
+
+
+def joining_specs(spec: EngineSpec, router: str, instances: int) -> list[EngineSpec]:
+    """Return :func:`specs_of` engines that can join ``router``; raise :class:`~tercet.protocol.TercetError`."""
+    require_url(router, "--join", "http://10.0.0.9:8000")
+    if spec.host in _ANY_ADDRESS:
+        raise BadRequest(
+            f"--host: {spec.host!r} is not an address; give the one at which the router reaches the engine", "host"
+        )
+    specs = specs_of(spec, instances)
+    for each in specs:
+        require_private(each)
+        require_free(each.host, each.port)
+    return specs
+
+
+def join_router(specs: Sequence[EngineSpec], router: str, role: Role, drain_seconds: float) -> None:
+    """Run the engines of ``specs`` as members of the fleet of ``router`` until SIGINT or SIGTERM.
+
+    Raises :class:`~tercet.protocol.TercetError`; exits with 130 or 143 after a signal.
+    """
+    require_memory(specs)
+    logs = log_directory(None)
+    announce(f"logs: {logs}")
+    engines = [
+        JoiningEngine(
+            each.name,
+            role,
+            url_of(each.host, each.port),
+            Process(each.name, engine_argv(each), {**engine_env(each)}, logs / f"{index}.log"),
+        )
+        for index, each in enumerate(specs)
+    ]
+    secret = key_of(os.environ.get(SECRET_VARIABLE, ""), SECRET_VARIABLE)
+    asyncio.run(_run_joining(engines, router, secret, drain_seconds))
+
+
+async def _run_joining(engines: Sequence[JoiningEngine], router: str, secret: str, drain_seconds: float) -> None:
+    running = asyncio.ensure_future(
+        run_joined(engines, router, secret, drain_seconds, lambda name, state: announce(f"  {name}: {state}"))
+    )
+    hurried: list[asyncio.Task[None]] = []
+
+    def stop() -> None:
+        announce("leaving the fleet; a second signal stops at once")
+        running.cancel()
+
+    def hurry() -> None:
+        announce("stopping at once")
+        hurried.extend(asyncio.ensure_future(each.process.hurry()) for each in engines)
+        running.cancel()
+
+    with signals_to(stop, hurry) as asked:
+        try:
+            await running
+        except asyncio.CancelledError:
+            await asyncio.gather(*hurried)
+            sys.exit(128 + asked[0] if asked else 1)
+
+
+AGAIN_SECONDS = 2.0
+"""Interval in seconds at which a member repeats its call to join, so that a restarted router soon lists it again."""
+LOOK_SECONDS = 0.2
+LEAVE_SECONDS = 5.0
+"""Longest wait in seconds for a router that does not answer when an engine leaves."""
+
+
+@dataclass
+class JoiningEngine:
+    """One engine, which the router reaches at ``url``; ``uid`` identifies this start of the engine."""
+
+    name: str
+    role: Role
+    url: str
+    process: Process
+    uid: str = field(default_factory=lambda: uuid.uuid4().hex)
+
+    def call(self, leaving: bool = False) -> JoinCall:
+        """Return the call by which the engine joins the router, or is drained before it leaves."""
+        return JoinCall(url=self.url, uid=self.uid, role=self.role, leaving=leaving)
+
+
+async def run_joined(
+    engines: Sequence[JoiningEngine], router: str, secret: str, drain_seconds: float, on_event: OnEvent
+) -> None:
+    """Run engines as members of the router's fleet until cancelled; then drain, remove and stop them.
+
+    ``drain_seconds`` is the longest time in which sequences are moved or finish. Raises
+    :class:`~tercet.cluster.child_process.StartFailed` if an engine does not start, or ends by itself.
+    """
+    try:
+        for engine in engines:
+            await engine.process.start()
+            on_event(engine.name, LOADING)
+        async with asyncio.TaskGroup() as group:
+            for engine in engines:
+                group.create_task(_run(engine, router, secret, drain_seconds, on_event))
+    except* TercetError as failures:
+        raise failures.exceptions[0] from None
+    finally:
+        await asyncio.shield(asyncio.gather(*(engine.process.stop() for engine in engines)))
+
+
+async def _run(engine: JoiningEngine, router: str, secret: str, drain_seconds: float, on_event: OnEvent) -> None:
+    await until_ready(engine.process, engine.url, on_event)
+    engine.process.remember_shared_memory()
+    async with RouterMembership(router, engine.name, secret) as membership:
+        staying = asyncio.create_task(
+            keep_running(partial(_stay, engine, membership, on_event), f"join of {engine.name}")
+        )
+        ended = asyncio.create_task(engine.process.ended())
+        try:
+            await asyncio.wait({staying, ended}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            staying.cancel()
+            has_ended = ended.done()
+            ended.cancel()
+            await asyncio.gather(staying, return_exceptions=True)
+            seconds = 0.0 if has_ended else drain_seconds
+            await asyncio.shield(_leave(engine, membership, seconds, on_event))
+        if has_ended:
+            raise engine.process.failure(describe_exit(ended.result()))
+        staying.result()
+
+
+async def _stay(engine: JoiningEngine, membership: RouterMembership, on_event: OnEvent) -> None:
+    """Repeat the call to join until cancelled; report each change of the result once."""
+    said = ""
+    while True:
+        try:
+            await membership.join(engine.call())
+            state = "is a member of the router's fleet"
+        except TercetError as error:
+            state = f"is not a member: {error.message}"
+        if state != said:
+            on_event(engine.name, state)
+            said = state
+        await asyncio.sleep(AGAIN_SECONDS)
+
+
+async def _leave(engine: JoiningEngine, membership: RouterMembership, seconds: float, on_event: OnEvent) -> None:
+    """Drain the engine, then remove it from the router's fleet."""
+    try:
+        async with asyncio.timeout(seconds + LEAVE_SECONDS):
+            await _empty(engine, membership, seconds, on_event)
+            await membership.leave(engine.uid)
+            on_event(engine.name, "has left the router's fleet")
+    except TimeoutError:
+        on_event(engine.name, "stops without leaving the fleet: the router does not answer")
+    except TercetError as error:
+        on_event(engine.name, f"stops without leaving the fleet: {error.message}")
+
+
+async def _empty(engine: JoiningEngine, membership: RouterMembership, seconds: float, on_event: OnEvent) -> None:
+    """Wait at most ``seconds`` until the engine has no sequences; the router moves them to other engines."""
+    last = 0
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(seconds):
+            while left := (await membership.join(engine.call(leaving=True))).in_flight:
+                if left != last:
+                    last = left
+                    on_event(engine.name, f"leaving the fleet: {left} sequences left")
+                await asyncio.sleep(LOOK_SECONDS)
