@@ -24,7 +24,7 @@ from tercet_lab.bench.simulated.scenario import gaps_of, members_of, names_of, r
 from tercet_lab.bench.simulated.sweep import Axis, pareto, parse_axis, sweep
 from tercet_lab.bench.summary import Slo
 from tercet_lab.sim import EngineOptions, options_from
-from tercet_lab.sim.prefix_tree import Run
+from tercet_lab.sim.block_pool import Run
 
 PROFILE = "llama-3.1-8b-h100-tp1"
 

@@ -47,7 +47,7 @@ from tercet_lab.chaos.fault_schedule import FaultSchedule, FleetShape, ProcessKi
 from tercet_lab.chaos.virtual_network import NetworkedLoop, VirtualProcess
 from tercet_lab.prompt_texts import ChatMessage, PromptTexts
 from tercet_lab.sim import EngineOptions, SimEngine, load_profile
-from tercet_lab.sim.prompts import VOCABULARY, Prompt
+from tercet_lab.sim.block_pool import VOCABULARY, Prompt
 from tercet_lab.sim.sim_server import ServerConfig, serving
 from tercet_lab.small_openai import small_app
 
@@ -61,7 +61,7 @@ class OtherPrompt(Prompt):
     __slots__ = ()
 
     def output(self, begin: int, end: int) -> tuple[int, ...]:
-        """Do as :meth:`tercet_lab.sim.prompts.Prompt.output`; every token differs."""
+        """Do as :meth:`tercet_lab.sim.block_pool.Prompt.output`; every token differs."""
         return tuple((token + 1) % VOCABULARY for token in super().output(begin, end))
 
 
