@@ -30,6 +30,7 @@ from tercet.decisions.planning import FleetPlan
 from tercet.programs import load_program
 from tercet.protocol import BadRequest
 from tercet.settings.fleet_settings import Objectives
+from tercet_lab.bench.results import MS, Slo
 from tercet_lab.bench.simulated import (
     MovingSettings,
     PlannedWorkload,
@@ -39,8 +40,7 @@ from tercet_lab.bench.simulated import (
     point_of,
     run_once,
 )
-from tercet_lab.bench.summary import MS, Slo
-from tercet_lab.planning.hindsight import best_sequence
+from tercet_lab.planning.forecast import best_sequence
 from tercet_lab.planning.planner_settings import PlannerSettings
 from tercet_lab.sim import EngineOptions, load_profile
 from tercet_lab.sim.step_times import StepModel, pairs_of

@@ -1,13 +1,14 @@
 """Leases without I/O, and the rules of the three verbs: what an engine of any kind refuses, keeps and answers.
 
-    prep_recv ──▶ reserving ──opened──▶ open ◀──▶ extending
-                      │                  │
-                      │                  ├── claim ────▶ claimed    a request of the sequence adopts the blocks
-                      └── end ───────────┴── end ──────▶ ended      release, abort, silence: the blocks are freed
-
 A sequence has at most one lease, which belongs to whoever knows its name. It ends by itself ``ttl`` seconds after the
-last activity; arriving KV is an activity. The edge of an engine (:mod:`.lease_timers`) and the simulated engine are
-shells around this: they own blocks, agents and links. Time is that of the running event loop, real or virtual.
+last activity; arriving KV is an activity. Real engines (:mod:`.lease_timers`) and simulated ones are shells around this
+and own blocks, agents and links::
+
+    asked ──▶ open ──▶ claimed or adopted      a request of the sequence takes the blocks over
+      │         └────▶ ending or freed         release, abort, silence: the blocks are freed
+      └──▶ refused                             there were no blocks
+
+Time is that of the running event loop, real or virtual.
 """
 
 from __future__ import annotations
@@ -20,8 +21,10 @@ from typing import Generic, Literal, TypeVar
 from tercet.protocol import BadRequest, Conflict, KVAddrInfo, KVLayout, LeaseEnded, UnknownSequence
 from tercet.protocol.types import resolve_end
 
-LeaseState = Literal["reserving", "open", "extending", "claimed", "ended"]
-HELD: tuple[LeaseState, ...] = ("reserving", "open", "extending")
+LeaseState = Literal[
+    "asked", "reserved", "open", "filled", "claimed", "ending", "fenced", "adopted", "freed", "refused"
+]  # fmt: skip
+HELD: frozenset[LeaseState] = frozenset({"asked", "reserved", "open", "filled"})
 
 
 @dataclass(eq=False, slots=True, kw_only=True)
@@ -31,7 +34,7 @@ class Lease:
     name: str
     seq_id: str
     ttl: float = 0.0
-    state: LeaseState = "reserving"
+    state: LeaseState = "asked"
     timer: asyncio.TimerHandle | None = None
 
 
@@ -77,8 +80,8 @@ class LeaseTable(Generic[L]):
             lease.timer.cancel()
         lease.timer = asyncio.get_running_loop().call_later(lease.ttl, self._expired, lease)
 
-    def remove(self, lease: L, state: LeaseState = "ended") -> bool:
-        """Hold a lease no longer: a request has claimed it, or it has ended. Return False if it was not held."""
+    def remove(self, lease: L, state: LeaseState) -> bool:
+        """Hold a lease no longer, and give it the ``state`` that follows. Return False if it was not held."""
         if lease.state not in HELD:
             return False
         lease.state = state

@@ -12,8 +12,14 @@ from tercet.cluster.scaling.decide import ScaleCall
 from tercet.cluster.scaling.kubernetes import KubernetesFleet
 from tercet.decisions.planning import FleetPlan
 from tercet.protocol import BadRequest, EngineError
-from tercet_lab.planning.live_planner import LivePlanner, PlannerMetrics
-from tercet_lab.planning.observing import HandsState, KubernetesHands, RoleHands, fleet_of_router
+from tercet_lab.planning.live_planner import (
+    HandsState,
+    KubernetesHands,
+    LivePlanner,
+    PlannerMetrics,
+    RoleHands,
+    fleet_of_router,
+)
 from tercet_lab.planning.planner import FleetChange
 from tercet_lab.planning.planner_settings import PlannerConfig, PlannerSettings
 

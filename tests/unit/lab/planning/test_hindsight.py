@@ -8,7 +8,7 @@ import random
 import pytest
 
 from tercet.decisions.planning import FleetPlan
-from tercet_lab.planning.hindsight import best_sequence
+from tercet_lab.planning.forecast import best_sequence
 
 PLANS = [FleetPlan(1, 1), FleetPlan(2, 1), FleetPlan(3, 2)]
 

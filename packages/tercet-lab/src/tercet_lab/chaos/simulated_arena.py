@@ -40,9 +40,18 @@ from tercet.wire.streams import StreamListener
 from tercet_gateway.gateway_settings import ModelBackend, ModelRouterConfig
 from tercet_gateway.model_router import model_router
 from tercet_lab.chaos.adversary import Adversary, PlannedTrick, Sizes
-from tercet_lab.chaos.arena import Arena, BreakableEngine, Holdings, Note, retries_in
+from tercet_lab.chaos.arena import (
+    LOAD_VOCABULARY,
+    AnswerBrokenOff,
+    Arena,
+    Arrival,
+    BreakableEngine,
+    Holdings,
+    LoadShape,
+    Note,
+    retries_in,
+)
 from tercet_lab.chaos.chaos_report import ORPHANS, ChaosResult
-from tercet_lab.chaos.client_load import LOAD_VOCABULARY, AnswerBrokenOff, Arrival, LoadShape
 from tercet_lab.chaos.fault_schedule import FaultSchedule, FleetShape, ProcessKind
 from tercet_lab.chaos.virtual_network import NetworkedLoop, VirtualProcess
 from tercet_lab.prompt_texts import ChatMessage, PromptTexts

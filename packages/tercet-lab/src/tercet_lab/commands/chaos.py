@@ -18,6 +18,7 @@ from tercet.cluster.up_config import UpConfig
 from tercet.protocol import BadRequest
 from tercet.settings import Setting, Settings, declared
 from tercet_lab.chaos.adversary import NO_TRICKS, TRICKS, PlannedTrick, TrickKind, parse_tricks, plan_tricks
+from tercet_lab.chaos.arena import LoadShape
 from tercet_lab.chaos.chaos_report import (
     HEADINGS,
     MOVE_HEADINGS,
@@ -29,7 +30,6 @@ from tercet_lab.chaos.chaos_report import (
     trick_rows,
     violation_lines,
 )
-from tercet_lab.chaos.client_load import LoadShape
 from tercet_lab.chaos.fault_schedule import (
     KINDS,
     FaultKind,

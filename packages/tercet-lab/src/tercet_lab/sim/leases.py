@@ -84,7 +84,7 @@ class SimLeases(LeaseTable[SimLease]):
         self.add(lease)
         needed = self.blocks_for(lease.end)
         if needed > self._max_blocks:
-            self.remove(lease)
+            self.remove(lease, "refused")
             raise NoSpace(f"{needed} blocks are needed, and max_lease_share allows {self._max_blocks} blocks")
         lease.arrival = self._scheduler.arrival()
         self.waits[lease] = None
@@ -164,7 +164,7 @@ class SimLeases(LeaseTable[SimLease]):
         Wait until ``until``, a time of the loop; raise ``NoSpace`` after that, and ``LeaseEnded`` if the sequence was
         aborted. After an error or a cancellation, no blocks stay taken.
         """
-        if lease.state == "reserving":
+        if lease.state == "asked":
             lease.answer = self._loop.create_future()
             timer = self._loop.call_at(until, self._scheduler.between_steps, partial(self._give_up, lease))
             try:
@@ -180,7 +180,7 @@ class SimLeases(LeaseTable[SimLease]):
 
     def claim(self, lease: SimLease) -> Holding:
         """Hand the blocks of an open lease over to a request of its sequence."""
-        if self.remove(lease, "claimed"):
+        if self.remove(lease, "adopted"):
             self._pinned -= lease.holding.blocks
         return lease.holding
 
@@ -192,14 +192,14 @@ class SimLeases(LeaseTable[SimLease]):
 
     def end(self, lease: SimLease, error: LeaseEnded | None = None) -> None:
         """End a lease now, and free its blocks between steps. A reservation ends between steps, with ``error``."""
-        if lease.state == "reserving":
+        if lease.state == "asked":
             self._scheduler.between_steps(partial(self._end_reserving, lease, error))
-        elif self.remove(lease):
+        elif self.remove(lease, "freed"):
             self._pinned -= lease.holding.blocks
             self._scheduler.between_steps(partial(self.give_back, lease))
 
     def _end_reserving(self, lease: SimLease, error: LeaseEnded | None) -> None:
-        if lease.state == "reserving":
+        if lease.state == "asked":
             self._give_up(lease, error)
         else:
             self.end(lease)  # it has received its blocks in the meantime
@@ -212,7 +212,7 @@ class SimLeases(LeaseTable[SimLease]):
 
     def _refuse(self, lease: SimLease, error: TercetError) -> None:
         del self.waits[lease]
-        self.remove(lease)
+        self.remove(lease, "refused")
         if lease.answer is not None and not lease.answer.done():
             lease.answer.set_exception(error)
 
@@ -240,5 +240,5 @@ class SimLeases(LeaseTable[SimLease]):
         for lease in list(self.waits):
             self._refuse(lease, error)
         for lease in self:
-            self.remove(lease)
+            self.remove(lease, "freed")
         self._pinned = 0

@@ -484,7 +484,7 @@ class SimEngine(SimCore):
         prompt = self.network.prompt(request.prompt, request.cache_salt, request.adapter)
         work = Work(prompt, length, given, goal)
         lease = self._leases.of(request.seq_id)
-        if lease is None or lease.state == "reserving":
+        if lease is None or lease.state == "asked":
             return work
         lease.require_same(request, output)
         if lease.valid_end == 0:
