@@ -211,7 +211,7 @@ Ask = Callable[[str, str, Any], Awaitable[Any]]
 
 
 @dataclass(frozen=True)
-class HandsState:
+class ProvisioningState:
     """The state of the last change: its ``number``, True while it is ``under_way``, and the cause if it failed."""
 
     number: int = 0
@@ -219,12 +219,12 @@ class HandsState:
     failure: str = ""
 
 
-class PlannerHands(Protocol):
+class EngineProvisioner(Protocol):
     """An executor that changes a fleet to a plan; ``resizes`` is True if it can start and stop engines."""
 
     resizes: bool
 
-    async def state(self) -> HandsState:
+    async def state(self) -> ProvisioningState:
         """Return the state of the last change; a planner waits while it is under way."""
         ...
 
@@ -233,17 +233,17 @@ class PlannerHands(Protocol):
         ...
 
 
-class RoleHands:
-    """An executor that only changes roles, by the router; implements :class:`PlannerHands`."""
+class RoleProvisioner:
+    """An executor that only changes roles, by the router; implements :class:`EngineProvisioner`."""
 
     resizes = False
 
     def __init__(self, ask: Ask) -> None:
         self._ask = ask
 
-    async def state(self) -> HandsState:
+    async def state(self) -> ProvisioningState:
         """Return a state that is never under way: roles change at once."""
-        return HandsState()
+        return ProvisioningState()
 
     async def change(self, plan: FleetPlan, change: FleetChange) -> None:
         """Send a request for each engine, several at a time; try all of them, then raise the first error."""
@@ -261,10 +261,10 @@ class RoleHands:
             raise failed
 
 
-class ScaleHands:
+class ScaleProvisioner:
     """An executor that asks the owner of a fleet, ``tercet up`` here or on Ray, to scale it.
 
-    It implements :class:`PlannerHands`.
+    It implements :class:`EngineProvisioner`.
     """
 
     resizes = True
@@ -272,18 +272,18 @@ class ScaleHands:
     def __init__(self, socket: Path) -> None:
         self._socket = socket
 
-    async def state(self) -> HandsState:
+    async def state(self) -> ProvisioningState:
         """Return the state of the last change, as the owner reports it."""
         record = await scaling_of(self._socket)
-        return HandsState(record.number, record.state == "under_way", record.why)
+        return ProvisioningState(record.number, record.state == "under_way", record.why)
 
     async def change(self, plan: FleetPlan, change: FleetChange) -> None:
         """Ask the owner to scale; it chooses the engines: roles change first, then engines start, then others drain."""
         await scale_fleet(self._socket, ScaleCall(prefill=plan.prefill, decode=plan.decode, drain_seconds=DRAIN_S))
 
 
-class KubernetesHands:
-    """An executor that sets the number of pods of each role; implements :class:`PlannerHands`."""
+class KubernetesProvisioner:
+    """An executor that sets the number of pods of each role; implements :class:`EngineProvisioner`."""
 
     resizes = True
 
@@ -292,15 +292,15 @@ class KubernetesHands:
         self._number = 0
         self._task: asyncio.Task[object] | None = None
 
-    async def state(self) -> HandsState:
+    async def state(self) -> ProvisioningState:
         """Return the state: under way until all pods are ready and those that leave are gone."""
         task = self._task
         if task is None or not task.done():
-            return HandsState(self._number, task is not None)
+            return ProvisioningState(self._number, task is not None)
         error = None if task.cancelled() else task.exception()
         if error is not None and not isinstance(error, TercetError):
             raise error
-        return HandsState(self._number, failure="" if error is None else error.message)
+        return ProvisioningState(self._number, failure="" if error is None else error.message)
 
     async def change(self, plan: FleetPlan, change: FleetChange) -> None:
         """Start to scale the pods of both roles; a changed role is one pod more and one pod fewer."""
@@ -377,8 +377,8 @@ class PlannerMetrics:
 KEPT = 40
 
 
-class PlanJournal:
-    """The journal of one planner: its last :data:`KEPT` plans."""
+class PlanLog:
+    """The plan log of one planner: its last :data:`KEPT` plans."""
 
     def __init__(self, config: PlannerConfig) -> None:
         self._config = config
@@ -435,11 +435,13 @@ PROCESSES_ASKED = 4
 class LivePlanner:
     """A planner that looks, plans and acts until cancelled, and asks again if the router does not answer.
 
-    Without ``hands`` it only advises. ``ask`` sends a request to the router.
+    Without ``provisioner`` it only advises. ``ask`` sends a request to the router.
     """
 
-    def __init__(self, config: PlannerConfig, ask: Ask, hands: PlannerHands | None, metrics: PlannerMetrics) -> None:
-        self._config, self._ask, self._hands, self._metrics = config, ask, hands, metrics
+    def __init__(
+        self, config: PlannerConfig, ask: Ask, provisioner: EngineProvisioner | None, metrics: PlannerMetrics
+    ) -> None:
+        self._config, self._ask, self._provisioner, self._metrics = config, ask, provisioner, metrics
         self._view = TrafficView()
         profile = load_profile(config.profile)
         self._profile, self._steps = profile, StepModel(profile.steps)
@@ -447,7 +449,7 @@ class LivePlanner:
         self._policy: Policy | Planner | None = None
         self._plan_at = 0.0
         self._guarded_s = LOOK_S
-        self._journal = PlanJournal(config)
+        self._plan_log = PlanLog(config)
         self._trials = ProgramTrials(config.programs, self._simulator_of)
         self._proposal = ""
         self._advised = ""
@@ -476,7 +478,7 @@ class LivePlanner:
         """
         report = await self._heard(self._guarded_s)
         self._guarded_s = guarded_s(report)
-        if self._hands is not None and await self._is_changing(self._hands, now):
+        if self._provisioner is not None and await self._is_changing(self._provisioner, now):
             return
         policy, limits = self._prepared(report), self._limits(report, now)
         if not await self._guarded(policy, limits) and now >= self._plan_at:
@@ -535,7 +537,7 @@ class LivePlanner:
             expected = "not known" if before.expected is None else f"{before.expected.attainment:.1%}"
             logger.info("the plan before: expected %s within the objectives, measured %.1f%%", expected,
                         100 * (before.came or 0))  # fmt: skip
-        self._journal.came(observed.came)
+        self._plan_log.came(observed.came)
         await self._carry_out(wanted, limits)
 
     def _try_program(self, plan: FleetPlan, forecast: Forecast) -> None:
@@ -591,7 +593,7 @@ class LivePlanner:
         After a failed change, the number does not grow for :data:`FAILED_REST_S` seconds.
         """
         engines, planning = max(2, sum(not each.draining for each in report.engines)), self._config.planning
-        if self._hands is not None and not self._hands.resizes:
+        if self._provisioner is not None and not self._provisioner.resizes:
             return PlanLimits(engines, engines)
         most = max(planning.most or engines, planning.fewest or 2)
         if now - self._failed_at < FAILED_REST_S:
@@ -599,9 +601,9 @@ class LivePlanner:
         fewest = min(planning.fewest or engines, most)
         return PlanLimits(max(2, fewest), max(2, fewest, most))
 
-    async def _is_changing(self, hands: PlannerHands, now: float) -> bool:
+    async def _is_changing(self, provisioner: EngineProvisioner, now: float) -> bool:
         """True if the last change is still under way; a failed one is logged once, and stops growth for a time."""
-        state = await hands.state()
+        state = await provisioner.state()
         if state.failure and state.number != self._failed_change:
             self._failed_change, self._failed_at = state.number, now
             logger.error("the last change failed: %s; no engine is started for %.0f s", state.failure, FAILED_REST_S)
@@ -618,20 +620,20 @@ class LivePlanner:
         if not change:
             return
         said = f"{observed.plan} -> {wanted.plan}: {wanted.reason}"
-        if self._hands is None:
+        if self._provisioner is None:
             if steps != self._advised:
                 logger.warning("advice: %s: %s", steps, said)
             self._advised = steps
             return
-        await self._hands.change(wanted.plan, change)
+        await self._provisioner.change(wanted.plan, change)
         self._metrics.changed(change)
         logger.warning("%s: %s", steps, said)
 
     async def _report(self, observed: Observed, wanted: WantedPlan, change: FleetChange) -> None:
         """Record the plan, and send the last plans to the router, which shows them to people."""
-        self._journal.note(time.time(), observed.plan, wanted, change, self._proposal)
+        self._plan_log.note(time.time(), observed.plan, wanted, change, self._proposal)
         margin = self._policy.margin if isinstance(self._policy, Planner) else None
-        await self._ask("PUT", "/planner", self._journal.report(margin))
+        await self._ask("PUT", "/planner", self._plan_log.report(margin))
 
     def _note_answer(self, error: TercetError | None) -> None:
         """Log once that planning fails, and once that it works again; ``error`` is None if it works."""
@@ -663,21 +665,21 @@ async def _serve(config: PlannerConfig) -> None:
     async def ask(method: str, path: str, body: Any) -> Any:
         return await ask_router(config.url, method, path, body, _key_of(config))
 
-    planner = LivePlanner(config, ask, _hands_of(config, ask), PlannerMetrics(config.metrics_port))
+    planner = LivePlanner(config, ask, _provisioner_of(config, ask), PlannerMetrics(config.metrics_port))
     await planner.look(time.monotonic())
     logger.info("planning for %s every %g s; --act is %s", config.url, config.planning.interval_s, config.act)
     await planner.run()
 
 
-def _hands_of(config: PlannerConfig, ask: Ask) -> PlannerHands | None:
+def _provisioner_of(config: PlannerConfig, ask: Ask) -> EngineProvisioner | None:
     if config.act == "advise":
         return None
     if config.act == "roles":
-        return RoleHands(ask)
+        return RoleProvisioner(ask)
     if config.namespace is not None:
         access = in_cluster() if config.kubeconfig is None else from_kubeconfig(Path(config.kubeconfig).expanduser())
-        return KubernetesHands(KubernetesFleet(access, config.namespace))
-    return ScaleHands(fleet_of_router(config.url))
+        return KubernetesProvisioner(KubernetesFleet(access, config.namespace))
+    return ScaleProvisioner(fleet_of_router(config.url))
 
 
 def _key_of(config: PlannerConfig) -> str:
