@@ -24,7 +24,6 @@ from tercet.protocol.types import resolve_end
 LeaseState = Literal[
     "asked", "reserved", "open", "filled", "claimed", "ending", "fenced", "adopted", "freed", "refused"
 ]  # fmt: skip
-HELD: frozenset[LeaseState] = frozenset({"asked", "reserved", "open", "filled"})
 
 
 @dataclass(eq=False, slots=True, kw_only=True)
@@ -34,7 +33,6 @@ class Lease:
     name: str
     seq_id: str
     ttl: float = 0.0
-    state: LeaseState = "asked"
     timer: asyncio.TimerHandle | None = None
 
 
@@ -80,11 +78,10 @@ class LeaseTable(Generic[L]):
             lease.timer.cancel()
         lease.timer = asyncio.get_running_loop().call_later(lease.ttl, self._expired, lease)
 
-    def remove(self, lease: L, state: LeaseState) -> bool:
-        """Hold a lease no longer, and give it the ``state`` that follows. Return False if it was not held."""
-        if lease.state not in HELD:
+    def remove(self, lease: L) -> bool:
+        """Hold a lease no longer: its request or its end takes care of it. Return False if it was not held."""
+        if self._by_name.get(lease.name) is not lease:
             return False
-        lease.state = state
         if lease.timer is not None:
             lease.timer.cancel()
         del self._by_name[lease.name], self._by_seq[lease.seq_id]

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
-from tercet.engine.leases import Lease, LeaseTable, aborted_while_reserving, require_continued
+from tercet.engine.leases import Lease, LeaseState, LeaseTable, aborted_while_reserving, require_continued
 from tercet.protocol import LeaseEnded, NoSpace, Request, TercetError
 from tercet_lab.sim.block_pool import BlockPool, Holding, Prompt
 from tercet_lab.sim.scheduler import SimScheduler
@@ -26,6 +26,7 @@ class SimLease(Lease):
 
     prompt: Prompt
     end: int
+    state: LeaseState = "asked"
     matched: int = 0  # the first tokens were cached already
     holding: Holding = field(default_factory=Holding)
     received: list[tuple[int, int]] = field(default_factory=list[tuple[int, int]])  # token ranges whose KV has arrived
@@ -84,7 +85,7 @@ class SimLeases(LeaseTable[SimLease]):
         self.add(lease)
         needed = self.blocks_for(lease.end)
         if needed > self._max_blocks:
-            self.remove(lease, "refused")
+            self._leave(lease, "refused")
             raise NoSpace(f"{needed} blocks are needed, and max_lease_share allows {self._max_blocks} blocks")
         lease.arrival = self._scheduler.arrival()
         self.waits[lease] = None
@@ -180,7 +181,7 @@ class SimLeases(LeaseTable[SimLease]):
 
     def claim(self, lease: SimLease) -> Holding:
         """Hand the blocks of an open lease over to a request of its sequence."""
-        if self.remove(lease, "adopted"):
+        if self._leave(lease, "adopted"):
             self._pinned -= lease.holding.blocks
         return lease.holding
 
@@ -194,7 +195,7 @@ class SimLeases(LeaseTable[SimLease]):
         """End a lease now, and free its blocks between steps. A reservation ends between steps, with ``error``."""
         if lease.state == "asked":
             self._scheduler.between_steps(partial(self._end_reserving, lease, error))
-        elif self.remove(lease, "freed"):
+        elif self._leave(lease, "freed"):
             self._pinned -= lease.holding.blocks
             self._scheduler.between_steps(partial(self.give_back, lease))
 
@@ -212,7 +213,7 @@ class SimLeases(LeaseTable[SimLease]):
 
     def _refuse(self, lease: SimLease, error: TercetError) -> None:
         del self.waits[lease]
-        self.remove(lease, "refused")
+        self._leave(lease, "refused")
         if lease.answer is not None and not lease.answer.done():
             lease.answer.set_exception(error)
 
@@ -235,10 +236,17 @@ class SimLeases(LeaseTable[SimLease]):
             lease.received.append((begin, end))
             self._scheduler.between_steps(lambda: self.publish(lease) if lease.state == "open" else None)
 
+    def _leave(self, lease: SimLease, state: LeaseState) -> bool:
+        """Hold a lease no longer; return False if it was not held."""
+        if not self.remove(lease):
+            return False
+        lease.state = state
+        return True
+
     def drop_all(self, error: TercetError) -> None:
         """End every lease without giving back blocks: the engine is lost. Reservations end with ``error``."""
         for lease in list(self.waits):
             self._refuse(lease, error)
         for lease in self:
-            self.remove(lease, "freed")
+            self._leave(lease, "freed")
         self._pinned = 0
