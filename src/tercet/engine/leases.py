@@ -1,29 +1,38 @@
 """Leases without I/O, and the rules of the three verbs: what an engine of any kind refuses, keeps and answers.
 
 A sequence has at most one lease, which belongs to whoever knows its name. It ends by itself ``ttl`` seconds after the
-last activity; arriving KV is an activity. Real engines (:mod:`.lease_timers`) and simulated ones are shells around this
-and own blocks, agents and links::
-
-    asked ──▶ open ──▶ claimed or adopted      a request of the sequence takes the blocks over
-      │         └────▶ ending or freed         release, abort, silence: the blocks are freed
-      └──▶ refused                             there were no blocks
-
-Time is that of the running event loop, real or virtual.
+last activity; arriving KV is one. Real engines (:mod:`.lease_timers`, which draws the states) and simulated engines
+are shells around this and own blocks, agents and links. Time is that of the running event loop, real or virtual.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Generic, Literal, TypeVar
 
-from tercet.protocol import BadRequest, Conflict, KVAddrInfo, KVLayout, LeaseEnded, UnknownSequence
+from tercet.protocol import BadRequest, Conflict, KVAddrInfo, KVLayout, LeaseEnded, UnknownSequence, Usage
 from tercet.protocol.types import resolve_end
 
+Ledger = Literal["timers", "reservations", "grants"]
 LeaseState = Literal[
     "asked", "reserved", "open", "filled", "claimed", "ending", "fenced", "adopted", "freed", "refused"
 ]  # fmt: skip
+# The ledger that enters each state, and the states that may follow it.
+LIFE: Mapping[LeaseState, tuple[Ledger, frozenset[LeaseState]]] = {
+    # A sequence may be claimed, aborted or expire at any time, also while its blocks are being reserved.
+    "asked": ("timers", frozenset({"reserved", "refused", "claimed", "ending"})),
+    "reserved": ("reservations", frozenset({"open", "filled", "claimed", "ending"})),
+    "open": ("grants", frozenset({"open", "filled", "claimed", "ending"})),
+    "filled": ("grants", frozenset({"open", "filled", "claimed", "ending"})),
+    "claimed": ("timers", frozenset({"fenced", "ending"})),
+    "ending": ("timers", frozenset({"fenced"})),
+    "fenced": ("grants", frozenset({"adopted", "freed"})),
+    "adopted": ("reservations", frozenset()),
+    "freed": ("reservations", frozenset()),
+    "refused": ("reservations", frozenset()),
+}
 
 
 @dataclass(eq=False, slots=True, kw_only=True)
@@ -148,3 +157,12 @@ def check_generation(seq_id: str, begin: int, length: int, generates: bool) -> N
         raise BadRequest(f"begin: {begin} is past a prompt of {length} tokens", "begin")
     if generates:
         raise Conflict(f"seq_id: {seq_id} is generating here already", "seq_id")
+
+
+def usage_of(total: int, here: int, matched: int) -> Usage:
+    """Return the usage of a request of ``total`` tokens: ``here`` were not computed, ``matched`` of them were cached.
+
+    Others among these were received under the sequence's lease.
+    """
+    cached = min(here, matched)
+    return Usage(cached=cached, received=here - cached, computed=total - here)

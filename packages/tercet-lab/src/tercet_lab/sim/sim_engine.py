@@ -12,7 +12,7 @@ from itertools import count
 from typing import Any, TypeVar
 
 from tercet import __version__
-from tercet.engine.leases import check_generation, end_of_reservation, require_unused
+from tercet.engine.leases import check_generation, end_of_reservation, require_unused, usage_of
 from tercet.protocol import (
     AdapterReport,
     Content,
@@ -492,8 +492,7 @@ class SimEngine(SimCore):
             return work
         work.holding = self._leases.claim(lease)
         work.computed = min(lease.valid_end, work.known - 1)
-        cached = min(lease.matched, work.computed)
-        work.usage = Usage(cached=cached, received=work.computed - cached, computed=work.todo)
+        work.usage = usage_of(work.known, work.computed, lease.matched)
         return work
 
     async def _arrive(self, request: Request) -> None:
