@@ -19,8 +19,17 @@ from tercet.protocol import Engine, NoSpace, Request, TercetError
 from tercet.router.serve.moves import MoveRecord
 from tercet.wire.client import HttpEngine
 from tercet_lab.chaos.adversary import Adversary, PlannedTrick
-from tercet_lab.chaos.chaos_report import ChaosResult, ClientRecord, InjectedFault, Leftover, Piece
-from tercet_lab.chaos.fault_schedule import ON_PROCESSES, FaultSchedule, PlannedFault, ProcessKind
+from tercet_lab.chaos.chaos_report import (
+    ON_PROCESSES,
+    ChaosResult,
+    ClientRecord,
+    FaultSchedule,
+    InjectedFault,
+    Leftover,
+    Piece,
+    PlannedFault,
+    ProcessKind,
+)
 
 LOAD_VOCABULARY = 30_000
 
@@ -248,7 +257,7 @@ class Arena(ABC):
 
     @abstractmethod
     def _ask(self, arrival: Arrival) -> AsyncIterator[Sequence[Any]]:
-        """See :data:`tercet_lab.chaos.fault_schedule.Ask`."""
+        """See :data:`tercet_lab.chaos.chaos_report.Ask`."""
 
     @abstractmethod
     async def _generated_by(self, engine: str) -> tuple[str, ...]:

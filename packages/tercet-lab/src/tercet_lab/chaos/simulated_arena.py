@@ -51,8 +51,7 @@ from tercet_lab.chaos.arena import (
     Note,
     retries_in,
 )
-from tercet_lab.chaos.chaos_report import ORPHANS, ChaosResult
-from tercet_lab.chaos.fault_schedule import FaultSchedule, FleetShape, ProcessKind
+from tercet_lab.chaos.chaos_report import ORPHANS, ChaosResult, FaultSchedule, FleetShape, ProcessKind
 from tercet_lab.chaos.virtual_network import NetworkedLoop, VirtualProcess
 from tercet_lab.prompt_texts import ChatMessage, PromptTexts
 from tercet_lab.sim import EngineOptions, SimEngine, load_profile
