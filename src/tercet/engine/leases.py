@@ -1,8 +1,9 @@
 """Leases without I/O, and the rules of the three verbs: what an engine of any kind refuses, keeps and answers.
 
-A sequence has at most one lease, which belongs to whoever knows its name. It ends by itself ``ttl`` seconds after the
-last activity; arriving KV is one. Real engines (:mod:`.lease_timers`, which draws the states) and simulated engines
-are shells around this and own blocks, agents and links. Time is that of the running event loop, real or virtual.
+A sequence has at most one lease, which belongs to the callers that know its name. It ends by itself ``ttl`` seconds
+after the last activity; arriving KV is one. Real engines (:mod:`.lease_timers`, which draws the states) and simulated
+engines are shells around this and own blocks, agents and links. Time is that of the running event loop, real or
+virtual.
 """
 
 from __future__ import annotations
