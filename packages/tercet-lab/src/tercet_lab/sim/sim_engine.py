@@ -1,4 +1,4 @@
-"""A simulated engine with the protocol of real engines: the verbs, which use its core."""
+"""A simulated engine with the protocol of real engines: its core, which steps, fails and freezes, and the verbs."""
 
 from __future__ import annotations
 
@@ -51,22 +51,66 @@ from tercet_lab.sim.step_times import Host, Profile, StepModel, time_on
 T = TypeVar("T")
 
 
-class SimCore:
-    """The core of a :class:`~tercet_lab.sim.sim_engine.SimEngine`, which can fail, restart and freeze.
+REPORT_SECONDS = 0.1
+"""Shortest interval between load reports, as in the token streams of real engines."""
 
-    Verbs add generations and sends to it. The parameters are those of the engine.
+
+class LoadReports:
+    """Reports of one engine's load after changes: ``tell`` is called at most once per :data:`REPORT_SECONDS`.
+
+    Each change is reported within that time, so an old last report still holds. Idle engines cost nothing.
+    """
+
+    def __init__(self, load: Callable[[], EngineLoad], tell: Callable[[EngineLoad], None]) -> None:
+        self._load = load
+        self._tell = tell
+        self._loop = asyncio.get_running_loop()
+        self._due = self._loop.time()
+        self._timer: asyncio.TimerHandle | None = None
+
+    def changed(self) -> None:
+        """Report a change of the load, now or when the interval has passed."""
+        if self._timer is None:
+            if self._loop.time() >= self._due:
+                self._report()
+            else:
+                self._timer = self._loop.call_at(self._due, self._report)
+
+    def _report(self) -> None:
+        self._timer = None
+        self._due = self._loop.time() + REPORT_SECONDS
+        self._tell(self._load())
+
+
+class SimEngine:
+    """One engine in virtual or real time, which can fail, restart and freeze.
+
+    ``seed`` and the engine's name determine its random decisions. Create it inside a running event loop; it uses the
+    loop's time. ``address`` is its URL for other processes. On a ``host`` that other engines share, its steps take
+    longer, according to its profile. Raise :class:`~tercet.protocol.BadRequest` if the profile has no data on sharing.
     """
 
     def __init__(
-        self, name: str, profile: Profile, options: EngineOptions | None, host: Host | None, address: str | None
+        self,
+        name: str,
+        profile: Profile,
+        network: Network,
+        options: EngineOptions | None = None,
+        seed: int = 0,
+        address: str | None = None,
+        host: Host | None = None,
     ) -> None:
         self.name = name
         self.profile = profile
+        self.transfer = profile.transfer
+        self.network = network
         self.options = options or EngineOptions()
         self._loop = asyncio.get_running_loop()
         self._layout = profile.layout()
         self._model = StepModel(profile.steps, self.options.prefill_scale, self.options.decode_scale)
         self._time = time_on(host, profile)
+        self._random = random.Random(f"{seed} {name}")
+        self._adapters = {name: AdapterReport(name, f"sim://{name}", name) for name in self.options.adapter_names}
         self._lease_numbers = count(1)  # continues after a failure: no new lease matches a late message
         self._ranks = (RankAddress(0, (address or f"sim://{name}",)),)
         self._down = False
@@ -77,6 +121,7 @@ class SimCore:
         self._calls: set[asyncio.Future[Any]] = set()
         self._before = Counters()
         self._start()
+        network.add(self)
 
     def _start(self) -> None:
         self.incarnation = uuid.uuid4().hex
@@ -210,63 +255,6 @@ class SimCore:
         """True if a step, a sequence, a lease, a reservation or a send exists here."""
         scheduler = self._scheduler
         return not scheduler.idle or bool(scheduler.running or scheduler.waiting or self._leases or self._sends)
-
-
-REPORT_SECONDS = 0.1
-"""Shortest interval between load reports, as in the token streams of real engines."""
-
-
-class LoadReports:
-    """Reports of one engine's load after changes: ``tell`` is called at most once per :data:`REPORT_SECONDS`.
-
-    Each change is reported within that time, so an old last report still holds. Idle engines cost nothing.
-    """
-
-    def __init__(self, load: Callable[[], EngineLoad], tell: Callable[[EngineLoad], None]) -> None:
-        self._load = load
-        self._tell = tell
-        self._loop = asyncio.get_running_loop()
-        self._due = self._loop.time()
-        self._timer: asyncio.TimerHandle | None = None
-
-    def changed(self) -> None:
-        """Report a change of the load, now or when the interval has passed."""
-        if self._timer is None:
-            if self._loop.time() >= self._due:
-                self._report()
-            else:
-                self._timer = self._loop.call_at(self._due, self._report)
-
-    def _report(self) -> None:
-        self._timer = None
-        self._due = self._loop.time() + REPORT_SECONDS
-        self._tell(self._load())
-
-
-class SimEngine(SimCore):
-    """One engine in virtual or real time. ``seed`` and the engine's name determine its random decisions.
-
-    Create it inside a running event loop; it uses the loop's time. ``address`` is its URL for other processes. On a
-    ``host`` that other engines share, its steps take longer, according to its profile. Raise
-    :class:`~tercet.protocol.BadRequest` if the profile has no data on sharing.
-    """
-
-    def __init__(
-        self,
-        name: str,
-        profile: Profile,
-        network: Network,
-        options: EngineOptions | None = None,
-        seed: int = 0,
-        address: str | None = None,
-        host: Host | None = None,
-    ) -> None:
-        super().__init__(name, profile, options, host, address)
-        self.transfer = profile.transfer
-        self.network = network
-        self._random = random.Random(f"{seed} {name}")
-        self._adapters = {name: AdapterReport(name, f"sim://{name}", name) for name in self.options.adapter_names}
-        network.add(self)
 
     # ---- verbs -----------------------------------------------------------------------------------------------
 
