@@ -25,6 +25,8 @@ from tercet.decisions.scheduling import Scheduling
 from tercet.fleet import Member, RunningSequence, Trace
 from tercet.programs import Program
 from tercet.protocol import Output, ProgramFailed, Request, TercetError
+from tercet.protocol.spans import FALLBACK, RETRY
+from tercet.router.page.records import Frame
 from tercet.router.page.watch import FleetWatch, about_service
 from tercet.router.serve.service import ProgramFault, Service
 from tercet.settings.fleet_settings import ObjectiveClass, Objectives
