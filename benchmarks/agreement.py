@@ -26,9 +26,8 @@ from pathlib import Path
 import numpy as np
 
 from tercet.cluster.model import resolve_model
-from tercet_lab.bench.compare import STATISTICS, Floats, ratio_interval
-from tercet_lab.bench.results import load_result
-from tercet_lab.bench.summary import Samples
+from tercet_lab.bench.experiment import STATISTICS, Floats, ratio_interval
+from tercet_lab.bench.results import Samples, load_result
 
 # The `vllm` command needs a distribution named `vllm`, which the CPU build does not have. Its module does not need it.
 VLLM = (

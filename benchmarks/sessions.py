@@ -21,9 +21,8 @@ from tercet.decisions.scheduling import load_scheduling
 from tercet.programs import load_program
 from tercet.settings.fleet_settings import SessionSettings
 from tercet_lab.bench.simulated import MovingSettings, PlannedWorkload
-from tercet_lab.bench.simulated.outcome import Outcome
 from tercet_lab.bench.simulated.scenario import EngineGroup, Fault, FleetSpec
-from tercet_lab.bench.simulated.virtual_run import run_once
+from tercet_lab.bench.simulated.virtual_run import Outcome, run_once
 from tercet_lab.sim import EngineOptions
 
 PROFILE = "llama-3.1-8b-h100-tp1"

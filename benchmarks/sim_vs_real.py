@@ -41,7 +41,10 @@ from tercet.protocol import Request, TercetError
 from tercet.wire.client import HttpEngine
 from tercet_lab.bench.bench_config import ServeConfig
 from tercet_lab.bench.experiment import Cell, Contender, Experiment, prepare
-from tercet_lab.bench.profiles.step_measurement import (
+from tercet_lab.bench.results import Point, RequestRecord
+from tercet_lab.bench.simulated import parse_fleet, point_of, run_requests
+from tercet_lab.bench.simulated.virtual_run import Outcome
+from tercet_lab.bench.step_measurement import (
     BATCH,
     CONTEXT,
     STEPS,
@@ -52,9 +55,6 @@ from tercet_lab.bench.profiles.step_measurement import (
     names_from,
     sharing_from,
 )
-from tercet_lab.bench.results import Point, RequestRecord
-from tercet_lab.bench.simulated import parse_fleet, point_of, run_requests
-from tercet_lab.bench.simulated.outcome import Outcome
 from tercet_lab.sim import EngineOptions, Profile, StepModel, load_profile
 from tercet_lab.sim.step_times import pairs_of
 

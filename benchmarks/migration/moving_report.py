@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from benchmarks.migration.moving import DESTINATION, MOVES, SOURCE, THERE, WAYS, BystanderGaps, MoveCost, Side
 
-from tercet_lab.bench.summary import three_digits
+from tercet_lab.bench.results import three_digits
 
 PAUSES = ["way", "tokens", "moves", "pause, ms", "in steps", "step, ms", "stages", "MB"]
 NEIGHBOURS = ["way", "decode steps of", "steps meanwhile", "meanwhile", "95%", "afterwards", "95%"]

@@ -23,9 +23,8 @@ from tercet.cli.terminal import progress, require_folder, say, show_table
 from tercet.protocol import TransferFailed
 from tercet.settings import require_url
 from tercet.transport import TransportSettings
-from tercet_lab.bench.drawing import require_drawing
-from tercet_lab.bench.results import where_and_when
-from tercet_lab.bench.summary import three_digits
+from tercet_lab.bench.figures import require_drawing
+from tercet_lab.bench.results import three_digits, where_and_when
 
 
 def transfer(

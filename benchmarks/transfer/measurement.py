@@ -19,8 +19,7 @@ from benchmarks.transfer.ways import ChunkedSockets, Direct, Memcpy, OurTranspor
 from tercet import __version__
 from tercet.protocol import TercetError
 from tercet.transport import KVRegion, TransportSettings
-from tercet_lab.bench.results import machine
-from tercet_lab.bench.summary import three_digits
+from tercet_lab.bench.results import machine, three_digits
 
 SOCKET_STREAMS, CHUNK_STREAMS = (1, 2, 4), (2, 4)
 BACKENDS = ("host", "tcp", "nixl", "mooncake")

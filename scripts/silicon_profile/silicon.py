@@ -11,8 +11,7 @@ from typing import Any
 import msgspec
 
 from tercet.protocol import BadRequest, EngineError
-from tercet_lab.sim.fit import DecodePoint, PrefillPoint, fit_steps
-from tercet_lab.sim.step_times import ModelShape, Profile, Provenance, Transfer
+from tercet_lab.sim.step_times import DecodePoint, ModelShape, PrefillPoint, Profile, Provenance, Transfer, fit_steps
 
 KNOTS = (1, 4, 8, 16, 32, 64, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096, 6144, 8192, 16384)
 CACHED = (0, 1024, 4096, 16384)

@@ -27,7 +27,7 @@ from tercet.transport.agent.agent import Reporter
 from tercet.transport.agent.agent_messages import AsyncControlClient, ControlServer, ReadCounters
 from tercet.wire.client import http_engine
 from tercet_lab.planning import live_planner
-from tercet_lab.planning.observing import LOOK_S
+from tercet_lab.planning.live_planner import LOOK_S
 from tests.longest_wait import LONGEST_WAIT_S
 
 from .fleet.discovery.api_server import PODS, api_server, pod

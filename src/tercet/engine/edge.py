@@ -20,6 +20,7 @@ from tercet.engine.agents import AgentCalls, AgentReports
 from tercet.engine.block_tables import Bypass, open_table
 from tercet.engine.interface import AdapterTable, EngineDescription, GenerationHalf, KeyedPrompt, SchedulerHalf
 from tercet.engine.lease_timers import LeaseTimers
+from tercet.engine.leases import check_range
 from tercet.engine.liveness_probe import LivenessProbe
 from tercet.engine.sequences import SequenceTable, SequenceWork
 from tercet.protocol import BadRequest, EngineStatus, KVEvents, KVLayout, LayoutMismatch, Revision
@@ -98,12 +99,9 @@ def check_send(call: RemoteSendCall, begin: int, end: int, length: int, layout: 
     )
     if info.transport != "tcp" or not well_formed:
         raise BadRequest("kv_addr_info: is not a value that prep_recv returned", "kv_addr_info")
-    layout.require_mappable(info.layout, info.engine)
     if sorted(rank.rank for rank in info.ranks) != list(range(info.layout.num_ranks)):
         raise BadRequest("kv_addr_info: ranks: must name each rank of the layout once", "kv_addr_info")
-    info.require_covers(begin, end)
-    if call.sample and end != length:
-        raise BadRequest(f"sample: needs the whole prompt, and end {end} is not its length {length}", "sample")
+    check_range(info, begin, end, length, call.sample, layout)
 
 
 UNKNOWN_TEXT = TextFingerprint()

@@ -24,16 +24,15 @@ import logging
 import time
 import uuid
 from collections import deque
-from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 from tercet.aio import TaskSet
 from tercet.engine import agents
 from tercet.engine.agents import AgentCalls
 from tercet.engine.interface import KeyedPrompt, ReservedBlocks, SchedulerHalf
+from tercet.engine.leases import LIFE, Lease, LeaseState, LeaseTable, Ledger, aborted_while_reserving, require_continued
 from tercet.protocol import (
-    BadRequest,
     Conflict,
     Content,
     EngineError,
@@ -52,24 +51,6 @@ ADOPT_SECONDS = 1.0
 """Seconds for which a sequence waits until no peer writes under its lease; after that it computes its KV itself."""
 
 
-Ledger = Literal["timers", "reservations", "grants"]
-LeaseState = Literal[
-    "asked", "reserved", "open", "filled", "claimed", "ending", "fenced", "adopted", "freed", "refused"
-]  # fmt: skip
-# The ledger that enters each state, and the states that may follow it.
-LIFE: Mapping[LeaseState, tuple[Ledger, frozenset[LeaseState]]] = {
-    # A sequence may be claimed, aborted or expire at any time, also while its blocks are being reserved.
-    "asked": ("timers", frozenset({"reserved", "refused", "claimed", "ending"})),
-    "reserved": ("reservations", frozenset({"open", "filled", "claimed", "ending"})),
-    "open": ("grants", frozenset({"open", "filled", "claimed", "ending"})),
-    "filled": ("grants", frozenset({"open", "filled", "claimed", "ending"})),
-    "claimed": ("timers", frozenset({"fenced", "ending"})),
-    "ending": ("timers", frozenset({"fenced"})),
-    "fenced": ("grants", frozenset({"adopted", "freed"})),
-    "adopted": ("reservations", frozenset()),
-    "freed": ("reservations", frozenset()),
-    "refused": ("reservations", frozenset()),
-}
 KEPT_STORIES = 1000
 """Ended and open leases of an engine whose stories are kept."""
 # Steps of a story: a lease that grows with its sequence loses those in its middle.
@@ -141,15 +122,11 @@ def story(held: EdgeLease) -> list[StoryStep]:
     return list(held.story.steps)
 
 
-@dataclass
-class EdgeLease:
+@dataclass(eq=False, slots=True)
+class EdgeLease(Lease):
     """One lease for a prompt, which ends by itself ``ttl`` seconds after the last activity."""
 
-    lease: str
-    seq_id: str
     prompt: KeyedPrompt
-    ttl: float
-    timer: asyncio.TimerHandle
     story: LeaseStory
     matched_len: int = 0
     group_begins: tuple[int, ...] = ()  # the first token for which each group of layers has blocks
@@ -162,7 +139,7 @@ class EdgeLease:
     closing: asyncio.Task[int] | None = None
 
 
-class LeaseTimers:
+class LeaseTimers(LeaseTable[EdgeLease]):
     """One of an engine's three ledgers of leases: time and owner.
 
     Agents are called from here: blocks are opened for writing after they are reserved, and fenced before they are freed
@@ -170,29 +147,18 @@ class LeaseTimers:
     """
 
     def __init__(self, core: SchedulerHalf, agents: AgentCalls, tasks: TaskSet, reserve_wait: float) -> None:
+        super().__init__(self._expire)
         self._core = core
         self._agents = agents
         self._tasks = tasks
         self._reserve_wait = reserve_wait
-        self._leases: dict[str, EdgeLease] = {}
-        self._of_seq: dict[str, EdgeLease] = {}
         self._stories: deque[LeaseStory] = deque(maxlen=KEPT_STORIES)
-
-    def __len__(self) -> int:
-        return len(self._leases)
-
-    def holds(self, seq_id: str) -> bool:
-        return seq_id in self._of_seq
-
-    def has(self, lease: str) -> bool:
-        """True if the lease exists; only its authorised users know its name."""
-        return lease in self._leases
 
     def stories(self, seq_id: str) -> list[LeaseStory]:
         return [each for each in self._stories if each.seq_id == seq_id]
 
     def adapters(self) -> list[str]:
-        return [held.prompt.adapter.name for held in self._leases.values() if held.prompt.adapter is not None]
+        return [held.prompt.adapter.name for held in self if held.prompt.adapter is not None]
 
     async def reserve(self, seq_id: str, prompt: KeyedPrompt, ttl: float, notify: str) -> EdgeLease:
         """Reserve blocks for a prompt until ``ttl`` seconds after the last activity; open them on every rank.
@@ -202,15 +168,15 @@ class LeaseTimers:
         keeps it.
         """
         lease = uuid.uuid4().hex
-        timer = asyncio.get_running_loop().call_later(ttl, self._expire, lease)
         life = LeaseStory(lease, seq_id, f"blocks for {len(prompt.tokens)} tokens, for {ttl:g} s without activity")
         self._stories.append(life)
-        held = EdgeLease(lease, seq_id, prompt, ttl, timer, life)
-        self._leases[lease] = self._of_seq[seq_id] = held
+        held = EdgeLease(prompt, life, name=lease, seq_id=seq_id, ttl=ttl)
+        self.add(held)
+        self.renew(held)
         try:
             reserved = await self._reserved(held)
             held.matched_len, held.group_begins = reserved.matched_len, reserved.group_begins()
-            if lease in self._leases:  # otherwise the lease has ended, and its blocks are being freed
+            if self.find(lease) is held:  # otherwise the lease has ended, and its blocks are being freed
                 held.granted = True
                 life.enter("reserved", f"{held.matched_len} tokens were in the prefix cache")
                 blocks, size, tokens = reserved.blocks, reserved.block_size, prompt.tokens
@@ -218,7 +184,7 @@ class LeaseTimers:
                     GrantLease(lease, blocks, held.matched_len, len(tokens), size, packed(tokens), prompt.key, notify)
                 )
         except BaseException as error:
-            self._forget(lease)
+            self.remove(held)
             if held.granted or not isinstance(error, TercetError):  # how far the reservation got is unknown
                 failed = isinstance(error, Exception)
                 why = f"it could not be opened: {error}" if failed else "its caller left"
@@ -226,8 +192,8 @@ class LeaseTimers:
             elif life.state == "asked":
                 life.enter("refused", str(error))
             raise
-        if lease not in self._leases:
-            raise LeaseEnded(f"{seq_id} was aborted, or its ttl ended, while blocks were being reserved", "seq_id")
+        if self.find(lease) is not held:
+            raise aborted_while_reserving(seq_id)
         if life.state == "reserved":  # a rank that was open first may have reported KV already
             life.enter("open", f"for {len(prompt.tokens) - held.matched_len} tokens on {len(self._agents)} ranks")
         return held
@@ -240,24 +206,22 @@ class LeaseTimers:
         :class:`~tercet.protocol.EngineError` if a rank does not open the blocks. Then the lease is unchanged; blocks
         that a rank has not opened stay pinned until it ends.
         """
-        held = self._of_seq.get(seq_id)
-        if held is None or held.lease != lease:
-            raise UnknownSequence(f"lease {lease} is not held here for {seq_id}: released, expired or used", "lease")
-        _require_continued(held, prompt)
+        held = self.require(lease, seq_id)
+        require_continued(held.prompt.tokens, prompt.tokens, prompt.difference(held.prompt))
         if not held.granted or held.extending:
             raise Conflict(f"lease {lease} is being opened or extended already", "lease")
-        self._renew(held)
+        self.renew(held)
         held.extending = True
         try:
             reserved = await self._core.extend(lease, prompt)
-            if held.lease in self._leases:  # otherwise the lease has ended: these blocks are freed with the others
+            if self.find(lease) is held:  # otherwise the lease has ended: these blocks are freed with the others
                 blocks, begin, size, tokens = reserved.blocks, held.matched_len, reserved.block_size, prompt.tokens
                 extended = ExtendLease(lease, blocks, begin, len(tokens), size, packed(tokens), prompt.key)
                 await self._agents.grant(extended)
         finally:
             held.extending = False
         held.group_begins = reserved.group_begins()
-        if held.lease not in self._leases:
+        if self.find(lease) is not held:
             raise LeaseEnded(f"{seq_id} was aborted, or its lease ended, while it was being extended", "seq_id")
         held.prompt = prompt
         held.story.enter("open", f"extended to {len(prompt.tokens)} tokens")
@@ -265,11 +229,11 @@ class LeaseTimers:
 
     async def _reserved(self, held: EdgeLease) -> ReservedBlocks:
         def give_up() -> None:
-            self._tasks.spawn(self._core.give_up(held.lease))
+            self._tasks.spawn(self._core.give_up(held.name))
 
         giving_up = asyncio.get_running_loop().call_later(self._reserve_wait, give_up)
         try:
-            return await self._core.reserve(held.lease, held.prompt)
+            return await self._core.reserve(held.name, held.prompt)
         finally:
             giving_up.cancel()
 
@@ -280,12 +244,12 @@ class LeaseTimers:
         :class:`~tercet.protocol.BadRequest` if the prompt does not begin with the reserved tokens, or if salt, adapter
         or images differ.
         """
-        held = self._of_seq.get(seq_id)
+        held = self.of(seq_id)
         if held is None:
             return None
-        _require_continued(held, prompt)
+        require_continued(held.prompt.tokens, prompt.tokens, prompt.difference(held.prompt))
         held.story.enter("claimed", f"a request of {len(prompt.tokens)} tokens will decode on its blocks")
-        self._forget(held.lease)
+        self.remove(held)
         self._closing(held)
         return held
 
@@ -307,18 +271,17 @@ class LeaseTimers:
 
     async def abort(self, seq_id: str) -> bool:
         """End the sequence's lease; return whether it had one."""
-        held = self._of_seq.get(seq_id)
+        held = self.of(seq_id)
         if held is None:
             return False
         agents.leases_aborted.inc()
-        await self.release(held.lease, "its sequence was aborted")
+        await self.release(held.name, "its sequence was aborted")
         return True
 
     async def release(self, lease: str, cause: str = "it was released") -> int:
         """End a lease; return how many tokens' KV is valid. Raises ``EngineError`` if its blocks are freed later."""
-        held = self._forget(lease)
-        if held is None:
-            raise UnknownSequence(f"lease {lease} is not held here: released, expired or already used", "lease")
+        held = self.require(lease)
+        self.remove(held)
         releasing = self.release_soon(held, cause)
         await asyncio.wait({releasing}, timeout=RELEASE_SECONDS)
         if not releasing.done():
@@ -338,10 +301,10 @@ class LeaseTimers:
 
     def note(self, filled: LeaseFilled) -> None:
         """Record a rank's report on received KV, which counts as activity; what all ranks have is committed."""
-        held = self._leases.get(filled.lease)
+        held = self.find(filled.lease)
         if held is None:
             return  # the lease has ended
-        self._renew(held)
+        self.renew(held)
         held.filled[filled.rank] = filled.valid
         if held.granted:
             held.story.enter("filled", f"rank {filled.rank} has valid KV of {filled.valid.end} tokens")
@@ -350,19 +313,16 @@ class LeaseTimers:
             held.committed = valid.end
             self._tasks.spawn(self._core.commit(filled.lease, valid))
 
-    def _renew(self, held: EdgeLease) -> None:
-        held.timer.cancel()
-        held.timer = asyncio.get_running_loop().call_later(held.ttl, self._expire, held.lease)
-
     def end_soon(self, lease: str, cause: str = "its caller left", *, failed: bool = False) -> None:
         """End a lease in the background, if it is held here and not claimed."""
-        held = self._forget(lease)
+        held = self.find(lease)
         if held is not None:
+            self.remove(held)
             self.release_soon(held, cause, failed=failed)
 
-    def _expire(self, lease: str) -> None:
+    def _expire(self, held: EdgeLease) -> None:
         agents.leases_expired.inc()
-        self.end_soon(lease, "it expired: no rank has reported KV in time", failed=True)
+        self.end_soon(held.name, "it expired: no rank has reported KV in time", failed=True)
 
     def adopted(self, held: EdgeLease) -> None:
         if held.story.state == "fenced":
@@ -370,7 +330,7 @@ class LeaseTimers:
 
     def _closing(self, held: EdgeLease) -> asyncio.Task[int]:
         async def fence() -> int:
-            valid_end = await self._agents.revoke(held.lease)
+            valid_end = await self._agents.revoke(held.name)
             held.story.enter("fenced", f"no agent writes any more; KV of {valid_end} tokens is valid")
             return valid_end
 
@@ -382,7 +342,7 @@ class LeaseTimers:
     async def _release(self, held: EdgeLease) -> int:
         valid_end = max(held.matched_len, await self._closing(held))
         try:
-            valid_end = await self._core.release(held.lease, valid_end)
+            valid_end = await self._core.release(held.name, valid_end)
         except UnknownSequence:  # adopted, or it never had blocks
             if any(step.state == "ending" for step in held.story.steps):
                 self._freed(held, "the core has no blocks of it")
@@ -395,23 +355,3 @@ class LeaseTimers:
     def _freed(self, held: EdgeLease, cause: str) -> None:
         if not held.story.has_ended:  # two causes may end a lease at once
             held.story.enter("freed", cause)
-
-    def _forget(self, lease: str) -> EdgeLease | None:
-        held = self._leases.pop(lease, None)
-        if held is not None:
-            held.timer.cancel()
-            del self._of_seq[held.seq_id]
-        return held
-
-
-def _require_continued(held: EdgeLease, prompt: KeyedPrompt) -> None:
-    """Raise ``BadRequest`` for a prompt that does not begin with the lease's prompt."""
-    field = prompt.difference(held.prompt)
-    if field:
-        differ = "differ from those" if field == "mm_features" else "differs from that"
-        raise BadRequest(f"{field}: {differ} of prep_recv for this sequence", field)
-    reserved, tokens = held.prompt.tokens, prompt.tokens
-    if tokens[: len(reserved)] != reserved:
-        pairs = enumerate(reserved)
-        at = next((at for at, token in pairs if at >= len(tokens) or tokens[at] != token), 0)
-        raise BadRequest(f"prompt: differs from the prompt of prep_recv, first at position {at}", "prompt")

@@ -19,10 +19,9 @@ from tercet.engine.agents import SendInFlight
 from tercet.engine.edge import Edge, check_adapter, check_send
 from tercet.engine.interface import KeyedPrompt, SendParams, SeqParams, digest_of
 from tercet.engine.lease_timers import EdgeLease
+from tercet.engine.leases import check_generation, end_of_reservation, require_unused, time_to_live, usage_of
 from tercet.engine.sequences import DecodingSequence, RouterLink
 from tercet.protocol import (
-    BadRequest,
-    Conflict,
     KVAddrInfo,
     KVLayout,
     Output,
@@ -36,7 +35,6 @@ from tercet.protocol import (
 )
 from tercet.protocol.content import whole_features
 from tercet.protocol.spans import current_span
-from tercet.protocol.types import resolve_end
 from tercet.protocol.wire import PrepRecvAnswer, PrepRecvCall, RemoteSendCall, StartGenerateCall, StreamDestination
 from tercet.transport import Push, PushCached, SendComplete, SendDestination, routes
 
@@ -44,18 +42,15 @@ from tercet.transport import Push, PushCached, SendComplete, SendDestination, ro
 async def prep_recv(edge: Edge, call: PrepRecvCall) -> PrepRecvAnswer:
     """Match the prompt's prefix and reserve blocks for the rest; or extend a lease."""
     tokens = await edge.reader.tokens(call.prompt)
-    end = resolve_end(len(tokens), call.end)
-    if end == 0:
-        raise BadRequest(f"end: {call.end} leaves nothing of a prompt of {len(tokens)} tokens", "end")
+    end = end_of_reservation(len(tokens), call.end)
     prompt = (await edge.reader.keyed(call, tokens)).first(end)
     if call.lease is not None:
         held = await edge.leases.extend(call.lease, call.seq_id, prompt)
         there = held.committed // edge.layout.block_size * edge.layout.block_size
         return _answer(edge, held, max(held.matched_len, there))
-    if edge.work.generates(call.seq_id) or edge.leases.holds(call.seq_id):
-        raise Conflict(f"seq_id: {call.seq_id} is in use on this engine; abort it or choose another", "seq_id")
-    longest = edge.description.lease_ttl
-    held = await edge.leases.reserve(call.seq_id, prompt, min(call.ttl or longest, longest), edge.reports.address)
+    require_unused(call.seq_id, edge.work.generates(call.seq_id))
+    ttl = time_to_live(call.ttl, edge.description.lease_ttl)
+    held = await edge.leases.reserve(call.seq_id, prompt, ttl, edge.reports.address)
     return _answer(edge, held, held.matched_len)
 
 
@@ -65,7 +60,7 @@ def _answer(edge: Edge, held: EdgeLease, matched_len: int) -> PrepRecvAnswer:
     begins = held.group_begins if edge.layout.groups else ()
     digest = digest_of(held.prompt.adapter)
     info = KVAddrInfo(
-        held.lease, edge.name, begin, end, "tcp", ranks, edge.layout, group_begins=begins, adapter=digest
+        held.name, edge.name, begin, end, "tcp", ranks, edge.layout, group_begins=begins, adapter=digest
     )  # fmt: skip
     return PrepRecvAnswer(kv_addr_info=info.proved(edge.secret), matched_len=matched_len, ttl=held.ttl)
 
@@ -217,12 +212,9 @@ async def stream(edge: Edge, call: StartGenerateCall, link: RouterLink, router: 
 
 async def _decoding(edge: Edge, call: StartGenerateCall) -> DecodingSequence:
     tokens = await edge.reader.tokens(call.prompt)
-    if call.begin > len(tokens):
-        raise BadRequest(f"begin: {call.begin} is past a prompt of {len(tokens)} tokens", "begin")
     edge.reader.limits.check_output(tokens, call.output)
     prompt = await edge.reader.keyed(call, tokens)
-    if edge.work.generates(call.seq_id):
-        raise Conflict(f"seq_id: {call.seq_id} is generating here already", "seq_id")
+    check_generation(call.seq_id, call.begin, len(tokens), edge.work.generates(call.seq_id))
     known = prompt.with_output(call.output)
     claimed = await _claimed(edge, call.seq_id, known)
     number = next(edge.generated.numbers)
@@ -240,8 +232,7 @@ async def _decoding(edge: Edge, call: StartGenerateCall) -> DecodingSequence:
         if claimed is not None:
             edge.leases.adopted(claimed)
         # The engine also counts tokens from a connector as cached; those that prep_recv matched were here before.
-        local = min(num_cached, claimed.matched_len) if claimed is not None else num_cached
-        return Usage(cached=local, received=num_cached - local, computed=len(known.tokens) - num_cached)
+        return usage_of(len(known.tokens), num_cached, claimed.matched_len if claimed is not None else num_cached)
 
     decoding = DecodingSequence(
         call.seq_id,
@@ -297,4 +288,4 @@ def _seq_params(claimed: EdgeLease | None, output: list[int] | None = None, numb
     output = [] if output is None else output
     if claimed is None or claimed.closing is None:
         return SeqParams(output=output, number=number)
-    return SeqParams(claimed.lease, claimed.closing.result(), output, number)
+    return SeqParams(claimed.name, claimed.closing.result(), output, number)

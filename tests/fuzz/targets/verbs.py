@@ -212,7 +212,7 @@ class VerbsRoom:
             connection.abort()
         for busy, _ in list(edge.work._stops):
             await edge.abort(busy)
-        for lease in list(edge.leases._leases):
+        for lease in [held.name for held in edge.leases]:
             await edge.leases.release(lease)
         async with asyncio.timeout(SETTLE_SECONDS):
             while not self._is_empty():

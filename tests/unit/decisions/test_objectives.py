@@ -14,8 +14,8 @@ from tercet.decisions.objectives import Attainment, Attainments, meets, within
 from tercet.protocol import BadRequest, Request
 from tercet.settings.declaration import Source, decode_settings
 from tercet.settings.fleet_settings import ObjectiveClass, Objectives, require_objectives
+from tercet_lab.bench.results import MS, Samples, Slo
 from tercet_lab.bench.simulated.scenario import ClassedSamples, classed, weights_of
-from tercet_lab.bench.summary import MS, Samples, Slo
 
 LATENCY = st.none() | st.floats(0.001, 10)
 

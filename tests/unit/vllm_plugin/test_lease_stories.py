@@ -12,7 +12,8 @@ import pytest
 
 from tercet.engine import lease_timers
 from tercet.engine.interface import KeyedPrompt
-from tercet.engine.lease_timers import LIFE, InvalidTransition, LeaseStory, story
+from tercet.engine.lease_timers import InvalidTransition, LeaseStory, story
+from tercet.engine.leases import LIFE, LeaseState
 from tercet.protocol import EngineError, NoSpace, content_of, packed
 from tercet.transport import GrantLease, LeaseFilled
 
@@ -46,11 +47,11 @@ def lived(edge: Edge, seq_id: str = "s") -> list[str]:
 async def test_a_lease_that_is_adopted(edge: Edge, engine: TinyEngine, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.DEBUG, lease_timers.__name__)
     held = await edge.reserve(length=2 * BLOCK)
-    fill(edge, held.lease, 2 * BLOCK)
+    fill(edge, held.name, 2 * BLOCK)
     claimed = edge.leases.claim("s", KeyedPrompt(tokens_of(2 * BLOCK + 5)))
     assert claimed is held
     assert await edge.closed(held)
-    engine.add("r", tokens_of(2 * BLOCK + 5), lease=held.lease, valid_end=held.closing.result())
+    engine.add("r", tokens_of(2 * BLOCK + 5), lease=held.name, valid_end=held.closing.result())
     engine.step()
     edge.leases.adopted(held)  # as the verb does with the first output
     assert lived(edge) == [*HALF_FILLED, "filled", "claimed", "fenced", "adopted"]
@@ -65,10 +66,10 @@ async def test_a_lease_that_is_adopted(edge: Edge, engine: TinyEngine, caplog: p
 
 async def test_a_request_of_the_engines_own_api_adopts_without_a_report(edge: Edge, engine: TinyEngine) -> None:
     held = await edge.reserve(length=2 * BLOCK)
-    edge.received(held.lease, 2 * BLOCK, 2 * BLOCK)
+    edge.received(held.name, 2 * BLOCK, 2 * BLOCK)
     edge.leases.claim("s", KeyedPrompt(tokens_of(2 * BLOCK + 5)))
     assert await edge.closed(held)
-    engine.add("r", tokens_of(2 * BLOCK + 5), lease=held.lease, valid_end=2 * BLOCK)
+    engine.add("r", tokens_of(2 * BLOCK + 5), lease=held.name, valid_end=2 * BLOCK)
     engine.step()
     await edge.leases.release_soon(held)  # at the end of its HTTP request
     assert lived(edge)[-3:] == ["claimed", "fenced", "adopted"]
@@ -84,7 +85,7 @@ async def test_a_lease_that_expires(edge: Edge, caplog: pytest.LogCaptureFixture
     await edge.settled()
     assert lived(edge) == ["asked", "reserved", "open", "ending", "fenced", "freed"]
     (logged,) = [record.getMessage() for record in caplog.records]
-    assert f"lease {held.lease} of s has failed" in logged
+    assert f"lease {held.name} of s has failed" in logged
     assert "timers: ending, it expired" in logged
     assert "grants: fenced" in logged
 
@@ -92,7 +93,7 @@ async def test_a_lease_that_expires(edge: Edge, caplog: pytest.LogCaptureFixture
 async def test_a_lease_whose_sender_dies(edge: Edge, engine: TinyEngine, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.DEBUG, lease_timers.__name__)
     held = await edge.reserve(length=3 * BLOCK)
-    fill(edge, held.lease, BLOCK)  # the last report of either rank: the connection broke
+    fill(edge, held.name, BLOCK)  # the last report of either rank: the connection broke
     edge.end_soon(held)
     await asyncio.sleep(0.05)
     await edge.settled()
@@ -155,8 +156,8 @@ async def test_a_fence_that_is_late(edge: Edge, monkeypatch: pytest.MonkeyPatch)
 async def test_a_lease_that_grows_keeps_the_beginning_and_the_end(edge: Edge) -> None:
     held = await edge.reserve(length=BLOCK)
     for end in range(BLOCK + 1, BLOCK + 40):
-        await edge.leases.extend(held.lease, "s", KeyedPrompt(tokens_of(end)))
-    await edge.leases.release(held.lease)
+        await edge.leases.extend(held.name, "s", KeyedPrompt(tokens_of(end)))
+    await edge.leases.release(held.name)
     await edge.settled()
     states = lived(edge)
     assert len(states) == lease_timers.MOST_STEPS
@@ -170,7 +171,7 @@ async def test_stories_are_bounded_and_a_report_names_no_whole_lease(edge: Edge)
     assert len(report.lease) == 8
     assert abs(report.at - time.time()) < 60
     assert report.steps == [tuple(step) for step in story(held)]
-    await edge.leases.release(held.lease)
+    await edge.leases.release(held.name)
     for _ in range(lease_timers.KEPT_STORIES):
         edge.leases._stories.append(LeaseStory("f" * 32, "t", "asked for"))
     assert not edge.leases.stories("s")
@@ -188,4 +189,4 @@ def test_what_cannot_be_is_refused_with_the_story() -> None:
 def test_no_lease_frees_or_adopts_blocks_before_its_fence() -> None:
     assert {state for state, (_, after) in LIFE.items() if after & {"adopted", "freed"}} == {"fenced"}
     assert {state for state, (_, after) in LIFE.items() if not after} == {"adopted", "freed", "refused"}
-    assert {*LIFE} == {*get_args(lease_timers.LeaseState)}
+    assert {*LIFE} == {*get_args(LeaseState)}

@@ -61,7 +61,7 @@ class Edge:
     def end_soon(self, held: EdgeLease) -> None:
         """Let a lease that has its blocks end by itself, without a race for them."""
         held.ttl = 0.01
-        self.leases._renew(held)
+        self.leases.renew(held)
 
     def received(self, lease: str, *ends: int) -> None:
         for agent, end in zip(self.agents, ends, strict=True):
@@ -72,8 +72,8 @@ class Edge:
 
     async def settled(self) -> None:
         assert await self.tasks.wait(LONGEST_WAIT_S)
-        assert not self.leases._leases
-        assert not self.leases._of_seq
+        assert not list(self.leases)
+        assert not len(self.leases)
         assert not any(agent.granted for agent in self.agents)
         self.engine.assert_nothing_held()
 
@@ -89,11 +89,11 @@ def expired() -> float:
 
 async def test_a_lease_belongs_to_its_sequence_until_it_is_released(edge: Edge) -> None:
     held = await edge.reserve()
-    assert edge.leases.holds("s")
-    assert await edge.leases.release(held.lease) == 0
-    assert not edge.leases.holds("s")
+    assert edge.leases.of("s")
+    assert await edge.leases.release(held.name) == 0
+    assert not edge.leases.of("s")
     with pytest.raises(UnknownSequence, match="not held here"):
-        await edge.leases.release(held.lease)
+        await edge.leases.release(held.name)
     await edge.settled()
 
 
@@ -102,7 +102,7 @@ async def test_a_lease_ends_by_itself(edge: Edge) -> None:
     edge.end_soon(await edge.reserve())
     await asyncio.sleep(0.05)
     assert expired() == before + 1
-    assert not edge.leases.holds("s")
+    assert not edge.leases.of("s")
     await edge.settled()
 
 
@@ -150,7 +150,7 @@ async def test_a_lease_that_expires_while_blocks_are_reserved_is_over(edge: Edge
 async def test_a_release_goes_on_without_its_caller(edge: Edge) -> None:
     held = await edge.reserve()
     edge.core.before.clear()
-    releasing = asyncio.ensure_future(edge.leases.release(held.lease))
+    releasing = asyncio.ensure_future(edge.leases.release(held.name))
     await asyncio.sleep(0)
     releasing.cancel()
     with suppress(asyncio.CancelledError):
@@ -161,14 +161,14 @@ async def test_a_release_goes_on_without_its_caller(edge: Edge) -> None:
 
 async def test_a_claimed_lease_is_the_requests(edge: Edge, engine: TinyEngine) -> None:
     held = await edge.reserve(length=2 * BLOCK)
-    edge.received(held.lease, 2 * BLOCK, 2 * BLOCK)
+    edge.received(held.name, 2 * BLOCK, 2 * BLOCK)
     edge.end_soon(held)
     claimed = edge.leases.claim("s", KeyedPrompt(tokens_of(2 * BLOCK + 5)))
     assert claimed is held
     assert await edge.closed(held)
     await asyncio.sleep(0.05)
     assert edge.core.called == ["tercet_reserve"], "its timer has no part in it any more"
-    engine.add("r", tokens_of(2 * BLOCK + 5), lease=held.lease, valid_end=held.closing.result())
+    engine.add("r", tokens_of(2 * BLOCK + 5), lease=held.name, valid_end=held.closing.result())
     output, _ = engine.step()
     assert output.num_scheduled_tokens == {"r": 5}
     engine.abort("r")
@@ -188,7 +188,7 @@ async def test_other_tokens_cannot_claim(edge: Edge, tokens: list[int], position
     with pytest.raises(BadRequest, match=f"first at position {position}"):
         edge.leases.claim("s", KeyedPrompt(tokens))
     assert edge.leases.claim("t", KeyedPrompt(tokens)) is None
-    await edge.leases.release(held.lease)
+    await edge.leases.release(held.name)
     await edge.settled()
 
 
@@ -196,33 +196,33 @@ async def test_each_report_of_a_sender_renews_a_lease(edge: Edge) -> None:
     held = await edge.reserve(length=3 * BLOCK, ttl=30)
     first = held.timer.when()
     await asyncio.sleep(0.01)
-    edge.leases.note(LeaseFilled(held.lease, 0, content_of(b"", None)))
+    edge.leases.note(LeaseFilled(held.name, 0, content_of(b"", None)))
     assert held.timer.when() > first
-    await edge.leases.release(held.lease)
+    await edge.leases.release(held.name)
     assert held.timer.cancelled()
     await edge.settled()
 
 
 async def test_an_extended_lease_is_for_more_tokens_and_renewed(edge: Edge, engine: TinyEngine) -> None:
     held = await edge.reserve(length=40, ttl=30)
-    blocks, due = list(engine.agent.granted[held.lease].blocks[0]), held.timer.when()
+    blocks, due = list(engine.agent.granted[held.name].blocks[0]), held.timer.when()
     await asyncio.sleep(0.01)
-    assert await edge.leases.extend(held.lease, "s", KeyedPrompt(tokens_of(100))) is held
+    assert await edge.leases.extend(held.name, "s", KeyedPrompt(tokens_of(100))) is held
     assert held.prompt.tokens == tokens_of(100)
     assert held.timer.when() > due
-    grant = engine.agent.granted[held.lease]
+    grant = engine.agent.granted[held.name]
     assert (grant.tokens, grant.end, list(grant.blocks[0])[:3]) == (packed(tokens_of(100)), 100, blocks)
     with pytest.raises(BadRequest, match="first at position 40"):
-        await edge.leases.extend(held.lease, "s", KeyedPrompt(tokens_of(40)))
+        await edge.leases.extend(held.name, "s", KeyedPrompt(tokens_of(40)))
     with pytest.raises(BadRequest, match="cache_salt"):
-        await edge.leases.extend(held.lease, "s", KeyedPrompt(tokens_of(120), "salt"))
-    for lease, seq_id in ((held.lease, "t"), ("0" * 32, "s")):
+        await edge.leases.extend(held.name, "s", KeyedPrompt(tokens_of(120), "salt"))
+    for lease, seq_id in ((held.name, "t"), ("0" * 32, "s")):
         with pytest.raises(UnknownSequence):
             await edge.leases.extend(lease, seq_id, KeyedPrompt(tokens_of(120)))
     with pytest.raises(NoSpace):
-        await edge.leases.extend(held.lease, "s", KeyedPrompt(tokens_of(900)))
+        await edge.leases.extend(held.name, "s", KeyedPrompt(tokens_of(900)))
     assert held.prompt.tokens == tokens_of(100)
-    await edge.leases.release(held.lease)
+    await edge.leases.release(held.name)
     await edge.settled()
 
 
@@ -230,20 +230,20 @@ async def test_what_an_agent_does_not_open_is_not_the_leases(edge: Edge, engine:
     held = await edge.reserve(length=40)
     engine.agent.fails_at = ExtendLease
     with pytest.raises(EngineError):
-        await edge.leases.extend(held.lease, "s", KeyedPrompt(tokens_of(100)))
+        await edge.leases.extend(held.name, "s", KeyedPrompt(tokens_of(100)))
     assert held.prompt.tokens == tokens_of(40)
     engine.agent.fails_at = None
-    assert (await edge.leases.extend(held.lease, "s", KeyedPrompt(tokens_of(100)))).prompt.tokens == tokens_of(100)
-    await edge.leases.release(held.lease)
+    assert (await edge.leases.extend(held.name, "s", KeyedPrompt(tokens_of(100)))).prompt.tokens == tokens_of(100)
+    await edge.leases.release(held.name)
     await edge.settled()
 
 
 async def test_a_lease_that_ends_while_it_is_extended(edge: Edge, engine: TinyEngine) -> None:
     held = await edge.reserve(length=40)
     edge.core.after.clear()
-    extending = asyncio.ensure_future(edge.leases.extend(held.lease, "s", KeyedPrompt(tokens_of(100))))
+    extending = asyncio.ensure_future(edge.leases.extend(held.name, "s", KeyedPrompt(tokens_of(100))))
     await asyncio.sleep(0)
-    releasing = asyncio.ensure_future(edge.leases.release(held.lease))
+    releasing = asyncio.ensure_future(edge.leases.release(held.name))
     await asyncio.sleep(0)
     edge.core.after.set()
     with pytest.raises(LeaseEnded):
@@ -266,13 +266,13 @@ async def test_another_salt_cannot_claim(edge: Edge) -> None:
 async def test_what_every_rank_has_becomes_prefix_cache(edge: Edge, engine: TinyEngine) -> None:
     tokens = tokens_of(3 * BLOCK)
     held = await edge.reserve(length=3 * BLOCK)
-    edge.leases.note(LeaseFilled(held.lease, 0, content_of(packed(tokens[: 3 * BLOCK]), None)))
+    edge.leases.note(LeaseFilled(held.name, 0, content_of(packed(tokens[: 3 * BLOCK]), None)))
     assert len(edge.tasks) == 0
-    edge.leases.note(LeaseFilled(held.lease, 1, content_of(packed(tokens[: 2 * BLOCK]), None)))
+    edge.leases.note(LeaseFilled(held.name, 1, content_of(packed(tokens[: 2 * BLOCK]), None)))
     await edge.tasks.wait(LONGEST_WAIT_S)
     assert engine.cached(tokens) == 2 * BLOCK
-    await edge.leases.release(held.lease)
-    edge.leases.note(LeaseFilled(held.lease, 1, content_of(packed(tokens[: 3 * BLOCK]), None)))
+    await edge.leases.release(held.name)
+    edge.leases.note(LeaseFilled(held.name, 1, content_of(packed(tokens[: 3 * BLOCK]), None)))
     await edge.settled()
 
 
@@ -285,8 +285,8 @@ async def test_an_abort_of_what_has_no_lease_is_fine(edge: Edge) -> None:
 
 async def test_the_slowest_rank_says_how_far_kv_is_valid(edge: Edge, engine: TinyEngine) -> None:
     held = await edge.reserve(length=3 * BLOCK)
-    edge.received(held.lease, 3 * BLOCK, 2 * BLOCK)
-    assert await edge.leases.release(held.lease) == 2 * BLOCK
+    edge.received(held.name, 3 * BLOCK, 2 * BLOCK)
+    assert await edge.leases.release(held.name) == 2 * BLOCK
     assert engine.cached(tokens_of(3 * BLOCK)) == 2 * BLOCK
     await edge.settled()
 
@@ -299,7 +299,7 @@ async def test_a_grant_that_one_rank_refuses_is_revoked_on_all(edge: Edge, rank:
     await edge.settled()
     assert edge.agents[0].ended == edge.agents[1].ended
     edge.agents[rank].fails_at = None
-    await edge.leases.release((await edge.reserve()).lease)
+    await edge.leases.release((await edge.reserve()).name)
     await edge.settled()
 
 
@@ -321,10 +321,10 @@ async def test_blocks_of_a_lease_wait_for_a_stopped_agent_and_the_engine_goes_on
 ) -> None:
     monkeypatch.setattr(lease_timers, "RELEASE_SECONDS", 0.01)
     held = await edge.reserve(length=2 * BLOCK)
-    blocks = set(engine.agent.granted[held.lease].blocks[0])
+    blocks = set(engine.agent.granted[held.name].blocks[0])
     edge.agents[1].frozen = True
     with pytest.raises(EngineError, match="are freed only when"):
-        await edge.leases.release(held.lease)
+        await edge.leases.release(held.name)
     request = engine.add("other", tokens_of(300, start=400), max_tokens=50)
     while not request.is_finished():
         engine.step()
@@ -340,7 +340,7 @@ async def test_a_sequence_does_without_its_lease_while_an_agent_is_stopped(
 ) -> None:
     monkeypatch.setattr(lease_timers, "ADOPT_SECONDS", 0.01)
     held = await edge.reserve(length=2 * BLOCK)
-    edge.received(held.lease, 2 * BLOCK, 2 * BLOCK)
+    edge.received(held.name, 2 * BLOCK, 2 * BLOCK)
     edge.agents[0].frozen = True
     assert edge.leases.claim("s", KeyedPrompt(tokens_of(40))) is held
     assert not await edge.closed(held)
@@ -375,7 +375,7 @@ async def test_blocks_of_an_expired_lease_wait_for_a_stopped_agent(edge: Edge, e
     edge.end_soon(await edge.reserve())
     edge.agents[0].frozen = True
     await asyncio.sleep(0.1)
-    assert not edge.leases.holds("s")
+    assert not edge.leases.of("s")
     assert engine.status()["leases"] == 1
     edge.agents[0].thaw()
     await edge.settled()
@@ -390,5 +390,5 @@ async def test_a_fence_that_an_agent_fails_at_is_asked_for_again(edge: Edge, mon
     edge.agents[1].fails_at = None
     await edge.tasks.wait(LONGEST_WAIT_S)
     assert REGISTRY.get_sample_value("tercet_fences_open") == 0
-    edge.leases._forget(held.lease)
+    edge.leases.remove(held)
     await edge.settled()

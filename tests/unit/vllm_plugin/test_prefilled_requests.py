@@ -56,7 +56,7 @@ class PlayedEngine:
         self.edge = self
         self.description = SimpleNamespace(token="token")
         self.open = 0
-        self.leases = SimpleNamespace(has=lambda lease: lease == "held")  # pyright: ignore[reportUnknownLambdaType]
+        self.leases = SimpleNamespace(find=lambda lease: lease if lease == "held" else None)  # pyright: ignore[reportUnknownLambdaType]
         self.failure: TercetError | None = None
         idle: Any = SimpleNamespace(core_status={"running": 0, "kv_cache_usage": 0.0}, stalled_s=0.0)
         adapters: Any = SimpleNamespace(load_of=lambda processor: None)

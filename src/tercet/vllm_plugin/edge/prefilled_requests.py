@@ -54,7 +54,7 @@ class PrefilledRequests:
     async def add_request(self, request: EngineCoreRequest) -> None:
         """Get the request's KV from the named engines, if any, and then add it to the core, as vLLM's method does."""
         named, prefilled = named_prefillers.get(), reported_prefill.get()
-        if prefilled is not None and self._edge.leases.has(prefilled.lease):
+        if prefilled is not None and self._edge.leases.find(prefilled.lease) is not None:
             self._set_cached(request, prefilled.cached)
         if named is not None and self._remote is not None:
             try:

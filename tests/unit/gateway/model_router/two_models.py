@@ -7,7 +7,7 @@ from pathlib import Path
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from tercet_lab.prompt_texts import PromptTexts
-from tercet_lab.sim.prompts import VOCABULARY, Prompt
+from tercet_lab.sim.block_pool import VOCABULARY, Prompt
 
 STRIDES = {"a": 1, "b": 7919}
 """By model, the distance between the ids of two words; all are prime to the vocabulary's size."""

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from tercet_lab.bench.bench_config import CompareConfig
-from tercet_lab.bench.compare import STATISTICS, ratio_interval, ratios_of, turns_of
+from tercet_lab.bench.experiment import STATISTICS, ratio_interval, ratios_of, turns_of
 from tercet_lab.bench.results import Point, RequestRecord
 
 MEAN = STATISTICS["mean"]

@@ -9,15 +9,14 @@ import pytest
 
 from tercet.programs import load_program
 from tercet.protocol import BadRequest
-from tercet_lab.bench.result_report import markdown
-from tercet_lab.bench.results import load_result
+from tercet_lab.bench.bench_report import markdown
+from tercet_lab.bench.results import Samples, Slo, achieved, load_result, summarize
 from tercet_lab.bench.simulated import simulation
 from tercet_lab.bench.simulated import sweep as sweeps
 from tercet_lab.bench.simulated.scenario import EngineGroup, Fault, FleetSpec, SyntheticWorkload
 from tercet_lab.bench.simulated.simulation import Simulation
 from tercet_lab.bench.simulated.sweep import Estimate, parse_axis, sweep
 from tercet_lab.bench.simulated.virtual_run import run_once
-from tercet_lab.bench.summary import Samples, Slo, achieved, summarize
 from tercet_lab.sim import EngineOptions
 
 PROFILE = "llama-3.1-8b-h100-tp1"

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from tercet.protocol import BadRequest, EngineError, Request, Sent, Usage
-from tercet_lab.bench.profiles.step_measurement import (
+from tercet_lab.bench.step_measurement import (
     Measured,
     MeasurementPlan,
     Meter,

@@ -10,9 +10,7 @@ from pathlib import Path
 import msgspec
 import numpy as np
 import pytest
-
-from tercet.protocol import BadRequest
-from tercet_lab.bench.simulated.microserving import (
+from benchmarks.microserving import (
     LINES,
     LOWEST,
     RATES,
@@ -27,6 +25,8 @@ from tercet_lab.bench.simulated.microserving import (
     parse_plot,
     tp8_gain,
 )
+
+from tercet.protocol import BadRequest
 
 # As `benchmarks/microserving.py` fits it to the figure, on 800 requests and three seeds.
 FITTED = Scales(1.297, 1.259, 0.021)

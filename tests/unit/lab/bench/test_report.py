@@ -14,13 +14,21 @@ from msgspec.structs import replace
 
 from tercet.protocol import BadRequest
 from tercet_lab.bench.bench_config import CompareConfig
-from tercet_lab.bench.compare import ratios_of
-from tercet_lab.bench.drawing import require_drawing
-from tercet_lab.bench.figure_lines import figure_of, pooled
-from tercet_lab.bench.result_figure import draw
-from tercet_lab.bench.result_report import markdown, point_text, ratio_table
-from tercet_lab.bench.results import BenchResult, Point, Ratio, RequestRecord, load_result, load_results, save_result
-from tercet_lab.bench.summary import Slo, summarize, three_digits
+from tercet_lab.bench.bench_report import figure_of, markdown, point_text, pooled, ratio_table
+from tercet_lab.bench.experiment import ratios_of
+from tercet_lab.bench.figures import draw, require_drawing
+from tercet_lab.bench.results import (
+    BenchResult,
+    Point,
+    Ratio,
+    RequestRecord,
+    Slo,
+    load_result,
+    load_results,
+    save_result,
+    summarize,
+    three_digits,
+)
 
 from .golden_images import check_image
 

@@ -18,13 +18,12 @@ import pytest
 from tercet.cli import app
 from tercet.programs import BUILT_IN, load_program
 from tercet.protocol import BadRequest, Request
-from tercet_lab.bench.results import load_result
+from tercet_lab.bench.results import Slo, load_result
 from tercet_lab.bench.simulated import Simulation, SyntheticWorkload, parse_fleet, run_once, run_requests
 from tercet_lab.bench.simulated.scenario import gaps_of, members_of, names_of, requests_of
 from tercet_lab.bench.simulated.sweep import Axis, pareto, parse_axis, sweep
-from tercet_lab.bench.summary import Slo
 from tercet_lab.sim import EngineOptions, options_from
-from tercet_lab.sim.prefix_tree import Run
+from tercet_lab.sim.block_pool import Run
 
 PROFILE = "llama-3.1-8b-h100-tp1"
 

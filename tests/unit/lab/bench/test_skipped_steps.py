@@ -13,7 +13,7 @@ from tercet.fleet import EngineFleet, Member
 from tercet.programs import Program, balanced, data_parallel, disaggregated, run_program
 from tercet.protocol import Output, Request
 from tercet_lab.sim import EngineOptions, Network, SimEngine, run_virtual
-from tercet_lab.sim.sequence_work import DecodingBatch
+from tercet_lab.sim.step_selection import DecodingBatch
 from tests.unit.lab.sim.models import is_empty, profile_of
 from tests.unit.lab.sim.test_runs import TIMES
 

@@ -10,8 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tercet_lab.bench.results import RequestRecord
-from tercet_lab.bench.summary import Distribution, Samples, Slo, most_at_once, summarize
+from tercet_lab.bench.results import Distribution, RequestRecord, Samples, Slo, most_at_once, summarize
 
 FLAT = (
     "duration", "completed", "failed", "total_input_tokens", "total_output_tokens", "request_throughput",

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from tercet.protocol import BadRequest
+from tercet_lab.bench.figures import plot_sweep
 from tercet_lab.bench.simulated.sweep import Estimate, SweepReport, Trial, standings_of
-from tercet_lab.bench.simulated.sweep_figure import plot_sweep
 
 from .golden_images import check_image
 

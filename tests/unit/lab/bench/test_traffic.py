@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 
 from tercet_lab.bench.openai_client import Client, Clock, Sampling
-from tercet_lab.bench.results import RequestRecord
-from tercet_lab.bench.summary import summarize
+from tercet_lab.bench.results import RequestRecord, summarize
 from tercet_lab.bench.traffic import Style, Traffic, compose
 from tercet_lab.bench.workloads import Conversation, ConversationTurn
 from tercet_lab.bench.workloads.conversations import HashedWords

@@ -20,8 +20,7 @@ from tercet_lab.chaos.adversary import (
     parse_tricks,
     plan_tricks,
 )
-from tercet_lab.chaos.chaos_report import ChaosResult
-from tercet_lab.chaos.fault_schedule import FaultSchedule, plan_faults
+from tercet_lab.chaos.chaos_report import ChaosResult, FaultSchedule, plan_faults
 from tercet_lab.chaos.simulated_arena import SimulatedFleet, run_simulated
 from tests.unit.lab.chaos.test_simulated_arena import FLEET, LOAD
 

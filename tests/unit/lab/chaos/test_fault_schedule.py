@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tercet.protocol import BadRequest
-from tercet_lab.chaos.fault_schedule import (
+from tercet_lab.chaos.chaos_report import (
     KINDS,
     ON_PROCESSES,
     FaultSchedule,

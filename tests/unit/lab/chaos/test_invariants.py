@@ -14,6 +14,7 @@ from tercet_lab.chaos.chaos_report import (
     InjectedFault,
     Leftover,
     Piece,
+    PlannedFault,
     difference,
     fault_rows,
     figures,
@@ -24,7 +25,6 @@ from tercet_lab.chaos.chaos_report import (
     violations_of,
     wrong_answers,
 )
-from tercet_lab.chaos.fault_schedule import PlannedFault
 from tercet_lab.chaos.real_arena import is_owned
 
 CALM: dict[int, tuple[Piece, ...]] = {0: (1, 2, 3, 4, 5, 6, 7, 8)}

@@ -13,8 +13,8 @@ import pytest
 from aiohttp import web
 
 from tercet.protocol import EngineUnreachable
+from tercet_lab.chaos.arena import Arrival, ClientLoad, LoadShape, Question, arrivals, questions_of
 from tercet_lab.chaos.chaos_report import ClientRecord
-from tercet_lab.chaos.client_load import Arrival, ClientLoad, LoadShape, Question, arrivals, questions_of
 from tercet_lab.chaos.real_arena import NAME, OpenAIClients
 from tests.longest_wait import LONGEST_WAIT_S
 from tests.servers import served

@@ -7,8 +7,7 @@ import pytest
 
 from tercet.protocol import Output, SequenceReport
 from tercet.wire.streams.wire_format import TokenDelta
-from tercet_lab.chaos.chaos_report import ChaosResult
-from tercet_lab.chaos.fault_schedule import FaultKind, FaultSchedule, PlannedFault, plan_faults
+from tercet_lab.chaos.chaos_report import ChaosResult, FaultKind, FaultSchedule, PlannedFault, plan_faults
 from tercet_lab.chaos.simulated_arena import REST_SECONDS, SIMULATED_LOAD, SimulatedFleet, run_simulated
 from tercet_lab.sim import SimEngine
 

@@ -433,7 +433,7 @@ def drops_the_lease_of_another_prompt(wrong: WrongVerbs) -> None:
         def start(request: Request, begin: int = 0, output: Sequence[int] = ()) -> OutputStream:
             held = wrong.engine._leases.of(request.seq_id)
             if held is not None and held.prompt.tokens[: held.end] != request.prompt[: held.end]:
-                wrong.engine._living_leases.end(held)
+                wrong.engine._leases.end(held)
             return real(request, begin, output)
 
         return start
@@ -676,20 +676,20 @@ def writes_to_the_only_lease_that_it_has(wrong: WrongVerbs) -> None:
 
 @fault("kv-renews-a-lease")
 def counts_a_lease_from_its_beginning(wrong: WrongVerbs) -> None:
-    leases, renewed = wrong.engine._living_leases, set[str]()
-    renew = leases._renew
+    leases, renewed = wrong.engine._leases, set[str]()
+    renew = leases.renew
 
     def once(lease: Any) -> None:
         if lease.name not in renewed:
             renewed.add(lease.name)
             renew(lease)
 
-    leases._renew = once
+    leases.renew = once
 
 
 @fault("abort-while-kv-arrives")
 def keeps_leases_when_a_sequence_is_aborted(wrong: WrongVerbs) -> None:
-    wrong.engine._living_leases.abort = lambda seq_id: None
+    wrong.engine._leases.abort = lambda seq_id: None
 
 
 @fault("a-sender-that-goes-away")

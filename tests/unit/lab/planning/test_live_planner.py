@@ -14,8 +14,7 @@ import pytest
 from tercet.decisions.planning import Expected, FleetPlan, Observed, PlannerReport, WantedPlan
 from tercet.protocol import BadRequest, EngineUnreachable
 from tercet_lab.planning import live_planner
-from tercet_lab.planning.live_planner import LivePlanner, PlannerMetrics
-from tercet_lab.planning.observing import RoleHands, TrafficView, read_traffic
+from tercet_lab.planning.live_planner import LivePlanner, PlannerMetrics, RoleProvisioner, TrafficView, read_traffic
 from tercet_lab.planning.planner import Planner
 from tercet_lab.planning.planner_settings import PlannerConfig, PlannerSettings
 from tercet_lab.planning.policies import ProfileCapacity
@@ -69,7 +68,9 @@ class Router:
 
 def planner_of(router: Router, **given: Any) -> LivePlanner:
     config = PlannerConfig(**given)
-    return LivePlanner(config, router.ask, RoleHands(router.ask) if config.act == "roles" else None, PlannerMetrics())
+    return LivePlanner(
+        config, router.ask, RoleProvisioner(router.ask) if config.act == "roles" else None, PlannerMetrics()
+    )
 
 
 @pytest.fixture

@@ -20,8 +20,7 @@ from tercet.cluster.scaling.scaler import Scaler, control_socket
 from tercet.cluster.up_config import UpConfig
 from tercet.settings.fleet_settings import Objectives
 from tercet.wire.client.bounded_answers import ask_router
-from tercet_lab.planning.live_planner import LivePlanner, PlannerMetrics
-from tercet_lab.planning.observing import Ask, ScaleHands
+from tercet_lab.planning.live_planner import Ask, LivePlanner, PlannerMetrics, ScaleProvisioner
 from tercet_lab.planning.planner_settings import PlannerConfig, PlannerSettings
 from tests.unit.cluster.whole_streams import SECONDS, read_whole, streams, until
 
@@ -60,7 +59,7 @@ async def planned(socket: Path, config: PlannerConfig) -> AsyncGenerator[Ask]:
     async def ask(method: str, path: str, body: Any = None) -> Any:
         return await ask_router(config.url, method, path, body)
 
-    planning = asyncio.create_task(LivePlanner(config, ask, ScaleHands(socket), PlannerMetrics()).run())
+    planning = asyncio.create_task(LivePlanner(config, ask, ScaleProvisioner(socket), PlannerMetrics()).run())
     try:
         yield ask
     finally:

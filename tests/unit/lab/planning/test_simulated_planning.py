@@ -9,9 +9,9 @@ import pytest
 
 from tercet.protocol import BadRequest
 from tercet.settings.fleet_settings import Objectives
+from tercet_lab.bench.figures import plot_planned_run
 from tercet_lab.bench.simulated import MovingSettings, Simulation, SyntheticWorkload
 from tercet_lab.bench.simulated.simulation import SimulatedPoint
-from tercet_lab.bench.simulated.sweep_figure import plot_planned_run
 from tercet_lab.planning.planner_settings import PlannerSettings
 
 OBJECTIVES = Objectives(ttft=1.0, tpot=0.025)

@@ -11,9 +11,7 @@ from hypothesis import strategies as st
 
 from tercet.protocol import EngineLoad
 from tercet.protocol.content import chain, root_of
-from tercet_lab.sim.block_pool import BlockPool, Holding
-from tercet_lab.sim.prefix_tree import Run
-from tercet_lab.sim.prompts import Prompt
+from tercet_lab.sim.block_pool import BlockPool, Holding, Prompt, Run
 
 
 def pool_of(total: int) -> BlockPool:

@@ -8,8 +8,15 @@ import pytest
 
 from tercet.protocol import BadRequest
 from tercet_lab.sim import StepModel, load_profile, parse_profile, shipped_profiles
-from tercet_lab.sim.fit import DecodePoint, PrefillPoint, fit_steps, non_negative_least_squares
-from tercet_lab.sim.step_times import HostSharing, StepTimes, pairs_of
+from tercet_lab.sim.step_times import (
+    DecodePoint,
+    HostSharing,
+    PrefillPoint,
+    StepTimes,
+    fit_steps,
+    non_negative_least_squares,
+    pairs_of,
+)
 
 from .models import profile_of
 

@@ -11,7 +11,7 @@ from tercet.decisions.scheduling.profiles import MaxScorePicker
 from tercet.fleet import EngineFleet, EngineObserver, Member
 from tercet_lab.sim import Network, SimEngine, run_virtual
 from tercet_lab.sim.engine_options import EngineOptions
-from tercet_lab.sim.load_reports import REPORT_SECONDS
+from tercet_lab.sim.sim_engine import REPORT_SECONDS
 
 from .models import BLOCK, profile_of, request_of, tokens_of
 

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from tercet.protocol import Request
 from tercet_lab.sim import EngineOptions, Network, SimEngine, run_virtual
-from tercet_lab.sim.prompts import Prompt
-from tercet_lab.sim.sequence_work import DecodeRun, DecodingBatch, Work
+from tercet_lab.sim.block_pool import Prompt
+from tercet_lab.sim.step_selection import DecodeRun, DecodingBatch, Work
 from tercet_lab.sim.step_times import StepTimes
 
 from .models import BLOCK, is_empty, profile_of

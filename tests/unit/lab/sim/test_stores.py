@@ -12,7 +12,7 @@ import pytest
 from tercet.cluster.ports import free_ports, url_of
 from tercet.protocol.headers import INCARNATION_HEADER, PREFILLER_HEADER, REQUEST_ID_HEADER
 from tercet.protocol.wire import API_PREFIX, LONGEST_SALT
-from tercet_lab.sim.prefix_tree import PrefixTree
+from tercet_lab.sim.block_pool import PrefixTree
 from tercet_lab.sim.sim_engine import SimEngine
 from tercet_lab.sim.sim_server import ServerConfig, serving
 from tests.unit.kept import Kept

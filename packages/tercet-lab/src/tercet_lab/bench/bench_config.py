@@ -14,7 +14,7 @@ from tercet.protocol import BadRequest
 from tercet.settings import Setting, Settings, Source, decode_settings, read_yaml
 from tercet.settings.process_settings import URL_VARIABLE
 from tercet_lab.bench.openai_client import Endpoint, PromptAs, Sampling
-from tercet_lab.bench.summary import Slo
+from tercet_lab.bench.results import Slo
 from tercet_lab.bench.workloads import Phase, parse_phases
 from tercet_lab.bench.workloads.conversations import Arrival
 

@@ -1,6 +1,6 @@
 """Fault injection: fleets under load whose processes, networks and disks fail, and checks of invariants afterwards.
 
-``fault_schedule`` and ``client_load`` plan a run from a seed, and ``chaos_report`` checks its records; these modules
-do no I/O. Two arenas carry out a run: ``simulated_arena`` in virtual time, with the production code from the router's
-service to the engine's sockets, and ``real_arena`` with processes on this machine.
+``chaos_report`` plans a run from a seed and checks its records, without I/O. Two arenas carry out a run:
+``simulated_arena`` in virtual time, with the production code from the router's service to the engine's sockets, and
+``real_arena`` with processes on this machine.
 """

@@ -27,10 +27,8 @@ from tercet.protocol.wire import UNREADABLE
 from tercet.router.serve.moves import MoveRecord
 from tercet.wire.client import HttpEngine
 from tercet_lab.chaos.adversary import Adversary, PlannedTrick, Sizes
-from tercet_lab.chaos.arena import Arena, Holdings, Note, retries_in
-from tercet_lab.chaos.chaos_report import ORPHANS, ChaosResult, Leftover
-from tercet_lab.chaos.client_load import AnswerBrokenOff, Arrival, LoadShape
-from tercet_lab.chaos.fault_schedule import FaultKind, FaultSchedule, FleetShape
+from tercet_lab.chaos.arena import AnswerBrokenOff, Arena, Arrival, Holdings, LoadShape, Note, retries_in
+from tercet_lab.chaos.chaos_report import ORPHANS, ChaosResult, FaultKind, FaultSchedule, FleetShape, Leftover
 from tercet_lab.chaos.real_fleet import RealFleet, alive, can_be_built, running_fleet, slow_disk
 
 

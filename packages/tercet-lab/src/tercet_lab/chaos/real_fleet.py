@@ -33,7 +33,7 @@ from tercet.cluster.running_fleet import OnEvent, until_ready
 from tercet.cluster.up_config import UpConfig
 from tercet.protocol import EngineError, Role
 from tercet.settings import EngineAddress
-from tercet_lab.chaos.fault_schedule import ProcessKind
+from tercet_lab.chaos.chaos_report import ProcessKind
 
 AGENT_MODULE = "tercet.transport.agent"
 # The title of the process in which a core tries grammars, and of its children.

@@ -40,14 +40,22 @@ from tercet.wire.streams import StreamListener
 from tercet_gateway.gateway_settings import ModelBackend, ModelRouterConfig
 from tercet_gateway.model_router import model_router
 from tercet_lab.chaos.adversary import Adversary, PlannedTrick, Sizes
-from tercet_lab.chaos.arena import Arena, BreakableEngine, Holdings, Note, retries_in
-from tercet_lab.chaos.chaos_report import ORPHANS, ChaosResult
-from tercet_lab.chaos.client_load import LOAD_VOCABULARY, AnswerBrokenOff, Arrival, LoadShape
-from tercet_lab.chaos.fault_schedule import FaultSchedule, FleetShape, ProcessKind
+from tercet_lab.chaos.arena import (
+    LOAD_VOCABULARY,
+    AnswerBrokenOff,
+    Arena,
+    Arrival,
+    BreakableEngine,
+    Holdings,
+    LoadShape,
+    Note,
+    retries_in,
+)
+from tercet_lab.chaos.chaos_report import ORPHANS, ChaosResult, FaultSchedule, FleetShape, ProcessKind
 from tercet_lab.chaos.virtual_network import NetworkedLoop, VirtualProcess
 from tercet_lab.prompt_texts import ChatMessage, PromptTexts
 from tercet_lab.sim import EngineOptions, SimEngine, load_profile
-from tercet_lab.sim.prompts import VOCABULARY, Prompt
+from tercet_lab.sim.block_pool import VOCABULARY, Prompt
 from tercet_lab.sim.sim_server import ServerConfig, serving
 from tercet_lab.small_openai import small_app
 
@@ -61,7 +69,7 @@ class OtherPrompt(Prompt):
     __slots__ = ()
 
     def output(self, begin: int, end: int) -> tuple[int, ...]:
-        """Do as :meth:`tercet_lab.sim.prompts.Prompt.output`; every token differs."""
+        """Do as :meth:`tercet_lab.sim.block_pool.Prompt.output`; every token differs."""
         return tuple((token + 1) % VOCABULARY for token in super().output(begin, end))
 
 

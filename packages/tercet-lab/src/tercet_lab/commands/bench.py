@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import os
 import platform
 import shlex
@@ -13,7 +14,7 @@ from contextlib import AsyncExitStack
 from dataclasses import dataclass, fields, replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 from urllib.parse import urlsplit
 
 import msgspec
@@ -22,25 +23,40 @@ import uvloop
 
 from tercet.aio import signals_to
 from tercet.cli.commands import Commands
-from tercet.cli.setting_flags import flags_as_records, given_as, require_defaults
+from tercet.cli.setting_flags import (
+    flags_as_records,
+    flags_given,
+    flags_of,
+    given_as,
+    optional,
+    parameters_of,
+    require_defaults,
+    taking,
+)
 from tercet.cli.terminal import note, require_folder, say, show_table, write_file
 from tercet.cluster.model import resolve_model
 from tercet.protocol import BadRequest, EngineError
 from tercet.protocol.entry_points import import_extra
+from tercet.protocol.wire import UNREADABLE
 from tercet.settings import SECRET_VARIABLE
 from tercet.settings.engine_addresses import engine_address
 from tercet.wire.client import HttpEngine
-from tercet_lab.bench.bench_config import SECRET_HEADERS, BenchConfig, CompareConfig, ServeConfig
-from tercet_lab.bench.compare import ratios_of, turns_of
-from tercet_lab.bench.drawing import require_drawing
-from tercet_lab.bench.experiment import Bench, Cell, Contender, Experiment, prepare
-from tercet_lab.bench.figure_lines import figure_of, program_served
-from tercet_lab.bench.profiles.step_measurement import Measured, MeasurementPlan, Meter, profile_from
-from tercet_lab.bench.result_figure import draw
-from tercet_lab.bench.result_report import markdown, point_text, ratio_table
+from tercet_lab.bench.bench_config import (
+    OUTPUT,
+    REQUESTS,
+    SECRET_HEADERS,
+    BenchConfig,
+    CompareConfig,
+    ServeConfig,
+    load_config,
+)
+from tercet_lab.bench.bench_report import figure_of, markdown, point_text, program_served, ratio_table
+from tercet_lab.bench.experiment import Bench, Cell, Contender, Experiment, prepare, ratios_of, turns_of
+from tercet_lab.bench.figures import draw, require_drawing
 from tercet_lab.bench.results import (
     BenchResult,
     Point,
+    Summary,
     command_line,
     load_results,
     machine,
@@ -48,10 +64,79 @@ from tercet_lab.bench.results import (
     save_result,
     versions,
 )
-from tercet_lab.bench.summary import Summary
-from tercet_lab.commands.bench_options import bench_command
+from tercet_lab.bench.step_measurement import Measured, MeasurementPlan, Meter, profile_from
 from tercet_lab.sim import Profile, StepModel, load_profile, shipped_profiles
 from tercet_lab.sim.step_times import Transfer, pairs_of
+
+SEVERAL = ("request_rate", "concurrency")
+BY_HAND: dict[str, Any] = {
+    "extra_body": Annotated[
+        str | None,
+        typer.Option(
+            metavar="JSON", help="Extra fields of every request's body, as a JSON object.", rich_help_panel=REQUESTS
+        ),
+    ],
+    "goodput": Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME:MS[,...]",
+            help="SLO in milliseconds, as in `ttft:500,tpot:50,e2el:5000`.",
+            rich_help_panel=OUTPUT,
+        ),
+    ],
+    "result_filename": Annotated[
+        Path | None,
+        typer.Option(help="JSON file for the results.", show_default="bench-<time>.json", rich_help_panel=OUTPUT),
+    ],
+    "config": Annotated[
+        Path | None,
+        typer.Option("--config", help="YAML file with the same keys; flags override it.", rich_help_panel=OUTPUT),
+    ],
+}
+
+
+def bench_command(kind: type[BenchConfig]) -> Callable[[Callable[[Any, Path | None], None]], Callable[..., None]]:
+    """Return a decorator for a command that takes a configuration of ``kind`` and the path of its result file.
+
+    Flags override the file. ``TERCET_URL`` is the only environment variable that is read: the command line and the file
+    determine a measurement.
+    """
+
+    def decorate(command: Callable[[Any, Path | None], None]) -> Callable[..., None]:
+        @functools.wraps(command)
+        def run(result_filename: Path | None = None, config: Path | None = None, **given: Any) -> None:
+            for name in SEVERAL:
+                given[name] = [part.strip() for item in given[name] or () for part in item.split(",")]
+            if given["extra_body"] is not None:
+                given["extra_body"] = _json_object(given["extra_body"])
+            if given["goodput"] is not None:
+                given["goodput"] = limits_of(given["goodput"])
+            with given_as({**flags_of(kind), "goodput": "--goodput"}):
+                found = load_config(kind, config, flags_given(kind, given))
+            command(found, result_filename)
+
+        return taking(run, optional({**parameters_of(kind, by_variable=("base-url",)), **BY_HAND}))
+
+    return decorate
+
+
+def _json_object(text: str) -> dict[str, Any]:
+    try:
+        return msgspec.json.decode(text, type=dict[str, Any])
+    except UNREADABLE as error:
+        raise BadRequest(f"--extra-body: must be a JSON object: {error}", "extra-body") from error
+
+
+def limits_of(texts: Sequence[str]) -> dict[str, str]:
+    """Return ``NAME:MS[,...]`` items as a mapping; raise :class:`~tercet.protocol.BadRequest`."""
+    found: dict[str, str] = {}
+    for item in (item for text in texts for item in text.replace(" ", ",").split(",") if item):
+        name, colon, value = item.partition(":")
+        if not colon:
+            raise BadRequest(f"--goodput: {item!r} is not NAME:MILLISECONDS, as in ttft:500", "goodput")
+        found[name] = value
+    return found
+
 
 HEADINGS = ["name", "device", "KV tokens", "prefill 512", "prefill 3000", "decode 1", "decode 64", "fit error"]
 CONTEXT = 1024

@@ -18,26 +18,24 @@ from tercet.cluster.up_config import UpConfig
 from tercet.protocol import BadRequest
 from tercet.settings import Setting, Settings, declared
 from tercet_lab.chaos.adversary import NO_TRICKS, TRICKS, PlannedTrick, TrickKind, parse_tricks, plan_tricks
+from tercet_lab.chaos.arena import LoadShape
 from tercet_lab.chaos.chaos_report import (
     HEADINGS,
+    KINDS,
     MOVE_HEADINGS,
     TRICK_HEADINGS,
     ChaosResult,
-    fault_rows,
-    figures,
-    move_rows,
-    trick_rows,
-    violation_lines,
-)
-from tercet_lab.chaos.client_load import LoadShape
-from tercet_lab.chaos.fault_schedule import (
-    KINDS,
     FaultKind,
     FaultSchedule,
     FleetShape,
+    fault_rows,
+    figures,
     load_schedule,
+    move_rows,
     parse_kinds,
     plan_faults,
+    trick_rows,
+    violation_lines,
 )
 
 Positive = Annotated[float, Meta(gt=0, lt=1e9)]

@@ -21,7 +21,8 @@ from tercet.cli.terminal import note, require_folder, show_table, write_file
 from tercet.protocol import BadRequest
 from tercet.settings import key_values
 from tercet.settings.declaration import complaint
-from tercet_lab.bench.drawing import require_drawing
+from tercet_lab.bench.figures import plot_sweep, require_drawing
+from tercet_lab.bench.results import Slo
 from tercet_lab.bench.simulated import (
     MovingSettings,
     PlannedWorkload,
@@ -32,10 +33,8 @@ from tercet_lab.bench.simulated import (
 )
 from tercet_lab.bench.simulated.simulation import headings as headings_of_run
 from tercet_lab.bench.simulated.sweep import SweepReport, headings, parse_axis, rows, sweep
-from tercet_lab.bench.simulated.sweep_figure import plot_sweep
 from tercet_lab.bench.simulated.virtual_run import OFTEN_S
-from tercet_lab.bench.summary import Slo
-from tercet_lab.commands.bench_options import limits_of
+from tercet_lab.commands.bench import limits_of
 from tercet_lab.planning.planner_settings import NO_PLANNER
 
 DEFAULT_PROFILE = "llama-3.1-8b-h100-tp1"
@@ -274,7 +273,7 @@ def require_planned_run(moving: MovingSettings, over: Sequence[str] | None, figu
 
 def draw_planned_run(simulation: Simulation, report: SimulationReport, file: Path) -> None:
     """Draw the first run of ``report`` into ``file``; do nothing if it was not planned."""
-    from tercet_lab.bench.simulated.sweep_figure import plot_planned_run  # matplotlib comes with an extra
+    from tercet_lab.bench.figures import plot_planned_run  # matplotlib comes with an extra
 
     (point, *_), wanted = report.points, simulation.moving.objectives
     if point.planned is None:

@@ -14,8 +14,7 @@ from tercet.protocol.access import CHALLENGE_HEADER, Prover, digest_of
 from tercet.protocol.headers import INCARNATION_HEADER
 from tercet.protocol.wire import LONGEST_SALT, MSGPACK, PrepRecvAnswer
 from tercet.wire.streams import StreamListener
-from tercet_lab.conformance.engine_calls import reserving
-from tercet_lab.conformance.trials import OUTPUT_TOKENS, EngineTrial, Skip, check
+from tercet_lab.conformance.trials import OUTPUT_TOKENS, EngineTrial, Skip, check, reserving
 
 LONG_OUTPUT = 400
 SHORT_TTL = 0.3

@@ -13,9 +13,8 @@ import msgspec
 
 from tercet.protocol import EngineStatus, Sent, TercetError
 from tercet.protocol.wire import PrepRecvAnswer, ReleaseAnswer
-from tercet_lab.conformance.engine_calls import Call, EngineUnderTest, VerbAnswer
 from tercet_lab.conformance.lone_checks import LONG_OUTPUT, QUICK_SECONDS, SHORT_TTL, UNKNOWN_LEASE
-from tercet_lab.conformance.trials import EngineTrial, Skip
+from tercet_lab.conformance.trials import Call, EngineTrial, EngineUnderTest, Skip, VerbAnswer
 from tercet_lab.conformance.trials import check as any_check
 
 check = partial(any_check, needs_peer=True)

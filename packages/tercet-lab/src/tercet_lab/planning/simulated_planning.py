@@ -13,7 +13,6 @@ import msgspec
 from tercet.decisions.planning import PlanLimits
 from tercet.protocol import BadRequest
 from tercet.router.serve.service import Service
-from tercet_lab.bench.simulated.outcome import PaidTime, PlannedRun
 from tercet_lab.bench.simulated.scenario import (
     EngineGroup,
     FleetSpec,
@@ -23,6 +22,7 @@ from tercet_lab.bench.simulated.scenario import (
     parse_fleet,
     requests_of,
 )
+from tercet_lab.bench.simulated.virtual_run import PaidTime, PlannedRun
 from tercet_lab.planning.policies import FleetSimulator, ProfileCapacity, load_policy
 from tercet_lab.sim import EngineOptions, SimEngine, load_profile, options_from
 
@@ -41,7 +41,7 @@ from tercet.decisions.roles import WINDOW_S
 from tercet.fleet.policy_views import SeenRequests, observed_engines
 from tercet.protocol import Role
 from tercet.settings.fleet_settings import Objectives
-from tercet_lab.bench.simulated.outcome import FleetSample, PlannedChange
+from tercet_lab.bench.simulated.virtual_run import FleetSample, PlannedChange
 from tercet_lab.planning.planner import Planner, change_to
 from tercet_lab.planning.planner_settings import PlannerSettings
 

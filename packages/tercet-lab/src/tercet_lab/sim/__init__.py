@@ -2,10 +2,9 @@
 
 from tercet_lab.sim.clock import run_virtual
 from tercet_lab.sim.engine_options import EngineOptions, options_from
-from tercet_lab.sim.hosts import Host
 from tercet_lab.sim.network import Network
 from tercet_lab.sim.sim_engine import SimEngine
-from tercet_lab.sim.step_times import Profile, StepModel, load_profile, parse_profile, shipped_profiles
+from tercet_lab.sim.step_times import Host, Profile, StepModel, load_profile, parse_profile, shipped_profiles
 
 __all__ = [
     "EngineOptions",

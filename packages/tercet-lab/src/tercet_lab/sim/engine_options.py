@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, Literal
 
 import msgspec
 
-from tercet.protocol import AdapterReport, BadRequest, KVAddrInfo, Request, UnknownAdapter
+from tercet.engine.leases import check_range
+from tercet.protocol import AdapterReport, BadRequest, KVAddrInfo, KVLayout, Request, UnknownAdapter
 from tercet.settings.declaration import complaint
-from tercet_lab.sim.leases import Lease
 from tercet_lab.sim.step_times import Profile
 
 
@@ -142,32 +142,16 @@ def check_adapter(request: Request, known: Mapping[str, AdapterReport]) -> None:
         known[request.adapter].require(request.adapter_digest)
 
 
-def check_send(request: Request, info: KVAddrInfo, begin: int, end: int, sample: bool, room: int) -> None:
-    """Raise :class:`~tercet.protocol.BadRequest` unless the tokens ``[begin, end)`` can be sent into the reservation.
+def check_send(
+    request: Request, info: KVAddrInfo, begin: int, end: int, sample: bool, layout: KVLayout, room: int
+) -> None:
+    """Raise ``BadRequest`` or ``LayoutMismatch`` unless the tokens ``[begin, end)`` can be sent into the reservation.
 
-    The reservation must cover them and have the request's adapter. This engine's whole KV cache, ``room`` tokens, must
-    hold ``end`` tokens. With ``sample``, ``end`` must be the length of the prompt.
+    The reservation must have the request's adapter, and this engine's whole KV cache, ``room`` tokens, hold ``end``
+    tokens; other rules are those of every engine.
     """
     if end > room:
         raise BadRequest(f"prompt: {end} tokens do not fit in the whole KV cache of {room}", "prompt")
     if info.adapter != (request.adapter or ""):
         raise BadRequest(f"adapter: is {request.adapter!r}, and prep_recv was for {info.adapter!r}", "adapter")
-    info.require_covers(begin, end)
-    if sample and end != request.num_tokens:
-        raise BadRequest(f"sample: needs the whole prompt of {request.num_tokens} tokens, and end is {end}", "sample")
-
-
-def check_same(lease: Lease, request: Request, output: Sequence[int], end: int | None = None) -> None:
-    """Raise ``BadRequest`` unless the lease has the request's adapter, cache salt and tokens.
-
-    The tokens are those of the prompt and ``output``, up to ``end`` (None: all) or the end of the lease.
-    """
-    reserved = lease.prompt.tokens
-    if lease.prompt.adapter != request.adapter:
-        raise BadRequest("adapter: differs from that of prep_recv for this sequence; send the same", "adapter")
-    if not lease.prompt.has_salt(request.cache_salt):
-        raise BadRequest("cache_salt: differs from that of prep_recv for this sequence; send the same", "cache_salt")
-    if reserved is request.prompt and (end is None or end >= lease.end):
-        return
-    if (*request.prompt, *output)[:end][: lease.end] != reserved[: lease.end]:
-        raise BadRequest("prompt: differs from the prompt of prep_recv; send the same", "prompt")
+    check_range(info, begin, end, request.num_tokens, sample, layout)

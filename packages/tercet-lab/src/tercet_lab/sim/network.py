@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Protocol
 
 from tercet.protocol import KVAddrInfo, TercetError, TransferFailed
-from tercet_lab.sim.prompts import Prompt
+from tercet_lab.sim.block_pool import Prompt
 from tercet_lab.sim.step_times import Transfer
 
 if TYPE_CHECKING:

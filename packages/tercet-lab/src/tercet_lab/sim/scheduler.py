@@ -13,10 +13,8 @@ from tercet.protocol import EngineLoad, TercetError
 from tercet.protocol.types import Paused
 from tercet_lab.sim.block_pool import BlockPool
 from tercet_lab.sim.engine_options import EngineOptions
-from tercet_lab.sim.hosts import Alarm, EngineTime, Kind
-from tercet_lab.sim.sequence_work import DecodeRun, DecodingBatch, Work
-from tercet_lab.sim.step_selection import Chunk, StepSelection
-from tercet_lab.sim.step_times import StepModel, pairs_of
+from tercet_lab.sim.step_selection import Chunk, DecodeRun, DecodingBatch, StepSelection, Work
+from tercet_lab.sim.step_times import Alarm, EngineTime, Kind, StepModel, pairs_of
 
 NEWEST = 0.2
 """Weight of the latest step in the reported step time."""

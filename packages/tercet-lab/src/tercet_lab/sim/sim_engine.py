@@ -1,55 +1,93 @@
-"""A simulated engine with the protocol of real engines: the verbs, which use its core."""
+"""A simulated engine with the protocol of real engines: its core, which steps, fails and freezes, and the verbs."""
 
 from __future__ import annotations
 
+import asyncio
 import random
+import uuid
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
+from itertools import count
+from typing import Any, TypeVar
 
 from tercet import __version__
+from tercet.engine.leases import check_generation, end_of_reservation, require_unused, usage_of
 from tercet.protocol import (
     AdapterReport,
-    BadRequest,
-    Conflict,
     Content,
+    EngineLoad,
     EngineStatus,
+    EngineUnreachable,
+    KVAddrInfo,
     Output,
     OutputStream,
+    RankAddress,
     Request,
     Reservation,
     Sent,
     SequenceReport,
+    TercetError,
     UnknownSequence,
     Usage,
     resolve_range,
 )
-from tercet.protocol.types import resolve_end
+from tercet.protocol.types import Paused, resolve_end
+from tercet_lab.sim.block_pool import BlockPool, Prompt, SimObserver
 from tercet_lab.sim.engine_options import (
     EngineOptions,
     check_adapter,
     check_prompt,
-    check_same,
     check_send,
     max_tokens_of,
     tokens_to_produce,
 )
-from tercet_lab.sim.hosts import Host
-from tercet_lab.sim.leases import Lease
+from tercet_lab.sim.leases import SimLease, SimLeases
 from tercet_lab.sim.network import Network, Send
-from tercet_lab.sim.prompts import Prompt
-from tercet_lab.sim.reservation_queue import AskedReservation
-from tercet_lab.sim.sequence_work import Work, has_computed
-from tercet_lab.sim.sim_core import SimCore
-from tercet_lab.sim.step_times import Profile
+from tercet_lab.sim.scheduler import SimScheduler
+from tercet_lab.sim.step_selection import Counters, Work, has_computed
+from tercet_lab.sim.step_times import Host, Profile, StepModel, time_on
+
+T = TypeVar("T")
 
 
-class SimEngine(SimCore):
-    """One engine in virtual or real time. ``seed`` and the engine's name determine its random decisions.
+REPORT_SECONDS = 0.1
+"""Shortest interval between load reports, as in the token streams of real engines."""
 
-    Create it inside a running event loop; it uses the loop's time. ``address`` is its URL for other processes. On a
-    ``host`` that other engines share, its steps take longer, according to its profile. Raise
-    :class:`~tercet.protocol.BadRequest` if the profile has no data on sharing.
+
+class LoadReports:
+    """Reports of one engine's load after changes: ``tell`` is called at most once per :data:`REPORT_SECONDS`.
+
+    Each change is reported within that time, so an old last report still holds. Idle engines cost nothing.
+    """
+
+    def __init__(self, load: Callable[[], EngineLoad], tell: Callable[[EngineLoad], None]) -> None:
+        self._load = load
+        self._tell = tell
+        self._loop = asyncio.get_running_loop()
+        self._due = self._loop.time()
+        self._timer: asyncio.TimerHandle | None = None
+
+    def changed(self) -> None:
+        """Report a change of the load, now or when the interval has passed."""
+        if self._timer is None:
+            if self._loop.time() >= self._due:
+                self._report()
+            else:
+                self._timer = self._loop.call_at(self._due, self._report)
+
+    def _report(self) -> None:
+        self._timer = None
+        self._due = self._loop.time() + REPORT_SECONDS
+        self._tell(self._load())
+
+
+class SimEngine:
+    """One engine in virtual or real time, which can fail, restart and freeze.
+
+    ``seed`` and the engine's name determine its random decisions. Create it inside a running event loop; it uses the
+    loop's time. ``address`` is its URL for other processes. On a ``host`` that other engines share, its steps take
+    longer, according to its profile. Raise :class:`~tercet.protocol.BadRequest` if the profile has no data on sharing.
     """
 
     def __init__(
@@ -62,12 +100,161 @@ class SimEngine(SimCore):
         address: str | None = None,
         host: Host | None = None,
     ) -> None:
-        super().__init__(name, profile, options, host, address)
+        self.name = name
+        self.profile = profile
         self.transfer = profile.transfer
         self.network = network
+        self.options = options or EngineOptions()
+        self._loop = asyncio.get_running_loop()
+        self._layout = profile.layout()
+        self._model = StepModel(profile.steps, self.options.prefill_scale, self.options.decode_scale)
+        self._time = time_on(host, profile)
         self._random = random.Random(f"{seed} {name}")
         self._adapters = {name: AdapterReport(name, f"sim://{name}", name) for name in self.options.adapter_names}
+        self._lease_numbers = count(1)  # continues after a failure: no new lease matches a late message
+        self._ranks = (RankAddress(0, (address or f"sim://{name}",)),)
+        self._down = False
+        self._observer: SimObserver | None = None
+        self._block_observer: SimObserver | None = None
+        self._generating: dict[str, Work] = {}  # by sequence
+        self._sends: dict[Send, str] = {}  # with their sequences
+        self._calls: set[asyncio.Future[Any]] = set()
+        self._before = Counters()
+        self._start()
         network.add(self)
+
+    def _start(self) -> None:
+        self.incarnation = uuid.uuid4().hex
+        blocks = self.options.total_blocks or self.profile.total_blocks
+        self.pool = BlockPool(blocks, self.profile.block_size, self.options.prefix_caching)
+        self._scheduler = SimScheduler(self._model, self.pool, self.profile.block_size, self.options, self._time)
+        limit = int(blocks * self.options.max_lease_share)
+        self._leases = SimLeases(self.pool, self.profile.block_size, limit, self._scheduler)
+        if self._observer is not None:
+            self._observer.cleared()
+            self.observe(self._observer)
+        if self._block_observer is not None:
+            self.pool.observe(self._block_observer)
+
+    def observe_blocks(self, observer: SimObserver) -> None:
+        """Notify ``observer`` of this engine's cached blocks, now and from now on."""
+        self._block_observer = observer
+        self.pool.observe(observer)
+
+    def observe(self, observer: SimObserver) -> None:
+        """Notify ``observer`` of this engine's load, and of the loss of its cache, from now on."""
+        self._observer = observer
+        self._scheduler.on_change = LoadReports(self._scheduler.load, observer.load).changed
+        self._scheduler.on_change()
+
+    def load(self) -> EngineLoad:
+        """Return the engine's load now, in the form that routers receive."""
+        return self._scheduler.load()
+
+    # ---- failures --------------------------------------------------------------------------------------------
+
+    def fail(self) -> None:
+        """Simulate a crash: all calls, sends and streams end with ``EngineUnreachable``; KV and leases are lost."""
+        self._down = True
+        self._catch_up()
+        error = EngineUnreachable(f"{self.name} went down")
+        self._scheduler.stop(error)
+        self._leases.drop_all(error)
+        for call in self._calls:
+            if not call.done():
+                call.set_exception(error)
+        for send in list(self._sends):
+            send.fail(error)
+
+    def recover(self) -> None:
+        """Restart after :meth:`fail`, with an empty cache. Do nothing if the engine is not down."""
+        if self._down:
+            self._before = self.all_counters
+            self._start()
+            self._down = False
+
+    def freeze(self, paused: Paused = "") -> None:
+        """Stop the core as SIGSTOP (``paused``: as vLLM's ``/pause``) does: no step ends and no call is answered."""
+        self._catch_up()
+        self._scheduler.freeze(paused)
+
+    def _catch_up(self) -> None:
+        """Deliver the tokens that were produced until now."""
+        for work in list(self._generating.values()):
+            self._scheduler.catch_up(work)
+
+    def thaw(self) -> None:
+        """Continue the core after :meth:`freeze`, as SIGCONT does."""
+        self._scheduler.thaw()
+
+    # ---- calls -----------------------------------------------------------------------------------------------
+
+    async def _reach(self) -> None:
+        if self.profile.call:
+            await asyncio.sleep(self.profile.call)
+        if self._down:
+            raise EngineUnreachable(f"{self.name} is down")
+
+    async def _between_steps(self, action: Callable[[], T], undo: Callable[[T], object] | None = None) -> T:
+        """Run an action between steps and return its result; pass it to ``undo`` if the caller was cancelled."""
+        if self._scheduler.idle:
+            result: list[T] = []
+            self._scheduler.between_steps(lambda: result.append(action()))
+            return result[0]
+        done: asyncio.Future[T] = self._loop.create_future()
+
+        def act() -> None:
+            if done.done():
+                return
+            try:
+                done.set_result(action())
+            except TercetError as error:
+                done.set_exception(error)
+
+        self._scheduler.between_steps(act)
+        self._calls.add(done)
+        try:
+            return await done
+        except asyncio.CancelledError:
+            if undo is not None and done.done() and not done.cancelled() and done.exception() is None:
+                undo(done.result())
+            raise
+        finally:
+            self._calls.discard(done)
+
+    # ---- state -----------------------------------------------------------------------------------------------
+
+    @property
+    def counters(self) -> Counters:
+        """Counters since the engine's last start."""
+        return self._scheduler.counters
+
+    @property
+    def all_counters(self) -> Counters:
+        """Sum of the counters over all starts of the engine."""
+        return self._before.plus(self._scheduler.counters, self.pool.evicted)
+
+    @property
+    def down(self) -> bool:
+        """True after :meth:`fail`, until :meth:`recover`."""
+        return self._down
+
+    @property
+    def computes(self) -> bool:
+        """True if a step is running."""
+        return not self._scheduler.idle
+
+    @property
+    def kv_usage(self) -> float:
+        """Share of the KV blocks in use now, 0 to 1."""
+        total = self.pool.total
+        return (total - self._scheduler.free_blocks) / total
+
+    @property
+    def busy(self) -> bool:
+        """True if a step, a sequence, a lease, a reservation or a send exists here."""
+        scheduler = self._scheduler
+        return not scheduler.idle or bool(scheduler.running or scheduler.waiting or self._leases or self._sends)
 
     # ---- verbs -----------------------------------------------------------------------------------------------
 
@@ -75,14 +262,14 @@ class SimEngine(SimCore):
     async def prep_recv(self, request: Request, end: int | None = None) -> AsyncGenerator[Reservation]:
         lease = await self._lease(request, end, self.options.lease_ttl)
         try:
-            yield self._living_leases.told(lease, lease.matched)
+            yield self._reservation(lease, lease.matched)
         finally:
-            self._living_leases.end(lease)
+            self._leases.end(lease)
 
     async def reserve(self, request: Request, end: int | None, ttl: float) -> Reservation:
         """Do as :meth:`prep_recv`; the lease ends ``ttl`` seconds after its last activity, or by :meth:`release`."""
         lease = await self._lease(request, end, ttl)
-        return self._living_leases.told(lease, lease.matched)
+        return self._reservation(lease, lease.matched)
 
     async def extend_recv(self, reservation: Reservation, request: Request, end: int | None = None) -> Reservation:
         extended, _ = await self.extend(reservation.lease, request, end)
@@ -93,24 +280,31 @@ class SimEngine(SimCore):
         await self._arrive(request)
         resolved = resolve_end(request.num_tokens, end)
         prompt = self.network.prompt(request.prompt, request.cache_salt, request.adapter)
-        extended = await self._between_steps(lambda: self._living_leases.extend(lease, request, prompt, resolved))
-        there = extended.valid_end // self.profile.block_size * self.profile.block_size
-        return self._living_leases.told(extended, there), extended.ttl
+        extended = await self._between_steps(lambda: self._leases.extend(lease, request, prompt, resolved))
+        size = self.profile.block_size
+        return self._reservation(extended, extended.valid_end // size * size), extended.ttl
 
-    async def _lease(self, request: Request, end: int | None, ttl: float) -> Lease:
+    async def _lease(self, request: Request, end: int | None, ttl: float) -> SimLease:
         await self._arrive(request)
-        resolved = resolve_end(request.num_tokens, end)
-        if resolved == 0:
-            raise BadRequest(f"end: {end} leaves no token of a prompt of {request.num_tokens} tokens", "end")
+        resolved = end_of_reservation(request.num_tokens, end)
         until = self._loop.time() + self.options.reserve_wait
-        asked = await self._between_steps(lambda: self._reserve(request, resolved), self._living_leases.forget)
-        return await self._living_leases.granted(asked, ttl, until)
 
-    def _reserve(self, request: Request, end: int) -> AskedReservation:
-        if request.seq_id in self._generating:
-            raise Conflict(f"seq_id: {request.seq_id} is in use on this engine; abort it or choose another", "seq_id")
-        prompt = self.network.prompt(request.prompt, request.cache_salt, request.adapter)
-        return self._living_leases.reserve(request.seq_id, prompt, end)
+        def reserve() -> SimLease:
+            require_unused(request.seq_id, request.seq_id in self._generating)
+            prompt = self.network.prompt(request.prompt, request.cache_salt, request.adapter)
+            name = f"{self.name}:{next(self._lease_numbers)}"
+            return self._leases.reserve(SimLease(prompt, resolved, name=name, seq_id=request.seq_id, ttl=ttl))
+
+        lease = await self._between_steps(reserve, self._leases.end)
+        await self._leases.opened(lease, until)
+        return lease
+
+    def _reservation(self, lease: SimLease, matched: int) -> Reservation:
+        info = KVAddrInfo(
+            lease.name, self.name, lease.matched, lease.end, "sim", self._ranks, self._layout,
+            adapter=lease.prompt.adapter or "",
+        )  # fmt: skip
+        return Reservation(info, matched)
 
     async def remote_send(
         self, request: Request, to: Reservation, begin: int, end: int | None = None, sample: bool = False
@@ -119,8 +313,7 @@ class SimEngine(SimCore):
         await self._arrive(request)
         begin, end = resolve_range(request.num_tokens, begin, to.end if end is None else end)
         info = to.kv_addr_info
-        self._layout.require_mappable(info.layout, info.engine)
-        check_send(request, info, begin, end, sample, self.pool.total * self.profile.block_size)
+        check_send(request, info, begin, end, sample, self._layout, self.pool.total * self.profile.block_size)
         first_block = begin // self.profile.block_size * self.profile.block_size
         prompt = self.network.prompt(request.prompt, request.cache_salt, request.adapter)
         send = Send(self, self.network.find(info), info.lease, prompt, first_block, end)
@@ -176,12 +369,11 @@ class SimEngine(SimCore):
 
     def works_on(self, seq_id: str) -> bool:
         """True if the sequence has a lease, a reservation, a send or a generation here."""
-        reserved = self._leases.of(seq_id) or self._living_leases.queue.of(seq_id)
-        return reserved is not None or seq_id in self._generating or seq_id in self._sends.values()
+        return self._leases.of(seq_id) is not None or seq_id in self._generating or seq_id in self._sends.values()
 
     async def abort(self, seq_id: str) -> None:
         await self._reach()
-        self._living_leases.abort(seq_id)
+        self._leases.abort(seq_id)
         for send in [send for send, busy in self._sends.items() if busy == seq_id]:
             send.fail(UnknownSequence(f"{seq_id} was aborted while its KV was being sent", "seq_id"))
         work = self._generating.get(seq_id)
@@ -193,10 +385,8 @@ class SimEngine(SimCore):
     async def release(self, lease: str) -> int:
         """End a lease, and return the end of its valid KV, in tokens. Raise ``UnknownSequence`` if it is not open."""
         await self._reach()
-        found = self._leases.find(lease)
-        if found is None:
-            raise UnknownSequence(f"lease: {lease} is not open here; it was released or used, or has expired", "lease")
-        self._living_leases.end(found)
+        found = self._leases.require(lease)
+        self._leases.end(found)
         return found.valid_end
 
     async def status(self) -> EngineStatus:
@@ -216,7 +406,7 @@ class SimEngine(SimCore):
             waiting=self._scheduler.waiting,
             kv_cache_usage=(total - free) / total,
             max_model_len=self.profile.max_model_len,
-            leases=len(self._leases),
+            leases=len(self._leases) - len(self._leases.waits),
             sends=len(self._sends),
             counters=self._scheduler.told,
             incarnation=self.incarnation,
@@ -246,14 +436,14 @@ class SimEngine(SimCore):
     def refuses(self, lease: str, prompt: Prompt, end: int) -> str | None:
         """See :meth:`tercet_lab.sim.network.SendTarget.refuses`."""
         found = self._open_lease(lease)
-        return self._living_leases.refusal(found, found is not None and found.prompt.begins_like(prompt, end))
+        return self._leases.refusal(found, found is not None and found.prompt.begins_like(prompt, end))
 
     def refuses_content(self, lease: str, content: Content) -> str | None:
         """Do as :meth:`refuses`, given the content's identity, which a sender in another process sent."""
         found = self._open_lease(lease)
-        return self._living_leases.refusal(found, found is not None and found.prompt.content(content.end) == content)
+        return self._leases.refusal(found, found is not None and found.prompt.content(content.end) == content)
 
-    def _open_lease(self, name: str) -> Lease | None:
+    def _open_lease(self, name: str) -> SimLease | None:
         return None if self._down else self._leases.find(name)
 
     def receive(self, lease: str, prompt: Prompt, begin: int, end: int, answer: Callable[[str | None], None]) -> None:
@@ -262,7 +452,7 @@ class SimEngine(SimCore):
 
     def take_in(self, lease: str, begin: int, end: int) -> None:
         """Record that the KV of the tokens ``[begin, end)`` has arrived under the lease."""
-        self._living_leases.take_in(lease, begin, end)
+        self._leases.take_in(lease, begin, end)
 
     def loses_a_transfer(self) -> bool:
         """True, at random, if this engine's transfer is to be lost."""
@@ -277,29 +467,21 @@ class SimEngine(SimCore):
 
     def _generation(self, request: Request, begin: int, output: Sequence[int]) -> Work:
         length, given = request.num_tokens, len(output)
-        if not 0 <= begin <= length:
-            raise BadRequest(f"begin: is {begin}, and must be from 0 to the prompt's length, {length}", "begin")
-        if request.seq_id in self._generating:
-            raise Conflict(f"seq_id: {request.seq_id} is already generated here; abort it or choose another", "seq_id")
+        check_generation(request.seq_id, begin, length, request.seq_id in self._generating)
         goal = tokens_to_produce(request, given, self.profile, self.pool.total)
         prompt = self.network.prompt(request.prompt, request.cache_salt, request.adapter)
         work = Work(prompt, length, given, goal)
         lease = self._leases.of(request.seq_id)
-        if lease is not None:
-            check_same(lease, request, output)
-            self._adopt(lease, work)
-        return work
-
-    def _adopt(self, lease: Lease, work: Work) -> None:
-        """Hand a lease's blocks over to ``work``. End a lease without valid KV, as the plugin does."""
+        if lease is None or lease.state == "asked":
+            return work
+        lease.require_same(request, output)
         if lease.valid_end == 0:
-            self._living_leases.end(lease)
-            return
-        self._leases.end(lease)
-        work.holding = lease.holding
+            self._leases.end(lease)  # a lease without valid KV ends, as in the plugin
+            return work
+        work.holding = self._leases.claim(lease)
         work.computed = min(lease.valid_end, work.known - 1)
-        cached = min(lease.matched, work.computed)
-        work.usage = Usage(cached=cached, received=work.computed - cached, computed=work.todo)
+        work.usage = usage_of(work.known, work.computed, lease.matched)
+        return work
 
     async def _arrive(self, request: Request) -> None:
         """Wait for the latency of a call, then check its prompt and adapter."""

@@ -19,6 +19,7 @@ from aiohttp import web
 from aiohttp.typedefs import Middleware
 
 from tercet.aio import TaskSet
+from tercet.engine.leases import time_to_live
 from tercet.engine.sequences import propose_move
 from tercet.logs import LoggedGeneration, is_access_logged, lines_of_call, logged_call
 from tercet.protocol import (
@@ -56,8 +57,8 @@ from tercet.protocol.wire import (
 from tercet.router.limits.bodies import BodiesHeld
 from tercet.wire.client.bounded_answers import PLAIN, proved, read_answer
 from tercet.wire.streams import RouterConnections, StreamRelay
+from tercet_lab.sim.block_pool import VOCABULARY, Prompt
 from tercet_lab.sim.network import Network, SendTarget
-from tercet_lab.sim.prompts import VOCABULARY, Prompt
 from tercet_lab.sim.sim_engine import SimEngine
 from tercet_lab.sim.step_times import Transfer
 
@@ -222,8 +223,7 @@ class Verbs:
         if call.lease is not None:
             found, ttl = await self._engine.extend(call.lease, request_of(call), call.end)
         else:
-            longest = self._engine.options.lease_ttl
-            ttl = min(call.ttl or longest, longest)
+            ttl = time_to_live(call.ttl, self._engine.options.lease_ttl)
             found = await self._engine.reserve(request_of(call), call.end, ttl)
         return PrepRecvAnswer(kv_addr_info=found.kv_addr_info, matched_len=found.matched_len, ttl=ttl)
 

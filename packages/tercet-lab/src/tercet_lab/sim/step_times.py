@@ -12,15 +12,23 @@ weights, after the last knot proportional), ``pairs`` is the number of (query, k
 
 from __future__ import annotations
 
+import asyncio
 import math
 from bisect import bisect_right
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from importlib import resources
+from itertools import pairwise
 from pathlib import Path
+from typing import Any, Literal, cast, get_args
 
 import msgspec
+import numpy as np
+from numpy.typing import NDArray
 
 from tercet.aio.files import read_named
 from tercet.protocol import BadRequest, KVLayout
+from tercet.protocol.entry_points import import_extra
 
 
 class ModelShape(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -218,13 +226,13 @@ def parse_profile(data: bytes, name: str) -> Profile:
 
 
 def _first_wrong(profile: Profile) -> str | None:
-    for field in ("tp_size", "block_size", "total_blocks", "max_model_len"):
-        if getattr(profile, field) < 1:
-            return f"{field} is {getattr(profile, field)}, and must be at least 1"
+    for name in ("tp_size", "block_size", "total_blocks", "max_model_len"):
+        if getattr(profile, name) < 1:
+            return f"{name} is {getattr(profile, name)}, and must be at least 1"
     steps = profile.steps
-    for field in ("pair", "context", "sequence", "step"):
-        if not getattr(steps, field) >= 0:
-            return f"steps.{field} is {getattr(steps, field)}, and must not be negative"
+    for name in ("pair", "context", "sequence", "step"):
+        if not getattr(steps, name) >= 0:
+            return f"steps.{name} is {getattr(steps, name)}, and must not be negative"
     if len(steps.knots) < 2:
         return "steps.knots needs at least two points"
     rising = zip(steps.knots, steps.knots[1:], strict=False)
@@ -234,8 +242,241 @@ def _first_wrong(profile: Profile) -> str | None:
         return "transfer.bytes_per_second must be positive, transfer.latency not negative"
     if not (profile.call >= 0 and profile.router >= 0):
         return "call and router must not be negative"
-    for field, factor in msgspec.structs.asdict(profile.sharing).items() if profile.sharing else ():
-        least = 0 if field == "linger" else 1
+    for name, factor in msgspec.structs.asdict(profile.sharing).items() if profile.sharing else ():
+        least = 0 if name == "linger" else 1
         if not least <= factor < math.inf:
-            return f"sharing.{field} is {factor}, and must be at least {least}"
+            return f"sharing.{name} is {factor}, and must be at least {least}"
     return None
+
+
+Floats = NDArray[np.float64]
+
+
+class PrefillPoint(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A step that computed ``tokens`` prompt tokens after ``cached`` cached tokens, in ``seconds``."""
+
+    tokens: int
+    cached: int
+    seconds: float
+
+
+class DecodePoint(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A step that decoded ``batch`` sequences with ``context`` KV tokens each, in ``seconds``."""
+
+    batch: int
+    context: int
+    seconds: float
+
+
+def fit_steps(
+    prefills: Sequence[PrefillPoint], decodes: Sequence[DecodePoint], knots: Sequence[int]
+) -> tuple[StepTimes, dict[str, float]]:
+    """Return the terms that fit best, and the mean absolute relative error by kind of step.
+
+    ``knots`` are token counts in rising order; the linear part is interpolated between them. Raise
+    :class:`~tercet.protocol.BadRequest` if the points cannot determine the terms.
+    """
+    points, terms = len(prefills) + len(decodes), len(knots) + 3
+    if points < terms or len(knots) < 2 or not decodes or not prefills:
+        raise BadRequest(f"points: {points} of both kinds cannot determine {terms} terms; measure more", "points")
+    rows = [_row(knots, p.tokens, pairs_of(p.cached, p.cached + p.tokens), 0, 0) for p in prefills]
+    rows += [_row(knots, d.batch, 0, d.batch * (d.context + 1), d.batch) for d in decodes]
+    seconds = np.array([point.seconds for point in (*prefills, *decodes)])
+    if not (seconds > 0).all():
+        raise BadRequest("points: every step must take more than 0 seconds", "points")
+    found = non_negative_least_squares(np.array(rows) / seconds[:, None], np.ones(len(seconds)))
+    linear, (pair, context, sequence) = np.cumsum(found[: len(knots)]), (float(value) for value in found[len(knots) :])
+    table = tuple((int(knot), float(value)) for knot, value in zip(knots, linear, strict=True))
+    times = StepTimes(knots=table, pair=pair, context=context, sequence=sequence)
+    return times, errors_of(times, prefills, decodes)
+
+
+def errors_of(times: StepTimes, prefills: Sequence[PrefillPoint], decodes: Sequence[DecodePoint]) -> dict[str, float]:
+    """Return the mean absolute relative error of the model on points, by kind of step."""
+    model = StepModel(times)
+    prefill = [model.step(p.tokens, pairs_of(p.cached, p.cached + p.tokens), 0, 0) / p.seconds for p in prefills]
+    decode = [model.step(0, 0, d.batch, d.batch * (d.context + 1)) / d.seconds for d in decodes]
+    kinds = {"prefill": prefill, "decode": decode}
+    return {kind: round(float(np.mean(np.abs(np.array(ratios) - 1))), 4) for kind, ratios in kinds.items()}
+
+
+def _row(knots: Sequence[int], tokens: int, pairs: float, contexts: float, sequences: float) -> list[float]:
+    """Return the coefficients of one point.
+
+    They belong to the value at the first knot, to the rise to each next knot, and to the three other terms.
+    """
+    rises = [1.0]
+    for index, (low, high) in enumerate(pairwise(knots)):
+        share = (tokens - low) / (high - low)
+        # After the last knot, the last slope continues.
+        rises.append(max(0.0, share if index == len(knots) - 2 else min(share, 1.0)))
+    return [*rises, pairs, contexts, sequences]
+
+
+def non_negative_least_squares(matrix: Floats, target: Floats) -> Floats:
+    """Return the ``x >= 0`` that minimizes ``|matrix @ x - target|``."""
+    nnls = import_extra("scipy.optimize", "fitting a profile").nnls
+
+    # Columns differ by ten orders of magnitude, so one tolerance does not suit them all: scale them.
+    scale = np.linalg.norm(matrix, axis=0)
+    scale[scale == 0] = 1.0
+    found, _residual = cast("tuple[Floats, float]", nnls(matrix / scale, target))
+    return found / scale
+
+
+Kind = Literal["prefill", "decode"]
+"""The kind of an engine's steps: ``prefill`` has prompt tokens, and perhaps decodes; ``decode`` has decodes only."""
+State = Literal["prefill", "decode", "linger"]
+
+
+class LoopTime:
+    """The time of an engine that does not share its machine: the loop's time, in seconds."""
+
+    __slots__ = ("call_at", "time")
+
+    def __init__(self) -> None:
+        loop = asyncio.get_running_loop()
+        # The loop's methods themselves, so that engines without a shared host have no overhead.
+        self.time = loop.time
+        self.call_at = loop.call_at
+
+    on_loop = staticmethod(float)
+    """Convert a time to the loop's time: here, the same number. A shared host assumes that its speed stays the same."""
+
+    def compute(self, kind: Kind | None) -> None:
+        """Record the kind of step that the engine computes from now on; None if it computes nothing."""
+
+    def end(self) -> None:
+        """Record that the engine has ended, and computes nothing."""
+
+
+class Host:
+    """A machine with the engines on it."""
+
+    def __init__(self) -> None:
+        self._times: list[SharedTime] = []
+        self._engines: dict[State, int] = dict.fromkeys(get_args(State), 0)
+
+    def join(self, sharing: HostSharing) -> SharedTime:
+        """Add an engine, and return its time, which slows down according to ``sharing``."""
+        time = SharedTime(self, sharing)
+        self._times.append(time)
+        return time
+
+    def change(self, before: State | None, after: State | None) -> None:
+        """Count an engine's change of state, and update the speed of all engines."""
+        if before is not None:
+            self._engines[before] -= 1
+        if after is not None:
+            self._engines[after] += 1
+        for time in self._times:
+            time.adapt(self._engines)
+
+
+class SharedTime:
+    """The time of one engine on a shared host, with the methods of :class:`LoopTime`; it has one pending callback."""
+
+    def __init__(self, host: Host, sharing: HostSharing) -> None:
+        self._host = host
+        self._loop = asyncio.get_running_loop()
+        self._added: dict[State | None, dict[State, float]] = {
+            kind: {state: getattr(sharing, f"{kind}_beside_{state}") - 1 for state in get_args(State)}
+            for kind in get_args(Kind)
+        }
+        self._linger = sharing.linger
+        self._state: State | None = None
+        self._sleep: asyncio.TimerHandle | None = None
+        self._slowdown = 1.0
+        # Engine time and loop time at the last change of speed.
+        self._since = self._since_on_loop = self._loop.time()
+        self._alarm: _Alarm | None = None
+
+    def time(self) -> float:
+        return self._since + (self._loop.time() - self._since_on_loop) / self._slowdown
+
+    def on_loop(self, when: float) -> float:
+        return self._since_on_loop + (when - self._since) * self._slowdown
+
+    def call_at(self, when: float, callback: Callable[..., object], *args: Any) -> _Alarm:
+        self._alarm = _Alarm(when, callback, args)
+        self._alarm.handle = self._loop.call_at(self.on_loop(when), self._alarm.ring)
+        return self._alarm
+
+    def compute(self, kind: Kind | None) -> None:
+        if kind is not None:
+            self._turn(kind)
+        elif self._state in ("prefill", "decode"):
+            if self._linger:
+                self._turn("linger")
+                self._sleep = self._loop.call_later(self._linger, self._turn, None)
+            else:
+                self._turn(None)
+
+    def end(self) -> None:
+        self._turn(None)
+
+    def _turn(self, state: State | None) -> None:
+        if state == self._state:
+            return
+        if self._sleep is not None:
+            self._sleep.cancel()
+            self._sleep = None
+        before, self._state = self._state, state
+        self._host.change(before, state)
+
+    def adapt(self, engines: Mapping[State, int]) -> None:
+        """Set the speed. ``engines`` is the number of engines in each state, this one included."""
+        slowdown = self._slowdown_by(engines)
+        if slowdown == self._slowdown:
+            return
+        self._since, self._since_on_loop = self.time(), self._loop.time()
+        self._slowdown = slowdown
+        alarm = self._alarm
+        if alarm is not None and alarm.pending:
+            alarm.handle.cancel()
+            alarm.handle = self._loop.call_at(self.on_loop(alarm.when), alarm.ring)
+
+    def _slowdown_by(self, engines: Mapping[State, int]) -> float:
+        own, added = self._state, self._added.get(self._state)
+        if added is None:
+            return 1.0
+        return 1.0 + sum(more * (engines[state] - (state == own)) for state, more in added.items())
+
+
+@dataclass(eq=False, slots=True)
+class _Alarm:
+    """A callback at a fixed moment of a shared time; its moment on the loop changes with the speed."""
+
+    when: float
+    callback: Callable[..., object]
+    args: tuple[Any, ...]
+    handle: asyncio.TimerHandle = field(init=False)
+    pending: bool = True
+
+    def ring(self) -> None:
+        self.pending = False
+        self.callback(*self.args)
+
+    def cancel(self) -> None:
+        self.pending = False
+        self.handle.cancel()
+
+
+EngineTime = LoopTime | SharedTime
+Alarm = asyncio.TimerHandle | _Alarm
+
+
+def time_on(host: Host | None, profile: Profile) -> EngineTime:
+    """Return the time of an engine on ``host`` (None: it does not share a machine).
+
+    Raise :class:`~tercet.protocol.BadRequest` if its profile has no data on sharing.
+    """
+    if host is None:
+        return LoopTime()
+    if profile.sharing is None:
+        raise BadRequest(
+            f"host: profile {profile.name} has no data on engines that share a host; measure one with "
+            "two --engine of the same host",
+            "host",
+        )
+    return host.join(profile.sharing)

@@ -1,7 +1,6 @@
 """Simulations of programs on fleets of simulated engines, in virtual time, with reports and sweeps."""
 
 from tercet_lab.bench.simulated.moving_fleet import MovingSettings
-from tercet_lab.bench.simulated.outcome import Outcome
 from tercet_lab.bench.simulated.scenario import (
     EngineGroup,
     Fault,
@@ -11,7 +10,7 @@ from tercet_lab.bench.simulated.scenario import (
     parse_fleet,
 )
 from tercet_lab.bench.simulated.simulation import SimulatedPoint, Simulation, SimulationReport, point_of, table
-from tercet_lab.bench.simulated.virtual_run import run_once, run_requests
+from tercet_lab.bench.simulated.virtual_run import Outcome, run_once, run_requests
 
 __all__ = [
     "EngineGroup",

@@ -24,7 +24,7 @@ from tercet.protocol import BadRequest, Request, Role
 from tercet.protocol.names import chosen_by_weight
 from tercet.settings.declaration import complaint, load_yaml
 from tercet.settings.fleet_settings import DEFAULT_CLASS, ObjectiveClass, Objectives
-from tercet_lab.bench.summary import MS, Samples, Slo
+from tercet_lab.bench.results import MS, Samples, Slo
 from tercet_lab.bench.workloads import Conversation, parse_phases, plan
 from tercet_lab.bench.workloads.conversations import HashedWords, lengths, replayed
 

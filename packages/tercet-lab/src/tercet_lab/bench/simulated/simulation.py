@@ -18,12 +18,25 @@ from tercet.programs import load_program
 from tercet.protocol import BadRequest
 from tercet.router.page.records import Frame
 from tercet.settings import encode_settings
-from tercet_lab.bench.results import BenchResult, Point
+from tercet_lab.bench.results import (
+    BenchResult,
+    Distribution,
+    Point,
+    Slo,
+    Summary,
+    achieved,
+    enough,
+    summarize,
+    three_digits,
+)
 from tercet_lab.bench.simulated.moving_fleet import MoveTotals, MovingSettings, VirtualFlip
-from tercet_lab.bench.simulated.outcome import KVImbalance, Outcome, PlannedRun
-from tercet_lab.bench.simulated.scenario import PlannedWorkload, SyntheticWorkload, parse_fleet, slo_of_class
-from tercet_lab.bench.simulated.virtual_run import run_once
-from tercet_lab.bench.summary import Distribution, Slo, Summary, achieved, enough, summarize, three_digits
+from tercet_lab.bench.simulated.scenario import (
+    PlannedWorkload,
+    SyntheticWorkload,
+    parse_fleet,
+    slo_of_class,
+)
+from tercet_lab.bench.simulated.virtual_run import KVImbalance, Outcome, PlannedRun, run_once
 from tercet_lab.planning.planner_settings import NO_PLANNER
 from tercet_lab.sim import EngineOptions, load_profile, options_from
 

@@ -22,10 +22,9 @@ from tercet.programs import load_program
 from tercet.protocol import BadRequest
 from tercet.settings import Source, declared, decode_settings, encode_settings
 from tercet.settings.declaration import near
-from tercet_lab.bench.results import BenchResult, Point
+from tercet_lab.bench.results import BenchResult, Point, enough, three_digits
 from tercet_lab.bench.simulated.moving_fleet import MovingSettings
 from tercet_lab.bench.simulated.simulation import NONE, SimulatedPoint, Simulation, figure_headings, figures_of
-from tercet_lab.bench.summary import enough, three_digits
 from tercet_lab.sim import EngineOptions, load_profile
 
 MOVING = {each.key for each in declared(MovingSettings)}

@@ -12,8 +12,14 @@ from tercet.cluster.scaling.decide import ScaleCall
 from tercet.cluster.scaling.kubernetes import KubernetesFleet
 from tercet.decisions.planning import FleetPlan
 from tercet.protocol import BadRequest, EngineError
-from tercet_lab.planning.live_planner import LivePlanner, PlannerMetrics
-from tercet_lab.planning.observing import HandsState, KubernetesHands, RoleHands, fleet_of_router
+from tercet_lab.planning.live_planner import (
+    KubernetesProvisioner,
+    LivePlanner,
+    PlannerMetrics,
+    ProvisioningState,
+    RoleProvisioner,
+    fleet_of_router,
+)
 from tercet_lab.planning.planner import FleetChange
 from tercet_lab.planning.planner_settings import PlannerConfig, PlannerSettings
 
@@ -27,14 +33,14 @@ def wanted(seen: Observed) -> WantedPlan:
 """
 
 
-class PlannerHands:
+class EngineProvisioner:
     resizes = True
 
     def __init__(self) -> None:
-        self.now = HandsState()
+        self.now = ProvisioningState()
         self.wanted: list[str] = []
 
-    async def state(self) -> HandsState:
+    async def state(self) -> ProvisioningState:
         return self.now
 
     async def change(self, plan: FleetPlan, change: FleetChange) -> None:
@@ -45,18 +51,18 @@ async def test_a_change_is_waited_for_and_one_that_failed_is_not_repeated_at_onc
     (tmp_path / "mine.py").write_text(LARGEST)
     planning = PlannerSettings(interval_s=1.0, fewest=2, most=8)
     config = PlannerConfig(act="scale", planner=f"{tmp_path / 'mine.py'}:wanted", planning=planning)
-    hands, router = PlannerHands(), Router(prompt=100)
-    planner = LivePlanner(config, router.ask, hands, PlannerMetrics())
+    provisioner, router = EngineProvisioner(), Router(prompt=100)
+    planner = LivePlanner(config, router.ask, provisioner, PlannerMetrics())
     await planner.look(0.0)
-    assert hands.wanted == ["2P6D"]
-    hands.now = HandsState(1, under_way=True)
+    assert provisioner.wanted == ["2P6D"]
+    provisioner.now = ProvisioningState(1, under_way=True)
     await planner.look(10.0)
-    hands.now = HandsState(1, failure="decode-2: no process")
+    provisioner.now = ProvisioningState(1, failure="decode-2: no process")
     for now in (20.0, 60.0, 139.0):
         await planner.look(now)
-    assert hands.wanted == ["2P6D"]
+    assert provisioner.wanted == ["2P6D"]
     await planner.look(141.0)
-    assert hands.wanted == ["2P6D", "2P6D"]
+    assert provisioner.wanted == ["2P6D", "2P6D"]
 
 
 class Pods:
@@ -73,17 +79,17 @@ class Pods:
 
 async def test_pods_are_under_way_until_they_are_ready_and_say_why_they_are_not() -> None:
     pods = Pods()
-    hands = KubernetesHands(cast("KubernetesFleet", pods))
-    assert await hands.state() == HandsState()
-    await hands.change(FleetPlan(2, 3), FleetChange())
-    assert (await hands.state()).under_way
+    provisioner = KubernetesProvisioner(cast("KubernetesFleet", pods))
+    assert await provisioner.state() == ProvisioningState()
+    await provisioner.change(FleetPlan(2, 3), FleetChange())
+    assert (await provisioner.state()).under_way
     pods.ready.set()
     await asyncio.sleep(0)
     await asyncio.sleep(0)
-    assert await hands.state() == HandsState(1)
-    await hands.change(FleetPlan(2, 4), FleetChange())
+    assert await provisioner.state() == ProvisioningState(1)
+    await provisioner.change(FleetPlan(2, 4), FleetChange())
     await asyncio.sleep(0)
-    assert await hands.state() == HandsState(2, failure="the quota is used up")
+    assert await provisioner.state() == ProvisioningState(2, failure="the quota is used up")
     assert [(each.prefill, each.decode) for each in pods.calls] == [(2, 3), (2, 4)]
 
 
@@ -102,14 +108,14 @@ async def test_roles_of_many_engines_change_at_once_and_the_first_error_is_raise
 
     flips = FleetChange(flips=tuple((f"e{each}", "prefill") for each in range(40)))
     with pytest.raises(EngineError, match="e3 is gone"):
-        await RoleHands(ask).change(FleetPlan(40, 2), flips)
+        await RoleProvisioner(ask).change(FleetPlan(40, 2), flips)
     assert len(changed) == 39
     assert 2 <= most <= 16
 
 
 async def test_what_cannot_be_carried_out_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     with pytest.raises(BadRequest, match="--act scale"):
-        await RoleHands(Router(prompt=1).ask).change(FleetPlan(2, 3), FleetChange(starts=("decode",)))
+        await RoleProvisioner(Router(prompt=1).ask).change(FleetPlan(2, 3), FleetChange(starts=("decode",)))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setenv("HOME", str(tmp_path))
     with pytest.raises(BadRequest, match="no fleet of `tercet up`"):

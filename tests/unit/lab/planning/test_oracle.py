@@ -6,9 +6,9 @@ import itertools
 import random
 
 import pytest
+from benchmarks.planner import best_sequence
 
 from tercet.decisions.planning import FleetPlan
-from tercet_lab.planning.hindsight import best_sequence
 
 PLANS = [FleetPlan(1, 1), FleetPlan(2, 1), FleetPlan(3, 2)]
 

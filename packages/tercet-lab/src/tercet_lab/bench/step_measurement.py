@@ -30,8 +30,16 @@ from tercet.protocol.headers import PROGRAM_HEADER
 from tercet.protocol.wire import UNREADABLE
 from tercet.wire.client.bounded_answers import reason_of
 from tercet_lab.bench.openai_client import Client, PreparedCall, Sampling, body_of, path_of
-from tercet_lab.sim.fit import DecodePoint, PrefillPoint, fit_steps
-from tercet_lab.sim.step_times import HostSharing, ModelShape, Profile, Provenance, Transfer
+from tercet_lab.sim.step_times import (
+    DecodePoint,
+    HostSharing,
+    ModelShape,
+    PrefillPoint,
+    Profile,
+    Provenance,
+    Transfer,
+    fit_steps,
+)
 
 # Token ids that every vocabulary has; in most vocabularies they are not special.
 FIRST_ID, LAST_ID = 1000, 20_000
