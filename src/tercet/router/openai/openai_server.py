@@ -338,7 +338,9 @@ def keeping_errors(serving: Any) -> Any:
     """Return a copy of the serving object whose streams end with the chat stream's error, its status and message."""
     from vllm.entrypoints.serve.engine.protocol import ErrorResponse
 
-    keeping, generate = copy.copy(serving), serving.chat_completion_stream_generator
+    keeping = copy.copy(serving)
+    # Of the copy: what is set on it, as a parser, must count for the stream.
+    generate = getattr(keeping, "chat_completion_stream_generator" + ("" if CONVERTED_AS_TEXT.is_here else "_raw"))
 
     async def texts(*args: Any, **kwargs: Any) -> AsyncGenerator[str, None]:
         async for item in generate(*args, **kwargs):
@@ -350,7 +352,7 @@ def keeping_errors(serving: Any) -> Any:
             yield item
 
     async def chunks(*args: Any, **kwargs: Any) -> AsyncGenerator[Any, None]:
-        async for chunk in serving.chat_completion_stream_generator_raw(*args, **kwargs):
+        async for chunk in generate(*args, **kwargs):
             if isinstance(chunk, ErrorResponse):
                 current().stream_error = chunk.error.model_dump()
             yield chunk

@@ -403,5 +403,8 @@ def _prompt_logprobs(positions: Sequence[Sequence[TokenLogprob] | None]) -> Logp
 
     known = [position for position in positions if position is not None]  # the first one has none
     lists = _logprobs_lists(known)
-    arrays = lists.logprob_token_ids, lists.logprobs, lists.sampled_token_ranks
-    return LogprobsTensors(*map(torch.from_numpy, arrays))
+    return LogprobsTensors(
+        torch.from_numpy(lists.logprob_token_ids),
+        torch.from_numpy(lists.logprobs),
+        torch.from_numpy(lists.sampled_token_ranks),
+    )

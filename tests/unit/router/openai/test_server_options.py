@@ -162,7 +162,7 @@ async def test_tls_is_served_and_nothing_else(
     flags = ["--ssl-certfile", str(certificate), "--ssl-keyfile", str(key), "--host", HOST]
     openai_server.require_flags(flags)
     loads = (memoryview(bytearray(8)).cast("i"), 0) if workers > 1 else None
-    async with serving(openai_server._parsed(flags), loads) as (port, app):
+    async with serving(openai_server._parser().parse_args(flags), loads) as (port, app):
         assert app.state.server.config.timeout_keep_alive == 77
         trusting = ssl.create_default_context(cafile=str(authority.file))
         reader, writer = await asyncio.open_connection(HOST, port, ssl=trusting)

@@ -338,12 +338,12 @@ class ChoiceStream:
             logprobs = self._logprobs_of(completion)
         token_ids = list(completion.token_ids)
         self.num_tokens += len(token_ids)
-        if not self._is_finished:
+        reason = completion.finish_reason
+        if reason is None:
             self._write_event(completion.text, token_ids, logprobs, prompt)
             return
         reads = not (plan.is_chat and is_empty)  # the parser does not read an empty result
         delta = self._delta_of(completion.text, token_ids, finished=True) if reads else None
-        reason = completion.finish_reason
         if self.parsed is not None:
             reason = self.parsed.finish_reason(reason)
         extras = self._extras(token_ids, NULL if logprobs is None or self._hides else logprobs, prompt)
