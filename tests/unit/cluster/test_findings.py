@@ -119,7 +119,7 @@ def test_what_is_broken_stands_last() -> None:
 def test_the_exit_code_is_for_scripts(
     vllm: str, code: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(command, "look_at_machine", lambda: msgspec.structs.replace(WELL, vllm=vllm))
+    monkeypatch.setattr(machine, "look_at_machine", lambda: msgspec.structs.replace(WELL, vllm=vllm))
     try:
         found = exit_code_of(lambda: doctor(as_json=True))
     except command.typer.Exit as ended:
