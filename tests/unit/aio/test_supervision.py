@@ -56,7 +56,7 @@ def endless_loops() -> set[str]:
     found = set[str]()
     for place, file in modules():
         laboratory = place.startswith(("tercet_lab/bench", "tercet_lab/sim", "tercet_lab/chaos"))
-        command = place.startswith("cli/") and place != "cli/engine_process.py" or "/commands/" in place
+        command = (place.startswith("cli/") and place != "cli/engine_process.py") or "/commands/" in place
         if laboratory or command:
             continue
         _look(ast.parse(file.read_text()), place, "", found)
