@@ -37,7 +37,7 @@ BUDGET = {
     "settings": Size(1787, 6),
     "src/tercet, together": Size(60685, 238),
     "tercet_gateway": Size(5660, 19),
-    "tercet_lab": Size(19486, 59),
+    "tercet_lab": Size(19495, 59),
     "tercet_ray": Size(1255, 8),
     "transport": Size(6761, 22),
     "vllm_plugin": Size(7343, 34),

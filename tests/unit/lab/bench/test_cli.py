@@ -96,7 +96,7 @@ async def test_serve_measures_a_sweep_and_keeps_everything(server: FakeServer, t
 async def test_compare_interleaves_programs_and_a_peer(server: FakeServer, tmp_path: Path) -> None:
     code, text = await run(
         "compare", "--base-url", server.url, "--program", "a", "--program", "b", "--also", f"peer={server.url}",
-        "--rounds", "2", "--request-rate", "60", "--num-prompts", "4", "--workload", SMALL,
+        "--rounds", "2", "--resamples", "100", "--request-rate", "60", "--num-prompts", "4", "--workload", SMALL,
         "--result-filename", str(tmp_path / "c.json"),
     )  # fmt: skip
     assert code == 0, text

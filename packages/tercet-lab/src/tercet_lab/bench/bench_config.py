@@ -268,8 +268,12 @@ class CompareConfig(BenchConfig, frozen=True):
         str | None, Setting("Label of the baseline, the denominator of all ratios", default="the first", panel=OUTPUT)
     ] = None
     rounds: Annotated[Whole, Setting("Number of measurements of each program at each load", panel=LOAD)] = 3
-    confidence: Annotated[float, msgspec.Meta(gt=0, lt=1)] = 0.95
-    resamples: Annotated[int, msgspec.Meta(ge=100)] = 2000
+    confidence: Annotated[
+        float, msgspec.Meta(gt=0, lt=1), Setting("Confidence level of the intervals, between 0 and 1", panel=OUTPUT)
+    ] = 0.95
+    resamples: Annotated[
+        int, msgspec.Meta(ge=100), Setting("Number of bootstrap samples per interval", panel=OUTPUT)
+    ] = 2000
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -44,8 +44,13 @@ class PlannerSettings(Settings, frozen=True):
         AtLeastTwo | None,
         Setting("Most engines that a plan may have.", default="the current number", panel=PLANNER),
     ] = msgspec.field(default=None, name="planner-max-engines")
-    # Extra load, as a share of the forecast, at which a chosen fleet must still meet the objectives.
-    margin: Margin = 0.1
+    margin: Annotated[
+        Margin,
+        Setting(
+            "Extra load, as a share of the forecast, at which a chosen fleet must still meet the objectives.",
+            panel=PLANNER,
+        ),
+    ] = msgspec.field(default=0.1, name="planner-margin")
     start_s: Annotated[
         NotNegative,
         Setting("Time that an engine takes to start; forecasts reach beyond it.", unit="seconds", panel=PLANNER),
