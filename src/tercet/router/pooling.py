@@ -191,6 +191,12 @@ class PoolingServers:
         if self._session is not None:
             await self._session.close()
 
+    @property
+    def _client(self) -> aiohttp.ClientSession:
+        if self._session is None:
+            raise RuntimeError("PoolingServers are used outside their async context")
+        return self._session
+
     def take(self, path: str) -> bool:
         """True if these servers serve requests for ``path``."""
         return bool(self.servers) and path in POOLING
@@ -252,8 +258,7 @@ class PoolingServers:
         known = [(name.encode(), value.encode()) for name, value in server.headers.items()]
         fields = [*asked.fields, *known, (b"Content-Length", str(len(asked.body)).encode())]
         method = asked.method.decode("ascii")
-        assert self._session is not None, "PoolingServers are used outside their async context"
-        asking = asyncio.ensure_future(request(self._session, server.url, method, asked.target, fields, asked.body))
+        asking = asyncio.ensure_future(request(self._client, server.url, method, asked.target, fields, asked.body))
         server.asking.add(asking)
         server.in_flight += 1
         server.asked += 1
@@ -284,9 +289,8 @@ class PoolingServers:
         await asyncio.gather(*(self.look_at(each) for each in self.servers if each.models is None))
 
     async def look_at(self, server: PoolingServer) -> None:
-        assert self._session is not None, "PoolingServers are used outside their async context"
         try:
-            async with self._session.get(
+            async with self._client.get(
                 f"{server.url}/v1/models", headers={**server.headers, **PLAIN}, timeout=POLL_TIMEOUT,
                 allow_redirects=False,
             ) as response:  # fmt: skip
