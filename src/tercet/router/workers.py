@@ -151,7 +151,9 @@ async def _supervise(config: RouterConfig, common: Path, channel: socket.socket 
             config = msgspec.structs.replace(config, state=str(common / "state.json"))
         loads = os.memfd_create("tercet-loads")
         stack.callback(os.close, loads)
-        _prepare_loads(loads, config.workers)
+        os.ftruncate(loads, LOAD_BYTES * config.workers)
+        # In this table vLLM's servers compare their connections, so that the least loaded one accepts the next.
+        os.pwrite(loads, NOT_ACCEPTING * config.workers, 0)
         forks = None if channel is None else stack.enter_context(closing(Forks(channel)))
         serving: set[int] = set()
 
@@ -181,13 +183,6 @@ def tell_ready(config: RouterConfig) -> None:
     """Log that the router accepts requests, with its address."""
     host = f"[{config.host}]" if ":" in config.host else config.host
     ROUTER_READY.tell(model=config.public_name, address=f"{host}:{config.port}", program=config.program)
-
-
-def _prepare_loads(loads: int, workers: int) -> None:
-    """Create the table in which vLLM's servers compare their connections, so that the least loaded accepts the next."""
-    os.ftruncate(loads, LOAD_BYTES * workers)
-    with mmap.mmap(loads, LOAD_BYTES * workers) as shared:
-        shared[:] = NOT_ACCEPTING * workers
 
 
 class Reports:
