@@ -104,6 +104,23 @@ def test_a_long_prompt_is_computed_in_chunks() -> None:
     run_virtual(main())
 
 
+def test_what_arrives_at_one_moment_is_computed_together() -> None:
+    async def main() -> None:
+        (engine,) = engines_of("a", max_num_batched_tokens=80, max_num_seqs=8, prefix_caching=False)
+
+        async def end_of(seq_id: str) -> float:
+            await tokens_of(engine, request_of(seq_id, 50, 1))
+            return now()
+
+        # 50 + 30 tokens, then 20 + 50; if the first one were computed alone, three steps.
+        ends = await asyncio.gather(*map(end_of, ("s", "t", "u")))
+        assert ends == pytest.approx([prefill(80), *[prefill(80) + prefill(70)] * 2])
+        assert engine.load().step_time != 0
+        assert is_empty(engine)
+
+    run_virtual(main())
+
+
 def test_chunked_decodes_go_on_while_another_prompt_is_computed() -> None:
     async def main() -> None:
         (engine,) = engines_of("a", stream_every=1)
@@ -567,6 +584,7 @@ def test_killed_whenever_callers_learn_of_it_and_the_other_is_clean(victim: str,
         dead.fail()
         await asyncio.wait_for(task, 100)
         assert failures or (victim == "p" and after >= 0.115)
+        await asyncio.sleep(prefill(100))  # a sender that learns of it at the beginning of a step ends the step first
         assert is_empty(alive)
         with pytest.raises(EngineUnreachable):
             await dead.status()

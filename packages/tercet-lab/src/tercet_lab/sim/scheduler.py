@@ -92,13 +92,23 @@ class SimScheduler(StepSelection):
         )
 
     def submit(self, work: Work) -> None:
-        """Queue a sequence. It may join at the end of the current step."""
+        """Queue a sequence. It may join at the end of the current step.
+
+        An idle engine begins its step after all other events of this moment, because vLLM reads its whole queue before
+        a step: requests that arrive at one moment are computed together.
+        """
         self._waiting.add(work)
         if self._timer is None:
-            self._boundary(self._time.time())
+            self._await_moment()
         else:
             self._cut()
         self.tell()
+
+    def _await_moment(self) -> None:
+        """Begin a step without work or duration: what arrives meanwhile waits for its end."""
+        now = self._time.time()
+        self._ends, self._step_began = now, self._time.on_loop(now)
+        self._timer = self._time.call_at(now, self._step_over, now)
 
     def tell(self) -> None:
         """Report the load to ``on_change``, if it is set."""
@@ -187,11 +197,11 @@ class SimScheduler(StepSelection):
         """Stop as a process stops after SIGSTOP: the running step and all calls continue after :meth:`thaw`."""
         self.paused = paused
         if self._frozen_since is None:
-            now = self._frozen_since = self._time.time()
+            self._frozen_since = self._time.time()
             if self._timer is None:
-                self._ends, self._step_began = now, self._time.on_loop(now)
-                self._timer = self._time.call_at(now, self._step_over, now)  # calls wait for the end of this empty step
-            self._timer.cancel()
+                self._await_moment()
+            if self._timer is not None:
+                self._timer.cancel()
         self.tell()
 
     def thaw(self) -> None:
@@ -237,8 +247,8 @@ class SimScheduler(StepSelection):
         A real engine uses the same weights.
         """
         steps = 1 if self._run is None else self._ticks
-        if not steps:
-            return  # a run that was frozen before its first step ended
+        if not steps or not passed:
+            return  # a run that was frozen before its first step ended, or a step without work
         mean = passed / steps
         before = mean if self._step_time is None else self._step_time
         self._step_time = mean + (before - mean) * (1 - NEWEST) ** steps

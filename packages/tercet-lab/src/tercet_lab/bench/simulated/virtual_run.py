@@ -511,20 +511,23 @@ async def _serve_all(
             all_ended.set_result(None)
 
     def await_next() -> None:
-        if all_sent.done():  # the simulation is broken
-            return
-        following = next(coming, None)
-        if following is None:
-            samples.over = True
+        for number, (when, request) in coming:
+            if when > loop.time():
+                # After the other callbacks of that moment: engines are sampled before the arrivals of the same moment.
+                loop.call_later(when - loop.time(), loop.call_soon, arrive, request, number >= warm_up)
+                return
+            begin(request, number >= warm_up)
+        samples.over = True
+        if not all_sent.done():
             all_sent.set_result(None)
-        else:
-            number, (when, request) = following
-            # After the other callbacks of that moment: engines are sampled before the arrivals of the same moment.
-            loop.call_later(when - loop.time(), loop.call_soon, arrive, request, number >= warm_up)
 
     def arrive(request: Request, measured: bool) -> None:
+        if not all_sent.done():  # else the simulation is broken
+            begin(request, measured)
+            await_next()
+
+    def begin(request: Request, measured: bool) -> None:
         running.add(loop.create_task(_converse(built, request, outcome, measured, follow_ups, on_end)))
-        await_next()
 
     async with alongside(samples.take()):
         await_next()
