@@ -101,7 +101,8 @@ def write_whole(path: Path, content: bytes, lasting: bool = False) -> None:
     """
     partial = Path(f"{path}.{os.getpid()}.tmp")
     try:
-        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NONBLOCK | os.O_CLOEXEC
+        partial.unlink(missing_ok=True)  # of a killed process, or one that other users prepared to read it
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
         with open(os.open(partial, flags, 0o600), "wb") as file:
             file.write(content)
             file.flush()

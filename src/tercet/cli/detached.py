@@ -16,6 +16,7 @@ from urllib.parse import urlsplit
 import msgspec
 import typer
 
+from tercet.aio.files import write_whole
 from tercet.cli.setting_flags import PARTS, flags_of, given_as
 from tercet.cli.terminal import announce
 from tercet.cluster.detached_fleets import DetachedFleet, announced, detached_fleets, log_directory, own_start
@@ -23,7 +24,7 @@ from tercet.cluster.ports import require_free
 from tercet.cluster.up_config import UpConfig
 from tercet.protocol import BadRequest, EngineError
 from tercet.protocol.names import LAST_PORT
-from tercet.settings import declared, decode_settings, encode_settings, read_yaml
+from tercet.settings import declared
 
 if TYPE_CHECKING:
     from tercet.cluster.running_fleet import StartedFleet
@@ -64,9 +65,7 @@ def _start(config: UpConfig, log_dir: Path, log: Path) -> subprocess.Popen[bytes
     A private file holds its settings, which may include keys.
     """
     file = log_dir / "up.json"
-    file.unlink(missing_ok=True)
-    with open(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as out:
-        out.write(msgspec.json.encode(encode_settings(config)))
+    write_whole(file, msgspec.json.encode(config))
     held = {each.env for each in declared(UpConfig)}  # the file has the values of these variables
     with log.open("wb") as output:
         return subprocess.Popen(
@@ -102,7 +101,7 @@ def main() -> None:
     from tercet.cli.app import exit_code_of, exit_on_signal
 
     signal.signal(signal.SIGTERM, exit_on_signal)
-    sys.exit(exit_code_of(lambda: _serve(decode_settings(UpConfig, read_yaml(Path(sys.argv[1]))))))
+    sys.exit(exit_code_of(lambda: _serve(msgspec.json.decode(Path(sys.argv[1]).read_bytes(), type=UpConfig))))
 
 
 def _serve(config: UpConfig) -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import msgspec
 import typer
 
@@ -30,19 +28,12 @@ def router(config: RouterConfig) -> None:
     """
     from tercet.cluster.model import known_model, resolve_model, resolve_tokenizer
     from tercet.cluster.ports import require_free
-    from tercet.cluster.up_config import require_private_router
+    from tercet.cluster.up_config import require_usable_router
     from tercet.cluster.vllm_flags import check_flags
-    from tercet.decisions.migration import policies_of
-    from tercet.decisions.scheduling import load_scheduling
-    from tercet.programs import load_program
     from tercet.wire.client import engine_tls
 
     check_flags(config.vllm_args, VLLM_FLAGS)
-    require_private_router(config)
-    load_program(config.program, config.program_args)
-    policies_of(config.reschedule)
-    if config.scheduling is not None:
-        load_scheduling(Path(config.scheduling).expanduser())
+    require_usable_router(config)
     engine_tls(config.engine_tls.ca, config.engine_tls.cert, config.engine_tls.key)
     known = known_model(config.model)
     require_free(config.host, config.port)

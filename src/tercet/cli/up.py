@@ -9,7 +9,6 @@ import sys
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tercet.cli.setting_flags import settings_command
@@ -137,13 +136,9 @@ def require_usable(config: UpConfig) -> str:
     """
     from tercet.cluster.detached_fleets import log_directory
     from tercet.cluster.model import known_model
-    from tercet.cluster.up_config import require_private_router
-    from tercet.decisions.migration import policies_of
-    from tercet.programs import load_program
+    from tercet.cluster.up_config import require_usable_router
 
-    require_private_router(config)
-    load_program(config.program, config.program_args)
-    policies_of(config.reschedule)
+    require_usable_router(config)
     model = known_model(config.model)
     if config.log_dir is not None:
         log_directory(config.log_dir)
@@ -198,10 +193,6 @@ def up(config: UpConfig) -> None:
     - `tercet up --detach`, then `tercet status`, and in the end `tercet down`
     - `tercet up --config up.yaml`, with lines such as `prefill: 2` and `engine-args: [--max-num-seqs, 32]`
     """
-    if config.scheduling is not None:
-        from tercet.decisions.scheduling import load_scheduling
-
-        load_scheduling(Path(config.scheduling).expanduser())
     if config.simulate is not None:
         from tercet.cluster.engine_command import simulated_engine
 

@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from tercet.aio.files import write_whole
 from tercet.cluster.child_process import GRACE_SECONDS, Process, StartFailed, can_fork, warm_parent
 from tercet.cluster.detached_fleets import log_directory
 from tercet.cluster.devices import Device, DeviceShare, devices_for_engines, pick_devices, plan_devices, split_cores
@@ -240,9 +241,7 @@ def router_of(
 def router_argv(config: RouterConfig, log_dir: Path) -> list[str]:
     """Return the router's command, and write its settings, with keys, to a file that only this user can read."""
     file = log_dir / "router.json"
-    file.unlink(missing_ok=True)
-    with open(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as out:
-        out.write(msgspec.json.format(msgspec.json.encode(encode_settings(config))))
+    write_whole(file, msgspec.json.format(msgspec.json.encode(encode_settings(config))))
     return [sys.executable, "-m", "tercet.cli", "router", "--config", str(file)]
 
 

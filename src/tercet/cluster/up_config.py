@@ -6,6 +6,7 @@ import os
 import re
 from collections.abc import Iterator, Mapping
 from itertools import count
+from pathlib import Path
 from typing import Annotated
 
 from msgspec import Meta
@@ -187,11 +188,15 @@ class UpConfig(RouterSettings, frozen=True):
         return [(f"{'engine' if role == 'both' else role}-{next(numbers[role])}", role) for role in order]
 
 
-def require_private_router(config: RouterSettings, inherited: Mapping[str, str] = os.environ) -> None:
-    """Raise :class:`~tercet.protocol.BadRequest` for unusable keys, and for a router that is open to other machines.
+def require_usable_router(config: RouterSettings, inherited: Mapping[str, str] = os.environ) -> None:
+    """Raise :class:`~tercet.protocol.BadRequest` for what a router would refuse only after it has loaded vLLM.
 
-    A router is open if other machines reach it without a key. The check reads the files of keys.
+    Refused are unusable keys, a router that other machines reach without a key, and unusable programs, policies and
+    scheduling. The check reads the files that the settings name.
     """
+    from tercet.decisions.migration import policies_of
+    from tercet.decisions.scheduling import load_scheduling
+    from tercet.programs import load_program
     from tercet.wire.serving.server_access import RouterKeys  # imports asyncio
 
     shown = value_of(config.vllm_args, "--api-key")
@@ -203,3 +208,7 @@ def require_private_router(config: RouterSettings, inherited: Mapping[str, str] 
     given_key(shown, "--api-key")  # a router for this machine would start without the key that was meant
     if isinstance(config, RouterConfig):
         keys.require_private_admin(config.admin_address)
+    load_program(config.program, config.program_args)
+    policies_of(config.reschedule)
+    if config.scheduling is not None:
+        load_scheduling(Path(config.scheduling).expanduser())

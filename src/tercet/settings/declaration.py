@@ -78,9 +78,10 @@ class Setting:
 
 
 class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, rename="kebab"):
-    """Base class of settings. Construction checks every bound, and raises :class:`~tercet.protocol.BadRequest`.
+    """Base class of settings. Construction is the only check of values: every record is valid.
 
-    A subclass that defines ``__post_init__`` calls the one of this class first.
+    It raises :class:`~tercet.protocol.BadRequest`. A subclass that defines ``__post_init__`` calls the one of this
+    class first.
     """
 
     def __post_init__(self) -> None:
@@ -89,7 +90,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
                 continue
             value = getattr(self, field.name)
             try:
-                msgspec.convert(value, field.type)
+                # Flags, variables and YAML give numbers and truth values as text.
+                msgspec.structs.force_setattr(self, field.name, msgspec.convert(value, field.type, strict=False))
             except msgspec.ValidationError as error:
                 raise complaint(field.encode_name, field.type, value, error) from None
 
@@ -344,19 +346,18 @@ def decode_settings(kind: type[S], *sources: Source) -> S:
             if key not in known:
                 raise BadRequest(f"{source.origin}unknown key {key}; {near(key, list(known))}", key)
             found[key] = value, source.name_of(key)
-    values = {known[key].path: _value(known[key], value, name) for key, (value, name) in found.items()}
-    for key, (value, name) in found.items():
-        if known[key].setting.is_key and isinstance(value, str):
-            values[known[key].path] = given_key(value, name)
+    values = {known[key].path: _prepared(known[key], value, name) for key, (value, name) in found.items()}
     for each in known.values():
         if each.is_required and each.key not in found:
             raise BadRequest(f"{sources[0].name_of(each.key) if sources else each.key}: is required", each.key)
     try:
         return _build(kind, values, ())
-    except BadRequest as error:  # two settings exclude each other
-        named = found.get(error.param or "", (None, ""))[1]
-        if named and error.message.startswith(f"{error.param}: "):
-            raise BadRequest(named + error.message.removeprefix(error.param or ""), error.param) from None
+    except BadRequest as error:
+        param = error.param or ""
+        named = found.get(param, (None, ""))[1]
+        reason = error.message.removeprefix(param)
+        if named and reason != error.message and reason.startswith((":", "[", ".")):
+            raise BadRequest(named + reason, param) from None
         origin = next((source.origin for source in sources if source.origin), "")
         raise BadRequest(origin + error.message, error.param) from None
 
@@ -437,19 +438,8 @@ def _build(kind: type[S], values: Mapping[tuple[str, ...], Any], path: tuple[str
     return kind(**fields)
 
 
-def _value(of: Declared, value: Any, name: str) -> Any:
-    """Return one setting's value, converted and checked against its bounds."""
-    prepared = value
-    try:
-        prepared = _prepared(of, value)
-        return msgspec.convert(prepared, of.type, strict=False)
-    except msgspec.ValidationError as error:
-        raise complaint(name, of.type, prepared, error, of.key) from None
-    except BadRequest as error:
-        raise BadRequest(f"{name}: {error.message}", of.key) from error
-
-
-def _prepared(of: Declared, value: Any) -> Any:
+def _prepared(of: Declared, value: Any, name: str) -> Any:
+    """Return a value in the shape of the setting's type; the record converts and checks it."""
     if value is None:
         return value
     if of.is_mapping and isinstance(value, dict):
@@ -458,9 +448,14 @@ def _prepared(of: Declared, value: Any) -> Any:
         return {str(key): _as_text(item) if texts else item for key, item in given.items()}
     if of.is_list:
         items: list[Any] = list(cast("Any", value)) if isinstance(value, list | tuple) else [value]
-        if of.setting.read is not None:
+        if of.setting.read is None:
+            return [_as_text(item) for item in items] if get_args(of.plain)[0] is str else items
+        try:
             return [of.setting.read(item, index) for index, item in enumerate(items)]
-        return [_as_text(item) for item in items] if get_args(of.plain)[0] is str else items
+        except BadRequest as error:
+            raise BadRequest(f"{name}: {error.message}", of.key) from error
+    if of.setting.is_key and isinstance(value, str):
+        return given_key(value, name)
     return _as_text(value) if of.plain is str else value
 
 
