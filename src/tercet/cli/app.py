@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 SERVERS = frozenset({"up", "engine", "router", "epp", "sidecar", "model-router", "demo", "chaos"})
 # The exit code that click uses when nothing reads its output.
 NOBODY_READS = 1
+# Number of options that the error about an unknown one lists.
+LISTED = 12
 # Base classes of typer's errors about the command line; they come from its bundled click, and have no public name.
 _UsageError: Any = typer.BadParameter.__mro__[1]
 _CommandLineError: Any = typer.BadParameter.__mro__[2]
@@ -110,7 +112,7 @@ def exit_code_of(run: Callable[[], int | None]) -> int:
 
 
 def _nearest(error: Any) -> str:
-    """Return a hint for an unknown option: the most similar one, and all options of the command."""
+    """Return a hint for an unknown option: the most similar one, or the first options of the command."""
     from tercet.cli.setting_flags import kind_of
     from tercet.settings import declared
     from tercet.settings.declaration import near
@@ -124,8 +126,10 @@ def _nearest(error: Any) -> str:
     given = (name for each in error.ctx.command.params for name in (*each.opts, *each.secondary_opts))
     known = sorted(name for name in given if name.startswith("--"))
     hint = near(error.option_name, known)
-    listed = f"{path} has {', '.join(known) or 'none'}; see {path} --help"
-    return f"{hint} {listed}" if hint.startswith("did you mean") else listed
+    if not hint.startswith("did you mean"):
+        more = f" and {len(known) - LISTED} more" if len(known) > LISTED else ""
+        hint = f"{path} has {', '.join(known[:LISTED]) or 'none'}{more};"
+    return f"{hint} see {path} --help"
 
 
 def _example(setting: Declared) -> str:

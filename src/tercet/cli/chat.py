@@ -13,13 +13,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 import msgspec
 import typer
 
-from tercet.cli.router_calls import HERE, ApiKey, Url
+from tercet.cli.router_calls import ApiKey
+from tercet.cli.setting_flags import flags_as_records
 from tercet.cli.terminal import note, write
+from tercet.cli.which_fleet import WhichFleet, others_in_words
 from tercet.protocol import BadRequest, EngineError, EngineUnreachable, TercetError
 from tercet.protocol.access import bearer, given_key
 from tercet.protocol.sse import read_answer
 from tercet.protocol.wire import UNREADABLE
-from tercet.settings import require_url
 
 if TYPE_CHECKING:
     import aiohttp
@@ -30,8 +31,9 @@ PROMPT = "> "
 Message = dict[str, str]
 
 
+@flags_as_records
 def chat(
-    url: Url = HERE,
+    which: WhichFleet,
     api_key: ApiKey = None,
     model: Annotated[str | None, typer.Option(help="Name of the model.", show_default="the router's model")] = None,
     system: Annotated[str | None, typer.Option(help="System message, which sets the model's behaviour.")] = None,
@@ -46,10 +48,9 @@ def chat(
     - `tercet chat`
     - `echo hello | tercet chat --max-tokens 50`
     """
-    require_url(url, "--url", HERE)
     given = {"model": model, "max_tokens": max_tokens, "temperature": temperature}
     options = {name: value for name, value in given.items() if value is not None}
-    talk = Chat(url.rstrip("/"), api_key, options, system)
+    talk = Chat(which.router_url().rstrip("/"), api_key, options, system)
     if sys.stdin.isatty():
         _talk(talk, max_tokens)
     else:
@@ -164,7 +165,8 @@ class Chat:
                     raise EngineError(f"{self.url} answered {response.status}: {_message(await response.read())}")
                 yield response
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
-            raise EngineUnreachable(f"no router answers at {self.url}: {reason_of(error)}", "url") from error
+            others = others_in_words(self.url) if isinstance(error, aiohttp.ClientConnectorError) else ""
+            raise EngineUnreachable(f"no router answers at {self.url}: {reason_of(error)}{others}", "url") from error
 
 
 async def _texts(chunks: AsyncIterable[bytes]) -> AsyncIterator[tuple[str, str]]:

@@ -17,13 +17,20 @@ import msgspec
 import typer
 
 from tercet.aio.files import write_whole
-from tercet.cli.setting_flags import PARTS, flags_of, given_as
+from tercet.cli.setting_flags import PARTS, flags_as_records, flags_of, given_as
 from tercet.cli.terminal import announce
-from tercet.cluster.detached_fleets import DetachedFleet, announced, detached_fleets, log_directory, own_start
+from tercet.cli.which_fleet import WhichFleet, but_at, the_one
+from tercet.cluster.detached_fleets import (
+    DetachedFleet,
+    announced,
+    detached_fleets,
+    log_directory,
+    own_start,
+    running_fleets,
+)
 from tercet.cluster.ports import require_free
 from tercet.cluster.up_config import UpConfig
 from tercet.protocol import BadRequest, EngineError
-from tercet.protocol.names import LAST_PORT
 from tercet.settings import declared
 
 if TYPE_CHECKING:
@@ -55,7 +62,7 @@ def detach(config: UpConfig) -> DetachedFleet:
         process.wait()
         raise
     announce(f"\nready at {fleet.url}, in the background; log: {log}")
-    announce(f"  tercet status --url {fleet.url}\n  tercet down --port {fleet.port}")
+    announce(f"  tercet status --port {fleet.port}\n  tercet down --port {fleet.port}")
     return fleet
 
 
@@ -141,34 +148,30 @@ def stop_seconds_of(config: UpConfig) -> float:
     return config.shutdown_timeout_s + 3 * GRACE_SECONDS + on_ray
 
 
+@flags_as_records
 def down(
-    port: Annotated[
-        int | None, typer.Option(min=1, max=LAST_PORT, help="Port of the router whose fleet to stop.")
-    ] = None,
+    which: WhichFleet,
     every: Annotated[bool, typer.Option("--all", help="Stop all background fleets.")] = False,
 ) -> None:
     """Stop a fleet that `tercet up --detach` started, after its running requests end.
 
     Ctrl-C stops the fleet at once.
     """
-    for fleet in _chosen(detached_fleets(), port, every):
+    for fleet in _chosen(which, every):
         stop_detached(fleet)
 
 
-def _chosen(fleets: list[DetachedFleet], port: int | None, every: bool) -> list[DetachedFleet]:
-    ports = ", ".join(str(fleet.port) for fleet in fleets)
-    if every and port is not None:
-        raise BadRequest("--all: cannot be combined with --port", "--all")
-    chosen = [fleet for fleet in fleets if port in (None, fleet.port)]
-    if not chosen:
-        where = "" if port is None else f" at port {port}{f', but at {ports}' if ports else ''}"
-        raise EngineError(f"no fleet of `tercet up --detach` runs here{where}")
-    if len(chosen) > 1 and not every:
-        if port is not None:
-            urls = ", ".join(fleet.url for fleet in chosen)
-            raise BadRequest(f"--port: fleets run at {urls}; give --all, or send SIGTERM to one process", "--port")
-        raise BadRequest(f"--port: fleets run at the ports {ports}; give one of them, or --all", "--port")
-    return chosen
+def _chosen(which: WhichFleet, every: bool) -> list[DetachedFleet]:
+    if every and which.is_given:
+        raise BadRequest(f"--all: cannot be combined with --{'url' if which.port is None else 'port'}", "--all")
+    running = running_fleets()
+    detached = [fleet for fleet in running if fleet.detached]
+    chosen = detached if every else which.among(detached)
+    if chosen:
+        return chosen if every else [the_one(chosen, other=", or --all")]
+    if attached := which.among(running):
+        raise EngineError(f"the fleet at {attached[0].url} is not in the background: Ctrl-C in its terminal stops it")
+    raise EngineError(f"no fleet of `tercet up --detach` runs here{which.in_words()}{but_at(detached)}")
 
 
 def stop_detached(fleet: DetachedFleet) -> None:

@@ -325,7 +325,7 @@ def status(
         show_answer(router.ask("GET", "/sequences"), as_json, _sequences_in_words)
         return
     found: dict[str, Any] = router.ask("GET", "/status")
-    show_answer(found, as_json, lambda found: _status_in_words(router.url, found))
+    show_answer(found, as_json, lambda found: _status_in_words(router.at, found))
     with understood():
         serves = bool(found["serving"])
     if not serves:

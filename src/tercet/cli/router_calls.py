@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Generator, Iterable
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any
 from urllib.parse import quote, urlsplit
@@ -21,22 +22,14 @@ import msgspec
 import typer
 
 from tercet.cli.terminal import say
+from tercet.cli.which_fleet import WhichFleet, others_in_words
 from tercet.protocol import BadRequest, EngineNotReached, EngineUnreachable
 from tercet.protocol.access import bearer, given_key
 from tercet.protocol.wire import API_PREFIX, answer_of_router, network_reason
-from tercet.settings import require_url
-from tercet.settings.process_settings import (
-    ADMIN_KEY_FILE_VARIABLE,
-    ADMIN_KEY_VARIABLE,
-    CLIENT_KEY_VARIABLE,
-    URL_VARIABLE,
-    KeyFile,
-)
+from tercet.settings.process_settings import ADMIN_KEY_FILE_VARIABLE, ADMIN_KEY_VARIABLE, CLIENT_KEY_VARIABLE, KeyFile
 
-Url = Annotated[str, typer.Option(envvar=URL_VARIABLE, help="Base URL of the router.")]
 ApiKey = Annotated[str | None, typer.Option(envvar=CLIENT_KEY_VARIABLE, help="Client key, if the router requires one.")]
 Json = Annotated[bool, typer.Option("--json", help="Print the router's answer as JSON.")]
-HERE = "http://127.0.0.1:8000"
 CONNECT_SECONDS = 5.0
 # Adding an engine waits for the engine's answer, and loading a program for the user's module.
 READ_SECONDS, CHANGE_SECONDS = 20.0, 60.0
@@ -45,10 +38,9 @@ _PART = 1 << 16
 
 
 @dataclass(frozen=True)
-class RunningRouter:
+class RunningRouter(WhichFleet):
     """The router that a command calls, and the admin key of the calls."""
 
-    url: Url = HERE
     admin_key: Annotated[
         str | None,
         typer.Option(
@@ -59,8 +51,15 @@ class RunningRouter:
 
     def ask(self, method: str, path: str, body: Any = None) -> Any:
         """Call the router and return its answer; raise :class:`~tercet.protocol.TercetError`."""
-        require_url(self.url, "--url", HERE)
-        return ask_router(self.url, method, path, body, _key(self.admin_key))
+        try:
+            return ask_router(self.at, method, path, body, _key(self.admin_key))
+        except EngineNotReached as error:
+            raise EngineNotReached(error.message + others_in_words(self.at), "url") from error
+
+    @cached_property
+    def at(self) -> str:
+        """The router's URL, found once: a command that calls often calls the same router."""
+        return self.router_url()
 
 
 def ask_router(url: str, method: str, path: str, body: Any, admin_key: str) -> Any:

@@ -15,9 +15,9 @@ import typer
 
 from tercet.cli.setting_flags import flags_as_records, refuse, require_defaults
 from tercet.cli.terminal import announce, say
+from tercet.cli.which_fleet import WhichFleet, but_at, the_one
 from tercet.cluster.scaling.decide import DRAIN_SECONDS, SELECTOR, EngineStep, ScaleCall, ScaleRecord, parse_counts
-from tercet.protocol import BadRequest, EngineError, Role
-from tercet.protocol.names import LAST_PORT
+from tercet.protocol import EngineError, Role
 
 if TYPE_CHECKING:
     from tercet.cluster.scaling.kubernetes import KubernetesFleet
@@ -78,13 +78,11 @@ def scale(
             show_default=False,
         ),
     ] = None,
-    port: Annotated[
-        int | None, typer.Option(min=1, max=LAST_PORT, help="Port of the fleet's router, if several fleets run here.")
-    ] = None,
     drain_timeout: Annotated[
         float, typer.Option(min=0, max=86_400, help="Longest time to drain an engine that leaves (seconds).")
     ] = DRAIN_SECONDS,
     *,
+    which: WhichFleet,
     pods: KubernetesFlags,
     no_wait: Annotated[
         bool, typer.Option("--no-wait", help="Return at once; scaling continues in the background.")
@@ -107,16 +105,17 @@ def scale(
     if not given:
         refuse({"--drain-timeout": drains, "--no-wait": no_wait}, "needs ROLE=NUMBER")
     if pods.kubernetes:
-        here = {"--port": port is not None, "--drain-timeout": drains, "--json": as_json}
+        here = {"--port": which.port is not None, "--url": which.is_given, "--drain-timeout": drains, "--json": as_json}
         refuse(here, "cannot be combined with --kubernetes")
         asyncio.run(_scale_pods(pods.fleet(), given, wait=not no_wait))
     elif given:
         call = ScaleCall(**given, drain_seconds=drain_timeout)
-        _scale_here(_socket_of_fleet(port), call, not no_wait, as_json)
+        _scale_here(_socket_of_fleet(which), call, not no_wait, as_json)
     else:
+        socket = _socket_of_fleet(which)  # without a fleet, the imports below would only delay the error
         from tercet.cluster.scaling.scaler import scaling_of
 
-        _show(asyncio.run(scaling_of(_socket_of_fleet(port))), as_json)
+        _show(asyncio.run(scaling_of(socket)), as_json)
 
 
 def _scale_here(socket: Path, call: ScaleCall, wait: bool, as_json: bool) -> None:
@@ -140,20 +139,18 @@ async def _scale_pods(fleet: KubernetesFleet, given: Mapping[Role, int], wait: b
         say(str(each))
 
 
-def _socket_of_fleet(port: int | None) -> Path:
-    """Return the control socket of the fleet at ``port``, or of the only fleet on this machine.
+def _socket_of_fleet(which: WhichFleet) -> Path:
+    """Return the control socket of the fleet of this machine that is meant.
 
     Raises :class:`~tercet.protocol.TercetError` if there is no such fleet, or if several match.
     """
     from tercet.cluster.detached_fleets import running_fleets
 
-    found = [fleet for fleet in running_fleets() if fleet.control and port in (None, fleet.port)]
+    fleets = [fleet for fleet in running_fleets() if fleet.control]
+    found = which.among(fleets)
     if not found:
-        raise EngineError(f"no fleet of `tercet up` runs here{'' if port is None else f' at port {port}'}")
-    if len(found) > 1:
-        ports = ", ".join(str(fleet.port) for fleet in found)
-        raise BadRequest(f"--port: fleets run at the ports {ports}; give one of them", "--port")
-    return Path(found[0].control)
+        raise EngineError(f"no fleet of `tercet up` runs here{which.in_words()}{but_at(fleets)}")
+    return Path(the_one(found).control)
 
 
 def _followed(socket: Path, record: ScaleRecord, drain_timeout: float, quiet: bool) -> ScaleRecord:

@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from dataclasses import fields, is_dataclass
 from pathlib import Path
 from shutil import get_terminal_size
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, TypeVar, get_type_hints
 
 import typer
 
@@ -192,7 +192,7 @@ def flags_as_records(command: Callable[..., None]) -> Callable[..., None]:
     records: dict[str, Any] = {
         name: each.annotation for name, each in parameters.items() if is_dataclass(each.annotation)
     }
-    flags = {name: inspect.signature(kind, eval_str=True).parameters for name, kind in records.items()}
+    flags = {name: _flags_of_record(kind) for name, kind in records.items()}
 
     @functools.wraps(command)
     def run(**given: Any) -> None:
@@ -203,6 +203,12 @@ def flags_as_records(command: Callable[..., None]) -> Callable[..., None]:
         command(**given, **made)
 
     return taking(run, [flag for name, own in parameters.items() for flag in flags.get(name, {name: own}).values()])
+
+
+def _flags_of_record(kind: Any) -> dict[str, inspect.Parameter]:
+    """Return a parameter for each field; a record may inherit fields of a class of another module."""
+    types = get_type_hints(kind, include_extras=True)
+    return {name: each.replace(annotation=types[name]) for name, each in inspect.signature(kind).parameters.items()}
 
 
 def taking(run: Callable[..., None], parameters: Iterable[inspect.Parameter]) -> Callable[..., None]:

@@ -188,15 +188,15 @@ main()
 @pytest.mark.parametrize(
     "line",
     [
-        "--version", "--help", "nothing", "status", "status --bogus", "status --help", "up --bogus", "up --port x",
-        "up --help", "router --bogus", "router --help", "engine --bogus", "engine --port 0",
-        "down --bogus", "scale --bogus", "chat --bogus", "program --bogus", "engines add", "trace --bogus",
-        "top --bogus", "doctor --bogus",
+        "--version", "--help", "nothing", "stauts", "status", "status --port x", "status --bogus", "status --help",
+        "up --bogus", "up --port x", "up --help", "router --bogus", "router --help", "engine --bogus",
+        "engine --port 0", "down", "down --bogus", "scale --bogus", "chat --bogus", "program --bogus",
+        "engines add", "trace --bogus", "top --bogus", "doctor --bogus",
     ],
 )  # fmt: skip
-def test_a_command_that_does_little_imports_little(line: str) -> None:
+def test_a_command_that_does_little_imports_little(line: str, tmp_path: Path) -> None:
     (port,) = free_ports("127.0.0.1", 1)
-    env = {**os.environ, "TERCET_URL": f"http://127.0.0.1:{port}"}
+    env = {**os.environ, "TERCET_URL": f"http://127.0.0.1:{port}", "TERCET_CACHE": str(tmp_path)}
     done = subprocess.run(
         [sys.executable, "-c", COUNTED, *line.split()], capture_output=True, text=True, check=False, env=env
     )

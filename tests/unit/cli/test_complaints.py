@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 from pathlib import Path
 
@@ -165,6 +166,16 @@ def test_what_is_wrong_is_named_in_one_line_and_refused_with_2(
     said = capsys.readouterr().err
     assert said.startswith(f"tercet: {told}")
     assert said.count("\n") == 1
+
+
+def test_an_unknown_option_is_one_suggestion_or_a_short_list(capsys: pytest.CaptureFixture[str]) -> None:
+    assert app._run(["up", "--modell", "x"]) == 2
+    assert capsys.readouterr().err == "tercet: No such option: --modell; did you mean --model? see tercet up --help\n"
+    assert app._run(["up", "--qqqqqqqq"]) == 2
+    assert len(re.findall(r" --[a-z-]+", capsys.readouterr().err)) == app.LISTED + 2
+    for command in ("status", "up"):
+        assert app._run([command, "--qqqqqqqq"]) == 2
+        assert len(capsys.readouterr().err) < 400
 
 
 @pytest.mark.parametrize(

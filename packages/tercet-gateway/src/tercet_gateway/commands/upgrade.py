@@ -14,11 +14,12 @@ from tercet.aio import signals_to
 from tercet.cli.detached import detach, stop_detached
 from tercet.cli.setting_flags import flags_as_records
 from tercet.cli.terminal import announce
-from tercet.cluster.detached_fleets import DetachedFleet, detached_fleets
+from tercet.cli.which_fleet import is_at, the_one, url_of
+from tercet.cluster.detached_fleets import DetachedFleet, detached_fleets, running_fleets
 from tercet.cluster.up_config import UpConfig
 from tercet.protocol import BadRequest
 from tercet.settings import Source, decode_settings, read_yaml, require_url
-from tercet.settings.process_settings import ADMIN_KEY_VARIABLE
+from tercet.settings.process_settings import ADMIN_KEY_VARIABLE, URL_VARIABLE
 from tercet_gateway.upgrading import STEPS, RolloutPlan, Upgrade, require_listed
 
 DEFAULT_STEPS = ",".join(f"{step:.0%}".rstrip("%") for step in STEPS)
@@ -28,11 +29,22 @@ DEFAULT_STEPS = ",".join(f"{step:.0%}".rstrip("%") for step in STEPS)
 class UpgradeFlags:
     """The two fleets of an upgrade, how requests are shifted between them, and how long the old one is drained."""
 
-    old: Annotated[str, typer.Option("--from", metavar="URL", help="URL of the router whose fleet is replaced.")]
+    old: Annotated[
+        str | None,
+        typer.Option(
+            "--from",
+            metavar="URL|PORT",
+            envvar=URL_VARIABLE,
+            help="Router whose fleet is replaced: its URL, or its port on this machine.",
+            show_default="the only other fleet that runs here",
+        ),
+    ] = None
     to: Annotated[
         str | None,
         typer.Option(
-            metavar="URL", help="URL of a running router with the new fleet.", show_default="the fleet of --config"
+            metavar="URL|PORT",
+            help="Running router with the new fleet: its URL, or its port on this machine.",
+            show_default="the fleet of --config",
         ),
     ] = None
     config: Annotated[
@@ -67,13 +79,22 @@ class UpgradeFlags:
         str, typer.Option(envvar=ADMIN_KEY_VARIABLE, help="Admin key of the model router.", show_default=False)
     ] = ""
 
-    def require_consistent(self) -> None:
-        """Raise :class:`~tercet.protocol.BadRequest` for flags that exclude one another, and for an invalid URL."""
+    def both_urls(self) -> tuple[str, str | None]:
+        """Return the URLs of the old fleet and, if it runs already, of the new one.
+
+        Raises :class:`~tercet.protocol.BadRequest` for flags that exclude one another, and for an invalid URL.
+        """
         if (self.to is None) == (self.config is None):
             raise BadRequest("--to: give either --to or --config", "--to")
-        for name, url in (("--from", self.old), ("--to", self.to), ("--model-router", self.model_router)):
-            if url is not None:
-                require_url(url, name)
+        old = None if self.old is None else url_of(self.old, "--from")
+        new = None if self.to is None else url_of(self.to, "--to")
+        require_url(self.model_router, "--model-router")
+        if old is None:
+            found = [fleet for fleet in running_fleets() if new is None or not is_at(fleet, new)]
+            if not found:
+                raise BadRequest("--from: needs the router whose fleet is replaced; no other fleet runs here", "--from")
+            old = the_one(found, "--from").url
+        return old, new
 
     def plan(self) -> RolloutPlan:
         """Return the shares of requests and how they are watched; raise :class:`~tercet.protocol.BadRequest`."""
@@ -92,21 +113,21 @@ def upgrade(given: UpgradeFlags) -> None:
     - `tercet upgrade --from http://127.0.0.1:8001 --config new-up.yaml`
     - `tercet upgrade --from http://127.0.0.1:8001 --to http://10.0.0.8:8000 --steps 1,10,50,100 --hold 300`
     """
-    given.require_consistent()
+    old, new = given.both_urls()
     plan = given.plan()
     started = None
     if given.config is not None:
-        asyncio.run(require_listed(given.model_router, given.admin_key, given.old))
+        asyncio.run(require_listed(given.model_router, given.admin_key, old))
         started = _started(given.config)
-    new = started.url if started is not None else given.to or ""
+    new = started.url if started is not None else new or ""
     changed = Upgrade(
-        given.model_router, given.admin_key, given.old, new, plan, given.drain_timeout,
+        given.model_router, given.admin_key, old, new, plan, given.drain_timeout,
         lambda line: announce(f"  {line}"),
     )  # fmt: skip
     _replace(changed, started)
-    announce(f"{new} has replaced {given.old}")
+    announce(f"{new} has replaced {old}")
     if not given.keep:
-        _stop_if_detached(given.old)
+        _stop_if_detached(old)
 
 
 def _replace(changed: Upgrade, started: DetachedFleet | None) -> None:

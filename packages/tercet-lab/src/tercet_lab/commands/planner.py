@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import msgspec
+
 from tercet.cli.setting_flags import settings_command
+from tercet.cli.which_fleet import WhichFleet
 from tercet_lab.planning.live_planner import serve_planner
 from tercet_lab.planning.planner_settings import PlannerConfig
 
@@ -15,8 +18,10 @@ def planner(config: PlannerConfig) -> None:
     planner reports its forecast for the fleet, and how its earlier forecast came true.
 
     Examples:
-    - `tercet planner --url http://127.0.0.1:8000`
+    - `tercet planner`
+    - `tercet planner --url http://10.0.0.5:8000`
     - `tercet planner --act roles --profile mine.json --planner-interval 30`
     - `tercet planner --planner mine.py:wanted`
     """
-    serve_planner(config)
+    url = WhichFleet(config.url or None, config.router_port).router_url()
+    serve_planner(msgspec.structs.replace(config, url=url, router_port=None))

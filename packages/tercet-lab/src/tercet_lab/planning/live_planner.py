@@ -16,12 +16,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any, Protocol
-from urllib.parse import quote, urlsplit
+from urllib.parse import quote
 
 import msgspec
 from prometheus_client import CollectorRegistry, Counter, Gauge, start_http_server
 
 from tercet.aio import keep_running, run_in_thread
+from tercet.cli.which_fleet import is_at
 from tercet.cluster.detached_fleets import running_fleets
 from tercet.cluster.scaling.decide import ScaleCall
 from tercet.cluster.scaling.kubernetes import KubernetesFleet
@@ -310,13 +311,12 @@ class KubernetesProvisioner:
 
 
 def fleet_of_router(url: str) -> Path:
-    """Return the socket of the ``tercet up`` process whose router has the port of ``url``.
+    """Return the socket of the ``tercet up`` process whose router is at ``url``.
 
     Raises :class:`~tercet.protocol.BadRequest` if none runs on this machine.
     """
-    port = urlsplit(url).port
     for fleet in running_fleets():
-        if fleet.control and fleet.port == port:
+        if fleet.control and is_at(fleet, url):
             return Path(fleet.control)
     raise BadRequest(
         f"act: no fleet of `tercet up` with the router {url} runs on this machine; start the planner there, or name "

@@ -79,7 +79,16 @@ CPUShare = Annotated[float, Meta(gt=0, le=1)]
 class PlannerConfig(Settings, frozen=True):
     """Settings of a planner of one fleet; ``planning`` is a group. With ``act="advise"`` the fleet is not changed."""
 
-    url: Annotated[str, Setting("URL of the router whose fleet is planned.")] = "http://127.0.0.1:8000"
+    url: Annotated[
+        str,
+        Setting(
+            "URL of the router whose fleet is planned.",
+            default="that of the only fleet here, else http://127.0.0.1:8000",
+        ),
+    ] = ""
+    router_port: Annotated[
+        Port | None, Setting("Port of that router on this machine, instead of --url.", flag="--port")
+    ] = None
     profile: Annotated[
         str,
         Setting("Profile of an engine for simulations: a name that `tercet bench profile` lists, or a JSON file."),
