@@ -39,6 +39,9 @@ MOST_SCORES = 5  # number of engines whose scores a trace records
 SESSION = "session"  # in a trace: the request's session decided the pick
 
 
+def _ignored(_: Generation) -> None: ...
+
+
 class FleetView:
     """A fleet as one request sees it: the :class:`~tercet.protocol.Fleet` that its program gets.
 
@@ -50,7 +53,7 @@ class FleetView:
 
     def __init__(
         self, fleet: EngineFleet, trace: Trace | None = None,
-        on_generate: Callable[[Generation], object] = lambda _: None, request: Request | None = None,
+        on_generate: Callable[[Generation], object] = _ignored, request: Request | None = None,
     ) -> None:  # fmt: skip
         self.fleet = fleet
         self.trace = trace or Trace()
@@ -60,6 +63,14 @@ class FleetView:
         self.began = fleet.costs.clock()
         self.span = current_span()
         self.failed: dict[str, TercetError] = {}  # by engine, the latest failure last
+
+    def close(self) -> None:
+        """Note no further generation, since the request has ended.
+
+        ``on_generate`` refers to the sequence, and the sequence by its generation to this view: such a cycle would keep
+        the request, with its prompt, until the garbage collector runs.
+        """
+        self.on_generate = _ignored
 
     @property
     def members(self) -> Sequence[Member]:
@@ -247,7 +258,7 @@ class EngineFleet:
     # ---- views ---------------------------------------------------------------------------------------------------
 
     def traced(
-        self, trace: Trace, on_generate: Callable[[Generation], object] = lambda _: None, request: Request | None = None
+        self, trace: Trace, on_generate: Callable[[Generation], object] = _ignored, request: Request | None = None
     ) -> FleetView:
         """Return the view of ``request``, whose picks and calls are recorded in ``trace``.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 from collections.abc import AsyncIterator
 from typing import Any
@@ -12,6 +13,7 @@ import pytest
 import pytest_asyncio
 
 from tercet.decisions.sessions import session_named
+from tercet.fleet import RunningSequence
 from tercet.protocol import BadRequest, Request
 from tests.longest_wait import LONGEST_WAIT_S
 
@@ -356,3 +358,18 @@ async def test_odd_bytes_in_a_query(house: House, target: str) -> None:
 async def test_another_media_type(house: House, kind: str) -> None:
     answer = await post(house, COMPLETIONS, BODY, **{"content-type": kind})
     assert (answer.status_code, error_of(answer)["code"]) == (415, "unsupported_media_type")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("path", [COMPLETIONS, CHATS])
+async def test_an_ended_request_leaves_no_reference_cycle(house: House, path: str, stream: bool) -> None:
+    """Its prompt and tokens would wait for the garbage collector."""
+    gc.collect()
+    gc.disable()
+    try:
+        for _ in range(3):
+            assert (await post(house, path, {**WHOLE[path], "stream": stream})).status_code == 200
+        await asyncio.sleep(0)  # the tasks of the last request end
+        assert not any(type(found) is RunningSequence for found in gc.get_objects())
+    finally:
+        gc.enable()

@@ -345,7 +345,7 @@ class Service:
         program = partial(chosen.program, request, fleet)
         if self._given_up_by is not None:  # the router is ending; its streams were told before this one began
             raise self._given_up_by
-        with self._observed(chosen, sequence, trace, stream, began) as attempts:
+        with self._observed(chosen, sequence, fleet, stream, began) as attempts:
             if self.sessions is not None:
                 await self.sessions.begins(request)
             # Attempt. Without a failure the sequence has ended.
@@ -391,16 +391,17 @@ class Service:
 
     @contextmanager
     def _observed(
-        self, chosen: Chosen, sequence: RunningSequence, trace: Trace, stream: OutputStream, began: float
+        self, chosen: Chosen, sequence: RunningSequence, view: FleetView, stream: OutputStream, began: float
     ) -> Generator[Attempts]:
         """Count, show and time a sequence while entered; what still observes it learns of any end at the exit."""
         self._streams[stream] = sequence  # so that the end of the router ends it
-        attempts = Attempts(self, chosen, sequence, trace, stream)
+        attempts = Attempts(self, chosen, sequence, view.trace, stream)
         try:
             with self.sequences.running(sequence), self.metrics.sequence(), self._deadline(began, stream):
                 yield attempts
         finally:
             self._streams.pop(stream, None)
+            view.close()
             attempts.ends("left")  # without effect after another end
             if self.sessions is not None:
                 self.sessions.ends(sequence)

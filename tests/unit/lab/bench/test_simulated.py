@@ -16,6 +16,7 @@ import msgspec
 import pytest
 
 from tercet.cli import app
+from tercet.fleet import RunningSequence, Trace
 from tercet.programs import BUILT_IN, load_program
 from tercet.protocol import BadRequest, Request
 from tercet_lab.bench.results import Slo, load_result
@@ -23,7 +24,8 @@ from tercet_lab.bench.simulated import Simulation, SyntheticWorkload, parse_flee
 from tercet_lab.bench.simulated.scenario import gaps_of, members_of, names_of, requests_of
 from tercet_lab.bench.simulated.sweep import Axis, pareto, parse_axis, sweep
 from tercet_lab.sim import EngineOptions, options_from
-from tercet_lab.sim.block_pool import Run
+from tercet_lab.sim.block_pool import Prompt, Run
+from tercet_lab.sim.network import Send
 
 PROFILE = "llama-3.1-8b-h100-tp1"
 
@@ -169,6 +171,20 @@ def test_what_engines_cached_goes_with_the_run() -> None:
     try:
         assert simulation(workload=SyntheticWorkload(rate=4, requests=40, prefixes=4, prefix=64)).point(4.0)
         assert sum(type(found) is Run and found.blocks > 0 for found in gc.get_objects()) <= before
+    finally:
+        gc.enable()
+
+
+@pytest.mark.parametrize("program", sorted(BUILT_IN))
+def test_ended_requests_leave_no_reference_cycles(program: str) -> None:
+    """Prompts and traces would wait for the garbage collector, which runs rarely in a simulation."""
+    kinds = (RunningSequence, Trace, Prompt, Send)
+    gc.collect()
+    before = sum(type(found) in kinds for found in gc.get_objects())
+    gc.disable()
+    try:
+        simulation(program=program, workload=SyntheticWorkload(rate=1, requests=20)).point(8)
+        assert sum(type(found) in kinds for found in gc.get_objects()) == before
     finally:
         gc.enable()
 

@@ -55,6 +55,7 @@ class _Callback(msgspec.Struct, eq=False):
     def cancel(self) -> None:
         if not self.is_cancelled:
             self.is_cancelled = True
+            self.args = ()  # what they refer to does not wait for the time of the callback
             if self.loop is not None:
                 self.loop.timer_cancelled()
 

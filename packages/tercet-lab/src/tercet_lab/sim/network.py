@@ -98,6 +98,7 @@ class Send:
             self._timer = self._loop.call_at(max(self._arrives, self._loop.time()), self._arrived)
 
     def _arrived(self) -> None:
+        self._timer = None  # it refers to this send
         if self.done.done():
             return
         if self._sender.loses_a_transfer():
