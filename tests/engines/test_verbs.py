@@ -114,6 +114,37 @@ async def test_cached_kv_is_sent_without_a_forward_pass(prefill: HttpEngine, dec
     assert sent.bytes == 2 * layout.num_layers * layout.block_bytes
 
 
+async def computed_prompt_tokens(engine: HttpEngine) -> float:
+    """Prompt tokens that the engine has computed since its start, by its metrics."""
+    async with aiohttp.ClientSession() as session, session.get(f"{engine.url}/metrics") as page:
+        lines = (await page.text()).splitlines()
+    named, computed = "vllm:prompt_tokens_by_source_total{", 'source="local_compute"'
+    (found,) = [line for line in lines if line.startswith(named) and computed in line]
+    return float(found.rpartition(" ")[2])
+
+
+@pytest.mark.parametrize("end", [None, -1, 2 * BLOCK + 9, 2 * BLOCK, BLOCK - 1, 1])
+async def test_cached_only_computes_nothing_at_any_end(
+    prefill: HttpEngine, decode: HttpEngine, end: int | None
+) -> None:
+    prompt = prompt_of(3 * BLOCK + 30)
+    request = request_of(prompt)
+    await generate(prefill, msgspec.structs.replace(request, prompt=tuple(prompt[: 2 * BLOCK + 20])))
+    before = await computed_prompt_tokens(prefill)
+    assert before > 0
+    async with decode.prep_recv(request) as space:
+        sent = await prefill.remote_send(request, space, 0, end, cached_only=True)
+        asked = len(prompt) if end is None else end % len(prompt)
+        assert (sent.begin, sent.end) == (0, min(2, asked // BLOCK) * BLOCK)
+        assert (sent.usage.cached, sent.usage.computed, sent.bytes > 0) == (sent.end, 0, sent.end > 0)
+        outputs = [item async for item in decode.start_generate(request, sent.end)]
+    assert await computed_prompt_tokens(prefill) == before
+    usage = outputs[0].usage
+    assert usage is not None
+    assert (usage.received, usage.computed) == (sent.end, len(prompt) - sent.end)
+    assert [token for item in outputs for token in item.token_ids] == await alone(decode.url, prompt, max_tokens=8)
+
+
 async def test_two_senders_may_fill_one_reservation(prefill: HttpEngine, decode: HttpEngine) -> None:
     prompt = prompt_of(2 * BLOCK + 40)
     request = request_of(prompt)

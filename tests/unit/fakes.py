@@ -89,8 +89,9 @@ class FakeEngine:
         return structs.replace(reservation, kv_addr_info=structs.replace(reservation.kv_addr_info, end=resolved))
 
     async def remote_send(
-        self, request: Request, to: Reservation, begin: int, end: int | None = None, sample: bool = False
-    ) -> Sent:
+        self, request: Request, to: Reservation, begin: int, end: int | None = None, sample: bool = False,
+        cached_only: bool = False,
+    ) -> Sent:  # fmt: skip
         self.running += 1
         try:
             await self._enter("remote_send", begin, end, sample)

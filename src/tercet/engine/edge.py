@@ -99,7 +99,7 @@ def check_send(call: RemoteSendCall, begin: int, end: int, length: int, layout: 
     )
     if info.transport != "tcp" or not well_formed:
         raise BadRequest("kv_addr_info: is not a value that prep_recv returned", "kv_addr_info")
-    check_range(info, begin, end, length, call.sample, layout)
+    check_range(info, begin, end, length, call.sample, layout, call.cached_only)
     if sorted(rank.rank for rank in info.ranks) != list(range(info.layout.num_ranks)):
         raise BadRequest("kv_addr_info: ranks: must name each rank of the layout once", "kv_addr_info")
 

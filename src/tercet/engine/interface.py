@@ -151,6 +151,13 @@ class SendParams(msgspec.Struct, frozen=True):
         ]
 
 
+class PinnedPrefix(msgspec.Struct, frozen=True):
+    """Cached KV that a send has pinned: ``pushes`` of whole blocks up to ``end``; none if it is the send's begin."""
+
+    end: int
+    pushes: list[Push]
+
+
 class RequestInCore(msgspec.Struct, frozen=True):
     """The scheduler's data about one request of :class:`GenerationHalf`, by its ``request_id``."""
 
@@ -197,6 +204,10 @@ class SchedulerHalf(Protocol):
 
     async def push_cached(self, prompt: KeyedPrompt, send: SendParams) -> list[Push] | None:
         """Plan a send of KV that is fully here: pin its blocks and return the pushes; None if some of it is missing."""
+        ...
+
+    async def push_longest(self, prompt: KeyedPrompt, send: SendParams) -> PinnedPrefix:
+        """Plan a send of the longest cached whole blocks of ``[begin, end)``, which may be none; pin them."""
         ...
 
     async def end_send(self, send_id: str) -> None:

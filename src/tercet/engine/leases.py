@@ -141,13 +141,17 @@ def require_continued(reserved: Sequence[int], tokens: Sequence[int], differs: s
 # ---- remote_send and start_generate --------------------------------------------------------------------------
 
 
-def check_range(info: KVAddrInfo, begin: int, end: int, length: int, sample: bool, layout: KVLayout) -> None:
+def check_range(
+    info: KVAddrInfo, begin: int, end: int, length: int, sample: bool, layout: KVLayout, cached_only: bool = False
+) -> None:  # fmt: skip
     """Refuse to send ``[begin, end)`` of a prompt of ``length`` tokens into a reservation that it does not fit.
 
     Raise ``LayoutMismatch`` or ``BadRequest``.
     """
     layout.require_mappable(info.layout, info.engine)
     info.require_covers(begin, end)
+    if sample and cached_only:
+        raise BadRequest("cached_only: computes nothing, so there is no first token; leave sample out", "cached_only")
     if sample and end != length:
         raise BadRequest(f"sample: needs the whole prompt, and end {end} is not its length {length}", "sample")
 

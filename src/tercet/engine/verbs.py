@@ -14,6 +14,8 @@ from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager, suppress
 from typing import Any
 
+import msgspec
+
 from tercet.engine import agents
 from tercet.engine.agents import SendInFlight
 from tercet.engine.edge import Edge, check_adapter, check_send
@@ -36,7 +38,7 @@ from tercet.protocol import (
 from tercet.protocol.content import whole_features
 from tercet.protocol.spans import current_span
 from tercet.protocol.wire import PrepRecvAnswer, PrepRecvCall, RemoteSendCall, StartGenerateCall, StreamDestination
-from tercet.transport import Push, PushCached, SendComplete, SendDestination, routes
+from tercet.transport import Push, PushCached, SendComplete, SendDestination, SendReport, routes
 
 
 async def prep_recv(edge: Edge, call: PrepRecvCall) -> PrepRecvAnswer:
@@ -115,12 +117,17 @@ async def remote_send(edge: Edge, call: RemoteSendCall) -> Sent:
         )
         try:
             async with edge.work.sending(call.seq_id, params.send_id):
-                first, cached = await _push(edge, call, prompt, params, sending)
-                done = await sending.wait()
+                if call.cached_only:
+                    end = await _push_longest(edge, prompt, params)
+                    first, cached = None, end if end > begin else 0
+                else:
+                    first, cached = await _push(edge, call, prompt, params, sending)
+                done = await sending.wait() if end > begin else SendReport(0, 0)
         finally:
             # Unpinning concerns only the engine, so the answer does not wait for it.
-            edge.tasks.spawn(_end_send(edge, sending.send_id))
-    usage = Usage(cached=cached, computed=end - cached)
+            if end > begin:
+                edge.tasks.spawn(_end_send(edge, sending.send_id))
+    usage = Usage(cached=cached, computed=0 if call.cached_only else end - cached)
     return Sent(begin, end, done.bytes, done.chunks, time.monotonic() - started, usage, first, done.transport)
 
 
@@ -142,9 +149,7 @@ async def _push(
     """Make the engine compute and push; return the first token, if requested, and the number of cached tokens."""
     cached, word = (None, None) if call.sample else await _cached(edge, prompt.first(params.end), params)
     if cached is not None:
-        end = SendComplete(params.send_id, params.begin, params.end)
-        pushes = tuple(cached)
-        await edge.agents.push([PushCached(opening, pushes, end, word) for opening in params.openings()])
+        await _push_pinned(edge, params, cached, word)
         return None, params.end
     sampling = call.sampling_params if call.sample else dict[str, Any]()
     computed = prompt.first(whole_features(prompt.features, params.end))
@@ -162,6 +167,20 @@ async def _push(
     finally:
         computing.cancel()
     return (output if call.sample else None), min(request.num_cached, params.end)
+
+
+async def _push_longest(edge: Edge, prompt: KeyedPrompt, params: SendParams) -> int:
+    """Push the longest cached whole blocks of a send; return their end, or the send's begin if there are none."""
+    pinned = await edge.core.push_longest(prompt.first(params.end), params)
+    if pinned.end > params.begin:
+        found = msgspec.structs.replace(params, content=prompt.content(pinned.end), end=pinned.end)
+        await _push_pinned(edge, found, pinned.pushes, None)
+    return pinned.end
+
+
+async def _push_pinned(edge: Edge, params: SendParams, pushes: list[Push], word: int | None) -> None:
+    end = SendComplete(params.send_id, params.begin, params.end)
+    await edge.agents.push([PushCached(opening, tuple(pushes), end, word) for opening in params.openings()])
 
 
 async def _cached(edge: Edge, prompt: KeyedPrompt, params: SendParams) -> tuple[list[Push] | None, int | None]:

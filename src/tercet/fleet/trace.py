@@ -6,7 +6,7 @@ Cached tokens that a pick predicted are compared there with those that the engin
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Generator, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -186,18 +186,20 @@ class TracedEngine:
         return extended
 
     async def remote_send(
-        self, request: Request, to: Reservation, begin: int, end: int | None = None, sample: bool = False
-    ) -> Sent:
+        self, request: Request, to: Reservation, begin: int, end: int | None = None, sample: bool = False,
+        cached_only: bool = False,
+    ) -> Sent:  # fmt: skip
         stop = to.end if end is None else end
         receiver = to.kv_addr_info.engine
         self.view.fleet.require_exchange(self.name, receiver)
         with (
             self._watched("remote_send", receiver) as call,
-            self.costs.sending(self.name, request, begin, stop) as done,
+            nullcontext() if cached_only else self.costs.sending(self.name, request, begin, stop) as done,
         ):
             async with UntilLost(self.calls, self.view.fleet.calls_of(receiver)):
-                sent = await self.engine.remote_send(request, to, begin, end, sample)
-            done(sent.usage)
+                sent = await self.engine.remote_send(request, to, begin, end, sample, cached_only)
+            if done is not None:  # without a forward pass there is no prefill to learn from
+                done(sent.usage)
         event = TraceEvent(
             "remote_send", self.name, begin=sent.begin, end=sent.end, cached=sent.usage.cached,
             computed=sent.usage.computed, bytes=sent.bytes, chunks=sent.chunks, transport=sent.transport, to=receiver,

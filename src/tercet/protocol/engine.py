@@ -82,12 +82,16 @@ class Engine(Protocol):
         ...
 
     async def remote_send(
-        self, request: Request, to: Reservation, begin: int, end: int | None = None, sample: bool = False
-    ) -> Sent:
+        self, request: Request, to: Reservation, begin: int, end: int | None = None, sample: bool = False,
+        cached_only: bool = False,
+    ) -> Sent:  # fmt: skip
         """Get the KV of ``prompt[begin:end)`` from this engine's cache or by prefilling, and push it to ``to``.
 
         Returns when all of it is in place. With ``sample`` this engine also samples the first output token and returns
         it as :attr:`Sent.first`; ``end`` must then be the prompt's end.
+
+        With ``cached_only`` it sends the longest cached whole blocks of the range and computes nothing. A busy engine
+        answers between two steps. :attr:`Sent.end` says how far it came; it is ``begin`` if nothing was sent.
         """
         ...
 

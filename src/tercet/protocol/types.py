@@ -94,7 +94,8 @@ class Output(msgspec.Struct, frozen=True, omit_defaults=True):
 class Sent(msgspec.Struct, frozen=True, omit_defaults=True):
     """Result of ``remote_send``, returned when every byte is in place and acknowledged by every rank.
 
-    ``[begin, end)`` are the token positions that the receiver now holds. ``chunks`` is the number of parts in which the
+    ``[begin, end)`` are the token positions that the receiver now holds; none after a send with ``cached_only`` of KV
+    that the sender does not have. ``chunks`` is the number of parts in which the
     KV was sent, ``bytes`` their size. ``seconds`` runs from the call's arrival to the last acknowledgement. ``first``
     is the first output token, if the caller asked the sender to sample it. ``transport`` names the transport that
     carried the KV, such as ``host`` or ``tcp``; different ones of several ranks are joined by ``+``.

@@ -71,8 +71,9 @@ class PrepRecvAnswer(msgspec.Struct, frozen=True, kw_only=True):
 class RemoteSendCall(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
     """Body of ``POST /tercet/v1/remote_send``; the answer is a :class:`~tercet.protocol.types.Sent`.
 
-    With ``sample`` the first output token is sampled here and comes with the answer. The two layouts determine which
-    rank writes to which rank of the receiver.
+    With ``sample`` the first output token is sampled here and comes with the answer. With ``cached_only`` the longest
+    cached whole blocks of the range are sent, and nothing is computed. The two layouts determine which rank writes to
+    which rank of the receiver.
     """
 
     prompt: Prompt
@@ -81,6 +82,7 @@ class RemoteSendCall(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     seq_id: Name
     end: int | None = None
     sample: bool = False
+    cached_only: bool = False
     sampling_params: Mapping[str, Any] = {}
     cache_salt: Salt | None = None
     adapter: Name | None = None

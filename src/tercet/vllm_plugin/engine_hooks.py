@@ -376,6 +376,10 @@ CORE_HOOKS = (
             Takes(f"{POOL}.free_blocks", "ordered_blocks"),
             Takes(f"{MANAGER}.get_blocks", "request_id"),
             Says(f"{REQUEST}.__init__", "self.num_in_flight_tokens"),
+            # Which cached blocks unfinished steps still fill: those are not sent.
+            Says(f"{SINGLE}.__init__", "self.req_to_blocks"),
+            Says(f"{SCHEDULER}.__init__", "self.num_spec_tokens"),
+            Says(f"{SCHEDULER}._update_after_schedule", "request.num_computed_tokens += num_scheduled_token"),
         ),
     ),
     Hook(

@@ -55,8 +55,9 @@ class Frozen:
         raise AssertionError
 
     async def remote_send(
-        self, request: Request, to: Reservation, begin: int, end: int | None = None, sample: bool = False
-    ) -> Sent:
+        self, request: Request, to: Reservation, begin: int, end: int | None = None, sample: bool = False,
+        cached_only: bool = False,
+    ) -> Sent:  # fmt: skip
         await self._for_ever()
         raise AssertionError
 

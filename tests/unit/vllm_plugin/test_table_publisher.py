@@ -146,10 +146,9 @@ class PublishedAhead(Published):
                 for at in computes:
                     self.write(blocks[at // BLOCK], at % BLOCK, tokens[: at + 1])
         self.check()
-        if step.parts:
-            ids = {request.request_id: index for index, (request, *_) in enumerate(step.parts)}
-            sampled = [[NEXT_TOKEN] if samples else [] for *_, samples in step.parts]
-            self.engine.scheduler.update_from_output(step.output, ModelRunnerOutput(list(ids), ids, sampled))
+        ids = {request.request_id: index for index, (request, *_) in enumerate(step.parts)}
+        sampled = [[NEXT_TOKEN] if samples else [] for *_, samples in step.parts]
+        self.engine.scheduler.update_from_output(step.output, ModelRunnerOutput(list(ids), ids, sampled))
         self.check()
 
     def idle(self) -> None:

@@ -24,7 +24,7 @@ from vllm.v1.request import Request, RequestStatus
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 from vllm.v1.structured_output import StructuredOutputManager
 
-from tercet.engine.interface import KeyedPrompt, ReservedBlocks, SendParams, SeqParams
+from tercet.engine.interface import KeyedPrompt, PinnedPrefix, ReservedBlocks, SendParams, SeqParams
 from tercet.protocol import EngineError, KVLayout, content_of, packed
 from tercet.transport import (
     CancelSend,
@@ -222,6 +222,9 @@ class TinyEngine:
     def push_cached(self, tokens: list[int], send: SendParams, salt: str | None = None) -> Push | None:
         found = core_methods.push_cached(self.core, KeyedPrompt(tokens, salt), send)
         return None if found is None else found[0]
+
+    def push_longest(self, tokens: list[int], send: SendParams) -> PinnedPrefix:
+        return core_methods.push_longest(self.core, KeyedPrompt(tokens), send)
 
     def end_send(self, send_id: str) -> None:
         core_methods.end_send(self.core, send_id)

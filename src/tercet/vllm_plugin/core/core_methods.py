@@ -23,7 +23,14 @@ from vllm.v1.engine.core import EngineCore
 from vllm.v1.request import Request as VLLMRequest
 from vllm.v1.request import RequestStatus
 
-from tercet.engine.interface import EngineDescription, KeyedPrompt, RequestInCore, ReservedBlocks, SendParams
+from tercet.engine.interface import (
+    EngineDescription,
+    KeyedPrompt,
+    PinnedPrefix,
+    RequestInCore,
+    ReservedBlocks,
+    SendParams,
+)
 from tercet.protocol import Content, EngineError, TercetError, from_wire
 from tercet.protocol.types import Paused
 from tercet.transport import Push
@@ -106,6 +113,12 @@ def push_cached(core: EngineCore, prompt: KeyedPrompt, send: SendParams) -> list
     return _side(core).sends.push_cached(sought, send)
 
 
+def push_longest(core: EngineCore, prompt: KeyedPrompt, send: SendParams) -> PinnedPrefix:
+    """Pin the longest cached whole blocks of a send."""
+    sought = _placeholder(core, f"tercet-probe-{send.send_id}", prompt)
+    return _side(core).sends.push_longest(sought, send)
+
+
 def end_send(core: EngineCore, send_id: str) -> None:
     """Unpin the blocks of a send, which no agent reads any more."""
     side = _side(core)
@@ -169,6 +182,7 @@ METHODS = (
     commit,
     release,
     push_cached,
+    push_longest,
     end_send,
     status,
     sequences,
@@ -289,6 +303,9 @@ class CoreCalls:
 
     async def push_cached(self, prompt: KeyedPrompt, send: SendParams) -> list[Push] | None:
         return await self.call(push_cached, prompt, send)
+
+    async def push_longest(self, prompt: KeyedPrompt, send: SendParams) -> PinnedPrefix:
+        return await self.call(push_longest, prompt, send)
 
     async def end_send(self, send_id: str) -> None:
         await self.call(end_send, send_id)

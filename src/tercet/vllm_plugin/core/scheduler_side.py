@@ -15,14 +15,14 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from itertools import islice
-from operator import is_
+from operator import is_, le
 from typing import TYPE_CHECKING, Any
 
 from vllm.v1.metrics.stats import PrefillStats
 from vllm.v1.request import RequestStatus
 
 from tercet.engine.block_tables import BlockTableWriter, TablePlace, TableShape, create_table, row_owner
-from tercet.engine.interface import SendParams
+from tercet.engine.interface import PinnedPrefix, SendParams
 from tercet.protocol import UnknownSequence
 from tercet.transport import CoreWords, Push, SendComplete
 from tercet.vllm_plugin.core.cache_groups import GroupTables
@@ -207,10 +207,12 @@ class SendPlanner:
         self._block_size = self._tables.block_size
         self._sending: dict[str, Sending] = {}
         self._by_request: dict[str, Sending] = {}
-        # Steps that were planned and have not ended. With any, under asynchronous scheduling, the prefix cache may have
-        # blocks that no step has computed yet. The list of requests does not show this: an aborted request is removed,
+        # For each step that was planned and has not ended, the blocks that it fills to their end. vLLM enters blocks
+        # into the prefix cache when it plans their step, which under asynchronous scheduling and with pipeline stages
+        # is in flight while calls are answered. The list of requests does not show this: an aborted request is removed,
         # while a step still computes blocks that others find.
-        self._steps = 0
+        self._filling = deque[set[int]]()
+        self._blocks_of = [group.req_to_blocks for group in self._tables.groups]
         # Ids of sends whose end overtook the request in the input queue; limited, since some requests never arrive.
         self._ended_early: deque[str] = deque(maxlen=1024)
 
@@ -240,15 +242,30 @@ class SendPlanner:
 
     def plan(self, output: SchedulerOutput, metadata: StepMetadata) -> None:
         """Add the pushes of the step that ``output`` describes to ``metadata``; :meth:`stepped` follows."""
-        self._steps += 1
+        filling = set[int]()
+        self._filling.append(filling)
+        size, rewinds = self._block_size, self._scheduler.num_spec_tokens > 0
         for request_id, scheduled in output.num_scheduled_tokens.items():
+            request = self._scheduler.requests[request_id]
+            done = request.num_computed_tokens
+            # After rejected tokens, a step that was planned behind them computes from an earlier position on.
+            first = max(0, done - request.num_in_flight_tokens if rewinds else done) // size
+            if (until := (done + scheduled) // size) > first:
+                for blocks_of in self._blocks_of:
+                    blocks = blocks_of[request_id][first:until]
+                    filling.update([block.block_id for block in blocks if not block.is_null])
             sending = self._by_request.get(request_id)
             if sending is not None:
-                self._plan_one(self._scheduler.requests[request_id], sending, scheduled, metadata)
+                self._plan_one(request, sending, scheduled, metadata)
 
     def stepped(self) -> None:
         """Record that the first of the planned steps has ended; steps planned before this object do not count."""
-        self._steps = max(0, self._steps - 1)
+        if self._filling:
+            self._filling.popleft()
+
+    def _is_filled(self, block: KVCacheBlock) -> bool:
+        """True if no unfinished step computes this block of the prefix cache."""
+        return not any(block.block_id in filling for filling in self._filling)
 
     def _plan_one(self, request: VLLMRequest, sending: Sending, scheduled: int, metadata: StepMetadata) -> None:
         # Before the step's own bookkeeping, num_computed_tokens counts tokens from earlier steps or the cache. Cached
@@ -293,17 +310,40 @@ class SendPlanner:
         States are sent from the prefix cache only. ``probe`` is a request of the tokens ``[0, end)`` and one more; it
         is used only for the look-up.
         """
-        firsts, until = self._first_blocks(params), -(-params.end // self._block_size)
-        for found in (self._cached(probe, params.end), self._running(probe, params.end)):
-            if found is None:
-                continue
-            tables = [self._completed(probe, params.end // self._block_size, *each) for each in enumerate(found)]
-            # Blocks that left a window may be missing.
-            wanted = (table[first:until] for table, first in zip(tables, firsts, strict=True))
-            if not any(block.is_null for blocks in wanted for block in blocks):
-                sending = self._sending[params.send_id] = Sending(params, firsts, opened=True)
-                return self._push(sending, tables, until)
+        until, (cached, whole) = -(-params.end // self._block_size), self._cached(probe)
+        for found in (cached if whole >= until else None, self._running(probe, params.end)):
+            pushes = None if found is None else self._push_here(probe, params, found, until)
+            if pushes is not None:
+                return pushes
         return None
+
+    def push_longest(self, probe: VLLMRequest, params: SendParams) -> PinnedPrefix:
+        """Pin the longest cached whole blocks of ``[begin, end)`` from its beginning on; return them, perhaps none.
+
+        ``probe`` is as in :meth:`push_cached`. The receiver's lease must have the blocks of windows that a request
+        needs to continue at their end. States belong to the end of a lease, so with states it is all blocks or none.
+        """
+        tables, whole = self._cached(probe)
+        end, begins = whole * self._block_size, params.group_begins
+        needed = [self._tables.first_needed(group, end) * self._block_size for group in range(len(begins))]
+        useful = end == params.end if self._tables.states else all(map(le, begins, needed))
+        if end > params.begin and useful:
+            pushes = self._push_here(probe, params, tables, whole)
+            if pushes is not None:
+                return PinnedPrefix(end, pushes)
+        return PinnedPrefix(params.begin, [])
+
+    def _push_here(
+        self, probe: VLLMRequest, params: SendParams, found: Sequence[Sequence[KVCacheBlock]], until: int
+    ) -> list[Push] | None:  # fmt: skip
+        """Pin blocks up to a position in these tables, and return their pushes; None if some left a window."""
+        firsts, full = self._first_blocks(params), min(until, params.end // self._block_size)
+        tables = [self._completed(probe, full, *each) for each in enumerate(found)]
+        wanted = (table[first:until] for table, first in zip(tables, firsts, strict=True))
+        if any(block.is_null for blocks in wanted for block in blocks):
+            return None
+        sending = self._sending[params.send_id] = Sending(params, firsts, opened=True)
+        return self._push(sending, tables, until)
 
     def _completed(
         self, probe: VLLMRequest, full: int, group: int, table: Sequence[KVCacheBlock]
@@ -312,19 +352,21 @@ class SendPlanner:
 
         The first ``full`` blocks contain only tokens that are sent.
         """
-        pool, hashes = self._manager.block_pool, probe.block_hashes
-        if self._steps:
-            return table
-        return [
-            (pool.get_cached_block(hashes[at], [group]) or [block])[0] if block.is_null and at < full else block
-            for at, block in enumerate(table)
-        ]
+        pool, hashes, completed = self._manager.block_pool, probe.block_hashes, list(table)
+        for at in [at for at, block in enumerate(table[:full]) if block.is_null]:
+            kept = pool.get_cached_block(hashes[at], [group])
+            if kept is not None and self._is_filled(kept[0]):
+                completed[at] = kept[0]
+        return completed
 
-    def _cached(self, probe: VLLMRequest, end: int) -> Sequence[Sequence[KVCacheBlock]] | None:
-        if self._steps:
-            return None
+    def _cached(self, probe: VLLMRequest) -> tuple[Sequence[Sequence[KVCacheBlock]], int]:
+        """Return the cached blocks of the probe's tokens, by group, and how many of them no step computes any more."""
         computed, matched, _ = self._manager.get_computed_blocks(probe)
-        return computed.blocks if matched >= end else None
+        whole, tables = matched // self._block_size, computed.blocks
+        if any(self._filling):
+            unfilled = (at for at in range(whole) if not all(self._is_filled(table[at]) for table in tables))
+            whole = next(unfilled, whole)
+        return tables, whole
 
     def _running(self, probe: VLLMRequest, end: int) -> Sequence[Sequence[KVCacheBlock]] | None:
         """Return the blocks of a request that runs and has computed the probe's first ``end`` tokens; None without one.

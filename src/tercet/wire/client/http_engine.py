@@ -403,8 +403,9 @@ class HttpEngine:
             return  # the lease, or its engine, has ended; otherwise the lease's time to live ends it
 
     async def remote_send(
-        self, request: Request, to: Reservation, begin: int, end: int | None = None, sample: bool = False
-    ) -> Sent:
+        self, request: Request, to: Reservation, begin: int, end: int | None = None, sample: bool = False,
+        cached_only: bool = False,
+    ) -> Sent:  # fmt: skip
         call = RemoteSendCall(
             prompt=list(request.prompt),
             kv_addr_info=to.kv_addr_info,
@@ -412,6 +413,7 @@ class HttpEngine:
             end=to.end if end is None else end,
             seq_id=request.seq_id,
             sample=sample,
+            cached_only=cached_only,
             sampling_params=request.sampling_params,
             cache_salt=request.cache_salt,
             adapter=request.adapter,

@@ -622,6 +622,30 @@ def says_that_the_first_token_ends_the_request(wrong: WrongVerbs) -> None:
     wrong.after["remote_send"] = change
 
 
+def without_cached_only(said: dict[str, Any]) -> Mapping[str, Any]:
+    return {name: value for name, value in said.items() if name != "cached_only"}
+
+
+@fault("cached-kv-alone")
+def computes_what_is_not_cached(wrong: WrongVerbs) -> None:
+    async def before(verb: str, http: web.Request) -> None:
+        body_of(http, without_cached_only)
+
+    wrong.before = before
+
+
+@fault("cached-kv-alone")
+def sends_no_part_of_what_is_cached(wrong: WrongVerbs) -> None:
+    def all_or_nothing(real: Any) -> Any:
+        async def send(*args: Any) -> Sent:
+            sent, (_, _, begin, end, _, only) = await real(*args), args
+            return msgspec.structs.replace(sent, end=begin) if only and sent.end != end else sent
+
+        return send
+
+    wrong.instead("remote_send", all_or_nothing)
+
+
 @fault("parts-of-a-prompt")
 def counts_kv_after_a_gap(wrong: WrongVerbs) -> None:
     wrong.instead("take_in", lambda real: lambda lease, begin, end: real(lease, 0, end))

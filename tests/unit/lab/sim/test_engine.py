@@ -314,6 +314,31 @@ def test_what_the_sender_has_is_pushed_without_a_step() -> None:
     run_virtual(main())
 
 
+@pytest.mark.parametrize("end", [None, -1, 64, 50, 15])
+def test_cached_only_computes_nothing_also_on_a_busy_engine(end: int | None) -> None:
+    async def main() -> None:
+        sender, receiver = engines_of("s", "r")
+        await tokens_of(sender, request_of("before", 70, 1))
+        busy = asyncio.create_task(tokens_of(sender, request_of("busy", 30, 50, first=500)))
+        await asyncio.sleep(prefill(30) + 0.013)
+        began, computed = now(), sender.counters.prefill_tokens
+        request = request_of("x", 100, 4)
+        async with receiver.prep_recv(request) as space:
+            sent = await sender.remote_send(request, space, 0, end, cached_only=True)
+            assert sent.end == min(64, (100 if end is None else end % 100) // 16 * 16)
+            assert (sent.usage, sent.bytes) == (Usage(cached=sent.end), sent.end * KV_BYTES)
+            assert now() - began < 0.010, "between two steps"
+            tokens = await tokens_of(receiver, request, sent.end)
+        assert tokens == await tokens_of(engines_of("alone")[0], request_of("y", 100, 4))
+        assert sender.counters.prefill_tokens == computed
+        assert receiver.counters.prefill_tokens == 100 - sent.end
+        await busy
+        assert is_empty(sender)
+        assert is_empty(receiver)
+
+    run_virtual(main())
+
+
 def test_transfers_that_share_a_link_wait_for_each_other() -> None:
     async def main() -> list[float]:
         sender, *receivers = engines_of("p", "d1", "d2", profile=profile_of(speed=1e6))

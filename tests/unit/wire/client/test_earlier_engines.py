@@ -137,3 +137,11 @@ async def test_those_that_need_more_are_refused_and_not_served_without(
     assert len(engine.refused) == 3
     # Calls with tensors are in no form that it knows.
     assert all("unknown field" in each or "malformed" in each for each in engine.refused)
+
+
+async def test_a_send_of_cached_kv_alone_is_refused_and_computes_nothing(earlier: tuple[Earlier, HttpEngine]) -> None:
+    engine, client = earlier
+    async with client.prep_recv(PLAIN) as reservation:
+        await client.remote_send(PLAIN, reservation, 0, cached_only=True)
+    assert engine.asked["remote_send"]["cached_only"] is True
+    assert engine.refused == ["Object contains unknown field `cached_only`"]

@@ -91,6 +91,35 @@ async def first_token_with_the_send(t: EngineTrial) -> None:
     await t.peer.released(reserved)
 
 
+@check("With `cached_only` send the longest cached whole blocks of the range, compute nothing, and answer their end.")
+async def cached_kv_alone(t: EngineTrial) -> None:
+    """With `cached_only` a send computes nothing and ends at the last cached whole block, at any `end` of the range."""
+    length, known = 3 * t.unit + 7, 2 * t.unit
+    for cached, begin, end in (
+        (length, 0, length), (length, 0, -1), (length, 0, known), (length, 0, known + 3), (length, t.unit, -2),
+        (known, 0, length), (known, known, length), (known, known + 1, length), (0, 0, length),
+    ):  # fmt: skip
+        call = t.call(t.tokens(length))
+        names = {"prompt": call["prompt"][:cached], "seq_id": t.call()["seq_id"]}
+        if cached:
+            await t.engine.generate({**call, **names})
+        reserved = await t.peer.reserve(call)
+        last = max(begin, min(cached, end + length if end < 0 else end) // t.block * t.block)
+        answer = await t.engine.send(call, reserved, begin, end, cached_only=True)
+        sent = answer.decoded(Sent)
+        answer.require((sent.begin, sent.end) == (begin, last), f"[{sent.begin}, {sent.end}) was sent, not to {last}")
+        answer.require(sent.usage.computed == 0 and (sent.bytes > 0) == (last > begin), "only cached KV must be sent")
+        again = await t.engine.reserve({**call, "seq_id": t.call()["seq_id"]})
+        released = await t.engine.release(again)
+        computed = again.matched_len > cached // t.block * t.block
+        released.require(not computed, f"{cached} tokens were cached, and after the send {again.matched_len} are")
+        await t.decodes(t.peer, call, received=0 if begin else last, begin=last)
+    reserved = await t.peer.reserve(call := t.call())
+    answer = await t.engine.send(call, reserved, 0, cached_only=True, sample=True)
+    answer.refused(400, "bad_request", "cached_only")
+    await t.peer.released(reserved)
+
+
 @check("Treat ranges as half-open, and count tokens as received only without a gap from the start.")
 async def parts_of_a_prompt(t: EngineTrial) -> None:
     """Two sends fill a reservation, `[0, k)` and `[k, end)`. With one of them alone only tokens before a gap count."""

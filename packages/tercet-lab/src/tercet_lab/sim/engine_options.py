@@ -143,8 +143,9 @@ def check_adapter(request: Request, known: Mapping[str, AdapterReport]) -> None:
 
 
 def check_send(
-    request: Request, info: KVAddrInfo, begin: int, end: int, sample: bool, layout: KVLayout, room: int
-) -> None:
+    request: Request, info: KVAddrInfo, begin: int, end: int, sample: bool, layout: KVLayout, room: int,
+    cached_only: bool = False,
+) -> None:  # fmt: skip
     """Raise ``BadRequest`` or ``LayoutMismatch`` unless the tokens ``[begin, end)`` can be sent into the reservation.
 
     The reservation must have the request's adapter, and this engine's whole KV cache, ``room`` tokens, hold ``end``
@@ -154,4 +155,4 @@ def check_send(
         raise BadRequest(f"prompt: {end} tokens do not fit in the whole KV cache of {room}", "prompt")
     if info.adapter != (request.adapter or ""):
         raise BadRequest(f"adapter: is {request.adapter!r}, and prep_recv was for {info.adapter!r}", "adapter")
-    check_range(info, begin, end, request.num_tokens, sample, layout)
+    check_range(info, begin, end, request.num_tokens, sample, layout, cached_only)

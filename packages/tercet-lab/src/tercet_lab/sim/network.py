@@ -59,7 +59,7 @@ class Send:
         self._lease = lease
         self._prompt = prompt
         self._begin = begin
-        self._end = end
+        self.end = end
         self._arrives = 0.0
         self._left = begin
         self._under_way: list[tuple[int, int, float]] = []  # begin, end, arrival time
@@ -74,11 +74,11 @@ class Send:
         Equal times mean that the KV exists already. KV that was sent is not sent again if a preempted sequence
         recomputes it.
         """
-        begin, end = max(begin, self._left), min(end, self._end)
+        begin, end = max(begin, self._left), min(end, self.end)
         tokens = end - begin
         if tokens <= 0 or self.done.done():
             return
-        refusal = self._receiver.refuses(self._lease, self._prompt, self._end)
+        refusal = self._receiver.refuses(self._lease, self._prompt, self.end)
         if refusal is not None:
             self.fail(self._refused(refusal))
             return
@@ -105,7 +105,7 @@ class Send:
             self._under_way.clear()
             self.fail(TransferFailed(f"the KV from {self._sender.name} to {self._receiver.name} was lost on the way"))
         else:
-            self._receiver.receive(self._lease, self._prompt, self._begin, self._end, self._answered)
+            self._receiver.receive(self._lease, self._prompt, self._begin, self.end, self._answered)
 
     def _answered(self, refusal: str | None) -> None:
         if refusal is not None:

@@ -307,13 +307,15 @@ class SimEngine:
         return Reservation(info, matched)
 
     async def remote_send(
-        self, request: Request, to: Reservation, begin: int, end: int | None = None, sample: bool = False
-    ) -> Sent:
+        self, request: Request, to: Reservation, begin: int, end: int | None = None, sample: bool = False,
+        cached_only: bool = False,
+    ) -> Sent:  # fmt: skip
         started = self._loop.time()
         await self._arrive(request)
         begin, end = resolve_range(request.num_tokens, begin, to.end if end is None else end)
         info = to.kv_addr_info
-        check_send(request, info, begin, end, sample, self._layout, self.pool.total * self.profile.block_size)
+        room = self.pool.total * self.profile.block_size
+        check_send(request, info, begin, end, sample, self._layout, room, cached_only)
         first_block = begin // self.profile.block_size * self.profile.block_size
         prompt = self.network.prompt(request.prompt, request.cache_salt, request.adapter)
         send = Send(self, self.network.find(info), info.lease, prompt, first_block, end)
@@ -322,7 +324,12 @@ class SimEngine:
         self._sends[send] = request.seq_id
         scheduler = self._scheduler
         try:
-            if not sample and await self._between_steps(partial(self._send_known, work, request, send)):
+            if cached_only:
+                end = await self._between_steps(partial(self._send_longest, work, begin, send))
+                if end == begin:
+                    return Sent(begin, begin, 0, 0, self._loop.time() - started, Usage())
+                work.usage = Usage(cached=end)
+            elif not sample and await self._between_steps(partial(self._send_known, work, request, send)):
                 work.usage = Usage(cached=end)
             else:
                 scheduler.submit(work)
@@ -341,10 +348,24 @@ class SimEngine:
             self._scheduler.follow(source)  # a send of a running sequence's KV needs its present number of tokens
         if not self._scheduler.pin_cached(work) and not (source is not None and has_computed(source, request, work)):
             return False
+        self._send_now(work, send)
+        return True
+
+    def _send_longest(self, work: Work, begin: int, send: Send) -> int:
+        """Send the longest cached whole blocks of the range; return their end, or ``begin`` if there are none."""
+        blocks = self.pool.match(work.prompt, work.known // self.profile.block_size).blocks
+        end = blocks * self.profile.block_size
+        if end <= begin:
+            return begin
+        work.length = send.end = end
+        self._scheduler.pin_cached(work)
+        self._send_now(work, send)
+        return end
+
+    def _send_now(self, work: Work, send: Send) -> None:
         now = self._loop.time()
         send.chunk(0, work.known, now, now)
         send.computed()
-        return True
 
     def start_generate(self, request: Request, begin: int = 0, output: Sequence[int] = ()) -> OutputStream:
         return OutputStream(partial(self._generate, request, begin, output))

@@ -232,7 +232,8 @@ class Verbs:
         call = await call_in(http, RemoteSendCall)
         to = Reservation(call.kv_addr_info, call.kv_addr_info.begin)
         with self._logged("remote_send", call, http):
-            return json_of(await self._engine.remote_send(request_of(call), to, call.begin, call.end, call.sample))
+            request, sample, only = request_of(call), call.sample, call.cached_only
+            return json_of(await self._engine.remote_send(request, to, call.begin, call.end, sample, only))
 
     async def start_generate(self, http: web.Request) -> web.StreamResponse:
         """Decode. Send outputs to the call's router, or as server-sent events, or (``stream: false``) as one answer."""
