@@ -26,6 +26,7 @@ CONNECTOR = {
     "kv_role": "kv_both",
     "kv_connector_module_path": "tercet.vllm_plugin.connector",
 }
+EXAMPLE = {"kv_connector": "ExampleConnector", "kv_role": "kv_both"}
 SERVER = ["--model", "tercet/none"]
 LOOPBACK = ["--host", "127.0.0.1"]
 
@@ -55,6 +56,12 @@ def flags(*given: str, extra: dict[str, Any] | None = None, **changed: Any) -> l
     return [*SERVER, *given, "--kv-transfer-config", json.dumps(transfer)]
 
 
+def multi(*children: Any) -> list[str]:
+    return flags(
+        *LOOPBACK, extra={"connectors": children}, kv_connector="MultiConnector", kv_connector_module_path=None
+    )
+
+
 def parsed(argv: list[str]) -> Namespace:
     args = make_arg_parser(FlexibleArgumentParser()).parse_args(argv)
     assert args is not None
@@ -79,6 +86,11 @@ def refusal_of(argv: list[str], capsys: pytest.CaptureFixture[str]) -> tuple[obj
         (flags(*LOOPBACK, extra={"host": "192.0.2.1"}), "host: other machines can reach 192.0.2.1"),
         (flags(*LOOPBACK, extra={"prefill_hosts": "::::"}), "prefill_hosts"),
         (flags(*LOOPBACK, "--api-server-count", "2"), "--api-server-count: is 2"),
+        (multi(CONNECTOR, EXAMPLE), "TercetConnector is among the connectors of a MultiConnector"),
+        (
+            multi(EXAMPLE, {**EXAMPLE, "kv_connector_extra_config": {"connectors": [CONNECTOR]}}),
+            "it must be the engine's",
+        ),
     ],
 )
 @pytest.mark.usefixtures("checked")
@@ -106,6 +118,8 @@ def test_a_blank_secret_is_refused_too(capsys: pytest.CaptureFixture[str], monke
         flags("--headless"),
         SERVER,
         flags(kv_connector="ExampleConnector", kv_connector_module_path=None),
+        multi(EXAMPLE, EXAMPLE),
+        multi("not a connector", {"kv_connector_extra_config": 3}),
     ],
 )
 @pytest.mark.usefixtures("checked")
@@ -144,6 +158,10 @@ def test_an_engine_whose_kv_cannot_be_moved_is_refused_by_its_config(
     assert "kv_role is 'kv_producer'" in error
     monkeypatch.setattr(config.kv_transfer_config, "kv_connector", "ExampleConnector")
     assert create(None) is config
+    monkeypatch.setattr(config.kv_transfer_config, "kv_connector_extra_config", {"connectors": [EXAMPLE, CONNECTOR]})
+    with pytest.raises(SystemExit) as ended:
+        create(None)
+    assert (ended.value.code, capsys.readouterr().err.count("\n")) == (2, 1)
 
 
 @pytest.mark.processes

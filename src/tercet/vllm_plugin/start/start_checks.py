@@ -6,6 +6,7 @@ The same checks run again where they protect something: in the connector, and wh
 from __future__ import annotations
 
 from argparse import Namespace
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from vllm.platforms import current_platform
@@ -48,6 +49,8 @@ def _flags_checked(make: Method, cls: type, args: Namespace) -> Any:
 
 def _config_checked(create: Method, args: Any, *more: Any, **named: Any) -> VllmConfig:
     config = create(args, *more, **named)
+    with refusing_in_a_sentence():
+        require_no_sibling(config.kv_transfer_config)
     if is_tercets(config.kv_transfer_config):
         with refusing_in_a_sentence():
             require_supported_config(config)
@@ -58,10 +61,12 @@ def _config_checked(create: Method, args: Any, *more: Any, **named: Any) -> Vllm
 def require_flags(args: Namespace) -> None:
     """Raise :class:`~tercet.protocol.TercetError` for flags that a server with Tercet's connector cannot have.
 
-    These are: unknown or wrong settings of the connector, KV or verbs that callers on other machines could reach
-    without a key, and several API servers. Commands that serve nothing (``vllm bench``, headless nodes) have no verbs.
+    These are: other connectors next to it, unknown or wrong settings of the connector, KV or verbs that callers on
+    other machines could reach without a key, and several API servers. Commands that serve nothing (``vllm bench``,
+    headless nodes) have no verbs.
     """
     transfer: KVTransferConfig | None = getattr(args, "kv_transfer_config", None)
+    require_no_sibling(transfer)
     if transfer is None or not is_tercets(transfer):
         return
     require_hooks("engine")
@@ -77,6 +82,29 @@ def require_flags(args: Namespace) -> None:
             f"--api-server-count: is {servers}, and one API server keeps the leases of an engine; set it to 1",
             "--api-server-count",
         )
+
+
+def require_no_sibling(transfer: KVTransferConfig | None) -> None:
+    """Refuse Tercet's connector among those of a MultiConnector, at any depth.
+
+    Others may still read blocks that they have not pinned, while a lease gives them to a peer that writes: vLLM's
+    offloading connector would keep wrong KV under a right name. Settings and checks of the connector are not found
+    there, either. Raises :class:`~tercet.protocol.BadRequest`.
+    """
+    left: list[Any] = [] if transfer is None else [transfer.kv_connector_extra_config]
+    while left:
+        settings: Any = left.pop()
+        children: Any = settings.get("connectors") if isinstance(settings, Mapping) else None
+        for child in children if isinstance(children, Sequence) else ():
+            if isinstance(child, Mapping):
+                if child.get("kv_connector") == CONNECTOR:
+                    raise BadRequest(
+                        f"--kv-transfer-config: {CONNECTOR} is among the connectors of a MultiConnector, and it must "
+                        "be the engine's only one, because others may read blocks that a peer writes: set kv_connector "
+                        f"to {CONNECTOR!r} and leave the others out",
+                        "--kv-transfer-config",
+                    )
+                left.append(child.get("kv_connector_extra_config"))
 
 
 def is_tercets(transfer: KVTransferConfig | None) -> bool:
