@@ -13,8 +13,9 @@ from tercet.protocol import EngineLoad, TercetError
 from tercet.protocol.types import Paused
 from tercet_lab.sim.block_pool import BlockPool
 from tercet_lab.sim.engine_options import EngineOptions
+from tercet_lab.sim.kv_usage import EngineUsage
 from tercet_lab.sim.step_selection import Chunk, DecodeRun, DecodingBatch, StepSelection, Work
-from tercet_lab.sim.step_times import Alarm, EngineTime, Kind, StepModel, pairs_of
+from tercet_lab.sim.step_times import Alarm, EngineTime, Kind, SharedTime, StepModel, pairs_of
 
 NEWEST = 0.2
 """Weight of the latest step in the reported step time."""
@@ -24,8 +25,8 @@ class SimScheduler(StepSelection):
     """The step loop of one engine: select tokens, wait for the end of the step, account for its effects."""
 
     __slots__ = (
-        "_between", "_chunks", "_computes", "_ends", "_frozen_since", "_model", "_run", "_step_began", "_step_time",
-        "_ticks", "_timer", "on_change", "paused",
+        "_between", "_chunks", "_computes", "_ends", "_frozen_since", "_model", "_noted", "_run", "_step_began",
+        "_step_time", "_ticks", "_timer", "_usage", "on_change", "paused",
     )  # fmt: skip
 
     def __init__(
@@ -43,6 +44,8 @@ class SimScheduler(StepSelection):
         self._ticks = 0
         self._step_time: float | None = None
         self._computes: Kind | None = None
+        self._usage: EngineUsage | None = None
+        self._noted = 0  # steps of the present run whose blocks are recorded in it
         self.on_change: Callable[[], None] | None = None
         self.paused: Paused = ""
 
@@ -56,10 +59,10 @@ class SimScheduler(StepSelection):
     @property
     def free_blocks(self) -> int:
         """Number of free blocks now, also within a run of steps."""
-        run, now = self._run, self._frozen_since
+        run = self._run
         if run is None:
             return self.pool.free
-        return self.pool.free - self._decoding.blocks_for(run.steps_at(self._time.time() if now is None else now))
+        return self.pool.free - self._decoding.blocks_for(run.steps_at(self._now))
 
     @property
     def told(self) -> dict[str, int]:
@@ -68,12 +71,42 @@ class SimScheduler(StepSelection):
         done = {"steps": counters.steps, "preemptions": counters.preemptions, "evicted": evicted}
         return {**done, "adapter_loads": self.slots.loads}
 
+    def record_usage(self, usage: EngineUsage | None) -> None:
+        """Record the used blocks in ``usage`` from now on (None: no longer)."""
+        self._usage = usage
+        self._noted = 0 if self._run is None else self._run.steps_at(self._now)
+        if isinstance(self._time, SharedTime):
+            self._time.before_change = self.catch_up_usage
+        if usage is not None:
+            usage.note(self.free_blocks)
+
+    def catch_up_usage(self) -> None:
+        """Record the blocks that the present run of steps has taken until now."""
+        if self._run is not None:
+            self._note_run(self._run, self._run.steps_at(self._now))
+
+    def _note_run(self, run: DecodeRun, steps: int) -> None:
+        usage, noted, decoding = self._usage, self._noted, self._decoding
+        if usage is None or steps <= noted:
+            return
+        self._noted = steps
+        taken = decoding.blocks_for(steps) - decoding.blocks_for(noted)
+        if taken:
+            begin = self._time.on_loop(run.begin)
+            first = self._time.on_loop(run.begin + run.first) - begin
+            growth = run.growth * first / run.first
+            usage.note_run(begin, first, growth, (noted, steps), decoding.tick, decoding.phases, taken)
+
+    @property
+    def _now(self) -> float:
+        """The engine's time, which stands still while it is frozen."""
+        return self._time.time() if self._frozen_since is None else self._frozen_since
+
     def holding(self, work: Work) -> tuple[int, int]:
         """Return a sequence's number of tokens and of blocks now, also within a run of steps."""
         if work.state != "decoding":
             return work.known, work.holding.blocks
-        run, now = self._run, self._frozen_since
-        begun = 0 if run is None else run.steps_at(self._time.time() if now is None else now)
+        begun = 0 if self._run is None else self._run.steps_at(self._now)
         # A step takes its blocks when it begins, and produces its tokens when it ends.
         return self._decoding.after(work, max(0, begun - 1))[0], self._decoding.after(work, begun)[1]
 
@@ -159,6 +192,7 @@ class SimScheduler(StepSelection):
 
     def stop(self, error: TercetError) -> None:
         """Drop all sequences and end their streams with ``error``."""
+        self.catch_up_usage()
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
@@ -174,6 +208,8 @@ class SimScheduler(StepSelection):
         self._between.clear()
         self._chunks, self._run, self._ticks = [], None, 0
         self._decoding = DecodingBatch(self._block_size)
+        if self._usage is not None:
+            self._usage.note(self.pool.free)
         for work in works:
             work.state = "left"
             if work.stream is not None:
@@ -181,7 +217,7 @@ class SimScheduler(StepSelection):
 
     def _count_until_now(self) -> None:
         """Count the ended steps of a run, and the engine's busy time. The running step is lost."""
-        now = self._time.time() if self._frozen_since is None else self._frozen_since
+        now = self._now
         self.counters.busy += max(0.0, self._time.on_loop(min(now, self._ends)) - self._step_began)
         if self._run is not None:
             done = max(0, self._run.steps_at(now) - 1)
@@ -197,6 +233,7 @@ class SimScheduler(StepSelection):
         """Stop as a process stops after SIGSTOP: the running step and all calls continue after :meth:`thaw`."""
         self.paused = paused
         if self._frozen_since is None:
+            self.catch_up_usage()
             self._frozen_since = self._time.time()
             if self._timer is None:
                 self._await_moment()
@@ -260,6 +297,8 @@ class SimScheduler(StepSelection):
                 action()
         if self._timer is None:
             self._plan(now)
+        if self._usage is not None and self._run is None:
+            self._usage.note(self.pool.free)
         if self.on_change is not None:
             self.on_change()
 
@@ -301,6 +340,9 @@ class SimScheduler(StepSelection):
         per_context = self._model.per_context
         first = self._model.decode_base(batch) + per_context * decoding.contexts
         self._step_began = self._time.on_loop(now)
+        if self._usage is not None:
+            self._usage.note(self.pool.free)
+        self._noted = 0
         self._run = DecodeRun(now, steps, first, per_context * batch)
         self._ticks = steps
         self._end_at(self._run.after(steps))
@@ -314,6 +356,7 @@ class SimScheduler(StepSelection):
         decoding, ticks = self._decoding, self._ticks
         chunks, self._chunks = self._chunks, []
         if self._run is not None:
+            self._note_run(self._run, ticks)
             self.counters.steps += ticks
             self._run = None
         if ticks:

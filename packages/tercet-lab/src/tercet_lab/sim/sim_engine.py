@@ -42,6 +42,7 @@ from tercet_lab.sim.engine_options import (
     max_tokens_of,
     tokens_to_produce,
 )
+from tercet_lab.sim.kv_usage import EngineUsage
 from tercet_lab.sim.leases import SimLease, SimLeases
 from tercet_lab.sim.network import Network, Send
 from tercet_lab.sim.scheduler import SimScheduler
@@ -120,6 +121,7 @@ class SimEngine:
         self._sends: dict[Send, str] = {}  # with their sequences
         self._calls: set[asyncio.Future[Any]] = set()
         self._before = Counters()
+        self._usage: EngineUsage | None = None
         self._start()
         network.add(self)
 
@@ -130,6 +132,8 @@ class SimEngine:
         self._scheduler = SimScheduler(self._model, self.pool, self.profile.block_size, self.options, self._time)
         limit = int(blocks * self.options.max_lease_share)
         self._leases = SimLeases(self.pool, self.profile.block_size, limit, self._scheduler)
+        if self._usage is not None:
+            self._scheduler.record_usage(self._usage)
         if self._observer is not None:
             self._observer.cleared()
             self.observe(self._observer)
@@ -245,10 +249,18 @@ class SimEngine:
         return not self._scheduler.idle
 
     @property
-    def kv_usage(self) -> float:
-        """Share of the KV blocks in use now, 0 to 1."""
-        total = self.pool.total
-        return (total - self._scheduler.free_blocks) / total
+    def free_blocks(self) -> int:
+        """Number of KV blocks that are free now."""
+        return self._scheduler.free_blocks
+
+    def record_usage(self, usage: EngineUsage | None) -> None:
+        """Record the used blocks in ``usage`` from now on, also after a restart (None: no longer)."""
+        self._usage = usage
+        self._scheduler.record_usage(usage)
+
+    def catch_up_usage(self) -> None:
+        """Record the blocks that the engine has taken until now."""
+        self._scheduler.catch_up_usage()
 
     @property
     def busy(self) -> bool:

@@ -168,6 +168,11 @@ class DecodingBatch:
         """Number of KV tokens that all sequences together read at the next tick."""
         return self._context + self.size * (self.tick + 1)
 
+    @property
+    def phases(self) -> list[int]:
+        """Number of sequences that take a block in each of the ticks from 0 to the block size, and so on."""
+        return self._phases
+
     def works(self) -> list[Work]:
         """Return the sequences in the order in which they joined."""
         return list(self._works.values())

@@ -390,6 +390,7 @@ class SharedTime:
         # Engine time and loop time at the last change of speed.
         self._since = self._since_on_loop = self._loop.time()
         self._alarm: _Alarm | None = None
+        self.before_change: Callable[[], None] | None = None  # called before each change of the speed
 
     def time(self) -> float:
         return self._since + (self._loop.time() - self._since_on_loop) / self._slowdown
@@ -429,6 +430,8 @@ class SharedTime:
         slowdown = self._slowdown_by(engines)
         if slowdown == self._slowdown:
             return
+        if self.before_change is not None:
+            self.before_change()
         self._since, self._since_on_loop = self.time(), self._loop.time()
         self._slowdown = slowdown
         alarm = self._alarm

@@ -36,9 +36,10 @@ from tercet_lab.bench.simulated.scenario import (
     parse_fleet,
     slo_of_class,
 )
-from tercet_lab.bench.simulated.virtual_run import KVImbalance, Outcome, PlannedRun, run_once
+from tercet_lab.bench.simulated.virtual_run import Outcome, PlannedRun, run_once
 from tercet_lab.planning.planner_settings import NO_PLANNER
 from tercet_lab.sim import EngineOptions, load_profile, options_from
+from tercet_lab.sim.kv_usage import KVImbalance
 
 
 class SimulatedPoint(msgspec.Struct, frozen=True, kw_only=True):

@@ -51,6 +51,7 @@ from tercet_lab.bench.simulated.scenario import (
     weights_of,
 )
 from tercet_lab.sim import EngineOptions, SimEngine, run_virtual
+from tercet_lab.sim.kv_usage import KVImbalance, UsageLog
 
 
 class PlannedChange(msgspec.Struct, frozen=True):
@@ -129,13 +130,16 @@ class PaidTime:
     def __init__(self, names: Iterable[str]) -> None:
         self._since = dict.fromkeys(names, 0.0)
         self._seconds = 0.0
+        self.before_change: Callable[[], object] = lambda: None
 
     def begin(self, name: str, now: float) -> None:
         """Pay for an engine from the second ``now``."""
+        self.before_change()
         self._since[name] = now
 
     def end(self, name: str, now: float) -> None:
         """Pay for an engine no longer, from the second ``now``."""
+        self.before_change()
         self._seconds += now - self._since.pop(name)
 
     def __contains__(self, name: str) -> bool:
@@ -144,56 +148,6 @@ class PaidTime:
     def seconds(self, now: float) -> float:
         """Return the paid engine-seconds until the second ``now``."""
         return self._seconds + sum(now - since for since in self._since.values())
-
-
-SAMPLE_SECONDS, OFTEN = 0.1, 100
-
-
-class KVImbalance(msgspec.Struct, frozen=True, kw_only=True):
-    """The KV usage of the fullest engine minus the mean over all paid engines, as shares of a KV cache (0 to 1).
-
-    ``mean`` and ``p95`` are over samples every :data:`SAMPLE_SECONDS` seconds from the first arrival to the last one:
-    the drain at the end is not a load to balance. With more than :data:`OFTEN` engines, samples are less frequent, so
-    that they cost no more. ``usage`` is the mean KV usage of the paid engines over the same time.
-    """
-
-    mean: float
-    p95: float
-    usage: float
-
-    def flat(self) -> dict[str, float]:
-        """Return the values by name, for a report."""
-        return {"mean_kv_imbalance": self.mean, "p95_kv_imbalance": self.p95, "mean_kv_usage": self.usage}
-
-
-class ImbalanceSamples:
-    """The sampling of all engines at regular intervals, until ``over`` is set."""
-
-    def __init__(self, engines: Mapping[str, SimEngine], paid: PaidTime) -> None:
-        self._engines, self._paid = engines, paid
-        self._imbalances = array("d")
-        self._usages = array("d")
-        self.over = False
-
-    async def take(self) -> None:
-        """Take samples until cancelled, or until ``over`` is set."""
-        interval = SAMPLE_SECONDS * max(1.0, len(self._engines) / OFTEN)
-        while not self.over:
-            paid = self._paid
-            if usages := [engine.kv_usage for name, engine in self._engines.items() if name in paid]:
-                mean = sum(usages) / len(usages)
-                self._imbalances.append(max(usages) - mean)
-                self._usages.append(mean)
-            await asyncio.sleep(interval)
-
-    def summary(self) -> KVImbalance | None:
-        """Return the result, or None without samples."""
-        if not self._imbalances:
-            return None
-        found = np.array(self._imbalances)
-        return KVImbalance(
-            mean=float(found.mean()), p95=float(np.percentile(found, 95)), usage=float(np.mean(self._usages))
-        )
 
 
 @dataclass
@@ -493,7 +447,7 @@ async def _serve_all(
     paid: PaidTime,
 ) -> None:
     loop, coming = asyncio.get_running_loop(), enumerate(arrivals)
-    samples = ImbalanceSamples(built.engines, paid)
+    usage: UsageLog | None = None
     all_sent: asyncio.Future[None] = loop.create_future()
     all_ended: asyncio.Future[None] = loop.create_future()
     # Not a TaskSet: it would log an error of a program, but an unhandled exception must end the simulation.
@@ -513,11 +467,12 @@ async def _serve_all(
     def await_next() -> None:
         for number, (when, request) in coming:
             if when > loop.time():
-                # After the other callbacks of that moment: engines are sampled before the arrivals of the same moment.
+                # After the other callbacks of that moment.
                 loop.call_later(when - loop.time(), loop.call_soon, arrive, request, number >= warm_up)
                 return
             begin(request, number >= warm_up)
-        samples.over = True
+        if usage is not None:
+            outcome.imbalance, paid.before_change = usage.end(), lambda: None
         if not all_sent.done():
             all_sent.set_result(None)
 
@@ -527,12 +482,14 @@ async def _serve_all(
             await_next()
 
     def begin(request: Request, measured: bool) -> None:
+        nonlocal usage
+        if usage is None:
+            usage = UsageLog(built.engines, paid)
+            paid.before_change = usage.settle
         running.add(loop.create_task(_converse(built, request, outcome, measured, follow_ups, on_end)))
 
-    async with alongside(samples.take()):
-        await_next()
-        await all_sent
-    outcome.imbalance = samples.summary()
+    await_next()
+    await all_sent
     if running and not broken:
         await all_ended
     if broken:
