@@ -156,17 +156,16 @@ def _named(listed: Sequence[Device], handles: Sequence[str]) -> Iterator[Device]
     CUDA accepts the beginning of a UUID, vLLM needs all of it. If no devices are listed, every name is accepted.
     """
     for handle in handles:
-        found = next((each for each in listed if _is_called(each, handle)), None)
+        found = next(
+            (each for each in listed if (each.handle == handle if handle.isdigit() else each.uuid.startswith(handle))),
+            None,
+        )
         if found is not None and not found.divided:
             yield found if handle.isdigit() else msgspec.structs.replace(found, handle=found.uuid)
         elif found is not None or not listed or handle.startswith("MIG-"):
             yield Device(handle)  # of a divided GPU, CUDA uses the first instance
         else:
             return
-
-
-def _is_called(device: Device, handle: str) -> bool:
-    return device.handle == handle if handle.isdigit() else device.uuid.startswith(handle)
 
 
 def _behind_mps(device: Device, environment: Mapping[str, str]) -> Device:
@@ -358,16 +357,11 @@ def _share(device: Device, engines: int, given: float | None) -> float | None:
     )  # the smallest share of a large device is below 1%
 
 
-def claims_directory() -> Path:
-    """Return the directory of the claims of all processes of this user."""
-    return Path(tempfile.gettempdir()) / f"tercet-cores-{os.getuid()}"
-
-
 class CoreClaims:
     """Claims of this process until its end: a file lock for each core."""
 
     def __init__(self, directory: Path | None = None) -> None:
-        self._directory = directory or claims_directory()
+        self._directory = directory or (Path(tempfile.gettempdir()) / f"tercet-cores-{os.getuid()}")
         self._held: dict[int, int] = {}
 
     def claim(self, count: int) -> tuple[int, ...]:

@@ -175,7 +175,13 @@ class Guard:
     def __init__(self, grace: float, command: list[str]) -> None:
         self._grace = grace
         self._asked_to_stop = False
-        self._wakeup = _wake_on_signals()
+        # Readable at every handled signal, including the end of a child.
+        reader, writer = os.pipe()
+        os.set_blocking(writer, False)
+        signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+        # Unlike SIG_IGN, a handler lets the signal wake this process, and the command does not inherit it.
+        signal.signal(signal.SIGCHLD, lambda _number, _frame: None)
+        self._wakeup = reader
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
             signal.signal(number, self._ask_to_stop)
         self._end_well = _watch_this_process(grace)
@@ -192,7 +198,14 @@ class Guard:
                 passed_on = True
                 os.killpg(0, signal.SIGTERM)
             if self._parent_is_gone():
-                self._end_group()
+                # End the process group, of which this process is a member: nothing after this runs.
+                if self._child.forget():
+                    _end_what_is_left()
+                os.killpg(0, signal.SIGTERM)
+                deadline = time.monotonic() + self._grace
+                while self._child.poll() is None and time.monotonic() < deadline:
+                    time.sleep(0.05)
+                _end_what_is_left()
         os.write(self._end_well, b"\n")
         return code if code >= 0 else 128 - code
 
@@ -205,16 +218,6 @@ class Guard:
         if self._wakeup in ready:
             os.read(self._wakeup, 4096)
         return PARENT in ready and not os.read(PARENT, 4096)
-
-    def _end_group(self) -> None:
-        """End the process group, of which this process is a member; the call does not return."""
-        if self._child.forget():
-            _end_what_is_left()
-        os.killpg(0, signal.SIGTERM)
-        deadline = time.monotonic() + self._grace
-        while self._child.poll() is None and time.monotonic() < deadline:
-            time.sleep(0.05)
-        _end_what_is_left()
 
 
 def _remove_sockets() -> None:
@@ -271,16 +274,6 @@ def _end_with(guard: int) -> None:
     libc.prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
     if os.getppid() != guard:
         os.kill(os.getpid(), signal.SIGTERM)
-
-
-def _wake_on_signals() -> int:
-    """Return a file descriptor that becomes readable at every handled signal, including the end of a child."""
-    reader, writer = os.pipe()
-    os.set_blocking(writer, False)
-    signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
-    # Unlike SIG_IGN, a handler lets the signal wake this process, and the command does not inherit it.
-    signal.signal(signal.SIGCHLD, lambda _number, _frame: None)
-    return reader
 
 
 def main(grace: float, command: list[str]) -> int:

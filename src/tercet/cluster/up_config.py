@@ -121,7 +121,13 @@ class UpConfig(RouterSettings, frozen=True):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._require_one_count()
+        ratio_of(self.pd_ratio)
+        if self.max_instances is None and self.pd_ratio != "1:1":
+            raise BadRequest("pd-ratio: needs max-instances", "pd-ratio")
+        if self.max_instances is not None and (self.prefill, self.decode, self.both) != (1, 1, 0):
+            raise BadRequest(
+                "max-instances: cannot be combined with prefill, decode or both; remove these", "max-instances"
+            )
         if self.prefill + self.decode + self.both == 0:
             raise BadRequest("--prefill, --decode and --both are all 0; start at least one engine", "prefill")
         if self.options and self.simulate is None:
@@ -135,20 +141,6 @@ class UpConfig(RouterSettings, frozen=True):
         if self.openai_layer == "small" and self.simulate is None:
             raise BadRequest("openai-layer: small needs simulate; vLLM engines need vLLM's layer", "openai-layer")
         self.require_stream_ports_without(self.port)
-        self._require_ray()
-        check_engine_flags(self.engine_args, "engine-args")
-        check_flags(self.vllm_args, "router-args")
-
-    def _require_one_count(self) -> None:
-        ratio_of(self.pd_ratio)
-        if self.max_instances is None and self.pd_ratio != "1:1":
-            raise BadRequest("pd-ratio: needs max-instances", "pd-ratio")
-        if self.max_instances is not None and (self.prefill, self.decode, self.both) != (1, 1, 0):
-            raise BadRequest(
-                "max-instances: cannot be combined with prefill, decode or both; remove these", "max-instances"
-            )
-
-    def _require_ray(self) -> None:
         if self.fleet_name is not None:
             require_fleet_name(self.fleet_name, "fleet-name")
         if self.on is None:
@@ -164,6 +156,8 @@ class UpConfig(RouterSettings, frozen=True):
             raise BadRequest(
                 "on: cannot be combined with --data-parallel-size: the ranks of one group run on one machine", "on"
             )
+        check_engine_flags(self.engine_args, "engine-args")
+        check_flags(self.vllm_args, "router-args")
 
     @property
     def ray_address(self) -> str:

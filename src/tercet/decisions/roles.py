@@ -301,7 +301,13 @@ class RoleController:
         now, pressures, demand = effects.at, effects.pressures, effects.demand
         if pressures is None or demand is None:
             return None, effects.why
-        pressed = self._pressed(now, pressures)
+        # Since when each role has had a pressure of at least 1.
+        for role in OTHER:
+            if getattr(pressures, role) >= 1.0:
+                self._since.setdefault(role, now)
+            else:
+                self._since.pop(role, None)
+        pressed = max(self._since, key=lambda role: getattr(pressures, role), default=None)
         if pressed is None:
             return None, "no role is pressed"
         lasted = now - self._since[pressed]
@@ -350,15 +356,6 @@ class RoleController:
             f"and {effects.why}"
         )
         return replace(effects, why=why, plan=plan)
-
-    def _pressed(self, now: float, pressures: Pressures) -> Pressed | None:
-        """Return the role with the larger pressure of at least 1, or None; record since when each role has had it."""
-        for role in OTHER:
-            if getattr(pressures, role) >= 1.0:
-                self._since.setdefault(role, now)
-            else:
-                self._since.pop(role, None)
-        return max(self._since, key=lambda role: getattr(pressures, role), default=None)
 
     def _best(
         self, pressed: Pressed, able: dict[Pressed, list[ObservedEngine]], demand: Demand

@@ -225,7 +225,14 @@ class Bypass:
             found = self._tables.find_all(owner)
             pushes = None if found is None else self._pushes(found, params)
             if found and pushes is not None:
-                return pushes, self._word(found[0].epoch)
+                # Each word of the epoch is used for one send.
+                epoch = found[0].epoch
+                if epoch != self._epoch:
+                    self._epoch, self._used = epoch, 0
+                if self._used == CORE_WORDS:
+                    raise EngineError(f"{CORE_WORDS} sends have bypassed the stuck core, which is the limit")
+                self._used += 1
+                return pushes, core_word(epoch, self._used - 1)
         raise EngineError("the engine's core does not answer, and has not published the place of these tokens' KV")
 
     def _pushes(self, found: list[Residence], params: SendParams) -> list[Push] | None:
@@ -239,12 +246,3 @@ class Bypass:
             if blocks:
                 pushes.append(Push(params.send_id, first - base, blocks, group))
         return pushes
-
-    def _word(self, epoch: int) -> int:
-        """Return an unused word of the epoch: each word is used for one send."""
-        if epoch != self._epoch:
-            self._epoch, self._used = epoch, 0
-        if self._used == CORE_WORDS:
-            raise EngineError(f"{CORE_WORDS} sends have bypassed the stuck core, which is the limit")
-        self._used += 1
-        return core_word(epoch, self._used - 1)

@@ -92,7 +92,12 @@ class KVLayout(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_def
             if name not in free and getattr(self, name) != getattr(other, name)
         ]
         if self.tp_size != other.tp_size and not differences:
-            differences = self._obstacles_to_other_ranks(other, whose)
+            differences: list[str] = []
+            degrees = f"tp_size is {self.tp_size} here and {other.tp_size} on {whose}"
+            if not (self.splits_by_head and other.splits_by_head):
+                differences.append(f"{degrees}, and blocks of packing {self.packing!r} cannot be cut between heads")
+            if max(self.tp_size, other.tp_size) % min(self.tp_size, other.tp_size):
+                differences.append(f"{degrees}, and neither divides the other")
         if self.exchange_key != other.exchange_key and not differences:
             differences = [f"the bytes of a token's head differ: {self._sizes()} here, {other._sizes()} on {whose}"]
         if differences:
@@ -107,15 +112,6 @@ class KVLayout(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_def
 
     def _sizes(self) -> str:
         return f"block_bytes {self.block_bytes} with block_size {self.block_size} and tp_size {self.tp_size}"
-
-    def _obstacles_to_other_ranks(self, other: KVLayout, whose: str) -> list[str]:
-        found: list[str] = []
-        degrees = f"tp_size is {self.tp_size} here and {other.tp_size} on {whose}"
-        if not (self.splits_by_head and other.splits_by_head):
-            found.append(f"{degrees}, and blocks of packing {self.packing!r} cannot be cut between heads")
-        if max(self.tp_size, other.tp_size) % min(self.tp_size, other.tp_size):
-            found.append(f"{degrees}, and neither divides the other")
-        return found
 
 
 class RankAddress(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):

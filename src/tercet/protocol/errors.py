@@ -255,7 +255,8 @@ def _openai(_status: int, said: Mapping[str, Any]) -> Any:
 
 
 def _anthropic(status: int, said: Mapping[str, Any]) -> Any:
-    return {"type": "error", "error": {"type": anthropic_type(status), "message": said["message"]}}
+    other = "invalid_request_error" if status < HTTPStatus.INTERNAL_SERVER_ERROR else "api_error"
+    return {"type": "error", "error": {"type": ANTHROPIC_TYPES.get(status, other), "message": said["message"]}}
 
 
 def _cohere(_status: int, said: Mapping[str, Any]) -> Any:
@@ -265,12 +266,6 @@ def _cohere(_status: int, said: Mapping[str, Any]) -> Any:
 _FORMS: Mapping[Api, Callable[[int, Mapping[str, Any]], Any]] = {
     "openai": _openai, "responses": _openai, "anthropic": _anthropic, "cohere": _cohere,
 }  # fmt: skip
-
-
-def anthropic_type(status: int) -> str:
-    """Return Anthropic's name for errors with an HTTP status."""
-    other = "invalid_request_error" if status < HTTPStatus.INTERNAL_SERVER_ERROR else "api_error"
-    return ANTHROPIC_TYPES.get(status, other)
 
 
 # ---- in streams ----------------------------------------------------------------------------------------------

@@ -53,21 +53,17 @@ def read_json(content: bytes) -> Any:
     try:
         return msgspec.json.decode(content)
     except UNREADABLE as error:
-        return _read_as_python_does(content, error)
-
-
-def _read_as_python_does(content: bytes, error: Exception) -> Any:
-    if len(content) > MOST_EXPLAINED:
-        raise BadRequest(f"the request's body is not JSON: {error}") from error
-    try:
-        value = json.loads(content.decode(UTF8, "surrogatepass"), parse_int=_whole_number)
-    except RecursionError:
-        raise BadRequest("the request's body has lists or objects that are nested too deeply") from error
-    except ValueError:
-        raise BadRequest(f"the request's body is not JSON: {error}") from error
-    for field, why in _unwritable(value):
-        raise BadRequest(f"{field or 'the body'}: {why}", field or None) from error
-    return value
+        if len(content) > MOST_EXPLAINED:
+            raise BadRequest(f"the request's body is not JSON: {error}") from error
+        try:
+            value = json.loads(content.decode(UTF8, "surrogatepass"), parse_int=_whole_number)
+        except RecursionError:
+            raise BadRequest("the request's body has lists or objects that are nested too deeply") from error
+        except ValueError:
+            raise BadRequest(f"the request's body is not JSON: {error}") from error
+        for field, why in _unwritable(value):
+            raise BadRequest(f"{field or 'the body'}: {why}", field or None) from error
+        return value
 
 
 def _whole_number(digits: str) -> float:

@@ -147,7 +147,8 @@ class RouterApp:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        context = scope[CONTEXT] = context_of(scope)
+        headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
+        context = scope[CONTEXT] = RequestContext(path_of(scope), headers, connection=scope.get(CONNECTION))
         with (
             followed_request(context, scope, self._traces) as followed,
             access_logged(scope, send) if self._access_log else nullcontext(send) as answer,
@@ -352,12 +353,6 @@ class RouterApp:
                 if isinstance(failed, RouterFailed):
                     logger.exception("a request to %s failed", context.path)
                 await answer.fail(failed)
-
-
-def context_of(scope: Scope) -> RequestContext:
-    """Return the context of a request, from its head."""
-    headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
-    return RequestContext(path_of(scope), headers, connection=scope.get(CONNECTION))
 
 
 def _odd_path(path: str) -> BadRequest | None:

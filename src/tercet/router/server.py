@@ -8,7 +8,7 @@ import logging
 import math
 import os
 import signal
-from collections.abc import AsyncGenerator, Awaitable, Callable, Generator, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Generator
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -64,19 +64,16 @@ OTHER_LISTENING = ("--ssl", "--uds", "--root-path")
 REASON = "this router has no engine yet that answers; it serves once one does"
 
 
-def can_wait(config: RouterConfig) -> bool:
-    """True if the port is a plain port of this process, which can answer until there is an engine."""
-    plain = not any(flag.startswith(OTHER_LISTENING) for flag in config.vllm_args)
-    return config.workers == 1 and config.admin_listen is None and plain
-
-
 @asynccontextmanager
 async def waiting_room(config: RouterConfig, state: SharedState, files: NamedFiles) -> AsyncGenerator[None]:
     """Answer clients at the router's port with 503 and :data:`REASON`, and serve admin routes, while entered.
 
     The port is free at the exit, so that the OpenAI API can listen there.
     """
-    keys = RouterKeys(config, api_keys(_keys_of(config.vllm_args)))
+    # The client keys among vLLM's flags; the layer that serves later checks the other flags.
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--api-key", nargs="+")
+    keys = RouterKeys(config, api_keys(parser.parse_known_args(list(config.vllm_args))[0]))
     keys.require_private(config.host, config)
     server = QuietServer(
         uvicorn.Config(_app(config, state, keys, files), http=BoundedProtocol, log_level="warning", access_log=False,
@@ -110,13 +107,6 @@ def _app(config: RouterConfig, state: SharedState, keys: RouterKeys, files: Name
         access_log=config.access_log, admins=keys.access,
     )  # fmt: skip
     return app
-
-
-def _keys_of(given: Sequence[str]) -> argparse.Namespace:
-    """Return the client keys among vLLM's flags; the layer that serves later checks the other flags."""
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    parser.add_argument("--api-key", nargs="+")
-    return parser.parse_known_args(list(given))[0]
 
 
 SOON_SECONDS = 6.0
@@ -206,7 +196,15 @@ class _Router:
                 self.background.keep(lambda: follow_found(self.state, discovery_of(self.config.discovery)), "pods")
             self.background.keep(self.state.follow, "state")
         if not self.config.serves_without_vllm:
-            _import_vllm(self.config)
+            from tercet.vllm_plugin.start.before_forks import light_import
+            from tercet.vllm_plugin.start.process_output import errors_only
+
+            errors_only()  # vLLM's other lines concern an engine that does not run here, and routes
+            with light_import(compiles=False):
+                from tercet.router.openai.openai_server import import_vllm, require_flags
+
+                import_vllm()
+            require_flags(self.config.vllm_args, self.config.workers)
 
     async def _first_promise(self) -> ServedModel:
         """Wait for an engine that answers; if engines are named, the port stays closed for the first seconds."""
@@ -218,7 +216,13 @@ class _Router:
                     return await self.state.until_ready(partial(self.membership.until_ready, SOON_SECONDS))
             finally:
                 self.background.keep(self.state.follow, "state")
-        return await _first_engine(self.config, self.state, self.membership)
+        # Wait for the first engine that answers; answer errors at the port meanwhile, if that is possible.
+        plain = not any(flag.startswith(OTHER_LISTENING) for flag in self.config.vllm_args)
+        if not (self.config.workers == 1 and self.config.admin_listen is None and plain):
+            return await self.state.until_ready(self.membership.until_one_answers)
+        async with waiting_room(self.config, self.state, named_files(self.config)):
+            seconds = math.inf if self.config.await_engines or self.config.discovery.roster else READY_SECONDS
+            return await self.state.until_ready(partial(self.membership.until_one_answers, seconds))
 
     def _follow_fleet(self, promise: ServedModel) -> None:
         """Check each engine against the fleet's ``promise``, from now on."""
@@ -276,15 +280,6 @@ class _Router:
         self.until_ended.enter_context(signals_to(self.shutdown.begin, second))
 
 
-async def _first_engine(config: RouterConfig, state: SharedState, membership: Membership) -> ServedModel:
-    """Wait for the first engine that answers; answer errors at the port meanwhile, if that is possible."""
-    if not can_wait(config):
-        return await state.until_ready(membership.until_one_answers)
-    async with waiting_room(config, state, named_files(config)):
-        seconds = math.inf if config.await_engines or config.discovery.roster else READY_SECONDS
-        return await state.until_ready(partial(membership.until_one_answers, seconds))
-
-
 def store_of(config: RouterConfig) -> StateStore | None:
     """Return the store of a state that several machines share; None for the file of :func:`state_path`."""
     if config.state_ray is not None:
@@ -321,19 +316,6 @@ def _serve_small() -> Callable[..., Awaitable[None]]:
     """Import the small OpenAI layer; raise :class:`~tercet.protocol.BadRequest` if its package is missing."""
     found: Callable[..., Awaitable[None]] = provided(PARTS, "small-openai", "lab", "openai-layer")
     return found
-
-
-def _import_vllm(config: RouterConfig) -> None:
-    """Import vLLM; raise :class:`~tercet.protocol.BadRequest` for flags that are unknown or have no effect here."""
-    from tercet.vllm_plugin.start.before_forks import light_import
-    from tercet.vllm_plugin.start.process_output import errors_only
-
-    errors_only()  # vLLM's other lines concern an engine that does not run here, and routes
-    with light_import(compiles=False):
-        from tercet.router.openai.openai_server import import_vllm, require_flags
-
-        import_vllm()
-    require_flags(config.vllm_args, config.workers)
 
 
 def _export_spans(trace: RequestTrace, place: SpanContext) -> None:

@@ -102,7 +102,9 @@ def _forked(ours: socket.socket, channel: socket.socket, variables: Mapping[str,
         _leave_signals_to_the_supervisor()
         ours.close()
         os.environ.update(variables)
-        _count_in_files()
+        # Make Prometheus keep metrics in files; it chose otherwise when it was imported.
+        values: Any = importlib.import_module("prometheus_client.values")
+        values.ValueClass = values.get_value_class()
         serve_forks(channel, _worker)
         code = 0
     except BaseException as error:
@@ -115,9 +117,3 @@ def _leave_signals_to_the_supervisor() -> None:
     """Ignore signals, which reach the whole group: this process ends when the supervisor closes its end."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
-
-
-def _count_in_files() -> None:
-    """Make Prometheus keep metrics in files; it chose otherwise when it was imported."""
-    values: Any = importlib.import_module("prometheus_client.values")
-    values.ValueClass = values.get_value_class()

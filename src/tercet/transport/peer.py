@@ -267,7 +267,19 @@ class TransferPeer:
                 if self.transport == tcp.TcpBackend.name:
                     for stream in range(1, self._rank.settings.streams + 1):
                         self._start_thread("tercet-serve", self._serve, stream)
-                self._post_all(sock)
+                # Send the waiting messages; then those that callers could not write at once.
+                post = Post(sock)
+                try:
+                    with self._posting:
+                        for leg, write in self._waiting:
+                            if leg.number in self._legs:
+                                write(post)
+                        self._waiting.clear()
+                        self._post = post
+                    if self._dead is None:  # otherwise the session may have ended before the post existed
+                        post.deliver(self._rank.settings.timeout, lambda: self._moved_at)
+                finally:
+                    post.close()  # before its socket is closed: callers may be writing
         except Exception as error:
             self._break(error)
 
@@ -390,21 +402,6 @@ class TransferPeer:
         except OSError as error:
             self._break(error)
         return None
-
-    def _post_all(self, sock: socket.socket) -> None:
-        """Send the waiting messages; then those that callers could not write at once."""
-        post = Post(sock)
-        try:
-            with self._posting:
-                for leg, write in self._waiting:
-                    if leg.number in self._legs:
-                        write(post)
-                self._waiting.clear()
-                self._post = post
-            if self._dead is None:  # otherwise the session may have ended before the post existed
-                post.deliver(self._rank.settings.timeout, lambda: self._moved_at)
-        finally:
-            post.close()  # before its socket is closed: callers may be writing
 
     def _most_blocks(self, leg: Leg, count: int) -> int:
         """Return the best number of blocks in a chunk for the transport, if ``count`` are to be sent."""

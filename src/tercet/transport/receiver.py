@@ -235,22 +235,18 @@ class _Talk:
             if self._greeted:
                 data = self.connection.recv(RECEIVED_AT_A_TIME, socket.MSG_DONTWAIT)
             else:
-                data = self._receive_first()
+                # Not socket.recv_fds, which ignores flags.
+                flags = socket.MSG_DONTWAIT | socket.MSG_CMSG_CLOEXEC
+                data, ancillary, _, _ = self.connection.recvmsg(RECEIVED_AT_A_TIME, socket.CMSG_LEN(4), flags)
+                for level, kind, content in ancillary:
+                    if (level, kind, len(content)) == (socket.SOL_SOCKET, socket.SCM_RIGHTS, 4):
+                        self.drop_memory()
+                        self.memory = int.from_bytes(content, sys.byteorder)
         except BlockingIOError:
             return ()
         if not data:
             raise ConnectionResetError("the sender closed the connection")
         return self._splitter.feed(data)
-
-    def _receive_first(self) -> bytes:
-        # Not socket.recv_fds, which ignores flags.
-        flags = socket.MSG_DONTWAIT | socket.MSG_CMSG_CLOEXEC
-        data, ancillary, _, _ = self.connection.recvmsg(RECEIVED_AT_A_TIME, socket.CMSG_LEN(4), flags)
-        for level, kind, content in ancillary:
-            if (level, kind, len(content)) == (socket.SOL_SOCKET, socket.SCM_RIGHTS, 4):
-                self.drop_memory()
-                self.memory = int.from_bytes(content, sys.byteorder)
-        return data
 
     def wait(self) -> None:
         """Wait for data, without a limit."""

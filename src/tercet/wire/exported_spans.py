@@ -53,19 +53,6 @@ def endpoint_of(environment: Mapping[str, str] = os.environ) -> str:
     return f"{base or 'http://localhost:4318'}{PATH}"
 
 
-def _require_exporter(module: str) -> None:
-    try:
-        import_module(module)
-    except ModuleNotFoundError:
-        import_extra(module, "OTEL_*")
-    except ImportError as error:  # such as after xds-protos has overwritten files with older ones
-        raise BadRequest(
-            "OTEL_*: another package has overwritten opentelemetry-proto, so its exporter does not work; restore it "
-            "with: pip install --force-reinstall --no-deps opentelemetry-proto",
-            "OTEL_*",
-        ) from error
-
-
 @contextmanager
 def exporting_spans(service: str, attributes: Mapping[str, str] | None = None) -> Generator[None]:
     """Export this process's spans in this context, if the variables ask for it.
@@ -78,7 +65,16 @@ def exporting_spans(service: str, attributes: Mapping[str, str] | None = None) -
     protocol = protocol_of()
     module = f"opentelemetry.exporter.otlp.proto.{'grpc' if protocol == GRPC else 'http'}.trace_exporter"
     import_extra("opentelemetry.sdk.trace", "OTEL_*")
-    _require_exporter(module)
+    try:
+        import_module(module)
+    except ModuleNotFoundError:
+        import_extra(module, "OTEL_*")
+    except ImportError as error:  # such as after xds-protos has overwritten files with older ones
+        raise BadRequest(
+            "OTEL_*: another package has overwritten opentelemetry-proto, so its exporter does not work; restore it "
+            "with: pip install --force-reinstall --no-deps opentelemetry-proto",
+            "OTEL_*",
+        ) from error
     from tercet.wire.otel import OtelSpans, exporter_of
 
     sink = process.sink = OtelSpans(service, attributes or {}, exporter_of(protocol))

@@ -473,8 +473,11 @@ class ReportedWork:
         self.decoding = load.running
         self.contexts = int(load.kv_usage * self._kv_tokens()) or load.running * UNKNOWN_CONTEXT
         self._learn_prefill(now, passed, backlog)
-        if not before and not backlog:
-            self._learn_step(now, load)
+        decodes_alone = not before and not backlog and load.running
+        if decodes_alone and load.step_time and now - self._stepped_at >= STEPS_EVERY:
+            self._stepped_at = now
+            self.decode_pace.observe(load.step_time, self._model.step(load.running, self.contexts))
+            self._model.stepped(load.step_time, load.running, self.contexts)
         self._backlog = backlog
 
     def _learn_prefill(self, now: float, passed: float, backlog: int) -> None:
@@ -495,12 +498,6 @@ class ReportedWork:
                 self.learned += 1
         elif now - alone.at > 2 * passed:
             self._alone = None  # it ended between two reports, or another engine got it
-
-    def _learn_step(self, now: float, load: EngineLoad) -> None:
-        if load.step_time and load.running and now - self._stepped_at >= STEPS_EVERY:
-            self._stepped_at = now
-            self.decode_pace.observe(load.step_time, self._model.step(load.running, self.contexts))
-            self._model.stepped(load.step_time, load.running, self.contexts)
 
     # ---- remaining work --------------------------------------------------------------------------------------
 

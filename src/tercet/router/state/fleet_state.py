@@ -296,7 +296,12 @@ class StateFile:
             return _Read(None, {})
         try:
             content = msgspec.json.decode(stored.content, type=dict[str, Any])
-            self._require_format(content)
+            said = content.get("format", FORMAT)
+            if said != FORMAT:
+                raise BadRequest(
+                    f"its format is {said!r:.100}, but this version of Tercet reads only {FORMAT}. Run the version "
+                    "that wrote it or a later one; or name another file (--state) and add the engines again"
+                )
             state, left_out = _usable(content, known)
         except _REFUSALS as error:
             raise BadRequest(f"state: {self.name} is not the state of a fleet: {error}", "state") from error
@@ -308,14 +313,6 @@ class StateFile:
                 )  # fmt: skip
         self._left_out = left_out
         return _Read(state, content, left_out)
-
-    def _require_format(self, content: Mapping[str, Any]) -> None:
-        said = content.get("format", FORMAT)
-        if said != FORMAT:
-            raise BadRequest(
-                f"its format is {said!r:.100}, but this version of Tercet reads only {FORMAT}. Run the version that "
-                "wrote it or a later one; or name another file (--state) and add the engines again"
-            )
 
     def update(self, change: Callable[[FleetState], FleetState], otherwise: FleetState) -> FleetState:
         """Change the state, which is ``otherwise`` if none is stored, and return the state after the change.

@@ -22,7 +22,7 @@ from tercet.programs import Program
 from tercet.protocol import TercetError
 from tercet.router.serve.routing import Plan
 from tercet.router.serve.service import Service
-from tercet.router.state.fleet_state import FleetState, ProgramInUse
+from tercet.router.state.fleet_state import FleetState
 
 if TYPE_CHECKING:
     from tercet.router.state.shared_state import SharedState
@@ -69,14 +69,26 @@ class LoadedCode:
         """
         number = number_at_start(service, state) if in_use is None else in_use.program.number
         if state.before is not None and state.before.number > number:
-            await self._load_one_before(service, state.before)
+            # Load the programs to return to; a failure is only logged, and the requested programs are still used.
+            try:
+                self.programs[state.before.number] = await service.load(state.before.plan)
+            except TercetError as error:
+                logs.PROGRAM_NOT_KEPT.tell(version=state.before.number, code=error.code, reason=error.message)
         if state.program.number > number and state.program.number not in self.programs:
             try:
                 self.programs[state.program.number] = await service.load(state.program.plan)
             except TercetError as error:
                 if in_use is not None:
                     raise
-                self._tell_what_is_used_instead(service, state, error)
+                before = state.before
+                if before is not None and (
+                    before.number in self.programs or before.number == number_at_start(service, state)
+                ):
+                    instead = f"the programs before it, of version {before.number} ({_labels(before.plan)}),"
+                else:
+                    instead = f"the program of this command ({_labels(service.wanted)})"
+                reason = f"{error.message}; {instead} serves instead. Correct the file, or choose another program"
+                logs.PROGRAM_NOT_KEPT.tell(version=state.program.number, code=error.code, reason=reason)
         file = state.scheduling
         if file is not None and (in_use is None or file != in_use.scheduling) and file.number not in self.scheduling:
             try:
@@ -88,22 +100,6 @@ class LoadedCode:
                     "scheduling: %s of the state cannot be used, and that of this command is used: %s",
                     file.file, error.message,
                 )  # fmt: skip
-
-    def _tell_what_is_used_instead(self, service: Service, state: FleetState, error: TercetError) -> None:
-        before = state.before
-        if before is not None and (before.number in self.programs or before.number == number_at_start(service, state)):
-            instead = f"the programs before it, of version {before.number} ({_labels(before.plan)}),"
-        else:
-            instead = f"the program of this command ({_labels(service.wanted)})"
-        reason = f"{error.message}; {instead} serves instead. Correct the file, or choose another program"
-        logs.PROGRAM_NOT_KEPT.tell(version=state.program.number, code=error.code, reason=reason)
-
-    async def _load_one_before(self, service: Service, program: ProgramInUse) -> None:
-        """Load the programs to return to; a failure is only logged, and the requested programs are still used."""
-        try:
-            self.programs[program.number] = await service.load(program.plan)
-        except TercetError as error:
-            logs.PROGRAM_NOT_KEPT.tell(version=program.number, code=error.code, reason=error.message)
 
 
 EVERY_SECONDS = 0.3

@@ -250,7 +250,11 @@ class SharedState:
             try:
                 stamp, unwritten, is_alone = await self.filed(self._look_and_tell, self.reports.own())
             except EngineError as error:
-                self._refuse_state(error.message)
+                # Log once that a state cannot be read; the last good state stays in use.
+                if self.reports.failure != error.message:
+                    self.reports.failure = error.message
+                    logs.STATE_REFUSED.tell(version=self.state.version, reason=error.message)
+                self._metrics.fleet_state(self.state.version, True)
                 continue
             self.reports.written(unwritten)
             if self._silence or stamp != self._stamp:
@@ -310,13 +314,6 @@ class SharedState:
         except TimeoutError as error:
             self._silence = f"state: {self._file.name} does not answer; its file system hangs"
             raise EngineError(self._silence) from error
-
-    def _refuse_state(self, reason: str) -> None:
-        """Log once that a state cannot be read; the last good state stays in use."""
-        if self.reports.failure != reason:
-            self.reports.failure = reason
-            logs.STATE_REFUSED.tell(version=self.state.version, reason=reason)
-        self._metrics.fleet_state(self.state.version, True)
 
     async def _apply(self, state: FleetState, loaded: LoadedCode, from_scratch: bool = False) -> None:
         """Load all programs and files of a state, and then use them."""

@@ -311,7 +311,21 @@ class AgentProcess:
                 command, pass_fds=(setup.kv, theirs.fileno()), stdin=subprocess.DEVNULL, env=past_the_caches(os.environ)
             )
         try:
-            self.ready = self._introduce(setup)
+            # Not on the command line, which every user of the machine can read: the setup contains the secret.
+            self._channel.settimeout(START_SECONDS)
+            try:
+                self._channel.send(msgspec.msgpack.encode(setup))
+                answer = self._channel.recv(MAX_NOTE_BYTES)
+            except TimeoutError:
+                raise EngineError(f"the KV agent did not start within {START_SECONDS:.0f} s") from None
+            except OSError:
+                answer = b""
+            if not answer:
+                raise EngineError(f"the KV agent ended at start with status {self._process.wait()}; see its log above")
+            ready = msgspec.msgpack.decode(answer, type=Ready)
+            if ready.error is not None:
+                raise EngineError(f"the KV agent cannot start: {ready.error}")
+            self.ready = ready
         except BaseException:
             self._stop()
             raise
@@ -326,23 +340,6 @@ class AgentProcess:
     def pid(self) -> int:
         """Process id of the agent."""
         return self._process.pid
-
-    def _introduce(self, setup: AgentSetup) -> Ready:
-        # Not on the command line, which every user of the machine can read: the setup contains the secret.
-        self._channel.settimeout(START_SECONDS)
-        try:
-            self._channel.send(msgspec.msgpack.encode(setup))
-            answer = self._channel.recv(MAX_NOTE_BYTES)
-        except TimeoutError:
-            raise EngineError(f"the KV agent did not start within {START_SECONDS:.0f} s") from None
-        except OSError:
-            answer = b""
-        if not answer:
-            raise EngineError(f"the KV agent ended at start with status {self._process.wait()}; see its log above")
-        ready = msgspec.msgpack.decode(answer, type=Ready)
-        if ready.error is not None:
-            raise EngineError(f"the KV agent cannot start: {ready.error}")
-        return ready
 
     def tell(self, note: StepNote) -> None:
         """Send a note without waiting: notes that a stopped agent does not read are kept for it.

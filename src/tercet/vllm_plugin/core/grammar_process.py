@@ -295,7 +295,13 @@ def _try(connection: socket.socket, manager: Any, backend: str) -> None:
     logging.disable(logging.CRITICAL)
     os.nice(NICE * job.level)
     ctypes.CDLL(None).mallopt(M_ARENA_MAX, 1)
-    _limit_memory()
+    # Limit all of the address space: the limit of data alone is not enforced on every kernel.
+    with open("/proc/self/status") as status:
+        size = next(int(line.split()[1]) * 1024 for line in status if line.startswith("VmSize"))
+    hard = resource.getrlimit(resource.RLIMIT_AS)[1]
+    wanted = size + MEMORY
+    resource.setrlimit(resource.RLIMIT_AS, (wanted if hard < 0 else min(wanted, hard), hard))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     _limit_time(job.limit)
     refused = ""
     if manager is not None:
@@ -314,16 +320,6 @@ def _try(connection: socket.socket, manager: Any, backend: str) -> None:
 def _limit_time(seconds: float) -> None:
     signal.signal(signal.SIGPROF, signal.SIG_DFL)
     signal.setitimer(signal.ITIMER_PROF, seconds)
-
-
-def _limit_memory() -> None:
-    """Limit all of the address space: the limit of data alone is not enforced on every kernel."""
-    with open("/proc/self/status") as status:
-        size = next(int(line.split()[1]) * 1024 for line in status if line.startswith("VmSize"))
-    hard = resource.getrlimit(resource.RLIMIT_AS)[1]
-    wanted = size + MEMORY
-    resource.setrlimit(resource.RLIMIT_AS, (wanted if hard < 0 else min(wanted, hard), hard))
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
 
 
 def _why_refused(manager: Any, name: str, job: TryJob) -> str:

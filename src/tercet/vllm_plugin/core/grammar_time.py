@@ -424,7 +424,16 @@ class BoundedGrammars:
                     self._changed.wait()
                 wanted = self._wanted[tried.key]
             try:
-                self._work_on(tried, wanted)
+                outcome, why = self._attempt(
+                    wanted.backend, TryJob(wanted.kind.name, wanted.text, tried.limit, tried.level)
+                )
+                if outcome is TryOutcome.FINE:
+                    # In this place of the queue, so that expensive grammars do not occupy the core together.
+                    with self._changed:
+                        first = wanted.requests[:1]
+                    for each in first:
+                        self._keep(tried.key, each)
+                self._finish(tried, outcome, why)
             except Exception:  # the thread goes on with other grammars
                 logger.exception("a structured output could not be tried")
                 self._finish(tried, TryOutcome.LOST)
@@ -435,16 +444,6 @@ class BoundedGrammars:
                 for each in self._wanted.pop(key).requests:
                     each.grammar.cancel()
         return self._queue.next_try()
-
-    def _work_on(self, tried: Try, wanted: _Wanted) -> None:
-        outcome, why = self._attempt(wanted.backend, TryJob(wanted.kind.name, wanted.text, tried.limit, tried.level))
-        if outcome is TryOutcome.FINE:
-            # In this place of the queue, so that expensive grammars do not occupy the core together.
-            with self._changed:
-                first = wanted.requests[:1]
-            for each in first:
-                self._keep(tried.key, each)
-        self._finish(tried, outcome, why)
 
     def _finish(self, tried: Try, outcome: TryOutcome, why: str = "") -> None:
         with self._changed:

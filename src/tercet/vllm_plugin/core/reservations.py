@@ -174,21 +174,18 @@ class Reservations:
             raise BadRequest("prompt: does not begin with the tokens of the lease", "prompt")
         more = self._tables.missing(held.owner.request_id, end)
         if more > 0:
-            self._allocate_more(owner, end, more, needed)
+            # Allocate as for a running request without computed tokens: otherwise vLLM would free blocks that leave a
+            # window, while peers may write there.
+            if self._tables.states:
+                with self._tables.written_by_peers():
+                    self._take_slots(owner, end, more, needed + len(self._tables.states))
+                    self._take_first_state_to_decode_into(owner, end)
+            elif self._scheduler.needs_kv_cache_zeroing:
+                raise NoSpace("blocks of this model are zeroed before use, so leases cannot be extended: reserve again")
+            else:
+                self._take_slots(owner, end, more, needed)
         held.owner, held.prompt = owner, prompt
         return self._reserved(held)
-
-    def _allocate_more(self, owner: VLLMRequest, end: int, more: int, needed: int) -> None:
-        # Allocate as for a running request without computed tokens: otherwise vLLM would free blocks that leave a
-        # window, while peers may write there.
-        if self._tables.states:
-            with self._tables.written_by_peers():
-                self._take_slots(owner, end, more, needed + len(self._tables.states))
-                self._take_first_state_to_decode_into(owner, end)
-        elif self._scheduler.needs_kv_cache_zeroing:
-            raise NoSpace("blocks of this model are zeroed before use, so leases cannot be extended: reserve again")
-        else:
-            self._take_slots(owner, end, more, needed)
 
     def commit(self, lease: str, valid: Content) -> None:
         """Make the KV received so far available in the prefix cache, unless it is of other tokens than the lease's."""

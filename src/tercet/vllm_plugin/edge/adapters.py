@@ -174,9 +174,18 @@ class Adapters:
             return await load(request, base_model_name)  # vLLM refuses it
         if known is not None and self._path_of(known) == path and self._still_there(known, found):
             return f"Success: LoRA adapter '{name}' has these contents already."
-        spelled = self._spelled(name, path, found)
-        if known is not None or spelled != path:
-            self._require_unused(name)
+        # A path by which vLLM names only KV of these contents.
+        named = ((spelled, self._met.get((name, spelled))) for spelled in found.spellings(path))
+        spelled, met = next((each, met) for each, met in named if met is None or met.digest == found.digest)
+        if met is not None:
+            self._met[name, spelled] = found
+        self._given[spelled] = path
+        if (known is not None or spelled != path) and any(name in names() for names in self._users):
+            raise Conflict(
+                f"name: {name!r} is in use, and its requests keep its weights; retry when "
+                "no request uses it, or load the new ones under another name",
+                "name",
+            )
         return await load(request.model_copy(update={"lora_path": spelled}), base_model_name)
 
     def _still_there(self, known: LoRARequest, found: Contents) -> bool:
@@ -188,25 +197,8 @@ class Adapters:
         self._met[key] = found
         return True
 
-    def _spelled(self, name: str, path: str, found: Contents) -> str:
-        """Return a path by which vLLM names only KV of these contents."""
-        named = ((spelled, self._met.get((name, spelled))) for spelled in found.spellings(path))
-        spelled, met = next((each, met) for each, met in named if met is None or met.digest == found.digest)
-        if met is not None:
-            self._met[name, spelled] = found
-        self._given[spelled] = path
-        return spelled
-
     def _path_of(self, known: LoRARequest) -> str:
         return self._given.get(known.lora_path, known.lora_path)
-
-    def _require_unused(self, name: str) -> None:
-        if any(name in names() for names in self._users):
-            raise Conflict(
-                f"name: {name!r} is in use, and its requests keep its weights; retry when "
-                "no request uses it, or load the new ones under another name",
-                "name",
-            )
 
     async def find(self, name: str | None, digest: str = "") -> Adapter | None:
         if name is None:
@@ -219,7 +211,11 @@ class Adapters:
         found = self._known().get(name)
         if found is None:
             raise self._unknown(name)
-        return await self._met_as(found)
+        name, path = found.lora_name, found.lora_path
+        contents = await self._contents(found)
+        if not contents.are_there:
+            raise _changed(name, self._path_of(found))
+        return Adapter(name, found.lora_int_id, path, contents.digest, found.is_3d_lora_weight)
 
     def _unknown(self, name: str) -> UnknownAdapter:
         known = ", ".join(self._known()) or "none"
@@ -289,13 +285,6 @@ class Adapters:
 
     def _known(self) -> dict[str, LoRARequest]:
         return self._models().lora_requests if self.most else {}
-
-    async def _met_as(self, request: LoRARequest) -> Adapter:
-        name, path = request.lora_name, request.lora_path
-        contents = await self._contents(request)
-        if not contents.are_there:
-            raise _changed(name, self._path_of(request))
-        return Adapter(name, request.lora_int_id, path, contents.digest, request.is_3d_lora_weight)
 
     async def _contents(self, request: LoRARequest) -> Contents:
         """Return the contents that an adapter of this name had when it was first used at its path, which may be now."""

@@ -14,8 +14,9 @@ import importlib.util
 import os
 import runpy
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from operator import call
 from pathlib import Path
 from typing import Any
 
@@ -128,8 +129,13 @@ def _span(part: str) -> range:
 
 def _serve(workers: Sequence[frozenset[int]]) -> None:
     """Fork the core and the workers, which wait until vLLM starts them; then run as the API server."""
-    start_processes_by(StandbyContext)
-    inspect_models_here()
+    # vLLM starts its core and its workers by this context.
+    for name in ("vllm.v1.engine.utils", "vllm.v1.executor.multiproc_executor"):
+        module: Any = importlib.import_module(name)
+        module.get_mp_context = StandbyContext
+    # vLLM inspects model classes in another process so that GPUs stay uninitialised. There are none here.
+    registry: Any = importlib.import_module("vllm.model_executor.models.registry")
+    registry._run_in_subprocess = call
     check_hooks("engine")
     stand_by(workers)
     refuse_in_a_sentence()
@@ -160,23 +166,6 @@ def openmp() -> Path | None:
     package = Path(torch.origin).parent
     places = (package.with_name("torch.libs"), package / "lib")
     return next((found for place in places for found in sorted(place.glob("libgomp*.so*"))), None)
-
-
-def start_processes_by(context: Callable[[], Any]) -> None:
-    """Make vLLM start its core and its workers by ``context``."""
-    for name in ("vllm.v1.engine.utils", "vllm.v1.executor.multiproc_executor"):
-        module: Any = importlib.import_module(name)
-        module.get_mp_context = context
-
-
-def inspect_models_here() -> None:
-    """Make vLLM inspect model classes here. It uses another process so that GPUs stay uninitialised."""
-
-    def here(fn: Callable[[], Any]) -> Any:
-        return fn()
-
-    registry: Any = importlib.import_module("vllm.model_executor.models.registry")
-    registry._run_in_subprocess = here
 
 
 if __name__ == "__main__":

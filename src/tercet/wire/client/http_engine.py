@@ -443,7 +443,16 @@ class HttpEngine:
             connection = await self._connection()
             if connection is None:
                 with working_in(place):
-                    await self._receive_events(call, stream)
+                    # Receive outputs as server-sent events; if the caller leaves early, end answer and sequence.
+                    async with self._calls.answer_to("start_generate", call, PATIENT) as response:
+                        try:
+                            async for data in read_events(response.content.iter_any()):
+                                stream.put(self._calls.output_of(data))
+                                await stream.until_asked()
+                        except (aiohttp.ClientError, HttpProcessingError, EventTooLong, TimeoutError, OSError) as error:
+                            raise EngineUnreachable(f"{self.name} was lost: {reason_of(error)}") from error
+                        if not stream.over:
+                            raise EngineUnreachable(f"{self.name} ended the stream without a finish reason")
                 return
             # leaving early cancels the sequence on the engine
             with connection.sequence(len(call.output), stream) as number:
@@ -460,18 +469,6 @@ class HttpEngine:
             return await self._keeper.ready() if self._keeper is not None else None
         except EngineUnreachable as error:
             raise EngineNotReached(error.message) from error
-
-    async def _receive_events(self, call: StartGenerateCall, stream: OutputStream) -> None:
-        """Receive outputs as server-sent events; if the caller leaves early, end answer and sequence."""
-        async with self._calls.answer_to("start_generate", call, PATIENT) as response:
-            try:
-                async for data in read_events(response.content.iter_any()):
-                    stream.put(self._calls.output_of(data))
-                    await stream.until_asked()
-            except (aiohttp.ClientError, HttpProcessingError, EventTooLong, TimeoutError, OSError) as error:
-                raise EngineUnreachable(f"{self.name} was lost: {reason_of(error)}") from error
-            if not stream.over:
-                raise EngineUnreachable(f"{self.name} ended the stream without a finish reason")
 
     async def _connect(self, router: RouterAddress) -> None:
         await self._calls.result_of("connect", ConnectCall(router=router), dict[str, Any])

@@ -383,9 +383,12 @@ class RemotePrefill:
         key = host, ours
         peer = self._peers.get(key)
         if peer is None:
-            engine = HttpEngine(
-                host, f"{self._scheme}://{host}", admit=_sends_to(ours), secret=self._secret, tls=self._tls
-            )
+
+            def admit(status: EngineStatus) -> None:
+                if why := kv_obstacle(status.revision, ours):
+                    raise Conflict(f"{status.engine} and this engine must not exchange KV: {why}")
+
+            engine = HttpEngine(host, f"{self._scheme}://{host}", admit=admit, secret=self._secret, tls=self._tls)
             peer = self._peers[key] = _Peer(await engine.__aenter__())
         self._peers.move_to_end(key)
         peer.in_use += 1
@@ -399,11 +402,3 @@ class RemotePrefill:
 
     def _event(self, verb: str, engine: str, started: float, begin: int = 0, end: int = 0) -> TraceEvent:
         return TraceEvent(verb, engine, self._clock() - started, begin=begin, end=end)
-
-
-def _sends_to(ours: Revision) -> Callable[[EngineStatus], None]:
-    def admit(status: EngineStatus) -> None:
-        if why := kv_obstacle(status.revision, ours):
-            raise Conflict(f"{status.engine} and this engine must not exchange KV: {why}")
-
-    return admit

@@ -347,7 +347,12 @@ class TracingSend:
         found = events.split(message.get("body", b""))
         if not message.get("more_body"):
             found.append(events.rest())
-        return b"".join(self._traced(event) if DONE in event else event for event in found)
+        return b"".join(
+            (b"data: " + self._payload() + b"\n\n" + event if data_of(event) == DONE else event)
+            if DONE in event
+            else event
+            for event in found
+        )
 
     async def _hold_json(self, message: Message) -> None:
         self._body += message.get("body", b"")
@@ -363,9 +368,6 @@ class TracingSend:
         headers = [(name, value) for name, value in self._start["headers"] if name.lower() != b"content-length"]
         await self._send({**self._start, "headers": [*headers, (b"content-length", str(len(body)).encode())]})
         await self._send({"type": "http.response.body", "body": body})
-
-    def _traced(self, event: bytes) -> bytes:
-        return b"data: " + self._payload() + b"\n\n" + event if data_of(event) == DONE else event
 
     def _payload(self) -> bytes:
         return msgspec.json.encode({"tercet": self._traces[0] if len(self._traces) == 1 else self._traces})

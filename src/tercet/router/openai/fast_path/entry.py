@@ -138,7 +138,16 @@ def fast_path(app: Any, state: Any, args: argparse.Namespace, engine_client: Any
     keep_parser_parts()
     processor, stats = engine_client.output_processor, StreamStats(engine_client.logger_manager)
     tools = StreamTools(processor, stats, texts_of(processor.tokenizer), float(args.sse_keep_alive_interval))
-    return FastPath(app, routes_of(state, engine_client), tools, metrics)
+    makers: dict[str, tuple[str, Callable[[Any, Any], FastRoute]]] = {
+        COMPLETIONS: ("openai_serving_completion", completion_route),
+        CHAT: ("openai_serving_chat", chat_route),
+    }
+    if not ENDS_OF_AGENTS_APIS.is_here:
+        makers[MESSAGES] = "anthropic_serving_messages", message_route
+        makers[RESPONSES] = "openai_serving_responses", response_route
+    served = {path: (getattr(state, name, None), make) for path, (name, make) in makers.items()}
+    routes = {path: make(serving, engine_client) for path, (serving, make) in served.items() if serving is not None}
+    return FastPath(app, routes, tools, metrics)
 
 
 # ---- routes ----------------------------------------------------------------------------------------------------------
@@ -151,19 +160,6 @@ class FastRoute:
     model: Any
     takes: Callable[[Any], bool]
     prepare: Callable[[Any, Request], Awaitable[Any]]
-
-
-def routes_of(state: Any, engine_client: Any) -> dict[str, FastRoute]:
-    """Return the routes by path; ``state`` has this server's serving objects."""
-    makers: dict[str, tuple[str, Callable[[Any, Any], FastRoute]]] = {
-        COMPLETIONS: ("openai_serving_completion", completion_route),
-        CHAT: ("openai_serving_chat", chat_route),
-    }
-    if not ENDS_OF_AGENTS_APIS.is_here:
-        makers[MESSAGES] = "anthropic_serving_messages", message_route
-        makers[RESPONSES] = "openai_serving_responses", response_route
-    served = {path: (getattr(state, name, None), make) for path, (name, make) in makers.items()}
-    return {path: make(serving, engine_client) for path, (serving, make) in served.items() if serving is not None}
 
 
 def is_fast_completion(request: Any) -> bool:

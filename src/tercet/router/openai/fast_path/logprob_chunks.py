@@ -122,7 +122,20 @@ class LogprobChunks:
         positions = output.logprobs or ()
         if self._is_chat:
             return b'{"content":[%b]}' % b",".join(map(self._chat_json, positions))
-        return self._completion_json(positions)
+        pieces: Any = self._pieces
+        offsets, sampled, own = list[int](), list[str](), list[float]()
+        top = list[dict[str, float]]()
+        most = None if self._most is None else self._most + 1
+        for position in positions:
+            tokens, values = self._values(position)
+            texts = [(pieces[token] or self._part(token)).text for token in tokens]
+            self._record(position)
+            offsets.append(self._offset)
+            self._offset += len(texts[0])
+            sampled.append(texts[0])
+            own.append(values[0])
+            top.append(dict(zip(texts[:most], values, strict=False)))
+        return encode({"text_offset": offsets, "token_logprobs": own, "tokens": sampled, "top_logprobs": top})
 
     def _values(self, position: Sequence[TokenLogprob]) -> tuple[Iterable[int], list[float]]:
         """Return tokens and their values: the sampled one, then the others by rank, in the order of vLLM's record."""
@@ -148,22 +161,6 @@ class LogprobChunks:
         others = b"},".join(entries if self._most is None else entries[: self._most])
         return b'%b,"top_logprobs":[%b%b]}' % (entries[0], others, b"}" if others else b"")
 
-    def _completion_json(self, positions: Sequence[Sequence[TokenLogprob]]) -> bytes:
-        pieces: Any = self._pieces
-        offsets, sampled, own = list[int](), list[str](), list[float]()
-        top = list[dict[str, float]]()
-        most = None if self._most is None else self._most + 1
-        for position in positions:
-            tokens, values = self._values(position)
-            texts = [(pieces[token] or self._part(token)).text for token in tokens]
-            self._record(position)
-            offsets.append(self._offset)
-            self._offset += len(texts[0])
-            sampled.append(texts[0])
-            own.append(values[0])
-            top.append(dict(zip(texts[:most], values, strict=False)))
-        return encode({"text_offset": offsets, "token_logprobs": own, "tokens": sampled, "top_logprobs": top})
-
 
 def values_by_token(position: Sequence[TokenLogprob], most: int | None) -> dict[int, float]:
     """Return the value of the sampled token, then the values by rank up to rank ``most`` (None or below 0: all)."""
@@ -172,22 +169,17 @@ def values_by_token(position: Sequence[TokenLogprob], most: int | None) -> dict[
     for token in position[1:]:
         rank = token.rank or 0
         if rank <= last:
-            return _sorted_by_token(position, most)
+            sampled, by_rank = position[0], {token.rank or 0: token for token in position}
+            values = {sampled.token_id: sampled.logprob}
+            depth = max((token.rank or 0 for token in position[1:]), default=0)
+            depth = max(depth, sampled.rank or 0) if (sampled.rank or 0) <= len(position) else depth
+            for rank in range(1, (depth if most is None or most < 0 else min(depth, most)) + 1):
+                token = by_rank.get(rank, sampled)
+                values[token.token_id] = token.logprob
+            return values
         last = rank
         if most is None or most < 0 or rank <= most:
             values[token.token_id] = token.logprob
-    return values
-
-
-def _sorted_by_token(position: Sequence[TokenLogprob], most: int | None) -> dict[int, float]:
-    """Return the same as :func:`values_by_token`, for a position whose ranks are in any order."""
-    sampled, by_rank = position[0], {token.rank or 0: token for token in position}
-    values = {sampled.token_id: sampled.logprob}
-    depth = max((token.rank or 0 for token in position[1:]), default=0)
-    depth = max(depth, sampled.rank or 0) if (sampled.rank or 0) <= len(position) else depth
-    for rank in range(1, (depth if most is None or most < 0 else min(depth, most)) + 1):
-        token = by_rank.get(rank, sampled)
-        values[token.token_id] = token.logprob
     return values
 
 
