@@ -33,7 +33,7 @@ from tercet.decisions.scheduling import load_scheduling
 from tercet.programs import load_program
 from tercet.protocol import BadRequest, Request
 from tercet_lab.bench.experiment import STATISTICS, Floats, ratio_interval
-from tercet_lab.bench.results import Samples, load_result
+from tercet_lab.bench.results import load_result, table_of
 from tercet_lab.bench.simulated.scenario import SyntheticWorkload, parse_fleet, requests_of
 from tercet_lab.bench.simulated.virtual_run import run_requests
 from tercet_lab.sim import EngineOptions
@@ -209,7 +209,7 @@ def _simulated(given: argparse.Namespace, mix: Mix, rate: float) -> dict[str, li
                 raise BadRequest(
                     f"{label}: {outcome.failures.total()} requests failed; the first error: {outcome.first_error}"
                 )
-            found[label].append(np.array(outcome.ended) - np.array(outcome.sent))
+            found[label].append(np.array(outcome.requests["ended"]) - np.array(outcome.requests["sent"]))
     return found
 
 
@@ -251,7 +251,7 @@ def _measured(given: argparse.Namespace, mix: Mix, rate: float) -> dict[str, lis
     if any(point.errors for point in points):
         raise BadRequest("some requests failed")
     return {
-        label: [Samples.of(point.records).e2el for point in points if point.label == label] for label in given.programs
+        label: [table_of(point.records).e2el for point in points if point.label == label] for label in given.programs
     }
 
 

@@ -26,8 +26,8 @@ import numpy as np
 
 from tercet.protocol import BadRequest
 from tercet.protocol.wire import UNREADABLE
+from tercet_lab.bench.simulated.experiment import Experiment, Fleet
 from tercet_lab.bench.simulated.scenario import SyntheticWorkload
-from tercet_lab.bench.simulated.simulation import Simulation
 
 RATES = (1.6, 2.4, 3.2, 4.0, 4.8, 5.6)
 LOWEST = RATES[0]
@@ -98,14 +98,8 @@ class EvaluationSetup:
             "prefill_scale": str(prefill),
             "decode_scale": str(decode),
         }
-        simulation = Simulation(
-            program=program,
-            program_args=args,
-            fleet=fleet,
-            profile=profile,
-            options=options,
-            workload=self._workload,
-            seed=seed,
+        simulation = Experiment(
+            program=program, args=args, fleet=Fleet.parse(fleet, profile, options), work=self._workload, seed=seed
         )
         found = simulation.point(rate).summary
         if found.ttft is None or found.tpot is None or found.e2el is None or found.failed:

@@ -32,12 +32,12 @@ from tercet.decisions.planning import FleetPlan
 from tercet.programs import load_program
 from tercet.protocol import BadRequest
 from tercet.settings.fleet_settings import Objectives
-from tercet_lab.bench.results import MS, Slo
 from tercet_lab.bench.simulated import (
+    Experiment,
+    Fleet,
     MovingSettings,
     PlannedWorkload,
     SimulatedPoint,
-    Simulation,
     parse_fleet,
     point_of,
     run_once,
@@ -45,6 +45,7 @@ from tercet_lab.bench.simulated import (
 from tercet_lab.planning.planner_settings import PlannerSettings
 from tercet_lab.sim import EngineOptions, load_profile
 from tercet_lab.sim.step_times import StepModel, pairs_of
+from tercet_lab.tables import MS, Slo
 
 BLOCK = 512
 INTERVAL_S = 60.0
@@ -125,10 +126,9 @@ class Row(NamedTuple):
 
 def ours(file: Path, fleet: str, profile: str, name: str, moving: MovingSettings) -> Row:
     """Simulate a fleet with Tercet's roles or planner. Return its row."""
-    point = Simulation(
-        program="disaggregated", program_args={}, fleet=fleet, profile=profile, options={}, workload=_workload(file),
-        moving=moving,
-    ).point(None, note)  # fmt: skip
+    point = Experiment(
+        program="disaggregated", fleet=Fleet(fleet, profile=profile), work=_workload(file), moves=moving
+    ).point(None, note)
     return _row(point, fleet, name)
 
 
@@ -137,9 +137,9 @@ def unchanged(file: Path, fleet: str, profile: str, objectives: Objectives) -> F
     outcome = run_once(
         load_program("disaggregated"), parse_fleet(fleet), profile, EngineOptions(), _workload(file), seed=0
     )
-    slo = Slo(ttft=(objectives.ttft or math.inf) * MS, tpot=(objectives.tpot or math.inf) * MS)
-    samples = outcome.samples()
-    met = np.bincount((samples.sent / INTERVAL_S).astype(int), weights=samples.meets(slo))
+    slo = Slo(ttft=objectives.ttft or math.inf, tpot=objectives.tpot or math.inf)
+    samples = outcome.requests
+    met = np.bincount((samples["sent"] / INTERVAL_S).astype(int), weights=samples.meets(slo))
     return Fixed(_row(point_of(None, outcome, slo), fleet, f"fixed {fleet}"), met.tolist())
 
 

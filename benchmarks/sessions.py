@@ -53,9 +53,12 @@ def simulated(
 
 def row(way: str, event: str, outcome: Outcome) -> list[str]:
     """Return the row of a run: way, event and results."""
-    sent, ttft = np.array(outcome.sent), (np.array(outcome.first) - np.array(outcome.sent)) * 1e3
+    sent, ttft = (
+        np.array(outcome.requests["sent"]),
+        (np.array(outcome.requests["first_token"]) - np.array(outcome.requests["sent"])) * 1e3,
+    )
     after = ttft[(sent >= AT) & (sent < AT + AFTER)]
-    hit = 1 - outcome.counts["prefill_tokens"] / sum(outcome.input_tokens)
+    hit = 1 - outcome.counts["prefill_tokens"] / sum(outcome.requests["input_tokens"])
     counts = outcome.counts
     ends = [f"{counts.get(f'session_moves_{end}', 0)}" for end in ("moved", "absent", "failed")]
     return [

@@ -18,7 +18,7 @@ from statistics import fmean
 from typing import NamedTuple
 
 from tercet.settings import Source, decode_settings
-from tercet_lab.bench.simulated import MovingSettings, SimulatedPoint, Simulation, SyntheticWorkload
+from tercet_lab.bench.simulated import Experiment, Fleet, MovingSettings, SimulatedPoint, SyntheticWorkload
 from tercet_lab.bench.simulated.sweep import Estimate
 
 PICKS = ("round_robin", "least_loaded")
@@ -59,15 +59,13 @@ def simulated(engines: int, per_engine: float, pick: str, policies: Sequence[str
         rate=1, requests=engines * PER_ENGINE, lengths="lognormal", input_mean=512, input_dev=1024, output_mean=256,
         output_dev=512, arrivals="gamma", burstiness=BURSTINESS * 16 / engines,
     )  # fmt: skip
-    simulation = Simulation(
+    simulation = Experiment(
         program="data_parallel",
-        program_args={"pick": pick},
-        fleet=f"both={engines}",
-        profile="llama-3.1-8b-h100-tp1",
-        options={"total_blocks": "2000"},
-        workload=workload,
+        args={"pick": pick},
+        fleet=Fleet(f"both={engines}", profile="llama-3.1-8b-h100-tp1", total_blocks=2000),
+        work=workload,
         seed=seed,
-        moving=decode_settings(MovingSettings, Source({"reschedule": list(policies)})),
+        moves=decode_settings(MovingSettings, Source({"reschedule": list(policies)})),
     )
     began = time.process_time()
     point = simulation.point(engines * per_engine)

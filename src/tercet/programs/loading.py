@@ -30,17 +30,25 @@ BUILT_IN: Mapping[str, Callable[..., Answer]] = {
 
 
 def load_program(
-    name: str, args: Mapping[str, str] | None = None, source: str | None = None, locate: Locate = user_file
+    name: str | Callable[..., Answer],
+    args: Mapping[str, Any] | None = None,
+    source: str | None = None,
+    locate: Locate = user_file,
 ) -> Program:
-    """Return the program called ``name``: a built-in one, or ``path/to/file.py:function``.
+    """Return the program called ``name``: a built-in one, ``path/to/file.py:function``, or the function itself.
 
-    ``args`` are its keyword parameters as text. They are converted to the types in its signature; a parameter that is a
-    function is loaded from ``file.py:function``. ``source`` is the text of the file; if given, the file is not read.
-    ``locate`` finds the files to read. Raises :class:`~tercet.protocol.BadRequest` that explains an error in the name,
-    the file or a parameter.
+    ``args`` are its keyword parameters, also as text. They are converted to the types in its signature; a parameter
+    that is a function is loaded from ``file.py:function``. ``source`` is the text of the file; if given, the file is
+    not read. ``locate`` finds the files to read. Raises :class:`~tercet.protocol.BadRequest` that explains an error in
+    the name, the file or a parameter.
     """
     keep_cancellation_counts()
-    function = _from_file(name, locate, source) if source is not None or name not in BUILT_IN else BUILT_IN[name]
+    if not isinstance(name, str):
+        function, name = name, str(getattr(name, "__name__", type(name).__name__))
+    elif source is None and name in BUILT_IN:
+        function = BUILT_IN[name]
+    else:
+        function = _from_file(name, locate, source)
     if not inspect.isasyncgenfunction(function):
         raise BadRequest(f"program: {name} is not an async generator (async def with yield)", "program")
     given = _convert(name, function, args or {}, locate)
@@ -72,7 +80,7 @@ def _from_file(name: str, locate: Locate, source: str | None = None) -> Callable
     return function
 
 
-def _convert(name: str, function: Callable[..., Any], args: Mapping[str, str], locate: Locate) -> dict[str, Any]:
+def _convert(name: str, function: Callable[..., Any], args: Mapping[str, Any], locate: Locate) -> dict[str, Any]:
     try:
         hints = get_type_hints(function)
     except Exception as error:  # the user's annotations are evaluated now
@@ -86,12 +94,13 @@ def _convert(name: str, function: Callable[..., Any], args: Mapping[str, str], l
         if key not in allowed:
             raise BadRequest(f"args: {name} has no parameter {key!r}; it takes {', '.join(allowed) or 'none'}", "args")
         if _is_function(hints.get(key)):
-            converted[key] = _from_file(value, locate)
+            converted[key] = _from_file(value, locate) if isinstance(value, str) else value
             continue
+        kind = hints.get(key, str if isinstance(value, str) else Any)
         try:
-            converted[key] = msgspec.convert(value, hints.get(key, str), strict=False)
+            converted[key] = msgspec.convert(value, kind, strict=False)
         except msgspec.ValidationError as error:
-            raise complaint(f"args: {name}: {key}", hints.get(key, str), value, error, "args") from error
+            raise complaint(f"args: {name}: {key}", kind, value, error, "args") from error
         except TypeError as error:  # the annotation is not a type
             raise BadRequest(f"args: {name}: {key}={value}: {error}", "args") from error
     return converted

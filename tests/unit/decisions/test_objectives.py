@@ -14,8 +14,8 @@ from tercet.decisions.objectives import Attainment, Attainments, meets, within
 from tercet.protocol import BadRequest, Request
 from tercet.settings.declaration import Source, decode_settings
 from tercet.settings.fleet_settings import ObjectiveClass, Objectives, require_objectives
-from tercet_lab.bench.results import MS, Samples, Slo
-from tercet_lab.bench.simulated.scenario import ClassedSamples, classed, weights_of
+from tercet_lab.bench.simulated.scenario import classed, slo_of_class, weights_of
+from tercet_lab.tables import Requests, Slo
 
 LATENCY = st.none() | st.floats(0.001, 10)
 
@@ -50,26 +50,26 @@ def test_columns_follow_the_same_rule(
 def test_the_benchmark_goes_by_it() -> None:
     """Requests of 11 tokens: TTFT 0.5 and 2 s, TPOT 0.1 s; one failed."""
     nan = math.nan
-    samples = Samples(
-        scheduled=np.zeros(3), sent=np.zeros(3), first=np.array([0.5, 2.0, nan]), last=np.array([1.5, 3.0, nan]),
-        input_tokens=np.ones(3), output_tokens=np.array([11.0, 11.0, 0.0]), ok=np.array([True, True, False]),
-        itl=np.empty(0), ended=np.array([1.5, 3.0, 1.0]),
-    )  # fmt: skip
+    samples = Requests.of({
+        "scheduled": np.zeros(3), "sent": np.zeros(3), "first_token": [0.5, 2.0, nan], "last_token": [1.5, 3.0, nan],
+        "input_tokens": np.ones(3), "output_tokens": [11, 11, 0], "ok": [True, True, False], "ended": [1.5, 3.0, 1.0],
+    })  # fmt: skip
     objectives = Objectives(ttft=1.0, tpot=0.1)
-    assert samples.meets(Slo(ttft=1.0 * MS, tpot=0.1 * MS)).tolist() == [True, False, False]
+    assert samples.meets(Slo(ttft=1.0, tpot=0.1)).tolist() == [True, False, False]
     assert [meets(objectives, ttft, 0.1) for ttft in (0.5, 2.0)] == [True, False]
 
 
 def test_a_simulated_run_counts_each_request_by_its_class() -> None:
     """Requests of 11 tokens: TTFT 2 s, TPOT 0.1 s."""
     batch = ObjectiveClass("batch", ttft=30.0)
-    classes, ones = (None, batch, batch), np.ones(3)
-    samples = ClassedSamples(
-        scheduled=np.zeros(3), sent=np.zeros(3), first=2 * ones, last=3 * ones, input_tokens=ones,
-        output_tokens=11 * ones, ok=np.array([True, True, False]), itl=np.empty(0), ended=3 * ones, classes=classes,
-    )  # fmt: skip
-    assert samples.meets(Slo(ttft=1.0 * MS)).tolist() == [False, True, False]
-    assert samples.attainment(Slo(ttft=1.0 * MS)) == {"default": 0.0, "batch": 0.5}
+    classes, ones = ("default", "batch", "batch"), np.ones(3)
+    samples = Requests.of({
+        "klass": classes, "scheduled": np.zeros(3), "sent": np.zeros(3), "first_token": 2 * ones,
+        "last_token": 3 * ones, "input_tokens": ones, "output_tokens": 11 * ones,
+        "ok": [True, True, False], "ended": 3 * ones,
+    }, {"batch": slo_of_class(batch)})  # fmt: skip
+    assert samples.meets(Slo(ttft=1.0)).tolist() == [False, True, False]
+    assert samples.attainment(Slo(ttft=1.0)) == {"default": 0.0, "batch": 0.5}
 
 
 def test_simulated_requests_are_of_classes_by_their_weights() -> None:

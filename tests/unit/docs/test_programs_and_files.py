@@ -57,7 +57,7 @@ def test_python_is_python_and_programs_serve(block: Block, tmp_path: Path) -> No
             outcome = run_requests(
                 program, parse_fleet("1P1D"), PROFILE, EngineOptions(), requests, scheduling=scheduling
             )
-            assert (len(outcome.ended), outcome.failures, outcome.fallbacks) == (3, {}, 0)
+            assert (len(outcome.requests["ended"]), outcome.failures, outcome.fallbacks) == (3, {}, 0)
         elif arguments == ["engines"]:
             assert policies_of(RescheduleSettings(policies=(f"{file}:{name}",)))
 

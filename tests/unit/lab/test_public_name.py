@@ -12,10 +12,11 @@ lab: Any = import_module("tercet.lab")
 
 
 def test_a_script_needs_one_import() -> None:
-    simulation = lab.Simulation(
-        program="data_parallel", program_args={}, fleet="both=2", profile="llama-3.1-8b-h100-tp1", options={},
-        workload=lab.SyntheticWorkload(rate=4.0, requests=20),
-    )  # fmt: skip
+    simulation = lab.Experiment(
+        program="data_parallel",
+        fleet=lab.Fleet("both=2", profile="llama-3.1-8b-h100-tp1"),
+        work=lab.SyntheticWorkload(rate=4.0, requests=20),
+    )
     assert simulation.point(4.0).summary.completed == 20
 
 

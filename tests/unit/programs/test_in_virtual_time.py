@@ -42,7 +42,7 @@ def mean_jct(program: str, profile: str, fleet: str, rate: float, *phases: Phase
     served = load_program(program, args)
     outcome = run_requests(served, parse_fleet(fleet), profile, options, arrivals(rate, 300, *phases), 20, 1)
     assert not outcome.failures
-    return fmean(end - sent for end, sent in zip(outcome.ended, outcome.sent, strict=True))
+    return fmean(end - sent for end, sent in zip(outcome.requests["ended"], outcome.requests["sent"], strict=True))
 
 
 @pytest.mark.slow
@@ -56,7 +56,7 @@ def test_every_program_serves_every_request(name: str, fleet: str) -> None:
     )
     assert not outcome.failures
     assert outcome.fallbacks == 0
-    assert not any(math.isnan(first) for first in outcome.first)
+    assert not any(math.isnan(first) for first in outcome.requests["first_token"])
 
 
 @pytest.mark.slow
@@ -149,7 +149,7 @@ def _first_tokens(args: dict[str, str]) -> list[float]:
     outcome = run_requests(
         load_program("auto", args), parse_fleet("both=2"), LLAMA, EngineOptions(), arrivals(6, 300, (3000, 100)), 20, 1
     )
-    return [first - sent for first, sent in zip(outcome.first, outcome.sent, strict=True)]
+    return [first - sent for first, sent in zip(outcome.requests["first_token"], outcome.requests["sent"], strict=True)]
 
 
 @pytest.mark.parametrize("name", sorted(BUILT_IN))

@@ -10,23 +10,23 @@ import pytest
 from tercet.programs import load_program
 from tercet.protocol import BadRequest
 from tercet_lab.bench.bench_report import markdown
-from tercet_lab.bench.results import Samples, Slo, achieved, load_result, summarize
+from tercet_lab.bench.results import achieved, load_result, summarize
 from tercet_lab.bench.simulated import simulation
 from tercet_lab.bench.simulated import sweep as sweeps
+from tercet_lab.bench.simulated.experiment import Experiment, Fleet
 from tercet_lab.bench.simulated.scenario import EngineGroup, Fault, FleetSpec, SyntheticWorkload
-from tercet_lab.bench.simulated.simulation import Simulation
 from tercet_lab.bench.simulated.sweep import Estimate, parse_axis, sweep
 from tercet_lab.bench.simulated.virtual_run import run_once
 from tercet_lab.sim import EngineOptions
+from tercet_lab.tables import Requests, Slo
 
 PROFILE = "llama-3.1-8b-h100-tp1"
 WORK = SyntheticWorkload(rate=8, requests=30, input_mean=300, output_mean=20)
 MIXED = (EngineGroup(role="prefill", profile=PROFILE), EngineGroup(role="decode", profile="qwen3-32b-h100-tp2"))
 
 
-def simulated(fleet: str = "1P1D", program: str = "disaggregated", **changes: object) -> Simulation:
-    given = {"program": program, "program_args": {}, "fleet": fleet, "profile": PROFILE, "options": {}, **changes}
-    return Simulation(**{"workload": WORK, **given})  # type: ignore[arg-type]
+def simulated(fleet: str = "1P1D", program: str = "disaggregated", **changes: object) -> Experiment:
+    return Experiment(program=program, fleet=Fleet(fleet, profile=PROFILE), **{"work": WORK, **changes})  # type: ignore[arg-type]
 
 
 def run(spec: FleetSpec, program: str = "disaggregated", workload: SyntheticWorkload = WORK):  # type: ignore[no-untyped-def]
@@ -68,11 +68,11 @@ def test_a_sweep_tells_failures_and_fallbacks_too(tmp_path: Path) -> None:
 def test_rates_are_of_the_steady_part_of_a_run() -> None:
     """Ten requests per second, each of which takes 20 s: the drain is as long as the arrivals."""
     sent = np.arange(200) / 10
-    samples = Samples(
-        scheduled=sent, sent=sent, first=sent + 1, last=sent + 8, input_tokens=np.ones(200),
-        output_tokens=np.ones(200), ok=np.ones(200, dtype=np.bool_), itl=np.empty(0), ended=sent + 8,
-    )  # fmt: skip
-    found = summarize(samples, Slo(ttft=2000))
+    samples = Requests.of({
+        "scheduled": sent, "sent": sent, "first_token": sent + 1, "last_token": sent + 8, "input_tokens": np.ones(200),
+        "output_tokens": np.ones(200), "ok": np.ones(200, dtype=np.bool_), "ended": sent + 8,
+    })  # fmt: skip
+    found = summarize(samples, Slo(ttft=2))
     assert found.request_throughput == pytest.approx(200 / 27.9)
     assert found.steady_throughput == pytest.approx(10, rel=0.01)
     assert found.steady_goodput == found.steady_throughput
@@ -82,10 +82,10 @@ def test_rates_are_of_the_steady_part_of_a_run() -> None:
 def test_a_run_that_is_all_drain_has_the_rate_of_the_whole() -> None:
     sent = np.zeros(50)
     ended = np.linspace(1, 5, 50)
-    samples = Samples(
-        scheduled=sent, sent=sent, first=ended, last=ended, input_tokens=np.ones(50), output_tokens=np.ones(50),
-        ok=np.ones(50, dtype=np.bool_), itl=np.empty(0), ended=ended,
-    )  # fmt: skip
+    samples = Requests.of({
+        "scheduled": sent, "sent": sent, "first_token": ended, "last_token": ended, "input_tokens": np.ones(50),
+        "output_tokens": np.ones(50), "ok": np.ones(50, dtype=np.bool_), "ended": ended,
+    })  # fmt: skip
     found = summarize(samples)
     assert found.steady_throughput is None
     assert achieved(found.flat(), "throughput") == 10
@@ -106,7 +106,7 @@ def test_a_trace_at_its_own_times_has_no_interval(tmp_path: Path) -> None:
         "".join(f'{{"timestamp": {n * 200}, "input_length": 64, "output_length": 4}}\n' for n in range(12))
     )
     work, notes = PlannedWorkload(workload=(f"mooncake,path={trace}",), arrivals="trace"), list[str]()
-    base = simulated("both=1", "data_parallel", workload=work)
+    base = simulated("both=1", "data_parallel", work=work)
     found = sweep(base, 5.0, [parse_axis("max_num_seqs=4,8")], "ttft.mean", "tpot.mean", 3, notes.append)
     assert "±" not in str(sweeps.rows(found))
     assert any("seeds gave the same" in note for note in notes)
@@ -138,7 +138,7 @@ def test_what_an_engine_did_before_it_died_stays_in_the_sums(kind: str) -> None:
     calm = run(FleetSpec(engines=(EngineGroup(role="both", count=2),)), "data_parallel", work)
     fault = Fault(engine="both-0", at=4.0, down=0.5, kind=kind)  # type: ignore[arg-type]
     shaken = run(FleetSpec(engines=(EngineGroup(role="both", count=2),), faults=(fault,)), "data_parallel", work)
-    assert len(shaken.ended) == 40
+    assert len(shaken.requests) == 40
     for name in ("steps", "prefill_tokens", "decode_tokens"):
         assert shaken.counts[name] > 0.85 * calm.counts[name]
     assert shaken.busy > 0.85 * calm.busy

@@ -22,13 +22,13 @@ from tercet_lab.bench.results import (
     Point,
     Ratio,
     RequestRecord,
-    Slo,
     load_result,
     load_results,
     save_result,
     summarize,
     three_digits,
 )
+from tercet_lab.tables import Slo
 
 from .golden_images import check_image
 
@@ -59,7 +59,7 @@ def records(count: int = 20, ttft: float = 0.2, failed: int = 0) -> tuple[Reques
 
 def point(label: str = "dp", rate: float | None = 1.0, number: int = 0, **more: Any) -> Point:
     measured = more.pop("records", None) or records()
-    metrics = summarize(measured, Slo(ttft=300)).flat()
+    metrics = summarize(measured, Slo(ttft=0.3)).flat()
     return Point(label=label, request_rate=rate, round=number, metrics=metrics, records=measured, **more)
 
 
@@ -97,7 +97,7 @@ def test_a_file_comes_back_as_it_was_to_the_microsecond(tmp_path: Path) -> None:
 def test_numbers_can_be_made_again_from_a_files_records(tmp_path: Path) -> None:
     save_result(result(point(records=records(failed=3))), tmp_path / "run.json")
     (kept,) = load_result(tmp_path / "run.json").points
-    again = summarize(kept.records, Slo(ttft=300)).flat()
+    again = summarize(kept.records, Slo(ttft=0.3)).flat()
     assert again.keys() == kept.metrics.keys()
     for name, value in again.items():
         assert value == pytest.approx(kept.metrics[name], abs=0.01), name

@@ -61,5 +61,5 @@ def test_a_small_fleet_with_scarce_kv_serves_every_request(seed: int) -> None:
         None,
         moving,
     )
-    assert len(outcome.ended) == requests
+    assert len(outcome.requests["ended"]) == requests
     assert not outcome.failures, outcome.first_error

@@ -9,7 +9,7 @@ import pytest
 from msgspec.structs import replace
 
 from tercet.protocol import BadRequest
-from tercet_lab.bench.simulated import Simulation, SyntheticWorkload, parse_fleet
+from tercet_lab.bench.simulated import Experiment, Fleet, SyntheticWorkload, parse_fleet
 from tercet_lab.sim import load_profile
 from tercet_lab.sim.step_times import HostSharing
 
@@ -27,11 +27,9 @@ def shared(tmp_path: Path) -> str:
     return str(file)
 
 
-def simulation(fleet: str, profile: str, program: str = "data_parallel") -> Simulation:
+def simulation(fleet: str, profile: str, program: str = "data_parallel") -> Experiment:
     workload = SyntheticWorkload(rate=1, requests=80, warm_up=10, input_mean=512, output_mean=64)
-    return Simulation(
-        program=program, program_args={}, fleet=fleet, profile=profile, options={}, workload=workload, seed=1
-    )
+    return Experiment(program=program, fleet=Fleet(fleet, profile=profile), work=workload, seed=1)
 
 
 def hosts_of(fleet: str) -> list[tuple[str, int, str | None]]:

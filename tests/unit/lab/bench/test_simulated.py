@@ -19,28 +19,26 @@ from tercet.cli import app
 from tercet.fleet import RunningSequence, Trace
 from tercet.programs import BUILT_IN, load_program
 from tercet.protocol import BadRequest, Request
-from tercet_lab.bench.results import Slo, load_result
-from tercet_lab.bench.simulated import Simulation, SyntheticWorkload, parse_fleet, run_once, run_requests
+from tercet_lab.bench.results import load_result
+from tercet_lab.bench.simulated import Experiment, Fleet, SyntheticWorkload, parse_fleet, run_once, run_requests
 from tercet_lab.bench.simulated.scenario import gaps_of, members_of, names_of, requests_of
 from tercet_lab.bench.simulated.sweep import Axis, pareto, parse_axis, sweep
 from tercet_lab.sim import EngineOptions, options_from
 from tercet_lab.sim.block_pool import Prompt, Run
 from tercet_lab.sim.network import Send
+from tercet_lab.tables import Slo
 
 PROFILE = "llama-3.1-8b-h100-tp1"
 
 
-def simulation(**changes: object) -> Simulation:
-    given: dict[str, object] = {
+def simulation(**changes: object) -> Experiment:
+    parts: dict[str, object] = {
         "program": "disaggregated",
-        "program_args": {},
-        "fleet": "1P1D",
-        "profile": PROFILE,
-        "options": {},
-        "workload": SyntheticWorkload(rate=1, requests=100, warm_up=10, input_dev=50, output_dev=20),
-        **changes,
+        "work": SyntheticWorkload(rate=1, requests=100, warm_up=10, input_dev=50, output_dev=20),
     }
-    return Simulation(**given)  # type: ignore[arg-type]
+    fleet, options = changes.pop("fleet", "1P1D"), changes.pop("options", {})
+    fleet = Fleet(fleet, profile=PROFILE, **options)  # type: ignore[arg-type]
+    return Experiment(fleet=fleet, **{**parts, **changes})  # type: ignore[arg-type]
 
 
 # ---- runs ----------------------------------------------------------------------------------------------------
@@ -67,7 +65,7 @@ def test_a_scheduling_file_decides_picks(tmp_path: Path) -> None:
 
     def prefilled(pick: str, scheduling: str | None) -> tuple[int, bytes]:
         given = simulation(
-            program="data_parallel", program_args={"pick": pick}, fleet="both=8", workload=workload,
+            program="data_parallel", args={"pick": pick}, fleet="both=8", work=workload,
             scheduling=scheduling,
         )  # fmt: skip
         point = given.point(4)
@@ -98,9 +96,9 @@ def test_requests_at_given_times_are_served_then_and_warm_up_is_not_counted() ->
     arrivals = [(float(when), request) for when, request in zip((0, 1, 1, 3, 7), requests, strict=True)]
     program, fleet = load_program("disaggregated"), parse_fleet("1P1D")
     outcome = run_requests(program, fleet, PROFILE, EngineOptions(), arrivals, warm_up=2)
-    assert list(outcome.sent) == [1.0, 3.0, 7.0]
-    assert list(outcome.input_tokens) == [100] * 3
-    assert list(outcome.output_tokens) == [4] * 3
+    assert list(outcome.requests["sent"]) == [1.0, 3.0, 7.0]
+    assert list(outcome.requests["input_tokens"]) == [100] * 3
+    assert list(outcome.requests["output_tokens"]) == [4] * 3
 
 
 @pytest.mark.slow
@@ -108,7 +106,7 @@ def test_prefix_aware_picking_finds_prefixes_and_repeats_to_the_byte() -> None:
     """The program that the simulator's speed is measured with."""
     program = str(Path(__file__).parents[4] / "benchmarks" / "prefix_aware.py") + ":prefix_aware"
     shared = SyntheticWorkload(rate=1, requests=400, input_mean=512, output_mean=16, prefixes=16, prefix=256)
-    given = {"fleet": "both=8", "workload": shared}
+    given = {"fleet": "both=8", "work": shared}
     aware = simulation(program=program, **given)
     assert aware.report([16.0], "a").to_json() == aware.report([16.0], "a").to_json()
     blind = simulation(program="data_parallel", **given)
@@ -155,8 +153,8 @@ def test_more_load_takes_longer() -> None:
 
 def test_shared_prefixes_are_found_again() -> None:
     workload = SyntheticWorkload(rate=1, requests=100, input_mean=600, prefixes=2, prefix=512)
-    shared = simulation(program="data_parallel", workload=workload).point(8)
-    alone = simulation(program="data_parallel", workload=workload, options={"prefix_caching": "false"}).point(8)
+    shared = simulation(program="data_parallel", work=workload).point(8)
+    alone = simulation(program="data_parallel", work=workload, options={"prefix_caching": "false"}).point(8)
     assert shared.counts["prefill_tokens"] < 0.3 * alone.counts["prefill_tokens"]
     assert alone.counts["prefill_tokens"] == 100 * 600
 
@@ -169,7 +167,7 @@ def test_what_engines_cached_goes_with_the_run() -> None:
     before = sum(type(found) is Run for found in gc.get_objects())
     gc.disable()
     try:
-        assert simulation(workload=SyntheticWorkload(rate=4, requests=40, prefixes=4, prefix=64)).point(4.0)
+        assert simulation(work=SyntheticWorkload(rate=4, requests=40, prefixes=4, prefix=64)).point(4.0)
         assert sum(type(found) is Run and found.blocks > 0 for found in gc.get_objects()) <= before
     finally:
         gc.enable()
@@ -183,7 +181,7 @@ def test_ended_requests_leave_no_reference_cycles(program: str) -> None:
     before = sum(type(found) in kinds for found in gc.get_objects())
     gc.disable()
     try:
-        simulation(program=program, workload=SyntheticWorkload(rate=1, requests=20)).point(8)
+        simulation(program=program, work=SyntheticWorkload(rate=1, requests=20)).point(8)
         assert sum(type(found) in kinds for found in gc.get_objects()) == before
     finally:
         gc.enable()
@@ -191,8 +189,8 @@ def test_ended_requests_leave_no_reference_cycles(program: str) -> None:
 
 @pytest.mark.slow
 def test_goodput_counts_what_keeps_the_bounds() -> None:
-    all_of_it = simulation(slo=Slo(ttft=10_000)).point(8).summary
-    none = simulation(slo=Slo(tpot=0.001)).point(8).summary
+    all_of_it = simulation(slo=Slo(ttft=10)).point(8).summary
+    none = simulation(slo=Slo(tpot=0.000001)).point(8).summary
     assert all_of_it.request_goodput == pytest.approx(all_of_it.request_throughput)
     assert none.request_goodput == 0
 
@@ -273,8 +271,8 @@ def test_the_program_is_the_one_that_production_runs() -> None:
         SyntheticWorkload(rate=4, requests=20),
         0,
     )
-    assert len(outcome.ended) == 20
-    assert not any(math.isnan(first) for first in outcome.first)
+    assert len(outcome.requests["ended"]) == 20
+    assert not any(math.isnan(first) for first in outcome.requests["first_token"])
 
 
 # ---- traffic -------------------------------------------------------------------------------------------------

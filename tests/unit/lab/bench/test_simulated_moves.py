@@ -10,7 +10,7 @@ from tercet.cli import app
 from tercet.protocol import BadRequest
 from tercet.settings import Source, decode_settings
 from tercet_lab.bench.results import load_result
-from tercet_lab.bench.simulated import MovingSettings, SimulatedPoint, Simulation, SyntheticWorkload
+from tercet_lab.bench.simulated import Experiment, Fleet, MovingSettings, SimulatedPoint, SyntheticWorkload
 from tercet_lab.bench.simulated.sweep import Axis, sweep
 
 pytestmark = pytest.mark.slow
@@ -23,11 +23,13 @@ UNEVEN = SyntheticWorkload(
 RATE = 40.0
 
 
-def uneven(fleet: str = "both=4", **settings: object) -> Simulation:
-    return Simulation(
-        program="data_parallel", program_args={}, fleet=fleet, profile="llama-3.1-8b-h100-tp1",
-        options={"total_blocks": "2000"}, workload=UNEVEN, moving=decode_settings(MovingSettings, Source(settings)),
-    )  # fmt: skip
+def uneven(fleet: str = "both=4", **settings: object) -> Experiment:
+    return Experiment(
+        program="data_parallel",
+        fleet=Fleet(fleet, profile="llama-3.1-8b-h100-tp1", total_blocks=2000),
+        work=UNEVEN,
+        moves=decode_settings(MovingSettings, Source(settings)),
+    )
 
 
 def imbalance(point: SimulatedPoint) -> float:

@@ -8,7 +8,7 @@ import pytest
 
 from tercet.protocol import BadRequest
 from tercet.settings.fleet_settings import Objectives
-from tercet_lab.bench.simulated import MovingSettings, Simulation, SyntheticWorkload
+from tercet_lab.bench.simulated import Experiment, Fleet, MovingSettings, SyntheticWorkload
 from tercet_lab.bench.simulated.simulation import SimulatedPoint
 
 OBJECTIVES = Objectives(ttft=1.0, tpot=0.025)
@@ -18,10 +18,9 @@ LONG_PROMPTS = SyntheticWorkload(rate=40.0, requests=240, input_mean=4000, outpu
 
 def simulated(roles: str, workload: SyntheticWorkload = LONG_PROMPTS, fleet: str = "2P4D") -> SimulatedPoint:
     moving = MovingSettings(objectives=OBJECTIVES, roles=roles)  # type: ignore[arg-type]
-    return Simulation(
-        program="disaggregated", program_args={}, fleet=fleet, profile="llama-3.1-8b-h100-tp1", options={},
-        workload=workload, moving=moving,
-    ).point(workload.rate)  # fmt: skip
+    return Experiment(
+        program="disaggregated", fleet=Fleet(fleet, profile="llama-3.1-8b-h100-tp1"), work=workload, moves=moving
+    ).point(workload.rate)
 
 
 @pytest.mark.slow

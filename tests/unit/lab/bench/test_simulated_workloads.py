@@ -11,7 +11,7 @@ import pytest
 from tercet.cli import app
 from tercet.programs import data_parallel
 from tercet.protocol import BadRequest
-from tercet_lab.bench.simulated import Outcome, PlannedWorkload, Simulation, parse_fleet, run_once
+from tercet_lab.bench.simulated import Experiment, Fleet, Outcome, PlannedWorkload, parse_fleet, run_once
 from tercet_lab.bench.simulated.scenario import PlannedTraffic
 from tercet_lab.bench.workloads.recorded import KINDS
 from tercet_lab.sim import EngineOptions
@@ -35,9 +35,9 @@ ROWS = ((1000, 600, 5, (1, 2)), (1500, 1100, 7, (1, 2, 3)), (4000, 600, 3, (4, 5
 def test_a_trace_comes_at_its_own_times_and_shares_its_blocks(tmp_path: Path) -> None:
     trace = mooncake(tmp_path / "t.jsonl", *ROWS)
     outcome = run(PlannedWorkload(workload=(trace,), arrivals="trace"))
-    assert list(outcome.sent) == [0.0, 0.5, 3.0]
-    assert sorted(outcome.input_tokens) == [600, 600, 1100]
-    assert sorted(outcome.output_tokens) == [3, 5, 7]
+    assert list(outcome.requests["sent"]) == [0.0, 0.5, 3.0]
+    assert sorted(outcome.requests["input_tokens"]) == [600, 600, 1100]
+    assert sorted(outcome.requests["output_tokens"]) == [3, 5, 7]
     # The second prompt repeats the first one, but for the rest of its last block of 16.
     assert outcome.counts["prefill_tokens"] == 600 + (1100 - 592) + 600
 
@@ -45,9 +45,9 @@ def test_a_trace_comes_at_its_own_times_and_shares_its_blocks(tmp_path: Path) ->
 def test_a_trace_is_stretched_to_a_rate(tmp_path: Path) -> None:
     trace = mooncake(tmp_path / "t.jsonl", *ROWS)
     outcome = run(PlannedWorkload(workload=(trace,), arrivals="trace", rate=0.5))
-    assert list(outcome.sent) == pytest.approx([0.0, 2 / 3, 4.0])
+    assert list(outcome.requests["sent"]) == pytest.approx([0.0, 2 / 3, 4.0])
     some = run(PlannedWorkload(workload=(trace,), arrivals="constant", rate=0.5, requests=2))
-    assert list(some.sent) == pytest.approx([2.0, 4.0])
+    assert list(some.requests["sent"]) == pytest.approx([2.0, 4.0])
 
 
 def test_a_conversation_goes_on_with_what_was_said() -> None:
@@ -82,11 +82,11 @@ def test_a_share_of_the_turns_comes_after_a_tool() -> None:
 def test_turns_wait_for_the_answers_before_them_and_find_them_cached() -> None:
     sessions = "sessions,turns=3,think_time=1,input_len=160,output_len=32"
     outcome = run(PlannedWorkload(workload=(sessions,), rate=0.1, requests=30))
-    assert len(outcome.sent) == 30
-    assert sorted(set(outcome.input_tokens)) == [160, 352, 544]
+    assert len(outcome.requests["sent"]) == 30
+    assert sorted(set(outcome.requests["input_tokens"])) == [160, 352, 544]
     assert outcome.counts["prefill_tokens"] < 30 * 200
     never = run(PlannedWorkload(workload=(sessions,), rate=0.1, requests=30, warm_up=10))
-    assert not never.sent, "a conversation counts as a whole"
+    assert not len(never.requests), "a conversation counts as a whole"
 
 
 def test_turns_after_one_that_failed_count_as_failed() -> None:
@@ -94,7 +94,7 @@ def test_turns_after_one_that_failed_count_as_failed() -> None:
     outcome = run(PlannedWorkload(workload=(long,), rate=1.0, requests=6))
     assert sum(outcome.failures.values()) == 6
     assert outcome.failures["unsent"] == 4
-    assert len(outcome.sent) == 6
+    assert len(outcome.requests["sent"]) == 6
 
 
 def files(folder: Path) -> dict[str, str]:
@@ -114,16 +114,14 @@ def files(folder: Path) -> dict[str, str]:
 def test_every_kind_is_served(kind: str, tmp_path: Path) -> None:
     text = files(tmp_path).get(kind, kind)
     outcome = run(PlannedWorkload(workload=(text,), rate=5.0, requests=1))
-    assert (len(outcome.sent), outcome.failures.total()) == (1, 0)
+    assert (len(outcome.requests["sent"]), outcome.failures.total()) == (1, 0)
 
 
 def test_mixes_and_phases_repeat_to_the_byte() -> None:
     workload = PlannedWorkload(
         workload=("random,weight=3+sessions,turns=2", "sonnet,input_len=900"), rate=1, requests=40
     )
-    simulation = Simulation(
-        program="data_parallel", program_args={}, fleet="both=2", profile=PROFILE, options={}, workload=workload
-    )
+    simulation = Experiment(program="data_parallel", fleet=Fleet("both=2", profile=PROFILE), work=workload)
     once, again = (simulation.report([4.0], "x") for _ in range(2))
     assert once.to_json() == again.to_json()
     assert once.points[0].summary.completed == 40

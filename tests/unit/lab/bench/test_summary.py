@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tercet_lab.bench.results import Distribution, RequestRecord, Samples, Slo, most_at_once, summarize
+from tercet_lab.bench.results import Distribution, RequestRecord, most_at_once, summarize, table_of
+from tercet_lab.tables import Slo
 
 FLAT = (
     "duration", "completed", "failed", "total_input_tokens", "total_output_tokens", "request_throughput",
@@ -77,7 +78,7 @@ def test_warm_up_is_left_out() -> None:
 
 
 def test_no_requests_at_all() -> None:
-    found = summarize([], Slo(ttft=1))
+    found = summarize([], Slo(ttft=0.001))
     assert (found.completed, found.failed, found.duration, found.request_goodput, found.ttft) == (0, 0, 0.0, 0.0, None)
     assert "mean_ttft_ms" not in found.flat()
 
@@ -86,11 +87,11 @@ def test_no_requests_at_all() -> None:
     ("slo", "good"),
     [
         (Slo(), 2),
-        (Slo(ttft=1000), 1),  # the second was sent late, and that counts
-        (Slo(ttft=1100), 2),
-        (Slo(tpot=499), 0),
-        (Slo(tpot=500, e2el=2000), 1),
-        (Slo(e2el=1999), 0),
+        (Slo(ttft=1.0), 1),  # the second was sent late, and that counts
+        (Slo(ttft=1.1), 2),
+        (Slo(tpot=0.499), 0),
+        (Slo(tpot=0.5, e2el=2.0), 1),
+        (Slo(e2el=1.999), 0),
     ],
 )
 def test_goodput(slo: Slo, good: int) -> None:
@@ -102,12 +103,12 @@ def test_goodput(slo: Slo, good: int) -> None:
 
 def test_one_token_answers_have_no_tpot_and_keep_any() -> None:
     one = record(output_tokens=1, end=1.0, token_times=(1.0,))
-    found = summarize([one], Slo(tpot=0.001))
+    found = summarize([one], Slo(tpot=0.000001))
     assert (one.tpot, found.tpot, found.request_goodput) == (None, None, 1.0)
 
 
 def test_flat_names_are_those_of_vllm_bench_serve() -> None:
-    flat = summarize([record()], Slo(ttft=1000)).flat()
+    flat = summarize([record()], Slo(ttft=1.0)).flat()
     for name in ("ttft", "tpot", "itl", "e2el"):
         assert {f"{key}_{name}_ms" for key in ("mean", "median", "std", "p90", "p99")} <= set(flat)
     assert set(FLAT) <= set(flat)
@@ -139,7 +140,7 @@ def test_every_request_is_counted_once(given_requests: list[tuple[float, float, 
     found = summarize(run)
     assert found.completed + found.failed + found.interrupted == len(run)
     assert sum(found.errors.values()) == found.failed
-    assert Samples.of(run).itl.size == 2 * found.completed
+    assert table_of(run).itl.size == 2 * found.completed
 
 
 def test_a_generated_run_has_the_numbers_that_numpy_finds() -> None:
@@ -155,7 +156,7 @@ def test_a_generated_run_has_the_numbers_that_numpy_finds() -> None:
             )
         )  # fmt: skip
     run += [failed(200, end=30.0), record(201, warmup=True)]
-    flat = summarize(run, Slo(ttft=200, tpot=40)).flat()
+    flat = summarize(run, Slo(ttft=0.2, tpot=0.04)).flat()
     good = run[:200]
     ttft = np.array([one.token_times[0] - one.sent for one in good])
     e2el = np.array([one.end - one.sent for one in good])

@@ -9,21 +9,27 @@ import pytest
 
 from tercet.router.page.records import DEAD, Frame
 from tercet_lab.bench.results import load_result
-from tercet_lab.bench.simulated import Simulation, SyntheticWorkload, virtual_run
+from tercet_lab.bench.simulated import Experiment, Fleet, Record, SyntheticWorkload
+from tercet_lab.bench.simulated import recording as timelines
 from tercet_lab.bench.simulated.simulation import SimulationReport
 
 RATE = 20.0
 
 
-def simulation(fleet: str = "1P2D", requests: int = 60) -> Simulation:
-    return Simulation(
-        program="disaggregated", program_args={}, fleet=fleet, profile="llama-3.1-8b-h100-tp1", options={},
-        workload=SyntheticWorkload(rate=1, requests=requests),
-    )  # fmt: skip
+def simulation(fleet: str = "1P2D", requests: int = 60) -> Experiment:
+    return Experiment(
+        program="disaggregated",
+        fleet=Fleet(fleet, profile="llama-3.1-8b-h100-tp1"),
+        work=SyntheticWorkload(rate=1, requests=requests),
+    )
 
 
-def recorded(record_s: float | None, **more: Any) -> SimulationReport:
-    return simulation(**more).report([RATE], "x", record_s=record_s)
+def recorded(every: float | None, **more: Any) -> SimulationReport:
+    return recording(simulation(**more), every).report([RATE], "x")
+
+
+def recording(made: Experiment, every: float | None) -> Experiment:
+    return msgspec.structs.replace(made, record=Record(frames_every=every))
 
 
 def frames_of(report: SimulationReport) -> list[Frame]:
@@ -57,7 +63,7 @@ def test_a_timeline_has_every_request_and_token() -> None:
 @pytest.mark.slow
 def test_a_long_run_has_frames_less_often(monkeypatch: pytest.MonkeyPatch) -> None:
     every = frames_of(recorded(0.01))
-    monkeypatch.setattr(virtual_run, "MOST_FRAMES", 70)
+    monkeypatch.setattr(timelines, "MOST_FRAMES", 70)
     fewer = frames_of(recorded(0.01))
     assert len(every) > 200
     assert 35 <= len(fewer) <= 70
@@ -69,7 +75,7 @@ def test_a_dead_engine_is_dead_in_the_frames(tmp_path: Any) -> None:
     file = tmp_path / "fleet.yaml"
     file.write_text("engines: [{role: both, count: 2}]\nfaults: [{engine: both-1, kind: die, at: 0.5, down: 1.0}]\n")
     made = msgspec.structs.replace(simulation(str(file)), program="data_parallel")
-    frames = frames_of(made.report([RATE], "x", record_s=0.1))
+    frames = frames_of(recording(made, 0.1).report([RATE], "x"))
     states = [(frame.t, row[7]) for frame in frames for row in frame.loads if row[0] == 1]
     assert any(state & DEAD for t, state in states if 0.5 <= t <= 1.6)
     assert not states[-1][1] & DEAD

@@ -10,7 +10,7 @@ import pytest
 from tercet.protocol import BadRequest
 from tercet.settings.fleet_settings import Objectives
 from tercet_lab.bench.figures import plot_planned_run
-from tercet_lab.bench.simulated import MovingSettings, Simulation, SyntheticWorkload
+from tercet_lab.bench.simulated import Experiment, Fleet, MovingSettings, SyntheticWorkload
 from tercet_lab.bench.simulated.simulation import SimulatedPoint
 from tercet_lab.planning.planner_settings import PlannerSettings
 
@@ -26,10 +26,9 @@ def simulated(
         planning=PlannerSettings(**given),  # type: ignore[arg-type]
     )
     said = list[str]()
-    point = Simulation(
-        program="disaggregated", program_args={}, fleet=fleet, profile="llama-3.1-8b-h100-tp1", options={},
-        workload=workload, moving=moving,
-    ).point(workload.rate, said.append)  # fmt: skip
+    point = Experiment(
+        program="disaggregated", fleet=Fleet(fleet, profile="llama-3.1-8b-h100-tp1"), work=workload, moves=moving
+    ).point(workload.rate, said.append)
     return point, said
 
 

@@ -13,7 +13,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from tercet.cli.run_page import RecordedPage
 from tercet.decisions.planning import PlannerReport, ReportedPlan
 from tercet.router.observe.metrics import Metrics
-from tercet_lab.bench.simulated import Simulation, SyntheticWorkload
+from tercet_lab.bench.simulated import Experiment, Fleet, Record, SyntheticWorkload
 
 from .chromium import COMMAND, MISSING, Tab, chromium
 from .page_fleet import page_fleet, served
@@ -178,11 +178,13 @@ async def test_large_fleets_fit_every_width_in_light_and_dark(tab: Tab, metrics:
 
 async def test_a_recorded_run_has_a_slider(tab: Tab, tmp_path: Path) -> None:
     workload = SyntheticWorkload(rate=1, requests=120)
-    simulation = Simulation(
-        program="disaggregated", program_args={}, fleet="1P2D", profile="llama-3.1-8b-h100-tp1", options={},
-        workload=workload,
-    )  # fmt: skip
-    report = await asyncio.to_thread(simulation.report, [20.0], "x", lambda _: None, 0.1)
+    simulation = Experiment(
+        program="disaggregated",
+        fleet=Fleet("1P2D", profile="llama-3.1-8b-h100-tp1"),
+        work=workload,
+        record=Record(frames_every=0.1),
+    )
+    report = await asyncio.to_thread(simulation.report, [20.0], "x")
     async with served(RecordedPage(report.to_json())) as url:
         await tab.open(f"{url}/")
         await tab.until("document.querySelector('#status').innerText === 'recorded run'")

@@ -16,7 +16,7 @@ import pytest
 from PIL import Image, PngImagePlugin
 
 from tercet.cli.run_page import RecordedPage
-from tercet_lab.bench.simulated import Simulation, SyntheticWorkload
+from tercet_lab.bench.simulated import Experiment, Fleet, Record, SyntheticWorkload
 
 from .chromium import COMMAND, MISSING, chromium
 from .page_fleet import served
@@ -78,11 +78,13 @@ def stored(name: str, taken: Image.Image) -> Image.Image:
 @pytest.fixture(scope="module")
 def run() -> bytes:
     """A run with a seed, in virtual time: the same in every process."""
-    simulation = Simulation(
-        program="disaggregated", program_args={}, fleet="2P3D", profile="llama-3.1-8b-h100-tp1", options={},
-        workload=SyntheticWorkload(rate=1, requests=150),
-    )  # fmt: skip
-    return simulation.report([25.0], "x", lambda _: None, 0.1).to_json()
+    simulation = Experiment(
+        program="disaggregated",
+        fleet=Fleet("2P3D", profile="llama-3.1-8b-h100-tp1"),
+        work=SyntheticWorkload(rate=1, requests=150),
+        record=Record(frames_every=0.1),
+    )
+    return simulation.report([25.0], "x").to_json()
 
 
 @pytest.mark.parametrize(("name", "width", "dark"), [("wide", 1280, False), ("narrow-dark", 360, True)])

@@ -1,37 +1,63 @@
-"""The laboratory for scripts: programs on simulated engines, in virtual time. Part of the distribution ``tercet-lab``.
+"""The laboratory for scripts and notebooks: programs on simulated engines, in virtual time.
 
-These are the parts of ``tercet sim``. Their names stay; their parameters may change until ``docs/stability.md`` names
-them.
+Part of the distribution ``tercet-lab``; ``docs/lab.md`` shows its use, ``docs/stability.md`` says which names stay. All
+times are in seconds. Invalid arguments raise :class:`~tercet.protocol.BadRequest`, which names the argument.
 """
 
-from tercet_lab.bench.results import Slo
 from tercet_lab.bench.simulated import (
+    EngineGroup,
+    Experiment,
+    Fault,
+    Fleet,
+    FleetSpec,
     MovingSettings,
     PlannedWorkload,
+    Planner,
+    Record,
+    Run,
     SimulatedPoint,
-    Simulation,
-    SimulationReport,
     SyntheticWorkload,
     parse_fleet,
     run_once,
 )
+from tercet_lab.bench.simulated import moves as Moves
+from tercet_lab.bench.simulated.works import Fixed, Lognormal, Normal, Poisson, Sessions, Trace, Workload
+from tercet_lab.interface import simulate
 from tercet_lab.sim import EngineOptions, Network, Profile, SimEngine, load_profile, run_virtual, shipped_profiles
+from tercet_lab.tables import Requests, Slo, Table
 
 __all__ = [
+    "EngineGroup",
     "EngineOptions",
+    "Experiment",
+    "Fault",
+    "Fixed",
+    "Fleet",
+    "FleetSpec",
+    "Lognormal",
+    "Moves",
     "MovingSettings",
     "Network",
+    "Normal",
     "PlannedWorkload",
+    "Planner",
+    "Poisson",
     "Profile",
+    "Record",
+    "Requests",
+    "Run",
+    "Sessions",
     "SimEngine",
     "SimulatedPoint",
-    "Simulation",
-    "SimulationReport",
     "Slo",
     "SyntheticWorkload",
+    "Table",
+    "Trace",
+    "Workload",
     "load_profile",
     "parse_fleet",
     "run_once",
     "run_virtual",
     "shipped_profiles",
+    "simulate",
 ]

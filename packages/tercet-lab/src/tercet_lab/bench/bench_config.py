@@ -14,9 +14,9 @@ from tercet.protocol import BadRequest
 from tercet.settings import Setting, Settings, Source, decode_settings, read_yaml
 from tercet.settings.process_settings import URL_VARIABLE
 from tercet_lab.bench.openai_client import Endpoint, PromptAs, Sampling
-from tercet_lab.bench.results import Slo
 from tercet_lab.bench.workloads import Phase, parse_phases
 from tercet_lab.bench.workloads.conversations import Arrival
+from tercet_lab.tables import Goodput, Slo
 
 Positive = Annotated[float, msgspec.Meta(gt=0)]
 Whole = Annotated[int, msgspec.Meta(ge=1)]
@@ -148,7 +148,7 @@ class BenchConfig(Settings, frozen=True):
         ),
     ] = True
     extra_body: Annotated[Mapping[str, Any], Setting("Further fields in the body of every request", flag="")] = {}
-    goodput: Annotated[Slo | None, Setting("SLO of a good request", flag="")] = None
+    goodput: Annotated[Goodput | None, Setting("SLO of a good request", flag="")] = None
     save_detailed: Annotated[
         bool,
         Setting(
@@ -194,6 +194,11 @@ class BenchConfig(Settings, frozen=True):
         _refuse(self.num_prompts is not None, "duration", "give either duration or num-prompts")
         _refuse(self.arrival in ("closed", "trace"), "duration", f"does not apply to arrival {self.arrival}")
         _refuse(any(map(math.isinf, self.request_rate)), "duration", "does not apply to rate inf")
+
+    @property
+    def slo(self) -> Slo | None:
+        """The limits of a good request, in seconds."""
+        return None if self.goodput is None else self.goodput.slo
 
     @property
     def form(self) -> PromptAs:

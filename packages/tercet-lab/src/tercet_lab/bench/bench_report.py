@@ -25,10 +25,10 @@ from tercet_lab.bench.results import (
     Point,
     Ratio,
     RequestRecord,
-    Samples,
     Summary,
     achieved,
     enough,
+    table_of,
     three_digits,
 )
 
@@ -365,7 +365,7 @@ def pooled(points: Sequence[Point]) -> Metrics:
             f"report: {name} has several points without records, which cannot be pooled; measure with --save-detailed",
             "file",
         )
-    samples = [Samples.of(point.records) for point in points]
+    samples = [table_of(point.records) for point in points]
     found: dict[str, float | int | None] = {}
     for name in ("ttft", "tpot", "e2el", "ttft_scheduled", "e2el_scheduled"):
         distribution = Distribution.of(np.concatenate([getattr(sample, name) for sample in samples]))

@@ -24,7 +24,7 @@ from tercet.protocol.wire import UNREADABLE
 from tercet.settings.process_settings import OPENAI_KEY_VARIABLE
 from tercet_lab.bench.bench_config import BenchConfig, CompareConfig, Load
 from tercet_lab.bench.openai_client import Client, Clock
-from tercet_lab.bench.results import Distribution, Point, Ratio, Samples, Summary, enough, summarize
+from tercet_lab.bench.results import Distribution, Point, Ratio, Summary, enough, summarize, table_of
 from tercet_lab.bench.traffic import (
     BenchTarget,
     LiveProgress,
@@ -39,6 +39,7 @@ from tercet_lab.bench.traffic import (
 from tercet_lab.bench.workloads import Conversation, Vocabulary, plan
 from tercet_lab.bench.workloads.conversations import arrival_times, burstiness_of, replayed
 from tercet_lab.bench.workloads.recorded import ShareGPT
+from tercet_lab.tables import Requests
 
 Floats = NDArray[np.float64]
 Statistic = Callable[[Floats], float]
@@ -76,7 +77,7 @@ def ratios_of(points: Sequence[Point], config: CompareConfig) -> list[Ratio]:
     found: list[Ratio] = []
     for load in loads:
         samples = {
-            (point.label, point.round): Samples.of(point.records)
+            (point.label, point.round): table_of(point.records)
             for point in whole
             if (point.request_rate, point.concurrency) == load
         }
@@ -150,7 +151,7 @@ def ratio_interval(
 
 
 def _intervals(
-    ours: Sequence[Samples], theirs: Sequence[Samples], config: CompareConfig
+    ours: Sequence[Requests], theirs: Sequence[Requests], config: CompareConfig
 ) -> Iterator[tuple[str, Interval]]:
     for metric in METRICS:
         above: list[Floats] = [getattr(sample, metric) for sample in ours]
@@ -376,7 +377,7 @@ class Experiment:
                 before = time.process_time()
                 records = await self._traffic.run()
                 spent = time.process_time() - before
-        summary = summarize(records, config.goodput)
+        summary = summarize(records, config.slo)
         at_once = cell.load.request_rate is not None and math.isinf(cell.load.request_rate)
         point = Point(
             label=cell.contender.label,

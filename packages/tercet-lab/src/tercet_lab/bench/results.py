@@ -9,24 +9,22 @@ from __future__ import annotations
 import math
 import platform
 import re
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from importlib import metadata
 from itertools import pairwise
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 import msgspec
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import ArrayLike
 
 from tercet import __version__
 from tercet.aio.files import read_named
-from tercet.decisions.objectives import within
 from tercet.protocol import BadRequest
 from tercet.protocol.wire import UNREADABLE
+from tercet_lab.tables import MS, Floats, Requests, Slo
 
 Failure = Literal["http", "refused", "disconnected", "timeout", "protocol", "server", "empty", "unsent", "interrupted"]
 FORMAT = 1
@@ -267,25 +265,9 @@ def _cpu_model() -> str | None:
     return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), None)
 
 
-Floats = NDArray[np.float64]
-Limit = Annotated[float, msgspec.Meta(gt=0)]
-MS = 1000.0
 INTERRUPTED = "interrupted"
 # With this number of requests, one is expected above the percentile; with fewer, the percentile is only the maximum.
 REQUESTS_NEEDED = {"p90": 10, "p99": 100}
-# A rate over fewer requests is not reliable.
-ENDS_NEEDED = 10
-
-
-class Slo(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The limits of a good request, in milliseconds; None means no limit.
-
-    ``ttft`` and ``e2el`` limit the latencies from the scheduled arrival. An answer of one token meets any ``tpot``.
-    """
-
-    ttft: Limit | None = None
-    tpot: Limit | None = None
-    e2el: Limit | None = None
 
 
 class Distribution(msgspec.Struct, frozen=True):
@@ -324,100 +306,26 @@ class Distribution(msgspec.Struct, frozen=True):
         return {f"{key}_{name}_ms": value * MS for key, value in values.items()}
 
 
-@dataclass(frozen=True)
-class Samples:
-    """The requests of a run as columns, one entry per request, with times in seconds.
-
-    ``first`` and ``last`` are NaN for failed requests, and ``ok`` is false; ``failures`` counts them by kind. ``itl``
-    has the gaps of all successful requests, one after the other. Large simulations fill these columns directly.
-    """
-
-    scheduled: Floats
-    sent: Floats
-    first: Floats
-    last: Floats
-    input_tokens: Floats
-    output_tokens: Floats
-    ok: NDArray[np.bool_]
-    itl: Floats
-    ended: Floats
-    failures: Mapping[str, int] = field(default_factory=dict[str, int])
-
-    @staticmethod
-    def of(records: Iterable[RequestRecord]) -> Samples:
-        """Return the columns of all records except warm-up, in order."""
-        kept = [record for record in records if not record.warmup]
-        nan = float("nan")
-        gaps = [np.diff(np.asarray(record.token_times, dtype=np.float64)) for record in kept if record.ok]
-        return Samples(
-            scheduled=_column(record.scheduled for record in kept),
-            sent=_column(record.sent for record in kept),
-            first=_column(
-                record.first_token if record.ok and record.first_token is not None else nan for record in kept
-            ),
-            last=_column(record.end if record.ok else nan for record in kept),
-            input_tokens=_column(record.input_tokens for record in kept),
-            output_tokens=_column(record.output_tokens for record in kept),
-            ok=np.array([record.ok for record in kept], dtype=np.bool_),
-            itl=np.concatenate(gaps) if gaps else np.empty(0),
-            ended=_column(record.end for record in kept),
-            failures=Counter(record.failure or "empty" for record in kept if not record.ok),
-        )
-
-    @property
-    def ttft(self) -> Floats:
-        """Time from the send to the first token, per request, in seconds."""
-        return self.first - self.sent
-
-    @property
-    def e2el(self) -> Floats:
-        """End-to-end latency from the send, per request, in seconds."""
-        return self.last - self.sent
-
-    @property
-    def tpot(self) -> Floats:
-        """(E2EL - TTFT) / (output tokens - 1) per request, in seconds; NaN for answers of fewer than two tokens."""
-        steps = np.where(self.output_tokens > 1, self.output_tokens - 1, np.nan)
-        return (self.last - self.first) / steps
-
-    @property
-    def ttft_scheduled(self) -> Floats:
-        """Time from the scheduled arrival to the first token, per request, in seconds."""
-        return self.first - self.scheduled
-
-    @property
-    def e2el_scheduled(self) -> Floats:
-        """End-to-end latency from the scheduled arrival, per request, in seconds."""
-        return self.last - self.scheduled
-
-    @property
-    def steady_window(self) -> tuple[float, float] | None:
-        """Time from the first end of a request to the last scheduled arrival, as (begin, end) in seconds.
-
-        In this window the target neither fills nor drains. None if fewer than :data:`ENDS_NEEDED` requests ended in it.
-        """
-        if not self.ended.size:
-            return None
-        begin, end = float(self.ended.min()), float(self.scheduled.max())
-        within = (self.ended > begin) & (self.ended <= end)
-        return (begin, end) if int(within.sum()) >= ENDS_NEEDED else None
-
-    def steady_rate(self, which: NDArray[np.bool_]) -> float | None:
-        """Return the number of these requests that ended per second of :attr:`steady_window`; None without a window."""
-        window = self.steady_window
-        if window is None:
-            return None
-        begin, end = window
-        return int((which & (self.ended > begin) & (self.ended <= end)).sum()) / (end - begin)
-
-    def meets(self, slo: Slo) -> NDArray[np.bool_]:
-        """Return, for each request, True if it succeeded within every limit of ``slo``."""
-        limits = ((slo.ttft, self.ttft_scheduled), (slo.e2el, self.e2el_scheduled), (slo.tpot, self.tpot))
-        good = self.ok.copy()
-        for limit, values in limits:
-            if limit is not None:
-                good &= within(values * MS, limit)
-        return good
+def table_of(records: Iterable[RequestRecord]) -> Requests:
+    """Return the table of all records except warm-up, in order."""
+    kept = [record for record in records if not record.warmup]
+    nan = math.nan
+    return Requests.of({
+        "id": [str(record.index) for record in kept],
+        "session": [record.group or "" for record in kept],
+        "phase": [record.phase for record in kept],
+        "scheduled": [record.scheduled for record in kept],
+        "sent": [record.sent for record in kept],
+        "first_token": [record.first_token if record.ok and record.first_token is not None else nan for record in kept],
+        "last_token": [record.end if record.ok else nan for record in kept],
+        "ended": [record.end for record in kept],
+        "input_tokens": [record.input_tokens for record in kept],
+        "output_tokens": [record.output_tokens for record in kept],
+        "wanted_tokens": [record.planned_output for record in kept],
+        "ok": [record.ok for record in kept],
+        "failure": ["" if record.ok else record.failure or "empty" for record in kept],
+        "token_times": [record.token_times or None for record in kept],
+    })  # fmt: skip
 
 
 class Summary(msgspec.Struct, frozen=True, kw_only=True):
@@ -426,7 +334,7 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     ``duration`` is the time from the first scheduled arrival to the end of the last request. ``request_goodput`` is the
     number of requests per second that met the SLO; None without an SLO. These two rates of ``vllm bench serve``,
     ``request_throughput`` and ``request_goodput``, include the drain at the end. ``steady_throughput`` and
-    ``steady_goodput`` count in :attr:`Samples.steady_window` only, and are None if it has too few requests.
+    ``steady_goodput`` count in :attr:`Requests.steady_window` only, and are None if it has too few requests.
     ``attainment`` is the share of all requests that met the SLO. ``failed`` counts failures of the target; requests in
     flight when the run was interrupted are in ``interrupted`` instead. ``itl`` is the gap between events of a stream:
     an event with several tokens makes one gap, as in ``vllm bench serve``.
@@ -491,19 +399,20 @@ def enough(requests: float, statistic: str) -> bool:
 _DISTRIBUTIONS = ("ttft", "tpot", "itl", "e2el", "ttft_scheduled", "e2el_scheduled", "send_delay")
 
 
-def summarize(run: Samples | Iterable[RequestRecord], slo: Slo | None = None) -> Summary:
+def summarize(run: Requests | Iterable[RequestRecord], slo: Slo | None = None) -> Summary:
     """Return the summary of a run; ``slo`` (None: no limits) defines goodput."""
-    samples = run if isinstance(run, Samples) else Samples.of(run)
-    done = samples.ok
-    duration = float(samples.ended.max() - samples.scheduled.min()) if done.size else 0.0
+    samples = run if isinstance(run, Requests) else table_of(run)
+    done, sent, scheduled, ended = (samples[name] for name in ("ok", "sent", "scheduled", "ended"))
+    duration = float(ended.max() - scheduled.min()) if done.size else 0.0
     completed = int(done.sum())
-    tokens_in, tokens_out = int(samples.input_tokens[done].sum()), int(samples.output_tokens[done].sum())
-    interrupted = samples.failures.get(INTERRUPTED, 0)
+    tokens_in, tokens_out = (int(samples[name][done].sum()) for name in ("input_tokens", "output_tokens"))
+    failures = samples.failures
+    interrupted = failures.get(INTERRUPTED, 0)
     return Summary(
         completed=completed,
         failed=int(done.size) - completed - interrupted,
         interrupted=interrupted,
-        errors=dict(sorted(samples.failures.items())),
+        errors=dict(sorted(failures.items())),
         duration=duration,
         total_input_tokens=tokens_in,
         total_output_tokens=tokens_out,
@@ -514,14 +423,14 @@ def summarize(run: Samples | Iterable[RequestRecord], slo: Slo | None = None) ->
         steady_throughput=samples.steady_rate(done),
         steady_goodput=None if slo is None else samples.steady_rate(samples.meets(slo)),
         attainment=float(samples.meets(slo).mean()) if slo is not None and done.size else None,
-        max_concurrent_requests=most_at_once(samples.sent, samples.ended),
+        max_concurrent_requests=most_at_once(sent, ended),
         ttft=Distribution.of(samples.ttft),
         tpot=Distribution.of(samples.tpot),
         itl=Distribution.of(samples.itl),
         e2el=Distribution.of(samples.e2el),
         ttft_scheduled=Distribution.of(samples.ttft_scheduled),
         e2el_scheduled=Distribution.of(samples.e2el_scheduled),
-        send_delay=Distribution.of(samples.sent - samples.scheduled),
+        send_delay=Distribution.of(sent - scheduled),
     )
 
 
@@ -533,10 +442,6 @@ def most_at_once(begins: Floats, ends: Floats) -> int:
     steps = np.concatenate([np.full(ends.size, -1), np.full(begins.size, 1)])
     # A stable sort puts ends before beginnings of the same moment.
     return max(0, int(np.cumsum(steps[np.argsort(times, kind="stable")]).max()))
-
-
-def _column(values: Iterable[float]) -> Floats:
-    return np.fromiter(values, dtype=np.float64)
 
 
 def _rate(count: int, seconds: float) -> float:

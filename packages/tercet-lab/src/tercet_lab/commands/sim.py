@@ -22,22 +22,24 @@ from tercet.protocol import BadRequest
 from tercet.settings import key_values
 from tercet.settings.declaration import complaint
 from tercet_lab.bench.figures import plot_sweep, require_drawing
-from tercet_lab.bench.results import Slo
 from tercet_lab.bench.simulated import (
+    Experiment,
+    Fleet,
     MovingSettings,
     PlannedWorkload,
-    Simulation,
+    Record,
     SimulationReport,
     SyntheticWorkload,
     table,
 )
+from tercet_lab.bench.simulated.experiment import DEFAULT_PROFILE
+from tercet_lab.bench.simulated.recording import OFTEN_S
 from tercet_lab.bench.simulated.simulation import headings as headings_of_run
 from tercet_lab.bench.simulated.sweep import SweepReport, headings, parse_axis, rows, sweep
-from tercet_lab.bench.simulated.virtual_run import OFTEN_S
 from tercet_lab.commands.bench import limits_of
 from tercet_lab.planning.planner_settings import NO_PLANNER
+from tercet_lab.tables import Goodput, Slo
 
-DEFAULT_PROFILE = "llama-3.1-8b-h100-tp1"
 MOVING = MovingSettings()
 MOST_SEEDS = 10_000
 DEFAULT_RATE, DEFAULT_REQUESTS = "4", 1000
@@ -195,19 +197,19 @@ def _is_given(context: typer.Context, name: str) -> bool:
     return source is not None and source.name != "DEFAULT"
 
 
-def simulation_of(context: typer.Context, given: SimFlags) -> Simulation:
-    """Return the simulation that a command's parameters describe; missing parameters keep their defaults."""
-    return Simulation(
+def experiment_of(context: typer.Context, given: SimFlags) -> Experiment:
+    """Return the experiment that a command's parameters describe; missing parameters keep their defaults."""
+    options = key_values(given.option, "--option")
+    return Experiment(
         program=given.program,
-        program_args=key_values(given.program_arg, "--program-arg"),
-        fleet=given.fleet,
-        profile=given.profile,
-        options=key_values(given.option, "--option"),
-        workload=_workload_of(context, given),
+        args=key_values(given.program_arg, "--program-arg"),
+        fleet=Fleet.parse(given.fleet, given.profile, options),
+        work=_workload_of(context, given),
         seed=given.seed,
         slo=slo_of(given.goodput),
         scheduling=given.scheduling,
-        moving=given.moving,
+        moves=given.moving,
+        record=Record(frames_every=given.record or (OFTEN_S if given.watch else None)),
     )
 
 
@@ -251,9 +253,9 @@ def slo_of(given: list[str] | None) -> Slo | None:
         return None
     limits = limits_of(given)
     try:
-        return msgspec.convert(limits, Slo, strict=False)
+        return msgspec.convert(limits, Goodput, strict=False).slo
     except msgspec.ValidationError as error:
-        raise complaint("--goodput", Slo, limits, error) from error
+        raise complaint("--goodput", Goodput, limits, error) from error
 
 
 FIGURE, REGRET = "--planner-figure", "--planner-regret"
@@ -271,24 +273,24 @@ def require_planned_run(moving: MovingSettings, over: Sequence[str] | None, figu
         require_drawing(figure, FIGURE)
 
 
-def draw_planned_run(simulation: Simulation, report: SimulationReport, file: Path) -> None:
+def draw_planned_run(simulation: Experiment, report: SimulationReport, file: Path) -> None:
     """Draw the first run of ``report`` into ``file``; do nothing if it was not planned."""
     from tercet_lab.bench.figures import plot_planned_run  # matplotlib comes with an extra
 
-    (point, *_), wanted = report.points, simulation.moving.objectives
+    (point, *_), wanted = report.points, simulation.moves.objectives
     if point.planned is None:
         return
     title = (
-        f"{simulation.program} from {simulation.fleet}, {simulation.profile}; TTFT {wanted.ttft:g} s, TPOT "
+        f"{simulation.name} from {simulation.fleet}, {simulation.fleet.profile}; TTFT {wanted.ttft:g} s, TPOT "
         f"{(wanted.tpot or 0) * 1e3:g} ms: {point.summary.attainment or 0:.2%}"
     )
     plot_planned_run(point.planned, wanted.share, title, file)
 
 
-def say_regret(simulation: Simulation, report: SimulationReport, note: Callable[[str], None]) -> None:
+def say_regret(simulation: Experiment, report: SimulationReport, note: Callable[[str], None]) -> None:
     """Simulate the same load with the oracle, and print the regret: the share of goodput per engine-hour it gains."""
-    moving = msgspec.structs.replace(simulation.moving, planner="oracle")
-    oracle = msgspec.structs.replace(simulation, moving=moving)
+    moving = msgspec.structs.replace(simulation.moves, planner="oracle")
+    oracle = msgspec.structs.replace(simulation, moves=moving)
     for point in report.points:
         ours = point.metrics()["goodput_per_engine_hour"] or 0.0
         best = oracle.point(point.rate, note).metrics()["goodput_per_engine_hour"] or 0.0
@@ -326,7 +328,7 @@ def sim(context: typer.Context, given: SimFlags) -> None:
     - `tercet sim --fleet 2P2D --program disaggregated --objective-ttft 1 --objective-tpot 0.025 --planner simulate`
     """
     require_consistent(context, given)
-    simulation = simulation_of(context, given)
+    simulation = experiment_of(context, given)
     if given.over:
         _run_sweep(simulation, given)
         return
@@ -337,31 +339,30 @@ def sim(context: typer.Context, given: SimFlags) -> None:
         show_run(recorded)
 
 
-def _run_sweep(simulation: Simulation, given: SimFlags) -> None:
+def _run_sweep(simulation: Experiment, given: SimFlags) -> None:
     """Simulate each combination of settings; write and draw the report, and print its table."""
     report = _sweep(simulation, given)
     _write_out(given.result_filename, report.to_json())
     if given.plot is not None:
         plot_sweep(report, given.plot)
-    title = f"{simulation.program}, {_load_of(given.request_rate)}; starred by {given.x} and {given.y}"
+    title = f"{simulation.name}, {_load_of(given.request_rate)}; starred by {given.x} and {given.y}"
     if len(report.seeds) > 1:
         title += f" ({report.comparisons} comparisons, Holm)"
     _show(given, title, headings(report), rows(report))
 
 
-def _run(simulation: Simulation, given: SimFlags) -> bytes:
+def _run(simulation: Experiment, given: SimFlags) -> bytes:
     """Simulate each rate; write the report, print its table, and return the report in JSON."""
     rate = given.request_rate
     rates = rates_of(rate or DEFAULT_RATE) if rate or given.arrival != "trace" else [None]
-    often = given.record or (OFTEN_S if given.watch else None)
-    found = simulation.report(rates, given.label or simulation.program, note, often)
+    found = simulation.report(rates, given.label or simulation.name, note)
     if given.planner_regret:
         say_regret(simulation, found, note)
     if given.planner_figure is not None:
         draw_planned_run(simulation, found, given.planner_figure)
     recorded = found.to_json()
     _write_out(given.result_filename, recorded)
-    title = f"{simulation.program} on {given.fleet}, {given.profile}"
+    title = f"{simulation.name} on {given.fleet}, {given.profile}"
     _show(given, title, headings_of_run(found), table(found))
     return recorded
 
@@ -372,7 +373,7 @@ def _show(given: SimFlags, title: str, headings: Sequence[str], rows: Sequence[S
         show_table(title, headings, rows)
 
 
-def _sweep(simulation: Simulation, given: SimFlags) -> SweepReport:
+def _sweep(simulation: Experiment, given: SimFlags) -> SweepReport:
     rates = rates_of(given.request_rate or DEFAULT_RATE)
     if len(rates) > 1:
         raise BadRequest(

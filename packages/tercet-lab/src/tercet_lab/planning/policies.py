@@ -13,10 +13,10 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
-from tercet.decisions.objectives import within
 from tercet.decisions.planning import Expected, FleetPlan, Observed, ObservedRequest, Policy, WantedPlan, most_decodes
 from tercet.decisions.scheduling.assembly import load_module, user_file
 from tercet.fleet.policy_views import BLOCK, block_names
@@ -31,6 +31,7 @@ from tercet_lab.planning.planner_settings import PlannerSettings
 from tercet_lab.sim import EngineOptions, Profile
 from tercet_lab.sim.engine_options import max_tokens_of
 from tercet_lab.sim.step_times import StepModel, pairs_of
+from tercet_lab.tables import Requests, Slo
 
 MEASURED_S = 30.0
 """Seconds of traffic that are measured, after a warm-up as long as answers take."""
@@ -76,7 +77,7 @@ class FleetSimulator:
 
     def __init__(
         self,
-        program: str,
+        program: str | Callable[..., Any],
         profile: str,
         options: EngineOptions,
         objectives: Objectives,
@@ -117,23 +118,14 @@ class FleetSimulator:
         self.requests += len(requests)
         # The enclosing run may collect garbage rarely, and a simulation leaves gigabytes of prompts.
         gc.collect(1)
-        return _expected(found.sent, found.first, found.ended, found.output_tokens, self._objectives, forecast.rate)
+        return _expected(found.requests, self._objectives, forecast.rate)
 
 
-def _expected(
-    sent: Sequence[float], first: Sequence[float], ended: Sequence[float], tokens: Sequence[float],
-    objectives: Objectives, rate: float,
-) -> Expected:  # fmt: skip
-    if not len(sent):
+def _expected(requests: Requests, objectives: Objectives, rate: float) -> Expected:
+    if not len(requests):
         raise EngineError("the simulation measured no request")
-    ttft = np.array(first) - np.array(sent)
-    served = ~np.isnan(ttft)
-    counts = np.array(tokens)
-    tpot = np.full(len(counts), np.nan)
-    several = served & (counts > 1)
-    tpot[several] = (np.array(ended)[several] - np.array(first)[several]) / (counts[several] - 1)
-    met = served & within(ttft, objectives.ttft or np.inf) & within(tpot, objectives.tpot or np.inf)
-    p99 = float(np.percentile(np.where(served, ttft, 1e9), 99))
+    met = requests.meets(Slo(ttft=objectives.ttft, tpot=objectives.tpot))
+    p99 = float(np.percentile(np.where(requests["ok"], requests.ttft, 1e9), 99))
     return Expected(float(met.mean()), p99, rate, len(met))
 
 
@@ -261,7 +253,7 @@ def trace_of(arrivals: Iterable[tuple[float, Request]]) -> list[ObservedRequest]
 
 
 def load_policy(
-    name: str,
+    name: str | Callable[..., Any],
     settings: PlannerSettings,
     evaluate: Evaluate,
     engine: ProfileCapacity,
@@ -271,6 +263,8 @@ def load_policy(
 
     Raises :class:`~tercet.protocol.BadRequest` for an unknown name, or a file without the named function.
     """
+    if not isinstance(name, str):
+        return _checked(getattr(name, "__name__", type(name).__name__), name)
     if name == "simulate":
         return Planner(evaluate, engine, settings.start_s, settings.margin)
     if name == "oracle" and trace is not None:

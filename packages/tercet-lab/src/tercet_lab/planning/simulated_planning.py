@@ -19,7 +19,6 @@ from tercet_lab.bench.simulated.scenario import (
     PlannedTraffic,
     SyntheticWorkload,
     names_of,
-    parse_fleet,
     requests_of,
 )
 from tercet_lab.bench.simulated.virtual_run import PaidTime, PlannedRun
@@ -27,7 +26,7 @@ from tercet_lab.planning.policies import FleetSimulator, ProfileCapacity, load_p
 from tercet_lab.sim import EngineOptions, SimEngine, load_profile, options_from
 
 if TYPE_CHECKING:
-    from tercet_lab.bench.simulated.simulation import Simulation
+    from tercet_lab.bench.simulated.experiment import Experiment
 import asyncio
 import itertools
 import math
@@ -227,22 +226,21 @@ def _counted(engines: Sequence[ObservedEngine]) -> FleetPlan:
 class SimulatedPlanning:
     """The planner of one run."""
 
-    def __init__(self, simulation: Simulation, rate: float | None) -> None:
-        moving, spec = simulation.moving, parse_fleet(simulation.fleet)
-        settings, options = moving.planning, options_from(EngineOptions(), simulation.options)
+    def __init__(self, experiment: Experiment) -> None:
+        moving, fleet, seed = experiment.settings, experiment.fleet, experiment.seed
+        settings, options = moving.planning, options_from(EngineOptions(), fleet.options)
         self._settings, self._objectives = settings, moving.objectives
-        self._limits = _limits(simulation)
-        self._spare = max(0, self._limits.most - len(names_of(spec)))
+        self._limits = _limits(fleet.spec, settings)
+        self._spare = max(0, self._limits.most - len(names_of(fleet.spec)))
         self._simulator = FleetSimulator(
-            simulation.program, simulation.profile, options, moving.objectives, simulation.program_args, simulation.seed
+            experiment.program, fleet.profile, options, moving.objectives, experiment.args, seed
         )
-        workload = msgspec.structs.replace(simulation.workload, rate=rate)
-        if isinstance(workload, SyntheticWorkload):
-            trace = requests_of(workload, simulation.seed)
+        if isinstance(experiment.work, SyntheticWorkload):
+            trace = requests_of(experiment.work, seed)
         else:
-            trace = PlannedTraffic(workload, simulation.seed).arrivals()
-        capacity = ProfileCapacity(load_profile(simulation.profile), options)
-        self._policy = load_policy(moving.planner, settings, self._simulator, capacity, trace)
+            trace = PlannedTraffic(experiment.work, seed).arrivals()
+        capacity = ProfileCapacity(load_profile(fleet.profile), options)
+        self._policy = load_policy(experiment.policy, settings, self._simulator, capacity, trace)
         self._planner: VirtualPlanner | None = None
 
     def with_spare(self, spec: FleetSpec) -> FleetSpec:
@@ -286,13 +284,12 @@ class SimulatedPlanning:
         return lines
 
 
-def planning_of(simulation: Simulation, rate: float | None) -> SimulatedPlanning:
-    """Return the planner of a simulation's settings; raise :class:`~tercet.protocol.BadRequest` for invalid ones."""
-    return SimulatedPlanning(simulation, rate)
+def planning_of(experiment: Experiment) -> SimulatedPlanning:
+    """Return the planner of an experiment; raise :class:`~tercet.protocol.BadRequest` for invalid settings."""
+    return SimulatedPlanning(experiment)
 
 
-def _limits(simulation: Simulation) -> PlanLimits:
-    spec, settings = parse_fleet(simulation.fleet), simulation.moving.planning
+def _limits(spec: FleetSpec, settings: PlannerSettings) -> PlanLimits:
     if any(group.role == "both" or group.profile or group.options or group.host for group in spec.engines):
         raise BadRequest("fleet: a planner needs equal engines of the roles prefill and decode, such as 2P2D", "fleet")
     engines = len(names_of(spec))

@@ -139,6 +139,7 @@ class Network:
         self.prompt: Callable[[tuple[int, ...], str | None, str | None], Prompt] = Prompt
         self.bytes_sent = 0
         self._engines: dict[str, SimEngine] = {}
+        self._preemptions: dict[str, int] = {}
         self._out_free: dict[str, float] = {}
         self._in_free: dict[str, float] = {}
 
@@ -153,6 +154,18 @@ class Network:
         for engine in self._engines.values():
             engine.pool.close()
         self._engines.clear()
+
+    def note_preemptions(self, seq_id: str, count: int) -> None:
+        """Record that an engine preempted a sequence ``count`` times."""
+        if count:
+            self._preemptions[seq_id] = self._preemptions.get(seq_id, 0) + count
+
+    def take_preemptions(self, seq_id: str) -> int:
+        """Return, once, how often a request was preempted in all its attempts, whose ids are ``seq_id.1`` and so on."""
+        if not self._preemptions:
+            return 0
+        attempts = [each for each in self._preemptions if each == seq_id or each.startswith(f"{seq_id}.")]
+        return sum(self._preemptions.pop(each) for each in attempts)
 
     def find(self, info: KVAddrInfo) -> SendTarget:
         """Return the engine that made this reservation. Raise :class:`~tercet.protocol.TransferFailed` if unknown."""

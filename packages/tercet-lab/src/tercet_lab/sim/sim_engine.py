@@ -348,6 +348,7 @@ class SimEngine:
             await send.done
         finally:
             self._sends.pop(send, None)
+            self.network.note_preemptions(request.seq_id, work.preempted)
             scheduler.between_steps(partial(scheduler.drop, work))
         first = Output(prompt.output(0, 1), "length" if max_tokens_of(request) == 1 else None) if sample else None
         seconds = self._loop.time() - started
@@ -397,6 +398,7 @@ class SimEngine:
             # Another engine may continue the stream while this work waits to be dropped.
             work.stream = stream.held_back = None
             self._generating.pop(request.seq_id, None)
+            self.network.note_preemptions(request.seq_id, work.preempted)
             if work.state != "left":
                 scheduler.between_steps(partial(scheduler.drop, work))
 

@@ -55,6 +55,7 @@ class Work(msgspec.Struct, eq=False):
     arrived: float = 0.0
     arrival: int = 0
     admitted: int = 0
+    preempted: int = 0
 
     @property
     def known(self) -> int:
@@ -579,6 +580,7 @@ class StepSelection:
             self._prefilling.remove(work)
         self._lose_blocks(work)
         self.counters.preemptions += 1
+        work.preempted += 1
 
     def _lose_blocks(self, work: Work) -> None:
         self._give_back(work)

@@ -1,6 +1,8 @@
 """Simulations of programs on fleets of simulated engines, in virtual time, with reports and sweeps."""
 
+from tercet_lab.bench.simulated.experiment import Experiment, Fleet, Planner, Run, moves
 from tercet_lab.bench.simulated.moving_fleet import MovingSettings
+from tercet_lab.bench.simulated.recording import Record
 from tercet_lab.bench.simulated.scenario import (
     EngineGroup,
     Fault,
@@ -9,20 +11,25 @@ from tercet_lab.bench.simulated.scenario import (
     SyntheticWorkload,
     parse_fleet,
 )
-from tercet_lab.bench.simulated.simulation import SimulatedPoint, Simulation, SimulationReport, point_of, table
+from tercet_lab.bench.simulated.simulation import SimulatedPoint, SimulationReport, point_of, table
 from tercet_lab.bench.simulated.virtual_run import Outcome, run_once, run_requests
 
 __all__ = [
     "EngineGroup",
+    "Experiment",
     "Fault",
+    "Fleet",
     "FleetSpec",
     "MovingSettings",
     "Outcome",
     "PlannedWorkload",
+    "Planner",
+    "Record",
+    "Run",
     "SimulatedPoint",
-    "Simulation",
     "SimulationReport",
     "SyntheticWorkload",
+    "moves",
     "parse_fleet",
     "point_of",
     "run_once",

@@ -35,6 +35,7 @@ from tercet.settings.fleet_settings import OBJECTIVES, Objectives, RolesBy, Sess
 from tercet_lab.bench.simulated.scenario import Fault, FleetSpec, members_of, weights_of
 from tercet_lab.planning.planner_settings import NO_PLANNER, PlannedBy, PlannerSettings, require_planner
 from tercet_lab.sim import EngineOptions, Host, Network, Profile, SimEngine, load_profile, options_from
+from tercet_lab.tables import Kind, Table
 
 
 class VirtualFlip(msgspec.Struct, frozen=True):
@@ -162,6 +163,12 @@ class SessionCounts(SessionMetrics):
         self.counts[f"session_pins_{end}"] += 1
 
 
+MOVE_COLUMNS: Mapping[str, Kind] = {
+    "at": "time", "id": "text", "source": "text", "target": "text", "reason": "text", "outcome": "text",
+    "tokens": "count", "bytes": "count", "recomputed": "count", "pause_s": "time", "seconds": "time",
+}  # fmt: skip
+
+
 class SimulatedMetrics(Metrics):
     """The metrics of a simulated router, in a separate registry, with totals of its moves and sessions.
 
@@ -171,6 +178,7 @@ class SimulatedMetrics(Metrics):
     def __init__(self) -> None:
         super().__init__(CollectorRegistry())
         self.sessions = SessionCounts()
+        self.move_rows = Table(MOVE_COLUMNS)
         self._move_outcomes = Counter[str]()
         self._move_pauses: list[float] = []
         self._sent = self._recomputed = self._held_back = 0
@@ -184,6 +192,11 @@ class SimulatedMetrics(Metrics):
 
     def moved(self, move: MoveRecord) -> None:
         self._move_outcomes[f"{move.reason} {move.outcome}"] += 1
+        self.move_rows.append(
+            asyncio.get_running_loop().time() - move.seconds, move.seq_id, move.source, move.destination, move.reason,
+            move.outcome, move.tokens, move.bytes, move.recomputed, math.nan if move.pause is None else move.pause,
+            move.seconds,
+        )  # fmt: skip
         self._sent += move.bytes
         self._recomputed += move.recomputed
         if move.pause is not None:

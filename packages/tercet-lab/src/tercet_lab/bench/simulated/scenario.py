@@ -10,23 +10,22 @@ import itertools
 import math
 import random
 import re
+from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import msgspec
 import numpy as np
-from numpy.typing import NDArray
 
 from tercet.protocol import BadRequest, Request, Role
 from tercet.protocol.names import chosen_by_weight
 from tercet.settings.declaration import complaint, load_yaml
 from tercet.settings.fleet_settings import DEFAULT_CLASS, ObjectiveClass, Objectives
-from tercet_lab.bench.results import MS, Samples, Slo
 from tercet_lab.bench.workloads import Conversation, parse_phases, plan
 from tercet_lab.bench.workloads.conversations import HashedWords, lengths, replayed
+from tercet_lab.tables import Slo
 
 SHORT = re.compile(r"(\d+)P(\d+)D(@[^,=@]+)?")
 ROLES: tuple[Role, ...] = ("prefill", "decode", "both")
@@ -81,7 +80,7 @@ def parse_fleet(given: str) -> FleetSpec:
         host = short[3] or ""
         given = f"prefill={short[1]}{host},decode={short[2]}{host}"
     spec = FleetSpec(engines=tuple(_group(part) for part in given.split(","))) if "=" in given else _from_file(given)
-    return _checked(spec)
+    return checked_fleet(spec)
 
 
 def _group(part: str) -> EngineGroup:
@@ -105,7 +104,8 @@ def _from_file(path: str) -> FleetSpec:
         raise complaint(f"fleet: {path}: $", FleetSpec, content, error, "fleet") from error
 
 
-def _checked(spec: FleetSpec) -> FleetSpec:
+def checked_fleet(spec: FleetSpec) -> FleetSpec:
+    """Return the fleet; raise :class:`~tercet.protocol.BadRequest` if it is empty, or for a fault that cannot be."""
     if not spec.engines or any(group.count < 1 for group in spec.engines):
         raise BadRequest("fleet: every group needs at least one engine", "fleet")
     names = set(names_of(spec))
@@ -149,7 +149,8 @@ class SyntheticWorkload(msgspec.Struct, frozen=True, forbid_unknown_fields=True,
     ``burstiness``, as in ``tercet bench``: below 1 is bursty, 1 is Poisson. The first ``warm_up`` requests are in no
     metric. If ``prefixes`` is not 0, each request starts with one of that number of prefixes of ``prefix`` tokens
     (drawn uniformly), as a part of its input length. ``lengths``: ``normal``; ``lognormal``, which has a long tail, up
-    to 20 times the mean (:class:`~tercet_lab.bench.workloads.conversations.Lengths`).
+    to 20 times the mean (:class:`~tercet_lab.bench.workloads.conversations.Lengths`); ``output_lengths`` are those of
+    answers, if they differ.
     """
 
     rate: float
@@ -164,6 +165,7 @@ class SyntheticWorkload(msgspec.Struct, frozen=True, forbid_unknown_fields=True,
     prefixes: int = 0
     prefix: int = 0
     lengths: Literal["normal", "lognormal"] = "normal"
+    output_lengths: Literal["normal", "lognormal"] | None = None
 
     def __post_init__(self) -> None:
         """Raise :class:`~tercet.protocol.BadRequest`, which names the field, for the first invalid value."""
@@ -181,6 +183,24 @@ class SyntheticWorkload(msgspec.Struct, frozen=True, forbid_unknown_fields=True,
         if bool(self.prefixes) != bool(self.prefix):
             raise BadRequest("prefixes: give it together with prefix, their length in tokens", "prefixes")
 
+    def flags(self) -> list[str]:
+        """Return the flags of ``tercet sim`` for this workload."""
+        if self.output_lengths not in (None, self.lengths):
+            raise BadRequest("output: a command line has one kind of lengths for input and output", "output")
+        words = load_flags(self, self.rate, self.requests)
+        for name in ("input_mean", "input_dev", "output_mean", "output_dev", "lengths", "prefixes", "prefix"):
+            value = getattr(self, name)
+            words += [f"--{name.replace('_', '-')}", f"{value:.12g}" if isinstance(value, float) else str(value)]
+        return words
+
+
+def load_flags(of: SyntheticWorkload | PlannedWorkload, rate: float | None, requests: int | None) -> list[str]:
+    """Return the flags of ``tercet sim`` for the number and the arrivals of requests."""
+    words = ["--arrival", of.arrivals] + ([] if rate is None else ["--request-rate", f"{rate:.12g}"])
+    words += [] if requests is None else ["--num-prompts", str(requests - of.warm_up)]
+    words += ["--num-warmups", str(of.warm_up)] if of.warm_up else []
+    return words + (["--burstiness", f"{of.burstiness:.12g}"] if of.arrivals == "gamma" else [])
+
 
 def requests_of(workload: SyntheticWorkload, seed: int) -> Iterator[tuple[float, Request]]:
     """Yield ``(arrival time in seconds, request)`` in the order of arrival. Equal seeds give equal requests."""
@@ -188,7 +208,7 @@ def requests_of(workload: SyntheticWorkload, seed: int) -> Iterator[tuple[float,
     text = _text(seed) * 2
     prefixes = [_prompt(text, chance, index, workload.prefix) for index in range(workload.prefixes)]
     inputs = lengths(workload.lengths, workload.input_mean, workload.input_dev)
-    outputs = lengths(workload.lengths, workload.output_mean, workload.output_dev)
+    outputs = lengths(workload.output_lengths or workload.lengths, workload.output_mean, workload.output_dev)
     gaps = gaps_of(workload.arrivals, workload.rate, workload.burstiness, random.Random(f"{seed} arrivals"))
     for number in range(workload.requests):
         when += next(gaps)
@@ -230,6 +250,11 @@ WORDS = HashedWords()
 LATER = "+"
 
 
+def turn_of(name: str) -> int:
+    """Return the index of a request's turn in its conversation; 0 is the first."""
+    return len(name) - len(name.rstrip(LATER))
+
+
 class PlannedWorkload(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """A workload in text form, one text per phase (:func:`tercet_lab.bench.workloads.parse_phase`).
 
@@ -260,6 +285,11 @@ class PlannedWorkload(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
             "must be 0 or more, and less than requests",
         )
 
+    def flags(self) -> list[str]:
+        """Return the flags of ``tercet sim`` for this workload."""
+        texts = [word for text in self.workload for word in ("--workload", text)]
+        return texts + load_flags(self, self.rate, self.requests)
+
     @property
     def finite(self) -> bool:
         """True if the workload is a single recorded trace."""
@@ -288,11 +318,14 @@ class PlannedTraffic:
         self._seed = seed
         # By the name of a running request: its conversation, the tokens before its answer, and its turn.
         self._open: dict[str, tuple[Conversation, tuple[int, ...], int]] = {}
+        self._phases: list[int] = []  # the number of the first request of each phase
 
     def arrivals(self) -> Iterator[tuple[float, Request]]:
         """Yield ``(arrival time in seconds, first request)`` of each conversation, in the order of arrival."""
         number = 0
         for when, conversation in self._timed():
+            while len(self._phases) <= conversation.phase:
+                self._phases.append(number)
             yield when, self._request(f"r{number}", conversation, (), 0)
             number += conversation.requests
 
@@ -339,6 +372,10 @@ class PlannedTraffic:
         next_turn = conversation.turns[turn + 1]
         return FollowUp(next_turn.think_time, following, next_turn.is_after_tool)
 
+    def phase_of(self, request: Request) -> int:
+        """Return the index of the workload's phase that has the request."""
+        return bisect_right(self._phases, int(request.seq_id[1:].rstrip(LATER))) - 1
+
     def unsent(self, request: Request) -> int:
         """Return the number of later requests that are not sent because this request failed."""
         found = self._open.pop(request.seq_id, None)
@@ -378,31 +415,5 @@ def classed(
 
 
 def slo_of_class(wanted: Objectives | ObjectiveClass) -> Slo:
-    """Return the same objectives in milliseconds."""
-    ttft, tpot = (None if limit is None else limit * MS for limit in (wanted.ttft, wanted.tpot))
-    return Slo(ttft=ttft, tpot=tpot)
-
-
-@dataclass(frozen=True)
-class ClassedSamples(Samples):
-    """The requests of a run with their ``classes``. None is a request without a class, with the default objectives."""
-
-    classes: tuple[ObjectiveClass | None, ...] = ()
-
-    def meets(self, slo: Slo) -> NDArray[np.bool_]:
-        """Return, for each request, True if it succeeded within every limit of its class (without one: of ``slo``)."""
-        good = super().meets(slo)
-        for each in {*self.classes}:
-            if each is not None:
-                of_class = self._are_of(each)
-                good[of_class] = super().meets(slo_of_class(each))[of_class]
-        return good
-
-    def attainment(self, slo: Slo) -> dict[str, float]:
-        """Return, by class, the share of requests that met the objectives."""
-        good = self.meets(slo)
-        found = {each: float(good[self._are_of(each)].mean()) for each in dict.fromkeys(self.classes)}
-        return {DEFAULT_CLASS if each is None else each.name: share for each, share in found.items()}
-
-    def _are_of(self, wanted: ObjectiveClass | None) -> NDArray[np.bool_]:
-        return np.array([each == wanted for each in self.classes], dtype=np.bool_)
+    """Return the limits of the objectives of all requests, or of a class."""
+    return Slo(ttft=wanted.ttft, tpot=wanted.tpot)

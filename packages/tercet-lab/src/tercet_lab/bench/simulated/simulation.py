@@ -1,45 +1,30 @@
-"""A simulation that is described in text and numbers, and its report. Equal seeds give equal bytes."""
+"""The results of a simulation at one or several rates, and their report. Equal seeds give equal bytes."""
 
 from __future__ import annotations
 
 import math
 import statistics
-import time
-from collections.abc import Callable, Sequence
-from pathlib import Path
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
-import numpy as np
 
 from tercet import __version__
-from tercet.decisions.scheduling import load_scheduling
-from tercet.programs import load_program
-from tercet.protocol import BadRequest
 from tercet.router.page.records import Frame
-from tercet.settings import encode_settings
 from tercet_lab.bench.results import (
     BenchResult,
     Distribution,
     Point,
-    Slo,
     Summary,
     achieved,
     enough,
     summarize,
     three_digits,
 )
-from tercet_lab.bench.simulated.moving_fleet import MoveTotals, MovingSettings, VirtualFlip
-from tercet_lab.bench.simulated.scenario import (
-    PlannedWorkload,
-    SyntheticWorkload,
-    parse_fleet,
-    slo_of_class,
-)
-from tercet_lab.bench.simulated.virtual_run import Outcome, PlannedRun, run_once
-from tercet_lab.planning.planner_settings import NO_PLANNER
-from tercet_lab.sim import EngineOptions, load_profile, options_from
+from tercet_lab.bench.simulated.moving_fleet import MoveTotals, VirtualFlip
+from tercet_lab.bench.simulated.virtual_run import Outcome, PlannedRun
 from tercet_lab.sim.kv_usage import KVImbalance
+from tercet_lab.tables import Slo
 
 
 class SimulatedPoint(msgspec.Struct, frozen=True, kw_only=True):
@@ -127,12 +112,12 @@ class SimulationReport(msgspec.Struct, frozen=True, kw_only=True):
 
 def _run_name(point: SimulatedPoint) -> str:
     """Return the name of a run on the web page."""
-    return f"{_shown(point.rate)} requests/s" if point.rate is not None else _shown(None)
+    return f"{shown(point.rate)} requests/s" if point.rate is not None else shown(None)
 
 
 def point_of(rate: float | None, outcome: Outcome, slo: Slo | None) -> SimulatedPoint:
     """Return the results of one run; ``slo`` (None: no limits) defines goodput."""
-    samples = outcome.samples()
+    samples = outcome.requests
     summary = summarize(samples, slo)
     return SimulatedPoint(
         rate=rate, summary=summary, fallbacks=outcome.fallbacks, retries=outcome.retries, busy=outcome.busy,
@@ -142,9 +127,9 @@ def point_of(rate: float | None, outcome: Outcome, slo: Slo | None) -> Simulated
     )  # fmt: skip
 
 
-def _made_good(outcome: Outcome) -> str:
+def made_good(outcome: Outcome) -> str:
     """Return a warning about retries: without it, readers would think that the program served all requests."""
-    requests, retries, fallbacks = len(outcome.ended), outcome.retries, outcome.fallbacks
+    requests, retries, fallbacks = len(outcome.requests), outcome.retries, outcome.fallbacks
     said = f"warning: {retries} attempts after failures; one engine served {fallbacks} of {requests} requests, because "
     return f"{said}their program had failed; the first failure: {outcome.first_retried}"
 
@@ -177,10 +162,11 @@ def _counts(point: SimulatedPoint) -> list[str]:
     summary = point.summary
     made_good = (str(point.retries), str(point.fallbacks))
     rate = three_digits(achieved(summary.flat(), "throughput") or 0.0)
-    return [_shown(point.rate), str(summary.completed), str(summary.failed), *made_good, rate]
+    return [shown(point.rate), str(summary.completed), str(summary.failed), *made_good, rate]
 
 
-def _shown(rate: float | None) -> str:
+def shown(rate: float | None) -> str:
+    """Return a rate as tables show it."""
     return "recorded" if rate is None else f"{rate:g}"
 
 
@@ -217,96 +203,3 @@ def _mean(values: Sequence[float | None]) -> str:
     if len(known) < len(values):
         return NONE
     return str(known[0]) if len(known) == 1 and isinstance(known[0], int) else three_digits(statistics.fmean(known))
-
-
-class Simulation(msgspec.Struct, frozen=True, kw_only=True):
-    """All arguments of a run except its rate. The rate of ``workload`` is ignored."""
-
-    program: str
-    program_args: dict[str, str]
-    fleet: str
-    profile: str
-    options: dict[str, str]
-    workload: SyntheticWorkload | PlannedWorkload
-    seed: int = 0
-    slo: Slo | None = None
-    scheduling: str | None = None
-    moving: MovingSettings = MovingSettings()
-
-    def point(
-        self, rate: float | None, note: Callable[[str], None] = lambda _: None, record_s: float | None = None
-    ) -> SimulatedPoint:
-        """Run the simulation at a rate (requests per second; None: a trace's times) and return the results.
-
-        ``note`` gets lines of text about the run, such as its speed. With ``record_s``, a timeline is recorded, with a
-        frame every ``record_s`` virtual seconds. Raise :class:`~tercet.protocol.BadRequest` for invalid arguments, and
-        the program's ``BadRequest`` if it refuses every request.
-        """
-        program, spec = load_program(self.program, self.program_args), parse_fleet(self.fleet)
-        options = options_from(EngineOptions(), self.options)
-        workload = msgspec.structs.replace(self.workload, rate=rate)
-        # Loaded for each run: its plugins remember requests.
-        scheduling = None if self.scheduling is None else load_scheduling(Path(self.scheduling).expanduser())
-        began, worked = time.perf_counter(), time.process_time()
-        # Imported here: the planner imports this module.
-        from tercet_lab.planning.simulated_planning import planning_of
-
-        planning = planning_of(self, rate) if self.moving.planner != NO_PLANNER else None
-        if planning is not None:
-            spec = planning.with_spare(spec)
-        outcome = run_once(
-            program, spec, self.profile, options, workload, self.seed, scheduling, self.moving, record_s,
-            None if planning is None else planning.companion,
-        )  # fmt: skip
-        took, cpu = time.perf_counter() - began, time.process_time() - worked
-        simulated = max(outcome.ended, default=0.0)
-        pace = f"{simulated / took:.1f} times real time, {simulated / cpu:.1f} by CPU time"
-        note(f"rate {_shown(rate)}: {simulated:.1f} s in {took:.1f} s ({cpu:.1f} s of CPU): {pace}")
-        if len(set(outcome.input_tokens)) > 1 or len(set(outcome.output_tokens)) > 1:
-            tokens = (
-                f"{np.mean(each):.4g} ± {np.std(each):.3g}" for each in (outcome.input_tokens, outcome.output_tokens)
-            )
-            note(f"rate {_shown(rate)}: tokens of the requests (mean ± deviation): {' in, '.join(tokens)} out")
-        point = point_of(rate, outcome, self.slo or self._objectives())
-        if planning is not None:
-            point = msgspec.structs.replace(point, planned=planning.result(simulated))
-            for line in planning.said(point.metrics()):
-                note(f"rate {_shown(rate)}: {line}")
-        for flip in point.flips:
-            note(f"rate {_shown(rate)}: {flip.at:.1f} s: {', '.join(flip.engines)} -> {flip.role}: {flip.reason}")
-        if point.summary.attainment is not None:
-            note(f"rate {_shown(rate)}: {point.summary.attainment:.2%} of the requests met the SLO")
-        for name, share in point.classes.items():
-            note(f"rate {_shown(rate)}: {share:.2%} of class {name} met its objectives")
-        if outcome.retries:
-            note(f"rate {_shown(rate)}: {_made_good(outcome)}")
-        if outcome.first_error is not None:
-            if isinstance(outcome.first_error, BadRequest) and not point.summary.completed:
-                raise outcome.first_error
-            note(f"rate {_shown(rate)}: {point.summary.failed} requests failed; the first error: {outcome.first_error}")
-        return point
-
-    def _objectives(self) -> Slo | None:
-        """Return the router's objectives in milliseconds, or None without objectives."""
-        wanted = self.moving.objectives
-        return slo_of_class(wanted) if wanted.any or wanted.classes else None
-
-    def report(
-        self,
-        rates: Sequence[float | None],
-        label: str,
-        note: Callable[[str], None] = lambda _: None,
-        record_s: float | None = None,
-    ) -> SimulationReport:
-        """Run the simulation at each rate, as :meth:`point` does. ``label`` is the name of its line in figures."""
-        model = load_profile(self.profile).name
-        points = tuple(self.point(rate, note, record_s) for rate in rates)
-        return SimulationReport(
-            label=label, program=self.program, arguments=self.arguments(), seed=self.seed, model=model, points=points
-        )
-
-    def arguments(self) -> dict[str, Any]:
-        """Return everything that the numbers depend on, except the rate."""
-        given = msgspec.to_builtins(self)
-        del given["workload"]["rate"]
-        return {**given, "moving": encode_settings(self.moving)}

@@ -23,8 +23,9 @@ from tercet.protocol import BadRequest
 from tercet.settings import Source, declared, decode_settings, encode_settings
 from tercet.settings.declaration import near
 from tercet_lab.bench.results import BenchResult, Point, enough, three_digits
+from tercet_lab.bench.simulated.experiment import Experiment, Fleet
 from tercet_lab.bench.simulated.moving_fleet import MovingSettings
-from tercet_lab.bench.simulated.simulation import NONE, SimulatedPoint, Simulation, figure_headings, figures_of
+from tercet_lab.bench.simulated.simulation import NONE, SimulatedPoint, figure_headings, figures_of
 from tercet_lab.sim import EngineOptions, load_profile
 
 MOVING = {each.key for each in declared(MovingSettings)}
@@ -153,7 +154,7 @@ def parse_axis(given: str) -> Axis:
 
 
 def sweep(
-    base: Simulation,
+    base: Experiment,
     rate: float,
     axes: Sequence[Axis],
     x: str,
@@ -166,7 +167,7 @@ def sweep(
     ``x`` and ``y`` are metrics such as ``ttft.p99``; ``note`` gets lines about progress. Raise
     :class:`~tercet.protocol.BadRequest` for an unknown metric or setting.
     """
-    measured = (base.workload.requests or math.inf) - base.workload.warm_up
+    measured = (base.work.requests or math.inf) - base.work.warm_up
     for option, metric in (("--x", x), ("--y", y)):
         check_metric(metric)
         if not enough(measured, metric.partition(".")[2]):
@@ -277,27 +278,32 @@ def _settings(axes: Sequence[Axis]) -> Iterator[dict[str, str]]:
         yield dict(zip(names, values, strict=True))
 
 
-def _with(base: Simulation, settings: dict[str, str], rate: float) -> tuple[Simulation, float]:
-    changed = base
+def _with(base: Experiment, settings: dict[str, str], rate: float) -> tuple[Experiment, float]:
+    changed, fleet = base, base.fleet
+    text, profile, options = fleet.text or "", fleet.profile, dict(fleet.options)
     for name, value in settings.items():
         if name == "request-rate":
             rate = _rate(value)
-        elif name in OWN:
-            changed = msgspec.structs.replace(changed, **{name: value})
+        elif name == "fleet":
+            text = value
+        elif name == "profile":
+            profile = value
+        elif name == "program":
+            changed = msgspec.structs.replace(changed, program=value)
         elif name in EngineOptions.__struct_fields__:
-            changed = msgspec.structs.replace(changed, options={**changed.options, name: value})
+            options[name] = value
         elif name in MOVING:
-            of = {**encode_settings(changed.moving), name: value}
+            of = {**encode_settings(changed.moves), name: value}
             if not value:
                 del of[name]  # an empty value means that the setting is not given
             given = Source(of, names={name: f"--over {name}"})
-            changed = msgspec.structs.replace(changed, moving=decode_settings(MovingSettings, given))
+            changed = msgspec.structs.replace(changed, moves=decode_settings(MovingSettings, given))
         else:
-            changed = msgspec.structs.replace(changed, program_args={**changed.program_args, name: value})
-    return changed, rate
+            changed = msgspec.structs.replace(changed, args={**changed.args, name: value})
+    return msgspec.structs.replace(changed, fleet=Fleet.parse(text, profile, options)), rate
 
 
-def _require_known(base: Simulation, axes: Sequence[Axis]) -> None:
+def _require_known(base: Experiment, axes: Sequence[Axis]) -> None:
     """Raise :class:`~tercet.protocol.BadRequest` for an axis whose name is not a setting."""
     programs = next((axis.values for axis in axes if axis.name == "program"), (base.program,))
     arguments = {name for program in programs for name in inspect.signature(load_program(program)).parameters}

@@ -1,36 +1,29 @@
-"""One simulated run of a program on a fleet under a workload, from the first arrival to the last token.
-
-A run's timeline, for the web page, has the frames of a router's stream in virtual time.
-"""
+"""One simulated run of a program on a fleet under a workload, from the first arrival to the last token."""
 
 from __future__ import annotations
 
 import asyncio
 import gc
 import math
-from array import array
 from collections import Counter
 from collections.abc import Callable, Coroutine, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from itertools import chain
 from traceback import extract_tb
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import msgspec
-import numpy as np
-from numpy.typing import NDArray
 
 from tercet.decisions.scheduling import Scheduling
-from tercet.fleet import Member, RunningSequence, Trace
+from tercet.fleet import RunningSequence, Trace
 from tercet.programs import Program
 from tercet.protocol import Output, ProgramFailed, Request, TercetError
 from tercet.protocol.spans import FALLBACK, RETRY
 from tercet.router.page.records import Frame
-from tercet.router.page.watch import FleetWatch, about_service
 from tercet.router.serve.service import ProgramFault, Service
-from tercet.settings.fleet_settings import ObjectiveClass, Objectives
+from tercet.settings.fleet_settings import DEFAULT_CLASS, Objectives
 from tercet_lab.bench.simulated.moving_fleet import (
+    MOVE_COLUMNS,
     MoveTotals,
     MovingSettings,
     VirtualFleet,
@@ -39,8 +32,9 @@ from tercet_lab.bench.simulated.moving_fleet import (
     build_fleet,
     plan_fault,
 )
+from tercet_lab.bench.simulated.recording import ENGINE_COLUMNS, EngineLoads, EngineSamples, Record, TimelineRecorder
 from tercet_lab.bench.simulated.scenario import (
-    ClassedSamples,
+    LATER,
     FleetSpec,
     FollowUp,
     PlannedTraffic,
@@ -48,10 +42,13 @@ from tercet_lab.bench.simulated.scenario import (
     SyntheticWorkload,
     classed,
     requests_of,
+    slo_of_class,
+    turn_of,
     weights_of,
 )
-from tercet_lab.sim import EngineOptions, SimEngine, run_virtual
+from tercet_lab.sim import EngineOptions, SimEngine, options_from, run_virtual
 from tercet_lab.sim.kv_usage import KVImbalance, UsageLog
+from tercet_lab.tables import Requests, Table
 
 
 class PlannedChange(msgspec.Struct, frozen=True):
@@ -152,40 +149,79 @@ class PaidTime:
 
 @dataclass
 class Outcome:
-    """The results of one run: columns with one entry per measured request, and the engines' counters.
+    """The results of one run: a row for each measured request, and the engines' counters.
 
-    Times are in seconds of virtual time; ``first`` is NaN for a failed request. ``busy`` is the share of the
-    engines' paid time in which a step ran. ``timeline`` is empty unless it was requested.
+    ``busy`` is the share of the engines' paid time in which a step ran, and ``paid_s`` that time. ``timeline`` and
+    ``engines`` are empty unless they were requested.
     """
 
-    sent: array[float] = field(default_factory=lambda: array("d"))
-    first: array[float] = field(default_factory=lambda: array("d"))
-    ended: array[float] = field(default_factory=lambda: array("d"))
-    input_tokens: array[float] = field(default_factory=lambda: array("d"))
-    output_tokens: array[float] = field(default_factory=lambda: array("d"))
-    failures: Counter[str] = field(default_factory=Counter[str])
+    requests: Requests = field(default_factory=Requests)
     first_error: TercetError | None = None
     fallbacks: int = 0
     retries: int = 0
     first_retried: str | None = None
     busy: float = 0.0
+    paid_s: float = 0.0
     counts: dict[str, int] = field(default_factory=dict[str, int])
     moves: MoveTotals = field(default_factory=MoveTotals)
+    move_rows: Table = field(default_factory=lambda: Table(MOVE_COLUMNS))
     imbalance: KVImbalance | None = None
     flips: list[VirtualFlip] = field(default_factory=list[VirtualFlip])
     timeline: list[Frame] = field(default_factory=list[Frame])
+    engines: Table = field(default_factory=lambda: Table(ENGINE_COLUMNS))
     objectives: Objectives = field(default_factory=Objectives)
-    classes: list[ObjectiveClass | None] = field(default_factory=list[ObjectiveClass | None])
 
-    def add(self, sent: float, first: float, ended: float, request: Request, tokens: int) -> None:
-        """Record a request with its times in seconds; ``first`` is NaN if it failed."""
-        self.sent.append(sent)
-        self.first.append(first)
-        self.ended.append(ended)
-        self.input_tokens.append(request.num_tokens)
-        self.output_tokens.append(tokens)
-        if self.objectives.classes:
-            self.classes.append(self.objectives.class_of(request.headers))
+    @property
+    def failures(self) -> Counter[str]:
+        """Number of failed requests by the code of their error."""
+        return self.requests.failures
+
+    def unsent(self, request: Request, now: float, turns: int) -> None:
+        """Record later turns of a conversation, which are not sent because ``request`` failed."""
+        turn = turn_of(request.seq_id)
+        for later in range(1, turns + 1):
+            self.requests.append(
+                request.seq_id + LATER * later, request.session or "", turn + later, self._class_of(request), 0,
+                now, now, math.nan, math.nan, now, request.num_tokens, math.nan, 0, math.nan, "", "", "", math.nan,
+                math.nan, False, math.nan, math.nan, math.nan, math.nan, False, "unsent", None, None,
+            )  # fmt: skip
+
+    def add(self, served: Served, phase: int) -> None:
+        """Record a request that has ended."""
+        request, sequence, trace = served.request, served.sequence, served.trace
+        cached, sent, prefill, pause = request.num_tokens, 0, "", 0.0
+        generated = retries = fallbacks = 0
+        for event in trace.events:
+            sent += event.bytes
+            pause += event.pause or 0.0
+            fallbacks += event.verb == FALLBACK
+            retries += event.verb == RETRY
+            if not generated and event.verb in ("remote_send", "start_generate"):
+                # What follows the prompt is output: the first token, or that of an earlier attempt.
+                of_prompt = event.computed - max(0, event.end - request.num_tokens)
+                cached -= max(0, of_prompt)
+                prefill = event.engine if of_prompt > 1 or not prefill else prefill
+                generated = event.verb == "start_generate"
+        ttft = None if served.error is not None or sequence is None else sequence.ttft
+        ok = ttft is not None
+        first = math.nan if sequence is None or ttft is None else sequence.began + ttft
+        tokens = 0 if sequence is None else len(sequence.tokens)
+        wanted = request.sampling_params.get("max_tokens", math.nan)
+        self.requests.append(
+            request.seq_id, request.session or "", turn_of(request.seq_id), self._class_of(request), phase,
+            served.sent, served.sent, first, sequence.last_at if sequence is not None and ok else math.nan,
+            served.ended, request.num_tokens, max(0, cached) if generated else math.nan, tokens, wanted,
+            prefill, "" if sequence is None else sequence.engine, trace.program,
+            0 if sequence is None else sequence.attempt, retries + fallbacks, fallbacks > 0,
+            0 if sequence is None else sequence.moves, pause, served.preempted, sent,
+            ok, "" if served.error is None else served.error.code, None, served.token_times,
+        )  # fmt: skip
+
+    def _class_of(self, request: Request) -> str:
+        if not self.objectives.classes:
+            return ""
+        found = self.objectives.class_of(request.headers)
+        return DEFAULT_CLASS if found is None else found.name
 
     def count_attempts(self, trace: Trace) -> None:
         """Count the attempts after failures in a request's trace."""
@@ -195,103 +231,25 @@ class Outcome:
                 self.fallbacks += event.verb == FALLBACK
                 self.first_retried = self.first_retried or event.reason
 
-    def samples(self) -> ClassedSamples:
-        """Return the requests in the benchmark's form, without gaps between tokens, which are not stored."""
-        sent, first, ended = np.array(self.sent), np.array(self.first), np.array(self.ended)
-        ok = ~np.isnan(first)
-        return ClassedSamples(
-            scheduled=sent,
-            sent=sent,
-            first=first,
-            last=np.where(ok, ended, np.nan),
-            input_tokens=np.array(self.input_tokens),
-            output_tokens=np.array(self.output_tokens),
-            ok=ok,
-            itl=np.empty(0),
-            ended=ended,
-            failures=self.failures,
-            classes=tuple(self.classes),
-        )
 
+class Served(NamedTuple):
+    """A request that has ended at ``ended``; ``sent`` and ``ended`` are seconds of the run.
 
-MOST_FRAMES, FEWEST_FRAMES, MOST_ROWS = 600, 60, 300_000
-"""Limits of the frames that are kept, and of the rows of engines in them; larger fleets get fewer frames."""
-OFTEN_S = 0.1
-"""Default interval between frames, in virtual seconds. It is doubled whenever there are too many frames."""
+    ``sequence`` is None if the request was refused before it began; ``token_times`` are None unless they were asked.
+    """
 
-
-class EngineLoads:
-    """The present loads of simulated engines. Reading them does not inform the simulated router."""
-
-    def __init__(self, engines: Mapping[str, SimEngine]) -> None:
-        self._engines = engines
-
-    def begin(self) -> None: ...
-
-    def table(self, members: Sequence[Member]) -> NDArray[np.float64]:
-        return np.array([_row(self._engines[member.name]) for member in members]).reshape(len(members), 4)
-
-
-def _row(engine: SimEngine) -> tuple[float, float, float, float]:
-    if engine.down:
-        return math.nan, math.nan, math.nan, math.nan
-    load = engine.load()
-    return load.kv_usage, load.running, load.waiting, math.nan if load.step_time is None else load.step_time
-
-
-def merged(first: Frame, second: Frame) -> Frame:
-    """Return one frame with the changes of ``first`` and then ``second``."""
-    if second.whole:
-        return second
-    rows = {} if second.engines is not None else {row[0]: row for row in first.loads}
-    rows |= {row[0]: row for row in second.loads}
-    moves = {move.number: move for move in (*first.moves, *second.moves)}
-    return Frame(
-        t=second.t, whole=first.whole, about=second.about or first.about, engines=second.engines or first.engines,
-        loads=[rows[index] for index in sorted(rows)], unseen=second.unseen, points=[*first.points, *second.points],
-        lanes=[*first.lanes, *second.lanes], spans=[*first.spans, *second.spans], ends=[*first.ends, *second.ends],
-        moves=[moves[number] for number in sorted(moves)],
-    )  # fmt: skip
-
-
-def halved(frames: Sequence[Frame]) -> list[Frame]:
-    """Return half as many frames with the same result: pairs are merged, and an odd last frame stays."""
-    pairs = zip(frames[::2], frames[1::2], strict=False)
-    return list(chain((merged(*pair) for pair in pairs), frames[len(frames) // 2 * 2 :]))
-
-
-class TimelineRecorder:
-    """The recorder of a run's ``frames``: one every ``interval_s`` virtual seconds, fewer if the run is long."""
-
-    def __init__(self, service: Service, engines: Mapping[str, SimEngine], model: str, interval_s: float) -> None:
-        self._sequences = service.sequences
-        self._watch = FleetWatch(service, EngineLoads(engines), lambda: about_service(service, model))
-        self._most = max(FEWEST_FRAMES, min(MOST_FRAMES, MOST_ROWS // max(1, len(engines))))
-        self._interval = interval_s
-        self.frames: list[Frame] = []
-
-    async def run(self) -> None:
-        """Record until cancelled."""
-        while True:
-            self._take()
-            await asyncio.sleep(self._interval)
-
-    def close(self) -> None:
-        """Record the last frame, and stop observing."""
-        self._take()
-        self._watch.close()
-
-    def _take(self) -> None:
-        for sequence in self._sequences:  # simulated engines deliver the tokens of a run of steps only on request
-            if sequence.generation is not None and sequence.generation.stream is not None:
-                sequence.generation.stream.catch_up()
-        self.frames.append(self._watch.frame())
-        if len(self.frames) > self._most:
-            self.frames = halved(self.frames)
-            self._interval *= 2
+    request: Request
+    sent: float
+    ended: float
+    sequence: RunningSequence | None
+    trace: Trace
+    error: TercetError | None
+    preempted: int
+    token_times: tuple[float, ...] | None
 
 
 MOVING = MovingSettings()
+RECORD = Record()
 
 
 class FollowUps(Protocol):
@@ -303,6 +261,10 @@ class FollowUps(Protocol):
 
     def unsent(self, request: Request) -> int:
         """Return the number of later requests that are not sent because this request failed."""
+        ...
+
+    def phase_of(self, request: Request) -> int:
+        """Return the index of the workload's phase that has the request."""
         ...
 
 
@@ -322,14 +284,14 @@ def run_once(
     seed: int,
     scheduling: Scheduling | None = None,
     moving: MovingSettings = MOVING,
-    record_s: float | None = None,
+    record: Record = RECORD,
     companion: Companion | None = None,
 ) -> Outcome:
     """Simulate one run. The outcome depends only on the arguments.
 
     ``scheduling`` has the profiles for the program's picks, loaded for this run (None: the built-in ones). ``moving``
-    has the settings and policies of moves. With ``record_s``, a timeline is recorded, with a frame every ``record_s``
-    virtual seconds. ``companion`` is that of :func:`run_requests`.
+    has the settings and policies of moves. ``record`` says what is recorded. ``companion`` is that of
+    :func:`run_requests`.
     """
     if isinstance(workload, SyntheticWorkload):
         arrivals, follow_ups = requests_of(workload, seed), None
@@ -347,7 +309,7 @@ def run_once(
         scheduling,
         follow_ups,
         moving,
-        record_s,
+        record,
         companion,
     )
 
@@ -363,7 +325,7 @@ def run_requests(
     scheduling: Scheduling | None = None,
     follow_ups: FollowUps | None = None,
     moving: MovingSettings = MOVING,
-    record_s: float | None = None,
+    record: Record = RECORD,
     companion: Companion | None = None,
 ) -> Outcome:
     """Simulate requests at given times (seconds), in order.
@@ -384,7 +346,7 @@ def run_requests(
                 scheduling,
                 follow_ups,
                 moving,
-                record_s,
+                record,
                 companion,
             )
         )
@@ -412,24 +374,32 @@ async def _run(
     scheduling: Scheduling | None,
     follow_ups: FollowUps | None,
     moving: MovingSettings,
-    record_s: float | None,
+    record: Record,
     companion: Companion | None,
 ) -> Outcome:
+    if record.tokens:
+        options = options_from(options, {"stream_every": 1})
     built = build_fleet(program, spec, profile, options, seed, moving)
     if scheduling is not None:
         built.service.fleet.scheduling = scheduling
     outcome, paid = Outcome(objectives=moving.objectives), PaidTime(built.engines)
+    outcome.requests.limits = {each.name: slo_of_class(each) for each in moving.objectives.classes}
     if moving.objectives.classes:
         weights = weights_of(moving.class_traffic, moving.objectives)
         arrivals = classed(arrivals, weights, moving.objectives.header, seed)
     for fault in spec.faults:
         plan_fault(fault, built.engines[fault.engine], built.service.fleet)
-    recorder = None if record_s is None else TimelineRecorder(built.service, built.engines, profile, record_s)
-    others: list[Coroutine[Any, Any, None]] = [] if recorder is None else [recorder.run()]
+    recorder, others = None, list[Coroutine[Any, Any, None]]()
+    if record.frames_every is not None:
+        recorder = TimelineRecorder(built.service, built.engines, profile, record.frames_every)
+        others.append(recorder.run())
+    if record.engines_every is not None:
+        loads = EngineLoads(built.engines)
+        others.append(EngineSamples(outcome.engines, built.service.fleet, loads, paid, record.engines_every).run())
     if companion is not None:
         others.append(companion(built.service, built.engines, paid))
     async with built.moving.running(), alongside(*others):
-        await _serve_all(built, arrivals, warm_up, outcome, follow_ups, paid)
+        await _serve_all(built, arrivals, warm_up, outcome, follow_ups, paid, record)
     if recorder is not None:
         recorder.close()
         outcome.timeline = recorder.frames
@@ -445,6 +415,7 @@ async def _serve_all(
     outcome: Outcome,
     follow_ups: FollowUps | None,
     paid: PaidTime,
+    record: Record,
 ) -> None:
     loop, coming = asyncio.get_running_loop(), enumerate(arrivals)
     usage: UsageLog | None = None
@@ -486,7 +457,7 @@ async def _serve_all(
         if usage is None:
             usage = UsageLog(built.engines, paid)
             paid.before_change = usage.settle
-        running.add(loop.create_task(_converse(built, request, outcome, measured, follow_ups, on_end)))
+        running.add(loop.create_task(_converse(built, request, outcome, measured, follow_ups, record, on_end)))
 
     await_next()
     await all_sent
@@ -502,6 +473,7 @@ async def _converse(
     outcome: Outcome,
     measured: bool,
     follow_ups: FollowUps | None,
+    record: Record,
     on_end: Callable[[asyncio.Task[Any] | None, Exception | None], object],
 ) -> None:
     """Run a request and its follow-ups, one after the other.
@@ -511,14 +483,16 @@ async def _converse(
     broken: Exception | None = None
     try:
         while True:
-            sequence = await _serve(built, request, outcome, measured)
+            served = await _serve(built, request, outcome, record.tokens)
+            if measured:
+                outcome.add(served, 0 if follow_ups is None else follow_ups.phase_of(request))
             if follow_ups is None:
                 return
+            sequence = served.sequence if served.error is None else None
             if sequence is None:
-                now = asyncio.get_running_loop().time()
-                for _ in range(follow_ups.unsent(request) if measured else 0):
-                    outcome.failures["unsent"] += 1
-                    outcome.add(now, math.nan, now, request, 0)
+                turns = follow_ups.unsent(request)
+                if measured:
+                    outcome.unsent(request, served.ended, turns)
                 return
             following = follow_ups.after(request, sequence.tokens)
             if built.service.sessions is not None:
@@ -536,29 +510,29 @@ async def _converse(
         on_end(asyncio.current_task(), broken)
 
 
-async def _serve(built: VirtualFleet, request: Request, outcome: Outcome, measured: bool) -> RunningSequence | None:
-    """Serve one request to its end, as the router does. Return its sequence, or None after a failure.
+async def _serve(built: VirtualFleet, request: Request, outcome: Outcome, each_token: bool) -> Served:
+    """Serve one request to its end, as the router does. With ``each_token``, record when each token came.
 
     Raise the errors of the program itself: a simulation must show them.
     """
     loop, trace, begun = asyncio.get_running_loop(), Trace(), list[RunningSequence]()
-    sent, error = loop.time(), None
+    sent, error, times = loop.time(), None, list[float]()
+
+    def take(output: Output) -> None:
+        times.extend([loop.time()] * len(output.token_ids))
+
     if built.router:
         await asyncio.sleep(built.router)
     try:
-        await built.service.run(request, trace, on_sequence=begun.append).run(_drop)
+        await built.service.run(request, trace, on_sequence=begun.append).run(take if each_token else _drop)
     except TercetError as failure:
         error = _cause_of(failure)
         outcome.first_error = outcome.first_error or error
-        if measured:
-            outcome.failures[error.code] += 1
     outcome.count_attempts(trace)
     sequence = begun[0] if begun else None
-    if measured:
-        ttft = None if error is not None or sequence is None else sequence.ttft
-        first = math.nan if sequence is None or ttft is None else sequence.began + ttft
-        outcome.add(sent, first, loop.time(), request, len(sequence.tokens) if sequence is not None else 0)
-    return sequence if error is None else None
+    preempted = built.network.take_preemptions(request.seq_id)
+    token_times = tuple(times) if each_token and error is None else None
+    return Served(request, sent, loop.time(), sequence, trace, error, preempted, token_times)
 
 
 def _drop(_: Output) -> None:
@@ -578,7 +552,8 @@ def _cause_of(error: TercetError) -> TercetError:
 
 
 def _collect(built: VirtualFleet, outcome: Outcome, paid: PaidTime) -> None:
-    totals, paid_s = Counter[str](), paid.seconds(asyncio.get_running_loop().time())
+    totals = Counter[str]()
+    outcome.paid_s = paid_s = paid.seconds(asyncio.get_running_loop().time())
     for engine in built.engines.values():
         counters = engine.all_counters
         outcome.busy += counters.busy / paid_s
@@ -589,5 +564,5 @@ def _collect(built: VirtualFleet, outcome: Outcome, paid: PaidTime) -> None:
         totals["evicted_blocks"] += counters.evicted
     sessions = built.metrics.sessions.counts
     outcome.counts = {**totals, "kv_bytes_sent": built.network.bytes_sent, **dict(sorted(sessions.items()))}
-    outcome.moves = built.metrics.totals()
+    outcome.moves, outcome.move_rows = built.metrics.totals(), built.metrics.move_rows
     outcome.flips = built.moving.roles.flips if built.moving.roles is not None else []
