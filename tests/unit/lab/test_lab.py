@@ -94,7 +94,7 @@ def test_tables_are_written_and_read(tmp_path: Path) -> None:
     with pytest.raises(BadRequest, match=r"path: .*\.txt must end with \.csv or \.parquet"):
         run.requests.write(tmp_path / "run.txt")
     (tmp_path / "other.csv").write_text("a,b\n1,2\n")
-    with pytest.raises(BadRequest, match="no column sent"):
+    with pytest.raises(BadRequest, match="lacks the column sent"):
         lab.Requests.read(tmp_path / "other.csv")
     (tmp_path / "torn.csv").write_text(file.read_text().splitlines()[0] + "\nr1,2\n")
     with pytest.raises(BadRequest, match="line 2: has 2 of"):

@@ -276,7 +276,7 @@ class Requests(Table):
         file = Path(path).expanduser()
         given = cls._read_columns(file)
         if missing := [name for name in ("sent", "first_token", "ended") if name not in given]:
-            raise BadRequest(f"path: {path} has no column {missing[0]}; it is no table of requests", "path")
+            raise BadRequest(f"path: {path} lacks the column {missing[0]}; a table of requests has one", "path")
         try:
             return cls.of({
                 name: [_value(kind, each) for each in given[name]]

@@ -44,14 +44,15 @@ def Poisson(
     ``prefix`` tokens. Raise :class:`~tercet.protocol.BadRequest` for invalid values.
     """
     given = [Fixed(each) if isinstance(each, int | float) else each for each in (input, output)]
-    devs = [0.0 if isinstance(each, Fixed) else each.dev for each in given]
+    devs = [0.0 if isinstance(each, Fixed) else float(each.dev) for each in given]
     kinds: list[Literal["normal", "lognormal"]] = [
         "lognormal" if isinstance(each, Lognormal) else "normal" for each in given
     ]
     even = burstiness == float("inf")
     return SyntheticWorkload(
-        rate=rate, requests=requests + warm_up, warm_up=warm_up, input_mean=given[0].mean, input_dev=devs[0],
-        output_mean=given[1].mean, output_dev=devs[1], lengths=kinds[0],
+        rate=float(rate), requests=requests + warm_up, warm_up=warm_up, input_mean=float(given[0].mean),
+        input_dev=devs[0],
+        output_mean=float(given[1].mean), output_dev=devs[1], lengths=kinds[0],
         output_lengths=kinds[1] if kinds[0] != kinds[1] and devs[1] else None,
         arrivals="constant" if even else "poisson" if burstiness == 1.0 else "gamma",
         burstiness=1.0 if even else burstiness, prefixes=prefixes, prefix=prefix,
