@@ -23,12 +23,15 @@ from prometheus_client import Counter, Histogram
 from tercet.fleet.engine_fleet import EngineFleet
 from tercet.fleet.membership import POLL_INTERVAL_S
 from tercet.protocol import Saturated, TercetError
+from tercet.protocol.wire import MOST_PRIORITY
 from tercet.settings import Limits
 
 # Retry-After while no request has finished yet, and its largest value, in seconds.
 SOON, LATEST = 1, 60
 # Flows whose turns are remembered in addition to the waiting ones; clients choose the names of flows.
 SPARE_FLOWS = 1000
+# Priority of the requests of batches: behind those of every client, which may send any smaller number.
+BEHIND_CLIENTS = MOST_PRIORITY + 1
 # Weight of the latest gap between two ends in the moving average.
 NEWEST = 0.1
 
@@ -251,6 +254,11 @@ class Gate:
     def saturated(self) -> bool:
         """True if a request that arrived now would have to wait."""
         return bool(self._admission.waiting) or self._admission.saturated(self._load())
+
+    @property
+    def clients_wait(self) -> bool:
+        """True while a request of a client waits here; requests of batches do not count."""
+        return bool(self._admission.waiting) and self._admission.waiting[0].priority < BEHIND_CLIENTS
 
     @asynccontextmanager
     async def slot(

@@ -39,7 +39,9 @@ POOLING = frozenset(
 )  # fmt: skip
 """Routes of pooling models, whose servers do not use the verbs."""
 TRANSCRIBING = frozenset({"/v1/audio/transcriptions", "/v1/audio/translations"})
-"""Routes whose body is a form with an audio file; the bodies of all other routes are JSON."""
+"""Routes whose body may be a form with an audio file."""
+FILES, BATCHES = "/v1/files", "/v1/batches"
+"""Routes of batches: :data:`FILES` takes a form with the file; the bodies of all other routes are JSON."""
 MODELS = "/v1/models"
 PROBES = frozenset({"/health", "/ping", "/live", "/load", "/version", "/metrics", "/metrics/"})
 """Routes for probes and monitoring. vLLM and a router serve them without a key."""

@@ -19,7 +19,7 @@ from typing import NamedTuple
 from urllib.parse import urlsplit
 
 from tercet.protocol.errors import BadRequest, Forbidden, UnsupportedMediaType
-from tercet.protocol.headers import TRANSCRIBING
+from tercet.protocol.headers import FILES, TRANSCRIBING
 from tercet.protocol.wire import JSON, MSGPACK
 
 MULTIPART = "multipart/form-data"
@@ -58,6 +58,8 @@ class Labelled(NamedTuple):
 
 def forms_of(path: str) -> Sequence[str]:
     """Return the forms of bodies that servers of the OpenAI API read at a path, the name of each in lower case."""
+    if path == FILES:
+        return (MULTIPART,)
     return (MULTIPART, JSON) if path in TRANSCRIBING else (JSON,)
 
 

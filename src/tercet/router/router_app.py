@@ -15,10 +15,10 @@ from contextlib import AsyncExitStack, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
-from starlette.applications import Starlette
+from fastapi import FastAPI
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from tercet.fleet.admission import ClientLeft, Gate, RequestConcurrency
+from tercet.fleet.admission import BEHIND_CLIENTS, ClientLeft, Gate, RequestConcurrency
 from tercet.logs import FIELDS, REQUEST_ID, access_logger, lines_of_request, request_id, request_renamed
 from tercet.protocol import BadRequest, EngineUnreachable, RouterFailed, Saturated, TercetError, UnknownPath
 from tercet.protocol.access import BearerKeys
@@ -65,6 +65,7 @@ from tercet.wire.serving.client_connection import CONNECTION
 from tercet.wire.serving.server_access import (
     AT_ADMIN,
     CONTEXT,
+    OF_BATCH,
     AdminAccess,
     RequestContext,
     RouterKeys,
@@ -202,15 +203,16 @@ class RouterApp:
             if body is not None and not context.path.startswith(API_PREFIX):
                 held.callback(body.close)
                 for_engines = pooling is None and context.path in GENERATING
+                priority = BEHIND_CLIENTS if OF_BATCH in scope else context.asked.priority
                 if for_engines:  # its sequences run in portions
                     limits = self._gate.limits
                     require_few_sequences(context.path, context.fields, limits.sequences)
                     spares = None if self._gate.is_open else self._gate
                     context.most_sequences = limits.sequences
-                    context.concurrency = RequestConcurrency(limits.at_once, spares, context.asked.priority).one
+                    context.concurrency = RequestConcurrency(limits.at_once, spares, priority).one
                 if not self._gate.is_open:
                     context.prepared()  # the wait for a slot may be long
-                    slot = self._gate.slot(context.asked.priority, body.left, for_engines=for_engines)
+                    slot = self._gate.slot(priority, body.left, for_engines=for_engines)
                     async with kept.until_let_go():
                         await held.enter_async_context(slot)
                     if followed is not None:
@@ -299,6 +301,8 @@ class RouterApp:
 
     def _client_of(self, scope: Scope) -> str:
         """Return the key that a client sent; its address if the router requires no key."""
+        if (owner := scope.get(OF_BATCH)) is not None:
+            return f"batches of {owner}"
         if self._keys:
             shown = "".join(value.decode("latin-1") for name, value in scope["headers"] if name == b"authorization")
             return shown.partition(" ")[2]  # the scheme may be written in any case
@@ -306,6 +310,8 @@ class RouterApp:
 
     def _require_client(self, context: RequestContext, scope: Scope) -> None:
         """Require a client key; for a trace, that of an administrator instead, unless clients may see traces."""
+        if OF_BATCH in scope:
+            return  # its client has shown a key with the batch
         try:
             if not self._client_traces and wants_trace(context.headers):
                 self._admins.require_operator(scope)
@@ -391,7 +397,7 @@ async def _passed_on(scope: Scope, receive: Receive, send: Send) -> None:
 
 
 def put_layers_before(
-    app: Starlette, layers: ASGIApp, config: RouterConfig, state: SharedState, keys: RouterKeys, shutdown: Shutdown,
+    app: FastAPI, layers: ASGIApp, config: RouterConfig, state: SharedState, keys: RouterKeys, shutdown: Shutdown,
     pooling: PoolingServers, fast: FastPath | None = None,
     around_refusals: Callable[[ASGIApp], ASGIApp] = lambda app: app,
 ) -> Gate:  # fmt: skip
@@ -401,6 +407,8 @@ def put_layers_before(
     """
     service, apart = state.service, config.admin_listen is not None
     gate = Gate(config.limits, service.fleet, service.metrics)
+    if state.batches is not None:
+        state.batches.install(app, gate, keys.clients)
     front = RouterApp(
         with_metrics(layers, service.fleet, state.traces.exemplars), fast, gate, keys.clients, service.program_called,
         config.max_request_bytes, around_refusals, shutdown, config.access_log, pooling, keys.access, apart,

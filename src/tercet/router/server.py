@@ -33,6 +33,7 @@ from tercet.protocol.spans import SpanContext
 from tercet.router import admin
 from tercet.router.admin.admin_routes import json_answer
 from tercet.router.admin.admin_server import CLOSE_SECONDS, QuietServer, admin_served, tls_options
+from tercet.router.batches.batch_routes import Batches
 from tercet.router.observe.metrics import Metrics, SessionMetrics
 from tercet.router.observe.request_traces import RequestTrace, RequestTraces, spans_of
 from tercet.router.pooling import PoolingServers
@@ -250,6 +251,9 @@ class _Router:
             keep(AdapterLoader(service.fleet, self.membership).run, "adapters")
         if config.dev:
             keep(partial(reload_on_change, state), "reload")
+        if (directory := config.batches.directory) is not None:
+            state.batches = Batches(directory, config.batches, service, self.shutdown, config.objectives.tpot)
+            keep(state.batches.run, "batches")
 
     @property
     def _session_file(self) -> Path | None:

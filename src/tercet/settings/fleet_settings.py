@@ -10,8 +10,10 @@ from msgspec import Meta
 
 from tercet.protocol import BadRequest
 from tercet.settings.declaration import (
+    LIMITS,
     MOVES,
     PLACEMENT,
+    SERVER,
     AtLeastOne,
     NotNegative,
     Seconds,
@@ -250,6 +252,25 @@ class RescheduleSettings(Settings, frozen=True):
 
 
 ShareOfKV = Annotated[float, Meta(ge=0, le=1)]
+
+
+class BatchSettings(Settings, frozen=True):
+    """Settings of a router for OpenAI's batches, whose requests run in the gaps of other traffic."""
+
+    directory: Annotated[
+        str | None,
+        Setting(
+            "Folder of the files of batches; with it `/v1/files` and `/v1/batches` are served.", metavar="DIR",
+            default="no batches", panel=SERVER,
+        ),
+    ] = msgspec.field(default=None, name="batches")  # fmt: skip
+    running: Annotated[
+        AtLeastOne, Setting("Most requests of batches that run for each decode engine.", panel=LIMITS, in_file=True)
+    ] = msgspec.field(default=32, name="batch-running")
+    storage: Annotated[
+        AtLeastOne,
+        Setting("Most bytes of the files of batches.", unit="bytes", default="10 GiB", panel=LIMITS, in_file=True),
+    ] = msgspec.field(default=10 * 1024**3, name="batch-storage")
 
 
 class SessionSettings(Settings, frozen=True):

@@ -35,6 +35,7 @@ from tercet.settings.engine_addresses import (
     require_url,
 )
 from tercet.settings.fleet_settings import (
+    BatchSettings,
     MoveSettings,
     Objectives,
     RescheduleSettings,
@@ -145,8 +146,9 @@ class RetryBudget(Settings, frozen=True):
 class RouterSettings(Settings, frozen=True):
     """Settings that ``tercet router`` and ``tercet up`` share.
 
-    ``retries``, ``limits``, ``moves``, ``reschedule``, ``objectives`` and ``sessions`` are groups; limits apply to each
-    worker separately. ``model`` has the tokenizer and the chat template; the engines must serve the same model.
+    ``retries``, ``limits``, ``moves``, ``reschedule``, ``objectives``, ``sessions`` and ``batches`` are groups; limits
+    apply to each worker separately. ``model`` has the tokenizer and the chat template; the engines must serve the same
+    model.
     """
 
     model: Annotated[
@@ -246,6 +248,7 @@ class RouterSettings(Settings, frozen=True):
     reschedule: RescheduleSettings = RescheduleSettings()
     objectives: Objectives = Objectives()
     sessions: SessionSettings = SessionSettings()
+    batches: BatchSettings = BatchSettings()
     roles_by: RolesBy = msgspec.field(default="fixed", name="roles")
     request_timeout_s: Annotated[
         Seconds | None,

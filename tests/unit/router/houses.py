@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import tempfile
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -16,11 +17,15 @@ from tercet.cluster.model import resolve_model, resolve_tokenizer
 from tercet.fleet import EngineFleet, Member
 from tercet.fleet.admission import Gate
 from tercet.fleet.membership import Membership
+from tercet.protocol.access import BearerKeys
 from tercet.router import admin
+from tercet.router.batches.batch_routes import Batches
 from tercet.router.observe.metrics import Metrics
 from tercet.router.router_app import RouterApp
 from tercet.router.serve.service import Service
+from tercet.router.serve.shutdown import Shutdown
 from tercet.settings import Limits
+from tercet.settings.fleet_settings import BatchSettings
 from tercet_lab.prompt_texts import PromptTexts
 from tercet_lab.small_openai import small_app
 from tests.longest_wait import LONGEST_WAIT_S, until
@@ -50,6 +55,8 @@ class House:
         self.metrics = Metrics()
         self.service = Service(self.fleet, "disaggregated", {}, self.metrics, request_timeout=REQUEST_TIMEOUT_S)
         self.gate = Gate(Limits(in_flight=2, queued=0), self.fleet, self.metrics)
+        self.folder = tempfile.TemporaryDirectory(prefix="tercet-test-")
+        self.batches = Batches(self.folder.name, BatchSettings(), self.service, Shutdown(timeout_s=0))
         self.app: Any = None
 
     async def build(self) -> Any:
@@ -58,9 +65,10 @@ class House:
 
         model = resolve_model("smollm2", lambda _: None)
         args = vllm.server_args(model, ["m"], "127.0.0.1", 0, LENGTH, ("--api-key", "secret"))
+        keys, args.api_key = api_keys(args), None  # as in a router, which checks keys itself
         client = vllm.engine_client_over(self.service, args)
         server = vllm.with_fast_path(await vllm.openai_server(args, client), args, client)
-        self._put_layers_before(server.app, server.layers, server.fast, api_keys(args))
+        self._put_layers_before(server.app, server.layers, server.fast, keys)
         return client
 
     def build_small(self) -> None:
@@ -73,8 +81,10 @@ class House:
         self.app = app
         membership = Membership(self.fleet, lambda *_: pytest.fail("nobody joins"))
         admin.install(app, shared_over(self.service, membership), ["m"])
+        clients = BearerKeys(keys)
+        self.batches.install(app, self.gate, clients)
         app.middleware_stack = RouterApp(
-            layers, fast, self.gate, keys, self.service.program_called, self.most_bytes
+            layers, fast, self.gate, clients, self.service.program_called, self.most_bytes
         )  # fmt: skip
 
     def client(self, key: str = "secret") -> httpx.AsyncClient:
@@ -127,6 +137,7 @@ async def built_house(*, small: bool = False) -> AsyncGenerator[House]:
         finally:
             if client is not None:
                 client.shutdown()
+            house.folder.cleanup()
 
 
 @asynccontextmanager

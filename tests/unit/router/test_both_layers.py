@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import gc
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import asynccontextmanager
 from typing import Any
 
 import httpx
 import pytest
 import pytest_asyncio
+from openai import AsyncOpenAI
 
 from tercet.decisions.sessions import session_named
 from tercet.fleet import RunningSequence
@@ -373,3 +375,90 @@ async def test_an_ended_request_leaves_no_reference_cycle(house: House, path: st
         assert not any(type(found) is RunningSequence for found in gc.get_objects())
     finally:
         gc.enable()
+
+
+# ---- batches ---------------------------------------------------------------------------------------------------------
+
+
+@asynccontextmanager
+async def openai_of(house: House, key: str = "secret") -> AsyncGenerator[AsyncOpenAI]:
+    async with house.client(key) as http:
+        own: Any = http  # it takes any client of this form
+        yield AsyncOpenAI(api_key=key, base_url="http://localhost/v1", http_client=own)
+
+
+def batch_file(*bodies: dict[str, Any]) -> bytes:
+    lines = [
+        {"custom_id": f"r{number}", "method": "POST", "url": CHATS, "body": body} for number, body in enumerate(bodies)
+    ]
+    return b"".join(json.dumps(line).encode() + b"\n" for line in lines)
+
+
+async def test_a_batch_of_openais_client(house: House) -> None:
+    for name in "pd":
+        house.fleet.report(name, EngineLoad(waiting=0, running=0, kv_usage=0.0))
+    running = asyncio.ensure_future(house.batches.run())
+    try:
+        async with openai_of(house) as client, asyncio.timeout(LONGEST_WAIT_S):
+            content = batch_file(WHOLE[CHATS], {**WHOLE[CHATS], "model": "other"}, WHOLE[CHATS])
+            file = await client.files.create(file=("in.jsonl", content), purpose="batch")
+            assert (file.filename, file.bytes, file.purpose) == ("in.jsonl", len(content), "batch")
+            batch = await client.batches.create(
+                input_file_id=file.id, endpoint=CHATS, completion_window="24h", metadata={"a": "b"}
+            )
+            while batch.status != "completed":
+                await asyncio.sleep(0.02)
+                batch = await client.batches.retrieve(batch.id)
+            assert batch.request_counts is not None
+            assert (batch.request_counts.completed, batch.request_counts.failed) == (2, 1)
+            output = (await client.files.content(batch.output_file_id or "")).text
+            lines = [json.loads(line) for line in output.splitlines()]
+            assert [line["custom_id"] for line in lines] == ["r0", "r2"]
+            assert lines[0]["response"]["body"]["usage"]["completion_tokens"] == 2
+            failed = json.loads((await client.files.content(batch.error_file_id or "")).text)
+            assert (failed["custom_id"], failed["response"]["status_code"]) == ("r1", 404)
+            assert [each.id async for each in client.batches.list()] == [batch.id]
+            assert {each.id async for each in client.files.list()} == {
+                file.id, batch.output_file_id, batch.error_file_id
+            }  # fmt: skip
+            for each in (file.id, batch.output_file_id or "", batch.error_file_id or ""):
+                assert (await client.files.delete(each)).deleted
+            assert house.batches.files.used() == 0
+    finally:
+        running.cancel()
+        await asyncio.wait({running})
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"endpoint": "/v1/nothing"}, "endpoint"), ({"completion_window": "soon"}, "completion_window"),
+        ({"completion_window": "99d"}, "completion_window"), ({"input_file_id": "file-none"}, "file_id"),
+        ({"input_file_id": 3}, "input_file_id"), ({"surplus": 3}, "surplus"),
+    ],
+)  # fmt: skip
+async def test_a_batch_that_cannot_be(house: House, fields: dict[str, Any], param: str) -> None:
+    async with house.client() as client:
+        form = {"purpose": (None, "batch"), "file": ("in.jsonl", batch_file(WHOLE[CHATS]))}
+        file = (await client.post("/v1/files", files=form)).json()
+        asked = {"input_file_id": file["id"], "endpoint": CHATS, "completion_window": "24h", **fields}
+        answer = await client.post("/v1/batches", json=asked)
+        assert 400 <= answer.status_code < 500
+        assert param in error_of(answer)["message"]
+        assert (await client.delete(f"/v1/files/{file['id']}")).status_code == 200
+
+
+async def test_a_file_that_cannot_be(house: House) -> None:
+    async with house.client() as client:
+        for form, param in (
+            ({"purpose": (None, "fine-tune"), "file": ("x", b"x")}, "purpose"),
+            ({"purpose": (None, "batch")}, "file"),
+            ({"purpose": (None, "batch"), "file": ("x", b"")}, "file"),
+            ({"purpose": (None, "batch"), "file": ("x", b"x"), "more": (None, "y")}, "more"),
+        ):
+            answer = await client.post("/v1/files", files=form)
+            assert (answer.status_code, error_of(answer)["param"]) == (400, param)
+        assert (await client.post("/v1/files", json={})).status_code == 415
+        assert (await client.get("/v1/files?limit=0")).status_code == 400
+    async with house.client("wrong") as client:
+        assert (await client.get("/v1/files")).status_code == 401

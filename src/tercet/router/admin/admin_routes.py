@@ -63,7 +63,7 @@ def whole_number(text: str) -> int | None:
     return int(text) if text.isascii() and text.isdigit() and len(text) <= MOST_DIGITS else None
 
 
-class AdminRoute(APIRoute):
+class TercetRoute(APIRoute):
     """A route that answers with Tercet's errors; the application's handlers would turn them into server failures."""
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
@@ -71,13 +71,23 @@ class AdminRoute(APIRoute):
 
         async def answer(request: Request) -> Response:
             try:
-                if ADMITTED not in request.scope:  # the router's check of access has not seen this request
-                    raise Forbidden("this route accepts only requests that came through the router")
+                self.require(request)
                 return await handle(request)
             except TercetError as error:
                 return json_answer(error.to_wire(), error.status)
 
         return answer
+
+    def require(self, request: Request) -> None:
+        """Raise if the request may not be served here."""
+
+
+class AdminRoute(TercetRoute):
+    """A route for operators."""
+
+    def require(self, request: Request) -> None:
+        if ADMITTED not in request.scope:  # the router's check of access has not seen this request
+            raise Forbidden("this route accepts only requests that came through the router")
 
 
 def shared_of(request: Request) -> SharedState:

@@ -170,6 +170,12 @@ class Metrics:
             "tercet_queue_seconds", "Time in the queue of the gate, for requests that had to wait.", buckets=SECONDS
         )
         self.refused = counter("tercet_requests_refused", "HTTP requests that were refused, by reason.", ["reason"])
+        self.batch_requests = counter(
+            "tercet_batch_requests", "Requests of batches: `completed`, `failed`, or `put_back` for later.", ["result"]
+        )
+        self.batch_running = gauge(
+            "tercet_batch_requests_running", "Requests of batches that run.", multiprocess_mode="livesum"
+        )
 
     def _declare_fleet(self, registry: CollectorRegistry) -> None:
         """Declare the metrics of the fleet, its engines, their verbs and prefix caches, and of moves."""

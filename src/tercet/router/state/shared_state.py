@@ -35,6 +35,7 @@ from tercet.router.state.state_store import LOCK_SECONDS, SharedTurn, StateStore
 from tercet.settings import EngineAddress
 
 if TYPE_CHECKING:
+    from tercet.router.batches.batch_routes import Batches
     from tercet.router.state.roles import RoleKeeper
 from collections.abc import Iterator
 from contextlib import suppress
@@ -189,6 +190,7 @@ class SharedState:
         self._stamp: object = None
         self._silence = ""  # the error while the file system hangs; the state is read again once it answers
         self.role_keeper: RoleKeeper | None = None  # set if roles follow the load
+        self.batches: Batches | None = None  # set if this router runs batches
         self._applying = TaskSet()
         self.found: FleetState  # the newest state that was read, also if it cannot be applied
         self.state: FleetState

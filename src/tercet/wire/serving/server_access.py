@@ -106,6 +106,8 @@ ADMITTED = "tercet.admitted"
 PROVED = "tercet.proved"
 # In a scope of a request that came by the admin address.
 AT_ADMIN = "tercet.at_admin"
+# In the scope of a request that the router itself sends, for a batch: the owner of the batch. No client can set it.
+OF_BATCH = "tercet.batch"
 # vLLM's own routes that change the answers for all clients.
 _VLLMS = frozenset({"/v1/load_lora_adapter", "/v1/unload_lora_adapter"})
 _ENGINES = f"this route requires the fleet's secret ({SECRET_VARIABLE})"

@@ -1,0 +1,1 @@
+"""OpenAI's batches: files of requests that run in the gaps of interactive traffic."""
