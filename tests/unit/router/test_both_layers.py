@@ -16,7 +16,7 @@ from openai import AsyncOpenAI
 
 from tercet.decisions.sessions import session_named
 from tercet.fleet import RunningSequence
-from tercet.protocol import BadRequest, Request
+from tercet.protocol import BadRequest, EngineLoad, Request
 from tests.longest_wait import LONGEST_WAIT_S
 
 from .houses import BODY, LENGTH, MESSAGES, PROMPT, House, built_house, mended

@@ -35,7 +35,7 @@ from tercet.protocol import BadRequest, Conflict, RequestTooLarge, UnknownPath
 
 logger = logging.getLogger("tercet.router")
 T = TypeVar("T")
-# A file that nobody deletes ends by itself, as OpenAI's files of batches do.
+# A file that is not deleted ends by itself, as OpenAI's files of batches do.
 KEPT_SECONDS = 30 * 24 * 3600
 # One client may use this share of the storage, so that a single one cannot shut out the others.
 SHARE_OF_ONE = 0.5
@@ -323,7 +323,7 @@ class BatchFiles:
             return 0
 
     def sweep(self) -> None:
-        """Delete files that are too old, batches that ended so long ago, and contents whose write was cut off."""
+        """Delete files and ended batches that are older than :data:`KEPT_SECONDS`, and contents whose write was cut off."""
         now = self.clock()
         read = {each.asked.input_file_id for each in self._all_batches() if not each.has_ended}
         for record in [*self._all_files()]:
