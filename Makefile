@@ -3,6 +3,7 @@ PYTHON ?= $(shell python3.11 -c '' 2>/dev/null && echo python3.11 || echo python
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.tercet-ready
+NEXT := next: source $(BIN)/activate && tercet demo
 
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
@@ -17,7 +18,7 @@ help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 setup: $(READY) ## create .venv with everything for CPU engines and tests, and the built-in model
-	@$(BIN)/python -m tercet.cluster.model smollm2
+	@$(BIN)/python -m tercet.cluster.model smollm2 $(if $(filter setup,$(MAKECMDGOALS)),>/dev/null && echo '$(NEXT)')
 
 $(READY): pyproject.toml $(wildcard packages/*/pyproject.toml) requirements/locked.txt requirements/torch.txt requirements/uv.txt scripts/setup
 	@rm -f $@

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import logging
 import re
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Generator, Mapping
@@ -203,6 +204,33 @@ def log_to_stderr(level: str, form: LogFormat = "text", access: bool = False) ->
 logger = logging.getLogger(EVENTS)
 # Without another handler, as in simulations, events are dropped and do not go to standard error.
 logger.addHandler(logging.NullHandler())
+
+
+# Seconds after which a long step is said to be under way, and between two such lines.
+SLOW_SECONDS, STILL_SECONDS = 2.0, 10.0
+
+
+@contextmanager
+def saying_while(step: str, say: Callable[[str], object]) -> Generator[None]:
+    """Say that ``step`` is under way if the block takes longer than ``SLOW_SECONDS``, and again while it goes on.
+
+    A thread says it, since an import holds the event loop.
+    """
+    ended, began = threading.Event(), time.monotonic()
+
+    def tell() -> None:
+        pause = SLOW_SECONDS
+        while not ended.wait(pause):
+            say(f"{step} ({time.monotonic() - began:.0f} s)")
+            pause = STILL_SECONDS
+
+    thread = threading.Thread(target=tell, name="saying", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
 
 
 @dataclass(frozen=True)

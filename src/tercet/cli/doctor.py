@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
 import typer
@@ -26,23 +26,19 @@ def doctor(
     """Check this machine for engines and routers, and print the cost and the remedy of each finding.
 
     The command checks vLLM and Tercet's hooks into it, devices, cores, memory, KV transports, limits, ports, and a Ray
-    node of this machine. It starts no process, and takes as long as importing vLLM. The exit code is 0 if engines can
-    be started here, even if slower than they could be, and 1 if they cannot.
+    node of this machine. What needs no import of vLLM comes first, and that import, in a short-lived process, last. The
+    exit code is 0 if engines can be started here, even if slower than they could be, and 1 if they cannot.
 
     Examples:
     - `tercet doctor`
     - `tercet doctor --json`
     """
-    from tercet.cluster.machine import findings_of, look_at_machine
+    from tercet.cluster import machine as here
 
-    if not as_json:
-        note("checking this machine; importing vLLM takes some seconds")
-    machine = look_at_machine()
-    findings, ray = findings_of(machine), []
-    if "ray-nodes" in entry_points(PARTS):
-        nodes = provided(PARTS, "ray-nodes", "ray", "tercet doctor")
-        ray = nodes.ray_processes()
-        findings += nodes.ray_findings(ray)
+    nodes: Any = provided(PARTS, "ray-nodes", "ray", "tercet doctor") if "ray-nodes" in entry_points(PARTS) else None
+    ray: list[Any] = [] if nodes is None else list(nodes.ray_processes())
+    machine = here.look_at_machine() if as_json else here.look_at_once()
+    findings = [*here.findings_of(machine), *(nodes.ray_findings(ray) if nodes is not None else ())]
     if as_json:
         found = {
             "findings": msgspec.to_builtins(findings), "machine": msgspec.to_builtins(machine),
@@ -50,15 +46,29 @@ def doctor(
         }  # fmt: skip
         typer.echo(json.dumps(found, indent=2))
     else:
-        for line in in_words(findings):
-            say(line)
+        findings += _said_as_found(findings, machine.vllm, here)
     if any(finding.state == "broken" for finding in findings):
         raise typer.Exit(1)
 
 
-def in_words(findings: Sequence[Finding]) -> Iterator[str]:
-    """Return findings as lines; broken parts come last, next to the shell's prompt."""
-    width = max(len(finding.part) for finding in findings)
+def _said_as_found(findings: Sequence[Finding], vllm: str, here: Any) -> list[Finding]:
+    """Print the findings, then compare Tercet's hooks, which imports vLLM, and return and print what that found."""
+    for line in in_words(findings):
+        say(line)
+    hooks: list[Finding] = []
+    if vllm:
+        note(f"importing vLLM to compare Tercet's hooks into it: some seconds, at most {here.HOOKS_SECONDS:.0f}")
+        hooks = list(here.hook_findings(here.compare_hooks()))
+        for line in in_words(hooks, max(len(finding.part) for finding in findings)):
+            say(line)
+    broken = [finding.part for finding in (*findings, *hooks) if finding.state == "broken"]
+    say(f"broken: {', '.join(broken)}; engines cannot start here" if broken else "engines can start here")
+    return hooks
+
+
+def in_words(findings: Sequence[Finding], least: int = 0) -> Iterator[str]:
+    """Return findings as lines; broken parts come last. Parts have a column of at least ``least`` characters."""
+    width = max(least, *(len(finding.part) for finding in findings))
     for state in MARKS:
         for finding in (each for each in findings if each.state == state):
             yield f"{MARKS[state]}  {finding.part:{width}}  {finding.found}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from collections import Counter
 from collections.abc import Iterator
 from typing import Annotated, Any
 from urllib.parse import quote
@@ -220,19 +221,32 @@ def drain(
 ) -> None:
     """Drain an engine: it gets no new requests, and its running sequences move to other engines with their KV.
 
-    A sequence that cannot be moved finishes on the engine.
+    A sequence that cannot be moved finishes on the engine. The moves that `--wait` counts are those of the router
+    process that answers.
     """
     if undo and wait:
         raise BadRequest("--wait: cannot be combined with --undo", "--wait")
+    earlier: list[dict[str, Any]] = router.ask("GET", "/moves") if wait else []
     engine = router.ask("DELETE" if undo else "POST", f"{_path(name)}/drain")
     with understood():
         say(engine_in_words(engine))
-        while wait and engine["in_flight"]:
+        if not wait:
+            return
+        said = engine["in_flight"]
+        while engine["in_flight"]:
             time.sleep(POLL_SECONDS)
-            left = engine["in_flight"]
             engine = {each["name"]: each for each in router.ask("GET", "/engines")}[name]
-            if engine["in_flight"] != left:
-                say(f"{engine['in_flight']} sequences still run on {name}")
+            if engine["in_flight"] != said and (said := engine["in_flight"]):
+                say(f"{said} sequences still run on {name}")
+        moves = router.ask("GET", f"/moves?since={max((each['number'] for each in earlier), default=0)}")
+        say(f"{name} is empty: {_moved_in_words([each for each in moves if each['source'] == name])}")
+
+
+def _moved_in_words(moves: list[dict[str, Any]]) -> str:
+    """Return where the sequences of a drained engine went."""
+    to = Counter(each["destination"] for each in moves if each["outcome"] == "moved")
+    where = [f"{count} moved to {engine}" for engine, count in sorted(to.items())] or ["none moved"]
+    return ", ".join([*where, "0 left"])
 
 
 @engines.command()

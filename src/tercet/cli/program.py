@@ -175,6 +175,10 @@ def send_sources(body: dict[str, Any]) -> None:
         path, colon, _ = name.rpartition(":")
         if colon and (file := Path(path).expanduser()).is_file():
             arm["source"] = text_of(file, "PROGRAM")
+        elif name.endswith(".py") and (file := Path(name).expanduser()).is_file():
+            from tercet.programs.loading import without_function
+
+            raise without_function(name, text_of(file, "PROGRAM"), "PROGRAM")
 
 
 def _arms(found: Any) -> list[dict[str, Any]]:

@@ -7,6 +7,7 @@ import typer
 
 from tercet.cli.setting_flags import VLLM_FLAGS, settings_command
 from tercet.cli.terminal import note
+from tercet.logs import saying_while
 from tercet.settings import RouterConfig
 
 
@@ -43,6 +44,7 @@ def router(config: RouterConfig) -> None:
         from tercet.router.workers import supervise
 
         raise typer.Exit(supervise(config))
-    from tercet.router.server import serve  # imports vLLM, which takes seconds, unless the small API serves
+    with saying_while("importing the router", note):
+        from tercet.router.server import serve
 
     serve(config)

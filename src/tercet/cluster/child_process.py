@@ -32,6 +32,8 @@ HURRY_SECONDS = 5.0
 SHARED_MEMORY = "/dev/shm/"
 # Exit code of commands with invalid arguments, vLLM's server among them.
 REFUSED = 2
+# How a process of Tercet begins the line that says why it ends.
+ERROR_LINE = "tercet: "
 TAIL_LINES = 15
 TAIL_BYTES = 64 * 1024
 _STRAGGLER_SECONDS = 3.0
@@ -176,6 +178,9 @@ class Process:
     def failure(self, what: str) -> StartFailed:
         """Return an error that says ``what`` happened, with the end and the path of the log."""
         kind = StartRefused if self.returncode == REFUSED else StartFailed
+        last = self.tail().rpartition("\n")[2]
+        if last.startswith(ERROR_LINE):  # a sentence that says it all
+            return kind(f"{self.name}: {last.removeprefix(ERROR_LINE)} (log: {self.log})")
         return kind("\n".join(filter(None, [f"{self.name} {what}", self.tail(), f"(whole log: {self.log})"])))
 
     async def stop(self) -> None:

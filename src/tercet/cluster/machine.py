@@ -67,7 +67,8 @@ class Machine(msgspec.Struct, frozen=True, kw_only=True):
     ``no_devices`` is the reason as text if there is no device. ``vllm`` is the version of the installed vLLM, empty
     without one; ``vllm_for_cpu`` is True for the CPU build. ``cuda`` is the version of CUDA that PyTorch was built for,
     empty for none. ``sealed_files`` is True if memory files can be sealed, ``reads_processes`` if this process may read
-    the memory of other processes of its user. ``ports_taken`` are Tercet's default ports that are in use.
+    the memory of other processes of its user. ``ports_taken`` are Tercet's default ports that are in use. ``hooks`` are
+    None if vLLM was not imported to compare them.
     """
 
     cores: int
@@ -83,7 +84,7 @@ class Machine(msgspec.Struct, frozen=True, kw_only=True):
     vllm: str
     vllm_for_cpu: bool
     cuda: str = ""
-    hooks: HookReport
+    hooks: HookReport | None
     libraries: dict[str, bool]
     sealed_files: bool
     namespaces: dict[str, str]
@@ -95,6 +96,11 @@ class Machine(msgspec.Struct, frozen=True, kw_only=True):
 
 def look_at_machine() -> Machine:
     """Return the facts about this machine; this takes as long as importing vLLM."""
+    return msgspec.structs.replace(look_at_once(), hooks=compare_hooks() if _vllm() else HookReport())
+
+
+def look_at_once() -> Machine:
+    """Return the facts that need no import of vLLM; ``hooks`` are None."""
     devices = list_devices()
     return Machine(
         cores=len(os.sched_getaffinity(0)),
@@ -110,7 +116,7 @@ def look_at_machine() -> Machine:
         vllm=_vllm(),
         vllm_for_cpu=is_cpu_build(),
         cuda=_cuda_of_torch(),
-        hooks=_hooks() if _vllm() else HookReport(),
+        hooks=None,
         libraries={"nixl": _has_nixl(_cuda_of_torch()), "mooncake": importlib.util.find_spec("mooncake") is not None},
         sealed_files=_can_seal(),
         namespaces=_namespaces(),
@@ -157,7 +163,7 @@ def _has_nixl(cuda: str) -> bool:
     return importlib.util.find_spec("nixl") is not None and importlib.util.find_spec(build) is not None
 
 
-def _hooks() -> HookReport:
+def compare_hooks() -> HookReport:
     """Check the hooks in a separate process: a broken vLLM may end the process that imports it."""
     command = [sys.executable, "-m", "tercet.vllm_plugin.hooks", "--json"]
     try:
@@ -290,7 +296,12 @@ def _vllm_findings(machine: Machine) -> Iterator[Finding]:
         )  # fmt: skip
     else:
         yield Finding("vLLM", "ok", f"{machine.vllm}, {build}")
-    hooks = machine.hooks
+    if machine.hooks is not None:
+        yield from hook_findings(machine.hooks)
+
+
+def hook_findings(hooks: HookReport) -> Iterator[Finding]:
+    """Yield what the comparison of the installed vLLM with Tercet's hooks found."""
     if hooks.error:
         yield Finding("hooks", "broken", hooks.error, "no engine, and no router", _remedy(hooks.error))
         return

@@ -292,6 +292,7 @@ if __name__ == "__main__":
 
 HUB = "https://huggingface.co"
 ASK_SECONDS = 5.0
+GGUF = b"GGUF"
 # A directory that vLLM loads has one of these files.
 DESCRIPTIONS = ("config.json", "params.json")
 _ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
@@ -325,8 +326,23 @@ def require_model(name: str) -> None:
     if path.is_dir():
         if not _is_described(path) and not [*path.glob("*.gguf")]:
             raise BadRequest(f"model: {path} is not a checkpoint: it has no {DESCRIPTIONS[0]}", "model")
+    elif path.is_file():
+        _require_gguf(path)
     elif not path.exists() and not _is_elsewhere(name) and cached_snapshot(name) is None:
         _require_at_hub(name)
+
+
+def _require_gguf(file: Path) -> None:
+    """Raise :class:`~tercet.protocol.BadRequest` unless a file begins as vLLM's only kind of model in one file."""
+    try:
+        with file.open("rb") as content:
+            is_gguf = content.read(len(GGUF)) == GGUF
+    except OSError as error:
+        raise BadRequest(f"model: {file} cannot be read: {error.strerror}", "model") from error
+    if not is_gguf:
+        raise BadRequest(
+            f"model: {file} is a file, but not a model in GGUF; name a checkpoint's directory or a hub id", "model"
+        )
 
 
 def cached_snapshot(name: str) -> Path | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import inspect
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -11,6 +12,7 @@ from typing import Any, get_args, get_origin, get_type_hints
 import msgspec
 
 from tercet.aio import keep_cancellation_counts
+from tercet.aio.files import read_whole
 from tercet.decisions.scheduling.assembly import Locate, load_module, user_file
 from tercet.programs.answer import Answer
 from tercet.programs.disaggregated import disaggregated
@@ -18,6 +20,8 @@ from tercet.programs.patterns import auto, balanced, cache_bypass, conditional, 
 from tercet.protocol import BadRequest, Fleet, Request
 from tercet.settings.declaration import complaint
 
+# Number of functions of a file that an error lists.
+LISTED = 5
 Program = Callable[[Request, Fleet], Answer]
 BUILT_IN: Mapping[str, Callable[..., Answer]] = {
     "auto": auto,
@@ -70,6 +74,8 @@ def name_of(program: Program) -> str:
 def _from_file(name: str, locate: Locate, source: str | None = None) -> Callable[..., Answer]:
     path, colon, function_name = name.rpartition(":")
     if not colon:
+        if name.endswith(".py"):
+            raise without_function(name, read_whole(locate(name, "program")))
         known = ", ".join(sorted(BUILT_IN))
         raise BadRequest(f"program: there is no {name!r}; choose one of {known}, or file.py:function", "program")
     file = locate(path, "program") if source is None else Path(path)
@@ -78,6 +84,23 @@ def _from_file(name: str, locate: Locate, source: str | None = None) -> Callable
     if function is None:
         raise BadRequest(f"program: {path} has no function {function_name}", "program")
     return function
+
+
+def without_function(path: str, text: str | bytes, field: str = "program") -> BadRequest:
+    """Return the error for a file without a function's name; it lists the file's async generators."""
+    try:
+        tree = ast.parse(text)
+    except (SyntaxError, ValueError) as error:
+        return BadRequest(f"{field}: {path} cannot be read as Python: {error}", field)
+    found = [
+        f"{path}:{node.name}"
+        for node in tree.body
+        if isinstance(node, ast.AsyncFunctionDef) and any(isinstance(each, ast.Yield) for each in ast.walk(node))
+    ]
+    if not found:
+        return BadRequest(f"{field}: {path} has no async generator (async def with yield)", field)
+    more = f" and {len(found) - LISTED} more" if len(found) > LISTED else ""
+    return BadRequest(f"{field}: name a function: {' or '.join(found[:LISTED])}{more}", field)
 
 
 def _convert(name: str, function: Callable[..., Any], args: Mapping[str, Any], locate: Locate) -> dict[str, Any]:

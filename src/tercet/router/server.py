@@ -26,7 +26,7 @@ from tercet.fleet import EngineFleet
 from tercet.fleet.admission import Gate
 from tercet.fleet.discovery import access_of, discovery_of
 from tercet.fleet.membership import READY_SECONDS, Membership, ServedModel, connecting
-from tercet.logs import log_to_stderr
+from tercet.logs import log_to_stderr, saying_while
 from tercet.protocol import EngineUnreachable, spans
 from tercet.protocol.entry_points import PARTS, provided
 from tercet.protocol.spans import SpanContext
@@ -201,7 +201,7 @@ class _Router:
             from tercet.vllm_plugin.start.process_output import errors_only
 
             errors_only()  # vLLM's other lines concern an engine that does not run here, and routes
-            with light_import(compiles=False):
+            with saying_while("importing vLLM's OpenAI layer", logger.info), light_import(compiles=False):
                 from tercet.router.openai.openai_server import import_vllm, require_flags
 
                 import_vllm()
@@ -353,8 +353,9 @@ async def _serve_openai(
     sock = vllm.listening_socket(args, shared.listening if shared is not None else None)
     engine_client = vllm.engine_client_over(service, args)
     try:
-        await membership.speak(vllm.text_of(engine_client, args))
-        server = await vllm.openai_server(args, engine_client)
+        with saying_while("loading the tokenizer and the OpenAI API", logger.info):
+            await membership.speak(vllm.text_of(engine_client, args))
+            server = await vllm.openai_server(args, engine_client)
         if config.fast_path == "on":
             server = vllm.with_fast_path(server, args, engine_client)
         vllm.serve_adapters(server.app.state, engine_client, lambda: service.fleet.adapters)

@@ -18,6 +18,7 @@ from fastapi import FastAPI
 
 from tercet.cli import app
 from tercet.cli.engines import roles_in_words
+from tercet.cli.router_calls import ask_router
 from tercet.decisions.migration import Stage
 from tercet.decisions.objectives import Attainments
 from tercet.router.admin.admin_routes import version_shown
@@ -221,6 +222,28 @@ def test_moves(router: Running, tercet: Any) -> None:
 def test_draining_waits_if_asked_to(router: Running, tercet: Any) -> None:
     assert "draining" in tercet("engines", "drain", "d", "--wait")
     assert "--wait" in tercet("engines", "drain", "d", "--undo", "--wait", code=2)
+
+
+def test_the_end_of_a_drain_says_what_moved_where(
+    router: Running, tercet: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    moves = router.live_router.service.moves
+    moves._record.append(MoveRecord(7, "of before", "d", "p", "drain", 0.0, 9, "moved"))
+    asked = ask_router
+
+    def ask(url: str, method: str, path: str, *more: Any) -> Any:
+        if path.endswith("/drain"):
+            moves._record += [
+                MoveRecord(8, "s", "d", "p", "drain", 0.0, 9, "moved"),
+                MoveRecord(9, "t", "d", "p", "drain", 0.0, 9, "moved"),
+                MoveRecord(10, "u", "d", "p", "drain", 0.0, 9, "failed"),
+                MoveRecord(11, "v", "p", "d", "policy", 0.0, 9, "moved"),
+            ]
+        return asked(url, method, path, *more)
+
+    monkeypatch.setattr("tercet.cli.router_calls.ask_router", ask)
+    assert tercet("engines", "drain", "d", "--wait").splitlines()[-1] == "d is empty: 2 moved to p, 0 left"
+    assert tercet("engines", "drain", "p", "--wait").splitlines()[-1] == "p is empty: none moved, 0 left"
 
 
 def test_the_key(

@@ -130,8 +130,32 @@ def test_the_exit_code_is_for_scripts(
     assert any(each["state"] == "broken" for each in printed["findings"]) == (code == 1)
 
 
+@pytest.mark.parametrize("error", ["", "vLLM cannot be imported"])
+def test_what_needs_no_import_is_said_before_vllm_is_imported(
+    error: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before: list[str] = []
+
+    def compare() -> HookReport:
+        before.extend(capsys.readouterr().out.splitlines())
+        return HookReport(error=error)
+
+    monkeypatch.setattr(machine, "look_at_once", lambda: msgspec.structs.replace(WELL, hooks=None))
+    monkeypatch.setattr(machine, "compare_hooks", compare)
+    if error:
+        with pytest.raises(command.typer.Exit):
+            doctor()
+    else:
+        doctor()
+    after = capsys.readouterr().out.splitlines()
+    assert any("vLLM" in line for line in before)
+    assert not any("hooks" in line for line in before)
+    assert "hooks" in after[0]
+    assert after[-1] == ("broken: hooks; engines cannot start here" if error else "engines can start here")
+
+
 def test_this_machine_can_be_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tercet.cluster.machine._hooks", HookReport)
+    monkeypatch.setattr("tercet.cluster.machine.compare_hooks", HookReport)
     machine = look_at_machine()
     assert machine.cores > 0
     assert machine.memory > 0

@@ -206,6 +206,17 @@ async def test_one_that_refuses_what_it_was_given_is_a_refusal(tmp_path: Path, s
     assert gone(children_of(tmp_path / "logs"))
 
 
+async def test_a_refusal_in_a_sentence_is_all_that_is_said(tmp_path: Path) -> None:
+    script = "import sys; print('a traceback'); print('tercet: --max-model-len: is -5'); sys.exit(2)"
+    process = Process("decode-0", [sys.executable, "-c", script], {}, tmp_path / "d.log")
+    await process.start()
+    assert await process.ended() == 2
+    failure = process.failure("ended")
+    assert isinstance(failure, StartRefused)
+    assert failure.message == f"decode-0: --max-model-len: is -5 (log: {tmp_path}/d.log)"
+    await process.stop()
+
+
 async def test_an_engine_that_dies_is_started_anew_where_it_was(
     tmp_path: Path, scripts: dict[str, str], soon: None
 ) -> None:

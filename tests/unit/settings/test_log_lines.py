@@ -7,10 +7,12 @@ import logging
 import subprocess
 import sys
 from datetime import UTC, datetime
+from queue import Queue
 from typing import Any
 
 import pytest
 
+from tercet import logs
 from tercet.logs import (
     EVENTS,
     LONGEST_LINE,
@@ -20,6 +22,7 @@ from tercet.logs import (
     LineBounds,
     TextLines,
     access_logger,
+    saying_while,
     serious_event,
 )
 
@@ -48,6 +51,17 @@ def test_a_library_that_silences_the_root_logger_does_not_silence_ours() -> None
     assert len(said) == 1
     assert said[0].startswith("INFO ")
     assert said[0].endswith("[tercet.router] an engine is drained")
+
+
+def test_a_long_step_is_said_and_a_short_one_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    said: Queue[str] = Queue()
+    with saying_while("importing", said.put):
+        pass
+    assert said.empty()
+    monkeypatch.setattr(logs, "SLOW_SECONDS", 0.001)
+    monkeypatch.setattr(logs, "STILL_SECONDS", 0.001)
+    with saying_while("importing", said.put):
+        assert said.get(timeout=60) == said.get(timeout=60) == "importing (0 s)"
 
 
 def said_as_json(script: str) -> list[dict[str, Any]]:

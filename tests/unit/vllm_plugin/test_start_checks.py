@@ -7,6 +7,7 @@ import subprocess
 import sys
 from argparse import Namespace
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from vllm.config import VllmConfig
 from vllm.engine.arg_utils import AsyncEngineArgs, EngineArgs
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
+from tercet.cluster.model import resolve_model
 from tercet.settings import SECRET_VARIABLE
 from tercet.settings.process_settings import API_KEY_VARIABLE
 from tercet.vllm_plugin.differences import cli_args
@@ -162,6 +164,41 @@ def test_an_engine_whose_kv_cannot_be_moved_is_refused_by_its_config(
     with pytest.raises(SystemExit) as ended:
         create(None)
     assert (ended.value.code, capsys.readouterr().err.count("\n")) == (2, 1)
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (["--max-model-len", "-5"], "--max-model-len: Input should be greater than or equal to -1, is '-5'"),
+        (["--max-model-len", "99999999"], "flags for vLLM: User-specified max_model_len (99999999) is greater than"),
+        (["--enable-eplb"], "flags for vLLM: "),
+    ],
+)
+def test_what_vllms_configuration_refuses_is_one_line(
+    given: list[str], said: str, checked: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = resolve_model("smollm2")
+    argv = ["--model", model, *LOOPBACK, *given, "--kv-transfer-config", json.dumps(CONNECTOR)]
+    args = AsyncEngineArgs.from_cli_args(make_arg_parser(FlexibleArgumentParser()).parse_args(argv))
+    with pytest.raises(SystemExit) as ended:
+        args.create_engine_config()
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert ended.value.code == 2
+    assert last.startswith(f"tercet: {said}")
+    assert len(last) < 600
+
+
+def test_a_model_whose_files_cannot_be_read_is_one_line_too(
+    tmp_path: Path, checked: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "config.json").write_text("# no JSON")
+    argv = ["--model", str(tmp_path), *LOOPBACK, "--kv-transfer-config", json.dumps(CONNECTOR)]
+    args = AsyncEngineArgs.from_cli_args(make_arg_parser(FlexibleArgumentParser()).parse_args(argv))
+    with pytest.raises(SystemExit) as ended:
+        args.create_engine_config()
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert ended.value.code in (1, 2)
+    assert last.startswith("tercet: vLLM cannot read the model: ")
 
 
 @pytest.mark.processes

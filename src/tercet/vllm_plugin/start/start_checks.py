@@ -5,18 +5,20 @@ The same checks run again where they protect something: in the connector, and wh
 
 from __future__ import annotations
 
+import traceback
 from argparse import Namespace
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from pydantic import ValidationError
 from vllm.platforms import current_platform
 from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
 
-from tercet.protocol import BadRequest
+from tercet.protocol import BadRequest, TercetError
 from tercet.vllm_plugin.core.cache_groups import require_movable_groups
 from tercet.vllm_plugin.hooks import Method, UnsupportedVLLM, require_hooks, wrap
 from tercet.vllm_plugin.start.plugin_settings import parse_settings
-from tercet.vllm_plugin.start.process_output import log_stages_of_workers, refusing_in_a_sentence
+from tercet.vllm_plugin.start.process_output import AFTER_DASHES, log_stages_of_workers, refusing_in_a_sentence
 from tercet.vllm_plugin.worker.kv_layout import require_drafter
 from tercet.wire.serving.server_access import callers_of
 
@@ -27,6 +29,8 @@ if TYPE_CHECKING:
 
 CONNECTOR = "TercetConnector"
 PLUGIN = "tercet"
+# Most characters of vLLM's sentence, and of a refused value in it.
+LONGEST_SENTENCE, LONGEST_VALUE = 400, 60
 
 
 def check_before_loading() -> None:
@@ -48,7 +52,14 @@ def _flags_checked(make: Method, cls: type, args: Namespace) -> Any:
 
 
 def _config_checked(create: Method, args: Any, *more: Any, **named: Any) -> VllmConfig:
-    config = create(args, *more, **named)
+    try:
+        config = create(args, *more, **named)
+    except (ValueError, OSError) as error:
+        if not is_tercets(getattr(args, "kv_transfer_config", None)):
+            raise
+        traceback.print_exception(error)  # where in vLLM it was found, for the log
+        with refusing_in_a_sentence():
+            raise refusal_of_vllm(error) from error
     with refusing_in_a_sentence():
         require_no_sibling(config.kv_transfer_config)
     if is_tercets(config.kv_transfer_config):
@@ -56,6 +67,26 @@ def _config_checked(create: Method, args: Any, *more: Any, **named: Any) -> Vllm
             require_supported_config(config)
         log_stages_of_workers(config)
     return config
+
+
+def refusal_of_vllm(error: ValueError | OSError) -> TercetError:
+    """Return what vLLM's configuration says about a flag's value, or about files of the model, as one sentence."""
+    if isinstance(error, OSError):
+        return TercetError(f"vLLM cannot read the model: {_first_paragraph(str(error))}", "model")
+    if not isinstance(error, ValidationError):
+        return BadRequest(f"{AFTER_DASHES}: {_first_paragraph(str(error))}", AFTER_DASHES)
+    first = error.errors()[0]
+    said = _first_paragraph(first["msg"].removeprefix("Value error, ").removeprefix("Assertion failed, "))
+    if not first["loc"]:
+        return BadRequest(f"{AFTER_DASHES}: {said}", AFTER_DASHES)
+    flag = "--" + str(first["loc"][0]).replace("_", "-")
+    return BadRequest(f"{flag}: {said}, is {str(first['input'])[:LONGEST_VALUE]!r}", flag)
+
+
+def _first_paragraph(said: str) -> str:
+    text = " ".join(said.strip().partition("\n\n")[0].split())
+    whole_sentences = text[:LONGEST_SENTENCE].rpartition(". ")[0]
+    return text if len(text) <= LONGEST_SENTENCE else (whole_sentences or text[:LONGEST_SENTENCE]) + " ..."
 
 
 def require_flags(args: Namespace) -> None:

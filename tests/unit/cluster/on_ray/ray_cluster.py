@@ -19,11 +19,26 @@ from tercet.cluster.ports import free_ports
 
 from .head_settings import head_settings
 
-START_SECONDS = 300.0
+# A start ends as failed when its processes have computed nothing for so long, or have computed so much in all: both
+# hold on a busy machine too. Ray's own wait of 30 s for a node, which is a constant in it, is ten times as long here.
+IDLE_SECONDS, CPU_SECONDS = 120.0, 600.0
+PATIENT = """
+import runpy, time, types
+from ray._private import node
+node.time = types.SimpleNamespace(monotonic=lambda: time.monotonic() / 10, sleep=time.sleep, time=time.time)
+runpy.run_module("ray.scripts.scripts", run_name="__main__", alter_sys=True)
+"""
 STARTED = "Ray runtime started"
 OF_WORKERS = range(10002, 20000)
 # More than the least that Ray accepts, for objects that no test makes.
 OBJECTS = 80_000_000
+
+
+def cpu_seconds_of(process: psutil.Process) -> float:
+    """What a process has computed; 0 if it has ended."""
+    with suppress(psutil.NoSuchProcess):
+        return sum(process.cpu_times()[:2])
+    return 0.0
 
 
 class Node:
@@ -39,7 +54,7 @@ class Node:
         self._client_port = client_port
         self._log = log
         self._command = [
-            sys.executable, "-m", "ray.scripts.scripts", "start", "--block", "--disable-usage-stats",
+            sys.executable, "-c", PATIENT, "start", "--block", "--disable-usage-stats",
             f"--node-ip-address={host}", f"--object-store-memory={OBJECTS}", *arguments,
         ]  # fmt: skip
         self._environment = environment
@@ -54,14 +69,20 @@ class Node:
             )  # fmt: skip
 
     def until_started(self) -> None:
-        """Wait for Ray's word. On a busy machine it gives up after half a minute, and is started again.
+        """Wait for Ray's word for as long as its processes make progress; a start that gave up is repeated.
 
         A start that gave up leaves its GCS running, with the port and the files that the next start needs.
         """
-        deadline, last = time.monotonic() + START_SECONDS, ""
+        last, computed, before, since = "", dict[psutil.Process, float](), 0.0, time.monotonic()
         while not self.is_started():
-            assert time.monotonic() < deadline, f"Ray does not start: {self.said() or last}"
             self._seen.update(self.processes())
+            computed.update((each, cpu_seconds_of(each)) for each in self._seen if each.is_running())
+            if (spent := sum(computed.values())) > before + 0.1:
+                before, since = spent, time.monotonic()
+            idle = time.monotonic() - since
+            why = f"Ray does not start: {spent:.0f} s of CPU, none for {idle:.0f} s: {self.said() or last}"
+            assert idle < IDLE_SECONDS, why
+            assert spent < CPU_SECONDS, why
             if self._started is None or self._started.poll() is not None:
                 last = self.said()
                 self.kill()

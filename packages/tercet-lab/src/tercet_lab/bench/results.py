@@ -188,7 +188,7 @@ def load_result(file: Path) -> BenchResult:
     try:
         result = msgspec.json.decode(data, type=BenchResult)
     except UNREADABLE as error:
-        raise BadRequest(f"{file}: is not a result file of tercet bench: {error}", "file") from error
+        raise BadRequest(f"{file}: not a result file of tercet bench: {error}", "file") from error
     if result.format != FORMAT:
         raise BadRequest(f"{file}: has format {result.format}, and this version reads format {FORMAT}", "file")
     return result

@@ -241,7 +241,9 @@ def rates_of(given: str) -> list[float]:
     try:
         rates = [float(rate) for rate in given.split(",")]
     except ValueError as error:
-        raise BadRequest(f"--request-rate: {given!r} is not R[,R...]", "--request-rate") from error
+        raise BadRequest(
+            f"--request-rate: {given!r} is not a number, or several with commas", "--request-rate"
+        ) from error
     if not all(rate > 0 for rate in rates):
         raise BadRequest(f"--request-rate: each rate must be greater than 0, is {given!r}", "--request-rate")
     return rates
