@@ -323,7 +323,7 @@ class BatchFiles:
             return 0
 
     def sweep(self) -> None:
-        """Delete files and ended batches that are older than :data:`KEPT_SECONDS`, and contents whose write was cut off."""
+        """Delete files and ended batches older than :data:`KEPT_SECONDS`, and contents whose write was cut off."""
         now = self.clock()
         read = {each.asked.input_file_id for each in self._all_batches() if not each.has_ended}
         for record in [*self._all_files()]:
