@@ -1,12 +1,13 @@
 """The evaluation of "Microserving LLM engines" in simulation, compared with its figure and its text.
 
-    python benchmarks/microserving.py [--figures read.json] [--seeds 3]
+    python benchmarks/microserving.py [--figures read.json] [--seeds 5] [--fit-rate 4]
 
 The setting of the paper: Llama-3.1-70B-Instruct in FP8 on 8 H100 SXM; two engines of tensor-parallel degree 4 compared
 with one of degree 8; 3000 +- 5 input tokens, 100 +- 5 output tokens; 1.6 to 5.6 requests per second, for each rate 800
-requests and 40 of warm-up; no prefix cache; engines that prefill first. Its results are a figure and a paragraph. Three
-constants (prefill, decode, latency of a verb's call) are fitted to the means at the lowest rate. All other values are
-predictions, also the 99th percentile at that rate, which varies most.
+requests and 40 of warm-up; no prefix cache; decodes and prompts in one step, MLC-LLM's default (``prefill_mode`` is
+``hybrid``). The results are a figure and a paragraph. The profiles are those of the operator tables, unchanged; the
+three times that the tables lack are fitted to the means of all lines at one rate. All other values are predictions,
+also the 99th percentile at that rate.
 
 The form of the file is ``{line: {rate: {"jct": seconds, ...}}}``. The default,
 ``microserving_figure.json``, was read from the figure's pixels.
@@ -18,8 +19,10 @@ import argparse
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
+from importlib import import_module
+from itertools import combinations
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -32,6 +35,7 @@ from tercet_lab.bench.simulated.scenario import SyntheticWorkload
 RATES = (1.6, 2.4, 3.2, 4.0, 4.8, 5.6)
 LOWEST = RATES[0]
 TP4, TP8 = "llama-3.1-70b-fp8-h100-tp4", "llama-3.1-70b-fp8-h100-tp8"
+FIT_RATE = 4.0
 # By line of the figure: program, its parameters, fleet, profile.
 LINES: Mapping[str, tuple[str, dict[str, str], str, str]] = {
     "data parallel": ("data_parallel", {}, "both=2", TP4),
@@ -39,20 +43,19 @@ LINES: Mapping[str, tuple[str, dict[str, str], str, str]] = {
     "1P1D balanced 0.1": ("balanced", {"balance_ratio": "0.1"}, "1P1D", TP4),
     "TP8": ("data_parallel", {}, "both=1", TP8),
 }
-# Number of calls of verbs that a request waits for, one after the other: start_generate alone, or prep_recv,
-# remote_send and start_generate.
-CALLS: Mapping[str, int] = {"data parallel": 1, "1P1D": 3, "1P1D balanced 0.1": 3, "TP8": 1}
 FITTED = ("ttft", "tpot", "jct")
 TWO_ENGINES = tuple(LINES)[:3]
-START_LATENCY = 0.02
 
 
-class Scales(NamedTuple):
-    """The fitted constants: two factors of the profiles' times, and ``latency`` in seconds per call, off the engine."""
+class Times(NamedTuple):
+    """The fitted constants in seconds: of the host per step, of sending per token, and per request off the engine."""
 
-    prefill: float = 1.0
-    decode: float = 1.0
+    host: float = 0.0
+    send: float = 0.0
     latency: float = 0.0
+
+
+START = Times(host=0.003, send=1e-5, latency=0.05)
 
 
 class Figures(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -70,34 +73,33 @@ Plot = Mapping[str, Mapping[float, Figures]]
 class EvaluationSetup:
     """The setting of the evaluation. Results are means over seeds; each simulation runs once."""
 
-    def __init__(self, seeds: int = 3, requests: int = 800) -> None:
+    def __init__(self, seeds: int = 5, requests: int = 800) -> None:
         self._seeds = seeds
         self._workload = SyntheticWorkload(
             rate=1, requests=requests + 40, warm_up=40, input_mean=3000, input_dev=5, output_mean=100, output_dev=5
         )
-        self._means = cache(self._means_of)
+        self._run = cache(self._results_of)
 
-    def figures(self, line: str, rate: float, scales: Scales) -> Figures:
+    def figures(self, line: str, rate: float, times: Times) -> Figures:
         """Return the results of a line at a rate (requests per second)."""
-        ttft, tpot, jct, jct_p99 = self._means(line, rate, scales.prefill, scales.decode)
+        columns = zip(*(msgspec.structs.astuple(run) for run in self.runs(line, rate, times)), strict=True)
+        return Figures(**dict(zip(Figures.__struct_fields__, map(float, map(np.mean, columns)), strict=True)))
+
+    def runs(self, line: str, rate: float, times: Times) -> list[Figures]:
+        """Return the results of a line at a rate for each seed."""
         # A delay without engine time is equal for all requests: it shifts them by the same time, and changes no queue.
-        latency = scales.latency * CALLS[line]
-        return Figures(ttft=ttft + latency, tpot=tpot, jct=jct + latency, jct_p99=jct_p99 + latency)
+        late = times.latency
+        found = [self._run(line, rate, times.host, times.send, seed) for seed in range(self._seeds)]
+        return [
+            Figures(ttft=ttft + late, tpot=tpot, jct=jct + late, jct_p99=jct_p99 + late)
+            for ttft, tpot, jct, jct_p99 in found
+        ]
 
-    def _means_of(self, line: str, rate: float, prefill: float, decode: float) -> tuple[float, ...]:
-        found = [self._run(line, rate, prefill, decode, seed) for seed in range(self._seeds)]
-        return tuple(float(np.mean(column)) for column in zip(*found, strict=True))
-
-    def _run(
-        self, line: str, rate: float, prefill: float, decode: float, seed: int
+    def _results_of(
+        self, line: str, rate: float, host: float, send: float, seed: int
     ) -> tuple[float, float, float, float]:
         program, args, fleet, profile = LINES[line]
-        options = {
-            "schedule": "prefill_first",
-            "prefix_caching": "false",
-            "prefill_scale": str(prefill),
-            "decode_scale": str(decode),
-        }
+        options = {"prefix_caching": "false", "host_time": str(host), "send_time": str(send)}
         simulation = Experiment(
             program=program, args=args, fleet=Fleet.parse(fleet, profile, options), work=self._workload, seed=seed
         )
@@ -107,24 +109,27 @@ class EvaluationSetup:
         return found.ttft.mean, found.tpot.mean, found.e2el.mean, found.e2el.p99
 
 
-# ---- fitting at the lowest rate ------------------------------------------------------------------------------
+# ---- fitting at one rate -------------------------------------------------------------------------------------
 
 
-def fit_to_figures(setting: EvaluationSetup, plot: Plot) -> Scales:
-    """Return the constants with the least squared relative error over all means that were read at the lowest rate."""
-    read = {line: points[LOWEST] for line, points in plot.items() if LOWEST in points}
+def fit_to_figures(setting: EvaluationSetup, plot: Plot, rate: float = FIT_RATE) -> Times:
+    """Return the constants with the least squared relative error over all means that were read at this rate."""
+    read = {line: points[rate] for line, points in plot.items() if rate in points}
     if not read:
         raise BadRequest(
-            f"figures: no values at rate {LOWEST}; give some, since the constants are fitted there", "figures"
+            f"figures: no values at rate {rate:g}; give some, since the constants are fitted there", "figures"
         )
 
     def errors(logs: np.ndarray) -> np.ndarray:
-        scales = Scales(*(round(float(value), 6) for value in np.exp(logs)))
-        found = [means_errors(setting.figures(line, LOWEST, scales), wanted) for line, wanted in read.items()]
+        times = _rounded(np.exp(logs), digits=5)
+        found = [means_errors(setting.figures(line, rate, times), wanted) for line, wanted in read.items()]
         return np.concatenate(found)
 
-    logs = gauss_newton(errors, np.log([1.0, 1.0, START_LATENCY]))
-    return Scales(*(round(float(value), 3) for value in np.exp(logs)))
+    return _rounded(np.exp(gauss_newton(errors, np.log(START))), digits=3)
+
+
+def _rounded(values: np.ndarray, digits: int) -> Times:
+    return Times(*(float(f"{value:.{digits}g}") for value in values))
 
 
 def gauss_newton(errors: Callable[[np.ndarray], np.ndarray], start: np.ndarray, rounds: int = 6) -> np.ndarray:
@@ -160,42 +165,60 @@ def jct(figures: Figures) -> float:
     return figures.jct
 
 
-def tp8_gain(setting: EvaluationSetup, scales: Scales) -> float:
+def tp8_gain(setting: EvaluationSetup, times: Times) -> float:
     """Return the share by which TP8's mean JCT is below the best other line's, at the lowest rate."""
-    others = min(jct(setting.figures(line, LOWEST, scales)) for line in TWO_ENGINES)
-    return 1 - jct(setting.figures("TP8", LOWEST, scales)) / others
+    others = min(jct(setting.figures(line, LOWEST, times)) for line in TWO_ENGINES)
+    return 1 - jct(setting.figures("TP8", LOWEST, times)) / others
 
 
-def gains(setting: EvaluationSetup, scales: Scales, line: str, figure: str = "jct") -> dict[float, float]:
+def gains(setting: EvaluationSetup, times: Times, line: str, figure: str = "jct") -> dict[float, float]:
     """Return the share by which a line is below data parallel, by rate."""
     return {
         rate: 1
-        - getattr(setting.figures(line, rate, scales), figure)
-        / getattr(setting.figures("data parallel", rate, scales), figure)
+        - getattr(setting.figures(line, rate, times), figure)
+        / getattr(setting.figures("data parallel", rate, times), figure)
         for rate in RATES
     }
 
 
-def order(setting: EvaluationSetup, scales: Scales, rate: float) -> list[str]:
+def order(setting: EvaluationSetup, times: Times, rate: float) -> list[str]:
     """Return the lines in the order of mean JCT, the best one first."""
-    return sorted(LINES, key=lambda line: jct(setting.figures(line, rate, scales)))
+    return sorted(LINES, key=lambda line: jct(setting.figures(line, rate, times)))
 
 
 def held_out_error(
-    setting: EvaluationSetup, scales: Scales, plot: Plot, lines: Sequence[str] = TWO_ENGINES, figure: str = "jct"
-) -> float:
-    """Return the mean absolute relative error of one value over these lines, without the lowest rate."""
+    setting: EvaluationSetup,
+    times: Times,
+    plot: Plot,
+    lines: Sequence[str] = tuple(LINES),
+    figure: str = "jct",
+    fit_rate: float = FIT_RATE,
+) -> tuple[float, float]:
+    """Return the mean and the largest absolute relative error of one value over these lines, without ``fit_rate``."""
     errors = [
-        abs(getattr(setting.figures(line, rate, scales), figure) / getattr(wanted, figure) - 1)
+        abs(getattr(setting.figures(line, rate, times), figure) / getattr(wanted, figure) - 1)
         for line in lines
         for rate, wanted in plot.get(line, {}).items()
-        if rate != LOWEST and getattr(wanted, figure) is not None
+        if rate != fit_rate and getattr(wanted, figure) is not None
     ]
     if not errors:
         raise BadRequest(
-            f"figures: {figure} of {', '.join(lines)} has values at rate {LOWEST} only; give others", "figures"
+            f"figures: {figure} of {', '.join(lines)} has values at rate {fit_rate:g} only; give others", "figures"
         )
-    return float(np.mean(errors))
+    return float(np.mean(errors)), float(np.max(errors))
+
+
+def misplaced(setting: EvaluationSetup, times: Times, plot: Plot, apart: float = 0.05) -> list[str]:
+    """Return the pairs of lines that are at least ``apart`` in the figure's mean JCT, and in the other order here."""
+    found: list[str] = []
+    for rate in RATES:
+        read = {line: plot[line][rate].jct for line in LINES if rate in plot.get(line, {})}
+        known = sorted((seconds, line) for line, seconds in read.items() if seconds is not None)
+        for (low, better), (high, worse) in combinations(known, 2):
+            here = [jct(setting.figures(line, rate, times)) for line in (better, worse)]
+            if high >= (1 + apart) * low and here[0] > here[1]:
+                found.append(f"{better} before {worse} at {rate:g}/s")
+    return found
 
 
 def parse_plot(data: bytes) -> Plot:
@@ -223,21 +246,24 @@ def main() -> None:
     """Run the evaluation and print the report."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--figures", type=Path, default=READ, help="file with the values that were read off the figure")
-    parser.add_argument("--seeds", type=int, default=3, help="number of runs per mean")
+    parser.add_argument("--seeds", type=int, default=5, help="number of runs per mean, at least 2")
+    parser.add_argument("--fit-rate", type=float, default=FIT_RATE, help="requests per second of the fitted means")
     given = parser.parse_args()
+    if given.seeds < 2:
+        parser.error("--seeds: give at least 2, since intervals are over seeds")
     setting = EvaluationSetup(given.seeds)
     try:
         plot = parse_plot(given.figures.read_bytes())
-        scales = fit_to_figures(setting, plot)
-        report(setting, scales, plot)
+        times = fit_to_figures(setting, plot, given.fit_rate)
+        report(setting, times, plot, given.fit_rate)
     except (BadRequest, OSError) as error:
         sys.exit(f"microserving: {error}")
 
 
-def report(setting: EvaluationSetup, scales: Scales, plot: Plot) -> None:
+def report(setting: EvaluationSetup, times: Times, plot: Plot, fit_rate: float) -> None:
     """Print simulated and published values, their differences, and the claims of the text with simulated values."""
-    latency = f"{scales.latency * 1e3:.0f} ms for each call of a verb"
-    print(f"prefill x {scales.prefill}, decode x {scales.decode}, {latency}\n")
+    host, send, latency = times.host * 1e3, times.send * 1e6, times.latency * 1e3
+    print(f"fitted at {fit_rate:g}/s: {host:g} ms per step, {send:g} µs per sent token, {latency:g} ms per request\n")
     for name, title, factor, digits in TABLES + P99:
         print(f"| {title}: simulated / figure | " + " | ".join(f"{rate:g}/s" for rate in RATES) + " |")
         print("| --- |" + " ---: |" * len(RATES))
@@ -246,21 +272,37 @@ def report(setting: EvaluationSetup, scales: Scales, plot: Plot) -> None:
             for rate in RATES:
                 read = getattr(plot.get(line, {}).get(rate, Figures()), name)
                 shown = "-" if read is None else f"{read * factor:.{digits}f}"
-                cells.append(f"{getattr(setting.figures(line, rate, scales), name) * factor:.{digits}f} / {shown}")
+                cells.append(f"{getattr(setting.figures(line, rate, times), name) * factor:.{digits}f} / {shown}")
             print(f"| {line} | " + " | ".join(cells) + " |")
         print()
-    print(f"mean error above {LOWEST}/s | " + " | ".join(name for name, *_ in TABLES + P99))
+    print(
+        "| mean JCT, s: ± 95% interval of the mean (lowest to highest run) | " + " | ".join(map("{:g}/s".format, RATES))
+    )
     for line in LINES:
-        errors = [held_out_error(setting, scales, plot, [line], name) for name, *_ in TABLES + P99]
-        print(f"{line} | " + " | ".join(f"{error:.1%}" for error in errors))
-    print(f"mean JCT, the two-engine lines together: {held_out_error(setting, scales, plot):.1%}\n")
-    mean, tail = (gains(setting, scales, "1P1D", figure) for figure in ("jct", "jct_p99"))
-    print(f"TP8 below the best other line at {LOWEST}/s: {tp8_gain(setting, scales):.1%} (the text: up to 8%)")
-    print(f"1P1D below data parallel, mean JCT: {told(mean)} (the text: up to 16%)")
+        print(f"| {line} | " + " | ".join(spread(setting.runs(line, rate, times)) for rate in RATES) + " |")
+    print(
+        f"\nerror at other rates than {fit_rate:g}/s, mean (largest) | " + " | ".join(name for name, *_ in TABLES + P99)
+    )
+    for line in LINES:
+        errors = [held_out_error(setting, times, plot, [line], name, fit_rate) for name, *_ in TABLES + P99]
+        print(f"{line} | " + " | ".join(f"{mean:.1%} ({most:.1%})" for mean, most in errors))
+    mean, most = held_out_error(setting, times, plot, fit_rate=fit_rate)
+    print(f"mean JCT, all lines together: {mean:.1%} ({most:.1%})\n")
+    gain, tail = (gains(setting, times, "1P1D", figure) for figure in ("jct", "jct_p99"))
+    print(f"TP8 below the best other line at {LOWEST}/s: {tp8_gain(setting, times):.1%} (the text: up to 8%)")
+    print(f"1P1D below data parallel, mean JCT: {told(gain)} (the text: up to 16%)")
     print(f"1P1D below data parallel, P99 JCT: {told(tail)} (the text: up to 28%)")
-    print(f"balanced below data parallel, mean JCT: {told(gains(setting, scales, '1P1D balanced 0.1'))}")
-    for rate in (RATES[0], RATES[len(RATES) // 2], RATES[-1]):
-        print(f"order by mean JCT at {rate}/s: {', '.join(order(setting, scales, rate))}")
+    print(f"balanced below data parallel, mean JCT: {told(gains(setting, times, '1P1D balanced 0.1'))}")
+    wrong = ", ".join(misplaced(setting, times, plot)) or "none"
+    print(f"lines that are 5% apart in the figure's mean JCT, in another order here: {wrong}")
+
+
+def spread(runs: Sequence[Figures]) -> str:
+    """Return the half width of the 95% interval of the mean JCT over seeds, and the lowest and the highest JCT."""
+    found = [jct(run) for run in runs]
+    student: Any = import_module("scipy.special")
+    half = student.stdtrit(len(found) - 1, 0.975) * np.std(found, ddof=1) / len(found) ** 0.5
+    return f"± {half:.2f} ({min(found):.2f} to {max(found):.2f})"
 
 
 def told(shares: dict[float, float]) -> str:

@@ -275,6 +275,21 @@ def test_disaggregation_by_hand() -> None:
     run_virtual(main())
 
 
+def test_a_step_that_sends_takes_longer_by_its_tokens() -> None:
+    async def main() -> None:
+        sender, receiver = engines_of("p", "d", profile=profile_of(latency=0.002), send_time=0.0001, stream_every=1)
+        plain = asyncio.create_task(_times(sender, request_of("other", 50, 2, first=500)))
+        request = request_of("s", 100)
+        async with receiver.prep_recv(request) as space:
+            await sender.remote_send(request, space, 0)
+        # One step computes both prompts; only the hundred tokens that are sent make it longer.
+        step = prefill(150) + 100 * 0.0001
+        assert now() == pytest.approx(step + 100 * KV_BYTES / 4 / 1e9 + 0.002)
+        assert await plain == pytest.approx([step, step + 0.010])
+
+    run_virtual(main())
+
+
 def test_received_kv_is_ordinary_cache() -> None:
     async def main() -> None:
         sender, receiver = engines_of("p", "d")

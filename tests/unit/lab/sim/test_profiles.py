@@ -130,3 +130,12 @@ def test_scales_multiply_their_part() -> None:
     assert scaled.step(0, 0, 4, 10) == pytest.approx(3 * plain.step(0, 0, 4, 10))
     mixed, decode = plain.step(100, 0, 4, 10), plain.step(0, 0, 4, 10)
     assert scaled.step(100, 0, 4, 10) == pytest.approx(3 * decode + 2 * (mixed - decode))
+
+
+def test_host_time_is_added_once_to_each_step() -> None:
+    times = profile_of().steps
+    plain = StepModel(times, prefill_scale=2, decode_scale=3)
+    slower = StepModel(times, prefill_scale=2, decode_scale=3, host_time=0.004)
+    for step in ((100, 5050.0, 0, 0), (0, 0.0, 4, 10), (100, 5050.0, 4, 10)):
+        assert slower.step(*step) == pytest.approx(plain.step(*step) + 0.004)
+    assert slower.decode_base(4) == pytest.approx(plain.decode_base(4) + 0.004)

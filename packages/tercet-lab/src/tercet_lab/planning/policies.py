@@ -50,7 +50,9 @@ class ProfileCapacity:
 
     def __init__(self, profile: Profile, options: EngineOptions | None = None) -> None:
         self._options = options or EngineOptions()
-        self._steps = StepModel(profile.steps, self._options.prefill_scale, self._options.decode_scale)
+        self._steps = StepModel(
+            profile.steps, self._options.prefill_scale, self._options.decode_scale, self._options.host_time
+        )
         self._kv_tokens = (self._options.total_blocks or profile.total_blocks) * profile.block_size
 
     def prefill_s(self, tokens: int) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any, Literal
 
@@ -16,8 +17,8 @@ from tercet_lab.sim.step_times import Profile
 class EngineOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """The settings of one simulated engine. Settings that vLLM also has keep vLLM's names.
 
-    - ``schedule``: ``chunked`` runs decodes and chunks of prompts in one step, as vLLM does; ``prefill_first`` runs
-      steps of prompts alone while any prompt is left, as MLC-LLM does.
+    - ``schedule``: ``chunked`` runs decodes and chunks of prompts in one step, as vLLM does, and MLC-LLM in its default
+      ``hybrid`` mode; ``prefill_first`` runs steps of prompts alone while any prompt is left.
     - ``max_num_batched_tokens``: maximum of tokens in one step; ``max_num_seqs``: maximum of running sequences.
     - ``prefix_caching``: True to reuse KV of earlier sequences.
     - ``total_blocks``: number of KV blocks, instead of the profile's.
@@ -26,7 +27,9 @@ class EngineOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     - ``stream_every``: number of tokens after which a stream delivers. With 0, a stream that a program yields delivers
       the first token on time, and all others with the last token: the times of the first and the last token are right,
       at a fraction of the cost. A program that iterates over a stream itself gets each token on time.
-    - ``prefill_scale``, ``decode_scale``: factors of the profile's times.
+    - ``prefill_scale``, ``decode_scale``: factors of the profile's times. ``host_time``: seconds that each step takes
+      in addition, for a profile without host time between steps. ``send_time``: seconds that a step takes in addition
+      for each token that it computes for a ``remote_send``, where sending slows computing.
     - ``transfer_failures``: probability that a ``remote_send`` loses its KV on the way.
     - ``adapters``: names of the engine's LoRA adapters, separated by commas. At most ``max_loras`` of them are in one
       batch. Loading an adapter into a batch takes ``lora_load`` seconds.
@@ -43,6 +46,8 @@ class EngineOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     stream_every: int = 0
     prefill_scale: float = 1.0
     decode_scale: float = 1.0
+    host_time: float = 0.0
+    send_time: float = 0.0
     transfer_failures: float = 0.0
     adapters: str = ""
     max_loras: int = 1
@@ -58,6 +63,8 @@ class EngineOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
         _require(self.total_blocks is None or self.total_blocks >= 1, "total_blocks", self.total_blocks, "at least 1")
         _require(self.stream_every >= 0, "stream_every", self.stream_every, "0 or more")
         _require(self.lora_load >= 0, "lora_load", self.lora_load, "0 or more")
+        for field in ("host_time", "send_time"):
+            _require(0 <= getattr(self, field) < math.inf, field, getattr(self, field), "0 or more")
         for field in ("lease_ttl", "reserve_wait", "prefill_scale", "decode_scale"):
             _require(getattr(self, field) > 0, field, getattr(self, field), "positive")
         for field in ("max_lease_share", "transfer_failures"):

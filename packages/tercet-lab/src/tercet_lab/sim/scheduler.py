@@ -324,6 +324,8 @@ class SimScheduler(StepSelection):
             pairs += pairs_of(work.computed, work.computed + count)
         batch, contexts = (self._decoding.size, self._decoding.contexts) if decodes else (0, 0)
         end = now + self._model.step(tokens, pairs, batch, contexts)
+        if self._options.send_time:
+            end += self._options.send_time * sum(count for work, count in chunks if work.on_computed is not None)
         self._step_began = self._time.on_loop(now)
         for work, count in chunks:
             if work.on_chunk is not None:

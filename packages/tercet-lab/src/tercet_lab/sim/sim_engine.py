@@ -108,7 +108,9 @@ class SimEngine:
         self.options = options or EngineOptions()
         self._loop = asyncio.get_running_loop()
         self._layout = profile.layout()
-        self._model = StepModel(profile.steps, self.options.prefill_scale, self.options.decode_scale)
+        self._model = StepModel(
+            profile.steps, self.options.prefill_scale, self.options.decode_scale, self.options.host_time
+        )
         self._time = time_on(host, profile)
         self._random = random.Random(f"{seed} {name}")
         self._adapters = {name: AdapterReport(name, f"sim://{name}", name) for name in self.options.adapter_names}

@@ -134,11 +134,14 @@ class StepModel:
     """The step times of a profile, prepared for frequent use.
 
     ``decode_scale`` multiplies the decode part of a step: its time without its prompt tokens. ``prefill_scale``
-    multiplies the rest.
+    multiplies the rest. ``host_time`` (seconds) is added to every step.
     """
 
-    def __init__(self, times: StepTimes, prefill_scale: float = 1.0, decode_scale: float = 1.0) -> None:
+    def __init__(
+        self, times: StepTimes, prefill_scale: float = 1.0, decode_scale: float = 1.0, host_time: float = 0.0
+    ) -> None:
         self._times = times
+        self._host_time = host_time
         self._prefill_scale = prefill_scale
         self._decode_scale = decode_scale
         self._tokens = [tokens for tokens, _ in times.knots]
@@ -161,7 +164,10 @@ class StepModel:
         found = self._decode_base.get(batch)
         if found is None:
             times = self._times
-            found = (self.linear(batch) + times.sequence * batch + times.step) * self._decode_scale if batch else 0.0
+            found = 0.0
+            if batch:
+                found = (self.linear(batch) + times.sequence * batch + times.step) * self._decode_scale
+                found += self._host_time
             self._decode_base[batch] = found
         return found
 
@@ -171,12 +177,12 @@ class StepModel:
         It computes ``tokens`` prompt tokens with ``pairs`` pairs of attention, and decodes ``batch`` sequences with
         ``contexts`` KV tokens in total.
         """
-        decode = self.decode_base(batch) + self.per_context * contexts if batch else 0.0
+        decode = self.decode_base(batch) + self.per_context * contexts if batch else self._host_time
         if not tokens:
             return decode
         times = self._times
         together = self.linear(tokens + batch) + times.sequence * batch + times.step
-        without = self.decode_base(batch) / self._decode_scale if batch else 0.0
+        without = (self.decode_base(batch) - self._host_time) / self._decode_scale if batch else 0.0
         return decode + (max(0.0, together - without) + times.pair * pairs) * self._prefill_scale
 
 
