@@ -122,11 +122,11 @@ class AgentCalls:
 
     async def grant(self, grant: GrantLease | ExtendLease) -> None:
         """Open or extend a lease on every rank. Raises ``EngineError`` if one fails; then the caller must revoke it."""
-        await self._now([grant] * len(self._agents))
+        await self._now(grant)
 
-    async def push(self, pushes: Sequence[PushCached]) -> None:
-        """Push ``pushes[rank]`` on each rank. Raises as :meth:`grant` does; then the caller must cancel the send."""
-        await self._now(pushes)
+    async def push(self, push: PushCached) -> None:
+        """Push on every rank. Raises as :meth:`grant` does; then the caller must cancel the send."""
+        await self._now(push)
 
     async def revoke(self, lease: str) -> int:
         """Refuse a lease from now on; once no rank writes under it, return the end of KV that is valid on all ranks."""
@@ -136,9 +136,9 @@ class AgentCalls:
         """Stop a send; return once no rank reads its blocks. The call has no timeout."""
         await self._fence(CancelSend(send_id))
 
-    async def _now(self, commands: Sequence[Asked]) -> None:
-        # All commands are sent before any answer is awaited, so that a later fence comes after them on every rank.
-        asked = [agent.call(command) for agent, command in zip(self._agents, commands, strict=True)]
+    async def _now(self, command: Asked) -> None:
+        # It is sent to all ranks before any answer is awaited, so that a later fence comes after it on every rank.
+        asked = [agent.call(command) for agent in self._agents]
         await asyncio.wait(asked, timeout=ANSWER_SECONDS)
         for rank, answer in enumerate(asked):
             if not answer.done():

@@ -34,7 +34,7 @@ from tercet.protocol import EngineError
 from tercet.transport import CORE_WORDS, Push, core_word, create_sealed_file
 
 if TYPE_CHECKING:
-    from tercet.engine.interface import SendParams
+    from tercet.engine.interface import SendPlan
 
 VERSION, EPOCH, HEAD = 0, 1, 2
 # Words of a row: its owner (0: none), the number of computed tokens, and the number of blocks that follow.
@@ -215,7 +215,7 @@ class Bypass:
         self._block_size = block_size
         self._epoch, self._used = 0, 0
 
-    def find(self, owners: Iterable[int], params: SendParams) -> tuple[list[Push], int]:
+    def find(self, owners: Iterable[int], plan: SendPlan) -> tuple[list[Push], int]:
         """Return the pushes of a send of KV that one of ``owners`` has, and the core's word for the send.
 
         The send may begin at once. Raises :class:`~tercet.protocol.EngineError` if the core has not published the place
@@ -223,7 +223,7 @@ class Bypass:
         """
         for owner in owners:
             found = self._tables.find_all(owner)
-            pushes = None if found is None else self._pushes(found, params)
+            pushes = None if found is None else self._pushes(found, plan)
             if found and pushes is not None:
                 # Each word of the epoch is used for one send.
                 epoch = found[0].epoch
@@ -235,14 +235,14 @@ class Bypass:
                 return pushes, core_word(epoch, self._used - 1)
         raise EngineError("the engine's core does not answer, and has not published the place of these tokens' KV")
 
-    def _pushes(self, found: list[Residence], params: SendParams) -> list[Push] | None:
+    def _pushes(self, found: list[Residence], plan: SendPlan) -> list[Push] | None:
         """Return a push for each group with requested KV; None if some of it is missing."""
-        base, until, pushes = params.base // self._block_size, -(-params.end // self._block_size), list[Push]()
+        base, until, pushes = plan.base // self._block_size, -(-plan.end // self._block_size), list[Push]()
         for group, each in enumerate(found):
-            first = params.first_block(group, self._block_size)
+            first = plan.first_block(group, self._block_size)
             blocks = tuple(each.blocks[first:until])
-            if each.computed < params.end or len(blocks) < until - first or NULL_BLOCK in blocks:
+            if each.computed < plan.end or len(blocks) < until - first or NULL_BLOCK in blocks:
                 return None
             if blocks:
-                pushes.append(Push(params.send_id, first - base, blocks, group))
+                pushes.append(Push(plan.send_id, first - base, blocks, group))
         return pushes

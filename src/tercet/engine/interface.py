@@ -36,7 +36,7 @@ from tercet.protocol import (
 )
 from tercet.protocol.content import require_placed
 from tercet.protocol.spans import SpanContext
-from tercet.transport import Push, SendDestination, SendOpening
+from tercet.transport import Push, SendPlan
 from tercet.transport.sockets import LOOPBACK
 
 # ---- what a prompt is ----------------------------------------------------------------------------------------
@@ -123,34 +123,6 @@ class ReservedBlocks(msgspec.Struct, frozen=True):
         return tuple(self.matched_len + count * self.block_size for count in counts)
 
 
-class SendParams(msgspec.Struct, frozen=True):
-    """A request whose KV ``[begin, end)``, of ``content``, goes to other ranks while it is computed."""
-
-    send_id: str
-    lease: str
-    content: Content
-    base: int  # token position of the receiver's slot 0 under the lease
-    begin: int
-    end: int
-    destinations: list[list[SendDestination]]  # the receiving ranks of each rank of this engine
-    notify: str  # the destination of agents' reports
-    # The first token whose KV the receiver needs, for each group of layers; if empty, it needs all.
-    group_begins: tuple[int, ...] = ()
-    traceparent: str = ""  # the send's place in a sampled trace, or empty
-
-    def first_block(self, group: int, block_size: int) -> int:
-        """Return the first of a group's blocks to send, as its position in the block table."""
-        wanted = self.group_begins[group] if self.group_begins else 0
-        return max(self.begin, wanted) // block_size
-
-    def openings(self) -> list[SendOpening]:
-        """Return the message that opens the send, for each rank's agent, by rank."""
-        return [
-            SendOpening(self.send_id, self.lease, self.content, tuple(each), self.notify, self.traceparent)
-            for each in self.destinations
-        ]
-
-
 class PinnedPrefix(msgspec.Struct, frozen=True):
     """Cached KV that a send has pinned: ``pushes`` of whole blocks up to ``end``; none if it is the send's begin."""
 
@@ -202,11 +174,11 @@ class SchedulerHalf(Protocol):
         """
         ...
 
-    async def push_cached(self, prompt: KeyedPrompt, send: SendParams) -> list[Push] | None:
+    async def push_cached(self, prompt: KeyedPrompt, send: SendPlan) -> list[Push] | None:
         """Plan a send of KV that is fully here: pin its blocks and return the pushes; None if some of it is missing."""
         ...
 
-    async def push_longest(self, prompt: KeyedPrompt, send: SendParams) -> PinnedPrefix:
+    async def push_longest(self, prompt: KeyedPrompt, send: SendPlan) -> PinnedPrefix:
         """Plan a send of the longest cached whole blocks of ``[begin, end)``, which may be none; pin them."""
         ...
 
@@ -341,7 +313,7 @@ class GenerationHalf(Protocol):
         self,
         prompt: KeyedPrompt,
         sampling_params: Mapping[str, Any],
-        work: SeqParams | SendParams,
+        work: SeqParams | SendPlan,
         priority: int = 0,
         features: Sequence[MultiModalFeature] = (),
     ) -> EngineRequest:

@@ -19,7 +19,7 @@ import msgspec
 from tercet.engine import agents
 from tercet.engine.agents import SendInFlight
 from tercet.engine.edge import Edge, check_adapter, check_send
-from tercet.engine.interface import KeyedPrompt, SendParams, SeqParams, digest_of
+from tercet.engine.interface import KeyedPrompt, SendPlan, SeqParams, digest_of
 from tercet.engine.lease_timers import EdgeLease
 from tercet.engine.leases import check_generation, end_of_reservation, require_unused, time_to_live, usage_of
 from tercet.engine.sequences import DecodingSequence, RouterLink
@@ -38,7 +38,7 @@ from tercet.protocol import (
 from tercet.protocol.content import whole_features
 from tercet.protocol.spans import current_span
 from tercet.protocol.wire import PrepRecvAnswer, PrepRecvCall, RemoteSendCall, StartGenerateCall, StreamDestination
-from tercet.transport import Push, PushCached, SendComplete, SendDestination, SendReport, routes
+from tercet.transport import Push, PushCached, SendDestination, SendReport, routes
 
 
 async def prep_recv(edge: Edge, call: PrepRecvCall) -> PrepRecvAnswer:
@@ -103,7 +103,7 @@ async def remote_send(edge: Edge, call: RemoteSendCall) -> Sent:
     check_adapter(call, digest_of(prompt.adapter))
     with edge.reports.sending() as sending:
         span = current_span()
-        params = SendParams(
+        plan = SendPlan(
             send_id=sending.send_id,
             lease=info.lease,
             content=prompt.content(end),
@@ -116,12 +116,12 @@ async def remote_send(edge: Edge, call: RemoteSendCall) -> Sent:
             traceparent=span.traceparent if span is not None and span.sampled else "",
         )
         try:
-            async with edge.work.sending(call.seq_id, params.send_id):
+            async with edge.work.sending(call.seq_id, plan.send_id):
                 if call.cached_only:
-                    end = await _push_longest(edge, prompt, params)
+                    end = await _push_longest(edge, prompt, plan)
                     first, cached = None, end if end > begin else 0
                 else:
-                    first, cached = await _push(edge, call, prompt, params, sending)
+                    first, cached = await _push(edge, call, prompt, plan, sending)
                 done = await sending.wait() if end > begin else SendReport(0, 0)
         finally:
             # Unpinning concerns only the engine, so the answer does not wait for it.
@@ -144,16 +144,16 @@ def destinations_of(info: KVAddrInfo, layout: KVLayout, num_ranks: int) -> list[
 
 
 async def _push(
-    edge: Edge, call: RemoteSendCall, prompt: KeyedPrompt, params: SendParams, sending: SendInFlight
+    edge: Edge, call: RemoteSendCall, prompt: KeyedPrompt, plan: SendPlan, sending: SendInFlight
 ) -> tuple[Output | None, int]:  # fmt: skip
     """Make the engine compute and push; return the first token, if requested, and the number of cached tokens."""
-    cached, word = (None, None) if call.sample else await _cached(edge, prompt.first(params.end), params)
+    cached, word = (None, None) if call.sample else await _cached(edge, prompt.first(plan.end), plan)
     if cached is not None:
-        await _push_pinned(edge, params, cached, word)
-        return None, params.end
+        await _push_pinned(edge, plan, cached, word)
+        return None, plan.end
     sampling = call.sampling_params if call.sample else dict[str, Any]()
-    computed = prompt.first(whole_features(prompt.features, params.end))
-    request = edge.generation.request(computed, sampling, params, call.priority, call.mm_features)
+    computed = prompt.first(whole_features(prompt.features, plan.end))
+    request = edge.generation.request(computed, sampling, plan, call.priority, call.mm_features)
     computing = asyncio.ensure_future(request.first())
     try:
         # A refusal by the receiver ends the work at once, since the result would not be used.
@@ -166,31 +166,30 @@ async def _push(
         output = computing.result()
     finally:
         computing.cancel()
-    return (output if call.sample else None), min(request.num_cached, params.end)
+    return (output if call.sample else None), min(request.num_cached, plan.end)
 
 
-async def _push_longest(edge: Edge, prompt: KeyedPrompt, params: SendParams) -> int:
+async def _push_longest(edge: Edge, prompt: KeyedPrompt, plan: SendPlan) -> int:
     """Push the longest cached whole blocks of a send; return their end, or the send's begin if there are none."""
-    pinned = await edge.core.push_longest(prompt.first(params.end), params)
-    if pinned.end > params.begin:
-        found = msgspec.structs.replace(params, content=prompt.content(pinned.end), end=pinned.end)
+    pinned = await edge.core.push_longest(prompt.first(plan.end), plan)
+    if pinned.end > plan.begin:
+        found = msgspec.structs.replace(plan, content=prompt.content(pinned.end), end=pinned.end)
         await _push_pinned(edge, found, pinned.pushes, None)
     return pinned.end
 
 
-async def _push_pinned(edge: Edge, params: SendParams, pushes: list[Push], word: int | None) -> None:
-    end = SendComplete(params.send_id, params.begin, params.end)
-    await edge.agents.push([PushCached(opening, tuple(pushes), end, word) for opening in params.openings()])
+async def _push_pinned(edge: Edge, plan: SendPlan, pushes: list[Push], word: int | None) -> None:
+    await edge.agents.push(PushCached(plan, tuple(pushes), word))
 
 
-async def _cached(edge: Edge, prompt: KeyedPrompt, params: SendParams) -> tuple[list[Push] | None, int | None]:
+async def _cached(edge: Edge, prompt: KeyedPrompt, plan: SendPlan) -> tuple[list[Push] | None, int | None]:
     """Return the pushes of KV that is fully here, and the core's word that guarantees unpinned blocks.
 
     Both may be None: some KV is missing, or the blocks are pinned. A stuck core pins nothing, but has published the
     places of its sequences. If it continues, it handles the pending call, and then the end of the send, which unpins
     the blocks.
     """
-    asked = asyncio.ensure_future(edge.core.push_cached(prompt, params))
+    asked = asyncio.ensure_future(edge.core.push_cached(prompt, plan))
     if edge.bypass is None or not edge.generated.beginning_with(prompt):
         return await asked, None
     silent = asyncio.ensure_future(edge.probe.core_stands_still(BYPASS_SECONDS))
@@ -199,7 +198,7 @@ async def _cached(edge: Edge, prompt: KeyedPrompt, params: SendParams) -> tuple[
         if asked.done():
             return asked.result(), None
         owners = [each.number for each in edge.generated.beginning_with(prompt)]
-        pushes, word = edge.bypass.find(owners, params)
+        pushes, word = edge.bypass.find(owners, plan)
         agents.sends_bypassing.inc()
         logger.warning("the core has made no progress for %.1f s: sending KV without it", silent.result())
         return pushes, word

@@ -24,7 +24,7 @@ from tercet.transport.agent.agent_messages import (
     RevokeLease,
     SendComplete,
     SendDone,
-    SendOpening,
+    SendPlan,
     StepBegins,
     StepEnds,
 )
@@ -91,7 +91,7 @@ __all__ = [
     "SendComplete",
     "SendDestination",
     "SendDone",
-    "SendOpening",
+    "SendPlan",
     "SendReport",
     "StepBegins",
     "StepEnds",

@@ -27,10 +27,9 @@ from tercet.transport import (
     ReceiveDone,
     ReceiveEnd,
     RevokeLease,
-    SendComplete,
     SendDestination,
     SendDone,
-    SendOpening,
+    SendPlan,
     TransportSettings,
 )
 from tercet.transport.agent.agent import Agent, AgentSetup
@@ -96,17 +95,14 @@ async def _agent() -> AsyncGenerator[AgentRoom]:
 
 
 def _command_cases() -> list[Case]:
-    to = (SendDestination(("tcp://127.0.0.1:1",), HeadSlice(0, 64)),)
+    to = [SendDestination(("tcp://127.0.0.1:1",), HeadSlice(0, 64))]
     commands = [
         GrantLease(LEASE, [[5, 2, 3]], 0, 48, 16, packed(range(48)), None, NOTIFY),
         ReadCounters(),
+        PushCached(SendPlan("a", LEASE, whose(48), 0, 0, 48, [[]], NOTIFY), (Push("a", 0, (1, 2, 3)),)),
         PushCached(
-            SendOpening("a", LEASE, whose(48), (), NOTIFY), (Push("a", 0, (1, 2, 3)),), SendComplete("a", 0, 48)
-        ),
-        PushCached(
-            SendOpening("b", LEASE, whose(48), to, NOTIFY, TRACED.traceparent),
+            SendPlan("b", LEASE, whose(48), 0, 0, 48, [to], NOTIFY, traceparent=TRACED.traceparent),
             (Push("b", 0, (1, 2, 3)),),
-            SendComplete("b", 0, 48),
         ),
         CancelSend("a"),
         CancelSend("b"),

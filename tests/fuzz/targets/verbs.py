@@ -155,7 +155,7 @@ class TinyCore(EngineCoreClient, TinyEngine):
         """Sends of what was cached are done as soon as they have begun."""
         pushed, self.agent.pushed = self.agent.pushed, []
         for command in pushed:
-            self.report(command.opening.send_id)
+            self.report(command.plan.send_id)
         self.agent.cancelled.clear()
 
 

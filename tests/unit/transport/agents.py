@@ -35,7 +35,7 @@ from tercet.transport.agent.agent_messages import (
     ReceiveDone,
     SendComplete,
     SendDone,
-    SendOpening,
+    SendPlan,
     StepBegins,
     StepEnds,
 )
@@ -151,15 +151,15 @@ def rank(seed: int, settings: TransportSettings | None = None, *, staged: bool =
         region.close()
 
 
-def opening(send_id: str, lease: str, notify: str, *addresses: tuple[str, ...]) -> SendOpening:
+def opening(send_id: str, lease: str, notify: str, *addresses: tuple[str, ...]) -> SendPlan:
     """A send of whole blocks to each of some ranks."""
-    destinations = tuple(SendDestination(each, HeadSlice(0, BYTES)) for each in addresses)
-    return SendOpening(send_id, lease, of_lease(lease), destinations, notify)
+    destinations = [SendDestination(each, HeadSlice(0, BYTES)) for each in addresses]
+    return SendPlan(send_id, lease, of_lease(lease), 0, 0, END, [destinations] * 4, notify)
 
 
 def step(
     agent: AgentProcess,
-    opened: Sequence[SendOpening],
+    opened: Sequence[SendPlan],
     pushes: Sequence[Push],
     completed: Sequence[SendComplete] = (),
 ) -> None:

@@ -150,7 +150,7 @@ def test_a_prompt_that_takes_several_steps(source: Rank, target: Rank, inbox: Ed
 def test_cached_kv_is_pushed_without_a_step(source: Rank, target: Rank, inbox: Edge) -> None:
     lease = target.grant(inbox.address)
     opened = opening("cached", lease, inbox.address, target.addresses)
-    source.order(PushCached(opened, (Push("cached", 0, ALL),), SendComplete("cached", 0, END)))
+    source.order(PushCached(opened, (Push("cached", 0, ALL),)))
     sent, _ = reports(inbox, 2)
     assert sent[0].error is None
     assert target.order(RevokeLease(lease)) == END

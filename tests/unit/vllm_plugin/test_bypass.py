@@ -25,7 +25,7 @@ from tercet.engine.block_tables import (
     row_owner,
 )
 from tercet.engine.edge import Edge
-from tercet.engine.interface import EngineDescription, KeyedPrompt, SendParams
+from tercet.engine.interface import EngineDescription, KeyedPrompt, SendPlan
 from tercet.engine.liveness_probe import LivenessProbe
 from tercet.engine.sequences import DecodingSequence
 from tercet.protocol import EngineError, KVAddrInfo, Output, RankAddress, Usage, content_of, packed
@@ -58,8 +58,8 @@ def published(computed: int, blocks: list[int] = BLOCKS, owner: int = 1) -> tupl
     return writer, words, place
 
 
-def send_params(begin: int, end: int, base: int = 0) -> SendParams:
-    return SendParams("s", "f" * 32, content_of(packed(TOKENS), None, end), base, begin, end, [], "")
+def send_params(begin: int, end: int, base: int = 0) -> SendPlan:
+    return SendPlan("s", "f" * 32, content_of(packed(TOKENS), None, end), base, begin, end, [], "")
 
 
 # ---- what is found -------------------------------------------------------------------------------------------
@@ -186,7 +186,7 @@ class Standing:
         return self.agent.pushed[-1]
 
     def report(self, push: PushCached) -> None:
-        done = SendDone(push.opening.send_id, 0, 100, 1, "host")
+        done = SendDone(push.plan.send_id, 0, 100, 1, "host")
         self.edge.reports._take(msgspec.msgpack.encode(["SendDone", done]))
 
     async def close(self) -> None:
@@ -217,7 +217,7 @@ async def test_kv_goes_out_under_a_word_and_what_the_core_pins_later_is_unpinned
 ) -> None:
     sending = standing.send()
     push = await standing.pushed()
-    assert push.pushes == (Push(push.opening.send_id, 0, tuple(BLOCKS)),)
+    assert push.pushes == (Push(push.plan.send_id, 0, tuple(BLOCKS)),)
     assert push.word == core_word(EPOCH, 0)
     standing.report(push)
     sent = await asyncio.wait_for(sending, LONGEST_WAIT_S)
@@ -225,7 +225,7 @@ async def test_kv_goes_out_under_a_word_and_what_the_core_pins_later_is_unpinned
     while len(standing.core.asked) < 2:
         await asyncio.sleep(0.01)
     assert standing.core.asked == ["push_cached", "end_send"]
-    assert standing.agent.cancelled == [push.opening.send_id]
+    assert standing.agent.cancelled == [push.plan.send_id]
 
 
 async def test_a_core_that_answers_in_time_is_asked(standing: Standing, monkeypatch: pytest.MonkeyPatch) -> None:

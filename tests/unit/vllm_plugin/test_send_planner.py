@@ -30,7 +30,7 @@ def test_each_step_pushes_the_blocks_that_it_completes(engine: TinyEngine) -> No
     _, first = engine.step()
     blocks = engine.blocks_of("r")
     _, second = engine.step()
-    assert [opening.send_id for opened in first.opened for opening in opened] == ["s"]
+    assert [opened.send_id for opened in first.opened] == ["s"]
     assert first.pushes == [Push("s", 0, tuple(blocks[:4]))]
     assert MAX_BATCHED == 4 * BLOCK
     assert (first.finish, second.opened) == ([], [])

@@ -156,8 +156,8 @@ async def test_a_send_of_cached_kv_alone_says_how_far_it_came_and_computes_nothi
     found = Phase("longest")
     sending = await found.begin("longest")
     (pushed,) = found.agent.pushed
-    assert (pushed.completion.end, pushed.opening.content) == (32, content_of(packed([1] * 32), None))
-    found.edge.reports._sends[pushed.opening.send_id].take(SendDone(pushed.opening.send_id, 0, 8, 2, "host"))
+    assert (pushed.plan.end, pushed.plan.content) == (32, content_of(packed([1] * 32), None))
+    found.edge.reports._sends[pushed.plan.send_id].take(SendDone(pushed.plan.send_id, 0, 8, 2, "host"))
     sent = await sending
     assert (sent.begin, sent.end, sent.bytes, sent.usage) == (0, 32, 8, Usage(cached=32))
     assert not found.client.generating.is_set()

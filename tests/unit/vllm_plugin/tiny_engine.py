@@ -24,7 +24,7 @@ from vllm.v1.request import Request, RequestStatus
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 from vllm.v1.structured_output import StructuredOutputManager
 
-from tercet.engine.interface import KeyedPrompt, PinnedPrefix, ReservedBlocks, SendParams, SeqParams
+from tercet.engine.interface import KeyedPrompt, PinnedPrefix, ReservedBlocks, SendPlan, SeqParams
 from tercet.protocol import EngineError, KVLayout, content_of, packed
 from tercet.transport import (
     CancelSend,
@@ -219,11 +219,11 @@ class TinyEngine:
     def release(self, lease: str) -> int:
         return core_methods.release(self.core, lease, self.agent.do(RevokeLease(lease)))
 
-    def push_cached(self, tokens: list[int], send: SendParams, salt: str | None = None) -> Push | None:
+    def push_cached(self, tokens: list[int], send: SendPlan, salt: str | None = None) -> Push | None:
         found = core_methods.push_cached(self.core, KeyedPrompt(tokens, salt), send)
         return None if found is None else found[0]
 
-    def push_longest(self, tokens: list[int], send: SendParams) -> PinnedPrefix:
+    def push_longest(self, tokens: list[int], send: SendPlan) -> PinnedPrefix:
         return core_methods.push_longest(self.core, KeyedPrompt(tokens), send)
 
     def end_send(self, send_id: str) -> None:
@@ -236,7 +236,7 @@ class TinyEngine:
 
     def add(
         self, request_id: str, tokens: list[int], max_tokens: int = 3, salt: str | None = None,
-        lease: str | None = None, output: list[int] | None = None, send: SendParams | None = None,
+        lease: str | None = None, output: list[int] | None = None, send: SendPlan | None = None,
         token: str | None = None, valid_end: int | None = None, number: int = 0, **sampling: Any,
     ) -> Request:  # fmt: skip
         seq = None
@@ -318,7 +318,7 @@ def tokens_of(length: int, start: int = 10) -> list[int]:
     return list(range(start, start + length))
 
 
-def send_of(send_id: str, begin: int, end: int, base: int = 0) -> SendParams:
+def send_of(send_id: str, begin: int, end: int, base: int = 0) -> SendPlan:
     to = [[SendDestination(("tcp://127.0.0.1:2",), HeadSlice(0, 1, 0, 1))]]
     whose = content_of(packed(tokens_of(end)), None)
-    return SendParams(send_id, "f" * 32, whose, base, begin, end, to, "tcp://127.0.0.1:1")
+    return SendPlan(send_id, "f" * 32, whose, base, begin, end, to, "tcp://127.0.0.1:1")

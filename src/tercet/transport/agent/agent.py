@@ -36,7 +36,7 @@ from tercet.transport.agent.agent_messages import (
     Report,
     RevokeLease,
     SendDone,
-    SendOpening,
+    SendPlan,
     StepBegins,
     StepEnds,
     StepNote,
@@ -151,8 +151,8 @@ class Agent:
                     self._computed.wait(note.computed)  # announce KV only once it is computed
                 self._push(self._pushes, note.planes)
             case StepBegins():
-                for opening in note.opened:
-                    self._open(opening)
+                for plan in note.opened:
+                    self._open(plan)
                 self._pushes = note.pushes
             case StepEnds():
                 for each in note.completed:
@@ -161,17 +161,16 @@ class Agent:
             case _:
                 assert_never(note)
 
-    def _open(self, opening: SendOpening, word: int | None = None) -> None:
+    def _open(self, plan: SendPlan, word: int | None = None) -> None:
         def done(outcome: SendReport | TercetError) -> None:
             if isinstance(outcome, SendReport):
-                report = SendDone(opening.send_id, self._rank, outcome.bytes, outcome.chunks, outcome.transport)
+                report = SendDone(plan.send_id, self._rank, outcome.bytes, outcome.chunks, outcome.transport)
             else:
-                report = SendDone(opening.send_id, self._rank, error=outcome.message)
-            self._reporter.report(opening.notify, report)
+                report = SendDone(plan.send_id, self._rank, error=outcome.message)
+            self._reporter.report(plan.notify, report)
 
-        self._transport.sends.open(
-            opening.send_id, opening.lease, opening.content, opening.destinations, done, word, opening.traceparent
-        )
+        to = plan.destinations[self._rank]
+        self._transport.sends.open(plan.send_id, plan.lease, plan.content, to, done, word, plan.traceparent)
 
     def _push(self, pushes: Sequence[Push], planes: Sequence[int]) -> None:
         together = list(neighbouring(planes))
@@ -207,10 +206,10 @@ class Agent:
             case CancelSend():
                 return self._transport.sends.cancel(command.send_id)
             case PushCached():
-                self._open(command.opening, command.word)
+                plan = command.plan
+                self._open(plan, command.word)
                 self._push(command.pushes, range(self._region.num_layers))
-                end = command.completion
-                return self._transport.sends.finish(end.send_id, end.begin, end.end)
+                return self._transport.sends.finish(plan.send_id, plan.begin, plan.end)
             case ReadCounters():
                 return dict(self._transport.counters())
 

@@ -26,19 +26,25 @@ from tercet.transport.rank import SendDestination
 from tercet.transport.sockets import LOOPBACK, bind_somewhere, bounded, with_ipv6
 
 
-class SendOpening(msgspec.Struct, frozen=True):
-    """The start of a send of ``content`` under ``lease``, to each of ``destinations``.
-
-    ``notify`` is the destination of the report of its end: an address, ``#``, and the inbox's key. ``traceparent`` is
-    its place in a sampled trace, empty without one.
-    """
+class SendPlan(msgspec.Struct, frozen=True):
+    """One send, as the edge plans it: the core finds its blocks, and every rank's agent opens its part of it."""
 
     send_id: str
     lease: str
-    content: Content
-    destinations: tuple[SendDestination, ...]
-    notify: str
-    traceparent: str = ""
+    content: Content  # of the tokens [0, end)
+    base: int  # token position of the receiver's slot 0 under the lease
+    begin: int
+    end: int
+    destinations: list[list[SendDestination]]  # the receiving ranks of each rank of this engine
+    notify: str  # the destination of agents' reports: an address, "#", and the inbox's key
+    # The first token whose KV the receiver needs, for each group of layers; if empty, it needs all.
+    group_begins: tuple[int, ...] = ()
+    traceparent: str = ""  # its span in a sampled trace, or empty
+
+    def first_block(self, group: int, block_size: int) -> int:
+        """Return the first of a group's blocks to send, as its position in the block table."""
+        wanted = self.group_begins[group] if self.group_begins else 0
+        return max(self.begin, wanted) // block_size
 
 
 class Push(msgspec.Struct, frozen=True):
@@ -87,14 +93,13 @@ class CancelSend(msgspec.Struct, frozen=True, tag=True):
 
 
 class PushCached(msgspec.Struct, frozen=True, tag=True):
-    """Command to push blocks of every layer, without a forward pass.
+    """Command to push all of a send, in blocks of every layer, without a forward pass.
 
     The blocks are pinned, or the engine's core guarantees them by the number ``word`` of one of its words.
     """
 
-    opening: SendOpening
+    plan: SendPlan
     pushes: tuple[Push, ...]
-    completion: SendComplete
     word: int | None = None
 
 
@@ -110,7 +115,7 @@ Command = GrantLease | ExtendLease | RevokeLease | CancelSend | PushCached | Rea
 class StepBegins(msgspec.Struct, frozen=True, tag=True):
     """Note of the start of a forward pass: the sends that begin with it, and the pushes for each layer."""
 
-    opened: tuple[SendOpening, ...]
+    opened: tuple[SendPlan, ...]
     pushes: tuple[Push, ...]
 
 

@@ -1,6 +1,6 @@
 """Messages between Tercet's parts in an engine, as plain ints, bytes and strings.
 
-``SeqParams`` and ``SendParams`` travel with a vLLM request in ``kv_transfer_params["tercet"]``, from the HTTP edge to
+``SeqParams`` and ``SendPlan`` travel with a vLLM request in ``kv_transfer_params["tercet"]``, from the HTTP edge to
 the scheduler's process. ``StepMetadata`` goes from there to the workers with each engine step.
 """
 
@@ -14,9 +14,9 @@ from typing import Any, cast
 import msgspec
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorHandshakeMetadata, KVConnectorMetadata
 
-from tercet.engine.interface import SendParams, SeqParams
+from tercet.engine.interface import SeqParams
 from tercet.protocol import KVLayout
-from tercet.transport import Push, SendComplete, SendOpening
+from tercet.transport import Push, SendComplete, SendPlan
 
 KEY = "tercet"
 REQUEST_PREFIX = "tercet-"
@@ -31,7 +31,7 @@ class TercetParams(msgspec.Struct, frozen=True, omit_defaults=True):
     """
 
     token: str
-    send: SendParams | None = None
+    send: SendPlan | None = None
     seq: SeqParams | None = None
 
     def to_kv_transfer_params(self) -> dict[str, Any]:
@@ -56,7 +56,7 @@ def params_of(kv_transfer_params: Any, token: str) -> TercetParams | None:
 class StepMetadata(KVConnectorMetadata):
     """Orders for the workers in one engine step."""
 
-    opened: list[list[SendOpening]] = field(default_factory=list)  # sends that begin, with an opening for every rank
+    opened: list[SendPlan] = field(default_factory=list)  # sends that begin
     pushes: list[Push] = field(default_factory=list)  # sent layer by layer during the forward pass
     finish: list[SendComplete] = field(default_factory=list)  # sends whose last block this step computes
     resumed: dict[str, list[int]] = field(default_factory=dict)  # output that vLLM's requests start with, by id

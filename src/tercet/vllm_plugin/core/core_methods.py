@@ -29,7 +29,7 @@ from tercet.engine.interface import (
     PinnedPrefix,
     RequestInCore,
     ReservedBlocks,
-    SendParams,
+    SendPlan,
 )
 from tercet.protocol import Content, EngineError, TercetError, from_wire
 from tercet.protocol.types import Paused
@@ -107,13 +107,13 @@ def release(core: EngineCore, lease: str, valid_end: int) -> int:
     return valid_end
 
 
-def push_cached(core: EngineCore, prompt: KeyedPrompt, send: SendParams) -> list[Push] | None:
+def push_cached(core: EngineCore, prompt: KeyedPrompt, send: SendPlan) -> list[Push] | None:
     """Pin KV that is fully cached, and return the pushes."""
     sought = _placeholder(core, f"tercet-probe-{send.send_id}", prompt)
     return _side(core).sends.push_cached(sought, send)
 
 
-def push_longest(core: EngineCore, prompt: KeyedPrompt, send: SendParams) -> PinnedPrefix:
+def push_longest(core: EngineCore, prompt: KeyedPrompt, send: SendPlan) -> PinnedPrefix:
     """Pin the longest cached whole blocks of a send."""
     sought = _placeholder(core, f"tercet-probe-{send.send_id}", prompt)
     return _side(core).sends.push_longest(sought, send)
@@ -301,10 +301,10 @@ class CoreCalls:
     async def release(self, lease: str, valid_end: int) -> int:
         return await self.call(release, lease, valid_end)
 
-    async def push_cached(self, prompt: KeyedPrompt, send: SendParams) -> list[Push] | None:
+    async def push_cached(self, prompt: KeyedPrompt, send: SendPlan) -> list[Push] | None:
         return await self.call(push_cached, prompt, send)
 
-    async def push_longest(self, prompt: KeyedPrompt, send: SendParams) -> PinnedPrefix:
+    async def push_longest(self, prompt: KeyedPrompt, send: SendPlan) -> PinnedPrefix:
         return await self.call(push_longest, prompt, send)
 
     async def end_send(self, send_id: str) -> None:

@@ -22,7 +22,7 @@ from vllm.v1.metrics.stats import PrefillStats
 from vllm.v1.request import RequestStatus
 
 from tercet.engine.block_tables import BlockTableWriter, TablePlace, TableShape, create_table, row_owner
-from tercet.engine.interface import PinnedPrefix, SendParams
+from tercet.engine.interface import PinnedPrefix, SendPlan
 from tercet.protocol import UnknownSequence
 from tercet.transport import CoreWords, Push, SendComplete
 from tercet.vllm_plugin.core.cache_groups import GroupTables
@@ -180,7 +180,7 @@ class TablePublisher:
 class Sending:
     """One send. In each group, blocks below ``next_block`` (an index into its block table) have been planned."""
 
-    params: SendParams
+    plan: SendPlan
     next_block: list[int]
     opened: bool = False
     pins: list[KVCacheBlock] = field(default_factory=list)
@@ -219,13 +219,13 @@ class SendPlanner:
     def __len__(self) -> int:
         return len(self._sending)
 
-    def begin(self, request: VLLMRequest, params: SendParams) -> None:
+    def begin(self, request: VLLMRequest, plan: SendPlan) -> None:
         """Follow ``request``, whose KV of ``[begin, end)`` will be sent."""
-        if params.send_id in self._ended_early:
-            self._ended_early.remove(params.send_id)
+        if plan.send_id in self._ended_early:
+            self._ended_early.remove(plan.send_id)
             return
-        firsts = self._first_blocks(params)
-        if params.group_begins and not request.skip_reading_prefix_cache:
+        firsts = self._first_blocks(plan)
+        if plan.group_begins and not request.skip_reading_prefix_cache:
             # The prefix cache keeps only the parts of a window that some positions look back at, and a receiver whose
             # lease has grown may need more. What it needs and is gone is computed from the beginning.
             computed, matched, _ = self._manager.get_computed_blocks(request)
@@ -235,10 +235,10 @@ class SendPlanner:
             )  # fmt: skip
             if any(block.is_null for blocks in wanted for block in blocks):
                 request.skip_reading_prefix_cache = True
-        self._sending[params.send_id] = self._by_request[request.request_id] = Sending(params, firsts)
+        self._sending[plan.send_id] = self._by_request[request.request_id] = Sending(plan, firsts)
 
-    def _first_blocks(self, params: SendParams) -> list[int]:
-        return [params.first_block(group, self._block_size) for group in range(len(self._tables.groups))]
+    def _first_blocks(self, plan: SendPlan) -> list[int]:
+        return [plan.first_block(group, self._block_size) for group in range(len(self._tables.groups))]
 
     def plan(self, output: SchedulerOutput, metadata: StepMetadata) -> None:
         """Add the pushes of the step that ``output`` describes to ``metadata``; :meth:`stepped` follows."""
@@ -271,16 +271,16 @@ class SendPlanner:
         # Before the step's own bookkeeping, num_computed_tokens counts tokens from earlier steps or the cache. Cached
         # tokens may be computed in this very step, for a request with the same prefix: vLLM enters blocks into the
         # cache when they are scheduled. So cached blocks too are pushed layer by layer, after the computation.
-        params = sending.params
+        plan = sending.plan
         done = request.num_computed_tokens + scheduled
         if not sending.opened:
             sending.opened = True
-            metadata.opened.append(params.openings())
+            metadata.opened.append(plan)
         # A partly filled block is sent once, when its last token of the range is there.
-        until = -(-params.end // self._block_size) if done >= params.end else done // self._block_size
+        until = -(-plan.end // self._block_size) if done >= plan.end else done // self._block_size
         metadata.pushes += self._push(sending, self._tables.of(request.request_id), until)
-        if done >= params.end:
-            metadata.finish.append(SendComplete(params.send_id, params.begin, params.end))
+        if done >= plan.end:
+            metadata.finish.append(SendComplete(plan.send_id, plan.begin, plan.end))
             del self._by_request[request.request_id]
 
     def _push(self, sending: Sending, tables: Sequence[Sequence[KVCacheBlock]], until: int) -> list[Push]:
@@ -289,7 +289,7 @@ class SendPlanner:
         Blocks that vLLM has freed, since they left a window, are left out, and those before them: a push fills
         consecutive slots. A receiver that needs them refuses the send's end, since the send is incomplete.
         """
-        base, found = sending.params.base // self._block_size, list[Push]()
+        base, found = sending.plan.base // self._block_size, list[Push]()
         for group, table in enumerate(tables):
             first = sending.next_block[group]
             blocks = table[first:until]
@@ -298,11 +298,11 @@ class SendPlanner:
                 self._manager.block_pool.touch(blocks)
                 sending.pins.extend(blocks)
                 numbers = tuple(block.block_id for block in blocks)
-                found.append(Push(sending.params.send_id, first + gone - base, numbers, group))
+                found.append(Push(sending.plan.send_id, first + gone - base, numbers, group))
             sending.next_block[group] = max(first, until)
         return found
 
-    def push_cached(self, probe: VLLMRequest, params: SendParams) -> list[Push] | None:
+    def push_cached(self, probe: VLLMRequest, plan: SendPlan) -> list[Push] | None:
         """Pin ``[begin, end)`` if all of it is here; return the pushes, which need no forward pass, or None.
 
         All of it is here if it is in the prefix cache, or if a request that runs here has computed it: then the block
@@ -310,39 +310,39 @@ class SendPlanner:
         States are sent from the prefix cache only. ``probe`` is a request of the tokens ``[0, end)`` and one more; it
         is used only for the look-up.
         """
-        until, (cached, whole) = -(-params.end // self._block_size), self._cached(probe)
-        for found in (cached if whole >= until else None, self._running(probe, params.end)):
-            pushes = None if found is None else self._push_here(probe, params, found, until)
+        until, (cached, whole) = -(-plan.end // self._block_size), self._cached(probe)
+        for found in (cached if whole >= until else None, self._running(probe, plan.end)):
+            pushes = None if found is None else self._push_here(probe, plan, found, until)
             if pushes is not None:
                 return pushes
         return None
 
-    def push_longest(self, probe: VLLMRequest, params: SendParams) -> PinnedPrefix:
+    def push_longest(self, probe: VLLMRequest, plan: SendPlan) -> PinnedPrefix:
         """Pin the longest cached whole blocks of ``[begin, end)`` from its beginning on; return them, perhaps none.
 
         ``probe`` is as in :meth:`push_cached`. The receiver's lease must have the blocks of windows that a request
         needs to continue at their end. States belong to the end of a lease, so with states it is all blocks or none.
         """
         tables, whole = self._cached(probe)
-        end, begins = whole * self._block_size, params.group_begins
+        end, begins = whole * self._block_size, plan.group_begins
         needed = [self._tables.first_needed(group, end) * self._block_size for group in range(len(begins))]
-        useful = end == params.end if self._tables.states else all(map(le, begins, needed))
-        if end > params.begin and useful:
-            pushes = self._push_here(probe, params, tables, whole)
+        useful = end == plan.end if self._tables.states else all(map(le, begins, needed))
+        if end > plan.begin and useful:
+            pushes = self._push_here(probe, plan, tables, whole)
             if pushes is not None:
                 return PinnedPrefix(end, pushes)
-        return PinnedPrefix(params.begin, [])
+        return PinnedPrefix(plan.begin, [])
 
     def _push_here(
-        self, probe: VLLMRequest, params: SendParams, found: Sequence[Sequence[KVCacheBlock]], until: int
+        self, probe: VLLMRequest, plan: SendPlan, found: Sequence[Sequence[KVCacheBlock]], until: int
     ) -> list[Push] | None:  # fmt: skip
         """Pin blocks up to a position in these tables, and return their pushes; None if some left a window."""
-        firsts, full = self._first_blocks(params), min(until, params.end // self._block_size)
+        firsts, full = self._first_blocks(plan), min(until, plan.end // self._block_size)
         tables = [self._completed(probe, full, *each) for each in enumerate(found)]
         wanted = (table[first:until] for table, first in zip(tables, firsts, strict=True))
         if any(block.is_null for blocks in wanted for block in blocks):
             return None
-        sending = self._sending[params.send_id] = Sending(params, firsts, opened=True)
+        sending = self._sending[plan.send_id] = Sending(plan, firsts, opened=True)
         return self._push(sending, tables, until)
 
     def _completed(

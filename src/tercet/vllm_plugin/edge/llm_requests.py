@@ -26,7 +26,7 @@ from vllm.v1.engine import FinishReason as CoreFinishReason
 from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 from vllm.v1.engine.output_processor import OutputProcessor
 
-from tercet.engine.interface import KeyedPrompt, ModelLimits, SendParams, SeqParams
+from tercet.engine.interface import KeyedPrompt, ModelLimits, SendPlan, SeqParams
 from tercet.protocol import BadRequest, EngineError, GrammarsBusy, MultiModalFeature, Output, TercetError, TokenLogprob
 from tercet.protocol.grammar_bounds import require_small
 from tercet.protocol.spans import SpanContext, current_span
@@ -305,7 +305,7 @@ class LLMGeneration:
         self,
         prompt: KeyedPrompt,
         sampling_params: Mapping[str, Any],
-        work: SeqParams | SendParams,
+        work: SeqParams | SendPlan,
         priority: int = 0,
         features: Sequence[MultiModalFeature] = (),
     ) -> LLMRequest:

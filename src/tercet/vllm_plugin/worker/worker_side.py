@@ -63,9 +63,8 @@ class WorkerSide:
 
     def begin_step(self, metadata: StepMetadata) -> None:
         self._step = metadata
-        opened = [openings[self._rank] for openings in metadata.opened]
-        if opened or metadata.pushes:
-            self._agent.tell(StepBegins(tuple(opened), tuple(metadata.pushes)))
+        if metadata.opened or metadata.pushes:
+            self._agent.tell(StepBegins(tuple(metadata.opened), tuple(metadata.pushes)))
         self._layers_of_step.begin(sum(len(push.blocks) for push in metadata.pushes) * self._layout.block_bytes)
 
     def save_layer(self, layer_name: str) -> None:
