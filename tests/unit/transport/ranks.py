@@ -29,13 +29,38 @@ from tercet.transport import (
     SendReport,
     TransportSettings,
 )
+from tercet.transport.sockets import parse_address
 from tests.unit.transport.models import a_grant, whose
 
 FINGERPRINT = "ranks"
 TOKENS = 16
+KIB = 1024
+TOKEN_BYTES = 192  # of one layer: a small model's
+SCATTERED = ((31, 2, 17, 3, 38), (5, 39, 0, 22, 21))
+ADJACENT = (tuple(range(4, 20)), tuple(range(11, 27)))
+NOW = ("connections", "sessions_in", "sessions_out", "sends_active", "leases_open", "receives_active")
 SECONDS = 60.0  # for what ends by itself; only a failure takes so long
 
 Outcome = SendReport | TercetError
+
+
+def settings(backend: str = "tcp", **changes: Any) -> TransportSettings:
+    return TransportSettings(backend, **changes)
+
+
+def connect(address: str) -> socket.socket:
+    return socket.create_connection(parse_address(address), SECONDS)
+
+
+def until_closed(sock: socket.socket) -> bytes:
+    """What comes until the other side closes."""
+    found = b""
+    try:
+        while more := sock.recv(4096):
+            found += more
+    except ConnectionError:
+        return found
+    return found
 
 
 def filled(layers: int, blocks: int, block_bytes: int, seed: int) -> KVRegion:

@@ -32,18 +32,18 @@ from tercet.transport.peer_messages import (
     framed,
     proof_of,
 )
-from tercet.transport.sockets import parse_address
 from tests.unit.transport.ranks import (
+    KIB,
     SECONDS,
     Held,
     Send,
     filled,
     new_lease,
     rank,
+    until_closed,
     whole,
 )
 
-KIB = 1024
 LAYERS, BLOCKS, BYTES = 2, 8, 4 * KIB
 ALL = tuple(range(BLOCKS))
 TCP = TransportSettings("tcp")
@@ -51,21 +51,6 @@ TCP = TransportSettings("tcp")
 
 def region(seed: int = 1) -> KVRegion:
     return filled(LAYERS, BLOCKS, BYTES, seed)
-
-
-def connect(address: str) -> socket.socket:
-    return socket.create_connection(parse_address(address), SECONDS)
-
-
-def until_closed(sock: socket.socket) -> bytes:
-    """What comes until the other side closes."""
-    found = b""
-    try:
-        while more := sock.recv(4096):
-            found += more
-    except ConnectionError:
-        return found
-    return found
 
 
 def welcome(greeting: Greeting, challenge: bytes, transport: str = "tcp", secret: str = "") -> bytes:
@@ -154,39 +139,39 @@ def test_a_receiver_that_lies_fails_its_send_with_the_reason(name: str) -> None:
         assert len(send.outcomes) == 1
 
 
-def test_an_acknowledgement_before_the_end_is_none_and_one_of_no_send_is_skipped() -> None:
+@contextmanager
+def connected(timeout: float = 30.0) -> Generator[tuple[KVRegion, Send, socket.socket, socket.socket]]:
+    """A send of a region to a listener, and the connection that its sender has opened."""
     source = region()
     with (
-        rank(source, TransportSettings("tcp", streams=1)) as sender,
+        rank(source, TransportSettings("tcp", streams=1, timeout=timeout)) as sender,
         socket.create_server(("127.0.0.1", 0)) as listener,
     ):
         send = Send(sender, [f"tcp://127.0.0.1:{listener.getsockname()[1]}"], new_lease(), whole(source))
         connection, _ = listener.accept()
         with connection:
-            connection.sendall(welcome(*introduce(connection)))
-            send.push([0], ALL)
-            chunk = first_chunk(connection)
-            connection.sendall(framed(Acknowledged(chunk.send - 1)) + framed(Acknowledged(chunk.send)))
-            outcome = send.wait()
-            assert isinstance(outcome, TransferFailed)
-            assert "an incomplete send" in outcome.message
+            yield source, send, listener, connection
+
+
+def test_an_acknowledgement_before_the_end_is_none_and_one_of_no_send_is_skipped() -> None:
+    with connected() as (_, send, _, connection):
+        connection.sendall(welcome(*introduce(connection)))
+        send.push([0], ALL)
+        chunk = first_chunk(connection)
+        connection.sendall(framed(Acknowledged(chunk.send - 1)) + framed(Acknowledged(chunk.send)))
+        outcome = send.wait()
+        assert isinstance(outcome, TransferFailed)
+        assert "an incomplete send" in outcome.message
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("words", [b"", MAGIC], ids=["nothing", "half a header"])
 def test_a_receiver_that_says_nothing_fails_its_send_in_time(words: bytes) -> None:
-    source = region()
-    with (
-        rank(source, TransportSettings("tcp", streams=1, timeout=0.3)) as sender,
-        socket.create_server(("127.0.0.1", 0)) as listener,
-    ):
-        send = Send(sender, [f"tcp://127.0.0.1:{listener.getsockname()[1]}"], new_lease(), whole(source))
-        connection, _ = listener.accept()
-        with connection:
-            connection.sendall(words)
-            outcome = send.wait()
-            assert isinstance(outcome, TransferFailed)
-            assert "did not answer the greeting" in outcome.message
+    with connected(timeout=0.3) as (_, send, _, connection):
+        connection.sendall(words)
+        outcome = send.wait()
+        assert isinstance(outcome, TransferFailed)
+        assert "did not answer the greeting" in outcome.message
 
 
 @pytest.mark.parametrize(
@@ -203,46 +188,32 @@ def test_a_receiver_that_says_nothing_fails_its_send_in_time(words: bytes) -> No
 def test_a_receiver_that_asks_for_what_was_not_offered_gets_nothing(
     asked: Callable[[ReadDescriptors], ReadRequest],
 ) -> None:
-    source = region()
-    with (
-        rank(source, TransportSettings("tcp", streams=1)) as sender,
-        socket.create_server(("127.0.0.1", 0)) as listener,
-    ):
-        send = Send(sender, [f"tcp://127.0.0.1:{listener.getsockname()[1]}"], new_lease(), whole(source))
-        connection, _ = listener.accept()
-        with connection:
-            connection.sendall(welcome(*introduce(connection)))
-            data, _ = listener.accept()
-            with data:
-                introduce(data)
-                send.push([0], ALL)
-                chunk = first_chunk(connection)
-                data.sendall(framed(asked(chunk)))
-                assert until_closed(data) == b""
-                assert isinstance(send.wait(), TransferFailed)
+    with connected() as (_, send, listener, connection):
+        connection.sendall(welcome(*introduce(connection)))
+        data, _ = listener.accept()
+        with data:
+            introduce(data)
+            send.push([0], ALL)
+            chunk = first_chunk(connection)
+            data.sendall(framed(asked(chunk)))
+            assert until_closed(data) == b""
+            assert isinstance(send.wait(), TransferFailed)
 
 
 def test_of_a_send_that_is_over_nothing_but_that_is_sent() -> None:
-    source = region()
-    with (
-        rank(source, TransportSettings("tcp", streams=1)) as sender,
-        socket.create_server(("127.0.0.1", 0)) as listener,
-    ):
-        send = Send(sender, [f"tcp://127.0.0.1:{listener.getsockname()[1]}"], new_lease(), whole(source))
-        connection, _ = listener.accept()
-        with connection:
-            connection.sendall(welcome(*introduce(connection)))
-            data, _ = listener.accept()
-            with data:
-                introduce(data)
-                send.push([0], ALL)
-                chunk = first_chunk(connection)
-                data.sendall(framed(ReadRequest(chunk.send, 0, chunk.nbytes)))
-                word = chunk.send.to_bytes(8, "little")
-                sent = word + bytes(source.blocks(0, 0, BLOCKS)) + word
-                assert data.recv(len(sent), socket.MSG_WAITALL) == sent
-                send.cancel()
-                data.sendall(framed(ReadRequest(chunk.send, 0, chunk.nbytes)))
-                assert data.recv(len(word), socket.MSG_WAITALL) == bytes(len(word))
-                with pytest.raises(BlockingIOError):
-                    data.recv(1, socket.MSG_DONTWAIT)
+    with connected() as (source, send, listener, connection):
+        connection.sendall(welcome(*introduce(connection)))
+        data, _ = listener.accept()
+        with data:
+            introduce(data)
+            send.push([0], ALL)
+            chunk = first_chunk(connection)
+            data.sendall(framed(ReadRequest(chunk.send, 0, chunk.nbytes)))
+            word = chunk.send.to_bytes(8, "little")
+            sent = word + bytes(source.blocks(0, 0, BLOCKS)) + word
+            assert data.recv(len(sent), socket.MSG_WAITALL) == sent
+            send.cancel()
+            data.sendall(framed(ReadRequest(chunk.send, 0, chunk.nbytes)))
+            assert data.recv(len(word), socket.MSG_WAITALL) == bytes(len(word))
+            with pytest.raises(BlockingIOError):
+                data.recv(1, socket.MSG_DONTWAIT)

@@ -1,15 +1,19 @@
-"""``nixl`` and ``mooncake``: KV between ranks byte for byte, and senders that are lost while they are read."""
+"""``nixl`` and ``mooncake``: KV between ranks byte for byte, lost senders, closing, and a missing package."""
 
 from __future__ import annotations
 
+import importlib
+import logging
+import os
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import pytest
 
 from tercet.protocol import TransferFailed
 from tercet.transport import HeadSlice, SendReport
-from tercet.transport.backends import backends_for, nixl
+from tercet.transport.backends import BackendUnavailable, backends_for, nixl
 from tests.unit.transport.crossing import TOKENS, elsewhere, filled, rank, read, send
 from tests.unit.transport.models import a_grant
 from tests.unit.transport.ranks import transport_to
@@ -106,4 +110,57 @@ def test_a_killed_sender_is_an_error_and_another_can_be_read(library: str) -> No
         reader.close()
         other.close()
     backend.close()
+    region.close()
+
+
+def test_memory_that_was_not_registered_cannot_be_read(library: str) -> None:
+    region = filled(1, 8, BYTES, 1)
+    (backend,) = backends_for(library, region)
+    with elsewhere(library, 8, BYTES) as process:
+        reader = backend.connect(process.offer, process.sender)
+        with pytest.raises(TransferFailed, match=library):
+            read(reader, np.array([(BYTES, process.shape.size + (1 << 20), 0)]))
+        reader.close()
+    backend.close()
+    region.close()
+
+
+def test_closing_gives_files_and_threads_back(library: str) -> None:
+    def held() -> tuple[int, int]:
+        return len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))
+
+    def use() -> None:
+        region = filled(1, 8, BYTES, 1)
+        (backend,) = backends_for(library, region)
+        with elsewhere(library, 8, BYTES) as process:
+            reader = backend.connect(process.offer, process.sender)
+            read(reader, np.array([(BYTES, 0, 0)]))
+            reader.close()
+        backend.close()
+        region.close()
+
+    use()  # what the library keeps for good
+    before = held()
+    use()
+    assert held() <= before
+
+
+def test_without_the_package_it_says_what_to_do_and_auto_goes_on(
+    library: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, logger="tercet")
+    real = importlib.import_module
+
+    def without(name: str, package: str | None = None) -> Any:
+        if name.partition(".")[0] in ("nixl", "mooncake"):
+            raise ImportError(f"no module named {name}")
+        return real(name, package)
+
+    monkeypatch.setattr(importlib, "import_module", without)
+    monkeypatch.setattr("tercet.transport.backends.has_rdma", lambda: True)
+    region = filled(1, 8, BYTES, 1)
+    with pytest.raises(BackendUnavailable, match=rf"{library}: .*scripts/install-transport-extras"):
+        backends_for(library, region)
+    assert [backend.name for backend in backends_for("auto", region)] == ["host", "tcp"]
+    assert f"auto continues without {library}" in caplog.text
     region.close()

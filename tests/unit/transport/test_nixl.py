@@ -1,26 +1,19 @@
-"""``nixl``: senders that stop while they are read, and how it starts; :mod:`.test_libraries` has the rest."""
+"""``nixl``: senders that stop while they are read; :mod:`.test_libraries` has the rest."""
 
 from __future__ import annotations
 
-import importlib
-import logging
-import os
 from contextlib import suppress
-from typing import Any
 
 import numpy as np
 import pytest
 
 from tercet.protocol import TransferFailed
-from tercet.transport.backends import BackendUnavailable, backends_for, nixl
+from tercet.transport.backends import backends_for, nixl
 from tests.unit.transport.crossing import elsewhere, filled, read
 
 pytestmark = pytest.mark.processes
 
 pytest.importorskip("nixl", reason="scripts/install-transport-extras installs it", exc_type=ImportError)
-LAYERS, BLOCKS, BYTES = 3, 40, 24 * 1024
-SCATTERED = ((31, 2, 17, 3, 38), (5, 39, 0, 22, 21))
-ADJACENT = (tuple(range(4, 20)), tuple(range(11, 27)))
 
 
 @pytest.fixture(autouse=True)
@@ -47,57 +40,4 @@ def test_nothing_is_written_once_a_stopped_sender_was_given_up(monkeypatch: pyte
         reader.close()
         assert region.blocks(0, 0, blocks) == b"\1" * (size * blocks)
     backend.close()
-    region.close()
-
-
-def test_memory_that_was_not_registered_cannot_be_read() -> None:
-    region = filled(1, 8, BYTES, 1)
-    (backend,) = backends_for("nixl", region)
-    with elsewhere("nixl", 8, BYTES) as process:
-        reader = backend.connect(process.offer, process.sender)
-        with pytest.raises(TransferFailed, match="nixl"):
-            read(reader, np.array([(BYTES, process.shape.size + (1 << 20), 0)]))
-        reader.close()
-    backend.close()
-    region.close()
-
-
-def test_closing_gives_files_and_threads_back() -> None:
-    def held() -> tuple[int, int]:
-        return len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))
-
-    def use() -> None:
-        region = filled(1, 8, BYTES, 1)
-        (backend,) = backends_for("nixl", region)
-        with elsewhere("nixl", 8, BYTES) as process:
-            reader = backend.connect(process.offer, process.sender)
-            read(reader, np.array([(BYTES, 0, 0)]))
-            reader.close()
-        backend.close()
-        region.close()
-
-    use()  # what the library keeps for good
-    before = held()
-    use()
-    assert held() <= before
-
-
-def test_without_the_package_it_says_what_to_do_and_auto_goes_on(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    caplog.set_level(logging.INFO, logger="tercet")
-    real = importlib.import_module
-
-    def without(name: str, package: str | None = None) -> Any:
-        if name.partition(".")[0] in ("nixl", "mooncake"):
-            raise ImportError(f"no module named {name}")
-        return real(name, package)
-
-    monkeypatch.setattr(importlib, "import_module", without)
-    monkeypatch.setattr("tercet.transport.backends.has_rdma", lambda: True)
-    region = filled(1, 8, BYTES, 1)
-    with pytest.raises(BackendUnavailable, match=r"nixl: .*scripts/install-transport-extras"):
-        backends_for("nixl", region)
-    assert [backend.name for backend in backends_for("auto", region)] == ["host", "tcp"]
-    assert "auto continues without nixl" in caplog.text
     region.close()

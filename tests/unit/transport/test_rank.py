@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import threading
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 import pytest
@@ -17,12 +16,15 @@ from tercet.transport import (
     KVRegion,
     RankTransport,
     SendReport,
-    TransportSettings,
     routes,
 )
 from tests.unit.transport.models import a_grant
 from tests.unit.transport.ranks import (
+    ADJACENT,
+    KIB,
+    SCATTERED,
     SECONDS,
+    TOKEN_BYTES,
     TOKENS,
     Send,
     content,
@@ -32,6 +34,7 @@ from tests.unit.transport.ranks import (
     idle,
     new_lease,
     rank,
+    settings,
     transfer,
     transport_to,
     whole,
@@ -39,15 +42,6 @@ from tests.unit.transport.ranks import (
 
 BACKENDS = ["host", "tcp"]
 STREAMS = [1, 2, 4]
-KIB = 1024
-TOKEN_BYTES = 192  # of one layer: a small model's
-SCATTERED = ((31, 2, 17, 3, 38), (5, 39, 0, 22, 21))
-ADJACENT = (tuple(range(4, 20)), tuple(range(11, 27)))
-NOW = ("connections", "sessions_in", "sessions_out", "sends_active", "leases_open", "receives_active")
-
-
-def settings(backend: str = "tcp", **changes: Any) -> TransportSettings:
-    return TransportSettings(backend, **changes)
 
 
 # ---- bytes ---------------------------------------------------------------------------------------------------

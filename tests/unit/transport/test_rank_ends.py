@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from typing import Any
 
 import numpy as np
 import pytest
@@ -12,10 +11,12 @@ from tercet.protocol import TransferFailed
 from tercet.transport import (
     SendDestination,
     SendReport,
-    TransportSettings,
 )
 from tests.unit.transport.models import whose
 from tests.unit.transport.ranks import (
+    KIB,
+    NOW,
+    SCATTERED,
     SECONDS,
     TOKENS,
     Held,
@@ -27,6 +28,7 @@ from tests.unit.transport.ranks import (
     new_lease,
     outcome_between,
     rank,
+    settings,
     settle,
     transfer,
     transport_to,
@@ -35,15 +37,6 @@ from tests.unit.transport.ranks import (
 
 BACKENDS = ["host", "tcp"]
 STREAMS = [1, 2, 4]
-KIB = 1024
-TOKEN_BYTES = 192  # of one layer: a small model's
-SCATTERED = ((31, 2, 17, 3, 38), (5, 39, 0, 22, 21))
-ADJACENT = (tuple(range(4, 20)), tuple(range(11, 27)))
-NOW = ("connections", "sessions_in", "sessions_out", "sends_active", "leases_open", "receives_active")
-
-
-def settings(backend: str = "tcp", **changes: Any) -> TransportSettings:
-    return TransportSettings(backend, **changes)
 
 
 @pytest.mark.slow

@@ -14,10 +14,11 @@ from tercet.transport import (
     RankTransport,
     SendDestination,
     SendReport,
-    TransportSettings,
 )
 from tests.unit.transport.models import whose
 from tests.unit.transport.ranks import (
+    KIB,
+    SCATTERED,
     TOKENS,
     Held,
     Send,
@@ -29,6 +30,7 @@ from tests.unit.transport.ranks import (
     new_lease,
     outcome_between,
     rank,
+    settings,
     settle,
     transfer,
     transport_to,
@@ -37,15 +39,6 @@ from tests.unit.transport.ranks import (
 
 BACKENDS = ["host", "tcp"]
 STREAMS = [1, 2, 4]
-KIB = 1024
-TOKEN_BYTES = 192  # of one layer: a small model's
-SCATTERED = ((31, 2, 17, 3, 38), (5, 39, 0, 22, 21))
-ADJACENT = (tuple(range(4, 20)), tuple(range(11, 27)))
-NOW = ("connections", "sessions_in", "sessions_out", "sends_active", "leases_open", "receives_active")
-
-
-def settings(backend: str = "tcp", **changes: Any) -> TransportSettings:
-    return TransportSettings(backend, **changes)
 
 
 # ---- addresses -----------------------------------------------------------------------------------------------

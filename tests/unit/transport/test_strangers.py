@@ -17,10 +17,12 @@ from tercet.transport import KVRegion, TransportSettings, receiver
 from tercet.transport.peer_messages import HEADER_BYTES, MAGIC, NONCE_BYTES, Acknowledged, Challenge, SendEnd, framed
 from tercet.transport.sockets import parse_address
 from tests.unit.transport.ranks import (
+    KIB,
     SECONDS,
     TOKENS,
     Held,
     Send,
+    connect,
     content,
     filled,
     grant,
@@ -28,10 +30,10 @@ from tests.unit.transport.ranks import (
     settle,
     transfer,
     transport_to,
+    until_closed,
     whole,
 )
 
-KIB = 1024
 LAYERS, BLOCKS, BYTES = 2, 8, 4 * KIB
 ALL = tuple(range(BLOCKS))
 TCP = TransportSettings("tcp")
@@ -39,21 +41,6 @@ TCP = TransportSettings("tcp")
 
 def region(seed: int = 1) -> KVRegion:
     return filled(LAYERS, BLOCKS, BYTES, seed)
-
-
-def connect(address: str) -> socket.socket:
-    return socket.create_connection(parse_address(address), SECONDS)
-
-
-def until_closed(sock: socket.socket) -> bytes:
-    """What comes until the other side closes."""
-    found = b""
-    try:
-        while more := sock.recv(4096):
-            found += more
-    except ConnectionError:
-        return found
-    return found
 
 
 # ---- strangers at a receiver ---------------------------------------------------------------------------------
