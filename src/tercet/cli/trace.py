@@ -113,9 +113,9 @@ _STYLES = {
 
 
 class Step(NamedTuple):
-    """One row: lane, name, begin and end (seconds from the start of the request), and a text (``says``).
+    """One row: lane, name, begin and end (seconds from the start of the request), and a text.
 
-    ``first`` is the time of a generation's first token; None for other steps. A step without length is drawn as a mark.
+    A step without length is drawn as a mark.
     """
 
     lane: str
@@ -123,6 +123,7 @@ class Step(NamedTuple):
     begin: float
     end: float
     says: str
+    # The time of a generation's first token; None for other steps.
     first: float | None = None
     failed: bool = False
 

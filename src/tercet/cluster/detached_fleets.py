@@ -71,18 +71,19 @@ def _fields_of(pid: int) -> list[str] | None:
 
 
 class DetachedFleet(msgspec.Struct, frozen=True):
-    """A fleet that ``process`` owns; its router listens on ``port``, and a stop takes at most ``stop_seconds``.
+    """A fleet of ``tercet up``, as its record describes it to other commands."""
 
-    ``control`` is the path of the process's socket, see :mod:`tercet.cluster.scaling.scaler`. ``detached`` is True if
-    the fleet runs in the background.
-    """
-
+    # It owns the fleet, and has ended if another process has its id.
     process: ProcessStart
+    # The port of its router.
     port: int
     url: str
     log_dir: str
+    # Longest time that a stop takes.
     stop_seconds: float
+    # Path of the process's socket, see :mod:`tercet.cluster.scaling.scaler`.
     control: str = ""
+    # The fleet runs in the background.
     detached: bool = True
 
     @property

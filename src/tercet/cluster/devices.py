@@ -36,20 +36,19 @@ _MPS_DIRECTORY, _MPS_DEFAULT = "CUDA_MPS_PIPE_DIRECTORY", "/tmp/nvidia-mps"
 
 
 class Device(msgspec.Struct, frozen=True):
-    """One GPU, or one instance of a divided one (MIG).
+    """One GPU, or one instance of a divided one (MIG). Sizes are in bytes, and 0 if unknown."""
 
-    ``handle`` is the name in ``CUDA_VISIBLE_DEVICES``: a number, or the ``uuid``. ``memory`` is the size in bytes, and
-    ``free`` the unused part; both are 0 if unknown. ``exclusive`` is the compute mode if at most one process may use
-    the device; empty otherwise. Engines use the instances of a ``divided`` GPU, not the GPU itself.
-    """
-
+    # The name in ``CUDA_VISIBLE_DEVICES``: a number, or the ``uuid``.
     handle: str
     name: str = "a device that nvidia-smi does not list"
     memory: int = 0
+    # The unused part of ``memory``.
     free: int = 0
     uuid: str = ""
     driver: str = ""
+    # The compute mode if at most one process may use the device; empty otherwise.
     exclusive: str = ""
+    # Engines use the instances of such a GPU, not the GPU itself.
     divided: bool = False
 
 

@@ -76,28 +76,29 @@ EAGER_STAGES: Mapping[str, str] = {"--compilation-config": '{"mode":1,"backend":
 
 
 class EngineSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """Description of one engine. If an accelerator computes, ``cores`` is empty and ``gpus`` are its devices.
-
-    ``gpu_memory`` is the engine's share of their memory, from 0 to 1; None means vLLM's default. ``dtype``: None means
-    :func:`~tercet.cluster.devices.default_dtype`. ``kv_cache_gib`` is the KV memory of a CPU engine in GiB.
-    ``built_in`` is True for Tercet's built-in model. ``simulate`` is the profile of a simulated engine, which has
-    ``options``. ``prefill_hosts`` are the engines that a request may name to prefill for this engine.
-    """
+    """Description of one engine."""
 
     name: str
     model: str
     served_model_name: str
     host: str
     port: int
+    # None means :func:`~tercet.cluster.devices.default_dtype`.
     dtype: str | None = None
+    # The model is Tercet's built-in one.
     built_in: bool = False
+    # Empty if an accelerator computes; ``gpus`` are then its devices.
     cores: tuple[int, ...] = ()
     gpus: tuple[str, ...] = ()
+    # The engine's share of its devices' memory, from 0 to 1; None means vLLM's default.
     gpu_memory: float | None = None
+    # KV memory of a CPU engine.
     kv_cache_gib: int = 1
     extra_args: tuple[str, ...] = ()
+    # The profile of a simulated engine, which has ``options``.
     simulate: str | None = None
     options: Mapping[str, str] = {}
+    # Engines that a request may name to prefill for this engine.
     prefill_hosts: str = ""
 
 

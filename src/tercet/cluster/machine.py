@@ -62,35 +62,36 @@ class HookReport(msgspec.Struct, frozen=True):
 
 
 class Machine(msgspec.Struct, frozen=True, kw_only=True):
-    """Facts about a machine; sizes are in bytes, and ``None`` means no limit.
-
-    ``no_devices`` is the reason as text if there is no device. ``vllm`` is the version of the installed vLLM, empty
-    without one; ``vllm_for_cpu`` is True for the CPU build. ``cuda`` is the version of CUDA that PyTorch was built for,
-    empty for none. ``sealed_files`` is True if memory files can be sealed, ``reads_processes`` if this process may read
-    the memory of other processes of its user. ``ports_taken`` are Tercet's default ports that are in use. ``hooks`` are
-    None if vLLM was not imported to compare them.
-    """
+    """Facts about a machine; sizes are in bytes, and ``None`` means no limit."""
 
     cores: int
     cpu_flags: tuple[str, ...]
     memory: int
     devices: tuple[Device, ...]
+    # The reason, if there is no device.
     no_devices: str
     other_accelerators: tuple[str, ...]
     rdma: tuple[InfinibandDevice, ...]
     shared_memory: Annotated[int, Meta(ge=0)]
     memlock: int | None
     open_files: int | None
+    # The version of the installed vLLM, empty without one.
     vllm: str
+    # It is the CPU build.
     vllm_for_cpu: bool
+    # The version of CUDA that PyTorch was built for, empty for none.
     cuda: str = ""
+    # None if vLLM was not imported to compare them.
     hooks: HookReport | None
     libraries: dict[str, bool]
+    # Memory files can be sealed.
     sealed_files: bool
     namespaces: dict[str, str]
     ptrace_scope: int | None
+    # This process may read the memory of other processes of its user.
     reads_processes: bool
     compiler: bool
+    # Tercet's default ports that are in use.
     ports_taken: tuple[int, ...]
 
 
@@ -261,7 +262,7 @@ State = Literal["ok", "costs", "broken"]
 
 
 class Finding(msgspec.Struct, frozen=True):
-    """The state of one part. ``costs`` is the effect of a problem, and ``do`` the remedy; both are empty without one.
+    """The state of one part.
 
     State ``broken``: engines cannot start. State ``costs``: engines start, but are slower than this machine allows.
     """
@@ -269,6 +270,7 @@ class Finding(msgspec.Struct, frozen=True):
     part: str
     state: State
     found: str
+    # The effect of a problem, and the remedy; both are empty without one.
     costs: str = ""
     do: str = ""
 

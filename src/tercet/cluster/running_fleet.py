@@ -280,13 +280,12 @@ class KeptProcess:
 
 @dataclass
 class RunningEngine(KeptProcess):
-    """An engine with a ``role``; each start has a separate log.
-
-    ``is_kept``: the engine is a member, and is restarted when it ends. ``given_up``: it has ended and is not restarted.
-    """
+    """An engine with a ``role``; each start has a separate log."""
 
     role: Role = field(kw_only=True)
+    # The engine is a member, and is restarted when it ends.
     is_kept: bool = True
+    # It has ended and is not restarted.
     given_up: bool = False
     keeping: asyncio.Task[str] | None = None
 

@@ -142,17 +142,17 @@ POLL_INTERVAL_S = 0.5
 
 
 class RosterEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """One engine. Each start of it has another ``uid``, so that a replacement with the same name is another engine.
-
-    ``draining`` is true if it gets no new requests and its sequences move elsewhere. ``withheld`` is a reason for the
-    same, such as a start that is not complete: until it is empty, an engine that was not a member does not become one.
-    """
+    """One engine."""
 
     name: str
     url: str
+    # Each start has another one, so that a replacement with the same name is another engine.
     uid: str
     role: Role = "both"
+    # It gets no new requests, and its sequences move elsewhere.
     draining: bool = False
+    # A reason for the same, such as a start that is not complete: until it is empty, an engine that was not a member
+    # does not become one.
     withheld: Text = ""
     labels: Mapping[str, str] = {}
 

@@ -46,13 +46,12 @@ _PROXY_PREFIX = "x-forwarded"
 
 
 class Labelled(NamedTuple):
-    """The ``form`` of a body (its media type), and the request's header ``fields``, which have no other meaning.
-
-    ``content_type`` is the only one in the fields, and empty without one.
-    """
+    """How a body is labelled: its media type, and the request's header fields."""
 
     form: str
+    # They have no other meaning than the label.
     fields: list[tuple[bytes, bytes]]
+    # The only one in the fields, and empty without one.
     content_type: str
 
 

@@ -125,21 +125,20 @@ class working_in:
 
 
 class Span(NamedTuple):
-    """One finished piece of work. Times are Unix times in nanoseconds.
-
-    ``parent`` is a span's id, empty for the first span of a trace. ``links`` are places in other calls to which the
-    span is related. ``error`` is the code of the error with which the work ended, ``reason`` its message; both empty
-    without one.
-    """
+    """One finished piece of work."""
 
     name: str
     place: SpanContext
+    # A span's id, empty for the first span of a trace.
     parent: str
+    # Unix times in nanoseconds.
     began_ns: int
     ended_ns: int
     kind: Kind = "internal"
     attributes: Mapping[str, Any] = {}
+    # Spans of other calls to which this one is related.
     links: Sequence[SpanContext] = ()
+    # The code of the error with which the work ended, and its message; both empty without one.
     error: str = ""
     reason: str = ""
 

@@ -86,18 +86,18 @@ class ServerSilent(OSError):
 
 @dataclass(eq=False)
 class PoolingServer:
-    """One server. ``models`` are the names that it serves, None while they are not known or it does not answer.
+    """One server of pooling models."""
 
-    ``url`` has no password, so it may be logged; ``headers`` carry the router's credentials.
-    ``silent`` counts consecutive polls that timed out. ``told`` is called with the URL and whether the server answers.
-    """
-
+    # Without a password, so it may be logged; ``headers`` carry the router's credentials.
     url: str
+    # Called with the URL and whether the server answers.
     told: Callable[[str, bool], object]
     headers: Mapping[str, str] = field(default_factory=dict[str, str])
+    # The names that it serves; None while they are not known or it does not answer.
     models: frozenset[str] | None = None
     in_flight: int = 0
     asked: int = 0
+    # Consecutive polls that timed out.
     silent: int = 0
     asking: set[Asking] = field(default_factory=set[Asking])
 

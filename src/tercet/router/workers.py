@@ -213,20 +213,19 @@ class Reports:
 
 @dataclass(frozen=True)
 class Place:
-    """One worker's place: its process is started, watched and replaced.
-
-    ``loads`` is the descriptor of the servers' numbers of connections, ``metrics`` the folder of workers' metrics.
-    ``on_serving`` is called with ``index`` when a worker accepts connections. When ``hurried`` is set, a worker that is
-    stopping ends at once.
-    """
+    """One worker's place: its process is started, watched and replaced."""
 
     config: RouterConfig
     index: int
     listening: socket.socket
+    # Descriptor of the servers' numbers of connections.
     loads: int
+    # Folder of workers' metrics.
     metrics: Path
+    # When it is set, a worker that is stopping ends at once.
     hurried: asyncio.Event
     forks: Forks | None = None
+    # Called with ``index`` when a worker accepts connections.
     on_serving: Callable[[int], object] = lambda _: None
 
     async def keep(self) -> int:

@@ -57,23 +57,23 @@ _BOUNDS = {">=": "at least", ">": "greater than", "<=": "at most", "<": "less th
 
 @dataclass(frozen=True)
 class Setting:
-    """Description of a field for people, and its exceptions from the rules for names.
-
-    ``flag``: None means ``--KEY``, an empty text means no flag; a list has one flag for each item.
-    ``env``: None means ``TERCET_KEY``. ``default``: the text that help shows instead of the default value. ``read``
-    converts a given item of a list and its index to the item's value. ``is_key``: the value is a credential that
-    callers show, so a blank one is refused. ``in_file``: servers take the setting from a file only, not from a flag.
-    """
+    """Description of a field for people, and its exceptions from the rules for names."""
 
     help: str
+    # None means ``--KEY``, an empty text means no flag; a list has one flag for each item.
     flag: str | None = None
+    # None means ``TERCET_KEY``.
     env: str | None = None
     unit: str = ""
     metavar: str = ""
+    # The text that help shows instead of the default value.
     default: str = ""
     panel: str = ""
+    # Converts a given item of a list and its index to the item's value.
     read: Callable[[Any, int], Any] | None = None
+    # The value is a credential that callers show, so a blank one is refused.
     is_key: bool = False
+    # Servers take the setting from a file only, not from a flag.
     in_file: bool = False
 
 

@@ -82,14 +82,12 @@ OnDone = Callable[[SendReport | TercetError], None]
 
 @dataclass(eq=False)
 class Leg:
-    """A send of ``content`` to one receiving rank, under ``lease``.
-
-    ``on_done`` is called once, without locks of the transport.
-    """
+    """A send of ``content`` to one receiving rank, under ``lease``."""
 
     lease: str
     content: Content
     head_slice: HeadSlice  # its part of each block
+    # Called once, without locks of the transport.
     on_done: OnDone
     # Identifies the send. It is also the value of the generation word, which is written here while the blocks are
     # pinned, or by the core (:class:`.region.CoreWords`), whose number must not be cleared here.

@@ -85,13 +85,11 @@ def _held(stages: Sequence[Sequence[int]], stage: int, group: int) -> range:
 
 
 class HeadSlice(NamedTuple):
-    """The bytes of a block that are sent: ``[source_offset, source_offset + size)`` of the sender's blocks.
-
-    They fill part ``part`` of ``parts`` equal ones of the receiver's blocks.
-    """
+    """The bytes of a block that are sent: ``[source_offset, source_offset + size)`` of the sender's blocks."""
 
     source_offset: int
     size: int
+    # They fill this one of ``parts`` equal parts of the receiver's blocks.
     part: int = 0
     parts: int = 1
 

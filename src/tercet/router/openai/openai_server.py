@@ -54,13 +54,13 @@ NO_DOMAIN = "(none; see --allowed-media-domains)"
 
 @dataclass(frozen=True)
 class OpenAIServer:
-    """vLLM's application. ``layers`` answer requests; streams may take the path ``fast`` instead, if not None.
+    """vLLM's application, and what the router puts around it."""
 
-    The router's outer layers replace ``app.middleware_stack``.
-    """
-
+    # The router's outer layers replace its ``middleware_stack``.
     app: FastAPI
+    # They answer requests.
     layers: ASGIApp
+    # Streams may take this path instead.
     fast: FastPath | None
 
 

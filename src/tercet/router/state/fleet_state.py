@@ -65,21 +65,20 @@ class MadeChange(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class FleetState(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The state of a fleet: members, programs, scheduling and adapters.
-
-    ``before`` are the programs to which routers return from failing ones. ``changes`` are the last changes, oldest
-    first, for routers that find several at once. ``role_keeper`` is the name of the process that decides about roles: a
-    process that was suspended for long finds another name there, and its changes are refused.
-    """
+    """The state of a fleet: members, programs, scheduling and adapters."""
 
     version: int = 1
     members: tuple[MemberState, ...]
     program: ProgramInUse
+    # The programs to which routers return from failing ones.
     before: ProgramInUse | None = None
     scheduling: SchedulingInUse | None = None
     promise: ServedModel | None = None
     adapters: tuple[AdapterState, ...] = ()
+    # The last changes, oldest first, for routers that find several at once.
     changes: tuple[MadeChange, ...] = ()
+    # The process that decides about roles: one that was suspended for long finds another name here, and its changes
+    # are refused.
     role_keeper: str = ""
 
     @classmethod

@@ -50,19 +50,18 @@ class EngineReport(msgspec.Struct, frozen=True):
 
 
 class FollowerReport(msgspec.Struct, frozen=True):
-    """The report of one process: the newest ``version`` that it has read, and the ``failure`` if it cannot apply it.
-
-    A process that is not ``serving`` yet applies the newest version before it serves. ``requests_left`` counts the
-    requests in flight of a process that shuts down. ``attained`` has, by class, how many requests counted for its
-    objectives, and how many met them.
-    """
+    """The report of one process."""
 
     pid: int
+    # Without it the process applies the newest version before it serves.
     serving: bool = False
+    # The newest one that it has read, and why it cannot apply it, if so.
     version: int = 0
     failure: str = ""
     engines: dict[str, EngineReport] = {}
+    # Requests in flight of a process that shuts down.
     requests_left: int = 0
+    # By class, how many requests counted for its objectives, and how many met them.
     attained: dict[str, tuple[int, int]] = {}
 
 

@@ -152,14 +152,13 @@ class TcpReader:
 
 @dataclass
 class _Asked:
-    """A requested chunk, number ``index`` of a batch, and its target; it passes through ``room`` if that is not None.
+    """A requested chunk and its target. Leaving its context gives the room back."""
 
-    Leaving its context gives the room back.
-    """
-
+    # Its number in a batch.
     index: int
     chunk: ReadDescriptors
     into: Vector
+    # The chunk passes through it, if there is one.
     room: StagingBuffer | None = None
 
     def __enter__(self) -> Self:

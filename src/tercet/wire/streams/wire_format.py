@@ -122,16 +122,14 @@ class StreamHello(msgspec.Struct, frozen=True, array_like=True):
 
 
 class StreamCommand(msgspec.Struct, frozen=True, array_like=True):
-    """A router's command to an engine: sequences to end and to start. An empty one is a heartbeat.
-
-    Every call in ``starts`` has its ``router``. Its results return as the sequence's deltas. ``names`` are the clients'
-    ids of the requests, empty without one, and ``traces`` have the ``traceparent`` and ``tracestate`` of each call, if
-    it has any; older engines do not read them.
-    """
+    """A router's command to an engine: sequences to end and to start. An empty one is a heartbeat."""
 
     cancelled: tuple[int, ...] = ()
+    # Every call has its ``router``; its results return as the sequence's deltas.
     starts: tuple[StartGenerateCall, ...] = ()
+    # The clients' ids of the requests, empty without one.
     names: tuple[str, ...] = ()
+    # ``traceparent`` and ``tracestate`` of each call, if it has any; older engines do not read them.
     traces: tuple[tuple[str, ...], ...] = ()
 
 
