@@ -25,9 +25,9 @@ from tercet.decisions.objectives import within
 from tercet.protocol import BadRequest
 
 Floats = NDArray[np.float64]
-Kind = Literal["time", "count", "maybe", "text", "flag", "any"]
+Kind = Literal["time", "count", "maybe", "text", "flag", "verdict", "times"]
 """``time``: seconds, NaN if unknown; ``count``: a whole number; ``maybe``: a whole number, NaN if unknown; ``text``;
-``flag``: true or false; ``any``: an object, None if unknown."""
+``flag``: true or false; ``verdict``: true, false, or None; ``times``: a tuple of seconds, or None."""
 CODES: Mapping[Kind, str] = {"time": "d", "count": "q", "maybe": "d", "flag": "b"}
 EXTRA = "tercet-lab[tables]"
 Limit = Annotated[float, msgspec.Meta(gt=0)]
@@ -74,7 +74,7 @@ def _limits(of: Slo | Goodput) -> list[tuple[str, float | None]]:
 class Table:
     """Rows of equal columns, whose names and kinds are ``columns``. A column is a NumPy array: ``table["sent"]``.
 
-    Columns of text and of objects are lists. Memory is 8 bytes for each number.
+    Columns of text, verdicts and times are lists. Memory is 8 bytes for each number.
     """
 
     def __init__(self, columns: Mapping[str, Kind]) -> None:
@@ -155,7 +155,7 @@ class Table:
         """Return a ``pyarrow.Table``, with null for unknown values. It needs the extra ``tercet-lab[tables]``."""
         arrow = _extra("pyarrow")
         types = {"time": arrow.float64(), "count": arrow.int64(), "maybe": arrow.int64(), "flag": arrow.bool_()}
-        types |= {"text": arrow.string()}
+        types |= {"text": arrow.string(), "verdict": arrow.bool_(), "times": arrow.list_(arrow.float64())}
         return arrow.table(
             {name: arrow.array(self._plain(name), types.get(kind)) for name, kind in self.columns.items()}
         )
@@ -231,9 +231,11 @@ REQUEST_COLUMNS: Mapping[str, Kind] = {
     "input_tokens": "count", "cached_tokens": "maybe", "output_tokens": "count", "wanted_tokens": "maybe",
     "engine_prefill": "text", "engine_decode": "text", "program": "text", "attempt": "maybe", "retries": "maybe",
     "fallback": "flag", "moves": "maybe", "pause_s": "time", "preempted": "maybe", "sent_bytes": "maybe",
-    "ok": "flag", "failure": "text", "met_slo": "any", "token_times": "any",
+    "ok": "flag", "failure": "text", "met_slo": "verdict", "token_times": "times",
 }  # fmt: skip
-DEFAULTS: Mapping[Kind, Any] = {"time": math.nan, "count": 0, "maybe": math.nan, "text": "", "flag": False, "any": None}
+DEFAULTS: Mapping[Kind, Any] = {
+    "time": math.nan, "count": 0, "maybe": math.nan, "text": "", "flag": False, "verdict": None, "times": None,
+}  # fmt: skip
 
 
 class Requests(Table):
@@ -271,6 +273,14 @@ class Requests(Table):
         return found
 
     @classmethod
+    def of_plain(cls, columns: Mapping[str, Sequence[Any]]) -> Requests:
+        """Return the table of columns of text or of Python's own values, in which None is unknown."""
+        kinds = REQUEST_COLUMNS
+        return cls.of(
+            {name: [_value(kinds[name], each) for each in columns[name]] for name in kinds if name in columns}
+        )
+
+    @classmethod
     def read(cls, path: str | Path) -> Requests:
         """Return the table of a ``.csv`` or ``.parquet`` file; raise :class:`~tercet.protocol.BadRequest`."""
         file = Path(path).expanduser()
@@ -278,11 +288,7 @@ class Requests(Table):
         if missing := [name for name in ("sent", "first_token", "ended") if name not in given]:
             raise BadRequest(f"path: {path} lacks the column {missing[0]}; a table of requests has one", "path")
         try:
-            return cls.of({
-                name: [_value(kind, each) for each in given[name]]
-                for name, kind in REQUEST_COLUMNS.items()
-                if name in given
-            })  # fmt: skip
+            return cls.of_plain(given)
         except (ValueError, TypeError) as error:
             raise BadRequest(f"path: {path}: {error}", "path") from error
 
@@ -389,8 +395,6 @@ def _value(kind: Kind, given: Any) -> Any:
         return float(given)
     if kind == "count":
         return int(given)
-    if isinstance(given, str):
-        if given in ("true", "false"):
-            return given == "true"
-        return tuple(float(each) for each in given.split())
-    return tuple(given) if isinstance(given, list) else given  # pyright: ignore[reportUnknownArgumentType, reportUnknownVariableType]
+    if kind == "times":
+        return tuple(float(each) for each in (given.split() if isinstance(given, str) else given))
+    return given == "true" if isinstance(given, str) else bool(given)

@@ -15,6 +15,7 @@ from aiohttp import web
 from tercet.cli import main
 from tercet.cluster.ports import free_ports
 from tercet_lab.bench.results import BenchResult, load_result, save_result
+from tercet_lab.tables import Requests
 from tests.unit.lab.bench.openai_server import FakeServer
 from tests.unit.lab.bench.test_report import sweep
 
@@ -75,7 +76,10 @@ async def test_serve_measures_a_sweep_and_keeps_everything(server: FakeServer, t
     found, text = await serve(
         server, tmp_path / "run.json", "--request-rate", "40,80", "--num-prompts", "6", "--num-warmups", "2",
         "--workload", SMALL, "--goodput", "ttft:5000", "--header", "api-key=secret", "--seed", "9", "--label", "line",
+        "--records", str(tmp_path / "requests.csv"),
     )  # fmt: skip
+    rows = list(Requests.read(tmp_path / "requests.csv").rows())
+    assert [(row["ok"], row["met_slo"], row["output_tokens"]) for row in rows] == [(True, True, 4)] * 12
     assert [(point.label, point.request_rate, len(point.records)) for point in found.points] == [
         ("line", 40.0, 8), ("line", 80.0, 8),
     ]  # fmt: skip

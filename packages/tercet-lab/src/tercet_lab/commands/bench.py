@@ -62,11 +62,14 @@ from tercet_lab.bench.results import (
     machine,
     now,
     save_result,
+    table_of,
     versions,
 )
 from tercet_lab.bench.step_measurement import Measured, MeasurementPlan, Meter, profile_from
+from tercet_lab.run_files import RECORD_COLUMNS, add_records
 from tercet_lab.sim import Profile, StepModel, load_profile, shipped_profiles
 from tercet_lab.sim.step_times import Transfer, pairs_of
+from tercet_lab.tables import Table, require_table_file
 
 SEVERAL = ("request_rate", "concurrency")
 BY_HAND: dict[str, Any] = {
@@ -88,6 +91,14 @@ BY_HAND: dict[str, Any] = {
         Path | None,
         typer.Option(help="JSON file for the results.", show_default="bench-<time>.json", rich_help_panel=OUTPUT),
     ],
+    "records": Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="File for one row for each request (.csv, or .parquet).",
+            rich_help_panel=OUTPUT,
+        ),
+    ],
     "config": Annotated[
         Path | None,
         typer.Option("--config", help="YAML file with the same keys; flags override it.", rich_help_panel=OUTPUT),
@@ -95,16 +106,21 @@ BY_HAND: dict[str, Any] = {
 }
 
 
-def bench_command(kind: type[BenchConfig]) -> Callable[[Callable[[Any, Path | None], None]], Callable[..., None]]:
-    """Return a decorator for a command that takes a configuration of ``kind`` and the path of its result file.
+BenchRun = Callable[[Any, Path | None, Path | None], None]
+
+
+def bench_command(kind: type[BenchConfig]) -> Callable[[BenchRun], Callable[..., None]]:
+    """Return a decorator for a command that takes a configuration of ``kind``, and the paths of results and records.
 
     Flags override the file. ``TERCET_URL`` is the only environment variable that is read: the command line and the file
     determine a measurement.
     """
 
-    def decorate(command: Callable[[Any, Path | None], None]) -> Callable[..., None]:
+    def decorate(command: BenchRun) -> Callable[..., None]:
         @functools.wraps(command)
-        def run(result_filename: Path | None = None, config: Path | None = None, **given: Any) -> None:
+        def run(
+            result_filename: Path | None = None, records: Path | None = None, config: Path | None = None, **given: Any
+        ) -> None:  # fmt: skip
             for name in SEVERAL:
                 given[name] = [part.strip() for item in given[name] or () for part in item.split(",")]
             if given["extra_body"] is not None:
@@ -113,7 +129,10 @@ def bench_command(kind: type[BenchConfig]) -> Callable[[Callable[[Any, Path | No
                 given["goodput"] = limits_of(given["goodput"])
             with given_as({**flags_of(kind), "goodput": "--goodput"}):
                 found = load_config(kind, config, flags_given(kind, given))
-            command(found, result_filename)
+            if records is not None:
+                require_folder(records, "--records")
+                require_table_file(records, "--records")
+            command(found, result_filename, records)
 
         return taking(run, optional({**parameters_of(kind, by_variable=("base-url",)), **BY_HAND}))
 
@@ -288,7 +307,7 @@ bench = Commands(
 
 @bench.command()
 @bench_command(ServeConfig)
-def serve(config: ServeConfig, result: Path | None) -> None:
+def serve(config: ServeConfig, result: Path | None, records: Path | None) -> None:
     """Measure one server at one or more loads.
 
     Reports TTFT, TPOT, ITL and end-to-end latency as `vllm bench serve` defines them, and also counted from the time at
@@ -307,12 +326,12 @@ def serve(config: ServeConfig, result: Path | None) -> None:
         label = contender.label or program_served(target.about) or target.model
         return [Cell(replace(contender, label=label), load) for load in config.loads]
 
-    _measure_and_report(config, [contender], cells, result)
+    _measure_and_report(config, [contender], cells, result, records)
 
 
 @bench.command()
 @bench_command(CompareConfig)
-def compare(config: CompareConfig, result: Path | None) -> None:
+def compare(config: CompareConfig, result: Path | None, records: Path | None) -> None:
     """Compare programs on the same engines, in interleaved rounds.
 
     Each request names its program in the header `x-tercet-program`: nothing is restarted between rounds. In a round all
@@ -325,7 +344,7 @@ def compare(config: CompareConfig, result: Path | None) -> None:
     """
     contenders = [Contender(name, config.base_url, name) for name in config.program]
     contenders += [Contender(name, url) for name, url in config.also.items()]
-    _measure_and_report(config, contenders, lambda _: _rounds(config, contenders), result)
+    _measure_and_report(config, contenders, lambda _: _rounds(config, contenders), result, records)
 
 
 @bench.command()
@@ -376,7 +395,7 @@ def _rounds(config: CompareConfig, contenders: Sequence[Contender]) -> list[Cell
 
 
 def _measure_and_report(
-    config: BenchConfig, contenders: Sequence[Contender], cells_of: CellsOf, file: Path | None
+    config: BenchConfig, contenders: Sequence[Contender], cells_of: CellsOf, file: Path | None, records: Path | None
 ) -> None:
     """Measure, print every point, and write the file; then exit with 130 or 143 if a signal stopped the run.
 
@@ -387,6 +406,8 @@ def _measure_and_report(
         raise BadRequest(f"--result-filename {file}: must be a file in an existing directory", "result-filename")
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         outcome, asked = runner.run(_measure(config, contenders, cells_of))
+    if records is not None:
+        _write_records(config, outcome.points, records)
     if not config.save_detailed:
         bare = tuple(msgspec.structs.replace(point, records=()) for point in outcome.points)
         outcome = msgspec.structs.replace(outcome, points=bare)
@@ -398,6 +419,18 @@ def _measure_and_report(
         sys.exit(128 + asked[0])
     if not any(point.metrics.get("completed") for point in outcome.points):
         raise EngineError("every request failed; see the reasons in the file")
+
+
+def _write_records(config: BenchConfig, points: Sequence[Point], file: Path) -> None:
+    """Write the requests of all points as one table."""
+    found = Table(RECORD_COLUMNS)
+    for point in points:
+        requests = table_of(point.records)
+        requests.judge(config.slo)
+        add_records(
+            found, requests, point.label, point.request_rate, config.seed, point.round, point.concurrency
+        )  # fmt: skip
+    found.write(file)
 
 
 async def _measure(

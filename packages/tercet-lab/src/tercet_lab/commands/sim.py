@@ -28,6 +28,7 @@ from tercet_lab.bench.simulated import (
     MovingSettings,
     PlannedWorkload,
     Record,
+    Run,
     SimulationReport,
     SyntheticWorkload,
     table,
@@ -38,7 +39,8 @@ from tercet_lab.bench.simulated.simulation import headings as headings_of_run
 from tercet_lab.bench.simulated.sweep import SweepReport, headings, parse_axis, rows, sweep
 from tercet_lab.commands.bench import limits_of
 from tercet_lab.planning.planner_settings import NO_PLANNER
-from tercet_lab.tables import Goodput, Slo
+from tercet_lab.run_files import RECORD_COLUMNS, add_records
+from tercet_lab.tables import Goodput, Slo, Table, require_table_file
 
 MOVING = MovingSettings()
 MOST_SEEDS = 10_000
@@ -127,6 +129,10 @@ class SimFlags:
     result_filename: Annotated[
         Path | None, typer.Option(help="JSON file for the report, for `tercet bench report`; `-` is standard output.")
     ] = None
+    records: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="File for one row for each request of all runs (.csv, or .parquet)."),
+    ] = None
     record: Annotated[
         float | None,
         typer.Option(
@@ -179,6 +185,9 @@ class SimFlags:
 def require_consistent(context: typer.Context, given: SimFlags) -> None:
     """Raise :class:`~tercet.protocol.BadRequest` for parameters that exclude one another, before anything runs."""
     require_folder(given.result_filename, "--result-filename")
+    if given.records is not None:
+        require_folder(given.records, "--records")
+        require_table_file(given.records, "--records")
     if given.over:
         refuse({f"--{name}": _is_given(context, name) for name in NOT_SWEPT}, "cannot be combined with --over")
     else:
@@ -357,16 +366,29 @@ def _run(simulation: Experiment, given: SimFlags) -> bytes:
     """Simulate each rate; write the report, print its table, and return the report in JSON."""
     rate = given.request_rate
     rates = rates_of(rate or DEFAULT_RATE) if rate or given.arrival != "trace" else [None]
-    found = simulation.report(rates, given.label or simulation.name, note)
+    label, records = given.label or simulation.name, Table(RECORD_COLUMNS)
+    found = simulation.report(rates, label, note, _recorder(given, records, label))
     if given.planner_regret:
         say_regret(simulation, found, note)
     if given.planner_figure is not None:
         draw_planned_run(simulation, found, given.planner_figure)
     recorded = found.to_json()
     _write_out(given.result_filename, recorded)
+    if given.records is not None:
+        records.write(given.records)
     title = f"{simulation.name} on {given.fleet}, {given.profile}"
     _show(given, title, headings_of_run(found), table(found))
     return recorded
+
+
+def _recorder(given: SimFlags, table: Table, label: str) -> Callable[[Run], object]:
+    """Return a function that adds the requests of a run to ``table``, if they are to be written."""
+
+    def keep(run: Run) -> None:
+        if given.records is not None and run.experiment is not None:
+            add_records(table, run.requests, label, run.experiment.work.rate, run.experiment.seed)
+
+    return keep
 
 
 def _show(given: SimFlags, title: str, headings: Sequence[str], rows: Sequence[Sequence[str]]) -> None:

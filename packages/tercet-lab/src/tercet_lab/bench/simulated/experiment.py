@@ -51,6 +51,10 @@ def _quiet(_: str) -> None:
     """Ignore a note."""
 
 
+def _drop(_: Run) -> None:
+    """Keep nothing of a run."""
+
+
 @dataclass(frozen=True, init=False)
 class Fleet:
     """Simulated engines: ``Fleet("2P2D")``, ``Fleet("prefill=1,decode=2@host")`` or ``Fleet(prefill=2, decode=2)``.
@@ -263,6 +267,7 @@ class Experiment(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         return Run(
             requests=requests, engines=outcome.engines, moves=outcome.move_rows, plans=_plans_of(point),
             slo=limits, engine_hours=paid / 3600, experiment=self, point=point,
+            about=self.arguments(),
         )  # fmt: skip
 
     def point(self, rate: float | None, note: Note = _quiet) -> SimulatedPoint:
@@ -271,12 +276,23 @@ class Experiment(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         assert found is not None
         return found
 
-    def report(self, rates: Sequence[float | None], label: str, note: Note = _quiet) -> SimulationReport:
-        """Simulate at each rate. ``label`` is the name of the experiment's line in figures."""
-        points = tuple(self.point(rate, note) for rate in rates)
+    def report(
+        self, rates: Sequence[float | None], label: str, note: Note = _quiet, keep: Callable[[Run], object] = _drop
+    ) -> SimulationReport:
+        """Simulate at each rate. ``label`` is the name of the experiment's line in figures; ``keep`` gets each run."""
+        points = list[SimulatedPoint]()
+        for rate in rates:
+            run = self.at(rate).run(note)
+            keep(run)
+            points += [] if run.point is None else [run.point]
         model = load_profile(self.fleet.profile).name
         return SimulationReport(
-            label=label, program=self.name, arguments=self.arguments(), seed=self.seed, model=model, points=points
+            label=label,
+            program=self.name,
+            arguments=self.arguments(),
+            seed=self.seed,
+            model=model,
+            points=tuple(points),
         )
 
     def arguments(self) -> dict[str, Any]:
@@ -396,7 +412,8 @@ class Run:
       ``plans``: one row for each change by a planner. They are empty for a measured run.
     - ``slo``: the limits in seconds that ``attainment`` and ``goodput`` use; None without limits.
     - ``engine_hours``: the time for which engines were paid; NaN for a measured run.
-    - ``experiment``: what was simulated, or None; ``point``: the values of ``tercet sim``, or None.
+    - ``experiment``: what was simulated, or None; ``point``: the values of ``tercet sim``, or None; ``about``: what was
+      simulated or measured in text and numbers, as a saved file has it.
     """
 
     requests: Requests
@@ -407,6 +424,7 @@ class Run:
     engine_hours: float = math.nan
     experiment: Experiment | None = None
     point: SimulatedPoint | None = None
+    about: Mapping[str, Any] = field(default_factory=dict[str, Any])
 
     @cached_property
     def summary(self) -> Summary:
@@ -422,6 +440,13 @@ class Run:
     def goodput(self) -> float | None:
         """Requests per second that met the SLO, in the steady part of the run; None without an SLO."""
         return achieved(self.summary.flat(), "goodput")
+
+    def save(self, path: str | Path) -> None:
+        """Write all tables into a ``.json`` file for :func:`tercet.lab.load`."""
+        # Imported here: that module reads files into runs.
+        from tercet_lab.run_files import save
+
+        save(self, path)
 
     def under(self, slo: Slo | None) -> Run:
         """Return the same run, judged by other limits."""
