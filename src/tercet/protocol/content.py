@@ -173,11 +173,11 @@ def extras_of(features: Iterable[MultiModalFeature], block_size: int) -> Extras:
 
 
 def chain(
-    parent: int, tokens: tuple[int, ...], block_size: int, limit: int | None = None, extras: Extras | None = None
+    parent: int, tokens: Sequence[int], block_size: int, limit: int | None = None, extras: Extras | None = None
 ) -> list[int]:
     """Return the hashes of the full blocks of ``tokens``, at most ``limit``, that follow the block ``parent``.
 
-    Each hash covers all tokens before the end of its block.
+    Each hash covers all tokens before the end of its block. ``tokens`` is a tuple, or has slices that are tuples.
     """
     blocks = len(tokens) // block_size if limit is None else min(limit, len(tokens) // block_size)
     begins = range(0, blocks * block_size, block_size)

@@ -13,6 +13,7 @@ import msgspec
 
 from tercet.protocol import Content, EngineLoad, cache_key, content_of, packed
 from tercet.protocol.content import chain, root_of
+from tercet_lab.block_tokens import BlockTokens, Tokens, begin_alike, part_of
 
 # Output tokens come from one fixed table, in order: a batch of them is a slice, which is made only when it is read.
 _CYCLE = 8192
@@ -37,7 +38,7 @@ class Prompt:
 
     __slots__ = ("_contents", "_start", "adapter", "cache_salt", "tokens")
 
-    def __init__(self, tokens: tuple[int, ...], cache_salt: str | None, adapter: str | None = None) -> None:
+    def __init__(self, tokens: Tokens | BlockTokens, cache_salt: str | None, adapter: str | None = None) -> None:
         self.tokens = tokens
         self.adapter = adapter
         self.cache_salt = cache_salt
@@ -54,11 +55,11 @@ class Prompt:
             return _TOKENS[start : start + end - begin]
         return tuple(_TOKENS[(start + i) % _CYCLE] for i in range(end - begin))
 
-    def known(self, begin: int, end: int) -> tuple[int, ...]:
+    def known(self, begin: int, end: int) -> Tokens | BlockTokens:
         """Return the tokens ``[begin, end)`` of the prompt followed by its output."""
         length = len(self.tokens)
         if end <= length:
-            return self.tokens[begin:end]
+            return part_of(self.tokens, begin, end)
         return self.tokens[begin:] + self.output(max(0, begin - length), end - length)
 
     def has_salt(self, cache_salt: str | None) -> bool:
@@ -88,7 +89,7 @@ class Run:
 
     __slots__ = ("__weakref__", "blocks", "children", "names", "parent", "pins", "tokens")
 
-    def __init__(self, parent: Run | None, tokens: tuple[int, ...], blocks: int, pins: int = 0) -> None:
+    def __init__(self, parent: Run | None, tokens: Tokens | BlockTokens, blocks: int, pins: int = 0) -> None:
         self.parent = parent or self
         self.tokens = tokens
         self.blocks = blocks
@@ -146,7 +147,7 @@ class PrefixTree:
         size, part = self._block_size, run.blocks
         while blocks < limit and part == run.blocks:
             begin, children = blocks * size, run.children
-            child = children.get(hash(prompt.known(begin, begin + size))) if children else None
+            child = children.get(hash(prompt.known(begin, begin + size)[:])) if children else None
             if child is None:
                 break
             run = child
@@ -154,7 +155,7 @@ class PrefixTree:
             blocks += part
         return Match(run, part, blocks)
 
-    def _alike(self, run: Run, tokens: tuple[int, ...]) -> int:
+    def _alike(self, run: Run, tokens: Tokens | BlockTokens) -> int:
         """Return the number of blocks that a run has in common with ``tokens``, counted from the start.
 
         ``tokens`` begin with the run's first block and are not longer than the run.
@@ -163,7 +164,7 @@ class PrefixTree:
         alike, other = 1, len(tokens) // size + 1
         middle = other - 1  # in most cases all blocks are equal
         while alike < middle:
-            if own[: middle * size] == tokens[: middle * size]:
+            if begin_alike(own, tokens, middle * size):
                 alike = middle
             else:
                 other = middle
@@ -176,16 +177,17 @@ class PrefixTree:
         if part == run.blocks:
             return run
         size = self._block_size
-        upper = Run(run.parent, run.tokens[: part * size], part, run.pins)
+        tokens, end = run.tokens, part * size
+        upper = Run(run.parent, part_of(tokens, 0, end), part, run.pins)
         # Holders of the run hold its second part from now on, and with it all runs before.
-        run.tokens, run.blocks, run.parent = run.tokens[part * size :], run.blocks - part, upper
+        run.tokens, run.blocks, run.parent = part_of(tokens, end, len(tokens)), run.blocks - part, upper
         self._put(upper)
         self._put(run)
         if run.names is not None:
             upper.names, run.names = run.names[:part], run.names[part:]
         return upper
 
-    def add(self, parent: Run, tokens: tuple[int, ...]) -> Run:
+    def add(self, parent: Run, tokens: Tokens | BlockTokens) -> Run:
         """Add a run of full blocks that are not cached yet, with one holder."""
         run = Run(parent, tokens, len(tokens) // self._block_size, pins=1)
         self._put(run)

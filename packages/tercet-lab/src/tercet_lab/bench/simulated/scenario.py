@@ -14,7 +14,7 @@ from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, cast
 
 import msgspec
 import numpy as np
@@ -354,7 +354,8 @@ class PlannedTraffic:
 
     def _request(self, name: str, conversation: Conversation, said: tuple[int, ...], turn: int) -> Request:
         asked = conversation.turns[turn]
-        prompt = said + asked.tokens
+        # The tokens of a trace are equal to a tuple, and are made when a program reads them.
+        prompt = (*said, *asked.tokens) if said else cast("tuple[int, ...]", asked.tokens)
         session = name.rstrip(LATER) if len(conversation.turns) > 1 else None
         if turn + 1 < len(conversation.turns):
             self._open[name] = conversation, prompt, turn

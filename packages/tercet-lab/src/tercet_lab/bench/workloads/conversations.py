@@ -127,7 +127,7 @@ class ConversationTurn:
     is the source of ``tokens`` if the workload has texts.
     """
 
-    tokens: tuple[int, ...]
+    tokens: Sequence[int]
     output_len: int
     think_time: float = 0.0
     text: str | None = None

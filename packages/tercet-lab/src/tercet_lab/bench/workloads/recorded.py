@@ -44,14 +44,12 @@ from tercet_lab.bench.workloads.conversations import (
     Workload,
     random_ids,
 )
+from tercet_lab.block_tokens import HASHED_TEXT, BlockText, BlockTokens
 
 logger = logging.getLogger("tercet.lab")
 T = TypeVar("T")
 AZURE_COLUMNS = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
 BURSTGPT_COLUMNS = ("Timestamp", "Request tokens", "Response tokens")
-HASHED_TEXT = 65_536
-"""Number of tokens in the text from which hashed blocks are cut."""
-SCATTER = 0x9E3779B97F4A7C15
 PEOPLE = ("human", "user")
 MODELS = ("gpt", "assistant", "chatgpt", "bard", "bing", "model")
 Exchange = tuple[str, str]
@@ -126,12 +124,13 @@ class Mooncake(RecordedTrace, frozen=True, tag="mooncake"):
             "mooncake", self.path, odd, f"rows have hash_ids that are not one for each {self.block} tokens (block)"
         )
         last = max((block_id for row in rows for block_id in row.hash_ids), default=0)
-        text = HashedText(draw.vocabulary, draw.content_seed, self.block, last)
+        text = block_text(draw.vocabulary, draw.content_seed, self.block, last)
         for row in rows:
             length = at_most(row.input_length, self.max_input_len)
-            prompt = text.of(row.hash_ids, length)
+            ids = row.hash_ids[: -(-length // self.block)]
+            prompt: Sequence[int] = BlockTokens(text, ids, 0, min(length, len(ids) * self.block))
             if len(prompt) < length:
-                prompt += random_ids(draw.vocabulary, length - len(prompt), draw.content)
+                prompt = (*prompt, *random_ids(draw.vocabulary, length - len(prompt), draw.content))
             answer = at_most(row.output_length, self.max_output_len)
             yield Conversation((ConversationTurn(prompt, answer),), offset=row.timestamp / 1000)
 
@@ -233,37 +232,16 @@ def timestamp(text: str) -> float:
     return (when if when.tzinfo else when.replace(tzinfo=UTC)).timestamp()
 
 
-class HashedText:
-    """The tokens that hashed blocks represent: equal tokens for equal ids, different tokens for different ids.
-
-    A block begins with its id, written with text tokens as digits, in the number of digits that ``last``, the largest
-    id, needs. It continues with a part of one random text, which ``seed`` determines.
-    """
-
-    def __init__(self, vocabulary: Vocabulary, seed: str, block: int, last: int) -> None:
-        self._block = block
-        self._digits = tuple(token for token in range(vocabulary.size) if token not in vocabulary.special)
-        self._places = 1
-        while len(self._digits) ** self._places <= last:
-            self._places += 1
-        self._text = random_ids(vocabulary, HASHED_TEXT, Random(seed))
-        self._text *= 1 + -(-block // HASHED_TEXT)
-        if self._places > block:
-            raise BadRequest(
-                f"block: {block} tokens cannot distinguish {last + 1} blocks; give a larger block", "block"
-            )
-
-    def of(self, hash_ids: Sequence[int], length: int) -> tuple[int, ...]:
-        """Return the tokens of the blocks of these ids, cut to ``length`` tokens."""
-        found: list[int] = []
-        for block_id in hash_ids[: -(-length // self._block)]:
-            rest, base = block_id, len(self._digits)
-            for _ in range(self._places):
-                rest, digit = divmod(rest, base)
-                found.append(self._digits[digit])
-            begin = block_id * SCATTER % 2**64 % HASHED_TEXT
-            found += self._text[begin : begin + self._block - self._places]
-        return tuple(found[:length])
+def block_text(vocabulary: Vocabulary, seed: str, block: int, last: int) -> BlockText:
+    """Return the text of blocks of ``block`` tokens with ids up to ``last``; ``seed`` determines it."""
+    digits = tuple(token for token in range(vocabulary.size) if token not in vocabulary.special)
+    places = 1
+    while len(digits) ** places <= last:
+        places += 1
+    if places > block:
+        raise BadRequest(f"block: {block} tokens cannot distinguish {last + 1} blocks; give a larger block", "block")
+    text = random_ids(vocabulary, HASHED_TEXT, Random(seed)) * (1 + -(-block // HASHED_TEXT))
+    return BlockText(block, digits, places, text)
 
 
 def at_most(value: int, limit: int | None) -> int:
