@@ -98,6 +98,9 @@ class FakeEngine:
         finally:
             self.running -= 1
         stop = to.end if end is None else end
+        if cached_only:
+            stop = max(begin, min(stop, self.matched) // BLOCK * BLOCK)
+            return Sent(begin, stop, (stop - begin) * 8, 1, 0.0, Usage(cached=stop if stop > begin else 0))
         wanted = request.sampling_params.get("max_tokens", 3)
         finish = "length" if wanted == 1 else None
         first = Output((request.prompt[-1] + 1,), finish) if sample else None

@@ -10,7 +10,7 @@ from random import Random
 from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from tercet.decisions.cost import Costs, Targets
+from tercet.decisions.cost import Costs, Pull, Targets
 from tercet.decisions.scheduling import Scheduling
 from tercet.fleet.adapters import AgreedAdapters, has, wanted_by
 from tercet.fleet.engine_health import STUCK_AFTER_S, EngineHealth, Liveness
@@ -29,6 +29,7 @@ from tercet.protocol import (
     Request,
     Role,
     Route,
+    Source,
     TercetError,
     kv_obstacle,
     may_exchange_kv,
@@ -123,7 +124,8 @@ class FleetView:
             raise self.fleet.picking.no_engine_error()
         matched = self.fleet.picking.matched(request, able)
         names = [member.name for member in able]
-        decision = self.fleet.costs.decide(request, names, matched, targets, explore, self.fleet.may_pair)
+        loads = {member.name: float(member.in_flight) for member in able}
+        decision = self.fleet.costs.decide(request, names, matched, targets, explore, self.fleet.may_pair, loads)
         self.trace.decision, chosen = decision, decision.chosen
         with ExitStack() as stack:
             stack.enter_context(self.fleet.costs.promised(request, decision, matched))
@@ -134,7 +136,24 @@ class FleetView:
                 predicted = matched.get(chosen.prefill, 0)
                 prefill = stack.enter_context(self._counted(self.fleet.member(chosen.prefill), request, predicted))
             self.fleet.picking.note_routed(request, [chosen.decode, chosen.prefill])
-            yield Route(decode, prefill, chosen.split)
+            source = None if chosen.pull is None else self._source(chosen.pull)
+            yield Route(decode, prefill, chosen.split, source)
+
+    def source(self, request: Request, engine: Engine) -> Source | None:
+        fleet = self.fleet
+        able = [member for member in fleet.members if member.reachable and member.name not in self.failed]
+        matched = fleet.picking.matched(request, able, by_reports=True)
+        loads = {member.name: float(member.in_flight) for member in able}
+        pull = fleet.costs.pull(request, engine.name, matched, loads, fleet.may_pair)
+        fleet.picking.note_routed(request, [engine.name])
+        return None if pull is None else self._source(pull)
+
+    def _source(self, pull: Pull) -> Source:
+        """Return the source of a pull. No sequence is counted there, since the engine computes nothing."""
+        member = self.fleet.member(pull.source)
+        counted = Counted(member, 0)
+        counted.end()
+        return Source(TracedEngine(member, counted, self, pull.end, pull.patience), pull.end)
 
     @contextmanager
     def _counted(self, member: Member, request: Request | None, predicted: int | None = None) -> Generator[Engine]:
@@ -281,6 +300,9 @@ class EngineFleet:
         self, request: Request, ttft: float | None = None, tpot: float | None = None, explore: float = 0.01
     ) -> AbstractContextManager[Route]:
         return FleetView(self).route(request, ttft, tpot, explore)
+
+    def source(self, request: Request, engine: Engine) -> Source | None:
+        return FleetView(self).source(request, engine)
 
     def offers(self, role: Role) -> bool:
         return FleetView(self).offers(role)

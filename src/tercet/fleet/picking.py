@@ -241,12 +241,15 @@ class Picking(Generic[ViewT]):
             return EngineUnreachable("every engine of this fleet is drained or stops, so none may be picked")
         return EngineUnreachable("this fleet has no engines")
 
-    def matched(self, request: Request, views: Sequence[EngineView]) -> dict[str, int]:
+    def matched(
+        self, request: Request, views: Sequence[EngineView], by_reports: bool = False
+    ) -> dict[str, int]:  # fmt: skip
         """Return the estimated number of the prompt's tokens in each engine's cache; engines without any are left out.
 
-        The estimate uses the engines' reports; without any, the prompts that were routed to each engine.
+        The estimate uses the engines' reports; without any, the prompts that were routed to each engine. ``by_reports``
+        starts the reports.
         """
-        stored = self.knowledge.indexes
+        stored = self.knowledge.stored if by_reports else self.knowledge.indexes
         found = np.zeros(self.knowledge.loads.size, dtype=np.int64)
         for size, index in stored.items():
             found = np.maximum(found, size * index.matched(block_hashes(request, size)))

@@ -5,8 +5,9 @@ Cached tokens that a pick predicted are compared there with those that the engin
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncGenerator, Generator, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager, contextmanager, nullcontext
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -14,6 +15,7 @@ from tercet import logs
 from tercet.decisions.cost import RouteDecision
 from tercet.fleet.members import Counted, Member, UntilLost
 from tercet.protocol import (
+    DeadlineExceeded,
     EngineStatus,
     Output,
     OutputStream,
@@ -115,7 +117,10 @@ class TracedEngine:
     or the engine that receives its KV, is lost.
     """
 
-    def __init__(self, member: Member, counted: Counted, view: FleetView, predicted: int | None = None) -> None:
+    def __init__(
+        self, member: Member, counted: Counted, view: FleetView, predicted: int | None = None,
+        patience: float | None = None,
+    ) -> None:  # fmt: skip
         self._member = member
         self.engine = member.engine
         self.calls = member.calls  # the calls that wait for this engine
@@ -124,6 +129,7 @@ class TracedEngine:
         self.costs = view.fleet.costs  # learn from the calls
         # The number of the prompt's tokens that its pick expected in its cache; None without a prediction.
         self._predicted = predicted
+        self._patience = patience  # seconds for a send of cached KV; None for no limit
 
     def instead(self, member: Member) -> TracedEngine:
         """Return another engine for the same request, which counts there when that engine starts to generate."""
@@ -139,14 +145,14 @@ class TracedEngine:
         self.view.note_failure(error.blames or by_receiver or self.name, error)
 
     @contextmanager
-    def _watched(self, verb: str, receiver: str | None = None) -> Generator[StartedCall]:
+    def _watched(self, verb: str, receiver: str | None = None, cached_only: bool = False) -> Generator[StartedCall]:
         call = self.called()
         try:
             with working_in(call.span):
                 yield call
         except TercetError as error:
             self.failed(error, receiver)
-            self.note_failed(TraceEvent(verb, self.name, to=receiver or ""), call, error)
+            self.note_failed(TraceEvent(verb, self.name, to=receiver or "", cached_only=cached_only), call, error)
             raise
 
     def called(self) -> StartedCall:
@@ -192,21 +198,49 @@ class TracedEngine:
         stop = to.end if end is None else end
         receiver = to.kv_addr_info.engine
         self.view.fleet.require_exchange(self.name, receiver)
+        if cached_only:
+            return await self._pull(request, to, begin, stop)
         with (
             self._watched("remote_send", receiver) as call,
-            nullcontext() if cached_only else self.costs.sending(self.name, request, begin, stop) as done,
+            self.costs.sending(self.name, request, begin, stop) as done,
         ):
             async with UntilLost(self.calls, self.view.fleet.calls_of(receiver)):
-                sent = await self.engine.remote_send(request, to, begin, end, sample, cached_only)
-            if done is not None:  # without a forward pass there is no prefill to learn from
-                done(sent.usage)
-        event = TraceEvent(
-            "remote_send", self.name, begin=sent.begin, end=sent.end, cached=sent.usage.cached,
-            computed=sent.usage.computed, bytes=sent.bytes, chunks=sent.chunks, transport=sent.transport, to=receiver,
-        )  # fmt: skip
+                sent = await self.engine.remote_send(request, to, begin, end, sample)
+            done(sent.usage)
+        event = self._sent(sent, receiver)
         self.found(event)
         self.note(event, call)
         return sent
+
+    async def _pull(self, request: Request, to: Reservation, begin: int, end: int) -> Sent:
+        """Have cached KV sent, at most for the time in which it could be computed; what is missing was a wrong belief.
+
+        Raises :class:`~tercet.protocol.DeadlineExceeded` if it takes longer.
+        """
+        receiver, fleet = to.kv_addr_info.engine, self.view.fleet
+        with (
+            self._watched("remote_send", receiver, cached_only=True) as call,
+            self.costs.pulling(self.name, begin) as reached,
+        ):
+            try:
+                async with asyncio.timeout(self._patience), UntilLost(self.calls, fleet.calls_of(receiver)):
+                    sent = await self.engine.remote_send(request, to, begin, end, cached_only=True)
+            except TimeoutError as error:
+                raise DeadlineExceeded(f"{self.name}: its cached KV did not come within {self._patience} s") from error
+            reached(sent.end)
+        event = self._sent(sent, receiver)
+        event.cached_only = True
+        if self._predicted is not None:
+            event.predicted = end
+            fleet.hits.found(self.name, end, event.cached)
+        self.note(event, call)
+        return sent
+
+    def _sent(self, sent: Sent, receiver: str) -> TraceEvent:
+        return TraceEvent(
+            "remote_send", self.name, begin=sent.begin, end=sent.end, cached=sent.usage.cached,
+            computed=sent.usage.computed, bytes=sent.bytes, chunks=sent.chunks, transport=sent.transport, to=receiver,
+        )  # fmt: skip
 
     def start_generate(self, request: Request, begin: int = 0, output: Sequence[int] = ()) -> OutputStream:
         call = self.called()

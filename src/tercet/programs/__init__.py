@@ -3,7 +3,7 @@
 from tercet.programs.answer import Answer, outputs_of, run_program
 from tercet.programs.disaggregated import disaggregated
 from tercet.programs.loading import BUILT_IN, Program, load_program, name_of
-from tercet.programs.patterns import auto, balanced, cache_bypass, conditional, data_parallel, migrate_context
+from tercet.programs.patterns import auto, balanced, cache_bypass, conditional, data_parallel, fetch, migrate_context
 
 __all__ = [
     "BUILT_IN",
@@ -15,6 +15,7 @@ __all__ = [
     "conditional",
     "data_parallel",
     "disaggregated",
+    "fetch",
     "load_program",
     "migrate_context",
     "name_of",

@@ -16,7 +16,7 @@ from tercet.aio.files import read_whole
 from tercet.decisions.scheduling.assembly import Locate, load_module, user_file
 from tercet.programs.answer import Answer
 from tercet.programs.disaggregated import disaggregated
-from tercet.programs.patterns import auto, balanced, cache_bypass, conditional, data_parallel
+from tercet.programs.patterns import auto, balanced, cache_bypass, conditional, data_parallel, fetch
 from tercet.protocol import BadRequest, Fleet, Request
 from tercet.settings.declaration import complaint
 
@@ -30,6 +30,7 @@ BUILT_IN: Mapping[str, Callable[..., Answer]] = {
     "conditional": conditional,
     "data_parallel": data_parallel,
     "disaggregated": disaggregated,
+    "fetch": fetch,
 }
 
 

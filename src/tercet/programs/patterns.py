@@ -6,11 +6,12 @@ A ``with`` gives back what it took, an engine or a reservation, on every way out
 
 import math
 from collections.abc import Callable
+from contextlib import AsyncExitStack, suppress
 
 from tercet.decisions.scheduling.profiles import LoadBasedDecider
 from tercet.programs.answer import Answer
 from tercet.programs.disaggregated import disaggregated, prefilled_for
-from tercet.protocol import BadRequest, Fleet, Request, Role, Sent
+from tercet.protocol import BadRequest, Engine, Fleet, Request, Role, Sent, Source, TercetError
 
 
 async def data_parallel(request: Request, fleet: Fleet, *, pick: str = "round_robin", role: Role = "both") -> Answer:
@@ -92,6 +93,30 @@ async def cache_bypass(
     yield disaggregated(request, fleet, min_send=max(1, least_missing), pick=pick)
 
 
+async def fetch(request: Request, fleet: Fleet, *, pick: str = "least_loaded", role: Role = "both") -> Answer:
+    """Prefill and decode on one engine, which first pulls what another has cached of the prompt, if that is cheaper.
+
+    The picker or profile ``pick`` chooses the engine, of the ``role``.
+    """
+    with fleet.pick(role, by=pick, request=request) as engine:
+        yield after_pull(request, engine, fleet.source(request, engine))
+
+
+async def after_pull(request: Request, engine: Engine, source: Source | None) -> Answer:
+    """Serve on ``engine``, which computes what has not come from the ``source``: a pull that fails costs one call."""
+    if source is None:
+        yield engine.start_generate(request)
+        return
+    async with AsyncExitStack() as stack:
+        begin = 0
+        with suppress(TercetError):
+            space = await stack.enter_async_context(engine.prep_recv(request, source.end))
+            begin = space.matched_len
+            if space.missing:
+                begin = (await source.engine.remote_send(request, space, begin, cached_only=True)).end
+        yield engine.start_generate(request, begin)
+
+
 async def auto(
     request: Request, fleet: Fleet, *, ttft: float | None = None, tpot: float | None = None, explore: float = 0.01
 ) -> Answer:
@@ -102,7 +127,7 @@ async def auto(
     """
     with fleet.route(request, ttft, tpot, explore) as route:
         if route.prefill is None:
-            yield route.decode.start_generate(request)
+            yield after_pull(request, route.decode, route.source)
             return
         async with route.decode.prep_recv(request, route.split) as space:
             begin, output = space.matched_len, ()

@@ -32,6 +32,7 @@ from tercet.protocol.engine import (
     Reservation,
     Role,
     Route,
+    Source,
     TakesAdapters,
     WithoutRole,
 )
@@ -134,6 +135,7 @@ __all__ = [
     "Sent",
     "SequenceReport",
     "ShuttingDown",
+    "Source",
     "TakesAdapters",
     "TercetError",
     "TextFingerprint",

@@ -182,12 +182,24 @@ class EngineView(Protocol):
 
 
 @dataclass(frozen=True)
+class Source:
+    """An engine that is believed to have the KV of ``prompt[:end)``; its sends are to be ``cached_only``."""
+
+    engine: Engine
+    end: int
+
+
+@dataclass(frozen=True)
 class Route:
-    """Engines that serve a request: ``decode`` alone, or after ``prefill`` has computed ``prompt[:split]`` for it."""
+    """Engines that serve a request: ``decode`` alone, or after ``prefill`` has computed ``prompt[:split]`` for it.
+
+    With a ``source``, ``decode`` first pulls what that engine has cached.
+    """
 
     decode: Engine
     prefill: Engine | None = None
     split: int = 0
+    source: Source | None = None
 
 
 class PrefillRule(Protocol):
@@ -250,6 +262,14 @@ class Fleet(Protocol):
         to learn from it. Engines are left out as in :meth:`pick`; roles are ignored. Raises
         :class:`~tercet.protocol.EngineUnreachable` if the fleet has no engine, and :class:`~tercet.protocol.BadRequest`
         for an objective or a share out of range.
+        """
+        ...
+
+    def source(self, request: Request, engine: Engine) -> Source | None:
+        """Return another engine whose cached KV of the prompt ``engine`` should pull, or None if computing is cheaper.
+
+        The cost of a pull is that of the send alone. Engines are drawn by load, and each sends to few at a time. What
+        an engine has is an estimate, by KV events if it publishes them: its answer says how far it came.
         """
         ...
 

@@ -252,6 +252,7 @@ class TraceEvent(msgspec.Struct, omit_defaults=True):
     chunks: int = 0
     transport: str = ""
     to: str = ""
+    cached_only: bool = False  # a send that computes nothing; `predicted` is where it was expected to end
     # Of a move: its number in its router process, why it was made, how it ended, and how long the client got no token.
     number: int = 0
     reason: str = ""

@@ -191,3 +191,22 @@ def test_auto_goes_where_the_prompt_is_cached() -> None:
         assert not outcome.failures
         computed[name] = outcome.counts["prefill_tokens"]
     assert computed["auto"] < 0.8 * computed["data_parallel"]
+
+
+@pytest.mark.parametrize("program", ["fetch", "auto"])
+def test_prefixes_that_others_hold_are_pulled_and_not_computed(program: str) -> None:
+    """Forty documents, asked about in turn; the least busy engine of six rarely has the one that it is asked about."""
+    workload = SyntheticWorkload(rate=6, requests=400, input_mean=6300, output_mean=60, prefixes=40, prefix=6000)
+    spec, profile = parse_fleet("both=6"), "llama-3.1-8b-h100-tp1"
+
+    def served(name: str, **args: str) -> tuple[int, float]:
+        found = run_requests(load_program(name, args), spec, profile, EngineOptions(), requests_of(workload, 1), 0, 1)
+        assert not found.failures
+        assert found.fallbacks == 0
+        ttft = fmean(first - sent for first, sent in zip(found.requests["first"], found.requests["sent"], strict=True))
+        return found.counts["prefill_tokens"], ttft
+
+    computed, ttft = served("data_parallel", pick="least_loaded")
+    fewer, sooner = served(program)
+    assert fewer < 0.5 * computed
+    assert sooner < 0.8 * ttft

@@ -75,3 +75,16 @@ def test_routes_are_counted_with_how_wrong_they_were(metrics: Metrics) -> None:
     assert counted("tercet_routes_total", kind="pair", why="to_learn") == 1
     assert counted("tercet_route_prediction_ratio_sum", what="ttft") == pytest.approx(2.0)
     assert counted("tercet_route_prediction_ratio_count", what="tpot") == 1
+
+
+def test_pulls_are_counted_by_what_came_of_the_belief(metrics: Metrics) -> None:
+    events = [
+        TraceEvent("remote_send", "d", end=end, cached=end, predicted=predicted, cached_only=True)
+        for end, predicted in ((512, 512), (512, 560), (256, 512), (0, 512))
+    ]
+    failed = [TraceEvent("remote_send", "d", cached_only=True), TraceEvent("remote_send", "d")]
+    metrics.finished(Trace(program="fetch", events=events, failed=failed))
+    outcomes = {each: counted("tercet_pulls_total", outcome=each) for each in ("whole", "part", "nothing", "failed")}
+    assert outcomes == {"whole": 2, "part": 1, "nothing": 1, "failed": 1}
+    assert counted("tercet_pulled_tokens_total") == 1280
+    assert counted("tercet_prefix_missing_tokens_total", program="fetch", engine="d") == 48 + 256 + 512

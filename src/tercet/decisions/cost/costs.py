@@ -13,7 +13,9 @@ tokens with ``L`` expected tokens of answer, on engine ``e`` alone:
          + (step(batch + 1) - step(batch)) tokens     and, by the larger batch, the decodes again
 
 A pair ``p, d`` with a split at ``s`` pays for ``prompt[:s]`` on ``p``, for the transfer, and for the rest and the
-decode on ``d``. With objectives, the routes that miss them least come first; the cost decides between equals.
+decode on ``d``. A pull pays for the send of what another engine has cached (:mod:`.pulls`), without that engine's
+queue, and for the rest and the decode. With objectives, the routes that miss them least come first; the cost decides
+between equals.
 """
 
 from __future__ import annotations
@@ -29,6 +31,7 @@ from typing import Literal
 import msgspec
 
 from tercet.decisions.cost.engine_work import CostModel, EngineWork, Job, ReportedWork
+from tercet.decisions.cost.pulls import Pull, Pulls
 from tercet.protocol import BadRequest, Output, OutputStream, Request, Usage
 
 SPLITS = (0.9, 0.75, 0.5)
@@ -36,7 +39,7 @@ PAIRED, SPLIT = 3, 2
 SHARPER = 3
 STEPS_TO_RESERVE, STEPS_TO_JOIN = 0.5, 0.5
 """Delays in steps: engines accept calls between steps, so a call waits half a step on average if decodes run."""
-RouteKind = Literal["alone", "pair", "split"]
+RouteKind = Literal["alone", "pair", "split", "pull"]
 MayPair = Callable[[str, str], bool]
 """Function that returns True if two engines, by name, may exchange KV."""
 CLOSEST = 6
@@ -78,8 +81,11 @@ class RouteOption(msgspec.Struct, omit_defaults=True):
     prefill: str = ""  # computes ``prompt[:split]`` for the other engine; empty: that one serves alone
     split: int = 0
     missed: float = 0.0  # the total share by which the objectives are missed
+    pull: Pull | None = None  # before the rest is computed
 
     def kind(self, num_tokens: int) -> RouteKind:
+        if self.pull is not None:
+            return "pull"
         if not self.prefill:
             return "alone"
         return "pair" if self.split == num_tokens else "split"
@@ -151,12 +157,14 @@ def pair_pays(prefill: RouteCandidate, decode: RouteCandidate, wanted: RouteRequ
 
 
 def options_of(
-    candidates: Sequence[RouteCandidate], wanted: RouteRequest, may_pair: MayPair = any_pair
-) -> list[RouteOption]:
+    candidates: Sequence[RouteCandidate], wanted: RouteRequest, may_pair: MayPair = any_pair,
+    pull_for: Callable[[RouteCandidate], Pull | None] = lambda _: None,
+) -> list[RouteOption]:  # fmt: skip
     """Return the routes over these engines that are worth an estimate, the best first.
 
     These are every engine alone; pairs of the few that decode at the least cost, each with the few that may pair with
-    it and prefill at the least cost; and for the best of these pairs, other splits.
+    it and prefill at the least cost; for the best of these pairs, other splits; and for the few with the least work,
+    what ``pull_for`` returns.
     """
     _expect_order(candidates)
     alone = [_alone(candidate, wanted) for candidate in candidates]
@@ -176,7 +184,9 @@ def options_of(
         for split in positions
         if by_name[pair.decode].matched < split < wanted.tokens  # after the decode engine's cached part
     ]
-    return sorted((*alone, *pairs, *splits), key=_rank)
+    least = heapq.nsmallest(PAIRED, candidates, key=lambda candidate: candidate.waiting)
+    pulls = [_pull(pull, decode, wanted) for decode in least if (pull := pull_for(decode)) is not None]
+    return sorted((*alone, *pairs, *splits, *pulls), key=_rank)
 
 
 def _rank(option: RouteOption) -> tuple[float, float]:
@@ -229,6 +239,17 @@ def _pair(prefill: RouteCandidate, decode: RouteCandidate, split: int, wanted: R
     )  # fmt: skip
 
 
+def _pull(pull: Pull, decode: RouteCandidate, wanted: RouteRequest) -> RouteOption:
+    tpot, slowed = decode.decode(wanted.tokens, wanted.output)
+    step = tpot if decode.batch else 0.0
+    ready = max(decode.under_way, STEPS_TO_RESERVE * step) + pull.seconds
+    still = max(0.0, decode.waiting - ready, STEPS_TO_JOIN * step)
+    rest = decode.prefill(pull.end, wanted.tokens)
+    found = _option(wanted, decode.name, ready + still + rest, tpot, slowed + decode.delay(rest), split=pull.end)
+    found.pull = pull
+    return found
+
+
 def _option(
     wanted: RouteRequest, decode: str, ttft: float, tpot: float, others: float, prefill: str = "", split: int = 0
 ) -> RouteOption:
@@ -243,6 +264,7 @@ class Costs:
     def __init__(self, clock: Callable[[], float], random: Random) -> None:
         self.model = CostModel()
         self.clock = clock
+        self.pulls = Pulls(self.model, random)
         self._random = random
         self._works: dict[str, EngineWork] = {}
         self._watches = True
@@ -269,9 +291,12 @@ class Costs:
 
     def decide(
         self, request: Request, names: Sequence[str], matched: Mapping[str, int], targets: Targets, explore: float,
-        may_pair: MayPair = any_pair,
+        may_pair: MayPair = any_pair, loads: Mapping[str, float] | None = None,
     ) -> RouteDecision:  # fmt: skip
-        """Choose a route over these engines (at least one); ``matched`` has their estimated cached tokens."""
+        """Choose a route over these engines (at least one); ``matched`` has their estimated cached tokens.
+
+        ``loads`` are the sequences on each, by which engines are drawn that send what they have cached.
+        """
         self._watches = True
         now = self.clock()
         wanted = RouteRequest(request.num_tokens, self.model.output_of(max_tokens_of(request)), targets)
@@ -280,12 +305,38 @@ class Costs:
             holders = heapq.nlargest(CLOSEST // 2, matched, key=matched.__getitem__)
             names = list(dict.fromkeys((*idlest, *holders)))
         candidates = [RouteCandidate(name, self.work(name), self.model, now, matched.get(name, 0)) for name in names]
-        options = options_of(candidates, wanted, may_pair)
+
+        def pull_for(decode: RouteCandidate) -> Pull | None:
+            holders = {name: found for name, found in matched.items() if name != decode.name}
+            return self._pull(decode, wanted.tokens, holders, loads or {}, may_pair)
+
+        options = options_of(candidates, wanted, may_pair, pull_for)
         chosen = self._unknown(options, explore) or options[0]
         others = [option for option in options[:5] if option is not chosen]
         return RouteDecision(
             chosen.kind(wanted.tokens), chosen, others, explored=chosen is not options[0], output=wanted.output
         )
+
+    def pull(
+        self, request: Request, name: str, matched: Mapping[str, int], loads: Mapping[str, float], may_pair: MayPair
+    ) -> Pull | None:  # fmt: skip
+        """Return the pull that the engine ``name`` should make for a request before it computes the rest, or None."""
+        self._watches = True
+        decode = RouteCandidate(name, self.work(name), self.model, self.clock(), matched.get(name, 0))
+        return self._pull(decode, request.num_tokens, matched, loads, may_pair)
+
+    def _pull(
+        self, decode: RouteCandidate, tokens: int, matched: Mapping[str, int], loads: Mapping[str, float],
+        may_pair: MayPair,
+    ) -> Pull | None:  # fmt: skip
+        holders = {name: found for name, found in matched.items() if found > decode.matched}
+        if not holders:
+            return None
+        whole = decode.prefill(0, tokens)
+        holders = {name: found for name, found in holders.items() if may_pair(name, decode.name)}
+        return self.pulls.choose(
+            tokens, decode.matched, holders, loads, lambda end: whole - decode.prefill(end, tokens)
+        )  # fmt: skip
 
     def _unknown(self, options: Sequence[RouteOption], explore: float) -> RouteOption | None:
         """Return a pair to learn from, or None; its engines must be idle, and its estimated cost not much higher."""
@@ -338,6 +389,18 @@ class Costs:
             yield lambda usage: work.prefilled(request.seq_id, job, usage.computed, usage.cached, end - begin)
         finally:
             work.leave(request.seq_id)
+
+    @contextmanager
+    def pulling(self, name: str, begin: int) -> Generator[Callable[[int], None]]:
+        """Count a send of cached KV from ``begin`` on; call the yielded function with the position that it reached."""
+        began = self.clock()
+
+        def reached(end: int) -> None:
+            if end > begin:
+                self.model.sent(max(self.clock() - began, 1e-6), end - begin)
+
+        with self.pulls.counted(name):
+            yield reached
 
     def generating(self, name: str, request: Request, begin: int, given: int) -> GenerationCost | None:
         """Return an observer for an engine that will generate after ``prompt[:begin)`` and ``given`` output tokens."""

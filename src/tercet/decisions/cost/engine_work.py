@@ -137,7 +137,7 @@ class ArrivalRate:
 
 
 class CostModel:
-    """The fleet's fits.
+    """The fleet's fits: of prefills, of decode steps, and of sends without a step.
 
     Before the first observation they have the order of magnitude of one model on one accelerator.
     """
@@ -145,6 +145,7 @@ class CostModel:
     def __init__(self) -> None:
         self._prefills = OnlineFit((0.01, 1e-4, 1e-8, 1e-4, 5e-4, 2e-7))
         self._steps = OnlineFit((0.01, 1e-4, 1e-7))
+        self._sends = OnlineFit((0.005, 1e-5))
         self._outputs: dict[int, tuple[int, float]] = {}
         self.arrivals = ArrivalRate()
         self.transfers = 0
@@ -156,6 +157,14 @@ class CostModel:
     def step(self, batch: float, contexts: float) -> float:
         """Return the seconds of a step that decodes ``batch`` sequences with ``contexts`` tokens of KV in total."""
         return self._steps.predict((1.0, batch, contexts))
+
+    def send(self, tokens: int) -> float:
+        """Return the seconds of a send of ``tokens`` that are cached, from the call to the last acknowledgement."""
+        return self._sends.predict((1.0, tokens))
+
+    def sent(self, seconds: float, tokens: int) -> None:
+        """Learn from a send of cached KV, which needed no step."""
+        self._sends.observe((1.0, tokens), seconds)
 
     def output_of(self, max_tokens: int | None) -> float:
         """Return the expected output tokens of a request with this limit: the mean of requests with a similar limit."""

@@ -32,7 +32,8 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from tercet.decisions.cost import RouteDecision
 from tercet.fleet import EngineFleet, Trace
 from tercet.fleet.engine_fleet import EngineCollector
-from tercet.protocol.spans import FALLBACK, RETRY, SpanContext, current_span
+from tercet.fleet.trace import NEAR
+from tercet.protocol.spans import FALLBACK, RETRY, SpanContext, TraceEvent, current_span
 from tercet.wire import SECONDS
 
 if TYPE_CHECKING:  # they count here
@@ -155,6 +156,13 @@ class Metrics:
             "tercet_program_version", "The version of the programs in use.", multiprocess_mode="livemax"
         )
         self._routes = counter("tercet_routes", "Routes chosen by cost, by kind and reason.", ["kind", "why"])
+        self._pulls = counter(
+            "tercet_pulls",
+            "Pulls of cached KV, by what came: the `whole` that was expected, a `part` of it, `nothing`, "
+            "or they `failed`.",
+            ["outcome"],
+        )
+        self._pulled_tokens = counter("tercet_pulled_tokens", "Prompt tokens whose KV was pulled from another engine.")
         self._ratio = histogram(
             "tercet_route_prediction_ratio", "Measured over predicted TTFT or TPOT.", ["what"], buckets=RATIOS
         )
@@ -268,12 +276,18 @@ class Metrics:
                 self._predicted.labels(*pair).inc(event.predicted)
                 self._delivered.labels(*pair).inc(event.cached)
                 self._missing.labels(*pair).inc(max(0, event.predicted - event.cached))
+            if event.cached_only:
+                self._pulls.labels(pull_outcome(event)).inc()
+                self._pulled_tokens.inc(event.end - event.begin)
             if event.bytes:
                 pair = event.engine, event.to
                 if len(self._pairs) < MOST_PAIRS:
                     self._pairs.add(pair)
                 to = event.to if pair in self._pairs else OTHER_ENGINES
                 self._bytes.labels(event.engine, to).inc(event.bytes)
+
+        for _ in range(sum(event.cached_only for event in trace.failed)):
+            self._pulls.labels("failed").inc()
 
     def _observe(
         self, histogram: Histogram, name: str, labels: dict[str, str], value: float, place: SpanContext | None,
@@ -313,6 +327,13 @@ class Metrics:
         for what, measured, predicted in (("ttft", trace.ttft, chosen.ttft), ("tpot", trace.tpot, chosen.tpot)):
             if measured is not None and predicted > 0:
                 self._ratio.labels(what).observe(measured / predicted)
+
+
+def pull_outcome(event: TraceEvent) -> str:
+    """Return what came of a send of cached KV: all that was expected, in whole blocks, a part of it, or nothing."""
+    if event.end <= event.begin:
+        return "nothing"
+    return "whole" if event.predicted is None or event.predicted - event.end < NEAR else "part"
 
 
 class SessionMetrics:
