@@ -203,7 +203,9 @@ def test_prefixes_that_others_hold_are_pulled_and_not_computed(program: str) -> 
         found = run_requests(load_program(name, args), spec, profile, EngineOptions(), requests_of(workload, 1), 0, 1)
         assert not found.failures
         assert found.fallbacks == 0
-        ttft = fmean(first - sent for first, sent in zip(found.requests["first"], found.requests["sent"], strict=True))
+        ttft = fmean(
+            first - sent for first, sent in zip(found.requests["first_token"], found.requests["sent"], strict=True)
+        )
         return found.counts["prefill_tokens"], ttft
 
     computed, ttft = served("data_parallel", pick="least_loaded")
