@@ -29,11 +29,11 @@ MODULES: Mapping[str, str] = {
     "epp": "", "sidecar": "", "model-router": "", "planner": "",
     "demo": "demo", "chaos": "", "conformance": "", "doctor": "doctor",
     "program": "program", "engines": "engines", "scale": "scale", "upgrade": "",
-    "trace": "trace", "top": "top", "bench": "", "sim": "",
+    "trace": "trace", "top": "top", "bench": "", "sim": "", "advise": "",
 }  # fmt: skip
 EXTRA_OF: Mapping[str, str] = {
     "epp": "gateway", "sidecar": "gateway", "model-router": "gateway", "upgrade": "gateway",
-    "planner": "lab", "chaos": "lab", "conformance": "lab", "bench": "lab", "sim": "lab",
+    "planner": "lab", "chaos": "lab", "conformance": "lab", "bench": "lab", "sim": "lab", "advise": "lab",
 }  # fmt: skip
 # Commands that are parts of other commands, or were replaced by them.
 PARTS_OF: Mapping[str, str] = {

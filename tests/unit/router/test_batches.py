@@ -79,7 +79,7 @@ def test_names_of_other_files_are_unknown(files: BatchFiles, name: str) -> None:
 def test_the_storage_is_bounded_for_all_and_for_one_client(tmp_path: Path) -> None:
     files = BatchFiles(tmp_path, 1000)
     files.add_file("a", "x", b"x" * 400)
-    with pytest.raises(RequestTooLarge, match="--batch-storage"):
+    with pytest.raises(RequestTooLarge, match="batch-storage"):
         files.add_file("a", "x", b"x" * 200)  # half of it is the most for one client
     files.add_file("b", "x", b"x" * 500)
     with pytest.raises(RequestTooLarge):

@@ -232,7 +232,7 @@ class BatchFiles:
     def _require_room(self, owner: str, size: int) -> None:
         if not self.has_room(owner, size):
             raise RequestTooLarge(
-                f"file: the storage of batches is full, at most {self._most_bytes} bytes (--batch-storage), of which "
+                f"file: the storage of batches is full, at most {self._most_bytes} bytes (batch-storage), of which "
                 f"one client may use {SHARE_OF_ONE:.0%}; delete files that you no longer need",
                 "file",
             )

@@ -152,7 +152,7 @@ class BatchRunner:
             if not batch.is_written:
                 await self._write(batch)
             if not await asyncio.to_thread(self._files.has_room, batch.batch.asked.owner):
-                self._pause(batch, "the storage of batches is full: delete files, or raise --batch-storage")
+                self._pause(batch, "the storage of batches is full: delete files, or raise batch-storage")
 
     async def _begin(self, found: Batch) -> None:
         """Check the lines of a batch, and let them run."""

@@ -23,11 +23,13 @@ from tercet_lab.bench.simulated import (
 from tercet_lab.bench.simulated import moves as Moves
 from tercet_lab.bench.simulated.works import Fixed, Lognormal, Normal, Poisson, Sessions, Trace, Workload
 from tercet_lab.interface import simulate
+from tercet_lab.planning.advice import Advice, advise
 from tercet_lab.run_files import load
 from tercet_lab.sim import EngineOptions, Network, Profile, SimEngine, load_profile, run_virtual, shipped_profiles
 from tercet_lab.tables import Requests, Slo, Table
 
 __all__ = [
+    "Advice",
     "EngineGroup",
     "EngineOptions",
     "Experiment",
@@ -55,6 +57,7 @@ __all__ = [
     "Table",
     "Trace",
     "Workload",
+    "advise",
     "load",
     "load_profile",
     "parse_fleet",
