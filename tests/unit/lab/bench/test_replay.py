@@ -74,18 +74,18 @@ def test_it_agrees_with_dynamo(
     outcome = run_requests(
         load_program("data_parallel"), parse_fleet("both=4"), str(profile), EngineOptions(total_blocks=6000), arrivals
     )
-    ttft = (np.array(outcome.first) - np.array(outcome.sent)) * 1e3
+    ttft = outcome.requests.ttft * 1e3
     found = (ttft.mean(), np.median(ttft), np.percentile(ttft, 99), ttft.max())
     assert found == pytest.approx((mean, median, p99, longest), abs=0.01)
     assert ttft.mean() == pytest.approx(mean, abs=1e-6)
     assert prefilled in (None, outcome.counts["prefill_tokens"])
 
 
-def figures_of(outcome: Outcome) -> tuple[Sequence[object], ...]:
-    return (
-        outcome.sent, outcome.first, outcome.ended, outcome.input_tokens, outcome.output_tokens,
-        sorted(outcome.counts.items()), [outcome.imbalance, outcome.retries, outcome.moves],
-    )  # fmt: skip
+def figures_of(outcome: Outcome, file: Path) -> Sequence[object]:
+    outcome.requests.to_csv(file)
+    return [
+        file.read_bytes(), sorted(outcome.counts.items()), outcome.imbalance, outcome.retries, outcome.moves
+    ]  # fmt: skip
 
 
 @pytest.mark.slow
@@ -108,7 +108,7 @@ def test_ids_and_tokens_give_the_same_run(program: str, fleet: str, scheduling: 
             scheduling=rules,
         )  # fmt: skip
         assert not outcome.failures
-        made.append(figures_of(outcome))
+        made.append(figures_of(outcome, tmp_path / "requests.csv"))
     assert made[0] == made[1]
 
 
@@ -123,4 +123,4 @@ def test_a_run_makes_few_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(BlockTokens, "_made", counted)
     arrivals = arrivals_of(trace(tmp_path / "t.jsonl", 40))
     outcome = run_requests(load_program("data_parallel"), parse_fleet("both=2"), PROFILE, EngineOptions(), arrivals)
-    assert 0 < made < sum(outcome.input_tokens) / 20
+    assert 0 < made < outcome.requests["input_tokens"].sum() / 20
