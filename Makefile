@@ -43,7 +43,8 @@ lint: setup
 docs: setup ## the manual as a site, docs/_build/html/README.html; a warning, such as a broken link, is an error
 	$(BIN)/sphinx-build --quiet --fail-on-warning --keep-going --builder html docs docs/_build/html \
 		|| { rm -rf docs/_build/html; exit 1; }
-	@echo docs/_build/html/README.html
+	$(BIN)/python -m scripts.one_file_manual docs docs/_build/html
+	@echo docs/_build/html/README.html, and for language models llms.txt and llms-full.txt next to it
 
 reference: setup ## write docs/reference, which git does not keep, and deploy/grafana from what the code declares
 	$(BIN)/python -m scripts.reference
