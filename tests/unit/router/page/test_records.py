@@ -19,7 +19,7 @@ from tercet.router.page.records import (
     encoded,
     for_clients,
 )
-from tercet_lab.bench.simulated.virtual_run import halved, merged
+from tercet_lab.bench.simulated.recording import halved, merged
 
 SEATS = ([Seat("p", "prefill"), Seat("d", "decode")], [Seat("d", "both")])
 
