@@ -153,6 +153,8 @@ def _picks(sequence: dict[str, Any]) -> Iterator[Step]:
             said += f" of {pick['candidates']}" if pick["candidates"] > len(scores) else ""
         if pick.get("predicted") is not None:
             said += f"; believed cached {pick['predicted']}"
+            if tiers := pick.get("tiers"):
+                said += f" ({', '.join(f'{tier} {tokens}' for tier, tokens in tiers.items())})"
         yield Step("router", "pick", at, at, said)
 
 

@@ -98,6 +98,7 @@ class FleetView:
             if picking.explanation is not None:
                 profile, decision, row = picking.explanation
                 pick.scores, pick.parts, pick.candidates = profile.explained(decision, row, MOST_SCORES)
+                pick.tiers = decision.tiers_of(row)
             if request is not None:
                 pick.predicted = picking.believed.get((request.seq_id, member.name))
             self.trace.picks.append(pick)

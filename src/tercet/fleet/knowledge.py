@@ -6,19 +6,21 @@ Engines' reports are stored as columns, so that numpy compares a thousand engine
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
-from tercet.decisions.scheduling.plugin import Floats, Integers, block_hashes, key_of
+from tercet.decisions.scheduling.plugin import DEVICE, TIER_WEIGHTS, Floats, Integers, block_hashes, key_of
 from tercet.fleet.prefix_index import RoutingHistory, StoredBlocks
 from tercet.protocol import AdapterLoad, EngineLoad, Request
 from tercet.protocol.content import Extras
 
 STALE_AFTER = 1.0
 """Seconds after which a report counts as unknown: ten reports, one every 100 ms, are then missing."""
+TIERS = tuple(TIER_WEIGHTS)
+LOWER = tuple(tier for tier in TIERS if tier != DEVICE)
 # Fields of a report that are not stored as columns.
 NO_NUMBERS = frozenset({"adapters", "paused"})
 
@@ -132,7 +134,10 @@ class FleetKnowledge:
     def __init__(self, clock: Callable[[], float], stale_after: float = STALE_AFTER) -> None:
         self.loads = LoadTable(clock, stale_after)
         self._routed: dict[tuple[int, int], RoutingHistory] = {}
-        self.indexes: dict[int, StoredBlocks] = {}  # of engines' blocks, by block size
+        self.indexes: dict[int, StoredBlocks] = {}  # of blocks on engines' devices, by block size
+        # By lower tier: the blocks on it or on a higher one, of the engines in ``_tiered``, which have reported one.
+        self._down_to: dict[str, dict[int, StoredBlocks]] = {tier: {} for tier in LOWER}
+        self._tiered: set[int] = set()
         self._cold: dict[int, int] = {}
         self._turn = 0
         self._begin: Callable[[], None] | None = None
@@ -185,31 +190,60 @@ class FleetKnowledge:
 
     def store(
         self, name: str, block_size: int, blocks: Sequence[Hashable], parent: Hashable | None, tokens: Sequence[int],
-        salt: str | None = None, adapter: str | None = None, extras: Extras | None = None,
+        salt: str | None = None, adapter: str | None = None, extras: Extras | None = None, tier: str = DEVICE,
     ) -> None:  # fmt: skip
-        """Record an engine's KV event: the engine holds these blocks now; see :meth:`StoredBlocks.store`."""
+        """Record an engine's KV event: the engine holds these blocks on a ``tier`` now; see :meth:`StoredBlocks.store`.
+
+        An event of a lower tier that has names only adds to what is known of blocks by those of the device.
+        """
         row = self.loads.row(name)
-        if row is not None:
-            self._stored_in(block_size).store(row, blocks, parent, tokens, salt, adapter, extras)
+        if row is None:
+            return
+        if tier == DEVICE:
+            self._stored_in(self.indexes, block_size).store(row, blocks, parent, tokens, salt, adapter, extras)
+        elif row not in self._tiered:
+            self._tiered.add(row)
+            for size, index in self.indexes.items():
+                for sizes in self._down_to.values():
+                    self._stored_in(sizes, size).copy(row, index)
+        for sizes in self._lower(row, tier):
+            self._stored_in(sizes, block_size).store(row, blocks, parent, tokens, salt, adapter, extras)
 
     def hold(self, name: str, block_size: int, hashes: Sequence[int]) -> None:
         """Record blocks of an engine that names them by Tercet's hashes (:mod:`tercet.protocol.content`)."""
         row = self.loads.row(name)
         if row is not None:
-            self._stored_in(block_size).hold(row, hashes)
+            self._stored_in(self.indexes, block_size).hold(row, hashes)
 
-    def _stored_in(self, block_size: int) -> StoredBlocks:
-        index = self.indexes.get(block_size)
+    def _stored_in(self, indexes: dict[int, StoredBlocks], block_size: int) -> StoredBlocks:
+        index = indexes.get(block_size)
         if index is None:
-            index = self.indexes[block_size] = StoredBlocks(lambda: self.loads.size, block_size)
+            index = indexes[block_size] = StoredBlocks(lambda: self.loads.size, block_size)
         return index
 
-    def unstore(self, name: str, blocks: Sequence[Hashable]) -> None:
-        """Record an engine's KV event: the engine dropped these blocks."""
+    def _lower(self, row: int, tier: str) -> Sequence[dict[int, StoredBlocks]]:
+        """Return the lower tiers' indexes that have a block of this ``tier``; none for an engine without such tiers."""
+        if row not in self._tiered:
+            return ()
+        return list(self._down_to.values())[max(0, TIERS.index(tier) - 1) :]
+
+    def unstore(self, name: str, blocks: Sequence[Hashable], tier: str = DEVICE) -> None:
+        """Record an engine's KV event: the engine dropped these blocks from a ``tier``."""
         row = self.loads.row(name)
         if row is not None:
-            for index in self.indexes.values():
-                index.remove(row, blocks)
+            for indexes in (*([self.indexes] if tier == DEVICE else []), *self._lower(row, tier)):
+                for index in indexes.values():
+                    index.remove(row, blocks)
+
+    def matched_by_tier(self, block_size: int, hashes: Sequence[int]) -> Mapping[str, Integers]:
+        device = self.stored[block_size].matched(hashes)
+        found, so_far = {DEVICE: device}, device
+        for tier, indexes in self._down_to.items():
+            index = indexes.get(block_size)
+            if index is not None and index:
+                reached = np.maximum(index.matched(hashes), so_far)
+                found[tier], so_far = reached - so_far, reached
+        return found
 
     def cleared(self, name: str) -> None:
         """Record that an engine's cache is empty, because the engine reported it or was restarted."""
@@ -229,10 +263,12 @@ class FleetKnowledge:
     def _forget_cache(self, row: int) -> None:
         for history in self._routed.values():
             history.forget(row)
-        for size, index in list(self.indexes.items()):
-            index.forget(row)
-            if not index:
-                del self.indexes[size]
+        self._tiered.discard(row)
+        for indexes in (self.indexes, *self._down_to.values()):
+            for size, index in list(indexes.items()):
+                index.forget(row)
+                if not index:
+                    del indexes[size]
 
     # ---- turns with new prompts ------------------------------------------------------------------------------
 

@@ -20,6 +20,7 @@ import zmq
 import zmq.asyncio
 
 from tercet.aio import keep_running
+from tercet.decisions.scheduling.plugin import DEVICE, TIER_WEIGHTS
 from tercet.fleet.knowledge import FleetKnowledge
 from tercet.protocol import Engine, KVEvents, TercetError
 from tercet.protocol.content import extra_of
@@ -41,7 +42,7 @@ WINDOWED = frozenset(
     ("sliding_window", "sliding_window_mla", "chunked_local_attention", "mamba", "cross_attention",
      "encoder_only_attention")
 )  # fmt: skip
-DEVICE, HERE = "gpu", "local"
+HERE = "local"
 MOST_SIZES = 8
 """Largest number of block sizes of one engine: vLLM has up to two per kind of layer, for full and for last blocks."""
 MOST_WARNINGS = 20
@@ -311,17 +312,17 @@ class KVInbox:
         if number != self.expected:
             return  # it was applied already
         self.expected += 1
-        on_device = [event for event in events if isinstance(event, AllBlocksCleared) or _is_on_device(event)]
-        self._choose_group(on_device)
-        for event in on_device:
+        self._choose_group([event for event in events if _tier_of(event) == DEVICE])
+        for event in events:
+            tier = _tier_of(event)
             if isinstance(event, AllBlocksCleared):
                 self._knowledge.cleared(self._name)
-            elif event.group_idx not in (None, self._group):
+            elif tier is None or event.group_idx not in (None, self._group):
                 continue
             elif isinstance(event, BlockStored):
-                self._store(event)
+                self._store(event, tier)
             else:
-                self._knowledge.unstore(self._name, event.block_hashes)
+                self._knowledge.unstore(self._name, event.block_hashes, tier)
 
     def _choose_group(self, events: Sequence[KVEvent]) -> None:
         """Follow a group of layers that attends to all tokens, if there is one: others drop blocks behind their window.
@@ -338,7 +339,7 @@ class KVInbox:
                 self._group, self._looks_back = event.group_idx or 0, True
                 return
 
-    def _store(self, event: BlockStored) -> None:
+    def _store(self, event: BlockStored, tier: str) -> None:
         # The first key of each block is the adapter's name, if there is one; it is recorded as the adapter.
         named: list[Any] | None = None if event.lora_name is None else [event.lora_name]
         keys = [block[1:] if block[:1] == named else block for block in (each or [] for each in event.extra_keys or ())]
@@ -360,14 +361,21 @@ class KVInbox:
         self._sizes.add(size)
         self._knowledge.store(
             self._name, size, event.block_hashes, event.parent_block_hash, event.token_ids, salt,
-            event.lora_name, extras,
+            event.lora_name, extras, tier,
         )  # fmt: skip
 
 
-def _is_on_device(event: BlockStored | BlockRemoved) -> bool:
-    """True if the event concerns the device's memory, not a lower tier or another machine."""
+def _tier_of(event: KVEvent) -> str | None:
+    """Return the tier of this engine that an event is about; None for another machine's, and unknown ones.
+
+    What has an owner is not on the device.
+    """
+    if isinstance(event, AllBlocksCleared):
+        return None
     medium, locality = (event.medium or DEVICE).lower(), (event.locality or HERE).lower()
-    return medium == DEVICE and locality == HERE and event.ownership is None
+    if locality != HERE or (medium == DEVICE and event.ownership is not None):
+        return None
+    return medium if medium in TIER_WEIGHTS else None
 
 
 def _features_of(keys: Sequence[Sequence[Any]]) -> tuple[dict[int, tuple[int, ...]], list[list[Any]]]:

@@ -203,6 +203,16 @@ class StoredBlocks(Holders):
             self._add_unplaced(held, name, _Unplaced(parent, block, (extras or {}).get(index, ())))
             parent = name
 
+    def copy(self, row: int, other: StoredBlocks) -> None:
+        """Begin with the blocks that ``other`` has of an engine, which has none here yet."""
+        held = other._rows_held.get(row)
+        if held is None:
+            return
+        children = {name: set(waiting) for name, waiting in held.children.items()}
+        own = self._rows_held[row] = _Held({}, dict(held.unplaced), children, dict(held.spare))
+        for name, place in held.places.items():
+            self._find(row, own, name, place)
+
     def hold(self, row: int, hashes: Sequence[int]) -> None:
         """Record that the engine stored blocks whose names are Tercet's hashes; such blocks have one copy each."""
         held = self._rows_held.setdefault(row, _Held())

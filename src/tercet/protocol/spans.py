@@ -284,7 +284,7 @@ class PickEvent(msgspec.Struct, omit_defaults=True):
 
     ``scores`` are the totals of the best engines, in falling order. ``parts`` are the weighted scores of the picked
     engine by scorer. Both are empty for picks by round robin. ``predicted`` is the number of prompt tokens that the
-    pick expected in the engine's cache.
+    pick expected in the engine's cache; ``tiers`` has them by tier, if some are on a lower one.
     """
 
     at: float
@@ -294,6 +294,7 @@ class PickEvent(msgspec.Struct, omit_defaults=True):
     scores: dict[str, float] = {}
     parts: dict[str, float] = {}
     predicted: int | None = None
+    tiers: dict[str, int] = {}
     candidates: int = 0
 
 

@@ -6,6 +6,7 @@ import asyncio
 import itertools
 from collections.abc import AsyncGenerator, Callable
 from contextlib import asynccontextmanager, suppress
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -15,10 +16,13 @@ import zmq.asyncio
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tercet.fleet import FleetKnowledge, kv_events
+from tercet.decisions.scheduling import load_scheduling
+from tercet.decisions.scheduling.plugin import block_hashes
+from tercet.fleet import EngineFleet, FleetKnowledge, Member, Trace, kv_events
 from tercet.fleet.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, EventBatch, KVInbox, at, follow_cache
 from tercet.protocol import EngineUnreachable, KVEvents, MultiModalFeature, Request
 from tests.longest_wait import LONGEST_WAIT_S
+from tests.unit.fakes import FakeEngine
 
 SIZE = 4
 
@@ -162,6 +166,110 @@ def test_a_name_alone_is_a_copy() -> None:
     inbox.take(0, payload(stored(0), BlockStored([bytes([0])], None, [], 0)))
     inbox.take(1, payload(BlockRemoved([bytes([0])])))
     assert cached(knowledge) == 1
+
+
+# ---- tiers -------------------------------------------------------------------------------------------------------
+
+
+def by_tier(knowledge: FleetKnowledge) -> dict[str, int]:
+    if SIZE not in knowledge.indexes:
+        return {}
+    found = knowledge.matched_by_tier(SIZE, block_hashes(request(), SIZE))
+    row = knowledge.loads.row("e")
+    return {tier: int(blocks[row]) for tier, blocks in found.items() if blocks[row]}
+
+
+def named(index: int, **fields: Any) -> BlockStored:
+    """What a lower tier may report: the block's name alone."""
+    return BlockStored([bytes([index])], None, [], 0, **fields)
+
+
+def test_a_block_counts_at_its_highest_tier() -> None:
+    knowledge = known()
+    inbox = KVInbox("e", knowledge)
+    inbox.take(0, payload(*(stored(index) for index in range(4))))
+    assert by_tier(knowledge) == {"gpu": 4}
+    on_cpu, on_disk = [named(index, medium="CPU") for index in range(3)], named(3, medium="STORAGE", ownership="fs")
+    inbox.take(1, payload(*on_cpu, on_disk))
+    assert by_tier(knowledge) == {"gpu": 4}
+    inbox.take(2, payload(BlockRemoved([bytes([index]) for index in (1, 2, 3)], medium="GPU")))
+    assert by_tier(knowledge) == {"gpu": 1, "cpu": 2, "storage": 1}
+    assert cached(knowledge) == 1, "what can be sent is on the device"
+    inbox.take(3, payload(BlockRemoved([bytes([2])], medium="CPU")))
+    assert by_tier(knowledge) == {"gpu": 1, "cpu": 1}
+    inbox.take(4, payload(stored(2)))
+    assert by_tier(knowledge) == {"gpu": 1, "cpu": 2, "storage": 1}, "behind a gap on the device"
+    inbox.take(5, payload(AllBlocksCleared()))
+    assert by_tier(knowledge) == {}
+
+
+def test_what_another_machine_has_is_on_no_tier_of_this_engine() -> None:
+    knowledge = known()
+    KVInbox("e", knowledge).take(0, payload(stored(0), stored(1, medium="STORAGE", locality="REMOTE")))
+    assert by_tier(knowledge) == {"gpu": 1}
+
+
+def test_a_removed_engine_leaves_nothing_on_any_tier() -> None:
+    knowledge = known()
+    KVInbox("e", knowledge).take(0, payload(stored(0), named(0, medium="CPU")))
+    knowledge.remove("e")
+    assert not knowledge.indexes
+    assert not any(knowledge._down_to.values())
+    assert not knowledge._tiered
+
+
+@given(
+    st.lists(
+        st.tuples(st.sampled_from(["GPU", "CPU", "STORAGE"]), st.integers(0, 5), st.booleans(), st.booleans()),
+        max_size=40,
+    )
+)
+def test_tiers_are_what_a_plain_count_finds(steps: list[tuple[str, int, bool, bool]]) -> None:
+    knowledge, media = known(), ["GPU", "CPU", "STORAGE"]
+    inbox, held = KVInbox("e", knowledge), {medium: set[int]() for medium in media}
+    for number, (medium, index, name_alone, goes) in enumerate(steps):
+        higher = set[int]().union(*(held[each] for each in media[: media.index(medium)]))
+        events: list[BlockStored | BlockRemoved] = []
+        if index in held[medium]:
+            if goes:
+                held[medium].discard(index)
+                events = [BlockRemoved([bytes([index])], medium=medium)]
+        else:
+            held[medium].add(index)
+            events = [(named if name_alone and index in higher else stored)(index, medium=medium)]
+        inbox.take(number, payload(*events))
+    expected, so_far, reached = dict[str, int](), set[int](), 0
+    for medium in media:
+        so_far |= held[medium]
+        until = next(index for index in range(7) if index not in so_far)
+        if until > reached:
+            expected[medium.lower()] = until - reached
+        reached = max(reached, until)
+    assert by_tier(knowledge) == (expected if SIZE in knowledge.indexes else {})
+
+
+def test_a_lower_tier_is_worth_less_than_the_device(tmp_path: Path) -> None:
+    """Of two engines with the whole prompt, the one with it on its device gets it; storage alone is worth little."""
+    path = tmp_path / "scheduling.yaml"
+    profile = "{name: p, plugins: [{pluginRef: precise-prefix-cache-scorer}]}"
+    path.write_text(f"plugins: [{{type: precise-prefix-cache-scorer}}]\nschedulingProfiles: [{profile}]\n")
+    fleet = EngineFleet(
+        [Member(name, "", "both", FakeEngine(name)) for name in ("d", "c", "s")], scheduling=load_scheduling(path)
+    )  # fmt: skip
+    for name, medium in (("d", "GPU"), ("c", "CPU"), ("s", "STORAGE")):
+        blocks = [stored(index) for index in range(8)]
+        lower = [stored(index, medium=medium) for index in range(8)] if medium != "GPU" else []
+        gone = [BlockRemoved([bytes([index]) for index in range(8)], medium="GPU")] if lower else []
+        KVInbox(name, fleet.knowledge).take(0, payload(*blocks, *lower, *gone))
+    trace = Trace()
+    with fleet.traced(trace).pick(by="p", request=request()) as picked:
+        assert picked.name == "d"
+    assert trace.picks[0].scores == {"d": 1.0, "c": pytest.approx(0.8), "s": pytest.approx(0.3)}
+    assert trace.picks[0].tiers == {}
+    fleet.drain("d")
+    with fleet.traced(trace).pick(by="p", request=request()) as picked:
+        assert picked.name == "c"
+    assert (trace.picks[1].predicted, trace.picks[1].tiers) == (8 * SIZE, {"cpu": 8 * SIZE})
 
 
 UNREAD = [

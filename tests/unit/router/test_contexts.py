@@ -7,7 +7,7 @@ import pytest
 from tercet.decisions.cost import RouteDecision, RouteOption
 from tercet.fleet import Trace
 from tercet.protocol import Request
-from tercet.protocol.spans import TraceEvent
+from tercet.protocol.spans import PickEvent, TraceEvent
 from tercet.router.admin import admin_routes
 from tercet.router.observe.metrics import Metrics
 
@@ -88,3 +88,17 @@ def test_pulls_are_counted_by_what_came_of_the_belief(metrics: Metrics) -> None:
     assert outcomes == {"whole": 2, "part": 1, "nothing": 1, "failed": 1}
     assert counted("tercet_pulled_tokens_total") == 1280
     assert counted("tercet_prefix_missing_tokens_total", program="fetch", engine="d") == 48 + 256 + 512
+
+
+def test_what_was_predicted_and_delivered_is_counted_by_tier(metrics: Metrics) -> None:
+    pick = PickEvent(0.0, "both", "p", "d", predicted=1000, tiers={"gpu": 600, "cpu": 400})
+    events = [TraceEvent("start_generate", "d", end=1200, predicted=1000, cached=cached) for cached in (1000, 700, 500)]
+    for event in events:
+        metrics.finished(Trace(program="p", picks=[pick], events=[event]))
+    found = {
+        (tier, what): counted("tercet_prefix_tier_tokens_total", tier=tier, what=what)
+        for tier in ("gpu", "cpu") for what in ("predicted", "delivered")
+    }  # fmt: skip
+    assert found == {
+        ("gpu", "predicted"): 1800, ("gpu", "delivered"): 1700, ("cpu", "predicted"): 1200, ("cpu", "delivered"): 500,
+    }  # fmt: skip

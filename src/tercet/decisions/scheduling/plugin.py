@@ -161,6 +161,14 @@ class Engines:
         return self._reports.keys(self.rows)
 
 
+DEVICE = "gpu"
+TIER_WEIGHTS: Mapping[str, float] = {DEVICE: 1.0, "cpu": 0.8, "storage": 0.3}
+"""Worth of a cached block by its tier, the highest first: a block on a lower tier is loaded before it is used.
+
+The names are those of vLLM's events, and the weights llm-d's.
+"""
+
+
 class PrefixIndex(Protocol):
     """Index of engines by the blocks that they hold."""
 
@@ -192,6 +200,13 @@ class Knowledge(Protocol):
         """The indexes of blocks that engines report to hold, by the block size (tokens) that they use."""
         ...
 
+    def matched_by_tier(self, block_size: int, hashes: Sequence[int]) -> Mapping[str, Integers]:
+        """Return by tier, the highest first, the number of the first blocks that each engine (by row) holds there.
+
+        A block counts at its highest tier. Only the device is there if no engine reports a lower tier.
+        """
+        ...
+
     def cold_turns(self, rows: Integers, size: int) -> Floats:
         """Return the turn in which each engine last got a prompt that no engine had cached.
 
@@ -214,6 +229,7 @@ class Decision:
     random: Random
     # The estimated number of the prompt's tokens in each engine's cache, by row; None before a scorer estimated it.
     matched: Integers | None = None
+    tiers: Mapping[str, Integers] = field(default_factory=dict[str, Integers])  # the same by tier, if reported
     partner: EngineView | None = None  # the picked decode engine, for a pick of one that prefills for it
     scored: tuple[Engines, Floats] | None = None  # the engines that filters left, and their weighted scores by scorer
     _hashes: dict[tuple[int, int | None], list[int]] = field(default_factory=dict[tuple[int, "int | None"], list[int]])
@@ -229,6 +245,11 @@ class Decision:
 
     def note_match(self, tokens: Integers) -> None:
         self.matched = tokens if self.matched is None else np.maximum(self.matched, tokens)
+
+    def tiers_of(self, row: int) -> dict[str, int]:
+        """Return the matched tokens of an engine by tier; empty if all of them are on the device."""
+        found = {tier: int(tokens[row]) for tier, tokens in self.tiers.items() if tokens[row]}
+        return found if found.keys() - {DEVICE} else {}
 
 
 class Plugin(msgspec.Struct, frozen=True, kw_only=True, rename="camel", forbid_unknown_fields=True):

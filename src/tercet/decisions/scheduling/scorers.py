@@ -16,7 +16,16 @@ import msgspec
 import numpy as np
 from msgspec import Meta
 
-from tercet.decisions.scheduling.plugin import Decision, Engines, Floats, Integers, Scorer, preference
+from tercet.decisions.scheduling.plugin import (
+    DEVICE,
+    TIER_WEIGHTS,
+    Decision,
+    Engines,
+    Floats,
+    Integers,
+    Scorer,
+    preference,
+)
 from tercet.protocol import AdapterLoad, EngineView, Request
 from tercet.protocol.headers import OTHER_SESSION_HEADERS, SESSION_HEADER
 from tercet.protocol.names import owned_name
@@ -127,7 +136,7 @@ class MatchScorer(Scorer, frozen=True):
     match_length_weight: Annotated[float, Meta(ge=0, le=1)] = 0.0
     match_length_scale_tokens: Annotated[int, Meta(ge=1)] = 8192
 
-    def weighed(self, blocks: Integers, of: int, block_size: int) -> Floats:
+    def weighed(self, blocks: Integers | Floats, of: int, block_size: int) -> Floats:
         """Return the score of ``blocks`` out of ``of`` blocks."""
         share: Floats = blocks / of
         if not self.match_length_weight:
@@ -181,23 +190,32 @@ def routed_match(history: RoutedHistory, decision: Decision) -> tuple[Integers, 
 
 
 class PrecisePrefixCacheScorer(MatchScorer, frozen=True):
-    """Score equal to the share of the prompt's full blocks that an engine reports to hold, through its KV events."""
+    """Score equal to the share of the prompt's full blocks that an engine reports to hold, through its KV events.
+
+    A block on a lower tier counts by :data:`~tercet.decisions.scheduling.plugin.TIER_WEIGHTS`.
+    """
 
     def score(self, decision: Decision, engines: Engines) -> Floats:
         return stored_shares(decision, engines, self.weighed)
 
 
 def stored_shares(
-    decision: Decision, engines: Engines, weighed: Callable[[Integers, int, int], Floats]
+    decision: Decision, engines: Engines, weighed: Callable[[Floats, int, int], Floats]
 ) -> Floats:  # fmt: skip
     """Return the best of ``weighed(blocks held, blocks, block size)``, over the block sizes that engines use."""
     shares = np.zeros(len(engines))
-    for block_size, index in decision.knowledge.stored.items():
+    for block_size in decision.knowledge.stored:
         hashes = decision.hashes(block_size)
         if hashes:
-            matched: Integers = index.matched(hashes)
-            decision.note_match(matched * block_size)
-            shares = np.maximum(shares, weighed(matched[engines.rows], len(hashes), block_size))
+            tiers = decision.knowledge.matched_by_tier(block_size, hashes)
+            blocks, worth = tiers[DEVICE], np.float64(1.0) * tiers[DEVICE]
+            for tier in tiers.keys() - {DEVICE}:
+                blocks = blocks + tiers[tier]
+                worth = worth + TIER_WEIGHTS[tier] * tiers[tier]
+            if len(tiers) > 1:
+                decision.tiers = {tier: found * block_size for tier, found in tiers.items()}
+            decision.note_match(blocks * block_size)
+            shares = np.maximum(shares, weighed(worth[engines.rows], len(hashes), block_size))
     return shares
 
 

@@ -222,6 +222,12 @@ class Metrics:
         self._missing = counter(
             "tercet_prefix_missing_tokens", "Predicted tokens that the engine did not find, summed by pick.", compared
         )
+        self._tiers = counter(
+            "tercet_prefix_tier_tokens",
+            "Prompt tokens by the tier where picks expected them, of engines with lower tiers: `predicted`, and "
+            "`delivered`, if an engine finds its highest tier first.",
+            ["tier", "what"],
+        )
         self.moves_running = gauge(
             "tercet_moves_running", "Sequences that are being moved to another engine.", multiprocess_mode="livesum"
         )
@@ -276,6 +282,7 @@ class Metrics:
                 self._predicted.labels(*pair).inc(event.predicted)
                 self._delivered.labels(*pair).inc(event.cached)
                 self._missing.labels(*pair).inc(max(0, event.predicted - event.cached))
+                self._by_tier(trace, event)
             if event.cached_only:
                 self._pulls.labels(pull_outcome(event)).inc()
                 self._pulled_tokens.inc(event.end - event.begin)
@@ -288,6 +295,15 @@ class Metrics:
 
         for _ in range(sum(event.cached_only for event in trace.failed)):
             self._pulls.labels("failed").inc()
+
+    def _by_tier(self, trace: Trace, event: TraceEvent) -> None:
+        found = (pick.tiers.items() for pick in trace.picks if pick.engine == event.engine and pick.tiers)
+        left = event.cached
+        for tier, predicted in next(found, ()):
+            delivered = min(predicted, left)
+            left -= delivered
+            self._tiers.labels(tier, "predicted").inc(predicted)
+            self._tiers.labels(tier, "delivered").inc(delivered)
 
     def _observe(
         self, histogram: Histogram, name: str, labels: dict[str, str], value: float, place: SpanContext | None,
