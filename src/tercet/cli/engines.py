@@ -291,8 +291,12 @@ def engine_in_words(engine: dict[str, Any], width: int = 0) -> str:
     state = leaving or ("serving" if engine["reachable"] else "refused" if engine["refused"] else "unreachable")
     return (
         f"{engine['name']:{width}}  {engine['role']:7}  {state:11}  {engine['in_flight']:4}  {engine['url']}  "
-        f"{engine['refused'] or _report(engine['report'])}"
+        f"{engine['refused'] or _report(engine['report'])}{_restarts(engine.get('restarts') or 0)}"
     )
+
+
+def _restarts(count: int) -> str:
+    return f", {count} restart{'s' * (count > 1)}" if count else ""
 
 
 def _report(report: dict[str, Any] | None) -> str:

@@ -34,7 +34,13 @@ from tercet.cluster.up_config import UpConfig
 from tercet.cluster.vllm_flags import gpu_memory_of, is_group, rank_flags, ranks_of, value_of
 from tercet.protocol import BadRequest, Role
 from tercet.settings import DiscoverySettings, EngineAddress, RouterConfig, RouterSettings, declared, encode_settings
-from tercet.settings.process_settings import ALL_ENGINES_VARIABLE, API_KEY_VARIABLE, COLD, WARM_PARENT_VARIABLE
+from tercet.settings.process_settings import (
+    ALL_ENGINES_VARIABLE,
+    API_KEY_VARIABLE,
+    COLD,
+    LOGS_VARIABLE,
+    WARM_PARENT_VARIABLE,
+)
 
 T = TypeVar("T")
 # Only the router calls engines, and their control endpoints need no key.
@@ -232,7 +238,8 @@ def router_of(
         if old.is_file():
             old.unlink()
     argv = router_argv(msgspec.structs.replace(settings, state=str(state)), log_dir)
-    env, log, grace = router_env(settings.model), log_dir / "router.log", config.shutdown_timeout_s + GRACE_SECONDS
+    env = {**router_env(settings.model), LOGS_VARIABLE: str(log_dir)}
+    log, grace = log_dir / "router.log", config.shutdown_timeout_s + GRACE_SECONDS
     process = Process("router", argv, env, log, grace=grace, warm=warm)
     process.at_first = {ALL_ENGINES_VARIABLE: "1"}
     return KeptRouter("router", url, process, Restarts(config.engine_restarts))

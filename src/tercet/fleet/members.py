@@ -123,6 +123,9 @@ class Member:
     model: str = ""
     model_dtype: str = ""
     revision: Revision = UNKNOWN_REVISION
+    incarnation: str = ""
+    restarts: int = 0  # of the engine, that this router has noticed
+    since: float = 0.0  # when this router first met this start of the engine, a Unix time
     reported_stamp: int = 0  # the adapter stamp of its last report, and the one at its last status
     asked_stamp: int = 0
     refused: str = ""  # why an engine that answers may not serve here, such as another model

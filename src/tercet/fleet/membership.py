@@ -11,6 +11,7 @@ import asyncio
 import logging
 import math
 import ssl
+import time
 from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from functools import partial
@@ -437,6 +438,9 @@ class Membership:
         member.model_dtype = status.model_dtype
         if member.revision != status.revision:
             member.revision = status.revision
+        if member.incarnation != status.incarnation:
+            member.restarts += member.incarnation != ""
+            member.incarnation, member.since = status.incarnation, time.time()
         self._fleet.adapters.reported(member, status)
         try:
             self._admit(status)

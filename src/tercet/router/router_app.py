@@ -414,7 +414,8 @@ def put_layers_before(
         config.max_request_bytes, around_refusals, shutdown, config.access_log, pooling, keys.access, apart,
         state.traces.own, config.client_traces,
     )  # fmt: skip
-    app.middleware_stack = with_page(front, state, keys, config.public_name, shutdown, apart)
+    app.middleware_stack = page = with_page(front, state, keys, config.public_name, shutdown, apart)
+    page.history.begin()
     return gate
 
 

@@ -40,7 +40,9 @@ OF_COMMANDS = frozenset({URL_VARIABLE, ADMIN_KEY_VARIABLE, ADMIN_KEY_FILE_VARIAB
 """Variables that are read by commands that call a router."""
 ALL_ENGINES_VARIABLE = "TERCET_ALL_ENGINES"
 """If it is 1, a router keeps its port closed until all of its engines have answered: they start with it."""
-INTERNAL = frozenset({"TERCET_CLOCK_OFFSET", "TERCET_ALLOWED_CORES", ALL_ENGINES_VARIABLE})
+LOGS_VARIABLE = "TERCET_LOGS"
+"""Directory of the logs of a fleet on this machine, for its router."""
+INTERNAL = frozenset({"TERCET_CLOCK_OFFSET", "TERCET_ALLOWED_CORES", ALL_ENGINES_VARIABLE, LOGS_VARIABLE})
 """Variables that Tercet's processes set for their child processes."""
 OF_TESTS = frozenset({"TERCET_LONG_TESTS", "TERCET_GOLDEN"})
 OPENAI_KEY_VARIABLE = "OPENAI_API_KEY"

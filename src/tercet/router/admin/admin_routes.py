@@ -53,6 +53,7 @@ from tercet.router.state.fleet_state import FleetState
 from tercet.router.state.shared_state import SharedState
 from tercet.settings import EngineAddress
 from tercet.settings.fleet_settings import DEFAULT_CLASS, ObjectiveClass, Objectives
+from tercet.settings.process_settings import LOGS_VARIABLE
 from tercet.wire.serving.server_access import ADMITTED, PROVED
 
 MOST_DIGITS = 18  # of a number in a query; Python refuses to read thousands of them
@@ -502,7 +503,8 @@ def _one(request: Request, name: str, behind: Sequence[str], status: int = 200) 
 def engine_shown(member: Member, shared: SharedState) -> dict[str, Any]:
     """Return the state of an engine in this process; ``in_flight`` counts for all processes that share the fleet.
 
-    The last report of an engine that does not answer is out of date, and not shown.
+    The last report of an engine that does not answer is out of date, and not shown. ``restarts`` are those that this
+    process has noticed, and ``met_at`` is when it first met the present start.
     """
     everywhere = shared.reports.engines()[member.name]
     last = shared.service.fleet.knowledge.loads.last(member.name) if everywhere.reachable else None
@@ -512,7 +514,17 @@ def engine_shown(member: Member, shared: SharedState) -> dict[str, Any]:
         "in_flight": everywhere.in_flight,
         "report": None if last is None else {"age": last[1], **msgspec.structs.asdict(last[0])},
         "labels": dict(member.labels), "adapters": sorted(member.adapters),
+        "vllm": member.revision.vllm, "tercet": member.revision.tercet, "weights": member.revision.weights,
+        "restarts": member.restarts, "met_at": member.since or None, "log": _log_of(member),
     }  # fmt: skip
+
+
+def _log_of(member: Member) -> str:
+    """Return the path of an engine's log, if `tercet up` started both it and this router; empty if not."""
+    folder = os.environ.get(LOGS_VARIABLE, "")
+    names = [f"{member.name}-{member.restarts + 1}.log"] * (member.restarts > 0) + [f"{member.name}.log"]
+    paths = [os.path.join(folder, name) for name in names if folder]
+    return next((path for path in paths if os.path.isfile(path)), "")
 
 
 @routes.put(MEMBERS + "{name}")

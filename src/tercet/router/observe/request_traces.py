@@ -360,14 +360,15 @@ _PEER = struct.Struct("3i")
 class TraceQuestion(msgspec.Struct, frozen=True, omit_defaults=True):
     """A question for traces: those with an ``id``, or a number of ``newest`` or ``slowest`` ones.
 
-    ``watch`` asks for future frames of the page instead; ``exemplars`` asks for the exemplars of a worker that counts
-    in that folder.
+    ``watch`` asks for future frames of the page instead, ``history`` for its past points; ``exemplars`` asks for the
+    exemplars of a worker that counts in that folder.
     """
 
     id: str = ""
     newest: int = 0
     slowest: int = 0
     watch: bool = False
+    history: bool = False
     exemplars: str = ""
 
     def answer(self, traces: RequestTraces) -> list[RequestTrace]:
@@ -392,7 +393,7 @@ class SharedTraces:
     """The traces and exemplars of this process, which is called ``name``, and those of the other processes.
 
     ``others`` returns their names. ``frames`` yields the frames of this process's page, one per line, for another
-    process that shows a page.
+    process that shows a page; ``history`` returns the points of its past.
     """
 
     def __init__(
@@ -404,6 +405,7 @@ class SharedTraces:
         self._name = name
         self._others = others
         self.frames: Callable[[], AsyncGenerator[bytes]] | None = None
+        self.history: Callable[[], Sequence[Any]] | None = None
 
     @asynccontextmanager
     async def answering(self) -> AsyncGenerator[None]:
@@ -441,6 +443,11 @@ class SharedTraces:
         finally:
             writer.close()
 
+    async def histories(self, decoder: msgspec.json.Decoder[list[T]]) -> list[list[T]]:
+        """Return the past points of the other processes, decoded; an empty list for one that does not answer."""
+        asked = (self._ask(name, TraceQuestion(history=True), decoder) for name in await self.others())
+        return list(await asyncio.gather(*asked))
+
     async def _of_others(self, question: TraceQuestion, decoder: msgspec.json.Decoder[list[T]]) -> list[T]:
         found = await asyncio.gather(*(self._ask(name, question, decoder) for name in await self.others()))
         return [each for answer in found for each in answer]
@@ -466,8 +473,10 @@ class SharedTraces:
                     _require_own(writer)
                     question = _questions.decode(await reader.readline())
                     if not question.watch:
-                        found: list[RequestTrace] | list[KeptExemplar] = []
-                        if not question.exemplars:
+                        found: Sequence[Any] = []
+                        if question.history:
+                            found = [] if self.history is None else self.history()
+                        elif not question.exemplars:
                             found = question.answer(self.own)
                         elif question.exemplars == os.environ.get(WORKERS_VARIABLE):
                             found = self._exemplars.kept()

@@ -10,7 +10,7 @@ import asyncio
 import hashlib
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import aclosing, suppress
 from functools import cache
 from pathlib import Path
@@ -24,7 +24,8 @@ from tercet.protocol import MethodNotAllowed, TercetError, Unauthorized, Unknown
 from tercet.protocol.access import BearerKeys
 from tercet.protocol.request_checks import ShownHeaders, require_no_page
 from tercet.protocol.wire import API_PREFIX
-from tercet.router.page.records import About, ReportedLoads
+from tercet.router.page.history import SECONDS, History, joined
+from tercet.router.page.records import About, FleetPoint, ReportedLoads
 from tercet.router.page.watch import FleetWatch, OtherWorkers, Viewers, about_service
 from tercet.router.serve.shutdown import Shutdown
 from tercet.router.state.shared_state import SharedState
@@ -109,7 +110,8 @@ def page_files() -> Mapping[str, PageFile]:
 
 
 ROOT = "/tercet"
-ABOUT, STREAM = "about", "stream"
+_points = msgspec.json.Decoder(list[FleetPoint])
+ABOUT, STREAM, HISTORY = "about", "stream", "history"
 # Seconds after which a viewer that reads nothing is dropped; a viewer that is only slow skips frames.
 SEND_SECONDS = 20.0
 VIEW_HEADER = "x-tercet-view"
@@ -121,14 +123,18 @@ class PageApp:
     """The page, before ``app``, which serves every other path.
 
     ``clients`` are the client keys, and ``admins`` checks access to admin routes. ``admin_apart`` is true if only a
-    separate address serves admin routes.
+    separate address serves admin routes. ``past`` returns the points of the last minutes: those of this process, which
+    ``history`` keeps, and of the other workers.
     """
 
     def __init__(
-        self, app: ASGIApp, viewers: Viewers, admins: AdminAccess, clients: BearerKeys, admin_apart: bool = False
-    ) -> None:
+        self, app: ASGIApp, viewers: Viewers, history: History, past: Callable[[], Awaitable[Sequence[FleetPoint]]],
+        admins: AdminAccess, clients: BearerKeys, admin_apart: bool = False,
+    ) -> None:  # fmt: skip
         self._app = app
         self._viewers = viewers
+        self._past = past
+        self.history = history
         self._admins = admins
         self._clients = clients
         self._admin_apart = admin_apart
@@ -155,6 +161,10 @@ class PageApp:
             await answer(send, 200, msgspec.json.encode(about), "application/json")
         elif path == f"/{STREAM}":
             await self._stream(scope, receive, send)
+        elif path == f"/{HISTORY}":
+            self._admit(scope)
+            past = {"seconds": SECONDS, "points": await self._past()}
+            await answer(send, 200, msgspec.json.encode(past), "application/json", {"cache-control": "no-store"})
         else:
             await send_file(scope, path.removeprefix("/"), send)
 
@@ -200,8 +210,11 @@ class PageApp:
 
 def with_page(
     app: ASGIApp, state: SharedState, keys: RouterKeys, model: str, shutdown: Shutdown, admin_apart: bool = False
-) -> ASGIApp:
-    """Return an application with the page of the fleet that serves ``model``, before ``app``."""
+) -> PageApp:
+    """Return an application with the page of the fleet that serves ``model``, before ``app``.
+
+    The caller begins its ``history``.
+    """
     service = state.service
     fleet = service.fleet
 
@@ -209,13 +222,22 @@ def with_page(
         refusal = state.reports.refusal()
         roles = "fixed" if state.role_keeper is None else "auto"
         found = about_service(service, model, roles, "" if refusal is None else refusal.message)
-        return msgspec.structs.replace(found, process=os.getpid(), workers=1 + len(others))
+        return msgspec.structs.replace(found, process=os.getpid(), workers=1 + len(others), since=since)
+
+    def unix_time() -> float:
+        return epoch + fleet.costs.clock()
+
+    async def past() -> list[FleetPoint]:
+        return joined([history.points(), *await state.traces.histories(_points)])
 
     def watch() -> FleetWatch:
-        epoch = time.time() - fleet.costs.clock()
         return FleetWatch(service, ReportedLoads(fleet), about, epoch)
 
     others = OtherWorkers(state.traces.others, state.traces.frames_of)
     viewers = Viewers(watch, lambda: len(fleet.members), lambda: shutdown.has_begun, others)
     state.traces.frames = lambda: viewers.stream(viewers.enter_worker())
-    return PageApp(app, viewers, keys.access, keys.clients, admin_apart)
+    epoch = time.time() - fleet.costs.clock()
+    since = round(unix_time(), 3)
+    history = History(service, ReportedLoads(fleet), unix_time)
+    state.traces.history = history.points
+    return PageApp(app, viewers, history, past, keys.access, keys.clients, admin_apart)

@@ -56,13 +56,18 @@ class ProgramPoint(NamedTuple):
 
 
 class FleetPoint(msgspec.Struct, frozen=True):
-    """One point of the charts, ``seconds`` after the previous one; ``running`` and ``waiting`` are engines' sums."""
+    """One point of the charts, ``seconds`` after the previous one; ``running`` and ``waiting`` are engines' sums.
+
+    ``failed`` are requests that the router could not serve, ``refused`` those that it did not admit.
+    """
 
     t: float
     seconds: float
     running: int
     waiting: int
     programs: dict[str, ProgramPoint]
+    failed: int = 0
+    refused: int = 0
 
 
 class EngineTTFT(NamedTuple):
@@ -137,7 +142,10 @@ class ShareShown(msgspec.Struct, frozen=True):
 
 
 class About(msgspec.Struct, frozen=True, omit_defaults=True):
-    """The service that is shown. Objectives are in milliseconds; ``returned`` is why programs were rolled back."""
+    """The service that is shown. Objectives are in milliseconds; ``returned`` is why programs were rolled back.
+
+    ``since`` is when its process began, 0 if unknown.
+    """
 
     model: str
     version: int
@@ -151,6 +159,7 @@ class About(msgspec.Struct, frozen=True, omit_defaults=True):
     tpot_objective: float | None = None
     process: int = 0
     workers: int = 1
+    since: float = 0.0
 
 
 class Frame(msgspec.Struct, omit_defaults=True, kw_only=True):
@@ -448,6 +457,12 @@ class ReportedLoads:
         loads = self._fleet.knowledge.loads
         rows = self._fleet.knowledge.rows([member.name for member in members])
         return np.stack([loads.column(name, rows) for name in ("kv_usage", "running", "waiting", "step_time")], axis=1)
+
+
+def sums_of_loads(table: NDArray[np.float64]) -> tuple[int, int]:
+    """Return the running and the waiting requests of all rows of :meth:`LoadSource.table`."""
+    running, waiting = np.rint(np.nan_to_num(table[:, (RUNNING, WAITING)])).sum(axis=0)
+    return int(running), int(waiting)
 
 
 class FirstTokenTimes:

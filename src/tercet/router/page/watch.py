@@ -21,6 +21,7 @@ from tercet.aio import TaskSet
 from tercet.fleet import RunningSequence, Trace
 from tercet.protocol import NoSpace, ShuttingDown, UnknownSequence
 from tercet.protocol.wire import UNREADABLE
+from tercet.router.observe.metrics import Metrics
 from tercet.router.page.records import (
     LONGEST_WORDS,
     About,
@@ -121,7 +122,15 @@ class OtherWorkers:
         points = [each for frame in others for each in frame.points]
         joined = replace(
             own,
-            points=[replace(point, programs=added(point, points)) for point in own.points],
+            points=[
+                replace(
+                    point,
+                    programs=added(point, points),
+                    failed=point.failed + sum(each.failed for each in points),
+                    refused=point.refused + sum(each.refused for each in points),
+                )
+                for point in own.points
+            ],
             lanes=[*own.lanes, *(each for frame in others for each in frame.lanes)],
             spans=[*own.spans, *(each for frame in others for each in frame.spans)],
             ends=[*own.ends, *(each for frame in others for each in frame.ends)],
@@ -206,6 +215,20 @@ class EncodedFrame:
     def line(self) -> bytes:
         """The frame as a line of JSON, for another worker."""
         return msgspec.json.encode(self._frame) + b"\n"
+
+
+# The reason of a refusal that was none: the client left while it waited.
+NOT_REFUSED = "client_left"
+
+
+def refusals_of(metrics: Metrics) -> int:
+    """Return the number of requests that this process has refused so far."""
+    return sum(
+        round(sample.value)
+        for metric in metrics.refused.collect()
+        for sample in metric.samples
+        if sample.name.endswith("_total") and sample.labels.get("reason") != NOT_REFUSED
+    )
 
 
 class Viewer:
@@ -400,6 +423,7 @@ class FleetWatch:
         self._rows = EngineRows(service.fleet, loads, self._ttfts)
         self._lanes = Lanes(self._clock, self._time)
         self._counts = ProgramCounts(service.sequences)
+        self._failed, self._refused = 0, refusals_of(service.metrics)
         self._last = self._clock()
         self._points: deque[FleetPoint] = deque(maxlen=POINTS_KEPT)
         self._moves: OrderedDict[int, MoveShown] = OrderedDict()
@@ -425,6 +449,7 @@ class FleetWatch:
     def ends(self, sequence: RunningSequence, trace: Trace, outcome: Outcome) -> None:
         self._lanes.ends(sequence, trace.ttft, trace.tpot)
         self._counts.ends(sequence, trace)
+        self._failed += outcome == "failed"
         if trace.ttft is not None and (slowest := trace.slowest_engine):
             self._ttfts.add(slowest, trace.ttft)
 
@@ -453,11 +478,12 @@ class FleetWatch:
         """Return the changes since the last frame."""
         now = self._clock()
         engines, loads = self._rows.look()
+        refused = refusals_of(self._service.metrics)
         point = FleetPoint(
             round(self._time(now), 3), round(now - self._last, 3), self._rows.running, self._rows.waiting,
-            self._counts.take(self._service.sequences),
+            self._counts.take(self._service.sequences), self._failed, refused - self._refused,
         )  # fmt: skip
-        self._last = now
+        self._last, self._failed, self._refused = now, 0, refused
         self._points.append(point)
         lanes, spans, ends = self._lanes.take()
         moves, self._changed_moves = self._changed_moves, {}

@@ -76,7 +76,8 @@ class PageFleet:
             stack, None, gate, self.keys.clients, self.service.program_called, 100_000, admins=self.keys.access,
             admin_apart=apart,
         )  # fmt: skip
-        app.middleware_stack = with_page(front, self.shared, self.keys, "llama-3.1-8b", self.shutdown, apart)
+        page = with_page(front, self.shared, self.keys, "llama-3.1-8b", self.shutdown, apart)
+        app.middleware_stack, self.history = page, page.history
         self.app = app
         self._random, self._tasks = random.Random(5), TaskSet()
 
@@ -198,6 +199,7 @@ async def main() -> None:
     parser.add_argument("--rate", type=float, default=8)
     given = parser.parse_args()
     async with page_fleet(given.engines, Metrics()) as fleet, served(fleet.app, given.port) as url:
+        fleet.history.begin()
         print(f"{url}/tercet", flush=True)
         await asyncio.gather(fleet.deliver(), fleet.load(given.rate), fleet.move_some(0.7))
 

@@ -13,6 +13,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from tercet.cli.run_page import RecordedPage
 from tercet.decisions.planning import PlannerReport, ReportedPlan
 from tercet.router.observe.metrics import Metrics
+from tercet.router.serve.moves import MoveRecord
 from tercet_lab.bench.simulated import Experiment, Fleet, Record, SyntheticWorkload
 
 from .chromium import COMMAND, MISSING, Tab, chromium
@@ -83,6 +84,59 @@ async def test_a_fleet_is_drawn_and_drained_by_a_click(tab: Tab, metrics: Metric
         assert fleet.fleet.member("decode-1").draining
         assert [asked for asked in tab.urls if not asked.startswith((url, "about:"))] == []
         assert tab.problems == []
+
+
+async def test_who_comes_after_an_incident_sees_it(tab: Tab, metrics: Metrics) -> None:
+    async with page_fleet(3, metrics) as fleet, served(fleet.app) as url:
+        fleet.service.observers.append(fleet.history)
+        await asyncio.gather(*(fleet.ask(output=20) for _ in range(3)))
+        metrics.refused.labels("queue_full").inc(4)
+        fleet.history.take()
+        await tab.open(f"{url}/tercet")
+        await tab.until(LIVE)
+        await tab.until("document.querySelector('#program-legend').innerText === 'disaggregated'")
+        for engine in list(fleet.engines):
+            fleet.fleet.remove(engine)
+        await asyncio.gather(*(fleet.ask(output=20) for _ in range(2)))
+        metrics.refused.labels("queue_full").inc(4)
+        await tab.until(
+            "[...document.querySelectorAll('.number[data-is=bad] span')].map((e) => e.innerText).join()"
+            " === 'failures/s,refusals/s'"
+        )
+        assert tab.problems == []
+
+
+async def test_an_engine_tells_its_address_and_its_restarts(tab: Tab, metrics: Metrics) -> None:
+    async with page_fleet(3, metrics) as fleet, served(fleet.app) as url:
+        fleet.fleet.member("decode-1").restarts = 2
+        await tab.open(f"{url}/tercet")
+        await tab.until(LIVE)
+        await tab.click(".card[aria-label^='decode-1']")
+        await tab.until("document.querySelector('#engine-facts').innerText.includes('http://decode-1')")
+        facts = await tab.text("#engine-facts")
+        assert "restarts\n2" in facts
+        assert "as this router knows" in facts
+        await tab.click("#engine-dialog menu button")
+        await tab.click("#help")
+        assert "the last 15 minutes" in await tab.text("#help-dialog")
+        assert (await tab.text("#help-version")).startswith("Tercet ")
+        assert await tab.js("[...document.querySelectorAll('nav button:not([hidden])')].every((b) => b.title)")
+
+
+async def test_four_charts_fill_their_rows_and_no_table_is_cut(tab: Tab, metrics: Metrics) -> None:
+    async with page_fleet(3, metrics) as fleet, served(fleet.app) as url:
+        record = fleet.service.moves._record
+        record.append(MoveRecord(1, "s", "prefill-433", "decode-433", "rebalance", 0.0, 9, "moved", pause=0.1234))
+        await tab.open(f"{url}/tercet")
+        await tab.until(LIVE)
+        for width, columns in ((360, 1), (768, 2), (1200, 2), (1920, 4)):
+            await tab.size(width, 900)
+            await tab.until(f"innerWidth === {width}")
+            rows = "getComputedStyle(document.querySelector('#chart-grid')).gridTemplateColumns.split(' ').length"
+            assert await tab.js(rows) == columns
+            assert await tab.js(NO_SIDEWAYS)
+            cut = "[...document.querySelectorAll('.scroll')].filter((e) => e.scrollWidth > e.clientWidth).length"
+            assert await tab.js(cut) == 0, width
 
 
 async def test_programs_are_switched_after_a_question(tab: Tab, metrics: Metrics) -> None:

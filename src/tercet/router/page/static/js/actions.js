@@ -1,6 +1,6 @@
 // Changes of the fleet by the router's admin routes: each asks for confirmation first, and then shows its result.
 
-import { $, element, setText, ms } from "./dom.js";
+import { $, element, setText, ms, long } from "./dom.js";
 import { KV, RUNNING, WAITING, STEP, HERE, TTFT } from "./state.js";
 
 const BUILT_IN = ["data_parallel", "disaggregated", "balanced", "conditional", "auto"];
@@ -41,10 +41,11 @@ export class Actions {
   }
 
   open(state, name) {
-    this.name = name;
+    this.name = name; this.more = {};
     this.fresh = true;
     this.draw(state);
     $("engine-dialog").showModal();
+    if (!this.why) this.call("GET", "engines").then((engines) => { this.more = engines.find((engine) => engine.name === this.name) ?? {}; this.draw(state); }, () => {});
   }
 
   draw(state) {
@@ -54,6 +55,8 @@ export class Actions {
     setText($("engine-h"), name);
     const facts = [["state", said || "serves"], ["role", role], ["KV fill", `${(row[KV] / 10).toFixed(1)}%`], ["running", row[RUNNING]], ["waiting", row[WAITING]],
       ["of this router", `${row[HERE]} sequences`], ["step time", ms(row[STEP] / 1000 || null)], ["TTFT", ms(row[TTFT] || null)]];
+    const { url, vllm, weights, restarts, met_at: met, log } = this.more;
+    facts.push(...[["URL", url], ["vLLM", vllm], ["revision", weights], ["restarts", restarts], ["answers since", met && `${long(state.t - met)}, as this router knows`], ["log", log]].filter(([, value]) => value || value === 0));
     $("engine-facts").replaceChildren(...facts.flatMap(([term, value]) => [element("dt", {}, term), element("dd", {}, String(value))]));
     this.draining = said === "draining";
     setText($("drain"), this.draining ? "End the drain" : "Drain");

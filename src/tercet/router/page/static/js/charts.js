@@ -3,13 +3,13 @@
 import { $, element, setText, prepared, color, ms, count } from "./dom.js";
 import { emptySum, addTo, timeOf } from "./state.js";
 
-const BINS = 72, HEIGHT = 150, LIVE_SECONDS = 300, PAD = { left: 52, right: 8, top: 8, bottom: 20 };
+const BINS = 90, HEIGHT = 150, PAD = { left: 52, right: 8, top: 8, bottom: 20 };
 const DASHES = [[], [7, 4], [2, 3], [10, 3, 2, 3], [5, 2], [1, 2]];
 const CHARTS = [
   { id: "ttft", title: "TTFT", unit: "ms, p50; thin: p90", lines: [(s) => timeOf(s, 0), (s) => timeOf(s, 1)], show: ms, objective: "ttft_objective" },
   { id: "tpot", title: "TPOT", unit: "ms, p50; thin: p90", lines: [(s) => timeOf(s, 2), (s) => timeOf(s, 3)], show: ms, objective: "tpot_objective" },
-  { id: "tokens", title: "Output tokens", unit: "per second", lines: [(s) => (s.seconds ? s.tokens / s.seconds : null)], show: count },
-  { id: "done", title: "Requests done", unit: "per second", lines: [(s) => (s.seconds ? s.done / s.seconds : null)], show: count },
+  { id: "tokens", title: "Output tokens", unit: "per second", lines: [(s) => (s.seconds > 0.02 ? s.tokens / s.seconds : null)], show: count },
+  { id: "done", title: "Requests done", unit: "per second", lines: [(s) => (s.seconds > 0.02 ? s.done / s.seconds : null)], show: count },
 ];
 
 export class ProgramStyles {
@@ -24,6 +24,7 @@ export class ProgramStyles {
 export class Charts {
   constructor(styles) {
     this.styles = styles;
+    $("span").addEventListener("change", () => this.redraw?.());
     $("chart-grid").replaceChildren(...CHARTS.map((chart) => {
       chart.canvas = element("canvas", { role: "img", onpointermove: (event) => this.point(chart, event), onpointerleave: () => { this.at = null; this.redraw?.(); } });
       chart.said = element("span");
@@ -32,14 +33,16 @@ export class Charts {
   }
 
   // `whole`: start and end of a recorded run, whose charts do not scroll.
-  draw(state, now, whole = null, all = state.points) {
+  draw(state, now, whole = null, all = state.allPoints()) {
     this.redraw = () => this.draw(state, now, whole, all);
-    const [from, to] = whole ?? [now - LIVE_SECONDS, now];
+    const [from, to] = whole ?? [now - Number($("span").value), now];
     const first = all.length ? Math.max(from, all[0].t - all[0].seconds) : from;
     const start = whole ? from : Math.min(first, now - 20), bins = this.bins(all, start, to);
     const names = [...new Set(bins.flatMap((bin) => [...bin.keys()]))].sort();
     for (const chart of CHARTS) this.chart(chart, bins, names, start, to, state, whole ? now : null);
     this.legend(names);
+    $("span-label").hidden = Boolean(whole);
+    $("objective-key").hidden = !(state.about?.ttft_objective || state.about?.tpot_objective);
   }
 
   bins(points, from, to) {
@@ -72,7 +75,7 @@ export class Charts {
       pen.fillStyle = color("soft"); pen.fillText(share ? chart.show(top * share) : "0", PAD.left - 5, y(top * share));
     }
     pen.textBaseline = "alphabetic"; pen.textAlign = "left";
-    const live = from > 1e8, words = live ? [`−${Math.round(to - from)} s`, "now"] : [`${from.toFixed(0)} s`, `${to.toFixed(1)} s`];
+    const live = from > 1e8, words = live ? [`−${ago(to - from)}`, "now"] : [`${from.toFixed(0)} s`, `${to.toFixed(1)} s`];
     pen.fillText(words[0], PAD.left, HEIGHT - 5); pen.textAlign = "right"; pen.fillText(words[1], width - PAD.right, HEIGHT - 5);
     if (objective) { pen.strokeStyle = color("bad"); pen.setLineDash([3, 3]); pen.beginPath(); pen.moveTo(PAD.left, y(objective)); pen.lineTo(width - PAD.right, y(objective)); pen.stroke(); pen.setLineDash([]); pen.fillStyle = color("bad"); pen.fillText("objective", width - PAD.right, y(objective) - 4); }
     pen.textAlign = "left";
@@ -122,6 +125,10 @@ export class Charts {
       return element("span", {}, line, name);
     }));
   }
+}
+
+function ago(seconds) {
+  return seconds < 120 ? `${Math.round(seconds)} s` : `${Number((seconds / 60).toFixed(1))} min`;
 }
 
 function rounded(value) {

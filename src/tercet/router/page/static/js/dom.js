@@ -39,6 +39,11 @@ export function bytes(value) {
   return `${value} B`;
 }
 
+export function long(seconds) {
+  const [unit, size] = [["d", 86400], ["h", 3600], ["min", 60]].find(([, size]) => seconds >= 2 * size) ?? ["s", 1];
+  return `${Math.max(0, Math.floor(seconds / size))} ${unit}`;
+}
+
 let cachedStyle = null;
 export function color(name) {
   cachedStyle ??= getComputedStyle(document.documentElement);

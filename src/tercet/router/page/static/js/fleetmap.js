@@ -5,7 +5,7 @@ import { KV, RUNNING, WAITING, STEP, TTFT } from "./state.js";
 
 const CARDS = 24, TILES = 160;
 const MARKS = { unreachable: "×", refused: "!", stopping: "▾", draining: "▾", "no report": "?" };
-const COLUMN = { kv: KV, waiting: WAITING, step: STEP, ttft: TTFT };
+const COLUMN = { kv: KV, running: RUNNING, waiting: WAITING, step: STEP, ttft: TTFT };
 export const ROLES = ["prefill", "decode", "both"];
 
 export class FleetMap {
@@ -34,6 +34,7 @@ export class FleetMap {
     const size = state.engines.length;
     this.kind = size <= CARDS ? "card" : size <= TILES ? "tile" : "dot";
     this.cells = new Array(size);
+    $("busy-key").hidden = this.kind !== "dot";
     const groups = ROLES.map((role) => {
       const cells = element("div", { class: `cells ${this.kind}s`, role: "group" });
       const members = state.engines.map((engine, index) => ({ ...engine, index })).filter((engine) => engine.role === role);
@@ -69,6 +70,7 @@ export class FleetMap {
     cell.style.setProperty("--heat", down ? "transparent" : unknown ? "var(--track)" : fill);
     cell.style.setProperty("--heat-ink", down ? "var(--bad)" : unknown ? "var(--ink)" : ink);
     cell.classList.toggle("dead", down);
+    cell.classList.toggle("busy", this.kind === "dot" && !down && row[RUNNING] > 0);
     cell.classList.toggle("draining", said === "draining" || said === "stopping");
     const facts = `KV ${Math.round(row[KV] / 10)}%, ${row[RUNNING]} running, ${row[WAITING]} waiting, step ${ms(row[STEP] / 1000 || null)}, TTFT ${ms(row[TTFT] || null)}`;
     cell.title = `${engine.name}: ${said ? `${said}, ` : ""}${facts}`;
@@ -89,7 +91,7 @@ export class FleetMap {
     for (const row of state.rows) most = Math.max(most, row[COLUMN[this.metric]]);
     const unit = this.metric === "step" ? 1000 : 1;
     const top = unit * 2 ** Math.ceil(Math.log2(Math.max(4, most / unit)));
-    this.legend("0", this.metric === "waiting" ? String(top) : ms(top / unit));
+    this.legend("0", this.metric === "waiting" || this.metric === "running" ? String(top) : ms(top / unit));
     return top;
   }
 

@@ -1,8 +1,8 @@
 // The page: frames of a router or of a recorded run go into one state, and the same code draws both.
 
-import { $, setText } from "./dom.js";
+import { $, setText, long } from "./dom.js";
 import { FleetState } from "./state.js";
-import { about, Stream } from "./stream.js";
+import { about, past, Stream } from "./stream.js";
 import { FleetMap } from "./fleetmap.js";
 import { Lanes } from "./lanes.js";
 import { Charts, ProgramStyles } from "./charts.js";
@@ -36,10 +36,10 @@ function draw() {
   const recorded = mode === "recorded", now = recorded ? player.now : state.t;
   numbers.draw(state); map.draw(state); slowest.draw(state); programs.draw(state); drawMoves(state, clock);
   lanes.draw(state, recorded ? now : liveNow()); lanes.table(state, now);
-  charts.draw(state, now, recorded ? [player.begin, player.end] : null, recorded ? player.points : state.points);
+  charts.draw(state, now, recorded ? [player.begin, player.end] : null, recorded ? player.points : state.allPoints());
   if ($("engine-dialog").open) actions.draw(state);
   const { about: of } = state;
-  if (of) setText($("subject"), [of.model, `programs v${of.version}`, of.roles === "auto" && "roles follow the load", (of.workers ?? 1) > 1 ? `${of.workers} workers` : of.process && `process ${of.process}`].filter(Boolean).join(" · "));
+  if (of) setText($("subject"), [of.model, `programs v${of.version}`, of.roles === "auto" && "roles follow the load", (of.workers ?? 1) > 1 && `${of.workers} workers`, server?.tercet && `Tercet ${server.tercet}`, of.since && `up ${long(state.t - of.since)}`].filter(Boolean).join(" · "));
   if (!recorded && stream && !paused) status(of?.why ? `not serving: ${of.why}` : "live", of?.why ? "bad" : "good");
 }
 
@@ -61,7 +61,7 @@ function connect() {
   stream = new Stream({
     key: sessionStorage.getItem(KEY), onFrame,
     onState: (is, said) => {
-      if (is === "live") { notice(""); allow(said); }
+      if (is === "live") { notice(""); allow(said); past(sessionStorage.getItem(KEY)).then((points) => { state.past = points; }, () => {}); }
       if (is === "away") { status("disconnected, reconnecting", "bad"); if (said) notice(said); }
       if (is === "connecting") status("connecting", "");
     },
@@ -99,8 +99,13 @@ $("pause").addEventListener("click", () => {
   draw();
 });
 
+$("help").addEventListener("click", () => {
+  setText($("help-version"), [server?.tercet && `Tercet ${server.tercet}`, state.about?.process && `router process ${state.about.process}`].filter(Boolean).join(" · "));
+  $("help-dialog").showModal();
+});
+
 function useTheme(theme) {
-  setText($("theme"), theme[0].toUpperCase() + theme.slice(1));
+  setText($("theme"), `Theme: ${theme}`);
   if (theme === "auto") delete document.documentElement.dataset.theme; else document.documentElement.dataset.theme = theme;
 }
 let theme = THEMES.includes(localStorage.getItem(THEME)) ? localStorage.getItem(THEME) : "auto";

@@ -5,7 +5,13 @@ export const KV = 0, RUNNING = 1, WAITING = 2, STEP = 3, HERE = 4, TTFT = 5, STA
 const POINTS_KEPT = 3600, LANES_KEPT = 3000, MOVES_KEPT = 400;
 
 export class FleetState {
-  constructor() { this.clear(); }
+  constructor() { this.past = []; this.clear(); }
+
+  // The points of before the page was opened, then those of its frames.
+  allPoints() {
+    const first = this.points[0]?.t ?? Infinity;
+    return [...this.past.filter((point) => point.t < first), ...this.points];
+  }
 
   clear() {
     this.t = 0; this.about = null; this.engines = []; this.rows = []; this.unseen = []; this.points = [];
@@ -53,7 +59,7 @@ export class FleetState {
     const since = this.t - seconds, all = emptySum(), programs = new Map();
     for (let i = this.points.length - 1; i >= 0 && this.points[i].t > since; i--) {
       const point = this.points[i];
-      all.seconds += point.seconds;
+      all.seconds += point.seconds; all.failed += point.failed ?? 0; all.refused += point.refused ?? 0;
       for (const [name, values] of Object.entries(point.programs)) {
         if (!programs.has(name)) programs.set(name, emptySum());
         addTo(programs.get(name), values); addTo(all, values);
@@ -63,7 +69,7 @@ export class FleetState {
   }
 }
 
-export function emptySum() { return { seconds: 0, done: 0, unfinished: 0, tokens: 0, times: [[0, 0], [0, 0], [0, 0], [0, 0]] }; }
+export function emptySum() { return { seconds: 0, done: 0, unfinished: 0, failed: 0, refused: 0, tokens: 0, times: [[0, 0], [0, 0], [0, 0], [0, 0]] }; }
 
 export function addTo(sum, [done, unfinished, tokens, ...times]) {
   sum.done += done; sum.unfinished += unfinished; sum.tokens += tokens;

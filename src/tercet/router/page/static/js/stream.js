@@ -8,6 +8,12 @@ export async function about() {
   return answer.json();
 }
 
+// The last minutes, as points of the charts; none if the router does not tell.
+export async function past(key) {
+  const answer = await fetch("history", { headers: key ? { Authorization: `Bearer ${key}` } : {}, cache: "no-store" });
+  return answer.ok ? (await answer.json()).points : [];
+}
+
 export class Stream {
   constructor({ key, onFrame, onState, onRefused }) {
     Object.assign(this, { key, onFrame, onState, onRefused });

@@ -7,7 +7,7 @@ const RECENT = 10, SLOWEST = 8, MOVES = 30;
 
 export class Numbers {
   constructor() {
-    const names = ["engines", "running", "waiting", "tokens", "requests", "TTFT", "TTFT p90", "TPOT"];
+    const names = ["engines", "running", "waiting", "tokens", "requests", "failures", "refusals", "TTFT", "TTFT p90", "TPOT"];
     this.shown = names.map((name) => ({ name: element("span", {}, name), value: element("b", {}, NONE) }));
     $("numbers").replaceChildren(...this.shown.map(({ name, value }) => element("div", { class: "number" }, value, name)));
   }
@@ -18,14 +18,18 @@ export class Numbers {
     const sum = (column) => rows.reduce((total, row) => total + row[column], 0);
     const dead = rows.filter((row) => row[STATE] & (DEAD | REFUSED)).length + unseen("dead");
     const leaving = rows.filter((row) => row[STATE] & (DRAINING | STOPPING)).length, size = rows.length + unseen("engines");
-    const rate = (value) => (all.seconds ? count(value / all.seconds) : NONE);
+    const rate = (value) => (all.seconds ? (value && value / all.seconds < 0.1 ? "<0.1" : count(value / all.seconds)) : NONE);
+    const { ttft_objective: wanted, tpot_objective: wantedGap } = state.about ?? {};
+    const time = (i, name, most) => [ms(timeOf(all, i)), name, Boolean(most) && timeOf(all, i) > most, most ? `red above the objective of ${ms(most)}` : ""];
     const values = [
       [dead ? `${size - dead} of ${size}` : String(size), `engines${dead ? `, ${dead} unreachable` : ""}${leaving ? `, ${leaving} draining` : ""}`, dead],
       [count(sum(RUNNING) + unseen("running")), "running"], [count(sum(WAITING) + unseen("waiting")), "waiting"],
       [rate(all.tokens), "tokens/s"], [rate(all.done), "requests/s"],
-      [ms(timeOf(all, 0)), "TTFT p50"], [ms(timeOf(all, 1)), "TTFT p90"], [ms(timeOf(all, 2)), "TPOT p50"],
+      [rate(all.failed), "failures/s", all.failed, "requests that the router could not serve"], [rate(all.refused), "refusals/s", all.refused, "requests that the router did not admit"],
+      time(0, "TTFT p50", wanted), time(1, "TTFT p90", wanted), time(2, "TPOT p50", wantedGap),
     ];
-    values.forEach(([value, name, bad], i) => {
+    values.forEach(([value, name, bad, title], i) => {
+      this.shown[i].value.parentNode.title = title ?? "";
       setText(this.shown[i].value, value); setText(this.shown[i].name, name);
       this.shown[i].value.parentNode.dataset.is = bad ? "bad" : "";
     });
@@ -39,7 +43,8 @@ export class Slowest {
     const order = state.rows.map((row, index) => ({ row, index }))
       .filter(({ row }) => row[TTFT] || row[WAITING] || row[STATE] & DEAD)
       .sort((a, b) => (b.row[TTFT] - a.row[TTFT]) || (b.row[WAITING] - a.row[WAITING])).slice(0, SLOWEST);
-    const middle = median(state.rows.map((row) => row[TTFT]).filter(Boolean));
+    const wanted = state.about?.ttft_objective, middle = median(state.rows.map((row) => row[TTFT]).filter(Boolean));
+    setText($("slow-key"), `; red: ${wanted ? `above the objective of ${ms(wanted)}` : "more than twice the median"}`);
     if (!order.length) { $("slowest").replaceChildren(element("tr", {}, element("td", { class: "empty", colSpan: 6 }, "No request yet."))); return; }
     // Rows stay, so that a click or the focus is never lost to a redraw.
     const rows = $("slowest").rows;
@@ -51,7 +56,7 @@ export class Slowest {
       setText(cells[0].firstChild, name);
       const said = [role, ms(row[TTFT] || null), String(row[WAITING]), `${Math.round(row[KV] / 10)}%`, ms(row[STEP] / 1000 || null)];
       said.forEach((text, at) => setText(cells[at + 1], text));
-      cells[2].className = row[TTFT] > 2 * middle && row[TTFT] > 20 ? "n bad" : "n";
+      cells[2].className = (wanted ? row[TTFT] > wanted : row[TTFT] > 2 * middle && row[TTFT] > 20) ? "n bad" : "n";
     });
   }
 
@@ -99,7 +104,7 @@ export function drawMoves(state, clock) {
   const rows = moves.slice(0, MOVES).map((move) => {
     const bad = move.outcome === "failed" || move.outcome === "dropped";
     return element("tr", { title: [move.seq_id, move.error].filter(Boolean).join(": ") },
-      element("td", { class: "n" }, clock(move.t)), element("td", {}, `${move.source} → ${move.to}`), element("td", {}, move.reason),
+      element("td", { class: "n" }, clock(move.t)), element("td", { class: "way" }, element("span", {}, `${move.source} →`), " ", element("span", {}, move.to)), element("td", {}, move.reason),
       element("td", { class: bad ? "bad" : "" }, move.outcome.replace("_", " ")), element("td", { class: "n" }, bytes(move.bytes ?? 0)),
       element("td", { class: "n" }, move.pause === undefined || move.pause === null ? NONE : ms(move.pause * 1000)));
   });
