@@ -17,7 +17,7 @@ import zlib
 from array import array
 from collections.abc import Iterable, Mapping, Sequence
 from hashlib import blake2b
-from typing import Annotated
+from typing import Annotated, Protocol
 
 import msgspec
 
@@ -172,20 +172,30 @@ def extras_of(features: Iterable[MultiModalFeature], block_size: int) -> Extras:
     return found
 
 
+class HashedTokens(Protocol):
+    """Tokens that need not be made to know the hashes of their blocks."""
+
+    def __len__(self) -> int: ...
+
+    def hashes(self, block_size: int, blocks: int) -> Sequence[int]:
+        """Return the hashes of the tuples of the first ``blocks`` blocks."""
+        ...
+
+
 def chain(
-    parent: int, tokens: Sequence[int], block_size: int, limit: int | None = None, extras: Extras | None = None
-) -> list[int]:
+    parent: int, tokens: tuple[int, ...] | HashedTokens, block_size: int, limit: int | None = None,
+    extras: Extras | None = None,
+) -> list[int]:  # fmt: skip
     """Return the hashes of the full blocks of ``tokens``, at most ``limit``, that follow the block ``parent``.
 
-    Each hash covers all tokens before the end of its block. ``tokens`` is a tuple, or has slices that are tuples.
+    Each hash covers all tokens before the end of its block.
     """
     blocks = len(tokens) // block_size if limit is None else min(limit, len(tokens) // block_size)
-    begins = range(0, blocks * block_size, block_size)
     # Hashes of tuples of ints do not depend on PYTHONHASHSEED.
+    if isinstance(tokens, tuple):
+        own = [hash(tokens[begin : begin + block_size]) for begin in range(0, blocks * block_size, block_size)]
+    else:
+        own = tokens.hashes(block_size, blocks)
     if extras:
-        numbered = enumerate(begins)
-        return [
-            parent := hash((parent, tokens[begin : begin + block_size], *extras.get(number, ())))
-            for number, begin in numbered
-        ]
-    return [parent := hash((parent, tokens[begin : begin + block_size])) for begin in begins]
+        return [parent := hash((parent, each, *extras.get(number, ()))) for number, each in enumerate(own)]
+    return [parent := hash((parent, each)) for each in own]

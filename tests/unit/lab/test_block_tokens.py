@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tercet.protocol.content import chain
 from tercet_lab.bench.workloads.conversations import HashedWords
 from tercet_lab.bench.workloads.recorded import block_text
 from tercet_lab.block_tokens import BlockText, BlockTokens, begin_alike, part_of
@@ -64,6 +65,14 @@ def test_beginnings_are_alike_if_their_tokens_are(size: int, data: st.DataObject
         assert begin_alike(this, that, count) == expected
     assert begin_alike(one, BlockTokens(one._text, one._ids, one._begin, one._end), len(one))
     assert (one == other) == (plain == plainly)
+
+
+@given(prompts(), st.integers(1, 20))
+def test_the_hashes_of_its_blocks_are_those_of_tuples(found: tuple[BlockTokens, tuple[int, ...]], size: int) -> None:
+    tokens, plain = found
+    for _ in range(2):
+        assert chain(7, tokens, size) == chain(7, plain, size)
+    assert chain(7, tokens, size, 1, {0: (5,)}) == chain(7, plain, size, 1, {0: (5,)})
 
 
 def test_different_ids_are_different_tokens() -> None:

@@ -22,16 +22,31 @@ class BlockText:
     continues with a part of ``text``, which has :data:`HASHED_TEXT` tokens and at least ``size`` more.
     """
 
-    __slots__ = ("_digits", "_text", "places", "size")
+    __slots__ = ("_digits", "_hashes", "_text", "places", "size")
 
     def __init__(self, size: int, digits: Tokens, places: int, text: Tokens) -> None:
         self.size, self.places = size, places
         self._digits, self._text = digits, text
+        self._hashes: dict[int, list[int | None]] = {}  # of parts of the text, by length and place
+
+    def start(self, block_id: int) -> int:
+        """Return the place in the text at which a block would begin if its name were cut off."""
+        return block_id * SCATTER % 2**64 % HASHED_TEXT - self.places
+
+    def hashes(self, length: int) -> list[int | None]:
+        """Return the known hashes of parts of the text of this length, by their places."""
+        found = self._hashes.get(length)
+        if found is None:
+            found = self._hashes[length] = [None] * (HASHED_TEXT + self.size)
+        return found
+
+    def part(self, begin: int, end: int) -> Tokens:
+        """Return the tokens ``[begin, end)`` of the text."""
+        return self._text[begin:end]
 
     def tokens(self, block_id: int, begin: int, end: int) -> Tokens:
         """Return the tokens ``[begin, end)`` of a block."""
-        places = self.places
-        start = block_id * SCATTER % 2**64 % HASHED_TEXT - places
+        places, start = self.places, self.start(block_id)
         if begin >= places:
             return self._text[start + begin : start + end]
         rest, base, name = block_id, len(self._digits), list[int]()
@@ -101,6 +116,24 @@ class BlockTokens(Sequence[int]):
                 if self._text.tokens(one, *here) != self._text.tokens(another, *here):
                     return False
         return True
+
+    def hashes(self, block_size: int, blocks: int) -> list[int]:
+        """Return the hashes of the tuples of the first blocks of ``block_size`` tokens.
+
+        Parts of the text recur, since it is short: their hashes are kept. The others contain the name of a block.
+        """
+        text, found, known = self._text, list[int](), self._text.hashes(block_size)
+        for begin in range(self._begin, self._begin + blocks * block_size, block_size):
+            place, offset = divmod(begin, text.size)
+            if offset < text.places or offset + block_size > text.size:
+                found.append(hash(self._made(begin, begin + block_size)))
+                continue
+            start = text.start(self._ids[place]) + offset
+            each = known[start]
+            if each is None:
+                each = known[start] = hash(text.part(start, start + block_size))
+            found.append(each)
+        return found
 
     def __iter__(self) -> Iterator[int]:
         return iter(self._made(self._begin, self._end) if self else ())
