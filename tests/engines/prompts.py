@@ -63,3 +63,12 @@ def calls_of(answer: dict[str, Any]) -> list[str]:
 async def alone(engine_url: str, prompt: list[int], **fields: Any) -> list[int]:
     """What a lone engine generates, with a cache of its own so that nothing is found and nothing is left to find."""
     return tokens_of(await complete(engine_url, prompt, cache_salt=uuid.uuid4().hex, **fields))
+
+
+async def computed_prompt_tokens(url: str) -> float:
+    """Prompt tokens that an engine has computed since its start, by its metrics."""
+    async with aiohttp.ClientSession() as session, session.get(f"{url}/metrics") as page:
+        lines = (await page.text()).splitlines()
+    named, computed = "vllm:prompt_tokens_by_source_total{", 'source="local_compute"'
+    (found,) = [line for line in lines if line.startswith(named) and computed in line]
+    return float(found.rpartition(" ")[2])

@@ -27,7 +27,7 @@ from tercet.wire.client import HttpEngine
 from tests.abort import abort
 
 from .conftest import MAX_BATCHED, Fleet, settled
-from .prompts import BLOCK, alone, prompt_of
+from .prompts import BLOCK, alone, computed_prompt_tokens, prompt_of
 
 pytestmark = pytest.mark.usefixtures("nothing_leaks")
 
@@ -114,15 +114,6 @@ async def test_cached_kv_is_sent_without_a_forward_pass(prefill: HttpEngine, dec
     assert sent.bytes == 2 * layout.num_layers * layout.block_bytes
 
 
-async def computed_prompt_tokens(engine: HttpEngine) -> float:
-    """Prompt tokens that the engine has computed since its start, by its metrics."""
-    async with aiohttp.ClientSession() as session, session.get(f"{engine.url}/metrics") as page:
-        lines = (await page.text()).splitlines()
-    named, computed = "vllm:prompt_tokens_by_source_total{", 'source="local_compute"'
-    (found,) = [line for line in lines if line.startswith(named) and computed in line]
-    return float(found.rpartition(" ")[2])
-
-
 @pytest.mark.parametrize("end", [None, -1, 2 * BLOCK + 9, 2 * BLOCK, BLOCK - 1, 1])
 async def test_cached_only_computes_nothing_at_any_end(
     prefill: HttpEngine, decode: HttpEngine, end: int | None
@@ -130,7 +121,7 @@ async def test_cached_only_computes_nothing_at_any_end(
     prompt = prompt_of(3 * BLOCK + 30)
     request = request_of(prompt)
     await generate(prefill, msgspec.structs.replace(request, prompt=tuple(prompt[: 2 * BLOCK + 20])))
-    before = await computed_prompt_tokens(prefill)
+    before = await computed_prompt_tokens(prefill.url)
     assert before > 0
     async with decode.prep_recv(request) as space:
         sent = await prefill.remote_send(request, space, 0, end, cached_only=True)
@@ -138,7 +129,7 @@ async def test_cached_only_computes_nothing_at_any_end(
         assert (sent.begin, sent.end) == (0, min(2, asked // BLOCK) * BLOCK)
         assert (sent.usage.cached, sent.usage.computed, sent.bytes > 0) == (sent.end, 0, sent.end > 0)
         outputs = [item async for item in decode.start_generate(request, sent.end)]
-    assert await computed_prompt_tokens(prefill) == before
+    assert await computed_prompt_tokens(prefill.url) == before
     usage = outputs[0].usage
     assert usage is not None
     assert (usage.received, usage.computed) == (sent.end, len(prompt) - sent.end)

@@ -142,6 +142,8 @@ class FleetView:
 
     def source(self, request: Request, engine: Engine) -> Source | None:
         fleet = self.fleet
+        if fleet.roster.get(engine.name) is None:  # it was removed after its pick
+            return None
         able = [member for member in fleet.members if member.reachable and member.name not in self.failed]
         matched = fleet.picking.matched(request, able, by_reports=True)
         loads = {member.name: float(member.in_flight) for member in able}

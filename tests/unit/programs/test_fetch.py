@@ -132,3 +132,10 @@ async def test_a_client_that_leaves_during_a_pull_leaves_nothing() -> None:
     assert not fetching.here.leases
     assert (fetching.there.running, [member.in_flight for member in fetching.fleet.members]) == (0, [1, 0])
     assert not fetching.fleet.costs.pulls._running
+
+
+async def test_an_engine_that_was_removed_after_its_pick_serves_without_a_pull() -> None:
+    fetching = Fetching()
+    with fetching.fleet.pick(by="least_loaded") as engine:
+        fetching.fleet.remove("here")
+        assert fetching.fleet.source(request_of(), engine) is None
