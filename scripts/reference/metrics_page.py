@@ -15,6 +15,9 @@ from tercet.fleet import EngineFleet, Member
 from tercet.fleet.engine_fleet import EngineCollector
 from tercet.protocol import Engine, EngineLoad
 from tercet.router.observe.metrics import COUNTED_HERE, KNOWN_HERE, SERVED, VLLMS, Metrics, SessionMetrics
+from tercet.store import blocks
+from tercet.store.disk import DiskIndex
+from tercet.store.pool import MemoryPool
 from tercet.wire.client import remote_prefill
 from tercet_gateway.endpoint_picker import PickerMetrics, PoolCollector
 from tercet_gateway.model_router import ModelMetrics
@@ -53,6 +56,7 @@ BOUNDS = {
     "error_code": "HTTP statuses",
     "decision_type": "2",
     "endpoint": "`first`, `fallback`, `other`",
+    "medium": "`memory`, `disk`",
     "name": "1: the pool",
     "model_server_pod": "members of the pool",
 }
@@ -91,6 +95,8 @@ def metrics_page() -> str:
                     *collected(agents.ProbeCollector(_probe()).collect()),
                 ]
             ),
+            "## Of a store\n\nIn addition to those of an engine's ranks.",
+            _table([*declared_by(vars(blocks)), *collected(blocks.StoreCollector(_store()).collect())]),
             "## Of an endpoint picker",
             _table(
                 [
@@ -165,6 +171,16 @@ class _OneRank:
 
     stalled_s = 0.0
     agent_counters = ({},)
+
+
+class _EmptyStore:
+    """The blocks of a store that holds none."""
+
+    pool, disk = MemoryPool(1), DiskIndex(1)
+
+
+def _store() -> blocks.StoreBlocks:
+    return cast(blocks.StoreBlocks, _EmptyStore())
 
 
 def _probe() -> LivenessProbe:

@@ -20,13 +20,13 @@ LAYERS = {
     2: {"logs"},
     3: {"wire", "transport", "decisions"},
     4: {"engine", "programs", "fleet"},
-    5: {"vllm_plugin"},
+    5: {"vllm_plugin", "store"},
     6: {"router", "cluster"},
     7: {"cli"},
 }
 # Beside the product; each may import the product and the packages named here, and no room of the product imports them.
 BESIDE = {"tercet_gateway": set[str](), "tercet_ray": set[str](), "tercet_lab": {"tercet_gateway"}}
-MOST_ROOMS, MOST_LAYERS = 14, 8
+MOST_ROOMS, MOST_LAYERS = 15, 8
 LAYER_OF = {room: layer for layer, rooms in LAYERS.items() for room in rooms}
 DECISIONS = {"programs", "decisions"}
 # The verbs run on any engine, and have no way to a router of their own: an engine gives them one.

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from tercet.settings import Declared
 
 # Commands that run for a long time and read settings from environment variables.
-SERVERS = frozenset({"up", "engine", "router", "epp", "sidecar", "model-router", "demo", "chaos"})
+SERVERS = frozenset({"up", "engine", "router", "store", "epp", "sidecar", "model-router", "demo", "chaos"})
 # The exit code that click uses when nothing reads its output.
 NOBODY_READS = 1
 # Number of options that the error about an unknown one lists.

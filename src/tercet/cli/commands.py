@@ -26,7 +26,7 @@ from tercet.protocol.entry_points import COMMANDS, entry_points
 # `EXTRA_OF` come with another package, which the extra installs.
 MODULES: Mapping[str, str] = {
     "up": "up", "down": "detached", "status": "engines", "chat": "chat", "engine": "engine", "router": "servers",
-    "epp": "", "sidecar": "", "model-router": "", "planner": "",
+    "store": "store", "epp": "", "sidecar": "", "model-router": "", "planner": "",
     "demo": "demo", "chaos": "", "conformance": "", "doctor": "doctor",
     "program": "program", "engines": "engines", "scale": "scale", "upgrade": "",
     "trace": "trace", "top": "top", "bench": "", "sim": "", "advise": "",

@@ -16,7 +16,7 @@ from tercet.cli.program import state_in_words
 from tercet.cli.router_calls import Json, RunningRouter, show_answer, understood
 from tercet.cli.setting_flags import flags_as_records, given_as
 from tercet.cli.terminal import say
-from tercet.protocol import BadRequest, Role
+from tercet.protocol import BadRequest, MemberRole, Role
 from tercet.settings import require_engine_url
 
 
@@ -194,7 +194,7 @@ Name = Annotated[str, typer.Argument(help="Name of the engine in the fleet.")]
 def add(
     name: Name,
     engine_url: Annotated[str, typer.Argument(metavar="ENGINE_URL", help="Base URL of the engine's server.")],
-    role: Annotated[Role, typer.Option(help="Role of the engine in this fleet.")] = "both",
+    role: Annotated[MemberRole, typer.Option(help="Role of the engine in this fleet.")] = "both",
     *,
     router: RunningRouter,
 ) -> None:

@@ -160,6 +160,7 @@ class Edge:
             counters=self.probe.counters,
             max_adapters=self.adapters.most,
             adapters=await self.adapters.reports(),
+            regions=tuple(self.description.regions),
             **self.probe.core_status,
         )
 

@@ -34,6 +34,7 @@ from tercet.protocol import (
     digest_of_features,
     packed,
 )
+from tercet.protocol.addresses import RankRegion
 from tercet.protocol.content import require_placed
 from tercet.protocol.spans import SpanContext
 from tercet.transport import Push, SendPlan
@@ -105,6 +106,7 @@ class EngineDescription(msgspec.Struct, frozen=True):
     kv_events: dict[str, Any] | None  # endpoint, replay endpoint and topic
     tables: TablePlace | None = None  # where block tables are published; None if they are not
     host: str = LOOPBACK  # at which agents reach the API server's process
+    regions: list[RankRegion] = []  # each rank's memory of KV
 
 
 class ReservedBlocks(msgspec.Struct, frozen=True):

@@ -37,7 +37,7 @@ from tercet.fleet.kubernetes_api import (
 )
 from tercet.fleet.members import JOINED, MemberState, member_changes
 from tercet.fleet.membership import Membership
-from tercet.protocol import BadRequest, EngineUnreachable, Role
+from tercet.protocol import BadRequest, EngineUnreachable, MemberRole
 from tercet.protocol.names import bracketed, require_uid
 from tercet.settings import DiscoverySettings, EngineAddress
 from tercet.settings.engine_addresses import EARLIER_POOL_GROUP, POOL_GROUP
@@ -66,7 +66,7 @@ class Discovery(Protocol):
 
 
 def with_found(
-    members: Sequence[MemberState], found: Sequence[FoundEngine], reported: Mapping[str, Role] | None = None
+    members: Sequence[MemberState], found: Sequence[FoundEngine], reported: Mapping[str, MemberRole] | None = None
 ) -> tuple[MemberState, ...]:
     """Return the members for the engines ``found``; members that were named in settings or joined themselves stay.
 
@@ -101,7 +101,7 @@ def with_found(
     return (*named, *(joined[name] for name in order))
 
 
-def roles_of(found: Sequence[FoundEngine]) -> dict[str, Role]:
+def roles_of(found: Sequence[FoundEngine]) -> dict[str, MemberRole]:
     """Return the role that discovery reports for each engine, by name."""
     return {each.address.name: each.address.role for each in found}
 
@@ -114,7 +114,7 @@ async def follow_found(
     ``known`` is set once discovery has answered for the first time.
     """
     members: tuple[MemberState, ...] = tuple(MemberState(address) for address in named)
-    reported: dict[str, Role] = {}
+    reported: dict[str, MemberRole] = {}
     async with aclosing(discovery.changes()) as changes:
         async for found in changes:
             after = with_found(members, found, reported)
@@ -148,7 +148,7 @@ class RosterEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_
     url: str
     # Each start has another one, so that a replacement with the same name is another engine.
     uid: str
-    role: Role = "both"
+    role: MemberRole = "both"
     # It gets no new requests, and its sequences move elsewhere.
     draining: bool = False
     # A reason for the same, such as a start that is not complete: until it is empty, an engine that was not a member
@@ -248,13 +248,14 @@ class RosterFile:
 
 ROLE, LLM_D_ROLE, PORT, DRAIN = "tercet/role", "llm-d.ai/role", "tercet/port", "tercet/drain"
 """Labels or annotations of a pod. A label overrides an annotation, and Tercet's names override llm-d's."""
-ROLES: Mapping[str, Role] = {
+ROLES: Mapping[str, MemberRole] = {
     "prefill": "prefill",
     "encode-prefill": "prefill",
     "decode": "decode",
     "both": "both",
     "prefill-decode": "both",
     "encode-prefill-decode": "both",
+    "store": "store",
 }
 _PORT = re.compile("[0-9]{1,5}")
 OVER = ("Succeeded", "Failed")
@@ -287,7 +288,7 @@ def engines_of(pod: Pod, ports: Sequence[int], scheme: str = "http") -> Sequence
     return [FoundEngine(address, pod.metadata.uid, serves, withheld) for address in addresses]
 
 
-def role_of(marks: Mapping[str, str]) -> Role:
+def role_of(marks: Mapping[str, str]) -> MemberRole:
     """Return the role in a pod's labels, or ``both``; raise :class:`~tercet.protocol.BadRequest` if it is unknown."""
     for label in (ROLE, LLM_D_ROLE):
         if label in marks:

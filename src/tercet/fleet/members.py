@@ -17,9 +17,9 @@ from tercet import logs
 from tercet.fleet.knowledge import FleetKnowledge
 from tercet.fleet.picking import Picking
 from tercet.logs import LogEvent
-from tercet.protocol import AdapterReport, Conflict, Engine, Revision, Role, TercetError, UnknownEngine
+from tercet.protocol import AdapterReport, Conflict, Engine, MemberRole, Revision, Role, TercetError, UnknownEngine
 from tercet.protocol.addresses import UNKNOWN_REVISION
-from tercet.protocol.names import require_uid
+from tercet.protocol.names import STORE, require_uid
 from tercet.protocol.types import Paused
 from tercet.settings import EngineAddress
 
@@ -104,7 +104,7 @@ class Member:
 
     name: str
     url: str
-    role: Role
+    role: MemberRole
     engine: Engine
     in_flight: int = 0  # sequences that this router runs on it now
     # False when a call gets no answer or the engine is stuck, and true again when the watch finds the engine well.
@@ -149,7 +149,12 @@ class Member:
 
     def can(self, role: Role) -> bool:
         """True if the engine may serve in ``role``; every engine can do both, and the router sets roles."""
-        return role == "both" or self.role in (role, "both")
+        return not self.is_store and (role == "both" or self.role in (role, "both"))
+
+    @property
+    def is_store(self) -> bool:
+        """True if it keeps KV and computes nothing: it is never picked."""
+        return self.role == STORE
 
     def share(self, tokens: int) -> float:
         """Return the share of its KV cache that ``tokens`` need; 0 until its capacity is reported."""
@@ -239,8 +244,9 @@ class Roster:
     def reopen(self) -> None:
         """Compute again which members may be picked, after a member came, left or began to leave."""
         # In place: the views of a fleet share this list.
-        self.open[:] = [member for member in self._members.values() if member.is_open]
-        self._picking.reopen(self.open, [member for member in self._members.values() if not member.is_open])
+        engines = [member for member in self._members.values() if not member.is_store]
+        self.open[:] = [member for member in engines if member.is_open]
+        self._picking.reopen(self.open, [member for member in engines if not member.is_open])
         self.when_reopened()
 
     def _follow(self, member: Member) -> None:
@@ -253,6 +259,8 @@ class Roster:
             self._knowledge.loads.count(member.name, member.in_flight, member.in_flight_tokens)
         else:
             self._picking.forget_candidates()
+            if field == "role":
+                self.reopen()
 
 
 JOINED = "joined:"

@@ -24,9 +24,18 @@ from tercet.aio import TaskSet
 from tercet.fleet.engine_fleet import EngineFleet, Member
 from tercet.fleet.kv_events import cache_followed
 from tercet.fleet.members import MemberState
-from tercet.protocol import BadRequest, Engine, EngineError, EngineStatus, EngineUnreachable, KVEvents, TercetError
+from tercet.protocol import (
+    BadRequest,
+    Engine,
+    EngineError,
+    EngineStatus,
+    EngineUnreachable,
+    KVEvents,
+    MemberRole,
+    TercetError,
+)
 from tercet.protocol.addresses import TextFingerprint
-from tercet.protocol.names import bracketed
+from tercet.protocol.names import STORE, bracketed
 from tercet.settings import EngineAddress
 from tercet.wire.client import Admit, HttpEngine
 from tercet.wire.client.scraped_engine import ScrapedEngine
@@ -81,6 +90,13 @@ class ServedModel(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
                 f"{self.max_model_len} to its clients",
                 "url",
             )
+
+
+def require_role(status: EngineStatus, role: MemberRole) -> None:
+    """Raise :class:`~tercet.protocol.BadRequest` for a store in an engine's role, and for an engine in a store's."""
+    if status.is_store != (role == STORE):
+        what, rule = ("a store", f"must be {STORE}") if status.is_store else ("an engine", f"cannot be {STORE}")
+        raise BadRequest(f"role: {status.engine} is {what}, so its role {rule}", "role")
 
 
 def has_same_text(status: EngineStatus, text: TextFingerprint) -> bool:
@@ -277,6 +293,7 @@ class Membership:
                 raise
             except TercetError as error:
                 raise BadRequest(f"url: the server at {address.url} is not a Tercet engine: {error}", "url") from error
+            require_role(status, address.role)
             self._admit(status)
 
     async def until_ready(self, seconds: float = READY_SECONDS, others: float = OTHERS_SECONDS) -> ServedModel:
@@ -338,8 +355,9 @@ class Membership:
 
         Other weights fit if the router's tokenizer, chat template and model names match.
         """
-        serves = any(member.reachable for member in self._fleet.members)
-        refused = [self._others[id(member)] for member in self._fleet.members if id(member) in self._others]
+        engines = self._engines()  # a store keeps the weights of its start
+        serves = any(member.reachable for member in engines)
+        refused = [self._others[id(member)] for member in engines if id(member) in self._others]
         status = self._replaced.seen(asyncio.get_running_loop().time(), refused, serves)
         if status is None or self.served_model is None or self.on_replaced is None:
             return None
@@ -390,12 +408,15 @@ class Membership:
         Once one has answered, the others have ``others`` more seconds. While none answers, none is reported as lost:
         engines and router start at the same time.
         """
-        found = await self._polled(self._fleet.members, seconds, others)
+        found = await self._polled(self._engines(), seconds, others)
         if any(isinstance(answer, EngineStatus) for _, answer in found):
             return self._noted(found, seconds)
         for member, _ in found:
             member.reachable = False
         return []
+
+    def _engines(self) -> list[Member]:
+        return [member for member in self._fleet.members if not member.is_store]
 
     async def _polled(
         self, members: Sequence[Member], seconds: float, others: float
@@ -443,6 +464,7 @@ class Membership:
             member.incarnation, member.since = status.incarnation, time.time()
         self._fleet.adapters.reported(member, status)
         try:
+            require_role(status, member.role)
             self._admit(status)
         except BadRequest as error:
             if id(member) in self._open:

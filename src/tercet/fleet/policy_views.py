@@ -45,12 +45,15 @@ def prefill_line(fleet: EngineFleet, name: str) -> PrefillLine:
 
 
 def observed_engines(fleet: EngineFleet, lines: Mapping[str, PrefillLine] | None = None) -> list[ObservedEngine]:
-    """Return every engine; ``lines`` are the prefills of all processes that share the fleet, None for this process."""
+    """Return every engine, no store; ``lines`` are the prefills of all processes of the fleet, None for this one."""
     observed = list[ObservedEngine]()
     for member in fleet.members:
+        role = member.role
+        if role == "store":
+            continue
         able = member.reachable and not member.leaving and not member.refused
         line = (lines or {}).get(member.name) or prefill_line(fleet, member.name)
-        engine = ObservedEngine(member.name, member.role, able, line.waiting_s, line.busy_s)
+        engine = ObservedEngine(member.name, role, able, line.waiting_s, line.busy_s)
         if (last := fleet.knowledge.loads.last(member.name)) is not None:
             load, _ = last
             # Sequences whose prompts still wait on other engines have reserved KV here, which no step reads.

@@ -87,6 +87,7 @@ from tercet.protocol.types import (
 
 if TYPE_CHECKING:
     from tercet.protocol.stream import OutputStream
+from tercet.protocol.names import MemberRole
 
 __all__ = [
     "AdapterLoad",
@@ -112,6 +113,7 @@ __all__ = [
     "KVLayout",
     "LayoutMismatch",
     "LeaseEnded",
+    "MemberRole",
     "MethodNotAllowed",
     "MoveProposal",
     "MultiModalFeature",

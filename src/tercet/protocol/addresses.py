@@ -6,7 +6,7 @@ import hashlib
 import hmac
 import re
 from functools import lru_cache
-from typing import Annotated
+from typing import Annotated, Literal
 
 import msgspec
 
@@ -114,6 +114,17 @@ class KVLayout(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_def
         return f"block_bytes {self.block_bytes} with block_size {self.block_size} and tp_size {self.tp_size}"
 
 
+class RankRegion(msgspec.Struct, frozen=True, omit_defaults=True):
+    """The memory of one rank's KV: its number of planes, by group of layers, and the order of a block's items.
+
+    The order is the outermost dimension (``HN``: heads, ``NH``: tokens), heads, tokens, and bytes of an item; None if
+    blocks are exchanged as they are.
+    """
+
+    planes: tuple[Positive, ...]
+    order: tuple[Literal["HN", "NH"], int, int, int] | None = None
+
+
 class RankAddress(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """One receiving rank (one tensor-parallel worker), with the addresses on which its transport listens."""
 
@@ -203,8 +214,8 @@ def kv_obstacle(sender: Revision, receiver: Revision) -> str:
     show. A chat template does not matter: the same token ids have the same KV.
     """
     compared = (
-        ("versions of Tercet", _minor(sender.tercet), _minor(receiver.tercet)),
-        ("versions of vLLM", _minor(sender.vllm), _minor(receiver.vllm)),
+        ("versions of Tercet", minor_version(sender.tercet), minor_version(receiver.tercet)),
+        ("versions of vLLM", minor_version(sender.vllm), minor_version(receiver.vllm)),
         ("weights", sender.weights, receiver.weights),
     )
     for what, theirs, ours in compared:
@@ -226,7 +237,7 @@ def may_exchange_kv(one: Revision, other: Revision) -> bool:
     return one is other or (not kv_obstacle(one, other) and not kv_obstacle(other, one))
 
 
-def _minor(version: str) -> str:
+def minor_version(version: str) -> str:
     """Return the major and minor version, or the first word of another version, such as a simulated engine's."""
     found = re.match(r"[0-9]+\.[0-9]+|\S+", version)
     return found[0] if found else ""

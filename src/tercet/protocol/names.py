@@ -25,6 +25,10 @@ from tercet.protocol.errors import BadRequest
 from tercet.protocol.headers import PREFILLER_HEADER
 
 Role = Literal["prefill", "decode", "both"]
+"""What an engine is picked for."""
+STORE = "store"
+MemberRole = Literal["prefill", "decode", "both", "store"]
+"""The role of a member of a fleet; a store is never picked."""
 LONGEST_NAME = 256
 LONGEST_TEXT = 4096
 LONGEST_UID = 256

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
-from tercet.protocol.addresses import KVLayout, Revision, TextFingerprint
+from tercet.protocol.addresses import KVLayout, RankRegion, Revision, TextFingerprint
 from tercet.protocol.content import MultiModalFeature
 from tercet.protocol.errors import BadRequest, UnknownAdapter
 from tercet.protocol.wire import TokenId
@@ -153,7 +153,8 @@ class EngineStatus(msgspec.Struct, frozen=True, kw_only=True):
     in which it computes, empty if not reported. ``stalled_s`` as in :class:`EngineLoad`. ``text`` identifies its
     tokenizer and chat template, ``layout`` is that of its KV, None if not reported. ``max_adapters`` is the number of
     LoRA adapters that one step may serve, 0 if it serves none; ``adapters`` are those that it has. ``paused`` as in
-    :class:`EngineLoad`.
+    :class:`EngineLoad`. ``regions`` are the memories of its ranks' KV, empty if not reported. ``is_store``: it keeps KV
+    and computes nothing.
     """
 
     engine: str
@@ -181,6 +182,8 @@ class EngineStatus(msgspec.Struct, frozen=True, kw_only=True):
     max_adapters: int = 0
     adapters: tuple[AdapterReport, ...] = ()
     paused: Paused = ""
+    regions: tuple[RankRegion, ...] = ()
+    is_store: bool = False
 
     @property
     def revision(self) -> Revision:

@@ -25,7 +25,7 @@ from tercet.protocol.content import MultiModalFeatures
 from tercet.protocol.errors import BadRequest, Conflict, EngineUnreachable, from_wire
 from tercet.protocol.headers import INCARNATION_HEADER
 from tercet.protocol.json_text import UNREADABLE, in_utf8, read_json, unwritable_field
-from tercet.protocol.names import Role, require_adapter_name, require_text, require_uid
+from tercet.protocol.names import MemberRole, require_adapter_name, require_text, require_uid
 
 API_PREFIX = "/tercet/v1"
 JSON, MSGPACK = "application/json", "application/msgpack"
@@ -187,7 +187,7 @@ class JoinCall(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
     url: str
     uid: str
-    role: Role = "both"
+    role: MemberRole = "both"
     leaving: bool = False
 
     def __post_init__(self) -> None:

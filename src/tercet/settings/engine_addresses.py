@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from tercet.protocol import BadRequest, Role
+from tercet.protocol import BadRequest, MemberRole
 from tercet.protocol.names import LAST_PORT, require_engine_name, require_text, shown
 from tercet.settings.declaration import ENGINES, KUBERNETES, FixedPort, Setting, Settings, complaint, key_values
 
@@ -142,7 +142,7 @@ class EngineAddress(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     name: str
     url: str
-    role: Role = "both"
+    role: MemberRole = "both"
     labels: Mapping[str, str] = {}
 
     def __post_init__(self) -> None:

@@ -363,8 +363,8 @@ class RouterConfig(RouterSettings, frozen=True, kw_only=True):
     engines: Annotated[
         tuple[EngineAddress, ...],
         Setting(
-            "URL of an engine; role: prefill, decode or both, labels: for scheduling. Repeatable.", flag="--engine",
-            metavar="URL[,role=R][,name=N][,label.KEY=V]", read=engine_fields, panel=ENGINES,
+            "URL of an engine; role: prefill, decode, both or store, labels: for scheduling. Repeatable.",
+            flag="--engine", metavar="URL[,role=R][,name=N][,label.KEY=V]", read=engine_fields, panel=ENGINES,
         ),
     ] = ()  # fmt: skip
     discovery: DiscoverySettings = DiscoverySettings()

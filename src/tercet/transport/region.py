@@ -162,6 +162,14 @@ class BlockShape(msgspec.Struct, frozen=True, array_like=True):
     head_size: int
     item_bytes: int
 
+    @classmethod
+    def of(cls, layout: KVLayout) -> BlockShape | None:
+        """Return how a rank's blocks of this layout can be cut between tokens; None if they cannot."""
+        if not layout.splits_by_token:
+            return None
+        items = 2 * layout.heads_per_rank * layout.head_size * layout.block_size
+        return cls(layout.block_size, layout.heads_per_rank, layout.head_size, layout.block_bytes // items)
+
     @property
     def block_bytes(self) -> int:
         """Size of the block in bytes, keys and values together."""

@@ -42,6 +42,8 @@ ENDLESS = {
     "router/serve/sessions.py:Sessions._watch": KEPT,
     "router/workers.py:Shared._beat": "a worker that does not report is killed and replaced by its supervisor",
     "router/state/shared_state.py:SharedState.follow": KEPT,
+    "store/announcer.py:Announcer._repeat": KEPT,
+    "store/blocks.py:StoreBlocks._write_behind": KEPT,
     "transport/agent/agent_messages.py:AsyncControlClient._take_answers": KEPT,
     "engine/agents.py:AgentReports._receive": KEPT,
     "engine/liveness_probe.py:LivenessProbe._watch": KEPT,

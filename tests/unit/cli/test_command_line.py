@@ -166,7 +166,7 @@ def test_key_values_keep_what_follows_the_first_equals_sign() -> None:
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize(("typed", "expected"), [("tercet st", "status"), ("tercet engines dr", "drain")])
+@pytest.mark.parametrize(("typed", "expected"), [("tercet sta", "status"), ("tercet engines dr", "drain")])
 def test_the_shell_completes_commands(typed: str, expected: str) -> None:
     env = {
         **os.environ, "_TERCET_COMPLETE": "complete_bash", "COMP_WORDS": typed,

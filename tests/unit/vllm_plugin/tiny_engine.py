@@ -26,6 +26,7 @@ from vllm.v1.structured_output import StructuredOutputManager
 
 from tercet.engine.interface import KeyedPrompt, PinnedPrefix, ReservedBlocks, SendPlan, SeqParams
 from tercet.protocol import EngineError, KVLayout, content_of, packed
+from tercet.protocol.addresses import RankRegion
 from tercet.transport import (
     CancelSend,
     ExtendLease,
@@ -174,7 +175,9 @@ class TinyEngine:
         connector = self.scheduler.get_kv_connector()
         assert isinstance(connector, TercetConnector)
         self.connector = connector
-        connector.handshakes = [WorkerHandshake([], ("", ""), ("", ""), LAYOUT, words)]
+        connector.handshakes = [
+            WorkerHandshake([], ("", ""), ("", ""), LAYOUT, RankRegion((LAYOUT.num_layers,)), words)
+        ]
         self.agent = FakeAgent()
         self.side = connector.attach(self.scheduler)
         init_none_hash(sha256)

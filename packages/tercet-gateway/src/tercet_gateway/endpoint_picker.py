@@ -166,7 +166,8 @@ class PoolCollector(Collector):
         self._name = name
 
     def collect(self) -> Iterable[Metric]:
-        ready = [member for member in self._fleet.members if member.reachable and not member.leaving]
+        able = [member for member in self._fleet.members if not member.leaving and not member.is_store]
+        ready = [member for member in able if member.reachable]
         last = {member.name: self._fleet.knowledge.loads.last(member.name) for member in ready}
         loads = {name: found[0] for name, found in last.items() if found is not None}
         many = max(1, len(loads))

@@ -20,8 +20,9 @@ from typing import Literal, Protocol, cast
 import msgspec
 
 from tercet.decisions.scheduling.assembly import load_module, user_file
-from tercet.protocol import BadRequest, NoSpace, Revision, Role, may_exchange_kv
+from tercet.protocol import BadRequest, MemberRole, NoSpace, Revision, Role, may_exchange_kv
 from tercet.protocol.addresses import UNKNOWN_REVISION
+from tercet.protocol.names import STORE
 from tercet.settings import MoveSettings, RescheduleSettings
 
 Order = Literal["FIT", "SR", "LR", "FCR", "LCR", "FCW", "FCWSR"]
@@ -113,7 +114,7 @@ class LoadedEngine:
     """One engine and the sequences that may be moved away from it."""
 
     name: str
-    role: Role
+    role: MemberRole
     load: float | None  # share of its KV cache in use, 0 to 1; None if it has not reported any
     sequences: Sequence[SequenceView] = ()
     draining: bool = False  # it is to be emptied
@@ -141,8 +142,8 @@ class LoadedEngine:
     def free(self) -> float:
         return max(0.0, 1.0 - self.believed)
 
-    def can(self, role: Role) -> bool:
-        return role == "both" or self.role in (role, "both")
+    def can(self, role: MemberRole) -> bool:
+        return self.role != STORE and (role == "both" or self.role in (role, "both"))
 
     def fits(self, other: LoadedEngine) -> bool:
         """Return True if a sequence of one engine may continue on the other."""
@@ -178,7 +179,7 @@ def move(sequence: SequenceView, source: LoadedEngine, destination: LoadedEngine
     return Wanted(sequence.seq_id, source.name, destination.name, reason)
 
 
-def least_loaded(engines: Iterable[LoadedEngine], role: Role = "both") -> LoadedEngine | None:
+def least_loaded(engines: Iterable[LoadedEngine], role: MemberRole = "both") -> LoadedEngine | None:
     """Return the least loaded engine that accepts sequences and may serve in the role; None without one."""
     able = (each for each in engines if each.takes and each.can(role))
     return min(able, key=lambda each: each.believed, default=None)

@@ -17,7 +17,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from tercet.protocol import AdapterLoad, EngineView, Request, Role
+from tercet.protocol import AdapterLoad, EngineView, MemberRole, Request
 from tercet.protocol.content import chain, extras_of, root_of
 
 Floats = NDArray[np.float64]
@@ -224,7 +224,7 @@ class Decision:
     """One pick: its request and role, and the matches that scorers found."""
 
     request: Request | None
-    role: Role
+    role: MemberRole
     knowledge: Knowledge
     random: Random
     # The estimated number of the prompt's tokens in each engine's cache, by row; None before a scorer estimated it.

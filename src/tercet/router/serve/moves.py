@@ -355,7 +355,7 @@ async def pass_on(fleet: EngineFleet, seq_id: str, destination: str, reason: str
     sequence's tokens do not go to a router, and :class:`~tercet.protocol.UnknownSequence` if no engine has it.
     """
     fleet.member(destination)
-    engines = [member.engine for member in fleet.members]
+    engines = [member.engine for member in fleet.members if not member.is_store]
     asked = {
         asyncio.ensure_future(engine.propose_move(seq_id, destination, reason))
         for engine in engines

@@ -46,7 +46,7 @@ class LiveEngines(Mapping[str, EngineSeen]):
 
     def __init__(self, fleet: EngineFleet) -> None:
         self._fleet = fleet
-        self._members = {member.name: member for member in fleet.members}
+        self._members = {member.name: member for member in fleet.members if not member.is_store}
 
     def __getitem__(self, name: str) -> EngineSeen:
         return self._seen(self._members[name])

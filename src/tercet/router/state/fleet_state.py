@@ -18,7 +18,7 @@ import msgspec
 from tercet.fleet.discovery import FoundEngine, with_found
 from tercet.fleet.members import JOINED, MemberState
 from tercet.fleet.membership import ServedModel
-from tercet.protocol import BadRequest, Conflict, EngineError, Role, UnknownEngine
+from tercet.protocol import BadRequest, Conflict, EngineError, MemberRole, Role, UnknownEngine
 from tercet.protocol.names import require_adapter_name, require_text
 from tercet.protocol.wire import UNREADABLE
 from tercet.router.serve.routing import Plan
@@ -209,7 +209,7 @@ class FleetState(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         member = self._member(name)
         return self._with(member, msgspec.structs.replace(member, draining=draining))
 
-    def with_found(self, found: Sequence[FoundEngine], told: Mapping[str, Role]) -> FleetState:
+    def with_found(self, found: Sequence[FoundEngine], told: Mapping[str, MemberRole]) -> FleetState:
         """Return the state with the engines ``found``; see :func:`tercet.fleet.discovery.with_found`."""
         members = with_found(self.members, found, told)
         return self if members == self.members else msgspec.structs.replace(self, members=members)

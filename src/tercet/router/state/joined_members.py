@@ -12,7 +12,7 @@ from contextlib import aclosing
 
 from tercet.fleet.discovery import Discovery, roles_of
 from tercet.fleet.members import JOINED
-from tercet.protocol import Role, TercetError, UnknownEngine
+from tercet.protocol import MemberRole, TercetError, UnknownEngine
 from tercet.protocol.wire import JoinCall, Joined
 from tercet.router.state.shared_state import SharedState
 from tercet.settings import EngineAddress
@@ -96,7 +96,7 @@ RETRY_DELAY_S = 1.0
 
 async def follow_found(state: SharedState, discovery: Discovery) -> None:
     """Keep the state's members equal to the engines found and those that an operator named, until cancelled."""
-    told: dict[str, Role] = {}
+    told: dict[str, MemberRole] = {}
     logger.info("engines: following %s", discovery.source)
     async with aclosing(discovery.changes()) as changes:
         async for found in changes:

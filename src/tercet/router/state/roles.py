@@ -106,7 +106,9 @@ class FleetRoles:
                 objectives=self._objectives,
                 limits=PlanLimits(max(2, plan.engines), max(2, plan.engines)),
                 seen=1 / self._processes() if self._processes else 1.0,
-                kv_tokens=min((each.kv_tokens for each in fleet.members if each.kv_tokens), default=0),
+                kv_tokens=min(
+                    (each.kv_tokens for each in fleet.members if each.kv_tokens and not each.is_store), default=0
+                ),
             )
         )
         if effects.flip is not None and await self._flip(effects.flip):

@@ -16,6 +16,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorHandsha
 
 from tercet.engine.interface import SeqParams
 from tercet.protocol import KVLayout
+from tercet.protocol.addresses import RankRegion
 from tercet.transport import Push, SendComplete, SendPlan
 
 KEY = "tercet"
@@ -70,5 +71,6 @@ class WorkerHandshake(KVConnectorHandshakeMetadata):
     agent: tuple[str, str]  # address and secret of the agent's control channel
     life: tuple[str, str]  # address and secret of the worker's liveness channel
     layout: KVLayout  # of its KV, which is that of every rank
+    region: RankRegion  # the memory of its KV
     # The place of the core's words in the rank's region: a file, valid on this machine while the worker lives; offset.
     words: tuple[str, int]

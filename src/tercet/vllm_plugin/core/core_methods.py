@@ -71,6 +71,7 @@ def describe(core: EngineCore) -> EngineDescription:
         kv_events=_published_at(core),
         tables=None if tables is None else tables.place,
         host=connector.inner_host,
+        regions=[rank.region for rank in ranks],
     )
 
 

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import os
 
+from msgspec.structs import astuple
+
 from tercet.protocol import KVLayout
+from tercet.protocol.addresses import RankRegion
 from tercet.transport import AgentProcess, AgentSetup, BlockShape, ControlServer, LayersDone, StepBegins, StepEnds
 from tercet.vllm_plugin.core.connector_messages import StepMetadata, WorkerHandshake
 from tercet.vllm_plugin.hooks import UnsupportedVLLM
@@ -41,10 +44,11 @@ class WorkerSide:
             staged, device = self._config.is_staged(planes.device.type), self._device and self._device.handles
             mapped = device is not None and self._config.kv_memory == "auto"
             setup = AgentSetup(
-                self._rank, kv, shape, layout.exchange_key, settings, cpus, _block_of(layout), staged, device, mapped,
-                self._device and self._device.rdma, self._host,
+                self._rank, kv, shape, layout.exchange_key, settings, cpus, BlockShape.of(layout), staged, device,
+                mapped, self._device and self._device.rdma, self._host,
             )  # fmt: skip
             self._started = AgentProcess(setup)
+            self._region = RankRegion(shape.groups or (len(shape.planes),), shape.order and astuple(shape.order))
             self._words = f"/proc/{self._agent.pid}/fd/{kv}", shape.words  # the agent inherits the descriptor's number
         finally:
             os.close(kv)  # the agent has its own; the mapping stays
@@ -59,7 +63,7 @@ class WorkerSide:
         ready, life = self._agent.ready, self._life
         agent = ready.control, ready.secret
         lives_at = life.address, life.secret
-        return WorkerHandshake(list(ready.addresses), agent, lives_at, self._layout, self._words)
+        return WorkerHandshake(list(ready.addresses), agent, lives_at, self._layout, self._region, self._words)
 
     def begin_step(self, metadata: StepMetadata) -> None:
         self._step = metadata
@@ -89,11 +93,3 @@ class WorkerSide:
         if self._started is not None:
             self._started.close()
         self._life.close()
-
-
-def _block_of(layout: KVLayout) -> BlockShape | None:
-    """Return how this rank's blocks can be cut between tokens; None if they cannot."""
-    if not layout.splits_by_token:
-        return None
-    items = 2 * layout.heads_per_rank * layout.head_size * layout.block_size
-    return BlockShape(layout.block_size, layout.heads_per_rank, layout.head_size, layout.block_bytes // items)

@@ -1,0 +1,439 @@
+"""The process of a store: it mirrors an engine's layout, serves two of the verbs, and reports to routers as engines do.
+
+Each rank of the mirrored engine has a region of memory here and an agent that moves it, so leases, fences, hashes and
+the secret are those of engines: the verbs are :mod:`tercet.engine.verbs`, the bytes :mod:`tercet.transport`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from functools import partial
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any, NoReturn, TypeVar
+
+import msgspec
+from aiohttp import web
+from prometheus_client import REGISTRY
+from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
+
+from tercet.aio import signals_to
+from tercet.aio.files import descriptors_watched
+from tercet.engine import verbs
+from tercet.engine.agents import AgentCalls, ProbeCollector
+from tercet.engine.edge import Edge
+from tercet.engine.interface import Adapter, EngineDescription, ModelLimits
+from tercet.engine.liveness_probe import LivenessProbe
+from tercet.logs import lines_of_call, logged_call
+from tercet.protocol import (
+    AdapterReport,
+    BadRequest,
+    EngineError,
+    EngineLoad,
+    EngineStatus,
+    EngineUnreachable,
+    MultiModalFeature,
+    TercetError,
+    Unauthorized,
+)
+from tercet.protocol.access import CHALLENGE_HEADER, Callers, require_digest, secrets_of
+from tercet.protocol.addresses import RankRegion, minor_version
+from tercet.protocol.content import require_placed
+from tercet.protocol.headers import INCARNATION_HEADER
+from tercet.protocol.request_checks import VERB_FORMS, ShownHeaders, labelled, require_own_call
+from tercet.protocol.wire import (
+    API_PREFIX,
+    JSON,
+    AbortCall,
+    ConnectCall,
+    PrepRecvCall,
+    ReleaseAnswer,
+    ReleaseCall,
+    RemoteSendCall,
+    decode_call,
+    require_incarnation,
+)
+from tercet.store.announcer import Announcer
+from tercet.store.blocks import StoreBlocks, StoreCollector
+from tercet.store.disk import DiskFolder
+from tercet.transport import (
+    AgentProcess,
+    AgentSetup,
+    AsyncControlClient,
+    BlockOrder,
+    BlockShape,
+    KVRegion,
+    ReadCounters,
+    TransportSettings,
+    create_file,
+    shape_of,
+)
+from tercet.wire.client import HttpEngine
+from tercet.wire.exported_spans import exporting_spans
+from tercet.wire.streams import RouterConnections
+
+logger = logging.getLogger(__name__)
+C = TypeVar("C")
+MIRROR_SECONDS, RETRY_SECONDS = 600.0, 1.0
+LEASE_TTL = 60.0
+LONGEST_BODY = 64 * 1024 * 1024
+ANY_TOKEN = 2**31
+ASKS_FOR_A_KEY = "this store requires its fleet's secret (TERCET_SECRET): Authorization: Bearer KEY"
+LEAST_BLOCKS = 8
+
+
+class StoreConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """How a store runs: ``memory`` and ``disk_size`` in bytes, ``mirrors`` are URLs of engines, the first counts."""
+
+    name: str
+    host: str
+    port: int
+    mirrors: Sequence[str]
+    memory: int
+    disk: Path | None = None
+    disk_size: int = 0
+    transport: str = "auto"
+    secret: str = ""
+
+
+# ---- the mirrored engine ---------------------------------------------------------------------------------------------
+
+
+async def mirrored(config: StoreConfig, seconds: float = MIRROR_SECONDS) -> EngineStatus:
+    """Return the status of the first engine that answers; raise ``EngineUnreachable`` if none does in time."""
+    deadline, failure = asyncio.get_running_loop().time() + seconds, ""
+    while True:
+        for url in config.mirrors:
+            try:
+                async with HttpEngine(url, url, secret=config.secret) as engine:
+                    return await engine.status()
+            except EngineUnreachable as error:
+                if not failure:
+                    logger.warning("waiting for the engine to mirror: %s", error.message)
+                failure = error.message
+        if asyncio.get_running_loop().time() > deadline:
+            raise EngineUnreachable(f"mirror: no engine has answered within {seconds:g} s: {failure}", "mirror")
+        await asyncio.sleep(RETRY_SECONDS)
+
+
+def require_storable(status: EngineStatus) -> None:
+    """Raise :class:`~tercet.protocol.BadRequest` for an engine whose KV a store does not keep."""
+    layout = status.layout
+    if layout is None or not status.regions:
+        raise BadRequest(
+            f"mirror: {status.engine} does not report the layout of its KV; give an engine of this version of Tercet "
+            "that runs on vLLM",
+            "mirror",
+        )
+    kinds = sorted({group.kind for group in layout.groups})
+    if kinds:
+        raise BadRequest(
+            f"mirror: the model of {status.engine} has layers of other kinds ({', '.join(kinds)}); a store keeps KV of "
+            "full attention only",
+            "mirror",
+        )
+
+
+def kind_of(status: EngineStatus) -> str:
+    """Return the name of the folder for KV that this engine can use: of its weights, layout and versions."""
+    versions = minor_version(status.version), minor_version(status.vllm_version)
+    said = msgspec.json.encode([status.fingerprint, versions, status.layout, status.regions])
+    return f"tercet-{blake2b(said, digest_size=8).hexdigest()}"
+
+
+def regions_for(status: EngineStatus, memory: int) -> list[KVRegion]:
+    """Return a region for each rank, of as many blocks as ``memory`` bytes hold.
+
+    Raises :class:`~tercet.protocol.BadRequest` if these are too few.
+    """
+    layout = status.layout
+    if layout is None:
+        raise EngineError("the status has no layout")
+    of_a_block = sum(sum(rank.planes) for rank in status.regions) * layout.block_bytes
+    blocks = memory // of_a_block
+    if blocks < LEAST_BLOCKS:
+        raise BadRequest(
+            f"memory: {memory} bytes hold {blocks} blocks of {of_a_block} bytes; give at least {LEAST_BLOCKS} of them",
+            "memory",
+        )
+    return [_region(rank, blocks, layout.block_bytes) for rank in status.regions]
+
+
+def _region(rank: RankRegion, blocks: int, block_bytes: int) -> KVRegion:
+    shape = shape_of([blocks * block_bytes] * sum(rank.planes), blocks, block_bytes)
+    order = None if rank.order is None else BlockOrder(*rank.order)
+    shape = msgspec.structs.replace(shape, groups=rank.planes, order=order)
+    return KVRegion(create_file(shape), shape)
+
+
+# ---- what a store refuses --------------------------------------------------------------------------------------------
+
+
+class AnyPrompt(ModelLimits):
+    """The limits of prompts: a store does not know the vocabulary, and counts no images."""
+
+    def check_features(self, tokens: list[int], features: Sequence[MultiModalFeature], adapter: str | None) -> None:
+        require_placed(features, len(tokens))
+
+
+class NoGeneration:
+    """The half of an engine that a store lacks: a :class:`~tercet.engine.interface.GenerationHalf` that refuses."""
+
+    def __init__(self, status: EngineStatus) -> None:
+        self.limits = AnyPrompt(ANY_TOKEN, status.max_model_len)
+        self.version, self.model, self.model_dtype = status.vllm_version, status.model, status.model_dtype
+
+    def encode(self, text: str) -> NoReturn:
+        raise BadRequest("prompt: is text, and a store has no tokenizer; give token ids", "prompt")
+
+    def request(self, *_: object, **__: object) -> NoReturn:
+        raise BadRequest("cached_only: must be true here, as a store computes nothing", "cached_only")
+
+
+class NamedAdapters:
+    """Adapters are what callers say: a store knows them by the digest of their contents."""
+
+    most = 0
+
+    def count_users(self, names: Callable[[], list[str]]) -> None:
+        """Do nothing: no adapter is unloaded here."""
+
+    async def find(self, name: str | None, digest: str = "") -> Adapter | None:
+        if name is not None and not digest:
+            raise BadRequest("adapter_digest: is missing; a store knows adapters by their contents", "adapter_digest")
+        return None if name is None else Adapter(name, 0, "", digest)
+
+    async def reports(self) -> tuple[AdapterReport, ...]:
+        return ()
+
+
+# ---- HTTP ------------------------------------------------------------------------------------------------------------
+
+Handler = Callable[[web.Request], Awaitable[Any]]
+
+
+class StoreServer:
+    """The routes of a store with this ``edge``."""
+
+    def __init__(self, edge: Edge, blocks: StoreBlocks, secret: str) -> None:
+        self.edge = edge
+        self._callers = Callers(secrets_of(secret))
+        self.blocks = blocks
+        self.stopping = False
+        self.router_connections = RouterConnections(edge.name, edge.incarnation, self._load, self._refuse)
+
+    def routes(self) -> list[web.RouteDef]:
+        """Return the routes."""
+        posts = (self.prep_recv, self.remote_send, self.abort, self.release, self.connect)
+        return [
+            *(web.post(f"{API_PREFIX}/{each.__name__}", self._answered(each)) for each in posts),
+            web.post(f"{API_PREFIX}/start_generate", self._answered(self._refuse)),
+            web.get(f"{API_PREFIX}/status", self._answered(self.status)),
+            web.get(f"{API_PREFIX}/sequences", self._answered(self.sequences)),
+            web.get(f"{API_PREFIX}/leases/{{seq_id:.+}}", self._answered(self.leases)),
+            web.get("/health", self.health),
+            web.get("/metrics", self.metrics),
+        ]
+
+    def _answered(self, handler: Handler) -> Callable[[web.Request], Awaitable[web.Response]]:
+        """Wrap a handler: the caller and the incarnation that it means are checked, and errors are answers."""
+
+        async def answer(http: web.Request) -> web.Response:
+            try:
+                await self._admit(http)
+                return _json(await handler(http))
+            except TercetError as error:
+                answer = _json(error.to_wire(), error.status)
+                if isinstance(error, Unauthorized) and self._callers:
+                    answer.headers[CHALLENGE_HEADER] = self._callers.challenge()
+                if error.retry_after is not None:
+                    answer.headers["retry-after"] = str(error.retry_after)
+                return answer
+
+        return answer
+
+    async def _admit(self, http: web.Request) -> None:
+        if not self._callers:
+            require_own_call(ShownHeaders.of_asgi(http.raw_headers), http.remote)
+        else:
+            shown = http.headers.getall("authorization", [])
+            path = http.path.partition(API_PREFIX)[2]
+            digest = self._callers.require(shown, http.method, path, ASKS_FOR_A_KEY)
+            if digest is not None:
+                require_digest(await http.read(), digest)
+        require_incarnation(http.headers.get(INCARNATION_HEADER), self.edge.incarnation)
+
+    async def prep_recv(self, http: web.Request) -> Any:
+        call = await _call_in(http, PrepRecvCall)
+        with logged_call("prep_recv", call, http.headers, self.edge.reader.model_of(call)):
+            return await verbs.prep_recv(self.edge, call)
+
+    async def remote_send(self, http: web.Request) -> Any:
+        call = await _call_in(http, RemoteSendCall)
+        with logged_call("remote_send", call, http.headers, self.edge.reader.model_of(call)):
+            return await verbs.remote_send(self.edge, call)
+
+    async def abort(self, http: web.Request) -> Any:
+        return {"aborted": await self.edge.abort((await _call_in(http, AbortCall)).seq_id)}
+
+    async def release(self, http: web.Request) -> Any:
+        with lines_of_call(http.headers):
+            lease = (await _call_in(http, ReleaseCall)).lease
+            return ReleaseAnswer(valid_end=await self.edge.leases.release(lease))
+
+    async def connect(self, http: web.Request) -> Any:
+        router = (await _call_in(http, ConnectCall)).router
+        await self.router_connections.connect(router.address, router.key)
+        return {"connected": True}
+
+    async def status(self, _: web.Request) -> Any:
+        return msgspec.structs.replace(await self.edge.status(), is_store=True)
+
+    async def sequences(self, _: web.Request) -> Any:
+        return []
+
+    async def leases(self, http: web.Request) -> Any:
+        return [each.report() for each in self.edge.leases.stories(http.match_info["seq_id"])]
+
+    async def health(self, _: web.Request) -> web.Response:
+        return web.Response()
+
+    async def metrics(self, _: web.Request) -> web.Response:
+        return web.Response(body=generate_latest(REGISTRY), headers={"content-type": CONTENT_TYPE_LATEST})
+
+    async def _refuse(self, *_: object) -> NoReturn:
+        raise BadRequest("start_generate: a store computes nothing; call an engine", "seq_id")
+
+    def _load(self) -> EngineLoad:
+        stalled = self.edge.probe.stalled_s
+        return EngineLoad(
+            waiting=0, running=0, kv_usage=self.blocks.usage, stalled_s=stalled, stopping=self.stopping
+        )  # fmt: skip
+
+
+async def _call_in(http: web.Request, kind: type[C]) -> C:
+    form = labelled(http.raw_headers, VERB_FORMS).form
+    return decode_call(await http.read(), kind, form)
+
+
+def _json(value: Any, status: int = 200) -> web.Response:
+    return web.Response(body=msgspec.json.encode(value), status=status, content_type=JSON)
+
+
+# ---- the process -----------------------------------------------------------------------------------------------------
+
+
+def started_agents(config: StoreConfig, status: EngineStatus, regions: Sequence[KVRegion]) -> list[AgentProcess]:
+    """Start an agent for each region; the calling thread must live as long as they."""
+    layout = status.layout
+    if layout is None:
+        raise EngineError("the status has no layout")
+    settings = TransportSettings(transport=config.transport, hosts=(config.host,), secret=config.secret)
+    agents = list[AgentProcess]()
+    try:
+        for rank, region in enumerate(regions):
+            setup = AgentSetup(
+                rank, region.fd, region.shape, layout.exchange_key, settings, (), BlockShape.of(layout)
+            )  # fmt: skip
+            agents.append(AgentProcess(setup))
+    except BaseException:
+        for agent in agents:
+            agent.close()
+        raise
+    return agents
+
+
+@asynccontextmanager
+async def serving(
+    config: StoreConfig, mirror: EngineStatus, regions: Sequence[KVRegion], agents: Sequence[AgentProcess]
+) -> AsyncGenerator[StoreServer]:
+    """Serve the store while the context is open. Raises ``OSError`` if the address is in use."""
+    layout = mirror.layout
+    if layout is None:
+        raise EngineError("the status has no layout")
+    async with AsyncExitStack() as stack:
+        folder = None
+        if config.disk is not None:
+            of_a_block = sum(region.num_layers for region in regions) * layout.block_bytes
+            folder = DiskFolder(config.disk, kind_of(mirror), of_a_block)
+        blocks = StoreBlocks(regions, layout.block_size, folder, config.disk_size)
+        stack.push_async_callback(blocks.close)
+        await asyncio.to_thread(blocks.scan)
+        announcer = Announcer(config.host, layout.block_size, blocks.held.values)
+        stack.push_async_callback(announcer.close)
+        blocks.on_stored, blocks.on_removed = announcer.stored, announcer.removed
+        blocks.start()
+        announcer.start()
+        channels = [AsyncControlClient(agent.ready.control, agent.ready.secret) for agent in agents]
+        for channel in channels:
+            stack.callback(channel.close)
+        probe = LivenessProbe(blocks.status, [partial(each.call, ReadCounters()) for each in channels], [])
+        stack.push_async_callback(probe.close)
+        await probe.start()
+        description = EngineDescription(
+            transports=[list(agent.ready.addresses) for agent in agents],
+            agents=[(agent.ready.control, agent.ready.secret) for agent in agents],
+            workers=[],
+            layout=layout,
+            token="",
+            lease_ttl=LEASE_TTL,
+            reserve_wait=LEASE_TTL,
+            kv_events={**announcer.addresses, "topic": ""},
+            regions=list(mirror.regions),
+        )
+        edge = Edge(
+            config.name, description, blocks, NoGeneration(mirror), AgentCalls(channels), NamedAdapters(), probe,
+            config.secret, mirror.text,
+        )  # fmt: skip
+        stack.push_async_callback(edge.tasks.close)
+        server = StoreServer(edge, blocks, config.secret)
+        stack.callback(server.router_connections.close)
+        app = web.Application(client_max_size=LONGEST_BODY)
+        app.add_routes(server.routes())
+        # When a client disconnects, its handler is cancelled and releases its resources.
+        runner = web.AppRunner(
+            app, handler_cancellation=True, access_log=None, shutdown_timeout=1.0, auto_decompress=False
+        )  # fmt: skip
+        await runner.setup()
+        stack.push_async_callback(runner.cleanup)
+        await web.TCPSite(runner, config.host, config.port).start()
+        yield server
+
+
+def serve(config: StoreConfig) -> None:
+    """Serve a store until SIGINT or SIGTERM. Raises :class:`~tercet.protocol.TercetError` if it cannot start."""
+    import uvloop
+
+    with exporting_spans("tercet-store", {"service.instance.id": config.name}):
+        uvloop.run(_serve(config))
+
+
+async def _serve(config: StoreConfig) -> None:
+    stopped = asyncio.Event()
+    with signals_to(stopped.set, stopped.set):
+        finding = asyncio.ensure_future(mirrored(config))
+        stopping = asyncio.ensure_future(stopped.wait())
+        await asyncio.wait({finding, stopping}, return_when=asyncio.FIRST_COMPLETED)
+        if not finding.done():
+            finding.cancel()
+            return
+        mirror = finding.result()
+        require_storable(mirror)
+        regions = regions_for(mirror, config.memory)
+        agents = started_agents(config, mirror, regions)  # in this thread, which lives as long as they
+        try:
+            async with descriptors_watched(), serving(config, mirror, regions, agents) as server:
+                for collector in (ProbeCollector(server.edge.probe), StoreCollector(server.blocks)):
+                    REGISTRY.register(collector)
+                logger.info(
+                    "%s keeps KV of %s: %d blocks in memory", config.name, mirror.model, server.blocks.pool.slots
+                )
+                await stopped.wait()
+                server.stopping = True
+                server.router_connections.tell_now()
+        finally:
+            for agent in agents:
+                agent.close()

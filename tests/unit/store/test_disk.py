@@ -1,0 +1,158 @@
+"""Blocks on disk: what is read is what was written, or nothing; limits hold, and other files stay."""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from tercet.engine.interface import KeyedPrompt
+from tercet.protocol import BadRequest
+from tercet.store.contents import BlockContent, contents_of
+from tercet.store.disk import DiskFolder, DiskIndex
+
+KIND, OTHER = "tercet-0123456789abcdef", "tercet-fedcba9876543210"
+BYTES, PARTS = 3000, 3
+
+
+def blocks(count: int, seed: int = 0) -> list[BlockContent]:
+    return contents_of(KeyedPrompt([seed, *range(4 * count)]), 4)[:count]
+
+
+def kv(seed: int) -> list[memoryview]:
+    choose = random.Random(seed)
+    return [memoryview(bytearray(choose.randbytes(BYTES // PARTS))) for _ in range(PARTS)]
+
+
+def empty() -> list[memoryview]:
+    return [memoryview(bytearray(BYTES // PARTS)) for _ in range(PARTS)]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Iterator[DiskFolder]:
+    found = DiskFolder(tmp_path, KIND, BYTES)
+    yield found
+    found.close()
+
+
+def test_what_is_read_is_what_was_written(folder: DiskFolder) -> None:
+    for number, content in enumerate(blocks(3)):
+        assert folder.write(content, kv(number)) == folder.size_of(content)
+    for number, content in enumerate(blocks(3)):
+        found = empty()
+        assert folder.read(content, found)
+        assert found == kv(number)
+    with pytest.raises(FileNotFoundError):
+        folder.read(blocks(4)[3], empty())
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=300, deadline=None)
+@given(st.data())
+def test_a_file_of_which_one_bit_is_another_is_never_read_as_the_block(folder: DiskFolder, data: st.DataObject) -> None:
+    (content,) = blocks(1)
+    path = folder.root / folder.file(content.name)
+    folder.write(content, kv(1))
+    whole = bytearray(path.read_bytes())
+    at = data.draw(st.integers(0, len(whole) - 1) | st.integers(0, 200), label="byte")
+    whole[at] ^= 1 << data.draw(st.integers(0, 7), label="bit")
+    path.write_bytes(whole)
+    assert not folder.read(content, empty())
+    assert not path.exists()
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+@given(st.integers(min_value=0))
+def test_a_file_that_was_cut_is_never_read_and_is_deleted_by_a_scan(folder: DiskFolder, cut: int) -> None:
+    (content,) = blocks(1)
+    path = folder.root / folder.file(content.name)
+    size = folder.write(content, kv(1))
+    os.truncate(path, cut % size)
+    assert list(folder.scan()) == []
+    assert not path.exists()
+
+
+def test_a_scan_finds_what_was_written_by_age_and_other_weights_first(tmp_path: Path) -> None:
+    folder = DiskFolder(tmp_path, KIND, BYTES)
+    for number, content in enumerate(blocks(3)):
+        folder.write(content, kv(number))
+        os.utime(tmp_path / folder.file(content.name), (5 - number, 5 - number))
+    folder.close()
+    newer = DiskFolder(tmp_path, OTHER, BYTES)
+    newer.write(blocks(1)[0], kv(0))
+    (tmp_path / OTHER / f"{'0' * 32}.part").write_bytes(b"half")
+    found = list(newer.scan())
+    assert [content and content.name for _, _, content in found] == [None, None, None, blocks(1)[0].name]
+    assert [name for name, _, _ in found[:3]] == [f"{KIND}/{content.name.hex()}" for content in reversed(blocks(3))]
+    assert all(size == (tmp_path / name).stat().st_size for name, size, _ in found)
+    newer.delete([name for name, _, _ in found[:3]])
+    assert sorted(path.name for path in tmp_path.iterdir()) == [OTHER, "tercet.lock"]
+    newer.close()
+
+
+def test_files_of_others_stay(folder: DiskFolder, tmp_path: Path) -> None:
+    for name in ("notes.txt", "photos/0123", f"{KIND}/readme", f"{KIND}x/{'0' * 32}"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_bytes(b"mine")
+    assert list(folder.scan()) == []
+    assert sum(path.is_file() for path in tmp_path.rglob("*")) == 4 + 1  # and the lock
+
+
+def test_a_header_that_names_another_block_is_not_believed(folder: DiskFolder) -> None:
+    one, other = blocks(2)
+    folder.write(one, kv(1))
+    (folder.root / folder.file(one.name)).rename(folder.root / folder.file(other.name))
+    assert not folder.read(other, empty())
+    folder.write(one, kv(1))
+    (folder.root / folder.file(one.name)).rename(folder.root / folder.file(other.name))
+    assert list(folder.scan()) == []
+
+
+def test_a_folder_has_one_store(folder: DiskFolder, tmp_path: Path) -> None:
+    with pytest.raises(BadRequest, match=r"disk: .* is another store's"):
+        DiskFolder(tmp_path, OTHER, BYTES)
+
+
+def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(b"")
+    with pytest.raises(BadRequest, match=r"disk: .*file cannot be used: Not a directory"):
+        DiskFolder(tmp_path / "file", KIND, BYTES)
+
+
+def test_a_write_that_fails_leaves_no_file(folder: DiskFolder) -> None:
+    (content,) = blocks(1)
+    closed = memoryview(bytearray(10))
+    closed.release()
+    with pytest.raises(ValueError, match="released"):
+        folder.write(content, [closed])
+    assert list((folder.root / KIND).iterdir()) == []
+
+
+@given(st.integers(1, 40), st.lists(st.tuples(st.sampled_from("abcdef"), st.integers(1, 20), st.booleans())))
+def test_the_index_keeps_its_limit_and_forgets_the_least_recently_used(
+    limit: int, steps: list[tuple[str, int, bool]]
+) -> None:
+    index, model = DiskIndex(limit), dict[str, int]()
+    for file, size, touches in steps:
+        if touches:
+            index.touch(file)
+            if file in model:
+                model[file] = model.pop(file)
+            continue
+        gone = index.make_room(size)
+        assert (gone is None) == (size > limit)
+        if gone is None:
+            continue
+        for each in gone:
+            assert each == next(iter(model))
+            del model[each]
+        index.add(file, size)
+        model.pop(file, None)
+        model[file] = size
+        assert index.nbytes == sum(model.values()) <= limit
+        assert len(index) == len(model)
+        assert all(each in index for each in model)

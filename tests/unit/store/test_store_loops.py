@@ -1,0 +1,80 @@
+"""Background loops of a store: an error at each await, and each goes on."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import zmq
+import zmq.asyncio
+
+from tercet.engine.interface import KeyedPrompt
+from tercet.store.announcer import Announcer
+from tercet.store.blocks import StoreBlocks
+from tercet.store.disk import DiskFolder
+from tercet.transport import KVRegion
+
+from ..supervision import Works, until, with_an_error_at_each_await
+
+SIZE, LAYERS, BYTES = 4, 2, 64
+SOON_MS = 50
+
+
+async def test_missed_events_are_repeated() -> None:
+    @asynccontextmanager
+    async def started() -> AsyncGenerator[Works]:
+        announcer = Announcer("127.0.0.1", SIZE, list)
+        announcer.start()
+
+        async def works() -> None:
+            while not await asked():
+                pass
+
+        async def asked() -> bool:
+            with zmq.asyncio.Context.instance().socket(zmq.DEALER) as asking:
+                socket: Any = asking
+                socket.linger = 0
+                socket.connect(announcer.addresses["replay"])
+                await socket.send_multipart([b"", bytes(8)])
+                answers = 0
+                while await socket.poll(SOON_MS):  # the loop may have lost the question
+                    await socket.recv_multipart()
+                    answers += 1
+                return answers == 2  # a summary, and the end
+
+        try:
+            yield works
+        finally:
+            await announcer.close()
+
+    await with_an_error_at_each_await("store/announcer.py:Announcer._repeat", started)
+
+
+async def test_blocks_are_written_behind(tmp_path: Path) -> None:
+    folders, prompts = itertools.count(), itertools.count()
+
+    @asynccontextmanager
+    async def started() -> AsyncGenerator[Works]:
+        region = KVRegion.create(LAYERS, 4, BYTES)
+        folder = DiskFolder(tmp_path / str(next(folders)), "tercet-0123456789abcdef", LAYERS * BYTES)
+        blocks = StoreBlocks([region], SIZE, folder, 10_000)
+        blocks.start()
+
+        async def works() -> None:
+            before = len(blocks.disk)
+            while len(blocks.disk) == before:  # a block whose write ended in an error stays in memory only
+                await blocks.reserve("lease", KeyedPrompt([next(prompts)] * SIZE))
+                await blocks.release("lease", SIZE)
+                await until(lambda: not blocks.waiting_writes)
+            assert blocks.pool.available == 4
+
+        try:
+            yield works
+        finally:
+            await blocks.close()
+            region.close()
+
+    await with_an_error_at_each_await("store/blocks.py:StoreBlocks._write_behind", started)
