@@ -17,8 +17,8 @@ from benchmarks.migration.moving_report import NEIGHBOURS, PAUSES, neighbour_row
 from tercet.cli.setting_flags import given_as
 from tercet.cli.terminal import note, require_folder, say, show_table, write_file
 from tercet.settings import MoveSettings, require_url
-from tercet_lab.bench.figures import require_drawing
 from tercet_lab.bench.results import machine, where_and_when
+from tercet_lab.drawing import require_drawing
 
 
 def migration(

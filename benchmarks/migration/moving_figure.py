@@ -11,7 +11,7 @@ from typing import Any
 
 from benchmarks.migration.moving import MoveCost
 
-from tercet_lab.bench.figures import Picture, picture
+from tercet_lab.drawing import Picture, picture
 
 WIDTH, HEIGHT = 5.6, 4.0
 # The shortest pause that is drawn on a logarithmic axis.

@@ -23,8 +23,8 @@ from tercet.cli.terminal import progress, require_folder, say, show_table
 from tercet.protocol import TransferFailed
 from tercet.settings import require_url
 from tercet.transport import TransportSettings
-from tercet_lab.bench.figures import require_drawing
 from tercet_lab.bench.results import three_digits, where_and_when
+from tercet_lab.drawing import require_drawing
 
 
 def transfer(

@@ -10,7 +10,7 @@ from typing import Any
 from benchmarks.transfer.cases import KIB, MIB, Case, Table
 from benchmarks.transfer.measurement import BACKENDS
 
-from tercet_lab.bench.figures import Picture, picture
+from tercet_lab.drawing import Picture, picture
 
 COLUMN, ROW, MARGIN, NARROWEST = 1.55, 1.65, 1.4, 4.2
 LIMIT = "memcpy"

@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 
 from tercet.protocol import BadRequest
+from tercet_lab.bench.simulated.capacity import Capacity, capacity_of
 from tercet_lab.bench.simulated.experiment import Experiment, Fleet, Planner, Run, Work
 from tercet_lab.bench.simulated.experiment import moves as moves_of
 from tercet_lab.bench.simulated.moving_fleet import MovingSettings
@@ -60,9 +61,40 @@ def simulate(
     Raise :class:`~tercet.protocol.BadRequest` for an invalid part, and errors of the program itself as
     :class:`~tercet.protocol.ProgramFailed`.
     """
+    return _experiment_of(program, fleet, work, parts).run(note)
+
+
+def max_rate(
+    program: str | Callable[..., Any] | Experiment,
+    fleet: Fleet | str | None = None,
+    work: Work | None = None,
+    *,
+    attainment: float = 0.9,
+    seeds: int = 3,
+    low: float | None = None,
+    high: float | None = None,
+    tolerance: float = 0.02,
+    note: Callable[[str], object] = lambda _: None,
+    **parts: Any,
+) -> Capacity:
+    """Search the largest rate at which the share ``attainment`` of the requests meets the SLO, with an interval.
+
+    The experiment is given as to :func:`simulate`; the rate of its ``work`` is where the search begins. Each of
+    ``seeds`` seeds is searched by itself (:func:`~tercet_lab.bench.simulated.capacity.capacity_of` says how), within
+    ``low`` and ``high`` if they are given, until two rates are within the share ``tolerance``.
+
+    Raise :class:`~tercet.protocol.BadRequest` for an invalid argument, or if no rate is the largest.
+    """
+    found = _experiment_of(program, fleet, work, parts)
+    return capacity_of(found, attainment, seeds=seeds, low=low, high=high, tolerance=tolerance, note=note)
+
+
+def _experiment_of(
+    program: str | Callable[..., Any] | Experiment, fleet: Fleet | str | None, work: Work | None, parts: dict[str, Any]
+) -> Experiment:
     if isinstance(program, Experiment):
-        return msgspec.structs.replace(program, **parts).run(note)
+        return msgspec.structs.replace(program, **parts)
     if fleet is None or work is None:
         missing = "fleet" if fleet is None else "work"
         raise BadRequest(f"{missing}: is missing; give a program, a fleet and a workload, or an Experiment", missing)
-    return experiment(program, fleet, work, **parts).run(note)
+    return experiment(program, fleet, work, **parts)

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tercet_lab.bench.figures import Box, place
+from tercet_lab.drawing import Box, place
 
 FRAME = Box(0, 0, 100, 100)
 COORDINATE = st.floats(0, 100)

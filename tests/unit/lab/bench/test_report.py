@@ -16,7 +16,7 @@ from tercet.protocol import BadRequest
 from tercet_lab.bench.bench_config import CompareConfig
 from tercet_lab.bench.bench_report import figure_of, markdown, point_text, pooled, ratio_table
 from tercet_lab.bench.experiment import ratios_of
-from tercet_lab.bench.figures import draw, require_drawing
+from tercet_lab.bench.figures import draw
 from tercet_lab.bench.results import (
     BenchResult,
     Point,
@@ -28,6 +28,7 @@ from tercet_lab.bench.results import (
     summarize,
     three_digits,
 )
+from tercet_lab.drawing import require_drawing
 from tercet_lab.tables import Slo
 
 from .golden_images import check_image

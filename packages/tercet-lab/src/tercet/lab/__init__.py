@@ -4,6 +4,7 @@ Part of the distribution ``tercet-lab``; ``docs/lab.md`` shows its use, ``docs/s
 times are in seconds. Invalid arguments raise :class:`~tercet.protocol.BadRequest`, which names the argument.
 """
 
+from tercet_lab import plot
 from tercet_lab.bench.simulated import (
     EngineGroup,
     Experiment,
@@ -21,8 +22,9 @@ from tercet_lab.bench.simulated import (
     run_once,
 )
 from tercet_lab.bench.simulated import moves as Moves
+from tercet_lab.bench.simulated.capacity import Capacity
 from tercet_lab.bench.simulated.works import Fixed, Lognormal, Normal, Poisson, Sessions, Trace, Workload
-from tercet_lab.interface import simulate
+from tercet_lab.interface import max_rate, simulate
 from tercet_lab.planning.advice import Advice, advise
 from tercet_lab.run_files import load
 from tercet_lab.sim import EngineOptions, Network, Profile, SimEngine, load_profile, run_virtual, shipped_profiles
@@ -30,6 +32,7 @@ from tercet_lab.tables import Requests, Slo, Table
 
 __all__ = [
     "Advice",
+    "Capacity",
     "EngineGroup",
     "EngineOptions",
     "Experiment",
@@ -60,7 +63,9 @@ __all__ = [
     "advise",
     "load",
     "load_profile",
+    "max_rate",
     "parse_fleet",
+    "plot",
     "run_once",
     "run_virtual",
     "shipped_profiles",

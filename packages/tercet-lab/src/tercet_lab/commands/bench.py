@@ -52,7 +52,7 @@ from tercet_lab.bench.bench_config import (
 )
 from tercet_lab.bench.bench_report import figure_of, markdown, point_text, program_served, ratio_table
 from tercet_lab.bench.experiment import Bench, Cell, Contender, Experiment, prepare, ratios_of, turns_of
-from tercet_lab.bench.figures import draw, require_drawing
+from tercet_lab.bench.figures import draw
 from tercet_lab.bench.results import (
     BenchResult,
     Point,
@@ -66,6 +66,7 @@ from tercet_lab.bench.results import (
     versions,
 )
 from tercet_lab.bench.step_measurement import Measured, MeasurementPlan, Meter, profile_from
+from tercet_lab.drawing import require_drawing
 from tercet_lab.run_files import RECORD_COLUMNS, add_records
 from tercet_lab.sim import Profile, StepModel, load_profile, shipped_profiles
 from tercet_lab.sim.step_times import Transfer, pairs_of

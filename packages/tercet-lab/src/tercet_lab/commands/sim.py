@@ -21,7 +21,7 @@ from tercet.cli.terminal import note, require_folder, show_table, write_file
 from tercet.protocol import BadRequest
 from tercet.settings import key_values
 from tercet.settings.declaration import complaint
-from tercet_lab.bench.figures import plot_sweep, require_drawing
+from tercet_lab.bench.figures import plot_sweep
 from tercet_lab.bench.simulated import (
     Experiment,
     Fleet,
@@ -38,6 +38,7 @@ from tercet_lab.bench.simulated.recording import OFTEN_S
 from tercet_lab.bench.simulated.simulation import headings as headings_of_run
 from tercet_lab.bench.simulated.sweep import SweepReport, headings, parse_axis, rows, sweep
 from tercet_lab.commands.bench import limits_of
+from tercet_lab.drawing import require_drawing
 from tercet_lab.planning.planner_settings import NO_PLANNER
 from tercet_lab.run_files import RECORD_COLUMNS, add_records
 from tercet_lab.tables import Goodput, Slo, Table, require_table_file

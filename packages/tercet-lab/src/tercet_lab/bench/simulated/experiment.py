@@ -267,7 +267,7 @@ class Experiment(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         return Run(
             requests=requests, engines=outcome.engines, moves=outcome.move_rows, plans=_plans_of(point),
             slo=limits, engine_hours=paid / 3600, experiment=self, point=point,
-            about=self.arguments(),
+            about={**self.arguments(), "rate": rate},
         )  # fmt: skip
 
     def point(self, rate: float | None, note: Note = _quiet) -> SimulatedPoint:
