@@ -36,6 +36,8 @@ FLAT = 0.66
 TALLEST = 3.2
 MOST_STEPS = 2_000
 """Most steps of a drawn distribution; more would make a large file and no other picture."""
+MOST_TAIL = 200
+"""Number of the largest values of which each has its step."""
 MOST_LINES = 6
 """Most engines with a line of their own; more are drawn as a range and a mean."""
 FLAG = "file"
@@ -175,18 +177,14 @@ def _unit(seconds: Iterable[float]) -> tuple[str, float]:
 
 
 def cdf(
-    runs: Runs,
-    metric: str = "ttft",
-    file: str | Path | None = None,
-    *,
-    log: bool = False,
-    tail: bool = False,
+    runs: Runs, metric: str = "ttft", file: str | Path | None = None, *, log: bool = False, tail: bool = False,
     width: Width = "column", height: float | None = None, title: str | None = None,
 ) -> Any:  # fmt: skip
     """Draw the distribution of a latency over all requests: ``ttft``, ``tpot``, ``e2el``, ``itl`` or a column of times.
 
-    A line ends below 1 by the share of requests without the value: those that failed. ``log``: a logarithmic axis.
-    Runs of one label are pooled.
+    A line ends below 1 by the share of requests without the value: those that failed. ``log``: a logarithmic axis of
+    values. ``tail``: the share of requests with at least this value, on a logarithmic axis. Runs of one label are
+    pooled.
     """
     found = {label: [_values(run, metric) for run in of] for label, of in runs_of(runs).items()}
     pooled = {label: np.concatenate(each) for label, each in found.items()}
@@ -194,18 +192,25 @@ def cdf(
     with _figure(file, width, height, title) as drawn:
         axis: Any = drawn.canvas.add_subplot()
         for index, (label, values) in enumerate(pooled.items()):
-            known = np.sort(values[np.isfinite(values)])
-            shares = np.arange(1, len(known) + 1) / max(1, len(values))
-            kept = np.unique(np.linspace(0, len(known) - 1, min(len(known), MOST_STEPS)).astype(int))
+            known, number = np.sort(values[np.isfinite(values)]), max(1, len(values))
+            ranks = np.arange(len(known))
+            shares = 1 - ranks / number if tail else (ranks + 1) / number
+            kept = np.union1d(
+                np.linspace(0, len(known) - 1, min(len(known), MOST_STEPS)).astype(int), ranks[-MOST_TAIL:]
+            )
             looks = {**drawn.series(index), "marker": "", "linestyle": ("-", "--", "-.", ":")[index % 4]}
-            axis.plot(known[kept] * scale, shares[kept], drawstyle="steps-post", label=label, **looks)
+            style = "steps-pre" if tail else "steps-post"
+            axis.plot(known[kept] * scale, shares[kept], drawstyle=style, label=label, **looks)
         if log:
             axis.set_xscale("log")
         else:
             axis.set_xlim(left=0)
-        axis.set_ylim(0, 1.02)
+        if tail:
+            axis.set_yscale("log")
+        else:
+            axis.set_ylim(0, 1.02)
         axis.set_xlabel(f"{LATENCIES.get(metric, metric)}, {unit}")
-        axis.set_ylabel("share of requests")
+        axis.set_ylabel("share of requests" + (", at least" if tail else ""))
         _legend(drawn, axis, len(pooled))
     return drawn.canvas
 

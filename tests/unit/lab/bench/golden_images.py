@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tercet_lab.bench import figures
+from tercet_lab import drawing
 
 FOLDER = Path(__file__).parent / "golden"
 # Root mean square of the differences of pixels; text that is placed elsewhere is above 5.
@@ -23,7 +23,7 @@ SMALL = 60
 def check_image(name: str, draw: Callable[[Path], None], folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Draw ``name`` into ``folder``, at few dots per inch, and compare it with the image of that name."""
     compare = pytest.importorskip("matplotlib.testing.compare")
-    monkeypatch.setattr(figures, "DOTS_PER_INCH", SMALL)
+    monkeypatch.setattr(drawing, "DOTS_PER_INCH", SMALL)
     draw(folder / name)
     if os.environ.get("TERCET_GOLDEN") == "write":
         shutil.copyfile(folder / name, FOLDER / name)
