@@ -12,8 +12,9 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, cast
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -39,7 +40,7 @@ MOST_STEPS = 2_000
 MOST_TAIL = 200
 """Number of the largest values of which each has its step."""
 MOST_LINES = 6
-"""Most engines with a line of their own; more are drawn as a range and a mean."""
+"""Most engines that have a line each; more are drawn as a range and a mean."""
 FLAG = "file"
 LATENCIES = {"ttft": "TTFT", "tpot": "TPOT", "e2el": "JCT", "itl": "ITL"}
 
@@ -47,7 +48,8 @@ LATENCIES = {"ttft": "TTFT", "tpot": "TPOT", "e2el": "JCT", "itl": "ITL"}
 # ---- metrics of runs -----------------------------------------------------------------------------------------
 
 
-class Metric(NamedTuple):
+@dataclass(frozen=True)
+class Metric:
     """A metric of a run: its name on an axis, its unit, whether more is better, and its value."""
 
     words: str
@@ -106,8 +108,7 @@ def runs_of(given: Runs) -> dict[str, list[Run]]:
     Raise :class:`~tercet.protocol.BadRequest` if there is no run, or a file cannot be read.
     """
     if isinstance(given, Mapping):
-        named = cast("Mapping[str, One | Sequence[One]]", given)
-        found = {label: [_run_of(each) for each in _several(of)] for label, of in named.items()}
+        found = {label: [_run_of(each) for each in _several(of)] for label, of in given.items()}
     else:
         found, each = dict[str, list[Run]](), _several(given)
         runs = [_run_of(one) for one in each]
@@ -143,7 +144,8 @@ def _labels_of(given: Sequence[One], runs: Sequence[Run]) -> list[str]:
 
 def _parts_of(about: Mapping[str, Any]) -> list[str]:
     """Return the program, the fleet and the policies of a run; nothing if they are unknown."""
-    policies = cast("Mapping[str, Any]", about.get("moving") or {}).get("reschedule") or []
+    moving: Mapping[str, Any] = about.get("moving") or {}
+    policies: Sequence[str] = moving.get("reschedule") or ()
     return [str(each) for each in (about.get("program"), about.get("fleet"), *policies) if each]
 
 
@@ -340,7 +342,7 @@ def timeline(
             rows[-1].plot(moved, np.full(len(moved), 1.0), "|", color=drawn.palette.ink, markersize=4,
                           transform=rows[-1].get_xaxis_transform(), clip_on=False)  # fmt: skip
         for axis in rows:
-            for at in found.plans["at"]:
+            for at in found.plans["at"].tolist():
                 axis.axvline(at, color=drawn.palette.faint, linewidth=0.7, linestyle=":")
         rows[-1].set_xlabel("time, s")
     return drawn.canvas
@@ -371,7 +373,8 @@ def _usage(drawn: Picture, axis: Any, run: Run) -> None:
     else:
         times = np.unique(at)
         rows = [usage[at == time] for time in times]
-        low, mean, high = ([float(of(row)) for row in rows] for of in (np.nanmin, np.nanmean, np.nanmax))
+        statistics: Sequence[Callable[[Any], Any]] = (np.nanmin, np.nanmean, np.nanmax)
+        low, mean, high = ([float(of(row)) for row in rows] for of in statistics)
         axis.fill_between(times, low, high, color=drawn.palette.series[0], alpha=0.25, linewidth=0)
         axis.plot(times, mean, linewidth=0.9, color=drawn.palette.series[0])
     axis.set_ylabel("KV usage, %")
