@@ -1,4 +1,4 @@
-"""The one way to draw: a matplotlib figure in Tercet's style, and labels that find a free place next to their points."""
+"""The one way to draw: a matplotlib figure in Tercet's style, and labels that find a free place near their points."""
 
 from __future__ import annotations
 

@@ -372,7 +372,7 @@ def _usage(drawn: Picture, axis: Any, run: Run) -> None:
             axis.plot(at[own], usage[own], linewidth=0.8, color=drawn.palette.series[index % 6])
     else:
         times = np.unique(at)
-        rows = [usage[at == time] for time in times]
+        rows: list[Any] = [usage[at == time] for time in times]
         statistics: Sequence[Callable[[Any], Any]] = (np.nanmin, np.nanmean, np.nanmax)
         low, mean, high = ([float(of(row)) for row in rows] for of in statistics)
         axis.fill_between(times, low, high, color=drawn.palette.series[0], alpha=0.25, linewidth=0)
