@@ -295,6 +295,15 @@ def engine_in_words(engine: dict[str, Any], width: int = 0) -> str:
     )
 
 
+def rates_in_words(recent: dict[str, Any]) -> str:
+    """Return the rates of a router's last seconds as words."""
+    ttft = "no TTFT" if recent["ttft_p50"] is None else f"TTFT {recent['ttft_p50'] * 1000:.0f} ms"
+    return (
+        f"{recent['requests']:.1f} requests/s, {recent['tokens']:.0f} tokens/s, {ttft}, "
+        f"{recent['failures']:.1f} failures/s, {recent['refusals']:.1f} refusals/s"
+    )
+
+
 def _restarts(count: int) -> str:
     return f", {count} restart{'s' * (count > 1)}" if count else ""
 
@@ -365,6 +374,8 @@ def _status_in_words(url: str, found: dict[str, Any]) -> Iterator[str]:
     yield from state_in_words(found["program"])
     yield f"{objectives_in_words(found['objectives'])}; roles: {found['roles']}"
     yield from classes_in_words(found["objectives"])
+    if recent := found.get("recent"):  # a router before 0.4 does not report it
+        yield f"last {recent['seconds']:.0f} s: {rates_in_words(recent)}"
     engines = found["engines"]
     width = max((len(engine["name"]) for engine in engines), default=0)
     yield f"{len(engines)} engines, {sum(engine['in_flight'] for engine in engines)} sequences on them"

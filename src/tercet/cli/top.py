@@ -10,6 +10,7 @@ import select
 import sys
 import termios
 import threading
+import time
 import tty
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
@@ -22,6 +23,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
+from tercet.cli.engines import rates_in_words
 from tercet.cli.router_calls import RunningRouter, understood
 from tercet.cli.setting_flags import flags_as_records
 from tercet.cli.terminal import console, printable
@@ -33,23 +35,33 @@ ALL_LINES = 1_000_000
 
 
 class Latest:
-    """The router's latest status, polled once a second on another thread; ``trouble`` is the error of the last poll."""
+    """The router's latest status, polled once a second on another thread.
+
+    ``trouble`` is the error of the last poll, and ``away_since`` when polls began to fail; None while they succeed.
+    """
 
     def __init__(self, look: Callable[[], Mapping[str, Any]]) -> None:
         self._look = look
         self._ended = threading.Event()
         self.status = look()
         self.trouble = ""
+        self.away_since: float | None = None
         self.number = 0
         threading.Thread(target=self._follow, name="top", daemon=True).start()
 
     def _follow(self) -> None:
         while not self._ended.wait(EVERY):
             try:
-                self.status, self.trouble = self._look(), ""
+                self.status, self.trouble, self.away_since = self._look(), "", None
             except TercetError as error:
-                self.trouble = error.message
+                self.trouble, self.away_since = error.message, self.away_since or time.monotonic()
             self.number += 1
+
+    @property
+    def away(self) -> str:
+        """That the router does not answer, and for how long; empty if it does."""
+        since = self.away_since  # the other thread may change it now
+        return "" if since is None else f"no router answers since {time.monotonic() - since:.0f} s"
 
     def end(self) -> None:
         """Stop polling."""
@@ -63,8 +75,9 @@ def top(
 ) -> None:
     """Show the fleet of a running router in the terminal, once a second, until `q` or Ctrl-C.
 
-    Each engine has its role, state, sequences, running and waiting requests, KV usage, and step time. `s` sorts by the
-    next column, `r` reverses the order, `/` filters engines by a text.
+    The first lines have the rates of the last 10 s, the median TTFT and failures. Each engine has its role, state,
+    sequences, running and waiting requests, KV usage, and step time. `s` sorts by the next column, `r` reverses the
+    order, `/` filters engines by a text. While no router answers, the last table stays, and the command goes on.
 
     Examples:
     - `tercet top`
@@ -94,14 +107,14 @@ def _watch(latest: Latest, pressed: Callable[[float], str]) -> None:
             given = pressed(KEYS_EVERY)
             for key in given:
                 view = view.after(key) if view is not None else None
-            if view is not None and (given or latest.number != number):
+            if view is not None and (given or latest.number != number or latest.away):
                 number = latest.number
                 live.update(_screen(latest, view), refresh=True)
 
 
 def _screen(latest: Latest, view: FleetView) -> Group:
     trouble = Text(printable(f"tercet: {latest.trouble}"), style="red") if latest.trouble else Text("")
-    return Group(drawn(latest.status, view, console.height - 1), trouble)
+    return Group(drawn(latest.status, view, console.height - 1, latest.away), trouble)
 
 
 @contextmanager
@@ -215,21 +228,26 @@ class FleetView(msgspec.Struct, frozen=True):
         return known + unknown
 
 
-def drawn(status: Mapping[str, Any], view: FleetView, height: int) -> Table:
-    """Return the fleet as a table of at most ``height`` lines."""
+def drawn(status: Mapping[str, Any], view: FleetView, height: int, away: str = "") -> Table:
+    """Return the fleet as a table of at most ``height`` lines; ``away`` says that the router does not answer now."""
     rows = rows_of(status)
     shown = view.shown(rows)
     program = status["program"].get("program") or "several programs"
     head = (
-        f"{', '.join(status['models'])}  {'serves' if status['serving'] else 'does not serve'}  {program}  "
+        f"{', '.join(status['models'])}  {away or ('serves' if status['serving'] else 'does not serve')}  {program}  "
         f"{len(rows)} engines, {sum(row.on for row in rows)} sequences, {len(status['moves'])} running moves"
     )
-    seen = Table(box=None, pad_edge=False, title=printable(head), title_justify="left", header_style="bold")
+    if recent := status.get("recent"):
+        head += f"\n{rates_in_words(recent)}"
+    title = Text(printable(head), style="red" if away else "")
+    seen = Table(
+        box=None, pad_edge=False, title=title, title_justify="left", header_style="bold", style="dim" if away else ""
+    )
     for column in COLUMNS:
         title = _TITLES.get(column, column)
         marked = f"{title} {'▲' if (column in _FALLING) == view.turned else '▼'}" if column == view.column else title
         seen.add_column(marked, justify="left" if column in COLUMNS[:3] else "right", no_wrap=True)
-    fitting = max(1, height - 4)
+    fitting = max(1, height - 4 - head.count("\n"))
     for row in shown[:fitting]:
         seen.add_row(*_cells(row))
     seen.caption = _caption(view, len(shown), fitting)

@@ -19,7 +19,8 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from tercet.cli.top import FleetView, Row, drawn, rows_of
+from tercet.cli.top import FleetView, Latest, Row, drawn, rows_of
+from tercet.protocol import EngineUnreachable
 from tests.longest_wait import LONGEST_WAIT_S
 from tests.servers import SHUTDOWN_POLL_S
 
@@ -94,6 +95,51 @@ def test_what_does_not_fit_is_counted_and_names_are_printable() -> None:
 
 def test_a_row_has_what_the_engine_reported() -> None:
     assert rows_of(STATUS)[0] == Row("b", "decode", "serving", 3, 3, 0, 0.3, 0.01)
+
+
+def text_of(status: dict[str, Any], away: str = "") -> str:
+    console = Console(width=120, record=True, file=io.StringIO())
+    console.print(drawn(status, FleetView(), 20, away))
+    return console.export_text()
+
+
+def test_the_head_has_rates_and_says_that_the_router_is_away() -> None:
+    recent = {"seconds": 10.0, "requests": 4.12, "tokens": 1050.2, "failures": 0.2, "refusals": 0.0, "ttft_p50": 0.0541}
+    head = text_of({**STATUS, "recent": recent}).splitlines()[:2]
+    assert head[0].startswith("m  serves  disaggregated")
+    assert head[1].rstrip() == "4.1 requests/s, 1050 tokens/s, TTFT 54 ms, 0.2 failures/s, 0.0 refusals/s"
+    away = text_of(STATUS, "no router answers since 12 s")
+    assert "serves" not in away
+    assert away.startswith("m  no router answers since 12 s  disaggregated")
+
+
+def test_polls_go_on_while_the_router_is_away(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tercet.cli.top.EVERY", 0.001)
+    answers: list[dict[str, Any] | None] = [STATUS, None, None, {**STATUS, "serving": False}]
+    asked, away = threading.Event(), threading.Event()
+
+    def look() -> dict[str, Any]:
+        found = answers.pop(0) if len(answers) > 1 else answers[0]
+        if not asked.is_set():
+            asked.set()
+        elif found is None:
+            raise EngineUnreachable("gone")
+        else:
+            assert away.wait(LONGEST_WAIT_S)
+        return found or STATUS
+
+    latest = Latest(look)
+    try:
+        deadline = time.monotonic() + LONGEST_WAIT_S
+        while not latest.away:
+            assert time.monotonic() < deadline
+        assert latest.away.startswith("no router answers since ")
+        away.set()
+        while latest.away or latest.status["serving"]:
+            assert time.monotonic() < deadline
+        assert latest.trouble == ""
+    finally:
+        latest.end()
 
 
 # ---- in a terminal -----------------------------------------------------------------------------------------------

@@ -45,6 +45,7 @@ from tercet.protocol.wire import (
     decode_call,
 )
 from tercet.router.observe.request_traces import MOST_LISTED, RequestTrace, TraceQuestion
+from tercet.router.page.history import recent_rates
 from tercet.router.serve.moves import MoveRecord, pass_on
 from tercet.router.serve.routing import NamedFiles, Plan, Source, Version
 from tercet.router.serve.service import Service
@@ -425,7 +426,7 @@ async def report(request: Request) -> Response:
 
 @routes.get("/status")
 async def status(request: Request) -> Response:
-    """Show whether this router serves, its models, programs, objectives and engines, and this process's moves."""
+    """Show whether this router serves, models, programs, objectives, rates and engines, and this process's moves."""
     shared = shared_of(request)
     refusal = shared.reports.refusal()
     return json_answer(
@@ -436,6 +437,7 @@ async def status(request: Request) -> Response:
             "program": programs_shown(shared.service),
             "objectives": objectives_shown(shared),
             "roles": "fixed" if shared.role_keeper is None else "auto",
+            "recent": msgspec.to_builtins(await recent_rates(shared.traces)),
             "engines": [engine_shown(member, shared) for member in fleet_of(request).members],
             "moves": [move_shown(move) for move in shared.service.moves.since(0) if move.outcome == "under_way"],
         }

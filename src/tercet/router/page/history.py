@@ -9,12 +9,16 @@ import asyncio
 from collections import deque
 from collections.abc import Callable, Sequence
 
+import msgspec
+
 from tercet.fleet import RunningSequence, Trace
+from tercet.router.observe.request_traces import SharedTraces
 from tercet.router.page.records import FleetPoint, LoadSource, ProgramCounts, sums_of_loads
 from tercet.router.page.watch import added, refusals_of
 from tercet.router.serve.service import Outcome, Service
 
 SECONDS, KEPT = 5.0, 180
+POINTS = msgspec.json.Decoder(list[FleetPoint])
 
 
 class History:
@@ -74,6 +78,46 @@ class History:
     def points(self) -> list[FleetPoint]:
         """Return all points, the oldest first."""
         return list(self._points)
+
+
+# Points of the rates that commands show: of the last ten seconds.
+RECENT = 2
+
+
+class RecentRates(msgspec.Struct, frozen=True):
+    """What a router did in the last ``seconds``: rates per second, and the median TTFT in seconds, None if unknown."""
+
+    seconds: float
+    requests: float
+    tokens: float
+    failures: float
+    refusals: float
+    ttft_p50: float | None
+
+
+def rates_of(points: Sequence[FleetPoint]) -> RecentRates | None:
+    """Return the rates of the last points; None without one."""
+    last = points[-RECENT:]
+    seconds = sum(point.seconds for point in last)
+    if not seconds:
+        return None
+    programs = [program for point in last for program in point.programs.values()]
+    times = [(program.ttft_p50, program.done) for program in programs if program.ttft_p50 is not None and program.done]
+    requests = sum(done for _, done in times)
+    ttft = sum(time * done for time, done in times) / requests / 1e3 if requests else None
+    rates = (
+        sum(program.done for program in programs), sum(program.tokens for program in programs),
+        sum(point.failed for point in last), sum(point.refused for point in last),
+    )  # fmt: skip
+    done, tokens, failed, refused = (round(count / seconds, 3) for count in rates)
+    return RecentRates(round(seconds, 3), done, tokens, failed, refused, None if ttft is None else round(ttft, 5))
+
+
+async def recent_rates(traces: SharedTraces) -> RecentRates | None:
+    """Return the rates of this router's processes together; None if this one keeps no history."""
+    if traces.history is None:
+        return None
+    return rates_of(joined([traces.history(), *await traces.histories(POINTS)]))
 
 
 def joined(workers: Sequence[Sequence[FleetPoint]]) -> list[FleetPoint]:

@@ -24,7 +24,7 @@ from tercet.protocol import MethodNotAllowed, TercetError, Unauthorized, Unknown
 from tercet.protocol.access import BearerKeys
 from tercet.protocol.request_checks import ShownHeaders, require_no_page
 from tercet.protocol.wire import API_PREFIX
-from tercet.router.page.history import SECONDS, History, joined
+from tercet.router.page.history import POINTS, SECONDS, History, joined
 from tercet.router.page.records import About, FleetPoint, ReportedLoads
 from tercet.router.page.watch import FleetWatch, OtherWorkers, Viewers, about_service
 from tercet.router.serve.shutdown import Shutdown
@@ -110,7 +110,6 @@ def page_files() -> Mapping[str, PageFile]:
 
 
 ROOT = "/tercet"
-_points = msgspec.json.Decoder(list[FleetPoint])
 ABOUT, STREAM, HISTORY = "about", "stream", "history"
 # Seconds after which a viewer that reads nothing is dropped; a viewer that is only slow skips frames.
 SEND_SECONDS = 20.0
@@ -228,7 +227,7 @@ def with_page(
         return epoch + fleet.costs.clock()
 
     async def past() -> list[FleetPoint]:
-        return joined([history.points(), *await state.traces.histories(_points)])
+        return joined([history.points(), *await state.traces.histories(POINTS)])
 
     def watch() -> FleetWatch:
         return FleetWatch(service, ReportedLoads(fleet), about, epoch)

@@ -13,7 +13,7 @@ import pytest
 from tercet.protocol import EngineLoad, TercetError
 from tercet.router.observe.request_traces import RequestTraces, SharedTraces
 from tercet.router.page import history
-from tercet.router.page.history import KEPT, SECONDS, History, joined
+from tercet.router.page.history import KEPT, SECONDS, History, RecentRates, joined, rates_of
 from tercet.router.page.records import FleetPoint, ReportedLoads
 from tests.longest_wait import LONGEST_WAIT_S
 from tests.unit.router.conftest import LiveRouter
@@ -83,6 +83,21 @@ def test_workers_are_joined_by_time() -> None:
     ]  # fmt: skip
     assert len(joined([[at(5.0 * number, 1) for number in range(2 * KEPT)]])) == KEPT
     assert joined([]) == []
+
+
+def test_rates_are_of_the_last_ten_seconds() -> None:
+    found = rates_of([at(1000.0, 100), at(1005.0, 1, failed=2), at(1010.0, 4)])
+    assert found == RecentRates(10.0, 0.5, 2.0, 0.2, 0.2, 0.02)
+    assert rates_of([]) is None
+
+
+async def test_the_status_of_a_router_has_its_rates(router: LiveRouter) -> None:
+    app = app_of(router)
+    router.shared.traces.history = lambda: [at(1000.0, 5)]
+    async with client_of(app) as client:
+        found = (await client.get("/tercet/v1/status")).json()
+    assert found["recent"]["requests"] == 1.0
+    assert (found["engines"][0]["restarts"], found["engines"][0]["log"]) == (0, "")
 
 
 async def test_the_route_needs_a_key_of_the_page_and_asks_the_other_workers(router: LiveRouter) -> None:
