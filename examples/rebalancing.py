@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 from tercet.settings import Source, decode_settings
 from tercet_lab.bench.simulated import Experiment, Fleet, MovingSettings, SimulatedPoint, SyntheticWorkload
-from tercet_lab.bench.simulated.sweep import Estimate
+from tercet_lab.bench.simulated.grid import Estimate
 
 PICKS = ("round_robin", "least_loaded")
 PER_ENGINE = 190

@@ -2,70 +2,115 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypedDict, Unpack
 
 import msgspec
 
 from tercet.protocol import BadRequest
+from tercet.settings.declaration import near
 from tercet_lab.bench.simulated.capacity import Capacity, capacity_of
 from tercet_lab.bench.simulated.experiment import Experiment, Fleet, Planner, Run, Work
 from tercet_lab.bench.simulated.experiment import moves as moves_of
+from tercet_lab.bench.simulated.grid import Grid, grid_of
 from tercet_lab.bench.simulated.moving_fleet import MovingSettings
 from tercet_lab.bench.simulated.recording import Record
 from tercet_lab.tables import Slo
 
+Program = str | Callable[..., Any]
+
+
+class Parts(TypedDict, total=False):
+    """The parts of an :class:`Experiment`; a text stands for the policy of moves, or the planner, that it names."""
+
+    program: Program
+    args: Mapping[str, Any] | None
+    seed: int
+    slo: Slo | None
+    moves: MovingSettings | str | None
+    planner: Planner | Program | None
+    scheduling: str | None
+    record: Record | None
+
 
 def experiment(
-    program: str | Callable[..., Any],
-    fleet: Fleet | str,
-    work: Work,
-    *,
-    args: Mapping[str, Any] | None = None,
-    seed: int = 0,
-    slo: Slo | None = None,
-    moves: MovingSettings | str | None = None,
-    planner: Planner | str | Callable[..., Any] | None = None,
-    scheduling: str | None = None,
-    record: Record | None = None,
+    what: Program | Experiment | None, fleet: Fleet | str | None, work: Work | None, parts: Mapping[str, Any]
 ) -> Experiment:
-    """Return the experiment of these parts; a text stands for the fleet, the policy or the planner that it names."""
-    return Experiment(
-        program=program,
-        args=args or {},
-        fleet=Fleet(fleet) if isinstance(fleet, str) else fleet,
-        work=work,
-        seed=seed,
-        slo=slo,
-        moves=moves if isinstance(moves, MovingSettings) else moves_of(moves or ()),
-        planner=planner if planner is None or isinstance(planner, Planner) else Planner(planner),
-        scheduling=scheduling,
-        record=record or Record(),
-    )
+    """Return the experiment of these parts: a new one, or ``what`` with changes. None keeps the default."""
+    given: dict[str, Any] = {name: value for name, value in parts.items() if value is not None}
+    given |= {name: value for name, value in (("fleet", fleet), ("work", work)) if value is not None}
+    if what is not None and not isinstance(what, Experiment):
+        given["program"] = what
+    known = Experiment.__struct_fields__
+    for name in given:
+        if name not in known:
+            raise BadRequest(f"{name}: is not a part of an experiment; {near(name, known)}", name)
+    typed: dict[str, tuple[type, Callable[[Any], Any]]] = {
+        "fleet": (Fleet, Fleet), "moves": (MovingSettings, moves_of), "planner": (Planner, Planner),
+    }  # fmt: skip
+    for name, (kind, make) in typed.items():
+        if name in given and not isinstance(given[name], kind):
+            given[name] = make(given[name])
+    if isinstance(what, Experiment):
+        return msgspec.structs.replace(what, **given)
+    for name in ("program", "fleet", "work"):
+        if name not in given:
+            raise BadRequest(f"{name}: is missing; give a program, a fleet and a workload, or an Experiment", name)
+    return Experiment(**given)
 
 
 def simulate(
-    program: str | Callable[..., Any] | Experiment,
+    what: Program | Experiment | None = None,
+    /,
     fleet: Fleet | str | None = None,
     work: Work | None = None,
     *,
     note: Callable[[str], object] = lambda _: None,
-    **parts: Any,
+    **parts: Unpack[Parts],
 ) -> Run:
     """Simulate one run, inside or outside of a running event loop (a notebook), and return its tables.
 
-    ``program`` is a function, a built-in name, ``file.py:function``, or a whole :class:`Experiment`. ``parts`` are the
-    other fields of :class:`Experiment`: ``args``, ``seed``, ``slo``, ``moves``, ``planner``, ``scheduling``,
-    ``record``. ``note`` gets lines of text, such as the speed.
+    ``what`` is a program, that is a function, a built-in name or ``file.py:function``; or an :class:`Experiment`, of
+    which the other arguments replace parts. ``note`` gets lines of text, such as the speed.
 
     Raise :class:`~tercet.protocol.BadRequest` for an invalid part, and errors of the program itself as
     :class:`~tercet.protocol.ProgramFailed`.
     """
-    return _experiment_of(program, fleet, work, parts).run(note)
+    return experiment(what, fleet, work, parts).run(note)
+
+
+def sweep(
+    what: Program | Experiment | None = None,
+    /,
+    fleet: Fleet | str | None = None,
+    work: Work | None = None,
+    *,
+    over: Mapping[str, Sequence[Any]],
+    seeds: int = 1,
+    jobs: int = 1,
+    cache: str | Path | None = None,
+    note: Callable[[str], object] = lambda _: None,
+    **parts: Unpack[Parts],
+) -> Grid:
+    """Simulate every combination of the values of ``over``, each with ``seeds`` seeds from ``seed`` on.
+
+    ``over`` maps settings to values: a part of the experiment (``program``, ``fleet``, ``work``, ``scheduling``,
+    ``planner``, ``moves``, ``slo``), ``profile``, a field of the workload (``rate``, ``burstiness``, ``input_mean``,
+    ...), an engine option, a setting of moves (``reschedule_threshold``), or a parameter of the program. All cells have
+    the same seeds, so the same arrivals. ``jobs`` processes run at once. ``cache`` is a folder in which results are
+    kept by the contents of the experiment, of the files that it names, and of Tercet's code. Other arguments are those
+    of :func:`simulate`.
+
+    Raise :class:`~tercet.protocol.BadRequest` for an unknown setting, before anything runs.
+    """
+    folder = None if cache is None else Path(cache).expanduser()
+    return grid_of(experiment(what, fleet, work, parts), over, seeds, jobs, folder, note)
 
 
 def max_rate(
-    program: str | Callable[..., Any] | Experiment,
+    what: Program | Experiment | None = None,
+    /,
     fleet: Fleet | str | None = None,
     work: Work | None = None,
     *,
@@ -75,7 +120,7 @@ def max_rate(
     high: float | None = None,
     tolerance: float = 0.02,
     note: Callable[[str], object] = lambda _: None,
-    **parts: Any,
+    **parts: Unpack[Parts],
 ) -> Capacity:
     """Search the largest rate at which the share ``attainment`` of the requests meets the SLO, with an interval.
 
@@ -85,16 +130,5 @@ def max_rate(
 
     Raise :class:`~tercet.protocol.BadRequest` for an invalid argument, or if no rate is the largest.
     """
-    found = _experiment_of(program, fleet, work, parts)
+    found = experiment(what, fleet, work, parts)
     return capacity_of(found, attainment, seeds=seeds, low=low, high=high, tolerance=tolerance, note=note)
-
-
-def _experiment_of(
-    program: str | Callable[..., Any] | Experiment, fleet: Fleet | str | None, work: Work | None, parts: dict[str, Any]
-) -> Experiment:
-    if isinstance(program, Experiment):
-        return msgspec.structs.replace(program, **parts)
-    if fleet is None or work is None:
-        missing = "fleet" if fleet is None else "work"
-        raise BadRequest(f"{missing}: is missing; give a program, a fleet and a workload, or an Experiment", missing)
-    return experiment(program, fleet, work, **parts)

@@ -22,8 +22,8 @@ from numpy.typing import NDArray
 from tercet.protocol import BadRequest
 from tercet_lab.bench.results import achieved, enough
 from tercet_lab.bench.simulated.experiment import Run
-from tercet_lab.bench.simulated.sweep import Estimate
-from tercet_lab.bench.simulated.sweep import pareto as frontier_of
+from tercet_lab.bench.simulated.grid import Estimate
+from tercet_lab.bench.simulated.grid import pareto as frontier_of
 from tercet_lab.drawing import Box, Picture, draw_frontier, label_points, picture, steps_of
 from tercet_lab.run_files import load
 from tercet_lab.tables import Requests

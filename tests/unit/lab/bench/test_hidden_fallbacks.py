@@ -14,8 +14,9 @@ from tercet_lab.bench.results import achieved, load_result, summarize
 from tercet_lab.bench.simulated import simulation
 from tercet_lab.bench.simulated import sweep as sweeps
 from tercet_lab.bench.simulated.experiment import Experiment, Fleet
+from tercet_lab.bench.simulated.grid import Estimate
 from tercet_lab.bench.simulated.scenario import EngineGroup, Fault, FleetSpec, SyntheticWorkload
-from tercet_lab.bench.simulated.sweep import Estimate, parse_axis, sweep
+from tercet_lab.bench.simulated.sweep import parse_axis, sweep
 from tercet_lab.bench.simulated.virtual_run import run_once
 from tercet_lab.sim import EngineOptions
 from tercet_lab.tables import Requests, Slo

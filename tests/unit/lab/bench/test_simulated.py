@@ -21,8 +21,9 @@ from tercet.programs import BUILT_IN, load_program
 from tercet.protocol import BadRequest, Request
 from tercet_lab.bench.results import load_result
 from tercet_lab.bench.simulated import Experiment, Fleet, SyntheticWorkload, parse_fleet, run_once, run_requests
+from tercet_lab.bench.simulated.grid import pareto
 from tercet_lab.bench.simulated.scenario import gaps_of, members_of, names_of, requests_of
-from tercet_lab.bench.simulated.sweep import Axis, pareto, parse_axis, sweep
+from tercet_lab.bench.simulated.sweep import Axis, parse_axis, sweep
 from tercet_lab.sim import EngineOptions, options_from
 from tercet_lab.sim.block_pool import Prompt, Run
 from tercet_lab.sim.network import Send

@@ -10,7 +10,8 @@ import pytest
 
 from tercet.protocol import BadRequest
 from tercet_lab.bench.figures import plot_sweep
-from tercet_lab.bench.simulated.sweep import Estimate, SweepReport, Trial, standings_of
+from tercet_lab.bench.simulated.grid import Estimate, standings_of
+from tercet_lab.bench.simulated.sweep import SweepReport, Trial
 
 from .golden_images import check_image
 

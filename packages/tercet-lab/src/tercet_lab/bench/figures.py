@@ -20,7 +20,8 @@ from tercet_lab.bench.bench_report import (
     LinePoint,
 )
 from tercet_lab.bench.results import REQUESTS_NEEDED, Ratio, enough
-from tercet_lab.bench.simulated.sweep import Standing, SweepReport, Trial, pareto
+from tercet_lab.bench.simulated.grid import Standing, pareto, sign_of
+from tercet_lab.bench.simulated.sweep import SweepReport, Trial
 from tercet_lab.bench.simulated.virtual_run import FleetSample, PlannedRun
 from tercet_lab.drawing import Box, Picture, draw_frontier, label_points, picture, steps_of
 
@@ -241,19 +242,22 @@ def plot_sweep(report: SweepReport, file: Path) -> None:
     )
     with picture(file, "--plot", SWEEP_WIDTH, SWEEP_HEIGHT) as drawn:
         axis: Any = drawn.canvas.add_subplot()
-        units = [_unit_of([each.mean for each in side]) for side in _sides(trials)]
+        metrics = (report.x, report.y)
+        means = [[each.mean for each in side] for side in _sides(trials)]
+        units = [_unit_of(metric, side) for metric, side in zip(metrics, means, strict=True)]
         points = [(trial.x.mean * units[0][1], trial.y.mean * units[1][1]) for trial in trials]
         for standing, looks in _standing_looks(drawn, report).items():
             _trials(axis, [each for each in zip(trials, points, strict=True) if each[0].standing == standing], units,
                     looks)  # fmt: skip
-        draw_frontier(drawn, axis, _on_frontier(points))  # fmt: skip
+        best = _on_frontier(points, metrics)
+        draw_frontier(drawn, axis, best)
         axis.margins(0.12)
-        axis.set_xlabel(f"{_in_words(report.x)}, {units[0][0]}")
-        axis.set_ylabel(f"{_in_words(report.y)}, {units[1][0]}")
+        axis.set_xlabel(f"{_in_words(report.x)}{units[0][0]}")
+        axis.set_ylabel(f"{_in_words(report.y)}{units[1][0]}")
         drawn.canvas.legend(loc="outside upper center", ncols=4, title=_sweep_title(report))
         drawn.footer("\n".join(_sweep_footer(report, len(report.trials) - len(trials))))
         label_points(drawn, axis, [", ".join(trial.settings.values()) for trial in trials], points,
-                [*_error_bars(trials, units), *steps_of(_on_frontier(points))])  # fmt: skip
+                [*_error_bars(trials, units), *steps_of(best)])  # fmt: skip
 
 
 def _standing_looks(drawn: Picture, report: SweepReport) -> Mapping[Standing, dict[str, Any]]:
@@ -281,8 +285,9 @@ def _trials(
                   **bars, **looks)  # fmt: skip
 
 
-def _on_frontier(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
-    return sorted(points[index] for index in pareto(points))
+def _on_frontier(points: Sequence[tuple[float, float]], metrics: tuple[str, str]) -> list[tuple[float, float]]:
+    signs = sign_of(metrics[0]), sign_of(metrics[1])
+    return sorted(points[index] for index in pareto([(x * signs[0], y * signs[1]) for x, y in points]))
 
 
 def _error_bars(trials: Sequence[Trial], units: Sequence[tuple[str, float]]) -> Iterator[Box]:
@@ -301,12 +306,16 @@ def _sides(trials: Sequence[Trial]) -> Iterator[list[Any]]:
     yield [trial.y for trial in trials]
 
 
-def _unit_of(seconds: Sequence[float]) -> tuple[str, float]:
-    return ("s", 1.0) if max(seconds, default=0.0) > MANY_SECONDS else ("ms", 1000.0)
+def _unit_of(metric: str, means: Sequence[float]) -> tuple[str, float]:
+    if metric.partition(".")[0] not in METRICS:
+        return "", 1.0
+    return (", s", 1.0) if max(means, default=0.0) > MANY_SECONDS else (", ms", 1000.0)
 
 
 def _in_words(metric: str) -> str:
     name, _, statistic = metric.partition(".")
+    if not statistic:
+        return metric.replace("_", " ")
     return f"{statistic if statistic == 'mean' else statistic.upper()} {METRICS[name]}"
 
 

@@ -50,7 +50,7 @@ Deviation = Annotated[float, typer.Option(help="Standard deviation of the length
 # Parameters that a workload of `tercet bench` has itself.
 LENGTHS = ("input_mean", "input_dev", "output_mean", "output_dev", "prefixes", "prefix", "lengths")
 # Parameters that a sweep refuses, and parameters of a sweep only.
-NOT_SWEPT, SWEPT = ("goodput", "label", "record", "watch"), ("x", "y", "plot", "seeds")
+NOT_SWEPT, SWEPT = ("label", "record", "records", "watch"), ("x", "y", "plot", "seeds", "jobs")
 
 
 @dataclass(frozen=True)
@@ -149,14 +149,17 @@ class SimFlags:
         list[str] | None,
         typer.Option(
             metavar="NAME=V[,V...]",
-            help="Sweep a setting: `fleet`, `profile`, `program`, `request-rate`, an engine option, a setting of moves "
-            "(such as `reschedule-threshold`) or a program's parameter; repeatable.",
+            help="Sweep a setting: `fleet`, `profile`, `program`, `scheduling`, one of the workload (such as "
+            "`request-rate`, `output-dev`), an engine option, a setting of moves (such as `reschedule-threshold`) or a "
+            "program's parameter; repeatable. Values with commas are separated by `;`.",
         ),
     ] = None
     x: Annotated[
         str,
         typer.Option(
-            "--x", help="First metric of a sweep: ttft, tpot or e2el, a dot, then mean, p50, p90 or p99; needs --over."
+            "--x",
+            help="First metric of a sweep: ttft, tpot or e2el, a dot, then mean, p50, p90 or p99; or attainment, "
+            "goodput, throughput, engine_hours, imbalance and others; needs --over.",
         ),
     ] = "ttft.mean"
     y: Annotated[str, typer.Option("--y", help="Second metric of a sweep; needs --over.")] = "tpot.mean"
@@ -170,6 +173,7 @@ class SimFlags:
             min=1, max=MOST_SEEDS, help="Number of runs of each setting, with seeds from --seed on; needs --over."
         ),
     ] = 1
+    jobs: Annotated[int, typer.Option(min=1, help="Number of processes that simulate at once; needs --over.")] = 1
     planner_figure: Annotated[
         Path | None,
         typer.Option(
@@ -405,7 +409,7 @@ def _sweep(simulation: Experiment, given: SimFlags) -> SweepReport:
             "--request-rate: give one rate with --over; for several use --over request-rate=R,R", "--request-rate"
         )
     axes = [parse_axis(each) for each in given.over or ()]
-    return sweep(simulation, rates[0], axes, given.x, given.y, given.seeds, note)
+    return sweep(simulation, rates[0], axes, given.x, given.y, given.seeds, note, given.jobs)
 
 
 def _load_of(request_rate: str | None) -> str:

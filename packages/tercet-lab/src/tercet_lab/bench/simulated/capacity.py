@@ -10,7 +10,7 @@ import msgspec
 
 from tercet.protocol import BadRequest
 from tercet_lab.bench.simulated.experiment import Experiment, Note, Run
-from tercet_lab.bench.simulated.sweep import Estimate
+from tercet_lab.bench.simulated.grid import Estimate
 from tercet_lab.tables import Kind, Table
 
 MOST_STEPS = 20

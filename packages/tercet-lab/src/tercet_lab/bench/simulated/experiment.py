@@ -103,6 +103,17 @@ class Fleet:
         Path(path).write_text(yaml.safe_dump(msgspec.to_builtins(self.spec), sort_keys=False), encoding="utf-8")
         return Fleet.parse(str(path), self.profile, self.options)
 
+    def with_(self, *, profile: str | None = None, options: Mapping[str, Any] | None = None) -> Fleet:
+        """Return the fleet with another profile, or other options of its engines."""
+        found = object.__new__(Fleet)
+        found.__dict__.update(self.__dict__)
+        if profile is not None:
+            found.__dict__["profile"] = profile
+        if options is not None:
+            options_from(EngineOptions(), options)
+            found.__dict__["options"] = dict(options)
+        return found
+
     def fault(
         self, engine: str, at: float, down: float | None = None, kind: Literal["die", "freeze", "drain"] = "die"
     ) -> Fleet:
@@ -264,6 +275,7 @@ class Experiment(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
                 raise outcome.first_error
             note(f"rate {shown(rate)}: {point.summary.failed} requests failed; the first error: {outcome.first_error}")
         paid = outcome.paid_s if point.planned is None else point.planned.engine_seconds
+        point = msgspec.structs.replace(point, engine_hours=paid / 3600)
         return Run(
             requests=requests, engines=outcome.engines, moves=outcome.move_rows, plans=_plans_of(point),
             slo=limits, engine_hours=paid / 3600, experiment=self, point=point,

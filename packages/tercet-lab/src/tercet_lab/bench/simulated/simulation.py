@@ -33,7 +33,8 @@ class SimulatedPoint(msgspec.Struct, frozen=True, kw_only=True):
     ``rate`` is in requests per second; None means a trace with its recorded times. ``fallbacks`` counts requests that
     one engine served after their program had failed; ``retries`` counts all attempts after a failure, fallbacks
     included, as the router's metrics do. ``busy`` is the share of the engines' time in which a step ran; ``counts`` are
-    sums over all engines. ``imbalance`` is None without samples.
+    sums over all engines. ``imbalance`` is None without samples. ``engine_hours`` is the time for which engines were
+    paid.
     """
 
     rate: float | None
@@ -47,6 +48,7 @@ class SimulatedPoint(msgspec.Struct, frozen=True, kw_only=True):
     flips: tuple[VirtualFlip, ...] = ()
     timeline: tuple[Frame, ...] = ()
     planned: PlannedRun | None = None
+    engine_hours: float = 0.0
     classes: dict[str, float] = {}
 
     @property

@@ -1,0 +1,522 @@
+"""Experiments that differ in some of their parts, run for several seeds, and what their differences say.
+
+All cells of a grid have the same seeds, so the same arrivals and lengths. They are compared seed by seed, which cancels
+the common effect of a seed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+import itertools
+import math
+import multiprocessing
+import statistics
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass
+from functools import cache
+from importlib import import_module
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+
+import tercet
+import tercet_lab
+from tercet.aio.files import write_whole
+from tercet.programs import load_program
+from tercet.protocol import BadRequest, EngineError
+from tercet.settings import Source, declared, decode_settings, encode_settings
+from tercet.settings.declaration import near
+from tercet_lab.bench.results import achieved, enough
+from tercet_lab.bench.simulated.experiment import Experiment, Fleet, Note
+from tercet_lab.bench.simulated.moving_fleet import MovingSettings
+from tercet_lab.bench.simulated.recording import Record
+from tercet_lab.bench.simulated.scenario import PlannedWorkload, SyntheticWorkload
+from tercet_lab.bench.simulated.simulation import SimulatedPoint
+from tercet_lab.sim import EngineOptions
+from tercet_lab.tables import Kind, Slo, Table
+
+MOVING = {each.key for each in declared(MovingSettings)}
+PARTS = ("program", "fleet", "profile", "work", "scheduling", "slo", "moves", "planner")
+LOADS = {"request_rate": "rate", "num_prompts": "requests", "num_warmups": "warm_up", "arrival": "arrivals"}
+"""Names of the command line for fields of a workload."""
+WORK_FIELDS = ("rate", *dict.fromkeys((*SyntheticWorkload.__struct_fields__, *PlannedWorkload.__struct_fields__)))
+CONFIDENCE = 0.95
+LATENCIES = ("ttft", "tpot", "e2el")
+STATISTICS = ("mean", "p50", "p90", "p99")
+LARGER_IS_BETTER = ("attainment", "goodput", "throughput", "goodput_per_engine_hour")
+RATES = (*LARGER_IS_BETTER, "engine_hours", "imbalance", "busy", "kv_usage", "preemptions", "moved")
+Standing = Literal["best", "near", "beaten"]
+
+
+# ---- experiments of a grid -------------------------------------------------------------------------------------
+
+
+def with_setting(base: Experiment, name: str, value: Any) -> Experiment:
+    """Return the experiment with another value of one setting; a text is converted as on the command line.
+
+    The setting is a part of the experiment, ``profile``, a field of its workload, an engine option, a setting of moves,
+    or a parameter of the program; dashes and underscores are equal. Raise :class:`~tercet.protocol.BadRequest`.
+    """
+    plain = name.replace("-", "_")
+    plain, key = LOADS.get(plain, plain), plain.replace("_", "-")
+    fleet, changes = base.fleet, dict[str, Any]()
+    if plain == "fleet":
+        text = Fleet.parse(value, fleet.profile, fleet.options) if isinstance(value, str) else value
+        changes["fleet"] = text
+    elif plain == "profile":
+        changes["fleet"] = fleet.with_(profile=value)
+    elif plain in PARTS:
+        changes[plain] = value or None if plain == "scheduling" else value
+    elif plain in EngineOptions.__struct_fields__:
+        changes["fleet"] = fleet.with_(options={**fleet.options, plain: value})
+    elif key in MOVING:
+        of = {**encode_settings(base.moves), key: value}
+        if value == "":
+            del of[key]  # an empty value means that the setting is not given
+        changes["moves"] = decode_settings(MovingSettings, Source(of, names={key: f"--over {name}"}))
+    elif plain in base.work.__struct_fields__:
+        changes["work"] = _with_load(base.work, plain, value, name)
+    else:
+        changes["args"] = {**base.args, name: value}
+    return msgspec.structs.replace(base, **changes)
+
+
+def _with_load(work: Any, field: str, value: Any, name: str) -> Any:
+    of: dict[str, Any] = {each: getattr(work, each) for each in work.__struct_fields__}
+    of[field] = (value,) if field == "workload" and isinstance(value, str) else value
+    if field == "requests" and name.replace("-", "_") != field:
+        of[field] = int(value) + work.warm_up  # --num-prompts counts measured requests
+    if field == "burstiness" and work.arrivals == "poisson":
+        of["arrivals"] = "gamma"  # a Poisson process is the one of shape 1
+    try:
+        kind: type[Any] = SyntheticWorkload if isinstance(work, SyntheticWorkload) else PlannedWorkload
+        return msgspec.convert(of, kind, strict=False)
+    except msgspec.ValidationError as error:
+        raise BadRequest(f"--over: {name}={value}: {error}", "--over") from error
+
+
+def require_settings(base: Experiment, over: Mapping[str, Sequence[Any]]) -> None:
+    """Raise :class:`~tercet.protocol.BadRequest` for an axis that is not a setting of the experiment, or is empty."""
+    programs = over.get("program", (base.program,))
+    arguments = {name for program in programs for name in inspect.signature(load_program(program)).parameters}
+    known = [*PARTS, *base.work.__struct_fields__, *EngineOptions.__struct_fields__, *sorted(MOVING)]
+    known += [*LOADS, *sorted(arguments - {"request", "fleet"})]
+    same = {each.replace("-", "_") for each in known}
+    for name, values in over.items():
+        if name.replace("-", "_") not in same:
+            raise BadRequest(f"--over: {name} is not a setting; {near(name, known)}", "--over")
+        if not len(values):
+            raise BadRequest(f"--over: {name} has no values; give at least one", "--over")
+
+
+def cells_of(base: Experiment, over: Mapping[str, Sequence[Any]]) -> Iterator[tuple[dict[str, Any], Experiment]]:
+    """Yield the settings and the experiment of each combination of the axes' values, the last axis fastest."""
+    for values in itertools.product(*over.values()):
+        settings, found = dict(zip(over, values, strict=True)), base
+        # The workload and the fleet come first: other settings change their fields.
+        for name in sorted(settings, key=lambda each: each not in ("program", "work", "fleet", "profile", "moves")):
+            found = with_setting(found, name, settings[name])
+        yield settings, found
+
+
+def is_load(name: str) -> bool:
+    """True if a setting decides the load: cells of different loads do not compete."""
+    plain = name.replace("-", "_")
+    return LOADS.get(plain, plain) in ("work", *WORK_FIELDS)
+
+
+def in_words(value: Any) -> str:
+    """Return a setting's value as text, for tables and labels."""
+    if isinstance(value, str):
+        return value
+    return str(getattr(value, "__name__", None) or (f"{value:g}" if isinstance(value, float) else value))
+
+
+# ---- running ---------------------------------------------------------------------------------------------------
+
+_TO_RUN: list[Experiment] = []
+"""The experiments of the present grid: processes that are forked find them here, also functions of a notebook."""
+
+
+def run_all(
+    experiments: Sequence[Experiment], jobs: int = 1, cached: Path | None = None, note: Note = lambda _: None,
+    begin: Callable[[int], object] = lambda _: None,
+) -> list[SimulatedPoint]:  # fmt: skip
+    """Return the results of experiments, in order, with ``jobs`` processes at once.
+
+    ``begin`` gets the index of each experiment before ``note`` gets the lines about it. With a folder ``cached``,
+    results are read from there and kept there. Raise the first error of an experiment, and
+    :class:`~tercet.protocol.EngineError` if a process dies.
+    """
+    if jobs < 1:
+        raise BadRequest(f"jobs: is {jobs}, and must be at least 1", "jobs")
+    found: dict[int, SimulatedPoint] = {}
+    keys = [None if cached is None else content_hash(each) for each in experiments]
+    for index, key in enumerate(keys):
+        if cached is not None and key is not None and (known := _read(cached / key)) is not None:
+            found[index] = known
+    todo = [index for index in range(len(experiments)) if index not in found]
+    for index, point in zip(todo, _run(experiments, todo, jobs, note, begin), strict=True):
+        found[index], key = point, keys[index]
+        if cached is not None and key is not None:
+            cached.mkdir(parents=True, exist_ok=True)
+            write_whole(cached / key, msgspec.msgpack.encode(point))
+    return [found[index] for index in range(len(experiments))]
+
+
+def _run(
+    experiments: Sequence[Experiment], todo: Sequence[int], jobs: int, note: Note, begin: Callable[[int], object]
+) -> Iterator[SimulatedPoint]:
+    if jobs == 1 or len(todo) < 2:
+        for index in todo:
+            begin(index)
+            yield _point_of(experiments[index], note)
+        return
+    _TO_RUN[:] = experiments
+    # Forked, as functions of a notebook cannot be sent to another interpreter.
+    pool = ProcessPoolExecutor(min(jobs, len(todo)), multiprocessing.get_context("fork"))
+    try:
+        for index, (point, said) in zip(todo, pool.map(_run_one, todo), strict=True):
+            begin(index)
+            for line in said:
+                note(line)
+            yield point
+    except BrokenProcessPool as error:
+        raise EngineError("a process of the sweep died, perhaps for lack of memory; give fewer jobs") from error
+    finally:
+        pool.shutdown(cancel_futures=True)
+        _TO_RUN.clear()
+
+
+def _run_one(index: int) -> tuple[SimulatedPoint, list[str]]:
+    said = list[str]()
+    return _point_of(_TO_RUN[index], said.append), said
+
+
+def _point_of(experiment: Experiment, note: Note) -> SimulatedPoint:
+    point = msgspec.structs.replace(experiment, record=Record()).run(note).point
+    assert point is not None
+    return point
+
+
+def _read(file: Path) -> SimulatedPoint | None:
+    try:
+        return msgspec.msgpack.decode(file.read_bytes(), type=SimulatedPoint)
+    except (OSError, msgspec.DecodeError):  # absent, or torn
+        return None
+
+
+def content_hash(experiment: Experiment) -> str | None:
+    """Return a hash of the experiment and of the code of Tercet; None for functions that are in no file.
+
+    Of files that the experiment names (programs, profiles, traces, schedulings, fleets), and of those that define its
+    functions, the contents count. Modules that such a file imports do not.
+    """
+    parts: list[Any] = [_code_hash(), experiment.seed, encode_settings(experiment.moves), experiment.scheduling]
+    functions = [experiment.program, *experiment.args.values()]
+    if experiment.planner is not None:
+        functions.append(experiment.planner.by)
+        parts.append(encode_settings(experiment.planner.settings))
+    for each in functions:
+        if callable(each):
+            try:
+                parts += [getattr(each, "__qualname__", ""), Path(inspect.getfile(each)).read_bytes()]  # type: ignore[arg-type]
+            except (OSError, TypeError):
+                return None
+        else:
+            parts.append(str(each))
+    fleet, slo = experiment.fleet, experiment.limits
+    options = {key: str(value) for key, value in fleet.options.items()}
+    parts += [list(experiment.args), fleet.spec, fleet.profile, options]
+    parts += [type(experiment.work).__name__, experiment.work, slo]
+    text = msgspec.msgpack.encode(parts)
+    named = [experiment.scheduling, fleet.profile, *(group.profile for group in fleet.spec.engines)]
+    named += [str(each).rpartition(":")[0] for each in functions if isinstance(each, str)]
+    named += [item.partition("=")[2] for each in getattr(experiment.work, "workload", ()) for item in each.split(",")]
+    for name in named:
+        file = Path(name or "").expanduser()
+        text += file.read_bytes() if name and file.is_file() else b"-"
+    return hashlib.sha256(text).hexdigest()
+
+
+@cache
+def _code_hash() -> str:
+    found = hashlib.sha256()
+    for package in (tercet, tercet_lab):
+        for folder in package.__path__:
+            for file in sorted(Path(folder).rglob("*.py")):
+                found.update(file.read_bytes())
+    return found.hexdigest()
+
+
+# ---- metrics, and what differs ---------------------------------------------------------------------------------
+
+
+def check_metric(metric: str, requests: float = math.inf, slo: bool = True) -> None:
+    """Raise :class:`~tercet.protocol.BadRequest` unless it is a metric that this number of requests has."""
+    name, _, statistic = metric.partition(".")
+    if metric in RATES:
+        if not slo and metric in ("attainment", "goodput", "goodput_per_engine_hour"):
+            raise BadRequest(f"metric: {metric} needs limits; give an SLO", "metric")
+        return
+    if name not in LATENCIES or statistic not in STATISTICS:
+        known = f"one of {', '.join(LATENCIES)}, a dot, and one of {', '.join(STATISTICS)}; or {', '.join(RATES)}"
+        raise BadRequest(f"metric: {metric!r} is not {known}", "metric")
+    if not enough(requests, statistic):
+        raise BadRequest(f"metric: {metric}: {requests:g} requests are too few for this percentile", "metric")
+
+
+def value_of(point: SimulatedPoint, metric: str) -> float:
+    """Return a metric of a run, in seconds, shares or numbers.
+
+    A latency is infinite if a request failed or no request has it; any other metric is NaN if the run does not have it.
+    """
+    name, _, statistic = metric.partition(".")
+    if statistic:
+        found = getattr(point.summary, name)
+        return math.inf if found is None or point.summary.failed else float(getattr(found, statistic))
+    flat = point.summary.flat()
+    if metric in ("goodput", "throughput"):
+        found = achieved(flat, metric)
+    elif metric == "goodput_per_engine_hour":
+        met = (point.summary.attainment or 0.0) * (point.summary.completed + point.summary.failed)
+        found = met / point.engine_hours if point.engine_hours else None
+    else:
+        imbalance = point.imbalance
+        found = {
+            "attainment": point.summary.attainment, "engine_hours": point.engine_hours, "busy": point.busy,
+            "imbalance": None if imbalance is None else imbalance.mean,
+            "kv_usage": None if imbalance is None else imbalance.usage,
+            "preemptions": point.counts["preemptions"], "moved": point.moves.moved,
+        }[metric]  # fmt: skip
+    return math.nan if found is None else float(found)
+
+
+def sign_of(metric: str) -> float:
+    """Return -1 if a larger value of the metric is better, else 1."""
+    return -1.0 if metric in LARGER_IS_BETTER else 1.0
+
+
+class Estimate(msgspec.Struct, frozen=True):
+    """The mean of a metric over seeds; ``half`` is half the width of its interval.
+
+    ``half`` is None for a single seed, and if all seeds gave the same value, which says nothing about chance.
+    """
+
+    mean: float
+    half: float | None
+
+    @staticmethod
+    def of(values: Sequence[float], confidence: float = CONFIDENCE) -> Estimate:
+        """Return the mean with Student's interval. The mean is infinite if the value of any seed is."""
+        mean = statistics.fmean(values)
+        if len(set(values)) < 2 or not math.isfinite(mean):
+            return Estimate(mean, None)
+        error = statistics.stdev(values) / math.sqrt(len(values))
+        return Estimate(mean, error * float(_student().stdtrit(len(values) - 1, 0.5 + confidence / 2)))
+
+
+def _student() -> Any:
+    # Imported here: commands that do not need it start faster.
+    return import_module("scipy.special")
+
+
+def standings_of(
+    trials: Sequence[tuple[Sequence[float], Sequence[float]]], loads: Sequence[object] = ()
+) -> tuple[list[Standing], int]:
+    """Return the standing of each trial, and the number of comparisons that decided them. Smaller values are better.
+
+    A trial is given by the values of its two metrics, one value per seed. Only trials of an equal load compete:
+    ``loads`` has the load of each trial, and is empty if all are equal. A difference counts if Holm's step-down
+    procedure over all comparisons rejects its t-test, so that all trials of equal settings stand unbeaten in 95% of
+    sweeps, however many there are (S. Holm, "A simple sequentially rejective multiple test procedure", 1979).
+    """
+    groups: dict[object, list[int]] = {}
+    for index in range(len(trials)):
+        groups.setdefault(loads[index] if loads else None, []).append(index)
+    frontier, beaten, chances = set[int](), set[int](), dict[tuple[int, int, int], float]()
+    for group in groups.values():
+        means = [(statistics.fmean(trials[index][0]), statistics.fmean(trials[index][1])) for index in group]
+        frontier |= {group[each] for each in pareto(means)}
+        measured = [index for index in group if all(map(math.isfinite, itertools.chain(*trials[index])))]
+        if measured:
+            beaten |= set(group) - set(measured)  # requests failed, and another trial has no failure
+        for one, other in itertools.combinations(measured, 2):
+            for metric in (0, 1):
+                pairs = zip(trials[one][metric], trials[other][metric], strict=True)
+                chances[one, other, metric] = chance_of([theirs - ours for ours, theirs in pairs])
+    kept = corrected(list(chances.values()))
+    real = {each for each, chance in zip(chances, kept, strict=True) if chance < 1 - CONFIDENCE}
+    for one, other in {(one, other) for one, other, _ in real}:
+        for winner, loser in ((one, other), (other, one)):
+            gains = [statistics.fmean(trials[loser][at]) - statistics.fmean(trials[winner][at]) for at in (0, 1)]
+            wins = any(gains[at] > 0 and (one, other, at) in real for at in (0, 1))
+            # A loss counts without the correction: it only keeps a mark back.
+            loses = any(gains[at] < 0 and chances[one, other, at] < 1 - CONFIDENCE for at in (0, 1))
+            if wins and not loses:
+                beaten.add(loser)
+    return [_standing(index in frontier, index in beaten) for index in range(len(trials))], len(chances)
+
+
+def _standing(on_frontier: bool, beaten: bool) -> Standing:
+    if on_frontier == beaten:
+        return "near"
+    return "beaten" if beaten else "best"
+
+
+def chance_of(differences: Sequence[float]) -> float:
+    """Return the probability of such a mean difference, seed by seed, if there is none: Student's paired test."""
+    mean = statistics.fmean(differences)
+    if len(set(differences)) < 2:  # one seed, or no chance at work
+        return 1.0 if mean == 0 else 0.0
+    error = statistics.stdev(differences) / math.sqrt(len(differences))
+    return 2 * float(_student().stdtr(len(differences) - 1, -abs(mean) / error))
+
+
+def corrected(chances: Sequence[float]) -> list[float]:
+    """Return probabilities corrected for their number, by Holm's procedure."""
+    found, worst = [1.0] * len(chances), 0.0
+    for rank, index in enumerate(sorted(range(len(chances)), key=lambda each: chances[each])):
+        worst = max(worst, min(1.0, chances[index] * (len(chances) - rank)))
+        found[index] = worst
+    return found
+
+
+def pareto(values: Sequence[tuple[float, float]]) -> set[int]:
+    """Return the indices of the pairs that no other pair beats, by one smaller value and no larger one."""
+    efficient: set[int] = set()
+    best = float("inf")
+    in_order = sorted(range(len(values)), key=lambda index: values[index])
+    for index in in_order:
+        x, y = values[index]
+        twin = any(values[other] == (x, y) for other in efficient)
+        if (y < best or twin) and x < float("inf") and y < float("inf"):
+            efficient.add(index)
+            best = min(best, y)
+    return efficient
+
+
+@dataclass(frozen=True)
+class Grid:
+    """The results of a sweep: for each cell its ``settings`` by axis, and a run for each seed.
+
+    ``points[i][j]`` is the run of cell ``i`` with the seed ``seeds[j]``. Latencies are in seconds.
+    """
+
+    settings: Sequence[Mapping[str, Any]]
+    seeds: Sequence[int]
+    points: Sequence[Sequence[SimulatedPoint]]
+    slo: Slo | None = None
+
+    @property
+    def axes(self) -> list[str]:
+        """Names of the axes."""
+        return list(self.settings[0])
+
+    def values(self, cell: int, metric: str) -> list[float]:
+        """Return a metric of a cell, one value per seed."""
+        return [value_of(point, metric) for point in self.points[cell]]
+
+    def _signed(self, cell: int, metric: str) -> list[float]:
+        return [sign_of(metric) * value for value in self.values(cell, metric)]
+
+    def _check(self, *metrics: str) -> None:
+        for metric in metrics:
+            least = min(point.summary.completed + point.summary.failed for points in self.points for point in points)
+            check_metric(metric, least, self.slo is not None)
+
+    def _table(self, metrics: Mapping[str, Kind]) -> Table:
+        return Table({**dict.fromkeys(self.axes, "text"), **metrics})
+
+    def _labels(self, cell: int) -> list[str]:
+        return [in_words(value) for value in self.settings[cell].values()]
+
+    def table(self, *metrics: str, interval: float = CONFIDENCE) -> Table:
+        """Return a row for each cell: its settings, and of each metric the mean over seeds and Student's interval.
+
+        The bounds ``<metric>_low`` and ``<metric>_high`` are unknown with one seed. Metrics are ``ttft``, ``tpot`` or
+        ``e2el`` with ``.mean``, ``.p50``, ``.p90`` or ``.p99``, and those of :data:`RATES`.
+        """
+        self._check(*metrics)
+        kinds: dict[str, Kind] = {f"{each}{part}": "time" for each in metrics for part in ("", "_low", "_high")}
+        found = self._table(kinds)
+        for cell in range(len(self.settings)):
+            row = list[float]()
+            for each in metrics:
+                estimate = Estimate.of(self.values(cell, each), interval)
+                half = math.nan if estimate.half is None else estimate.half
+                row += [estimate.mean, estimate.mean - half, estimate.mean + half]
+            found.append(*self._labels(cell), *row)
+        return found
+
+    def difference(self, axis: str, one: Any, other: Any, metric: str, interval: float = CONFIDENCE) -> Table:
+        """Return how much larger a metric is with the value ``one`` of an axis than with ``other``, seed by seed.
+
+        There is a row for each combination of the other axes: the means of both, ``difference`` with the bounds of
+        Student's paired interval, and ``chance``, the probability of such a difference if there is none, corrected for
+        the number of rows by Holm's procedure. Raise :class:`~tercet.protocol.BadRequest` for an unknown axis or value.
+        """
+        self._check(metric)
+        if axis not in self.axes:
+            raise BadRequest(f"axis: there is no {axis}; the axes are {', '.join(self.axes)}", "axis")
+        if len(self.seeds) < 2:
+            raise BadRequest("seeds: one seed has no differences between seeds; sweep with seeds=2 or more", "seeds")
+        sides = list[dict[tuple[str, ...], int]]()
+        for value in (one, other):
+            cells = [cell for cell, each in enumerate(self.settings) if in_words(each[axis]) == in_words(value)]
+            if not cells:
+                known = ", ".join(dict.fromkeys(in_words(each[axis]) for each in self.settings))
+                raise BadRequest(f"axis: {axis} has no value {in_words(value)}; its values are {known}", "axis")
+            place = self.axes.index(axis)
+            sides.append({tuple(self._labels(cell)[:place] + self._labels(cell)[place + 1 :]): cell for cell in cells})
+        others = [name for name in self.axes if name != axis]
+        columns = ("one", "other", "difference", "low", "high", "chance")
+        found = Table({**dict.fromkeys(others, "text"), **dict.fromkeys(columns, "time")})
+        rows = list[tuple[Any, ...]]()
+        for labels, cell in sides[0].items():
+            ours, theirs = self.values(cell, metric), self.values(sides[1][labels], metric)
+            differences = [mine - its for mine, its in zip(ours, theirs, strict=True)]
+            known = all(map(math.isfinite, differences))
+            estimate = Estimate.of(differences, interval) if known else Estimate(math.nan, None)
+            half = 0.0 if estimate.half is None else estimate.half
+            chance = chance_of(differences) if known else 1.0
+            means = (statistics.fmean(ours), statistics.fmean(theirs))
+            rows.append((*labels, *means, estimate.mean, estimate.mean - half, estimate.mean + half, chance))
+        for row, chance in zip(rows, corrected([row[-1] for row in rows]), strict=True):
+            found.append(*row[:-1], chance)
+        return found
+
+    def frontier(self, x: str, y: str) -> Table:
+        """Return the standing of each cell in two metrics: ``best`` if no cell of its load beats it, ``beaten``.
+
+        ``near`` cells are on or off the frontier by chance (:func:`standings_of`). Cells of different loads, which the
+        axes of the workload define, do not compete.
+        """
+        self._check(x, y)
+        loads = [tuple(in_words(each[name]) for name in self.axes if is_load(name)) for each in self.settings]
+        cells = range(len(self.settings))
+        signed = [(self._signed(cell, x), self._signed(cell, y)) for cell in cells]
+        standings, _ = standings_of(signed, loads)
+        found = self._table({x: "time", y: "time", "standing": "text"})
+        for cell, standing in zip(cells, standings, strict=True):
+            means = [statistics.fmean(self.values(cell, each)) for each in (x, y)]
+            found.append(*self._labels(cell), *means, standing)
+        return found
+
+
+def grid_of(
+    base: Experiment, over: Mapping[str, Sequence[Any]], seeds: int = 1, jobs: int = 1, cached: Path | None = None,
+    note: Note = lambda _: None,
+) -> Grid:  # fmt: skip
+    """Run each combination of the axes' values with seeds from the experiment's on."""
+    require_settings(base, over)
+    cells = list(cells_of(base, over))
+    used = tuple(range(base.seed, base.seed + seeds))
+    experiments = [msgspec.structs.replace(each, seed=seed) for _, each in cells for seed in used]
+    points = run_all(experiments, jobs, cached, note)
+    rows = [tuple(points[begin : begin + seeds]) for begin in range(0, len(points), seeds)]
+    return Grid([settings for settings, _ in cells], used, rows, base.limits)
