@@ -13,7 +13,7 @@ from pathlib import Path
 import msgspec
 
 from tercet.cluster.model import resolve_model
-from tercet.wire.client.scraped_engine import VllmMetrics, parsed
+from tercet_gateway.scraped_engine import VllmMetrics, parsed
 
 from .commands import counted, page
 from .conftest import MODEL, free_port, until_answering

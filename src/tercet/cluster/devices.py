@@ -6,13 +6,11 @@ a claim on a core when the claiming process ends.
 
 from __future__ import annotations
 
-import fcntl
 import math
 import os
 import re
 import shutil
 import subprocess
-import tempfile
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence, Set
 from importlib.metadata import PackageNotFoundError, version
@@ -354,35 +352,3 @@ def _share(device: Device, engines: int, given: float | None) -> float | None:
     return (
         math.floor(1000 * usable / engines / device.memory) / 1000
     )  # the smallest share of a large device is below 1%
-
-
-class CoreClaims:
-    """Claims of this process until its end: a file lock for each core."""
-
-    def __init__(self, directory: Path | None = None) -> None:
-        self._directory = directory or (Path(tempfile.gettempdir()) / f"tercet-cores-{os.getuid()}")
-        self._held: dict[int, int] = {}
-
-    def claim(self, count: int) -> tuple[int, ...]:
-        """Return ``count`` of the cores that this process may use, unclaimed cores first."""
-        self._directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-        mine = sorted(os.sched_getaffinity(0))
-        free = [core for core in mine if len(self._held) < count and self._take(core)]
-        taken = [core for core in mine if core not in free]
-        return tuple(sorted([*free, *taken[: max(0, min(count, len(mine)) - len(free))]]))
-
-    def release(self) -> None:
-        """Release all claims."""
-        for descriptor in self._held.values():
-            os.close(descriptor)
-        self._held.clear()
-
-    def _take(self, core: int) -> bool:
-        lock = os.open(self._directory / str(core), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            os.close(lock)
-            return False
-        self._held[core] = lock
-        return True

@@ -11,7 +11,7 @@ import asyncio
 import logging
 import re
 from collections import Counter
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
 from pathlib import Path
 from typing import Annotated, Protocol
@@ -26,10 +26,8 @@ from tercet.fleet.kubernetes_api import (
     WAITS,
     ApiAccess,
     EarlierInferencePool,
-    InferenceObjective,
     InferencePool,
     Pod,
-    PoolReference,
     Waits,
     Watch,
     from_kubeconfig,
@@ -266,7 +264,6 @@ PODS = "/api/v1/namespaces/{}/pods"
 DEFAULT_PORT = 8000
 Wanted = tuple[str, Sequence[int]]
 """A label selector for pods, and the ports of their engines."""
-OBJECTIVES = "/apis/inference.networking.x-k8s.io/v1alpha2/namespaces/{}/inferenceobjectives"
 
 
 def engines_of(pod: Pod, ports: Sequence[int], scheme: str = "http") -> Sequence[FoundEngine]:
@@ -423,31 +420,6 @@ class PodDiscovery:
     def _publish(self, engines: Sequence[FoundEngine]) -> None:
         self._engines = engines
         self._changed.set()
-
-
-async def follow_objectives(
-    api: ApiAccess, namespace: str, pool: PoolReference, on_change: Callable[[Mapping[str, int]], object],
-    waits: Waits = WAITS,
-) -> None:  # fmt: skip
-    """Call ``on_change`` with the priorities of the ``pool``'s objectives, by name, at each change, until cancelled.
-
-    While the API server does not answer, the last known priorities stay valid.
-    """
-    path = OBJECTIVES.format(namespace)
-    watch = Watch(api, path, InferenceObjective, {}, lambda found: on_change(priorities_of(found, pool)), waits)
-    await watch.run()
-
-
-def priorities_of(found: Sequence[InferenceObjective], pool: PoolReference) -> dict[str, int]:
-    """Return the priorities of the pool's objectives, by name; 0 for an objective without a priority.
-
-    Objectives that are being deleted are left out. A pool of the same name in another API group is another pool.
-    """
-    return {
-        each.metadata.name: each.spec.priority or 0
-        for each in found
-        if each.spec.pool_ref == pool and each.metadata.deletion_timestamp is None
-    }
 
 
 def discovery_of(settings: DiscoverySettings) -> Discovery:

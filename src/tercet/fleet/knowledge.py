@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -284,24 +283,3 @@ class FleetKnowledge:
         self._turn += 1
         self._cold.pop(row, None)
         self._cold[row] = self._turn
-
-
-@dataclass(frozen=True)
-class EngineObserver:
-    """Observer of a simulated engine, which records the engine's events in ``knowledge``."""
-
-    knowledge: FleetKnowledge
-    name: str
-    block_size: int
-
-    def load(self, load: EngineLoad) -> None:
-        self.knowledge.loads.report(self.name, load)
-
-    def stored(self, hashes: Sequence[int]) -> None:
-        self.knowledge.hold(self.name, self.block_size, hashes)
-
-    def dropped(self, hashes: Sequence[int]) -> None:
-        self.knowledge.unstore(self.name, hashes)
-
-    def cleared(self) -> None:
-        self.knowledge.cleared(self.name)

@@ -238,27 +238,6 @@ class EarlierInferencePool(ApiObject, frozen=True):
         return self.spec.selector, [] if port is None else [port]
 
 
-class PoolReference(msgspec.Struct, frozen=True):
-    """The pool that an object refers to, in the object's namespace."""
-
-    name: str = ""
-    kind: str = "InferencePool"
-    group: str = "inference.networking.k8s.io"
-
-
-class ObjectiveSpec(msgspec.Struct, frozen=True, rename="camel"):
-    """Priority of requests that name an objective; higher is more important."""
-
-    priority: int | None = None
-    pool_ref: PoolReference = PoolReference()
-
-
-class InferenceObjective(ApiObject, frozen=True):
-    """``inference.networking.x-k8s.io/v1alpha2`` InferenceObjective."""
-
-    spec: ObjectiveSpec = ObjectiveSpec()
-
-
 class ListMetadata(msgspec.Struct, frozen=True):
     """Metadata of a list: the version from which a watch continues, and the token of the next page."""
 

@@ -16,7 +16,6 @@ from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from functools import partial
 from typing import Any, Self
-from urllib.parse import urlsplit
 
 import msgspec
 
@@ -30,15 +29,13 @@ from tercet.protocol import (
     EngineError,
     EngineStatus,
     EngineUnreachable,
-    KVEvents,
     MemberRole,
     TercetError,
 )
 from tercet.protocol.addresses import TextFingerprint
-from tercet.protocol.names import STORE, bracketed
+from tercet.protocol.names import STORE
 from tercet.settings import EngineAddress
 from tercet.wire.client import Admit, HttpEngine
-from tercet.wire.client.scraped_engine import ScrapedEngine
 from tercet.wire.streams import StreamListener
 
 REPLACED_AFTER_S = 5.0
@@ -165,7 +162,7 @@ OTHERS_SECONDS = 2.0
 """Seconds that a starting router waits for further engines once one has answered."""
 
 
-def _restarts(fleet: EngineFleet, name: str) -> tuple[asyncio.Event, Callable[[], None]]:
+def restarts_of(fleet: EngineFleet, name: str) -> tuple[asyncio.Event, Callable[[], None]]:
     """Return an event for restarts of an engine, and the function that records one."""
     restarted = asyncio.Event()
 
@@ -187,34 +184,10 @@ def connecting(
 
     @asynccontextmanager
     async def connect(name: str, url: str, admit: Admit) -> AsyncGenerator[Engine]:
-        report, (restarted, note_restart) = partial(fleet.report, name), _restarts(fleet, name)
+        report, (restarted, note_restart) = partial(fleet.report, name), restarts_of(fleet, name)
         proposed, hung_up = partial(fleet.proposed, name), partial(fleet.liveness.hung_up, name)
         async with (
             HttpEngine(name, url, listener, report, admit, note_restart, secret, tls, proposed, hung_up) as engine,
-            cache_followed(name, url, engine, fleet.knowledge, restarted),
-        ):
-            yield engine
-
-    return connect
-
-
-def scraping(
-    fleet: EngineFleet, interval: float, kv_events_port: int | None = None, tls: ssl.SSLContext | None = None
-) -> Connect:
-    """Return a function that connects to an engine and reads its ``/metrics`` every ``interval`` seconds.
-
-    With ``kv_events_port`` each engine publishes vLLM's KV events on this port of its host. ``tls`` is that of
-    :class:`~tercet.wire.client.HttpEngine`. The page needs no key on any vLLM server, so none is sent.
-    """
-
-    @asynccontextmanager
-    async def connect(name: str, url: str, admit: Admit) -> AsyncGenerator[Engine]:
-        restarted, note_restart = _restarts(fleet, name)
-        host = bracketed(urlsplit(url).hostname or "127.0.0.1")
-        events = None if kv_events_port is None else KVEvents(f"tcp://{host}:{kv_events_port}")
-        reported = partial(fleet.report, name)
-        async with (
-            ScrapedEngine(name, url, interval, reported, note_restart, tls, events) as engine,
             cache_followed(name, url, engine, fleet.knowledge, restarted),
         ):
             yield engine

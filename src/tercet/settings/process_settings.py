@@ -15,7 +15,7 @@ from typing import Annotated, Literal, NamedTuple
 import msgspec
 
 from tercet.protocol import BadRequest
-from tercet.settings.declaration import ACCESS, OBSERVABILITY, SECRET_VARIABLE, AtLeastOne, Seconds, Setting, Settings
+from tercet.settings.declaration import ACCESS, OBSERVABILITY, SECRET_VARIABLE, Seconds, Setting, Settings
 
 LogLevel = Literal["debug", "info", "warning", "error"]
 LogFormat = Literal["text", "json"]
@@ -161,22 +161,7 @@ def clients_see_traces() -> bool:
 
 
 MAX_REQUEST_BYTES = 64 * 1024 * 1024
-MostRequestBytes = Annotated[
-    AtLeastOne, Setting("Largest request body; a larger one gets 413.", unit="bytes", default="64 MiB")
-]
 LeastLogged = Annotated[LogLevel, Setting("Lowest level of log lines.", panel=OBSERVABILITY)]
-TLSCertificate = Annotated[
-    str | None,
-    Setting(
-        "Certificate of this server (PEM), reloaded when it is replaced.",
-        metavar="FILE",
-        default="none: no TLS",
-        panel=ACCESS,
-    ),
-]
-TLSKey = Annotated[
-    str | None, Setting("Private key of the certificate (PEM).", metavar="FILE", default="none", panel=ACCESS)
-]
 AccessLog = Annotated[
     bool,
     Setting(
@@ -196,12 +181,6 @@ TraceRequests = Annotated[
 LogLines = Annotated[
     LogFormat, Setting("Format of log lines: text, or one JSON object on each line.", panel=OBSERVABILITY)
 ]
-
-
-def require_pair(certificate: str | None, key: str | None) -> None:
-    """Raise :class:`~tercet.protocol.BadRequest` if only one of the two is given."""
-    if (certificate is None) != (key is None):
-        raise BadRequest("tls-key: a certificate needs its key; set both tls-cert and tls-key", "tls-key")
 
 
 class EngineTLS(Settings, frozen=True):

@@ -19,8 +19,8 @@ from aiohttp import web
 
 from tercet.aio import files
 from tercet.aio.files import descriptors_watched
-from tercet.wire.serving.client_connection import HttpServer
 from tercet.wire.streams import StreamListener
+from tercet_gateway.proxied_calls import HttpServer
 from tests.longest_wait import LONGEST_WAIT_S
 from tests.unit.supervision import until
 

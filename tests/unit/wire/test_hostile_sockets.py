@@ -16,8 +16,8 @@ from uvicorn.server import ServerState
 
 from tercet.aio import incoming
 from tercet.aio.incoming import LONGEST_HEAD
-from tercet.wire.serving.client_connection import HttpServer, StreamingProtocol
-from tercet_gateway.proxied_calls import ClientCall, application
+from tercet.wire.serving.client_connection import StreamingProtocol
+from tercet_gateway.proxied_calls import ClientCall, HttpServer, application
 from tests.longest_wait import LONGEST_WAIT_S
 
 SOON = 0.1

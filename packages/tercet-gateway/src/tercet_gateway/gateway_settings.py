@@ -11,7 +11,17 @@ from msgspec import Meta
 
 from tercet.protocol import BadRequest, WithoutRole
 from tercet.protocol.names import AllowedPrefillers
-from tercet.settings.declaration import AtLeastOne, FixedPort, NotNegative, Port, Seconds, Setting, Settings, key_values
+from tercet.settings.declaration import (
+    ACCESS,
+    AtLeastOne,
+    FixedPort,
+    NotNegative,
+    Port,
+    Seconds,
+    Setting,
+    Settings,
+    key_values,
+)
 from tercet.settings.engine_addresses import (
     DiscoverySettings,
     EngineAddress,
@@ -32,16 +42,35 @@ from tercet.settings.process_settings import (
     EngineTLS,
     LeastLogged,
     LogLines,
-    MostRequestBytes,
     OpenToAll,
     PrefillBudget,
     PrefillHosts,
     PrefillStuckAfter,
     PrefillTimeout,
-    TLSCertificate,
-    TLSKey,
-    require_pair,
 )
+
+MostRequestBytes = Annotated[
+    AtLeastOne, Setting("Largest request body; a larger one gets 413.", unit="bytes", default="64 MiB")
+]
+TLSCertificate = Annotated[
+    str | None,
+    Setting(
+        "Certificate of this server (PEM), reloaded when it is replaced.",
+        metavar="FILE",
+        default="none: no TLS",
+        panel=ACCESS,
+    ),
+]
+TLSKey = Annotated[
+    str | None, Setting("Private key of the certificate (PEM).", metavar="FILE", default="none", panel=ACCESS)
+]
+
+
+def require_pair(certificate: str | None, key: str | None) -> None:
+    """Raise :class:`~tercet.protocol.BadRequest` if only one of the two is given."""
+    if (certificate is None) != (key is None):
+        raise BadRequest("tls-key: a certificate needs its key; set both tls-cert and tls-key", "tls-key")
+
 
 FLOW = "Flow control"
 

@@ -50,10 +50,17 @@ from tercet.wire.client.passing import (
     request,
     with_forwarder,
 )
-from tercet.wire.serving.client_connection import HttpServer
 from tercet.wire.serving.server_access import AdminAccess, RouterKeys
 from tercet_gateway.gateway_settings import ModelBackend, ModelRouterConfig, require_backends
-from tercet_gateway.proxied_calls import ClientCall, ProxiedAnswer, RequestBodies, certificate_of, ended_later, serving
+from tercet_gateway.proxied_calls import (
+    ClientCall,
+    HttpServer,
+    ProxiedAnswer,
+    RequestBodies,
+    certificate_of,
+    ended_later,
+    serving,
+)
 
 
 @dataclass(eq=False)

@@ -1,6 +1,6 @@
 """What sidecar and model router share: one request of a client, its body within limits, and an answer passed on.
 
-Both are ASGI applications on :class:`~tercet.wire.serving.client_connection.HttpServer`.
+Both are ASGI applications on an :class:`HttpServer`.
 """
 
 from __future__ import annotations
@@ -10,8 +10,12 @@ import logging
 import re
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AbstractContextManager, asynccontextmanager, suppress
+from functools import partial
 from http import HTTPStatus
 from typing import TYPE_CHECKING
+
+import uvicorn
+from uvicorn.server import ServerState
 
 from tercet.fleet.admission import ClientLeft
 from tercet.protocol import BadRequest, RequestTooLarge, TercetError
@@ -23,7 +27,7 @@ from tercet.protocol.wire import JSON
 from tercet.router.limits.bodies import LARGEST_AT_ONCE, BodiesHeld, HeldBody
 from tercet.wire.client.passing import Fields, OriginAnswer, end_to_end, first, is_encoded, passed_on, values
 from tercet.wire.serving.answers import TracingSend
-from tercet.wire.serving.client_connection import CONNECTION, TARGET, ClientConnection, HttpServer
+from tercet.wire.serving.client_connection import CONNECTION, TARGET, ClientConnection, StreamingProtocol
 
 if TYPE_CHECKING:
     from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -38,6 +42,50 @@ if TYPE_CHECKING:
 
 
 logger = logging.getLogger("tercet.gateway")
+# Time that a connection may be idle between two requests, in seconds: proxies keep theirs for a minute.
+IDLE_SECONDS = 75
+
+
+class HttpServer:
+    """A port whose requests an ASGI application answers, on connections with limits."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self.port = 0
+        self._config = uvicorn.Config(
+            app, ws="none", lifespan="off", log_config=None, log_level="error", access_log=False, proxy_headers=False,
+            timeout_keep_alive=IDLE_SECONDS,
+        )  # fmt: skip
+        self._state = ServerState()
+        self._server: asyncio.Server | None = None
+
+    async def start(self, host: str, port: int, tls: ssl.SSLContext | None = None) -> None:
+        """Start listening. Raises :class:`OSError` for an address that cannot be used."""
+        self._config.load()
+        made = partial(StreamingProtocol, self._config, self._state, {})
+        loop = asyncio.get_running_loop()
+        self._server = await loop.create_server(made, host, port, ssl=tls, backlog=self._config.backlog)
+        self.port = self._server.sockets[0].getsockname()[1]
+
+    async def finish(self) -> None:
+        """Accept no new requests, and return when all requests have ended."""
+        if self._server is not None:
+            self._server.close()
+        for connection in tuple(self._state.connections):
+            connection.shutdown()
+        while self._state.tasks:
+            await asyncio.wait(tuple(self._state.tasks))
+
+    def abort(self) -> None:
+        """Close all connections, even if clients have not read all written data."""
+        for connection in tuple(self._state.connections):
+            connection.transport.abort()
+
+    async def close(self) -> None:
+        """End all requests."""
+        self.abort()
+        await self.finish()
+
+
 ERROR_SECONDS = 2.0
 """Seconds to send errors of ended requests to their clients; then connections are closed."""
 

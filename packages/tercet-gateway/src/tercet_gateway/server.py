@@ -22,26 +22,27 @@ from tercet.aio.files import descriptors_watched
 from tercet.aio.incoming import LONGEST_HEAD, SECONDS
 from tercet.decisions.scheduling import Scheduling, load_scheduling
 from tercet.fleet import EngineFleet
-from tercet.fleet.discovery import PoolReference, access_of, discovery_of, follow_found, follow_objectives, until_known
+from tercet.fleet.discovery import access_of, discovery_of, follow_found, until_known
 from tercet.fleet.engine_fleet import EngineCollector
 from tercet.fleet.knowledge import STALE_AFTER
 from tercet.fleet.members import MemberState
-from tercet.fleet.membership import Connect, Membership, connecting, scraping
+from tercet.fleet.membership import Connect, Membership, connecting
 from tercet.logs import log_to_stderr
 from tercet.protocol import BadRequest, MethodNotAllowed, ShuttingDown, UnknownPath
 from tercet.protocol.names import host_and_port
 from tercet.settings.process_settings import PARALLEL_TOKENIZERS
 from tercet.wire.client import engine_tls
 from tercet.wire.exported_spans import exporting_spans
-from tercet.wire.serving.client_connection import HttpServer
 from tercet.wire.streams import StreamListener
 from tercet_gateway.endpoint_picker import EndpointPicker, PickerMetrics, PoolCollector
 from tercet_gateway.exchange import EndpointPickerService
 from tercet_gateway.gateway_settings import PickerConfig
 from tercet_gateway.model_renderer import ModelRenderer, tokenizer_file
+from tercet_gateway.objectives import PoolReference, follow_objectives
 from tercet_gateway.openai_call import ByCharacters, Renderer
 from tercet_gateway.protos import SERVICE, HealthCheckResponse, add_HealthServicer_to_server, health
-from tercet_gateway.proxied_calls import ClientCall, ServedCertificate, application
+from tercet_gateway.proxied_calls import ClientCall, HttpServer, ServedCertificate, application
+from tercet_gateway.scraped_engine import scraping
 
 logger = logging.getLogger("tercet.gateway")
 LIVENESS, READY_NAMES = "liveness", ("readiness", SERVICE, "")

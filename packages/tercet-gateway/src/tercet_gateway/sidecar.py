@@ -66,7 +66,6 @@ from tercet.wire.client.passing import (
 from tercet.wire.client.remote_prefill import PrefillAttempts, RemotePrefill
 from tercet.wire.exported_spans import exporting_spans
 from tercet.wire.serving.answers import trace_refused, wants_trace
-from tercet.wire.serving.client_connection import HttpServer
 from tercet.wire.serving.server_access import is_loopback
 from tercet_gateway.gateway_settings import SidecarConfig
 from tercet_gateway.prefill_legs import (
@@ -80,6 +79,7 @@ from tercet_gateway.prefill_legs import (
 )
 from tercet_gateway.proxied_calls import (
     ClientCall,
+    HttpServer,
     ProxiedAnswer,
     RequestBodies,
     certificate_of,

@@ -7,6 +7,7 @@ the :class:`FleetKeeper` is the actor that has an owner for each wanted engine, 
 
 from __future__ import annotations
 
+import fcntl
 import http.client
 import os
 import select
@@ -28,7 +29,7 @@ import msgspec
 
 from tercet.cluster import guard
 from tercet.cluster.child_process import GRACE_SECONDS
-from tercet.cluster.devices import CoreClaims, devices_for_engines
+from tercet.cluster.devices import devices_for_engines
 from tercet.cluster.engine_command import EngineSpec, engine_argv, engine_env
 from tercet.cluster.model import cache_root
 from tercet.cluster.ports import free_ports, url_of
@@ -392,3 +393,35 @@ class FleetKeeper:
     def _actors(self, but: Sequence[WantedEngine]) -> list[str]:
         """Return the names of this fleet's owners, except those of the engines ``but``."""
         return unwanted(self._wanted.name, but, named_actors(), self._wanted.keeper)
+
+
+class CoreClaims:
+    """Claims of this process until its end: a file lock for each core."""
+
+    def __init__(self, directory: Path | None = None) -> None:
+        self._directory = directory or (Path(tempfile.gettempdir()) / f"tercet-cores-{os.getuid()}")
+        self._held: dict[int, int] = {}
+
+    def claim(self, count: int) -> tuple[int, ...]:
+        """Return ``count`` of the cores that this process may use, unclaimed cores first."""
+        self._directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        mine = sorted(os.sched_getaffinity(0))
+        free = [core for core in mine if len(self._held) < count and self._take(core)]
+        taken = [core for core in mine if core not in free]
+        return tuple(sorted([*free, *taken[: max(0, min(count, len(mine)) - len(free))]]))
+
+    def release(self) -> None:
+        """Release all claims."""
+        for descriptor in self._held.values():
+            os.close(descriptor)
+        self._held.clear()
+
+    def _take(self, core: int) -> bool:
+        lock = os.open(self._directory / str(core), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(lock)
+            return False
+        self._held[core] = lock
+        return True

@@ -22,23 +22,20 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-import ssl
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 from weakref import WeakKeyDictionary
 
-import uvicorn
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
-from uvicorn.server import ServerState
 
 from tercet.aio.incoming import LONGEST_HEAD, Breach, Incoming, Part, deadlines_of_connections
 from tercet.protocol.errors import BadRequest, TercetError
 from tercet.wire.serving.answers import breach_error, last_answer
 
 if TYPE_CHECKING:
-    from starlette.types import ASGIApp, Message, Send
+    from starlette.types import Message, Send
 
 LAST_SECONDS = 2.0
 """Seconds for a refused client to read the error; data that it sends in that time is dropped."""
@@ -384,47 +381,3 @@ class StreamingProtocol(BoundedProtocol):
         self._forget_unread()
         if self._connection is not None:
             self._connection.lost()
-
-
-# Time that a connection may be idle between two requests, in seconds: proxies keep theirs for a minute.
-IDLE_SECONDS = 75
-
-
-class HttpServer:
-    """A port whose requests an ASGI application answers, on connections with limits."""
-
-    def __init__(self, app: ASGIApp) -> None:
-        self.port = 0
-        self._config = uvicorn.Config(
-            app, ws="none", lifespan="off", log_config=None, log_level="error", access_log=False, proxy_headers=False,
-            timeout_keep_alive=IDLE_SECONDS,
-        )  # fmt: skip
-        self._state = ServerState()
-        self._server: asyncio.Server | None = None
-
-    async def start(self, host: str, port: int, tls: ssl.SSLContext | None = None) -> None:
-        """Start listening. Raises :class:`OSError` for an address that cannot be used."""
-        self._config.load()
-        made = partial(StreamingProtocol, self._config, self._state, {})
-        loop = asyncio.get_running_loop()
-        self._server = await loop.create_server(made, host, port, ssl=tls, backlog=self._config.backlog)
-        self.port = self._server.sockets[0].getsockname()[1]
-
-    async def finish(self) -> None:
-        """Accept no new requests, and return when all requests have ended."""
-        if self._server is not None:
-            self._server.close()
-        for connection in tuple(self._state.connections):
-            connection.shutdown()
-        while self._state.tasks:
-            await asyncio.wait(tuple(self._state.tasks))
-
-    def abort(self) -> None:
-        """Close all connections, even if clients have not read all written data."""
-        for connection in tuple(self._state.connections):
-            connection.transport.abort()
-
-    async def close(self) -> None:
-        """End all requests."""
-        self.abort()
-        await self.finish()

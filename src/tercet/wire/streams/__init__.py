@@ -17,7 +17,6 @@ from tercet.wire.streams.router_connection import (
     RouterConnection,
     RouterConnections,
     SequenceSender,
-    StreamRelay,
 )
 from tercet.wire.streams.wire_format import OutputBatch, StreamHello, TokenDelta
 
@@ -30,6 +29,5 @@ __all__ = [
     "SequenceSender",
     "StreamHello",
     "StreamListener",
-    "StreamRelay",
     "TokenDelta",
 ]

@@ -22,7 +22,6 @@ from tercet.protocol import (
     EngineLoad,
     MoveProposal,
     Output,
-    OutputStream,
     RequestTooLarge,
     RouterUnreachable,
     TercetError,
@@ -407,44 +406,3 @@ def _parsed(address: str) -> tuple[str, int]:
     if not host or not port.isdecimal() or not 0 < int(port) < 65536:
         raise BadRequest(f"router: {address!r} is not an address such as 127.0.0.1:7001", "router")
     return host.strip("[]"), int(port)
-
-
-class StreamRelay:
-    """A generator for routers: each sequence runs in a task that ends when its router disconnects.
-
-    ``senders`` has the sender of each sequence's outputs, by its id.
-    """
-
-    def __init__(self, router_connections: RouterConnections) -> None:
-        self.router_connections = router_connections
-        self.senders: dict[str, SequenceSender] = {}
-        self._tasks = TaskSet()
-
-    async def start(self, seq_id: str, router: StreamDestination, position: int, outputs: OutputStream) -> None:
-        """Generate; ``position`` is the position of the first token in the sequence's output. Errors are also sent.
-
-        Returns once the router is connected. Raises :class:`~tercet.protocol.RouterUnreachable` if the router cannot be
-        reached, and :class:`~tercet.protocol.Conflict` if the sequence was cancelled before it began.
-        """
-        connection = await self.router_connections.connect(router.address, router.key)
-        running: list[asyncio.Task[None]] = []
-        sender = connection.sender(router.number, position, lambda: [task.cancel() for task in running])
-        self.senders.setdefault(seq_id, sender)  # the engine refuses a second sequence with the same id
-        running.append(self._tasks.spawn(self._relay(seq_id, sender, outputs)))
-
-    async def _relay(self, seq_id: str, sender: SequenceSender, outputs: OutputStream) -> None:
-        try:
-            await outputs.run(sender.send)
-            if sender.open:
-                sender.fail(EngineError("the engine ended the sequence without a finish reason"))
-        except Exception as error:  # an error fails only its sequence
-            sender.fail(error)
-        finally:
-            sender.close()
-            if self.senders.get(seq_id) is sender:
-                del self.senders[seq_id]
-
-    async def close(self) -> None:
-        """End all sequences, and close every connection."""
-        self.router_connections.close()
-        await self._tasks.close()

@@ -14,9 +14,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tercet.cluster.devices import CoreClaims
 from tercet.protocol import EngineError
-from tercet_ray.fleet_keeper import DetachedProcess
+from tercet_ray.fleet_keeper import CoreClaims, DetachedProcess
 
 pytestmark = pytest.mark.processes
 SLEEPER = "import time; print('up', flush=True); time.sleep(600)"

@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from tercet.fleet.discovery import PoolReference, follow_objectives
+from tercet_gateway.objectives import PoolReference, follow_objectives
 from tests.longest_wait import LONGEST_WAIT_S
 
 from .api_server import FAST, NAMESPACE, OBJECTIVES, ApiServer, api_server, objective

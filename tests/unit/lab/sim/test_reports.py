@@ -8,7 +8,8 @@ import math
 
 from tercet.decisions.scheduling import Scheduling, SchedulingProfile
 from tercet.decisions.scheduling.profiles import MaxScorePicker
-from tercet.fleet import EngineFleet, EngineObserver, Member
+from tercet.fleet import EngineFleet, Member
+from tercet_lab.bench.simulated.moving_fleet import EngineObserver
 from tercet_lab.sim import Network, SimEngine, run_virtual
 from tercet_lab.sim.engine_options import EngineOptions
 from tercet_lab.sim.sim_engine import REPORT_SECONDS

@@ -13,7 +13,7 @@ from aiohttp import web
 from tercet.protocol import EngineError, EngineUnreachable, Request, TercetError, from_wire
 from tercet.wire.client import HttpEngine, bounded_answers
 from tercet.wire.client.bounded_answers import ask_router
-from tercet.wire.client.scraped_engine import ScrapedEngine
+from tercet_gateway.scraped_engine import ScrapedEngine
 from tests.servers import served
 
 BOMB = gzip.compress(b" " * 50_000_000)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tercet.wire.client.scraped_engine import VllmMetrics, parsed
+from tercet_gateway.scraped_engine import VllmMetrics, parsed
 
 PAGE = """# HELP python_gc_objects_collected_total Objects collected during gc
 # TYPE python_gc_objects_collected_total counter

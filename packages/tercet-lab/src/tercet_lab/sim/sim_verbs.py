@@ -7,6 +7,7 @@ not wait for each other there.
 
 from __future__ import annotations
 
+import asyncio
 import re
 import zlib
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
@@ -25,6 +26,7 @@ from tercet.logs import LoggedGeneration, is_access_logged, lines_of_call, logge
 from tercet.protocol import (
     BadRequest,
     Content,
+    EngineError,
     KVAddrInfo,
     Output,
     OutputStream,
@@ -56,7 +58,8 @@ from tercet.protocol.wire import (
 )
 from tercet.router.limits.bodies import BodiesHeld
 from tercet.wire.client.bounded_answers import PLAIN, proved, read_answer
-from tercet.wire.streams import RouterConnections, StreamRelay
+from tercet.wire.streams import RouterConnections
+from tercet.wire.streams.router_connection import SequenceSender
 from tercet_lab.sim.block_pool import VOCABULARY, Prompt
 from tercet_lab.sim.network import Network, SendTarget
 from tercet_lab.sim.sim_engine import SimEngine
@@ -402,3 +405,44 @@ async def together(outputs: OutputStream) -> Output:
     found = [output async for output in outputs]
     tokens = tuple(token for output in found for token in output.token_ids)
     return Output(tokens, found[-1].finish_reason, usage=found[0].usage)
+
+
+class StreamRelay:
+    """A generator for routers: each sequence runs in a task that ends when its router disconnects.
+
+    ``senders`` has the sender of each sequence's outputs, by its id.
+    """
+
+    def __init__(self, router_connections: RouterConnections) -> None:
+        self.router_connections = router_connections
+        self.senders: dict[str, SequenceSender] = {}
+        self._tasks = TaskSet()
+
+    async def start(self, seq_id: str, router: StreamDestination, position: int, outputs: OutputStream) -> None:
+        """Generate; ``position`` is the position of the first token in the sequence's output. Errors are also sent.
+
+        Returns once the router is connected. Raises :class:`~tercet.protocol.RouterUnreachable` if the router cannot be
+        reached, and :class:`~tercet.protocol.Conflict` if the sequence was cancelled before it began.
+        """
+        connection = await self.router_connections.connect(router.address, router.key)
+        running: list[asyncio.Task[None]] = []
+        sender = connection.sender(router.number, position, lambda: [task.cancel() for task in running])
+        self.senders.setdefault(seq_id, sender)  # the engine refuses a second sequence with the same id
+        running.append(self._tasks.spawn(self._relay(seq_id, sender, outputs)))
+
+    async def _relay(self, seq_id: str, sender: SequenceSender, outputs: OutputStream) -> None:
+        try:
+            await outputs.run(sender.send)
+            if sender.open:
+                sender.fail(EngineError("the engine ended the sequence without a finish reason"))
+        except Exception as error:  # an error fails only its sequence
+            sender.fail(error)
+        finally:
+            sender.close()
+            if self.senders.get(seq_id) is sender:
+                del self.senders[seq_id]
+
+    async def close(self) -> None:
+        """End all sequences, and close every connection."""
+        self.router_connections.close()
+        await self._tasks.close()

@@ -21,9 +21,9 @@ from prometheus_client import CollectorRegistry
 
 from tercet.decisions.roles import RoleFlip
 from tercet.decisions.sessions import Pause
-from tercet.fleet import EngineFleet, EngineObserver, Member, Trace
+from tercet.fleet import EngineFleet, FleetKnowledge, Member, Trace
 from tercet.programs import Program, name_of
-from tercet.protocol import BadRequest, LayoutMismatch
+from tercet.protocol import BadRequest, EngineLoad, LayoutMismatch
 from tercet.router.observe.metrics import Metrics, SessionMetrics
 from tercet.router.serve.moves import MoveRecord, Rescheduler
 from tercet.router.serve.service import Service
@@ -394,3 +394,24 @@ def plan_fault(fault: Fault, engine: SimEngine, fleet: EngineFleet) -> None:
 def _recover(engine: SimEngine, fleet: EngineFleet) -> None:
     engine.recover()
     fleet.member(engine.name).reachable = True
+
+
+@dataclass(frozen=True)
+class EngineObserver:
+    """Observer of a simulated engine, which records the engine's events in ``knowledge``."""
+
+    knowledge: FleetKnowledge
+    name: str
+    block_size: int
+
+    def load(self, load: EngineLoad) -> None:
+        self.knowledge.loads.report(self.name, load)
+
+    def stored(self, hashes: Sequence[int]) -> None:
+        self.knowledge.hold(self.name, self.block_size, hashes)
+
+    def dropped(self, hashes: Sequence[int]) -> None:
+        self.knowledge.unstore(self.name, hashes)
+
+    def cleared(self) -> None:
+        self.knowledge.cleared(self.name)

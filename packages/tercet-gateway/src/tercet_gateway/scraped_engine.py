@@ -5,15 +5,21 @@ from __future__ import annotations
 import math
 import re
 import ssl
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, suppress
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
+from urllib.parse import urlsplit
 
 import aiohttp
 
 from tercet.aio import TaskSet, repeat
+from tercet.fleet import EngineFleet
+from tercet.fleet.kv_events import cache_followed
+from tercet.fleet.membership import Connect, restarts_of
 from tercet.protocol import (
     Conflict,
+    Engine,
     EngineLoad,
     EngineStatus,
     EngineUnreachable,
@@ -23,6 +29,8 @@ from tercet.protocol import (
     Reservation,
     Sent,
 )
+from tercet.protocol.names import bracketed
+from tercet.wire.client import Admit
 from tercet.wire.client.bounded_answers import PLAIN, read_answer, reason_of
 
 TOGETHER_SECONDS = 2.0
@@ -194,3 +202,27 @@ def parsed(page: str) -> VllmMetrics:
 
 def _whole(text: str | None) -> int:
     return int(text) if text is not None and text.isdecimal() else 0
+
+
+def scraping(
+    fleet: EngineFleet, interval: float, kv_events_port: int | None = None, tls: ssl.SSLContext | None = None
+) -> Connect:
+    """Return a function that connects to an engine and reads its ``/metrics`` every ``interval`` seconds.
+
+    With ``kv_events_port`` each engine publishes vLLM's KV events on this port of its host. ``tls`` is that of
+    :class:`~tercet.wire.client.HttpEngine`. The page needs no key on any vLLM server, so none is sent.
+    """
+
+    @asynccontextmanager
+    async def connect(name: str, url: str, admit: Admit) -> AsyncGenerator[Engine]:
+        restarted, note_restart = restarts_of(fleet, name)
+        host = bracketed(urlsplit(url).hostname or "127.0.0.1")
+        events = None if kv_events_port is None else KVEvents(f"tcp://{host}:{kv_events_port}")
+        reported = partial(fleet.report, name)
+        async with (
+            ScrapedEngine(name, url, interval, reported, note_restart, tls, events) as engine,
+            cache_followed(name, url, engine, fleet.knowledge, restarted),
+        ):
+            yield engine
+
+    return connect
