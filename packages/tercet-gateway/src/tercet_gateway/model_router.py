@@ -42,13 +42,14 @@ from tercet.protocol.wire import API_PREFIX, JSON, decode_call
 from tercet.router.limits.bodies import HeldBody
 from tercet.wire.client.bounded_answers import PLAIN, read_answer, reason_of
 from tercet.wire.client.passing import (
+    Fields,
     NotConnected,
     NotReadable,
     OriginAnswer,
     end_to_end,
     passing_session,
     request,
-    with_forwarder,
+    values,
 )
 from tercet.wire.serving.server_access import AdminAccess, RouterKeys
 from tercet_gateway.gateway_settings import ModelBackend, ModelRouterConfig, require_backends
@@ -637,3 +638,18 @@ class _BackendsRoute:
             await self._polls.replace({each.url.rstrip("/"): each.weight for each in wanted.routers})
         shares = ", ".join(f"{each.url} weight {each.weight:g}" for each in self._routes.backends)
         logger.info("routers are now %s", shares)
+
+
+def with_forwarder(fields: Fields, peer: str, host: bytes, scheme: str, version: bytes) -> list[tuple[bytes, bytes]]:
+    """Return the fields with those by which a proxy says that it forwards a request (RFC 9110, 7.6.3; RFC 7239).
+
+    ``peer`` is the address of the client, empty if it is not known; ``host``, ``scheme`` and ``version`` are those of
+    its request. They follow what the client itself said in such fields: the last values are the ones to believe.
+    """
+    node = (peer or "unknown").encode()
+    forwarded = b"for=" + (b'"[%b]"' % node if b":" in node else node) + b";proto=" + scheme.encode()
+    if host:
+        forwarded += b';host="%b"' % host.replace(b"\\", b"\\\\").replace(b'"', b'\\"')
+    chain = b", ".join([*values(fields, b"x-forwarded-for"), node])
+    kept = [(name, value) for name, value in fields if name.lower() != b"x-forwarded-for"]
+    return [*kept, (b"X-Forwarded-For", chain), (b"Forwarded", forwarded), (b"Via", version + b" tercet")]

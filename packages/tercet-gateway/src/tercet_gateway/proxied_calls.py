@@ -25,7 +25,7 @@ from tercet.protocol.spans import VerbTrace
 from tercet.protocol.sse import EVENTS, EventSplitter, object_of
 from tercet.protocol.wire import JSON
 from tercet.router.limits.bodies import LARGEST_AT_ONCE, BodiesHeld, HeldBody
-from tercet.wire.client.passing import Fields, OriginAnswer, end_to_end, first, is_encoded, passed_on, values
+from tercet.wire.client.passing import Fields, OriginAnswer, end_to_end, first, passed_on, values
 from tercet.wire.serving.answers import TracingSend
 from tercet.wire.serving.client_connection import CONNECTION, TARGET, ClientConnection, StreamingProtocol
 
@@ -424,3 +424,8 @@ def certificate_of(certificate: str | None, key: str | None) -> ssl.SSLContext |
     if certificate is None or key is None:
         return None
     return ServedCertificate(Path(certificate), Path(key)).context()
+
+
+def is_encoded(fields: Fields) -> bool:
+    """True if the content is compressed, or encoded otherwise."""
+    return any(value.strip().lower() not in (b"", b"identity") for value in values(fields, b"content-encoding"))

@@ -53,26 +53,6 @@ def passed_on(fields: Fields, but: Collection[bytes] = ()) -> list[tuple[bytes, 
     return [(name, value) for name, value in fields if name.lower() not in dropped]
 
 
-def with_forwarder(fields: Fields, peer: str, host: bytes, scheme: str, version: bytes) -> list[tuple[bytes, bytes]]:
-    """Return the fields with those by which a proxy says that it forwards a request (RFC 9110, 7.6.3; RFC 7239).
-
-    ``peer`` is the address of the client, empty if it is not known; ``host``, ``scheme`` and ``version`` are those of
-    its request. They follow what the client itself said in such fields: the last values are the ones to believe.
-    """
-    node = (peer or "unknown").encode()
-    forwarded = b"for=" + (b'"[%b]"' % node if b":" in node else node) + b";proto=" + scheme.encode()
-    if host:
-        forwarded += b';host="%b"' % host.replace(b"\\", b"\\\\").replace(b'"', b'\\"')
-    chain = b", ".join([*values(fields, b"x-forwarded-for"), node])
-    kept = [(name, value) for name, value in fields if name.lower() != b"x-forwarded-for"]
-    return [*kept, (b"X-Forwarded-For", chain), (b"Forwarded", forwarded), (b"Via", version + b" tercet")]
-
-
-def is_encoded(fields: Fields) -> bool:
-    """True if the content is compressed, or encoded otherwise."""
-    return any(value.strip().lower() not in (b"", b"identity") for value in values(fields, b"content-encoding"))
-
-
 READ_BYTES = 64 * 1024
 # Headers that aiohttp would add.
 NOT_ADDED = frozenset({"Accept", "Accept-Encoding", "Content-Type", "User-Agent"})

@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from tercet.cli.run_page import RecordedPage
 from tercet.decisions.planning import PlannerReport, ReportedPlan
 from tercet.router.observe.metrics import Metrics
 from tercet.router.serve.moves import MoveRecord
 from tercet_lab.bench.simulated import Experiment, Fleet, Record, SyntheticWorkload
+from tercet_lab.commands.run_page import RecordedPage
 
 from .chromium import COMMAND, MISSING, Tab, chromium
 from .page_fleet import page_fleet, served

@@ -13,13 +13,13 @@ import msgspec
 import pytest
 from starlette.types import Message
 
-from tercet.cli.run_page import RecordedPage
 from tercet.router.page import page_app
 from tercet.router.page.page_app import FOLDER, POLICY, SAFETY, page_files, with_page
 from tercet.router.page.records import Frame
 from tercet.router.serve.shutdown import Shutdown
 from tercet.settings import RouterSettings
 from tercet.wire.serving.server_access import AT_ADMIN, RouterKeys
+from tercet_lab.commands.run_page import RecordedPage
 from tests.longest_wait import LONGEST_WAIT_S
 from tests.unit.router.conftest import LiveRouter
 

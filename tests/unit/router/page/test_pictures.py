@@ -15,8 +15,8 @@ import numpy as np
 import pytest
 from PIL import Image, PngImagePlugin
 
-from tercet.cli.run_page import RecordedPage
 from tercet_lab.bench.simulated import Experiment, Fleet, Record, SyntheticWorkload
+from tercet_lab.commands.run_page import RecordedPage
 
 from .chromium import COMMAND, MISSING, chromium
 from .page_fleet import served

@@ -350,7 +350,7 @@ def sim(context: typer.Context, given: SimFlags) -> None:
         return
     recorded = _run(simulation, given)
     if given.watch:
-        from tercet.cli.run_page import show_run  # imports a server, which other runs do not need
+        from tercet_lab.commands.run_page import show_run  # imports a server, which other runs do not need
 
         show_run(recorded)
 
