@@ -195,7 +195,7 @@ class Guard:
                 if self._child.forget():
                     code = -signal.SIGTERM
                     break
-                passed_on = True
+                passed_on = True  # this process is in the group, so the signal comes back to it
                 os.killpg(0, signal.SIGTERM)
             if self._parent_is_gone():
                 # End the process group, of which this process is a member: nothing after this runs.

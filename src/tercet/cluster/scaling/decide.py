@@ -252,6 +252,7 @@ class Scaling:
         if self._phase[name] == "starting":
             del self._phase[name], self._role[name]
         elif self._phase[name] != "stopping":
+            # It has its requests and its KV still, so it serves on; one that stops has neither.
             self._phase[name] = "serving"
         return self._after(name)
 
@@ -271,6 +272,7 @@ def _flips(present: Sequence[Present], wanted: Counts) -> tuple[list[Flip], list
 
     Surplus engines are those with the fewest sequences, and the newest of equal ones.
     """
+    # The most idle engines change or leave first, since each of their sequences has to move.
     idle = sorted(present, key=lambda each: (each.in_flight, -newest(each.name)))
     surplus, missing = list[Present](), dict[Role, int]()
     for role, count in wanted.as_roles().items():

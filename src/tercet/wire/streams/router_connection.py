@@ -159,11 +159,14 @@ class RouterConnection(asyncio.Protocol):
         self._proposals.append(proposal)
 
     def _flush_soon(self) -> None:
+        # An engine step yields the tokens of all its sequences in one pass of the loop: they leave as one message.
         if not self._deltas and not self._proposals:
             asyncio.get_running_loop().call_soon(self.report)
 
     def tick(self) -> None:
         """Send a report if nothing was sent lately; close the connection if the router is silent or does not read."""
+        # A machine that has vanished closes nothing, and a router that is stopped reads nothing: without these bounds
+        # their sequences would run to their end without a reader.
         now = time.monotonic()
         if self._unread() > MOST_UNSENT or now - self._last_heard > SILENCE_SECONDS:
             self.abort()
@@ -252,17 +255,19 @@ class RouterConnection(asyncio.Protocol):
             self.abort()
 
     def _follow(self, command: ReceivedCommand) -> None:
-        self._accepted.set()
+        self._accepted.set()  # a router answers a greeting that it accepts with its first command
         for number in command.cancelled:
             sender = self.senders.pop(number, None)
             if sender is not None:
                 sender.stop()
             else:
+                # Its call is still on the way, by HTTP or as a task here, and is refused when it arrives.
                 self._cancelled[number] = None
                 if len(self._cancelled) > CANCELLED_KEPT:
                     self._cancelled.popitem(last=False)
         names, traces = chain(command.names, repeat("")), chain(command.traces, repeat(()))
         for received, named, trace in zip(command.starts, names, traces, strict=False):
+            # Also a call that is refused names its sequence, which then ends with the refusal.
             unread = _unread_calls.decode(received)
             try:
                 call = self._read(received)
