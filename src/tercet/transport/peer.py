@@ -187,6 +187,7 @@ class TransferPeer:
             if self._dead is not None:
                 return False
             self._legs[leg.number] = leg
+            # Before the first chunk is described: the receiver looks for the word after each read.
             if not is_core_word(leg.number):
                 self._rank.region.set_word(leg.number)
             return True
@@ -201,6 +202,7 @@ class TransferPeer:
             return self._end(leg, BadRequest(reason))
         wanted = np.array(blocks, dtype=np.int64)
 
+        # It runs at once, or when the transport is agreed, which decides how large a chunk may be.
         def write(post: Post) -> None:
             # If other stages get these layers, this receiver needs no chunk.
             for run in parts_of(layers, leg.planes):
