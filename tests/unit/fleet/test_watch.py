@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
+import msgspec
 import pytest
 
 from tercet.fleet import EngineFleet, Trace, membership
@@ -91,3 +92,26 @@ async def test_who_reports_is_not_asked() -> None:
 async def test_a_view_without_a_watch_loses_nobody() -> None:
     fleet = view_of(Answering("a")).fleet
     assert fleet.health.stand_still(0.5) == []
+
+
+@pytest.mark.slow
+async def test_restarts_of_an_engine_are_counted_and_the_first_start_is_none() -> None:
+    class Restarted(Answering):
+        incarnation = "one"
+
+        async def status(self) -> EngineStatus:
+            return msgspec.structs.replace(await super().status(), incarnation=self.incarnation)
+
+    engine = Restarted("a")
+    fleet, looking = watched(engine)
+    running = asyncio.create_task(looking.watch())
+    member = fleet.member("a")
+    await until(lambda: member.incarnation == "one")
+    first = member.since
+    assert (member.restarts, first > 0) == (0, True)
+    engine.incarnation = "two"
+    await until(lambda: member.incarnation == "two")
+    assert member.restarts == 1
+    assert member.since >= first
+    running.cancel()
+    await asyncio.wait({running})
