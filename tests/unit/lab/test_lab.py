@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import math
 import shlex
 import sys
+import threading
+import tracemalloc
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -180,3 +183,37 @@ def test_a_planner_may_be_a_function_and_takes_its_objectives_from_the_slo() -> 
     run = lab.simulate("disaggregated", "1P1D", work, slo=lab.Slo(ttft=1.0, tpot=0.1), planner=planner)
     assert [(row["plan"], row["reason"]) for row in run.plans.rows()] == [("1P2D", "it was asked")]
     assert 2 * max(run.requests["ended"]) / 3600 < run.engine_hours < 3 * max(run.requests["ended"]) / 3600
+
+
+def test_a_stream_has_the_rows_of_the_run_and_keeps_none() -> None:
+    given = lab.Experiment(program="disaggregated", fleet=lab.Fleet("1P1D"), work=WORK, slo=lab.Slo(ttft=0.1))
+    batches = list(lab.stream(given, every=25))
+    assert [len(each) for each in batches] == [25, 25, 10]
+    assert [row for each in batches for row in each.rows()] == list(lab.simulate(given).requests.rows())
+    with pytest.raises(BadRequest, match="every: is 0"):
+        lab.stream(given, every=0)
+    with pytest.raises(BadRequest, match="there is no 'none'"):
+        list(lab.stream(given, program="none"))
+
+
+def test_a_stream_that_is_left_ends_its_simulation() -> None:
+    work = lab.Poisson(rate=50, requests=100_000, input=50, output=2)
+    stream = lab.stream("data_parallel", "both=2", work, every=10)
+    assert len(next(stream)) == 10
+    stream.close()
+    assert not [thread for thread in threading.enumerate() if thread.name == "lab.stream"]
+
+
+def test_rows_of_a_stream_are_freed() -> None:
+    """What is allocated after the second tenth of a long run is about what is allocated at its end."""
+    work = lab.Poisson(rate=50, requests=5_000, input=50, output=2)
+    tracemalloc.start()
+    try:
+        kept = list[int]()
+        for _ in lab.stream("data_parallel", "both=2", work, every=500):
+            gc.collect()
+            kept.append(tracemalloc.get_traced_memory()[0])
+    finally:
+        tracemalloc.stop()
+    assert len(kept) == 10
+    assert kept[-1] < kept[2] + 500_000, "5,000 rows take 1.2 MB"

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import queue
+import threading
+from collections.abc import Callable, Generator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypedDict, Unpack
 
@@ -16,7 +18,8 @@ from tercet_lab.bench.simulated.experiment import moves as moves_of
 from tercet_lab.bench.simulated.grid import Grid, grid_of
 from tercet_lab.bench.simulated.moving_fleet import MovingSettings
 from tercet_lab.bench.simulated.recording import Record
-from tercet_lab.tables import Slo
+from tercet_lab.bench.simulated.virtual_run import Outcome
+from tercet_lab.tables import Requests, Slo
 
 Program = str | Callable[..., Any]
 
@@ -78,6 +81,74 @@ def simulate(
     :class:`~tercet.protocol.ProgramFailed`.
     """
     return experiment(what, fleet, work, parts).run(note)
+
+
+def stream(
+    what: Program | Experiment | None = None,
+    /,
+    fleet: Fleet | str | None = None,
+    work: Work | None = None,
+    *,
+    every: int = 50_000,
+    note: Callable[[str], object] = lambda _: None,
+    **parts: Unpack[Parts],
+) -> Generator[Requests]:
+    """Simulate one run, and yield its requests in tables of ``every`` rows as they end, the last one shorter.
+
+    Memory is bounded however many requests there are: rows that were yielded are not kept. The simulation waits while
+    two tables wait for the caller, and ends if the caller stops. Arguments and errors are those of :func:`simulate`.
+    """
+    given = experiment(what, fleet, work, parts)
+    if every < 1:
+        raise BadRequest(f"every: is {every}, and must be at least 1 row", "every")
+    return _batches(given, every, note)
+
+
+class _Stopped(Exception):
+    """The caller takes no more batches."""
+
+
+def _batches(given: Experiment, every: int, note: Callable[[str], object]) -> Generator[Requests]:
+    waiting: queue.Queue[Requests | Exception | None] = queue.Queue(maxsize=2)
+    stopped = threading.Event()
+
+    def put(item: Requests | Exception | None) -> None:
+        while not stopped.is_set():
+            try:
+                waiting.put(item, timeout=0.1)
+                return
+            except queue.Full:
+                continue
+        raise _Stopped
+
+    def take(outcome: Outcome) -> None:
+        if len(outcome.requests) >= every:
+            rows, outcome.requests = outcome.requests, Requests(outcome.requests.limits)
+            rows.judge(given.limits)
+            put(rows)
+
+    def simulated() -> None:
+        try:
+            try:
+                left = given.run(note, take).requests
+                if len(left):
+                    put(left)
+                put(None)
+            except Exception as error:
+                put(error)
+        except _Stopped:
+            pass
+
+    thread = threading.Thread(target=simulated, name="lab.stream", daemon=True)
+    thread.start()
+    try:
+        while (item := waiting.get()) is not None:  # the thread puts None or its error last, whatever happens
+            if isinstance(item, Exception):
+                raise item
+            yield item
+    finally:
+        stopped.set()
+        thread.join()
 
 
 def sweep(

@@ -25,7 +25,7 @@ from tercet_lab.bench.simulated import moves as Moves
 from tercet_lab.bench.simulated.capacity import Capacity
 from tercet_lab.bench.simulated.grid import Grid
 from tercet_lab.bench.simulated.works import Fixed, Lognormal, Normal, Poisson, Sessions, Trace, Workload
-from tercet_lab.interface import max_rate, simulate, sweep
+from tercet_lab.interface import max_rate, simulate, stream, sweep
 from tercet_lab.planning.advice import Advice, advise
 from tercet_lab.run_files import load
 from tercet_lab.sim import EngineOptions, Network, Profile, SimEngine, load_profile, run_virtual, shipped_profiles
@@ -72,5 +72,6 @@ __all__ = [
     "run_virtual",
     "shipped_profiles",
     "simulate",
+    "stream",
     "sweep",
 ]

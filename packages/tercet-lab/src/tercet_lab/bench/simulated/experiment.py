@@ -37,7 +37,7 @@ from tercet_lab.bench.simulated.scenario import (
     slo_of_class,
 )
 from tercet_lab.bench.simulated.simulation import SimulatedPoint, SimulationReport, made_good, point_of, shown
-from tercet_lab.bench.simulated.virtual_run import run_once
+from tercet_lab.bench.simulated.virtual_run import Outcome, run_once
 from tercet_lab.planning.planner_settings import NO_PLANNER, PlannerSettings
 from tercet_lab.sim import EngineOptions, load_profile, options_from
 from tercet_lab.tables import Goodput, Kind, Requests, Slo, Table
@@ -224,8 +224,11 @@ class Experiment(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         """Return the experiment at another rate of requests per second; None: the times of a trace."""
         return msgspec.structs.replace(self, work=msgspec.structs.replace(self.work, rate=rate))
 
-    def run(self, note: Note = _quiet) -> Run:
-        """Simulate, inside or outside of a running event loop. ``note`` gets lines about the run, such as its speed.
+    def run(self, note: Note = _quiet, on_row: Callable[[Outcome], object] | None = None) -> Run:
+        """Simulate, inside or outside of a running event loop, and return the results.
+
+        ``note`` gets lines about the run, such as its speed. ``on_row`` is called after each row, and may take the rows
+        away: the run then has those that are left.
 
         Raise :class:`~tercet.protocol.BadRequest` for invalid arguments, and the program's ``BadRequest`` if it refuses
         every request.
@@ -244,7 +247,7 @@ class Experiment(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
             spec = planning.with_spare(spec)
         outcome = run_once(
             program, spec, fleet.profile, options, self.work, self.seed, scheduling, settings, self.record,
-            None if planning is None else planning.companion,
+            None if planning is None else planning.companion, **({} if on_row is None else {"on_row": on_row}),
         )  # fmt: skip
         took, cpu = time.perf_counter() - began, time.process_time() - worked
         requests = outcome.requests
@@ -271,7 +274,7 @@ class Experiment(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         if outcome.retries:
             note(f"rate {shown(rate)}: {made_good(outcome)}")
         if outcome.first_error is not None:
-            if isinstance(outcome.first_error, BadRequest) and not point.summary.completed:
+            if isinstance(outcome.first_error, BadRequest) and not point.summary.completed and on_row is None:
                 raise outcome.first_error
             note(f"rate {shown(rate)}: {point.summary.failed} requests failed; the first error: {outcome.first_error}")
         paid = outcome.paid_s if point.planned is None else point.planned.engine_seconds

@@ -248,6 +248,10 @@ class Served(NamedTuple):
     token_times: tuple[float, ...] | None
 
 
+def _kept(_: Outcome) -> None:
+    """Keep all rows of a run until its end."""
+
+
 MOVING = MovingSettings()
 RECORD = Record()
 
@@ -286,6 +290,7 @@ def run_once(
     moving: MovingSettings = MOVING,
     record: Record = RECORD,
     companion: Companion | None = None,
+    on_row: Callable[[Outcome], object] = _kept,
 ) -> Outcome:
     """Simulate one run. The outcome depends only on the arguments.
 
@@ -311,6 +316,7 @@ def run_once(
         moving,
         record,
         companion,
+        on_row,
     )
 
 
@@ -327,11 +333,13 @@ def run_requests(
     moving: MovingSettings = MOVING,
     record: Record = RECORD,
     companion: Companion | None = None,
+    on_row: Callable[[Outcome], object] = _kept,
 ) -> Outcome:
     """Simulate requests at given times (seconds), in order.
 
     The first ``warm_up`` requests and their follow-ups are not measured. ``companion`` is called with the service and
-    the engines; its coroutine runs until the end of the run.
+    the engines; its coroutine runs until the end of the run. ``on_row`` is called after each row of a request, and may
+    take the rows away.
     """
     with _young_garbage_only():
         return run_virtual(
@@ -348,6 +356,7 @@ def run_requests(
                 moving,
                 record,
                 companion,
+                on_row,
             )
         )
 
@@ -376,6 +385,7 @@ async def _run(
     moving: MovingSettings,
     record: Record,
     companion: Companion | None,
+    on_row: Callable[[Outcome], object],
 ) -> Outcome:
     if record.tokens:
         options = options_from(options, {"stream_every": 1})
@@ -399,7 +409,7 @@ async def _run(
     if companion is not None:
         others.append(companion(built.service, built.engines, paid))
     async with built.moving.running(), alongside(*others):
-        await _serve_all(built, arrivals, warm_up, outcome, follow_ups, paid, record)
+        await _serve_all(built, arrivals, warm_up, outcome, follow_ups, paid, record, on_row)
     if recorder is not None:
         recorder.close()
         outcome.timeline = recorder.frames
@@ -416,6 +426,7 @@ async def _serve_all(
     follow_ups: FollowUps | None,
     paid: PaidTime,
     record: Record,
+    on_row: Callable[[Outcome], object],
 ) -> None:
     loop, coming = asyncio.get_running_loop(), enumerate(arrivals)
     usage: UsageLog | None = None
@@ -457,7 +468,7 @@ async def _serve_all(
         if usage is None:
             usage = UsageLog(built.engines, paid)
             paid.before_change = usage.settle
-        running.add(loop.create_task(_converse(built, request, outcome, measured, follow_ups, record, on_end)))
+        running.add(loop.create_task(_converse(built, request, outcome, measured, follow_ups, record, on_row, on_end)))
 
     await_next()
     await all_sent
@@ -474,6 +485,7 @@ async def _converse(
     measured: bool,
     follow_ups: FollowUps | None,
     record: Record,
+    on_row: Callable[[Outcome], object],
     on_end: Callable[[asyncio.Task[Any] | None, Exception | None], object],
 ) -> None:
     """Run a request and its follow-ups, one after the other.
@@ -486,6 +498,7 @@ async def _converse(
             served = await _serve(built, request, outcome, record.tokens)
             if measured:
                 outcome.add(served, 0 if follow_ups is None else follow_ups.phase_of(request))
+                on_row(outcome)
             if follow_ups is None:
                 return
             sequence = served.sequence if served.error is None else None
