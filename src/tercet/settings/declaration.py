@@ -94,6 +94,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
                 msgspec.structs.force_setattr(self, field.name, msgspec.convert(value, field.type, strict=False))
             except msgspec.ValidationError as error:
                 raise complaint(field.encode_name, field.type, value, error) from None
+            except BadRequest as error:  # of a record in this field, which does not know the field's name
+                raise BadRequest(f"{field.encode_name}: {error.message}", field.encode_name) from None
 
 
 @dataclass(frozen=True)
