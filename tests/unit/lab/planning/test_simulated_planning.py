@@ -12,7 +12,9 @@ from tercet.settings.fleet_settings import Objectives
 from tercet_lab.bench.figures import plot_planned_run
 from tercet_lab.bench.simulated import Experiment, Fleet, MovingSettings, SyntheticWorkload
 from tercet_lab.bench.simulated.simulation import SimulatedPoint
+from tercet_lab.planning.planner import MOST_CLIMBED, MOST_SIMULATIONS
 from tercet_lab.planning.planner_settings import PlannerSettings
+from tercet_lab.planning.policies import MOST_REQUESTS
 
 OBJECTIVES = Objectives(ttft=1.0, tpot=0.025)
 
@@ -101,3 +103,21 @@ def test_a_planner_needs_objectives_and_to_be_alone() -> None:
         MovingSettings(planner="simulate")
     with pytest.raises(BadRequest, match="--roles auto"):
         MovingSettings(planner="simulate", roles="auto", objectives=OBJECTIVES)
+
+
+@pytest.mark.slow
+def test_with_scarce_memory_and_lost_transfers_a_planned_run_ends() -> None:
+    """Each search simulates a bounded number of fleets with a bounded number of requests, so it is slow at most."""
+    fleet = Fleet(
+        "2P1D", profile="llama-3.1-8b-h100-tp1", total_blocks=60, transfer_failures=0.1, reserve_wait=0.05,
+        schedule="prefill_first",
+    )  # fmt: skip
+    planning = PlannerSettings(fewest=2, most=5, start_s=5, interval_s=5)
+    moving = MovingSettings(objectives=OBJECTIVES, planner="simulate", planning=planning)
+    work = SyntheticWorkload(rate=30, requests=200, input_mean=60, output_mean=120, output_dev=60)
+    point = Experiment(program="auto", fleet=fleet, work=work, moves=moving).point(30.0)
+    assert point.summary.completed + point.summary.failed == 200
+    planned = point.planned
+    assert planned is not None
+    assert 0 < planned.simulations <= planned.decisions * (2 + MOST_SIMULATIONS + MOST_CLIMBED)
+    assert 0 < planned.simulated_requests <= planned.simulations * MOST_REQUESTS

@@ -82,19 +82,24 @@ class SimScheduler(StepSelection):
 
     def catch_up_usage(self) -> None:
         """Record the blocks that the present run of steps has taken until now."""
-        if self._run is not None:
-            self._note_run(self._run, self._run.steps_at(self._now))
+        if self._run is not None and self._usage is not None:
+            steps = self._run.steps_at(self._now)
+            self._note_run(self._usage, self._run, steps, self._decoding.blocks_for(steps))
 
-    def _note_run(self, run: DecodeRun, steps: int) -> None:
-        usage, noted, decoding = self._usage, self._noted, self._decoding
-        if usage is None or steps <= noted:
+    def _note_run(self, usage: EngineUsage, run: DecodeRun, steps: int, taken: int) -> None:
+        """Record the steps that are not recorded yet; all ``steps`` so far took ``taken`` blocks."""
+        noted, decoding = self._noted, self._decoding
+        if steps <= noted:
             return
         self._noted = steps
-        taken = decoding.blocks_for(steps) - decoding.blocks_for(noted)
+        if noted:
+            taken -= decoding.blocks_for(noted)
         if taken:
-            begin = self._time.on_loop(run.begin)
-            first = self._time.on_loop(run.begin + run.first) - begin
-            growth = run.growth * first / run.first
+            begin, first, growth = run.begin, run.first, run.growth
+            if isinstance(self._time, SharedTime):
+                begin = self._time.on_loop(begin)
+                first = self._time.on_loop(run.begin + first) - begin
+                growth *= first / run.first
             usage.note_run(begin, first, growth, (noted, steps), decoding.tick, decoding.phases, taken)
 
     @property
@@ -355,17 +360,19 @@ class SimScheduler(StepSelection):
 
     def _advance(self) -> None:
         """Account for the step, or run of steps, that has ended."""
-        decoding, ticks = self._decoding, self._ticks
+        decoding, ticks, run = self._decoding, self._ticks, self._run
         chunks, self._chunks = self._chunks, []
-        if self._run is not None:
-            self._note_run(self._run, ticks)
-            self.counters.steps += ticks
-            self._run = None
         if ticks:
-            self.pool.take_plain(decoding.blocks_for(ticks))
+            blocks = decoding.blocks_for(ticks)
+            if run is not None:
+                self.counters.steps += ticks
+                if self._usage is not None:
+                    self._note_run(self._usage, run, ticks, blocks)
+            self.pool.take_plain(blocks)
             decoding.tick += ticks
             self.counters.decode_tokens += ticks * decoding.size
             self._ticks = 0
+        self._run = None
         for work, count in chunks:
             self._computed(work, count)
         for work in decoding.pop_due():
