@@ -14,7 +14,15 @@ from tercet.engine.liveness_probe import LivenessProbe
 from tercet.fleet import EngineFleet, Member
 from tercet.fleet.engine_fleet import EngineCollector
 from tercet.protocol import Engine, EngineLoad
-from tercet.router.observe.metrics import COUNTED_HERE, KNOWN_HERE, SERVED, VLLMS, Metrics, SessionMetrics
+from tercet.router.observe.metrics import (
+    COUNTED_HERE,
+    KNOWN_HERE,
+    SERVED,
+    VLLMS,
+    Metrics,
+    SessionMetrics,
+    WriteBehindMetrics,
+)
 from tercet.store import blocks
 from tercet.store.disk import DiskIndex
 from tercet.store.pool import MemoryPool
@@ -40,7 +48,7 @@ BOUNDS = {
     "code": "codes of the error tree, about 30; an unknown code of a peer becomes the code of its HTTP status",
     "stage": "2",
     "reason": "for moves the first 32 reasons and `other`, for refusals the reasons that the router declares",
-    "outcome": "results of a move or of a prefill that Tercet declares",
+    "outcome": "results of a move, of a prefill or of a copy that Tercet declares",
     "kind": "kinds of routes that Tercet declares",
     "how": "`flipped`, `started`, `stopped`",
     "role": "`prefill`, `decode`",
@@ -83,6 +91,7 @@ def metrics_page() -> str:
                 [
                     *declared_by(vars(Metrics())),
                     *declared_by(vars(SessionMetrics())),
+                    *declared_by(vars(WriteBehindMetrics())),
                     *collected(EngineCollector(_fleet()).collect()),
                     *_served(),
                 ]

@@ -151,16 +151,19 @@ def _third(files: set[Path]) -> Path:
     return parents[name][0]
 
 
-async def test_a_store_is_a_member_that_is_never_picked(store: StoreProcess, fleet: Fleet, tmp_path: Path) -> None:
+async def test_a_store_is_never_picked_and_gets_the_prompts_that_engines_have_computed(
+    store: StoreProcess, fleet: Fleet, tmp_path: Path
+) -> None:
     with router_over({**fleet.engine_urls(), "store-0": store.url}, tmp_path, "--program", "data_parallel") as url:
         listed = {each["name"]: each for each in get_json(f"{url}/tercet/v1/engines")}
         assert (listed["store-0"]["role"], listed["store-0"]["reachable"]) == ("store", True)
         for _ in range(4):
             assert _completion(url) == TOKENS
+        await until(lambda: len(store.files) == 2)
 
 
 def _completion(url: str) -> int:
-    body = {"model": MODEL, "prompt": prompt_of(20), "max_tokens": TOKENS, "ignore_eos": True}
+    body = {"model": MODEL, "prompt": prompt_of(2 * BLOCK + 20), "max_tokens": TOKENS, "ignore_eos": True}
     call = urllib.request.Request(
         f"{url}/v1/completions", msgspec.json.encode(body), {"content-type": "application/json"}
     )

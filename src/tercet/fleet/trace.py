@@ -306,6 +306,8 @@ class Generation:
                 event.cached, event.received, event.computed = usage.cached, usage.received, usage.computed
                 self.engine.found(event)
                 self.engine.note(event, self._call)
+            if not self.tokens:
+                self.engine.view.fleet.on_answered(self)
         self.tokens += output.token_ids
 
     def on_end(self, error: BaseException | None) -> None:

@@ -34,7 +34,7 @@ from tercet.router import admin
 from tercet.router.admin.admin_routes import json_answer
 from tercet.router.admin.admin_server import CLOSE_SECONDS, QuietServer, admin_served, tls_options
 from tercet.router.batches.batch_routes import Batches
-from tercet.router.observe.metrics import Metrics, SessionMetrics
+from tercet.router.observe.metrics import Metrics, SessionMetrics, WriteBehindMetrics
 from tercet.router.observe.request_traces import RequestTrace, RequestTraces, spans_of
 from tercet.router.pooling import PoolingServers
 from tercet.router.router_app import RouterApp, put_layers_before
@@ -43,6 +43,7 @@ from tercet.router.serve.routing import NamedFiles
 from tercet.router.serve.service import Service
 from tercet.router.serve.sessions import Sessions
 from tercet.router.serve.shutdown import Shutdown
+from tercet.router.serve.write_behind import WriteBehind
 from tercet.router.state.fleet_adapters import AdapterLoader
 from tercet.router.state.fleet_state import FleetState
 from tercet.router.state.joined_members import GoneEngines, follow_found, remove_gone
@@ -242,6 +243,7 @@ class _Router:
             state.role_keeper = RoleKeeper(state, self.path, config.objectives)
             self.background.spawn(state.role_keeper.run(), "roles")
         keep(Rescheduler(service.fleet, service.sequences, service.moves, policies).run, "rescheduler")
+        keep(WriteBehind(service.fleet, WriteBehindMetrics()).run, "write-behind")
         if config.sessions.on:
             service.sessions = sessions = Sessions(
                 service.fleet, config.sessions, SessionMetrics(), file=self._session_file

@@ -18,7 +18,7 @@ from bisect import bisect_left
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, cast
 
 import prometheus_client
 from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge, Histogram, Metric, Summary
@@ -350,6 +350,26 @@ def pull_outcome(event: TraceEvent) -> str:
     if event.end <= event.begin:
         return "nothing"
     return "whole" if event.predicted is None or event.predicted - event.end < NEAR else "part"
+
+
+CopyOutcome = Literal["copied", "held", "gone", "dropped", "failed"]
+
+
+class WriteBehindMetrics:
+    """The metrics of copies of prompts to stores by one router process."""
+
+    def __init__(self) -> None:
+        self._copies = Counter(
+            "tercet_write_behind",
+            "Copies of prompts to stores: `copied`, `held` there before, `gone` from the engine, `dropped` under load, "
+            "`failed`.",
+            ["outcome"],
+        )
+        self._tokens = Counter("tercet_write_behind_tokens", "Tokens whose KV was copied to stores.")
+
+    def ended(self, outcome: CopyOutcome, tokens: int = 0) -> None:
+        self._copies.labels(outcome).inc()
+        self._tokens.inc(tokens)
 
 
 class SessionMetrics:
