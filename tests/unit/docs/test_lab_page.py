@@ -21,4 +21,5 @@ def test_its_programs_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     assert len((tmp_path / "requests.csv").read_text().splitlines()) == 401
     assert len(found["ttft"]) == 400
     assert found["best"]["rate"] == "12"
+    assert "1P3D" in found["planned"].plans["plan"], "16 requests/s, 6 for each engine"
     assert (tmp_path / "ttft.pdf").stat().st_size > 1000
