@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from tercet.cli import app
 from tercet.protocol import BadRequest
 
 # Type checkers see one folder of `tercet`; the other one is in the distribution tercet-lab.
@@ -75,3 +76,34 @@ def test_wrong_arguments_are_named(parts: dict[str, Any], said: str) -> None:
     given = {"slo": SLO, "seeds": 1, **parts}
     with pytest.raises(BadRequest, match=said):
         lab.max_rate("data_parallel", "both=1", work(requests=20), **given)
+
+
+COMMAND = ["sim", "--fleet", "both=1", "--input-mean", "1000", "--output-mean", "16", "--num-prompts", "150"]
+
+
+def test_the_command_line_searches_the_same_rate(capsys: pytest.CaptureFixture[str]) -> None:
+    found = lab.max_rate("data_parallel", "both=1", work(), slo=SLO, attainment=0.8, seeds=2)
+    searched = [*COMMAND, "--request-rate", "20", "--goodput", "ttft:100,tpot:20", "--seeds", "2"]
+    assert app._run([*searched, "--max-rate", "attainment=0.8"]) == 0
+    printed = capsys.readouterr()
+    for rate in (found.rate, *found.by_seed.values(), *found.interval):
+        assert f"{rate:.3g}" in printed.out
+    assert "seed 1: " in printed.err
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["--max-rate", "attainment=0.9"], "--max-rate: needs --goodput"),
+        (["--goodput", "ttft:100", "--max-rate", "0.9"], "--max-rate: '0.9' is not attainment=SHARE"),
+        (["--goodput", "ttft:100", "--max-rate", "attainment=90"], "a share between 0 and 1"),
+        (["--goodput", "ttft:100", "--max-rate", "attainment=0.9", "--over", "fleet=both=1"], "--over: cannot be"),
+        (
+            ["--goodput", "ttft:100", "--max-rate", "attainment=0.9", "--request-rate", "2,4"],
+            "--request-rate: give one",
+        ),
+    ],
+)
+def test_wrong_flags_are_named(flags: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert app._run([*COMMAND, *flags]) == 2
+    assert said in capsys.readouterr().err

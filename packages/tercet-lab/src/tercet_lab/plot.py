@@ -371,10 +371,10 @@ def _usage(drawn: Picture, axis: Any, run: Run) -> None:
             own = np.array([each == name for each in names])
             axis.plot(at[own], usage[own], linewidth=0.8, color=drawn.palette.series[index % 6])
     else:
-        times = np.unique(at)
-        rows: list[Any] = [usage[at == time] for time in times]
-        statistics: Sequence[Callable[[Any], Any]] = (np.nanmin, np.nanmean, np.nanmax)
-        low, mean, high = ([float(of(row)) for row in rows] for of in statistics)
+        times = np.unique(at[np.isfinite(usage)])
+        rows: list[Any] = [usage[(at == time) & np.isfinite(usage)] for time in times]
+        low, high = [float(min(row)) for row in rows], [float(max(row)) for row in rows]
+        mean = [float(sum(row) / len(row)) for row in rows]
         axis.fill_between(times, low, high, color=drawn.palette.series[0], alpha=0.25, linewidth=0)
         axis.plot(times, mean, linewidth=0.9, color=drawn.palette.series[0])
     axis.set_ylabel("KV usage, %")

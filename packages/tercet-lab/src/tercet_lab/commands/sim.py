@@ -22,6 +22,7 @@ from tercet.protocol import BadRequest
 from tercet.settings import key_values
 from tercet.settings.declaration import complaint
 from tercet_lab.bench.figures import plot_sweep
+from tercet_lab.bench.results import three_digits
 from tercet_lab.bench.simulated import (
     Experiment,
     Fleet,
@@ -33,6 +34,7 @@ from tercet_lab.bench.simulated import (
     SyntheticWorkload,
     table,
 )
+from tercet_lab.bench.simulated.capacity import capacity_of
 from tercet_lab.bench.simulated.experiment import DEFAULT_PROFILE
 from tercet_lab.bench.simulated.recording import OFTEN_S
 from tercet_lab.bench.simulated.simulation import headings as headings_of_run
@@ -51,6 +53,13 @@ Deviation = Annotated[float, typer.Option(help="Standard deviation of the length
 LENGTHS = ("input_mean", "input_dev", "output_mean", "output_dev", "prefixes", "prefix", "lengths")
 # Parameters that a sweep refuses, and parameters of a sweep only.
 NOT_SWEPT, SWEPT = ("label", "record", "records", "watch"), ("x", "y", "plot", "seeds", "jobs")
+
+
+# Parameters that the search of a rate refuses.
+NOT_SEARCHED = (
+    "over", "x", "y", "plot", "label", "record", "records", "watch", "result-filename", "planner-figure",
+    "planner-regret", "jobs",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -170,10 +179,20 @@ class SimFlags:
     seeds: Annotated[
         int,
         typer.Option(
-            min=1, max=MOST_SEEDS, help="Number of runs of each setting, with seeds from --seed on; needs --over."
+            min=1,
+            max=MOST_SEEDS,
+            help="Number of runs of each setting, with seeds from --seed on; needs --over or --max-rate.",
         ),
     ] = 1
     jobs: Annotated[int, typer.Option(min=1, help="Number of processes that simulate at once; needs --over.")] = 1
+    max_rate: Annotated[
+        str | None,
+        typer.Option(
+            metavar="attainment=SHARE",
+            help="Search the largest rate at which this share of the requests meets the SLO, such as `attainment=0.9`; "
+            "needs --goodput. --request-rate is where the search begins, --seeds the number of searches.",
+        ),
+    ] = None
     planner_figure: Annotated[
         Path | None,
         typer.Option(
@@ -193,7 +212,10 @@ def require_consistent(context: typer.Context, given: SimFlags) -> None:
     if given.records is not None:
         require_folder(given.records, "--records")
         require_table_file(given.records, "--records")
-    if given.over:
+    if given.max_rate is not None:
+        others = {f"--{name}": _is_given(context, name.replace("-", "_")) for name in NOT_SEARCHED}
+        refuse(others, "cannot be combined with --max-rate")
+    elif given.over:
         refuse({f"--{name}": _is_given(context, name) for name in NOT_SWEPT}, "cannot be combined with --over")
     else:
         refuse({f"--{name}": _is_given(context, name) for name in SWEPT}, "needs --over")
@@ -341,10 +363,14 @@ def sim(context: typer.Context, given: SimFlags) -> None:
     - `tercet sim --program balanced --fleet 1P1D --request-rate 8 --over balance_ratio=0,0.1,0.2,0.3`
     - `tercet sim --program disaggregated --request-rate 40 --over fleet=2P6D,3P5D --seeds 5 --plot sweep.png`
     - `tercet sim --fleet both=16 --request-rate 60 --reschedule neutral_load --over reschedule-threshold=0.1,0.5`
+    - `tercet sim --fleet 2P2D --program disaggregated --goodput ttft:400,tpot:50 --max-rate attainment=0.9 --seeds 3`
     - `tercet sim --fleet 2P2D --program disaggregated --objective-ttft 1 --objective-tpot 0.025 --planner simulate`
     """
     require_consistent(context, given)
     simulation = experiment_of(context, given)
+    if given.max_rate is not None:
+        _run_search(simulation, given, given.max_rate)
+        return
     if given.over:
         _run_sweep(simulation, given)
         return
@@ -353,6 +379,33 @@ def sim(context: typer.Context, given: SimFlags) -> None:
         from tercet_lab.commands.run_page import show_run  # imports a server, which other runs do not need
 
         show_run(recorded)
+
+
+def _run_search(simulation: Experiment, given: SimFlags, wanted: str) -> None:
+    """Search the largest rate within the SLO, and print it for each seed."""
+    name, _, text = wanted.partition("=")
+    try:
+        share = float(text)
+    except ValueError:
+        share = -1.0
+    if name != "attainment" or not 0 < share < 1:
+        raise BadRequest(
+            f"--max-rate: {wanted!r} is not attainment=SHARE with a share between 0 and 1, such as attainment=0.9",
+            "--max-rate",
+        )
+    if simulation.limits is None:
+        raise BadRequest("--max-rate: needs --goodput, such as --goodput ttft:400,tpot:50", "--max-rate")
+    rates = rates_of(given.request_rate or DEFAULT_RATE)
+    if len(rates) > 1 or math.isinf(rates[0]):
+        raise BadRequest("--request-rate: give one rate with --max-rate, where the search begins", "--request-rate")
+    found = capacity_of(simulation.at(rates[0]), share, seeds=given.seeds, note=note)
+    rows = [[str(seed), three_digits(rate)] for seed, rate in found.by_seed.items()]
+    between = "" if found.interval is None else f" ({' to '.join(map(three_digits, found.interval))})"
+    rows.append(["mean (95% interval)", f"{three_digits(found.rate)}{between}"])
+    title = (
+        f"{simulation.name} on {given.fleet}, {given.profile}: largest rate with {share:.3g} of the requests in the SLO"
+    )
+    show_table(title, ["seed", "requests/s"], rows)
 
 
 def _run_sweep(simulation: Experiment, given: SimFlags) -> None:

@@ -108,9 +108,10 @@ class _Search:
     def _above(self, rate: float) -> float:
         """Return how far the attainment at a rate is above the wanted one; negative below it."""
         if rate not in self._shares:
-            run = self._experiment.at(rate).run(self._note)
+            run = self._experiment.at(rate).run()
             self._runs.append(run)
             self._shares[rate] = (run.attainment or 0.0) - self._wanted
+            self._note(f"seed {self._experiment.seed}: {self._told(rate)}")
         return self._shares[rate]
 
     def around(self, low: float, high: float) -> tuple[float, float]:
