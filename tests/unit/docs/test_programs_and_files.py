@@ -41,7 +41,8 @@ def functions(block: Block) -> Mapping[str, ast.AsyncFunctionDef | ast.FunctionD
 
 
 @pytest.mark.parametrize("block", blocks("python"), ids=place)
-def test_python_is_python_and_programs_serve(block: Block, tmp_path: Path) -> None:
+def test_python_is_python_and_programs_serve(block: Block, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)  # some write files
     file = tmp_path / "mine.py"
     file.write_text(block.code)
     for name, node in functions(block).items():
