@@ -17,7 +17,7 @@ from openai import AsyncOpenAI
 from tercet.decisions.sessions import session_named
 from tercet.fleet import RunningSequence
 from tercet.protocol import BadRequest, EngineLoad, Request
-from tests.longest_wait import LONGEST_WAIT_S
+from tests.longest_wait import LONGEST_WAIT_S, until
 
 from .houses import BODY, LENGTH, MESSAGES, PROMPT, House, built_house, mended
 
@@ -366,13 +366,19 @@ async def test_another_media_type(house: House, kind: str) -> None:
 @pytest.mark.parametrize("path", [COMPLETIONS, CHATS])
 async def test_an_ended_request_leaves_no_reference_cycle(house: House, path: str, stream: bool) -> None:
     """Its prompt and tokens would wait for the garbage collector."""
+
+    def sequences() -> set[int]:
+        return {id(found) for found in gc.get_objects() if type(found) is RunningSequence}
+
     gc.collect()
     gc.disable()
+    before = sequences()  # that other tests of this process hold
     try:
         for _ in range(3):
             assert (await post(house, path, {**WHOLE[path], "stream": stream})).status_code == 200
-        await asyncio.sleep(0)  # the tasks of the last request end
-        assert not any(type(found) is RunningSequence for found in gc.get_objects())
+        await until(
+            lambda: sequences() <= before
+        )  # the tasks of the last request end; without a collector, cycles stay
     finally:
         gc.enable()
 
