@@ -14,9 +14,8 @@ import importlib.util
 import os
 import runpy
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from operator import call
 from pathlib import Path
 from typing import Any
 
@@ -133,14 +132,21 @@ def _serve(workers: Sequence[frozenset[int]]) -> None:
     for name in ("vllm.v1.engine.utils", "vllm.v1.executor.multiproc_executor"):
         module: Any = importlib.import_module(name)
         module.get_mp_context = StandbyContext
-    # vLLM inspects model classes in another process so that GPUs stay uninitialised. There are none here.
     registry: Any = importlib.import_module("vllm.model_executor.models.registry")
-    registry._run_in_subprocess = call
+    registry._run_in_subprocess = _run_here
     check_hooks("engine")
     stand_by(workers)
     refuse_in_a_sentence()
     with refusing_in_a_sentence():
         runpy.run_module(PLAIN, run_name="__main__", alter_sys=True)
+
+
+def _run_here(fn: Callable[[], Any]) -> Any:
+    """Inspect a model's class. vLLM does it in another process so that GPUs stay uninitialised; there are none here.
+
+    The worker, a fork of this process, checks the hooks once more, so the parameter has vLLM's name.
+    """
+    return fn()
 
 
 def read_once(environment: Mapping[str, str], openmp: Path | None) -> dict[str, str]:
