@@ -59,7 +59,7 @@ def test_a_conversation_goes_on_with_what_was_said() -> None:
     _, first = arrivals[0]
     following = traffic.after(first, (7, 8, 9))
     assert following is not None
-    pause, second, is_after_tool = following
+    pause, second, is_after_tool, _ = following
     assert (pause > 0, is_after_tool) == (True, False)
     assert first.session == second.session is not None
     assert second.prompt[: first.num_tokens + 3] == (*first.prompt, 7, 8, 9)

@@ -24,7 +24,7 @@ from tercet_lab.bench.simulated import (
 from tercet_lab.bench.simulated import moves as Moves
 from tercet_lab.bench.simulated.capacity import Capacity
 from tercet_lab.bench.simulated.grid import Grid
-from tercet_lab.bench.simulated.works import Fixed, Lognormal, Normal, Poisson, Sessions, Trace, Workload
+from tercet_lab.bench.simulated.works import Fixed, Lognormal, Normal, Poisson, Rows, Sessions, Trace, Workload
 from tercet_lab.interface import max_rate, simulate, stream, sweep
 from tercet_lab.planning.advice import Advice, advise
 from tercet_lab.run_files import load
@@ -53,6 +53,7 @@ __all__ = [
     "Profile",
     "Record",
     "Requests",
+    "Rows",
     "Run",
     "Sessions",
     "SimEngine",

@@ -5,6 +5,7 @@ Flags of ``tercet sim``, and scripts by ``import tercet.lab``, make the same :cl
 
 from __future__ import annotations
 
+import hashlib
 import inspect
 import math
 import shlex
@@ -316,6 +317,11 @@ class Experiment(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         del work["rate"]
         if work.get("output_lengths", "") is None:  # a part of the file only where it says something
             del work["output_lengths"]
+        if work.get("rows", "") is None:
+            del work["rows"]
+        elif "rows" in work:  # by a hash of their contents, since a report does not copy a trace
+            rows = hashlib.sha256(msgspec.json.encode(work["rows"])).hexdigest()
+            work["rows"] = rows
         slo = None if self.slo is None else msgspec.to_builtins(Goodput.of(self.slo))
         return {
             "program": self.name, "program_args": {name: _as_text(value) for name, value in self.args.items()},

@@ -25,6 +25,7 @@ from tercet.settings.declaration import complaint, load_yaml
 from tercet.settings.fleet_settings import DEFAULT_CLASS, ObjectiveClass, Objectives
 from tercet_lab.bench.workloads import Conversation, parse_phases, plan
 from tercet_lab.bench.workloads.conversations import HashedWords, lengths, replayed
+from tercet_lab.bench.workloads.rows import RecordedRows
 from tercet_lab.tables import Slo
 
 SHORT = re.compile(r"(\d+)P(\d+)D(@[^,=@]+)?")
@@ -261,18 +262,21 @@ class PlannedWorkload(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
     ``requests`` is their number; None means all of a trace. ``rate`` is in requests per second: after a conversation of
     n requests, the next one begins n gaps later. ``arrivals`` are those of
     :class:`~tercet_lab.bench.simulated.SyntheticWorkload`, or ``trace``: the times of the trace, scaled to the rate
-    unless it is None. The first ``warm_up`` conversations are in no metric.
+    unless it is None. The first ``warm_up`` conversations are in no metric. ``rows`` are recorded requests instead of a
+    text; ``rate`` then scales the times of all of them.
     """
 
-    workload: tuple[str, ...]
+    workload: tuple[str, ...] = ()
     rate: float | None = None
     requests: int | None = None
     arrivals: Literal["poisson", "constant", "gamma", "trace"] = "poisson"
     burstiness: float = 1.0
     warm_up: int = 0
+    rows: RecordedRows | None = None
 
     def __post_init__(self) -> None:
         """Raise :class:`~tercet.protocol.BadRequest`, which names the field, for the first invalid value."""
+        _require(self.rows is None or self.arrivals == "trace", "arrivals", "rows have their own times; give rate")
         _require(
             self.finite or self.arrivals != "trace", "arrivals", "trace needs exactly one workload, a recorded trace"
         )
@@ -287,12 +291,15 @@ class PlannedWorkload(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
 
     def flags(self) -> list[str]:
         """Return the flags of ``tercet sim`` for this workload."""
+        _require(self.rows is None, "work", "a command line has no rows; write them as a trace for --workload")
         texts = [word for text in self.workload for word in ("--workload", text)]
         return texts + load_flags(self, self.rate, self.requests)
 
     @property
     def finite(self) -> bool:
         """True if the workload is a single recorded trace."""
+        if self.rows is not None:
+            return True
         phases = parse_phases(self.workload)
         return len(phases) == 1 and len(phases[0].mix) == 1 and phases[0].mix[0].finite
 
@@ -303,11 +310,15 @@ def _require(fine: bool, field: str, why: str) -> None:
 
 
 class FollowUp(NamedTuple):
-    """A later turn of a conversation. Before ``request`` is sent, a tool runs or a user thinks ``pause`` seconds."""
+    """A later turn of a conversation. Before ``request`` is sent, a tool runs or a user thinks ``pause`` seconds.
+
+    It is not sent before the second ``due`` of the run.
+    """
 
     pause: float
     request: Request
     is_after_tool: bool
+    due: float = 0.0
 
 
 class PlannedTraffic:
@@ -329,12 +340,19 @@ class PlannedTraffic:
             yield when, self._request(f"r{number}", conversation, (), 0)
             number += conversation.requests
 
+    @property
+    def has_classes(self) -> bool:
+        """True if the workload itself gives classes to requests."""
+        return self._workload.rows is not None and any(row.klass for row in self._workload.rows.rows)
+
     def _plan(self) -> Iterator[Conversation]:
+        if self._workload.rows is not None:
+            return self._workload.rows.conversations(self._workload.rate, self._workload.requests, WORDS, self._seed)
         return plan(parse_phases(self._workload.workload), self._workload.requests, WORDS, self._seed)
 
     def _timed(self) -> Iterator[tuple[float, Conversation]]:
         given = self._workload
-        if given.arrivals == "trace" and given.rate is not None:
+        if given.arrivals == "trace" and given.rate is not None and given.rows is None:
             # Read twice and not stored: the prompts of a trace may have gigabytes.
             offsets = [conversation.offset or 0.0 for conversation in self._plan()]
             yield from zip(replayed(offsets, given.rate), self._plan(), strict=True)
@@ -360,7 +378,8 @@ class PlannedTraffic:
         if turn + 1 < len(conversation.turns):
             self._open[name] = conversation, prompt, turn
         return Request(
-            seq_id=name, prompt=prompt, sampling_params={"max_tokens": asked.output_len}, session=session
+            seq_id=name, prompt=prompt, sampling_params={"max_tokens": asked.output_len}, session=session,
+            headers={Objectives().header: conversation.klass} if conversation.klass else {},
         )  # fmt: skip
 
     def after(self, request: Request, output: Sequence[int]) -> FollowUp | None:
@@ -371,7 +390,7 @@ class PlannedTraffic:
         conversation, said, turn = found
         following = self._request(request.seq_id + LATER, conversation, (*said, *output), turn + 1)
         next_turn = conversation.turns[turn + 1]
-        return FollowUp(next_turn.think_time, following, next_turn.is_after_tool)
+        return FollowUp(next_turn.think_time, following, next_turn.is_after_tool, next_turn.due or 0.0)
 
     def phase_of(self, request: Request) -> int:
         """Return the index of the workload's phase that has the request."""

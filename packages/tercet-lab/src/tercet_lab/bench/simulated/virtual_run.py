@@ -394,7 +394,7 @@ async def _run(
         built.service.fleet.scheduling = scheduling
     outcome, paid = Outcome(objectives=moving.objectives), PaidTime(built.engines)
     outcome.requests.limits = {each.name: slo_of_class(each) for each in moving.objectives.classes}
-    if moving.objectives.classes:
+    if moving.objectives.classes and not (isinstance(follow_ups, PlannedTraffic) and follow_ups.has_classes):
         weights = weights_of(moving.class_traffic, moving.objectives)
         arrivals = classed(arrivals, weights, moving.objectives.header, seed)
     for fault in spec.faults:
@@ -516,7 +516,8 @@ async def _converse(
                 headers = {**following.request.headers, **request.headers}
                 following = following._replace(request=msgspec.structs.replace(following.request, headers=headers))
             request = following.request
-            await asyncio.sleep(following.pause)
+            pause = max(following.pause, following.due - asyncio.get_running_loop().time())
+            await asyncio.sleep(pause)
     except Exception as error:
         broken = error
     finally:

@@ -8,6 +8,7 @@ from typing import Any, Literal
 import msgspec
 
 from tercet_lab.bench.simulated.scenario import PlannedWorkload, SyntheticWorkload
+from tercet_lab.bench.workloads.rows import rows_of
 
 
 class Fixed(msgspec.Struct, frozen=True):
@@ -85,6 +86,18 @@ def Trace(
     return Workload(
         _text(kind, {"path": path, **keys}), rate=rate, requests=requests, warm_up=warm_up, arrivals="trace"
     )
+
+
+def Rows(rows: Any, rate: float | None = None, *, block: int = 512, warm_up: int = 0) -> PlannedWorkload:
+    """Return the requests of ``rows``: mappings, a data frame, or a table of requests of a run.
+
+    A row has ``at`` (s), or else ``scheduled``; ``input_tokens``; ``wanted_tokens``, or else ``output_tokens``; and
+    optionally ``session``, ``klass`` of the objectives, and ``prefix``, the ids of the blocks of ``block`` tokens with
+    which its prompt begins; equal ids are equal tokens. Other keys are ignored. Later rows of a session continue what
+    was said, at their times, but not before the answer. With ``rate``, times are stretched to that many requests per
+    second. Raise :class:`~tercet.protocol.BadRequest` that names the row and the key.
+    """
+    return PlannedWorkload(rows=rows_of(rows, block), rate=rate, arrivals="trace", warm_up=warm_up)
 
 
 def Sessions(rate: float, requests: int, *, warm_up: int = 0, burstiness: float = 1.0, **keys: Any) -> PlannedWorkload:

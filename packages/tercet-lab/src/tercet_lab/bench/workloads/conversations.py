@@ -124,7 +124,8 @@ class ConversationTurn:
 
     Its prompt is the whole conversation before, with answers, followed by ``tokens``. ``think_time`` is the time from
     the end of the turn before to this turn, in seconds; ``is_after_tool`` is True if a tool ran in that time. ``text``
-    is the source of ``tokens`` if the workload has texts.
+    is the source of ``tokens`` if the workload has texts. A turn with a recorded time ``due`` (seconds) comes then, or
+    when the turn before has ended, if that is later.
     """
 
     tokens: Sequence[int]
@@ -132,6 +133,7 @@ class ConversationTurn:
     think_time: float = 0.0
     text: str | None = None
     is_after_tool: bool = False
+    due: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,13 +141,14 @@ class Conversation:
     """A sequence of requests in one dialogue; most conversations have a single turn.
 
     ``offset`` is its time in a trace, in seconds (None: no trace). ``group`` is equal for conversations that share a
-    prefix; ``phase`` is the index of the workload's phase.
+    prefix; ``phase`` is the index of the workload's phase; ``klass`` the class of objectives, if the workload has it.
     """
 
     turns: tuple[ConversationTurn, ...]
     offset: float | None = None
     group: str | None = None
     phase: int = 0
+    klass: str = ""
 
     @property
     def requests(self) -> int:
