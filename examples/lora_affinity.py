@@ -20,9 +20,10 @@ from statistics import fmean
 from typing import NamedTuple
 
 from tercet.decisions.scheduling import load_scheduling
-from tercet.fleet import EngineFleet, EngineObserver, Member
+from tercet.fleet import EngineFleet, Member
 from tercet.programs import data_parallel, outputs_of
 from tercet.protocol import Request
+from tercet_lab.bench.simulated.moving_fleet import EngineObserver
 from tercet_lab.sim import EngineOptions, Network, SimEngine, load_profile, run_virtual
 
 PROMPT, OUTPUT = 512, 128

@@ -15,7 +15,9 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from tercet.protocol import Request, TercetError
+from tercet.fleet import EngineFleet, Member, Trace
+from tercet.programs import load_program, outputs_of
+from tercet.protocol import Request, TercetError, Usage
 from tercet.store.disk import HEAD, FileHeader
 from tercet.wire.client import HttpEngine
 from tests.warm import MODEL, start_guarded
@@ -149,6 +151,30 @@ def _third(files: set[Path]) -> Path:
     _, name = parents[None]
     _, name = parents[name]
     return parents[name][0]
+
+
+async def test_the_program_fetch_pulls_from_a_store_and_does_without_one_that_stands_still(
+    store: StoreProcess, prefill: HttpEngine, decode: HttpEngine
+) -> None:
+    prompts, salt = [prompt_of(3 * BLOCK + 17, seed=58), prompt_of(3 * BLOCK + 17, seed=59)], uuid.uuid4().hex
+    tokens = [(await generate(prefill, request_of(each, salt)))[0] for each in prompts]
+    async with HttpEngine("store-0", store.url) as keeper:
+        for each in prompts:
+            assert await keep(prefill, keeper, each, salt) == 3 * BLOCK
+        fleet = EngineFleet(
+            [Member(decode.name, decode.url, "both", decode), Member("store-0", store.url, "store", keeper)]
+        )
+
+        async def fetched(prompt: list[int]) -> tuple[list[int], Usage | None]:
+            request = request_of(prompt, salt)
+            fleet.picking.note_routed(request, ["store-0"])
+            outputs = [each async for each in outputs_of(load_program("fetch")(request, fleet.traced(Trace())))]
+            return [token for each in outputs for token in each.token_ids], outputs[0].usage
+
+        assert await fetched(prompts[0]) == (tokens[0], Usage(received=3 * BLOCK, computed=17))
+        with stopped(processes_of(store.url)):
+            assert await fetched(prompts[1]) == (tokens[1], Usage(computed=3 * BLOCK + 17))
+        await settled(keeper)
 
 
 async def test_a_store_is_never_picked_and_gets_the_prompts_that_engines_have_computed(

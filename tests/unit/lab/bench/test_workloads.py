@@ -31,7 +31,7 @@ def some(text: str, count: int, shape: int = 0, content: int = 0) -> list[Conver
 
 
 def prompts(conversations: list[Conversation]) -> list[tuple[int, ...]]:
-    return [conversation.turns[0].tokens for conversation in conversations]
+    return [tuple(conversation.turns[0].tokens) for conversation in conversations]
 
 
 def write(file: Path, *lines: object) -> Path:
@@ -121,7 +121,7 @@ def test_requests_of_a_shared_prefix_share_it_and_no_more() -> None:
     found = some("shared_prefix,prefixes=3,prefix_len=64,input_len=32", 60)
     begins: dict[str | None, set[tuple[int, ...]]] = {}
     for conversation in found:
-        begins.setdefault(conversation.group, set()).add(conversation.turns[0].tokens[:64])
+        begins.setdefault(conversation.group, set()).add(tuple(conversation.turns[0].tokens[:64]))
     assert len(begins) == 3
     assert all(len(prefixes) == 1 for prefixes in begins.values())
     assert len({prompt[64:] for prompt in prompts(found)}) == 60
