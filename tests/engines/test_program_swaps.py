@@ -38,8 +38,9 @@ PLANS: list[dict[str, Any]] = [
     {"program": "balanced", "args": {"balance_ratio": 0.5, "min_send": 1}},
     {"program": "conditional", "args": {"min_prompt": 100, "min_missing": 1}},
     {"split": [{"program": "disaggregated", "weight": 2}, {"program": "data_parallel", "weight": 1}]},
-    {"program": "data_parallel", "args": {"pick": "least_loaded"}},
+    {"program": "fetch"},
     {"program": "balanced", "args": {"balance_ratio": 0.9, "min_send": 1}},
+    {"program": "data_parallel", "args": {"pick": "least_loaded"}},
     {"split": [{"program": "auto"}, {"program": "cache_bypass"}], "sticky": "x-client"},
 ]  # fmt: skip
 PROMPTS = [prompt_of(length, seed=70) for length in (20, 90, 200, 330, 450)]

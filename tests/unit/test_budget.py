@@ -35,13 +35,13 @@ BUDGET = {
     "protocol": Size(4161, 17),
     "router": Size(15551, 55),
     "settings": Size(1789, 6),
-    "src/tercet, together": Size(64039, 254),
+    "src/tercet, together": Size(64045, 254),
     "store": Size(1333, 7),
     "tercet_gateway": Size(6073, 21),
-    "tercet_lab": Size(22869, 74),
+    "tercet_lab": Size(23062, 75),
     "tercet_ray": Size(1287, 8),
     "transport": Size(6760, 22),
-    "vllm_plugin": Size(7433, 34),
+    "vllm_plugin": Size(7439, 34),
     "wire": Size(3854, 16),
 }
 PRODUCT = "src/tercet, together"
