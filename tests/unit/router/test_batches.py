@@ -86,7 +86,7 @@ def test_the_storage_is_bounded_for_all_and_for_one_client(tmp_path: Path) -> No
         files.add_file("c", "x", b"x" * 200)
     first = files.files("a")[0]
     files.delete_file("a", first.id)
-    assert files.used() == 500
+    assert files.used().total() == 500
     assert not files.content_path(first).exists()
     files.add_file("c", "x", b"x" * 200)
 
@@ -433,7 +433,7 @@ async def test_a_full_storage_lets_no_request_begin(tmp_path: Path, monkeypatch:
     small = BatchFiles(tmp_path / "small", 4000)
     world = World(small, monkeypatch)
     batch = begun(small, 5)
-    other = small.add_file("", "x", b"x" * (4000 - small.used()))
+    other = small.add_file("", "x", b"x" * (4000 - small.used().total()))
     async with world.runs():
         await world.until(lambda: world.state(batch).status == "in_progress")
         await asyncio.sleep(0.1)

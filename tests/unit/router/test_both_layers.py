@@ -429,7 +429,7 @@ async def test_a_batch_of_openais_client(house: House) -> None:
             }  # fmt: skip
             for each in (file.id, batch.output_file_id or "", batch.error_file_id or ""):
                 assert (await client.files.delete(each)).deleted
-            assert house.batches.files.used() == 0
+            assert house.batches.files.used().total() == 0
     finally:
         running.cancel()
         await asyncio.wait({running})

@@ -153,6 +153,18 @@ def connected(timeout: float = 30.0) -> Generator[tuple[KVRegion, Send, socket.s
             yield source, send, listener, connection
 
 
+@contextmanager
+def pushing() -> Generator[tuple[KVRegion, Send, socket.socket, ReadDescriptors]]:
+    """The first rank's part of a send that has been offered, and the connection on which its bytes are read."""
+    with connected() as (source, send, listener, connection):
+        connection.sendall(welcome(*introduce(connection)))
+        data, _ = listener.accept()
+        with data:
+            introduce(data)
+            send.push([0], ALL)
+            yield source, send, data, first_chunk(connection)
+
+
 def test_an_acknowledgement_before_the_end_is_none_and_one_of_no_send_is_skipped() -> None:
     with connected() as (_, send, _, connection):
         connection.sendall(welcome(*introduce(connection)))
@@ -188,32 +200,20 @@ def test_a_receiver_that_says_nothing_fails_its_send_in_time(words: bytes) -> No
 def test_a_receiver_that_asks_for_what_was_not_offered_gets_nothing(
     asked: Callable[[ReadDescriptors], ReadRequest],
 ) -> None:
-    with connected() as (_, send, listener, connection):
-        connection.sendall(welcome(*introduce(connection)))
-        data, _ = listener.accept()
-        with data:
-            introduce(data)
-            send.push([0], ALL)
-            chunk = first_chunk(connection)
-            data.sendall(framed(asked(chunk)))
-            assert until_closed(data) == b""
-            assert isinstance(send.wait(), TransferFailed)
+    with pushing() as (_, send, data, chunk):
+        data.sendall(framed(asked(chunk)))
+        assert until_closed(data) == b""
+        assert isinstance(send.wait(), TransferFailed)
 
 
 def test_of_a_send_that_is_over_nothing_but_that_is_sent() -> None:
-    with connected() as (source, send, listener, connection):
-        connection.sendall(welcome(*introduce(connection)))
-        data, _ = listener.accept()
-        with data:
-            introduce(data)
-            send.push([0], ALL)
-            chunk = first_chunk(connection)
-            data.sendall(framed(ReadRequest(chunk.send, 0, chunk.nbytes)))
-            word = chunk.send.to_bytes(8, "little")
-            sent = word + bytes(source.blocks(0, 0, BLOCKS)) + word
-            assert data.recv(len(sent), socket.MSG_WAITALL) == sent
-            send.cancel()
-            data.sendall(framed(ReadRequest(chunk.send, 0, chunk.nbytes)))
-            assert data.recv(len(word), socket.MSG_WAITALL) == bytes(len(word))
-            with pytest.raises(BlockingIOError):
-                data.recv(1, socket.MSG_DONTWAIT)
+    with pushing() as (source, send, data, chunk):
+        data.sendall(framed(ReadRequest(chunk.send, 0, chunk.nbytes)))
+        word = chunk.send.to_bytes(8, "little")
+        sent = word + bytes(source.blocks(0, 0, BLOCKS)) + word
+        assert data.recv(len(sent), socket.MSG_WAITALL) == sent
+        send.cancel()
+        data.sendall(framed(ReadRequest(chunk.send, 0, chunk.nbytes)))
+        assert data.recv(len(word), socket.MSG_WAITALL) == bytes(len(word))
+        with pytest.raises(BlockingIOError):
+            data.recv(1, socket.MSG_DONTWAIT)

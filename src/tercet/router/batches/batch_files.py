@@ -23,7 +23,8 @@ import re
 import secrets
 import shutil
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, BinaryIO, Literal, TypeVar
@@ -161,7 +162,12 @@ class BatchFiles:
         self, owner: str, filename: str, content: bytes, purpose: Literal["batch", "batch_output"] = "batch"
     ) -> FileRecord:
         """Keep a file. Raise :class:`~tercet.protocol.RequestTooLarge` if the storage has no room for it."""
-        self._require_room(owner, len(content))
+        if self.without_room([owner], len(content)):
+            raise RequestTooLarge(
+                f"file: the storage of batches is full, at most {self._most_bytes} bytes (batch-storage), of which "
+                f"one client may use {SHARE_OF_ONE:.0%}; delete files that you no longer need",
+                "file",
+            )
         file_id = f"file-{secrets.token_hex(16)}"
         write_whole(self._files / file_id, content)
         return self._recorded(file_id, owner, filename, len(content), purpose)
@@ -217,25 +223,22 @@ class BatchFiles:
             with suppress(FileNotFoundError):
                 (self._files / name).unlink()
 
-    def used(self, owner: str | None = None) -> int:
-        """Return the bytes in use: by files, and by the results of batches that run; of one client or of all."""
-        files = sum(each.bytes for each in self._all_files() if owner in (None, each.owner))
-        return files + sum(
-            self.results_size(each.asked.id) for each in self._all_batches() if owner in (None, each.asked.owner)
-        )
+    def used(self) -> Counter[str]:
+        """Return the bytes in use by client: of files, and of the results of batches that run."""
+        found = Counter[str]()
+        for record in self._all_files():
+            found[record.owner] += record.bytes
+        for batch in self._all_batches():
+            found[batch.asked.owner] += self.results_size(batch.asked.id)
+        return found
 
-    def has_room(self, owner: str, size: int = 1) -> bool:
-        """True if ``size`` more bytes of a client's contents find room."""
-        most_of_one = int(self._most_bytes * SHARE_OF_ONE) if owner else self._most_bytes
-        return self.used() + size <= self._most_bytes and self.used(owner) + size <= most_of_one
-
-    def _require_room(self, owner: str, size: int) -> None:
-        if not self.has_room(owner, size):
-            raise RequestTooLarge(
-                f"file: the storage of batches is full, at most {self._most_bytes} bytes (batch-storage), of which "
-                f"one client may use {SHARE_OF_ONE:.0%}; delete files that you no longer need",
-                "file",
-            )
+    def without_room(self, owners: Iterable[str], size: int = 1) -> set[str]:
+        """Return those of ``owners`` for whose contents ``size`` more bytes find no room."""
+        used = self.used()
+        if used.total() + size > self._most_bytes:
+            return {*owners}
+        # Without keys all clients are one owner, who may use all.
+        return {each for each in owners if each and used[each] + size > int(self._most_bytes * SHARE_OF_ONE)}
 
     # ---- batches -------------------------------------------------------------------------------------------------
 

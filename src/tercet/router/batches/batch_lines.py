@@ -17,7 +17,7 @@ import msgspec
 
 from tercet.protocol.headers import CHAT, COMPLETIONS, POOLING, RESPONSES
 from tercet.protocol.names import kept_name
-from tercet.router.batches.batch_files import AskedBatch, BatchState, Counts, LineFault
+from tercet.router.batches.batch_files import AskedBatch, Counts, LineFault
 
 ENDPOINTS = (CHAT, COMPLETIONS, RESPONSES, *sorted(POOLING))
 """The routes that the lines of a batch may name."""
@@ -193,10 +193,3 @@ def write_in_order(results: Path, output: Path, errors: Path) -> tuple[int, int]
                 (good if succeeded else bad).write(bytes(_RESULT.decode(file.readline()).text) + b"\n")
                 numbers[not succeeded] += 1
     return numbers[0], numbers[1]
-
-
-def counted(state: BatchState, succeeded: bool) -> BatchState:
-    """Return the state after one more result."""
-    counts = state.counts
-    one = {"completed": counts.completed + 1} if succeeded else {"failed": counts.failed + 1}
-    return msgspec.structs.replace(state, counts=msgspec.structs.replace(counts, **one))

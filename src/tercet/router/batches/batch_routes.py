@@ -23,7 +23,7 @@ from tercet.protocol.access import BearerKeys
 from tercet.protocol.headers import BATCHES, FILES
 from tercet.protocol.wire import decode_call
 from tercet.router.admin.admin_routes import TercetRoute, json_answer, whole_number
-from tercet.router.batches.batch_files import LONGEST_METADATA, MOST_METADATA, Batch, BatchFiles, FileRecord, page_of
+from tercet.router.batches.batch_files import LONGEST_METADATA, MOST_METADATA, BatchFiles, FileRecord, page_of
 from tercet.router.batches.batch_lines import ENDPOINTS
 from tercet.router.batches.batch_runner import BatchRunner
 from tercet.router.serve.service import Service
@@ -198,7 +198,9 @@ async def list_batches(request: Request) -> Response:
     """List the client's batches, newest first."""
     files, owner = _files_of(request)
     found = await asyncio.to_thread(files.batches, owner)
-    shown, more = page_of(found, _id_of, request.query_params.get("after"), _limit(request, BATCHES))
+    shown, more = page_of(
+        found, lambda each: each.asked.id, request.query_params.get("after"), _limit(request, BATCHES)
+    )
     return json_answer(_listed([each.shown() for each in shown], more))
 
 
@@ -214,10 +216,6 @@ async def cancel_batch(request: Request, batch_id: str) -> Response:
     """Cancel a batch; the results so far are kept."""
     files, owner = _files_of(request)
     return json_answer((await asyncio.to_thread(files.cancel, owner, batch_id)).shown())
-
-
-def _id_of(batch: Batch) -> str:
-    return batch.asked.id
 
 
 def _limit(request: Request, path: str) -> int:

@@ -17,6 +17,7 @@ from http import HTTPStatus
 from typing import Any, BinaryIO, NamedTuple
 
 import msgspec
+from msgspec.structs import replace
 from starlette.types import ASGIApp, Message, Scope
 
 from tercet.aio import TaskSet
@@ -31,7 +32,6 @@ from tercet.router.batches.batch_lines import (
     Line,
     Lines,
     answered,
-    counted,
     unanswered,
     write_in_order,
 )
@@ -60,7 +60,6 @@ class Answer(NamedTuple):
 class RunningLine:
     """One request that runs; ``left`` ends it, as if its client had left."""
 
-    owner: str
     index: int
     left: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -75,6 +74,7 @@ class RunningBatch:
     results: BinaryIO
     running: dict[int, RunningLine] = field(default_factory=dict[int, RunningLine])
     paused_until: float = 0.0
+    paused_for: str = ""  # the reason that was logged
     is_written: bool = True
     ends_as: str = ""  # set once no more of its lines begin
     # Held while its state is written: a write in a thread must not end after that of a newer state.
@@ -136,7 +136,6 @@ class BatchRunner:
 
     async def _follow(self) -> None:
         """Take new batches, end those that are cancelled or too old, and write how far each has come."""
-        now = self._files.clock()
         for found in await asyncio.to_thread(self._files.open_batches):
             running = self._batches.get(found.asked.id)
             if running is None:
@@ -146,12 +145,15 @@ class BatchRunner:
                 continue
             if not running.ends_as and found.is_cancelled:
                 await self._end(running, "cancelled")
-            elif not running.ends_as and found.asked.expires_at <= now:
+            elif not running.ends_as and found.asked.expires_at <= self._files.clock():
                 await self._end(running, "expired")
-        for batch in [*self._batches.values()]:
+        for batch in (all_running := [*self._batches.values()]):
             if not batch.is_written:
                 await self._write(batch)
-            if not await asyncio.to_thread(self._files.has_room, batch.batch.asked.owner):
+        owners = {each.batch.asked.owner for each in all_running}
+        full = await asyncio.to_thread(self._files.without_room, owners) if owners else ()
+        for batch in all_running:
+            if batch.batch.asked.owner in full:
                 self._pause(batch, "the storage of batches is full: delete files, or raise batch-storage")
 
     async def _begin(self, found: Batch) -> None:
@@ -171,7 +173,7 @@ class BatchRunner:
                 await asyncio.to_thread(files.write_state, asked.id, state)
                 logger.warning("batch %s failed: its file has %d faults", asked.id, len(bad.faults))
                 return
-            state = msgspec.structs.replace(found.state, counts=lines.counts)
+            state = replace(found.state, counts=lines.counts)
             if state.status == "validating":
                 state = state.now("in_progress", files.clock())
             await asyncio.to_thread(files.write_state, asked.id, state)
@@ -241,7 +243,7 @@ class BatchRunner:
                 found[name] = files.adopt_file(asked.owner, f"{batch.id}_{name}.jsonl", path).id
             else:
                 path.unlink()
-        counts = msgspec.structs.replace(batch.state.counts, completed=completed, failed=failed)
+        counts = replace(batch.state.counts, completed=completed, failed=failed)
         state = batch.state.now(
             status, files.clock(), counts=counts, output_file_id=found["output"], error_file_id=found["errors"]
         )
@@ -267,15 +269,17 @@ class BatchRunner:
         self._fill()
 
     def _fill(self) -> None:
-        while not (self._is_over or self._is_ending()) and len(self._lines_running()) < self._allowed:
+        running = len(self._lines_running())
+        while not (self._is_over or self._is_ending()) and running < self._allowed:
             batch = self._next()
             if batch is None:
                 break
-            line = RunningLine(batch.batch.asked.owner, batch.lines.left.popleft())
+            line = RunningLine(batch.lines.left.popleft())
             batch.running[line.index] = line
-            self._served[line.owner] = next(self._turns)
+            self._served[batch.batch.asked.owner] = next(self._turns)
             self._tasks.spawn(self._serve(batch, line), "batch's request")
-            self._peak = max(self._peak, len(self._lines_running()))
+            running += 1
+            self._peak = max(self._peak, running)
         self._measure()
 
     def _next(self) -> RunningBatch | None:
@@ -304,9 +308,10 @@ class BatchRunner:
             record = answered(running.index, line, answer.status, request_id, answer.body)
             await asyncio.shield(asyncio.to_thread(batch.results.write, record))
             is_done = True
-            succeeded = answer.status < HTTPStatus.BAD_REQUEST
-            batch.state, batch.is_written = counted(batch.state, succeeded), False
-            self._metrics.batch_requests.labels("completed" if succeeded else "failed").inc()
+            result = "completed" if answer.status < HTTPStatus.BAD_REQUEST else "failed"
+            counts = replace(batch.state.counts, **{result: getattr(batch.state.counts, result) + 1})
+            batch.state, batch.is_written = replace(batch.state, counts=counts), False
+            self._metrics.batch_requests.labels(result).inc()
         except OSError as error:
             self._pause(batch, f"its results cannot be written: {error}")
         finally:
@@ -358,10 +363,11 @@ class BatchRunner:
             serving.cancel()
 
     def _pause(self, batch: RunningBatch, why: str = "") -> None:
-        """Let no request of a batch begin for a moment."""
+        """Let no request of a batch begin for a moment; a reason is logged when it is another one than the last."""
         batch.paused_until = asyncio.get_running_loop().time() + AGAIN_S
-        if why:
+        if why and why != batch.paused_for:
             logger.warning("batch %s waits %g s: %s", batch.id, AGAIN_S, why)
+        batch.paused_for = why
 
     def _measure(self) -> None:
         self._metrics.batch_running.set(len(self._lines_running()))
