@@ -72,7 +72,7 @@ charts: setup ## the Helm chart and the images' files, without a cluster
 quick: setup ## style, and the fast tests of the rooms that differ from the last commit on main
 	$(BIN)/python -m scripts.quick
 
-# Beyond `make test`; docs/howto/test.md lists what runs here alone.
+# Beyond `make test`; `in_full` of each test says what `make test` has instead.
 LONG := moves_back_and_forth bypass moves_hostile router program_swaps sidecar plain_vllm two_machines chaos frozen starts thinking \
 	staged_engines paused_engines scaled_models
 test-long: setup ## real engines, in full: 64 requests that move back and forth 20 times each, stopped cores, 200 clients, 50 swaps, engines lost while they prefill

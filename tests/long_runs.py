@@ -5,5 +5,8 @@ import os
 import pytest
 
 FULL = bool(os.environ.get("TERCET_LONG_TESTS"))
-in_full = pytest.mark.skipif(not FULL, reason="make test-long runs it")
-"""Marks a test that only `make test-long` runs; docs/howto/test.md lists each by name."""
+
+
+def in_full(instead: str) -> pytest.MarkDecorator:
+    """Marks a test that only `make test-long` runs; `instead` says what `make test` has for the same code."""
+    return pytest.mark.skipif(not FULL, reason=f"make test-long runs it; make test: {instead}")

@@ -195,7 +195,9 @@ CASES: list[tuple[Ask, dict[str, Any]]] = [
 NAMES = [f"{api}: {name}" for api, cases in (("messages", MESSAGES), ("responses", RESPONSES)) for name in cases]
 
 
-@pytest.mark.parametrize("stream", [pytest.param(False, marks=in_full, id="whole"), pytest.param(True, id="streamed")])
+@pytest.mark.parametrize(
+    "stream", [pytest.param(False, marks=in_full("streams"), id="whole"), pytest.param(True, id="streamed")]
+)
 @pytest.mark.parametrize(("ask", "asked"), CASES, ids=NAMES)
 async def test_a_pair_has_the_verdict_of_a_lone_server(
     servers: Servers, ask: Ask, asked: dict[str, Any], stream: bool

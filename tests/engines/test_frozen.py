@@ -21,6 +21,7 @@ from .conftest import Fleet, get_json, settled
 from .processes import part_of, send_signal
 
 SECONDS = 240
+LONG = in_full("decode-0 as a whole and its worker; a stopped core in test_bypass, an agent in test_stopped_agent")
 LONGEST_GAP = 10
 """What clients are promised while one engine is left that answers."""
 
@@ -52,10 +53,10 @@ async def all_is_back(fleet: Fleet, *names: str) -> None:
     [
         ("decode-0", "engine"),
         ("decode-0", "worker"),
-        pytest.param("decode-0", "api", marks=in_full),
-        pytest.param("decode-0", "core", marks=in_full),
-        pytest.param("decode-0", "agent", marks=in_full),
-        pytest.param("prefill-0", "engine", marks=in_full),
+        pytest.param("decode-0", "api", marks=LONG),
+        pytest.param("decode-0", "core", marks=LONG),
+        pytest.param("decode-0", "agent", marks=LONG),
+        pytest.param("prefill-0", "engine", marks=LONG),
     ],
 )
 async def test_streams_survive_an_engine_that_stands_still(

@@ -59,7 +59,7 @@ async def preemptions(fleet: Fleet) -> float:
     return total
 
 
-@in_full
+@in_full("moves on engines without room, in this file; preemption in virtual time")
 async def test_requests_that_are_preempted_while_they_move_answer_as_if_alone(small: Fleet) -> None:
     prompts = [prompt_of(200 + 30 * index, seed=index) for index in range(12)]
     fields: dict[str, Any] = {"max_tokens": 300, "ignore_eos": True}
@@ -78,7 +78,7 @@ async def test_requests_that_are_preempted_while_they_move_answer_as_if_alone(sm
     assert len(moved) >= 6
 
 
-@in_full
+@in_full("clients that leave in test_router; moves that are cut in virtual time")
 @pytest.mark.parametrize("seed", range(3))
 async def test_clients_leave_and_sequences_end_in_the_middle_of_moves(small: Fleet, seed: int) -> None:
     """At any moment of a move: while space is reserved, KV is sent, it is cut over, or has just gone on."""

@@ -37,7 +37,7 @@ async def shows(fleet: Fleet, paused: str) -> None:
     [
         ("/pause?mode=keep", "all", "/resume"),
         ("/pause?mode=abort", "new", "/resume"),
-        pytest.param("/sleep?level=0&mode=keep", "all", "/wake_up", marks=in_full),
+        pytest.param("/sleep?level=0&mode=keep", "all", "/wake_up", marks=in_full("by /pause")),
     ],
 )
 async def test_others_take_what_a_paused_engine_has_and_it_comes_back(

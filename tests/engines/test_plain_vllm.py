@@ -37,7 +37,7 @@ from .processes import EnginePlace, processes_of, send_signal, stopped
 from .prompts import ANSWER_TIMEOUT, alone, complete, prompt_of, tokens_of
 
 pytestmark = [
-    in_full,
+    in_full("tests/unit/gateway/sidecar, whose servers speak the protocol of NixlConnector"),
     pytest.mark.skipif(importlib.util.find_spec("nixl") is None, reason="no NIXL: scripts/install-transport-extras"),
 ]
 PREFILL, DECODE = "prefill", "decode"

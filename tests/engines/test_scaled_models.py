@@ -22,7 +22,7 @@ from tests.long_runs import in_full
 from tests.simulated_processes import ask, running, tercet, wait_for
 from tests.small_llama import small_llama
 
-pytestmark = [in_full, pytest.mark.timeout(1800)]
+pytestmark = [in_full("test_upgrade_under_load and test_two_models, on simulated engines"), pytest.mark.timeout(1800)]
 HOST = "127.0.0.1"
 LARGEST = 4
 CLIENTS = 4

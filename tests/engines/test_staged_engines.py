@@ -58,7 +58,7 @@ async def test_engines_that_cut_blocks_are_refused(urls: dict[str, str], source:
         await settled(receiver)
 
 
-@in_full
+@in_full("hand-overs between staged engines in this file; moves of engines of one stage in test_moves")
 async def test_requests_that_move_answer_as_if_they_had_stayed(urls: dict[str, str], tmp_path: Path) -> None:
     engines = {"prefill-0": urls["staged"], "decode-0": urls["staged_too"]}
     with router_over(engines, tmp_path) as url:

@@ -93,7 +93,7 @@ async def test_engine_and_router_are_forked_and_so_is_an_engine_that_starts_agai
     )
 
 
-@in_full
+@in_full("tests/unit/cluster/test_forked_commands.py")
 async def test_what_was_forked_outlives_the_warm_parent(tmp_path: Path) -> None:
     with one_engine(tmp_path, None) as url:
         warm = warm_parent_of(url, tmp_path)
@@ -109,7 +109,7 @@ async def test_what_was_forked_outlives_the_warm_parent(tmp_path: Path) -> None:
         assert await alone(url, prompt_of(100)) == expected, "what imports by itself computes the same"
 
 
-@in_full
+@in_full("tests/unit/cluster/test_forked_commands.py")
 async def test_without_a_warm_parent_each_imports(tmp_path: Path) -> None:
     with one_engine(tmp_path, COLD) as url:
         assert warm_parent_of(url, tmp_path) is None

@@ -54,7 +54,7 @@ ROUNDS = 5
 BEHIND = {"regex": "[a-c]{60,70}$", "json schema": r"\s*\{\s*\"ships\"\s*:\s*\["}
 
 
-@pytest.mark.parametrize("form", ["regex", pytest.param("json schema", marks=in_full)])
+@pytest.mark.parametrize("form", ["regex", pytest.param("json schema", marks=in_full("with a regular expression"))])
 async def test_a_grammar_begins_behind_the_reasoning_wherever_that_is_computed(thinking: Fleet, form: str) -> None:
     text = "Tell me about the ships that an old sailor saw."
     calm = await chat(thinking.url, text, ONE_ENGINE, **FORMATS[form])
@@ -122,7 +122,7 @@ async def agents(url: str, headers: dict[str, str]) -> list[list[Any]]:
         return await asyncio.gather(*(agent(client, task, headers) for task in TASKS))
 
 
-@in_full
+@in_full("test_odd_outputs and test_agent_streams; tool calls over a pair in test_openai")
 async def test_agents_in_loops_are_told_the_same_by_a_pair_and_while_they_move(thinking: Fleet, tmp_path: Path) -> None:
     flags = ("--program", "disaggregated", "--program-arg", "min_send=1", "--", *THINKS, *TOOLS)
     with router_over(thinking.engine_urls(), tmp_path, *flags, model=MODEL) as url:

@@ -75,7 +75,7 @@ def asking(url: str, answers: Answers) -> Generator[tuple[Clients, list[Future[N
             each.result()
 
 
-@pytest.mark.parametrize("scales", [False, pytest.param(True, marks=in_full)])
+@pytest.mark.parametrize("scales", [False, pytest.param(True, marks=in_full("an upgrade without scaling"))])
 def test_no_request_fails_and_no_token_is_of_the_wrong_tokenizer(tmp_path: Path, scales: bool) -> None:
     ports, cache = free_ports("127.0.0.1", 3), tmp_path / "cache"
     checkpoints = {model: checkpoint(tmp_path, model) for model in STRIDES}

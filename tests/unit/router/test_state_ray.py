@@ -199,7 +199,7 @@ def test_one_place_has_the_state() -> None:
             RouterConfig(await_engines=True, state_ray=wrong)
 
 
-@in_full
+@in_full("the same code over a store in memory")
 @pytest.mark.processes
 @pytest.mark.timeout(600)
 @pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="needs the extra ray")

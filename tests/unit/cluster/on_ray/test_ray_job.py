@@ -103,7 +103,8 @@ def jobs() -> Iterator[list[Job]]:
 
 
 @pytest.mark.parametrize(
-    "wait", [pytest.param(0.0, id="killed"), pytest.param(float(SECONDS), id="in-time", marks=in_full)]
+    "wait",
+    [pytest.param(0.0, id="killed"), pytest.param(float(SECONDS), id="in-time", marks=in_full("killed at once"))],
 )
 async def test_the_end_of_a_job_cuts_no_answer(tmp_path: Path, jobs: list[Job], wait: float) -> None:
     job = Job(tmp_path, *SIMULATED, "--decode", "0", "--port", "0", "--log-dir", str(tmp_path))
@@ -126,7 +127,7 @@ def test_a_job_ends_as_its_fleet_does(tmp_path: Path, jobs: list[Job]) -> None:
     assert "cannot listen" in job.said()
 
 
-@in_full
+@in_full("the command is stopped and killed as Ray does")
 @pytest.mark.skipif(importlib.util.find_spec("aiohttp_cors") is None, reason="needs requirements/ray-jobs.txt")
 async def test_a_fleet_on_ray_as_a_job(tmp_path: Path) -> None:
     with ray_cluster(nodes=1, dashboard=True) as cluster:

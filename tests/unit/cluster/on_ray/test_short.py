@@ -61,7 +61,7 @@ async def test_an_engine_is_lost_and_replaced_and_nothing_is_left(
         assert not engines(tmp_path), said
 
 
-@in_full
+@in_full("one engine that is killed, in this file")
 async def test_a_keeper_is_lost_and_then_the_router(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TERCET_TEST_RAY", str(tmp_path))
     said: list[str] = []
@@ -97,7 +97,7 @@ def up_on(cluster: RayCluster, place: Path, log: Path) -> subprocess.Popen[bytes
         )  # fmt: skip
 
 
-@in_full
+@in_full("one engine that is killed, in this file")
 async def test_a_killed_command_leaves_engines_that_the_next_one_has(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
