@@ -23,7 +23,7 @@ import msgspec
 from tercet.aio.importing import without_collections
 from tercet.aio.warm_parent import serve_forks
 from tercet.cluster import guard
-from tercet.cluster.engine_command import WITH_ONE_IMPORT
+from tercet.cluster.engine_command import FLAGS_CHECK, WITH_ONE_IMPORT
 from tercet.protocol import TercetError
 from tercet.settings.process_settings import NO_DYNAMO, PRELOAD, THREADS_BIND
 
@@ -411,7 +411,7 @@ def be(began_with: Mapping[str, str], descriptors: list[int]) -> int:
 
 def can_fork(argv: Sequence[str]) -> bool:
     """True if a warm parent has imported the modules of this command."""
-    return list(argv[1:3]) in (["-m", WITH_ONE_IMPORT], ["-m", COMMAND_LINE])
+    return list(argv[1:3]) in (["-m", module] for module in (WITH_ONE_IMPORT, FLAGS_CHECK, COMMAND_LINE))
 
 
 def early_differences(here: Mapping[str, str], wanted: Mapping[str, str], late: frozenset[str]) -> list[str]:

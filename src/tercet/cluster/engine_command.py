@@ -52,6 +52,7 @@ PLAIN_SERVER = "vllm.entrypoints.openai.api_server"
 FURTHER_NODE = "tercet.vllm_plugin.start.node"
 HEADLESS = "--headless"
 WITH_ONE_IMPORT = "tercet.vllm_plugin.start.server"
+FLAGS_CHECK = "tercet.vllm_plugin.start.flags"
 KV_EVENTS = "--kv-events-config"
 _PUBLISHERS = {"0.0.0.0": "*", "": "*", "localhost": "127.0.0.1"}
 _IPV4 = re.compile(r"[0-9]+(\.[0-9]+){3}")
@@ -149,6 +150,13 @@ def plain_argv(spec: EngineSpec) -> list[str]:
         KV_TRANSFER, kv_transfer_config(spec.extra_args), *kv_events_flag(spec),
         *without(spec.extra_args, KV_TRANSFER),
     ]  # fmt: skip
+
+
+def flags_argv(spec: EngineSpec) -> list[str]:
+    """Return the command by which vLLM checks the engine's flags; empty if the user gave it nothing to refuse."""
+    if spec.simulate is not None or (spec.built_in and not spec.extra_args and spec.dtype is None):
+        return []
+    return [sys.executable, "-m", FLAGS_CHECK, *plain_argv(spec)[3:]]
 
 
 def _one_import_serves(spec: EngineSpec, inherited: Mapping[str, str]) -> bool:

@@ -7,7 +7,7 @@ import os
 import secrets
 import sys
 from collections import Counter
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, TypeVar
@@ -15,14 +15,29 @@ from typing import Any, TypeVar
 import msgspec
 
 from tercet.aio.files import write_whole
-from tercet.cluster.child_process import GRACE_SECONDS, Process, StartFailed, can_fork, warm_parent
+from tercet.cluster.child_process import (
+    GRACE_SECONDS,
+    Process,
+    StartFailed,
+    can_fork,
+    describe_exit,
+    warm_parent,
+)
 from tercet.cluster.detached_fleets import log_directory
 from tercet.cluster.devices import Device, DeviceShare, devices_for_engines, pick_devices, plan_devices, split_cores
-from tercet.cluster.engine_command import EngineSpec, engine_argv, engine_env, require_memory, shared_cores
+from tercet.cluster.engine_command import (
+    EngineSpec,
+    engine_argv,
+    engine_env,
+    flags_argv,
+    require_memory,
+    shared_cores,
+)
 from tercet.cluster.model import BUILT_IN
 from tercet.cluster.ports import free_ports, require_free, url_of
 from tercet.cluster.running_fleet import (
     LOADING,
+    READY_SECONDS,
     KeptRouter,
     OnEvent,
     Restarts,
@@ -70,6 +85,7 @@ async def local_fleet(
         on_event("note", slow)
     log_dir = log_directory(config.log_dir)
     async with imports_for(specs, log_dir / "imports.log") as warm:
+        await require_flags(specs[0], shared_environment(config), log_dir / "flags.log", warm, on_event)
         fleet = fleet_of(config, model, specs, log_dir, warm, on_event)
         try:
             # The router loads in parallel to the engines and waits for them.
@@ -104,6 +120,31 @@ async def imports_for(specs: Sequence[EngineSpec], log: Path) -> AsyncGenerator[
     else:
         async with warm_parent(engine_env(specs[0]), specs[0].model, log) as warm:
             yield warm
+
+
+async def require_flags(
+    spec: EngineSpec, environment: Mapping[str, str], log: Path, warm: Path | None, on_event: OnEvent
+) -> None:
+    """Have vLLM read the flags of the fleet's engines before one starts.
+
+    Raises :class:`~tercet.cluster.child_process.StartFailed` for flags or a model that vLLM refuses.
+    """
+    if not (argv := flags_argv(spec)):
+        return
+    forks = warm if can_fork(engine_argv(spec)) else None
+    check = Process("engines", argv, {**engine_env(spec), **environment}, log, warm=forks)
+    try:
+        await check.start()
+        on_event(check.name, f"{LOADING}: vLLM checks the flags")
+        async with asyncio.timeout(READY_SECONDS):
+            code = await check.ended()
+    except TimeoutError:
+        raise check.failure(f"were not checked after {READY_SECONDS:.0f} s") from None
+    finally:
+        await asyncio.shield(check.stop())
+    if code:
+        raise check.failure(describe_exit(code))
+    on_event(check.name, "vLLM accepts the flags")
 
 
 def fleet_of(

@@ -114,6 +114,30 @@ async def test_a_fleet_starts_and_leaves_nothing(tmp_path: Path, scripts: dict[s
     assert {name for name, state in events if state.startswith("ready")} == {"prefill-0", "decode-0", "router"}
 
 
+async def test_flags_that_vllm_refuses_end_the_start_before_any_engine_begins(
+    tmp_path: Path, scripts: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said: list[tuple[str, str]] = []
+    refused = "import sys; print('Traceback'); print('tercet: --max-model-len: is -5'); sys.exit(2)"
+    monkeypatch.setattr(local, "flags_argv", lambda _: [sys.executable, "-c", refused])
+    with pytest.raises(StartRefused, match=r"engines: --max-model-len: is -5 \(log: ") as raised:
+        async with local_fleet(config_of(tmp_path), "m", lambda name, state: said.append((name, state))):
+            pytest.fail("a fleet with refused flags has started")
+    assert raised.value.exit_code == 2
+    assert said == [("engines", "loading: vLLM checks the flags")]
+    assert not [*(tmp_path / "logs").glob("*-0.log")]
+    assert gone([*running_children()])
+
+
+async def test_flags_that_vllm_accepts_are_announced(
+    tmp_path: Path, scripts: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said: list[tuple[str, str]] = []
+    monkeypatch.setattr(local, "flags_argv", lambda _: [sys.executable, "-c", ""])
+    async with local_fleet(config_of(tmp_path), "m", lambda name, state: said.append((name, state))):
+        assert said[1] == ("engines", "vLLM accepts the flags")
+
+
 @pytest.mark.parametrize("who", ["prefill-0", "decode-0", "router"])
 async def test_one_that_dies_at_start_is_said_with_its_log(tmp_path: Path, scripts: dict[str, str], who: str) -> None:
     scripts[who] = "dies"

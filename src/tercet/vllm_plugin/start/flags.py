@@ -1,0 +1,31 @@
+"""vLLM's own check of an engine's flags, before any process of the engine starts.
+
+The command is ``python -m tercet.vllm_plugin.start.flags FLAGS``, with vLLM's flags. It makes the configuration of the
+engine and loads no weights; flags that vLLM refuses end it with one sentence and exit code 2.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+def main() -> None:
+    """Read the flags as an engine's server does before it starts its core."""
+    from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    from tercet.vllm_plugin.differences import cli_args
+    from tercet.vllm_plugin.start.process_output import refuse_in_a_sentence, refusing_in_a_sentence, without_noise
+
+    without_noise()
+    refuse_in_a_sentence()
+    options: Any = cli_args()
+    parser = options.make_arg_parser(FlexibleArgumentParser(description="An engine's flags."))
+    with refusing_in_a_sentence():
+        args = parser.parse_args()
+        options.validate_parsed_serve_args(args)
+        AsyncEngineArgs.from_cli_args(args).create_engine_config()
+
+
+if __name__ == "__main__":
+    main()
