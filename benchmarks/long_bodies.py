@@ -26,7 +26,7 @@ from typing import Any, cast
 
 import aiohttp
 
-from tercet_lab.chaos.adversary import list_fields
+from tercet_checks.chaos.adversary import list_fields
 
 TURN: dict[str, Any] = {"role": "user", "content": "x"}
 PART: dict[str, Any] = {"type": "text", "text": "x"}

@@ -34,7 +34,7 @@ from tercet.protocol.headers import (
     SUBAGENT_HEADER,
 )
 from tercet.settings import require_url
-from tercet_lab.chaos.adversary import CHAT, COMPLETIONS, LAST, MESSAGES, NAMES, RESPONSES, TURN
+from tercet_checks.chaos.adversary import CHAT, COMPLETIONS, LAST, MESSAGES, NAMES, RESPONSES, TURN
 
 BODY_NAME, HUGE_NAME, HEAD_NAME = 64 * 1024, 4 * 1024 * 1024, 60_000
 HEADERS = (

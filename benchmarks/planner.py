@@ -42,7 +42,7 @@ from tercet_lab.bench.simulated import (
     point_of,
     run_once,
 )
-from tercet_lab.planning.planner_settings import PlannerSettings
+from tercet_lab.planner_settings import PlannerSettings
 from tercet_lab.sim import EngineOptions, load_profile
 from tercet_lab.sim.step_times import StepModel, pairs_of
 from tercet_lab.tables import MS, Slo

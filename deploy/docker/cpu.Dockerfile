@@ -17,7 +17,7 @@ RUN pip install --no-cache-dir --no-deps -r requirements/cpu.txt \
 COPY pyproject.toml LICENSE ./
 COPY src src
 COPY packages packages
-RUN pip install --no-cache-dir --no-deps --no-build-isolation . ./packages/tercet-gateway ./packages/tercet-lab ./packages/tercet-ray \
+RUN pip install --no-cache-dir --no-deps --no-build-isolation . ./packages/* \
  && useradd --uid 1000 --create-home tercet \
  && install -d -o tercet -g tercet /var/cache/tercet
 ENV TERCET_CACHE=/var/cache/tercet HF_HOME=/var/cache/tercet/hub

@@ -14,7 +14,7 @@ COPY packages packages
 # Packages of vLLM's image stay unchanged; only missing ones are added. Sidecars and simulated engines need no more.
 RUN python3 -m pip freeze --exclude-editable | grep -E '^[A-Za-z0-9._-]+==' > /tmp/there.txt \
  && python3 -m pip install --no-cache-dir --constraint /tmp/there.txt . \
- && python3 -m pip install --no-cache-dir --no-deps ./packages/tercet-gateway ./packages/tercet-lab ./packages/tercet-ray \
+ && python3 -m pip install --no-cache-dir --no-deps ./packages/* \
  && rm /tmp/there.txt \
  && install -d -o 1000 -g 1000 /var/cache/tercet
 # PyTorch looks up the user's name, and vLLM's image has no user with this number.

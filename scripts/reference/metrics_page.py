@@ -29,8 +29,8 @@ from tercet.store.pool import MemoryPool
 from tercet.wire.client import remote_prefill
 from tercet_gateway.endpoint_picker import PickerMetrics, PoolCollector
 from tercet_gateway.model_router import ModelMetrics
-from tercet_lab.planning.live_planner import PlannerMetrics
 from tercet_lab.sim.sim_server import COUNTERS, GAUGES
+from tercet_planner.live_planner import PlannerMetrics
 
 HEAD = """# Metrics
 

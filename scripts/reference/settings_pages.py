@@ -14,12 +14,12 @@ from tercet.decisions.scheduling.assembly import BUILT_IN, PluginEntry, PluginUs
 from tercet.router.serve.routing import Plan, Rule, Share
 from tercet.settings import Declared, EngineAddress, RouterConfig, RouterSettings, Settings, declared
 from tercet.vllm_plugin.start.plugin_settings import PluginSettings
+from tercet_checks.commands.chaos import ChaosConfig
 from tercet_gateway.gateway_settings import ModelRouterConfig, PickerConfig, SidecarConfig
 from tercet_lab.bench.bench_config import BenchConfig, CompareConfig, ServeConfig
 from tercet_lab.bench.simulated.scenario import EngineGroup, Fault, FleetSpec
-from tercet_lab.commands.chaos import ChaosConfig
-from tercet_lab.planning.planner_settings import PlannerConfig
 from tercet_lab.sim import EngineOptions
+from tercet_planner.planner_settings import PlannerConfig
 
 OF_COMMANDS: Mapping[str, type[Settings]] = {
     "tercet up": UpConfig,

@@ -13,8 +13,8 @@ from typing import Self
 import psutil
 
 from tercet.cluster.engine_command import EngineSpec, engine_argv, engine_env
-from tercet_lab.chaos.chaos_report import ProcessKind
-from tercet_lab.chaos.real_fleet import RunningProcess, classify
+from tercet_checks.chaos.chaos_report import ProcessKind
+from tercet_checks.chaos.real_fleet import RunningProcess, classify
 from tests.warm import start_guarded
 
 GRACE_SECONDS = 10

@@ -8,9 +8,9 @@ import msgspec
 import pytest
 
 from tercet.cluster.up_config import UpConfig
-from tercet_lab.chaos.adversary import TRICKS, plan_tricks
-from tercet_lab.chaos.chaos_report import FaultSchedule, PlannedFault, figures, violation_lines
-from tercet_lab.chaos.real_arena import REAL_LOAD, run_real
+from tercet_checks.chaos.adversary import TRICKS, plan_tricks
+from tercet_checks.chaos.chaos_report import FaultSchedule, PlannedFault, figures, violation_lines
+from tercet_checks.chaos.real_arena import REAL_LOAD, run_real
 from tests.long_runs import in_full
 from tests.small_llama import small_llama
 

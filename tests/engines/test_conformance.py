@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tercet_lab.conformance import run_checks
+from tercet_checks.conformance import run_checks
 
 from .conftest import Fleet
 

@@ -10,7 +10,7 @@ import pytest
 
 from tercet.protocol import EngineStatus, Request
 from tercet.wire.client import HttpEngine
-from tercet_lab.chaos.chaos_report import ProcessKind
+from tercet_checks.chaos.chaos_report import ProcessKind
 
 from .conftest import settled
 from .processes import part_of, stopped

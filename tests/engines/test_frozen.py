@@ -13,7 +13,7 @@ import psutil
 import pytest
 
 from tercet.wire.client import HttpEngine
-from tercet_lab.chaos.chaos_report import ProcessKind
+from tercet_checks.chaos.chaos_report import ProcessKind
 from tests.long_runs import in_full
 
 from .client_streams import BODIES, Answer, Readers, read, read_all

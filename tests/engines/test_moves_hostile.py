@@ -11,7 +11,7 @@ import aiohttp
 import pytest
 
 from tercet.wire.client import HttpEngine
-from tercet_lab.chaos.arena import fill_cache
+from tercet_checks.chaos.arena import fill_cache
 from tests.long_runs import in_full
 from tests.small_llama import WIDE, small_llama
 

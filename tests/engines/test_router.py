@@ -16,7 +16,7 @@ import psutil
 import pytest
 
 from tercet.wire.client import HttpEngine
-from tercet_lab.chaos.real_fleet import GRAMMARS_TITLE
+from tercet_checks.chaos.real_fleet import GRAMMARS_TITLE
 from tests.long_runs import FULL
 from tests.longest_wait import LONGEST_WAIT_S
 

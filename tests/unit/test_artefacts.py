@@ -21,7 +21,10 @@ from tests.simulated_processes import ask
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = {
     "tercet": ROOT,
-    **{f"tercet_{name}": ROOT / "packages" / f"tercet-{name}" for name in ("gateway", "lab", "ray")},
+    **{
+        f"tercet_{name}": ROOT / "packages" / f"tercet-{name}"
+        for name in ("checks", "gateway", "lab", "planner", "ray")
+    },
 }
 BUILD = "from setuptools import build_meta as b; import sys; print(getattr(b, sys.argv[1])(sys.argv[2]))"
 
@@ -92,7 +95,7 @@ def tercet(python: Path, folder: Path, words: Sequence[str]) -> str:
 
 
 def test_the_wheels_are_what_is_imported(python: Path, tmp_path: Path) -> None:
-    names = "tercet, tercet_lab, tercet.lab, tercet_gateway, tercet_ray"
+    names = "tercet, tercet_lab, tercet.lab, tercet_gateway, tercet_ray, tercet_planner, tercet_checks"
     code = f"import json, {names}; print(json.dumps([each.__file__ for each in ({names})]))"
     found = subprocess.run([str(python), "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=120)
     assert found.returncode == 0, found.stderr
@@ -101,6 +104,7 @@ def test_the_wheels_are_what_is_imported(python: Path, tmp_path: Path) -> None:
 
 def test_the_wheels_simulate_and_serve_from_an_empty_folder(python: Path, tmp_path: Path) -> None:
     assert "TTFT" in tercet(python, tmp_path / "sim", ["sim", "--num-prompts", "20"])
+    assert "no violations" in tercet(python, tmp_path / "chaos", ["chaos", "--fleet", "2,2", "--minutes", "0.1"])
     words = ["up", "--simulate", "llama-3.1-8b-h100-tp1", "--prefill", "1", "--decode", "1", "--port", "0", "--detach"]
     said = tercet(python, tmp_path / "up", words)
     url = next(line for line in said.splitlines() if line.startswith("ready at ")).split()[2].rstrip(",")

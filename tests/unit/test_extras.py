@@ -20,7 +20,7 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 # The packages of this repository, by the extra that installs each.
 PACKAGES = {
     extra: tomllib.loads((ROOT / "packages" / f"tercet-{extra}" / "pyproject.toml").read_text())["project"]
-    for extra in ("gateway", "lab", "ray")
+    for extra in ("checks", "gateway", "lab", "planner", "ray")
 }
 BESIDE = [f"tercet_{extra}" for extra in PACKAGES]
 
@@ -70,7 +70,7 @@ WHAT_RUNS = (
     "tercet.decisions.scheduling",
 )  # fmt: skip
 OF_PACKAGES_RUN = (
-    "tercet_lab.commands.sim", "tercet_lab.commands.bench", "tercet_lab.commands.chaos", "tercet_lab.small_openai",
+    "tercet_lab.commands.sim", "tercet_lab.commands.bench", "tercet_checks.commands.chaos", "tercet_lab.small_openai",
     "tercet_lab.sim.sim_server", "tercet_gateway.commands.epp", "tercet_gateway.sidecar",
     "tercet_gateway.commands.upgrade", "tercet_ray.ray_fleet", "tercet_ray.ray_job", "tercet_ray.state_ray",
 )  # fmt: skip
@@ -171,6 +171,9 @@ sys.meta_path.insert(0, Refuse())
     [
         ("sim", "tercet sim", "lab"),
         ("bench serve --help", "tercet bench", "lab"),
+        ("chaos --engines simulated", "tercet chaos", "checks"),
+        ("conformance http://127.0.0.1:1", "tercet conformance", "checks"),
+        ("planner", "tercet planner", "planner"),
         ("epp --engine http://127.0.0.1:1", "tercet epp", "gateway"),
         ("up --simulate llama-3.1-8b-h100-tp1", "--simulate", "lab"),
         ("engine --simulate llama-3.1-8b-h100-tp1", "--simulate", "lab"),
@@ -182,6 +185,31 @@ def test_a_command_whose_package_is_missing_says_so_in_one_line(line: str, user:
     code = f"HOW = {how!r}\n{WITHOUT_PACKAGES}\nfrom tercet.cli import app; sys.exit(app._run({line.split()}))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=120)
     expected = f"tercet: {user}: tercet-{extra} is not installed; install it with: pip install 'tercet[{extra}]'\n"
+    assert (done.returncode, done.stderr) == (2, expected)
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("how", ["gone", "removed without its metadata"])
+def test_a_simulation_with_a_planner_names_the_missing_package(how: str) -> None:
+    words = [
+        "sim",
+        "--fleet",
+        "1P1D",
+        "--planner",
+        "simulate",
+        "--objective-ttft",
+        "500",
+        "--objective-tpot",
+        "50",
+        "--num-prompts",
+        "20",
+    ]
+    without = WITHOUT_PACKAGES
+    for each in (tuple(BESIDE), BESIDE):
+        without = without.replace(str(each), str(type(each)(["tercet_planner"])))
+    code = f"HOW = {how!r}\n{without}\nfrom tercet.cli import app; sys.exit(app._run({words}))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=120)
+    expected = "tercet: --planner: tercet-planner is not installed; install it with: pip install 'tercet[planner]'\n"
     assert (done.returncode, done.stderr) == (2, expected)
 
 

@@ -25,7 +25,13 @@ LAYERS = {
     7: {"cli"},
 }
 # Beside the product; each may import the product and the packages named here, and no room of the product imports them.
-BESIDE = {"tercet_gateway": set[str](), "tercet_ray": set[str](), "tercet_lab": {"tercet_gateway"}}
+BESIDE = {
+    "tercet_gateway": set[str](),
+    "tercet_ray": set[str](),
+    "tercet_lab": {"tercet_gateway"},
+    "tercet_planner": {"tercet_lab"},
+    "tercet_checks": {"tercet_gateway", "tercet_lab"},
+}
 MOST_ROOMS, MOST_LAYERS = 15, 8
 LAYER_OF = {room: layer for layer, rooms in LAYERS.items() for room in rooms}
 DECISIONS = {"programs", "decisions"}

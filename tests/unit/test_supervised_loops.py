@@ -26,15 +26,15 @@ from tercet.transport import SendDone
 from tercet.transport.agent.agent import Reporter
 from tercet.transport.agent.agent_messages import AsyncControlClient, ControlServer, ReadCounters
 from tercet.wire.client import http_engine
-from tercet_lab.planning import live_planner
-from tercet_lab.planning.live_planner import LOOK_S
+from tercet_planner import live_planner
+from tercet_planner.live_planner import LOOK_S
 from tests.longest_wait import LONGEST_WAIT_S
 
 from .fleet.discovery.api_server import PODS, api_server, pod
 from .fleet.discovery.test_watching import Seen
 from .fleet.test_kv_events import Engine as PublishingEngine
 from .fleet.test_kv_events import Publisher, cached, known, stored
-from .lab.planning.test_live_planner import MY_POLICY, Router, planner_of
+from .planner.test_live_planner import MY_POLICY, Router, planner_of
 from .supervision import Works, kept, until, with_an_error_at_each_await
 from .wire.streams import test_stream_keeper
 
@@ -313,4 +313,4 @@ async def test_a_planner_looks_again(tmp_path: Path, monkeypatch: pytest.MonkeyP
             planning.cancel()
             await asyncio.wait({planning})
 
-    await with_an_error_at_each_await("tercet_lab/planning/live_planner.py:LivePlanner._look_on", started)
+    await with_an_error_at_each_await("tercet_planner/live_planner.py:LivePlanner._look_on", started)

@@ -334,3 +334,11 @@ def launch_order(instances: int, ratio: RoleRatio) -> list[Role]:
     sizes = [1, *(split(size, ratio).prefill for size in range(2, instances + 1))]
     more: list[Role] = ["prefill" if now > before else "decode" for before, now in pairwise(sizes)]
     return ["prefill", *more]
+
+
+def best_split(engines: int, demand: EngineDemand) -> FleetPlan:
+    """Return the split of ``engines`` engines whose busier role is least busy; it is near the demand's proportion."""
+    return min(
+        (FleetPlan(prefill, engines - prefill) for prefill in range(1, engines)),
+        key=lambda plan: (demand.share(plan), abs(plan.prefill - plan.decode)),
+    )

@@ -17,10 +17,10 @@ from tercet.protocol import BadRequest
 from tercet.settings import read_yaml
 from tercet.settings.process_settings import KeyFile
 from tercet.wire.client import engine_tls
+from tercet_checks.chaos.chaos_report import load_schedule
 from tercet_gateway.proxied_calls import ServedCertificate
 from tercet_lab.bench.results import load_result
 from tercet_lab.bench.workloads.recorded import read_text
-from tercet_lab.chaos.chaos_report import load_schedule
 from tercet_lab.sim.step_times import load_profile
 
 READERS: dict[str, Callable[[Path], object]] = {

@@ -33,7 +33,7 @@ ENDLESS = {
     "fleet/kv_events.py:follow_cache": KEPT,
     "fleet/kv_events.py:_follow": "follow_cache starts another one when it has ended",
     "fleet/membership.py:Membership.watch": KEPT,
-    "tercet_lab/planning/live_planner.py:LivePlanner._look_on": KEPT,
+    "tercet_planner/live_planner.py:LivePlanner._look_on": KEPT,
     "router/state/fleet_adapters.py:AdapterLoader.run": KEPT,
     "router/state/joined_members.py:remove_gone": KEPT,
     "router/page/watch.py:OtherWorkers._find": KEPT,
@@ -58,7 +58,7 @@ def endless_loops() -> set[str]:
     """Every coroutine with a `while True` that awaits and that no return, break or raise leaves."""
     found = set[str]()
     for place, file in modules():
-        laboratory = place.startswith(("tercet_lab/bench", "tercet_lab/sim", "tercet_lab/chaos"))
+        laboratory = place.startswith(("tercet_lab/bench", "tercet_lab/sim", "tercet_checks/chaos"))
         command = (place.startswith("cli/") and place != "cli/engine_process.py") or "/commands/" in place
         if laboratory or command:
             continue
@@ -92,7 +92,7 @@ def test_every_endless_loop_is_in_the_table() -> None:
 def test_what_is_kept_is_never_a_bare_task() -> None:
     """A loop that the table calls kept is not started by `spawn(loop())` or `create_task(loop())`."""
     files = dict(modules())
-    text = "\n".join(file.read_text() for name, file in files.items() if not name.startswith("tercet_lab/chaos/"))
+    text = "\n".join(file.read_text() for name, file in files.items() if not name.startswith("tercet_checks/chaos/"))
     for each, how in ENDLESS.items():
         place, _, loop = each.partition(":")
         name = loop.rpartition(".")[2]

@@ -25,7 +25,7 @@ from tercet.router.router_app import OPEN
 from tercet.settings import RouterConfig, Settings, decode_settings
 from tercet.settings.process_settings import API_KEY_VARIABLE
 from tercet_gateway.gateway_settings import ModelRouterConfig, PickerConfig, SidecarConfig
-from tercet_lab.planning.planner_settings import PlannerConfig
+from tercet_planner.planner_settings import PlannerConfig
 
 from .pages import ROOT, Block, blocks, place
 from .test_commands import PUNCTUATION, command_lines, is_stop, of_command

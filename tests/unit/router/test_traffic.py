@@ -6,7 +6,7 @@ import pytest
 
 from tercet.fleet.policy_views import BLOCK, SeenRequests, block_names
 from tercet.settings.fleet_settings import Objectives
-from tercet_lab.planning.live_planner import TrafficView, read_traffic
+from tercet_planner.live_planner import TrafficView, read_traffic
 
 from .conftest import LiveRouter
 

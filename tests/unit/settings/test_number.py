@@ -7,7 +7,7 @@ from tercet.logs import EngineLog
 from tercet.settings import RouterConfig, declared
 from tercet.vllm_plugin.start.plugin_settings import PluginSettings
 from tercet_gateway.gateway_settings import ModelRouterConfig, PickerConfig, SidecarConfig
-from tercet_lab.planning.planner_settings import PlannerConfig
+from tercet_planner.planner_settings import PlannerConfig
 
 OF_PROCESSES = (
     RouterConfig, UpConfig, PluginSettings, EngineLog, PickerConfig, SidecarConfig, ModelRouterConfig, PlannerConfig,

@@ -19,7 +19,7 @@ from tercet.store import blocks as store_blocks
 from tercet.store.disk import DiskFolder
 from tercet.store.server import regions_for, require_storable
 from tercet.wire.client import HttpEngine
-from tercet_lab.conformance import run_checks
+from tercet_checks.conformance import run_checks
 from tests.longest_wait import LONGEST_WAIT_S
 from tests.unit.store.stores import LAYOUT, MIRROR, SIZE, Sender, flip, mirror, prompt_of, pull, request, store
 

@@ -1,1 +1,1 @@
-"""The laboratory: simulated engines, benchmarks with their figures, and fault injection. Serving does not need it."""
+"""The laboratory: simulated engines, and benchmarks with their figures. Serving does not need it."""

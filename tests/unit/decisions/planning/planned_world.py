@@ -18,8 +18,8 @@ from tercet.decisions.planning import (
     demand_of,
 )
 from tercet.settings.fleet_settings import Objectives
-from tercet_lab.planning.forecast import Forecast
-from tercet_lab.planning.planner import Planner
+from tercet_planner.forecast import Forecast
+from tercet_planner.planner import Planner
 
 OBJECTIVES = Objectives(ttft=1.0, tpot=0.025, share=0.99)
 WINDOW_S, INTERVAL_S = 180.0, 15.0

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from tercet.decisions.planning import FleetPlan, Observed, ObservedEngine, PlanLimits
 from tercet.decisions.roles import RoleController
 from tercet.settings.fleet_settings import Objectives
-from tercet_lab.planning.planner import change_to
+from tercet_planner.planner import change_to
 
 from .planned_world import Engine
 

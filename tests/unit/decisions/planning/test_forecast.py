@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 
 from tercet.decisions.planning import ObservedRequest, answers_completed
-from tercet_lab.planning.forecast import Forecast, Forecaster, tells_enough
+from tercet_planner.forecast import Forecast, Forecaster, tells_enough
 
 
 def poisson(

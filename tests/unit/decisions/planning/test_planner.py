@@ -6,8 +6,8 @@ import pytest
 
 from tercet.decisions.planning import Expected, FleetPlan, PlanLimits, demand_of
 from tercet.protocol import BadRequest, EngineError
-from tercet_lab.planning.forecast import Forecast
-from tercet_lab.planning.planner import Planner
+from tercet_planner.forecast import Forecast
+from tercet_planner.planner import Planner
 from tests.long_runs import FULL
 
 from .planned_world import OBJECTIVES, Engine, PlannedWorld, Traffic, evaluated

@@ -16,8 +16,8 @@ from tercet.decisions.planning import (
     PlanLimits,
     demand_of,
 )
-from tercet_lab.planning.forecast import Forecast
-from tercet_lab.planning.planner import Planner, neighbours, worth_simulating, worths
+from tercet_planner.forecast import Forecast
+from tercet_planner.planner import Planner, neighbours, worth_simulating, worths
 
 from .planned_world import OBJECTIVES, Engine, PlannedWorld, Traffic
 

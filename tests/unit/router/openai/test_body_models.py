@@ -14,7 +14,7 @@ from vllm.exceptions import VLLMError
 
 from tercet.router.openai.body_models import body_adapters, bound_invocations, bound_routes, bounded_validator
 from tercet.router.openai.openai_server import import_vllm, server_args
-from tercet_lab.chaos.adversary import ListField, list_fields
+from tercet_checks.chaos.adversary import ListField, list_fields
 from tests.own_metrics import own_metrics
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]

@@ -5,6 +5,7 @@ times are in seconds. Invalid arguments raise :class:`~tercet.protocol.BadReques
 """
 
 from tercet_lab import plot
+from tercet_lab.advice import Advice, advise
 from tercet_lab.bench.simulated import (
     EngineGroup,
     Experiment,
@@ -26,7 +27,6 @@ from tercet_lab.bench.simulated.capacity import Capacity
 from tercet_lab.bench.simulated.grid import Grid
 from tercet_lab.bench.simulated.works import Fixed, Lognormal, Normal, Poisson, Rows, Sessions, Trace, Workload
 from tercet_lab.interface import max_rate, simulate, stream, sweep
-from tercet_lab.planning.advice import Advice, advise
 from tercet_lab.run_files import load
 from tercet_lab.sim import EngineOptions, Network, Profile, SimEngine, load_profile, run_virtual, shipped_profiles
 from tercet_lab.tables import Requests, Slo, Table

@@ -11,11 +11,11 @@ import typer
 from tercet.cli.terminal import progress, say, show_table
 from tercet.protocol import BadRequest
 from tercet.settings import key_values
+from tercet_lab.advice import HEADINGS, rows_of
+from tercet_lab.advice import advise as advise_on
 from tercet_lab.bench.simulated.experiment import DEFAULT_PROFILE
 from tercet_lab.bench.simulated.works import Trace
 from tercet_lab.commands.bench import limits_of
-from tercet_lab.planning.advice import HEADINGS, rows_of
-from tercet_lab.planning.advice import advise as advise_on
 from tercet_lab.tables import Goodput
 
 

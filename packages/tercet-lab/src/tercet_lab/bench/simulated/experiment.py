@@ -23,6 +23,7 @@ import numpy as np
 from tercet.decisions.scheduling import load_scheduling
 from tercet.programs import BUILT_IN, load_program
 from tercet.protocol import BadRequest
+from tercet.protocol.entry_points import PARTS, provided
 from tercet.settings import Source, declared, decode_settings, encode_settings
 from tercet.settings.fleet_settings import Objectives
 from tercet_lab.bench.results import Summary, achieved, summarize
@@ -39,7 +40,7 @@ from tercet_lab.bench.simulated.scenario import (
 )
 from tercet_lab.bench.simulated.simulation import SimulatedPoint, SimulationReport, made_good, point_of, shown
 from tercet_lab.bench.simulated.virtual_run import Outcome, run_once
-from tercet_lab.planning.planner_settings import NO_PLANNER, PlannerSettings
+from tercet_lab.planner_settings import NO_PLANNER, PlannerSettings
 from tercet_lab.sim import EngineOptions, load_profile, options_from
 from tercet_lab.tables import Goodput, Kind, Requests, Slo, Table
 
@@ -240,10 +241,9 @@ class Experiment(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         # Loaded for each run: its plugins remember requests.
         scheduling = None if self.scheduling is None else load_scheduling(Path(self.scheduling).expanduser())
         began, worked = time.perf_counter(), time.process_time()
-        # Imported here: the planner imports this package.
-        from tercet_lab.planning.simulated_planning import planning_of
-
-        planning = planning_of(self) if settings.planner != NO_PLANNER else None
+        planning = None
+        if settings.planner != NO_PLANNER:
+            planning = provided(PARTS, "simulated-planning", "planner", "--planner")(self)
         if planning is not None:
             spec = planning.with_spare(spec)
         outcome = run_once(

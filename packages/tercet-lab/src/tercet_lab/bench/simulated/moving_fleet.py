@@ -33,7 +33,7 @@ from tercet.settings import MoveSettings, RescheduleSettings, RetryBudget, Route
 from tercet.settings.declaration import Setting
 from tercet.settings.fleet_settings import OBJECTIVES, Objectives, RolesBy, SessionSettings, require_objectives
 from tercet_lab.bench.simulated.scenario import Fault, FleetSpec, members_of, weights_of
-from tercet_lab.planning.planner_settings import NO_PLANNER, PlannedBy, PlannerSettings, require_planner
+from tercet_lab.planner_settings import NO_PLANNER, PlannedBy, PlannerSettings, require_planner
 from tercet_lab.sim import EngineOptions, Host, Network, Profile, SimEngine, load_profile, options_from
 from tercet_lab.tables import Kind, Table
 

@@ -1,1 +1,0 @@
-"""The planner's simulator, the planner of simulated runs, and the planner of a live router."""

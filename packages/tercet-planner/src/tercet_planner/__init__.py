@@ -1,0 +1,1 @@
+"""The planner: it simulates other fleets, and advises or changes a live one, or a simulated one in virtual time."""

@@ -1,0 +1,123 @@
+"""A planner in ``tercet sim``: engines that start and stop cost, and the report says what was done."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tercet.protocol import BadRequest
+from tercet.settings.fleet_settings import Objectives
+from tercet_lab.bench.figures import plot_planned_run
+from tercet_lab.bench.simulated import Experiment, Fleet, MovingSettings, SyntheticWorkload
+from tercet_lab.bench.simulated.simulation import SimulatedPoint
+from tercet_lab.planner_settings import PlannerSettings
+from tercet_planner.planner import MOST_CLIMBED, MOST_SIMULATIONS
+from tercet_planner.policies import MOST_REQUESTS
+
+OBJECTIVES = Objectives(ttft=1.0, tpot=0.025)
+
+
+def simulated(
+    planner: str, workload: SyntheticWorkload, fleet: str = "1P1D", **given: object
+) -> tuple[SimulatedPoint, list[str]]:
+    moving = MovingSettings(
+        objectives=OBJECTIVES,
+        planner=planner,
+        planning=PlannerSettings(**given),  # type: ignore[arg-type]
+    )
+    said = list[str]()
+    point = Experiment(
+        program="disaggregated", fleet=Fleet(fleet, profile="llama-3.1-8b-h100-tp1"), work=workload, moves=moving
+    ).point(workload.rate, said.append)
+    return point, said
+
+
+@pytest.mark.slow
+def test_engines_are_started_where_they_are_missing_and_cost(tmp_path: Path) -> None:
+    heavy = SyntheticWorkload(rate=25.0, requests=1200, input_mean=3000, output_mean=10)
+    fixed, _ = simulated("none", heavy)
+    found, said = simulated("simulate", heavy, fewest=2, most=6, start_s=5)
+    assert found.summary.failed == 0
+    assert found.summary.completed == 1200
+    assert (found.summary.attainment or 0) > (fixed.summary.attainment or 0)
+    metrics = found.metrics()
+    assert metrics["engines_started"]
+    assert found.planned is not None
+    least, most = 2 * 48 / 3600, 6 * 60 / 3600
+    assert least < float(metrics["engine_hours"] or 0) < most
+    assert any("engine-hours" in line for line in said)
+    assert json.loads(json.dumps(metrics))["planner_decisions"] >= 2
+    plot_planned_run(found.planned, 0.99, "a run", tmp_path / "run.svg")
+    assert "engine-hours" in (tmp_path / "run.svg").read_text()
+
+
+@pytest.mark.slow
+def test_engines_that_are_given_up_finish_what_they_have(tmp_path: Path) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text(
+        "from tercet.decisions.planning import FleetPlan, WantedPlan\n"
+        "def wanted(seen):\n    return WantedPlan(FleetPlan(1, 1), 'fewer')\n"
+    )
+    light = SyntheticWorkload(rate=5.0, requests=100, input_mean=500, output_mean=200)
+    found, _ = simulated(f"{file}:wanted", light, fleet="3P3D", fewest=2, interval_s=5.0)
+    assert found.summary.failed == 0
+    assert found.summary.completed == 100
+    assert found.planned is not None
+    assert [(each.plan, each.stopped, each.reason) for each in found.planned.changes] == [("1P1D", 4, "fewer")]
+    assert found.planned.engine_seconds < 6 * 20
+
+
+def test_engines_that_never_start_are_in_no_share_and_no_mean(tmp_path: Path) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text(
+        "from tercet.decisions.planning import WantedPlan\n"
+        "def same(seen):\n    return WantedPlan(seen.plan, 'as it is')\n"
+    )
+    load = SyntheticWorkload(rate=20.0, requests=120, input_mean=500, output_mean=50)
+    few, many = (simulated(f"{file}:same", load, most=most)[0] for most in (4, 16))
+    assert few.planned is not None
+    assert many.planned is not None
+    assert many.planned.engine_seconds == pytest.approx(few.planned.engine_seconds)
+    assert many.busy == pytest.approx(few.busy)
+    assert few.imbalance is not None
+    assert many.imbalance == few.imbalance
+
+
+@pytest.mark.parametrize(
+    ("fleet", "given", "named"),
+    [
+        ("both=2", {}, "prefill and decode"),
+        ("2P2D", {"fewest": 5, "most": 6}, "planner-min-engines"),
+        ("2P2D", {"fewest": 4, "most": 3}, "planner-max-engines"),
+    ],
+)
+def test_bounds_that_do_not_hold_are_refused(fleet: str, given: dict[str, int], named: str) -> None:
+    with pytest.raises(BadRequest, match=named):
+        simulated("simulate", SyntheticWorkload(rate=1.0, requests=2), fleet, **given)
+
+
+def test_a_planner_needs_objectives_and_to_be_alone() -> None:
+    with pytest.raises(BadRequest, match="--objective-ttft"):
+        MovingSettings(planner="simulate")
+    with pytest.raises(BadRequest, match="--roles auto"):
+        MovingSettings(planner="simulate", roles="auto", objectives=OBJECTIVES)
+
+
+@pytest.mark.slow
+def test_with_scarce_memory_and_lost_transfers_a_planned_run_ends() -> None:
+    """Each search simulates a bounded number of fleets with a bounded number of requests, so it is slow at most."""
+    fleet = Fleet(
+        "2P1D", profile="llama-3.1-8b-h100-tp1", total_blocks=60, transfer_failures=0.1, reserve_wait=0.05,
+        schedule="prefill_first",
+    )  # fmt: skip
+    planning = PlannerSettings(fewest=2, most=5, start_s=5, interval_s=5)
+    moving = MovingSettings(objectives=OBJECTIVES, planner="simulate", planning=planning)
+    work = SyntheticWorkload(rate=30, requests=200, input_mean=60, output_mean=120, output_dev=60)
+    point = Experiment(program="auto", fleet=fleet, work=work, moves=moving).point(30.0)
+    assert point.summary.completed + point.summary.failed == 200
+    planned = point.planned
+    assert planned is not None
+    assert 0 < planned.simulations <= planned.decisions * (2 + MOST_SIMULATIONS + MOST_CLIMBED)
+    assert 0 < planned.simulated_requests <= planned.simulations * MOST_REQUESTS
