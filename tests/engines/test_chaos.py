@@ -28,7 +28,7 @@ ON_SIMULATED = (
 )
 
 
-@in_full("tests/unit/lab/chaos in virtual time; single faults in test_frozen, test_failures, test_bypass")
+@in_full("tests/unit/checks/chaos in virtual time; single faults in test_frozen, test_failures, test_bypass")
 @pytest.mark.parametrize(
     "simulate", [pytest.param(None, id="vllm"), pytest.param("llama-3.1-8b-h100-tp1", id="simulated")]
 )
