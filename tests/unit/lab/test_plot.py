@@ -60,7 +60,7 @@ def test_goodput_over_load_is_the_mean_over_seeds(runs: dict[str, list[Any]]) ->
     assert data.get_ydata()[0] == pytest.approx(np.mean([run.goodput for run in runs["both=1"][:2]]))
     assert drawn.axes[0].get_xlabel() == "offered load, requests/s"
     assert lab.plot.goodput(runs, y="ttft.p50").axes[0].get_ylabel() in ("P50 TTFT, ms", "P50 TTFT, s")
-    assert lab.plot.goodput(runs, y="attainment", at=90).axes[0].get_ylabel() == "SLO attainment, %"
+    assert lab.plot.goodput(runs, y="attainment", at=0.9).axes[0].get_ylabel() == "SLO attainment, %"
 
 
 def test_the_frontier_knows_in_which_direction_a_metric_is_better(runs: dict[str, list[Any]]) -> None:
@@ -149,3 +149,94 @@ def test_a_pdf_has_the_width_of_a_column_its_fonts_and_no_title(runs: dict[str, 
 def test_wrong_arguments_are_named(draw: Any, said: str, runs: dict[str, list[Any]]) -> None:
     with pytest.raises(BadRequest, match=said):
         draw(runs["both=1"][0])
+
+
+@pytest.fixture(scope="module")
+def grid() -> Any:
+    work = lab.Poisson(rate=20, requests=80, input=lab.Lognormal(300, 200), output=16)
+    over = {"fleet": ["both=1", "both=2"], "rate": [10, 30], "max_num_seqs": [64]}
+    return lab.sweep("data_parallel", "both=2", work, slo=SLO, over=over, seeds=3)
+
+
+def test_a_grid_has_a_line_for_each_setting_over_its_loads(grid: Any) -> None:
+    axis = lab.plot.goodput(grid, y="ttft.mean").axes[0]
+    assert [text.get_text() for text in axis.figure.legends[0].get_texts()] == ["both=1", "both=2"]
+    lines = [bars[0].get_xydata() for bars in axis.containers]
+    for line, cells in zip(lines, ((0, 1), (2, 3)), strict=True):
+        assert line[:, 0].tolist() == [10, 30]
+        assert line[:, 1] == pytest.approx([grid.estimate(cell, "ttft.mean").mean * 1e3 for cell in cells])
+    lower = axis.containers[0][2][0].get_segments()[0]
+    half = grid.estimate(0, "ttft.mean").half * 1e3
+    assert float(lower[1][1] - lower[0][1]) == pytest.approx(2 * half), "the interval over seeds"
+    over = lab.plot.goodput(grid, x="max_num_seqs", y="busy").axes[0]
+    assert over.get_xlabel() == "max num seqs"
+    assert len(over.containers) == 4
+
+
+def test_bars_of_a_grid_have_groups_and_intervals(grid: Any) -> None:
+    axis = lab.plot.bars(grid, "ttft.mean", by="fleet").axes[0]
+    assert [text.get_text() for text in axis.get_xticklabels()] == ["both=1", "both=2"]
+    heights = [[bar.get_height() for bar in bars] for bars in axis.containers if hasattr(bars, "patches")]
+    wanted = [grid.estimate(cell, "ttft.mean").mean * 1e3 for cell in range(4)]
+    assert heights[0] + heights[1] == pytest.approx([wanted[0], wanted[2], wanted[1], wanted[3]])
+    lower, upper = axis.containers[0][2][0].get_segments()[0][:, 1]
+    assert upper - lower == pytest.approx(2e3 * grid.estimate(0, "ttft.mean").half)
+    alone = lab.plot.bars(grid, "goodput").axes[0]
+    assert [text.get_text() for text in alone.get_xticklabels()] == [
+        "both=1, 10", "both=1, 30", "both=2, 10", "both=2, 30",
+    ]  # fmt: skip
+
+
+def test_each_load_of_a_grid_has_a_frontier(grid: Any) -> None:
+    axis = lab.plot.pareto(grid, "engine_hours", "ttft.mean").axes[0]
+    assert len([line for line in axis.get_lines() if line.get_drawstyle() == "steps-post"]) == 2
+
+
+def test_a_saved_grid_is_drawn_again_and_so_is_the_file_of_a_sweep(grid: Any, tmp_path: Path) -> None:
+    from tercet.cli import app
+
+    saved, swept = tmp_path / "grid.json", tmp_path / "swept.json"
+    grid.save(saved)
+    line = ["sim", "--fleet", "both=2", "--num-prompts", "80", "--input-mean", "300", "--output-mean", "16"]
+    line += ["--input-dev", "200", "--lengths", "lognormal", "--goodput", "ttft:200,tpot:20", "--seeds", "3"]
+    line += ["--over", "fleet=both=1;both=2", "--over", "rate=10,30", "--over", "max_num_seqs=64"]
+    assert app._run([*line, "--request-rate", "20", "--result-filename", str(swept)]) == 0
+    for file in (saved, swept):
+        again = lab.load(file)
+        assert again.points == grid.points
+        for draw in (lab.plot.goodput, lab.plot.bars):
+            assert len(draw(file).axes[0].containers) == len(draw(grid).axes[0].containers)
+        assert again.table("ttft.mean", "goodput").plain() == grid.table("ttft.mean", "goodput").plain()
+        assert again.difference("fleet", "both=1", "both=2", "goodput").plain() == (
+            grid.difference("fleet", "both=1", "both=2", "goodput").plain()
+        )
+        assert again.slo == SLO
+    assert app._run(["bench", "report", str(saved)]) == 0
+    with pytest.raises(BadRequest, match=r"is a sweep, without requests"):
+        lab.load(saved, slo=SLO)
+    with pytest.raises(BadRequest, match=r"is a sweep, which has no requests"):
+        lab.plot.cdf(saved)
+    with pytest.raises(BadRequest, match=r"must end with \.json"):
+        grid.save(tmp_path / "grid.csv")
+
+
+def test_a_saved_run_keeps_its_counters(tmp_path: Path) -> None:
+    run = run_of()
+    run.save(tmp_path / "run.json")
+    again = lab.load(tmp_path / "run.json")
+    assert again.point == run.point
+    assert lab.plot.bars(again, "busy").axes[0].patches[0].get_height() == pytest.approx(100 * run.point.busy)
+
+
+@pytest.mark.parametrize(
+    ("draw", "said"),
+    [
+        (lambda grid: lab.plot.goodput(grid, y="attainment", at=90), "at: is 90, and attainment is a share"),
+        (lambda grid: lab.plot.goodput(grid, x="fleet"), "x: fleet has the value 'both=1', which is not a number"),
+        (lambda grid: lab.plot.bars(grid, by="flet"), "x: there is no axis flet; did you mean fleet"),
+        (lambda _: lab.plot.bars(run_of(), by="fleet"), "x: runs have no axis fleet"),
+    ],
+)
+def test_wrong_axes_of_a_grid_are_named(draw: Any, said: str, grid: Any) -> None:
+    with pytest.raises(BadRequest, match=said):
+        draw(grid)

@@ -1,16 +1,18 @@
-"""Figures for papers: distributions, goodput over the load, two metrics against each other, and a run over time.
+"""Figures for papers: distributions, goodput over the load, two metrics against each other, bars, and a run over time.
 
 Each function takes runs, draws into ``file`` (PDF with embedded fonts, SVG with text, or PNG) and returns matplotlib's
 figure. ``width`` is that of a ``column`` or of the whole ``text`` of a page with two columns, or a number of inches.
 
 Runs are given as one run, several, or a mapping from labels to one or several runs; runs of one label differ in their
-seeds or rates. The path of a saved run stands for the run, so a figure is drawn again from files.
+seeds or rates. Figures of metrics also take a grid, which has a label for each cell. The path of a saved run or grid
+stands for it, so a figure is drawn again from files. Metrics are those of
+:data:`~tercet_lab.bench.simulated.run_metrics.METRICS`; intervals are Student's at 95% over seeds.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,16 +22,19 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tercet.protocol import BadRequest
-from tercet_lab.bench.results import achieved, enough
+from tercet.settings.declaration import near
 from tercet_lab.bench.simulated.experiment import Run
-from tercet_lab.bench.simulated.grid import Estimate
+from tercet_lab.bench.simulated.grid import LOADS, Estimate, Grid, in_words
 from tercet_lab.bench.simulated.grid import pareto as frontier_of
+from tercet_lab.bench.simulated.run_metrics import LATENCIES, Metric, metric_of
+from tercet_lab.bench.simulated.simulation import SimulatedPoint
 from tercet_lab.drawing import Box, Picture, draw_frontier, label_points, picture, steps_of
 from tercet_lab.run_files import load
 from tercet_lab.tables import Requests
 
 One = Run | Requests | str | Path
 Runs = One | Sequence[One] | Mapping[str, One | Sequence[One]]
+Measured = Run | SimulatedPoint
 Width = Literal["column", "text"] | float
 INCHES: Mapping[str, float] = {"column": 3.35, "text": 7.0}
 FLAT = 0.66
@@ -42,61 +47,6 @@ MOST_TAIL = 200
 MOST_LINES = 6
 """Most engines that have a line each; more are drawn as a range and a mean."""
 FLAG = "file"
-LATENCIES = {"ttft": "TTFT", "tpot": "TPOT", "e2el": "JCT", "itl": "ITL"}
-
-
-# ---- metrics of runs -----------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Metric:
-    """A metric of a run: its name on an axis, its unit, whether more is better, and its value."""
-
-    words: str
-    unit: str
-    more: bool
-    of: Callable[[Run], float]
-
-
-def _number(value: float | None) -> float:
-    return math.nan if value is None else float(value)
-
-
-METRICS: Mapping[str, Metric] = {
-    "goodput": Metric("goodput", "requests/s", True, lambda run: _number(run.goodput)),
-    "throughput": Metric(
-        "completed", "requests/s", True, lambda run: _number(achieved(run.summary.flat(), "throughput"))
-    ),
-    "attainment": Metric("SLO attainment", "%", True, lambda run: 100 * _number(run.attainment)),
-    "engine_hours": Metric("engine-hours", "", False, lambda run: run.engine_hours),
-    "imbalance": Metric(
-        "imbalance of KV usage", "%", False,
-        lambda run: math.nan if run.point is None or run.point.imbalance is None else 100 * run.point.imbalance.mean,
-    ),
-}  # fmt: skip
-
-
-def metric_of(name: str) -> Metric:
-    """Return the metric of a name such as ``ttft.p99``, ``goodput`` or ``engine_hours``; latencies are in seconds.
-
-    Raise :class:`~tercet.protocol.BadRequest` for an unknown name.
-    """
-    latency, _, figure = name.partition(".")
-    if latency in LATENCIES and figure in ("mean", "p50", "p90", "p99"):
-        words = f"{figure if figure == 'mean' else figure.upper()} {LATENCIES[latency]}"
-        return Metric(words, "s", False, lambda run: _latency(run, latency, figure))
-    if name not in METRICS:
-        known = f"{', '.join(METRICS)}, or one of {', '.join(LATENCIES)} with .mean, .p50, .p90 or .p99"
-        raise BadRequest(f"metric: {name!r} is unknown; choose {known}", "metric")
-    return METRICS[name]
-
-
-def _latency(run: Run, latency: str, figure: str) -> float:
-    """Return a latency in seconds; infinite if a request failed, NaN if there are too few requests for it."""
-    found = getattr(run.summary, latency)
-    if run.summary.failed:
-        return math.inf
-    return math.nan if found is None or not enough(found.count, figure) else float(getattr(found, figure))
 
 
 # ---- runs, labels and the figure -----------------------------------------------------------------------------
@@ -126,7 +76,59 @@ def _several(given: One | Sequence[One]) -> Sequence[One]:
 def _run_of(given: One) -> Run:
     if isinstance(given, Run):
         return given
-    return Run(requests=given) if isinstance(given, Requests) else load(given)
+    found = Run(requests=given) if isinstance(given, Requests) else load(given)
+    if isinstance(found, Grid):
+        raise BadRequest(f"runs: {given} is a sweep, which has no requests; give saved runs", "runs")
+    return found
+
+
+@dataclass(frozen=True)
+class _Mark:
+    """What is drawn at one place of a figure: runs that differ only in their seeds. ``load`` is that of a grid."""
+
+    label: str
+    x: str
+    load: object
+    runs: Sequence[Measured]
+
+    def estimate(self, metric: Metric, scale: float = 1.0) -> Estimate:
+        found = Estimate.of([metric.value(run) for run in self.runs])
+        return Estimate(found.mean * scale, None if found.half is None else found.half * scale)
+
+
+def _marks(given: Runs | Grid, x: str | None = None) -> list[_Mark]:
+    """Return what is drawn, in order: ``x`` is the axis of a grid that is no part of the labels, or ``rate``."""
+    found = load(given) if isinstance(given, str | Path) else given
+    if not isinstance(found, Grid):
+        if x not in (None, "rate"):
+            raise BadRequest(f"x: runs have no axis {x}; give a grid, or x='rate'", "x")
+        several = runs_of(found)
+        if x is None:
+            return [_Mark(label, "", None, of) for label, of in several.items()]
+        rates = {label: [_rate_of(run) for run in of] for label, of in several.items()}
+        return [
+            _Mark(label, f"{rate:g}", None, [run for run, its in zip(of, rates[label], strict=True) if its == rate])
+            for label, of in several.items()
+            for rate in sorted(set(rates[label]))
+        ]
+    same = {_plain(name): name for name in found.axes}
+    axis = None if x is None else same.get(_plain(x))
+    if x is not None and axis is None and x != "rate":
+        raise BadRequest(f"x: there is no axis {x}; {near(x, found.axes)}", "x")
+    cells = [{name: in_words(value) for name, value in each.items()} for each in found.settings]
+    varied = [name for name in found.axes if name != axis and len({cell[name] for cell in cells}) > 1]
+    fixed = str(found.arguments.get("program") or "all cells")
+    marks = list[_Mark]()
+    for index, cell in enumerate(cells):
+        at = cell[axis] if axis else "" if x is None else f"{_rate_of(found.points[index][0]):g}"
+        label = ", ".join(cell[name] for name in varied) or fixed
+        marks.append(_Mark(label, at, found.load_of(index), found.points[index]))
+    return marks
+
+
+def _plain(name: str) -> str:
+    plain = name.replace("-", "_")
+    return LOADS.get(plain, plain)
 
 
 def _labels_of(given: Sequence[One], runs: Sequence[Run]) -> list[str]:
@@ -167,6 +169,17 @@ def _figure(file: str | Path | None, width: Width, height: float | None, title: 
 def _legend(drawn: Picture, axis: Any, number: int) -> None:
     if number > 1:
         drawn.canvas.legend(*axis.get_legend_handles_labels(), loc="outside upper center", ncols=min(number, 2))
+
+
+def _scaled(metric: Metric, marks: Iterable[_Mark]) -> tuple[str, float]:
+    """Return the unit of a metric's axis, and the factor of its values."""
+    if metric.unit == "share":
+        return "%", 100.0
+    return _unit(each.estimate(metric).mean for each in marks) if metric.unit == "s" else (metric.unit, 1.0)
+
+
+def _named(metric: Metric, unit: str) -> str:
+    return f"{metric.words}, {unit}" if unit else metric.words
 
 
 def _unit(seconds: Iterable[float]) -> tuple[str, float]:
@@ -228,73 +241,113 @@ def _values(run: Run, metric: str) -> NDArray[np.float64]:
 
 
 def goodput(
-    runs: Runs, file: str | Path | None = None, *, y: str = "goodput", at: float | None = None,
+    runs: Runs | Grid, file: str | Path | None = None, *, y: str = "goodput", x: str = "rate", at: float | None = None,
     width: Width = "column", height: float | None = None, title: str | None = None,
 ) -> Any:  # fmt: skip
-    """Draw a metric over the offered load, one line for each label; ``y`` as in :func:`pareto`.
+    """Draw a metric ``y`` over the offered load, or over another axis ``x`` of a grid, with a line for each label.
 
-    A point is the mean over seeds, with Student's 95% interval. A dotted line shows the offered load, or the value
-    ``at``, such as 90 for an attainment of 90%.
+    A point is the mean over seeds, with its interval. A dotted line shows the offered load, or the value ``at`` of the
+    metric, such as 0.9 for an attainment of 90%.
     """
-    found, metric = runs_of(runs), metric_of(y)
-    rates = {label: sorted({_rate_of(run) for run in of}) for label, of in found.items()}
+    metric, marks = metric_of(y), _marks(runs, x)
+    unit, scale = _scaled(metric, marks)
+    if metric.unit == "share" and at is not None and at > 1:
+        raise BadRequest(f"at: is {at:g}, and {y} is a share between 0 and 1; give {at / 100:g}", "at")
+    lines = dict[str, list[tuple[float, Estimate]]]()
+    for mark in marks:
+        lines.setdefault(mark.label, []).append((_number(mark.x, x), mark.estimate(metric, scale)))
     with _figure(file, width, height, title) as drawn:
         axis: Any = drawn.canvas.add_subplot()
-        means = {
-            label: [Estimate.of([metric.of(run) for run in of if _rate_of(run) == rate]) for rate in rates[label]]
-            for label, of in found.items()
-        }
-        unit, scale = metric.unit, 1.0
-        if unit == "s":
-            unit, scale = _unit(each.mean for of in means.values() for each in of)
-        for index, label in enumerate(found):
-            values = [each.mean * scale if math.isfinite(each.mean) else math.nan for each in means[label]]
-            bars = [(each.half or 0.0) * scale for each in means[label]]
+        for index, (label, points) in enumerate(lines.items()):
+            points.sort(key=lambda each: each[0])
+            values = [each.mean if math.isfinite(each.mean) else math.nan for _, each in points]
+            bars = [each.half or 0.0 for _, each in points]
             errors = {"yerr": bars, "elinewidth": 0.8} if any(bars) else {}
-            axis.errorbar(rates[label], values, label=label, **errors, **drawn.series(index))
-        every = [rate for of in rates.values() for rate in of]
+            axis.errorbar([at for at, _ in points], values, label=label, **errors, **drawn.series(index))
+        every = [at for points in lines.values() for at, _ in points]
         faint = {"color": drawn.palette.faint, "linewidth": 0.8, "linestyle": ":", "zorder": 1}
         if at is not None:
-            axis.axhline(at, **faint)
-        elif metric.unit == "requests/s":
+            axis.axhline(at * scale, **faint)
+        elif metric.unit == "requests/s" and _plain(x) == "rate":
             axis.plot([min(every), max(every)], [min(every), max(every)], **faint)
         axis.set_ylim(bottom=0)
-        axis.set_xlabel("offered load, requests/s")
-        axis.set_ylabel(f"{metric.words}, {unit}" if unit else metric.words)
-        _legend(drawn, axis, len(found))
+        axis.set_xlabel("offered load, requests/s" if _plain(x) == "rate" else _plain(x).replace("_", " "))
+        axis.set_ylabel(_named(metric, unit))
+        _legend(drawn, axis, len(lines))
     return drawn.canvas
 
 
-def _rate_of(run: Run) -> float:
-    rate = run.about.get("rate")
+def _number(text: str, x: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise BadRequest(f"x: {x} has the value {text!r}, which is not a number; draw bars", "x") from None
+
+
+def _rate_of(run: Measured) -> float:
+    rate = run.rate if isinstance(run, SimulatedPoint) else run.about.get("rate")
     if not isinstance(rate, int | float):
         raise BadRequest("runs: a run has no offered rate; give simulated runs at a rate", "runs")
     return float(rate)
 
 
+def bars(
+    runs: Runs | Grid, metric: str = "goodput", file: str | Path | None = None, *, by: str | None = None,
+    width: Width = "column", height: float | None = None, title: str | None = None,
+) -> Any:  # fmt: skip
+    """Draw a metric as a bar for each label, with its interval; ``by`` makes a group of bars of each value of an axis.
+
+    ``by`` is an axis of a grid, or ``rate``. A label without a value has no bar.
+    """
+    found, marks = metric_of(metric), _marks(runs, by)
+    unit, scale = _scaled(found, marks)
+    labels, groups = (list(dict.fromkeys(names)) for names in ([m.label for m in marks], [m.x for m in marks]))
+    means = {(mark.label, mark.x): mark.estimate(found, scale) for mark in marks}
+    with _figure(file, width, height, title) as drawn:
+        axis: Any = drawn.canvas.add_subplot()
+        wide = 0.8 / len(labels) if by else 0.7
+        for index, label in enumerate(labels):
+            here = [(at, means[label, group]) for at, group in enumerate(groups) if (label, group) in means]
+            here = [(at, each) for at, each in here if math.isfinite(each.mean)]
+            shift = (index - (len(labels) - 1) / 2) * wide if by else float(index)
+            halves = [each.half or 0.0 for _, each in here]
+            axis.bar(
+                [at + shift for at, _ in here], [each.mean for _, each in here], wide, label=label,
+                color=drawn.palette.series[index % len(drawn.palette.series) if by else 0],
+                yerr=halves if any(halves) else None, error_kw={"elinewidth": 0.8, "ecolor": drawn.palette.ink},
+            )  # fmt: skip
+        names = groups if by else labels
+        axis.set_xticks(range(len(names)), names)
+        axis.grid(visible=False, axis="x")
+        axis.set_ylabel(_named(found, unit))
+        if by:
+            axis.set_xlabel("offered load, requests/s" if _plain(by) == "rate" else _plain(by).replace("_", " "))
+            _legend(drawn, axis, len(labels))
+    return drawn.canvas
+
+
 def pareto(
-    runs: Runs, x: str, y: str, file: str | Path | None = None, *,
+    runs: Runs | Grid, x: str, y: str, file: str | Path | None = None, *,
     width: Width = "column", height: float | None = None, title: str | None = None,
 ) -> Any:  # fmt: skip
     """Draw one labelled point for each label, and the frontier of those that no other point beats in both metrics.
 
-    Metrics are ``goodput``, ``throughput``, ``attainment``, ``engine_hours``, ``imbalance``, and ``ttft``, ``tpot``,
-    ``e2el`` or ``itl`` with ``.mean``, ``.p50``, ``.p90`` or ``.p99``. A point is the mean over seeds, with Student's
-    95% intervals; a point without a value is left out.
+    A point is the mean over seeds, with its intervals; one without a value is left out. Each load of a grid has a
+    frontier.
     """
-    found, metrics = runs_of(runs), (metric_of(x), metric_of(y))
-    means = {label: [Estimate.of([metric.of(run) for run in of]) for metric in metrics] for label, of in found.items()}
-    means = {label: both for label, both in means.items() if all(math.isfinite(each.mean) for each in both)}
-    if not means:
+    metrics, marks = (metric_of(x), metric_of(y)), _marks(runs)
+    marks = [mark for mark in marks if all(math.isfinite(mark.estimate(metric).mean) for metric in metrics)]
+    if not marks:
         raise BadRequest(f"runs: no run has a value of both {x} and {y}", "runs")
-    units = [
-        _unit(both[side].mean for both in means.values()) if metric.unit == "s" else (metric.unit, 1.0)
-        for side, metric in enumerate(metrics)
-    ]
-    points = [(both[0].mean * units[0][1], both[1].mean * units[1][1]) for both in means.values()]
-    signs = [-1.0 if metric.more else 1.0 for metric in metrics]
-    best = sorted(points[index] for index in frontier_of([(px * signs[0], py * signs[1]) for px, py in points]))
-    halves = [[(both[side].half or 0.0) * units[side][1] for both in means.values()] for side in (0, 1)]
+    units = [_scaled(metric, marks) for metric in metrics]
+    both = [[mark.estimate(metric, scale) for metric, (_, scale) in zip(metrics, units, strict=True)] for mark in marks]
+    points = [(ours.mean, theirs.mean) for ours, theirs in both]
+    halves = [[each[side].half or 0.0 for each in both] for side in (0, 1)]
+    fronts = list[list[tuple[float, float]]]()
+    for one in dict.fromkeys(mark.load for mark in marks):
+        here = [point for point, mark in zip(points, marks, strict=True) if mark.load == one]
+        signed = [(px * metrics[0].sign, py * metrics[1].sign) for px, py in here]
+        fronts.append(sorted(here[index] for index in frontier_of(signed)))
     with _figure(file, width, height, title) as drawn:
         axis: Any = drawn.canvas.add_subplot()
         bars = {"xerr": halves[0], "yerr": halves[1]} if any(halves[0] + halves[1]) else {}
@@ -302,13 +355,15 @@ def pareto(
             [px for px, _ in points], [py for _, py in points], linestyle="", marker="o", elinewidth=0.7, zorder=3,
             color=drawn.palette.series[0], **bars,
         )  # fmt: skip
-        draw_frontier(drawn, axis, best)
+        for best in fronts:
+            draw_frontier(drawn, axis, best)
         axis.margins(0.15)
         for name, metric, (unit, _) in zip(("x", "y"), metrics, units, strict=True):
             better = "more is better" if metric.more else "less is better"
-            getattr(axis, f"set_{name}label")(f"{metric.words}{', ' + unit if unit else ''} ({better})")
+            getattr(axis, f"set_{name}label")(f"{_named(metric, unit)} ({better})")
         boxes = [Box(px - dx, py - dy, px + dx, py + dy) for (px, py), dx, dy in zip(points, *halves, strict=True)]
-        label_points(drawn, axis, list(means), points, [*boxes, *steps_of(best)])
+        steps = [step for best in fronts for step in steps_of(best)]
+        label_points(drawn, axis, [mark.label for mark in marks], points, [*boxes, *steps])
     return drawn.canvas
 
 

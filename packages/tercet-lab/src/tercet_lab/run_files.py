@@ -21,6 +21,9 @@ from tercet.protocol import BadRequest
 from tercet.protocol.wire import UNREADABLE
 from tercet_lab.bench.results import BenchResult, Point, table_of
 from tercet_lab.bench.simulated.experiment import Run
+from tercet_lab.bench.simulated.grid import Grid
+from tercet_lab.bench.simulated.simulation import SimulatedPoint
+from tercet_lab.bench.simulated.sweep import grid_from
 from tercet_lab.tables import MOST_READ, REQUEST_COLUMNS, Kind, Requests, Slo, Table
 
 KIND = "tercet.lab run"
@@ -45,6 +48,7 @@ class SavedRun(msgspec.Struct, frozen=True, kw_only=True):
     engines: Mapping[str, list[Any]]
     moves: Mapping[str, list[Any]]
     plans: Mapping[str, list[Any]]
+    point: SimulatedPoint | None = None
 
 
 def save(run: Run, path: str | Path) -> None:
@@ -54,14 +58,17 @@ def save(run: Run, path: str | Path) -> None:
         raise BadRequest(f"path: {path} must end with .json; run.requests.write() writes CSV and Parquet", "path")
     hours = None if math.isnan(run.engine_hours) else run.engine_hours
     tables = {name: getattr(run, name).plain() for name in ("requests", "engines", "moves", "plans")}
-    file.write_bytes(msgspec.json.encode(SavedRun(about=run.about, slo=run.slo, engine_hours=hours, **tables)))
+    point = None if run.point is None else msgspec.structs.replace(run.point, timeline=())
+    saved = SavedRun(about=run.about, slo=run.slo, engine_hours=hours, point=point, **tables)
+    file.write_bytes(msgspec.json.encode(saved))
 
 
-def load(path: str | Path, *, point: int | None = None, slo: Slo | None = None) -> Run:
+def load(path: str | Path, *, point: int | None = None, slo: Slo | None = None) -> Run | Grid:
     """Return the run of a file: a ``.csv`` or ``.parquet`` table of requests, or one of this module's formats.
 
-    ``point`` is the index of a run in a file that has several. ``slo`` replaces the limits of the file, if it has any.
-    Raise :class:`~tercet.protocol.BadRequest` for a file without requests.
+    The file of a sweep (``grid.save``, or ``tercet sim --over``) gives its grid. ``point`` is the index of a run in a
+    file that has several. ``slo`` replaces the limits of the file, if it has any. Raise
+    :class:`~tercet.protocol.BadRequest` for a file without requests.
     """
     file = Path(path).expanduser()
     if file.suffix in (".csv", ".parquet"):
@@ -77,10 +84,14 @@ def load(path: str | Path, *, point: int | None = None, slo: Slo | None = None) 
         raise BadRequest(f"path: {path} is not a file of requests that is known: {error}", "path") from error
     except BadRequest as error:
         raise BadRequest(f"path: {path}: {error.message}", "path") from error
+    if isinstance(found, Grid):
+        if point is not None or slo is not None:
+            raise BadRequest(f"path: {path} is a sweep, without requests; leave out point and slo", "path")
+        return found
     return found if slo is None else found.under(slo)
 
 
-def _loaded(data: bytes, point: int | None) -> Run:
+def _loaded(data: bytes, point: int | None) -> Run | Grid:
     lines = data.split(b"\n", 1)
     if len(lines) > 1 and lines[0].rstrip().endswith(b"}"):  # a line is a whole object
         records = [msgspec.json.decode(line, type=dict[str, Any]) for line in data.splitlines() if line.strip()]
@@ -88,6 +99,8 @@ def _loaded(data: bytes, point: int | None) -> Run:
     found = msgspec.json.decode(data, type=dict[str, Any])
     if found.get("kind") == KIND:
         return _saved(msgspec.json.decode(data, type=SavedRun))
+    if "points" in found and "sweep" in (found.get("config") or {}):
+        return grid_from(found["config"])
     if "points" in found:
         measured = _one(msgspec.json.decode(data, type=BenchResult).points, point, _name_of_point)
         if not measured.records:
@@ -121,6 +134,7 @@ def _saved(found: SavedRun) -> Run:
         engines=tables["engines"],
         moves=tables["moves"],
         plans=tables["plans"],
+        point=found.point,
     )
 
 

@@ -25,6 +25,7 @@ from tercet_lab.bench.simulated import (
 from tercet_lab.bench.simulated import moves as Moves
 from tercet_lab.bench.simulated.capacity import Capacity
 from tercet_lab.bench.simulated.grid import Grid
+from tercet_lab.bench.simulated.run_metrics import METRICS
 from tercet_lab.bench.simulated.works import Fixed, Lognormal, Normal, Poisson, Rows, Sessions, Trace, Workload
 from tercet_lab.interface import max_rate, simulate, stream, sweep
 from tercet_lab.run_files import load
@@ -32,6 +33,7 @@ from tercet_lab.sim import EngineOptions, Network, Profile, SimEngine, load_prof
 from tercet_lab.tables import Requests, Slo, Table
 
 __all__ = [
+    "METRICS",
     "Advice",
     "Capacity",
     "EngineGroup",

@@ -11,6 +11,7 @@ import msgspec
 from tercet.protocol import BadRequest
 from tercet_lab.bench.simulated.experiment import Experiment, Note, Run
 from tercet_lab.bench.simulated.grid import Estimate
+from tercet_lab.bench.simulated.run_metrics import metric_of
 from tercet_lab.tables import Kind, Table
 
 MOST_STEPS = 20
@@ -42,11 +43,8 @@ class Capacity:
         for run in self.runs:
             experiment = run.experiment
             assert experiment is not None
-            summary = run.summary
-            found.append(
-                experiment.seed, experiment.work.rate, run.attainment, run.goodput,
-                summary.request_throughput if summary.steady_throughput is None else summary.steady_throughput,
-            )  # fmt: skip
+            values = (metric_of(name).value(run) for name in ("attainment", "goodput", "throughput"))
+            found.append(experiment.seed, experiment.work.rate, *values)
         return found
 
     def __str__(self) -> str:

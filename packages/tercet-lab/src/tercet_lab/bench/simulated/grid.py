@@ -15,7 +15,7 @@ import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from importlib import import_module
 from pathlib import Path
@@ -30,10 +30,10 @@ from tercet.programs import load_program
 from tercet.protocol import BadRequest, EngineError
 from tercet.settings import Source, declared, decode_settings, encode_settings
 from tercet.settings.declaration import near
-from tercet_lab.bench.results import achieved, enough
 from tercet_lab.bench.simulated.experiment import Experiment, Fleet, Note
 from tercet_lab.bench.simulated.moving_fleet import MovingSettings
 from tercet_lab.bench.simulated.recording import Record
+from tercet_lab.bench.simulated.run_metrics import Metric, metric_of
 from tercet_lab.bench.simulated.scenario import PlannedWorkload, SyntheticWorkload
 from tercet_lab.bench.simulated.simulation import SimulatedPoint
 from tercet_lab.sim import EngineOptions
@@ -45,10 +45,6 @@ LOADS = {"request_rate": "rate", "num_prompts": "requests", "num_warmups": "warm
 """Names of the command line for fields of a workload."""
 WORK_FIELDS = ("rate", *dict.fromkeys((*SyntheticWorkload.__struct_fields__, *PlannedWorkload.__struct_fields__)))
 CONFIDENCE = 0.95
-LATENCIES = ("ttft", "tpot", "e2el")
-STATISTICS = ("mean", "p50", "p90", "p99")
-LARGER_IS_BETTER = ("attainment", "goodput", "throughput", "goodput_per_engine_hour")
-RATES = (*LARGER_IS_BETTER, "engine_hours", "imbalance", "busy", "kv_usage", "preemptions", "moved")
 Standing = Literal["best", "near", "beaten"]
 
 
@@ -99,8 +95,7 @@ def _with_load(work: Any, field: str, value: Any, name: str) -> Any:
         raise BadRequest(f"--over: {name}={value}: {error}", "--over") from error
 
 
-def require_settings(base: Experiment, over: Mapping[str, Sequence[Any]]) -> None:
-    """Raise :class:`~tercet.protocol.BadRequest` for an axis that is not a setting of the experiment, or is empty."""
+def _require_settings(base: Experiment, over: Mapping[str, Sequence[Any]]) -> None:
     programs = over.get("program", (base.program,))
     arguments = {name for program in programs for name in inspect.signature(load_program(program)).parameters}
     known = [*PARTS, *base.work.__struct_fields__, *EngineOptions.__struct_fields__, *sorted(MOVING)]
@@ -113,14 +108,20 @@ def require_settings(base: Experiment, over: Mapping[str, Sequence[Any]]) -> Non
             raise BadRequest(f"--over: {name} has no values; give at least one", "--over")
 
 
-def cells_of(base: Experiment, over: Mapping[str, Sequence[Any]]) -> Iterator[tuple[dict[str, Any], Experiment]]:
-    """Yield the settings and the experiment of each combination of the axes' values, the last axis fastest."""
+def cells_of(base: Experiment, over: Mapping[str, Sequence[Any]]) -> list[tuple[dict[str, Any], Experiment]]:
+    """Return the settings and the experiment of each combination of the axes' values, the last axis fastest.
+
+    Raise :class:`~tercet.protocol.BadRequest` for an axis that is not a setting of the experiment, or is empty.
+    """
+    _require_settings(base, over)
+    cells = list[tuple[dict[str, Any], Experiment]]()
     for values in itertools.product(*over.values()):
         settings, found = dict(zip(over, values, strict=True)), base
         # The workload and the fleet come first: other settings change their fields.
         for name in sorted(settings, key=lambda each: each not in ("program", "work", "fleet", "profile", "moves")):
             found = with_setting(found, name, settings[name])
-        yield settings, found
+        cells.append((settings, found))
+    return cells
 
 
 def is_load(name: str) -> bool:
@@ -253,52 +254,21 @@ def _code_hash() -> str:
     return found.hexdigest()
 
 
-# ---- metrics, and what differs ---------------------------------------------------------------------------------
+# ---- what differs ----------------------------------------------------------------------------------------------
 
 
-def check_metric(metric: str, requests: float = math.inf, slo: bool = True) -> None:
-    """Raise :class:`~tercet.protocol.BadRequest` unless it is a metric that this number of requests has."""
-    name, _, statistic = metric.partition(".")
-    if metric in RATES:
-        if not slo and metric in ("attainment", "goodput", "goodput_per_engine_hour"):
-            raise BadRequest(f"metric: {metric} needs limits; give an SLO", "metric")
-        return
-    if name not in LATENCIES or statistic not in STATISTICS:
-        known = f"one of {', '.join(LATENCIES)}, a dot, and one of {', '.join(STATISTICS)}; or {', '.join(RATES)}"
-        raise BadRequest(f"metric: {metric!r} is not {known}", "metric")
-    if not enough(requests, statistic):
-        raise BadRequest(f"metric: {metric}: {requests:g} requests are too few for this percentile", "metric")
-
-
-def value_of(point: SimulatedPoint, metric: str) -> float:
-    """Return a metric of a run, in seconds, shares or numbers.
-
-    A latency is infinite if a request failed or no request has it; any other metric is NaN if the run does not have it.
-    """
-    name, _, statistic = metric.partition(".")
-    if statistic:
-        found = getattr(point.summary, name)
-        return math.inf if found is None or point.summary.failed else float(getattr(found, statistic))
-    flat = point.summary.flat()
-    if metric in ("goodput", "throughput"):
-        found = achieved(flat, metric)
-    elif metric == "goodput_per_engine_hour":
-        met = (point.summary.attainment or 0.0) * (point.summary.completed + point.summary.failed)
-        found = met / point.engine_hours if point.engine_hours else None
-    else:
-        imbalance = point.imbalance
-        found = {
-            "attainment": point.summary.attainment, "engine_hours": point.engine_hours, "busy": point.busy,
-            "imbalance": None if imbalance is None else imbalance.mean,
-            "kv_usage": None if imbalance is None else imbalance.usage,
-            "preemptions": point.counts["preemptions"], "moved": point.moves.moved,
-        }[metric]  # fmt: skip
-    return math.nan if found is None else float(found)
+def swept_metric(name: str, requests: float = math.inf, slo: bool = True) -> Metric:
+    """Return a metric of runs in a sweep; raise :class:`~tercet.protocol.BadRequest` if they do not have it."""
+    found = metric_of(name)
+    if name.startswith("itl."):
+        raise BadRequest(f"metric: {name}: a sweep keeps no times of tokens; compare tpot", "metric")
+    found.require(requests, slo)
+    return found
 
 
 def sign_of(metric: str) -> float:
     """Return -1 if a larger value of the metric is better, else 1."""
-    return -1.0 if metric in LARGER_IS_BETTER else 1.0
+    return metric_of(metric).sign
 
 
 class Estimate(msgspec.Struct, frozen=True):
@@ -390,11 +360,10 @@ def pareto(values: Sequence[tuple[float, float]]) -> set[int]:
     """Return the indices of the pairs that no other pair beats, by one smaller value and no larger one."""
     efficient: set[int] = set()
     best = float("inf")
-    in_order = sorted(range(len(values)), key=lambda index: values[index])
-    for index in in_order:
+    known = [index for index, pair in enumerate(values) if all(each < math.inf for each in pair)]  # and no NaN
+    for index in sorted(known, key=lambda index: values[index]):
         x, y = values[index]
-        twin = any(values[other] == (x, y) for other in efficient)
-        if (y < best or twin) and x < float("inf") and y < float("inf"):
+        if y < best or any(values[other] == (x, y) for other in efficient):
             efficient.add(index)
             best = min(best, y)
     return efficient
@@ -404,13 +373,15 @@ def pareto(values: Sequence[tuple[float, float]]) -> set[int]:
 class Grid:
     """The results of a sweep: for each cell its ``settings`` by axis, and a run for each seed.
 
-    ``points[i][j]`` is the run of cell ``i`` with the seed ``seeds[j]``. Latencies are in seconds.
+    ``points[i][j]`` is the run of cell ``i`` with the seed ``seeds[j]``. Latencies are in seconds. ``arguments`` are
+    what all cells have in common, as text and numbers.
     """
 
     settings: Sequence[Mapping[str, Any]]
     seeds: Sequence[int]
     points: Sequence[Sequence[SimulatedPoint]]
     slo: Slo | None = None
+    arguments: Mapping[str, Any] = field(default_factory=dict[str, Any])
 
     @property
     def axes(self) -> list[str]:
@@ -419,15 +390,27 @@ class Grid:
 
     def values(self, cell: int, metric: str) -> list[float]:
         """Return a metric of a cell, one value per seed."""
-        return [value_of(point, metric) for point in self.points[cell]]
+        return [metric_of(metric).value(point) for point in self.points[cell]]
 
-    def _signed(self, cell: int, metric: str) -> list[float]:
-        return [sign_of(metric) * value for value in self.values(cell, metric)]
+    def estimate(self, cell: int, metric: str, interval: float = CONFIDENCE) -> Estimate:
+        """Return the mean of a metric over a cell's seeds, with Student's interval."""
+        return Estimate.of(self.values(cell, metric), interval)
+
+    def load_of(self, cell: int) -> tuple[str, ...]:
+        """Return the values of the axes that decide a cell's load; cells of different loads do not compete."""
+        return tuple(in_words(value) for name, value in self.settings[cell].items() if is_load(name))
+
+    def standings(self, x: str, y: str) -> tuple[list[Standing], int]:
+        """Return each cell's standing in two metrics, and the number of comparisons (:func:`standings_of`)."""
+        sides = [(metric_of(name).sign, name) for name in (x, y)]
+        cells = range(len(self.settings))
+        signed = [[[sign * value for value in self.values(cell, name)] for sign, name in sides] for cell in cells]
+        return standings_of([(ours, theirs) for ours, theirs in signed], [self.load_of(cell) for cell in cells])
 
     def _check(self, *metrics: str) -> None:
         for metric in metrics:
             least = min(point.summary.completed + point.summary.failed for points in self.points for point in points)
-            check_metric(metric, least, self.slo is not None)
+            swept_metric(metric, least, self.slo is not None)
 
     def _table(self, metrics: Mapping[str, Kind]) -> Table:
         return Table({**dict.fromkeys(self.axes, "text"), **metrics})
@@ -438,8 +421,8 @@ class Grid:
     def table(self, *metrics: str, interval: float = CONFIDENCE) -> Table:
         """Return a row for each cell: its settings, and of each metric the mean over seeds and Student's interval.
 
-        The bounds ``<metric>_low`` and ``<metric>_high`` are unknown with one seed. Metrics are ``ttft``, ``tpot`` or
-        ``e2el`` with ``.mean``, ``.p50``, ``.p90`` or ``.p99``, and those of :data:`RATES`.
+        The bounds ``<metric>_low`` and ``<metric>_high`` are unknown with one seed. The metrics are those of
+        :data:`~tercet_lab.bench.simulated.run_metrics.METRICS`.
         """
         self._check(*metrics)
         kinds: dict[str, Kind] = {f"{each}{part}": "time" for each in metrics for part in ("", "_low", "_high")}
@@ -447,7 +430,7 @@ class Grid:
         for cell in range(len(self.settings)):
             row = list[float]()
             for each in metrics:
-                estimate = Estimate.of(self.values(cell, each), interval)
+                estimate = self.estimate(cell, each, interval)
                 half = math.nan if estimate.half is None else estimate.half
                 row += [estimate.mean, estimate.mean - half, estimate.mean + half]
             found.append(*self._labels(cell), *row)
@@ -490,6 +473,19 @@ class Grid:
             found.append(*row[:-1], chance)
         return found
 
+    def save(self, path: str | Path) -> None:
+        """Write the settings and results into a ``.json`` file, that of ``tercet sim --over``, for ``lab.load``.
+
+        There, settings are texts.
+        """
+        # Imported here: that module makes grids into reports.
+        from tercet_lab.bench.simulated.sweep import report_of
+
+        file = Path(path).expanduser()
+        if file.suffix != ".json":
+            raise BadRequest(f"path: {path} must end with .json; grid.table() writes CSV and Parquet", "path")
+        write_whole(file, report_of(self, "ttft.mean", "e2el.mean").to_json())
+
     def frontier(self, x: str, y: str) -> Table:
         """Return the standing of each cell in two metrics: ``best`` if no cell of its load beats it, ``beaten``.
 
@@ -497,14 +493,9 @@ class Grid:
         axes of the workload define, do not compete.
         """
         self._check(x, y)
-        loads = [tuple(in_words(each[name]) for name in self.axes if is_load(name)) for each in self.settings]
-        cells = range(len(self.settings))
-        signed = [(self._signed(cell, x), self._signed(cell, y)) for cell in cells]
-        standings, _ = standings_of(signed, loads)
         found = self._table({x: "time", y: "time", "standing": "text"})
-        for cell, standing in zip(cells, standings, strict=True):
-            means = [statistics.fmean(self.values(cell, each)) for each in (x, y)]
-            found.append(*self._labels(cell), *means, standing)
+        for cell, standing in enumerate(self.standings(x, y)[0]):
+            found.append(*self._labels(cell), *(self.estimate(cell, each).mean for each in (x, y)), standing)
         return found
 
 
@@ -512,11 +503,21 @@ def grid_of(
     base: Experiment, over: Mapping[str, Sequence[Any]], seeds: int = 1, jobs: int = 1, cached: Path | None = None,
     note: Note = lambda _: None,
 ) -> Grid:  # fmt: skip
-    """Run each combination of the axes' values with seeds from the experiment's on."""
-    require_settings(base, over)
-    cells = list(cells_of(base, over))
+    """Run each combination of the axes' values with seeds from the experiment's on.
+
+    ``note`` gets a line with the settings of each cell, and those about its runs.
+    """
+    cells = cells_of(base, over)
     used = tuple(range(base.seed, base.seed + seeds))
+
+    def begin(index: int) -> None:
+        if index % seeds == 0:
+            note(", ".join(f"{name}={in_words(value)}" for name, value in cells[index // seeds][0].items()))
+
     experiments = [msgspec.structs.replace(each, seed=seed) for _, each in cells for seed in used]
-    points = run_all(experiments, jobs, cached, note)
-    rows = [tuple(points[begin : begin + seeds]) for begin in range(0, len(points), seeds)]
-    return Grid([settings for settings, _ in cells], used, rows, base.limits)
+    points = run_all(experiments, jobs, cached, note, begin)
+    rows = [tuple(points[at : at + seeds]) for at in range(0, len(points), seeds)]
+    rate = base.work.rate
+    load = {"rate": "inf" if rate == math.inf else rate}  # JSON has no number for infinity
+    load |= {"over": {name: [in_words(value) for value in values] for name, values in over.items()}}
+    return Grid([settings for settings, _ in cells], used, rows, base.limits, {**base.arguments(), **load})

@@ -15,20 +15,18 @@ from tercet.protocol import BadRequest
 from tercet_lab.bench.results import BenchResult, Point, enough, three_digits
 from tercet_lab.bench.simulated.experiment import Experiment
 from tercet_lab.bench.simulated.grid import (
-    LATENCIES,
     Estimate,
+    Grid,
     Standing,
     cells_of,
-    check_metric,
-    is_load,
-    require_settings,
-    run_all,
-    sign_of,
-    standings_of,
-    value_of,
+    grid_of,
+    in_words,
+    swept_metric,
 )
+from tercet_lab.bench.simulated.run_metrics import metric_of
 from tercet_lab.bench.simulated.simulation import NONE, SimulatedPoint, figure_headings, figures_of
 from tercet_lab.sim import load_profile
+from tercet_lab.tables import Slo
 
 SUMMED = ("completed", "failed", "interrupted", "fallbacks", "retries")
 MARKS: Mapping[Standing, str] = {"best": "*", "near": "~", "beaten": ""}
@@ -69,6 +67,7 @@ class SweepReport(msgspec.Struct, frozen=True, kw_only=True):
     y: str
     trials: tuple[Trial, ...]
     comparisons: int = 0
+    slo: Slo | None = None
 
     def to_json(self) -> bytes:
         """Return the report as a file for ``tercet bench report``, with one line of means over seeds for each trial.
@@ -78,7 +77,7 @@ class SweepReport(msgspec.Struct, frozen=True, kw_only=True):
         arguments = dict(self.arguments)
         told = {
             "kind": self.kind, "seeds": self.seeds, "x": self.x, "y": self.y, "trials": self.trials,
-            "comparisons": self.comparisons,
+            "comparisons": self.comparisons, "slo": self.slo,
         }  # fmt: skip
         result = BenchResult(
             source="sim",
@@ -145,46 +144,56 @@ def sweep(
     if len(over) < len(axes):
         raise BadRequest("--over: two axes have the same setting; give all its values in one", "--over")
     base = base.at(rate)
-    require_settings(base, over)
-    cells = list(cells_of(base, over))
+    measured = min((each.work.requests or math.inf) - each.work.warm_up for _, each in cells_of(base, over))
     for option, metric in (("--x", x), ("--y", y)):
-        check_metric(metric, slo=base.limits is not None)
-        measured = min((each.work.requests or math.inf) - each.work.warm_up for _, each in cells)
+        swept_metric(metric, slo=base.limits is not None)
         if not enough(measured, metric.partition(".")[2]):
             less = f"{measured:g} requests are too few for this percentile"
             raise BadRequest(f"{option} {metric}: {less}; set --num-prompts, or compare {metric[:-3]}mean", option)
-    used = tuple(range(base.seed, base.seed + seeds))
-
-    def begin(index: int) -> None:
-        if index % seeds == 0:
-            note(", ".join(f"{name}={value}" for name, value in cells[index // seeds][0].items()))
-
-    experiments = [msgspec.structs.replace(each, seed=seed) for _, each in cells for seed in used]
-    points = run_all(experiments, jobs, note=note, begin=begin)
-    found = [(settings, tuple(points[at * seeds : (at + 1) * seeds])) for at, (settings, _) in enumerate(cells)]
-    loads = [tuple(value for name, value in settings.items() if is_load(name)) for settings, _ in found]
-    standings, comparisons = standings_of([(_signed(runs, x), _signed(runs, y)) for _, runs in found], loads)
-    if seeds > 1 and all(alike(runs) for _, runs in found):
+    grid = grid_of(base, over, seeds, jobs, note=note)
+    if seeds > 1 and all(alike(runs) for runs in grid.points):
         note(f"warning: all {seeds} seeds gave the same results: a trace with its recorded times has no randomness")
+    return report_of(grid, x, y)
+
+
+def report_of(grid: Grid, x: str, y: str) -> SweepReport:
+    """Return the report of a grid, which compares its cells in two metrics."""
+    standings, comparisons = grid.standings(x, y)
     trials = tuple(
         Trial(
-            settings=settings,
-            points=runs,
-            x=Estimate.of([value_of(point, x) for point in runs]),
-            y=Estimate.of([value_of(point, y) for point in runs]),
+            settings={name: in_words(value) for name, value in grid.settings[cell].items()},
+            points=tuple(grid.points[cell]),
+            x=grid.estimate(cell, x),
+            y=grid.estimate(cell, y),
             standing=standing,
         )
-        for (settings, runs), standing in zip(found, standings, strict=True)
+        for cell, standing in enumerate(standings)
     )
-    # JSON has no number for infinity.
-    load = {"rate": "inf" if math.isinf(rate) else rate, "over": {axis.name: list(axis.values) for axis in axes}}
-    arguments = {**base.arguments(), **load}
-    return SweepReport(arguments=arguments, seeds=used, x=x, y=y, trials=trials, comparisons=comparisons)
+    return SweepReport(
+        arguments=dict(grid.arguments), seeds=tuple(grid.seeds), x=x, y=y, trials=trials, comparisons=comparisons,
+        slo=grid.slo,
+    )  # fmt: skip
 
 
-def _signed(runs: Sequence[SimulatedPoint], metric: str) -> list[float]:
-    """Return the values of a metric such that smaller is better."""
-    return [sign_of(metric) * value_of(point, metric) for point in runs]
+class _Cell(msgspec.Struct, frozen=True):
+    """What a report's file has of a cell, as far as a grid needs it."""
+
+    settings: dict[str, str]
+    points: tuple[SimulatedPoint, ...]
+
+
+class _Told(msgspec.Struct, frozen=True):
+    seeds: tuple[int, ...]
+    trials: tuple[_Cell, ...]
+    slo: Slo | None = None
+
+
+def grid_from(config: Mapping[str, Any]) -> Grid:
+    """Return the grid of the config in a report's file; raise :class:`msgspec.ValidationError` for another one."""
+    told = msgspec.convert(config["sweep"], _Told)
+    arguments = {name: value for name, value in config.items() if name != "sweep"}
+    settings, points = [each.settings for each in told.trials], [each.points for each in told.trials]
+    return Grid(settings, told.seeds, points, told.slo, arguments)
 
 
 def alike(runs: Sequence[SimulatedPoint]) -> bool:
@@ -220,7 +229,7 @@ def _failures(trial: Trial) -> list[str]:
 
 
 def _is_latency(metric: str) -> bool:
-    return metric.partition(".")[0] in LATENCIES
+    return metric_of(metric).unit == "s"
 
 
 def _spread(trial: Trial, report: SweepReport) -> list[str]:
