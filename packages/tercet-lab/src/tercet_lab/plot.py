@@ -97,7 +97,7 @@ class _Mark:
 
 
 def _marks(given: Runs | Grid, x: str | None = None) -> list[_Mark]:
-    """Return what is drawn, in order: ``x`` is the axis of a grid that is no part of the labels, or ``rate``."""
+    """Return what is drawn, in order: ``x`` is the axis of a grid that does not belong to the labels, or ``rate``."""
     found = load(given) if isinstance(given, str | Path) else given
     if not isinstance(found, Grid):
         if x not in (None, "rate"):
