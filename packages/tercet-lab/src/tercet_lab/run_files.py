@@ -104,7 +104,7 @@ def _loaded(data: bytes, point: int | None) -> Run | Grid:
     if "points" in found:
         measured = _one(msgspec.json.decode(data, type=BenchResult).points, point, _name_of_point)
         if not measured.records:
-            raise BadRequest("has results without requests; measure with --save-detailed, or --records FILE", "path")
+            raise BadRequest("has results without requests; write them with --records FILE", "path")
         return Run(requests=table_of(measured.records), about=dict(measured.metrics))
     if "metadata" in found and "metrics" in found:
         return Run(requests=_requests(_of_aiperf([found])))

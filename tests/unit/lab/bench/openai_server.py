@@ -22,7 +22,7 @@ def sse(fields: Any) -> bytes:
 
 
 class FakeServer:
-    """Serves ``/v1/models``, completions and chats. What is in a body's ``behave`` decides how it answers:
+    """Serves ``/v1/models``, completions. What is in a body's ``behave`` decides how it answers:
 
     ``status``: an error instead, with these bytes if there is a ``body``; ``gap``: seconds between tokens; ``at_once``:
     tokens per event, with their ids; ``cut``: closes the connection after so many tokens; ``error``: sends an error
@@ -49,7 +49,6 @@ class FakeServer:
         app = web.Application()
         app.router.add_get("/v1/models", self._models)
         app.router.add_post("/v1/completions", self._complete)
-        app.router.add_post("/v1/chat/completions", self._complete)
         async with served(app) as self.url:
             yield self
 
@@ -78,9 +77,7 @@ class FakeServer:
             return web.json_response({"error": {"message": "no\nroom"}}, status=how["status"])
         response = web.StreamResponse(headers={"content-type": "text/event-stream"})
         await response.prepare(request)
-        chat, wanted = "messages" in body, body["max_tokens"]
-        if chat:
-            await response.write(sse({"choices": [{"delta": {"role": "assistant", "content": ""}}]}))
+        wanted = body["max_tokens"]
         total = 0 if how.get("silent") else wanted
         for first in range(0, total, how.get("at_once", 1)):
             if first == how.get("hang"):
@@ -96,7 +93,7 @@ class FakeServer:
             if how.get("gap"):
                 await asyncio.sleep(how["gap"])
             tokens = list(range(first, min(first + how.get("at_once", 1), total)))
-            await response.write(sse({"choices": [self._choice(tokens, tokens[-1] + 1 == wanted, chat, how)]}))
+            await response.write(sse({"choices": [self._choice(tokens, tokens[-1] + 1 == wanted, how)]}))
             if "raw" in how and not first:
                 await response.write(bytes.fromhex(how["raw"]))
         usage = {"prompt_tokens": prompt_length(body), "completion_tokens": total}
@@ -104,16 +101,13 @@ class FakeServer:
         await response.write(DONE)
         return response
 
-    def _choice(self, tokens: list[int], last: bool, chat: bool, how: dict[str, Any]) -> dict[str, Any]:
+    def _choice(self, tokens: list[int], last: bool, how: dict[str, Any]) -> dict[str, Any]:
         said = "".join(f"w{token} " for token in tokens)
-        choice: dict[str, Any] = {"finish_reason": how.get("finish", "length") if last else None}
-        choice |= {"delta": {"content": said}} if chat else {"text": said}
+        choice = {"text": said, "finish_reason": how.get("finish", "length") if last else None}
         return choice | ({"token_ids": tokens} if "at_once" in how else {})
 
 
 def prompt_length(body: dict[str, Any]) -> int:
-    """Ids of a prompt, or words of a text or of all messages."""
-    if "messages" in body:
-        return sum(len(message["content"].split()) for message in body["messages"])
+    """Ids of a prompt, or words of a text."""
     prompt = body["prompt"]
     return len(prompt) if isinstance(prompt, list) else len(prompt.split())

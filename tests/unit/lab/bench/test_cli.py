@@ -268,7 +268,6 @@ async def test_nobody_to_measure(tmp_path: Path) -> None:
         ("serve --request-rate 1 --duration 5 --num-prompts 5", "duration: give either duration or num-prompts"),
         ("serve --request-rate inf --duration 5", "duration: does not apply to rate inf"),
         ("serve --arrival trace", "arrival: trace needs exactly one workload"),
-        ("serve --request-rate 1 --endpoint chat --prompt-as tokens", "prompt-as: chat accepts text only"),
         ("serve --request-rate 1 --workload sonet", "did you mean sonnet?"),
         ("serve --request-rate 1 --workload sonnet,input_length=3", "did you mean input_len?"),
         ("serve --request-rate 1 --goodput ttft=5", "is not NAME:MILLISECONDS"),

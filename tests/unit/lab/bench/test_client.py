@@ -9,25 +9,20 @@ from typing import Any
 import msgspec
 import pytest
 
-from tercet_lab.bench.openai_client import Client, Clock, PreparedCall, Sampling, body_of
+from tercet_lab.bench.openai_client import COMPLETIONS, Client, Clock, PreparedCall, body_of
 from tercet_lab.bench.results import RequestRecord
 from tests.unit.lab.bench.openai_server import MODEL, FakeServer
 
 
-async def ask(url: str, timeout: float = 20.0, chat: bool = False, tokens: int = 5, **behave: Any) -> RequestRecord:
-    sampling = Sampling(extra={"behave": behave})
-    prompt: Any = [{"role": "user", "content": "a b c"}] if chat else [1, 2, 3]
-    path = "/v1/chat/completions" if chat else "/v1/completions"
-    call = PreparedCall(
-        4, url + path, body_of(MODEL, prompt, tokens, sampling, chat=chat), planned_input=3, planned_output=tokens
-    )
+async def ask(url: str, timeout: float = 20.0, tokens: int = 5, **behave: Any) -> RequestRecord:
+    body = body_of(MODEL, [1, 2, 3], tokens, extra={"behave": behave})
+    call = PreparedCall(4, url + COMPLETIONS, body, planned_input=3, planned_output=tokens)
     async with Client(Clock(), timeout) as client:
-        return (await client.send(call, 0.0)).record
+        return (await client.send(call, 0.0))[0]
 
 
-@pytest.mark.parametrize("chat", [False, True])
-async def test_an_answer(server: FakeServer, chat: bool) -> None:
-    found = await ask(server.url, chat=chat, gap=0.01)
+async def test_an_answer(server: FakeServer) -> None:
+    found = await ask(server.url, gap=0.01)
     assert (found.ok, found.failure, found.status, found.finish_reason) == (True, None, 200, "length")
     assert (found.index, found.input_tokens, found.output_tokens, len(found.token_times)) == (4, 3, 5, 5)
     assert found.first_token == found.token_times[0]
@@ -101,8 +96,8 @@ async def test_a_cancelled_request_has_a_record(server: FakeServer) -> None:
 
 
 def test_sampling_goes_into_the_body() -> None:
-    sampling = Sampling(temperature=0.5, top_p=0.9, ignore_eos=False, extra={"seed": 3})
-    body = msgspec.json.decode(body_of("m", "text", 4, sampling, chat=False, token_ids=True, cache_salt="s"))
+    extra = {"temperature": 0.5, "top_p": 0.9, "seed": 3}
+    body = msgspec.json.decode(body_of("m", "text", 4, ignore_eos=False, token_ids=True, cache_salt="s", extra=extra))
     assert body | {"stream_options": None} == {
         "model": "m", "prompt": "text", "max_tokens": 4, "temperature": 0.5, "top_p": 0.9, "seed": 3, "stream": True,
         "stream_options": None, "return_token_ids": True, "cache_salt": "s",

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tercet_lab.bench.openai_client import Reading, StreamFailed, StreamReader
+from tercet_lab.bench.openai_client import Reading, StreamFailed
 
 DONE = b"data: [DONE]\n\n"
 USAGE = {"choices": [], "usage": {"prompt_tokens": 7, "completion_tokens": 3}}
@@ -24,13 +24,9 @@ def text(said: str, finish: str | None = None, **more: Any) -> bytes:
     return event({"choices": [{"text": said, "finish_reason": finish, **more}]})
 
 
-def delta(finish: str | None = None, **fields: Any) -> bytes:
-    return event({"choices": [{"delta": fields, "finish_reason": finish}]})
-
-
 def read(*pieces: bytes) -> Reading:
     """The pieces arrive at 1, 2, 3, ... seconds."""
-    reader = StreamReader()
+    reader = Reading()
     for at, piece in enumerate(pieces, start=1):
         reader.feed(piece, float(at))
     return reader.end()
@@ -44,19 +40,8 @@ def failure_of(*pieces: bytes) -> str:
 
 def test_completion() -> None:
     found = read(text("a"), text("b"), text("c", "length"), event(USAGE), DONE)
-    assert (found.times, found.output_tokens, found.prompt_tokens) == ([1.0, 2.0, 3.0], 3, 7)
+    assert (found.times, found.output_tokens, found.usage.prompt_tokens) == ([1.0, 2.0, 3.0], 3, 7)
     assert (found.finish_reason, "".join(found.text)) == ("length", "abc")
-
-
-def test_the_opening_of_a_chat_is_no_token() -> None:
-    found = read(delta(role="assistant", content=""), delta(content="Hi"), delta("stop", content="!"), DONE)
-    assert found.times == [2.0, 3.0]
-
-
-def test_reasoning_and_tool_calls_are_tokens() -> None:
-    calls = [{"index": 0, "function": {"name": "f"}}]
-    found = read(delta(reasoning_content="hm"), delta(reasoning="so"), delta(tool_calls=calls), delta("stop"), DONE)
-    assert found.times[:3] == [1.0, 2.0, 3.0]
 
 
 def test_a_closing_event_that_says_nothing_is_no_token_when_the_count_shows_it() -> None:
@@ -109,7 +94,7 @@ def test_an_end_without_done_is_fine_when_the_answer_was_finished() -> None:
 
 
 def test_the_servers_words_are_kept() -> None:
-    reader = StreamReader()
+    reader = Reading()
     with pytest.raises(StreamFailed, match="no blocks left"):
         reader.feed(event({"error": {"message": "no blocks left", "code": 500}}), 0.0)
 
@@ -130,7 +115,7 @@ BYTES = b'data: {"choices": [{"text": "\xff\xfe", "finish_reason": null}]}\n\n'
         b"data: \xff\n\n",
         b'data: {"nobody reads": %b, "choices": []}\n\n' % DEEP,
         b'data: {"error": %b}\n\n' % DEEP,
-        b'data: {"choices": [{"delta": {"tool_calls": %b}}]}\n\n' % DEEP,
+        b'data: {"choices": [{"logprobs": %b}]}\n\n' % DEEP,
         b'data: {"choices": [{"text": "\\ud83d"}]}\n\n',
         b'data: {"choices": [], "usage": {"completion_tokens": -1}}\n\n',
         b'data: {"choices": [], "usage": {"prompt_tokens": 1%b}}\n\n' % (b"0" * 30),
@@ -149,7 +134,6 @@ def test_an_event_that_cannot_be_read_is_a_failure_of_its_answer(event: bytes) -
 def test_an_answer_that_the_server_broke_off_has_failed(reason: str) -> None:
     assert failure_of(text("a"), text("b", reason), event(USAGE), DONE) == "server"
     assert failure_of(text("a"), text("", reason)) == "server"
-    assert failure_of(delta(content="a"), delta(reason), DONE) == "server"
     second = {"choices": [{"text": "a"}, {"index": 1, "text": "b", "finish_reason": reason}]}
     assert failure_of(event(second), text("c", "stop"), DONE) == "server"
 

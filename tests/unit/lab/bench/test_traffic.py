@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 
-from tercet_lab.bench.openai_client import Client, Clock, Sampling
+from tercet_lab.bench.openai_client import Client, Clock
 from tercet_lab.bench.results import RequestRecord, summarize
 from tercet_lab.bench.traffic import Style, Traffic, compose
 from tercet_lab.bench.workloads import Conversation, ConversationTurn
 from tercet_lab.bench.workloads.conversations import HashedWords
-from tests.unit.lab.bench.openai_server import MODEL, FakeServer, prompt_length
+from tests.unit.lab.bench.openai_server import MODEL, FakeServer
 
 WORDS = HashedWords()
 
@@ -26,11 +26,8 @@ class Counting:
     def __init__(self) -> None:
         self.told: Counter[str] = Counter()
 
-    def due(self) -> None:
-        self.told["due"] += 1
-
-    def ended(self, record: RequestRecord) -> None:
-        self.told["ok" if record.ok else "failed"] += 1
+    def __call__(self, record: RequestRecord | None) -> None:
+        self.told["due" if record is None else "ok" if record.ok else "failed"] += 1
 
 
 def talks(count: int, turns: int = 1, think: float = 0.0) -> list[Conversation]:
@@ -115,31 +112,12 @@ async def test_a_turn_uses_the_ids_that_the_target_tells(server: FakeServer) -> 
     assert server.bodies[1]["prompt"] == [0, 0, 7, 0, 1, 2, 0, 1, 7]
 
 
-async def test_a_chat_carries_on_in_messages(server: FakeServer) -> None:
-    await Run(talks(1, turns=2), style_of(server, endpoint="chat", prompt_as="text")).records([0.0])
-    assert [message["role"] for message in server.bodies[1]["messages"]] == ["user", "assistant", "user"]
-    assert server.bodies[1]["messages"][1]["content"] == "w0 w1 w2 "
-
-
-async def test_a_template_is_taken_off_generated_messages_and_added_to_the_plan_of_given_ones(
-    server: FakeServer,
-) -> None:
-    plan = [
-        Conversation((ConversationTurn((1, 2, 3, 4, 5), 2),)),
-        Conversation((ConversationTurn((1, 2, 3), 2, text="a b c"),)),
-    ]
-    style = style_of(server, endpoint="chat", prompt_as="text", overhead=2)
-    found = await Run(plan, style).records([0.0, 0.05])
-    assert sorted(prompt_length(body) for body in server.bodies) == [3, 3]
-    assert [record.planned_input for record in found] == [5, 5]
-
-
 async def test_salts_headers_and_warm_up(server: FakeServer) -> None:
-    style = style_of(server, cache_salt="s", headers={"x-tercet-program": "p"}, sampling=Sampling(temperature=1.0))
+    style = style_of(server, cache_salt="s", headers={"x-tercet-program": "p"}, extra={"temperature": 1.0})
     found = await Run(talks(3), style, warmups=2).records([0.0, 0.0, 0.0])
     assert [record.warmup for record in found] == [True, True, False]
     assert summarize(found).completed == 1
-    assert {body["cache_salt"] for body in server.bodies} == {"s"}
+    assert {(body["cache_salt"], body["temperature"]) for body in server.bodies} == {("s", 1.0)}
     assert {headers["x-tercet-program"] for headers in server.headers} == {"p"}
 
 
@@ -204,8 +182,9 @@ async def test_an_interrupt_before_the_start_sends_nothing(server: FakeServer) -
 
 async def test_a_mistake_of_ours_is_raised(server: FakeServer) -> None:
     class Broken(Counting):
-        def ended(self, record: RequestRecord) -> None:
-            raise ZeroDivisionError
+        def __call__(self, record: RequestRecord | None) -> None:
+            if record is not None:
+                raise ZeroDivisionError
 
     async with Client(Clock(), 20.0) as client:
         traffic = Traffic(client, compose(style_of(server), talks(3)), [0.0, 0.0, 1e6], None, Broken())

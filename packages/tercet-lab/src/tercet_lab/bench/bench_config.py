@@ -6,14 +6,14 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import msgspec
 
 from tercet.protocol import BadRequest
 from tercet.settings import Setting, Settings, Source, decode_settings, read_yaml
 from tercet.settings.process_settings import URL_VARIABLE
-from tercet_lab.bench.openai_client import Endpoint, PromptAs, Sampling
+from tercet_lab.bench.traffic import PromptAs
 from tercet_lab.bench.workloads import Phase, parse_phases
 from tercet_lab.bench.workloads.conversations import Arrival
 from tercet_lab.tables import Goodput, Slo
@@ -47,15 +47,12 @@ class BenchConfig(Settings, frozen=True):
     """The settings that ``serve`` and ``compare`` share. Settings that ``vllm bench serve`` also has keep its names.
 
     Each value of ``request-rate`` (requests per second) or, in a closed loop, of ``concurrency`` is a separate point.
-    ``goodput`` is in milliseconds. The default of ``prompt-as`` is text for chat and tokens for completions. A cache
-    salt keeps requests of one point from matching prefixes of another point; ``auto`` salts texts from a file, which
-    would match otherwise.
+    ``goodput`` is in milliseconds.
     """
 
     base_url: Annotated[str, Setting("URL of the server, without /v1", env=URL_VARIABLE, panel=TARGET)] = (
         "http://127.0.0.1:8000"
     )
-    endpoint: Annotated[Endpoint, Setting("API to call", panel=TARGET)] = "completions"
     model: Annotated[
         str | None, Setting("Name of the model at the server", default="the first that it lists", panel=TARGET)
     ] = None
@@ -119,25 +116,7 @@ class BenchConfig(Settings, frozen=True):
         ),
     ] = ("sonnet",)
     seed: Annotated[int, Setting("Random seed of arrivals, lengths and words", default="0", panel=WORK)] = 0
-    prompt_as: Annotated[
-        PromptAs | None,
-        Setting("Form of prompts: token ids or text", default="tokens; text for chat", panel=WORK),
-    ] = None
-    cache_salt: Annotated[
-        Literal["auto", "always", "never"],
-        Setting(
-            "Use of cache salts, so that no point finds prefixes of another one",
-            default="auto: for texts from a file",
-            panel=WORK,
-        ),
-    ] = "auto"
-    temperature: Annotated[float, msgspec.Meta(ge=0), Setting("Sampling temperature", default="0", panel=REQUESTS)] = (
-        0.0
-    )
-    top_p: Annotated[
-        Annotated[float, msgspec.Meta(gt=0, le=1)] | None,
-        Setting("Nucleus sampling: top_p of every request", panel=REQUESTS),
-    ] = None
+    prompt_as: Annotated[PromptAs, Setting("Form of prompts: token ids or text", panel=WORK)] = "tokens"
     ignore_eos: Annotated[
         bool,
         Setting(
@@ -149,21 +128,11 @@ class BenchConfig(Settings, frozen=True):
     ] = True
     extra_body: Annotated[Mapping[str, Any], Setting("Further fields in the body of every request", flag="")] = {}
     goodput: Annotated[Goodput | None, Setting("SLO of a good request", flag="")] = None
-    save_detailed: Annotated[
-        bool,
-        Setting(
-            "Store the times of every request in the file",
-            flag="--save-detailed/--no-save-detailed",
-            default="yes",
-            panel=OUTPUT,
-        ),
-    ] = True
 
     def __post_init__(self) -> None:
         super().__post_init__()
         url = self.base_url
         _refuse(not url.startswith(("http://", "https://")), "base-url", "is not a URL such as http://HOST:PORT")
-        _refuse(self.endpoint == "chat" and self.prompt_as == "tokens", "prompt-as", "chat accepts text only")
         if self.arrival == "closed":
             self._check_closed_loop()
         else:
@@ -201,21 +170,9 @@ class BenchConfig(Settings, frozen=True):
         return None if self.goodput is None else self.goodput.slo
 
     @property
-    def form(self) -> PromptAs:
-        """Form in which prompts are sent: text or tokens."""
-        return self.prompt_as or ("text" if self.endpoint == "chat" else "tokens")
-
-    @property
     def phases(self) -> tuple[Phase, ...]:
         """Phases of the workload."""
         return parse_phases(self.workload)
-
-    @property
-    def sampling(self) -> Sampling:
-        """Sampling parameters of every request."""
-        return Sampling(
-            temperature=self.temperature, top_p=self.top_p, ignore_eos=self.ignore_eos, extra=self.extra_body
-        )
 
     @property
     def loads(self) -> tuple[Load, ...]:

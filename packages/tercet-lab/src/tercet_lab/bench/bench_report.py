@@ -45,7 +45,7 @@ GROUP = re.compile(r"(prefill|decode|both)=(\d+)")
 SAID = {
     "workload", "arrival", "burstiness", "max-concurrency", "program", "fleet", "profile", "program_args", "rate",
     "request-rate", "concurrency", "seed", "base-url", "model", "label", "also", "baseline", "rounds", "confidence",
-    "resamples", "save-detailed", "header", "over", "sweep",
+    "resamples", "header", "over", "sweep",
 }  # fmt: skip
 
 
@@ -362,7 +362,7 @@ def pooled(points: Sequence[Point]) -> Metrics:
     if not all(point.records for point in points):
         name = f"{points[0].label} at {_x(points[0]):g}"
         raise BadRequest(
-            f"report: {name} has several points without records, which cannot be pooled; measure with --save-detailed",
+            f"report: {name} has several points without records, which cannot be pooled",
             "file",
         )
     samples = [table_of(point.records) for point in points]

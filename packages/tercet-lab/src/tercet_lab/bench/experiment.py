@@ -32,7 +32,6 @@ from tercet_lab.bench.traffic import (
     Style,
     Traffic,
     ask_target,
-    chat_overhead,
     compose,
     require_programs,
 )
@@ -259,7 +258,6 @@ class Bench:
     config: BenchConfig
     targets: Mapping[str, BenchTarget]
     vocabulary: Vocabulary
-    overhead: int
     headers: Mapping[str, str]
 
     def style(self, cell: Cell, salted: bool) -> Style:
@@ -268,16 +266,9 @@ class Bench:
         target = self.targets[contender.base_url]
         program = {} if contender.program is None else {PROGRAM_HEADER: contender.program}
         return Style(
-            base_url=target.base_url,
-            model=target.model,
-            vocabulary=self.vocabulary,
-            endpoint=config.endpoint,
-            prompt_as=config.form,
-            sampling=config.sampling,
-            headers={**self.headers, **program},
-            overhead=self.overhead,
-            cache_salt=self._words(cell) if salted else None,
-        )
+            target.base_url, target.model, self.vocabulary, config.prompt_as, config.ignore_eos, config.extra_body,
+            {**self.headers, **program}, self._words(cell) if salted else None,
+        )  # fmt: skip
 
     def plan(self, cell: Cell) -> list[Conversation]:
         """Return the conversations of ``cell``: equal lengths in a round, other words in each cell."""
@@ -301,8 +292,6 @@ class Bench:
 
     def salted(self, cells: int) -> bool:
         """True if requests carry a cache salt: texts from a file are the same at every point, and would match."""
-        if self.config.cache_salt != "auto":
-            return self.config.cache_salt == "always"
         fixed = any(isinstance(kind, ShareGPT) for phase in self.config.phases for kind in phase.mix)
         return fixed and cells > 1
 
@@ -325,9 +314,7 @@ async def prepare(config: BenchConfig, contenders: Sequence[Contender], find_mod
         programs = [each.program for each in contenders if each.base_url == url and each.program is not None]
         await require_programs(url, programs, headers)
     model = find_model(config.tokenizer or next(iter(targets.values())).tokenizer)
-    vocabulary = ModelVocabulary(model)
-    overhead = chat_overhead(model, vocabulary) if config.endpoint == "chat" else 0
-    return Bench(config, targets, vocabulary, overhead, headers)
+    return Bench(config, targets, ModelVocabulary(model), headers)
 
 
 class Experiment:
@@ -399,17 +386,13 @@ class Experiment:
 class _Lag:
     """A monitor of the event loop's late wake-ups: an upper bound on the error of the recorded times."""
 
-    def __init__(self) -> None:
-        self._late: list[float] = []
-        self._task: asyncio.Task[None] | None = None
-
     async def __aenter__(self) -> _Lag:
+        self._late: list[float] = []
         self._task = asyncio.create_task(self._watch())
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        if self._task is not None:
-            self._task.cancel()
+        self._task.cancel()
 
     async def _watch(self) -> None:
         while True:
@@ -419,7 +402,7 @@ class _Lag:
 
     def flat(self) -> dict[str, float]:
         """Return ``mean_loop_lag_ms``, ``p99_loop_lag_ms`` and ``max_loop_lag_ms``; empty for very short runs."""
-        found = Distribution.of(np.asarray(self._late))
+        found = Distribution.of(self._late)
         flat = {} if found is None else found.flat("loop_lag")
         return {key: value for key, value in flat.items() if key.split("_")[0] in ("mean", "p99", "max")}
 

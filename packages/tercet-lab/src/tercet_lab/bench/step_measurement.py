@@ -29,7 +29,7 @@ from tercet.protocol import BadRequest, Engine, EngineError, EngineStatus, KVLay
 from tercet.protocol.headers import PROGRAM_HEADER
 from tercet.protocol.wire import UNREADABLE
 from tercet.wire.client.bounded_answers import reason_of
-from tercet_lab.bench.openai_client import Client, PreparedCall, Sampling, body_of, path_of
+from tercet_lab.bench.openai_client import COMPLETIONS, Client, PreparedCall, body_of
 from tercet_lab.sim.step_times import (
     DecodePoint,
     HostSharing,
@@ -145,10 +145,9 @@ async def _model_of(url: str) -> str:
 
 
 async def _first_token(client: Client, url: str, model: str, prompt: tuple[int, ...]) -> float:
-    body = body_of(model, prompt, 1, Sampling(), chat=False)
     # One engine serves it, as for the direct request.
-    call = PreparedCall(0, url + path_of("completions"), body, {PROGRAM_HEADER: "data_parallel"})
-    record = (await client.send(call, client.now())).record
+    call = PreparedCall(0, url + COMPLETIONS, body_of(model, prompt, 1), {PROGRAM_HEADER: "data_parallel"})
+    record, _ = await client.send(call, client.now())
     if record.failure is not None or record.first_token is None:
         raise EngineError(f"the router at {url} failed: {record.error or record.failure}")
     return record.first_token - record.sent

@@ -1,9 +1,7 @@
 """The sending of a plan's requests to the measured server, each when it is due or when a user is free.
 
 Before that the server is asked what it is, and its model's tokenizer becomes the vocabulary of the workload; planned
-conversations become requests that are ready to send. Progress is displayed: on a terminal as one line that is
-rewritten, elsewhere as plain lines. It is written without a library, since every millisecond that it takes is an error
-in the time of a token.
+conversations become requests that are ready to send.
 """
 
 from __future__ import annotations
@@ -13,12 +11,11 @@ import contextlib
 import os
 import sys
 import time
-from collections import deque
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol, TextIO, cast
+from typing import Any, Literal, TextIO, cast
 
 import aiohttp
 import msgspec
@@ -29,20 +26,11 @@ from tercet.protocol.headers import PROGRAM_HEADER
 from tercet.protocol.wire import UNREADABLE
 from tercet.settings.process_settings import PARALLEL_TOKENIZERS
 from tercet.wire.client.bounded_answers import reason_of
-from tercet_lab.bench.openai_client import (
-    Client,
-    Endpoint,
-    Message,
-    PreparedCall,
-    PromptAs,
-    Reading,
-    Sampling,
-    body_of,
-    path_of,
-)
+from tercet_lab.bench.openai_client import COMPLETIONS, Client, PreparedCall, Reading, body_of
 from tercet_lab.bench.results import RequestRecord
 from tercet_lab.bench.workloads import Conversation, ConversationTurn, Vocabulary
 
+PromptAs = Literal["tokens", "text"]
 # A server on a busy machine takes long for its first answer.
 ASK_SECONDS = 30.0
 DEEPEST = 32
@@ -106,16 +94,12 @@ async def require_programs(base_url: str, programs: Sequence[str], headers: Mapp
         for program in programs:
             try:
                 async with session.get(url, headers={PROGRAM_HEADER: program}) as response:
-                    refusal = await _refusal(response) if response.status == 400 else None
+                    body = await response.read() if response.status == 400 else None
+                    refusal = None if body is None else msgspec.json.decode(body, type=_Refused).error.message
             except (aiohttp.ClientError, OSError, *UNREADABLE) as error:
                 raise EngineUnreachable(f"cannot check program {program} at {url}: {reason_of(error)}") from error
             if refusal is not None:
                 raise BadRequest(f"--program: {refusal.removeprefix(f'{PROGRAM_HEADER}: ')}", "program")
-
-
-async def _refusal(response: aiohttp.ClientResponse) -> str:
-    """Return the message of an error in OpenAI's form. Raise one of ``UNREADABLE`` for any other answer."""
-    return msgspec.json.decode(await response.read(), type=_Refused).error.message
 
 
 class _Error(msgspec.Struct):
@@ -143,11 +127,11 @@ async def _models(session: aiohttp.ClientSession, url: str) -> list[dict[str, An
     async with session.get(url) as response:
         if response.status != 200:
             raise ValueError(f"HTTP {response.status} at {url}")
-        body = _readable(await response.read())
-    data: Any = body.get("data") if isinstance(body, dict) else None  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
-    if not isinstance(data, list):
-        raise ValueError(f"{url} does not return a list of models")
-    return [entry for entry in data if isinstance(entry, dict)]  # pyright: ignore[reportUnknownVariableType]
+        try:
+            data: list[Any] = _readable(await response.read())["data"]
+            return [entry for entry in data if isinstance(entry, dict)]
+        except (TypeError, LookupError) as error:
+            raise ValueError(f"{url} does not return a list of models") from error
 
 
 async def _ask(session: aiohttp.ClientSession, url: str) -> Any:
@@ -183,47 +167,26 @@ class ModelVocabulary:
     """
 
     def __init__(self, model: str) -> None:
-        self.model = model
         os.environ.setdefault(PARALLEL_TOKENIZERS, "false")
-        self._tokenizer = _load(model)
-        self._size = int(self._tokenizer.get_vocab_size(with_added_tokens=False))
-        added: dict[int, Any] = self._tokenizer.get_added_tokens_decoder()
-        self._special = frozenset(added)
+        from tokenizers import Tokenizer
 
-    @property
-    def size(self) -> int:
-        return self._size
-
-    @property
-    def special(self) -> frozenset[int]:
-        return self._special
+        file = Path(model) / "tokenizer.json"
+        if Path(model).exists() and not file.is_file():
+            raise BadRequest(f"tokenizer: {model} has no tokenizer.json", "tokenizer")
+        load = cast("Callable[[str], Any]", Tokenizer.from_file if file.is_file() else Tokenizer.from_pretrained)
+        try:
+            self._tokenizer = load(str(file) if file.is_file() else model)
+        except Exception as error:  # the library raises plain Exception
+            reason = (str(error).splitlines() or [type(error).__name__])[0]
+            raise BadRequest(f"tokenizer: cannot load {model}: {reason}", "tokenizer") from error
+        self.size = int(self._tokenizer.get_vocab_size(with_added_tokens=False))
+        self.special = frozenset[int](self._tokenizer.get_added_tokens_decoder())
 
     def encode(self, text: str) -> list[int]:
         return self._tokenizer.encode(text, add_special_tokens=False).ids
 
     def decode(self, ids: Sequence[int]) -> str:
         return self._tokenizer.decode(list(ids), skip_special_tokens=False)
-
-
-def chat_overhead(model: str, vocabulary: Vocabulary) -> int:
-    """Return the number of tokens that the model's chat template adds to a single user message.
-
-    Raise :class:`~tercet.protocol.BadRequest` if the template cannot be loaded or used.
-    """
-    from transformers import AutoTokenizer
-
-    sample = "one two three"
-    try:
-        load = cast("Callable[..., Any]", AutoTokenizer.from_pretrained)  # pyright: ignore[reportUnknownMemberType]
-        template = load(model, local_files_only=Path(model).exists())
-        text = template.apply_chat_template(
-            [{"role": "user", "content": sample}], tokenize=False, add_generation_prompt=True
-        )
-    except Exception as error:  # a template or a tokenizer may raise anything
-        raise BadRequest(
-            f"tokenizer: cannot use the chat template of {model}: {_first_line(error)}", "tokenizer"
-        ) from error
-    return len(vocabulary.encode(str(text))) - len(vocabulary.encode(sample))
 
 
 def fit_text(vocabulary: Vocabulary, tokens: Sequence[int], length: int) -> str:
@@ -242,45 +205,18 @@ def fit_text(vocabulary: Vocabulary, tokens: Sequence[int], length: int) -> str:
     return text
 
 
-def _load(model: str) -> Any:
-    from tokenizers import Tokenizer
-
-    file = Path(model) / "tokenizer.json"
-    load = cast("Callable[[str], Any]", Tokenizer.from_file if file.is_file() else Tokenizer.from_pretrained)
-    if Path(model).exists() and not file.is_file():
-        raise BadRequest(f"tokenizer: {model} has no tokenizer.json", "tokenizer")
-    try:
-        return load(str(file) if file.is_file() else model)
-    except Exception as error:  # the library raises plain Exception
-        raise BadRequest(f"tokenizer: cannot load {model}: {_first_line(error)}", "tokenizer") from error
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0]
-
-
 @dataclass(frozen=True)
 class Style:
-    """The server, the model and the form of requests.
-
-    ``overhead`` is the number of tokens that a chat template adds to a message. It is subtracted from generated
-    messages, so that the whole prompt has the planned length, and added to the planned length of recorded texts.
-    """
+    """The server, the model and the form of requests; ``extra`` are further fields of each body."""
 
     base_url: str
     model: str
     vocabulary: Vocabulary
-    endpoint: Endpoint = "completions"
     prompt_as: PromptAs = "tokens"
-    sampling: Sampling = field(default_factory=Sampling)
+    ignore_eos: bool = True
+    extra: Mapping[str, Any] = field(default_factory=dict[str, Any])
     headers: Mapping[str, str] = field(default_factory=dict[str, str])
-    overhead: int = 0
     cache_salt: str | None = None
-
-    @property
-    def url(self) -> str:
-        """URL to which requests are sent."""
-        return self.base_url.rstrip("/") + path_of(self.endpoint)
 
 
 class Composer:
@@ -295,8 +231,6 @@ class Composer:
         self._index = index
         self._warmups = warmups
         self._ids: list[int] = []
-        self._template = 0
-        self._messages: list[Message] = []
         self._turn = 0
         self.first = self._call()
 
@@ -310,9 +244,7 @@ class Composer:
         self._turn += 1
         if self._turn == len(self._conversation.turns):
             return None
-        said = "".join(reading.text)
-        self._ids += reading.token_ids or self._style.vocabulary.encode(said)
-        self._messages.append({"role": "assistant", "content": said})
+        self._ids += reading.token_ids or self._style.vocabulary.encode("".join(reading.text))
         return self._call()
 
     def unsent(self) -> Sequence[PreparedCall]:
@@ -321,42 +253,25 @@ class Composer:
         return [self._describe(b"", self._conversation.turns[turn], turn, 0) for turn in later]
 
     def _call(self) -> PreparedCall:
-        turn = self._conversation.turns[self._turn]
-        style = self._style
+        turn, style, as_text = self._conversation.turns[self._turn], self._style, self._style.prompt_as == "text"
         self._ids += turn.tokens
-        prompt: Any = self._ids
-        if style.endpoint == "chat":
-            self._messages.append({"role": "user", "content": self._text(turn, len(turn.tokens) - style.overhead)})
-            self._template += style.overhead if turn.text is not None else 0
-            prompt = self._messages
-        elif style.prompt_as == "text":
-            prompt = self._text(turn, len(turn.tokens)) if self._turn == 0 else style.vocabulary.decode(self._ids)
+        prompt: Sequence[int] | str = self._ids
+        if as_text and self._turn:
+            prompt = style.vocabulary.decode(self._ids)
+        elif as_text:
+            prompt = fit_text(style.vocabulary, turn.tokens, len(turn.tokens)) if turn.text is None else turn.text
         body = body_of(
-            style.model,
-            prompt,
-            turn.output_len,
-            style.sampling,
-            chat=style.endpoint == "chat",
-            token_ids=len(self._conversation.turns) > 1 and style.prompt_as == "tokens" and style.endpoint != "chat",
-            cache_salt=style.cache_salt,
-        )
-        return self._describe(body, turn, self._turn, len(self._ids) + self._template)
-
-    def _text(self, turn: ConversationTurn, length: int) -> str:
-        return turn.text if turn.text is not None else fit_text(self._style.vocabulary, turn.tokens, max(1, length))
+            style.model, prompt, turn.output_len, ignore_eos=style.ignore_eos, extra=style.extra,
+            token_ids=len(self._conversation.turns) > 1 and not as_text, cache_salt=style.cache_salt,
+        )  # fmt: skip
+        return self._describe(body, turn, self._turn, len(self._ids))
 
     def _describe(self, body: bytes, turn: ConversationTurn, number: int, input_len: int) -> PreparedCall:
         return PreparedCall(
-            index=self._index + number,
-            url=self._style.url,
-            body=body,
-            headers=self._style.headers,
-            planned_input=input_len,
-            planned_output=turn.output_len,
-            warmup=self._index + number < self._warmups,
-            phase=self._conversation.phase,
-            group=self._conversation.group,
-        )
+            index=self._index + number, url=self._style.base_url.rstrip("/") + COMPLETIONS, body=body,
+            headers=self._style.headers, planned_input=input_len, planned_output=turn.output_len,
+            warmup=self._index + number < self._warmups, phase=self._conversation.phase, group=self._conversation.group,
+        )  # fmt: skip
 
 
 def compose(style: Style, conversations: Sequence[Conversation], warmups: int = 0) -> list[Composer]:
@@ -369,16 +284,8 @@ def compose(style: Style, conversations: Sequence[Conversation], warmups: int = 
     return found
 
 
-class TrafficObserver(Protocol):
-    """An observer of the progress of a run."""
-
-    def due(self) -> None:
-        """Record that a request is due."""
-        ...
-
-    def ended(self, record: RequestRecord) -> None:
-        """Record that a request has ended."""
-        ...
+Observer = Callable[[RequestRecord | None], object]
+"""It is called with None when a request is due, and with the record of a request that has ended."""
 
 
 class Traffic:
@@ -395,7 +302,7 @@ class Traffic:
         plan: Sequence[Composer],
         due: Sequence[float] | None,
         concurrency: int | None,
-        observer: TrafficObserver,
+        observer: Observer,
     ) -> None:
         self._client = client
         self._plan = plan
@@ -456,7 +363,7 @@ class Traffic:
     async def _converse(self, composer: Composer, scheduled: float) -> None:
         call: PreparedCall | None = composer.first
         while call is not None:
-            reading, record = await self._send(call, scheduled)
+            record, reading = await self._send(call, scheduled)
             if record.failure is not None:
                 self._give_up(composer, record)
                 return
@@ -465,54 +372,45 @@ class Traffic:
                 scheduled = record.end + composer.think_time
                 await self._until(scheduled)
 
-    async def _send(self, call: PreparedCall, scheduled: float) -> tuple[Reading, RequestRecord]:
-        self._observer.due()
+    async def _send(self, call: PreparedCall, scheduled: float) -> tuple[RequestRecord, Reading]:
+        self._observer(None)
         try:
             async with self._slot:
-                answer = await self._client.send(call, scheduled)
+                record, reading = await self._client.send(call, scheduled)
         except asyncio.CancelledError:  # while it waited for a slot
-            answer = self._client.never_sent(call, scheduled)
-        self._note(answer.record)
-        return answer.reading, answer.record
+            now, why = self._client.now(), "the run was interrupted before it was sent"
+            record, reading = call.record(scheduled, now, now, failure="interrupted", error=why), Reading()
+        self._note(record)
+        return record, reading
 
     def _give_up(self, composer: Composer, failed: RequestRecord) -> None:
         """Record the turns after a failed turn: they were due too, and count as separate failures."""
+        why = f"request {failed.index}, an earlier turn of this session, failed"
         for call in () if failed.failure == "interrupted" else composer.unsent():
-            self._note(
-                RequestRecord(
-                    index=call.index, scheduled=failed.end, sent=failed.end, end=failed.end, failure="unsent",
-                    error=f"request {failed.index}, an earlier turn of this session, failed",
-                    planned_output=call.planned_output, warmup=call.warmup, phase=call.phase, group=call.group,
-                )
-            )  # fmt: skip
+            self._note(call.record(failed.end, failed.end, failed.end, failure="unsent", error=why))
 
     def _note(self, record: RequestRecord) -> None:
         self._records.append(record)
-        self._observer.ended(record)
+        self._observer(record)
 
     async def _until(self, at: float) -> None:
         if (delay := at - self._client.now()) > 0:
             await asyncio.sleep(delay)
 
 
-TERMINAL_SECONDS = 0.5
-PLAIN_SECONDS = 10.0
-BAR = 20
-RECENT = 50
+TERMINAL_SECONDS, PLAIN_SECONDS = 0.5, 10.0
 
 
 class LiveProgress:
-    """The live display of one point: an observer of its traffic, and an async context manager around the point."""
+    """The progress of one point, an :data:`Observer`: a line that is rewritten on a terminal, elsewhere lines.
+
+    It is written without a library, since every millisecond that it takes is an error in the time of a token.
+    """
 
     def __init__(self, title: str, total: int, out: TextIO | None = None) -> None:
-        self._out = out or sys.stderr
-        self._terminal = self._out.isatty()
-        self._title = title
-        self._total = total
+        self._title, self._total, self._out = title, total, out or sys.stderr
         self._began = time.monotonic()
         self._due = self._over = self._failed = self._tokens = 0
-        self._ttft: deque[float] = deque(maxlen=RECENT)
-        self._tpot: deque[float] = deque(maxlen=RECENT)
         self._ticking: asyncio.Task[None] | None = None
 
     async def __aenter__(self) -> LiveProgress:
@@ -522,46 +420,32 @@ class LiveProgress:
     async def __aexit__(self, *_: object) -> None:
         if self._ticking is not None:
             self._ticking.cancel()
-        if self._terminal:
+        if self._out.isatty():
             self._write("\r\x1b[K")
 
-    def due(self) -> None:
-        """Record that a request is due."""
-        self._due += 1
-
-    def ended(self, record: RequestRecord) -> None:
-        """Record that a request has ended."""
-        self._over += 1
-        self._failed += not record.ok
-        self._tokens += record.output_tokens
-        if record.ok and record.ttft is not None:
-            self._ttft.append(record.ttft)
-        if record.ok and record.tpot is not None:
-            self._tpot.append(record.tpot)
+    def __call__(self, record: RequestRecord | None) -> None:
+        """Record that a request is due, or how one has ended."""
+        if record is None:
+            self._due += 1
+        else:
+            self._over += 1
+            self._failed += not record.ok
+            self._tokens += record.output_tokens
 
     def line(self) -> str:
-        """Return the state in one line. Latencies are means over the last requests."""
+        """Return the state in one line."""
         seconds = time.monotonic() - self._began
-        parts = [f"{self._over}/{self._total}", f"{max(0, self._due - self._over)} in flight"]
-        parts += [f"{self._failed} failed"] if self._failed else []
-        parts += [f"TTFT {_mean(self._ttft):.0f} ms"] if self._ttft else []
-        parts += [f"TPOT {_mean(self._tpot):.1f} ms"] if self._tpot else []
-        return f"{self._title}: " + ", ".join([*parts, f"{self._tokens / seconds:.0f} tokens/s", f"{seconds:.0f} s"])
+        failed = f", {self._failed} failed" if self._failed else ""
+        counts = f"{self._over}/{self._total}, {max(0, self._due - self._over)} in flight{failed}"
+        return f"{self._title}: {counts}, {self._tokens / seconds:.0f} tokens/s, {seconds:.0f} s"
 
     async def _tick(self) -> None:
+        terminal = self._out.isatty()
         while True:
-            await asyncio.sleep(TERMINAL_SECONDS if self._terminal else PLAIN_SECONDS)
-            if self._terminal:
-                filled = BAR * self._over // max(1, self._total)
-                self._write(f"\r\x1b[K[{'#' * filled}{'.' * (BAR - filled)}] {self.line()}")
-            else:
-                self._write(f"{self.line()}\n")
+            await asyncio.sleep(TERMINAL_SECONDS if terminal else PLAIN_SECONDS)
+            self._write(f"\r\x1b[K{self.line()}" if terminal else f"{self.line()}\n")
 
     def _write(self, text: str) -> None:
         with contextlib.suppress(BrokenPipeError):  # a closed pipe must not stop the run
             self._out.write(text)
             self._out.flush()
-
-
-def _mean(seconds: deque[float]) -> float:
-    return sum(seconds) / len(seconds) * 1000

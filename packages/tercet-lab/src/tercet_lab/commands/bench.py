@@ -316,7 +316,7 @@ def serve(config: ServeConfig, result: Path | None, records: Path | None) -> Non
 
     Examples:
     - `tercet bench serve --request-rate 0.5,1,2 --num-prompts 50 --workload sonnet,input_len=512,output_len=64`
-    - `tercet bench serve --arrival closed --concurrency 1,4,16 --endpoint chat --goodput ttft:500,tpot:50`
+    - `tercet bench serve --arrival closed --concurrency 1,4,16 --goodput ttft:500,tpot:50`
     - `tercet bench serve --arrival trace --workload mooncake,path=trace.jsonl,max_input_len=4000`
     - `tercet bench serve --request-rate 2 --workload sonnet,input_len=3000 --workload sonnet,output_len=400`
     """
@@ -409,9 +409,6 @@ def _measure_and_report(
         outcome, asked = runner.run(_measure(config, contenders, cells_of))
     if records is not None:
         _write_records(config, outcome.points, records)
-    if not config.save_detailed:
-        bare = tuple(msgspec.structs.replace(point, records=()) for point in outcome.points)
-        outcome = msgspec.structs.replace(outcome, points=bare)
     save_result(outcome, file)
     if outcome.ratios:
         say("\n" + ratio_table(outcome.ratios))
