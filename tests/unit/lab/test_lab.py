@@ -181,7 +181,11 @@ def test_a_planner_may_be_a_function_and_takes_its_objectives_from_the_slo() -> 
     planner = lab.Planner(one_more, interval=2.0, most=3, start_time=1)
     work = lab.Poisson(rate=10, requests=100, input=200, output=10)
     run = lab.simulate("disaggregated", "1P1D", work, slo=lab.Slo(ttft=1.0, tpot=0.1), planner=planner)
-    assert [(row["plan"], row["reason"]) for row in run.plans.rows()] == [("1P2D", "it was asked")]
+    changes = [row for row in run.plans.rows() if row["started"] or row["flipped"] or row["stopped"]]
+    assert [(row["plan"], row["reason"]) for row in changes] == [("1P2D", "it was asked")]
+    assert len(run.plans) == run.point.planned.decisions > 3
+    assert {row["expected"] for row in run.plans.rows()} == {None}, "this policy does not tell"
+    assert run.plans["came"].tolist() == [1.0] * len(run.plans), "lenient limits"
     assert 2 * max(run.requests["ended"]) / 3600 < run.engine_hours < 3 * max(run.requests["ended"]) / 3600
 
 

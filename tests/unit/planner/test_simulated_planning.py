@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from pathlib import Path
 
@@ -121,3 +122,28 @@ def test_with_scarce_memory_and_lost_transfers_a_planned_run_ends() -> None:
     assert planned is not None
     assert 0 < planned.simulations <= planned.decisions * (2 + MOST_SIMULATIONS + MOST_CLIMBED)
     assert 0 < planned.simulated_requests <= planned.simulations * MOST_REQUESTS
+
+
+@pytest.mark.slow
+def test_all_plans_have_what_they_expected_and_what_came() -> None:
+    planning = PlannerSettings(fewest=2, most=3, start_s=5, interval_s=5.0)
+    moving = MovingSettings(objectives=OBJECTIVES, planner="simulate", planning=planning)
+    heavy = SyntheticWorkload(rate=12.0, requests=700, input_mean=3000, output_mean=10)
+    fleet = Fleet("1P1D", profile="llama-3.1-8b-h100-tp1")
+    run = Experiment(program="disaggregated", fleet=fleet, work=heavy, moves=moving).run()
+    assert run.point is not None
+    assert run.point.planned is not None
+    plans = list(run.plans.rows())
+    assert run.point.planned.decisions <= len(plans), "the guard's changes come too"
+    told = [row for row in plans if row["expected"] is not None]
+    assert len(told) > 5
+    assert all(0 <= row["expected"] <= 1 for row in told)
+    ended = [(row["ended"], row["met_slo"]) for row in run.requests.rows()]
+    compared = 0
+    by_plan = [row for row in plans if not row["reason"].startswith("guard: ")]
+    for row, following in itertools.pairwise(by_plan):
+        since = [met for at, met in ended if row["at"] < at <= following["at"]]
+        if row["came"] is not None and since and row["plan"] == following["plan"]:
+            assert row["came"] == pytest.approx(sum(since) / len(since), abs=1 / len(since))
+            compared += 1
+    assert compared > 5

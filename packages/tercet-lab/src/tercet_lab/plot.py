@@ -379,7 +379,8 @@ def timeline(
     (found,) = runs_of(run).popitem()[1]
     if not 0 < every < math.inf:
         raise BadRequest(f"every: is {every:g}, and must be a positive number of seconds", "every")
-    requests, engines = found.requests, found.engines
+    requests, engines, plans = found.requests, found.engines, found.plans
+    changed = plans["at"][plans["flipped"] + plans["started"] + plans["stopped"] > 0]
     with _figure(file, width, height or 3.2, title) as drawn:
         rows: Any = drawn.canvas.subplots(2 + bool(len(engines)), 1, sharex=True)
         colors = drawn.palette.series
@@ -397,7 +398,7 @@ def timeline(
             rows[-1].plot(moved, np.full(len(moved), 1.0), "|", color=drawn.palette.ink, markersize=4,
                           transform=rows[-1].get_xaxis_transform(), clip_on=False)  # fmt: skip
         for axis in rows:
-            for at in found.plans["at"].tolist():
+            for at in changed.tolist():
                 axis.axvline(at, color=drawn.palette.faint, linewidth=0.7, linestyle=":")
         rows[-1].set_xlabel("time, s")
     return drawn.canvas

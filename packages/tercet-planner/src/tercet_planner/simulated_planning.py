@@ -34,7 +34,7 @@ from tercet_lab.bench.simulated.scenario import (
 from tercet_lab.bench.simulated.virtual_run import FleetSample, PaidTime, PlannedChange, PlannedRun
 from tercet_lab.planner_settings import PlannerSettings
 from tercet_lab.sim import EngineOptions, SimEngine, load_profile, options_from
-from tercet_planner.planner import Planner, change_to
+from tercet_planner.planner import FleetChange, Planner, change_to
 from tercet_planner.policies import FleetSimulator, load_policy
 
 GUARD_S = 0.5
@@ -60,7 +60,7 @@ class VirtualPlanner:
         self._seen = service.remember(SeenRequests(settings.window_s, objectives, service.fleet.costs.clock))
         self._compared, self._sampled = (0, 0), (0, 0, 0)
         self._state: dict[str, State] = dict.fromkeys(engines, "serving")
-        self._changes: list[PlannedChange] = []
+        self._plans: list[PlannedChange] = []
         self._samples: list[FleetSample] = []
         self._decisions = 0
         self._plan_at = policy.pause_s(settings.interval_s) if isinstance(policy, Planner) else settings.interval_s
@@ -97,13 +97,21 @@ class VirtualPlanner:
 
     def _plan(self) -> None:
         self._decisions += 1
-        policy, pause = self._policy, self._settings.interval_s
+        policy, pause, observed = self._policy, self._settings.interval_s, self._observed(to_plan=True)
+        self._plans = self._compared_with(observed.plan, observed.came)
+        self._compared = (self._seen.ended, self._seen.met)
         if isinstance(policy, Planner):
-            self._carry_out(policy.plan(self._observed(to_plan=True)))
+            self._carry_out(policy.plan(observed))
             pause = policy.pause_s(pause)
         else:
-            self._carry_out(policy(self._observed(to_plan=True)))
+            self._carry_out(policy(observed))
         self._plan_at += pause
+
+    def _compared_with(self, present: FleetPlan, came: float | None) -> list[PlannedChange]:
+        """Return the plans, the last one with the share that came, if it is the ``present`` one."""
+        if not self._plans or self._plans[-1].plan != str(present):
+            return self._plans
+        return [*self._plans[:-1], msgspec.structs.replace(self._plans[-1], came=came)]
 
     def _observed(self, to_plan: bool) -> Observed:
         now, engines = self._now(), self._present()
@@ -121,8 +129,7 @@ class VirtualPlanner:
 
     def _came(self) -> float | None:
         """Return the share of requests within the objectives since the last plan; None if no request ended."""
-        before, self._compared = self._compared, (self._seen.ended, self._seen.met)
-        ended, met = self._seen.ended - before[0], self._seen.met - before[1]
+        ended, met = self._seen.ended - self._compared[0], self._seen.met - self._compared[1]
         return met / ended if ended else None
 
     def _present(self) -> list[ObservedEngine]:
@@ -135,10 +142,15 @@ class VirtualPlanner:
     # ---- acting ----------------------------------------------------------------------------------------------
 
     def _carry_out(self, wanted: WantedPlan) -> None:
-        present = self._present()
+        present, done = self._present(), (0, 0, 0)
         change = change_to(wanted.plan, present)
-        if not change or not self._limits.allow(wanted.plan):
-            return
+        if change and self._limits.allow(wanted.plan):
+            done = self._change(change)
+        expected = None if wanted.expected is None else wanted.expected.attainment
+        self._plans.append(PlannedChange(self._now(), str(wanted.plan), *done, wanted.reason, expected))
+
+    def _change(self, change: FleetChange) -> tuple[int, int, int]:
+        """Return the numbers of engines that changed their role, were started and were stopped."""
         for name, role in change.flips:
             self._fleet.member(name).role = role
         off = [name for name, state in self._state.items() if state == "off"]
@@ -147,8 +159,7 @@ class VirtualPlanner:
             self._start(name, role)
         for name in change.stops:
             self._stop(name)
-        self._changes.append(PlannedChange(self._now(), str(wanted.plan), len(change.flips), len(started),
-                                           len(change.stops), wanted.reason))  # fmt: skip
+        return len(change.flips), len(started), len(change.stops)
 
     def _start(self, name: str, role: Role) -> None:
         self._fleet.member(name).role = role
@@ -203,7 +214,7 @@ class VirtualPlanner:
     def result(self, end: float, simulated_requests: int = 0) -> PlannedRun:
         """Return the changes, samples and costs of a run that ended at the second ``end``."""
         return PlannedRun(
-            changes=tuple(self._changes),
+            plans=tuple(self._compared_with(_counted(self._present()), self._came())),
             samples=tuple(self._samples),
             engine_seconds=self._paid.seconds(end),
             decisions=self._decisions,

@@ -414,13 +414,15 @@ def _item(item: Any) -> str:
 
 PLAN_COLUMNS: Mapping[str, Kind] = {
     "at": "time", "plan": "text", "flipped": "count", "started": "count", "stopped": "count", "reason": "text",
+    "expected": "time", "came": "time",
 }  # fmt: skip
 
 
 def _plans_of(point: SimulatedPoint) -> Table:
     found = Table(PLAN_COLUMNS)
-    for each in () if point.planned is None else point.planned.changes:
-        found.append(each.at, each.plan, each.flipped, each.started, each.stopped, each.reason)
+    for each in () if point.planned is None else point.planned.plans:
+        shares = (math.nan if share is None else share for share in (each.expected, each.came))
+        found.append(each.at, each.plan, each.flipped, each.started, each.stopped, each.reason, *shares)
     return found
 
 
@@ -430,7 +432,8 @@ class Run:
 
     - ``requests``: one row for each request (:class:`~tercet_lab.tables.Requests`).
     - ``engines``: the load of each engine over time, if ``record`` asked for it. ``moves``: one row for each move.
-      ``plans``: one row for each change by a planner. They are empty for a measured run.
+      ``plans``: one row for each plan of a planner, with the share of requests within the objectives that it
+      ``expected``, and that ``came`` until the next plan. They are empty for a measured run.
     - ``slo``: the limits in seconds that ``attainment`` and ``goodput`` use; None without limits.
     - ``engine_hours``: the time for which engines were paid; NaN for a measured run.
     - ``experiment``: what was simulated, or None; ``point``: the values of ``tercet sim``, or None; ``about``: what was

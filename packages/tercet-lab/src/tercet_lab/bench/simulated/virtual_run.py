@@ -52,9 +52,11 @@ from tercet_lab.tables import Requests, Table
 
 
 class PlannedChange(msgspec.Struct, frozen=True):
-    """One change by a planner, ``at`` a time of the run in seconds: the new plan, its effects and its reason.
+    """One plan of a planner, ``at`` a time of the run in seconds: the wanted fleet, what was done, and the reason.
 
-    ``flipped``, ``started`` and ``stopped`` are numbers of engines.
+    ``flipped``, ``started`` and ``stopped`` are numbers of engines. ``expected`` is the share of requests that the
+    planner expected within the objectives, ``came`` the share that ended within them until the next plan; None if the
+    planner did not tell, no request ended, or another plan came between.
     """
 
     at: float
@@ -63,6 +65,8 @@ class PlannedChange(msgspec.Struct, frozen=True):
     started: int
     stopped: int
     reason: str
+    expected: float | None = None
+    came: float | None = None
 
 
 class FleetSample(msgspec.Struct, frozen=True):
@@ -84,18 +88,23 @@ class FleetSample(msgspec.Struct, frozen=True):
 
 
 class PlannedRun(msgspec.Struct, frozen=True, kw_only=True):
-    """The results of a planner in a run.
+    """The results of a planner in a run: its ``plans``, those that changed nothing included.
 
     ``engine_seconds`` is the cost of the engines, from the order to start each one to its end. For its ``decisions``,
     the planner ran ``simulations`` with ``simulated_requests`` requests in total.
     """
 
-    changes: tuple[PlannedChange, ...] = ()
+    plans: tuple[PlannedChange, ...] = ()
     samples: tuple[FleetSample, ...] = ()
     engine_seconds: float = 0.0
     decisions: int = 0
     simulations: int = 0
     simulated_requests: int = 0
+
+    @property
+    def changes(self) -> list[PlannedChange]:
+        """The plans that changed the fleet."""
+        return [each for each in self.plans if each.flipped or each.started or each.stopped]
 
     @property
     def flips(self) -> int:
