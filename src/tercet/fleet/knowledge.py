@@ -234,6 +234,11 @@ class FleetKnowledge:
                 for index in indexes.values():
                     index.remove(row, blocks)
 
+    @property
+    def on_any_tier(self) -> Mapping[int, StoredBlocks]:
+        """The blocks on any tier of the engines that have reported a lower one, by block size."""
+        return self._down_to[LOWER[-1]]
+
     def matched_by_tier(self, block_size: int, hashes: Sequence[int]) -> Mapping[str, Integers]:
         device = self.stored[block_size].matched(hashes)
         found, so_far = {DEVICE: device}, device

@@ -18,6 +18,7 @@ from tercet.decisions.scheduling.scorers import home_of
 from tercet.decisions.sessions import SessionTable, session_named
 from tercet.fleet.adapters import has, wanted_by
 from tercet.fleet.knowledge import FleetKnowledge
+from tercet.fleet.prefix_index import Holders
 from tercet.protocol import (
     AdapterReport,
     BadRequest,
@@ -32,6 +33,7 @@ from tercet.protocol import (
     WithoutRole,
     may_exchange_kv,
 )
+from tercet.protocol.names import STORE
 
 ROUTED_BLOCK, ROUTED_CAPACITY = 64, 31_250
 """Tokens of a block and blocks of an engine in the history for routes; the prefix-cache scorer's defaults."""
@@ -55,7 +57,7 @@ class Picking(Generic[ViewT]):
     without_role: WithoutRole = "serve"  # while no engine of a role answers: serve by another role, or refuse
     # The fleet's LoRA adapters by name. A request is never sent to an engine without its adapter.
     adapters: Mapping[str, AdapterReport] = field(default_factory=dict[str, AdapterReport])
-    leaving: Sequence[ViewT] = ()  # engines that may not be picked: drained, stopping or paused
+    leaving: Sequence[ViewT] = ()  # engines that may not be picked: drained, stopping, paused or warming
     explanation: tuple[SchedulingProfile, Decision, int] | None = None  # of the last pick; None if it was by turns
     sessions: SessionTable | None = None  # sessions that each stay on one engine; None if they are not used
     is_by_session: bool = False  # whether the last pick followed a session
@@ -247,18 +249,28 @@ class Picking(Generic[ViewT]):
         """Return the estimated number of the prompt's tokens in each engine's cache; engines without any are left out.
 
         The estimate uses the engines' reports; without any, the prompts that were routed to each engine. ``by_reports``
-        starts the reports.
+        starts the reports. Of an engine only its device counts, of a store all tiers.
         """
         stored = self.knowledge.stored if by_reports else self.knowledge.indexes
-        found = np.zeros(self.knowledge.loads.size, dtype=np.int64)
-        for size, index in stored.items():
-            found = np.maximum(found, size * index.matched(block_hashes(request, size)))
+        on_device = self._longest(request, stored)
         if not stored:
             history = self.knowledge.routed(ROUTED_BLOCK, ROUTED_CAPACITY)
-            found = ROUTED_BLOCK * history.matched(block_hashes(request, ROUTED_BLOCK))
-        tokens = found.tolist()
+            on_device = self._longest(request, {ROUTED_BLOCK: history})
+        anywhere = on_device
+        if any(view.role == STORE for view in views):
+            anywhere = np.maximum(on_device, self._longest(request, self.knowledge.on_any_tier))
         rows = self.knowledge.rows([view.name for view in views]).tolist()
-        return {view.name: tokens[row] for view, row in zip(views, rows, strict=True) if tokens[row]}
+        found = {
+            view.name: int((anywhere if view.role == STORE else on_device)[row])
+            for view, row in zip(views, rows, strict=True)
+        }
+        return {name: tokens for name, tokens in found.items() if tokens}
+
+    def _longest(self, request: Request, indexes: Mapping[int, Holders]) -> Integers:
+        found = np.zeros(self.knowledge.loads.size, dtype=np.int64)
+        for size, index in indexes.items():
+            found = np.maximum(found, size * index.matched(block_hashes(request, size)))
+        return found
 
     def note_routed(self, request: Request, names: Sequence[str]) -> None:
         """Record that these engines will have the prompt in their cache; names without a row are ignored."""

@@ -11,6 +11,7 @@ import asyncio
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from itertools import starmap
 from typing import Any
 
 import msgspec
@@ -30,9 +31,9 @@ Event = BlockStored | BlockRemoved | AllBlocksCleared
 
 
 class Announcer:
-    """The publisher of a store's events at ``host``; ``held`` returns the contents of all blocks that it has."""
+    """The publisher of a store's events at ``host``; ``held`` returns all blocks that it has, each with its medium."""
 
-    def __init__(self, host: str, block_size: int, held: Callable[[], Iterable[BlockContent]]) -> None:
+    def __init__(self, host: str, block_size: int, held: Callable[[], Iterable[tuple[BlockContent, str]]]) -> None:
         self._block_size, self._held = block_size, held
         self._next = 0
         self._recent: deque[tuple[int, bytes]] = deque(maxlen=KEPT_BATCHES)
@@ -49,13 +50,13 @@ class Announcer:
         """Answer those who have missed batches."""
         self._tasks.keep(self._repeat, "replay of KV events")
 
-    def stored(self, content: BlockContent) -> None:
-        """Publish soon that the store holds a block."""
-        self._soon(self._stored(content))
+    def stored(self, content: BlockContent, medium: str) -> None:
+        """Publish soon that the store holds a block on a medium."""
+        self._soon(self._stored(content, medium))
 
-    def removed(self, name: bytes) -> None:
-        """Publish soon that the store does not hold a block any more."""
-        self._soon(BlockRemoved([name]))
+    def removed(self, name: bytes, medium: str) -> None:
+        """Publish soon that the store does not hold a block on a medium any more."""
+        self._soon(BlockRemoved([name], medium=medium))
 
     def _soon(self, event: Event) -> None:
         if not self._events:
@@ -87,16 +88,16 @@ class Announcer:
         self._publish()
         if first and first >= self._next - len(self._recent):
             return [each for each in self._recent if each[0] >= first]
-        events: list[Event] = [AllBlocksCleared(), *map(self._stored, self._held())]
+        events: list[Event] = [AllBlocksCleared(), *starmap(self._stored, self._held())]
         return [(self._number(_encoded([])), _encoded(some)) for some in _batches(events)]
 
-    def _stored(self, content: BlockContent) -> BlockStored:
+    def _stored(self, content: BlockContent, medium: str) -> BlockStored:
         keys: list[Any] = [list(each) for each in content.features]
         if content.salt is not None:
             keys.append(content.salt)
         return BlockStored(
             [content.name], content.parent, list(unpacked(content.tokens)), self._block_size,
-            lora_name=content.adapter, extra_keys=[keys or None],
+            lora_name=content.adapter, extra_keys=[keys or None], medium=medium,
         )  # fmt: skip
 
     async def close(self) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -41,6 +41,8 @@ evicted = Counter("tercet_store_evicted_blocks", "Blocks that made room for othe
 damaged = Counter("tercet_store_damaged_blocks", "Blocks whose file was not what was written; they were deleted.")
 unwritten = Counter("tercet_store_unwritten_blocks", "Blocks that were not written to disk: it is slow, full or gone.")
 MEMORY, DISK = "memory", "disk"
+TIERS = {MEMORY: "cpu", DISK: "storage"}
+"""The names of media in KV events."""
 
 
 @dataclass
@@ -59,14 +61,15 @@ class HeldLease:
 class StoreBlocks:
     """A :class:`~tercet.engine.interface.SchedulerHalf` over the ranks' ``regions``, each of as many blocks.
 
-    ``on_stored`` gets the contents of each block that the store holds from now on, ``on_removed`` the name of each that
-    it does not hold any more. Without a ``folder`` nothing is kept on disk, else at most ``disk_bytes``.
+    ``on_stored`` gets the contents of each block that a medium has from now on, ``on_removed`` the name of each that it
+    does not have any more; both get the medium's tier. Without a ``folder`` nothing is kept on disk, else at most
+    ``disk_bytes``.
     """
 
     def __init__(
         self, regions: Sequence[KVRegion], block_size: int, folder: DiskFolder | None = None, disk_bytes: int = 0,
-        on_stored: Callable[[BlockContent], object] = lambda _: None,
-        on_removed: Callable[[bytes], object] = lambda _: None,
+        on_stored: Callable[[BlockContent, str], object] = lambda content, tier: None,
+        on_removed: Callable[[bytes, str], object] = lambda name, tier: None,
     ) -> None:  # fmt: skip
         self._regions = regions
         self._size = block_size
@@ -171,8 +174,8 @@ class StoreBlocks:
         if content.name not in self.held:
             self.held[content.name] = content
             stored.inc()
-            self.on_stored(content)
-        if self.folder is not None and self.folder.file(content.name) not in self.disk:
+        self.on_stored(content, TIERS[MEMORY])
+        if self.folder is not None and not self._is_on_disk(content.name):
             self._to_write[content.name] = None
             if len(self._to_write) > WRITES_WAITING:
                 self._to_write.popitem(last=False)
@@ -182,13 +185,25 @@ class StoreBlocks:
     def _evicted(self, name: bytes) -> None:
         evicted.labels(MEMORY).inc()
         self._to_write.pop(name, None)
-        self._forget(name)
+        self._forget(name, MEMORY)
 
-    def _forget(self, name: bytes) -> None:
-        """Forget a block that neither memory nor disk has any more."""
-        on_disk = self.folder is not None and self.folder.file(name) in self.disk
-        if name not in self.pool and not on_disk and self.held.pop(name, None) is not None:
-            self.on_removed(name)
+    def _forget(self, name: bytes, medium: str) -> None:
+        """Forget a block that a medium does not have any more, for good if neither memory nor disk has it."""
+        if name in self.held:
+            self.on_removed(name, TIERS[medium])
+        if name not in self.pool and not self._is_on_disk(name):
+            self.held.pop(name, None)
+
+    def _is_on_disk(self, name: bytes) -> bool:
+        return self.folder is not None and self.folder.file(name) in self.disk
+
+    def held_by_tier(self) -> Iterator[tuple[BlockContent, str]]:
+        """Yield the contents of each block, with each tier that has it."""
+        for name, content in self.held.items():
+            if name in self.pool:
+                yield content, TIERS[MEMORY]
+            if self._is_on_disk(name):
+                yield content, TIERS[DISK]
 
     # ---- sends -------------------------------------------------------------------------------------------------------
 
@@ -276,11 +291,13 @@ class StoreBlocks:
             return
         if not good:
             damaged.inc()
+        if not good and file in self.disk:
             self.disk.remove(file)
-            self._forget(content.name)
+            self._forget(content.name, DISK)
         if good and content.name not in self.pool:
             self.pool.enter(slot, content.name)
             self.pool.unpin([slot])
+            self.on_stored(content, TIERS[MEMORY])
         else:
             self.pool.give_back([slot])
 
@@ -309,6 +326,8 @@ class StoreBlocks:
             self._failures.tell(error)
         else:
             self._failures.works()
+            if file not in self.disk:
+                self.on_stored(content, TIERS[DISK])
             self.disk.add(file, size)
         finally:
             self._writing = 0
@@ -318,7 +337,7 @@ class StoreBlocks:
         gone = self.disk.make_room(size)
         for file in gone or ():
             evicted.labels(DISK).inc()
-            self._forget(bytes.fromhex(file.rpartition("/")[2]))
+            self._forget(bytes.fromhex(file.rpartition("/")[2]), DISK)
         return gone
 
     def _parts(self, slot: int) -> list[memoryview]:

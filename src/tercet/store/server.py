@@ -362,7 +362,7 @@ async def serving(
         blocks = StoreBlocks(regions, layout.block_size, folder, config.disk_size)
         stack.push_async_callback(blocks.close)
         await asyncio.to_thread(blocks.scan)
-        announcer = Announcer(config.host, layout.block_size, blocks.held.values)
+        announcer = Announcer(config.host, layout.block_size, blocks.held_by_tier)
         stack.push_async_callback(announcer.close)
         blocks.on_stored, blocks.on_removed = announcer.stored, announcer.removed
         blocks.start()

@@ -277,7 +277,7 @@ def matched(knowledge: FleetKnowledge, name: str, prompt: list[int], salt: str |
     sought = request(prompt, salt)
     found = [
         size * int(index.matched(block_hashes(sought, size))[knowledge.loads.row(name)])
-        for size, index in knowledge.indexes.items()
+        for size, index in knowledge.on_any_tier.items()
     ]
     return max(found, default=0)
 
