@@ -19,6 +19,7 @@ from tercet.router.observe.metrics import (
     KNOWN_HERE,
     SERVED,
     VLLMS,
+    HotContextMetrics,
     Metrics,
     SessionMetrics,
     WriteBehindMetrics,
@@ -92,6 +93,7 @@ def metrics_page() -> str:
                     *declared_by(vars(Metrics())),
                     *declared_by(vars(SessionMetrics())),
                     *declared_by(vars(WriteBehindMetrics())),
+                    *declared_by(vars(HotContextMetrics())),
                     *collected(EngineCollector(_fleet()).collect()),
                     *_served(),
                 ]

@@ -265,6 +265,8 @@ ENGINE_RESTARTED = LogEvent("engine_restarted", WARNING, "{engine} restarted, it
 ENGINE_LOST = LogEvent("engine_lost", ERROR, "{engine} is not picked until it answers again: {reason}")
 ENGINE_REFUSED = LogEvent("engine_refused", ERROR, "{engine} is not picked: {reason}")
 ENGINE_BACK = LogEvent("engine_back", WARNING, "{engine} is picked again: {reason}")
+ENGINE_WARM = LogEvent("engine_warm", INFO, "{engine} is picked from now on, it has got {contexts} contexts: {reason}")
+CONTEXTS_KEPT = LogEvent("contexts_kept", INFO, "{engine} leaves, {contexts} of its contexts went to {to}: {reason}")
 STREAM_FALLBACK = LogEvent(
     "stream_fallback", WARNING, "{engine} sends server-sent events instead of a token stream: {reason}"
 )

@@ -212,8 +212,8 @@ class EngineFleet:
         # Get each move that an engine proposes and each report, with the engine's name.
         self.on_proposal: Callable[[str, MoveProposal], object] = lambda engine, proposal: None
         self.on_report: Callable[[str, EngineLoad], object] = lambda engine, load: None
-        # Gets each generation with its first output, unless it continues after output of another one.
-        self.on_answered: Callable[[Generation], object] = _ignored
+        # Each gets every generation with its first output, unless it continues after output of another one.
+        self.on_answered = list[Callable[[Generation], object]]()
         self.knowledge = FleetKnowledge(clock, stale_after)  # engines' reports and events, from their connections
         self.costs = Costs(clock, random)  # the observed cost of serving, and the work in flight
         self.hits = PrefixHits()

@@ -161,6 +161,7 @@ class EngineHealth:
         if member is not None:
             self.note_stopping(member, False)
             self.note_paused(member, "")
+            self._roster.when_started(member)
 
     def forget(self, name: str) -> None:
         self._liveness.forget(name)

@@ -110,6 +110,7 @@ class Member:
     # False when a call gets no answer or the engine is stuck, and true again when the watch finds the engine well.
     reachable: bool = True
     draining: bool = False  # set by its operator, as are its labels
+    warming: bool = False  # it started, and gets the fleet's most wanted contexts before it is picked
     when_idle: Callable[[], None] | None = None  # called each time its last sequence ends
     labels: Mapping[str, str] = field(default_factory=dict[str, str])
     in_flight_tokens: int = 0  # prompt tokens of the sequences that were picked with their request
@@ -140,7 +141,7 @@ class Member:
     @property
     def is_open(self) -> bool:
         """True if the engine may be picked, provided that it answers."""
-        return not self.leaving and self.paused == ""
+        return not self.leaving and not self.warming and self.paused == ""
 
     @property
     def leaving(self) -> bool:
@@ -193,7 +194,9 @@ class Counted:
 class Roster:
     """A fleet's members; it updates the columns in ``knowledge`` and ``picking`` when a member changes.
 
-    ``open`` are the members that may be picked now. The list changes in place, and then ``when_reopened`` is called.
+    ``open`` are the members that may be picked now. The list changes in place, and then each of ``when_reopened`` is
+    called. ``when_started`` is called with an engine that this process meets for the first time or after a restart,
+    before it may be picked.
     """
 
     def __init__(self, members: Sequence[Member], knowledge: FleetKnowledge, picking: Picking[Member]) -> None:
@@ -201,7 +204,8 @@ class Roster:
         self._members = {member.name: member for member in members}
         self._knowledge = knowledge
         self._picking = picking
-        self.when_reopened: Callable[[], object] = lambda: None
+        self.when_reopened = list[Callable[[], object]]()
+        self.when_started: Callable[[Member], object] = lambda _: None
         for member in members:
             self._follow(member)
         self.reopen()
@@ -247,7 +251,8 @@ class Roster:
         engines = [member for member in self._members.values() if not member.is_store]
         self.open[:] = [member for member in engines if member.is_open]
         self._picking.reopen(self.open, [member for member in engines if not member.is_open])
-        self.when_reopened()
+        for call in self.when_reopened:
+            call()
 
     def _follow(self, member: Member) -> None:
         self._knowledge.add(member.name)

@@ -433,8 +433,11 @@ class Membership:
         if member.revision != status.revision:
             member.revision = status.revision
         if member.incarnation != status.incarnation:
-            member.restarts += member.incarnation != ""
+            first = not member.incarnation
+            member.restarts += not first
             member.incarnation, member.since = status.incarnation, time.time()
+            if first:  # a restart is noticed by the connection
+                self._fleet.roster.when_started(member)
         self._fleet.adapters.reported(member, status)
         try:
             require_role(status, member.role)

@@ -307,7 +307,8 @@ class Generation:
                 self.engine.found(event)
                 self.engine.note(event, self._call)
             if not self.tokens:
-                self.engine.view.fleet.on_answered(self)
+                for call in self.engine.view.fleet.on_answered:
+                    call(self)
         self.tokens += output.token_ids
 
     def on_end(self, error: BaseException | None) -> None:

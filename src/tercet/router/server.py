@@ -34,10 +34,11 @@ from tercet.router import admin
 from tercet.router.admin.admin_routes import json_answer
 from tercet.router.admin.admin_server import CLOSE_SECONDS, QuietServer, admin_served, tls_options
 from tercet.router.batches.batch_routes import Batches
-from tercet.router.observe.metrics import Metrics, SessionMetrics, WriteBehindMetrics
+from tercet.router.observe.metrics import HotContextMetrics, Metrics, SessionMetrics, WriteBehindMetrics
 from tercet.router.observe.request_traces import RequestTrace, RequestTraces, spans_of
 from tercet.router.pooling import PoolingServers
 from tercet.router.router_app import RouterApp, put_layers_before
+from tercet.router.serve.hot_contexts import HotContexts
 from tercet.router.serve.moves import Rescheduler
 from tercet.router.serve.routing import NamedFiles
 from tercet.router.serve.service import Service
@@ -244,6 +245,9 @@ class _Router:
             self.background.spawn(state.role_keeper.run(), "roles")
         keep(Rescheduler(service.fleet, service.sequences, service.moves, policies).run, "rescheduler")
         keep(WriteBehind(service.fleet, WriteBehindMetrics()).run, "write-behind")
+        if config.warm_start_s:
+            hot = HotContexts(service.fleet, HotContextMetrics(), config.warm_start_s, config.workers)
+            self.background.spawn(hot.run(), "hot contexts")
         if config.sessions.on:
             service.sessions = sessions = Sessions(
                 service.fleet, config.sessions, SessionMetrics(), file=self._session_file

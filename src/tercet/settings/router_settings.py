@@ -233,6 +233,15 @@ class RouterSettings(Settings, frozen=True):
             panel=FAILURES,
         ),
     ] = msgspec.field(default=5.0, name="stuck-after")
+    warm_start_s: Annotated[
+        Annotated[float, Meta(ge=0, le=1_000_000_000)],
+        Setting(
+            "Longest time in which an engine that starts gets the most wanted contexts before it is picked, and in "
+            "which one that leaves passes them on; 0: never.",
+            unit="seconds",
+            panel=PLACEMENT,
+        ),
+    ] = msgspec.field(default=5.0, name="warm-start")
     # Longest wait of a sequence for an engine when none answers; then it is retried. An engine restarts within it.
     wait_for_engine_s: Annotated[float, Meta(ge=0, le=1_000_000_000)] = 30.0
     without_role: Annotated[

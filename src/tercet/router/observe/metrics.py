@@ -372,6 +372,26 @@ class WriteBehindMetrics:
         self._tokens.inc(tokens)
 
 
+CopyReason = Literal["start", "drain"]
+
+
+class HotContextMetrics:
+    """The metrics of the most wanted contexts that one router process has copied."""
+
+    def __init__(self) -> None:
+        self._copies = Counter(
+            "tercet_hot_contexts",
+            "Copies of the most wanted contexts, at an engine's `start` to it, at its `drain` from it: `copied`, "
+            "`held` there before, `gone` from the source, `failed`.",
+            ["at", "outcome"],
+        )
+        self._tokens = Counter("tercet_hot_context_tokens", "Tokens of these copies.", ["at"])
+
+    def ended(self, at: CopyReason, outcome: CopyOutcome, tokens: int = 0) -> None:
+        self._copies.labels(at, outcome).inc()
+        self._tokens.labels(at).inc(tokens)
+
+
 class SessionMetrics:
     """The metrics of the sessions of one router process."""
 

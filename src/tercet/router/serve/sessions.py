@@ -92,7 +92,7 @@ class Sessions:
         self._belonged: dict[str, str | None] = {}
         self._answered: dict[str, bool] = {}
         self._wake = asyncio.Event()
-        fleet.roster.when_reopened = self._wake.set
+        fleet.roster.when_reopened.append(self._wake.set)
 
     async def run(self) -> None:
         """Check the engines at intervals, and at once when an engine begins to leave, until cancelled."""

@@ -33,7 +33,7 @@ class WriteBehind:
         self._fleet, self._metrics = fleet, metrics
         self._waiting: deque[tuple[Request, str, Member]] = deque()
         self._more = asyncio.Event()
-        fleet.on_answered = self.answered
+        fleet.on_answered.append(self.answered)
 
     async def run(self) -> None:
         """Copy prompts, one after the other, until cancelled."""
@@ -48,30 +48,16 @@ class WriteBehind:
         request, engine = generation.request, self._fleet.roster.get(generation.engine.name)
         if engine is None or engine.leaving or (request.adapter is not None and not request.adapter_digest):
             return
-        store = self._store_for(request, engine)
-        if store is None:
+        stores = stores_for(self._fleet, request, engine)
+        if not stores:
             return
         if len(self._waiting) >= MOST_WAITING:
             self._metrics.ended("dropped")
             return
         features = tuple(each.without_data() for each in request.mm_features)
         copied = replace(request, seq_id=f"{request.seq_id}-copy", mm_features=features, sampling_params={})
-        self._waiting.append((copied, engine.name, store))
+        self._waiting.append((copied, engine.name, stores[0]))
         self._more.set()
-
-    def _store_for(self, request: Request, engine: Member) -> Member | None:
-        """Return the store that keeps prompts with this beginning; None if there is none, or the prompt is short."""
-        stores = [member for member in self._fleet.members if self._fits(member, request, engine)]
-        if not stores:
-            return None
-        head = packed(request.prompt[:HEAD_TOKENS])
-        return max(stores, key=lambda each: zlib.crc32(head, zlib.crc32(each.name.encode())))
-
-    def _fits(self, store: Member, request: Request, engine: Member) -> bool:
-        if not store.is_store or not store.is_open or not store.reachable or store.revision.layout is None:
-            return False
-        long_enough = request.num_tokens >= store.revision.layout.block_size
-        return long_enough and not kv_obstacle(engine.revision, store.revision)
 
     async def _copy(self, request: Request, name: str, store: Member) -> None:
         engine = self._fleet.roster.get(name)
@@ -95,3 +81,22 @@ class WriteBehind:
             logger.debug("%s was not copied from %s to %s: %s", request.seq_id, name, store.name, error)
         finally:
             self._metrics.ended(outcome, tokens)
+
+
+def stores_for(fleet: EngineFleet, request: Request, engine: Member) -> list[Member]:
+    """Return the stores for a prompt that ``engine`` has, first the one that keeps prompts with this beginning.
+
+    There is none for a prompt that is shorter than a block.
+    """
+    stores = [member for member in fleet.members if _fits(member, request, engine)]
+    if not stores:
+        return []
+    head = packed(request.prompt[:HEAD_TOKENS])
+    return sorted(stores, key=lambda each: zlib.crc32(head, zlib.crc32(each.name.encode())), reverse=True)
+
+
+def _fits(store: Member, request: Request, engine: Member) -> bool:
+    if not store.is_store or not store.is_open or not store.reachable or store.revision.layout is None:
+        return False
+    long_enough = request.num_tokens >= store.revision.layout.block_size
+    return long_enough and not kv_obstacle(engine.revision, store.revision)

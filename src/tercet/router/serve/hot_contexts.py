@@ -1,0 +1,242 @@
+"""Hot contexts: an engine that leaves passes the most wanted on, and one that starts gets them before it is picked.
+
+::
+
+    drain, SIGTERM    engine ── contexts that no other has ──▶ store, or the engine with the most room
+    start, restart    store, or an engine that has them ─────▶ engine, which is not picked until that ends
+
+Which contexts these are, each process knows by the requests that it has served. Each engine has its own copies, one
+after the other, within ``seconds``; what fails is not repeated, and none of it is on the path of a request.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import uuid
+from collections.abc import AsyncGenerator
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
+
+from tercet.aio import TaskSet
+from tercet.decisions.contexts import CopyPlan, Wanted, WantedContexts
+from tercet.fleet import EngineFleet, Trace
+from tercet.fleet.members import Member, UntilLost
+from tercet.fleet.trace import Generation
+from tercet.logs import CONTEXTS_KEPT, ENGINE_WARM
+from tercet.protocol import EngineUnreachable, NoSpace, Request, TercetError, kv_obstacle
+from tercet.router.observe.metrics import CopyOutcome, CopyReason, HotContextMetrics
+from tercet.router.serve.write_behind import stores_for
+
+logger = logging.getLogger("tercet.router")
+SHARE = 0.5
+"""Share of an engine's KV that copies to it, or from it, may fill."""
+MOST_CONTEXTS = 512
+"""Contexts that a leaving engine is asked for: it may have few of them."""
+LOOK_SECONDS = 0.1
+
+
+class HotContexts:
+    """The copies of this router process, one of ``processes`` that share the fleet; 0 ``seconds`` are not allowed."""
+
+    def __init__(
+        self, fleet: EngineFleet, metrics: HotContextMetrics, seconds: float, processes: int = 1,
+        wanted: WantedContexts | None = None,
+    ) -> None:  # fmt: skip
+        self.wanted = WantedContexts() if wanted is None else wanted
+        self._fleet, self._metrics = fleet, metrics
+        self._seconds, self._processes = seconds, processes
+        self._clock = fleet.costs.clock
+        self._tasks = TaskSet()
+        self._warming: dict[str, asyncio.Task[None]] = {}
+        self._leaving: dict[str, asyncio.Task[None]] = {}
+        self._name, self._ids = f"hot-{uuid.uuid4().hex[:12]}", 0
+        fleet.on_answered.append(self.answered)
+        fleet.roster.when_started = self.started
+        fleet.roster.when_reopened.append(self.reopened)
+
+    async def run(self) -> None:
+        """Wait until cancelled, and end all copies then."""
+        try:
+            await asyncio.Event().wait()
+        finally:
+            await self._tasks.close()
+
+    def answered(self, generation: Generation) -> None:
+        """Count a prompt whose first token an engine has sent."""
+        request = generation.request
+        if len(self._fleet.members) > 1 and (request.adapter is None or request.adapter_digest):
+            self.wanted.asked(request, self._clock())
+            self._fleet.picking.note_routed(request, [generation.engine.name])
+
+    # ---- an engine that leaves -----------------------------------------------------------------------------------
+
+    def reopened(self) -> None:
+        """Begin the copies from engines that have begun to leave, and end those from engines that stay after all."""
+        leaving = {member.name: member for member in self._fleet.members if member.leaving and not member.is_store}
+        for name in self._leaving.keys() - leaving.keys():
+            self._leaving.pop(name).cancel()
+        for name, member in leaving.items():
+            if name not in self._leaving and self.wanted:
+                self._leaving[name] = self._tasks.spawn(self._pass_on(member), f"hot contexts of {name}")
+
+    async def _pass_on(self, member: Member) -> None:
+        plan, to, began = self._plan(member), set[str](), self._clock()
+        async with self._kept_from_ending(member):
+            for wanted in self.wanted.most_wanted(began)[:MOST_CONTEXTS]:
+                if plan.is_over(self._clock()) or not member.reachable:
+                    break
+                await asyncio.sleep(0)  # many may be held elsewhere
+                request = self.wanted.request(wanted, self._next_id())
+                if request is None:
+                    continue
+                held, places = self._held(request), self._places_for(request, member)
+                place = plan.destination(held.get(member.name, 0), held, list(places))
+                if place and await self._copy("drain", plan, request, member, places[place]) == "copied":
+                    to.add(place)
+        if plan.contexts:
+            said = f"{plan.tokens} tokens in {self._clock() - began:.1f} s"
+            CONTEXTS_KEPT.tell(engine=member.name, contexts=plan.contexts, to=", ".join(sorted(to)), reason=said)
+
+    @asynccontextmanager
+    async def _kept_from_ending(self, member: Member) -> AsyncGenerator[None]:
+        """Keep a leaving engine from counting as empty while entered, here and on the engine itself."""
+        async with AsyncExitStack() as kept:
+            kept.enter_context(self._fleet.traced(Trace()).engine(member.name))
+            with suppress(TercetError, TimeoutError):
+                async with asyncio.timeout(self._seconds / 2), UntilLost(member.calls):
+                    token = Request(seq_id=self._next_id(), prompt=(0,))
+                    await kept.enter_async_context(member.engine.prep_recv(token))
+            yield
+
+    def _places_for(self, request: Request, member: Member) -> dict[str, Member]:
+        """Return who may keep a context of a leaving engine: stores if there are any, or else engines by their room."""
+        if stores := stores_for(self._fleet, request, member):
+            return {each.name: each for each in stores}
+        engines = [
+            each
+            for each in self._fleet.open
+            if each.reachable and not kv_obstacle(member.revision, each.revision)
+            and (request.adapter is None or request.adapter in each.adapters)
+        ]  # fmt: skip
+        return {each.name: each for each in sorted(engines, key=self._usage)}
+
+    def _usage(self, member: Member) -> float:
+        last = self._fleet.knowledge.loads.last(member.name)
+        return 0.0 if last is None else last[0].kv_usage
+
+    # ---- an engine that starts -----------------------------------------------------------------------------------
+
+    def started(self, member: Member) -> None:
+        """Hold an engine back from picks, and begin the copies to it, if others serve meanwhile and have contexts."""
+        if member.is_store or not self.wanted or not self._others_serve(member) or not self._sources(member):
+            return
+        if (before := self._warming.get(member.name)) is not None:
+            before.cancel()
+        task = self._warming[member.name] = self._tasks.spawn(self._warm_up(member), f"warm start of {member.name}")
+        member.warming = True
+        self._fleet.roster.reopen()
+        task.add_done_callback(lambda ended: self._warm(member, ended))  # also if it never ran
+
+    def _warm(self, member: Member, ended: asyncio.Task[None]) -> None:
+        if self._warming.get(member.name) is ended:
+            del self._warming[member.name]
+            member.warming = False
+            self._fleet.roster.reopen()
+
+    async def _warm_up(self, member: Member) -> None:
+        plan, began = self._plan(member), self._clock()
+        getting = self._tasks.spawn(self._get_all(member, plan), f"contexts for {member.name}")
+        try:
+            while not getting.done() and self._may_wait(member):
+                await asyncio.wait({getting}, timeout=LOOK_SECONDS)
+        finally:
+            getting.cancel()
+            await asyncio.wait({getting})
+        said = f"{plan.tokens} tokens in {self._clock() - began:.1f} s"
+        ENGINE_WARM.tell(engine=member.name, contexts=plan.contexts, reason=said)
+
+    async def _get_all(self, member: Member, plan: CopyPlan) -> None:
+        tokens = int(SHARE * member.kv_tokens) // self._processes
+        for wanted in self.wanted.most_wanted(self._clock(), tokens):
+            if not await self._get(member, plan, wanted):
+                break
+
+    async def _get(self, member: Member, plan: CopyPlan, wanted: Wanted) -> bool:
+        """Have a context sent to an engine that starts; return False if no more should be tried."""
+        request = self.wanted.request(wanted, self._next_id())
+        while request is not None:
+            if plan.is_over(self._clock()):
+                return False
+            held = self._held(request)
+            sources = self._sources(member)
+            loads = {name: float(each.in_flight) for name, each in sources.items()}
+            others = {name: tokens for name, tokens in held.items() if name in sources}
+            stores = {name for name, each in sources.items() if each.is_store}
+            source = plan.source(held.get(member.name, 0), wanted.end, others, stores, loads)
+            if source is None:
+                break
+            outcome = await self._copy("start", plan, request, sources[source], member)
+            if member.name in plan.failed:
+                return False
+            if outcome != "failed" or source not in plan.failed:
+                break
+        await asyncio.sleep(0)
+        return True
+
+    def _may_wait(self, member: Member) -> bool:
+        here = self._fleet.roster.get(member.name) is member
+        return here and not member.leaving and self._others_serve(member)
+
+    def _others_serve(self, member: Member) -> bool:
+        """True if every role of this engine has another engine that may be picked and answers."""
+        others = [each for each in self._fleet.open if each.reachable and each is not member]
+        roles = ("prefill", "decode") if member.role == "both" else (member.role,)
+        return all(any(each.can(role) for each in others) for role in roles if role != "store")
+
+    def _sources(self, member: Member) -> dict[str, Member]:
+        return {
+            each.name: each
+            for each in self._fleet.members
+            if each is not member and each.reachable and not kv_obstacle(each.revision, member.revision)
+        }
+
+    # ---- copies --------------------------------------------------------------------------------------------------
+
+    def _plan(self, member: Member) -> CopyPlan:
+        return CopyPlan(int(SHARE * member.kv_tokens) // self._processes, self._clock() + self._seconds)
+
+    def _held(self, request: Request) -> dict[str, int]:
+        return self._fleet.picking.matched(request, self._fleet.members, by_reports=True)
+
+    async def _copy(
+        self, at: CopyReason, plan: CopyPlan, request: Request, source: Member, to: Member
+    ) -> CopyOutcome:  # fmt: skip
+        """Copy what ``source`` has cached of a context; who fails at that gets no more copies of the plan."""
+        outcome: CopyOutcome = "failed"
+        tokens, failing = 0, to
+        try:
+            async with (
+                asyncio.timeout(plan.patience(self._clock())), UntilLost(source.calls, to.calls),
+                to.engine.prep_recv(request) as space,
+            ):  # fmt: skip
+                if space.missing < space.kv_addr_info.layout.block_size:
+                    outcome = "held"
+                    return outcome
+                begin = space.matched_len
+                failing = source if at == "start" else to
+                sent = await source.engine.remote_send(request, space, begin, cached_only=True)
+                tokens = sent.end - begin
+                outcome = "copied" if tokens else "gone"
+        except (EngineUnreachable, NoSpace, TimeoutError) as error:
+            plan.failed.add(getattr(error, "blames", None) or failing.name)
+        except TercetError as error:  # about this context, such as an adapter that is missing
+            logger.debug("%s was not copied from %s to %s: %s", request.seq_id, source.name, to.name, error)
+        finally:
+            plan.copied(tokens)
+            self._metrics.ended(at, outcome, tokens)
+        self._fleet.picking.note_routed(request, [to.name] if tokens else [])
+        return outcome
+
+    def _next_id(self) -> str:
+        self._ids += 1
+        return f"{self._name}-{self._ids}"
