@@ -175,12 +175,9 @@ def read_roster(content: bytes) -> Sequence[FoundEngine]:
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise BadRequest(f"the content is not a list of engines: {error}") from error
     found = [entry.found() for entry in entries]
-    for what, values in (
-        ("name", [each.address.name for each in found]),
-        ("URL", [each.address.url for each in found]),
-    ):
-        twice = [value for value, times in Counter(values).items() if times > 1]
-        if twice:
+    for what in ("name", "URL"):
+        values = Counter(each.address.name if what == "name" else each.address.url for each in found)
+        if twice := [value for value, times in values.items() if times > 1]:
             raise BadRequest(f"two engines have the {what} {twice[0]}")
     return found
 
@@ -274,52 +271,29 @@ def engines_of(pod: Pod, ports: Sequence[int], scheme: str = "http") -> Sequence
     if not pod.status.pod_ip or pod.status.phase in OVER:
         return ()
     marks = {**(pod.metadata.annotations or {}), **(pod.metadata.labels or {})}
-    role, own, withheld = role_of(marks), _ports(marks) or ports, why_withheld(pod, marks)
-    serves = _is_ready(pod) and pod.metadata.deletion_timestamp is None
-    host, name = bracketed(pod.status.pod_ip), pod.metadata.name
-    names = [name] if len(own) == 1 else [f"{name}-rank-{index}" for index in range(len(own))]
-    addresses = (
-        EngineAddress(each, f"{scheme}://{host}:{port}", role, pod.metadata.labels or {})
-        for each, port in zip(names, own, strict=True)
-    )
-    return [FoundEngine(address, pod.metadata.uid, serves, withheld) for address in addresses]
-
-
-def role_of(marks: Mapping[str, str]) -> MemberRole:
-    """Return the role in a pod's labels, or ``both``; raise :class:`~tercet.protocol.BadRequest` if it is unknown."""
-    for label in (ROLE, LLM_D_ROLE):
-        if label in marks:
-            role = ROLES.get(marks[label])
-            if role is None:
-                raise BadRequest(
-                    f"{label}: {marks[label]!r} is not a role that generates; choose one of {', '.join(ROLES)}"
-                )
-            return role
-    return "both"
-
-
-def why_withheld(pod: Pod, marks: Mapping[str, str]) -> str:
-    """Return the reason why the pod gets no new requests; empty if it gets them."""
-    if pod.metadata.deletion_timestamp is not None:
-        return "its pod is being deleted"
-    if not _is_ready(pod):
-        return "its pod is not ready"
-    return f"its pod is marked {DRAIN}" if marks.get(DRAIN) == "true" else ""
-
-
-def _is_ready(pod: Pod) -> bool:
-    return any(each.type == "Ready" and each.status == "True" for each in pod.status.conditions or ())
-
-
-def _ports(marks: Mapping[str, str]) -> Sequence[int]:
-    """Return the ports in a pod's labels, one or several separated by commas; empty if it names none."""
-    text = marks.get(PORT)
-    if text is None:
-        return ()
-    found = text.replace(" ", "").split(",")
-    if not all(_PORT.fullmatch(each) and 0 < int(each) < 65536 for each in found):
-        raise BadRequest(f"{PORT}: {text!r} is not a port")
-    return [int(each) for each in found]
+    role: MemberRole | None = "both"
+    if (label := next((label for label in (ROLE, LLM_D_ROLE) if label in marks), None)) is not None:
+        role = ROLES.get(marks[label])
+        if role is None:
+            known = ", ".join(ROLES)
+            raise BadRequest(f"{label}: {marks[label]!r} is not a role that generates; choose one of {known}")
+    if (text := marks.get(PORT)) is not None:
+        numbers = text.replace(" ", "").split(",")
+        if not all(_PORT.fullmatch(each) and 0 < int(each) < 65536 for each in numbers):
+            raise BadRequest(f"{PORT}: {text!r} is not a port")
+        ports = [int(each) for each in numbers]
+    # A pod that is deleted or not ready keeps its engines: their sequences run on, or move, until it is gone.
+    deleted = pod.metadata.deletion_timestamp is not None
+    ready = any(each.type == "Ready" and each.status == "True" for each in pod.status.conditions or ())
+    withheld = f"its pod is marked {DRAIN}" if marks.get(DRAIN) == "true" else ""
+    withheld = "its pod is being deleted" if deleted else withheld if ready else "its pod is not ready"
+    host, name, labels = bracketed(pod.status.pod_ip), pod.metadata.name, pod.metadata.labels or {}
+    engines = list[FoundEngine]()
+    for index, port in enumerate(ports):
+        named = name if len(ports) == 1 else f"{name}-rank-{index}"
+        address = EngineAddress(named, f"{scheme}://{host}:{port}", role, labels)
+        engines.append(FoundEngine(address, pod.metadata.uid, ready and not deleted, withheld))
+    return engines
 
 
 def access_of(settings: DiscoverySettings) -> ApiAccess:
@@ -402,20 +376,20 @@ class PodDiscovery:
         selector, ports = wanted
 
         def changed(pods: Sequence[Pod]) -> None:
-            self._publish([each for pod in pods for each in self._engines_of(pod, ports)])
+            engines = list[FoundEngine]()
+            for pod in pods:
+                try:
+                    engines += engines_of(pod, ports, self._settings.endpoint_scheme)
+                except BadRequest as error:
+                    # Pods are read again at each change: each reason is logged once, not with every event.
+                    if (pod.metadata.uid, error.message) not in self._refused:
+                        self._refused.add((pod.metadata.uid, error.message))
+                        logger.warning("the pod %s is not an engine: %s", pod.metadata.name, error.message)
+            self._publish(engines)
 
         path = PODS.format(self._namespace)
         watch = Watch(self._api, path, Pod, {"labelSelector": selector}, changed, self._waits)
         self._pods = self._tasks.keep(watch.run, "watch on pods")
-
-    def _engines_of(self, pod: Pod, ports: Sequence[int]) -> Sequence[FoundEngine]:
-        try:
-            return engines_of(pod, ports, self._settings.endpoint_scheme)
-        except BadRequest as error:
-            if (pod.metadata.uid, error.message) not in self._refused:
-                self._refused.add((pod.metadata.uid, error.message))
-                logger.warning("the pod %s is not an engine: %s", pod.metadata.name, error.message)
-            return ()
 
     def _publish(self, engines: Sequence[FoundEngine]) -> None:
         self._engines = engines

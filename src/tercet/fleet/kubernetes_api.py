@@ -94,9 +94,7 @@ def from_kubeconfig(file: Path) -> ApiAccess:
         content = yaml.safe_load(read_named(file).decode("utf-8"))
         context = _called(content, "contexts", "context", content["current-context"])
         cluster = _called(content, "clusters", "cluster", context["cluster"])
-        user: Mapping[str, Any] = (
-            _called(content, "users", "user", context["user"]) if context.get("user") else None
-        ) or {}
+        user: dict[str, Any] = (context.get("user") and _called(content, "users", "user", context["user"])) or {}
         url, fixed = str(cluster["server"]), str(user.get("token") or "")
         named = file.parent / str(user["tokenFile"]) if user.get("tokenFile") else None
     except OSError as error:
@@ -398,11 +396,10 @@ class Watch(Generic[ObjectT]):
         """Follow the collection until cancelled."""
         async with aiohttp.ClientSession(auto_decompress=True) as session:
             while True:
-                pause = await self._turn(session)
-                if pause:
+                if pause := await self._list_or_watch(session):
                     await asyncio.sleep(pause)
 
-    async def _turn(self, session: aiohttp.ClientSession) -> float:
+    async def _list_or_watch(self, session: aiohttp.ClientSession) -> float:
         """Make one list or one watch; return how many seconds to pause after it."""
         try:
             if not self._mirror.version:
@@ -468,44 +465,34 @@ class Watch(Generic[ObjectT]):
 
     async def _watch(self, session: aiohttp.ClientSession) -> float:
         """Follow one watch until it ends or is silent for too long; return how many seconds it lasted."""
-        query = {
-            **self._query,
-            "watch": "1",
-            "allowWatchBookmarks": "true",
-            "resourceVersion": self._mirror.version,
-            "timeoutSeconds": str(max(1, round(self._waits.watch_s))),
-        }
+        seconds = str(max(1, round(self._waits.watch_s)))
+        query = {**self._query, "watch": "1", "allowWatchBookmarks": "true", "timeoutSeconds": seconds}
+        query["resourceVersion"] = self._mirror.version
         splitter, opened = LineSplitter(LONGEST_LINE), 0.0
         try:
-            async with (
-                asyncio.timeout(self._waits.watch_s + self._waits.grace_s),
-                self._get(session, query) as response,
-            ):
+            most = self._waits.watch_s + self._waits.grace_s  # a server that is silent does not end its watch itself
+            async with asyncio.timeout(most), self._get(session, query) as response:
                 await self._require_ok(response)
                 if self._lost:
                     self._lost = False
                     logs.DISCOVERY_BACK.tell(path=self._path, reason="the API server answers")
                 opened = time.monotonic()
                 async for piece in response.content.iter_any():
-                    self._heard(splitter, piece)
+                    changed = False
+                    try:
+                        for line in filter(bytes.strip, splitter.split(piece)):
+                            changed |= self._mirror.heard(line)
+                            self._pause_s = self._waits.first_pause_s
+                    except ItemTooLong as error:
+                        raise WatchBroken(str(error)) from error
+                    finally:  # also if a later line breaks the watch: what was applied before it counts
+                        if changed:
+                            self._on_change(self._mirror.objects)
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
             if not opened:
                 raise
             logger.debug("the watch on %s continues after an interruption: %s", self._path, reason_of(error))
         return time.monotonic() - opened
-
-    def _heard(self, splitter: LineSplitter, piece: bytes) -> None:
-        changed = False
-        try:
-            for line in splitter.split(piece):
-                if line.strip():
-                    changed |= self._mirror.heard(line)
-                    self._pause_s = self._waits.first_pause_s
-        except ItemTooLong as error:
-            raise WatchBroken(str(error)) from error
-        finally:
-            if changed:
-                self._on_change(self._mirror.objects)
 
     # ---- asking ----------------------------------------------------------------------------------------------
 
@@ -532,8 +519,5 @@ class Watch(Generic[ObjectT]):
         except UNREADABLE:
             message = ""
         after = response.headers.get("retry-after", "")
-        raise ApiRefused(
-            f"HTTP {response.status}{f': {message}' if message else ''}",
-            response.status,
-            float(after) if after.isdecimal() else 0.0,
-        )
+        why = f"HTTP {response.status}{f': {message}' if message else ''}"
+        raise ApiRefused(why, response.status, float(after) if after.isdecimal() else 0.0)

@@ -288,20 +288,18 @@ class KVInbox:
             return _decode_batch(payload).events
         except UNREADABLE:
             raw = _decode_events(payload).events
-        return [event for each in raw for event in self._read_one(each)]
-
-    def _read_one(self, raw: msgspec.Raw) -> Sequence[KVEvent]:
-        """Return the event; if it is unreadable, nothing or an event that clears all.
-
-        A missing BlockStored event only loses a match. A missing BlockRemoved event would leave blocks that do not
-        exist any more, so all blocks are cleared.
-        """
-        try:
-            return [_decode_event(raw)]
-        except UNREADABLE as error:
-            kind = _decode_kind(raw).type
-            self._warn(f"{kind} event", f"ignoring an invalid {kind} event: {error}")
-        return [AllBlocksCleared()] if kind == BlockRemoved.__name__ else []
+        events = list[KVEvent]()
+        for each in raw:
+            try:
+                events.append(_decode_event(each))
+            except UNREADABLE as error:
+                kind = _decode_kind(each).type
+                self._warn(f"{kind} event", f"ignoring an invalid {kind} event: {error}")
+                # A missing BlockStored event only loses a match; after a missing BlockRemoved event, prompts would
+                # match blocks that do not exist any more.
+                if kind == BlockRemoved.__name__:
+                    events.append(AllBlocksCleared())
+        return events
 
     def _warn(self, kind: str, message: str) -> None:
         if kind not in self._warned and len(self._warned) < MOST_WARNINGS:
@@ -312,7 +310,16 @@ class KVInbox:
         if number != self.expected:
             return  # it was applied already
         self.expected += 1
-        self._choose_group([event for event in events if _tier_of(event) == DEVICE])
+        # Follow a group of layers that attends to all tokens, if there is one: others drop blocks behind their window.
+        # Events of one step come in one batch, so no event of that group was missed before its first event arrives.
+        for event in events if not self._looks_back else ():
+            if not isinstance(event, BlockStored) or _tier_of(event) != DEVICE:
+                continue
+            if (kind := event.kv_cache_spec_kind) is not None and kind not in WINDOWED:
+                if event.group_idx not in (None, self._group):
+                    self._knowledge.cleared(self._name)  # forget the events of the other groups
+                self._group, self._looks_back = event.group_idx or 0, True
+                break
         for event in events:
             tier = _tier_of(event)
             if isinstance(event, AllBlocksCleared):
@@ -323,21 +330,6 @@ class KVInbox:
                 self._store(event, tier)
             else:
                 self._knowledge.unstore(self._name, event.block_hashes, tier)
-
-    def _choose_group(self, events: Sequence[KVEvent]) -> None:
-        """Follow a group of layers that attends to all tokens, if there is one: others drop blocks behind their window.
-
-        Events of one step come in one batch, so no event of that group was missed before its first event arrives.
-        """
-        if self._looks_back:
-            return
-        for event in events:
-            kind = event.kv_cache_spec_kind if isinstance(event, BlockStored) else None
-            if isinstance(event, BlockStored) and kind is not None and kind not in WINDOWED:
-                if event.group_idx not in (None, self._group):
-                    self._knowledge.cleared(self._name)  # forget the events of the other groups
-                self._group, self._looks_back = event.group_idx or 0, True
-                return
 
     def _store(self, event: BlockStored, tier: str) -> None:
         # The first key of each block is the adapter's name, if there is one; it is recorded as the adapter.

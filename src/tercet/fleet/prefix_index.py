@@ -196,7 +196,12 @@ class StoredBlocks(Holders):
         place = root_of(salt, adapter) if parent is None else held.places.get(parent)
         if place is not None:
             for name, block in zip(names, chain(place, known, size, extras=extras), strict=True):
-                self._add_placed(row, held, name, block)
+                if name in held.places or name in held.unplaced:
+                    self._add_copy(held, name)
+                if name in held.unplaced:
+                    self._wait_no_more(held, name)
+                if name not in held.places:
+                    self._place(row, held, name, block)
             return
         for index, name in enumerate(names):
             block = known[index * size : (index + 1) * size]
@@ -219,16 +224,6 @@ class StoredBlocks(Holders):
         for block in hashes:
             if block not in held.places:
                 self._place(row, held, block, block)
-
-    def _add_placed(self, row: int, held: _Held, name: Hashable, place: int) -> None:
-        """Add a copy of a block whose place is known."""
-        if name in held.places:
-            self._add_copy(held, name)
-            return
-        if name in held.unplaced:
-            self._add_copy(held, name)
-            self._wait_no_more(held, name)
-        self._place(row, held, name, place)
 
     def _add_unplaced(self, held: _Held, name: Hashable, block: _Unplaced) -> None:
         """Add a copy of a block whose place is not known from this event."""
