@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from functools import cache
 from itertools import pairwise, takewhile
 from types import FrameType
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 import typer.main
@@ -17,9 +17,6 @@ from tercet import __version__
 from tercet.cli.commands import LazyGroup
 from tercet.cli.terminal import NobodyReads, forget_stdout, printable
 from tercet.protocol import BadRequest, TercetError
-
-if TYPE_CHECKING:
-    from tercet.settings import Declared
 
 # Commands that run for a long time and read settings from environment variables.
 SERVERS = frozenset({"up", "engine", "router", "store", "epp", "sidecar", "model-router", "demo", "chaos"})
@@ -81,14 +78,11 @@ def _run(argv: list[str]) -> int:
 
     def run() -> int | None:
         require_values(_command(), argv)
-        return _with_all_written(_command().main(argv, prog_name="tercet", standalone_mode=False))
+        code = _command().main(argv, prog_name="tercet", standalone_mode=False)
+        sys.stdout.flush()  # here, where the error of a closed pipe is caught: at the interpreter's exit it is printed
+        return code
 
     return exit_code_of(run)
-
-
-def _with_all_written(code: int | None) -> int | None:
-    sys.stdout.flush()
-    return code
 
 
 def exit_code_of(run: Callable[[], int | None]) -> int:
@@ -121,7 +115,8 @@ def _nearest(error: Any) -> str:
     kind = kind_of(error.ctx.command)
     for setting in () if kind is None else declared(kind):
         if setting.setting.in_file and setting.any_flag == error.option_name:
-            line = f"{setting.key}: {_example(setting)}"
+            value = setting.shown_default if setting.default not in (None, (), {}) else setting.shown_kind
+            line = f"{setting.key}: {f'[{value}]' if setting.is_list else value}"
             return f"write `{line}` into the file of --config, or set {setting.env}; see {path} --help-all"
     given = (name for each in error.ctx.command.params for name in (*each.opts, *each.secondary_opts))
     known = sorted(name for name in given if name.startswith("--"))
@@ -130,12 +125,6 @@ def _nearest(error: Any) -> str:
         more = f" and {len(known) - LISTED} more" if len(known) > LISTED else ""
         hint = f"{path} has {', '.join(known[:LISTED]) or 'none'}{more};"
     return f"{hint} see {path} --help"
-
-
-def _example(setting: Declared) -> str:
-    """Return an example value of a setting in YAML: its default if it has one, else its kind."""
-    value = setting.shown_default if setting.default not in (None, (), {}) else setting.shown_kind
-    return f"[{value}]" if setting.is_list else value
 
 
 def _complain(text: str, code: int) -> int:
@@ -156,11 +145,12 @@ def require_values(command: Any, argv: Sequence[str]) -> None:
     words = list(takewhile(lambda word: word != "--", argv))
     while words and words[0] in getattr(command, "commands", ()):
         command = command.commands[words.pop(0)]
-    takes_value = {name: not each.is_flag for each in command.params for name in _flags(each)}
+    takes_value = {
+        name: not each.is_flag
+        for each in command.params
+        for name in (*each.opts, *each.secondary_opts)
+        if name.startswith("-")
+    }
     for flag, after in pairwise(words):
         if takes_value.get(flag) and (after in takes_value or after == "--help"):
             raise BadRequest(f"{flag}: needs a value, and {after} follows it", flag)
-
-
-def _flags(parameter: Any) -> list[str]:
-    return [name for name in (*parameter.opts, *parameter.secondary_opts) if name.startswith("-")]

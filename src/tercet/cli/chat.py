@@ -51,9 +51,7 @@ def chat(
     given = {"model": model, "max_tokens": max_tokens, "temperature": temperature}
     options = {name: value for name, value in given.items() if value is not None}
     talk = Chat(which.router_url().rstrip("/"), api_key, options, system)
-    if sys.stdin.isatty():
-        _talk(talk, max_tokens)
-    else:
+    if not sys.stdin.isatty():
         try:
             question = sys.stdin.read().strip()
             question.encode()  # bytes that are not text were read as surrogates
@@ -61,16 +59,10 @@ def chat(
             raise BadRequest("standard input: is not UTF-8", "stdin") from error
         if not question:
             raise BadRequest("standard input: is empty; write a question into it", "stdin")
-        reason = asyncio.run(talk.ask(question, write))
-        write("\n")
-        _note_if_cut(reason, max_tokens)
-
-
-def _talk(talk: Chat, max_tokens: int) -> None:
-    """Read and answer questions until Ctrl-D, or Ctrl-C at the prompt."""
+        _answer(talk, question, max_tokens)
+        return
     with contextlib.suppress(ImportError):
         importlib.import_module("readline")  # arrow keys and history, if this Python has readline
-
     asyncio.run(talk.find_model())
     note(f"{talk.model} at {talk.url}; Ctrl-C ends an answer, Ctrl-D the chat")
     while True:
@@ -79,26 +71,21 @@ def _talk(talk: Chat, max_tokens: int) -> None:
         except (EOFError, KeyboardInterrupt):
             write("\n")
             return
-        if question:
+        if not question:
+            continue
+        try:
             _answer(talk, question, max_tokens)
+        except KeyboardInterrupt:  # this and an error end the answer, not the chat
+            note("\n(ended)")
+        except TercetError as error:
+            note(f"\ntercet: {error.message}")
 
 
 def _answer(talk: Chat, question: str, max_tokens: int) -> None:
-    """Answer one question; an error ends the answer, not the chat."""
-    try:
-        reason = asyncio.run(talk.ask(question, write))
-    except KeyboardInterrupt:
-        note("\n(ended)")
-    except TercetError as error:
-        note(f"\ntercet: {error.message}")
-    else:
-        write("\n")
-        _note_if_cut(reason, max_tokens)
-
-
-def _note_if_cut(finish_reason: str, max_tokens: int) -> None:
-    """Print a note if the token limit cut the answer."""
-    if finish_reason == "length":
+    """Print one answer, with a note if the token limit cut it."""
+    reason = asyncio.run(talk.ask(question, write))
+    write("\n")
+    if reason == "length":
         note(f"(cut after {max_tokens} tokens; --max-tokens sets another limit)")
 
 
@@ -170,25 +157,21 @@ class Chat:
 
 
 async def _texts(chunks: AsyncIterable[bytes]) -> AsyncIterator[tuple[str, str]]:
-    """Yield text and finish reason of each event of a stream until its end.
+    """Yield text and finish reason of each choice of each event of a stream until its end.
 
     Raises :class:`~tercet.protocol.EngineError` if an event is an error, or the stream ends early.
     """
     async for data in read_answer(chunks):
-        for found in _texts_of(data):
-            yield found
-
-
-def _texts_of(said: bytes) -> list[tuple[str, str]]:
-    """Return text and finish reason of each choice of one event. Raises :class:`~tercet.protocol.EngineError`."""
-    try:
-        event: dict[str, Any] = msgspec.json.decode(said, type=dict[str, Any])
-        return [
-            (str(choice.get("delta", {}).get("content") or ""), str(choice.get("finish_reason") or ""))
-            for choice in event.get("choices", ())
-        ]
-    except (*UNREADABLE, AttributeError, TypeError) as error:
-        raise EngineError(f"the answer cannot be read: {error}") from error
+        try:
+            event: dict[str, Any] = msgspec.json.decode(data, type=dict[str, Any])
+            found = [
+                (str(choice.get("delta", {}).get("content") or ""), str(choice.get("finish_reason") or ""))
+                for choice in event.get("choices", ())
+            ]
+        except (*UNREADABLE, AttributeError, TypeError) as error:
+            raise EngineError(f"the answer cannot be read: {error}") from error
+        for each in found:  # outside of the try block: an error of the reader is not one of the answer
+            yield each
 
 
 def _message(body: bytes) -> str:

@@ -7,8 +7,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import AsyncGenerator
-from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 from urllib.parse import urlsplit
@@ -54,7 +52,16 @@ def detach(config: UpConfig) -> DetachedFleet:
         require_free(config.host, config.port)
     log_dir = log_directory(config.log_dir)
     log = log_dir / "up.log"
-    process = _start(msgspec.structs.replace(config, detach=False, log_dir=str(log_dir)), log_dir, log)
+    # A private file holds the settings, which may include keys. A new session: no terminal ends the process.
+    file = log_dir / "up.json"
+    write_whole(file, msgspec.json.encode(msgspec.structs.replace(config, detach=False, log_dir=str(log_dir))))
+    held = {each.env for each in declared(UpConfig)}  # the file has the values of these variables
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            [sys.executable, "-c", COMMAND, str(file)],
+            stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, start_new_session=True,
+            env={name: value for name, value in os.environ.items() if name not in held},
+        )  # fmt: skip
     try:
         fleet = _until_announced(process, log)
     except BaseException:
@@ -64,22 +71,6 @@ def detach(config: UpConfig) -> DetachedFleet:
     announce(f"\nready at {fleet.url}, in the background; log: {log}")
     announce(f"  tercet status --port {fleet.port}\n  tercet down --port {fleet.port}")
     return fleet
-
-
-def _start(config: UpConfig, log_dir: Path, log: Path) -> subprocess.Popen[bytes]:
-    """Start the fleet's process in a new session, which no terminal ends.
-
-    A private file holds its settings, which may include keys.
-    """
-    file = log_dir / "up.json"
-    write_whole(file, msgspec.json.encode(config))
-    held = {each.env for each in declared(UpConfig)}  # the file has the values of these variables
-    with log.open("wb") as output:
-        return subprocess.Popen(
-            [sys.executable, "-c", COMMAND, str(file)],
-            stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, start_new_session=True,
-            env={name: value for name, value in os.environ.items() if name not in held},
-        )  # fmt: skip
 
 
 def _until_announced(process: subprocess.Popen[bytes], log: Path) -> DetachedFleet:
@@ -106,37 +97,29 @@ def _until_announced(process: subprocess.Popen[bytes], log: Path) -> DetachedFle
 def main() -> None:
     """Run the fleet in the background process until a signal stops it."""
     from tercet.cli.app import exit_code_of, exit_on_signal
-
-    signal.signal(signal.SIGTERM, exit_on_signal)
-    sys.exit(exit_code_of(lambda: _serve(msgspec.json.decode(Path(sys.argv[1]).read_bytes(), type=UpConfig))))
-
-
-def _serve(config: UpConfig) -> None:
     from tercet.cli.up import run_fleet
 
-    with given_as({**PARTS, **flags_of(UpConfig)}):
-        run_fleet(config, lambda fleet: _announce(config, fleet))
+    signal.signal(signal.SIGTERM, exit_on_signal)
+
+    def serve() -> None:
+        config = msgspec.json.decode(Path(sys.argv[1]).read_bytes(), type=UpConfig)
+        with given_as({**PARTS, **flags_of(UpConfig)}):
+            run_fleet(config, lambda fleet: until_broken(config, fleet, detached=True))
+
+    sys.exit(exit_code_of(serve))
 
 
-async def _announce(config: UpConfig, fleet: StartedFleet) -> None:
-    async with found_by_commands(config, fleet, detached=True):
-        await fleet.until_broken(lambda name, state: announce(f"{name}: {state}"))
-
-
-@asynccontextmanager
-async def found_by_commands(config: UpConfig, fleet: StartedFleet, detached: bool) -> AsyncGenerator[None]:
-    """Register the fleet for ``tercet scale``, and for ``tercet down`` if it is ``detached``, until the block ends."""
+async def until_broken(config: UpConfig, fleet: StartedFleet, detached: bool) -> None:
+    """Wait until the fleet breaks; ``tercet scale`` finds it until then, and ``tercet down`` if it is ``detached``."""
     from tercet.cluster.scaling.scaler import Scaler, control_socket
 
-    port = urlsplit(fleet.url).port or config.port
-    stop_seconds = stop_seconds_of(config)
-    log_dir = str(fleet.log_dir)
-    async with (
-        Scaler(fleet.hands, lambda name, state: announce(f"{name}: {state}")) as scaler,
-        control_socket(scaler) as control,
-    ):
+    def tell(name: str, state: str) -> None:
+        announce(f"{name}: {state}")
+
+    port, log_dir, stop_seconds = urlsplit(fleet.url).port or config.port, str(fleet.log_dir), stop_seconds_of(config)
+    async with Scaler(fleet.hands, tell) as scaler, control_socket(scaler) as control:
         with announced(DetachedFleet(own_start(), port, fleet.url, log_dir, stop_seconds, str(control), detached)):
-            yield
+            await fleet.until_broken(tell)
 
 
 def stop_seconds_of(config: UpConfig) -> float:

@@ -46,24 +46,19 @@ def doctor(
         }  # fmt: skip
         typer.echo(json.dumps(found, indent=2))
     else:
-        findings += _said_as_found(findings, machine.vllm, here)
-    if any(finding.state == "broken" for finding in findings):
-        raise typer.Exit(1)
-
-
-def _said_as_found(findings: Sequence[Finding], vllm: str, here: Any) -> list[Finding]:
-    """Print the findings, then compare Tercet's hooks, which imports vLLM, and return and print what that found."""
-    for line in in_words(findings):
-        say(line)
-    hooks: list[Finding] = []
-    if vllm:
-        note(f"importing vLLM to compare Tercet's hooks into it: some seconds, at most {here.HOOKS_SECONDS:.0f}")
-        hooks = list(here.hook_findings(here.compare_hooks()))
-        for line in in_words(hooks, max(len(finding.part) for finding in findings)):
+        for line in in_words(findings):
             say(line)
-    broken = [finding.part for finding in (*findings, *hooks) if finding.state == "broken"]
-    say(f"broken: {', '.join(broken)}; engines cannot start here" if broken else "engines can start here")
-    return hooks
+        if machine.vllm:  # last, and after the other findings are printed: the import of vLLM takes seconds
+            note(f"importing vLLM to compare Tercet's hooks into it: some seconds, at most {here.HOOKS_SECONDS:.0f}")
+            hooks = list(here.hook_findings(here.compare_hooks()))
+            for line in in_words(hooks, max(len(finding.part) for finding in findings)):
+                say(line)
+            findings += hooks
+    broken = [finding.part for finding in findings if finding.state == "broken"]
+    if not as_json:
+        say(f"broken: {', '.join(broken)}; engines cannot start here" if broken else "engines can start here")
+    if broken:
+        raise typer.Exit(1)
 
 
 def in_words(findings: Sequence[Finding], least: int = 0) -> Iterator[str]:

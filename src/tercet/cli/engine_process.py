@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import sys
+import uuid
 from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING
 
 import msgspec
 import typer
 
-from tercet.aio import signals_to
+from tercet.aio import keep_running, signals_to
 from tercet.cli.setting_flags import PARTS, VLLM_FLAGS, given_as
 from tercet.cli.terminal import announce, note
-from tercet.cluster.child_process import Process
+from tercet.cluster.child_process import Process, describe_exit
 from tercet.cluster.detached_fleets import log_directory
 from tercet.cluster.devices import DeviceShare, devices_for_engines, pick_devices, plan_devices, split_cores
 from tercet.cluster.engine_command import (
@@ -30,36 +34,41 @@ from tercet.cluster.engine_command import (
 )
 from tercet.cluster.model import BUILT_IN, known_model, resolve_model, resolve_tokenizer
 from tercet.cluster.ports import require_free, url_of
+from tercet.cluster.running_fleet import LOADING, OnEvent, until_ready
 from tercet.cluster.vllm_flags import check_engine_flags, gpu_memory_of, ranks_of, value_of
-from tercet.protocol import BadRequest, Role
+from tercet.protocol import BadRequest, Role, TercetError
 from tercet.protocol.access import key_of
 from tercet.protocol.names import AllowedPrefillers, require_engine_name
+from tercet.protocol.wire import JoinCall
 from tercet.settings import SECRET_VARIABLE, key_values, require_url
 from tercet.settings.process_settings import THREADS_BIND
+from tercet.wire.client.bounded_answers import RouterMembership
 
 if TYPE_CHECKING:
     from tercet.cli.engine import EngineFlags
-import contextlib
-import uuid
-from dataclasses import dataclass, field
-from functools import partial
-
-from tercet.aio import keep_running
-from tercet.cluster.child_process import describe_exit
-from tercet.cluster.running_fleet import LOADING, OnEvent, until_ready
-from tercet.protocol import TercetError
-from tercet.protocol.wire import JoinCall
-from tercet.wire.client.bounded_answers import RouterMembership
 
 
 def run_engine(given: EngineFlags) -> None:
-    """Run the engine of these flags, or print its command."""
+    """Run the engine of these flags, or print its command.
+
+    The conversion of the built-in model takes long, so all that prevents a start is found before it.
+    """
     spec = _spec_of(given)
-    _require_usable(spec)
+    with given_as(PARTS):  # wrong values first, whatever runs on this machine
+        AllowedPrefillers(spec.prefill_hosts, "--prefill-hosts")
+        check_engine_flags(spec.extra_args, VLLM_FLAGS)
+        if spec.simulate is not None:
+            simulated_engine().require_usable(spec.simulate, spec.options)
     if given.join is not None:
         _require_model(spec)
-        # The conversion of the built-in model takes long, so what prevents a start is found before it.
-        specs = joining_specs(spec, given.join, given.instances)
+        require_url(given.join, "--join", "http://10.0.0.9:8000")
+        if spec.host in _ANY_ADDRESS:
+            why = "is not an address; give the one at which the router reaches the engine"
+            raise BadRequest(f"--host: {spec.host!r} {why}", "host")
+        specs = _specs_of(spec, given.instances)
+        for each in specs:
+            require_private(each)
+            require_free(each.host, each.port)
         join_router([_with_model(each) for each in specs], given.join, given.role, given.drain_timeout)
     elif given.print_only:
         shown = _with_devices(_with_model(spec))
@@ -68,8 +77,15 @@ def run_engine(given: EngineFlags) -> None:
         require_private(spec)
         _require_model(spec)
         require_free(spec.host, spec.port)
-        serve = _become_vllm if spec.simulate is None else simulated_engine().serve
-        serve(_with_model(spec))
+        if spec.simulate is not None:
+            simulated_engine().serve(_with_model(spec))
+            return
+        spec = _with_devices(_with_model(spec))
+        require_memory([spec])
+        if (slow := shared_cores([spec])) is not None:
+            note(slow)
+        argv = engine_argv(spec)
+        os.execvpe(argv[0], argv, {**os.environ, **_environment(spec)})
 
 
 def _spec_of(given: EngineFlags) -> EngineSpec:
@@ -92,15 +108,6 @@ def _spec_of(given: EngineFlags) -> EngineSpec:
     )
 
 
-@given_as(PARTS)
-def _require_usable(spec: EngineSpec) -> None:
-    """Raise :class:`~tercet.protocol.BadRequest` for flags with wrong values, whatever runs on this machine."""
-    AllowedPrefillers(spec.prefill_hosts, "--prefill-hosts")
-    check_engine_flags(spec.extra_args, VLLM_FLAGS)
-    if spec.simulate is not None:
-        simulated_engine().require_usable(spec.simulate, spec.options)
-
-
 def _require_model(spec: EngineSpec) -> None:
     """Raise :class:`~tercet.protocol.BadRequest` for a model that does not exist; the built-in one is not converted."""
     if spec.simulate is None:
@@ -113,15 +120,6 @@ def _with_model(spec: EngineSpec) -> EngineSpec:
     """Return ``spec`` with the model to load; the built-in model may be converted first."""
     resolved = resolve_model(spec.model, note) if spec.simulate is None else resolve_tokenizer(spec.model)
     return msgspec.structs.replace(spec, model=resolved)
-
-
-def _become_vllm(spec: EngineSpec) -> None:
-    spec = _with_devices(spec)
-    require_memory([spec])
-    if (slow := shared_cores([spec])) is not None:
-        note(slow)
-    argv = engine_argv(spec)
-    os.execvpe(argv[0], argv, {**os.environ, **_environment(spec)})
 
 
 def _environment(spec: EngineSpec) -> dict[str, str]:
@@ -146,7 +144,7 @@ def _with_devices(spec: EngineSpec) -> EngineSpec:
 _ANY_ADDRESS = ("", "0.0.0.0", "::")
 
 
-def specs_of(spec: EngineSpec, instances: int) -> list[EngineSpec]:
+def _specs_of(spec: EngineSpec, instances: int) -> list[EngineSpec]:
     """Return ``instances`` specs like ``spec``, at consecutive ports, which share this machine's cores or devices."""
     shares, computes = [DeviceShare(())] * instances, spec.simulate is None
     devices = devices_for_engines() if computes else ()
@@ -155,31 +153,14 @@ def specs_of(spec: EngineSpec, instances: int) -> list[EngineSpec]:
     cores: Sequence[tuple[int, ...]] = [()] * instances
     if computes and not devices:
         cores = split_cores(sorted(os.sched_getaffinity(0)), instances)
+    names = [spec.name] if instances == 1 else [f"{spec.name}-{index}" for index in range(instances)]
     return [
         msgspec.structs.replace(
-            spec,
-            name=spec.name if instances == 1 else f"{spec.name}-{index}",
-            port=spec.port + index,
-            cores=cores[index],
-            gpus=shares[index].devices,
+            spec, name=name, port=spec.port + index, cores=cores[index], gpus=shares[index].devices,
             gpu_memory=shares[index].memory,
         )
-        for index in range(instances)
-    ]
-
-
-def joining_specs(spec: EngineSpec, router: str, instances: int) -> list[EngineSpec]:
-    """Return :func:`specs_of` engines that can join ``router``; raise :class:`~tercet.protocol.TercetError`."""
-    require_url(router, "--join", "http://10.0.0.9:8000")
-    if spec.host in _ANY_ADDRESS:
-        raise BadRequest(
-            f"--host: {spec.host!r} is not an address; give the one at which the router reaches the engine", "host"
-        )
-    specs = specs_of(spec, instances)
-    for each in specs:
-        require_private(each)
-        require_free(each.host, each.port)
-    return specs
+        for index, name in enumerate(names)
+    ]  # fmt: skip
 
 
 def join_router(specs: Sequence[EngineSpec], router: str, role: Role, drain_seconds: float) -> None:
@@ -190,40 +171,35 @@ def join_router(specs: Sequence[EngineSpec], router: str, role: Role, drain_seco
     require_memory(specs)
     logs = log_directory(None)
     announce(f"logs: {logs}")
-    engines = [
-        JoiningEngine(
-            each.name,
-            role,
-            url_of(each.host, each.port),
-            Process(each.name, engine_argv(each), {**engine_env(each)}, logs / f"{index}.log"),
-        )
-        for index, each in enumerate(specs)
-    ]
+    engines = list[JoiningEngine]()
+    for index, each in enumerate(specs):
+        process = Process(each.name, engine_argv(each), {**engine_env(each)}, logs / f"{index}.log")
+        engines.append(JoiningEngine(each.name, role, url_of(each.host, each.port), process))
     secret = key_of(os.environ.get(SECRET_VARIABLE, ""), SECRET_VARIABLE)
-    asyncio.run(_run_joining(engines, router, secret, drain_seconds))
 
+    async def run() -> None:
+        running = asyncio.ensure_future(
+            run_joined(engines, router, secret, drain_seconds, lambda name, state: announce(f"  {name}: {state}"))
+        )
+        hurried: list[asyncio.Task[None]] = []
 
-async def _run_joining(engines: Sequence[JoiningEngine], router: str, secret: str, drain_seconds: float) -> None:
-    running = asyncio.ensure_future(
-        run_joined(engines, router, secret, drain_seconds, lambda name, state: announce(f"  {name}: {state}"))
-    )
-    hurried: list[asyncio.Task[None]] = []
+        def stop() -> None:
+            announce("leaving the fleet; a second signal stops at once")
+            running.cancel()
 
-    def stop() -> None:
-        announce("leaving the fleet; a second signal stops at once")
-        running.cancel()
+        def hurry() -> None:
+            announce("stopping at once")
+            hurried.extend(asyncio.ensure_future(each.process.hurry()) for each in engines)
+            running.cancel()
 
-    def hurry() -> None:
-        announce("stopping at once")
-        hurried.extend(asyncio.ensure_future(each.process.hurry()) for each in engines)
-        running.cancel()
+        with signals_to(stop, hurry) as asked:
+            try:
+                await running
+            except asyncio.CancelledError:
+                await asyncio.gather(*hurried)
+                sys.exit(128 + asked[0] if asked else 1)
 
-    with signals_to(stop, hurry) as asked:
-        try:
-            await running
-        except asyncio.CancelledError:
-            await asyncio.gather(*hurried)
-            sys.exit(128 + asked[0] if asked else 1)
+    asyncio.run(run())
 
 
 AGAIN_SECONDS = 2.0
@@ -307,25 +283,20 @@ async def _stay(engine: JoiningEngine, membership: RouterMembership, on_event: O
 
 
 async def _leave(engine: JoiningEngine, membership: RouterMembership, seconds: float, on_event: OnEvent) -> None:
-    """Drain the engine, then remove it from the router's fleet."""
+    """Drain the engine for at most ``seconds`` while the router moves its sequences, then remove it from the fleet."""
+    last = 0
     try:
         async with asyncio.timeout(seconds + LEAVE_SECONDS):
-            await _empty(engine, membership, seconds, on_event)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(seconds):
+                    while left := (await membership.join(engine.call(leaving=True))).in_flight:
+                        if left != last:
+                            last = left
+                            on_event(engine.name, f"leaving the fleet: {left} sequences left")
+                        await asyncio.sleep(LOOK_SECONDS)
             await membership.leave(engine.uid)
             on_event(engine.name, "has left the router's fleet")
     except TimeoutError:
         on_event(engine.name, "stops without leaving the fleet: the router does not answer")
     except TercetError as error:
         on_event(engine.name, f"stops without leaving the fleet: {error.message}")
-
-
-async def _empty(engine: JoiningEngine, membership: RouterMembership, seconds: float, on_event: OnEvent) -> None:
-    """Wait at most ``seconds`` until the engine has no sequences; the router moves them to other engines."""
-    last = 0
-    with contextlib.suppress(TimeoutError):
-        async with asyncio.timeout(seconds):
-            while left := (await membership.join(engine.call(leaving=True))).in_flight:
-                if left != last:
-                    last = left
-                    on_event(engine.name, f"leaving the fleet: {left} sequences left")
-                await asyncio.sleep(LOOK_SECONDS)

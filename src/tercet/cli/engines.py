@@ -102,21 +102,15 @@ def adapters(
             router.ask("DELETE", f"/adapters/{quote(adapter, safe='')}")
             say(f"{adapter} is unloaded")
             return
-        name, path = _name_and_path(adapter)
+        name, equals, path = adapter.partition("=")
+        if not (name and equals and path):
+            why = "must have a name and a path, such as sql=/models/adapters/sql-v3"
+            raise BadRequest(f"NAME=PATH: {adapter!r} {why}", "NAME=PATH")
         if replace:
             found = router.ask("PUT", f"/adapters/{quote(name, safe='')}", {"path": path})
         else:
             found = router.ask("POST", "/adapters", {"name": name, "path": path})
     show_answer([found], as_json, _in_words)
-
-
-def _name_and_path(adapter: str) -> tuple[str, str]:
-    name, equals, path = adapter.partition("=")
-    if not (name and equals and path):
-        raise BadRequest(
-            f"NAME=PATH: {adapter!r} must have a name and a path, such as sql=/models/adapters/sql-v3", "NAME=PATH"
-        )
-    return name, path
 
 
 def _in_words(found: list[dict[str, Any]]) -> Iterator[str]:
@@ -143,13 +137,6 @@ def move(
         passed_on = "accepted" in answer
         told = "forwarded to the router that runs the sequence, which lists the move" if passed_on else in_words(answer)
         say(json.dumps(answer) if as_json else told)
-
-
-def show_moves(router: RunningRouter, follow: bool, as_json: bool) -> None:
-    """Print the moves of a running router; with ``follow``, new ones too, until Ctrl-C."""
-    with understood():
-        for each in _moves(router, follow):
-            say(json.dumps(each) if as_json else in_words(each))
 
 
 def _moves(router: RunningRouter, follow: bool) -> Iterator[dict[str, Any]]:
@@ -239,14 +226,10 @@ def drain(
             if engine["in_flight"] != said and (said := engine["in_flight"]):
                 say(f"{said} sequences still run on {name}")
         moves = router.ask("GET", f"/moves?since={max((each['number'] for each in earlier), default=0)}")
-        say(f"{name} is empty: {_moved_in_words([each for each in moves if each['source'] == name])}")
-
-
-def _moved_in_words(moves: list[dict[str, Any]]) -> str:
-    """Return where the sequences of a drained engine went."""
-    to = Counter(each["destination"] for each in moves if each["outcome"] == "moved")
-    where = [f"{count} moved to {engine}" for engine, count in sorted(to.items())] or ["none moved"]
-    return ", ".join([*where, "0 left"])
+        moved = [each for each in moves if each["source"] == name and each["outcome"] == "moved"]
+        to = Counter(each["destination"] for each in moved)
+        where = [f"{count} moved to {engine}" for engine, count in sorted(to.items())] or ["none moved"]
+        say(f"{name} is empty: {', '.join([*where, '0 left'])}")
 
 
 @engines.command()
@@ -289,9 +272,14 @@ def engine_in_words(engine: dict[str, Any], width: int = 0) -> str:
     leaving = "draining" if engine["draining"] else "stopping" if engine["stopping"] else ""
     leaving = leaving or ("paused" if engine.get("paused") else "")  # a router before 0.3 does not report it
     state = leaving or ("serving" if engine["reachable"] else "refused" if engine["refused"] else "unreachable")
+    count, report = engine.get("restarts") or 0, engine["report"]
+    loaded = "no report"
+    if report is not None:
+        busy = f"{report['running']} running, {report['waiting']} waiting"
+        loaded = f"{busy}, KV {report['kv_usage']:.0%} ({report['age']:.1f} s ago)"
     return (
         f"{engine['name']:{width}}  {engine['role']:7}  {state:11}  {engine['in_flight']:4}  {engine['url']}  "
-        f"{engine['refused'] or _report(engine['report'])}{_restarts(engine.get('restarts') or 0)}"
+        f"{engine['refused'] or loaded}" + (f", {count} restart{'s' * (count > 1)}" if count else "")
     )
 
 
@@ -302,17 +290,6 @@ def rates_in_words(recent: dict[str, Any]) -> str:
         f"{recent['requests']:.1f} requests/s, {recent['tokens']:.0f} tokens/s, {ttft}, "
         f"{recent['failures']:.1f} failures/s, {recent['refusals']:.1f} refusals/s"
     )
-
-
-def _restarts(count: int) -> str:
-    return f", {count} restart{'s' * (count > 1)}" if count else ""
-
-
-def _report(report: dict[str, Any] | None) -> str:
-    if report is None:
-        return "no report"
-    busy = f"{report['running']} running, {report['waiting']} waiting"
-    return f"{busy}, KV {report['kv_usage']:.0%} ({report['age']:.1f} s ago)"
 
 
 @flags_as_records
@@ -346,7 +323,9 @@ def status(
     if follow and not moves:
         raise BadRequest("--follow: needs --moves", "--follow")
     if moves:
-        show_moves(router, follow, as_json)
+        with understood():
+            for each in _moves(router, follow):
+                say(json.dumps(each) if as_json else in_words(each))
         return
     if sequences:
         show_answer(router.ask("GET", "/sequences"), as_json, _sequences_in_words)

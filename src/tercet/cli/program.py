@@ -60,7 +60,11 @@ class ProgramChange:
 
         Raises :class:`~tercet.protocol.BadRequest`.
         """
-        programs, given = self.programs or [], self._given()
+        flags = {
+            "--program-arg": self.program_arg, "--by-header": self.by_header, "--by-model": self.by_model,
+            "--sticky": self.sticky,
+        }  # fmt: skip
+        programs, given = self.programs or [], [flag for flag, value in flags.items() if value]
         if self.plan is not None:
             if programs:
                 raise BadRequest("PROGRAM: cannot be combined with --plan", "PROGRAM")
@@ -77,16 +81,14 @@ class ProgramChange:
             raise BadRequest(f"{of_a_split[0]}: needs a split; give PROGRAM=WEIGHT", of_a_split[0])
         return {**_called(programs[0]), "args": key_values(self.program_arg, "--program-arg")}
 
-    def _given(self) -> list[str]:
-        """Return the given flags that change a program of the command line."""
-        flags = {
-            "--program-arg": self.program_arg, "--by-header": self.by_header, "--by-model": self.by_model,
-            "--sticky": self.sticky,
-        }  # fmt: skip
-        return [flag for flag, value in flags.items() if value]
-
     def _split(self, shares: Sequence[str]) -> dict[str, Any]:
-        args = _args_of_each(self.program_arg or ())
+        args: dict[str, dict[str, str]] = {}  # by program
+        for key, value in key_values(self.program_arg or (), "--program-arg").items():
+            name, colon, parameter = key.rpartition(":")
+            if not colon:
+                why = "must name its program in a split: PROGRAM:KEY=VALUE"
+                raise BadRequest(f"--program-arg: {key!r} {why}", "--program-arg")
+            args.setdefault(name, {})[parameter] = value
         body: dict[str, Any] = {
             "split": [{**_arm(name, args), "weight": weight} for name, weight in map(_share, shares)],
             "rules": [
@@ -142,7 +144,11 @@ def program(
         send_sources(body)
     answers: dict[str, Any] = {}
     if scheduling is not None:
-        answers["scheduling"] = router.ask("PUT", "/scheduling", _file(scheduling, by_path))
+        here = Path(scheduling).expanduser()  # a path that is no file here is one of the router's machine
+        file = {"file": str(here.absolute()) if here.is_file() else scheduling}
+        if here.is_file() and not by_path:
+            file["content"] = text_of(here, "--scheduling")
+        answers["scheduling"] = router.ask("PUT", "/scheduling", file)
     if body is not None:
         answers["program"] = router.ask("PUT", "/program", body)
     if not answers:
@@ -150,20 +156,17 @@ def program(
     show_answer(answers, as_json, _in_words)
 
 
-def _file(name: str, by_path: bool) -> dict[str, Any]:
-    """Return the path of a scheduling file, and its text if the file exists on this machine."""
-    here = Path(name).expanduser()
-    body = {"file": str(here.absolute()) if here.is_file() else name}
-    if here.is_file() and not by_path:
-        body["content"] = text_of(here, "--scheduling")
-    return body
-
-
 def _in_words(answers: dict[str, Any]) -> Iterator[str]:
     if "program" in answers:
         yield from state_in_words(answers["program"])
-    if "scheduling" in answers:
-        yield from scheduling_in_words(answers["scheduling"])
+    if (state := answers.get("scheduling")) is None:
+        return
+    yield f"scheduling file: {state['file'] or 'none'}"
+    for name, profile in state["profiles"].items():
+        roles = [role for role, used in state["by_role"].items() if used == name]
+        scorers = [f"{scorer} x {weight:g}" for scorer, weight in profile["scorers"].items()]
+        parts = [*profile["filters"], *scorers, profile["picker"]]
+        yield f"  {name} ({', '.join(roles) or 'no role'}): {', '.join(parts)}"
 
 
 def send_sources(body: dict[str, Any]) -> None:
@@ -223,18 +226,6 @@ def _header(text: str) -> dict[str, str]:
     return {"header": name, "value": value} if equals else {"header": name}
 
 
-def _args_of_each(given: Sequence[str]) -> dict[str, dict[str, str]]:
-    found: dict[str, dict[str, str]] = {}
-    for key, value in key_values(given, "--program-arg").items():
-        name, colon, parameter = key.rpartition(":")
-        if not colon:
-            raise BadRequest(
-                f"--program-arg: {key!r} must name its program in a split: PROGRAM:KEY=VALUE", "--program-arg"
-            )
-        found.setdefault(name, {})[parameter] = value
-    return found
-
-
 def _arm(name: str, args: Mapping[str, Mapping[str, str]]) -> dict[str, Any]:
     given = {key: value for of, each in args.items() if _located(of) == _located(name) for key, value in each.items()}
     return {**_called(name), "args": given}
@@ -261,26 +252,13 @@ def _plan_in_words(version: dict[str, Any]) -> str:
         _arm_in_words(share) + (f" {share.get('weight', 1.0) / total:.1%}" if version.get("split") else "")
         for share in shares
     ]
-    words += [f"{_arm_in_words(rule)} where {_condition(rule)}" for rule in version.get("rules", ())]
+    for rule in version.get("rules", ()):
+        header = f"{rule['header']}={rule['value']}" if "value" in rule else rule.get("header")
+        model = f"model={rule['model']}" if "model" in rule else None
+        words.append(f"{_arm_in_words(rule)} where {' and '.join(filter(None, (header, model)))}")
     return ", ".join(words)
 
 
 def _arm_in_words(arm: dict[str, Any]) -> str:
     args = ", ".join(f"{key}={value}" for key, value in arm.get("args", {}).items())
     return f"{arm.get('name') or arm['program']}({args})" if args else arm.get("name") or arm["program"]
-
-
-def _condition(rule: dict[str, Any]) -> str:
-    header = f"{rule['header']}={rule['value']}" if "value" in rule else rule.get("header")
-    model = f"model={rule['model']}" if "model" in rule else None
-    return " and ".join(filter(None, (header, model)))
-
-
-def scheduling_in_words(state: dict[str, Any]) -> Iterator[str]:
-    """Return lines about the scheduling file in use and its profiles."""
-    yield f"scheduling file: {state['file'] or 'none'}"
-    for name, profile in state["profiles"].items():
-        roles = [role for role, used in state["by_role"].items() if used == name]
-        scorers = [f"{scorer} x {weight:g}" for scorer, weight in profile["scorers"].items()]
-        parts = [*profile["filters"], *scorers, profile["picker"]]
-        yield f"  {name} ({', '.join(roles) or 'no role'}): {', '.join(parts)}"

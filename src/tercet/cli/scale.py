@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -17,7 +17,7 @@ from tercet.cli.setting_flags import flags_as_records, refuse, require_defaults
 from tercet.cli.terminal import announce, say
 from tercet.cli.which_fleet import WhichFleet, but_at, the_one
 from tercet.cluster.scaling.decide import DRAIN_SECONDS, SELECTOR, EngineStep, ScaleCall, ScaleRecord, parse_counts
-from tercet.protocol import EngineError, Role
+from tercet.protocol import EngineError
 
 if TYPE_CHECKING:
     from tercet.cluster.scaling.kubernetes import KubernetesFleet
@@ -107,36 +107,27 @@ def scale(
     if pods.kubernetes:
         here = {"--port": which.port is not None, "--url": which.is_given, "--drain-timeout": drains, "--json": as_json}
         refuse(here, "cannot be combined with --kubernetes")
-        asyncio.run(_scale_pods(pods.fleet(), given, wait=not no_wait))
-    elif given:
-        call = ScaleCall(**given, drain_seconds=drain_timeout)
-        _scale_here(_socket_of_fleet(which), call, not no_wait, as_json)
-    else:
-        socket = _socket_of_fleet(which)  # without a fleet, the imports below would only delay the error
-        from tercet.cluster.scaling.scaler import scaling_of
+        fleet = pods.fleet()
+        if given:
+            scaled = fleet.scale(ScaleCall(**given), lambda line: announce(f"  {line}"), not no_wait)
+            say(f"{asyncio.run(scaled)} ready")
+        else:
+            for each in asyncio.run(fleet.workloads()):
+                say(str(each))
+        return
+    call = ScaleCall(**given, drain_seconds=drain_timeout) if given else None
+    socket = _socket_of_fleet(which)  # without a fleet, the imports below would only delay the error
+    from tercet.cluster.scaling.scaler import scale_fleet, scaling_of
 
+    if call is None:
         _show(asyncio.run(scaling_of(socket)), as_json)
-
-
-def _scale_here(socket: Path, call: ScaleCall, wait: bool, as_json: bool) -> None:
-    """Scale the fleet of `tercet up` that listens at ``socket``; raise if scaling fails."""
-    from tercet.cluster.scaling.scaler import scale_fleet
-
+        return
     record = asyncio.run(scale_fleet(socket, call))
-    if wait:
-        record = _followed(socket, record, call.drain_seconds, quiet=as_json)
+    if not no_wait:
+        record = _followed(socket, record, drain_timeout, quiet=as_json)
     _show(record, as_json)
     if record.state == "failed":
         raise EngineError(f"scaling failed: the fleet has {record.present}, wanted {record.wanted}: {record.why}")
-
-
-async def _scale_pods(fleet: KubernetesFleet, given: Mapping[Role, int], wait: bool) -> None:
-    if given:
-        counts = await fleet.scale(ScaleCall(**given), lambda line: announce(f"  {line}"), wait)
-        say(f"{counts} ready")
-        return
-    for each in await fleet.workloads():
-        say(str(each))
 
 
 def _socket_of_fleet(which: WhichFleet) -> Path:

@@ -11,7 +11,7 @@ import inspect
 import os
 import re
 import textwrap
-from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import fields, is_dataclass
 from pathlib import Path
@@ -74,7 +74,7 @@ def help_all(ctx: typer.Context, wanted: bool) -> None:
 
 def help_page(command: Any, ctx: Any, everything: bool) -> Iterator[str]:
     """Yield the lines of a help page."""
-    width = max(LEAST, min(WIDEST, ctx.terminal_width or _columns()))
+    width = max(LEAST, min(WIDEST, ctx.terminal_width or get_terminal_size((WIDEST, 50)).columns))
     yield " ".join(["Usage:", ctx.command_path, *command.collect_usage_pieces(ctx)])
     about, _, examples = command.help.partition("\nExamples:\n")
     paragraphs = re.split(r"\n\s*\n", about.strip())
@@ -93,13 +93,18 @@ def help_page(command: Any, ctx: Any, everything: bool) -> Iterator[str]:
         told = _plain(option.help or "")
         panels.setdefault(option.rich_help_panel or OTHERS, []).append((name, told if everything else _short(told)))
     yield from _listed(panels, width)
-    if everything:
-        yield from ["", "Settings of the file of --config only, or of variables (`TERCET_` and the key):"]
-        yield from _listed(_of_the_file(_settings_of(command)), width)
-    else:
-        left_out = sum(1 for each in _settings_of(command) if each.setting.in_file)
-        told = f", {left_out} more settings of the file" if left_out else ""
+    of_the_file = [each for each in _settings_of(command) if each.setting.in_file]
+    if not everything:
+        told = f", {len(of_the_file)} more settings of the file" if of_the_file else ""
         yield from ["", f"{ctx.command_path} --help-all has all examples{told}."]
+        return
+    panels = {}
+    for each in of_the_file:
+        default = f" [default: {each.shown_default}]" if each.shown_default else ""
+        told = (f"{each.key}: {each.shown_kind}", _plain(each.help + default))
+        panels.setdefault(each.setting.panel or OTHERS, []).append(told)
+    yield from ["", "Settings of the file of --config only, or of variables (`TERCET_` and the key):"]
+    yield from _listed(panels, width)
 
 
 def _settings_of(command: Any) -> tuple[Declared, ...]:
@@ -107,18 +112,8 @@ def _settings_of(command: Any) -> tuple[Declared, ...]:
     return () if kind is None else declared(kind)
 
 
-def _of_the_file(settings: Sequence[Declared]) -> dict[str, list[tuple[str, str]]]:
-    panels: dict[str, list[tuple[str, str]]] = {}
-    for each in settings:
-        if each.setting.in_file:
-            default = f" [default: {each.shown_default}]" if each.shown_default else ""
-            told = (f"{each.key}: {each.shown_kind}", _plain(each.help + default))
-            panels.setdefault(each.setting.panel or OTHERS, []).append(told)
-    return panels
-
-
 def _listed(panels: dict[str, list[tuple[str, str]]], width: int) -> Iterator[str]:
-    for title in sorted(panels, key=_place):
+    for title in sorted(panels, key=lambda title: ORDER.index(title) if title in ORDER else 99 + (title == OTHERS)):
         yield from ["", _heading(title)]
         for name, told in panels[title]:
             left = f"  {name}  ".ljust(NAME_COLUMNS)
@@ -128,10 +123,6 @@ def _listed(panels: dict[str, list[tuple[str, str]]], width: int) -> Iterator[st
             lines = textwrap.wrap(told, width - NAME_COLUMNS)
             yield left.rstrip() if len(left) > NAME_COLUMNS else left + lines.pop(0)
             yield from (" " * NAME_COLUMNS + line for line in lines)
-
-
-def _place(title: str) -> int:
-    return ORDER.index(title) if title in ORDER else len(ORDER) + (title == OTHERS)
 
 
 def _heading(text: str) -> str:
@@ -149,10 +140,6 @@ def _short(text: str) -> str:
     unit = re.search(r" \((?:seconds|bytes|tokens|GiB)\)(?=\.$)", told)
     clause += unit[0] if unit and unit[0] not in clause else ""
     return clause + ("" if default in ("", "none]", "off]", "no limit]") else f" [{default}")
-
-
-def _columns() -> int:
-    return get_terminal_size((WIDEST, 50)).columns
 
 
 # Attribute of a command's function: the class of its settings.
@@ -192,7 +179,11 @@ def flags_as_records(command: Callable[..., None]) -> Callable[..., None]:
     records: dict[str, Any] = {
         name: each.annotation for name, each in parameters.items() if is_dataclass(each.annotation)
     }
-    flags = {name: _flags_of_record(kind) for name, kind in records.items()}
+    flags = dict[str, dict[str, inspect.Parameter]]()
+    for name, kind in records.items():
+        types = get_type_hints(kind, include_extras=True)  # a record may inherit fields of a class of another module
+        signature = inspect.signature(kind).parameters
+        flags[name] = {field: each.replace(annotation=types[field]) for field, each in signature.items()}
 
     @functools.wraps(command)
     def run(**given: Any) -> None:
@@ -203,12 +194,6 @@ def flags_as_records(command: Callable[..., None]) -> Callable[..., None]:
         command(**given, **made)
 
     return taking(run, [flag for name, own in parameters.items() for flag in flags.get(name, {name: own}).values()])
-
-
-def _flags_of_record(kind: Any) -> dict[str, inspect.Parameter]:
-    """Return a parameter for each field; a record may inherit fields of a class of another module."""
-    types = get_type_hints(kind, include_extras=True)
-    return {name: each.replace(annotation=types[name]) for name, each in inspect.signature(kind).parameters.items()}
 
 
 def taking(run: Callable[..., None], parameters: Iterable[inspect.Parameter]) -> Callable[..., None]:
@@ -325,27 +310,23 @@ def parameters_of(
     ``by_variable`` are the keys of settings whose environment variable may replace the flag. ``every``: include the
     settings that servers take from a file only.
     """
-    return {
-        _name(each): VLLMArgs if each.key == rest else _annotation(each, each.key in by_variable)
-        for each in declared(kind)
-        if each.flag or each.key == rest or (every and each.any_flag)
-    }
-
-
-def _annotation(of: Declared, by_variable: bool) -> Any:
-    """Return a parameter's annotation. Values stay text: the decoder checks them, as for every other source."""
-    default = f" [default: {of.shown_default}]" if of.shown_default else ""
-    several = of.is_list or of.is_mapping
-    kind = bool if of.plain is bool else list[str] if several else str
-    option = typer.Option(
-        of.any_flag,
-        help=of.help + default,
-        show_default=False,
-        envvar=of.env if by_variable else None,
-        rich_help_panel=of.setting.panel or None,
-        metavar=of.shown_kind or None,
-    )
-    return Annotated[kind | None, option]
+    parameters = dict[str, Any]()
+    for each in declared(kind):
+        if each.key == rest:
+            parameters[_name(each)] = VLLMArgs
+        elif each.flag or (every and each.any_flag):
+            # Values stay text: the decoder checks them, as for every other source.
+            typed = bool if each.plain is bool else list[str] if each.is_list or each.is_mapping else str
+            option = typer.Option(
+                each.any_flag,
+                help=each.help + (f" [default: {each.shown_default}]" if each.shown_default else ""),
+                show_default=False,
+                envvar=each.env if each.key in by_variable else None,
+                rich_help_panel=each.setting.panel or None,
+                metavar=each.shown_kind or None,
+            )
+            parameters[_name(each)] = Annotated[typed | None, option]
+    return parameters
 
 
 def flags_given(kind: type[Settings], given: Mapping[str, Any], rest: str = "") -> Source:
@@ -375,7 +356,12 @@ _READ_THEM = ("tercet.settings", "tercet.cluster")
 
 def unknown_variables(command: str = "", environment: Mapping[str, str] = os.environ) -> Iterator[str]:
     """Yield a line with a suggestion for each variable that is not read, or that ``command`` reads by another name."""
-    known, elsewhere = _known(()), _renamed(command)
+    known = _known(())
+    kind = _of_package(command) if command in entry_points(SETTINGS) else _OF_COMMAND.get(command)
+    by_rule = {
+        VARIABLE_PREFIX + each.key.upper().replace("-", "_"): each.env for each in (declared(kind) if kind else ())
+    }
+    elsewhere = {name: env for name, env in by_rule.items() if name != env}  # settings with a name of their own
     for name in sorted(environment):
         if not name.startswith(VARIABLE_PREFIX) or name.startswith(_TEST) or _is_of_a_service(name, environment):
             continue
@@ -409,17 +395,6 @@ def _known(of_packages: Iterable[type[Settings]]) -> set[str]:
     kinds = (*of_packages, *(kind for kind in _kinds(Settings) if kind.__module__.startswith(_READ_THEM)))
     settings = {each.env for kind in kinds for each in declared(kind)}
     return settings | {each.name for each in VARIABLES} | INTERNAL | OF_COMMANDS | OF_TESTS
-
-
-def _renamed(command: str) -> Mapping[str, str]:
-    """Return, by their default name, the variables of a command's settings that have a different name."""
-    kind = _of_package(command) if command in entry_points(SETTINGS) else _OF_COMMAND.get(command)
-    by_rule = (
-        {}
-        if kind is None
-        else {VARIABLE_PREFIX + each.key.upper().replace("-", "_"): each.env for each in declared(kind)}
-    )
-    return {name: env for name, env in by_rule.items() if name != env}
 
 
 def _kinds(base: Any) -> Iterator[type[Settings]]:

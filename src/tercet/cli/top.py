@@ -165,17 +165,16 @@ class Row(NamedTuple):
 
 def rows_of(status: Mapping[str, Any]) -> list[Row]:
     """Return a row for each engine of a router's status."""
-    return [_row(engine) for engine in status["engines"]]
-
-
-def _row(engine: Mapping[str, Any]) -> Row:
-    leaving = "draining" if engine["draining"] else "stopping" if engine["stopping"] else ""
-    state = leaving or ("serving" if engine["reachable"] else "refused" if engine["refused"] else "unreachable")
-    name, role, on = engine["name"], engine["role"], engine["in_flight"]
-    report = engine["report"]
-    if report is None:
-        return Row(name, role, state, on)
-    return Row(name, role, state, on, report["running"], report["waiting"], report["kv_usage"], report.get("step_time"))
+    rows = list[Row]()
+    for engine in status["engines"]:
+        leaving = "draining" if engine["draining"] else "stopping" if engine["stopping"] else ""
+        state = leaving or ("serving" if engine["reachable"] else "refused" if engine["refused"] else "unreachable")
+        row = Row(engine["name"], engine["role"], state, engine["in_flight"])
+        if (report := engine["report"]) is not None:
+            running, waiting, kv = report["running"], report["waiting"], report["kv_usage"]
+            row = row._replace(running=running, waiting=waiting, kv=kv, step=report.get("step_time"))
+        rows.append(row)
+    return rows
 
 
 class FleetView(msgspec.Struct, frozen=True):
@@ -188,10 +187,19 @@ class FleetView(msgspec.Struct, frozen=True):
 
     def after(self, key: str) -> FleetView | None:
         """Return the view after a key (one character); None if the key ends it."""
-        if self.typing:
-            return self._typed(key)
         match key:
-            case "q" | "\x03" | "\x04":
+            case "\x03" | "\x04":
+                return None
+            case "\r" | "\n" if self.typing:
+                return msgspec.structs.replace(self, typing=False)
+            case "\x7f" | "\b" if self.typing:
+                return msgspec.structs.replace(self, filter=self.filter[:-1])
+            case "\x1b":
+                return msgspec.structs.replace(self, typing=False, filter="")
+            case _ if self.typing:
+                more = key if key.isprintable() and len(self.filter) < LONGEST_FILTER else ""
+                return msgspec.structs.replace(self, filter=self.filter + more)
+            case "q":
                 return None
             case "s":
                 following = COLUMNS[(COLUMNS.index(self.column) + 1) % len(COLUMNS)]
@@ -200,22 +208,8 @@ class FleetView(msgspec.Struct, frozen=True):
                 return msgspec.structs.replace(self, turned=not self.turned)
             case "/":
                 return msgspec.structs.replace(self, typing=True, filter="")
-            case "\x1b":
-                return msgspec.structs.replace(self, filter="")
             case _:
                 return self
-
-    def _typed(self, key: str) -> FleetView | None:
-        if key in ("\x03", "\x04"):
-            return None
-        if key in ("\r", "\n"):
-            return msgspec.structs.replace(self, typing=False)
-        if key == "\x1b":
-            return msgspec.structs.replace(self, typing=False, filter="")
-        if key in ("\x7f", "\b"):
-            return msgspec.structs.replace(self, filter=self.filter[:-1])
-        more = key if key.isprintable() and len(self.filter) < LONGEST_FILTER else ""
-        return msgspec.structs.replace(self, filter=self.filter + more)
 
     def shown(self, rows: Sequence[Row]) -> list[Row]:
         """Return the rows that match the filter, sorted; unknown values come last."""
@@ -249,34 +243,22 @@ def drawn(status: Mapping[str, Any], view: FleetView, height: int, away: str = "
         seen.add_column(marked, justify="left" if column in COLUMNS[:3] else "right", no_wrap=True)
     fitting = max(1, height - 4 - head.count("\n"))
     for row in shown[:fitting]:
-        seen.add_row(*_cells(row))
-    seen.caption = _caption(view, len(shown), fitting)
-    seen.caption_justify = "left"
-    return seen
-
-
-def _caption(view: FleetView, found: int, fitting: int) -> str:
-    hidden = f"{found - fitting} more do not fit; " if found > fitting else ""
+        kv = Text("-")
+        if (share := row.kv) is not None:
+            filled = round(min(1.0, share) * BAR)
+            style = "red" if share > 0.9 else "yellow" if share > 0.7 else "green"
+            kv = Text("█" * filled + "░" * (BAR - filled), style=style).append(f" {share:4.0%}", style="")
+        seen.add_row(
+            Text(printable(row.name)),
+            Text(row.role),
+            Text(row.state, style=_STATES.get(row.state, "red")),
+            Text(str(row.on)),
+            Text("-" if row.running is None else str(row.running)),
+            Text("-" if row.waiting is None else str(row.waiting), style="yellow" if row.waiting else ""),
+            kv,
+            Text("-" if row.step is None else f"{row.step * 1000:.1f} ms"),
+        )
+    hidden = f"{len(shown) - fitting} more do not fit; " if len(shown) > fitting else ""
     filtered = f"filter: {printable(view.filter)}{'_' if view.typing else ''}  " if view.filter or view.typing else ""
-    return f"{hidden}{filtered}{LAST_KEYS}"
-
-
-def _cells(row: Row) -> list[Text]:
-    return [
-        Text(printable(row.name)),
-        Text(row.role),
-        Text(row.state, style=_STATES.get(row.state, "red")),
-        Text(str(row.on)),
-        Text("-" if row.running is None else str(row.running)),
-        Text("-" if row.waiting is None else str(row.waiting), style="yellow" if row.waiting else ""),
-        _share(row.kv),
-        Text("-" if row.step is None else f"{row.step * 1000:.1f} ms"),
-    ]
-
-
-def _share(share: float | None) -> Text:
-    if share is None:
-        return Text("-")
-    filled = round(min(1.0, share) * BAR)
-    style = "red" if share > 0.9 else "yellow" if share > 0.7 else "green"
-    return Text("█" * filled + "░" * (BAR - filled), style=style).append(f" {share:4.0%}", style="")
+    seen.caption, seen.caption_justify = f"{hidden}{filtered}{LAST_KEYS}", "left"
+    return seen

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import textwrap
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator
 from datetime import UTC, datetime
 from typing import Annotated, Any, NamedTuple
 from urllib.parse import quote
@@ -61,18 +61,12 @@ def trace(
         return
     with understood():
         for index, each in enumerate(found):
-            if index:
-                say("")
-            _draw(each)
-
-
-def _draw(found: dict[str, Any]) -> None:
-    for line in head_of(found):
-        say(line)
-    for line in drawn(found, console.width if console.is_terminal else FILE_WIDTH):
-        console.print(line, no_wrap=True, crop=False)
-    for line in leases_of(found):
-        say(line)
+            for line in ([""] if index else []) + list(head_of(each)):
+                say(line)
+            for line in drawn(each, console.width if console.is_terminal else FILE_WIDTH):
+                console.print(line, no_wrap=True, crop=False)
+            for line in leases_of(each):
+                say(line)
 
 
 def leases_of(trace: dict[str, Any]) -> Iterator[str]:
@@ -91,15 +85,12 @@ def _listed(found: list[dict[str, Any]]) -> Iterator[str]:
         tokens = sum(sequence["output_tokens"] for sequence in each["sequences"])
         prompt = sum(sequence["prompt_tokens"] for sequence in each["sequences"])
         programs = ", ".join(dict.fromkeys(sequence["program"] for sequence in each["sequences"])) or "-"
+        calls = (event for sequence in each["sequences"] for event in (*sequence["events"], *sequence["failed"]))
+        engines = ", ".join(dict.fromkeys(event["engine"] for event in calls if event.get("engine"))) or "-"
         yield (
             f"{each['request_id']}  {each['seconds']:8.3f} s  {each['outcome']}  {prompt} + {tokens} tokens  "
-            f"{programs}  {_engines(each)}"
+            f"{programs}  {engines}"
         )
-
-
-def _engines(found: dict[str, Any]) -> str:
-    calls = (event for sequence in found["sequences"] for event in (*sequence["events"], *sequence["failed"]))
-    return ", ".join(dict.fromkeys(event["engine"] for event in calls if event.get("engine"))) or "-"
 
 
 # Widths, in characters: of the chart, of the text next to it, of times, and of engines' names.
@@ -138,7 +129,7 @@ def steps_of(trace: dict[str, Any]) -> list[Step]:
         prefix = f"{index}: " if many else ""
         # A running step has no end yet.
         until = trace["seconds"] if trace["outcome"] == "running" else 0.0
-        steps = [*_picks(sequence), *_events(sequence, until), *_failures(sequence)]
+        steps = [*_picks(sequence), *_events(sequence, until)]
         found += (step._replace(says=prefix + step.says) for step in steps)
     return sorted(found, key=lambda step: step.begin)
 
@@ -166,33 +157,22 @@ def _events(sequence: dict[str, Any], until: float) -> Iterator[Step]:
         lane = event.get("engine", "") or "router"
         if verb == "start_generate":
             total = event.get("total", 0.0)
-            yield Step(lane, "generate", at, at + total if total else max(end, until), _generated(event), end)
+            said = f"first token after {_time(event.get('seconds', 0.0))}; prompt: {_tokens(event)}"
+            yield Step(lane, "generate", at, at + total if total else max(end, until), said, end)
         elif verb in ("fallback", "retry"):
             yield Step(lane, verb, at, at, event.get("reason", ""), failed=True)
         elif verb == "move":
             yield Step(lane, verb, at, end, _moved(event, moves.get(event.get("number", 0))))
+        elif verb == "remote_send":
+            said = f"to {event.get('to', '')}: tokens {event.get('begin', 0)}-{event.get('end', 0)}, {_tokens(event)}"
+            said += f", {event.get('bytes', 0) / 1e6:.1f} MB by {event.get('transport') or 'nothing'}"
+            yield Step(lane, verb, at, end, said)
         else:
-            yield Step(lane, verb, at, end, _sent(event) if verb == "remote_send" else _reserved(event))
-
-
-def _failures(sequence: dict[str, Any]) -> Iterator[Step]:
+            yield Step(lane, verb, at, end, f"tokens 0-{event.get('end', 0)}: {_tokens(event)}")
     for event in sequence["failed"]:
         at = sequence["at"] + event.get("at", 0.0)
         said = f"{event.get('code', '')}: {event.get('reason', '')}"
         yield Step(event.get("engine", ""), event["verb"], at, at + event.get("seconds", 0.0), said, failed=True)
-
-
-def _generated(event: dict[str, Any]) -> str:
-    return f"first token after {_time(event.get('seconds', 0.0))}; prompt: {_tokens(event)}"
-
-
-def _reserved(event: dict[str, Any]) -> str:
-    return f"tokens 0-{event.get('end', 0)}: {_tokens(event)}"
-
-
-def _sent(event: dict[str, Any]) -> str:
-    said = f"to {event.get('to', '')}: tokens {event.get('begin', 0)}-{event.get('end', 0)}, {_tokens(event)}"
-    return f"{said}, {event.get('bytes', 0) / 1e6:.1f} MB by {event.get('transport') or 'nothing'}"
 
 
 def _tokens(event: dict[str, Any]) -> str:
@@ -237,13 +217,14 @@ def drawn(trace: dict[str, Any], width: int) -> Iterator[Text]:
     if not steps:
         return
     seconds = max([trace["seconds"], *(step.end for step in steps), 1e-6])
-    lanes = sorted({step.lane for step in steps}, key=lambda lane: _first(lane, steps))
+    begins = {step.lane: step.begin for step in reversed(steps)}  # steps are in order, so this is each lane's first
+    lanes = sorted(begins, key=lambda lane: (lane != "router", begins[lane]))
     lane_width = max(len(_shown(lane)) for lane in lanes)
     step_width = max(len(_shown(step.name)) for step in steps)
     before = lane_width + step_width + 2 * TIME_WIDTH + 4
     says_there = width - before >= TO_THE_RIGHT + NARROWEST
     chart = min(WIDEST, max(NARROWEST, width - before - (TO_THE_RIGHT if says_there else 0)))
-    yield Text(f"{'':{before}}{_axis(seconds, chart)}", style="dim")
+    yield Text(f"{'':{before}}0{_time(seconds):>{chart - 1}}", style="dim")
     for lane in lanes:
         for index, step in enumerate(each for each in steps if each.lane == lane):
             style = "red" if step.failed else _STYLES.get(step.name, "green")
@@ -254,34 +235,19 @@ def drawn(trace: dict[str, Any], width: int) -> Iterator[Text]:
             bar = _bar(step, seconds, chart, style)
             bar.pad_right(max(0, chart - bar.cell_len))
             line.append_text(bar)
-            said = Text(printable(step.says), style="red" if step.failed else "dim")
+            said = printable(step.says)
             indent = before + chart + 1 if says_there else lane_width + 3
-            for place, part in enumerate(_wrapped(said, max(NARROWEST, width - indent))):
-                if place or not says_there:
+            for index, part in enumerate(textwrap.wrap(said, max(NARROWEST, width - indent)) or [""]):
+                if index or not says_there:
                     yield line
                     line = Text(" " * (indent - 1))
-                line.append(" ")
-                line.append_text(part)
+                line.append(f" {part}", style="red" if step.failed else "dim")
             yield line
-
-
-def _wrapped(text: Text, width: int) -> Iterable[Text]:
-    lines = textwrap.wrap(text.plain, width) or [""]
-    return (Text(line, style=text.style) for line in lines)
 
 
 def _shown(name: str) -> str:
     shown = printable(name)
     return shown if len(shown) <= LONGEST_NAME else f"{shown[: LONGEST_NAME - 1]}…"
-
-
-def _first(lane: str, steps: Sequence[Step]) -> tuple[bool, float]:
-    return lane != "router", min(step.begin for step in steps if step.lane == lane)
-
-
-def _axis(seconds: float, width: int) -> str:
-    end = _time(seconds)
-    return f"0{end:>{width - 1}}"
 
 
 def _bar(step: Step, seconds: float, width: int, style: str) -> Text:

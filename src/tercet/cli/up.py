@@ -69,18 +69,15 @@ class FleetProgress:
             self._loading.pop(name, None)
             announce(f"  {name}: {state}")
         elif stage:
-            self._enter(name, stage, now)
+            process = self._loading.setdefault(name, _Loading(now, stage, now))
+            process.stage, process.since = stage, now
+            if self._live is None:
+                announce(f"  {name}: {stage} ({now - process.began:.0f} s)")
         else:
             self._loading[name] = _Loading(now, "starting", now)
             if self._live is None:
                 announce(f"  {name}: {state}")
         self._draw()
-
-    def _enter(self, name: str, stage: str, now: float) -> None:
-        process = self._loading.setdefault(name, _Loading(now, stage, now))
-        process.stage, process.since = stage, now
-        if self._live is None:
-            announce(f"  {name}: {stage} ({now - process.began:.0f} s)")
 
     def _draw(self) -> None:
         if self._live is None:
@@ -216,7 +213,7 @@ def _ray(part: str) -> Any:
 
 async def stay(config: UpConfig, fleet: StartedFleet) -> None:
     """Print the fleet's address, and wait until the fleet breaks."""
-    from tercet.cli.detached import found_by_commands
+    from tercet.cli.detached import until_broken
 
     messages = [{"role": "user", "content": "Say hello."}]
     body = json.dumps({"model": config.public_name, "messages": messages, "max_tokens": 50})
@@ -227,5 +224,4 @@ async def stay(config: UpConfig, fleet: StartedFleet) -> None:
     announce(f"  logs: {fleet.log_dir}\n")
     announce(f"  curl {fleet.url}/v1/chat/completions -H 'content-type: application/json' \\\n    -d '{body}'\n")
     announce("Ctrl-C finishes running requests and stops the fleet; a second Ctrl-C stops it at once.")
-    async with found_by_commands(config, fleet, detached=False):
-        await fleet.until_broken(lambda name, state: announce(f"{name}: {state}"))
+    await until_broken(config, fleet, detached=False)

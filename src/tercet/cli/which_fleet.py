@@ -116,16 +116,13 @@ def is_at(fleet: DetachedFleet, url: str) -> bool:
     at, its = urlsplit(url), urlsplit(fleet.url)
     if (at.port or {"http": 80, "https": 443}.get(at.scheme)) != fleet.port or at.hostname is None:
         return False
-    return at.hostname == its.hostname or at.hostname in _LOOPBACK or _is_this_machine(at.hostname)
-
-
-def _is_this_machine(host: str) -> bool:
-    """Return whether an address or a name is of this machine: only such an address can be bound."""
+    if at.hostname == its.hostname or at.hostname in _LOOPBACK:
+        return True
     try:
-        places = socket.getaddrinfo(host, 0, type=socket.SOCK_DGRAM)
+        places = socket.getaddrinfo(at.hostname, 0, type=socket.SOCK_DGRAM)
     except (OSError, UnicodeError):
         return False
-    for family, kind, protocol, _, address in places:
+    for family, kind, protocol, _, address in places:  # only an address of this machine can be bound
         try:
             with socket.socket(family, kind, protocol) as tried:
                 tried.bind(address)
