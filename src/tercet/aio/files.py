@@ -22,6 +22,7 @@ import threading
 import time
 from collections.abc import AsyncGenerator, Callable
 from contextlib import asynccontextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -160,11 +161,11 @@ class FileThread:
 
         def call() -> None:
             try:
-                answer = _setter(result, function(*args))
+                answer = partial(result.set_result, function(*args))
             except BaseException as error:  # raised to the caller
-                answer = _failing(result, error)
+                answer = partial(result.set_exception, error)
             with suppress(RuntimeError):  # the loop ended before the call
-                loop.call_soon_threadsafe(answer)
+                loop.call_soon_threadsafe(lambda: None if result.done() else answer())
 
         self._calls.put(call)
         if self._thread is None:
@@ -189,14 +190,6 @@ class FileThread:
                 call()
             finally:
                 self._began = None
-
-
-def _setter(result: asyncio.Future[Any], value: object) -> Callable[[], None]:
-    return lambda: None if result.done() else result.set_result(value)
-
-
-def _failing(result: asyncio.Future[Any], error: BaseException) -> Callable[[], None]:
-    return lambda: None if result.done() else result.set_exception(error)
 
 
 logger = logging.getLogger("tercet.descriptors")

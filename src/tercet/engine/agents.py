@@ -246,23 +246,14 @@ class AgentReports:
                 sending.take(done)
         elif kind == LeaseFilled.__name__:
             self._on_filled(msgspec.msgpack.decode(body, type=LeaseFilled))
-        elif kind == ReceiveDone.__name__:
-            _export_receive(msgspec.msgpack.decode(body, type=ReceiveDone))
-
-
-def _export_receive(done: ReceiveDone) -> None:
-    """Export a span of a receive, below its sender's span on another engine, if this process exports spans."""
-    sink, ended = process.sink, done.ended
-    sender = read_traceparent(ended.traceparent)
-    if sink is None or sender is None:
-        return
-    attributes = {"tercet.rank": done.rank, "tercet.bytes": ended.bytes}
-    span = sink.enters(sender, RECEIVE, attributes)
-    sink.take(
-        [
-            Span(
-                RECEIVE, span, sender.span_id, ended.began_ns, ended.ended_ns, "server", attributes,
-                error=ended.code, reason=ended.reason,
-            )
-        ]
-    )  # fmt: skip
+        elif kind == ReceiveDone.__name__ and (sink := process.sink) is not None:
+            done = msgspec.msgpack.decode(body, type=ReceiveDone)
+            ended, sender = done.ended, read_traceparent(done.ended.traceparent)
+            if sender is None:
+                return
+            attributes = {"tercet.rank": done.rank, "tercet.bytes": ended.bytes}
+            span = Span(
+                RECEIVE, sink.enters(sender, RECEIVE, attributes), sender.span_id, ended.began_ns, ended.ended_ns,
+                "server", attributes, error=ended.code, reason=ended.reason,
+            )  # fmt: skip
+            sink.take([span])  # below its sender's span, which is of another engine

@@ -25,7 +25,6 @@ from tercet.engine.leases import check_generation, end_of_reservation, require_u
 from tercet.engine.sequences import DecodingSequence, RouterLink
 from tercet.protocol import (
     KVAddrInfo,
-    KVLayout,
     Output,
     RankAddress,
     Request,
@@ -71,13 +70,9 @@ def _answer(edge: Edge, held: EdgeLease, matched_len: int) -> PrepRecvAnswer:
 async def reserved(edge: Edge, request: Request, end: int | None) -> AsyncGenerator[Reservation]:
     """Reserve as :func:`prep_recv` does; the lease ends with the context unless it is adopted."""
     call = PrepRecvCall(
-        prompt=list(request.prompt),
-        seq_id=request.seq_id,
-        end=end,
-        cache_salt=request.cache_salt,
-        adapter=request.adapter,
-        adapter_digest=request.adapter_digest,
-    )
+        prompt=list(request.prompt), seq_id=request.seq_id, end=end, cache_salt=request.cache_salt,
+        adapter=request.adapter, adapter_digest=request.adapter_digest,
+    )  # fmt: skip
     answer = await prep_recv(edge, call)
     reservation = Reservation(answer.kv_addr_info, answer.matched_len)
     try:
@@ -101,6 +96,14 @@ async def remote_send(edge: Edge, call: RemoteSendCall) -> Sent:
     check_send(call, begin, end, len(tokens), edge.layout)
     prompt = await edge.reader.keyed(call, tokens)
     check_adapter(call, digest_of(prompt.adapter))
+    receivers = sorted(info.ranks, key=lambda rank: rank.rank)
+    destinations = [  # for each rank of this engine, the receiver's ranks with common heads and layers
+        [
+            SendDestination(receivers[route.receiver].addresses, route.head_slice, route.planes)
+            for route in routes(edge.layout, info.layout, rank)
+        ]
+        for rank in range(len(edge.description.transports))
+    ]
     with edge.reports.sending() as sending:
         span = current_span()
         plan = SendPlan(
@@ -110,7 +113,7 @@ async def remote_send(edge: Edge, call: RemoteSendCall) -> Sent:
             base=info.begin,
             begin=begin,
             end=end,
-            destinations=destinations_of(info, edge.layout, len(edge.description.transports)),
+            destinations=destinations,
             notify=edge.reports.address,
             group_begins=info.group_begins,
             traceparent=span.traceparent if span is not None and span.sampled else "",
@@ -118,7 +121,12 @@ async def remote_send(edge: Edge, call: RemoteSendCall) -> Sent:
         try:
             async with edge.work.sending(call.seq_id, plan.send_id):
                 if call.cached_only:
-                    end = await _push_longest(edge, prompt, plan)
+                    # The longest cached whole blocks, and nothing if there are none: what is missing is not computed.
+                    pinned = await edge.core.push_longest(prompt.first(end), plan)
+                    end = pinned.end
+                    if end > begin:
+                        found = msgspec.structs.replace(plan, content=prompt.content(end), end=end)
+                        await _push_pinned(edge, found, pinned.pushes, None)
                     first, cached = None, end if end > begin else 0
                 else:
                     first, cached = await _push(edge, call, prompt, plan, sending)
@@ -129,18 +137,6 @@ async def remote_send(edge: Edge, call: RemoteSendCall) -> Sent:
                 edge.tasks.spawn(_end_send(edge, sending.send_id))
     usage = Usage(cached=cached, computed=0 if call.cached_only else end - cached)
     return Sent(begin, end, done.bytes, done.chunks, time.monotonic() - started, usage, first, done.transport)
-
-
-def destinations_of(info: KVAddrInfo, layout: KVLayout, num_ranks: int) -> list[list[SendDestination]]:
-    """Return, for each rank of this engine, the receiver's ranks with common heads and layers."""
-    ranks = sorted(info.ranks, key=lambda rank: rank.rank)
-    return [
-        [
-            SendDestination(ranks[route.receiver].addresses, route.head_slice, route.planes)
-            for route in routes(layout, info.layout, rank)
-        ]
-        for rank in range(num_ranks)
-    ]
 
 
 async def _push(
@@ -167,15 +163,6 @@ async def _push(
     finally:
         computing.cancel()
     return (output if call.sample else None), min(request.num_cached, plan.end)
-
-
-async def _push_longest(edge: Edge, prompt: KeyedPrompt, plan: SendPlan) -> int:
-    """Push the longest cached whole blocks of a send; return their end, or the send's begin if there are none."""
-    pinned = await edge.core.push_longest(prompt.first(plan.end), plan)
-    if pinned.end > plan.begin:
-        found = msgspec.structs.replace(plan, content=prompt.content(pinned.end), end=pinned.end)
-        await _push_pinned(edge, found, pinned.pushes, None)
-    return pinned.end
 
 
 async def _push_pinned(edge: Edge, plan: SendPlan, pushes: list[Push], word: int | None) -> None:
@@ -252,15 +239,8 @@ async def _decoding(edge: Edge, call: StartGenerateCall) -> DecodingSequence:
         # The engine also counts tokens from a connector as cached; those that prep_recv matched were here before.
         return usage_of(len(known.tokens), num_cached, claimed.matched_len if claimed is not None else num_cached)
 
-    decoding = DecodingSequence(
-        call.seq_id,
-        number,
-        request,
-        [*known.tokens],
-        usage,
-        ended,
-        edge.reader.model_of(call),
-    )
+    tokens = [*known.tokens]  # it grows with the output
+    decoding = DecodingSequence(call.seq_id, number, request, tokens, usage, ended, edge.reader.model_of(call))
     edge.generated.add(decoding)
     return decoding
 

@@ -192,7 +192,14 @@ class Callers:
         fits = [hmac.compare_digest(shown.get("proof", ""), proof) for proof in expected]
         if not any(fits):
             raise Unauthorized(f"{refusal}; the proof does not match any secret of this server", "authorization")
-        self._once(challenge, own, int(number), ends)
+        # The numbers of a challenge are kept from its first valid call on: other callers cannot fill this table.
+        numbers = self._seen.get((challenge, own))
+        if numbers is None:
+            now = self._clock()
+            self._seen = {key: each for key, each in self._seen.items() if each.ends > now}
+            numbers = self._seen[challenge, own] = _Numbers(ends)
+        if not numbers.take(int(number)):
+            raise Unauthorized("this call has already been made, or arrived too late; sign it again", "authorization")
         return body
 
     def _end_of(self, challenge: str) -> float | None:
@@ -209,16 +216,6 @@ class Callers:
 
     def _mac(self, said: bytes) -> bytes:
         return hmac.digest(self._own, said, "sha256")[:_MAC_BYTES]
-
-    def _once(self, challenge: str, own: str, number: int, ends: float) -> None:
-        """Raise :class:`~tercet.protocol.Unauthorized` for a call that has already been made."""
-        numbers = self._seen.get((challenge, own))
-        if numbers is None:
-            now = self._clock()
-            self._seen = {key: each for key, each in self._seen.items() if each.ends > now}
-            numbers = self._seen[challenge, own] = _Numbers(ends)
-        if not numbers.take(number):
-            raise Unauthorized("this call has already been made, or arrived too late; sign it again", "authorization")
 
 
 class _Numbers:

@@ -259,12 +259,9 @@ def _anthropic(status: int, said: Mapping[str, Any]) -> Any:
     return {"type": "error", "error": {"type": ANTHROPIC_TYPES.get(status, other), "message": said["message"]}}
 
 
-def _cohere(_status: int, said: Mapping[str, Any]) -> Any:
-    return {"message": said["message"]}
-
-
 _FORMS: Mapping[Api, Callable[[int, Mapping[str, Any]], Any]] = {
-    "openai": _openai, "responses": _openai, "anthropic": _anthropic, "cohere": _cohere,
+    "openai": _openai, "responses": _openai, "anthropic": _anthropic,
+    "cohere": lambda _, said: {"message": said["message"]},
 }  # fmt: skip
 
 
@@ -277,27 +274,20 @@ def last_events(path: str, error: TercetError, before: Mapping[str, Any] | None 
     api = api_of(path)
     if api == "anthropic":
         return _event("error", _anthropic(error.status, said))
-    if api == "responses":
-        return _response_failed(said, before or {})
     if api == "cohere":
         failed = {"type": "message-end", "delta": {"finish_reason": "ERROR", "error": said["message"]}}
         return _event("message-end", failed)
-    return b"data: " + msgspec.json.encode(_openai(error.status, said)) + b"\n\n" + DONE
-
-
-def _response_failed(said: Mapping[str, Any], before: Mapping[str, Any]) -> bytes:
-    """Return OpenAI's ``error`` event, followed by ``response.failed`` if the failed response is known."""
-    last = before.get("sequence_number")
+    if api == "openai":
+        return b"data: " + msgspec.json.encode(_openai(error.status, said)) + b"\n\n" + DONE
+    # The Responses API: an event of the type "error"; clients that follow the response's state need the other one, too.
+    last = (before or {}).get("sequence_number")
     number = last + 1 if isinstance(last, int) else 0
-    error = {"code": said["code"], "message": said["message"], "param": said["param"]}
-    events = _event("error", {"type": "error", **error, "sequence_number": number})
-    response = before.get("response")
+    fields = {"code": said["code"], "message": said["message"], "param": said["param"]}
+    events = _event("error", {"type": "error", **fields, "sequence_number": number})
+    response = (before or {}).get("response")
     if isinstance(response, Mapping):
-        failed = {
-            **cast("Mapping[str, Any]", response),
-            "status": "failed",
-            "error": {"code": "server_error", "message": said["message"]},
-        }
+        why = {"code": "server_error", "message": said["message"]}
+        failed = {**cast("Mapping[str, Any]", response), "status": "failed", "error": why}
         whole = {"type": "response.failed", "sequence_number": number + 1, "response": failed}
         events += _event("response.failed", whole)
     return events

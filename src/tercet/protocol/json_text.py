@@ -56,7 +56,11 @@ def read_json(content: bytes) -> Any:
         if len(content) > MOST_EXPLAINED:
             raise BadRequest(f"the request's body is not JSON: {error}") from error
         try:
-            value = json.loads(content.decode(UTF8, "surrogatepass"), parse_int=_whole_number)
+            # A number with more digits than any field accepts becomes infinity: reading it takes long.
+            value = json.loads(
+                content.decode(UTF8, "surrogatepass"),
+                parse_int=lambda digits: int(digits) if len(digits) <= MOST_DIGITS else math.inf,
+            )
         except RecursionError:
             raise BadRequest("the request's body has lists or objects that are nested too deeply") from error
         except ValueError:
@@ -64,11 +68,6 @@ def read_json(content: bytes) -> Any:
         for field, why in _unwritable(value):
             raise BadRequest(f"{field or 'the body'}: {why}", field or None) from error
         return value
-
-
-def _whole_number(digits: str) -> float:
-    """Return the number, or infinity if it has more digits than any field accepts: reading those takes long."""
-    return int(digits) if len(digits) <= MOST_DIGITS else math.inf
 
 
 def unwritable_field(value: Any) -> str | None:

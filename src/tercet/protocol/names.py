@@ -128,15 +128,8 @@ def further_id(seq_id: str, number: int) -> str:
 
 def find_id(known: Iterable[str], wanted: str) -> str | None:
     """Return ``wanted`` if it is in ``known``, else the id of the last later attempt of that request, or None."""
-    ids = list(known)
-    if wanted in ids:
-        return wanted
-    return next((each for each in reversed(ids) if _is_further(each, wanted)), None)
-
-
-def _is_further(seq_id: str, first: str) -> bool:
-    number = seq_id[len(first) + 1 :]
-    return seq_id.startswith(f"{first}.") and number.isascii() and number.isdecimal()
+    ids, later = list(known), re.compile(rf"{re.escape(wanted)}\.[0-9]+")
+    return wanted if wanted in ids else next(filter(later.fullmatch, reversed(ids)), None)
 
 
 def chosen_by_weight(weights: Sequence[float], draw: float) -> int:
@@ -205,7 +198,19 @@ class AllowedPrefillers:
     """
 
     def __init__(self, text: str, param: str) -> None:
-        self._patterns = [_pattern(part.strip(), param) for part in text.split(",") if part.strip()]
+        self._patterns = list[_Pattern]()
+        for part in filter(None, map(str.strip, text.split(","))):
+            host, ports = _host_and_port(part.lower())
+            matched = _PORTS.fullmatch("1-65535" if ports == "*" else ports)
+            first, last = (int(matched[1]), int(matched[2] or matched[1])) if matched else (0, 0)
+            try:
+                of = ipaddress.ip_network(host, strict=False)
+            except ValueError:
+                of = host if _NAME_PATTERN.fullmatch(host) and "/" not in host else None
+            if of is None or not 1 <= first <= last <= LAST_PORT:
+                such_as = "such as 10.0.0.0/8:8000, *.prefill.svc:8000-8010 or 127.0.0.1:*"
+                raise BadRequest(f"{param}: {part!r} is not HOST:PORT; {such_as}", param)
+            self._patterns.append(_Pattern(of, first, last))
 
     def __bool__(self) -> bool:
         return bool(self._patterns)
@@ -236,26 +241,6 @@ def _refused(why: str) -> BadRequest:
     return BadRequest(f"{PREFILLER_HEADER}: {why}", PREFILLER_HEADER)
 
 
-def _pattern(text: str, param: str) -> _Pattern:
-    host, ports = _host_and_port(text.lower())
-    found = (1, LAST_PORT) if ports == "*" else _range_of(ports)
-    of = _network(host) or (host if _NAME_PATTERN.fullmatch(host) and "/" not in host else None)
-    if found is None or of is None:
-        raise BadRequest(
-            f"{param}: {text!r} is not HOST:PORT; such as 10.0.0.0/8:8000, *.prefill.svc:8000-8010 or 127.0.0.1:*",
-            param,
-        )
-    return _Pattern(of, *found)
-
-
-def _range_of(text: str) -> tuple[int, int] | None:
-    matched = _PORTS.fullmatch(text)
-    if matched is None:
-        return None
-    first, last = int(matched[1]), int(matched[2] or matched[1])
-    return (first, last) if 1 <= first <= last <= LAST_PORT else None
-
-
 def _host_and_port(text: str) -> tuple[str, str]:
     """Return host and port, without the brackets of an IPv6 address (a network's length may follow the brackets)."""
     host, _, port = text.rpartition(":")
@@ -274,10 +259,3 @@ def _address(host: str) -> _Address | None:
     except ValueError:
         return None
     return getattr(found, "ipv4_mapped", None) or found
-
-
-def _network(host: str) -> _Network | None:
-    try:
-        return ipaddress.ip_network(host, strict=False)
-    except ValueError:
-        return None

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import ipaddress
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 from urllib.parse import urlsplit
 
@@ -79,10 +79,30 @@ def labelled(fields: Fields, forms: Sequence[str]) -> Labelled:
             said[known].append(value.decode("latin-1").strip(_SPACE))
         if known != CONTENT_ENCODING and (known != CONTENT_TYPE or len(said[known]) == 1):
             rest.append((name, value))
-    _require_plain(said)
+    # A body that is encoded, and two fields that disagree about that.
+    encodings: dict[str, None] = {}
+    for value in said[CONTENT_ENCODING]:
+        given = [item.strip(_SPACE).lower() for item in value.split(",")]
+        encodings[", ".join(name for name in given if name not in ("", "identity"))] = None
+    _require_one(CONTENT_ENCODING, encodings)
+    if encoding := "".join(encodings):
+        why = f"must be identity, is {encoding:.80}: send the body without an encoding"
+        raise UnsupportedMediaType(f"content-encoding: {why}", "content-encoding")
+    transfers = dict.fromkeys(value.lower() for value in said[_TRANSFER])
+    if said[_LENGTH] and transfers:
+        why = "the request has a content-length, too; send one of them"
+        raise BadRequest(f"transfer-encoding: {why}", _TRANSFER.decode())
+    _require_one(_TRANSFER, transfers)
+    if (transfer := "".join(transfers)) not in ("", "chunked"):
+        raise UnsupportedMediaType(f"transfer-encoding: must be chunked, is {transfer:.80}", _TRANSFER.decode())
     for name in (_LENGTH, _HOST):
         _require_one(name, dict.fromkeys(said[name]))
-    kinds = dict.fromkeys(_media_type(item) for value in said[CONTENT_TYPE] for item in _items(value))
+    kinds: dict[str, None] = {}
+    for item in (item.strip(_SPACE) for value in said[CONTENT_TYPE] for item in _ITEM.findall(value)):
+        media, _, parameters = item.partition(";")
+        media = media.strip(_SPACE).lower()
+        if item:  # parameters have a meaning only in multipart bodies: the boundary
+            kinds[f"{media}; {parameters.strip(_SPACE)}" if media == MULTIPART else media] = None
     _require_one(CONTENT_TYPE, kinds)
     kind = next(iter(kinds), "")
     if kind == UNKNOWN_BYTES:
@@ -101,47 +121,11 @@ def announces_body(fields: Fields) -> bool:
     )
 
 
-def _require_plain(said: dict[bytes, list[str]]) -> None:
-    """Raise for a body that is encoded, and for two fields that disagree about that."""
-    encodings = dict.fromkeys(_encoding(value) for value in said[CONTENT_ENCODING])
-    _require_one(CONTENT_ENCODING, encodings)
-    if encoding := "".join(encodings):
-        raise UnsupportedMediaType(
-            f"content-encoding: must be identity, is {encoding:.80}: send the body without an encoding",
-            "content-encoding",
-        )
-    transfers = dict.fromkeys(value.lower() for value in said[_TRANSFER])
-    if said[_LENGTH] and transfers:
-        raise BadRequest(
-            "transfer-encoding: the request has a content-length, too; send one of them", _TRANSFER.decode()
-        )
-    _require_one(_TRANSFER, transfers)
-    if (transfer := "".join(transfers)) not in ("", "chunked"):
-        raise UnsupportedMediaType(f"transfer-encoding: must be chunked, is {transfer:.80}", _TRANSFER.decode())
-
-
 def _require_one(name: bytes, values: dict[str, None]) -> None:
     if len(values) > 1:
         first, second, *_ = (value or "identity" if name == CONTENT_ENCODING else value for value in values)
         field = name.decode()
         raise BadRequest(f"{field}: the request has two that disagree: {first:.80} and {second:.80}", field)
-
-
-def _encoding(value: str) -> str:
-    """Return the encodings in a field's value, in one spelling; empty for none."""
-    named = [item.strip(_SPACE).lower() for item in value.split(",")]
-    return ", ".join(name for name in named if name not in ("", "identity"))
-
-
-def _items(value: str) -> Iterable[str]:
-    return filter(None, (item.strip(_SPACE) for item in _ITEM.findall(value)))
-
-
-def _media_type(item: str) -> str:
-    """Return a value of ``content-type`` in one spelling, with the parameters that have a meaning: multipart's."""
-    name, _, parameters = item.partition(";")
-    name = name.strip(_SPACE).lower()
-    return f"{name}; {parameters.strip(_SPACE)}" if name == MULTIPART else name
 
 
 class ShownHeaders:
@@ -161,16 +145,8 @@ class ShownHeaders:
         """Return the values of the header with this lower-case name."""
         return self._values.get(name, ())
 
-    @property
-    def of_a_proxy(self) -> str:
-        """The name of a header by which a proxy says that it forwards the request; empty without one."""
-        found = (name for name in self._values if name in _OF_PROXIES or name.startswith(_PROXY_PREFIX))
-        return next(found, "")
-
-    @property
-    def media_types(self) -> Sequence[str]:
-        """The media types of the body, without parameters."""
-        return [value.partition(";")[0].strip().lower() for value in self.all("content-type")]
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._values)
 
 
 def require_no_page(headers: ShownHeaders) -> None:
@@ -206,7 +182,7 @@ def require_own_call(headers: ShownHeaders, peer: str | None) -> None:
     _require_direct(headers, peer, "")
     if peer is not None:
         _require_local_host(headers)
-    for each in headers.media_types:
+    for each in (value.partition(";")[0].strip().lower() for value in headers.all("content-type")):
         if each in _UNASKED:
             raise UnsupportedMediaType(f"content-type: must be application/json, is {each}", "content-type")
 
@@ -216,13 +192,14 @@ def _require_direct(headers: ShownHeaders, peer: str | None, remedy: str) -> Non
     more = remedy and f"; {remedy}"
     if peer is not None and not is_loopback_address(peer):
         raise Forbidden(f"without a key, this route accepts requests from this machine only{more}")
-    if proxy := headers.of_a_proxy:
+    if proxy := next((name for name in headers if name in _OF_PROXIES or name.startswith(_PROXY_PREFIX)), ""):
         raise Forbidden(f"{proxy}: this server has no key, so it refuses requests through a proxy{more}", proxy)
 
 
 def _require_local_host(headers: ShownHeaders) -> None:
     hosts = headers.all("host")
-    if len(hosts) != 1 or not is_loopback_name(_name_in(hosts[0])):
+    name = _name_in(hosts[0]) if len(hosts) == 1 else ""
+    if name.rstrip(".").lower() != "localhost" and not is_loopback_address(name):  # no DNS lookup: see rebinding above
         raise Forbidden("host: must be localhost, 127.0.0.1 or [::1], because this server has no key", "host")
 
 
@@ -240,13 +217,6 @@ def require_json(fields: Fields) -> None:
         raise UnsupportedMediaType(f"content-type: must be application/json, is {named}", "content-type")
     if has_body or types not in ([], [unknown]):
         labelled(fields, (JSON,))
-
-
-def is_loopback_name(name: str) -> bool:
-    """True if a host name stands for this machine only, without a DNS lookup."""
-    if name.rstrip(".").lower() == "localhost":
-        return True
-    return is_loopback_address(name)
 
 
 def is_loopback_address(text: str) -> bool:
