@@ -66,15 +66,9 @@ class Process:
     """
 
     def __init__(
-        self,
-        name: str,
-        argv: Sequence[str],
-        env: Mapping[str, str | None],
-        log: Path,
-        grace: float = GRACE_SECONDS,
-        warm: Path | None = None,
-        inherited: Sequence[int] = (),
-    ) -> None:
+        self, name: str, argv: Sequence[str], env: Mapping[str, str | None], log: Path, grace: float = GRACE_SECONDS,
+        warm: Path | None = None, inherited: Sequence[int] = (),
+    ) -> None:  # fmt: skip
         self.name = name
         self.log = log
         self.log_begin = 0

@@ -56,8 +56,13 @@ def list_devices(environment: Mapping[str, str] = os.environ) -> tuple[Device, .
     if named is not None and not _handles(named):
         return ()
     listed = _listed().devices
-    found = tuple(_named(listed, _handles(named))) if named is not None else _usable(listed)
-    return tuple(_behind_mps(each, environment) for each in found)
+    # CUDA sees undivided GPUs and instances.
+    found = _named(listed, _handles(named)) if named is not None else (each for each in listed if not each.divided)
+    # CUDA's multi-process service shares exclusive devices between processes.
+    mps = Path(environment.get(_MPS_DIRECTORY, _MPS_DEFAULT)) / "control"
+    return tuple(
+        msgspec.structs.replace(each, exclusive="") if each.exclusive and mps.exists() else each for each in found
+    )
 
 
 def why_no_devices(environment: Mapping[str, str] = os.environ) -> str:
@@ -98,25 +103,19 @@ def parse_devices(listed: str) -> tuple[Device, ...]:
     return tuple(found)
 
 
-def parse_instances(listed: str, gpus: Sequence[Device]) -> Iterator[Device]:
-    """Yield the instances of divided ``gpus`` in ``nvidia-smi -L``, which does not report their free memory."""
-    by_index, gpu = {each.handle: each for each in gpus}, None
-    for line in listed.splitlines():
-        if (begins := _GPU.match(line)) is not None:
-            gpu = by_index.get(begins[1])
-        elif gpu is not None and (found := _INSTANCE.match(line)) is not None:
-            profile, uuid = found.groups()
-            yield Device(uuid, f"MIG {profile} of {gpu.name}", 0, 0, uuid, gpu.driver, gpu.exclusive)
-
-
 def _listed() -> _Listed:
     program = shutil.which("nvidia-smi")
     if program is None:
         return _Listed()
     printed, trouble = _ask(program, f"--query-gpu={','.join(_FIELDS)}", "--format=csv,noheader,nounits")
     gpus = parse_devices(printed)
-    divided = [each for each in gpus if each.divided]
-    instances = tuple(parse_instances(_ask(program, "-L")[0], divided)) if divided else ()
+    divided, gpu, instances = {each.handle: each for each in gpus if each.divided}, None, list[Device]()
+    for line in _ask(program, "-L")[0].splitlines() if divided else ():
+        if (begins := _GPU.match(line)) is not None:
+            gpu = divided.get(begins[1])
+        elif gpu is not None and (found := _INSTANCE.match(line)) is not None:
+            profile, uuid = found.groups()  # the free memory of an instance is not reported
+            instances.append(Device(uuid, f"MIG {profile} of {gpu.name}", 0, 0, uuid, gpu.driver, gpu.exclusive))
     return _Listed((*gpus, *instances), "" if gpus else trouble)
 
 
@@ -130,11 +129,6 @@ def _ask(program: str, *args: str) -> tuple[str, str]:
         return "", f"nvidia-smi does not start: {error}"
     words = next((line.strip() for line in (done.stdout + done.stderr).splitlines() if line.strip()), "nothing")
     return done.stdout, f"nvidia-smi ends with exit code {done.returncode}: {words}" if done.returncode else ""
-
-
-def _usable(listed: Sequence[Device]) -> tuple[Device, ...]:
-    """Return each undivided GPU and each instance: CUDA sees only these."""
-    return tuple(each for each in listed if not each.divided)
 
 
 def _handles(named: str) -> list[str]:
@@ -163,12 +157,6 @@ def _named(listed: Sequence[Device], handles: Sequence[str]) -> Iterator[Device]
             yield Device(handle)  # of a divided GPU, CUDA uses the first instance
         else:
             return
-
-
-def _behind_mps(device: Device, environment: Mapping[str, str]) -> Device:
-    """Return the device without ``exclusive`` if CUDA's multi-process service shares it between processes."""
-    there = Path(environment.get(_MPS_DIRECTORY, _MPS_DEFAULT)) / "control"
-    return msgspec.structs.replace(device, exclusive="") if device.exclusive and there.exists() else device
 
 
 def _mib(text: str) -> int:

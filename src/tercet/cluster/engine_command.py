@@ -226,7 +226,13 @@ def engine_env(spec: EngineSpec, inherited: Mapping[str, str] = os.environ) -> d
     env |= {name: value for name, value in _QUIET.items() if name not in inherited}
     if are_spans_wanted(inherited):  # vLLM's default differs from the standard's
         env[TRACES_PROTOCOL] = protocol_of(inherited)
-        env |= _named_in_traces(spec.name, inherited)
+        # vLLM's spans get the engine's name, as Tercet's have, unless the user's variables name it.
+        given = inherited.get("OTEL_RESOURCE_ATTRIBUTES", "")
+        if "service.name" not in given:
+            env["OTEL_SERVICE_NAME"] = inherited.get("OTEL_SERVICE_NAME") or "tercet-engine"
+        if "service.instance.id" not in given:
+            instance = f"service.instance.id={quote(spec.name)}"
+            env["OTEL_RESOURCE_ATTRIBUTES"] = f"{given},{instance}" if given else instance
     if spec.cores:
         groups = split_cores(spec.cores, ranks_of(spec.extra_args))
         env["VLLM_CPU_KVCACHE_SPACE"] = str(spec.kv_cache_gib)
@@ -242,16 +248,6 @@ def engine_env(spec: EngineSpec, inherited: Mapping[str, str] = os.environ) -> d
         env["CUDA_VISIBLE_DEVICES"] = ",".join(spec.gpus)
         if DEVICE_ORDER not in inherited:  # otherwise CUDA numbers the fastest first, unlike nvidia-smi
             env[DEVICE_ORDER] = "PCI_BUS_ID"
-    return env
-
-
-def _named_in_traces(name: str, inherited: Mapping[str, str]) -> dict[str, str]:
-    """Return variables that give vLLM's spans the engine's name, as Tercet's have, unless the user's variables do."""
-    given, env = inherited.get("OTEL_RESOURCE_ATTRIBUTES", ""), dict[str, str]()
-    if "service.name" not in given:
-        env["OTEL_SERVICE_NAME"] = inherited.get("OTEL_SERVICE_NAME") or "tercet-engine"
-    if "service.instance.id" not in given:
-        env["OTEL_RESOURCE_ATTRIBUTES"] = ",".join(filter(None, (given, f"service.instance.id={quote(name)}")))
     return env
 
 
@@ -277,7 +273,15 @@ def require_memory(specs: Sequence[EngineSpec], available: int | None = None) ->
     ``available`` is the free memory in bytes; None means the free memory of this machine and this control group.
     """
     needs = [needed for spec in specs if spec.cores and (needed := _needed(spec)) is not None]
-    _require_address_space(needs)
+    # A process that exceeds the limit of the address space fails in many ways, some after minutes.
+    allowed, _ = resource.getrlimit(resource.RLIMIT_AS)
+    mapped = LIBRARIES + max(map(sum, needs), default=0)
+    if needs and allowed != resource.RLIM_INFINITY and allowed < mapped:
+        raise BadRequest(
+            f"ulimit: a process may map {allowed / GIB:.1f} GiB here (ulimit -v), and an engine maps at least "
+            f"{mapped / GIB:.1f} GiB; run ulimit -v unlimited, or choose a smaller --kv-cache-gib or model",
+            "kv-cache-gib",
+        )
     free = available_memory() if available is None else available
     if not needs or sum(weights + kv for weights, kv in needs) <= free:
         return
@@ -290,18 +294,6 @@ def require_memory(specs: Sequence[EngineSpec], available: int | None = None) ->
         "model, or fewer engines",
         "kv-cache-gib",
     )
-
-
-def _require_address_space(needs: Sequence[tuple[int, int]]) -> None:
-    """Check the limit of the address space: a process that exceeds it fails in many ways, some after minutes."""
-    allowed, _ = resource.getrlimit(resource.RLIMIT_AS)
-    needed = LIBRARIES + max(map(sum, needs), default=0)
-    if needs and allowed != resource.RLIM_INFINITY and allowed < needed:
-        raise BadRequest(
-            f"ulimit: a process may map {allowed / GIB:.1f} GiB here (ulimit -v), and an engine maps at least "
-            f"{needed / GIB:.1f} GiB; run ulimit -v unlimited, or choose a smaller --kv-cache-gib or model",
-            "kv-cache-gib",
-        )
 
 
 def shared_cores(specs: Sequence[EngineSpec]) -> str | None:

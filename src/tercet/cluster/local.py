@@ -222,23 +222,14 @@ def engine_specs(config: UpConfig, model: str) -> list[EngineSpec]:
     ranks = rank_flags(config.engine_args, count, ENGINE_HOST)
     return [
         EngineSpec(
-            name=name,
-            model=model,
-            served_model_name=config.public_name,
-            host=ENGINE_HOST,
-            port=ports[index],
-            dtype=config.dtype,
-            built_in=config.model == BUILT_IN,
-            cores=cores[index],
-            gpus=shares[index].devices,
-            gpu_memory=shares[index].memory,
-            kv_cache_gib=config.kv_cache_gib,
-            extra_args=(*lora_flags(config), *config.engine_args, *ranks[index]),
-            simulate=config.simulate,
+            name=name, model=model, served_model_name=config.public_name, host=ENGINE_HOST, port=ports[index],
+            dtype=config.dtype, built_in=config.model == BUILT_IN, cores=cores[index], gpus=shares[index].devices,
+            gpu_memory=shares[index].memory, kv_cache_gib=config.kv_cache_gib,
+            extra_args=(*lora_flags(config), *config.engine_args, *ranks[index]), simulate=config.simulate,
             options=config.options,
         )
         for index, (name, _) in enumerate(config.engine_roles)
-    ]
+    ]  # fmt: skip
 
 
 def lora_flags(config: UpConfig) -> tuple[str, ...]:
@@ -248,13 +239,9 @@ def lora_flags(config: UpConfig) -> tuple[str, ...]:
 
 
 def router_config(
-    config: UpConfig,
-    model: str,
-    port: int,
-    engines: Sequence[EngineAddress],
-    discovery: DiscoverySettings = NOTHING_TO_FIND,
-    supervisor_key: str = "",
-) -> RouterConfig:
+    config: UpConfig, model: str, port: int, engines: Sequence[EngineAddress],
+    discovery: DiscoverySettings = NOTHING_TO_FIND, supervisor_key: str = "",
+) -> RouterConfig:  # fmt: skip
     """Return the router's settings: those that ``config`` shares with every router, and those of this fleet."""
     fields: dict[str, Any] = {name: getattr(config, name) for name in RouterSettings.__struct_fields__}
     fields["openai_layer"] = "small" if config.serves_without_vllm else "vllm"

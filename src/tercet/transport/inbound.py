@@ -290,14 +290,9 @@ class SenderSession:
     """One sender's session: it carries out the actions of its messages in order, and answers with ``say``."""
 
     def __init__(
-        self,
-        rank: LocalRank,
-        grants: GrantTable,
-        agreed: Agreement,
-        pace: Pace,
-        on_filled: OnFilled,
+        self, rank: LocalRank, grants: GrantTable, agreed: Agreement, pace: Pace, on_filled: OnFilled,
         say: Callable[[msgspec.Struct], None],
-    ) -> None:
+    ) -> None:  # fmt: skip
         self._rank, self._grants, self._agreed = rank, grants, agreed
         self._pace, self._on_filled, self._say = pace, on_filled, say
         self._inbound = Inbound(rank, grants, agreed)

@@ -76,15 +76,9 @@ class KVSender:
         return {"sessions_out": len(self._peers), "sends_active": len(self._sends)}
 
     def open(
-        self,
-        send_id: str,
-        lease: str,
-        content: Content,
-        destinations: Sequence[SendDestination],
-        on_done: OnDone,
-        word: int | None = None,
-        traceparent: str = "",
-    ) -> None:
+        self, send_id: str, lease: str, content: Content, destinations: Sequence[SendDestination], on_done: OnDone,
+        word: int | None = None, traceparent: str = "",
+    ) -> None:  # fmt: skip
         """Begin a send of ``content`` to each of ``destinations``; a send that was cancelled before is dropped.
 
         Its blocks are pinned, unless ``word`` is given: the number of a core's word that guarantees them, used once.
@@ -218,15 +212,10 @@ class RankTransport:
     """
 
     def __init__(
-        self,
-        region: KVRegion,
-        fingerprint: str,
-        settings: TransportSettings | None = None,
-        on_filled: OnFilled = lambda _lease, _end: None,
-        block: BlockShape | None = None,
-        staged: StagedMemory | None = None,
-        on_receive_end: OnReceiveEnd = lambda _: None,
-    ) -> None:
+        self, region: KVRegion, fingerprint: str, settings: TransportSettings | None = None,
+        on_filled: OnFilled = lambda _lease, _end: None, block: BlockShape | None = None,
+        staged: StagedMemory | None = None, on_receive_end: OnReceiveEnd = lambda _: None,
+    ) -> None:  # fmt: skip
         settings = settings or TransportSettings()
         if staged is None:
             backends = backends_for(settings.transport, region, settings.hosts[0])

@@ -251,13 +251,8 @@ class DeviceBlocks(Protocol):
         ...
 
     def begin_across(
-        self,
-        theirs: object,
-        there: Places,
-        here: Places,
-        size: int,
-        order: BlockOrder | None,
-    ) -> IsOver:
+        self, theirs: object, there: Places, here: Places, size: int, order: BlockOrder | None,
+    ) -> IsOver:  # fmt: skip
         """Begin to copy ``size`` bytes of each of their blocks, which :meth:`opened` returned, to ours."""
         ...
 
@@ -388,14 +383,9 @@ class StagedMemory(KVMemory):
         return self._in.take_at_once()
 
     def put(
-        self,
-        buffer: StagingBuffer,
-        layers: range,
-        blocks: Numbers,
-        offset: int,
-        size: int,
+        self, buffer: StagingBuffer, layers: range, blocks: Numbers, offset: int, size: int,
         order: BlockOrder | None = None,
-    ) -> int:
+    ) -> int:  # fmt: skip
         """Copy a chunk that has arrived, in ``order`` if that differs from ours, into its blocks.
 
         Return its size in bytes after the device has them. Call this while the blocks cannot get another owner.

@@ -339,15 +339,10 @@ class TorchBlocks(DeviceBlocks):
     """
 
     def __init__(
-        self,
-        planes: Sequence[torch.Tensor],
-        chunk_bytes: int,
-        order: BlockOrder | None = None,
-        offer: bytes = b"",
-        open_planes: OpenPlanes = open_device_planes,
-        rdma: RdmaHandles | None = None,
+        self, planes: Sequence[torch.Tensor], chunk_bytes: int, order: BlockOrder | None = None, offer: bytes = b"",
+        open_planes: OpenPlanes = open_device_planes, rdma: RdmaHandles | None = None,
         device: CopyDevice | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self._planes, self._order, self.rdma = Planes(planes), order, rdma
         self.offer, self._open_planes = offer, open_planes
         where = planes[0].device
@@ -369,13 +364,8 @@ class TorchBlocks(DeviceBlocks):
         return PeerBlocks(self._open_planes(offer, shape, self._device))
 
     def begin_across(
-        self,
-        theirs: object,
-        there: Places,
-        here: Places,
-        size: int,
-        order: BlockOrder | None,
-    ) -> IsOver:
+        self, theirs: object, there: Places, here: Places, size: int, order: BlockOrder | None,
+    ) -> IsOver:  # fmt: skip
         if not isinstance(theirs, PeerBlocks):
             raise TransferFailed("ipc: these blocks were not opened here")
         source = Side(theirs.planes, *there)

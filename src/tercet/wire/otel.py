@@ -69,28 +69,20 @@ class OtelSpans:
     def take(self, spans: Iterable[Span]) -> None:
         """Export spans: see :class:`~tercet.protocol.spans.SpanSink`."""
         for span in spans:
-            if span.place.sampled:
-                self._batches.on_end(self._readable(span))
-
-    def _readable(self, span: Span) -> ReadableSpan:
-        context = _context(span.place)
-        parent = None
-        if span.parent:
-            parent = OtelContext(context.trace_id, int(span.parent, 16), is_remote=span.kind == "server")
-        attributes = {**span.attributes, "error.type": span.error} if span.error else span.attributes
-        return ReadableSpan(
-            span.name,
-            context,
-            parent,
-            self._resource,
-            attributes,
-            links=[Link(_context(each)) for each in span.links],
-            kind=_KINDS[span.kind],
-            status=Status(StatusCode.ERROR, span.reason) if span.error else _FINE,
-            start_time=span.began_ns,
-            end_time=span.ended_ns,
-            instrumentation_scope=self._scope,
-        )
+            if not span.place.sampled:
+                continue
+            context = _context(span.place)
+            parent = None
+            if span.parent:
+                parent = OtelContext(context.trace_id, int(span.parent, 16), is_remote=span.kind == "server")
+            attributes = {**span.attributes, "error.type": span.error} if span.error else span.attributes
+            readable = ReadableSpan(
+                span.name, context, parent, self._resource, attributes,
+                links=[Link(_context(each)) for each in span.links], kind=_KINDS[span.kind],
+                status=Status(StatusCode.ERROR, span.reason) if span.error else _FINE,
+                start_time=span.began_ns, end_time=span.ended_ns, instrumentation_scope=self._scope,
+            )  # fmt: skip
+            self._batches.on_end(readable)
 
     def close(self) -> None:
         """Export the remaining spans, for at most ``CLOSE_SECONDS``: an exporter waits longer for a silent receiver."""

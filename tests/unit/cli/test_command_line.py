@@ -7,12 +7,17 @@ import re
 import socket
 import subprocess
 import sys
+from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tercet import __version__
 from tercet.cli import app
+from tercet.cli.app import _command, require_values
+from tercet.cli.setting_flags import unknown_variables
 from tercet.cli.terminal import NobodyReads, announce, say
 from tercet.cluster.ports import free_ports
 from tercet.protocol import BadRequest, EngineError
@@ -201,3 +206,91 @@ def test_a_command_that_does_little_imports_little(line: str, tmp_path: Path) ->
         [sys.executable, "-c", COUNTED, *line.split()], capture_output=True, text=True, check=False, env=env
     )
     assert int(done.stderr.split()[-1]) <= 350
+
+
+# A flag that needs a value does not take the next flag as its value, for each flag of each command.
+
+
+def commands(command: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
+    yield path, command
+    for name in getattr(command, "commands", ()):
+        yield from commands(command.commands[name], (*path, name))
+
+
+def flags(command: Any) -> list[tuple[str, bool]]:
+    """Each long flag, and whether it needs a value."""
+    return [(name, not each.is_flag) for each in command.params for name in each.opts if name.startswith("--")]
+
+
+def test_no_flag_takes_a_flag_as_its_value() -> None:
+    for path, command in commands(_command()):
+        for (flag, needs_value), (after, _) in pairwise([*flags(command), ("--help", False)]):
+            if needs_value:
+                with pytest.raises(BadRequest, match=f"^{flag}: needs a value, and {after} follows it$"):
+                    require_values(_command(), [*path, flag, after, "x"])
+            else:
+                require_values(_command(), [*path, flag, after])
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "up --simulate smollm2 --port 1", "up --model=--port 1", "engine m -- --max-num-seqs --port", "nothing --port",
+        "program p --program-arg a=--port", "bench nothing --fleet --program", "", "up --nope --port",
+    ],
+)  # fmt: skip
+def test_other_lines_are_left_to_the_command(line: str) -> None:
+    require_values(_command(), line.split())
+
+
+# Mistyped variables are named when a server starts.
+
+
+@pytest.mark.parametrize(
+    ("name", "hint"),
+    [
+        ("TERCET_PORT", "TERCET_HTTP_PORT"),
+        ("TERCET_PREFIL", "TERCET_PREFILL"),
+        ("TERCET_SECRETS", "TERCET_SECRET"),
+        ("TERCET_ADMINKEY", "TERCET_ADMIN_KEY"),
+        ("TERCET_MAX_QUEUE", "TERCET_MAX_QUEUED"),
+        ("TERCET_", ""),
+        ("TERCET_retries", ""),
+        ("TERCET_SERVICE_PORTS", ""),
+    ],
+)
+def test_a_wrong_name_is_named(name: str, hint: str) -> None:
+    (line,) = unknown_variables("router", {name: "1", "PATH": "/bin"})
+    assert line.startswith(f"{name} in the environment is ignored")
+    assert hint in line
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["TERCET_HTTP_PORT", "TERCET_PREFILL", "TERCET_SECRET", "TERCET_URL", "TERCET_API_KEY", "TERCET_ADMIN_KEY_FILE",
+     "TERCET_WARM_PARENT", "TERCET_LONG_TESTS", "TERCET_CACHE", "TERCET_ENGINE_NAME", "TERCET_SPIN_SECONDS",
+     "TERCET_GRPC_PORT", "TERCET_TEST_ROUTER", "TERCET_CLOCK_OFFSET", "TERCET_PREFILL_HOSTS", "TERCET_ENGINES"],
+)  # fmt: skip
+def test_a_name_that_means_something_is_not(name: str) -> None:
+    assert list(unknown_variables("router", {name: "1"})) == []
+
+
+def test_what_kubernetes_sets_is_not() -> None:
+    links = {
+        "TERCET_PORT": "tcp://10.96.0.7:8000", "TERCET_SERVICE_HOST": "10.96.0.7", "TERCET_SERVICE_PORT": "8000",
+        "TERCET_SERVICE_PORT_HTTP": "8000", "TERCET_PORT_8000_TCP": "tcp://10.96.0.7:8000",
+        "TERCET_PORT_8000_TCP_PROTO": "tcp", "TERCET_PORT_8000_TCP_PORT": "8000",
+        "TERCET_PORT_8000_TCP_ADDR": "10.96.0.7", "TERCET_ROUTER_SERVICE_HOST": "fd00::7",
+        "TERCET_ROUTER_PORT": "tcp://[fd00::7]:80",
+    }  # fmt: skip
+    assert list(unknown_variables("router", links)) == []
+
+
+def test_a_server_names_them_and_a_look_at_it_does_not(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("TERCET_PREFIL", "2")
+    assert app._run(["router"]) == 2
+    assert "TERCET_PREFIL in the environment is ignored" in capsys.readouterr().err
+    assert app._run(["program", "--sticky", "x"]) == 2
+    assert "TERCET_PREFIL" not in capsys.readouterr().err

@@ -10,11 +10,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tercet.cluster import devices
-from tercet.cluster.devices import as_cpu_list, devices_for_engines, split_cores
+from tercet.cluster.devices import as_cpu_list, cpu_flags, default_dtype, devices_for_engines, split_cores
 from tercet.cluster.engine_command import EngineSpec, as_shell, engine_argv, engine_env, require_private
 from tercet.cluster.local import engine_specs, starting_queues
 from tercet.cluster.up_config import UpConfig
-from tercet.cluster.vllm_flags import gpu_memory_of, ranks_of
+from tercet.cluster.vllm_flags import gpu_memory_of, is_group, rank_flags, ranks_of
+from tercet.cluster.vllm_flags import value_of as flag_of
 from tercet.protocol import BadRequest, TercetError
 from tercet.settings import Source, decode_settings, read_yaml
 
@@ -342,3 +343,73 @@ def test_an_engine_that_strangers_cannot_call_starts(spec: EngineSpec, environme
 def test_one_that_they_could_call_is_refused_before_it_loads(spec: EngineSpec, said: str) -> None:
     with pytest.raises(BadRequest, match=said):
         require_private(spec, {})
+
+
+# Fleets whose engines are the data-parallel ranks of one group.
+
+
+@pytest.mark.parametrize("args", [(), ("--data-parallel-size", "1"), ("--max-num-seqs", "2")], ids=str)
+def test_engines_by_themselves_are_told_nothing(args: tuple[str, ...]) -> None:
+    assert not is_group(args)
+    assert rank_flags(args, 3, "127.0.0.1") == [()] * 3
+
+
+@pytest.mark.parametrize("args", [("--data-parallel-size", "3"), ("--data_parallel_size=3",), ("-dp", "3")], ids=str)
+def test_each_engine_is_a_rank_and_they_meet_at_one_place(args: tuple[str, ...]) -> None:
+    specs = engine_specs(UpConfig(prefill=1, decode=2, engine_args=(*args, "--enable-expert-parallel")), "m")
+    commands = [engine_argv(spec) for spec in specs]
+    assert [flag_of(argv[1:], "--data-parallel-rank") for argv in commands] == ["0", "1", "2"]
+    assert {flag_of(argv[1:], "--data-parallel-address") for argv in commands} == {"127.0.0.1"}
+    assert len({flag_of(argv[1:], "--data-parallel-rpc-port") for argv in commands}) == 1
+    assert all("--enable-expert-parallel" in argv for argv in commands)
+    assert len({spec.port for spec in specs}) == 3
+
+
+@pytest.mark.parametrize("args", [("-dp", "2"), ("-dp", "4"), ("-dp", "x"), ("-dp", "3", "-dpn", "0")], ids=str)
+def test_a_group_of_other_engines_is_refused(args: tuple[str, ...]) -> None:
+    with pytest.raises(BadRequest) as caught:
+        engine_specs(UpConfig(prefill=1, decode=2, engine_args=args), "m")
+    assert caught.value.param == "engine-args"
+
+
+# What engines compute in where nobody says.
+
+
+OLD = "processor\t: 0\nflags\t\t: fpu sse2 avx avx2 fma\nbugs\t\t: x\n\nprocessor\t: 1\nflags\t\t: avx512f\n"
+
+
+@pytest.mark.parametrize(
+    ("cpuinfo", "wanted"),
+    [
+        (OLD, "float32"),
+        ("flags\t: avx2 avx512f", "bfloat16"),
+        ("flags\t: avx2 avx512f avx512_bf16 amx_bf16", "bfloat16"),
+        ("flags\t: avx2 avx_ne_convert", "bfloat16"),
+        ("Features\t: asimd", "float32"),
+        ("Features\t: asimd bf16", "bfloat16"),
+        ("processor\t: 0\n", "bfloat16"),
+        (None, "bfloat16"),
+    ],
+)
+def test_by_what_the_cpu_can_do(
+    cpuinfo: str | None, wanted: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "cpuinfo"
+    if cpuinfo is not None:
+        file.write_text(cpuinfo)
+    monkeypatch.setattr(devices, "CPUINFO", file)
+    assert default_dtype(cpu=True) == wanted
+    assert default_dtype(cpu=False) is None
+
+
+def test_the_first_processor_speaks_for_all() -> None:
+    assert cpu_flags(OLD) == {"fpu", "sse2", "avx", "avx2", "fma"}
+
+
+@pytest.mark.parametrize(("said", "wanted"), [(None, "float32"), ("bfloat16", "bfloat16"), ("auto", "auto")])
+def test_who_says_one_gets_it(said: str | None, wanted: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "cpuinfo").write_text(OLD)
+    monkeypatch.setattr(devices, "CPUINFO", tmp_path / "cpuinfo")
+    spec = EngineSpec(name="p", model="m", served_model_name="m", host="h", port=1, dtype=said, cores=(0,))
+    argv = engine_argv(spec)
+    assert argv[argv.index("--dtype") + 1] == wanted

@@ -8,6 +8,8 @@ import os
 import secrets
 import signal
 import socket
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Generator
@@ -21,7 +23,7 @@ import zmq
 from tercet.protocol import EngineError, packed
 from tercet.transport import TransportSettings
 from tercet.transport.agent import agent
-from tercet.transport.agent.agent import AgentProcess, AgentSetup
+from tercet.transport.agent.agent import COPY_PAST_THE_CACHES, TUNABLES, AgentProcess, AgentSetup, past_the_caches
 from tercet.transport.agent.agent_messages import (
     AsyncControlClient,
     CancelSend,
@@ -461,3 +463,63 @@ def test_a_worker_goes_with_its_agent(number: signal.Signals) -> None:
         os.kill(found.agent, number)
         assert found.status() == 1
         assert agents_of(found.pid) == []
+
+
+# Agents of ranks whose KV is reached through buffers, beside one that reaches it where it lies.
+
+
+@pytest.mark.parametrize(("sender_staged", "receiver_staged"), [(True, True), (True, False), (False, True)])
+def test_a_forward_pass_is_sent_layer_by_layer_through_buffers(sender_staged: bool, receiver_staged: bool) -> None:
+    targets = tuple(reversed(ALL))
+    with edge() as inbox, rank(1, staged=sender_staged) as source, rank(2, staged=receiver_staged) as target:
+        expected = expected_after(content(target.region), source.region, ALL, targets)
+        lease = target.grant(inbox.address, targets)
+        begun = opening("s", lease, inbox.address, target.addresses)
+        step(source.agent, [begun], [Push("s", 0, ALL)], [SendComplete("s", 0, END)])
+        while not isinstance(done := inbox.next(), SendDone):
+            pass  # how far the lease is filled, as often as time allows
+        assert (done.error, done.transport, done.bytes) == (None, "tcp", LAYERS * BLOCKS * BYTES)
+        assert target.order(RevokeLease(lease)) == END
+        assert content(target.region) == expected
+
+
+def test_a_transport_that_reads_memory_is_refused_at_the_start() -> None:
+    with pytest.raises(EngineError, match="cannot read"), rank(1, TransportSettings("host"), staged=True):
+        pytest.fail("it started")
+
+
+# How a process that copies KV is started.
+
+
+def _tunables(environment: dict[str, str]) -> dict[str, str]:
+    return dict(part.split("=") for part in environment[TUNABLES].split(":"))
+
+
+def test_the_c_library_is_told_when_to_copy_past_the_caches() -> None:
+    found = past_the_caches({"PATH": "/bin"})
+    assert found["PATH"] == "/bin"
+    assert _tunables(found) == COPY_PAST_THE_CACHES
+
+
+def test_tunables_of_the_user_stay() -> None:
+    theirs = "glibc.malloc.arena_max=2:glibc.cpu.x86_non_temporal_threshold=0x100000"
+    found = _tunables(past_the_caches({TUNABLES: theirs}))
+    assert found["glibc.malloc.arena_max"] == "2"
+    assert found["glibc.cpu.x86_non_temporal_threshold"] == "0x100000"
+    assert found["glibc.cpu.x86_rep_movsb_threshold"] == COPY_PAST_THE_CACHES["glibc.cpu.x86_rep_movsb_threshold"]
+
+
+@pytest.mark.processes
+def test_a_process_started_so_copies_every_byte() -> None:
+    """Sizes around the threshold, and places that are not aligned: an error would be silent corruption of KV."""
+    program = """
+import random
+source = random.Random(1).randbytes(1 << 21)
+for size in (1, 0x4000, 0x47ff, 0x4800, 0x4801, 98304, 1 << 20):
+    for there, here in ((0, 0), (64, 64), (0, 64), (3, 1029), (4096, 1)):
+        target = bytearray(1 << 21)
+        memoryview(target)[here : here + size] = memoryview(source)[there : there + size]
+        assert target[here : here + size] == source[there : there + size], (size, there, here)
+        assert not any(target[:here]) and not any(target[here + size :]), (size, there, here)
+"""
+    subprocess.run([sys.executable, "-c", program], env=past_the_caches(os.environ), check=True, timeout=120)

@@ -5,7 +5,9 @@ from __future__ import annotations
 import importlib
 import logging
 import os
+import weakref
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -14,6 +16,7 @@ import pytest
 from tercet.protocol import TransferFailed
 from tercet.transport import HeadSlice, SendReport
 from tercet.transport.backends import BackendUnavailable, backends_for, nixl
+from tercet.transport.backends.nixl import ReadingAgent, pieces
 from tests.unit.transport.crossing import TOKENS, elsewhere, filled, rank, read, send
 from tests.unit.transport.models import a_grant
 from tests.unit.transport.ranks import transport_to
@@ -163,4 +166,59 @@ def test_without_the_package_it_says_what_to_do_and_auto_goes_on(
         backends_for(library, region)
     assert [backend.name for backend in backends_for("auto", region)] == ["host", "tcp"]
     assert f"auto continues without {library}" in caplog.text
+    region.close()
+
+
+# What reads over NIXL is gone once a failure is told, however long the error is kept: NIXL cannot be told to stop.
+
+
+@pytest.mark.parametrize("kind", [TransferFailed, RuntimeError])
+def test_the_agent_of_a_failed_read_is_gone_while_its_error_is_there(
+    kind: type[Exception], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[weakref.ref[Any]] = []
+
+    class Agent:
+        def __init__(self, *_: object, **__: object) -> None:
+            made.append(weakref.ref(self))
+
+        def connect(self, _: bytes) -> str:
+            return "sender"
+
+        def read(self, *_: object) -> None:
+            raise kind("it does not come")
+
+    monkeypatch.setattr(nixl, "NixlAgent", Agent)
+    reading, none = ReadingAgent(None, [], b""), pieces(np.zeros(0, np.uint64), np.zeros(0, np.uint64))
+    with pytest.raises(TransferFailed, match="it does not come") as failed:
+        reading.read(none, none)
+    assert failed.value.__traceback__ is not None
+    assert [each() for each in made] == [None]
+
+
+def test_nothing_is_written_once_a_stopped_sender_was_given_up(library: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MC_TCP_PROGRESS_TIMEOUT_SEC", "1")
+    monkeypatch.setenv("UCX_TLS", "tcp,self")  # through shared memory a stopped process can be read
+    size, blocks = 1 << 20, 64
+    region = filled(1, blocks, size, 1)
+    (backend,) = backends_for(library, region)
+    with elsewhere(library, blocks, size) as process:
+        reader = backend.connect(process.offer, process.sender)
+        read(reader, np.array([(size, 0, 0)]))
+        process.stop()
+        with pytest.raises(TransferFailed, match={"nixl": "was not read within", "mooncake": "mooncake"}[library]):
+            read(reader, np.array([(size, block * size, block * size) for block in range(blocks)]))
+        region.blocks(0, 0, blocks)[:] = b"\1" * (size * blocks)
+        process.go_on()
+        untouched = 0
+        if isinstance(reader, nixl.NixlReader):
+            with suppress(TransferFailed):  # the sender may be gone
+                reader.word(0)  # an agent that still had the old reads would do them now
+        else:
+            untouched = 2
+            read(reader, np.array([(8, 0, size)]))  # a new engine reads after whatever the old one would have
+            assert region.blocks(0, untouched, blocks - untouched) == b"\1" * (size * (blocks - untouched))
+        reader.close()
+        assert region.blocks(0, untouched, blocks - untouched) == b"\1" * (size * (blocks - untouched))
+    backend.close()
     region.close()

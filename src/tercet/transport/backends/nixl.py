@@ -274,12 +274,9 @@ class RegisteredPlanes:
     """
 
     def __init__(
-        self,
-        allocations: Sequence[tuple[int, int]],
-        planes: Sequence[tuple[int, int]],
-        kind: MemoryKind = "VRAM",
+        self, allocations: Sequence[tuple[int, int]], planes: Sequence[tuple[int, int]], kind: MemoryKind = "VRAM",
         device: int = 0,
-    ) -> None:
+    ) -> None:  # fmt: skip
         nixl = load_bindings()
         try:
             self._agent = NixlAgent(nixl, [Registered(*each, kind, device) for each in allocations], answers=True)
@@ -372,14 +369,9 @@ class NixlDeviceReader(Reader):
     """Reader of one sender's device; ``words`` reads its generation words, ``blocks`` its KV."""
 
     def __init__(
-        self,
-        words: NixlReader,
-        blocks: ReadingAgent,
-        theirs: RdmaHandles,
-        shape: RegionShape,
-        ours: StagedMemory,
+        self, words: NixlReader, blocks: ReadingAgent, theirs: RdmaHandles, shape: RegionShape, ours: StagedMemory,
         landings: Landings,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self._words, self._blocks, self._theirs, self._shape = words, blocks, theirs, shape
         self._ours, self._landings = ours, landings
 

@@ -65,12 +65,9 @@ async def read_answer(response: aiohttp.ClientResponse, longest: int | None = No
 
 
 async def proved(
-    prover: Prover,
-    method: str,
-    path: str,
-    body: bytes | None,
+    prover: Prover, method: str, path: str, body: bytes | None,
     ask: Callable[[dict[str, str]], Awaitable[aiohttp.ClientResponse]],
-) -> aiohttp.ClientResponse:
+) -> aiohttp.ClientResponse:  # fmt: skip
     """Return the answer to a call, which ``ask`` makes with the headers of its proof; the caller closes it.
 
     ``path`` is relative to ``/tercet/v1``. After a challenge the call is made once more, and no third time: a server

@@ -96,14 +96,9 @@ class EngineCalls:
     """
 
     def __init__(
-        self,
-        name: str,
-        url: str,
-        admit: Admit,
-        on_status: Callable[[EngineStatus, bool], object],
-        secret: str,
+        self, name: str, url: str, admit: Admit, on_status: Callable[[EngineStatus, bool], object], secret: str,
         tls: ssl.SSLContext | None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self._name, self._url = name, url
         self._prover = Prover(secret)
         self._tls = tls
@@ -138,13 +133,9 @@ class EngineCalls:
         return status
 
     async def result_of(
-        self,
-        verb: str,
-        call: msgspec.Struct | None,
-        kind: type[T],
-        timeout: aiohttp.ClientTimeout = QUICK,
+        self, verb: str, call: msgspec.Struct | None, kind: type[T], timeout: aiohttp.ClientTimeout = QUICK,
         method: str = "",
-    ) -> T:
+    ) -> T:  # fmt: skip
         """Make a call and return its result, decoded as ``kind``; see :meth:`answer_to`."""
         async with self.answer_to(verb, call, timeout, method) as response:
             return await self._decode(response, kind)
@@ -189,13 +180,9 @@ class EngineCalls:
 
     @asynccontextmanager
     async def _exchange(
-        self,
-        verb: str,
-        call: msgspec.Struct | None,
-        timeout: aiohttp.ClientTimeout,
-        headers: dict[str, str],
+        self, verb: str, call: msgspec.Struct | None, timeout: aiohttp.ClientTimeout, headers: dict[str, str],
         method: str = "",
-    ) -> AsyncGenerator[aiohttp.ClientResponse]:
+    ) -> AsyncGenerator[aiohttp.ClientResponse]:  # fmt: skip
         method = method or ("GET" if call is None else "POST")
         url = f"{self._url}{API_PREFIX}/{verb}"
         body, content_type = (None, JSON) if call is None else encode_call(call)
@@ -312,18 +299,11 @@ class HttpEngine:
     """
 
     def __init__(
-        self,
-        name: str,
-        url: str,
-        listener: StreamListener | None = None,
-        on_load: Callable[[EngineLoad], None] = lambda _: None,
-        admit: Admit = lambda _: None,
-        on_new: Callable[[], object] = lambda: None,
-        secret: str = "",
-        tls: ssl.SSLContext | None = None,
-        on_proposal: Callable[[MoveProposal], None] = lambda _: None,
-        on_lost: Callable[[], object] = lambda: None,
-    ) -> None:
+        self, name: str, url: str, listener: StreamListener | None = None,
+        on_load: Callable[[EngineLoad], None] = lambda _: None, admit: Admit = lambda _: None,
+        on_new: Callable[[], object] = lambda: None, secret: str = "", tls: ssl.SSLContext | None = None,
+        on_proposal: Callable[[MoveProposal], None] = lambda _: None, on_lost: Callable[[], object] = lambda: None,
+    ) -> None:  # fmt: skip
         self.name = name
         self.url = url.rstrip("/")
         self._calls = EngineCalls(name, self.url, admit, self._on_status, secret, tls)
@@ -361,7 +341,12 @@ class HttpEngine:
             # it.
             reservation = await asyncio.shield(reserving)
         except asyncio.CancelledError:
-            reserving.add_done_callback(lambda done: self._release_reserved(request.seq_id, done))
+
+            def release(done: asyncio.Future[Reservation]) -> None:
+                if not done.cancelled() and done.exception() is None:
+                    self._release_soon(request.seq_id, done.result().lease)
+
+            reserving.add_done_callback(release)
             raise
         self._held[request.seq_id] = reservation.lease
         try:
@@ -374,16 +359,11 @@ class HttpEngine:
         return await self._reserve(request, end, reservation.lease)
 
     async def _reserve(self, request: Request, end: int | None, lease: str | None = None) -> Reservation:
+        features = tuple(feature.without_data() for feature in request.mm_features)  # digests identify their KV
         call = PrepRecvCall(
-            prompt=list(request.prompt),
-            seq_id=request.seq_id,
-            end=end,
-            cache_salt=request.cache_salt,
-            adapter=request.adapter,
-            adapter_digest=request.adapter_digest,
-            mm_features=tuple(feature.without_data() for feature in request.mm_features),
-            lease=lease,
-        )
+            prompt=list(request.prompt), seq_id=request.seq_id, end=end, lease=lease, cache_salt=request.cache_salt,
+            adapter=request.adapter, adapter_digest=request.adapter_digest, mm_features=features,
+        )  # fmt: skip
         answer = await self._calls.result_of("prep_recv", call, PrepRecvAnswer)
         return Reservation(answer.kv_addr_info, answer.matched_len)
 
@@ -391,10 +371,6 @@ class HttpEngine:
         """End a lease in the background: leaving a reservation never waits for an engine that does not answer."""
         task = self._ending[seq_id] = self._releasing.spawn(self._release(lease))
         task.add_done_callback(lambda done: self._ending.pop(seq_id) if self._ending.get(seq_id) is done else None)
-
-    def _release_reserved(self, seq_id: str, reserving: asyncio.Future[Reservation]) -> None:
-        if not reserving.cancelled() and reserving.exception() is None:
-            self._release_soon(seq_id, reserving.result().lease)
 
     async def _release(self, lease: str) -> None:
         try:
@@ -407,35 +383,19 @@ class HttpEngine:
         cached_only: bool = False,
     ) -> Sent:  # fmt: skip
         call = RemoteSendCall(
-            prompt=list(request.prompt),
-            kv_addr_info=to.kv_addr_info,
-            begin=begin,
-            end=to.end if end is None else end,
-            seq_id=request.seq_id,
-            sample=sample,
-            cached_only=cached_only,
-            sampling_params=request.sampling_params,
-            cache_salt=request.cache_salt,
-            adapter=request.adapter,
-            adapter_digest=request.adapter_digest,
-            mm_features=request.mm_features,
-            priority=request.priority,
-        )
+            prompt=list(request.prompt), seq_id=request.seq_id, kv_addr_info=to.kv_addr_info, begin=begin,
+            end=to.end if end is None else end, sample=sample, cached_only=cached_only,
+            sampling_params=request.sampling_params, cache_salt=request.cache_salt, adapter=request.adapter,
+            adapter_digest=request.adapter_digest, mm_features=request.mm_features, priority=request.priority,
+        )  # fmt: skip
         return await self._calls.result_of("remote_send", call, Sent, PATIENT)
 
     def start_generate(self, request: Request, begin: int = 0, output: Sequence[int] = ()) -> OutputStream:
         call = StartGenerateCall(
-            prompt=list(request.prompt),
-            seq_id=request.seq_id,
-            begin=begin,
-            output=list(output),
-            sampling_params=request.sampling_params,
-            cache_salt=request.cache_salt,
-            adapter=request.adapter,
-            adapter_digest=request.adapter_digest,
-            mm_features=request.mm_features,
-            priority=request.priority,
-        )
+            prompt=list(request.prompt), seq_id=request.seq_id, begin=begin, output=list(output),
+            sampling_params=request.sampling_params, cache_salt=request.cache_salt, adapter=request.adapter,
+            adapter_digest=request.adapter_digest, mm_features=request.mm_features, priority=request.priority,
+        )  # fmt: skip
         return OutputStream(partial(self._generate, call, current_span()))
 
     async def _generate(self, call: StartGenerateCall, place: SpanContext | None, stream: OutputStream) -> None:
@@ -542,13 +502,9 @@ class StreamKeeper:
     """
 
     def __init__(
-        self,
-        listener: StreamListener,
-        connection: EngineConnection,
-        url: str,
-        connect: Callable[[RouterAddress], Awaitable[object]],
-        alive: Callable[[], Awaitable[object]],
-    ) -> None:
+        self, listener: StreamListener, connection: EngineConnection, url: str,
+        connect: Callable[[RouterAddress], Awaitable[object]], alive: Callable[[], Awaitable[object]],
+    ) -> None:  # fmt: skip
         self._listener = listener
         self._name = connection.engine
         self._url = url

@@ -172,11 +172,7 @@ class PrefillAttempts:
         self._lost: OrderedDict[str, _Lost] = OrderedDict()
 
     async def first_of(
-        self,
-        hosts: Sequence[str],
-        seq_id: str,
-        trace: VerbTrace,
-        ask: Callable[[str], Awaitable[T]],
+        self, hosts: Sequence[str], seq_id: str, trace: VerbTrace, ask: Callable[[str], Awaitable[T]]
     ) -> T:
         """Return the result of the first of ``hosts`` that does not fail; raise the error of the last one.
 
@@ -294,13 +290,9 @@ class RemotePrefill:
     """
 
     def __init__(
-        self,
-        attempts: PrefillAttempts,
-        revision: Callable[[], Awaitable[Revision]],
-        secret: str = "",
-        https: bool = False,
-        tls: ssl.SSLContext | None = None,
-    ) -> None:
+        self, attempts: PrefillAttempts, revision: Callable[[], Awaitable[Revision]], secret: str = "",
+        https: bool = False, tls: ssl.SSLContext | None = None,
+    ) -> None:  # fmt: skip
         self._attempts = attempts
         self._clock = attempts.clock
         self._revision = revision

@@ -47,6 +47,7 @@ FIRST_ERROR = 400
 # This text is in every error event, of any API.
 ERROR_MARK = b'"error"'
 JSON, TEXT = b"application/json", b"text/plain"
+_STATUSES: Mapping[int, HTTPStatus] = {status.value: status for status in HTTPStatus}
 LONGEST_TEXT = 1000
 
 
@@ -114,25 +115,13 @@ def _completed(fields: Mapping[str, Any], status: int) -> dict[str, Any]:
     """Return vLLM's error with all fields of OpenAI's form."""
     param, code = fields.get("param"), fields.get("code")
     if not isinstance(code, str):
-        code = _name_of(code if isinstance(code, int) else status, param)
-    kind = fields.get("type") or _phrase(status)
+        number = code if isinstance(code, int) else status
+        known = _STATUSES.get(number)
+        code = known.name.lower() if known is not None else str(number)
+        if number == UnknownModel.status and param == "model":
+            code = UnknownModel.code
+    kind = fields.get("type") or (_STATUSES[status].phrase if status in _STATUSES else str(status))
     return {"message": str(fields.get("message", "")), "type": kind, "param": param, "code": code}
-
-
-def _name_of(status: int, param: object) -> str:
-    if status == UnknownModel.status and param == "model":
-        return UnknownModel.code
-    try:
-        return HTTPStatus(status).name.lower()
-    except ValueError:
-        return str(status)
-
-
-def _phrase(status: int) -> str:
-    try:
-        return HTTPStatus(status).phrase
-    except ValueError:
-        return str(status)
 
 
 def _object(body: bytes) -> dict[str, Any]:
@@ -231,26 +220,19 @@ class ErrorSend:
         fields = object_of(event)
         error, failed = fields.get("error"), self._context.failed
         if self._api == "anthropic" and fields.get("type") == "error" and isinstance(error, dict):
-            return _anthropic_event(self._context, cast("dict[str, Any]", error))
+            if failed is not None:
+                return last_events(self._context.path, failed)
+            # vLLM's converter only reports that it could not convert the error of the underlying chat answer.
+            inner = self._context.stream_error or cast("dict[str, Any]", error)
+            code = inner.get("code")
+            status = code if isinstance(code, int) else HTTPStatus.INTERNAL_SERVER_ERROR
+            body = in_form(self._context.path, status, {"message": str(inner.get("message", ""))})
+            return b"event: error\ndata: %b\n\n" % body
         if self._api == "openai" and fields.keys() == {"error"} and isinstance(error, dict):
             status = failed.status if failed is not None else HTTPStatus.INTERNAL_SERVER_ERROR
             own = failed.to_wire()["error"] if failed is not None else _completed(cast("Any", error), status)
             return b"data: " + msgspec.json.encode({"error": own}) + b"\n\n"
         return event
-
-
-def _anthropic_event(context: RequestContext, error: Mapping[str, Any]) -> bytes:
-    """Return the error event for Anthropic's API, from the error of the underlying chat answer.
-
-    vLLM's converter only reports that it could not convert that error.
-    """
-    if context.failed is not None:
-        return last_events(context.path, context.failed)
-    inner = context.stream_error or error
-    code = inner.get("code")
-    status = code if isinstance(code, int) else HTTPStatus.INTERNAL_SERVER_ERROR
-    body = in_form(context.path, status, {"message": str(inner.get("message", ""))})
-    return b"event: error\ndata: %b\n\n" % body
 
 
 def _error_object(status: int, kind: bytes, body: bytes) -> dict[str, Any] | None:

@@ -136,12 +136,9 @@ class AdminAccess:
     """
 
     def __init__(
-        self,
-        keys: BearerKeys | None = None,
-        clients: BearerKeys | None = None,
-        engines: Callers | None = None,
+        self, keys: BearerKeys | None = None, clients: BearerKeys | None = None, engines: Callers | None = None,
         supervisor: str = "",
-    ) -> None:
+    ) -> None:  # fmt: skip
         self._keys = BearerKeys(()) if keys is None else keys
         self._clients = BearerKeys(()) if clients is None else clients
         self._engines = Callers(()) if engines is None else engines

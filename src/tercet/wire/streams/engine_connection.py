@@ -52,12 +52,9 @@ class EngineConnection:
     """
 
     def __init__(
-        self,
-        engine: str,
-        numbers: itertools.count[int],
-        on_load: Callable[[EngineLoad], None],
+        self, engine: str, numbers: itertools.count[int], on_load: Callable[[EngineLoad], None],
         on_proposal: Callable[[MoveProposal], None],
-    ) -> None:
+    ) -> None:  # fmt: skip
         self.engine = engine
         self.key = secrets.token_hex(16)
         self.address = ""
@@ -189,13 +186,8 @@ class SequenceInbox:
                 self._deliver(sequence, delta)
             elif delta.is_last or delta.position + len(delta.token_ids) > sequence.position:  # not delivered already
                 unwanted.append(delta.number)
-                self._fail(
-                    delta.number,
-                    EngineUnreachable(
-                        f"{self._engine} lost tokens: expected output position {sequence.position}, "
-                        f"received {delta.position}"
-                    ),
-                )
+                why = f"expected output position {sequence.position}, received {delta.position}"
+                self._fail(delta.number, EngineUnreachable(f"{self._engine} lost tokens: {why}"))
         return unwanted
 
     def lose(self, error: TercetError) -> None:
@@ -278,13 +270,20 @@ class StreamListener:
 
         Raises :class:`~tercet.protocol.EngineUnreachable` if its host name cannot be resolved.
         """
-        host = await _local_host(url)
+        loop = asyncio.get_running_loop()
+        try:
+            parts = urlsplit(url)
+            found = await loop.getaddrinfo(parts.hostname, parts.port or 80, type=socket.SOCK_DGRAM)
+            family, kind, protocol, _, address = found[0]
+            with socket.socket(family, kind, protocol) as probe:
+                probe.connect(address)  # sends nothing: it only chooses the route, and so this machine's address on it
+                host = cast(str, probe.getsockname()[0])
+        except (OSError, UnicodeError, ValueError) as error:
+            raise EngineUnreachable("cannot resolve the host name in its URL") from error
         async with self._opening:
             server = self._servers.get(host)
             if server is None:
-                loop = asyncio.get_running_loop()
-                server = await loop.create_server(self._arrival, host, self._port)
-                self._servers[host] = server
+                server = self._servers[host] = await loop.create_server(self._arrival, host, self._port)
         port = cast(int, server.sockets[0].getsockname()[1])
         return host_and_port(host, port)
 
@@ -361,17 +360,3 @@ class _Arrival(asyncio.Protocol):
         self._splitter.longest = LONGEST_FRAME
         self.connection = connection
         connection.attach(self._transport)
-
-
-async def _local_host(url: str) -> str:
-    """Return the address of this machine from which ``url`` is reached."""
-    loop = asyncio.get_running_loop()
-    try:
-        parts = urlsplit(url)
-        found = await loop.getaddrinfo(parts.hostname, parts.port or 80, type=socket.SOCK_DGRAM)
-        family, kind, protocol, _, address = found[0]
-        with socket.socket(family, kind, protocol) as probe:
-            probe.connect(address)  # sends nothing: it only chooses the route
-            return cast(str, probe.getsockname()[0])
-    except (OSError, UnicodeError, ValueError) as error:
-        raise EngineUnreachable("cannot resolve the host name in its URL") from error

@@ -214,11 +214,8 @@ class RouterConnection(asyncio.Protocol):
             if fits(frame):
                 error = RouterUnreachable(f"router: the router has {self._unread()} unread bytes", "router")
             else:
-                error = BadRequest(
-                    f"sampling_params: the output of one step has {len(frame)} bytes, and at most {LONGEST_FRAME} "
-                    "are allowed: request fewer log probabilities",
-                    "sampling_params",
-                )
+                why = f"the output of one step has {len(frame)} bytes, and at most {LONGEST_FRAME} are allowed"
+                error = BadRequest(f"sampling_params: {why}: request fewer log probabilities", "sampling_params")
         transport.write(frame_of(OutputBatch((failed_delta(delta.number, delta.position, error),))))
         sender = self.senders.pop(delta.number, None)
         if sender is not None:
@@ -370,7 +367,9 @@ class RouterConnections:
 
     async def _connect(self, where: tuple[str, str]) -> RouterConnection:
         address, key = where
-        host, port = _parsed(address)
+        host, _, port = address.rpartition(":")
+        if not host or not port.isdecimal() or not 0 < int(port) < 65536:
+            raise BadRequest(f"router: {address!r} is not an address such as 127.0.0.1:7001", "router")
         if len(self._connections) >= MOST_CONNECTIONS:
             raise RouterUnreachable(f"router: {len(self._connections)} routers are connected already", "router")
         loop = asyncio.get_running_loop()
@@ -379,7 +378,7 @@ class RouterConnections:
         )  # fmt: skip
         try:
             async with asyncio.timeout(CONNECT_SECONDS):
-                await loop.create_connection(lambda: connection, host, port)
+                await loop.create_connection(lambda: connection, host.strip("[]"), int(port))
                 await connection.greet(key, self._engine, self._incarnation)
         except BaseException as error:
             connection.abort()
@@ -404,10 +403,3 @@ class RouterConnections:
             connection.tick()
         if self._connections:
             self._tick = asyncio.get_running_loop().call_later(REPORT_SECONDS, self._report)
-
-
-def _parsed(address: str) -> tuple[str, int]:
-    host, _, port = address.rpartition(":")
-    if not host or not port.isdecimal() or not 0 < int(port) < 65536:
-        raise BadRequest(f"router: {address!r} is not an address such as 127.0.0.1:7001", "router")
-    return host.strip("[]"), int(port)

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
+import sys
+from pathlib import Path
+
 import pytest
 
+from tercet.cluster.child_process import Process, StartFailed
 from tercet.cluster.engine_command import EngineSpec
 from tercet.cluster.up_config import UpConfig
 from tercet.fleet.discovery import RosterEntry, read_roster, write_roster
 from tercet.protocol import BadRequest, Role
+from tercet_ray import ray_fleet
 from tercet_ray.fleet_keeper import OwnerReport, Resources, WantedEngine, actor_options, merged, roster_of, unwanted
-from tercet_ray.ray_fleet import wanted_fleet
+from tercet_ray.ray_fleet import Follower, wanted_fleet
+from tests.longest_wait import LONGEST_WAIT_S
 
 
 def wanted(name: str, role: Role = "both") -> WantedEngine:
@@ -92,3 +99,37 @@ def test_engines_ask_for_what_their_ranks_need() -> None:
 def test_settings_that_do_not_fit_are_refused(settings: dict[str, object], said: str) -> None:
     with pytest.raises(BadRequest, match=said):
         UpConfig(**settings)  # pyright: ignore[reportArgumentType]
+
+
+# The process that writes the roster of a fleet on Ray is kept running, without Ray.
+
+
+pytestmark = pytest.mark.processes
+
+
+async def test_a_follower_that_the_system_does_not_start_is_tried_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ray_fleet, "AGAIN_SECONDS", 0.01)
+    follower = Follower(tmp_path / "fleet", tmp_path / "roster.json", tmp_path)
+    follower.process = Process("ray", [sys.executable, "-c", "raise SystemExit(3)"], {}, tmp_path / "ray.log")
+    start, refused, said = Process.start, iter((True, True)), list[str]()
+    await follower.process.start()
+
+    async def full(process: Process) -> None:
+        if next(refused, False):
+            raise StartFailed("ray cannot be started: No space left on device")
+        await start(process)
+
+    monkeypatch.setattr(Process, "start", full)
+    keeping = asyncio.create_task(follower.keep(lambda name, state: said.append(f"{name}: {state}")))
+    async with asyncio.timeout(LONGEST_WAIT_S):
+        while len(said) < 4:
+            assert not keeping.done()
+            await asyncio.sleep(0.01)
+    keeping.cancel()
+    await asyncio.wait({keeping})
+    await follower.process.stop()
+    ended, cannot = "ended with exit code 3", "cannot be started: No space left on device"
+    rest = "and is restarted; engines continue to run"
+    assert said[:4] == [f"ray: the follower {how} {rest}" for how in (ended, cannot, cannot, ended)]
