@@ -99,8 +99,9 @@ class LineBounds(logging.Filter):
         if dropped:
             record.msg, record.args = f"{record.getMessage()} (and {dropped} more of this kind before)", ()
         if record.exc_info and not record.exc_text:
-            traceback = logging.Formatter().formatException(record.exc_info)
-            record.exc_text = _ends_of(traceback, LONGEST_TRACEBACK)
+            found, half = logging.Formatter().formatException(record.exc_info), LONGEST_TRACEBACK // 2
+            # The ends say where it began and what failed; recursion fills the middle.
+            record.exc_text = found if len(found) <= 2 * half else f"{found[:half]}\n...\n{found[-half:]}"
         return True
 
     def _has_room(self, place: tuple[str, int]) -> bool:
@@ -112,10 +113,6 @@ class LineBounds(logging.Filter):
             return True
         self._dropped[place] += 1
         return False
-
-
-def _ends_of(text: str, most: int) -> str:
-    return text if len(text) <= most else f"{text[: most // 2]}\n...\n{text[-most // 2 :]}"
 
 
 class TextLines(logging.Formatter):

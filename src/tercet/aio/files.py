@@ -168,6 +168,7 @@ class FileThread:
                 loop.call_soon_threadsafe(lambda: None if result.done() else answer())
 
         self._calls.put(call)
+        # At the first call: most processes with such an object never need the thread.
         if self._thread is None:
             self._thread = threading.Thread(target=self._work, name="tercet-files", daemon=True)
             self._thread.start()

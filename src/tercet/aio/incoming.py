@@ -64,6 +64,7 @@ class Deadlines:
                 self._timer = self._loop.call_at(at, self._look)
                 break
             over.append(waiting)
+        # Not while iterating: an object that expires changes the table.
         for waiting in over:
             # An object that expires may discard others, or set them again.
             if self._at.get(waiting, now + 1) <= now:

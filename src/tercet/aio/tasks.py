@@ -94,6 +94,7 @@ async def keep_running(work: Callable[[], Awaitable[object]], name: str) -> None
             await work()
             return
         except Exception as error:
+            # It has worked in the meantime, so the same error is news.
             if loop.time() - began >= WELL_S:
                 failures = Failures(name)
             failures.tell(error)

@@ -98,6 +98,7 @@ def exit_code_of(run: Callable[[], int | None]) -> int:
         return _complain(f"{message}; see {command} --help", 2) if message else 2
     except TercetError as error:
         return _complain(error.message, error.exit_code)
+    # The exit code that shells expect of a command which a signal has ended.
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
     except (NobodyReads, BrokenPipeError):
@@ -143,6 +144,7 @@ def require_values(command: Any, argv: Sequence[str]) -> None:
     ``command`` is click's object of the command line ``argv``. Words after ``--`` are not flags of it.
     """
     words = list(takewhile(lambda word: word != "--", argv))
+    # Down to the command whose flags these are: one name may take a value in one command and none in another.
     while words and words[0] in getattr(command, "commands", ()):
         command = command.commands[words.pop(0)]
     takes_value = {

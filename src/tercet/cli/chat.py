@@ -54,6 +54,7 @@ def chat(
     if not sys.stdin.isatty():
         try:
             question = sys.stdin.read().strip()
+            # Such text would fail later, in the encoder of the request.
             question.encode()  # bytes that are not text were read as surrogates
         except UnicodeError as error:
             raise BadRequest("standard input: is not UTF-8", "stdin") from error
@@ -130,6 +131,7 @@ class Chat:
                     show(text)
                     finish_reason = reason or finish_reason
         finally:
+            # What was shown stays part of the conversation, also if the answer was cut off.
             if answer:
                 self.messages += [asked, {"role": "assistant", "content": answer}]
         return finish_reason
@@ -152,6 +154,7 @@ class Chat:
                     raise EngineError(f"{self.url} answered {response.status}: {_message(await response.read())}")
                 yield response
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
+            # Only if nothing listens there: a router that answers was the right one.
             others = others_in_words(self.url) if isinstance(error, aiohttp.ClientConnectorError) else ""
             raise EngineUnreachable(f"no router answers at {self.url}: {reason_of(error)}{others}", "url") from error
 

@@ -117,6 +117,7 @@ def _with_texts(params: list[Any]) -> list[Any]:
         return given if of.callback is None else of.callback(ctx, of, given)
 
     for each in params:
+        # Once: click keeps the parameters of a command, and would wrap them at each call.
         if "process_value" not in vars(each):
             each.process_value = partial(passed, each, each.process_value)
     return params
@@ -202,6 +203,7 @@ def _built(name: str) -> Any:
         found: Any = getattr(import_module(module), wanted)
     else:
         found = provided(COMMANDS, name, EXTRA_OF.get(name, ""), f"tercet {name}")
+    # typer builds a command only as a part of a group; the group around it is dropped.
     around = typer.Typer(rich_markup_mode=None, pretty_exceptions_enable=False)
     if isinstance(found, typer.Typer):
         around.add_typer(found)

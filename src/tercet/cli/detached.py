@@ -48,6 +48,7 @@ def detach(config: UpConfig) -> DetachedFleet:
     Raises :class:`~tercet.protocol.BadRequest` if the fleet refuses its settings, and another
     :class:`~tercet.protocol.TercetError` if it does not become ready. Ctrl-C during the wait stops the fleet.
     """
+    # Here as well as in the fleet's process: the error then comes at once, and not from a log.
     if config.port:
         require_free(config.host, config.port)
     log_dir = log_directory(config.log_dir)
@@ -81,6 +82,7 @@ def _until_announced(process: subprocess.Popen[bytes], log: Path) -> DetachedFle
     deadline = time.monotonic() + seconds
     with log.open("rb") as said:
         while time.monotonic() < deadline:
+            # Before the log is read: what an ended process wrote last is then still printed.
             ended = process.poll() is not None
             while line := said.readline():
                 announce(line.decode(errors="replace").rstrip("\n"))
@@ -148,6 +150,7 @@ def _chosen(which: WhichFleet, every: bool) -> list[DetachedFleet]:
     if every and which.is_given:
         raise BadRequest(f"--all: cannot be combined with --{'url' if which.port is None else 'port'}", "--all")
     running = running_fleets()
+    # A fleet in a terminal is stopped there: its user sees what happens to it.
     detached = [fleet for fleet in running if fleet.detached]
     chosen = detached if every else which.among(detached)
     if chosen:
@@ -162,6 +165,7 @@ def stop_detached(fleet: DetachedFleet) -> None:
     announce(f"stopping {fleet.url}")
     _signal(fleet)
     deadline = time.monotonic() + fleet.stop_seconds
+    # It is not a child of this process, so there is nothing to wait on.
     while fleet.runs:
         if time.monotonic() > deadline:
             raise EngineError(f"{fleet.url} did not stop within {fleet.stop_seconds:.0f} s; logs: {fleet.log_dir}")

@@ -133,6 +133,7 @@ def _environment(spec: EngineSpec) -> dict[str, str]:
 def _with_devices(spec: EngineSpec) -> EngineSpec:
     """Return ``spec`` with its cores or devices. Data-parallel ranks choose by number among all visible devices."""
     devices, args = devices_for_engines(), spec.extra_args
+    # The caller's own choice of cores, by taskset, limits this process and with it the engine.
     if not devices:
         return msgspec.structs.replace(spec, cores=tuple(sorted(os.sched_getaffinity(0))))
     if value_of(args, "--data-parallel-size", "-dp") is not None:
@@ -255,11 +256,13 @@ async def _run(engine: JoiningEngine, router: str, secret: str, drain_seconds: f
         ended = asyncio.create_task(engine.process.ended())
         try:
             await asyncio.wait({staying, ended}, return_when=asyncio.FIRST_COMPLETED)
+        # Also when the engine has ended by itself: the router must not list it any longer than needed.
         finally:
             staying.cancel()
             has_ended = ended.done()
             ended.cancel()
             await asyncio.gather(staying, return_exceptions=True)
+            # An engine that has ended has no sequences that could move.
             seconds = 0.0 if has_ended else drain_seconds
             await asyncio.shield(_leave(engine, membership, seconds, on_event))
         if has_ended:

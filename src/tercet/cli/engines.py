@@ -143,6 +143,8 @@ def _moves(router: RunningRouter, follow: bool) -> Iterator[dict[str, Any]]:
     """Yield moves in the order in which they began; with ``follow``, wait for the end of each running move."""
     last = 0
     while True:
+        # In the order of their begin: one that runs still holds back those after it, so that none is printed twice or
+        # left out.
         for move in router.ask("GET", f"/moves?since={last}"):
             if follow and move["outcome"] == "under_way":
                 break
@@ -213,6 +215,7 @@ def drain(
     """
     if undo and wait:
         raise BadRequest("--wait: cannot be combined with --undo", "--wait")
+    # Before the drain: moves that it causes have larger numbers.
     earlier: list[dict[str, Any]] = router.ask("GET", "/moves") if wait else []
     engine = router.ask("DELETE" if undo else "POST", f"{_path(name)}/drain")
     with understood():
@@ -270,6 +273,7 @@ def _path(name: str) -> str:
 def engine_in_words(engine: dict[str, Any], width: int = 0) -> str:
     """Return one engine as a line; its name is padded to ``width`` characters."""
     leaving = "draining" if engine["draining"] else "stopping" if engine["stopping"] else ""
+    # A paused engine keeps its sequences; one that drains loses them.
     leaving = leaving or ("paused" if engine.get("paused") else "")  # a router before 0.3 does not report it
     state = leaving or ("serving" if engine["reachable"] else "refused" if engine["refused"] else "unreachable")
     count, report = engine.get("restarts") or 0, engine["report"]

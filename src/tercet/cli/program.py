@@ -97,6 +97,7 @@ class ProgramChange:
             ],
         }
         given = {arm["program"] for arms in body.values() for arm in arms}
+        # A mistyped program name in an argument would otherwise have no effect.
         if unused := [name for name in args if _located(name) not in given]:
             raise BadRequest(f"--program-arg: {min(unused)} is not in the split", "--program-arg")
         return body if self.sticky is None else {**body, "sticky": self.sticky}
@@ -144,7 +145,7 @@ def program(
         send_sources(body)
     answers: dict[str, Any] = {}
     if scheduling is not None:
-        here = Path(scheduling).expanduser()  # a path that is no file here is one of the router's machine
+        here = Path(scheduling).expanduser()  # another path is one of the router's machine
         file = {"file": str(here.absolute()) if here.is_file() else scheduling}
         if here.is_file() and not by_path:
             file["content"] = text_of(here, "--scheduling")
@@ -176,6 +177,7 @@ def send_sources(body: dict[str, Any]) -> None:
         if not isinstance(name, str) or "source" in arm:
             continue
         path, colon, _ = name.rpartition(":")
+        # The text is sent, since the router may run on another machine, or may not read files at all.
         if colon and (file := Path(path).expanduser()).is_file():
             arm["source"] = text_of(file, "PROGRAM")
         elif name.endswith(".py") and (file := Path(name).expanduser()).is_file():

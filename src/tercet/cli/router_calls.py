@@ -75,8 +75,10 @@ def ask_router(url: str, method: str, path: str, body: Any, admin_key: str) -> A
         connection = http.client.HTTPSConnection(at.hostname, at.port, timeout=CONNECT_SECONDS, context=context)
     else:
         connection = http.client.HTTPConnection(at.hostname, at.port, timeout=CONNECT_SECONDS)
+    # This reader does not decompress.
     headers = {"content-type": "application/json", "accept-encoding": "identity", **bearer(admin_key)}
     try:
+        # By itself: only an error before the first byte says that the call had no effect.
         connection.connect()
     except OSError as error:
         raise EngineNotReached(f"no router answers at {url}: {network_reason(error)}", "url") from error
@@ -87,6 +89,8 @@ def ask_router(url: str, method: str, path: str, body: Any, admin_key: str) -> A
         sock.settimeout(deadline - time.monotonic())
         connection.request(method, quote(at.path + API_PREFIX + path, safe="/?&=%:@!$'()*+,;~"), data, headers)
         response = connection.getresponse()
+        # http.client's timeout is for each read: a server that sends a byte now and then would hold the command
+        # forever.
         content = _bounded(response, lambda: sock.settimeout(max(1e-3, deadline - time.monotonic())))
     except http.client.RemoteDisconnected as error:
         raise EngineUnreachable(f"no router answers at {url}: it closed the connection", "url") from error

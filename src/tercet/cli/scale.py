@@ -55,6 +55,7 @@ class KubernetesFlags:
     def require_consistent(self) -> None:
         """Raise :class:`~tercet.protocol.BadRequest` for flags that need ``--kubernetes``, if it is not given."""
         if not self.kubernetes:
+            # The variable is for kubectl too, so it says nothing about this command.
             by_variable = str(self.kubeconfig) == os.environ.get(KUBECONFIG_VARIABLE)
             require_defaults(self, "--kubernetes", "namespace", "selector", *(() if by_variable else ("kubeconfig",)))
 
@@ -163,6 +164,7 @@ def _followed(socket: Path, record: ScaleRecord, drain_timeout: float, quiet: bo
                 raise EngineError(f"the fleet has not reached {record.wanted} yet; `tercet scale` shows its progress")
             time.sleep(POLL_SECONDS)
             after = asyncio.run(scaling_of(socket))
+            # The fleet has one scaling at a time: ours has ended, and what is seen now is another command's.
             if after.number != record.number:
                 raise EngineError(f"another command scales the fleet now, to {after.wanted}")
             record = after

@@ -361,13 +361,14 @@ def unknown_variables(command: str = "", environment: Mapping[str, str] = os.env
     by_rule = {
         VARIABLE_PREFIX + each.key.upper().replace("-", "_"): each.env for each in (declared(kind) if kind else ())
     }
-    elsewhere = {name: env for name, env in by_rule.items() if name != env}  # settings with a name of their own
+    elsewhere = {name: env for name, env in by_rule.items() if name != env}  # variables with another name
     for name in sorted(environment):
         if not name.startswith(VARIABLE_PREFIX) or name.startswith(_TEST) or _is_of_a_service(name, environment):
             continue
         if name in elsewhere:
             yield f"{name} in the environment is ignored: tercet {command} reads {elsewhere[name]}"
             continue
+        # Most environments have no such variable, and these imports would delay every start.
         if name not in known:  # only then settings of packages are imported
             known |= _known(map(_of_package, entry_points(SETTINGS)))
         if name in known:
@@ -381,6 +382,7 @@ def _is_of_a_service(name: str, environment: Mapping[str, str]) -> bool:
     """True if Kubernetes set the variable: the value is part of an address, and the service's host variable exists."""
     if not _OF_SERVICES.fullmatch(name) or not _SERVICE.fullmatch(environment[name]):
         return False
+    # NAME_PORT=tcp://...: only Kubernetes sets such values.
     if "://" in environment[name]:
         return True
     hosts = [each.removesuffix("_SERVICE_HOST") for each in environment if each.endswith("_SERVICE_HOST")]

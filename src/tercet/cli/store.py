@@ -75,6 +75,7 @@ def store(given: StoreFlags) -> None:
     name = given.name or f"{given.host}:{given.port}"
     require_engine_name(name, "--name")
     secret = key_of(os.environ.get(SECRET_VARIABLE, ""), SECRET_VARIABLE)
+    # Behind this port is KV of everybody's prompts.
     require_key_beyond_loopback(given.host, [secret])
     require_free(given.host, given.port)
     log_as_the_environment_says("info")

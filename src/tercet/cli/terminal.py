@@ -83,6 +83,7 @@ def announce(text: str) -> None:
 def forget_stdout() -> None:
     """Redirect standard output to the null device, including text that is not flushed yet."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
+    # The interpreter flushes standard output at its exit, and would print an error about the closed pipe.
     os.dup2(nowhere, sys.stdout.fileno())
     os.close(nowhere)
 

@@ -54,6 +54,7 @@ class Latest:
             try:
                 self.status, self.trouble, self.away_since = self._look(), "", None
             except TercetError as error:
+                # The last status stays: a table that is a little old says more than an empty one.
                 self.trouble, self.away_since = error.message, self.away_since or time.monotonic()
             self.number += 1
 
@@ -128,6 +129,7 @@ def keys() -> Generator[Callable[[float], str]]:
         if not ready:
             return ""
         given = os.read(descriptor, 64).decode("utf-8", "replace")
+        # By itself the character is the escape key.
         if len(given) > 1 and given[0] == "\x1b":  # an arrow, or another key that has no function here
             return ""
         return given or "q"  # the terminal is closed
@@ -217,6 +219,7 @@ class FleetView(msgspec.Struct, frozen=True):
         found = [row for row in rows if wanted in f"{row.name} {row.role} {row.state}".lower()]
         known = [row for row in found if getattr(row, self.column) is not None]
         unknown = [row for row in found if getattr(row, self.column) is None]
+        # Two stable sorts: engines with equal values keep the order of their names.
         known.sort(key=lambda row: row.name)
         known.sort(key=lambda row: getattr(row, self.column), reverse=(self.column in _FALLING) != self.turned)
         return known + unknown

@@ -129,12 +129,11 @@ def steps_of(trace: dict[str, Any]) -> list[Step]:
         prefix = f"{index}: " if many else ""
         # A running step has no end yet.
         until = trace["seconds"] if trace["outcome"] == "running" else 0.0
-        steps = [*_picks(sequence), *_events(sequence, until)]
-        found += (step._replace(says=prefix + step.says) for step in steps)
+        found += (step._replace(says=prefix + step.says) for step in _steps(sequence, until))
     return sorted(found, key=lambda step: step.begin)
 
 
-def _picks(sequence: dict[str, Any]) -> Iterator[Step]:
+def _steps(sequence: dict[str, Any], until: float) -> Iterator[Step]:
     for pick in sequence["picks"]:
         at = sequence["at"] + pick["at"]
         scores = pick.get("scores", {})
@@ -147,9 +146,6 @@ def _picks(sequence: dict[str, Any]) -> Iterator[Step]:
             if tiers := pick.get("tiers"):
                 said += f" ({', '.join(f'{tier} {tokens}' for tier, tokens in tiers.items())})"
         yield Step("router", "pick", at, at, said)
-
-
-def _events(sequence: dict[str, Any], until: float) -> Iterator[Step]:
     moves = {move["number"]: move for move in sequence["moves"]}
     for event in sequence["events"]:
         verb, at = event["verb"], sequence["at"] + event.get("at", 0.0)

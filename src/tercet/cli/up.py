@@ -65,6 +65,7 @@ class FleetProgress:
 
         now = time.monotonic()
         word, _, stage = state.partition(": ")
+        # The process has become ready, or has ended.
         if word != LOADING:
             self._loading.pop(name, None)
             announce(f"  {name}: {state}")
@@ -119,6 +120,7 @@ def run_fleet(config: UpConfig, then: Callable[[StartedFleet], Awaitable[None]])
     if config.port:
         require_free(config.host, config.port)
     # This runs in the main thread, which a signal can interrupt: a first conversion takes half a minute.
+    # Then only the tokenizer is needed, so no weights are converted.
     if config.serves_without_vllm:
         model = resolve_tokenizer(known)
     else:
@@ -196,6 +198,7 @@ def up(config: UpConfig) -> None:
         simulated_engine().require_usable(config.simulate, config.options)
     if config.on is not None:
         _ray("ray-access")()
+    # The settings are checked here first, where errors are read; the fleet checks them again.
     if config.detach:
         from tercet.cli.detached import detach
 

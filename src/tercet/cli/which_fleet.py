@@ -52,6 +52,7 @@ class WhichFleet:
         """The given URL; None if a port, or nothing, is given."""
         if self.url is None:
             return None
+        # The variable may be set for a whole session; a port is written for this command.
         if self.port is not None:
             if self.url != os.environ.get(URL_VARIABLE):
                 raise BadRequest("--port: cannot be combined with --url", "--port")
@@ -97,6 +98,7 @@ def the_one(found: Sequence[DetachedFleet], flag: str = "--port", other: str = "
     if len(found) == 1:
         return found[0]
     ports = [str(fleet.port) for fleet in found]
+    # Two fleets at one port, at different addresses: only URLs tell them apart.
     if len(set(ports)) < len(ports):
         urls = _listed([fleet.url for fleet in found])
         raise BadRequest(f"{flag}: fleets run at {urls}; give one of them as --url{other}", flag)

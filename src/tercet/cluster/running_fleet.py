@@ -201,6 +201,7 @@ class Restarts:
     def ended(self, now: float) -> float | None:
         """Record that the process has ended; return the seconds until its restart, or None for no restart."""
         ready_at, self._ready_at = self._ready_at, None
+        # It has served for a while, so what ended it before is over.
         if ready_at is not None and now - ready_at >= LIVED_SECONDS:
             self.used = 0
         if self.used >= self.limit:
@@ -426,6 +427,7 @@ class RunningFleet:
                     if task.cancelled():  # the engine leaves the fleet
                         continue
                     how, engine.given_up = task.result(), True
+                    # Without engines a router can only refuse: the fleet ends, and its supervisor learns of it.
                     if not kept:
                         raise engine.process.failure(f"{how}; no engine is left")
                     on_event(engine.name, f"{how}; no further restart; log: {engine.process.log}")
@@ -459,6 +461,7 @@ class RunningFleet:
         """
         engines = [engine.process for engine in self.engines]
         try:
+            # The router first: its running requests need the engines.
             with _meanwhile(_hurry([self.router], hurry), _say_what_is_left(self.url, on_event)):
                 await self.router.stop()
         finally:

@@ -139,6 +139,7 @@ class AgentCalls:
     async def _now(self, command: Asked) -> None:
         # It is sent to all ranks before any answer is awaited, so that a later fence comes after it on every rank.
         asked = [agent.call(command) for agent in self._agents]
+        # Not gather: an error of one rank must not leave the others' answers unread.
         await asyncio.wait(asked, timeout=ANSWER_SECONDS)
         for rank, answer in enumerate(asked):
             if not answer.done():
@@ -184,6 +185,7 @@ class SendInFlight:
         self.reports[report.rank] = report
         if report.error is not None and not self.failed.done():
             self.failed.set_result(None)
+        # One error is enough: the ranks of a send need each other, and the caller cancels the rest.
         if (report.error is not None or len(self.reports) == self.ranks) and not self.done.done():
             self.done.set_result(None)
 

@@ -119,6 +119,7 @@ class Edge:
         secret: str = "", text: TextFingerprint = UNKNOWN_TEXT,
     ) -> None:  # fmt: skip
         self.name, self.secret = name, secret
+        # Routers tell by it that an engine was restarted, and that its leases and cache are gone.
         self.incarnation = uuid.uuid4().hex
         self.description, self.layout = description, description.layout
         self.core, self.generation = core, generation
@@ -194,6 +195,7 @@ class StopWhenEmpty:
 
     def ask(self) -> None:
         asked_before, self.is_asked = self.is_asked, True
+        # A second signal is a person, or a supervisor, that does not want to wait.
         if asked_before or not self._grace:
             self._tasks.cancel()
             self._stop()

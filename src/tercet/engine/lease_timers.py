@@ -169,8 +169,10 @@ class LeaseTimers(LeaseTable[EdgeLease]):
         """
         lease = uuid.uuid4().hex
         life = LeaseStory(lease, seq_id, f"blocks for {len(prompt.tokens)} tokens, for {ttl:g} s without activity")
+        # Before the reservation, so that a refused one has a story, too.
         self._stories.append(life)
         held = EdgeLease(prompt, life, name=lease, seq_id=seq_id, ttl=ttl)
+        # Before the core is asked: from here on an abort of the sequence finds the lease.
         self.add(held)
         self.renew(held)
         try:
@@ -208,6 +210,7 @@ class LeaseTimers(LeaseTable[EdgeLease]):
         """
         held = self.require(lease, seq_id)
         require_continued(held.prompt.tokens, prompt.tokens, prompt.difference(held.prompt))
+        # Two extensions at once would open blocks in an order that the ranks do not agree on.
         if not held.granted or held.extending:
             raise Conflict(f"lease {lease} is being opened or extended already", "lease")
         self.renew(held)
@@ -261,6 +264,7 @@ class LeaseTimers(LeaseTable[EdgeLease]):
         except BaseException:
             self.release_soon(held, "the call that claimed it was cancelled")
             raise
+        # The blocks cannot be adopted before the fence, so they are freed after it, in the background.
         if given_up.done():
             self.release_soon(held, "its sequence was aborted")
             return False
@@ -311,6 +315,7 @@ class LeaseTimers(LeaseTable[EdgeLease]):
         valid = min(held.filled.values(), key=lambda valid: valid.end)
         if len(held.filled) == len(self._agents) and valid.end > held.committed:
             held.committed = valid.end
+            # The least of all ranks: a block is valid only if every rank has its part.
             self._tasks.spawn(self._core.commit(filled.lease, valid))
 
     def end_soon(self, lease: str, cause: str = "its caller left", *, failed: bool = False) -> None:

@@ -119,6 +119,7 @@ class LivenessProbe:
 
     async def core_stands_still(self, seconds: float) -> float:
         """Poll the core; return, once it has made no progress for ``seconds``, the time without progress."""
+        # At once: without a poll in progress, silence would say nothing.
         self._core.asked_again()
         while True:
             silent = self._clock.stalled(time.monotonic()).get(CORE, 0.0)
@@ -129,6 +130,7 @@ class LivenessProbe:
     async def _layers_of(self, rank: int, ask: Question) -> Any:
         answer = await ask()
         layers = answer.get("layers")
+        # A long prefill is one step of the core, and progress all the same: its layers show it.
         if self._layers.get(rank) != layers:
             self._layers[rank] = layers
             self.core_progressed()

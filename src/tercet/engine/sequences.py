@@ -83,13 +83,6 @@ class DecodingSequence:
     def age(self) -> float:
         return time.monotonic() - self._logged.began
 
-    def begins_with(self, prompt: KeyedPrompt) -> bool:
-        """True if KV of its first tokens is also KV of ``prompt``."""
-        known, tokens, end = self.tokens, prompt.tokens, len(prompt.tokens)
-        # The last token distinguishes most sequences.
-        alike = len(known) >= end and known[end - 1] == tokens[end - 1]
-        return alike and not prompt.difference(self.request.prompt) and known[:end] == tokens
-
     def counted(self, output: Output) -> Output:
         """Return the output for callers, with its usage if it is the first one; record its tokens."""
         self.tokens += output.token_ids
@@ -125,6 +118,7 @@ class DecodingSequence:
             sender = self.sender = connection.sender(router.number, position, self._stop)
             undo.callback(sender.close)
             await self.request.start(lambda found: self._deliver(sender, found))
+            # From here on the engine's outputs end the sequence.
             undo.pop_all()
 
     def _deliver(self, sender: OutputSender, found: Output | TercetError) -> None:
@@ -167,11 +161,16 @@ class SequenceTable:
         self._sequences.pop(sequence.request.request_id, None)
 
     def beginning_with(self, prompt: KeyedPrompt) -> list[DecodingSequence]:
-        return [each for each in self._sequences.values() if each.begins_with(prompt)]
+        """Return the sequences of whose first tokens the KV is also KV of ``prompt``."""
+        tokens, end = prompt.tokens, len(prompt.tokens)
+        # The last token distinguishes most sequences, so most need no comparison of all tokens.
+        alike = (each for each in self._sequences.values() if each.tokens[end - 1 : end] == tokens[-1:])
+        return [each for each in alike if not prompt.difference(each.request.prompt) and each.tokens[:end] == tokens]
 
     async def reports(self) -> list[SequenceReport]:
         """Return every sequence, in order of arrival; one that has not reached the core yet waits, without blocks."""
         if self._sequences:
+            # One poll at a time: a stuck core would collect them.
             if self._asking is None or self._asking.done():
                 self._asking = self._tasks.spawn(self._ask_core())
             await asyncio.wait({self._asking}, timeout=ANSWER_SECONDS)
@@ -246,6 +245,7 @@ class SequenceWork:
     @asynccontextmanager
     async def sending(self, seq_id: str, send_id: str) -> AsyncGenerator[None]:
         """End the current task by ``UnknownSequence`` if the sequence is stopped within this context."""
+        # A timeout and not a cancellation of the task: the caller's own cancellation must stay what it is.
         until_aborted = asyncio.timeout(None)
         self._stops[seq_id, send_id] = lambda: until_aborted.expired() or until_aborted.reschedule(0)
         try:

@@ -45,10 +45,12 @@ async def prep_recv(edge: Edge, call: PrepRecvCall) -> PrepRecvAnswer:
     tokens = await edge.reader.tokens(call.prompt)
     end = end_of_reservation(len(tokens), call.end)
     prompt = (await edge.reader.keyed(call, tokens)).first(end)
+    # An extension: the sequence has grown, and its sender goes on under the same lease.
     if call.lease is not None:
         held = await edge.leases.extend(call.lease, call.seq_id, prompt)
         there = held.committed // edge.layout.block_size * edge.layout.block_size
         return _answer(edge, held, max(held.matched_len, there))
+    # Before anything is reserved: a sequence has one lease, or one running request.
     require_unused(call.seq_id, edge.work.generates(call.seq_id))
     ttl = time_to_live(call.ttl, edge.description.lease_ttl)
     held = await edge.leases.reserve(call.seq_id, prompt, ttl, edge.reports.address)
@@ -58,6 +60,7 @@ async def prep_recv(edge: Edge, call: PrepRecvCall) -> PrepRecvAnswer:
 def _answer(edge: Edge, held: EdgeLease, matched_len: int) -> PrepRecvAnswer:
     ranks = tuple(RankAddress(rank, tuple(each)) for rank, each in enumerate(edge.description.transports))
     begin, end = held.matched_len, len(held.prompt.tokens)
+    # Without groups there is one begin for all layers, the matched length.
     begins = held.group_begins if edge.layout.groups else ()
     digest = digest_of(held.prompt.adapter)
     info = KVAddrInfo(
@@ -92,6 +95,7 @@ async def remote_send(edge: Edge, call: RemoteSendCall) -> Sent:
     tokens = await edge.reader.tokens(call.prompt)
     begin, end = resolve_range(len(tokens), call.begin, call.end)
     info = call.kv_addr_info
+    # First: nothing of an address that another engine did not issue is trusted.
     info.require_proof(edge.secret)
     check_send(call, begin, end, len(tokens), edge.layout)
     prompt = await edge.reader.keyed(call, tokens)
@@ -121,7 +125,7 @@ async def remote_send(edge: Edge, call: RemoteSendCall) -> Sent:
         try:
             async with edge.work.sending(call.seq_id, plan.send_id):
                 if call.cached_only:
-                    # The longest cached whole blocks, and nothing if there are none: what is missing is not computed.
+                    # The longest cached whole blocks, and nothing if there are none: no block is computed.
                     pinned = await edge.core.push_longest(prompt.first(end), plan)
                     end = pinned.end
                     if end > begin:
@@ -148,6 +152,7 @@ async def _push(
         await _push_pinned(edge, plan, cached, word)
         return None, plan.end
     sampling = call.sampling_params if call.sample else dict[str, Any]()
+    # An image is computed whole, also if the send ends inside it.
     computed = prompt.first(whole_features(prompt.features, plan.end))
     request = edge.generation.request(computed, sampling, plan, call.priority, call.mm_features)
     computing = asyncio.ensure_future(request.first())
@@ -222,6 +227,7 @@ async def _decoding(edge: Edge, call: StartGenerateCall) -> DecodingSequence:
     check_generation(call.seq_id, call.begin, len(tokens), edge.work.generates(call.seq_id))
     known = prompt.with_output(call.output)
     claimed = await _claimed(edge, call.seq_id, known)
+    # The core knows the request by this number: ids of clients may be used again.
     number = next(edge.generated.numbers)
     seq = _seq_params(claimed, call.output, number)
     request = edge.generation.request(prompt, call.sampling_params, seq, call.priority, call.mm_features)
@@ -253,6 +259,7 @@ async def _claimed(edge: Edge, seq_id: str, known: KeyedPrompt) -> EdgeLease | N
     claimed = edge.leases.claim(seq_id, known)
     if claimed is None:
         return None
+    # An abort that comes while the fence is awaited must end this request, which is not running yet.
     aborted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
     edge.work.begin(seq_id, aborted.cancel)
     try:

@@ -89,10 +89,12 @@ class Admission:
         """
         self._number += 1
         ticket = Ticket(priority, self._number, self._turn(priority, flow), flow, for_engines)
+        # It joins the queue even if there is room: those that wait longer are admitted before it.
         insort(self.waiting, ticket, key=Ticket.rank)
         self._others_waiting += not for_engines
         changed = self.look(load)
         while len(self.waiting) > self.limits.queued:
+            # The last one in the queue, which need not be the newest: a request of a higher priority takes its slot.
             last = self._no_longer_waiting(-1)
             last.state = "refused"
             changed.append(last)
@@ -129,6 +131,7 @@ class Admission:
         at = 0
         while at < len(self.waiting) and not self._full:
             if self.waiting[at].for_engines and self.saturated(load):
+                # Requests that are not for engines go past a fleet without room; without one, none can be admitted.
                 if not self._others_waiting:
                     break
                 at += 1  # it keeps its place among the requests for engines
@@ -139,6 +142,7 @@ class Admission:
             self.on_engines += ticket.for_engines
             self._turns[ticket.priority] = ticket.turn
             changed.append(ticket)
+        # Turns matter only among waiting flows: a flow that is alone starts afresh.
         if not self.waiting:
             self._turns.clear()
             self._next_turns.clear()
@@ -151,6 +155,7 @@ class Admission:
         elif ticket.state == "in":
             self.in_flight -= 1
             self.on_engines -= ticket.for_engines
+            # Only ends of admitted requests count: the gap between them is how fast slots become free.
             if self._last_end is not None:
                 gap = now - self._last_end
                 self._gap = gap if self._gap is None else (1 - NEWEST) * self._gap + NEWEST * gap
@@ -276,6 +281,7 @@ class Gate:
             self._wake(changed)
             if ticket.state == "waiting":
                 await self._wait(ticket, left())
+            # The gate was closed while it waited, so the reason is not a full queue.
             if ticket.state == "refused" and self._closed_by is not None:
                 self._metrics.refused.labels(self._closed_by.code).inc()
                 raise self._closed_by
@@ -285,6 +291,8 @@ class Gate:
             yield
         finally:
             self._woken.pop(ticket, None)
+            # On every exit, also of a request that was never admitted: its slot, or its place in the queue, goes to the
+            # next one.
             self._wake(self._admission.leave(ticket, self._load(), self._clock()))
             self._measure()
 

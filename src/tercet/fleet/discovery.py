@@ -73,6 +73,7 @@ def with_found(
     the roles with which the engines were found before: a role that was changed since is kept until discovery reports
     another role.
     """
+    # Discovery decides only about engines that it found: others stay whatever it finds.
     named = [each for each in members if not each.uid or each.joined]
     names = {each.address.name for each in named}
     urls = {each.address.url.rstrip("/") for each in named}
@@ -83,8 +84,10 @@ def with_found(
         if address.name in names or address.url in urls:
             continue
         before = known.get(address.name)
+        # A pod or entry with the same name and another uid is a new start: its role and drain begin again.
         if before is not None and before.uid != engine.uid:
             before = None
+        # Until it is ready it would only fail requests; members that are no longer ready stay for their sequences.
         if before is None and not engine.serves:
             continue
         if before is None:
@@ -117,6 +120,7 @@ async def follow_found(
         async for found in changes:
             after = with_found(members, found, reported)
             reported = roles_of(found)
+            # Before the log lines: they say what has happened, not what was planned.
             await membership.become(after)
             for event, fields, reason in member_changes(members, after):
                 event.tell(**fields, reason=reason or f"reported by {discovery.source}")
@@ -204,6 +208,7 @@ class RosterFile:
         return f"the lines of the roster {self._path}"
 
     async def changes(self) -> AsyncGenerator[Sequence[FoundEngine]]:
+        # A new reader gets all engines, also if the file has not changed since the last reader.
         self._files, self._stamp, self._last = FileThread(), None, None
         try:
             while True:
@@ -220,6 +225,7 @@ class RosterFile:
         failure, stamp = "", None
         try:
             stamp = await self._files.run(stamp_of, self._path)
+            # A file with the same stamp was read, or refused, already.
             if stamp is not None and stamp == self._stamp:
                 return None
             found = read_roster(await self._files.run(read_whole, self._path, MOST_BYTES))
@@ -228,6 +234,7 @@ class RosterFile:
         except OSError as error:
             failure = error.strerror or str(error)
         except BadRequest as error:
+            # It is not read again until it changes: it would be refused again.
             failure, self._stamp = error.message, stamp
         else:
             self._stamp = stamp
@@ -235,6 +242,7 @@ class RosterFile:
                 logs.DISCOVERY_BACK.tell(path=self._path, reason="the file can be read")
                 self._failure = ""
             return found
+        # Each different failure once, not at every poll.
         if self._failure != failure:
             self._failure = failure
             logs.DISCOVERY_LOST.tell(path=self._path, reason=failure)
@@ -364,12 +372,14 @@ class PodDiscovery:
         return tuple(self._settings.endpoint_target_ports or of_pool or (DEFAULT_PORT,))
 
     def _want(self, wanted: Wanted | None) -> None:
+        # The pool changed in what is not read here: the watch on its pods goes on.
         if wanted is not None and wanted == self._wanted:
             return
         if self._pods is not None:
             self._pods.cancel()
             self._pods = None
         self._wanted = wanted
+        # Without a pool there are no pods to know: an empty list is the answer, not silence.
         if wanted is None:
             self._publish(())
             return

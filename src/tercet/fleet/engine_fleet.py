@@ -121,6 +121,7 @@ class FleetView:
         serving = self.fleet.picking.serving(request, self.fleet.roster.open)
         able = [member for member in serving if member.reachable] or serving
         able = [member for member in able if member.name not in self.failed] or able
+        # Every engine may be drained, or without the adapter: the error says which.
         if not able:
             raise self.fleet.picking.no_engine_error()
         matched = self.fleet.picking.matched(request, able)
@@ -136,6 +137,7 @@ class FleetView:
             if chosen.prefill:
                 predicted = matched.get(chosen.prefill, 0)
                 prefill = stack.enter_context(self._counted(self.fleet.member(chosen.prefill), request, predicted))
+            # Now and not at the end: the next request with this prefix should go to the same engines.
             self.fleet.picking.note_routed(request, [chosen.decode, chosen.prefill])
             source = None if chosen.pull is None else self._source(chosen.pull)
             yield Route(decode, prefill, chosen.split, source)
@@ -184,6 +186,7 @@ class FleetView:
         if member is not None and isinstance(error, EngineUnreachable):
             self.fleet.health.lost(member, error)
         if not isinstance(error, BadRequest):
+            # The order is that of the failures: the latest one is avoided last.
             self.failed.pop(name, None)
             self.failed[name] = error
 
@@ -243,7 +246,9 @@ class EngineFleet:
     def remove(self, name: str) -> Member:
         """Remove an engine and return it; ``in_flight`` of the returned member counts programs that still use it."""
         member = self.roster.remove(name)
+        # An engine that comes back under this name is another one: nothing of this one counts for it.
         self.health.forget(name)
+        # What it costs was learned from this engine's requests.
         self.costs.forget(name)
         self.hits.forget(name)
         self.adapters.agree()

@@ -49,6 +49,7 @@ class Liveness:
         self._heard_at[engine] = now
         self._hung_up.discard(engine)
         progressed_at = self._progressed_at.get(engine, now)
+        # Reports may overtake each other: progress never moves back.
         self._progressed_at[engine] = max(progressed_at, now - stalled_s)
         if now - self._progressed_at[engine] <= self.stuck_after_s:
             self._stuck.discard(engine)
@@ -87,6 +88,8 @@ class Liveness:
         """Check all engines, ``interval`` seconds after the last check; return those that are stuck only since then."""
         slept = 0.0 if self._looked_at is None else now - self._looked_at - interval
         self._looked_at = now
+        # This process was stopped, or its machine slept: engines could not be heard in that time, so it does not count
+        # against them.
         if slept > interval:
             for times in (self._progressed_at, self._heard_at):
                 times.update({engine: at + slept for engine, at in times.items()})
@@ -156,6 +159,7 @@ class EngineHealth:
 
     def restarted(self, name: str) -> None:
         logs.ENGINE_RESTARTED.tell(engine=name, reason="it was restarted")
+        # Its KV is gone with the process: a pick must not expect cached tokens there.
         self._knowledge.cleared(name)
         member = self._roster.get(name)
         if member is not None:
@@ -175,6 +179,7 @@ class EngineHealth:
         Every call that waits for a stuck engine fails, even one that began after the engine was found stuck.
         """
         new = self._liveness.look(self._clock(), interval)
+        # All that are stuck, not only the new ones: calls that began since then wait, too.
         for engine, why in self._liveness.stuck:
             self.lose(engine, why)
         return new
@@ -185,6 +190,7 @@ class EngineHealth:
         if member is not None:
             error = EngineUnreachable(f"{name} is stuck: {why}")
             error.blames = name
+            # First it is no longer picked: a call that fails now is retried at once, and must not come back here.
             self.lost(member, error)
             member.calls.lose(error)
 

@@ -53,8 +53,10 @@ class LoadTable:
             new = max(8, 2 * old)
             for column in (self._at, self._keys, *self._columns.values(), *self._counts.values()):
                 column.resize(new, refcheck=False)
+            # By doubling: a fleet that grows engine by engine copies its columns a few times only.
             self._free = list(range(new - 1, old - 1, -1))  # the lowest row is taken first
         row = self._rows[name] = self._free.pop()
+        # No report yet: as old as can be, so every age limit leaves it out.
         self._at[row] = -math.inf
         self._keys[row] = key_of(name)
         self.count(name, 0, 0)
@@ -81,6 +83,7 @@ class LoadTable:
         if load.adapters is not None:
             self._adapters[row] = load.adapters
         else:
+            # A report without adapters is of an engine that no longer serves any.
             self._adapters.pop(row, None)
 
     def count(self, name: str, in_flight: int, in_flight_tokens: int) -> None:
@@ -151,6 +154,7 @@ class FleetKnowledge:
 
     def needed(self) -> None:
         """Start engines' reports at the first use: a profile's pick, or a program that asks for cached tokens."""
+        # Once: reports cost engines and this process, and go on from here.
         begin, self._begin = self._begin, None
         if begin is not None:
             begin()
@@ -205,6 +209,7 @@ class FleetKnowledge:
             for size, index in self.indexes.items():
                 for sizes in self._down_to.values():
                     self._stored_in(sizes, size).copy(row, index)
+        # A block on the device is also on each lower tier's index: these count blocks on a tier or on a higher one.
         for sizes in self._lower(row, tier):
             self._stored_in(sizes, block_size).store(row, blocks, parent, tokens, salt, adapter, extras)
 
@@ -268,6 +273,7 @@ class FleetKnowledge:
         for history in self._routed.values():
             history.forget(row)
         self._tiered.discard(row)
+        # An index without any engine goes: matching costs a hash of the prompt for each block size.
         for indexes in (self.indexes, *self._down_to.values()):
             for size, index in list(indexes.items()):
                 index.forget(row)

@@ -76,6 +76,7 @@ class _TrustedBy:
     def __call__(self) -> ssl.SSLContext | None:
         stamp = self._ca.stat()
         made_of = stamp.st_mtime_ns, stamp.st_ino, stamp.st_size
+        # Kubernetes renews the certificate in place; a context is expensive, so it is kept until then.
         if self._context is None or made_of != self._made_of:
             self._context = ssl.create_default_context(cafile=str(self._ca))
             self._made_of = made_of
@@ -131,6 +132,7 @@ def _tls_of(cluster: Mapping[str, Any], user: Mapping[str, Any], file: Path) -> 
         if certificate and key:
             with tempfile.TemporaryDirectory(prefix="tercet-kube-") as directory:
                 pair = Path(directory) / "pair.pem"
+                # Before the key is written: no other user may read it in between.
                 pair.touch(mode=0o600)
                 pair.write_bytes(certificate + b"\n" + key)
                 context.load_cert_chain(pair, password="")
@@ -331,6 +333,7 @@ class Mirror(Generic[ObjectT]):
                     gone = self._decoder.decode(event.object).metadata
                     self.version = gone.resource_version
                     known = self._objects.get(gone.name)
+                    # A deletion may arrive after the list that has the replacement.
                     if known is None or known.metadata.uid != gone.uid:  # another object has replaced it
                         return False
                     del self._objects[gone.name]
@@ -402,6 +405,7 @@ class Watch(Generic[ObjectT]):
     async def _list_or_watch(self, session: aiohttp.ClientSession) -> float:
         """Make one list or one watch; return how many seconds to pause after it."""
         try:
+            # No version: nothing was listed yet, or the server cannot continue from the last one.
             if not self._mirror.version:
                 await self._list(session)
                 return 0.0
@@ -423,6 +427,7 @@ class Watch(Generic[ObjectT]):
             self._failures.tell(error)
             self._mirror.void()
             return self._next_pause()
+        # Without a pause this loop would ask as fast as the server refuses.
         if lasted < self._waits.first_pause_s:  # the server, or a proxy before it, ends every watch at once
             return self._next_pause()
         self._pause_s = self._waits.first_pause_s
@@ -444,6 +449,7 @@ class Watch(Generic[ObjectT]):
         objects, page = list[ObjectT](), None
         async with asyncio.timeout(self._waits.list_s):
             while True:
+                # In pages, so that a server need not hold an answer with thousands of pods.
                 query = {**self._query, "limit": str(PAGE), **({"continue": page} if page else {})}
                 async with self._get(session, query) as response:
                     await self._require_ok(response)
@@ -456,6 +462,7 @@ class Watch(Generic[ObjectT]):
                 page = found.metadata.next_page
                 if not page:
                     break
+        # A watch without a version starts anywhere, so changes in between would be lost.
         if not found.metadata.resource_version:
             raise WatchBroken("the server sent a list without a resourceVersion")
         self._mirror.listed(objects, found.metadata.resource_version)
@@ -501,6 +508,7 @@ class Watch(Generic[ObjectT]):
     ) -> AbstractAsyncContextManager[aiohttp.ClientResponse]:
         headers = {"accept": "application/json"}
         if token := self._api.token():
+            # Read for each request: the kubelet replaces a service account's token while the pod runs.
             headers["authorization"] = f"Bearer {token}"
         return session.get(
             f"{self._api.url}{self._path}?{urlencode(query)}",

@@ -82,6 +82,7 @@ async def follow_cache(
                 found, settled = (await engine.status()).kv_events, True
             except TercetError:  # it may be back soon with its cache; numbers that restart show a lost cache
                 found, settled = current, False
+            # Another address is another publisher, whose blocks and numbers have nothing to do with the last one's.
             if found != current or (following is not None and following.done()):
                 await _end(following)
                 current, following = found, None
@@ -127,11 +128,14 @@ async def _follow(events: KVEvents, inbox: KVInbox) -> None:
     with bounded(zmq.asyncio.Context.instance().socket(zmq.SUB)) as subscribing:
         live: Any = subscribing
         live.setsockopt(zmq.LINGER, 0)
+        # A bound: a busy router must not keep the events of hours in memory.
         live.setsockopt(zmq.RCVHWM, MOST_UNREAD)
         live.setsockopt(zmq.IPV6, 1)
         live.setsockopt(zmq.SUBSCRIBE, events.topic.encode())
         live.connect(events.endpoint)
         try:
+            # After the subscription has begun, so that no batch is between the two; a batch that is in both counts
+            # once.
             await _replay(events, inbox)  # blocks that were stored before this subscription
             while True:
                 number, payload = _numbered(await live.recv_multipart())
@@ -263,6 +267,7 @@ class KVInbox:
         Raises one of ``UNREADABLE`` for an invalid batch.
         """
         batch = self._read(payload)
+        # An engine that restarted at the same address numbers its batches from 0 again.
         if number <= self._last_live:
             self.reset()  # a publisher's numbers only grow, so this is a new publisher
         self._last_live = number
@@ -307,6 +312,7 @@ class KVInbox:
             logger.warning("KV events of %s: %.300s; more of this kind are not logged", self._name, message)
 
     def _apply(self, number: int, events: Sequence[KVEvent]) -> None:
+        # A batch may come twice: published, and in a replay.
         if number != self.expected:
             return  # it was applied already
         self.expected += 1

@@ -40,6 +40,7 @@ class CallsInFlight:
 
     def lose(self, error: TercetError) -> None:
         """End every call to the engine with ``error``."""
+        # A copy: each call that fails forgets its entry.
         for fail, _ in list(self._fails.values()):
             fail(error)
 
@@ -83,6 +84,7 @@ class UntilLost:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None
     ) -> None:
+        # First of all: a loss from here on must not cancel what runs after this block.
         for engine, noted in zip(self._engines, self._noted, strict=True):
             engine.forget(noted)
         try:
@@ -236,6 +238,7 @@ class Roster:
     def remove(self, name: str) -> Member:
         member = self.member(name)
         del self._members[name]
+        # The object lives on while sequences use it; its row may belong to another engine soon.
         member.on_change = None
         self._knowledge.remove(name)
         self.reopen()
@@ -260,6 +263,8 @@ class Roster:
         member.on_change = self._changed
 
     def _changed(self, member: Member, field: str) -> None:
+        # Counts change with every request, so they update two numbers only; the rest changes which engines a pick may
+        # choose.
         if field in COUNTS:
             self._knowledge.loads.count(member.name, member.in_flight, member.in_flight_tokens)
         else:

@@ -60,15 +60,6 @@ class ServedModel(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         models = sorted({status.model for status in alike})
         return cls(tuple(models), min(status.max_model_len for status in alike), fingerprint)
 
-    def of_replaced(self, status: EngineStatus) -> ServedModel | None:
-        """Return this model with the weights of ``status``; None if ``status`` differs in the rest.
-
-        The model must have a name that was announced, and a context that is at least as long.
-        """
-        if status.model not in self.models or status.max_model_len < self.max_model_len:
-            return None
-        return msgspec.structs.replace(self, fingerprint=status.fingerprint)
-
     def require_kept(self, status: EngineStatus) -> None:
         if status.model not in self.models:
             ours = ", ".join(self.models)
@@ -134,10 +125,12 @@ class ReplacedModel:
         status is the smallest one of these engines.
         """
         alike = len({_identity(status) for status in refused}) == 1
+        # While some engine serves the announced model, the others are a rollout that is under way, or a mistake.
         if any_serves or not alike:
             self._agreed = None
             return None
         if self._agreed is None or _identity(self._agreed) != _identity(refused[0]):
+            # A new agreement begins: all engines must agree on the same model for the whole time.
             self._agreed, self._since = refused[0], now
         shortest = min(status.max_model_len for status in refused)
         replaced = msgspec.structs.replace(refused[0], max_model_len=shortest)
@@ -237,6 +230,7 @@ class Membership:
         """
         addresses = {state.address.name: state.address.url for state in wanted}
         for member in self._fleet.members:
+            # Removals first: a name may move to another URL.
             if addresses.get(member.name) != member.url:
                 self.remove(member.name)
         here, entered = {member.name: member for member in self._fleet.members}, list[Member]()
@@ -244,6 +238,7 @@ class Membership:
             name, role = state.address.name, state.address.role
             if name not in here:
                 here[name] = await self.enter(state.address)
+                # Until it has answered: the check of its model is part of that.
                 here[name].reachable = False
                 entered.append(here[name])
             if here[name].role != role:
@@ -313,7 +308,9 @@ class Membership:
                 asking = {key: task for key, task in asking.items() if not task.done()}
                 for member in self._fleet.members:
                     silent = not self._fleet.health.heard_within(member.name, REPORTED_WITHIN)
+                    # Reports over the connection show that an engine lives; only its status says which adapters it has.
                     asks = silent or not member.reachable or member.reported_stamp != member.asked_stamp
+                    # One question at a time: an engine that is slow would get ever more of them.
                     if asks and id(member) not in asking:
                         asking[id(member)] = questions.spawn(self._ask(member), f"status poll of {member.name}")
                 self._fleet.health.stand_still(POLL_INTERVAL_S)
@@ -326,24 +323,26 @@ class Membership:
     def _noticed_replaced(self) -> Coroutine[Any, Any, object] | None:
         """Return the call of ``on_replaced`` if all engines have other weights that fit; None otherwise.
 
-        Other weights fit if the router's tokenizer, chat template and model names match.
+        Other weights fit if the router's tokenizer and chat template match, and what was announced still holds: a name
+        of the model, and a context that is at least as long.
         """
         engines = self._engines()  # a store keeps the weights of its start
         serves = any(member.reachable for member in engines)
         refused = [self._others[id(member)] for member in engines if id(member) in self._others]
-        status = self._replaced.seen(asyncio.get_running_loop().time(), refused, serves)
-        if status is None or self.served_model is None or self.on_replaced is None:
+        status, served = self._replaced.seen(asyncio.get_running_loop().time(), refused, serves), self.served_model
+        if status is None or served is None or self.on_replaced is None or not has_same_text(status, self._text):
             return None
-        if not has_same_text(status, self._text):
+        if status.model not in served.models or status.max_model_len < served.max_model_len:
             return None
-        replaced = self.served_model.of_replaced(status)
-        if replaced is None or replaced == self.served_model:
+        replaced = msgspec.structs.replace(served, fingerprint=status.fingerprint)
+        if replaced == served:
             return None
         self._replaced = ReplacedModel()  # a failed attempt is repeated
         logger.warning("engines: accepting other weights (%s), which all engines have now", replaced.fingerprint)
         return self.on_replaced(replaced)
 
     async def _ask(self, member: Member) -> None:
+        # Before the call: adapters that are loaded during it are asked for again.
         stamp = member.reported_stamp
         try:
             self._answered(member, await member.engine.status())
@@ -384,6 +383,7 @@ class Membership:
         found = await self._polled(self._engines(), seconds, others)
         if any(isinstance(answer, EngineStatus) for _, answer in found):
             return self._noted(found, seconds)
+        # Not lost, since it never answered: the log says at the start that it is waited for.
         for member, _ in found:
             member.reachable = False
         return []
@@ -450,6 +450,7 @@ class Membership:
             self._refused.pop(id(member), None)
             self._others.pop(id(member), None)
             member.refused = ""
+            # An answer does not show progress: a stuck engine's API server answers too.
             if not self._fleet.liveness.is_stuck(member.name):
                 self._fleet.health.found_well(member)
 

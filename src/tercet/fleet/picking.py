@@ -70,6 +70,7 @@ class Picking(Generic[ViewT]):
     def reopen(self, views: Sequence[ViewT], leaving: Sequence[ViewT] = ()) -> None:
         self.views, self.leaving = views, leaving
         self.rows = self.knowledge.rows([view.name for view in views])
+        # Decisions name rows, which stay while engines come and go; the views are in the order of members.
         self._places = {row: place for place, row in enumerate(self.rows.tolist())}
         self.forget_candidates()
 
@@ -98,6 +99,7 @@ class Picking(Generic[ViewT]):
             if profile is None:
                 known = ", ".join([*sorted(PICKERS), *self.scheduling.profiles])
                 raise BadRequest(f"pick: there is no picker or profile {by!r}; choose one of {known}", "pick")
+            # Reports start with the first profile: fleets that pick by turns get none.
             self.knowledge.needed()
         candidates = self._preferring(self.candidates(role, request=request, partner=partner), without)
         if not len(candidates):
@@ -109,11 +111,13 @@ class Picking(Generic[ViewT]):
             if picked is None:
                 picked = candidates[home_of(session, candidates)]
                 self.sessions.bind(session, role, picked.name)
+            # The prompt so far was on that engine, so it needs no lookup of blocks.
             if cached := self.sessions.cached(session, picked.name, request):
                 self.believed[request.seq_id, picked.name] = cached
             return cast("ViewT", picked)
         if profile is None:
             turn = self._turns[role, by]
+            # Each role has its own turns: two picks of one request would otherwise always find the same pairs.
             self._turns[role, by] += 1
             return cast("ViewT", candidates[PICKERS[by](candidates, turn)])
         decision = Decision(request, role, self.knowledge, self.random, partner=self._view(partner))
@@ -175,6 +179,7 @@ class Picking(Generic[ViewT]):
         pairs_with = self._pairs_with(partner)
         for_all = pairs_with is None and among is None and (request is None or request.adapter is None)
         if for_all and role in self._answering:
+            # Most picks: the candidates were computed for an earlier request, and nothing has changed since.
             return self._answering[role].for_another_decision()
         everyone = Engines(self.views, self.rows, self.knowledge.loads)
         if among is not None:
@@ -211,6 +216,7 @@ class Picking(Generic[ViewT]):
         if partner is None or self._alike:
             return None
         everyone = [*self.views, *self.leaving]
+        # Cached, since nearly every fleet has one revision: comparing each pair costs more than the pick.
         self._alike = len({view.revision for view in everyone}) < 2
         return None if self._alike else next((view.revision for view in everyone if view.name == partner), None)
 
@@ -221,6 +227,7 @@ class Picking(Generic[ViewT]):
 
     def _preferring(self, engines: Engines, without: Sequence[str]) -> Engines:
         """Return the engines without the names to avoid, while others remain; the last name matters least."""
+        # The names that matter least come last, so they are dropped first if none would remain.
         for name in without:
             row = self.knowledge.loads.row(name)
             if row is not None:
@@ -277,6 +284,7 @@ class Picking(Generic[ViewT]):
         hashes = block_hashes(request, ROUTED_BLOCK)
         for name in names:
             row = self.knowledge.loads.row(name)
+            # With engines' own reports, the history would only repeat what they know better.
             if row is not None and hashes and not self.knowledge.indexes:
                 self.knowledge.routed(ROUTED_BLOCK, ROUTED_CAPACITY).note(row, hashes)
 

@@ -166,6 +166,7 @@ class SeenRequests:
         now = self._clock()
         self._forget(now)
         found = self._running[sequence] = SeenRequest(sequence, now, self._named)
+        # Kept in the order of arrival, so that those beyond the window are at the front.
         self._seen.append(found)
         self._blocks += len(found.blocks)
         while len(self._seen) > MOST_SEEN or self._blocks > MOST_BLOCKS:
@@ -179,6 +180,7 @@ class SeenRequests:
             return
         met = None if outcome == "left" else outcome == "served" and meets(self.objectives, trace.ttft, trace.tpot)
         found.end(met)
+        # A client that left says nothing about objectives.
         if met is not None:
             self.ended += 1
             self.met += met

@@ -49,6 +49,7 @@ class Holders:
         size = self._rows()
         matched = np.zeros(size, dtype=np.int64)
         holding, depth = -1, 0
+        # Hashes are chained: an engine without a block has none of the later ones.
         for depth, block in enumerate(hashes):
             still = holding & self._holders.get(block, 0)
             if still != holding:
@@ -128,6 +129,7 @@ class RoutingHistory(Holders):
         return begin + 1 + bisect_left(between, True, key=lambda place: self._holding(hashes, place) != holding)
 
     def forget(self, row: int) -> None:
+        # The row may be given to another engine at once.
         for block in self._recent.pop(row, ()):
             self.discard(row, block)
 
@@ -189,6 +191,7 @@ class StoredBlocks(Holders):
             return
         held = self._rows_held.setdefault(row, _Held())
         size, known = self._block_size, tuple(tokens)
+        # Lower tiers report names without tokens; the tokens may be known from the event of the device.
         if len(known) != len(names) * size:
             for name in names:
                 self._add_unplaced(held, name, _Unplaced())
@@ -253,6 +256,7 @@ class StoredBlocks(Holders):
                 placed.append((child, found))
 
     def _find(self, row: int, held: _Held, name: Hashable, place: int) -> None:
+        # Even if another name has the place already: each name is removed by itself.
         held.places[name] = place
         self._names[row, place] = self._names.get((row, place), 0) + 1
         self.add(row, place)
@@ -276,6 +280,7 @@ class StoredBlocks(Holders):
                 held.spare[name] = spare - 1
             elif not spare:
                 self._drop(row, held, name)
+        # So that ``bool`` of the index tells whether any engine reports blocks.
         if not held.places and not held.unplaced:
             del self._rows_held[row]
 

@@ -121,6 +121,7 @@ class RunningSequence:
                 self._first_at = now
             self.tokens.extend(output.token_ids)
             self._last_at = now
+            # Each token shows that engines serve this request: a later failure has another cause.
             self._tries = self._in_vain = 0
             self._not_taken_since = None
         if output.finish_reason is not None:
@@ -135,6 +136,7 @@ class RunningSequence:
         doubles with each later one. Each retry has its own id (:func:`going_on`).
         """
         pause = min(FIRST_PAUSE * 2 ** (self._tries - 1), LONGEST_PAUSE) if self._tries else 0.0
+        # Counted from the last token, with the pause: a retry that would begin too late is not made.
         if self.ended or not self._budget.retries or now + pause - self._last_at > self._budget.within_s:
             return None
         if taken or not self._wait_s:
@@ -204,6 +206,7 @@ class _Running:
     def __exit__(self, *error: object) -> None:
         sequence = self._sequence
         del self._all[sequence]
+        # A move that waits for this sequence would wait forever.
         if len(sequence.waiting):
             sequence.waiting.lose(Conflict(f"seq_id: {sequence.request.seq_id} has ended", "seq_id"))
 
@@ -259,6 +262,7 @@ class MovingSequence:
         stream = self.generation.stream
         if stream is not None:
             stream.catch_up()
+        # The source may have sent its last token while the KV was moving.
         if stream is None or not stream.hand_over(following):
             raise Conflict(
                 f"seq_id: {self._sequence.request.seq_id} ended on {self.engine.name} before the cut-over", "seq_id"

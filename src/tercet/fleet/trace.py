@@ -141,6 +141,7 @@ class TracedEngine:
 
     def failed(self, error: TercetError, receiver: str | None = None) -> None:
         """Report a failed call with the engine to blame, which is ``receiver`` if it did not accept the KV."""
+        # A sender reports what its receiver refused: avoiding the sender would not help.
         by_receiver = receiver if error.param == "kv_addr_info" else None
         self.view.note_failure(error.blames or by_receiver or self.name, error)
 
@@ -204,6 +205,7 @@ class TracedEngine:
             self._watched("remote_send", receiver) as call,
             self.costs.sending(self.name, request, begin, stop) as done,
         ):
+            # Either end may be lost: a sender waits for a receiver that will never acknowledge.
             async with UntilLost(self.calls, self.view.fleet.calls_of(receiver)):
                 sent = await self.engine.remote_send(request, to, begin, end, sample)
             done(sent.usage)
@@ -306,6 +308,7 @@ class Generation:
                 event.cached, event.received, event.computed = usage.cached, usage.received, usage.computed
                 self.engine.found(event)
                 self.engine.note(event, self._call)
+            # An earlier attempt has answered its client already.
             if not self.tokens:
                 for call in self.engine.view.fleet.on_answered:
                     call(self)

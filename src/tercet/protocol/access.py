@@ -162,6 +162,7 @@ class Callers:
         self._keys = [key.strip() for key in keys if key.strip()]
         self._bearer = BearerKeys(self._keys)
         self._clock = clock
+        # New at each start: a challenge of an earlier start is not valid, since its used numbers are forgotten.
         self._own = secrets.token_bytes(32)
         self._seen: dict[tuple[str, str], _Numbers] = {}
 
@@ -180,6 +181,7 @@ class Callers:
         Return the digest that the body must have (:func:`require_digest`), or None if the caller sent a key or none is
         required.
         """
+        # Two headers, or another scheme: the rules of keys decide, and refuse what does not fit them.
         if not self._keys or len(authorization) != 1 or not authorization[0].startswith(f"{SCHEME} "):
             self._bearer.require(authorization, refusal)
             return None
@@ -189,6 +191,7 @@ class Callers:
         if ends is None or len(own) < _RANDOM_BYTES or not number.isdecimal() or len(number) > 15:
             raise Unauthorized(f"{refusal}; the challenge has expired; retry with the new one", "authorization")
         expected = (_proof(_key(key, challenge, own), method, path, int(number), body) for key in self._keys)
+        # All secrets are tried, so that the time does not tell which one matched.
         fits = [hmac.compare_digest(shown.get("proof", ""), proof) for proof in expected]
         if not any(fits):
             raise Unauthorized(f"{refusal}; the proof does not match any secret of this server", "authorization")
@@ -234,6 +237,7 @@ class _Numbers:
         while self._before + 1 in self._since:
             self._before += 1
             self._since.remove(self._before)
+        # A caller that skips numbers must not make this set grow without a limit.
         if len(self._since) > WINDOW:
             self._before = min(self._since)
             self._since.remove(self._before)

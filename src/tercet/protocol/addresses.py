@@ -81,6 +81,8 @@ class KVLayout(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_def
 
     def require_mappable(self, other: KVLayout, whose: str) -> None:
         """Raise :class:`LayoutMismatch`, which names the differences, unless KV of this layout can go to ``other``."""
+        # What may differ: blocks of ranks with other heads, of another size, or of other stages are cut and joined on
+        # the way.
         free = {"tp_size", "block_bytes", "splits_by_head"} if self.tp_size != other.tp_size else set[str]()
         if self.splits_by_token and other.splits_by_token:
             free |= {"block_size", "block_bytes"}
@@ -91,6 +93,7 @@ class KVLayout(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_def
             for name in self.__struct_fields__
             if name not in free and getattr(self, name) != getattr(other, name)
         ]
+        # Only if nothing else differs: these would follow from the differences that were named.
         if self.tp_size != other.tp_size and not differences:
             differences: list[str] = []
             degrees = f"tp_size is {self.tp_size} here and {other.tp_size} on {whose}"
@@ -179,6 +182,7 @@ class KVAddrInfo(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_d
             )
 
     def _proof(self, secret: str) -> str:
+        # Deterministic: both ends must sign the same bytes.
         said = msgspec.json.encode(msgspec.structs.replace(self, proof=""), order="deterministic")
         return hmac.new(secret.encode(), b"tercet kv_addr_info " + said, hashlib.sha256).hexdigest()
 

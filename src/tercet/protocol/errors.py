@@ -58,6 +58,7 @@ class TercetError(Exception):
     def __init__(self, message: str, param: str | None = None) -> None:
         if len(message) > LONGEST_MESSAGE:
             # The quoted text comes first, the reason and the remedy last.
+            # Cut in the middle, so that both are kept.
             message = f"{message[: LONGEST_MESSAGE * 3 // 4]}...{message[-LONGEST_MESSAGE // 4 :]}"
         message = _writable(message)
         super().__init__(message)
@@ -223,6 +224,7 @@ def from_wire(status: int, body: Mapping[str, Any]) -> TercetError:
     message = str(detail.get("message") or f"HTTP {status}")
     param = detail.get("param")
     cls = _BY_CODE.get(str(detail.get("code")))
+    # Of a later version, or not of Tercet: the status decides whether sending again may help.
     if cls is None:
         cls = BadRequest if 400 <= status < 500 else EngineError
     return cls(message, str(param) if param is not None else None)

@@ -81,6 +81,7 @@ def _of_text(text: str, param: str) -> Iterator[float]:
         yield MOST_UNITS + 1
     alternatives = 0
     groups, last = [1], 1  # how often the groups that are open, and the last part, repeat what is in them
+    # Not a parser: it must be fast for any text, and may count a little too much.
     for found in _PARTS.finditer(text):
         part = found[0]
         if counts := [_count(each) for each in found.groups() if each]:

@@ -53,6 +53,7 @@ def read_json(content: bytes) -> Any:
     try:
         return msgspec.json.decode(content)
     except UNREADABLE as error:
+        # The explanation reads the body again in Python, which takes long for a large one.
         if len(content) > MOST_EXPLAINED:
             raise BadRequest(f"the request's body is not JSON: {error}") from error
         try:
@@ -81,6 +82,7 @@ def unwritable_field(value: Any) -> str | None:
 
 def _unwritable(value: Any) -> Iterator[tuple[str, str]]:
     """Yield the name of each field that cannot be encoded, in order, with the reason."""
+    # A stack and not recursion: clients choose how deep their lists are nested.
     left: list[tuple[_Path, Any]] = [(None, value)]
     while left:
         at, found = left.pop()

@@ -105,6 +105,7 @@ def owned_name(name: str, headers: Mapping[str, str]) -> str:
     The client is known by the key in its ``authorization`` header, which cannot be read from the result. All processes
     of a fleet return the same for the same client. Clients without a key are one client.
     """
+    # Without the key, a client could use the session, and the cached KV, of another one by guessing its name.
     kept, key = kept_name(name), headers.get("authorization", "").partition(" ")[2]  # the scheme has any case
     return f"{kept}@{_digest(f'{len(key)} {key} {kept}')[:_OWNER]}" if key else kept
 
@@ -232,6 +233,7 @@ class AllowedPrefillers:
             raise _refused(f"{part!r:.200} is not HOST:PORT")
         if _address(host) is None and not _NAME.fullmatch(host):
             raise _refused(f"{part!r:.200} is not HOST:PORT")
+        # After the form: a header that is malformed is not looked up in the list.
         if not any(pattern.covers(host, int(port)) for pattern in self._patterns):
             raise _refused(f"{part:.200} is not one of the engines that may prefill here (prefill-hosts)")
         return host_and_port(host, int(port))

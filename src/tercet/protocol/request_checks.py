@@ -77,6 +77,7 @@ def labelled(fields: Fields, forms: Sequence[str]) -> Labelled:
         known = name.lower()
         if known in _DECIDING:
             said[known].append(value.decode("latin-1").strip(_SPACE))
+        # What is passed on has one reading only: one content type, and no encoding.
         if known != CONTENT_ENCODING and (known != CONTENT_TYPE or len(said[known]) == 1):
             rest.append((name, value))
     # A body that is encoded, and two fields that disagree about that.
@@ -212,6 +213,7 @@ def require_json(fields: Fields) -> None:
     types = [value.strip().lower() for name, value in fields if name.lower() == CONTENT_TYPE]
     has_body = announces_body(fields)
     unknown = UNKNOWN_BYTES.encode()
+    # A form without a declared type is what a page can send without a preflight request.
     if has_body and (not any(types) or unknown in types):
         named = unknown.decode() if any(types) else "nothing"
         raise UnsupportedMediaType(f"content-type: must be application/json, is {named}", "content-type")

@@ -242,6 +242,7 @@ class OutputStream:
             for observer in self._observers:
                 observer.on_start(self)
             error = await self._produced()
+            # A cancelled consumer wants no more output of any producer.
             goes_on = self._following is not None and not self._over and not isinstance(error, asyncio.CancelledError)
             if not goes_on:
                 self._failure = self._failure or error  # the first failure is the one that ended it

@@ -354,7 +354,13 @@ class OpenLease:
             raise BadRequest("a send must always fill the same part of the blocks")
         slots = self.grant.num_slots(message.unit)
         if slots > receive.arrived.shape[1]:  # the first chunk of the send, or the lease was extended
-            arrived = self._unneeded(slots, receive.planes, message.unit)
+            # True: not needed. All planes that the send does not fill, and slots without a block here; blocks of
+            # another size are all needed.
+            arrived = np.ones((self.num_layers, slots), dtype=np.bool_)
+            arrived[receive.planes] = False
+            if not message.unit:
+                for planes, numbers in zip(self._groups, self._numbers, strict=True):
+                    arrived[planes.start : planes.stop] |= numbers < 0
             if receive.kind is not None:
                 arrived[:, : receive.arrived.shape[1]] |= receive.arrived
             receive.arrived = arrived
@@ -367,18 +373,6 @@ class OpenLease:
             raise BadRequest(f"a send fills planes {begun.planes!r:.80}, but this rank has {self.num_layers} planes")
         some = [range(*each) for each in begun.planes] or [range(self.num_layers)]
         return np.unique(np.concatenate(some))
-
-    def _unneeded(self, slots: int, wanted: NDArray[np.int64], unit: int) -> NDArray[np.bool_]:
-        """Return True for each layer and slot that a send filling the planes ``wanted`` need not send.
-
-        Those are all other planes, and slots without a block here; blocks of another size are all needed.
-        """
-        found = np.ones((self.num_layers, slots), dtype=np.bool_)
-        found[wanted] = False
-        if not unit:
-            for planes, numbers in zip(self._groups, self._numbers, strict=True):
-                found[planes.start : planes.stop] |= numbers < 0
-        return found
 
     def _settle(self, send: SendKey, receive: Receive) -> int | None:
         if receive.ended is None or receive.chunks < receive.ended.chunks:

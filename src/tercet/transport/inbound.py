@@ -95,6 +95,7 @@ class Inbound:
         """Return the actions after a batch was read; ``alive``: its blocks were pinned all the time."""
         actions: list[Action] = []
         for chunk in batch.chunks:
+            # Refused while it was read, for another chunk of the same batch.
             if chunk.send in self._refused:
                 self._rank.counters.count(chunks_refused=1)
                 continue
@@ -127,6 +128,7 @@ class Inbound:
         return self._grants.forget_sender(self._session)
 
     def _begun(self, begun: SendBegin) -> list[Action]:
+        # Its sender has not read the refusal yet.
         if begun.send in self._refused:
             return []
         try:
@@ -143,6 +145,7 @@ class Inbound:
         chunk = self._with_unit(chunk)
         settled: list[Action] = []
         try:
+            # What waits is read first: a batch is of one send, since its fence asks for one send's word.
             if not self._fits(chunk):
                 settled = self.settle()
             batch = self._batch or self._new_batch(chunk)
@@ -177,6 +180,7 @@ class Inbound:
             raise TransferFailed(
                 f"a chunk of {needed} bytes is too large to convert; at most {MAX_STAGED_CHUNK_BYTES} are allowed"
             )
+        # Kept for the session: most chunks of a sender have the same size.
         if len(self._staging) < needed:
             self._staging = memoryview(bytearray(max(needed, MAX_STAGED_BYTES)))
         return Batch(chunk.send, chunk.lease, self._staging, staged=True)
@@ -316,7 +320,12 @@ class SenderSession:
                 case Batch() as batch:
                     todo.extend(self._read(batch))
                 case Filled() as filled:
-                    todo.extend(self._acknowledge(filled))
+                    # An acknowledgement lets the sender unpin its blocks, so the engine must have the KV before it.
+                    if self._report(filled.lease, filled.valid_end):
+                        self._rank.counters.count(receives_done=1)
+                        self._say(Acknowledged(filled.send))
+                    else:
+                        todo.extend(self._inbound.was_not_taken(filled))
                 case Refused() as refused:
                     self._say(refused)
 
@@ -335,6 +344,7 @@ class SenderSession:
                 raise  # the next bytes on the connection are unknown
             return self._inbound.was_not_read(batch, TransferFailed(f"the sender's memory cannot be read: {error}"))
         found = self._inbound.was_read(batch, alive=alive)
+        # Now and then, not for each chunk: the report keeps the lease alive.
         valid_end = self._grants.progress(batch.lease, time.monotonic())
         if valid_end is not None:
             self._report(batch.lease, valid_end)
@@ -388,15 +398,9 @@ class SenderSession:
                 at += slots * chunk.size
             self._pace.took(chunk.nbytes)
 
-    def _acknowledge(self, filled: Filled) -> list[Action]:
-        if not self._report(filled.lease, filled.valid_end):
-            return self._inbound.was_not_taken(filled)
-        self._rank.counters.count(receives_done=1)
-        self._say(Acknowledged(filled.send))
-        return []
-
     def close(self) -> None:
         """Release the session's resources."""
+        # Before the reader: what has arrived in every layer is valid, whatever ended the session.
         lost = self._inbound.close()
         self._rank.counters.count(receives_dropped=len(lost))
         self._agreed.reader.close()

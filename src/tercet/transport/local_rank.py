@@ -159,7 +159,17 @@ def agree(rank: LocalRank, challenge: Challenge, greeting: Greeting, memory: int
     """
     if greeting.shape is None:
         raise ProtocolViolation("the sender's greeting does not describe its region")
-    block = _other_block(rank.block, greeting.block)
+    # The sender's block if its size differs from ours, else None; the fingerprint covers the rest.
+    ours, block = rank.block, greeting.block
+    if ours is None or block is None or ours.tokens == block.tokens:
+        block = None
+    else:
+        try:
+            block.require_sane()
+        except TercetError as error:
+            raise ProtocolViolation(f"layout: {error.message}") from error
+        if (ours.head_size, ours.item_bytes) != (block.head_size, block.item_bytes):
+            raise ProtocolViolation("layout: heads of the sender's blocks have another size")
     try:
         greeting.shape.require_sane()
         order = rearranged(greeting.shape.order, rank.region.shape.order)
@@ -170,22 +180,10 @@ def agree(rank: LocalRank, challenge: Challenge, greeting: Greeting, memory: int
     if block is not None and block.block_bytes != greeting.shape.block_bytes:
         raise ProtocolViolation("layout: the sender's blocks have another size than its greeting says")
     backend, reader = _choose(rank, greeting, SendingPeer(greeting.shape, memory), block)
+    # That of the sender: during a rotation it may know the old one only.
     secret = _shared_secret(rank, challenge, greeting) or ""
     proof = proof_of("receiver", secret, challenge.nonce, greeting.nonce, greeting.session)
     return Agreement(greeting.session, greeting.shape, reader, block, Welcome(backend.name, proof))
-
-
-def _other_block(ours: BlockShape | None, theirs: BlockShape | None) -> BlockShape | None:
-    """Return the sender's block if its size differs from ours, else None; the fingerprint covers the rest."""
-    if ours is None or theirs is None or ours.tokens == theirs.tokens:
-        return None
-    try:
-        theirs.require_sane()
-    except TercetError as error:
-        raise ProtocolViolation(f"layout: {error.message}") from error
-    if (ours.head_size, ours.item_bytes) != (theirs.head_size, theirs.item_bytes):
-        raise ProtocolViolation("layout: heads of the sender's blocks have another size")
-    return theirs
 
 
 def _choose(
@@ -218,6 +216,7 @@ def _connect(
     reader = backend.connect(offer, sender)
     try:  # it must read the word that the sender has set
         empty = Batch(greeting.word, "", rank.region.bytes)
+        # A backend that connects may still read other memory, such as that of a process with the same number.
         if greeting.word == 0 or not reader.read(empty, lambda step: step()):
             raise BackendUnavailable(f"{backend.name}: does not read the sender's memory correctly")
     except BaseException:

@@ -125,13 +125,6 @@ class Leg:
             )  # fmt: skip
 
 
-def parts_of(layers: range, planes: Sequence[PlaneRun]) -> list[PlaneRun]:
-    """Return the parts of ``layers`` that go to ``planes``; all of them if ``planes`` is empty."""
-    if not planes:
-        return [PlaneRun(layers.start, layers.start, len(layers))]
-    return [found for run in planes if (found := run.within(layers)) is not None]
-
-
 def cuts(layers: range, count: int, limit: int) -> Iterator[tuple[range, slice]]:
     """Cut ``count`` blocks in each layer into chunks of at most ``limit``; yield layers, and a slice of their blocks.
 
@@ -204,9 +197,16 @@ class TransferPeer:
 
         # It runs at once, or when the transport is agreed, which decides how large a chunk may be.
         def write(post: Post) -> None:
-            # If other stages get these layers, this receiver needs no chunk.
-            for run in parts_of(layers, leg.planes):
-                for chunk in leg.next_chunks(run, slot, wanted, self._most_blocks(leg, run.length * len(wanted))):
+            runs = [PlaneRun(layers.start, layers.start, len(layers))]
+            if leg.planes:  # if other stages get these layers, this receiver needs no chunk
+                runs = [found for run in leg.planes if (found := run.within(layers)) is not None]
+            size = leg.head_slice.size
+            limit = max(1, min(MAX_BLOCKS_IN_CHUNK, MAX_CHUNK_BYTES // size))
+            for run in runs:
+                if self.transport == tcp.TcpBackend.name or self._rank.staged is not None:
+                    nbytes = run.length * len(wanted) * size
+                    limit = max(1, tcp.chunk_bytes(nbytes, self._rank.settings.streams) // size)
+                for chunk in leg.next_chunks(run, slot, wanted, limit):
                     leg.chunks.append(chunk)
                     post.send(leg.beginning() + framed(chunk))
                     self._rank.counters.count(bytes_sent=chunk.nbytes, chunks_sent=1)
@@ -285,6 +285,7 @@ class TransferPeer:
 
     def _connect_first(self) -> socket.socket:
         """Connect by a Unix socket if it can carry our memory and leads to the receiver, else by TCP."""
+        # Only shared memory needs a Unix socket: a descriptor passes over no other connection.
         if self._host is None:
             return self._connect(0)
         reason = "the receiver has no Unix socket"
@@ -334,6 +335,7 @@ class TransferPeer:
         memory = self._host if sock.family == socket.AF_UNIX else None
         offers = {each.name: each.offer() for each in self._rank.backends if each is memory or each is not self._host}
         word = next(send_numbers)
+        # The receiver must find it by the transport that it chooses: so it knows that it reads this region.
         self._rank.region.set_word(word)
         try:
             challenge = answers.expect(Challenge)
@@ -364,6 +366,7 @@ class TransferPeer:
         """Register a read of a requested chunk while entered; yield its memory, or None if its send has ended."""
         with self._changed:
             leg = self._legs.get(request.send)
+            # Counted under the lock: a send ends only when no thread writes its blocks.
             if leg is not None:
                 leg.readers += 1
         if leg is None:
@@ -403,13 +406,6 @@ class TransferPeer:
             self._break(error)
         return None
 
-    def _most_blocks(self, leg: Leg, count: int) -> int:
-        """Return the best number of blocks in a chunk for the transport, if ``count`` are to be sent."""
-        size = leg.head_slice.size
-        if self.transport == tcp.TcpBackend.name or self._rank.staged is not None:
-            return max(1, tcp.chunk_bytes(count * size, self._rank.settings.streams) // size)
-        return max(1, min(MAX_BLOCKS_IN_CHUNK, MAX_CHUNK_BYTES // size))
-
     # ---- answers of the receiver -------------------------------------------------------------------------------------
 
     def _take_answers(self, answers: ReceiverAnswers, sock: socket.socket) -> None:
@@ -426,6 +422,7 @@ class TransferPeer:
 
     def _require_progress(self) -> None:
         """Raise if an answer has been pending for too long without progress; otherwise silence is allowed."""
+        # Only owed answers count, and only while nothing moves: a slow receiver is not a lost one.
         overdue = time.monotonic() - self._rank.settings.timeout
         with self._changed:
             owed = [leg.finished_at for leg in self._legs.values() if leg.finished_at is not None]
@@ -453,6 +450,7 @@ class TransferPeer:
 
     def _end(self, leg: Leg, outcome: SendReport | TercetError) -> None:
         with self._changed:
+            # It has ended already: several causes may end a send at once, and only the first one is reported.
             if self._legs.pop(leg.number, None) is None:
                 return
             # Blocks are unpinned after this; a receiver that reads them later does not accept them.
@@ -485,6 +483,7 @@ class TransferPeer:
         with self._changed:
             if self._dead is not None:
                 return
+            # First: from here on no thread and no send begins.
             self._dead = error
             orphans = list(self._legs.values())
             for sock in self._sockets:
@@ -495,6 +494,7 @@ class TransferPeer:
         with self._posting:
             if self._post is not None:
                 self._post.close()
+        # Outside of the lock, since on_done is the caller's code.
         for leg in orphans:
             self._end(leg, error)
 

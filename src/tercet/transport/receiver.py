@@ -14,7 +14,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import msgspec
@@ -66,8 +66,18 @@ class KVReceiver:
         self._lock = threading.Lock()
         self._closed = threading.Event()
         self._listeners: list[socket.socket] = []
+        makers: list[Callable[[], tuple[socket.socket, str]]] = [
+            partial(listen, host, rank.settings.ports) for host in rank.settings.hosts
+        ]
+        if any(isinstance(backend, HostBackend) for backend in rank.backends):
+            makers.append(listen_unix)  # over it a sender's memory is passed
+        addresses = list[str]()
         try:
-            self.addresses = tuple(self._listen())
+            for make in makers:
+                listener, address = make()
+                self._listeners.append(listener)
+                addresses.append(address)
+            self.addresses = tuple(addresses)
         except BaseException:
             for listener in self._listeners:
                 listener.close()
@@ -77,18 +87,6 @@ class KVReceiver:
     def under_way(self) -> dict[str, int]:
         """Return the numbers of open connections and of connected senders."""
         return {"connections": len(self._connections), "sessions_in": len(self._sessions)}
-
-    def _listen(self) -> Iterator[str]:
-        settings = self._rank.settings
-        makers: list[Callable[[], tuple[socket.socket, str]]] = [
-            partial(listen, host, settings.ports) for host in settings.hosts
-        ]
-        if any(isinstance(backend, HostBackend) for backend in self._rank.backends):
-            makers.append(listen_unix)
-        for make in makers:
-            listener, address = make()
-            self._listeners.append(listener)
-            yield address
 
     def _accept(self, listener: socket.socket) -> None:
         logged = ""
@@ -105,6 +103,7 @@ class KVReceiver:
 
     def _begin(self, connection: socket.socket) -> None:
         with self._lock:
+            # Under the same lock as close(): a connection is either refused here or shut there.
             if self._closed.is_set() or not self._room():
                 connection.close()
                 return
@@ -122,6 +121,7 @@ class KVReceiver:
         if len(self._connections) >= MAX_CONNECTIONS:
             self._rank.counters.count(connections_refused=1)
             return False
+        # Senders greet at once, so the one that has waited longest is most likely none.
         if len(self._strangers) >= MAX_STRANGERS:
             oldest = next(iter(self._strangers))
             del self._strangers[oldest]
@@ -158,6 +158,7 @@ class KVReceiver:
         with self._lock:
             self._strangers.pop(talk.connection, None)
         if greeting.stream:  # a further connection of a session, over which ``tcp`` reads
+            # It has shown the secret, so the name of the session is that of a sender of the fleet.
             reader = self._sessions.get(greeting.session)
             if reader is None:
                 raise ProtocolViolation("this session does not exist, or its KV is not read over connections")
@@ -166,6 +167,7 @@ class KVReceiver:
         with self._lock:
             if greeting.session in self._sessions:
                 raise ProtocolViolation("a session must begin only once")
+            # Reserved before the transport is agreed: two connections with one name must not both begin.
             self._sessions[greeting.session] = None
         try:
             agreed = agree(self._rank, challenge, greeting, talk.memory)

@@ -120,6 +120,7 @@ class StagingBuffer:
         try:
             yield
         except BaseException:
+            # The device may still write there: the buffer is not reused before it has ended.
             self._pool.abandon(self.number, is_over)
             raise
         self._pool.copy_ended(self.number)
@@ -161,6 +162,7 @@ class BufferPool:
                 found = self._ledger.take()
                 return found is not None
 
+            # A bound: a device that hangs gives no buffer back.
             if not self._changed.wait_for(taken, WAIT_SECONDS) or found is None:
                 raise TransferFailed(f"no staging buffer became free within {WAIT_SECONDS:.0f} s")
             return StagingBuffer(found, self._memories[found], self)

@@ -59,6 +59,7 @@ def exporting_spans(service: str, attributes: Mapping[str, str] | None = None) -
 
     Raises :class:`~tercet.protocol.BadRequest` for unsupported values of the variables, and without the packages.
     """
+    # A process exports once, also if a router and an engine of one process both ask for it.
     if not are_spans_wanted() or process.sink is not None:
         yield
         return

@@ -86,6 +86,7 @@ class OtelSpans:
 
     def close(self) -> None:
         """Export the remaining spans, for at most ``CLOSE_SECONDS``: an exporter waits longer for a silent receiver."""
+        # In a thread that is left behind if need be: the exporter retries for longer than a process should take to end.
         ending = threading.Thread(target=self._batches.shutdown, name="tercet-traces", daemon=True)
         ending.start()
         ending.join(CLOSE_SECONDS)

@@ -217,6 +217,7 @@ class Scaling:
         """Return the first steps; none if the fleet has the wanted size already."""
         for start in self._starts:
             self._phase[start.name], self._role[start.name] = "starting", start.role
+        # Drains come after these: an engine that leaves is replaced before.
         self._open = {each.name for each in (*self._flips, *self._starts)}
         return [*self._flips, *self._starts] or self._drains()
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import aiohttp
@@ -137,31 +137,33 @@ class KubernetesFleet:
 
         Raises :class:`~tercet.protocol.Conflict` while another scaling runs.
         """
-        before = await self.workloads()
-        by_role = _one_of_each(before)
+        before, by_role = await self.workloads(), dict[Role, EngineSet]()
+        for each in before:
+            if (other := by_role.setdefault(each.role, each)) is not each:
+                why = f"{other.name} and {each.name} both run {each.role} engines; use --selector"
+                raise BadRequest(f"COUNTS: {why}", "COUNTS")
+        present = {role: workload.wanted for role, workload in by_role.items()}
         wanted = call.counts(Counts.of(each.role for each in before for _ in range(each.wanted)))
-        changes: dict[Role, int] = {
-            role: count for role, count in wanted.as_roles().items() if count != _wanted(by_role.get(role))
-        }
+        as_roles = wanted.as_roles().items()
+        changes: dict[Role, int] = {role: count for role, count in as_roles if count != present.get(role, 0)}
         for role in changes:
             if role not in by_role:
                 raise BadRequest(f"COUNTS: no workload in {self._namespace} runs {role} engines", "COUNTS")
+        # Two scalings at once would undo each other's counts.
         if moving := [each for each in before if not each.settled]:
             raise Conflict(f"COUNTS: another scaling runs: {moving[0]}; wait until it ends", "COUNTS")
         out: list[Role] = [role for role, count in changes.items() if count > by_role[role].wanted]
         fewer: list[Role] = [role for role in changes if role not in out]
         stages = [stage for stage in (out, fewer) if stage]
+        # More engines first, and fewer only when these serve: the fleet never has less room than before and after.
         for stage in stages:
             for role in stage:
-                await self._patch(by_role[role], changes[role])
+                body = msgspec.json.encode({"spec": {"replicas": changes[role]}})
+                await self._ask("PATCH", f"{by_role[role].path}/scale", {}, body)
             if wait or stage is not stages[-1]:
                 await self._until_settled({by_role[role].path: changes[role] for role in stage}, say)
         after = await self.workloads()
         return Counts.of(each.role for each in after for _ in range(each.ready))
-
-    async def _patch(self, workload: EngineSet, count: int) -> None:
-        body = msgspec.json.encode({"spec": {"replicas": count}})
-        await self._ask("PATCH", f"{workload.path}/scale", {}, body)
 
     async def _until_settled(self, paths: Mapping[str, int], say: Callable[[str], object]) -> None:
         said: dict[str, str] = {}
@@ -205,22 +207,6 @@ class KubernetesFleet:
             hint = f"; its Role must allow {method.lower()} of {path}" if status == NOT_ALLOWED else ""
             raise EngineError(f"the API server refuses {method} {path}: HTTP {status}{hint}: {_message(content)}")
         return content
-
-
-def _wanted(workload: EngineSet | None) -> int:
-    return 0 if workload is None else workload.wanted
-
-
-def _one_of_each(found: Sequence[EngineSet]) -> dict[Role, EngineSet]:
-    by_role: dict[Role, EngineSet] = {}
-    for each in found:
-        if each.role in by_role:
-            raise BadRequest(
-                f"COUNTS: {by_role[each.role].name} and {each.name} both run {each.role} engines; use --selector",
-                "COUNTS",
-            )
-        by_role[each.role] = each
-    return by_role
 
 
 def _objects(content: bytes) -> list[_Object]:

@@ -86,6 +86,7 @@ class Scaler:
         Raises :class:`~tercet.protocol.Conflict` while another change runs, and :class:`~tercet.protocol.BadRequest`
         for an impossible size.
         """
+        # Two commands at once: the second one must see the first one's scaling.
         async with self._lock:
             under_way = self._scaling
             if under_way is not None and under_way.state == "under_way":
@@ -97,6 +98,7 @@ class Scaler:
             present = await self._present()
             wanted = call.counts(Counts.of(each.role for each in present))
             scaling = Scaling(present, wanted, self._hands.used)
+            # Before anything changes: a scaling that cannot end is refused as a whole.
             self._hands.require_room(scaling.starting)
             self._scaling, self._drain_seconds = scaling, call.drain_seconds
             self._number += 1
@@ -137,28 +139,24 @@ class Scaler:
                 await self._hands.start(name, role)
                 return scaling.ready(name)
             case Drain(name):
-                await self._drain(name, lambda left: scaling.runs(name, left))
+                engine: dict[str, Any] = await self._router.drain(name)
+                empty, said = 0, -1
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(self._drain_seconds):
+                        while empty < EMPTY_LOOKS:
+                            left = engine["in_flight"]
+                            scaling.runs(name, left)
+                            empty = 0 if left else empty + 1
+                            if left != said:
+                                self._on_event(name, f"draining: {left} sequences left")
+                                said = left
+                            await asyncio.sleep(LOOK_SECONDS)
+                            engine = await self._router.engine(name)
                 return scaling.drained(name)
             case Stop(name):
                 await self._hands.stop(name)
                 self._on_event(name, "has left the fleet")
                 return scaling.gone(name)
-
-    async def _drain(self, name: str, runs: Callable[[int], None]) -> None:
-        """Drain an engine, and wait at most the call's ``drain_seconds`` until it has no sequences."""
-        engine: dict[str, Any] = await self._router.drain(name)
-        empty, said = 0, -1
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(self._drain_seconds):
-                while empty < EMPTY_LOOKS:
-                    left = engine["in_flight"]
-                    runs(left)
-                    empty = 0 if left else empty + 1
-                    if left != said:
-                        self._on_event(name, f"draining: {left} sequences left")
-                        said = left
-                    await asyncio.sleep(LOOK_SECONDS)
-                    engine = await self._router.engine(name)
 
 
 PATH = "/scale"

@@ -149,6 +149,7 @@ class Agent:
             case LayersDone():
                 if self._computed is not None and note.computed is not None:
                     self._computed.wait(note.computed)  # announce KV only once it is computed
+                # Each layer leaves while the next one is computed: a send takes little longer than its prefill.
                 self._push(self._pushes, note.planes)
             case StepBegins():
                 for plan in note.opened:
@@ -201,12 +202,14 @@ class Agent:
                 return self._transport.grants.extend(command)
             case RevokeLease():
                 valid_end = self._transport.grants.revoke(command.lease) or 0
+                # After the revocation: sends that were under way may still report their end.
                 self._notify_of_lease.pop(command.lease, None)
                 return valid_end
             case CancelSend():
                 return self._transport.sends.cancel(command.send_id)
             case PushCached():
                 plan = command.plan
+                # All of it is here already: opened, pushed and ended in one step.
                 self._open(plan, command.word)
                 self._push(command.pushes, range(self._region.num_layers))
                 return self._transport.sends.finish(plan.send_id, plan.begin, plan.end)
@@ -300,6 +303,7 @@ class AgentProcess:
     """
 
     def __init__(self, setup: AgentSetup) -> None:
+        # Not a pipe: notes keep their borders, and the end of either process ends it.
         self._channel, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._closing = threading.Event()
         with theirs:
@@ -348,6 +352,7 @@ class AgentProcess:
         encoded = self._encoder.encode(note)
         try:
             with self._lock:
+                # Behind those that wait: notes of a step have an order.
                 if self._backlog or not self._sent(encoded):
                     self._keep(encoded)
         except OSError as error:
@@ -393,6 +398,7 @@ class AgentProcess:
         self._stop()
 
     def _stop(self) -> None:
+        # The agent ends when its channel ends; only one that is stuck is killed.
         self._channel.close()
         try:
             self._process.wait(STOP_SECONDS)

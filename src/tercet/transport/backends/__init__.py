@@ -40,7 +40,9 @@ def backends_for(name: str, region: KVRegion, host: str = "127.0.0.1") -> Sequen
     backend that is unavailable. Under ``auto``, an unavailable backend is left out, and logged.
     """
     if name == AUTO:
+        # Without such a device these libraries copy through sockets, more slowly than tcp does.
         rdma = RDMA if has_rdma() else ()
+        # The best first: a receiver takes the first that both sides have and that passes its check.
         return (*_first_of(["host"], region, host), *_first_of(rdma, region, host), TcpBackend())
     if name == IpcBackend.name:
         raise BadRequest("transport: ipc reads KV on devices, but this engine's KV is in host memory", "transport")

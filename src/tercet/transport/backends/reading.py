@@ -265,6 +265,7 @@ class RegisteredReader(Reader):
 
     def word(self, there: int) -> int:
         """Read an aligned word of the sender's region, after all earlier copies."""
+        # The word decides whether the KV counts, so an old value in the slot must not be taken for it.
         self._ours.set_word(self._slot, 0)  # so a value found there later was fetched later
         self.copy(np.array([(WORD_BYTES, there, self._slot)]))
         return self._ours.word(self._slot)
@@ -325,7 +326,15 @@ class HostBackend(Backend):
         try:
             if not fcntl.fcntl(fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK or os.fstat(fd).st_size != size:
                 raise ValueError("it is not a sealed file of the size that the sender names")
-            return HostReader(sender.shape, mmap.mmap(fd, size, prot=mmap.PROT_READ), list(_extents(fd, size)))
+            filled, end = list[range](), 0  # the ranges of the file that have data; the rest are holes
+            while end < size:
+                try:
+                    begin = os.lseek(fd, end, os.SEEK_DATA)
+                except OSError:  # only a hole is left
+                    break
+                end = os.lseek(fd, begin, os.SEEK_HOLE)
+                filled.append(range(begin, end))
+            return HostReader(sender.shape, mmap.mmap(fd, size, prot=mmap.PROT_READ), filled)
         except (OSError, ValueError) as error:
             raise BackendUnavailable(f"host: the sender's memory cannot be mapped: {error}") from error
 
@@ -333,18 +342,6 @@ class HostBackend(Backend):
         if self.memory is not None:
             os.close(self.memory)
             self.memory = None
-
-
-def _extents(fd: int, size: int) -> Iterator[range]:
-    """Yield the byte ranges of a file that have data; the rest are holes."""
-    end = 0
-    while end < size:
-        try:
-            begin = os.lseek(fd, end, os.SEEK_DATA)
-        except OSError:  # only a hole is left
-            return
-        end = os.lseek(fd, begin, os.SEEK_HOLE)
-        yield range(begin, end)
 
 
 class HostReader(Reader):

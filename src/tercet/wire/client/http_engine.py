@@ -327,6 +327,7 @@ class HttpEngine:
     async def __aexit__(self, *_: object) -> None:
         if self._keeper is not None:
             await self._keeper.close()
+        # Leases that are being released; those that are not end by their time to live.
         await self._releasing.wait(5.0)
         await self._calls.close()
 
@@ -537,15 +538,16 @@ class StreamKeeper:
         if self._falls_back_until is not None and time.monotonic() < self._falls_back_until:
             return None
         if self._connecting is None:
-            self._connecting = asyncio.get_running_loop().create_task(self._try())
-            self._connecting.add_done_callback(self._tried)
-        await asyncio.shield(self._connecting)
-        return self.connection if self.connection.connected else None
 
-    def _tried(self, task: asyncio.Task[None]) -> None:
-        self._connecting = None
-        if not task.cancelled():
-            task.exception()  # mark it as retrieved; the callers that wait get it
+            def tried(task: asyncio.Task[None]) -> None:
+                self._connecting = None
+                if not task.cancelled():
+                    task.exception()  # mark it as retrieved; the callers that wait get it
+
+            self._connecting = asyncio.get_running_loop().create_task(self._try())
+            self._connecting.add_done_callback(tried)
+        await asyncio.shield(self._connecting)  # other callers wait for the same attempt
+        return self.connection if self.connection.connected else None
 
     async def _try(self) -> None:
         try:
@@ -562,6 +564,7 @@ class StreamKeeper:
             if self._falls_back_until is None:
                 why = error.message if isinstance(error, TercetError) else str(error)
                 STREAM_FALLBACK.tell(engine=self._name, reason=why)
+            # Not at each request: an attempt costs the engine a connection, and the request a wait.
             self._falls_back_until = time.monotonic() + RETRY_DELAY_S
             return
         if not self.connection.connected:
@@ -590,6 +593,8 @@ class StreamKeeper:
                 self.connection.drop(f"no data for {self._silence():.0f} s, and the engine does not answer")
         except TercetError as error:
             logger.debug("%s answers: %s", self._name, error)
+        # It answers calls, and sends nothing on the stream: its stream is stuck, and its sequences are better
+        # elsewhere.
         if self.connection.connected and self._silence() > STALLED_AFTER:
             self.connection.drop(f"no data for {self._silence():.0f} s")
 

@@ -181,6 +181,7 @@ class PrefillAttempts:
         began = self.clock()
         failure: TercetError = DeadlineExceeded("no engine was called")
         for host in hosts:
+            # One budget for all hosts: the client waits for the whole.
             left = began + self.budget.timeout_s - self.clock()
             if left <= 0:
                 break
@@ -209,6 +210,7 @@ class PrefillAttempts:
             raise EngineUnreachable(f"{host} was lost a moment ago: {lost.why}")
         tasks = set[asyncio.Future[Any]]()
         try:
+            # It was lost some time ago: a short poll is cheaper than a request that fails again.
             if host in self._lost:
                 await _answered(host, look, PROBE_SECONDS)
                 self._lost.pop(host, None)
@@ -221,6 +223,7 @@ class PrefillAttempts:
             return await working
         except EngineUnreachable as error:
             self._lost[host] = _Lost(self.clock(), error.message)
+            # Clients name the hosts, so their number is bounded.
             while len(self._lost) > MOST_LOST:
                 self._lost.popitem(last=False)
             raise
@@ -388,6 +391,7 @@ class RemotePrefill:
             yield peer.engine
         finally:
             peer.in_use -= 1
+            # In the order of their last use.
             unused = [key for key, peer in self._peers.items() if not peer.in_use]
             for key in unused[: max(0, len(self._peers) - MOST_PEERS)]:
                 await self._peers.pop(key).engine.__aexit__(None, None, None)

@@ -80,6 +80,7 @@ def fault_of(error: BaseException) -> TercetError:
     The request is at fault if the exception is about text that cannot be encoded; otherwise the router is.
     """
     seen: list[BaseException] = [error]
+    # The list grows while it is read: causes of causes, each once.
     for each in seen:
         if isinstance(each, UnicodeEncodeError):
             return BadRequest(f"the request {NO_TEXT}, in JSON inside one of its strings")
@@ -174,6 +175,7 @@ class ErrorSend:
             await self._answer(start, error_body(self._context.path, error), error_headers(error))
         elif self._events is not None and not self.ended:
             before = {**object_of(self._last)}
+            # Events between the first and the last one do not repeat the response.
             if "response" not in before and (response := object_of(self._opening).get("response")) is not None:
                 before["response"] = response
             end = last_events(self._context.path, error, before)
@@ -186,9 +188,19 @@ class ErrorSend:
         self._body += message.get("body", b"")
         if message.get("more_body"):
             return
-        failed, status = self._context.failed, start["status"]
-        error = _error_object(status, _header(start, b"content-type"), self._body)
-        if error is None:
+        failed, status, error = self._context.failed, start["status"], None
+        found = _object(self._body)
+        detail = found.get("error")
+        text = next((found[name] for name in ("error", "detail", "message") if found.get(name)), None)
+        if self._body and _header(start, b"content-type").startswith(TEXT):
+            error = _completed({"message": self._body[:LONGEST_TEXT].decode(errors="replace")}, status)
+        elif isinstance(detail, dict) and "message" in detail:
+            error = _completed(cast("dict[str, Any]", detail), status)
+        elif isinstance(text, str):
+            error = _completed({"message": text}, status)
+        elif text is not None and "detail" in found:  # of a validation: a list of what is wrong
+            error = _completed({"message": msgspec.json.encode(text).decode()}, status)
+        if error is None:  # a form that is not known stays as it is
             await self._answer(start, self._body, [])
         elif failed is not None:
             start = {**start, "status": failed.status}
@@ -233,22 +245,6 @@ class ErrorSend:
             own = failed.to_wire()["error"] if failed is not None else _completed(cast("Any", error), status)
             return b"data: " + msgspec.json.encode({"error": own}) + b"\n\n"
         return event
-
-
-def _error_object(status: int, kind: bytes, body: bytes) -> dict[str, Any] | None:
-    """Return the error object of a body, in OpenAI's form; None if it has none, or its form is unknown."""
-    if not body:
-        return None
-    if kind.startswith(TEXT):
-        return _completed({"message": body[:LONGEST_TEXT].decode(errors="replace")}, status)
-    found = _object(body)
-    error = found.get("error")
-    if isinstance(error, dict) and "message" in error:
-        return _completed(cast("dict[str, Any]", error), status)
-    text = next((found[name] for name in ("error", "detail", "message") if found.get(name)), None)
-    if text is None or (not isinstance(text, str) and "detail" not in found):
-        return None
-    return _completed({"message": text if isinstance(text, str) else msgspec.json.encode(text).decode()}, status)
 
 
 def _header(message: Message, wanted: bytes) -> bytes:

@@ -148,10 +148,17 @@ class AdminAccess:
         """Raise :class:`~tercet.protocol.TercetError` unless the request of an ASGI ``scope`` may use its route."""
         headers = ShownHeaders.of_asgi(scope["headers"])
         require_no_page(headers)
-        if (path := path_of(scope)).startswith(f"{API_PREFIX}{MEMBERS}"):
-            self._require_engine(scope, headers, path.removeprefix(API_PREFIX))
-        else:
+        if not (path := path_of(scope)).startswith(f"{API_PREFIX}{MEMBERS}"):
             self._require_operator(scope, headers)
+        elif not self._engines:  # engines that join, without a secret of the fleet
+            require_this_machine(headers, _peer_of(scope), f"{_WITHOUT_SECRET}; {SET_A_SECRET}")
+        else:
+            try:
+                shown, called = headers.all("authorization"), path.removeprefix(API_PREFIX)
+                scope[PROVED] = self._engines.require(shown, scope["method"], called, _ENGINES)
+            except Unauthorized as refusal:
+                refusal.challenge = self._engines.challenge()
+                raise
         require_json(scope["headers"])
         scope[ADMITTED] = True
 
@@ -179,18 +186,6 @@ class AdminAccess:
         """Check a request of a server without ASGI; see :meth:`require`. ``peer`` is the caller's address."""
         client = None if peer is None else (peer, 0)
         self.require({"method": method, "path": path, "headers": fields, "client": client})
-
-    def _require_engine(self, scope: Scope, headers: ShownHeaders, path: str) -> None:
-        """Require that an engine proves the fleet's secret; without a secret, that it runs on this machine."""
-        if not self._engines:
-            require_this_machine(headers, _peer_of(scope), f"{_WITHOUT_SECRET}; {SET_A_SECRET}")
-            return
-        try:
-            shown = headers.all("authorization")
-            scope[PROVED] = self._engines.require(shown, scope["method"], path, _ENGINES)
-        except Unauthorized as refusal:
-            refusal.challenge = self._engines.challenge()
-            raise
 
 
 def _peer_of(scope: Scope) -> str | None:

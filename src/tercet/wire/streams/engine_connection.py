@@ -100,6 +100,7 @@ class EngineConnection:
             raise RequestTooLarge(
                 f"{large}: the call has {len(frame)} bytes, and at most {LONGEST_FRAME} are allowed", large
             )
+        # An engine that is stuck must not collect calls in this process's memory.
         if self._transport is not None and self._transport.get_write_buffer_size() > MOST_UNREAD:
             raise EngineUnreachable(f"{self.engine} does not read its messages")
         self._write(frame)
@@ -179,6 +180,7 @@ class SequenceInbox:
         unwanted: list[int] = []
         for delta in deltas:
             sequence = self.sequences.get(delta.number)
+            # It was closed here, and the engine has not read that yet.
             if sequence is None:
                 if not delta.is_last:
                     unwanted.append(delta.number)
@@ -262,6 +264,7 @@ class StreamListener:
 
     def forget(self, connection: EngineConnection) -> None:
         """Refuse the engine from now on; its running sequences for this router are lost."""
+        # First: its key opens nothing from here on.
         self._connections.pop(connection.key, None)
         connection.drop("the router has removed it")
 
@@ -292,6 +295,7 @@ class StreamListener:
         strangers = [arrival for arrival in self._arrivals if arrival.connection is None]
         expected = sum(not connection.connected for connection in self._connections.values())
         if len(strangers) >= MOST_STRANGERS + expected:
+            # The oldest: an engine sends its hello at once.
             strangers[0].abort()
         return _Arrival(self._find, self._arrivals)
 

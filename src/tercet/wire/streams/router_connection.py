@@ -138,6 +138,7 @@ class RouterConnection(asyncio.Protocol):
 
     def sender(self, number: int, position: int, stop: Callable[[], object]) -> SequenceSender:
         """Return the sender of a sequence; ``stop`` is called if the sequence has to end early."""
+        # The cancellation went ahead of its call, which came by HTTP.
         if number in self._cancelled:
             del self._cancelled[number]
             raise Conflict(f"router: sequence {number} was cancelled before it began", "router")
@@ -345,6 +346,7 @@ class RouterConnections:
         found = self._connections.get(where)
         if found is not None:
             return found
+        # Calls that name one router at the same time share one connection.
         making = self._connecting.get(where)
         if making is None:
             making = self._connecting[where] = asyncio.get_running_loop().create_task(self._connect(where))
