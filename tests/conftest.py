@@ -79,6 +79,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     if without_vllm(config):
         sys.meta_path.insert(0, NotInCheck())
+    if os.environ.get("RECORD_VERIFIED", "") not in ("", "0"):
+        from tests.verified import Recording
+
+        config.pluginmanager.register(Recording(), "recording")
     if workers := config.getoption("forks"):
         config.pluginmanager.register(ForkedRun(workers), "forked-run")
 

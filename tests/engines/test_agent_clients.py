@@ -19,6 +19,8 @@ from tests.long_runs import in_full
 from .conftest import ENGINE_ARGS, Fleet, router_over, running_engine
 from .moving import moving
 
+pytestmark = pytest.mark.verifies("OpenAI's and Anthropic's API")
+
 TOOLS = ("--enable-auto-tool-choice", "--tool-call-parser", "hermes")
 SCHEMA = {
     "type": "object", "properties": {"colour": {"enum": ["red", "blue", "gr\u00fcn"]}}, "required": ["colour"],

@@ -23,7 +23,7 @@ from .moving import answer_of, ask, until
 from .processes import part_of, stopped
 from .prompts import complete, prompt_of
 
-pytestmark = pytest.mark.usefixtures("nothing_leaks")
+pytestmark = [pytest.mark.usefixtures("nothing_leaks"), pytest.mark.verifies("failures of engines")]
 
 SOURCE, OTHER = "decode-0", "prefill-0"
 HERE = {"x-tercet-program": "data_parallel"}

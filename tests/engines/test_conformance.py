@@ -8,7 +8,7 @@ from tercet_checks.conformance import run_checks
 
 from .conftest import Fleet
 
-pytestmark = pytest.mark.usefixtures("nothing_leaks")
+pytestmark = [pytest.mark.usefixtures("nothing_leaks"), pytest.mark.verifies("verbs")]
 NEED_A_SECRET = {"strangers-are-refused", "proofs-are-for-one-call"}
 
 

@@ -14,6 +14,8 @@ from tercet.wire.client import HttpEngine
 from .conftest import MAX_BATCHED, Fleet
 from .prompts import BLOCK, alone, calls_of, complete, prompt_of, tokens_of
 
+pytestmark = pytest.mark.verifies("a pair gives one engine's tokens")
+
 TRACE = {"x-tercet-trace": "1"}
 
 

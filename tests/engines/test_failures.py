@@ -15,6 +15,8 @@ from .conftest import Fleet, settled
 from .processes import processes_of, send_signal
 from .prompts import complete, prompt_of, tokens_of
 
+pytestmark = pytest.mark.verifies("failures of engines")
+
 
 def request(seed: int = 0) -> Request:
     """One whose prompt is long in computing, and so in being sent: it is in no cache."""

@@ -13,7 +13,7 @@ from tercet.wire.client import HttpEngine
 
 from .prompts import BLOCK, alone, computed_prompt_tokens, prompt_of
 
-pytestmark = pytest.mark.usefixtures("nothing_leaks")
+pytestmark = [pytest.mark.usefixtures("nothing_leaks"), pytest.mark.verifies("pulls of cached KV")]
 
 
 @pytest.mark.parametrize("held", [3 * BLOCK, 0], ids=["held", "stale belief"])

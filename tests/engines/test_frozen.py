@@ -20,6 +20,8 @@ from .client_streams import BODIES, Answer, Readers, read, read_all
 from .conftest import Fleet, get_json, settled
 from .processes import part_of, send_signal
 
+pytestmark = pytest.mark.verifies("failures of engines")
+
 SECONDS = 240
 LONG = in_full("decode-0 as a whole and its worker; a stopped core in test_bypass, an agent in test_stopped_agent")
 LONGEST_GAP = 10

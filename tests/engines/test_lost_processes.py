@@ -16,6 +16,8 @@ from tests.small_llama import small_llama
 from .conftest import START_SECONDS, answers, free_port
 from .processes import part_of, processes_of
 
+pytestmark = pytest.mark.verifies("failures of engines")
+
 ENDS_WITHIN_SECONDS = 60.0
 
 

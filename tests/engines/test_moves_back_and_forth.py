@@ -20,7 +20,7 @@ LEAST = TIMES if FULL else 2
 MOST_TOKENS = 900 if FULL else 200
 HEADERS = {"x-tercet-program": "data_parallel"}
 
-pytestmark = pytest.mark.timeout(3600)
+pytestmark = [pytest.mark.timeout(3600), pytest.mark.verifies("moves of running requests")]
 
 
 @pytest.fixture(scope="module")

@@ -20,7 +20,7 @@ from .moving import answer_of, ask, move, moving, until
 from .prompts import complete, prompt_of
 
 ONE_ENGINE = {"x-tercet-program": "data_parallel"}
-pytestmark = pytest.mark.timeout(900)
+pytestmark = [pytest.mark.timeout(900), pytest.mark.verifies("moves of running requests")]
 
 BLOCKS = 20
 """Of 128 tokens, in each engine: too few for all that runs, enough for the longest request alone."""

@@ -13,6 +13,8 @@ from tercet.wire.client import HttpEngine
 from .conftest import running_engine, settled
 from .prompts import BLOCK, alone, prompt_of
 
+pytestmark = pytest.mark.verifies("engines without a prefix cache")
+
 
 @pytest.fixture(scope="module")
 def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:

@@ -25,6 +25,8 @@ from .conftest import Fleet, get_json, router_over
 from .processes import processes_of
 from .prompts import complete, prompt_of
 
+pytestmark = pytest.mark.verifies("programs swapped under load")
+
 # Each plan twice.
 SWAPS = 50 if FULL else 10
 CLIENTS = 6

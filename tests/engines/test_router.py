@@ -24,7 +24,10 @@ from .conftest import Fleet, get_json, settled
 from .processes import part_of, processes_of
 from .prompts import calls_of, complete, prompt_of, tokens_of
 
-pytestmark = pytest.mark.usefixtures("nothing_leaks")
+pytestmark = [
+    pytest.mark.usefixtures("nothing_leaks"),
+    pytest.mark.verifies("OpenAI's and Anthropic's API"),
+]
 QUESTION: list[Any] = [{"role": "user", "content": "Write one sentence about the sea. " * 12}]
 TRACE = {"x-tercet-trace": "true"}
 CLIENTS = 200 if FULL else 80

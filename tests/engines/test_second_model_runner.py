@@ -22,6 +22,8 @@ from tests.long_runs import FULL
 from .conftest import settled
 from .unlike import engines_with, hand_over
 
+pytestmark = pytest.mark.verifies("vLLM's second model runner", transport="tcp")
+
 pytest.importorskip("triton", reason="its kernels are Triton's")
 STAGED = ("--kv-transfer-config", json.dumps({"kv_connector_extra_config": {"kv_memory": "staged"}}))
 FLAGS = {name: (core, "--max-num-seqs", "8", "--max-num-batched-tokens", "256", *STAGED)

@@ -10,7 +10,7 @@ from .conftest import Fleet, router_over
 from .moving import ask
 from .prompts import complete, prompt_of
 
-pytestmark = pytest.mark.usefixtures("nothing_leaks")
+pytestmark = [pytest.mark.usefixtures("nothing_leaks"), pytest.mark.verifies("sessions")]
 
 TURN = 300
 

@@ -19,6 +19,8 @@ from .conftest import Fleet, free_port, settled
 from .processes import processes_of, send_signal
 from .prompts import alone, complete, prompt_of, tokens_of
 
+pytestmark = pytest.mark.verifies("sidecar")
+
 SECONDS = 240
 REQUESTS, AT_ONCE = (100 if FULL else 16), 4
 LOST_AFTER = 6

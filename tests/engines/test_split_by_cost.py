@@ -21,7 +21,11 @@ from .conftest import MODEL, Fleet, settled
 from .picker import Picker, picking
 from .prompts import prompt_of
 
-pytestmark = [pytest.mark.usefixtures("nothing_leaks"), pytest.mark.timeout(900)]
+pytestmark = [
+    pytest.mark.usefixtures("nothing_leaks"),
+    pytest.mark.timeout(900),
+    pytest.mark.verifies("endpoint picker"),
+]
 DECODES = 8
 MOST_TO_LEARN_FROM = 60
 LENGTHS = 320, 384, 448, 512

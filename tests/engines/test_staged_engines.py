@@ -25,6 +25,8 @@ from .moving import answer_of, moving
 from .prompts import complete, prompt_of
 from .unlike import engines_with, hand_over, require_same_tokens
 
+pytestmark = pytest.mark.verifies("KV through buffers", transport="tcp")
+
 STAGED = ("--kv-transfer-config", json.dumps({"kv_connector_extra_config": {"kv_memory": "staged"}}))
 FLAGS = {
     "plain": ("0",),

@@ -17,6 +17,8 @@ from .conftest import settled
 from .processes import part_of, send_signal
 from .prompts import prompt_of
 
+pytestmark = pytest.mark.verifies("failures of engines")
+
 TOKENS = 150
 
 

@@ -7,11 +7,15 @@ import signal
 import subprocess
 from typing import Any
 
+import pytest
+
 from .client_streams import BODIES, Answer, read
 from .conftest import Fleet
 from .moving import ask, until
 from .processes import EnginePlace, processes_of, send_signal
 from .prompts import prompt_of
+
+pytestmark = pytest.mark.verifies("moves of running requests")
 
 LEAVING = "decode-1"
 OTHERS = ("prefill-0", "decode-0")

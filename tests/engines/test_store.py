@@ -26,7 +26,7 @@ from .conftest import START_SECONDS, Fleet, answers, free_port, get_json, router
 from .processes import processes_of, send_signal, stopped
 from .prompts import BLOCK, prompt_of
 
-pytestmark = pytest.mark.usefixtures("nothing_leaks")
+pytestmark = [pytest.mark.usefixtures("nothing_leaks"), pytest.mark.verifies("a store")]
 TOKENS = 6
 Answer = tuple[list[int], tuple[int, int, int]]
 

@@ -18,7 +18,7 @@ from .moving import moving
 from .prompts import chat
 
 ONE_ENGINE = {"x-tercet-program": "data_parallel"}
-pytestmark = pytest.mark.timeout(900)
+pytestmark = [pytest.mark.timeout(900), pytest.mark.verifies("reasoning with grammars")]
 
 PARSER = Path(__file__).with_name("thinking_parser.py")
 

@@ -20,7 +20,10 @@ from .unlike import require_same_tokens
 ADDRESSES = ("127.0.0.2", "127.0.0.3")
 LENGTHS = (1, 129, 300)
 
-pytestmark = in_full("channels at other addresses in tests/unit/transport; stages in make test-models")
+pytestmark = [
+    in_full("channels at other addresses in tests/unit/transport; stages in make test-models"),
+    pytest.mark.verifies("an engine on two machines", transport="tcp"),
+]
 
 
 def place_of(name: str, core: int, logs: Path, host: str, *more: str) -> EnginePlace:

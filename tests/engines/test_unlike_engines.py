@@ -16,6 +16,8 @@ from tests.small_llama import small_llama
 from .prompts import complete, prompt_of, tokens_of
 from .unlike import engines_with, hand_over, require_same_tokens
 
+pytestmark = pytest.mark.verifies("other degrees and block sizes")
+
 FLAGS = {
     "whole": ("0",),
     "split": ("0|1", "--tensor-parallel-size", "2"),

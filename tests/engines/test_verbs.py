@@ -29,7 +29,7 @@ from tests.abort import abort
 from .conftest import MAX_BATCHED, Fleet, settled
 from .prompts import BLOCK, alone, computed_prompt_tokens, prompt_of
 
-pytestmark = pytest.mark.usefixtures("nothing_leaks")
+pytestmark = [pytest.mark.usefixtures("nothing_leaks"), pytest.mark.verifies("verbs")]
 
 
 def request_of(prompt: list[int], **fields: Any) -> Request:

@@ -22,6 +22,8 @@ from tests.fuzz.verb_calls import VERBS, seeds
 from .conftest import settled
 from .prompts import alone, prompt_of
 
+pytestmark = pytest.mark.verifies("verbs")
+
 CALLS = int(os.environ.get("TERCET_TEST_WRONG_CALLS", "150"))
 SECONDS = float(os.environ.get("TERCET_TEST_WRONG_SECONDS", "120"))
 SEED = 20261122

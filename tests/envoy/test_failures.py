@@ -21,7 +21,10 @@ from tests.unit.wire.client.certificates import Authority
 
 from .gateway import CANDIDATES, HOST, Gateway
 
-pytestmark = pytest.mark.asyncio(loop_scope="session")
+pytestmark = [
+    pytest.mark.asyncio(loop_scope="session"),
+    pytest.mark.verifies("endpoint picker behind Envoy", vllm=False),
+]
 
 
 async def start(world: Gateway, engines: int = 2, **envoy: Any) -> None:

@@ -11,7 +11,10 @@ from tercet.cluster.ports import free_ports
 
 from .gateway import HOST, Gateway
 
-pytestmark = pytest.mark.asyncio(loop_scope="session")
+pytestmark = [
+    pytest.mark.asyncio(loop_scope="session"),
+    pytest.mark.verifies("endpoint picker behind Envoy", vllm=False),
+]
 ROLES = {"p": "prefill", "d0": "decode", "d1": "decode"}
 TRACED = {"x-tercet-trace": "true"}
 # Longer than what is worth a second engine, by the picker's count (four characters) and by the engine's (words).

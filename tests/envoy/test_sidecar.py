@@ -10,7 +10,7 @@ from tercet.cluster.ports import free_ports
 
 from .gateway import HOST, TERCET, Gateway
 
-pytestmark = pytest.mark.asyncio(loop_scope="session")
+pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.verifies("sidecar", vllm=False)]
 NAMES = "p", "d0", "d1"
 
 

@@ -12,7 +12,10 @@ from tests.longest_wait import LONGEST_WAIT_S
 
 from .gateway import Gateway
 
-pytestmark = pytest.mark.asyncio(loop_scope="session")
+pytestmark = [
+    pytest.mark.asyncio(loop_scope="session"),
+    pytest.mark.verifies("endpoint picker behind Envoy", vllm=False),
+]
 
 
 async def served(at: Gateway) -> dict[str, float]:

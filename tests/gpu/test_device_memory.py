@@ -28,7 +28,7 @@ from tercet.transport.torch_blocks import (
 from tercet.vllm_plugin.worker.kv_planes import DeviceExport, LayerPlanes
 from tests.unit.transport.ranks import FINGERPRINT, transfer
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.verifies("device memory", transport="ipc")]
 LAYERS, BLOCKS, HEADS, TOKENS, WIDTH = 4, 64, 8, 16, 256
 SECONDS = 60
 

@@ -77,6 +77,7 @@ async def handed_over(source: str, target: str, prompt: Sequence[int], salt: str
         return tokens, sent.transport
 
 
+@pytest.mark.verifies("a pair gives one engine's tokens", transport="{way}")
 @pytest.mark.parametrize("length", LENGTHS)
 @pytest.mark.parametrize(("target", "way"), [("receiver", "ipc"), ("staged", "tcp")])
 def test_tokens_are_those_of_one_engine(urls: dict[str, str], target: str, way: str, length: int) -> None:

@@ -20,7 +20,7 @@ from tests.gpu.test_device_memory import LAYERS, blocks_of, cache, planes_of
 from tests.unit.transport.ranks import FINGERPRINT, idle, transfer, transport_to
 
 pytest.importorskip("nixl", reason="scripts/install-transport-extras installs it", exc_type=ImportError)
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.verifies("KV blocks", transport="nixl")]
 
 
 class Worker:

@@ -46,6 +46,8 @@ from .chart import (
 )
 from .crds import SCHEMAS
 
+pytestmark = pytest.mark.verifies("Helm chart (rendered)", vllm=False)
+
 VERSIONS = ("1.28", "1.30", "1.32", "1.34", "1.37")
 CASES = pytest.mark.parametrize("values", VALUES.values(), ids=VALUES.keys())
 

@@ -21,7 +21,7 @@ from tests.unit.transport.crossing import TOKENS, elsewhere, filled, rank, read,
 from tests.unit.transport.models import a_grant
 from tests.unit.transport.ranks import transport_to
 
-pytestmark = pytest.mark.processes
+pytestmark = [pytest.mark.processes, pytest.mark.verifies("KV blocks", transport="{library}", vllm=False)]
 
 MODULES = {"nixl": "nixl", "mooncake": "mooncake.engine"}
 LAYERS, BLOCKS, BYTES = 3, 40, 24 * 1024

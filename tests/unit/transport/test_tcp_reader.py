@@ -27,6 +27,8 @@ from tercet.transport.sockets import Vector, address_of, wait_in_calls
 from tests.unit.transport.builders import sending_region
 from tests.unit.transport.ranks import SECONDS, settle
 
+pytestmark = pytest.mark.verifies("KV blocks", transport="tcp", vllm=False)
+
 SIZE = 64 * 1024
 SEND, LEASE = 7, "ab" * 16
 Serve = Callable[[socket.socket, ReadRequest], None]

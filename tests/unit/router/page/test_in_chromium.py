@@ -106,6 +106,50 @@ async def test_who_comes_after_an_incident_sees_it(tab: Tab, metrics: Metrics) -
         assert tab.problems == []
 
 
+async def test_history_and_frames_make_one_line_without_a_hole(tab: Tab, metrics: Metrics) -> None:
+    """The point in which the page was opened counts once, and so do the frames that it covers."""
+    async with page_fleet(3, metrics) as fleet, served(fleet.app) as url:
+        await tab.open(f"{url}/tercet")
+        of_frames = "[8, 8.5, 9.5, 10, 10.5].map((t) => ({t, seconds: 0.5, programs: {}}))"
+        shown = await tab.js(
+            "import('./js/state.js').then(({ FleetState }) => { const state = new FleetState();"
+            f" state.points = {of_frames};"
+            " const before = state.allPoints().length;"
+            " state.past = [5, 10, 15].map((t) => ({t, seconds: 5, programs: {}}));"
+            " return [before, state.allPoints().map((point) => [point.t - point.seconds, point.t])] })"
+        )
+        # Charts of 18 s have bins of 0.2 s; a point counts in each bin that it covers.
+        rates = await tab.js(
+            "import('./js/charts.js').then(({ Charts }) => {"
+            " const of = (t, seconds) => ({t, seconds, programs: {a: [0, 0, 100 * seconds, null, null, null, null]}});"
+            " const bins = Charts.prototype.bins([of(1005, 5), of(1010, 5), of(1010.5, 0.5)], 1000, 1018);"
+            " return bins.map((bin) => bin.has('a') ? Math.round(bin.get('a').tokens / bin.get('a').seconds) : null) })"
+        )
+    assert shown == [5, [[0, 5], [5, 10], [10, 10.5]]]
+    assert set(rates[1:52]) == {100}
+    assert set(rates[53:]) == {None}
+
+
+async def test_no_row_of_moves_is_cut(tab: Tab, metrics: Metrics) -> None:
+    async with page_fleet(3, metrics) as fleet, served(fleet.app) as url:
+        for number in range(1, 31):
+            fleet.service.moves._record.append(
+                MoveRecord(number, "s", "prefill-0", "decode-0", "rebalance", 0.0, 9, "moved", pause=0.1)
+            )
+        await tab.open(f"{url}/tercet")
+        await tab.until("document.querySelectorAll('#move-table tr').length === 30")
+        for width in (360, 768, 1200, 1920):
+            await tab.size(width, 900)
+            whole = await tab.until(
+                "(() => { const box = document.querySelector('#moves .scroll').getBoundingClientRect();"
+                " const ends = [...document.querySelectorAll('#moves tr')].map(r => r.getBoundingClientRect().bottom);"
+                " return ends.at(-1) > box.bottom + 100 && box.height > 200 && box.height <= 300.5"
+                " && ends.some((end) => Math.abs(end - box.bottom) < 1) })()"
+            )
+            assert whole, f"a row is cut at {width} px"
+            assert tab.problems == []
+
+
 async def test_an_engine_tells_its_address_and_its_restarts(tab: Tab, metrics: Metrics) -> None:
     async with page_fleet(3, metrics) as fleet, served(fleet.app) as url:
         fleet.fleet.member("decode-1").restarts = 2

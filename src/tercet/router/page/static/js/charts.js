@@ -48,14 +48,17 @@ export class Charts {
   bins(points, from, to) {
     const bins = Array.from({ length: BINS }, () => new Map()), width = (to - from) / BINS || 1;
     for (const point of points) {
-      const at = Math.floor((point.t - from) / width);
-      if (at < 0 || at >= BINS) { if (point.t !== to) continue; }
-      const bin = bins[Math.min(BINS - 1, at)];
-      for (const [name, values] of Object.entries(point.programs)) {
-        if (!bin.has(name)) bin.set(name, emptySum());
-        addTo(bin.get(name), values);
+      const end = Math.floor((point.t - from) / width);
+      if (end < 0 || (end >= BINS && point.t !== to)) continue;
+      // A point of the router's history is longer than a bin of a short chart: it counts in each bin that it covers.
+      const last = Math.min(BINS - 1, end), first = Math.min(last, Math.floor((point.t - point.seconds - from) / width) + 1);
+      for (const bin of bins.slice(Math.max(0, first), last + 1)) {
+        for (const [name, values] of Object.entries(point.programs)) {
+          if (!bin.has(name)) bin.set(name, emptySum());
+          addTo(bin.get(name), values);
+        }
+        bin.seconds = (bin.seconds ?? 0) + point.seconds;
       }
-      bin.seconds = (bin.seconds ?? 0) + point.seconds;
     }
     for (const bin of bins) for (const sum of bin.values()) sum.seconds = bin.seconds;
     return bins;

@@ -44,6 +44,14 @@ export function long(seconds) {
   return `${Math.max(0, Math.floor(seconds / size))} ${unit}`;
 }
 
+// Keeps the box of a long table as high as whole rows need, at most `highest` pixels: no row is cut until it is scrolled.
+export function wholeRows(table, highest) {
+  new ResizeObserver(() => {
+    const rows = [...table.rows], last = rows.filter((row) => row.offsetTop + row.offsetHeight <= highest).at(-1);
+    table.parentElement.style.maxHeight = last && last !== rows.at(-1) ? `${last.offsetTop + last.offsetHeight}px` : "";
+  }).observe(table);
+}
+
 let cachedStyle = null;
 export function color(name) {
   cachedStyle ??= getComputedStyle(document.documentElement);

@@ -143,14 +143,17 @@ export class Lanes {
       if (bar.kind === "send" && bar.span.chunks > 1 && b - a > 10) this.layers(pen, bar, a, b, line);
       this.hits.push({ x0: a, x1: b, y0: y(bar.row), y1: y(bar.row) + ROW, said: this.words(lane, bar) });
     }
+    for (const arrow of parts.arrows) if (arrow.end >= from) this.arrow(pen, arrow, x, y);
     // A row that began before the window is marked at its edge; one that has ended before it says so.
     parts.rows.forEach((_, row) => {
       const bars = parts.bars.filter((bar) => bar.row === row), middle = y(row) + ROW / 2 - 0.5;
       if (!bars.some((bar) => bar.begin < from)) return;
       pen.fillStyle = color("ink"); pen.beginPath(); pen.moveTo(left, middle); pen.lineTo(left + 6, middle - 5); pen.lineTo(left + 6, middle + 5); pen.fill();
-      if (bars.every((bar) => bar.end < from)) { pen.fillStyle = color("soft"); pen.fillText("earlier", left + 10, y(row) + 9.5); }
+      if (bars.every((bar) => bar.end < from)) {
+        pen.fillStyle = color("panel"); pen.fillRect(left + 8, y(row), pen.measureText("earlier").width + 4, ROW);
+        pen.fillStyle = color("soft"); pen.fillText("earlier", left + 10, y(row) + 9.5);
+      }
     });
-    for (const arrow of parts.arrows) if (arrow.end >= from) this.arrow(pen, arrow, x, y);
     for (const mark of parts.marks) {
       if (mark.t < from) continue;
       const at = x(mark.t), middle = y(mark.row) + ROW / 2 - 0.5;

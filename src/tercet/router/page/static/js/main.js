@@ -1,6 +1,6 @@
 // The page: frames of a router or of a recorded run go into one state, and the same code draws both.
 
-import { $, setText, long } from "./dom.js";
+import { $, setText, long, wholeRows } from "./dom.js";
 import { FleetState } from "./state.js";
 import { about, past, Stream } from "./stream.js";
 import { FleetMap } from "./fleetmap.js";
@@ -12,6 +12,8 @@ import { PlannerView } from "./planner.js";
 import { Player, runsOf } from "./player.js";
 
 const KEY = "tercet-key", THEME = "tercet-theme", THEMES = ["auto", "light", "dark"];
+// By then the router has its point of the time in which the page was opened: it takes one every five seconds.
+const HISTORY_MS = 6000;
 const calm = window.matchMedia("(prefers-reduced-motion: reduce)");
 const state = new FleetState(), styles = new ProgramStyles(), lanes = new Lanes(), charts = new Charts(styles);
 const numbers = new Numbers(), programs = new Programs(styles), slowest = new Slowest((name) => openEngine(name));
@@ -56,12 +58,14 @@ function animate() {
   setTimeout(() => requestAnimationFrame(animate), 60);
 }
 
+function readPast() { past(sessionStorage.getItem(KEY)).then((points) => { state.past = points; }, () => {}); }
+
 function connect() {
   stream?.stop();
   stream = new Stream({
     key: sessionStorage.getItem(KEY), onFrame,
     onState: (is, said) => {
-      if (is === "live") { notice(""); allow(said); past(sessionStorage.getItem(KEY)).then((points) => { state.past = points; }, () => {}); }
+      if (is === "live") { notice(""); allow(said); readPast(); setTimeout(readPast, HISTORY_MS); }
       if (is === "away") { status("disconnected, reconnecting", "bad"); if (said) notice(said); }
       if (is === "connecting") status("connecting", "");
     },
@@ -116,12 +120,13 @@ $("theme").addEventListener("click", () => {
   useTheme(theme); map.recolor(); draw();
 });
 window.matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => { map.recolor(); draw(); });
+for (const id of ["move-table", "plan-table"]) wholeRows($(id).parentElement, 300);
 new ResizeObserver(() => draw()).observe(document.querySelector("main"));
 
 function play(result) {
   const runs = runsOf(result);
   stream?.stop(); stream = null; mode = "recorded"; paused = false; planner.stop();
-  $("pause").hidden = true; $("key").hidden = true; notice("");
+  $("pause").hidden = true; $("key").hidden = true; $("api").hidden = true; notice("");
   actions.allow("this run has ended");
   $("engine-actions").hidden = true; $("switch").hidden = true;
   status("recorded run", "good");

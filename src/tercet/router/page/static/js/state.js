@@ -7,10 +7,12 @@ const POINTS_KEPT = 3600, LANES_KEPT = 3000, MOVES_KEPT = 400;
 export class FleetState {
   constructor() { this.past = []; this.clear(); }
 
-  // The points of before the page was opened, then those of its frames.
+  // The points of before the page was opened, then those of its frames. The router's point of the time in which the page
+  // was opened covers its first frames.
   allPoints() {
-    const first = this.points[0]?.t ?? Infinity;
-    return [...this.past.filter((point) => point.t < first), ...this.points];
+    const [first] = this.points, begin = first ? first.t - first.seconds : Infinity;
+    const before = this.past.filter((point) => point.t - point.seconds < begin), until = before.at(-1)?.t ?? -Infinity;
+    return [...before, ...this.points.filter((point) => point.t > until)];
   }
 
   clear() {
