@@ -36,7 +36,7 @@ from tercet.cluster.model import resolve_tokenizer
 from tercet.cluster.ports import free_ports, url_of
 from tercet.protocol import EngineError, TercetError
 from tercet.wire.client.bounded_answers import ask_router
-from tercet_lab.bench.results import RequestRecord, load_result
+from tercet_lab.bench.results import RequestRecord, load_result, table_of
 from tercet_lab.sim import Profile, load_profile
 from tercet_lab.sim.sim_server import ServerConfig, serving
 from tercet_lab.sim.step_times import StepTimes
@@ -105,8 +105,8 @@ class Watched(NamedTuple):
 
     def met(self, begin: float, end: float) -> str:
         """Return the share of the requests sent in these seconds that met the objectives, and their number, as text."""
-        found = [each for each in self.records if begin <= each.scheduled < end]
-        met = sum(each.ok and (each.ttft or 0) <= TTFT_S and (each.tpot or 0) <= TPOT_S for each in found)
+        found = table_of(each for each in self.records if begin <= each.scheduled < end)
+        met = int((found["ok"] & (found.ttft <= TTFT_S) & ~(found.tpot > TPOT_S)).sum())
         return f"{met / max(1, len(found)):.1%} of {len(found)}"
 
 

@@ -10,10 +10,10 @@ import pytest
 
 from tercet.protocol import BadRequest
 from tercet.settings.fleet_settings import Objectives
-from tercet_lab.bench.figures import plot_planned_run
 from tercet_lab.bench.simulated import Experiment, Fleet, MovingSettings, SyntheticWorkload
 from tercet_lab.bench.simulated.simulation import SimulatedPoint
 from tercet_lab.planner_settings import PlannerSettings
+from tercet_planner.planned_figure import plot_planned_run
 from tercet_planner.planner import MOST_CLIMBED, MOST_SIMULATIONS
 from tercet_planner.policies import MOST_REQUESTS
 

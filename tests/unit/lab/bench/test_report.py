@@ -23,7 +23,6 @@ from tercet_lab.bench.results import (
     Ratio,
     RequestRecord,
     load_result,
-    load_results,
     save_result,
     summarize,
     three_digits,
@@ -116,7 +115,7 @@ def test_files_that_are_none(tmp_path: Path, content: str, why: str) -> None:
     file = tmp_path / "x.json"
     file.write_text(content)
     with pytest.raises(BadRequest, match=why):
-        load_results([file])
+        load_result(file)
 
 
 def test_a_file_that_is_not_there(tmp_path: Path) -> None:

@@ -14,21 +14,18 @@ from typing import Any, cast
 from urllib.parse import urlsplit
 
 import msgspec
-import numpy as np
 
 from tercet.protocol import BadRequest
 from tercet_lab.bench.experiment import words
 from tercet_lab.bench.results import (
     REQUESTS_NEEDED,
     BenchResult,
-    Distribution,
     Point,
     Ratio,
-    RequestRecord,
     Summary,
     achieved,
     enough,
-    table_of,
+    summarize,
     three_digits,
 )
 
@@ -102,18 +99,18 @@ def _target_of(result: BenchResult, point: Point) -> Mapping[str, Any]:
 
 
 def _program_at(target: Mapping[str, Any], asked: str | None) -> str | None:
+    """Return the router's program for requests that name ``asked``; None of both: another kind of server."""
     plan = _mapping(target.get("program"))
     if asked is not None:
         return _called(asked, plan.get("args") or {} if _name(plan) == asked else {})
-    return program_served(target)
+    if shares := plan.get("split"):
+        return " + ".join(f"{_called(_name(each), each.get('args') or {})} {each['weight']:g}" for each in shares)
+    return _called(_name(plan), plan.get("args") or {}) if plan.get("program") else None
 
 
 def program_served(target: Mapping[str, Any]) -> str | None:
     """Return the router's program for requests that name no program, or None for another kind of server."""
-    plan = _mapping(target.get("program"))
-    if shares := plan.get("split"):
-        return " + ".join(f"{_called(_name(each), each.get('args') or {})} {each['weight']:g}" for each in shares)
-    return _called(_name(plan), plan.get("args") or {}) if plan.get("program") else None
+    return _program_at(target, None)
 
 
 def _name(arm: Mapping[str, Any]) -> str:
@@ -148,16 +145,11 @@ def _phases(workload: Any) -> str | None:
 def _lengths(work: Mapping[str, Any]) -> str | None:
     if not work:
         return None
-    into, out = (
-        f"{work.get(f'{side}_mean', 0):g}{_deviation(work.get(f'{side}_dev', 0))}" for side in ("input", "output")
-    )
+    sides = ((f"{work.get(f'{side}_mean', 0):g}", work.get(f"{side}_dev", 0)) for side in ("input", "output"))
+    into, out = (f"{mean}±{dev:g}" if dev else mean for mean, dev in sides)
     found = f"{into} tokens in, {out} out"
     found += f", {work['lengths']}" if work.get("lengths", "normal") != "normal" else ""
     return found + (f", {work['prefixes']} prefixes of {work['prefix']}" if work.get("prefixes") else "")
-
-
-def _deviation(tokens: float) -> str:
-    return f"±{tokens:g}" if tokens else ""
 
 
 def _arrivals(kind: Any, burstiness: Any, point: Point) -> str | None:
@@ -178,13 +170,8 @@ def _settings(config: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     """Yield the other settings that are set, as text."""
     for key, value in config.items():
         if key not in SAID and value is not None and value != {} and value != []:
-            yield "SLO" if key in ("goodput", "slo") else key, _words(value)
-
-
-def _words(value: Any) -> str:
-    if not isinstance(value, Mapping):
-        return str(value)
-    return " ".join(f"{key}={item}" for key, item in _mapping(value).items() if item is not None)
+            parts = [f"{name}={item}" for name, item in _mapping(value).items() if item is not None]
+            yield "SLO" if key in ("goodput", "slo") else key, " ".join(parts) or str(value)
 
 
 def _mapping(value: Any) -> Mapping[str, Any]:
@@ -214,7 +201,6 @@ class FigureLine:
 
     label: str
     points: tuple[LinePoint, ...]
-    facts: Facts = field(default_factory=dict[str, str | None])
     differs: Facts = field(default_factory=dict[str, str | None])
     is_baseline: bool = False
 
@@ -245,18 +231,11 @@ class _Measured:
     facts: Facts
 
     @property
-    def ratios(self) -> Iterator[Ratio]:
-        one = self.point
-        load = (one.request_rate, one.concurrency)
-        return (
-            ratio
-            for ratio in self.result.ratios
-            if ratio.label == one.label and (ratio.request_rate, ratio.concurrency) == load
-        )
-
-    @property
-    def is_baseline(self) -> bool:
-        return any(ratio.baseline == self.point.label for ratio in self.result.ratios)
+    def ratios(self) -> dict[str, Ratio]:
+        """Ratios of this label at this load to the baseline, by metric."""
+        key = (self.point.label, self.point.request_rate, self.point.concurrency)
+        found = self.result.ratios
+        return {each.metric: each for each in found if (each.label, each.request_rate, each.concurrency) == key}
 
 
 def figure_of(results: Sequence[BenchResult]) -> Figure:
@@ -294,8 +273,8 @@ def _lines(groups: Sequence[list[_Measured]]) -> list[FigureLine]:
     labels = _labels([group[0].point.label for group in groups], facts)
     return [
         FigureLine(
-            label, tuple(_points(group)), of, {name: of.get(name) for name in varying},
-            any(each.is_baseline for each in group),
+            label, tuple(_points(group)), {name: of.get(name) for name in varying},
+            any(ratio.baseline == each.point.label for each in group for ratio in each.result.ratios),
         )
         for label, of, group in zip(labels, facts, groups, strict=True)
     ]  # fmt: skip
@@ -307,8 +286,7 @@ def _points(group: Sequence[_Measured]) -> Iterator[LinePoint]:
         by_x.setdefault(_x(each.point), []).append(each)
     for x, found in sorted(by_x.items()):
         of_one_file = all(each.result is found[0].result for each in found)
-        ratios = {ratio.metric: ratio for ratio in found[0].ratios} if of_one_file else {}
-        yield LinePoint(x, pooled([each.point for each in found]), ratios)
+        yield LinePoint(x, pooled([each.point for each in found]), found[0].ratios if of_one_file else {})
 
 
 def _varying(facts: Sequence[Facts]) -> list[str]:
@@ -324,7 +302,11 @@ def _labels(bases: Sequence[str], facts: Sequence[Facts]) -> list[str]:
         ", ".join([base, *(value for name in shown if (value := of.get(name)) is not None)])
         for base, of in zip(_programs(bases, facts), facts, strict=True)
     ]
-    return [_told_apart(label, of, _alike(label, labels, facts)) for label, of in zip(labels, facts, strict=True)]
+    found = list[str]()
+    for label, of in zip(labels, facts, strict=True):
+        alike = [other for each, other in zip(labels, facts, strict=True) if each == label]
+        found.append(", ".join([label, *(f"{name} {of.get(name) or 'unknown'}" for name in _varying(alike))]))
+    return found
 
 
 def _programs(bases: Sequence[str], facts: Sequence[Facts]) -> list[str]:
@@ -342,15 +324,6 @@ def _programs(bases: Sequence[str], facts: Sequence[Facts]) -> list[str]:
     return found
 
 
-def _alike(label: str, labels: Sequence[str], facts: Sequence[Facts]) -> list[Facts]:
-    return [of for other, of in zip(labels, facts, strict=True) if other == label]
-
-
-def _told_apart(label: str, of: Facts, alike: Sequence[Facts]) -> str:
-    more = [f"{name} {of.get(name) or 'unknown'}" for name in _varying(alike)]
-    return ", ".join([label, *more])
-
-
 def pooled(points: Sequence[Point]) -> Metrics:
     """Return the metrics of several rounds as one point.
 
@@ -365,13 +338,8 @@ def pooled(points: Sequence[Point]) -> Metrics:
             f"report: {name} has several points without records, which cannot be pooled",
             "file",
         )
-    samples = [table_of(point.records) for point in points]
-    found: dict[str, float | int | None] = {}
-    for name in ("ttft", "tpot", "e2el", "ttft_scheduled", "e2el_scheduled"):
-        distribution = Distribution.of(np.concatenate([getattr(sample, name) for sample in samples]))
-        found |= {} if distribution is None else distribution.flat(name)
-    itl = Distribution.of(np.concatenate([sample.itl for sample in samples]))
-    found |= {} if itl is None else itl.flat("itl")
+    found = summarize(record for point in points for record in point.records).flat()
+    found = {name: value for name, value in found.items() if name.endswith("_ms") and "send_delay" not in name}
     seconds = sum(_value(point, "duration") for point in points)
     for name in ("completed", "failed", "interrupted", "total_input_tokens", "total_output_tokens"):
         found[name] = int(sum(_value(point, name) for point in points))
@@ -438,7 +406,9 @@ def point_text(point: Point, summary: Summary) -> str:
 
 def remarks(point: Point, summary: Summary) -> list[str]:
     """Return the warnings and facts that a reader needs before using the numbers of a point."""
-    found = [f"{count} x {kind}: {_example(point.records, kind)}" for kind, count in summary.errors.items()]
+    failed = (each for each in point.records if not each.ok and not each.warmup)
+    whys = {each.failure or "empty": each.error or "no token" for each in failed}
+    found = [f"{count} x {kind}: {whys.get(kind, '')}" for kind, count in summary.errors.items()]
     measured = [record for record in point.records if record.ok and not record.warmup]
     short = sum(record.output_tokens < record.planned_output for record in measured)
     off = sum(record.input_tokens != record.planned_input for record in measured)
@@ -464,26 +434,26 @@ def remarks(point: Point, summary: Summary) -> list[str]:
 def markdown(results: Sequence[BenchResult]) -> str:
     """Return the numbers of a figure as Markdown: a table, the lines' differences, ratios, and sources."""
     figure = figure_of(results)
-    columns = [column for column in TABLE if any(_has(line, column[1]) for line in figure.lines)]
-    header = ["", figure.x_label, "completed", "failed", *(title for title, _ in columns)]
-    names = [name for _, name in columns]
-    rows = [_row(line.label, point, names) for line in figure.lines for point in line.points]
     metrics = [point.metrics for line in figure.lines for point in line.points]
+    columns = [column for column in TABLE if any(each.get(column[1]) is not None for each in metrics)]
+    header = ["", figure.x_label, "completed", "failed", *(title for title, _ in columns)]
+    rows = [
+        [line.label, f"{point.x:.3g}", *(str(point.metrics.get(name) or 0) for name in ("completed", "failed")),
+         *(_cell(point.metrics, name) for _, name in columns)]
+        for line in figure.lines for point in line.points
+    ]  # fmt: skip
     notes = ["Latencies count from the send.", *(f"{note[:1].upper()}{note[1:]}." for note in _needed(metrics))]
     parts = [_table(header, rows), " ".join(notes), *_alike_and_not(figure)]
     compared = [point for result in results for point in result.points if point.prefix]
     if compared:
-        parts.append("\n".join(f"- {_place(point)}: {words(point.prefix)}" for point in compared))
+        loads = (f"{each.request_rate:g} requests/s" if each.request_rate is not None else f"{each.concurrency} users"
+                 for each in compared)  # fmt: skip
+        told = zip(compared, loads, strict=True)
+        parts.append("\n".join(f"- {point.label}, {load}: {words(point.prefix)}" for point, load in told))
     ratios = [ratio for result in results for ratio in result.ratios]
     if ratios:
         parts.append(ratio_table(ratios))
     return "\n\n".join([*parts, *dict.fromkeys(_origin(result) for result in results)]) + "\n"
-
-
-def _place(point: Point) -> str:
-    """Return the line and the load of a point, as text."""
-    load = f"{point.request_rate:g} requests/s" if point.request_rate is not None else f"{point.concurrency} users"
-    return f"{point.label}, {load}"
 
 
 def _alike_and_not(figure: Figure) -> Iterator[str]:
@@ -527,15 +497,6 @@ def _interval(ratio: Ratio) -> str:
     return f"{three_digits(ratio.ratio)} ({three_digits(ratio.low)} to {three_digits(ratio.high)})"
 
 
-def _has(line: FigureLine, name: str) -> bool:
-    return any(point.metrics.get(name) is not None for point in line.points)
-
-
-def _row(label: str, point: LinePoint, names: Sequence[str]) -> list[str]:
-    counts = [str(point.metrics.get("completed") or 0), str(point.metrics.get("failed") or 0)]
-    return [label, f"{point.x:.3g}", *counts, *(_cell(point.metrics, name) for name in names)]
-
-
 def _cell(metrics: Metrics, name: str) -> str:
     """Return a metric as text: empty for None, :data:`TOO_FEW` for a percentile of too few requests."""
     value = metrics.get(name)
@@ -557,11 +518,6 @@ def _needed(metrics: Sequence[Metrics]) -> Iterator[str]:
 def _table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     lines = [header, ["---"] + ["---:"] * (len(header) - 1), *rows]
     return "\n".join("| " + " | ".join(cell.replace("|", "/") for cell in line) + " |" for line in lines)
-
-
-def _example(records: Iterable[RequestRecord], kind: str) -> str:
-    failed = (record for record in records if not record.ok and not record.warmup)
-    return next((record.error or "no token" for record in failed if (record.failure or "empty") == kind), "")
 
 
 def _origin(result: BenchResult) -> str:

@@ -125,28 +125,33 @@ def ratio_interval(
     ``rounds`` and ``baseline`` have one array per round, with the same requests at the same indices. NaN means that a
     request has no value; it is left out on its side only.
     """
-    pairs = [_paired(ours, theirs) for ours, theirs in zip(rounds, baseline, strict=True)]
-    pairs = [pair for pair in pairs if pair[0].size]
-    ours, theirs = (_measure([pair[side] for pair in pairs], statistic) for side in (0, 1))
-    if ours is None or theirs is None or theirs == 0:
+    # An interrupted round may be shorter on one side.
+    sizes = [min(ours.size, theirs.size) for ours, theirs in zip(rounds, baseline, strict=True)]
+    pairs = [np.stack([rounds[index][:size], baseline[index][:size]]) for index, size in enumerate(sizes) if size]
+    found = _both(pairs, statistic)
+    if found is None:
         return None
     generator = np.random.default_rng(seed)
     ratios: list[float] = []
-    sizes = [pair[0].size for pair in pairs]
     for _ in range(resamples):
-        drawn = [int(index) for index in generator.integers(len(pairs), size=len(pairs))]
-        places: list[NDArray[np.int64]] = [generator.integers(sizes[index], size=sizes[index]) for index in drawn]
-        above, below = (
-            _measure([pairs[index][side][place] for index, place in zip(drawn, places, strict=True)], statistic)
-            for side in (0, 1)
-        )
-        if above is not None and below:
-            ratios.append(above / below)
+        drawn = [pairs[index] for index in generator.integers(len(pairs), size=len(pairs))]
+        resampled = [pair[:, generator.integers(pair.shape[1], size=pair.shape[1])] for pair in drawn]
+        if (values := _both(resampled, statistic)) is not None:
+            ratios.append(values[0] / values[1])
     if not ratios:
         return None
     tail = (1 - confidence) / 2 * 100
     low, high = np.percentile(ratios, (tail, 100 - tail))
-    return Interval(ours, theirs, ours / theirs, float(low), float(high))
+    return Interval(*found, found[0] / found[1], float(low), float(high))
+
+
+def _both(pairs: Sequence[Floats], statistic: Statistic) -> tuple[float, float] | None:
+    """Return the statistic of both sides; None if a side has no values, or the baseline's is 0."""
+    sides = [side[~np.isnan(side)] for side in np.concatenate(pairs, axis=1)] if pairs else []
+    if not sides or not all(side.size for side in sides):
+        return None
+    ours, theirs = (statistic(side) for side in sides)
+    return (ours, theirs) if theirs else None
 
 
 def _intervals(
@@ -162,20 +167,6 @@ def _intervals(
             found = ratio_interval(above, below, statistic, config.resamples, config.confidence, config.seed)
             if found is not None:
                 yield f"{name} {metric.upper()}", found
-
-
-def _paired(ours: Floats, theirs: Floats) -> tuple[Floats, Floats]:
-    """Return both arrays, cut to their common length: an interrupted round may be shorter on one side."""
-    common = min(ours.size, theirs.size)
-    return ours[:common], theirs[:common]
-
-
-def _measure(parts: Sequence[Floats], statistic: Statistic) -> float | None:
-    if not parts:
-        return None
-    values = np.concatenate(parts)
-    values = values[~np.isnan(values)]
-    return statistic(values) if values.size else None
 
 
 ASK_SECONDS = 5.0

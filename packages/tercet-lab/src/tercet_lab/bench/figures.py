@@ -22,7 +22,6 @@ from tercet_lab.bench.bench_report import (
 from tercet_lab.bench.results import REQUESTS_NEEDED, Ratio, enough
 from tercet_lab.bench.simulated.grid import Standing, pareto, sign_of
 from tercet_lab.bench.simulated.sweep import SweepReport, Trial
-from tercet_lab.bench.simulated.virtual_run import FleetSample, PlannedRun
 from tercet_lab.drawing import Box, Picture, draw_frontier, label_points, picture, steps_of
 
 LATENCIES = (("TTFT", "ttft"), ("TPOT", "tpot"), ("JCT", "e2el"))
@@ -338,63 +337,3 @@ def _sweep_footer(report: SweepReport, undrawn: int) -> Iterator[str]:
         yield f"Bars: 95% intervals over seeds. Settings are compared seed by seed: {tested}."
     if undrawn:
         yield f"{undrawn} settings are not drawn: some of their requests failed."
-
-
-RUN_WIDTH, RUN_HEIGHT = 6.4, 6.0
-FLAG = "--planner-figure"
-SMOOTH_S = 10
-"""Samples over which arrivals and attainment are means."""
-
-
-def plot_planned_run(run: PlannedRun, share: float, title: str, file: Path) -> None:
-    """Draw a run to ``file``, with a line at ``share``, the wanted share of requests within the objectives.
-
-    Raises :class:`~tercet.protocol.BadRequest` if the figure cannot be drawn.
-    """
-    times = [each.at for each in run.samples]
-    with picture(file, FLAG, RUN_WIDTH, RUN_HEIGHT) as drawn:
-        load, engines, line, met = drawn.canvas.subplots(4, 1, sharex=True)
-        colors = drawn.palette.series
-        load.plot(times, _means([each.rate for each in run.samples]), color=colors[0])
-        load.set_ylabel("requests/s")
-        _engines(drawn, engines, run.samples, times)
-        line.plot(times, [each.waiting_s for each in run.samples], color=colors[3])
-        line.set_ylabel("prefill in\nline, s")
-        met.plot(times, _attainment(run.samples), color=colors[2])
-        met.axhline(100 * share, color=drawn.palette.faint, linewidth=0.8, linestyle="--")
-        met.set_ylabel("within\nSLO, %")
-        met.set_ylim(-3, 103)
-        met.set_xlabel("seconds")
-        for axis in (load, engines, line, met):
-            for change in run.changes:
-                axis.axvline(change.at, color=drawn.palette.faint, linewidth=0.7, linestyle=":")
-        load.set_ylim(bottom=0)
-        drawn.canvas.suptitle(title, fontsize=8.5)
-        drawn.footer(f"dotted: {len(run.changes)} changes; {run.engine_seconds / 3600:.2f} engine-hours; simulated")
-
-
-def _engines(drawn: Picture, axis: Any, samples: Sequence[FleetSample], times: Sequence[float]) -> None:
-    colors = drawn.palette.series
-    stacks = ([each.prefill for each in samples], [each.decode for each in samples],
-              [each.starting for each in samples])  # fmt: skip
-    axis.stackplot(times, *stacks, step="post", colors=[colors[1], colors[5], drawn.palette.faint], alpha=0.75,
-                   labels=["prefill", "decode", "starting"])  # fmt: skip
-    axis.set_ylabel("engines")
-    axis.legend(loc="upper left", ncols=3)
-    axis.set_ylim(0, 1.35 * max((each.prefill + each.decode + each.starting for each in samples), default=1))
-
-
-def _means(values: Sequence[float]) -> list[float]:
-    return [sum(part) / len(part) for part in _windows(values)]
-
-
-def _attainment(samples: Sequence[FleetSample]) -> list[float]:
-    found = list[float]()
-    for part in _windows(samples):
-        ended = sum(each.ended for each in part)
-        found.append(100 * sum(each.met for each in part) / ended if ended else float("nan"))
-    return found
-
-
-def _windows(values: Sequence[Any]) -> list[Sequence[Any]]:
-    return [values[max(0, end - SMOOTH_S) : end] for end in range(1, len(values) + 1)]

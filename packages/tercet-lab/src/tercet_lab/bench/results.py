@@ -12,7 +12,6 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import UTC, datetime
 from importlib import metadata
-from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal
 
@@ -72,31 +71,6 @@ class RequestRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     def ok(self) -> bool:
         """True if the request succeeded with at least one token."""
         return self.failure is None and self.first_token is not None
-
-    @property
-    def ttft(self) -> float | None:
-        """Time from the send to the first token, in seconds; None without a token."""
-        return None if self.first_token is None else self.first_token - self.sent
-
-    @property
-    def e2el(self) -> float:
-        """End-to-end latency (job completion time), from the send, in seconds."""
-        return self.end - self.sent
-
-    @property
-    def tpot(self) -> float | None:
-        """Time per output token after the first: (end-to-end - TTFT) / (output tokens - 1), in seconds.
-
-        None for answers of fewer than two tokens; ``vllm bench serve`` leaves them out too.
-        """
-        if self.first_token is None or self.output_tokens < 2:
-            return None
-        return (self.end - self.first_token) / (self.output_tokens - 1)
-
-    @property
-    def gaps(self) -> tuple[float, ...]:
-        """Inter-token latencies: gaps between successive events with tokens, in seconds."""
-        return tuple(later - earlier for earlier, later in pairwise(self.token_times))
 
 
 class Point(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -192,11 +166,6 @@ def load_result(file: Path) -> BenchResult:
     if result.format != FORMAT:
         raise BadRequest(f"{file}: has format {result.format}, and this version reads format {FORMAT}", "file")
     return result
-
-
-def load_results(files: Sequence[Path]) -> list[BenchResult]:
-    """Read result files in order, as :func:`load_result` does."""
-    return [load_result(file) for file in files]
 
 
 def _rounded(value: Any) -> Any:

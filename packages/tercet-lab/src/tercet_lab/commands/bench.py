@@ -58,7 +58,7 @@ from tercet_lab.bench.results import (
     Point,
     Summary,
     command_line,
-    load_results,
+    load_result,
     machine,
     now,
     save_result,
@@ -376,7 +376,7 @@ def report(
     for file in figure or ():
         require_drawing(file, "--figure")
         require_folder(file, "--figure")
-    results = load_results(files)
+    results = [load_result(file) for file in files]
     text = markdown(results)
     for file in figure or ():
         draw(figure_of(results), file, title, log=log)

@@ -19,6 +19,7 @@ import typer
 from tercet.cli.setting_flags import ProgramArg, flags_as_records, given_as, refuse, with_flags_of
 from tercet.cli.terminal import note, require_folder, show_table, write_file
 from tercet.protocol import BadRequest
+from tercet.protocol.entry_points import PARTS, provided
 from tercet.settings import key_values
 from tercet.settings.declaration import complaint
 from tercet_lab.bench.figures import plot_sweep
@@ -311,20 +312,6 @@ def require_planned_run(moving: MovingSettings, over: Sequence[str] | None, figu
         require_drawing(figure, FIGURE)
 
 
-def draw_planned_run(simulation: Experiment, report: SimulationReport, file: Path) -> None:
-    """Draw the first run of ``report`` into ``file``; do nothing if it was not planned."""
-    from tercet_lab.bench.figures import plot_planned_run  # matplotlib comes with an extra
-
-    (point, *_), wanted = report.points, simulation.moves.objectives
-    if point.planned is None:
-        return
-    title = (
-        f"{simulation.name} from {simulation.fleet}, {simulation.fleet.profile}; TTFT {wanted.ttft:g} s, TPOT "
-        f"{(wanted.tpot or 0) * 1e3:g} ms: {point.summary.attainment or 0:.2%}"
-    )
-    plot_planned_run(point.planned, wanted.share, title, file)
-
-
 def say_regret(simulation: Experiment, report: SimulationReport, note: Callable[[str], None]) -> None:
     """Simulate the same load with the oracle, and print the regret: the share of goodput per engine-hour it gains."""
     moving = msgspec.structs.replace(simulation.moves, planner="oracle")
@@ -429,7 +416,7 @@ def _run(simulation: Experiment, given: SimFlags) -> bytes:
     if given.planner_regret:
         say_regret(simulation, found, note)
     if given.planner_figure is not None:
-        draw_planned_run(simulation, found, given.planner_figure)
+        provided(PARTS, "planned-figure", "planner", FIGURE)(simulation, found, given.planner_figure)
     recorded = found.to_json()
     _write_out(given.result_filename, recorded)
     if given.records is not None:
