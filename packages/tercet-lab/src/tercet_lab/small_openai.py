@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import socket
 import time
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import aclosing, nullcontext
 from functools import partial
 from pathlib import Path
@@ -362,14 +361,6 @@ def _json(value: Any) -> Response:
     return Response(msgspec.json.encode(value), media_type=JSON)
 
 
-def prompt_texts(checkpoint: str) -> PromptTexts:
-    """Return the tokenizer and chat template in a checkpoint's folder.
-
-    Raises :class:`~tercet.protocol.BadRequest` without a valid tokenizer.
-    """
-    return PromptTexts(Path(checkpoint))
-
-
 class _Flags(argparse.ArgumentParser):
     """A parser for the only flag of vLLM's that the small layer accepts, ``--api-key``."""
 
@@ -402,47 +393,34 @@ async def serve_small(
     keys.require_private(config.host, config)
     keys.require_private_admin(config.admin_address)
     names = [config.public_name, *config.model_aliases]
-    app = small_app(service, prompt_texts(config.model), names, max_model_len)
+    app = small_app(service, PromptTexts(Path(config.model)), names, max_model_len)
     admin.install(app, state, names, files=files)
     gate = put_layers_before(app, app.build_middleware_stack(), config, state, keys, shutdown, pooling)
     server = QuietServer(
         uvicorn.Config(app, http=BoundedProtocol, log_level="warning", access_log=False, lifespan="off",
                        timeout_graceful_shutdown=CLOSE_SECONDS)
     )  # fmt: skip
-    run = partial(shutdown.run, gate.close, service.give_up)
+
+    async def end() -> None:
+        heed_signals()  # after the server has begun, which heeds signals itself
+        await shutdown.run(gate.close, service.give_up)
+
     ready = partial(tell_ready, config) if shared is None else shared.serving
     own = config.admin_address if shared is None or not shared.index else None
     with listening_socket(config) if shared is None else nullcontext(shared.listening) as sock:
         async with admin_served(app, own):
             await state.serving()
-            await _accept(server, sock, ready, keys, _shut_down(heed_signals, run))
-
-
-async def _accept(
-    server: QuietServer,
-    sock: socket.socket,
-    ready: Callable[[], object],
-    keys: RouterKeys,
-    shut_down: Coroutine[Any, Any, None],
-) -> None:
-    """Serve until ``shut_down`` returns."""
-    serving = asyncio.ensure_future(server.serve([sock]))
-    following = asyncio.ensure_future(keep_running(keys.follow, "keys"))
-    ending = asyncio.ensure_future(shut_down)
-    try:
-        if await server.started_by(serving):
-            ready()
-        await asyncio.wait({serving, ending}, return_when=asyncio.FIRST_COMPLETED)
-        server.should_exit = True
-        if ending.done():
-            ending.result()
-        await serving
-    finally:
-        following.cancel()
-        ending.cancel()
-        serving.cancel()
-
-
-async def _shut_down(heed_signals: Callable[[], object], run: Callable[[], Awaitable[None]]) -> None:
-    heed_signals()
-    await run()
+            serving = asyncio.ensure_future(server.serve([sock]))
+            following = asyncio.ensure_future(keep_running(keys.follow, "keys"))
+            ending = asyncio.ensure_future(end())
+            try:
+                if await server.started_by(serving):
+                    ready()
+                await asyncio.wait({serving, ending}, return_when=asyncio.FIRST_COMPLETED)
+                server.should_exit = True
+                if ending.done():
+                    ending.result()
+                await serving
+            finally:
+                for task in (following, ending, serving):
+                    task.cancel()

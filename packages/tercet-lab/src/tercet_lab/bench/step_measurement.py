@@ -123,34 +123,25 @@ async def measure_router(url: str, engine: Probe, rounds: int, note: Callable[[s
     Requests of a few tokens go through the router and directly to the engine, in turn; the result is the difference of
     the medians. Raise :class:`~tercet.protocol.BadRequest` if no router answers, ``EngineError`` if a request fails.
     """
-    model = await _model_of(url)
-    direct, through = list[float](), list[float]()
+    try:
+        async with aiohttp.ClientSession() as http, http.get(f"{url}/v1/models") as response:
+            model: str = msgspec.json.decode(await response.read())["data"][0]["id"]
+    except (aiohttp.ClientError, LookupError, TypeError, *UNREADABLE) as error:
+        raise BadRequest(f"--router: no router answers at {url}: {reason_of(error)}", "--router") from error
+    added = list[tuple[float, float]]()
     async with Client(time.perf_counter(), TIMEOUT_SECONDS) as client:
         for number in range(rounds + 1):
             note(f"router, {number + 1} of {rounds + 1}")
             seconds = (await engine.ttft(engine.fresh(TOKENS)))[0]
-            beyond = await _first_token(client, url, model, engine.fresh(TOKENS))
-            if number:  # the first one opens connections
-                direct.append(seconds)
-                through.append(beyond)
-    return max(0.0, statistics.median(through) - statistics.median(direct))
-
-
-async def _model_of(url: str) -> str:
-    try:
-        async with aiohttp.ClientSession() as http, http.get(f"{url}/v1/models") as response:
-            return msgspec.json.decode(await response.read())["data"][0]["id"]
-    except (aiohttp.ClientError, LookupError, TypeError, *UNREADABLE) as error:
-        raise BadRequest(f"--router: no router answers at {url}: {reason_of(error)}", "--router") from error
-
-
-async def _first_token(client: Client, url: str, model: str, prompt: tuple[int, ...]) -> float:
-    # One engine serves it, as for the direct request.
-    call = PreparedCall(0, url + COMPLETIONS, body_of(model, prompt, 1), {PROGRAM_HEADER: "data_parallel"})
-    record, _ = await client.send(call, client.now())
-    if record.failure is not None or record.first_token is None:
-        raise EngineError(f"the router at {url} failed: {record.error or record.failure}")
-    return record.first_token - record.sent
+            # One engine serves it, as for the direct request.
+            body, headers = body_of(model, engine.fresh(TOKENS), 1), {PROGRAM_HEADER: "data_parallel"}
+            record, _ = await client.send(PreparedCall(0, url + COMPLETIONS, body, headers), client.now())
+            if record.failure is not None or record.first_token is None:
+                raise EngineError(f"the router at {url} failed: {record.error or record.failure}")
+            added.append((seconds, record.first_token - record.sent))
+    # The first round opens connections.
+    direct, through = (statistics.median(each) for each in zip(*added[1:], strict=True))
+    return max(0.0, through - direct)
 
 
 Seconds = tuple[float, float]
@@ -262,13 +253,18 @@ async def _steps(one: Probe, prefill_tokens: int) -> Seconds:
 @asynccontextmanager
 async def _busy(other: Probe, neighbour: Neighbour, prefill_tokens: int) -> AsyncGenerator[None]:
     """Keep an engine busy with one activity while the context is open. Raise the error if the activity fails."""
-    tasks = list[asyncio.Task[None]]()
-    if neighbour == "prefill":
-        tasks.append(asyncio.create_task(_prefill(other, prefill_tokens)))
-    elif neighbour == "decode":
-        tasks += [asyncio.create_task(_decode(other)) for _ in range(BATCH)]
-    elif neighbour == "linger":
-        tasks.append(asyncio.create_task(_poke(other)))
+    prompt, answer, pause = {
+        "prefill": (prefill_tokens, 1, 0.0), "decode": (CONTEXT, DECODE_TOKENS, 0.0),
+        "linger": (POKE_TOKENS, 1, POKE_SECONDS), "sleep": (0, 0, 0.0),
+    }[neighbour]  # fmt: skip
+
+    async def work() -> None:
+        while True:
+            await other.token_times(other.fresh(prompt), answer)
+            await asyncio.sleep(pause)
+
+    workers = {"sleep": 0, "decode": BATCH}.get(neighbour, 1)
+    tasks = [asyncio.create_task(work()) for _ in range(workers)]
     await asyncio.sleep(SETTLE_SECONDS)
     try:
         yield
@@ -281,22 +277,6 @@ async def _busy(other: Probe, neighbour: Neighbour, prefill_tokens: int) -> Asyn
         await asyncio.gather(*tasks, return_exceptions=True)
         if tasks:
             await asyncio.sleep(2 * SETTLE_SECONDS)
-
-
-async def _prefill(other: Probe, tokens: int) -> None:
-    while True:
-        await other.ttft(other.fresh(tokens))
-
-
-async def _decode(other: Probe) -> None:
-    while True:
-        await other.token_times(other.fresh(CONTEXT), DECODE_TOKENS)
-
-
-async def _poke(other: Probe) -> None:
-    while True:
-        await other.ttft(other.fresh(POKE_TOKENS))
-        await asyncio.sleep(POKE_SECONDS)
 
 
 BYTES_OF = {"float32": 4, "float": 4, "bfloat16": 2, "float16": 2, "half": 2, "fp8": 1, "fp8_e4m3": 1, "uint8": 1}
@@ -377,25 +357,28 @@ class Meter:
         longest = min(status.max_model_len, status.total_blocks * status.block_size // 2)
         room = int(status.total_blocks * status.block_size * 0.8)
         prefixed, batched = self._prefill_sizes(layout.block_size, longest), self._decode_sizes(longest, room)
-        rounds = 2 * self._plan.repeats + 1
-        self._steps = len(prefixed) + len(batched) + (self._plan.router is not None)
+        sends = [tokens for tokens in self._plan.sends if tokens < longest]
+        plan, rounds = self._plan, 2 * self._plan.repeats + 1
+        self._steps = len(prefixed) + len(batched) + (plan.router is not None)
+        router, transfer, sharing = 0.0, None, None
         if self._other is not None:
-            self._steps += rounds * len(self._send_sizes(longest)) + self._plan.same_host
-        router = await self._router(self._plan.router) if self._plan.router is not None else 0.0
-        transfer = await self._transfer(self._other, longest) if self._other is not None else None
-        sharing = await self._sharing(self._other) if self._other is not None and self._plan.same_host else None
+            self._steps += rounds * len(sends) + plan.same_host
+        if plan.router is not None:
+            self._begun += 1
+            router = await measure_router(plan.router, self._engine, ROUTER_REQUESTS * plan.repeats, self._note)
+        if self._other is not None:
+            transfer = await self._transfer(self._other, sends, rounds)
+        if self._other is not None and plan.same_host:
+            self._begun += 1
+            # Twice the rounds of other points, since a ratio has the noise of two measurements.
+            tokens = plan.max_step_tokens // 2
+            sharing = await measure_sharing(self._engine, self._other, tokens, 2 * plan.repeats, self._note)
         prefills = await self._prefills(prefixed, call)
         decodes = await self._decodes(batched)
         return Measured(
-            status=status,
-            layout=layout,
-            call=call,
-            prefills=prefills,
-            decodes=decodes,
-            transfer=transfer,
-            router=router,
-            sharing=sharing,
-        )
+            status=status, layout=layout, call=call, prefills=prefills, decodes=decodes, transfer=transfer,
+            router=router, sharing=sharing,
+        )  # fmt: skip
 
     def _begin(self, what: str) -> None:
         self._begun += 1
@@ -415,14 +398,13 @@ class Meter:
     async def _call(self) -> tuple[KVLayout, float]:
         """Return the KV layout, and the seconds of a call that computes nothing."""
         self._tell("calls")
-        found = [await self._reserve() for _ in range(max(5, self._plan.repeats))]
-        return found[0][0], statistics.median(seconds for _, seconds in found)
-
-    async def _reserve(self) -> tuple[KVLayout, float]:
-        began = self._clock()
-        probe = self._engine
-        async with probe.engine.prep_recv(probe.request(probe.fresh(64), 1)) as reservation:
-            return reservation.kv_addr_info.layout, self._clock() - began
+        layout, seconds, probe = None, list[float](), self._engine
+        while layout is None or len(seconds) < max(5, self._plan.repeats):
+            began = self._clock()
+            async with probe.engine.prep_recv(probe.request(probe.fresh(64), 1)) as reservation:
+                layout = reservation.kv_addr_info.layout
+                seconds.append(self._clock() - began)
+        return layout, statistics.median(seconds)
 
     def _prefill_sizes(self, block_size: int, longest: int) -> list[tuple[int, int]]:
         """Return pairs: a number of cached tokens, in whole blocks, and a number of computed tokens after them."""
@@ -437,70 +419,41 @@ class Meter:
                 prefix = self._engine.fresh(cached)
                 await self._engine.ttft(prefix)
             self._begin(f"prefill of {size} tokens after {cached} cached ones")
-            points.append(await self._prefill(prefix, size, call))
+            found = [await self._engine.ttft(prefix + self._engine.fresh(size)) for _ in range(self._plan.repeats)]
+            usages = [output.usage for _, output in found]
+            seconds = statistics.median(ttft for ttft, _ in found) - call
+            tokens = int(statistics.median(usage.computed if usage is not None else size for usage in usages))
+            points.append(PrefillPoint(tokens, len(prefix) + size - tokens, max(seconds, 1e-6)))
         return tuple(points)
-
-    async def _prefill(self, prefix: tuple[int, ...], size: int, call: float) -> PrefillPoint:
-        found = [await self._engine.ttft(prefix + self._engine.fresh(size)) for _ in range(self._plan.repeats)]
-        usages = [output.usage for _, output in found]
-        seconds = statistics.median(ttft for ttft, _ in found) - call
-        tokens = statistics.median(usage.computed if usage is not None else size for usage in usages)
-        return PrefillPoint(int(tokens), len(prefix) + size - int(tokens), max(seconds, 1e-6))
 
     def _decode_sizes(self, longest: int, room: int) -> list[tuple[int, int]]:
         """Return pairs of a batch size and a number of context tokens that fit into the KV cache."""
-        found = list[tuple[int, int]]()
-        for context in self._plan.contexts:
-            for batch in self._plan.batches:
-                tokens = context + DECODE_STEPS + 2 * batch
-                if tokens < longest and tokens * batch <= room:
-                    found.append((batch, context))
-        return found
+        pairs = [(batch, context) for context in self._plan.contexts for batch in self._plan.batches]
+        lengths = {pair: pair[1] + DECODE_STEPS + 2 * pair[0] for pair in pairs}
+        return [pair for pair in pairs if lengths[pair] < longest and lengths[pair] * pair[0] <= room]
 
     async def _decodes(self, sizes: Sequence[tuple[int, int]]) -> tuple[DecodePoint, ...]:
         points = list[DecodePoint]()
         for batch, context in sizes:
             self._begin(f"decode of {batch} sequences with {context} tokens each")
-            points.append(await self._decode(batch, context))
+            found = [await self._engine.decode(batch, context, DECODE_STEPS) for _ in range(self._plan.repeats)]
+            done = round(statistics.mean(done for _, done in found))
+            points.append(DecodePoint(batch, context + done, statistics.median(each for each, _ in found)))
         return tuple(points)
 
-    async def _decode(self, batch: int, context: int) -> DecodePoint:
-        found = [await self._engine.decode(batch, context, DECODE_STEPS) for _ in range(self._plan.repeats)]
-        seconds = statistics.median(each for each, _ in found)
-        return DecodePoint(batch, context + round(statistics.mean(done for _, done in found)), seconds)
-
-    def _send_sizes(self, longest: int) -> list[int]:
-        return [tokens for tokens in self._plan.sends if tokens < longest]
-
-    async def _transfer(self, other: Probe, longest: int) -> Transfer:
+    async def _transfer(self, other: Probe, sizes: Sequence[int], rounds: int) -> Transfer:
         """Measure sends of cached KV of several sizes, and fit a line to their median times."""
-        sizes = self._send_sizes(longest)
         sent = dict[int, list[Sent]]()
-        for number in range(2 * self._plan.repeats + 1):
+        for number in range(rounds):
             for tokens in sizes:
                 self._begin(f"transfer of {tokens} tokens, round {number + 1}")
-                sent.setdefault(tokens, []).append(await self._send(other, tokens))
+                prompt = self._engine.fresh(tokens)
+                await self._engine.ttft(prompt)
+                request = self._engine.request(prompt, 1)
+                async with other.engine.prep_recv(request) as reservation:
+                    found = await self._engine.engine.remote_send(request, reservation, reservation.matched_len)
+                sent.setdefault(tokens, []).append(found)
         return transfer_from(list(sent.values()))
-
-    async def _send(self, other: Probe, tokens: int) -> Sent:
-        prompt = self._engine.fresh(tokens)
-        await self._engine.ttft(prompt)
-        request = self._engine.request(prompt, 1)
-        async with other.engine.prep_recv(request) as reservation:
-            return await self._engine.engine.remote_send(request, reservation, reservation.matched_len)
-
-    async def _router(self, url: str) -> float:
-        self._begun += 1
-        return await measure_router(url, self._engine, ROUTER_REQUESTS * self._plan.repeats, self._note)
-
-    async def _sharing(self, other: Probe) -> HostSharing:
-        """Measure the effects of the engines on each other.
-
-        It takes twice the rounds of other points, since a ratio has the noise of two measurements.
-        """
-        tokens = self._plan.max_step_tokens // 2
-        self._begun += 1
-        return await measure_sharing(self._engine, other, tokens, 2 * self._plan.repeats, self._note)
 
 
 def transfer_from(sent: Sequence[Sequence[Sent]]) -> Transfer:

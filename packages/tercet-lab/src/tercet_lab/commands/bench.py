@@ -196,18 +196,13 @@ class MeasurementFlags:
         float, typer.Option(help="Time from the last byte to the answer, if not measured (seconds).")
     ] = 0.0005
 
-    @property
-    def engines(self) -> list[str]:
-        """The URL of the engine to measure, and that of a second engine if one is given."""
-        return self.engine or []
-
     def plan(self, name: str) -> MeasurementPlan:
         """Return the plan of the measurement of a profile ``name``; raise :class:`~tercet.protocol.BadRequest`."""
         return MeasurementPlan(
             name=name,
             device=self.device,
             max_step_tokens=self.max_step_tokens,
-            same_host=len({urlsplit(url).hostname for url in self.engines}) < len(self.engines),
+            same_host=len({urlsplit(url).hostname for url in self.engine or ()}) < len(self.engine or ()),
             router=self.router.rstrip("/") if self.router else None,
             repeats=self.repeats,
             seed=time.time_ns(),
@@ -215,7 +210,7 @@ class MeasurementFlags:
 
     def command(self) -> str:
         """Return the command line that repeats the measurement."""
-        engines = [part for url in self.engines for part in ("--engine", url)]
+        engines = [part for url in self.engine or () for part in ("--engine", url)]
         engines += ["--router", self.router] if self.router else []
         sizes = ["--max-step-tokens", str(self.max_step_tokens), "--repeats", str(self.repeats)]
         return shlex.join(["tercet", "bench", "profile", *engines, *sizes])
@@ -243,7 +238,7 @@ def profile(
     if measurement.engine:
         if measurement.output is None:
             raise BadRequest("--output: is required; give a file for the profile", "--output")
-        _measure_and_write(name or measurement.output.stem, measurement, measurement.output)
+        _measure_and_write(name or measurement.output.stem, measurement, measurement.engine, measurement.output)
         return
     require_defaults(measurement, "--engine", *(each.name for each in fields(measurement)))
     if name is None:
@@ -255,18 +250,20 @@ def profile(
 
 
 @given_as({"engine": "--engine", "repeats": "--repeats", "max_step_tokens": "--max-step-tokens"})
-def _measure_and_write(name: str, measurement: MeasurementFlags, output: Path) -> None:
+def _measure_and_write(name: str, measurement: MeasurementFlags, urls: list[str], output: Path) -> None:
     """Measure a running engine's steps, and fit a profile to them."""
     require_folder(output, "--output")
     import_extra("scipy.optimize", "tercet bench profile --engine")
-    if len(measurement.engines) > 2:
+    if len(urls) > 2:
         raise BadRequest("--engine: at most two are allowed: the measured engine and a receiver", "--engine")
     plan = measurement.plan(name)
     link = Transfer(bytes_per_second=measurement.bandwidth, latency=measurement.latency)
     began = time.monotonic()
-    measured = asyncio.run(_measured_at(measurement.engines, plan))
+    measured = asyncio.run(_measured_at(urls, plan))
     found = profile_from(measured, plan, measurement.command(), link)
-    _finish(output, found, f"in {time.monotonic() - began:.0f} s; ")
+    write_file(output, msgspec.json.format(msgspec.json.encode(found), indent=1) + b"\n", "--output")
+    errors = ", ".join(f"{kind} {error:.1%}" for kind, error in found.provenance.fit_error.items())
+    typer.echo(f"{output}: in {time.monotonic() - began:.0f} s; mean error of the fit: {errors}")
 
 
 async def _measured_at(urls: list[str], plan: MeasurementPlan) -> Measured:
@@ -278,13 +275,6 @@ async def _measured_at(urls: list[str], plan: MeasurementPlan) -> Measured:
         ]
         receiver = engines[1] if len(engines) > 1 else None
         return await Meter(engines[0], receiver, plan, note).measure()
-
-
-def _finish(output: Path, found: Profile, how: str) -> None:
-    """Write a profile, and print the mean error of its fit."""
-    write_file(output, msgspec.json.format(msgspec.json.encode(found), indent=1) + b"\n", "--output")
-    errors = ", ".join(f"{kind} {error:.1%}" for kind, error in found.provenance.fit_error.items())
-    typer.echo(f"{output}: {how}mean error of the fit: {errors}")
 
 
 def _row(found: Profile) -> list[str]:
@@ -345,7 +335,10 @@ def compare(config: CompareConfig, result: Path | None, records: Path | None) ->
     """
     contenders = [Contender(name, config.base_url, name) for name in config.program]
     contenders += [Contender(name, url) for name, url in config.also.items()]
-    _measure_and_report(config, contenders, lambda _: _rounds(config, contenders), result, records)
+    by_label = {contender.label: contender for contender in contenders}
+    order = turns_of(list(by_label), config.rounds, config.seed)
+    cells = [Cell(by_label[label], load, number, config.rounds) for load in config.loads for number, label in order]
+    _measure_and_report(config, contenders, lambda _: cells, result, records)
 
 
 @bench.command()
@@ -387,12 +380,6 @@ def report(
 
 
 bench.command()(profile)
-
-
-def _rounds(config: CompareConfig, contenders: Sequence[Contender]) -> list[Cell]:
-    by_label = {contender.label: contender for contender in contenders}
-    order = turns_of(list(by_label), config.rounds, config.seed)
-    return [Cell(by_label[label], load, number, config.rounds) for load in config.loads for number, label in order]
 
 
 def _measure_and_report(
