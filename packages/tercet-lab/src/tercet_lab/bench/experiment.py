@@ -134,8 +134,8 @@ def ratio_interval(
     generator = np.random.default_rng(seed)
     ratios: list[float] = []
     for _ in range(resamples):
-        drawn = [pairs[index] for index in generator.integers(len(pairs), size=len(pairs))]
-        resampled = [pair[:, generator.integers(pair.shape[1], size=pair.shape[1])] for pair in drawn]
+        drawn: list[Floats] = [pairs[int(index)] for index in generator.integers(len(pairs), size=len(pairs))]
+        resampled: list[Floats] = [pair[:, generator.integers(pair.shape[1], size=pair.shape[1])] for pair in drawn]
         if (values := _both(resampled, statistic)) is not None:
             ratios.append(values[0] / values[1])
     if not ratios:
