@@ -52,7 +52,6 @@ class Deadlines:
             self._timer = self._loop.call_at(at, self._look)
 
     def discard(self, waiting: Expires) -> None:
-        """Remove the deadline of ``waiting``, if it has one."""
         self._at.pop(waiting, None)
 
     def _look(self) -> None:

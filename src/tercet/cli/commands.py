@@ -66,7 +66,6 @@ class _Plain:
     help: Any
 
     def format_help_text(self, ctx: Any, formatter: Any) -> None:
-        """Write the description."""
         width = max(20, formatter.width - 2)
         for paragraph in re.split(r"\n\s*\n", (self.help or "").strip()):
             items = re.split(r"\n(?=- )|^(?=- )", plain(paragraph))
@@ -94,7 +93,6 @@ class Command(_Plain, typer.core.TyperCommand):
     """A command."""
 
     def get_params(self, ctx: Any) -> Any:
-        """Return the parameters, with that of the help."""
         return _with_texts(super().get_params(ctx))
 
 
@@ -102,7 +100,6 @@ class Group(_Plain, typer.core.TyperGroup):
     """A command that has commands."""
 
     def get_params(self, ctx: Any) -> Any:
-        """Return the parameters, with that of the help."""
         return _with_texts(super().get_params(ctx))
 
 

@@ -65,7 +65,6 @@ class Latest:
         return "" if since is None else f"no router answers since {time.monotonic() - since:.0f} s"
 
     def end(self) -> None:
-        """Stop polling."""
         self._ended.set()
 
 

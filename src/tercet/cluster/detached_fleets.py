@@ -88,12 +88,10 @@ class DetachedFleet(msgspec.Struct, frozen=True):
 
     @property
     def pid(self) -> int:
-        """Id of the fleet's process."""
         return self.process.pid
 
     @property
     def runs(self) -> bool:
-        """True if the fleet's process runs."""
         return self.process.runs
 
 

@@ -391,7 +391,6 @@ class LocalHands:
         self._changed.set()
 
     async def set_role(self, name: str, role: Role) -> None:
-        """Change the role of a member."""
         await self.router.set_role(name, role)
         self._engine(name).role = role
 

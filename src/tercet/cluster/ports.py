@@ -63,7 +63,6 @@ def free_ports(host: str, count: int) -> list[int]:
 
 
 def _bind_error(probe: socket.socket, address: tuple[Any, ...]) -> OSError | None:
-    """Bind the socket to the address; return the error, or None."""
     try:
         probe.bind(address)
     except OSError as error:

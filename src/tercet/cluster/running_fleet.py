@@ -54,7 +54,6 @@ class RouterAdmin:
         self._key = key
 
     async def engines(self) -> list[dict[str, Any]]:
-        """Return all engines, as the router lists them."""
         return await self._ask("GET", "/engines")
 
     async def engine(self, name: str) -> dict[str, Any]:
@@ -73,11 +72,9 @@ class RouterAdmin:
         return await self._ask("POST", f"/engines/{quote(name, safe='')}/drain")
 
     async def set_role(self, name: str, role: Role) -> None:
-        """Change the role of an engine."""
         await self._ask("PUT", f"/engines/{quote(name, safe='')}/role", {"role": role})
 
     async def remove(self, name: str) -> None:
-        """Remove an engine from the router."""
         await self._ask("DELETE", f"/engines/{quote(name, safe='')}")
 
     async def _ask(self, method: str, path: str, body: Any = None) -> Any:
@@ -147,7 +144,6 @@ class StartProgress:
 
     @property
     def seconds(self) -> float:
-        """Seconds since the start began."""
         return time.monotonic() - self._began
 
     def look(self) -> bool:
@@ -284,7 +280,6 @@ class RunningEngine(KeptProcess):
     keeping: asyncio.Task[str] | None = None
 
     def next_log(self) -> Path:
-        """Return the log of the next start."""
         return self.process.log.with_name(f"{self.name}-{self.starts}.log")
 
     async def leave(self) -> None:
@@ -395,7 +390,6 @@ class RunningFleet:
 
     @property
     def router(self) -> Process:
-        """The present process of the router."""
         return self.kept_router.process
 
     async def until_broken(self, on_event: OnEvent) -> None:

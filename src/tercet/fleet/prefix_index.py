@@ -64,7 +64,6 @@ class Holders:
 
 
 def _bits(mask: int) -> Iterator[int]:
-    """Yield the positions of the bits that are set."""
     if mask.bit_count() > MANY:
         octets = np.frombuffer(mask.to_bytes(-(-mask.bit_length() // 8), "little"), dtype=np.uint8)
         yield from np.flatnonzero(np.unpackbits(octets, bitorder="little")).tolist()

@@ -47,7 +47,6 @@ class BearerKeys:
         return self._always or bool(self._digests)
 
     def replace(self, keys: Iterable[str]) -> None:
-        """Replace all keys by ``keys``."""
         self._digests = [_digest(key.strip()) for key in keys if key.strip()]
 
     def shares_with(self, other: BearerKeys) -> bool:

@@ -139,7 +139,6 @@ class ShownHeaders:
 
     @classmethod
     def of_asgi(cls, headers: Iterable[tuple[bytes, bytes]]) -> ShownHeaders:
-        """Return the headers of an ASGI scope."""
         return cls((name.decode("latin-1"), value.decode("latin-1")) for name, value in headers)
 
     def all(self, name: str) -> Sequence[str]:

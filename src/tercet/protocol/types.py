@@ -47,7 +47,6 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def num_tokens(self) -> int:
-        """Length of the prompt in tokens."""
         return len(self.prompt)
 
 
@@ -82,7 +81,6 @@ class Output(msgspec.Struct, frozen=True, omit_defaults=True):
 
     @property
     def finished(self) -> bool:
-        """True if the sequence ends with this output."""
         return self.finish_reason is not None
 
     @property

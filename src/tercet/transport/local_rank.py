@@ -60,13 +60,11 @@ class TransportCounters:
         self._values = dict.fromkeys(self.NAMES, 0)
 
     def count(self, **increments: int) -> None:
-        """Add to the named counters."""
         with self._lock:
             for name, increment in increments.items():
                 self._values[name] += increment
 
     def read(self) -> Mapping[str, int]:
-        """Return all counters."""
         with self._lock:
             return dict(self._values)
 

@@ -256,7 +256,6 @@ class BlockOrder(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def block_bytes(self) -> int:
-        """Size of all items in bytes."""
         return self.heads * self.tokens * self.item_bytes
 
     @property
@@ -308,7 +307,6 @@ class RegionShape(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def group_planes(self) -> list[range]:
-        """The planes of each group."""
         return planes_of_groups(self.groups or (len(self.planes),))
 
     def require_sane(self) -> None:
@@ -330,7 +328,6 @@ class RegionShape(msgspec.Struct, frozen=True, array_like=True):
             raise TransferFailed("the peer describes a KV region that is too small for its blocks")
 
     def block(self, layer: int, block: int) -> int:
-        """Return the offset of a block."""
         return self.planes[layer] + block * self.block_bytes
 
     def word(self, number: int) -> int:

@@ -69,7 +69,6 @@ class BufferLedger:
 
     @property
     def free(self) -> int:
-        """Number of free buffers."""
         return len(self._free)
 
     def take(self) -> int | None:
@@ -126,7 +125,6 @@ class StagingBuffer:
         self._pool.copy_ended(self.number)
 
     def give_back(self) -> None:
-        """Give the buffer back to the pool."""
         self._pool.give_back(self.number)
 
 
@@ -146,7 +144,6 @@ class BufferPool:
 
     @property
     def free(self) -> int:
-        """Number of free buffers."""
         with self._changed:
             self._look_at_abandoned()
             return self._ledger.free
@@ -175,12 +172,10 @@ class BufferPool:
             return None if found is None else StagingBuffer(found, self._memories[found], self)
 
     def copy_begins(self, number: int) -> None:
-        """Call :meth:`BufferLedger.copy_begins`."""
         with self._changed:
             self._ledger.copy_begins(number)
 
     def copy_ended(self, number: int) -> None:
-        """Call :meth:`BufferLedger.copy_ended`, and wake waiting threads."""
         with self._changed:
             self._ledger.copy_ended(number)
             self._changed.notify_all()
@@ -191,7 +186,6 @@ class BufferPool:
             self._abandoned[number] = is_over
 
     def give_back(self, number: int) -> None:
-        """Call :meth:`BufferLedger.give_back`, and wake waiting threads."""
         with self._changed:
             self._ledger.give_back(number)
             self._changed.notify_all()

@@ -35,12 +35,10 @@ class Counts(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @classmethod
     def of(cls, roles: Iterable[Role]) -> Counts:
-        """Count the engines with these roles."""
         found = Counter(roles)
         return cls(found["prefill"], found["decode"], found["both"])
 
     def as_roles(self) -> Mapping[Role, int]:
-        """Return the numbers as a mapping by role."""
         return {"prefill": self.prefill, "decode": self.decode, "both": self.both}
 
     def __str__(self) -> str:

@@ -116,7 +116,6 @@ class Reporter:
             socket.send_multipart([key.encode(), msgspec.msgpack.encode([type(report).__name__, report])])
 
     def close(self) -> None:
-        """Close the connections."""
         self._context.destroy(linger=0)
 
 
@@ -217,7 +216,6 @@ class Agent:
                 return dict(self._transport.counters())
 
     def close(self) -> None:
-        """Stop the threads."""
         self._control.close()
         self._transport.close()
         self._reporter.close()
@@ -341,7 +339,6 @@ class AgentProcess:
 
     @property
     def pid(self) -> int:
-        """Process id of the agent."""
         return self._process.pid
 
     def tell(self, note: StepNote) -> None:

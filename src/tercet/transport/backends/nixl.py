@@ -222,7 +222,6 @@ class ReadingAgent:
         raise TransferFailed(reason)
 
     def drop(self) -> None:
-        """Destroy the agent, which ends its reads."""
         self._agent = None
 
     def _connected(self) -> NixlAgent:
@@ -349,7 +348,6 @@ class Landings:
 
     @property
     def free(self) -> int:
-        """Number of unused landings."""
         return self._free.qsize()
 
     @contextmanager

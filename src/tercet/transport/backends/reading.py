@@ -239,11 +239,9 @@ class RegisteredRegion:
         self._free.append(slot)
 
     def word(self, slot: int) -> int:
-        """Read the word in the slot."""
         return int.from_bytes(self._bytes[slot : slot + WORD_BYTES], "little")
 
     def set_word(self, slot: int, word: int) -> None:
-        """Write a word to the slot."""
         self._bytes[slot : slot + WORD_BYTES] = word.to_bytes(WORD_BYTES, "little")
 
 

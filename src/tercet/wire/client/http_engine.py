@@ -115,7 +115,6 @@ class EngineCalls:
         self._session = aiohttp.ClientSession(connector=connector, headers=PLAIN, auto_decompress=False)
 
     async def close(self) -> None:
-        """Close the session and its connections."""
         if self._session is not None:
             await self._session.close()
 
@@ -517,7 +516,6 @@ class StreamKeeper:
         self._keeping: asyncio.Task[None] | None = None
 
     def start(self) -> None:
-        """Start to keep the stream connected."""
         self._keeping = asyncio.get_running_loop().create_task(keep_running(self._keep, f"stream of {self._name}"))
 
     async def close(self) -> None:

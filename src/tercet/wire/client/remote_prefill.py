@@ -313,7 +313,6 @@ class RemotePrefill:
         await self.close()
 
     async def close(self) -> None:
-        """Close every connection."""
         while self._peers:
             _, peer = self._peers.popitem()
             await peer.engine.__aexit__(None, None, None)

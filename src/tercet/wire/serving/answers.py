@@ -150,7 +150,6 @@ class ErrorSend:
         self._opening = self._last = b""
 
     async def __call__(self, message: Message) -> None:
-        """Send a message, as ASGI's ``send``."""
         if message["type"] == "http.response.start":
             if message["status"] >= FIRST_ERROR:
                 self._start = message
@@ -304,7 +303,6 @@ class TracingSend:
         self._events: EventSplitter | None = None
 
     async def __call__(self, message: Message) -> None:
-        """Send a message, as ASGI's ``send``."""
         if message["type"] == "http.response.start":
             kind = _header(message, b"content-type").lower()
             self._is_json = kind.startswith(b"application/json")
@@ -370,7 +368,6 @@ class ToolCallsSend:
         self._context = context
 
     async def __call__(self, message: Message) -> None:
-        """Send a message, as ASGI's ``send``."""
         body = message.get("body", b"")
         if body and not self._context.calls_tool:
             self._context.calls_tool = any(mark in body for mark in MARKS)

@@ -98,7 +98,6 @@ class BoundedProtocol(HttpToolsProtocol):
     # ---- calls by the parser --------------------------------------------------------------------------------
 
     def on_message_begin(self) -> None:
-        """Record that a head begins."""
         self._part = "head"
         super().on_message_begin()
 
@@ -125,13 +124,11 @@ class BoundedProtocol(HttpToolsProtocol):
             cycle.transport = LastAnswer(self, self.transport)
 
     def on_body(self, body: bytes) -> None:
-        """Record a part of a body."""
         self._progressed = True
         if not self._refused:
             super().on_body(body)
 
     def on_message_complete(self) -> None:
-        """Record that a request is complete."""
         self._part, self._progressed = "nothing", True
         if not self._refused:
             super().on_message_complete()
@@ -243,7 +240,6 @@ class FrameBatch:
         self._frames: list[tuple[RequestResponseCycle, bytes]] = []
 
     def add(self, cycle: RequestResponseCycle, frame: bytes) -> None:
-        """Add a frame."""
         if not self._frames:
             asyncio.get_running_loop().call_soon(self.write)
         self._frames.append((cycle, frame))

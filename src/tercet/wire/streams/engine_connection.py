@@ -126,7 +126,6 @@ class EngineConnection:
         self.heartbeat()
 
     def detach(self, transport: asyncio.Transport, why: str) -> None:
-        """Record that a connection is closed."""
         if transport is self._transport:
             self.drop(why)
             self.on_lost()

@@ -91,7 +91,6 @@ class SequenceSender:
         return self.connection.senders.get(self.number) is self
 
     def close(self) -> None:
-        """Stop sending."""
         self.connection.senders.pop(self.number, None)
 
 
@@ -175,7 +174,6 @@ class RouterConnection(asyncio.Protocol):
             self.report()
 
     def abort(self) -> None:
-        """Close the connection at once."""
         if self._transport is not None:
             self._transport.abort()
 

@@ -19,6 +19,7 @@ from tercet.protocol import (
     OutputStream,
     RequestTooLarge,
     RouterUnreachable,
+    TercetError,
     TokenLogprob,
 )
 from tercet.protocol.wire import StartGenerateCall
@@ -62,18 +63,28 @@ class Other:
         self.context.__exit__(None, None, None)
 
 
-async def test_an_output_that_no_message_holds_ends_its_own_sequence() -> None:
+@pytest.mark.parametrize(
+    ("output", "kind", "why", "param"),
+    [
+        (large(1000), BadRequest, "request fewer log probabilities", "sampling_params"),
+        (Output((2**70,)), EngineError, "OverflowError", None),
+    ],
+    ids=["no message holds it", "cannot be encoded"],
+)
+async def test_an_output_that_cannot_be_sent_ends_its_own_sequence(
+    output: Output, kind: type[TercetError], why: str, param: str | None
+) -> None:
     async with connected() as pair:
         other = Other(pair)
         outputs, stopped = stream_fed_here(), asyncio.Event()
         with pair.engine.sequence(0, outputs) as number:
             sender = pair.router.sender(number, 0, stopped.set)
             other.sender.send(Output((8,)))
-            sender.send(large(1000))
+            sender.send(output)
             sender.send(Output((6,)))  # nobody gets a token that does not follow the one before
-            with pytest.raises(BadRequest, match="request fewer log probabilities") as caught:
+            with pytest.raises(kind, match=why) as caught:
                 await anext(outputs)
-            assert caught.value.param == "sampling_params"
+            assert caught.value.param == param
             await asyncio.wait_for(stopped.wait(), LONGEST_WAIT_S)
             assert not sender.open
         await other.require_whole(pair)
@@ -92,20 +103,6 @@ async def test_outputs_of_one_step_that_are_large_together_all_arrive() -> None:
             sender.send(output)
         assert [await anext(stream) for stream in streams] == said
         assert pair.engine.connected
-
-
-async def test_an_output_that_cannot_be_said_ends_its_own_sequence(caplog: pytest.LogCaptureFixture) -> None:
-    async with connected() as pair:
-        other = Other(pair)
-        outputs, stopped = stream_fed_here(), asyncio.Event()
-        with pair.engine.sequence(0, outputs) as number:
-            sender = pair.router.sender(number, 0, stopped.set)
-            other.sender.send(Output((8,)))
-            sender.send(Output((2**70,)))
-            with pytest.raises(EngineError, match="OverflowError"):
-                await anext(outputs)
-            await asyncio.wait_for(stopped.wait(), LONGEST_WAIT_S)
-        await other.require_whole(pair)
 
 
 @pytest.mark.parametrize("how_large", ["no message holds it", "its router has much unread"])
