@@ -117,7 +117,14 @@ def scale(
                 say(str(each))
         return
     call = ScaleCall(**given, drain_seconds=drain_timeout) if given else None
-    socket = _socket_of_fleet(which)  # without a fleet, the imports below would only delay the error
+    from tercet.cluster.detached_fleets import running_fleets
+
+    fleets = [fleet for fleet in running_fleets() if fleet.control]
+    found = which.among(fleets)
+    if not found:
+        raise EngineError(f"no fleet of `tercet up` runs here{which.in_words()}{but_at(fleets)}")
+    socket = Path(the_one(found).control)
+    # After the errors, which these imports would only delay: they load asyncio's HTTP client.
     from tercet.cluster.scaling.scaler import scale_fleet, scaling_of
 
     if call is None:
@@ -129,20 +136,6 @@ def scale(
     _show(record, as_json)
     if record.state == "failed":
         raise EngineError(f"scaling failed: the fleet has {record.present}, wanted {record.wanted}: {record.why}")
-
-
-def _socket_of_fleet(which: WhichFleet) -> Path:
-    """Return the control socket of the fleet of this machine that is meant.
-
-    Raises :class:`~tercet.protocol.TercetError` if there is no such fleet, or if several match.
-    """
-    from tercet.cluster.detached_fleets import running_fleets
-
-    fleets = [fleet for fleet in running_fleets() if fleet.control]
-    found = which.among(fleets)
-    if not found:
-        raise EngineError(f"no fleet of `tercet up` runs here{which.in_words()}{but_at(fleets)}")
-    return Path(the_one(found).control)
 
 
 def _followed(socket: Path, record: ScaleRecord, drain_timeout: float, quiet: bool) -> ScaleRecord:

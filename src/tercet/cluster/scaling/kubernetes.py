@@ -122,9 +122,13 @@ class KubernetesFleet:
         for kind in KINDS:
             collection = kind.format(self._namespace)
             content = await self._ask("GET", collection, {"labelSelector": self._selector})
-            if content is not None:
-                items = _objects(content)
-                found += [each for item in items if (each := workload_of(collection, item)) is not None]
+            if content is None:  # the cluster has no such kind of workload
+                continue
+            try:
+                items = msgspec.json.decode(content, type=_List).items or []
+            except UNREADABLE as error:
+                raise EngineUnreachable(f"the answer is not that of a Kubernetes API server: {error}") from error
+            found += [each for item in items if (each := workload_of(collection, item)) is not None]
         if not found:
             raise EngineError(
                 f"the namespace {self._namespace} has no workload with the label {self._selector} whose pods have the "
@@ -207,13 +211,6 @@ class KubernetesFleet:
             hint = f"; its Role must allow {method.lower()} of {path}" if status == NOT_ALLOWED else ""
             raise EngineError(f"the API server refuses {method} {path}: HTTP {status}{hint}: {_message(content)}")
         return content
-
-
-def _objects(content: bytes) -> list[_Object]:
-    try:
-        return msgspec.json.decode(content, type=_List).items or []
-    except UNREADABLE as error:
-        raise EngineUnreachable(f"the answer is not that of a Kubernetes API server: {error}") from error
 
 
 def _message(content: bytes) -> str:

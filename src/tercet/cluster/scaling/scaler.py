@@ -121,7 +121,21 @@ class Scaler:
 
     async def _do(self, scaling: Scaling, order: Do) -> None:
         try:
-            after = await self._done(scaling, order)
+            match order:
+                case Flip(name, role):
+                    await self._hands.set_role(name, role)
+                    self._on_event(name, f"role {role}")
+                    after = scaling.flipped(name, role)
+                case Start(name, role):
+                    await self._hands.start(name, role)
+                    after = scaling.ready(name)
+                case Drain(name):
+                    await self._until_empty(scaling, name)
+                    after = scaling.drained(name)
+                case Stop(name):
+                    await self._hands.stop(name)
+                    self._on_event(name, "has left the fleet")
+                    after = scaling.gone(name)
         except TercetError as error:
             after = scaling.failed(order.name, error.message)
             self._on_event(order.name, error.message)
@@ -129,34 +143,21 @@ class Scaler:
             after = scaling.failed(order.name, f"{type(error).__name__}: {error}")
         self._carry_out(scaling, after)
 
-    async def _done(self, scaling: Scaling, order: Do) -> list[Do]:
-        match order:
-            case Flip(name, role):
-                await self._hands.set_role(name, role)
-                self._on_event(name, f"role {role}")
-                return scaling.flipped(name, role)
-            case Start(name, role):
-                await self._hands.start(name, role)
-                return scaling.ready(name)
-            case Drain(name):
-                engine: dict[str, Any] = await self._router.drain(name)
-                empty, said = 0, -1
-                with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout(self._drain_seconds):
-                        while empty < EMPTY_LOOKS:
-                            left = engine["in_flight"]
-                            scaling.runs(name, left)
-                            empty = 0 if left else empty + 1
-                            if left != said:
-                                self._on_event(name, f"draining: {left} sequences left")
-                                said = left
-                            await asyncio.sleep(LOOK_SECONDS)
-                            engine = await self._router.engine(name)
-                return scaling.drained(name)
-            case Stop(name):
-                await self._hands.stop(name)
-                self._on_event(name, "has left the fleet")
-                return scaling.gone(name)
+    async def _until_empty(self, scaling: Scaling, name: str) -> None:
+        engine: dict[str, Any] = await self._router.drain(name)
+        empty, said = 0, -1
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(self._drain_seconds):
+                # Several looks in a row: a request that was routed before the drain may be on its way.
+                while empty < EMPTY_LOOKS:
+                    left = engine["in_flight"]
+                    scaling.runs(name, left)
+                    empty = 0 if left else empty + 1
+                    if left != said:
+                        self._on_event(name, f"draining: {left} sequences left")
+                        said = left
+                    await asyncio.sleep(LOOK_SECONDS)
+                    engine = await self._router.engine(name)
 
 
 PATH = "/scale"
