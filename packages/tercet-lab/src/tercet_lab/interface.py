@@ -35,6 +35,8 @@ class Parts(TypedDict, total=False):
     planner: Planner | Program | None
     scheduling: str | None
     record: Record | None
+    steady: bool
+    predict_error: float | None
 
 
 def experiment(
@@ -99,6 +101,8 @@ def stream(
     two tables wait for the caller, and ends if the caller stops. Arguments and errors are those of :func:`simulate`.
     """
     given = experiment(what, fleet, work, parts)
+    if given.steady:
+        raise BadRequest("steady: a stream keeps no requests to find a warm-up in; give warm_up to the work", "steady")
     if every < 1:
         raise BadRequest(f"every: is {every}, and must be at least 1 row", "every")
     return _batches(given, every, note)

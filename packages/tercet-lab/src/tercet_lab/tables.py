@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import csv
 import io
+import itertools
 import math
 from array import array
 from collections import Counter
@@ -229,6 +230,7 @@ REQUEST_COLUMNS: Mapping[str, Kind] = {
     "id": "text", "session": "text", "turn": "count", "klass": "text", "phase": "count",
     "scheduled": "time", "sent": "time", "first_token": "time", "last_token": "time", "ended": "time",
     "input_tokens": "count", "cached_tokens": "maybe", "output_tokens": "count", "wanted_tokens": "maybe",
+    "predicted_tokens": "maybe",
     "engine_prefill": "text", "engine_decode": "text", "program": "text", "attempt": "maybe", "retries": "maybe",
     "fallback": "flag", "moves": "maybe", "pause_s": "time", "preempted": "maybe", "sent_bytes": "maybe",
     "ok": "flag", "failure": "text", "met_slo": "verdict", "token_times": "times",
@@ -245,7 +247,7 @@ class Requests(Table):
     - ``scheduled``: due; ``sent``: the client began to send; ``first_token``, ``last_token``: NaN for failed requests;
       ``ended``: the answer ended, or the request failed.
     - ``input_tokens``; ``cached_tokens``: those whose KV no engine computed for this request; ``output_tokens``;
-      ``wanted_tokens``: the limit that the request asked for.
+      ``wanted_tokens``: the limit that the request asked for; ``predicted_tokens``: what policies believed.
     - ``engine_prefill``: the engine that computed the prompt; ``engine_decode``: the one with the last token;
       ``program``; ``attempt``: number of the last attempt (from 0); ``retries``: attempts after a failure;
       ``fallback``: one engine served it after its program failed; ``moves``: to other engines, ``pause_s`` the seconds
@@ -270,6 +272,13 @@ class Requests(Table):
         for name, kind in REQUEST_COLUMNS.items():
             if name not in columns:
                 found.fill(name, [DEFAULTS[kind]] * size)
+        return found
+
+    def where(self, which: NDArray[np.bool_]) -> Requests:
+        """Return the table of some rows."""
+        chosen, found = which.tolist(), Requests(self.limits)
+        for name, data in self._data.items():
+            found.fill(name, itertools.compress(data, chosen))
         return found
 
     @classmethod

@@ -123,6 +123,14 @@ class SimFlags:
         list[str] | None,
         typer.Option(metavar="KEY=VALUE", help="Option of every engine, such as `total_blocks=2000`. Repeatable."),
     ] = None
+    predict_error: Annotated[
+        float | None,
+        typer.Option(
+            metavar="SIGMA",
+            help="Error of predicted answer lengths: the deviation of the logarithm of predicted / true. Programs read "
+            "the header `x-predicted-tokens`; `auto` uses it. Without it `auto` knows each length.",
+        ),
+    ] = None
     scheduling: Annotated[
         str | None,
         typer.Option(
@@ -133,6 +141,9 @@ class SimFlags:
         list[str] | None,
         typer.Option(metavar="NAME:MS[,...]", help="SLO in milliseconds, as in `ttft:500,tpot:50,e2el:5000`."),
     ] = None
+    steady: Annotated[
+        bool, typer.Option("--steady", help="Leave the warm-up that MSER-5 finds out of rates, means and shares.")
+    ] = False
     label: Annotated[
         str | None, typer.Option(help="Name of this run in figures. Without it, the program's name is used.")
     ] = None
@@ -247,6 +258,8 @@ def experiment_of(context: typer.Context, given: SimFlags) -> Experiment:
         scheduling=given.scheduling,
         moves=given.moving,
         record=Record(frames_every=given.record or (OFTEN_S if given.watch else None)),
+        steady=given.steady,
+        predict_error=given.predict_error,
     )
 
 
@@ -325,7 +338,7 @@ def say_regret(simulation: Experiment, report: SimulationReport, note: Callable[
 # Flags of parts that are checked later, under these names.
 NAMES = {
     **{name: f"--{name}" for name in ("program", "fleet", "profile", "scheduling", "reschedule")},
-    "args": "--program-arg", "engine options": "--option",
+    "args": "--program-arg", "engine options": "--option", "predict_error": "--predict-error",
 }  # fmt: skip
 
 

@@ -39,6 +39,7 @@ from tercet_lab.bench.simulated.scenario import (
     slo_of_class,
 )
 from tercet_lab.bench.simulated.simulation import SimulatedPoint, SimulationReport, made_good, point_of, shown
+from tercet_lab.bench.simulated.steady import Steady, steady_of
 from tercet_lab.bench.simulated.virtual_run import Outcome, run_once
 from tercet_lab.planner_settings import NO_PLANNER, PlannerSettings
 from tercet_lab.sim import EngineOptions, load_profile, options_from
@@ -179,7 +180,12 @@ class Experiment(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     - ``moves``: the router's settings of moves, sessions, objectives and roles; ``planner`` plans the fleet; None: that
       of ``moves``. A planner without objectives has those of ``slo``.
     - ``scheduling``: a scheduling file for picks; None: the built-in ones.
-    - ``record``: what is recorded. It changes no other result.
+    - ``record``: what is recorded. It changes no other result. ``steady``: the warm-up that
+      :func:`~tercet_lab.bench.simulated.steady.steady_of` finds is left out of all rates, means and shares of requests.
+    - ``predict_error``: policies believe in another length of each answer: the true one times a lognormal factor with
+      median 1 and this deviation of its logarithm, drawn by ``seed``. Programs read it in the header
+      :data:`~tercet_lab.bench.simulated.scenario.PREDICTED`; ``auto`` uses it. None: there is no such header, and
+      ``auto`` knows ``max_tokens``, which is the true length.
     """
 
     program: str | Callable[..., Any]
@@ -192,6 +198,13 @@ class Experiment(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     planner: Planner | None = None
     scheduling: str | None = None
     record: Record = Record()
+    steady: bool = False
+    predict_error: float | None = None
+
+    def __post_init__(self) -> None:
+        """Raise :class:`~tercet.protocol.BadRequest` for an error that is no standard deviation."""
+        if self.predict_error is not None and not 0 <= self.predict_error < math.inf:
+            raise BadRequest(f"predict_error: is {self.predict_error:g}, and must be 0 or more", "predict_error")
 
     @property
     def settings(self) -> MovingSettings:
@@ -248,7 +261,8 @@ class Experiment(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
             spec = planning.with_spare(spec)
         outcome = run_once(
             program, spec, fleet.profile, options, self.work, self.seed, scheduling, settings, self.record,
-            None if planning is None else planning.companion, **({} if on_row is None else {"on_row": on_row}),
+            None if planning is None else planning.companion, predict_error=self.predict_error,
+            **({} if on_row is None else {"on_row": on_row}),
         )  # fmt: skip
         took, cpu = time.perf_counter() - began, time.process_time() - worked
         requests = outcome.requests
@@ -261,7 +275,12 @@ class Experiment(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
             note(f"rate {shown(rate)}: tokens of the requests (mean ± deviation): {' in, '.join(tokens)} out")
         limits = self.limits
         requests.judge(limits)
-        point = point_of(rate, outcome, limits)
+        about, kept = {**self.arguments(), "rate": rate}, requests
+        if self.steady:
+            steady = steady_of(requests, about, limits)
+            note(f"rate {shown(rate)}: {steady}")
+            kept = steady.requests
+        point = point_of(rate, outcome, limits, kept)
         if planning is not None:
             point = msgspec.structs.replace(point, planned=planning.result(simulated))
             for line in planning.said(point.metrics()):
@@ -283,7 +302,7 @@ class Experiment(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         return Run(
             requests=requests, engines=outcome.engines, moves=outcome.move_rows, plans=_plans_of(point),
             slo=limits, engine_hours=paid / 3600, experiment=self, point=point,
-            about={**self.arguments(), "rate": rate},
+            about=about,
         )  # fmt: skip
 
     def point(self, rate: float | None, note: Note = _quiet) -> SimulatedPoint:
@@ -328,7 +347,8 @@ class Experiment(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
             "fleet": str(self.fleet), "profile": self.fleet.profile, "workload": work,
             "options": {name: _as_text(value) for name, value in self.fleet.options.items()},
             "seed": self.seed, "slo": slo, "scheduling": self.scheduling,
-            "moving": encode_settings(self.settings),
+            "moving": encode_settings(self.settings), **({"steady": True} if self.steady else {}),
+            **({} if self.predict_error is None else {"predict_error": self.predict_error}),
         }  # fmt: skip
 
     # ---- the command line ------------------------------------------------------------------------------------
@@ -356,6 +376,8 @@ class Experiment(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
             words += _setting_flags(msgspec.structs.replace(self.settings, planner=planner))
         else:
             words += _setting_flags(self.settings)
+        words += ["--steady"] if self.steady else []
+        words += [] if self.predict_error is None else ["--predict-error", f"{self.predict_error:.12g}"]
         return shlex.join(words + (["--scheduling", self.scheduling] if self.scheduling else []))
 
 
@@ -453,7 +475,12 @@ class Run:
     @cached_property
     def summary(self) -> Summary:
         """Rates, and the distributions of TTFT, TPOT and the others, in seconds: ``run.summary.ttft.p99``."""
-        return summarize(self.requests, self.slo)
+        return self.steady.summary if self.about.get("steady") else summarize(self.requests, self.slo)
+
+    @cached_property
+    def steady(self) -> Steady:
+        """The requests without the warm-up: ``run.steady.summary``, ``run.steady.left_out``."""
+        return steady_of(self.requests, self.about, self.slo)
 
     @property
     def attainment(self) -> float | None:

@@ -40,7 +40,7 @@ from tercet_lab.sim import EngineOptions
 from tercet_lab.tables import Kind, Slo, Table
 
 MOVING = {each.key for each in declared(MovingSettings)}
-PARTS = ("program", "fleet", "profile", "work", "scheduling", "slo", "moves", "planner")
+PARTS = ("program", "fleet", "profile", "work", "scheduling", "slo", "moves", "planner", "predict_error")
 LOADS = {"request_rate": "rate", "num_prompts": "requests", "num_warmups": "warm_up", "arrival": "arrivals"}
 """Names of the command line for fields of a workload."""
 WORK_FIELDS = ("rate", *dict.fromkeys((*SyntheticWorkload.__struct_fields__, *PlannedWorkload.__struct_fields__)))
@@ -65,6 +65,11 @@ def with_setting(base: Experiment, name: str, value: Any) -> Experiment:
         changes["fleet"] = text
     elif plain == "profile":
         changes["fleet"] = fleet.with_(profile=value)
+    elif plain == "predict_error":
+        try:
+            changes[plain] = float(value)
+        except ValueError:
+            raise BadRequest(f"--over: {name}={value} is not a number", "--over") from None
     elif plain in PARTS:
         changes[plain] = value or None if plain == "scheduling" else value
     elif plain in EngineOptions.__struct_fields__:
@@ -233,7 +238,7 @@ def content_hash(experiment: Experiment) -> str | None:
     fleet, slo = experiment.fleet, experiment.limits
     options = {key: str(value) for key, value in fleet.options.items()}
     parts += [list(experiment.args), fleet.spec, fleet.profile, options]
-    parts += [type(experiment.work).__name__, experiment.work, slo]
+    parts += [type(experiment.work).__name__, experiment.work, slo, experiment.steady, experiment.predict_error]
     text = msgspec.msgpack.encode(parts)
     named = [experiment.scheduling, fleet.profile, *(group.profile for group in fleet.spec.engines)]
     named += [str(each).rpartition(":")[0] for each in functions if isinstance(each, str)]

@@ -23,7 +23,7 @@ from tercet.decisions.roles import RoleFlip
 from tercet.decisions.sessions import Pause
 from tercet.fleet import EngineFleet, FleetKnowledge, Member, Trace
 from tercet.programs import Program, name_of
-from tercet.protocol import BadRequest, EngineLoad, LayoutMismatch
+from tercet.protocol import BadRequest, EngineLoad, LayoutMismatch, Request
 from tercet.router.observe.metrics import Metrics, SessionMetrics
 from tercet.router.serve.moves import MoveRecord, Rescheduler
 from tercet.router.serve.service import Service
@@ -303,7 +303,10 @@ WAIT_FOR_ENGINE = RouterSettings().wait_for_engine_s
 
 @dataclass
 class VirtualFleet:
-    """A fleet of simulated engines, and the service in front of it; ``router`` is the time that it adds (seconds)."""
+    """A fleet of simulated engines, and the service in front of it; ``router`` is the time that it adds (seconds).
+
+    ``predict`` adds to a request what policies believe of it.
+    """
 
     service: Service
     metrics: SimulatedMetrics
@@ -311,6 +314,7 @@ class VirtualFleet:
     network: Network
     router: float
     moving: MovingFleet
+    predict: Callable[[Request], Request] | None = None
 
 
 def build_fleet(

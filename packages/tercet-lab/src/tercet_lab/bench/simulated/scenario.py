@@ -402,6 +402,27 @@ class PlannedTraffic:
         return 0 if found is None else len(found[0].turns) - 1 - found[2]
 
 
+PREDICTED = "x-predicted-tokens"
+"""Header of the length that policies of a simulation believe an answer has."""
+
+
+def with_prediction(request: Request, error: float, seed: int) -> Request:
+    """Return the request with a believed length of its answer; ``error`` is that of an experiment's predictions.
+
+    The draw depends on the seed and the request's id only, so that experiments with other errors have the same luck.
+    """
+    true = request.sampling_params["max_tokens"]
+    factor = math.exp(error * random.Random(f"{seed} {request.seq_id} predicted").gauss(0.0, 1.0))
+    headers = {**request.headers, PREDICTED: str(max(1, round(true * factor)))}
+    return msgspec.structs.replace(request, headers=headers)
+
+
+def predicted_tokens(request: Request) -> int | None:
+    """Return the believed length of a request's answer; None without a prediction."""
+    found = request.headers.get(PREDICTED)
+    return None if found is None else int(found)
+
+
 def weights_of(traffic: Mapping[str, str], objectives: Objectives) -> dict[str, float]:
     """Return the weight of each class. Raise :class:`~tercet.protocol.BadRequest` for an unknown or missing class."""
     known, flag = [DEFAULT_CLASS, *(each.name for each in objectives.classes)], "class-traffic"

@@ -24,7 +24,7 @@ from tercet_lab.bench.results import (
 from tercet_lab.bench.simulated.moving_fleet import MoveTotals, VirtualFlip
 from tercet_lab.bench.simulated.virtual_run import Outcome, PlannedRun
 from tercet_lab.sim.kv_usage import KVImbalance
-from tercet_lab.tables import Slo
+from tercet_lab.tables import Requests, Slo
 
 
 class SimulatedPoint(msgspec.Struct, frozen=True, kw_only=True):
@@ -117,9 +117,9 @@ def _run_name(point: SimulatedPoint) -> str:
     return f"{shown(point.rate)} requests/s" if point.rate is not None else shown(None)
 
 
-def point_of(rate: float | None, outcome: Outcome, slo: Slo | None) -> SimulatedPoint:
-    """Return the results of one run; ``slo`` (None: no limits) defines goodput."""
-    samples = outcome.requests
+def point_of(rate: float | None, outcome: Outcome, slo: Slo | None, samples: Requests | None = None) -> SimulatedPoint:
+    """Return the results of one run; ``slo`` (None: no limits) defines goodput, over ``samples`` of its requests."""
+    samples = outcome.requests if samples is None else samples
     summary = summarize(samples, slo)
     return SimulatedPoint(
         rate=rate, summary=summary, fallbacks=outcome.fallbacks, retries=outcome.retries, busy=outcome.busy,

@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Coroutine, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from traceback import extract_tb
 from typing import Any, NamedTuple, Protocol
 
@@ -41,10 +42,12 @@ from tercet_lab.bench.simulated.scenario import (
     PlannedWorkload,
     SyntheticWorkload,
     classed,
+    predicted_tokens,
     requests_of,
     slo_of_class,
     turn_of,
     weights_of,
+    with_prediction,
 )
 from tercet_lab.sim import EngineOptions, SimEngine, options_from, run_virtual
 from tercet_lab.sim.kv_usage import KVImbalance, UsageLog
@@ -191,8 +194,8 @@ class Outcome:
         for later in range(1, turns + 1):
             self.requests.append(
                 request.seq_id + LATER * later, request.session or "", turn + later, self._class_of(request), 0,
-                now, now, math.nan, math.nan, now, request.num_tokens, math.nan, 0, math.nan, "", "", "", math.nan,
-                math.nan, False, math.nan, math.nan, math.nan, math.nan, False, "unsent", None, None,
+                now, now, math.nan, math.nan, now, request.num_tokens, math.nan, 0, math.nan, math.nan, "", "", "",
+                math.nan, math.nan, False, math.nan, math.nan, math.nan, math.nan, False, "unsent", None, None,
             )  # fmt: skip
 
     def add(self, served: Served, phase: int) -> None:
@@ -220,6 +223,7 @@ class Outcome:
             request.seq_id, request.session or "", turn_of(request.seq_id), self._class_of(request), phase,
             served.sent, served.sent, first, sequence.last_at if sequence is not None and ok else math.nan,
             served.ended, request.num_tokens, max(0, cached) if generated else math.nan, tokens, wanted,
+            math.nan if (told := predicted_tokens(request)) is None else told,
             prefill, "" if sequence is None else sequence.engine, trace.program,
             0 if sequence is None else sequence.attempt, retries + fallbacks, fallbacks > 0,
             0 if sequence is None else sequence.moves, pause, served.preempted, sent,
@@ -300,12 +304,13 @@ def run_once(
     record: Record = RECORD,
     companion: Companion | None = None,
     on_row: Callable[[Outcome], object] = _kept,
+    predict_error: float | None = None,
 ) -> Outcome:
     """Simulate one run. The outcome depends only on the arguments.
 
     ``scheduling`` has the profiles for the program's picks, loaded for this run (None: the built-in ones). ``moving``
     has the settings and policies of moves. ``record`` says what is recorded. ``companion`` is that of
-    :func:`run_requests`.
+    :func:`run_requests`. ``predict_error`` is that of an experiment.
     """
     if isinstance(workload, SyntheticWorkload):
         arrivals, follow_ups = requests_of(workload, seed), None
@@ -313,20 +318,9 @@ def run_once(
         follow_ups = PlannedTraffic(workload, seed)
         arrivals = follow_ups.arrivals()
     return run_requests(
-        program,
-        spec,
-        profile,
-        options,
-        arrivals,
-        workload.warm_up,
-        seed,
-        scheduling,
-        follow_ups,
-        moving,
-        record,
-        companion,
-        on_row,
-    )
+        program, spec, profile, options, arrivals, workload.warm_up, seed, scheduling, follow_ups, moving, record,
+        companion, on_row, predict_error,
+    )  # fmt: skip
 
 
 def run_requests(
@@ -343,6 +337,7 @@ def run_requests(
     record: Record = RECORD,
     companion: Companion | None = None,
     on_row: Callable[[Outcome], object] = _kept,
+    predict_error: float | None = None,
 ) -> Outcome:
     """Simulate requests at given times (seconds), in order.
 
@@ -353,21 +348,10 @@ def run_requests(
     with _young_garbage_only():
         return run_virtual(
             _run(
-                program,
-                spec,
-                profile,
-                options,
-                arrivals,
-                warm_up,
-                seed,
-                scheduling,
-                follow_ups,
-                moving,
-                record,
-                companion,
-                on_row,
+                program, spec, profile, options, arrivals, warm_up, seed, scheduling, follow_ups, moving, record,
+                companion, on_row, predict_error,
             )
-        )
+        )  # fmt: skip
 
 
 @contextmanager
@@ -395,12 +379,16 @@ async def _run(
     record: Record,
     companion: Companion | None,
     on_row: Callable[[Outcome], object],
+    predict_error: float | None,
 ) -> Outcome:
     if record.tokens:
         options = options_from(options, {"stream_every": 1})
     built = build_fleet(program, spec, profile, options, seed, moving)
     if scheduling is not None:
         built.service.fleet.scheduling = scheduling
+    if predict_error is not None:
+        built.predict = partial(with_prediction, error=predict_error, seed=seed)
+        built.service.fleet.costs.length_told = predicted_tokens
     outcome, paid = Outcome(objectives=moving.objectives), PaidTime(built.engines)
     outcome.requests.limits = {each.name: slo_of_class(each) for each in moving.objectives.classes}
     if moving.objectives.classes and not (isinstance(follow_ups, PlannedTraffic) and follow_ups.has_classes):
@@ -504,6 +492,8 @@ async def _converse(
     broken: Exception | None = None
     try:
         while True:
+            if built.predict is not None:
+                request = built.predict(request)
             served = await _serve(built, request, outcome, record.tokens)
             if measured:
                 outcome.add(served, 0 if follow_ups is None else follow_ups.phase_of(request))
