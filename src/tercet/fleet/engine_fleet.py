@@ -82,9 +82,36 @@ class FleetView:
         self, role: Role = "both", by: str = "round_robin", other_than: Engine | None = None,
         request: Request | None = None,
     ) -> Generator[Engine]:  # fmt: skip
+        member = self._picked((), role, by, other_than, request)
+        with self._counted(member, request) as engine:
+            yield engine
+
+    @contextmanager
+    def pick_several(
+        self, count: int, role: Role = "both", by: str = "round_robin", other_than: Engine | None = None,
+        request: Request | None = None,
+    ) -> Generator[Sequence[Engine]]:  # fmt: skip
+        if count < 1:
+            raise BadRequest(f"count: is {count}, and must be at least 1", "count")
+        picking, partner = self.fleet.picking, None if other_than is None else other_than.name
+        with ExitStack() as stack:
+            engines = [stack.enter_context(self.pick(role, by, other_than, request))]
+            # A session has one engine of each role: a further pick would bind it to another one.
+            while len(engines) < count and not picking.is_by_session:
+                names = {partner, *(engine.name for engine in engines)}
+                if all(each.name in names for each in picking.candidates(role, request=request, partner=partner)):
+                    break
+                member = self._picked([engine.name for engine in engines], role, by, other_than, request)
+                engines.append(stack.enter_context(self._counted(member, request)))
+            yield engines
+
+    def _picked(
+        self, besides: Sequence[str], role: Role, by: str, other_than: Engine | None, request: Request | None
+    ) -> Member:
+        """Pick an engine, if possible none of those named ``besides``, and record the pick in the trace."""
         partner = None if other_than is None else other_than.name
         # Names to avoid while there are other engines; the last one matters least.
-        without = (*(() if partner is None else (partner,)), *self.failed)
+        without = (*besides, *(() if partner is None else (partner,)), *self.failed)
         member = self.fleet.picking.pick(role, by, without, request, partner)
         if not member.can(role):
             why = f"{role} -> {member.role}: {self.fleet.picking.why_without(role, partner)}"
@@ -102,8 +129,7 @@ class FleetView:
             if request is not None:
                 pick.predicted = picking.believed.get((request.seq_id, member.name))
             self.trace.picks.append(pick)
-        with self._counted(member, request) as engine:
-            yield engine
+        return member
 
     @contextmanager
     def engine(self, name: str) -> Generator[Engine]:
@@ -302,6 +328,12 @@ class EngineFleet:
         request: Request | None = None,
     ) -> AbstractContextManager[Engine]:  # fmt: skip
         return FleetView(self).pick(role, by, other_than, request)
+
+    def pick_several(
+        self, count: int, role: Role = "both", by: str = "round_robin", other_than: Engine | None = None,
+        request: Request | None = None,
+    ) -> AbstractContextManager[Sequence[Engine]]:  # fmt: skip
+        return FleetView(self).pick_several(count, role, by, other_than, request)
 
     def engine(self, name: str) -> AbstractContextManager[Engine]:
         return FleetView(self).engine(name)

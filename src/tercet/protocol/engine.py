@@ -248,6 +248,21 @@ class Fleet(Protocol):
         """
         ...
 
+    def pick_several(
+        self,
+        count: int,
+        role: Role = "both",
+        by: str = "round_robin",
+        other_than: Engine | None = None,
+        request: Request | None = None,
+    ) -> AbstractContextManager[Sequence[Engine]]:
+        """Pick ``count`` different engines, one after the other as :meth:`pick` does; each counts as busy.
+
+        There are fewer if fewer may be picked, and one for a request of a session, which stays on its engine. Raises
+        what :meth:`pick` raises for the first one, and :class:`~tercet.protocol.BadRequest` for a count below 1.
+        """
+        ...
+
     def engine(self, name: str) -> AbstractContextManager[Engine]:
         """Return the engine ``name``, counted as busy while entered; raises :class:`~tercet.protocol.UnknownEngine`."""
         ...

@@ -202,7 +202,7 @@ class Experiment(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     predict_error: float | None = None
 
     def __post_init__(self) -> None:
-        """Raise :class:`~tercet.protocol.BadRequest` for an error that is no standard deviation."""
+        """Raise :class:`~tercet.protocol.BadRequest` for an invalid error of predictions."""
         if self.predict_error is not None and not 0 <= self.predict_error < math.inf:
             raise BadRequest(f"predict_error: is {self.predict_error:g}, and must be 0 or more", "predict_error")
 
