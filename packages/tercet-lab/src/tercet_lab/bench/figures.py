@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
+
+import numpy as np
 
 from tercet_lab.bench.bench_report import (
     ARRIVALS,
@@ -20,8 +22,9 @@ from tercet_lab.bench.bench_report import (
     LinePoint,
 )
 from tercet_lab.bench.results import REQUESTS_NEEDED, Ratio, enough
-from tercet_lab.bench.simulated.grid import Standing, pareto, sign_of
-from tercet_lab.bench.simulated.sweep import SweepReport, Trial
+from tercet_lab.bench.simulated.grid import Standing, pareto
+from tercet_lab.bench.simulated.run_metrics import metric_of
+from tercet_lab.bench.simulated.sweep import SweepReport
 from tercet_lab.drawing import Box, Picture, draw_frontier, label_points, picture, steps_of
 
 LATENCIES = (("TTFT", "ttft"), ("TPOT", "tpot"), ("JCT", "e2el"))
@@ -49,12 +52,15 @@ def draw(figure: Figure, file: Path, title: str | None = None, *, log: bool = Fa
         axes: Any = drawn.canvas.subplots(len(LATENCIES) + 1, 2, sharex=True, squeeze=False)
         tail = _tail(figure)
         for row, (name, metric) in enumerate(LATENCIES):
-            unit = _unit(_all_drawn(figure, metric, ("mean", tail)))
+            unit: Unit = "s" if max(_all_drawn(figure, metric, ("mean", tail)), default=0.0) > MANY_MS else "ms"
             for axis, statistic in zip(axes[row], ("mean", tail), strict=True):
                 _latencies(drawn, axis, figure, f"{statistic}_{metric}_ms", unit)
                 axis.set_title(f"{statistic if statistic == 'mean' else statistic.upper()} {name}")
                 axis.set_ylabel(unit)
-                _scale(drawn, axis, log=log)
+                if log:
+                    drawn.logarithmic(axis)
+                else:
+                    axis.set_ylim(0, HEADROOM * axis.get_ylim()[1])
         _rates(drawn, axes[-1], figure)
         if len(loads := _loads(figure)) == 1:
             axes[0][0].set_xlim(loads[0] * (1 - BESIDE), loads[0] * (1 + BESIDE))
@@ -87,7 +93,11 @@ def _latencies(drawn: Picture, axis: Any, figure: Figure, key: str, unit: Unit) 
     in_unit = PER_MS[unit]
     for shift, (line, looks) in zip(_shifts(figure), _looks(drawn, figure), strict=True):
         points = [point for point in line.points if _is_drawn(point, key, statistic)]
-        bars = [_bars(point.ratios.get(f"{statistic} {metric.upper()}"), in_unit * 1000) for point in points]
+        # The interval of a ratio times the baseline's value, which is in seconds.
+        ratios = [point.ratios.get(f"{statistic} {metric.upper()}") for point in points]
+        scale = in_unit * 1000
+        bars = [each and (each.low * each.baseline_value * scale, each.high * each.baseline_value * scale)
+                for each in ratios]  # fmt: skip
         values = [_value(point, key) * in_unit for point in points]
         _line(axis, [point.x + shift for point in points], values, bars, looks)
 
@@ -122,11 +132,6 @@ def _line(
     axis.errorbar(x, y, yerr=(below, above), elinewidth=0.8, **looks)
 
 
-def _bars(ratio: Ratio | None, scale: float) -> tuple[float, float] | None:
-    """Return the interval of a ratio times the baseline's value. ``scale`` converts seconds to the axis' unit."""
-    return (ratio.low * ratio.baseline_value * scale, ratio.high * ratio.baseline_value * scale) if ratio else None
-
-
 def _is_drawn(point: LinePoint, key: str, statistic: str) -> bool:
     return point.metrics.get(key) is not None and enough(int(point.metrics.get("completed") or 0), statistic)
 
@@ -141,17 +146,6 @@ def _all_drawn(figure: Figure, metric: str, statistics: Sequence[str]) -> Iterat
 
 def _value(point: LinePoint, key: str) -> float:
     return float(point.metrics.get(key) or 0.0)
-
-
-def _unit(milliseconds: Iterable[float]) -> Unit:
-    return "s" if max(milliseconds, default=0.0) > MANY_MS else "ms"
-
-
-def _scale(drawn: Picture, axis: Any, *, log: bool) -> None:
-    if log:
-        drawn.logarithmic(axis)
-    else:
-        axis.set_ylim(0, HEADROOM * axis.get_ylim()[1])
 
 
 def _ratios(figure: Figure) -> Iterator[Ratio]:
@@ -227,95 +221,54 @@ def _footer(figure: Figure, tail: str) -> Iterator[str]:
 
 
 SWEEP_WIDTH, SWEEP_HEIGHT = 6.0, 4.4
-ORDER: tuple[Standing, ...] = ("best", "near", "beaten")
 # From this value on, seconds are easier to read than milliseconds.
 MANY_SECONDS = 1.0
-METRICS = {"ttft": "TTFT", "tpot": "TPOT", "e2el": "JCT"}
 
 
 def plot_sweep(report: SweepReport, file: Path) -> None:
     """Draw every trial to ``file``. Raise :class:`~tercet.protocol.BadRequest` if it cannot be written."""
-    trials = sorted(
-        (trial for trial in report.trials if math.isfinite(trial.x.mean) and math.isfinite(trial.y.mean)),
-        key=lambda trial: ORDER.index(trial.standing),
-    )
+    trials = [each for each in report.trials if math.isfinite(each.x.mean) and math.isfinite(each.y.mean)]
+    means: Any = np.array([[each.x.mean, each.y.mean] for each in trials]).reshape(-1, 2)
+    halves: Any = np.array([[each.x.half or 0.0, each.y.half or 0.0] for each in trials]).reshape(-1, 2)
+    metrics, names = (metric_of(report.x), metric_of(report.y)), list[str]()
+    for side, metric in enumerate(metrics):
+        unit, scale = "", 1.0
+        if metric.unit == "s":
+            unit, scale = (", s", 1.0) if means[:, side].max(initial=0.0) > MANY_SECONDS else (", ms", 1000.0)
+        means[:, side] *= scale
+        halves[:, side] *= scale
+        names.append(metric.words + unit)
+    points = [(float(x), float(y)) for x, y in means]
+    best = sorted(points[index] for index in pareto([(x * metrics[0].sign, y * metrics[1].sign) for x, y in points]))
     with picture(file, "--plot", SWEEP_WIDTH, SWEEP_HEIGHT) as drawn:
         axis: Any = drawn.canvas.add_subplot()
-        metrics = (report.x, report.y)
-        means = [[each.mean for each in side] for side in _sides(trials)]
-        units = [_unit_of(metric, side) for metric, side in zip(metrics, means, strict=True)]
-        points = [(trial.x.mean * units[0][1], trial.y.mean * units[1][1]) for trial in trials]
-        for standing, looks in _standing_looks(drawn, report).items():
-            _trials(axis, [each for each in zip(trials, points, strict=True) if each[0].standing == standing], units,
-                    looks)  # fmt: skip
-        best = _on_frontier(points, metrics)
+        boxes = list[Box]()
+        for standing, looks in _standing_looks(drawn).items():
+            chosen = [index for index, each in enumerate(trials) if each.standing == standing]
+            if chosen:
+                (x, y), (dx, dy) = means[chosen].T, halves[chosen].T
+                bars = {"xerr": dx, "yerr": dy} if halves[chosen].any() else {}
+                axis.errorbar(x, y, linestyle="", elinewidth=0.7, zorder=3, **bars, **looks)
+        for (x, y), (dx, dy) in zip(points, halves, strict=True):
+            boxes += [Box(x - dx, y, x + dx, y), Box(x, y - dy, x, y + dy)]
         draw_frontier(drawn, axis, best)
         axis.margins(0.12)
-        axis.set_xlabel(f"{_in_words(report.x)}{units[0][0]}")
-        axis.set_ylabel(f"{_in_words(report.y)}{units[1][0]}")
+        axis.set_xlabel(names[0])
+        axis.set_ylabel(names[1])
         drawn.canvas.legend(loc="outside upper center", ncols=4, title=_sweep_title(report))
         drawn.footer("\n".join(_sweep_footer(report, len(report.trials) - len(trials))))
-        label_points(drawn, axis, [", ".join(trial.settings.values()) for trial in trials], points,
-                [*_error_bars(trials, units), *steps_of(best)])  # fmt: skip
+        labels = [", ".join(each.settings.values()) for each in trials]
+        label_points(drawn, axis, labels, points, [*boxes, *steps_of(best)])
 
 
-def _standing_looks(drawn: Picture, report: SweepReport) -> Mapping[Standing, dict[str, Any]]:
+def _standing_looks(drawn: Picture) -> Mapping[Standing, dict[str, Any]]:
     palette = drawn.palette
-    looks: dict[Standing, dict[str, Any]] = {
+    return {
         "best": {"color": palette.series[0], "marker": "o", "label": "no setting beats these"},
         "near": {"color": palette.series[1], "marker": "D", "markerfacecolor": palette.page,
                  "label": "on or off the line by chance"},
         "beaten": {"color": palette.faint, "marker": "s", "label": "beaten"},
     }  # fmt: skip
-    present = {trial.standing for trial in report.trials}
-    return {standing: look for standing, look in looks.items() if standing in present}
-
-
-def _trials(
-    axis: Any, found: Sequence[tuple[Trial, tuple[float, float]]], units: Sequence[tuple[str, float]],
-    looks: Mapping[str, Any],
-) -> None:  # fmt: skip
-    if not found:
-        return
-    errors = [[(each.half or 0.0) * scale for each in side]
-              for side, (_, scale) in zip(_sides([trial for trial, _ in found]), units, strict=True)]  # fmt: skip
-    bars = {"xerr": errors[0], "yerr": errors[1]} if any(errors[0] + errors[1]) else {}
-    axis.errorbar([x for _, (x, _) in found], [y for _, (_, y) in found], linestyle="", elinewidth=0.7, zorder=3,
-                  **bars, **looks)  # fmt: skip
-
-
-def _on_frontier(points: Sequence[tuple[float, float]], metrics: tuple[str, str]) -> list[tuple[float, float]]:
-    signs = sign_of(metrics[0]), sign_of(metrics[1])
-    return sorted(points[index] for index in pareto([(x * signs[0], y * signs[1]) for x, y in points]))
-
-
-def _error_bars(trials: Sequence[Trial], units: Sequence[tuple[str, float]]) -> Iterator[Box]:
-    """Yield the error bars as boxes without area, in the axes' units."""
-    for trial in trials:
-        (x, dx), (y, dy) = (
-            (each.mean * scale, (each.half or 0.0) * scale)
-            for each, (_, scale) in zip((trial.x, trial.y), units, strict=True)
-        )
-        yield Box(x - dx, y, x + dx, y)
-        yield Box(x, y - dy, x, y + dy)
-
-
-def _sides(trials: Sequence[Trial]) -> Iterator[list[Any]]:
-    yield [trial.x for trial in trials]
-    yield [trial.y for trial in trials]
-
-
-def _unit_of(metric: str, means: Sequence[float]) -> tuple[str, float]:
-    if metric.partition(".")[0] not in METRICS:
-        return "", 1.0
-    return (", s", 1.0) if max(means, default=0.0) > MANY_SECONDS else (", ms", 1000.0)
-
-
-def _in_words(metric: str) -> str:
-    name, _, statistic = metric.partition(".")
-    if not statistic:
-        return metric.replace("_", " ")
-    return f"{statistic if statistic == 'mean' else statistic.upper()} {METRICS[name]}"
 
 
 def _sweep_title(report: SweepReport) -> str:

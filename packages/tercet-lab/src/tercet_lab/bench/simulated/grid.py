@@ -271,11 +271,6 @@ def swept_metric(name: str, requests: float = math.inf, slo: bool = True) -> Met
     return found
 
 
-def sign_of(metric: str) -> float:
-    """Return -1 if a larger value of the metric is better, else 1."""
-    return metric_of(metric).sign
-
-
 class Estimate(msgspec.Struct, frozen=True):
     """The mean of a metric over seeds; ``half`` is half the width of its interval.
 

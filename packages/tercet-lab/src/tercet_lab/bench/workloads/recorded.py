@@ -103,6 +103,10 @@ class RecordedTrace(Workload, frozen=True):
     max_input_len: Tokens | None = None
     max_output_len: Tokens | None = None
 
+    def cut(self, prompt: int, answer: int) -> tuple[int, int]:
+        """Return both lengths, or their limits if these are smaller."""
+        return min(prompt, self.max_input_len or prompt), min(answer, self.max_output_len or answer)
+
     @property
     def finite(self) -> bool:
         return True
@@ -126,12 +130,11 @@ class Mooncake(RecordedTrace, frozen=True, tag="mooncake"):
         last = max((block_id for row in rows for block_id in row.hash_ids), default=0)
         text = block_text(draw.vocabulary, draw.content_seed, self.block, last)
         for row in rows:
-            length = at_most(row.input_length, self.max_input_len)
+            length, answer = self.cut(row.input_length, row.output_length)
             ids = row.hash_ids[: -(-length // self.block)]
             prompt: Sequence[int] = BlockTokens(text, ids, 0, min(length, len(ids) * self.block))
             if len(prompt) < length:
                 prompt = (*prompt, *random_ids(draw.vocabulary, length - len(prompt), draw.content))
-            answer = at_most(row.output_length, self.max_output_len)
             yield Conversation((ConversationTurn(prompt, answer),), offset=row.timestamp / 1000)
 
 
@@ -145,8 +148,8 @@ class TraceOfLengths(RecordedTrace, frozen=True):
     def conversations(self, draw: Draw) -> Iterator[Conversation]:
         lines = Lines.of(draw.vocabulary)
         for at, length, answer in sorted(self.rows()):
-            prompt = lines.draw(at_most(length, self.max_input_len), draw.content)
-            yield Conversation((ConversationTurn(prompt, at_most(answer, self.max_output_len)),), offset=at)
+            length, answer = self.cut(length, answer)
+            yield Conversation((ConversationTurn(lines.draw(length, draw.content), answer),), offset=at)
 
 
 class Azure(TraceOfLengths, frozen=True, tag="azure"):
@@ -185,14 +188,7 @@ def read_mooncake(path: str) -> list[MooncakeRow]:
                 found.append(decoder.decode(line))
             except UNREADABLE as error:
                 raise broken("mooncake", path, number, str(error)) from error
-    return _some(_with_output(found, [row for row in found if row.output_length], "mooncake", path), "mooncake", path)
-
-
-def _rows(rows: csv.DictReader[str], kind: str, path: str) -> Iterator[dict[str, str]]:
-    try:
-        yield from rows
-    except csv.Error as error:
-        raise broken(kind, path, rows.line_num, str(error)) from error
+    return _measurable(found, [row for row in found if row.output_length], "mooncake", path)
 
 
 def read_lengths(
@@ -208,21 +204,26 @@ def read_lengths(
     if missing:
         raise broken(kind, path, 1, f"the header lacks {', '.join(missing)}")
     found: list[tuple[float, int, int]] = []
-    for row in _rows(rows, kind, path):
+    while True:
         try:
+            row = next(rows, None)
+            if row is None:
+                break
             when, prompt, answer = (row[name] for name in columns)
             at, lengths = seconds(when), (int(prompt), int(answer))
             if min(lengths) < 0 or max(lengths) > LONGEST_RECORDED or not math.isfinite(at):
                 raise ValueError(f"{when}, {prompt}, {answer} are not a time and two lengths")
             found.append((at, *lengths))
-        except (TypeError, ValueError) as error:
+        except (TypeError, ValueError, csv.Error) as error:
             raise broken(kind, path, rows.line_num, str(error)) from error
-    return _some(_with_output(found, [row for row in found if row[1] and row[2]], kind, path), kind, path)
+    return _measurable(found, [row for row in found if row[1] and row[2]], kind, path)
 
 
-def _with_output(found: list[T], measurable: list[T], kind: str, path: str) -> list[T]:
+def _measurable(found: list[T], measurable: list[T], kind: str, path: str) -> list[T]:
     # A few rows of the published traces have no output: they cannot be measured.
     left_out(kind, path, len(found) - len(measurable), "rows have a length of 0; they are left out")
+    if not measurable:
+        raise BadRequest(f"workload: {kind}: {path} has no requests", "path")
     return measurable
 
 
@@ -242,17 +243,6 @@ def block_text(vocabulary: Vocabulary, seed: str, block: int, last: int) -> Bloc
         raise BadRequest(f"block: {block} tokens cannot distinguish {last + 1} blocks; give a larger block", "block")
     text = random_ids(vocabulary, HASHED_TEXT, Random(seed)) * (1 + -(-block // HASHED_TEXT))
     return BlockText(block, digits, places, text)
-
-
-def at_most(value: int, limit: int | None) -> int:
-    """Return ``value``, but at most ``limit`` (None: no limit)."""
-    return value if limit is None else min(value, limit)
-
-
-def _some(found: list[T], kind: str, path: str) -> list[T]:
-    if not found:
-        raise BadRequest(f"workload: {kind}: {path} has no requests", "path")
-    return found
 
 
 class ShareGPT(Workload, frozen=True, tag="sharegpt"):
