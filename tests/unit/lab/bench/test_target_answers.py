@@ -65,8 +65,12 @@ async def test_a_refusal_that_cannot_be_read_is_no_answer(odd: bytes) -> None:
             await require_programs(url, ["a"], {})
 
 
-async def test_engines_whose_version_is_no_mapping_have_none() -> None:
-    async with serving({"/version": b"[1]"}) as engine:
-        engines = msgspec.json.encode([{"url": engine}, {"url": 7}, 3])
-        async with serving({"/v1/models": MODELS, "/tercet/v1/engines": engines}) as url:
-            assert "engine_versions" not in (await ask_target(url, None, {})).about
+@pytest.mark.parametrize(
+    ("engines", "found"),
+    [([{"url": "x"}, {"vllm": ""}, 3], None), ([{"vllm": "b"}, {"vllm": "a"}, {"vllm": "b"}], ["a", "b"])],
+)
+async def test_versions_of_engines_are_those_that_the_router_lists(
+    engines: list[object], found: list[str] | None
+) -> None:
+    async with serving({"/v1/models": MODELS, "/tercet/v1/engines": msgspec.json.encode(engines)}) as url:
+        assert (await ask_target(url, None, {})).about.get("engine_versions") == found

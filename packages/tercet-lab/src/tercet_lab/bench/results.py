@@ -393,13 +393,8 @@ def summarize(run: Requests | Iterable[RequestRecord], slo: Slo | None = None) -
         steady_goodput=None if slo is None else samples.steady_rate(samples.meets(slo)),
         attainment=float(samples.meets(slo).mean()) if slo is not None and done.size else None,
         max_concurrent_requests=most_at_once(sent, ended),
-        ttft=Distribution.of(samples.ttft),
-        tpot=Distribution.of(samples.tpot),
-        itl=Distribution.of(samples.itl),
-        e2el=Distribution.of(samples.e2el),
-        ttft_scheduled=Distribution.of(samples.ttft_scheduled),
-        e2el_scheduled=Distribution.of(samples.e2el_scheduled),
         send_delay=Distribution.of(sent - scheduled),
+        **{name: Distribution.of(getattr(samples, name)) for name in _DISTRIBUTIONS if name != "send_delay"},
     )
 
 

@@ -77,7 +77,9 @@ async def ask_target(base_url: str, model: str | None, headers: Mapping[str, str
         entry = next((entry for entry in listed if entry.get("id") == chosen), dict[str, Any]())
         root = entry.get("root")
         about = {name: told for name, path in MORE.items() if (told := await _ask(session, url + path)) is not None}
-    about |= {"engine_versions": found} if (found := await _engine_versions(about.get("engines"))) else {}
+    engines: list[Any] = about["engines"] if isinstance(about.get("engines"), list) else []
+    versions = {str(cast("dict[str, Any]", each).get("vllm") or "") for each in engines if isinstance(each, dict)}
+    about |= {"engine_versions": found} if (found := sorted(versions - {""})) else {}
     about |= {"base_url": url, "model": chosen}
     about |= {name: entry[name] for name in LISTED if name in entry}
     return BenchTarget(url, chosen, root if isinstance(root, str) else None, about)
@@ -108,19 +110,6 @@ class _Error(msgspec.Struct):
 
 class _Refused(msgspec.Struct):
     error: _Error
-
-
-async def _engine_versions(engines: Any) -> list[str]:
-    """Return the distinct versions of a router's engines. Engines that do not answer are left out."""
-    if not isinstance(engines, list):
-        return []
-    listed = [cast("dict[str, Any]", engine) for engine in cast("list[object]", engines) if isinstance(engine, dict)]
-    urls = [url for engine in listed if (url := str(engine.get("url"))).startswith("http")]
-    # A new session without the router's headers: other servers must not get its key.
-    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=ASK_SECONDS)) as session:
-        told = await asyncio.gather(*(_ask(session, f"{url}/version") for url in urls))
-    answers = [cast("dict[str, Any]", each) for each in told if isinstance(each, dict)]
-    return sorted({str(each["version"]) for each in answers if "version" in each})
 
 
 async def _models(session: aiohttp.ClientSession, url: str) -> list[dict[str, Any]]:
