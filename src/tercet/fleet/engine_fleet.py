@@ -50,7 +50,7 @@ class FleetView:
     the failures belong to the request: an engine that failed it is not picked for it again while there are others.
     """
 
-    __slots__ = ("began", "explains", "failed", "fleet", "on_generate", "request", "span", "trace")
+    __slots__ = ("answered", "began", "explains", "failed", "fleet", "on_generate", "request", "span", "trace")
 
     def __init__(
         self, fleet: EngineFleet, trace: Trace | None = None,
@@ -60,6 +60,7 @@ class FleetView:
         self.trace = trace or Trace()
         self.explains = trace is not None  # whether picks are recorded with their scores
         self.on_generate = on_generate
+        self.answered = False  # an engine has sent output of a generation
         self.request = request  # only engines with its adapter offer a role
         self.began = fleet.costs.clock()
         self.span = current_span()
@@ -153,7 +154,11 @@ class FleetView:
         matched = self.fleet.picking.matched(request, able)
         names = [member.name for member in able]
         loads = {member.name: float(member.in_flight) for member in able}
-        decision = self.fleet.costs.decide(request, names, matched, targets, explore, self.fleet.may_pair, loads)
+        stores = [store for store in self.fleet.roster.stores if store.reachable and store.name not in self.failed]
+        stored = self.fleet.picking.matched(request, stores) if stores else {}
+        decision = self.fleet.costs.decide(
+            request, names, matched, targets, explore, self.fleet.may_pair, loads, stored
+        )  # fmt: skip
         self.trace.decision, chosen = decision, decision.chosen
         with ExitStack() as stack:
             stack.enter_context(self.fleet.costs.promised(request, decision, matched))
@@ -175,7 +180,8 @@ class FleetView:
         able = [member for member in fleet.members if member.reachable and member.name not in self.failed]
         matched = fleet.picking.matched(request, able, by_reports=True)
         loads = {member.name: float(member.in_flight) for member in able}
-        pull = fleet.costs.pull(request, engine.name, matched, loads, fleet.may_pair)
+        stores = [store.name for store in fleet.roster.stores]
+        pull = fleet.costs.pull(request, engine.name, matched, loads, fleet.may_pair, stores)
         fleet.picking.note_routed(request, [engine.name])
         return None if pull is None else self._source(pull)
 
@@ -241,7 +247,7 @@ class EngineFleet:
         # Get each move that an engine proposes and each report, with the engine's name.
         self.on_proposal: Callable[[str, MoveProposal], object] = lambda engine, proposal: None
         self.on_report: Callable[[str, EngineLoad], object] = lambda engine, load: None
-        # Each gets every generation with its first output, unless it continues after output of another one.
+        # Each gets the first generation of every request, with its first output.
         self.on_answered = list[Callable[[Generation], object]]()
         self.knowledge = FleetKnowledge(clock, stale_after)  # engines' reports and events, from their connections
         self.costs = Costs(clock, random)  # the observed cost of serving, and the work in flight

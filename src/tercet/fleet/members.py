@@ -198,11 +198,11 @@ class Roster:
 
     ``open`` are the members that may be picked now. The list changes in place, and then each of ``when_reopened`` is
     called. ``when_started`` is called with an engine that this process meets for the first time or after a restart,
-    before it may be picked.
+    before it may be picked. ``stores`` are the stores that serve.
     """
 
     def __init__(self, members: Sequence[Member], knowledge: FleetKnowledge, picking: Picking[Member]) -> None:
-        self.open = list[Member]()
+        self.open, self.stores = list[Member](), list[Member]()
         self._members = {member.name: member for member in members}
         self._knowledge = knowledge
         self._picking = picking
@@ -252,6 +252,7 @@ class Roster:
         """Compute again which members may be picked, after a member came, left or began to leave."""
         # In place: the views of a fleet share this list.
         engines = [member for member in self._members.values() if not member.is_store]
+        self.stores = [member for member in self._members.values() if member.is_store and member.is_open]
         self.open[:] = [member for member in engines if member.is_open]
         self._picking.reopen(self.open, [member for member in engines if not member.is_open])
         for call in self.when_reopened:

@@ -308,8 +308,8 @@ class Generation:
                 event.cached, event.received, event.computed = usage.cached, usage.received, usage.computed
                 self.engine.found(event)
                 self.engine.note(event, self._call)
-            # An earlier attempt has answered its client already.
-            if not self.tokens:
+            if not self.engine.view.answered:
+                self.engine.view.answered = True
                 for call in self.engine.view.fleet.on_answered:
                     call(self)
         self.tokens += output.token_ids

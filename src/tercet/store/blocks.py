@@ -76,8 +76,8 @@ class StoreBlocks:
         self.folder = folder
         self.on_stored, self.on_removed = on_stored, on_removed
         self.held: dict[bytes, BlockContent] = {}  # by name, in memory, on disk, or both
-        self.pool = MemoryPool(regions[0].shape.num_blocks, self._evicted)
-        self.disk = DiskIndex(disk_bytes)
+        self.pool = MemoryPool[bytes](regions[0].shape.num_blocks, self._evicted)
+        self.disk = DiskIndex[str](disk_bytes)
         self.leases: dict[str, HeldLease] = {}
         self._sends: dict[str, list[int]] = {}
         self._loads: dict[bytes, asyncio.Task[None]] = {}

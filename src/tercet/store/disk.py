@@ -16,10 +16,11 @@ import os
 import re
 import struct
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from contextlib import suppress
 from hashlib import blake2b
 from pathlib import Path
+from typing import Generic, TypeVar
 
 import msgspec
 
@@ -28,6 +29,7 @@ from tercet.protocol.wire import UNREADABLE
 from tercet.store.contents import BlockContent
 
 logger = logging.getLogger(__name__)
+File = TypeVar("File", bound=Hashable)
 HEAD = struct.Struct("<8sI16s")
 MAGIC = b"tercetk1"
 CHECKSUM_BYTES = 16
@@ -46,41 +48,44 @@ class FileHeader(msgspec.Struct, frozen=True, array_like=True):
     checksum: bytes
 
 
-class DiskIndex:
+class DiskIndex(Generic[File]):
     """Which files there are, the least recently used first, and their bytes: at most ``limit``. Without I/O."""
 
     def __init__(self, limit: int) -> None:
         self.limit = limit
         self.nbytes = 0
-        self._sizes: OrderedDict[str, int] = OrderedDict()
+        self._sizes: OrderedDict[File, int] = OrderedDict()
 
-    def __contains__(self, file: str) -> bool:
+    def __contains__(self, file: File) -> bool:
         return file in self._sizes
+
+    def __iter__(self) -> Iterator[File]:
+        return iter(self._sizes)
 
     def __len__(self) -> int:
         return len(self._sizes)
 
-    def make_room(self, size: int) -> list[str] | None:
+    def make_room(self, size: int) -> list[File] | None:
         """Forget the files that are to be deleted so that ``size`` more bytes fit; None if they can never fit."""
         if size > self.limit:
             return None
-        gone = list[str]()
+        gone = list[File]()
         while self.nbytes + size > self.limit:
             file, there = self._sizes.popitem(last=False)
             self.nbytes -= there
             gone.append(file)
         return gone
 
-    def add(self, file: str, size: int) -> None:
+    def add(self, file: File, size: int) -> None:
         """Add a file as the most recently used one; :meth:`make_room` must have made room for it."""
         self.remove(file)
         self._sizes[file] = size
         self.nbytes += size
 
-    def remove(self, file: str) -> None:
+    def remove(self, file: File) -> None:
         self.nbytes -= self._sizes.pop(file, 0)
 
-    def touch(self, file: str) -> None:
+    def touch(self, file: File) -> None:
         """Note a use of a file, if it exists."""
         if file in self._sizes:
             self._sizes.move_to_end(file)

@@ -9,25 +9,31 @@ A slot is free, taken by an owner that writes it, or an entry, whose contents do
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from typing import Generic, TypeVar
 
 from tercet.protocol import NoSpace
 
+Name = TypeVar("Name", bound=Hashable)
 
-class MemoryPool:
+
+class MemoryPool(Generic[Name]):
     """``slots`` blocks of memory; ``on_evicted`` gets the name of each entry that makes room for another one."""
 
-    def __init__(self, slots: int, on_evicted: Callable[[bytes], object] = lambda _: None) -> None:
+    def __init__(self, slots: int, on_evicted: Callable[[Name], object] = lambda _: None) -> None:
         self.slots = slots
         self._on_evicted = on_evicted
         self._free = list(reversed(range(slots)))
-        self._slot_of: dict[bytes, int] = {}
-        self._entries: dict[int, bytes] = {}
+        self._slot_of: dict[Name, int] = {}
+        self._entries: dict[int, Name] = {}
         self._pins: dict[int, int] = {}
         self._idle: OrderedDict[int, None] = OrderedDict()
 
-    def __contains__(self, name: bytes) -> bool:
+    def __contains__(self, name: Name) -> bool:
         return name in self._slot_of
+
+    def __iter__(self) -> Iterator[Name]:
+        return iter(self._slot_of)
 
     def __len__(self) -> int:
         """Return the number of entries."""
@@ -38,7 +44,7 @@ class MemoryPool:
         """Number of slots that can be taken now."""
         return len(self._free) + len(self._idle)
 
-    def slot(self, name: bytes) -> int | None:
+    def slot(self, name: Name) -> int | None:
         return self._slot_of.get(name)
 
     def take(self, count: int) -> list[int]:
@@ -62,13 +68,13 @@ class MemoryPool:
         """Free taken slots."""
         self._free.extend(slots)
 
-    def enter(self, slot: int, name: bytes) -> None:
+    def enter(self, slot: int, name: Name) -> None:
         """Make a taken slot the entry ``name``, which must not exist; it is pinned once."""
         self._slot_of[name] = slot
         self._entries[slot] = name
         self._pins[slot] = 1
 
-    def touch(self, name: bytes) -> None:
+    def touch(self, name: Name) -> None:
         """Note a use of an entry, if there is one of this name."""
         slot = self._slot_of.get(name)
         if slot in self._idle:

@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager
 import pytest
 
 from tercet.aio import TaskSet
-from tercet.fleet import EngineFleet, Member
+from tercet.fleet import EngineFleet, Member, Trace
 from tercet.protocol import EngineUnreachable, Request, Revision
 from tercet.router.observe.metrics import CopyOutcome, WriteBehindMetrics
 from tercet.router.serve import write_behind
@@ -69,6 +69,19 @@ async def test_a_prompt_is_copied_after_its_first_token(copied: Copies) -> None:
     assert copied.metrics.tokens == 3 * BLOCK
     assert [call[0] for call in copied.store.calls] == ["prep_recv"]
     assert not copied.store.leases
+
+
+async def test_a_prompt_whose_first_token_came_from_another_engine_is_copied_once(copied: Copies) -> None:
+    """The decode engine of a pair continues after the first token; so does the destination of a move."""
+    request = Request(seq_id="pair", prompt=tuple(range(3 * BLOCK)))
+    view = copied.fleet.traced(Trace(), request=request)
+    for output in ((7,), (7, 8)):
+        with view.pick("both", request=request) as engine:
+            assert [token async for each in engine.start_generate(request, 0, output) for token in each.token_ids]
+    await until(lambda: copied.metrics.outcomes)
+    await copied.serve()
+    await until(lambda: copied.metrics.outcomes["copied"] > 1)
+    assert [call[0] for call in copied.store.calls] == ["prep_recv", "prep_recv"]
 
 
 async def test_what_the_store_holds_is_not_sent(copied: Copies) -> None:

@@ -21,7 +21,7 @@ between equals.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice
@@ -293,11 +293,12 @@ class Costs:
 
     def decide(
         self, request: Request, names: Sequence[str], matched: Mapping[str, int], targets: Targets, explore: float,
-        may_pair: MayPair = any_pair, loads: Mapping[str, float] | None = None,
+        may_pair: MayPair = any_pair, loads: Mapping[str, float] | None = None, stored: Mapping[str, int] | None = None,
     ) -> RouteDecision:  # fmt: skip
         """Choose a route over these engines (at least one); ``matched`` has their estimated cached tokens.
 
-        ``loads`` are the sequences on each, by which engines are drawn that send what they have cached.
+        ``loads`` are the sequences on each, by which engines are drawn that send what they have cached; ``stored`` are
+        the tokens that stores have.
         """
         self._watches = True
         now = self.clock()
@@ -309,8 +310,8 @@ class Costs:
         candidates = [RouteCandidate(name, self.work(name), self.model, now, matched.get(name, 0)) for name in names]
 
         def pull_for(decode: RouteCandidate) -> Pull | None:
-            holders = {name: found for name, found in matched.items() if name != decode.name}
-            return self._pull(decode, wanted.tokens, holders, loads or {}, may_pair)
+            holders = {name: found for name, found in matched.items() if name != decode.name} | (stored or {})
+            return self._pull(decode, wanted.tokens, holders, loads or {}, may_pair, stored or ())
 
         options = options_of(candidates, wanted, may_pair, pull_for)
         chosen = self._unknown(options, explore) or options[0]
@@ -320,16 +321,20 @@ class Costs:
         )
 
     def pull(
-        self, request: Request, name: str, matched: Mapping[str, int], loads: Mapping[str, float], may_pair: MayPair
+        self, request: Request, name: str, matched: Mapping[str, int], loads: Mapping[str, float], may_pair: MayPair,
+        stores: Collection[str] = (),
     ) -> Pull | None:  # fmt: skip
-        """Return the pull that the engine ``name`` should make for a request before it computes the rest, or None."""
+        """Return the pull that the engine ``name`` should make for a request before it computes the rest, or None.
+
+        ``matched`` has the tokens of others, too; ``stores`` are the names of stores among them.
+        """
         self._watches = True
         decode = RouteCandidate(name, self.work(name), self.model, self.clock(), matched.get(name, 0))
-        return self._pull(decode, request.num_tokens, matched, loads, may_pair)
+        return self._pull(decode, request.num_tokens, matched, loads, may_pair, stores)
 
     def _pull(
         self, decode: RouteCandidate, tokens: int, matched: Mapping[str, int], loads: Mapping[str, float],
-        may_pair: MayPair,
+        may_pair: MayPair, stores: Collection[str],
     ) -> Pull | None:  # fmt: skip
         holders = {name: found for name, found in matched.items() if found > decode.matched}
         if not holders:
@@ -337,7 +342,7 @@ class Costs:
         whole = decode.prefill(0, tokens)
         holders = {name: found for name, found in holders.items() if may_pair(name, decode.name)}
         return self.pulls.choose(
-            tokens, decode.matched, holders, loads, lambda end: whole - decode.prefill(end, tokens)
+            tokens, decode.matched, holders, loads, lambda end: whole - decode.prefill(end, tokens), stores
         )  # fmt: skip
 
     def _unknown(self, options: Sequence[RouteOption], explore: float) -> RouteOption | None:

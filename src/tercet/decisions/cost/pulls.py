@@ -2,13 +2,13 @@
 
 A pull costs the send alone: the engine that has the KV answers between two of its steps, computes nothing, and its
 queue does not matter. Among engines that save nearly the same, one is drawn by load. Each sends to few at a time, so
-that pulls leave the links to other sends.
+that pulls leave the links to other sends; a store has no others, and sends to more.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Collection, Generator, Mapping
 from contextlib import contextmanager
 from random import Random
 
@@ -16,8 +16,8 @@ import msgspec
 
 from tercet.decisions.cost.engine_work import CostModel
 
-MOST_PULLS = 2
-"""Pulls from one engine at a time."""
+MOST_PULLS, MOST_FROM_STORE = 2, 16
+"""Pulls at a time from one engine, and from one store."""
 CHEAPER = 0.8
 """Share of the time of computing below which a send is predicted to be worth a call and a lease."""
 NEARLY = 0.9
@@ -58,17 +58,18 @@ class Pulls:
 
     def choose(
         self, length: int, own: int, holders: Mapping[str, int], loads: Mapping[str, float],
-        computing: Callable[[int], float],
+        computing: Callable[[int], float], stores: Collection[str] = (),
     ) -> Pull | None:  # fmt: skip
         """Return the pull that an engine with ``own`` cached tokens of a prompt of ``length`` should make, or None.
 
-        ``holders`` are the tokens that other engines are believed to have, ``loads`` the sequences on each.
+        ``holders`` are the tokens that others are believed to have, ``stores`` the names of stores among them, and
+        ``loads`` the sequences on each engine.
         ``computing(end)`` returns the seconds that the engine saves if it receives the tokens up to ``end``.
         """
         found = list[Pull]()
         for name, matched in holders.items():
             end = min(matched, length - 1)  # the last token is always computed
-            if end > own and self._running[name] < MOST_PULLS:
+            if end > own and self._running[name] < (MOST_FROM_STORE if name in stores else MOST_PULLS):
                 pull = Pull(name, end, self._model.send(end - own), computing(end))
                 if pull.seconds < CHEAPER * pull.computing:
                     found.append(pull)

@@ -9,18 +9,32 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 from tercet.protocol import KVAddrInfo, TercetError, TransferFailed
 from tercet_lab.sim.block_pool import Prompt
-from tercet_lab.sim.step_times import Transfer
+from tercet_lab.sim.step_times import Profile, Transfer
 
-if TYPE_CHECKING:
-    from tercet_lab.sim.sim_engine import SimEngine
+
+class SendSource(Protocol):
+    """The sender of a send: an engine or a store of this process."""
+
+    name: str
+    profile: Profile
+    network: Network
+
+    @property
+    def transfer(self) -> Transfer:
+        """Speed of KV transfers from there."""
+        ...
+
+    def loses_a_transfer(self) -> bool:
+        """True, at random, if this transfer is to be lost."""
+        ...
 
 
 class SendTarget(Protocol):
-    """The receiver of a send: an engine of this process or of another process."""
+    """The receiver of a send: an engine or a store of this process, or an engine of another process."""
 
     @property
     def name(self) -> str:
@@ -51,7 +65,7 @@ class Send:
     """
 
     def __init__(
-        self, sender: SimEngine, receiver: SendTarget, lease: str, prompt: Prompt, begin: int, end: int
+        self, sender: SendSource, receiver: SendTarget, lease: str, prompt: Prompt, begin: int, end: int
     ) -> None:
         self._loop = asyncio.get_running_loop()
         self._sender = sender
@@ -129,8 +143,16 @@ class Send:
                 self._receiver.receive(self._lease, self._prompt, begin, end, lambda _: None)
 
 
+class Node(SendTarget, Protocol):
+    """An engine or a store of a simulation."""
+
+    def close(self) -> None:
+        """End the cycles of references in what it keeps, at the end of a simulation."""
+        ...
+
+
 class Network:
-    """The engines of one simulation by name, and their links.
+    """The engines and stores of one simulation by name, and their links.
 
     ``prompt`` makes a :class:`Prompt`, which has the model's answer, from tokens, cache salt and adapter.
     """
@@ -138,22 +160,22 @@ class Network:
     def __init__(self) -> None:
         self.prompt: Callable[[tuple[int, ...], str | None, str | None], Prompt] = Prompt
         self.bytes_sent = 0
-        self._engines: dict[str, SimEngine] = {}
+        self._nodes: dict[str, Node] = {}
         self._preemptions: dict[str, int] = {}
         self._out_free: dict[str, float] = {}
         self._in_free: dict[str, float] = {}
 
-    def add(self, engine: SimEngine) -> None:
-        """Connect an engine under its name. Raise ``ValueError`` if another engine has that name."""
-        if engine.name in self._engines:
-            raise ValueError(f"two engines have the name {engine.name}; rename one")
-        self._engines[engine.name] = engine
+    def add(self, node: Node) -> None:
+        """Connect an engine or a store under its name. Raise ``ValueError`` if another one has that name."""
+        if node.name in self._nodes:
+            raise ValueError(f"two engines have the name {node.name}; rename one")
+        self._nodes[node.name] = node
 
     def close(self) -> None:
-        """Disconnect the engines at the end of a simulation: this ends the cycle of references with them."""
-        for engine in self._engines.values():
-            engine.pool.close()
-        self._engines.clear()
+        """Disconnect all at the end of a simulation: this ends the cycle of references with them."""
+        for node in self._nodes.values():
+            node.close()
+        self._nodes.clear()
 
     def note_preemptions(self, seq_id: str, count: int) -> None:
         """Record that an engine preempted a sequence ``count`` times."""
@@ -168,13 +190,13 @@ class Network:
         return sum(self._preemptions.pop(each) for each in attempts)
 
     def find(self, info: KVAddrInfo) -> SendTarget:
-        """Return the engine that made this reservation. Raise :class:`~tercet.protocol.TransferFailed` if unknown."""
-        found = self._engines.get(info.engine)
+        """Return what made this reservation. Raise :class:`~tercet.protocol.TransferFailed` if it is unknown."""
+        found = self._nodes.get(info.engine)
         if found is None:
             raise TransferFailed(f"this simulation has no engine {info.engine}", "kv_addr_info")
         return found
 
-    def book(self, sender: SimEngine, receiver: SendTarget, size: int, first: float, last: float) -> float:
+    def book(self, sender: SendSource, receiver: SendTarget, size: int, first: float, last: float) -> float:
         """Reserve the links for ``size`` bytes. Return the time at which the last byte is acknowledged.
 
         The first layer is ready at ``first``, the last layer at ``last``. All times are seconds of the loop.

@@ -142,6 +142,10 @@ class SimEngine:
         if self._block_observer is not None:
             self.pool.observe(self._block_observer)
 
+    def close(self) -> None:
+        """See :meth:`tercet_lab.sim.network.Node.close`."""
+        self.pool.close()
+
     def observe_blocks(self, observer: SimObserver) -> None:
         """Notify ``observer`` of this engine's cached blocks, now and from now on."""
         self._block_observer = observer
@@ -515,6 +519,7 @@ class SimEngine:
         if lease.valid_end == 0:
             self._leases.end(lease)  # a lease without valid KV ends, as in the plugin
             return work
+        self._leases.publish(lease)  # the KV is in the cache as soon as it is here, also if a step runs
         work.holding = self._leases.claim(lease)
         work.computed = min(lease.valid_end, work.known - 1)
         work.usage = usage_of(work.known, work.computed, lease.matched)

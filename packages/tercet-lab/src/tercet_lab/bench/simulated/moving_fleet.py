@@ -19,22 +19,27 @@ import msgspec
 import numpy as np
 from prometheus_client import CollectorRegistry
 
+from tercet import __version__
 from tercet.decisions.roles import RoleFlip
 from tercet.decisions.sessions import Pause
 from tercet.fleet import EngineFleet, FleetKnowledge, Member, Trace
 from tercet.programs import Program, name_of
 from tercet.protocol import BadRequest, EngineLoad, LayoutMismatch, Request
-from tercet.router.observe.metrics import Metrics, SessionMetrics
+from tercet.protocol.addresses import Revision
+from tercet.protocol.names import STORE
+from tercet.router.observe.metrics import CopyOutcome, Metrics, SessionMetrics, WriteBehindMetrics
 from tercet.router.serve.moves import MoveRecord, Rescheduler
 from tercet.router.serve.service import Service
 from tercet.router.serve.sessions import MoveEnd, PinEnd, Ran, Sessions
+from tercet.router.serve.write_behind import WriteBehind
 from tercet.router.state.roles import INTERVAL_S, FleetRoles, seen_for_roles, with_roles_followed
 from tercet.settings import MoveSettings, RescheduleSettings, RetryBudget, RouterSettings, Settings
 from tercet.settings.declaration import Setting
 from tercet.settings.fleet_settings import OBJECTIVES, Objectives, RolesBy, SessionSettings, require_objectives
-from tercet_lab.bench.simulated.scenario import Fault, FleetSpec, members_of, weights_of
+from tercet_lab.bench.simulated.scenario import Fault, FleetSpec, members_of, store_names, weights_of
 from tercet_lab.planner_settings import NO_PLANNER, PlannedBy, PlannerSettings, require_planner
 from tercet_lab.sim import EngineOptions, Host, Network, Profile, SimEngine, load_profile, options_from
+from tercet_lab.sim.sim_store import SimStore
 from tercet_lab.tables import Kind, Table
 
 
@@ -169,6 +174,17 @@ MOVE_COLUMNS: Mapping[str, Kind] = {
 }  # fmt: skip
 
 
+class CopyCounts(WriteBehindMetrics):
+    """The counts of copies to stores, by outcome, and their tokens; no metric is made."""
+
+    def __init__(self) -> None:
+        self.counts = Counter[str]()
+
+    def ended(self, outcome: CopyOutcome, tokens: int = 0) -> None:
+        self.counts[f"store_copies_{outcome}"] += 1
+        self.counts["store_copied_tokens"] += tokens
+
+
 class SimulatedMetrics(Metrics):
     """The metrics of a simulated router, in a separate registry, with totals of its moves and sessions.
 
@@ -177,7 +193,7 @@ class SimulatedMetrics(Metrics):
 
     def __init__(self) -> None:
         super().__init__(CollectorRegistry())
-        self.sessions = SessionCounts()
+        self.sessions, self.write_behind = SessionCounts(), CopyCounts()
         self.move_rows = Table(MOVE_COLUMNS)
         self._move_outcomes = Counter[str]()
         self._move_pauses: list[float] = []
@@ -230,11 +246,11 @@ class MovingFleet:
     """
 
     def __init__(
-        self, service: Service, metrics: SimulatedMetrics, engines: Mapping[str, SimEngine], settings: MovingSettings,
-        has_faults: bool,
+        self, service: Service, metrics: SimulatedMetrics, engines: Mapping[str, SimEngine],
+        stores: Mapping[str, SimStore], settings: MovingSettings, has_faults: bool,
     ) -> None:  # fmt: skip
         self._fleet = fleet = service.fleet
-        self._engines = engines
+        self._engines, self._stores = engines, stores
         self._interval = settings.reschedule.interval_s
         self._work: list[Coroutine[Any, Any, None]] = []
         by_itself = settings.roles == "auto"
@@ -252,6 +268,8 @@ class MovingFleet:
             self._work += [self._report(), rescheduler.run()]
         if has_faults:
             self._work.append(self._watch())
+        if stores:
+            self._work.append(WriteBehind(fleet, metrics.write_behind).run())
 
     @asynccontextmanager
     async def running(self) -> AsyncGenerator[None]:
@@ -273,7 +291,7 @@ class MovingFleet:
         fleet = self._fleet
         while True:
             for member in fleet.members:
-                engine = self._engines[member.name]
+                engine = self._engines.get(member.name) or self._stores[member.name]
                 if not engine.down:
                     fleet.health.heard(member.name, engine.load().stalled_s)
                 member.reachable = not (engine.down or fleet.liveness.is_stuck(member.name))
@@ -311,6 +329,7 @@ class VirtualFleet:
     service: Service
     metrics: SimulatedMetrics
     engines: dict[str, SimEngine]
+    stores: dict[str, SimStore]
     network: Network
     router: float
     moving: MovingFleet
@@ -339,6 +358,15 @@ def build_fleet(
         members.append(Member(name, f"sim://{name}", group.role, engine, kv_tokens=room))
     if not spec.without_kv_exchange:
         _require_exchange(list(engines.values()))
+    mirrored = next(iter(engines.values())).profile
+    stores = {
+        name: SimStore(name, mirrored, network, each) for name, each in zip(store_names(spec), spec.stores, strict=True)
+    }
+    if stores:  # copies go where revisions allow it
+        for member in members:
+            member.revision = _revision(engines[member.name].profile)
+    for name, store in stores.items():
+        members.append(Member(name, f"sim://{name}", STORE, store, revision=_revision(store.profile)))
     # Simulated engines report every change, so the last report is valid at any age.
     fleet = EngineFleet(members, clock=asyncio.get_running_loop().time, stale_after=math.inf, seed=seed)
 
@@ -349,10 +377,13 @@ def build_fleet(
             engine.observe(EngineObserver(fleet.knowledge, name, engine.profile.block_size))
 
     def listen_for_blocks() -> None:
-        for name, engine in engines.items():
-            engine.observe_blocks(EngineObserver(fleet.knowledge, name, engine.profile.block_size))
+        for name, each in (*engines.items(), *stores.items()):
+            each.observe_blocks(EngineObserver(fleet.knowledge, name, each.profile.block_size))
 
-    fleet.knowledge.hear_from(listen, listen_for_blocks)  # only programs that ask for reports cause their cost
+    if stores:  # what they hold is known by their events only, and then engines must be known by theirs
+        listen_for_blocks()
+    # Only programs that ask for reports cause their cost.
+    fleet.knowledge.hear_from(listen, (lambda: None) if stores else listen_for_blocks)
     # A fleet has one router, with the time of the engines' default profile.
     router = profiles[profile].router if profile in profiles else 0.0
     metrics = SimulatedMetrics()
@@ -360,8 +391,13 @@ def build_fleet(
         fleet, name_of(program), {}, metrics, retries=RETRIES, wait_for_engine=WAIT_FOR_ENGINE,
         moves=moving.moves, retries_faults=False, load_arm=lambda _: program,
     )  # fmt: skip
-    with_moves = MovingFleet(service, metrics, engines, moving, bool(spec.faults))
-    return VirtualFleet(service, metrics, engines, network, router, with_moves)
+    with_moves = MovingFleet(service, metrics, engines, stores, moving, bool(spec.faults))
+    return VirtualFleet(service, metrics, engines, stores, network, router, with_moves)
+
+
+def _revision(profile: Profile) -> Revision:
+    layout = profile.layout()
+    return Revision(__version__, "simulated", layout.model, layout=layout)
 
 
 def _require_exchange(engines: Sequence[SimEngine]) -> None:
@@ -377,7 +413,7 @@ def _require_exchange(engines: Sequence[SimEngine]) -> None:
             ) from None
 
 
-def plan_fault(fault: Fault, engine: SimEngine, fleet: EngineFleet) -> None:
+def plan_fault(fault: Fault, engine: SimEngine | SimStore, fleet: EngineFleet) -> None:
     """Let a fault of ``engine`` begin and end at its times."""
     begins: dict[str, Callable[[], None]] = {
         "die": engine.fail,
@@ -395,7 +431,7 @@ def plan_fault(fault: Fault, engine: SimEngine, fleet: EngineFleet) -> None:
         loop.call_at(fault.at + fault.down, ends[fault.kind])
 
 
-def _recover(engine: SimEngine, fleet: EngineFleet) -> None:
+def _recover(engine: SimEngine | SimStore, fleet: EngineFleet) -> None:
     engine.recover()
     fleet.member(engine.name).reachable = True
 

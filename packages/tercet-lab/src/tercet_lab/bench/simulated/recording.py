@@ -20,6 +20,7 @@ from tercet.router.page.records import Frame
 from tercet.router.page.watch import FleetWatch, about_service
 from tercet.router.serve.service import Service
 from tercet_lab.sim import SimEngine
+from tercet_lab.sim.sim_store import SimStore
 from tercet_lab.tables import Kind, Table
 
 MOST_FRAMES, FEWEST_FRAMES, MOST_ROWS = 600, 60, 300_000
@@ -31,7 +32,7 @@ OFTEN_S = 0.1
 class EngineLoads:
     """The present loads of simulated engines. Reading them does not inform the simulated router."""
 
-    def __init__(self, engines: Mapping[str, SimEngine]) -> None:
+    def __init__(self, engines: Mapping[str, SimEngine | SimStore]) -> None:
         self._engines = engines
 
     def begin(self) -> None: ...
@@ -40,7 +41,7 @@ class EngineLoads:
         return np.array([_row(self._engines[member.name]) for member in members]).reshape(len(members), 4)
 
 
-def _row(engine: SimEngine) -> tuple[float, float, float, float]:
+def _row(engine: SimEngine | SimStore) -> tuple[float, float, float, float]:
     if engine.down:
         return math.nan, math.nan, math.nan, math.nan
     load = engine.load()
@@ -71,7 +72,9 @@ def halved(frames: Sequence[Frame]) -> list[Frame]:
 class TimelineRecorder:
     """The recorder of a run's ``frames``: one every ``interval_s`` virtual seconds, fewer if the run is long."""
 
-    def __init__(self, service: Service, engines: Mapping[str, SimEngine], model: str, interval_s: float) -> None:
+    def __init__(
+        self, service: Service, engines: Mapping[str, SimEngine | SimStore], model: str, interval_s: float
+    ) -> None:
         self._sequences = service.sequences
         self._watch = FleetWatch(service, EngineLoads(engines), lambda: about_service(service, model))
         self._most = max(FEWEST_FRAMES, min(MOST_FRAMES, MOST_ROWS // max(1, len(engines))))

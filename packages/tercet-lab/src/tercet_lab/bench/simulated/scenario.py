@@ -20,15 +20,18 @@ import msgspec
 import numpy as np
 
 from tercet.protocol import BadRequest, Request, Role
-from tercet.protocol.names import chosen_by_weight
+from tercet.protocol.names import STORE, chosen_by_weight
 from tercet.settings.declaration import complaint, load_yaml
 from tercet.settings.fleet_settings import DEFAULT_CLASS, ObjectiveClass, Objectives
 from tercet_lab.bench.workloads import Conversation, parse_phases, plan
 from tercet_lab.bench.workloads.conversations import HashedWords, lengths, replayed
 from tercet_lab.bench.workloads.rows import RecordedRows
+from tercet_lab.sim.sim_store import StoreSpec
 from tercet_lab.tables import Slo
 
 SHORT = re.compile(r"(\d+)P(\d+)D(@[^,=@]+)?")
+SIZES = re.compile(r"(\d+(?:\.\d+)?)([kMG]?)(?:\+(\d+(?:\.\d+)?)([kMG]?))?")
+UNITS = {"": 1, "k": 10**3, "M": 10**6, "G": 10**9}
 ROLES: tuple[Role, ...] = ("prefill", "decode", "both")
 
 
@@ -61,12 +64,13 @@ class Fault(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
 
 
 class FleetSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """A simulated fleet. The names of its engines are role and number: ``prefill-0``, ``decode-0``, ``both-0``, ...
+    """A simulated fleet. Names are role and number: ``prefill-0``, ``decode-0``, ``both-0``, ``store-0``, ...
 
     Engines that cannot send KV to each other are refused unless ``without_kv_exchange`` is set.
     """
 
     engines: tuple[EngineGroup, ...]
+    stores: tuple[StoreSpec, ...] = ()
     faults: tuple[Fault, ...] = ()
     without_kv_exchange: bool = False
 
@@ -74,14 +78,30 @@ class FleetSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
 def parse_fleet(given: str) -> FleetSpec:
     """Return the fleet of a text: ``ROLE=COUNT[@HOST][,...]``, ``2P6D[@HOST]`` or the path of a YAML file.
 
+    ``store=TOKENS[+TOKENS]`` is a store with room in memory and on disk.
     Raise :class:`~tercet.protocol.BadRequest` for an invalid one.
     """
-    short = SHORT.fullmatch(given)
+    head, comma, rest = given.partition(",")
+    short = SHORT.fullmatch(head)
     if short:
         host = short[3] or ""
-        given = f"prefill={short[1]}{host},decode={short[2]}{host}"
-    spec = FleetSpec(engines=tuple(_group(part) for part in given.split(","))) if "=" in given else _from_file(given)
-    return checked_fleet(spec)
+        given = f"prefill={short[1]}{host},decode={short[2]}{host}{comma}{rest}"
+    if "=" not in given:
+        return checked_fleet(_from_file(given))
+    parts = given.split(",")
+    stores = tuple(_store(part[len(STORE) + 1 :]) for part in parts if part.startswith(f"{STORE}="))
+    groups = tuple(_group(part) for part in parts if not part.startswith(f"{STORE}="))
+    return checked_fleet(FleetSpec(engines=groups, stores=stores))
+
+
+def _store(given: str) -> StoreSpec:
+    sizes = SIZES.fullmatch(given)
+    if sizes is None:
+        raise BadRequest(
+            f"fleet: store={given} is not store=TOKENS[+TOKENS], in memory and on disk, such as 8M+100M", "fleet"
+        )
+    memory, disk = (int(float(sizes[at] or 0) * UNITS[sizes[at + 1] or ""]) for at in (1, 3))
+    return StoreSpec(tokens=memory, disk_tokens=disk)
 
 
 def _group(part: str) -> EngineGroup:
@@ -109,7 +129,7 @@ def checked_fleet(spec: FleetSpec) -> FleetSpec:
     """Return the fleet; raise :class:`~tercet.protocol.BadRequest` if it is empty, or for a fault that cannot be."""
     if not spec.engines or any(group.count < 1 for group in spec.engines):
         raise BadRequest("fleet: every group needs at least one engine", "fleet")
-    names = set(names_of(spec))
+    names = {*names_of(spec), *store_names(spec)}
     for fault in spec.faults:
         if fault.engine not in names:
             raise BadRequest(
@@ -124,6 +144,11 @@ def checked_fleet(spec: FleetSpec) -> FleetSpec:
 def names_of(spec: FleetSpec) -> list[str]:
     """Return the names of a fleet's engines, in order."""
     return [f"{group.role}-{index}" for group, index in members_of(spec)]
+
+
+def store_names(spec: FleetSpec) -> list[str]:
+    """Return the names of a fleet's stores, in order."""
+    return [f"{STORE}-{index}" for index in range(len(spec.stores))]
 
 
 def members_of(spec: FleetSpec) -> list[tuple[EngineGroup, int]]:

@@ -51,6 +51,7 @@ from tercet_lab.bench.simulated.scenario import (
 )
 from tercet_lab.sim import EngineOptions, SimEngine, options_from, run_virtual
 from tercet_lab.sim.kv_usage import KVImbalance, UsageLog
+from tercet_lab.sim.sim_store import SimStore
 from tercet_lab.tables import Requests, Table
 
 
@@ -395,13 +396,14 @@ async def _run(
         weights = weights_of(moving.class_traffic, moving.objectives)
         arrivals = classed(arrivals, weights, moving.objectives.header, seed)
     for fault in spec.faults:
-        plan_fault(fault, built.engines[fault.engine], built.service.fleet)
+        plan_fault(fault, built.engines.get(fault.engine) or built.stores[fault.engine], built.service.fleet)
+    everything: Mapping[str, SimEngine | SimStore] = {**built.engines, **built.stores}
     recorder, others = None, list[Coroutine[Any, Any, None]]()
     if record.frames_every is not None:
-        recorder = TimelineRecorder(built.service, built.engines, profile, record.frames_every)
+        recorder = TimelineRecorder(built.service, everything, profile, record.frames_every)
         others.append(recorder.run())
     if record.engines_every is not None:
-        loads = EngineLoads(built.engines)
+        loads = EngineLoads(everything)
         others.append(EngineSamples(outcome.engines, built.service.fleet, loads, paid, record.engines_every).run())
     if companion is not None:
         others.append(companion(built.service, built.engines, paid))
@@ -576,6 +578,9 @@ def _collect(built: VirtualFleet, outcome: Outcome, paid: PaidTime) -> None:
         totals["preemptions"] += counters.preemptions
         totals["evicted_blocks"] += counters.evicted
     sessions = built.metrics.sessions.counts
+    for store in built.stores.values():
+        totals.update({f"store_{name}": count for name, count in sorted(store.counts.items())})
+    totals.update(built.metrics.write_behind.counts)
     outcome.counts = {**totals, "kv_bytes_sent": built.network.bytes_sent, **dict(sorted(sessions.items()))}
     outcome.moves, outcome.move_rows = built.metrics.totals(), built.metrics.move_rows
     outcome.flips = built.moving.roles.flips if built.moving.roles is not None else []

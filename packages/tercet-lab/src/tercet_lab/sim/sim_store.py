@@ -1,0 +1,441 @@
+"""A simulated store: KV in host memory and on a disk, in virtual time, behind the verbs of ``tercet store``.
+
+What is kept and what is evicted is decided by the real store's :class:`~tercet.store.pool.MemoryPool` and
+:class:`~tercet.store.disk.DiskIndex`. A disk reads and writes one block after the other, at the same rate in both
+directions at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from collections import Counter, deque
+from collections.abc import AsyncGenerator, Callable, Collection, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from itertools import count, takewhile
+from typing import NoReturn
+
+import msgspec
+
+from tercet import __version__
+from tercet.decisions.scheduling.plugin import block_hashes
+from tercet.engine.leases import Lease, LeaseTable, check_range, end_of_reservation, require_continued
+from tercet.protocol import (
+    BadRequest,
+    EngineLoad,
+    EngineStatus,
+    EngineUnreachable,
+    KVAddrInfo,
+    NoSpace,
+    RankAddress,
+    Request,
+    Reservation,
+    Sent,
+    UnknownSequence,
+    Usage,
+    resolve_range,
+)
+from tercet.protocol.types import resolve_end
+from tercet.store.blocks import DISK_SECONDS, WRITES_WAITING
+from tercet.store.disk import DiskIndex
+from tercet.store.pool import MemoryPool
+from tercet_lab.sim.block_pool import Prompt, SimObserver
+from tercet_lab.sim.engine_options import check_prompt
+from tercet_lab.sim.network import Network, Send
+from tercet_lab.sim.step_times import Profile
+
+LEASE_TTL = 60.0
+
+
+class StoreSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """A store with room for the KV of ``tokens`` in memory and of ``disk_tokens`` on a disk, 0 for none.
+
+    The disk reads and writes ``disk_rate`` bytes per second.
+    """
+
+    tokens: int
+    disk_tokens: int = 0
+    disk_rate: float = 5e9
+
+    def __post_init__(self) -> None:
+        """Raise :class:`~tercet.protocol.BadRequest`, which names the field, for the first invalid value."""
+        fine = {"tokens": self.tokens >= 1, "disk_tokens": self.disk_tokens >= 0, "disk_rate": self.disk_rate > 0}
+        for name in (name for name, good in fine.items() if not good):
+            raise BadRequest(f"fleet: stores: {name}: is {getattr(self, name)}, and is too small", "fleet")
+
+
+@dataclass(eq=False, slots=True)
+class StoredLease(Lease):
+    """Slots for the tokens ``[begin, end)`` of ``prompt``, whose whole blocks have ``names``."""
+
+    prompt: Prompt
+    names: Sequence[int]
+    end: int
+    begin: int
+    matched: list[int]  # pinned slots of blocks that were in memory before
+    slots: list[int]
+    valid_end: int = 0
+    settled: int = 0  # how many of the slots hold whole blocks
+    entered: list[int] = field(default_factory=list[int])
+
+
+class SimStore:
+    """One store in virtual time, with the layout of engines of ``profile``, which can fail, restart and freeze.
+
+    Raise :class:`~tercet.protocol.BadRequest` if it cannot hold one block.
+    """
+
+    def __init__(self, name: str, profile: Profile, network: Network, spec: StoreSpec) -> None:
+        self.name, self.profile, self.network, self._spec = name, profile, network, spec
+        self.transfer = profile.transfer
+        self.counts = Counter[str]()
+        self._size = size = profile.block_size
+        if spec.tokens < size:
+            raise BadRequest(f"fleet: stores: tokens: is {spec.tokens}, and one block has {size}", "fleet")
+        self._layout = profile.layout()
+        self._loop = asyncio.get_running_loop()
+        self._block_seconds = size * profile.model.kv_bytes_per_token / spec.disk_rate
+        self._lease_numbers = count(1)  # continues after a failure: no new lease matches a late message
+        self._observer: SimObserver | None = None
+        self._evicted: list[int] = []
+        self.disk = DiskIndex[int](spec.disk_tokens // size)  # each block counts as one
+        self._answers = asyncio.Event()
+        self._answers.set()
+        self._frozen_at: float | None = None
+        self._down = False
+        self._sends: dict[Send, str] = {}
+        self._start()
+        network.add(self)
+
+    def _start(self) -> None:
+        self.incarnation = uuid.uuid4().hex
+        self.memory = MemoryPool[int](self._spec.tokens // self._size, self._evicted.append)
+        self._leases = LeaseTable[StoredLease](self._end)
+        self._writes: deque[tuple[float, int]] = deque()  # when each write ends, in order
+        self._written = self._read = self._loop.time()  # when the disk is free
+        self._loads: dict[int, asyncio.Future[None]] = {}
+
+    def close(self) -> None:
+        """See :meth:`tercet_lab.sim.network.Node.close`: a store has no such cycles."""
+
+    # ---- failures ----------------------------------------------------------------------------------------------------
+
+    def fail(self) -> None:
+        """Simulate a crash: calls and sends end with ``EngineUnreachable``; memory and leases are lost, files stay."""
+        self._settle()
+        self._down = True
+        self._answers.set()
+        for lease in self._leases:
+            self._leases.remove(lease)
+        error = EngineUnreachable(f"{self.name} went down")
+        for send in list(self._sends):
+            send.fail(error)
+        for load in set(self._loads.values()):
+            load.set_result(None)
+
+    def recover(self) -> None:
+        """Restart after :meth:`fail`, with what is on disk. Do nothing if the store is not down."""
+        if self._down:
+            self._start()
+            self._down, self._frozen_at = False, None
+            if self._observer is not None:
+                self._observer.cleared()
+                self._observer.stored(list(self.disk))
+
+    def freeze(self) -> None:
+        """Stop as SIGSTOP does: no call is answered."""
+        self._answers.clear()
+        self._frozen_at = self._loop.time()
+
+    def thaw(self) -> None:
+        """Continue after :meth:`freeze`, as SIGCONT does."""
+        self._answers.set()
+        self._frozen_at = None
+
+    async def _reach(self) -> None:
+        if self.profile.call:
+            await asyncio.sleep(self.profile.call)
+        await self._answers.wait()
+        if self._down:
+            raise EngineUnreachable(f"{self.name} is down")
+
+    # ---- state -------------------------------------------------------------------------------------------------------
+
+    @property
+    def down(self) -> bool:
+        """True after :meth:`fail`, until :meth:`recover`."""
+        return self._down
+
+    @property
+    def computes(self) -> bool:
+        """False: a store runs no steps."""
+        return False
+
+    @property
+    def busy(self) -> bool:
+        """True if a lease or a send exists here."""
+        return bool(len(self._leases) or self._sends)
+
+    @property
+    def usage(self) -> float:
+        """The share of memory that is pinned."""
+        return 1 - self.memory.available / self.memory.slots
+
+    def load(self) -> EngineLoad:
+        """Return the load now, in the form that routers receive."""
+        stalled = 0.0 if self._frozen_at is None else self._loop.time() - self._frozen_at
+        return EngineLoad(waiting=0, running=0, kv_usage=self.usage, stalled_s=stalled)
+
+    def observe_blocks(self, observer: SimObserver) -> None:
+        """Notify ``observer`` of the blocks that the store holds, now and from now on."""
+        self._observer = observer
+        observer.stored([*self.memory, *(name for name in self.disk if name not in self.memory)])
+
+    async def status(self) -> EngineStatus:
+        await self._reach()
+        return EngineStatus(
+            engine=self.name, model=self.profile.model.name, version=__version__,
+            vllm_version=f"simulated {self.profile.name}", block_size=self._size, total_blocks=self.memory.slots,
+            free_blocks=self.memory.available, running=0, waiting=0, kv_cache_usage=self.usage,
+            max_model_len=self.profile.max_model_len, leases=len(self._leases), sends=len(self._sends),
+            incarnation=self.incarnation, fingerprint=self._layout.model, layout=self._layout,
+            dtype=self._layout.dtype, is_store=True,
+        )  # fmt: skip
+
+    # ---- leases ------------------------------------------------------------------------------------------------------
+
+    @asynccontextmanager
+    async def prep_recv(self, request: Request, end: int | None = None) -> AsyncGenerator[Reservation]:
+        await self._arrive(request)
+        lease = self._reserve(request, end_of_reservation(request.num_tokens, end))
+        try:
+            yield self._reservation(lease, lease.begin)
+        finally:
+            self._end(lease)
+
+    def _reserve(self, request: Request, end: int) -> StoredLease:
+        names = block_hashes(request, self._size, end // self._size)
+        prompt = self.network.prompt(request.prompt, request.cache_salt, request.adapter)
+        lease = StoredLease(
+            prompt, names, end, 0, [], [], name=f"{self.name}:{next(self._lease_numbers)}", seq_id=request.seq_id,
+            ttl=LEASE_TTL,
+        )  # fmt: skip
+        self._leases.add(lease)
+        known = list(takewhile(self._holds, names))
+        lease.begin = lease.valid_end = len(known) * self._size
+        lease.matched = self._slots(known)
+        self.memory.pin(lease.matched)
+        try:
+            lease.slots = self._take(-(-(end - lease.begin) // self._size))
+        except NoSpace:
+            self._end(lease)
+            raise
+        self._leases.renew(lease)
+        return lease
+
+    async def extend_recv(self, reservation: Reservation, request: Request, end: int | None = None) -> Reservation:
+        await self._arrive(request)
+        lease = self._leases.require(reservation.lease, request.seq_id)
+        require_continued(lease.prompt.tokens[: lease.end], request.prompt, "")
+        until = resolve_end(request.num_tokens, end)
+        lease.slots += self._take(max(0, -(-(until - lease.begin) // self._size) - len(lease.slots)))
+        lease.prompt = self.network.prompt(request.prompt, request.cache_salt, request.adapter)
+        lease.names, lease.end = block_hashes(request, self._size, until // self._size), max(lease.end, until)
+        self._leases.renew(lease)
+        return self._reservation(lease, lease.valid_end // self._size * self._size)
+
+    def _reservation(self, lease: StoredLease, matched: int) -> Reservation:
+        info = KVAddrInfo(
+            lease.name, self.name, lease.begin, lease.end, "sim", (RankAddress(0, (f"sim://{self.name}",)),),
+            self._layout, adapter=lease.prompt.adapter or "",
+        )  # fmt: skip
+        return Reservation(info, matched)
+
+    def _end(self, lease: StoredLease) -> None:
+        """Give back what a lease has; whole blocks that have arrived stay."""
+        if self._leases.remove(lease):
+            self.memory.give_back(lease.slots[lease.settled :])
+            self.memory.unpin([*lease.matched, *lease.entered])
+
+    async def abort(self, seq_id: str) -> None:
+        """End the lease and the sends of a sequence."""
+        await self._reach()
+        lease = self._leases.of(seq_id)
+        if lease is not None:
+            self._end(lease)
+        for send in [send for send, sends in self._sends.items() if sends == seq_id]:
+            send.fail(UnknownSequence(f"{seq_id} was aborted while its KV was being sent", "seq_id"))
+
+    def refuses(self, lease: str, prompt: Prompt, end: int) -> str | None:
+        """See :meth:`tercet_lab.sim.network.SendTarget.refuses`."""
+        found = None if self._down else self._leases.find(lease)
+        if found is None:
+            return "the lease has ended"
+        if not found.prompt.begins_like(prompt, end):
+            return f"the KV has other tokens, another cache salt or another adapter than lease {lease}"
+        self._leases.renew(found)
+        return None
+
+    def receive(self, lease: str, prompt: Prompt, begin: int, end: int, answer: Callable[[str | None], None]) -> None:
+        """See :meth:`tercet_lab.sim.network.SendTarget.receive`."""
+        refusal, found = self.refuses(lease, prompt, end), self._leases.find(lease)
+        if refusal is None and found is not None and begin <= found.valid_end:
+            found.valid_end = max(found.valid_end, end)
+            self._enter(found)
+        answer(refusal)
+
+    def _enter(self, lease: StoredLease) -> None:
+        """Make the whole blocks that have arrived entries; a block that is in memory already is not kept twice."""
+        self._settle()
+        first, fresh, spare = lease.begin // self._size, list[int](), list[int]()
+        for at in range(lease.settled, (lease.valid_end - lease.begin) // self._size):
+            name, slot = lease.names[first + at], lease.slots[at]
+            if name in self.memory:
+                spare.append(slot)
+                continue
+            if name not in self.disk:
+                fresh.append(name)
+                self._write(name)
+            self.memory.enter(slot, name)
+            lease.entered.append(slot)
+        lease.settled = (lease.valid_end - lease.begin) // self._size
+        self.memory.give_back(spare)
+        self.counts["stored_tokens"] += len(fresh) * self._size
+        if fresh and self._observer is not None:
+            self._observer.stored(fresh)
+
+    # ---- sends -------------------------------------------------------------------------------------------------------
+
+    async def remote_send(
+        self, request: Request, to: Reservation, begin: int, end: int | None = None, sample: bool = False,
+        cached_only: bool = False,
+    ) -> Sent:  # fmt: skip
+        began = self._loop.time()
+        await self._arrive(request)
+        if not cached_only:
+            raise BadRequest("cached_only: must be true here, as a store computes nothing", "cached_only")
+        begin, end = resolve_range(request.num_tokens, begin, to.end if end is None else end)
+        info = to.kv_addr_info
+        check_range(info, begin, end, request.num_tokens, sample, self._layout, cached_only)
+        names, first = block_hashes(request, self._size, end // self._size), begin // self._size
+        for name in reversed(names):  # a use: the end of a prompt is evicted before its beginning
+            self.memory.touch(name)
+            self.disk.touch(name)
+        memory, slots = self.memory, await self._pinned(names[first:])
+        try:
+            self.counts["sent_tokens"] += len(slots) * self._size
+            self.counts["missed_tokens"] += (len(names) - first - len(slots)) * self._size
+            end = (first + len(slots)) * self._size
+            if end <= begin:
+                return Sent(begin, begin, 0, 0, self._loop.time() - began, Usage())
+            prompt = self.network.prompt(request.prompt, request.cache_salt, request.adapter)
+            send = Send(self, self.network.find(info), info.lease, prompt, first * self._size, end)
+            self._sends[send] = request.seq_id
+            try:
+                now = self._loop.time()
+                send.chunk(0, end, now, now)
+                send.computed()
+                await send.done
+            finally:
+                del self._sends[send]
+            return Sent(begin, end, send.bytes, send.chunks, self._loop.time() - began, Usage(cached=end))
+        finally:
+            memory.unpin(slots)
+
+    async def _pinned(self, names: Sequence[int]) -> list[int]:
+        """Return pinned slots of the first of these blocks, up to one that is missing or not read in time."""
+        self._settle()
+        memory, held = self.memory, list(takewhile(self._holds, names))
+        pinned = self._slots(held)
+        memory.pin(pinned)  # the others' reads may evict
+        try:
+            loads = {self._loads[name] for name in held if name in self._loads}
+            absent = [name for name in held if name not in memory and name not in self._loads]
+            if (load := self._reading(absent)) is not None:
+                loads.add(load)
+            if loads:
+                await asyncio.wait(loads, timeout=DISK_SECONDS)
+            if self._down or self.memory is not memory:
+                raise EngineUnreachable(f"{self.name} went down")
+            found = self._slots(list(takewhile(memory.__contains__, held)))
+            memory.pin(found)
+        finally:
+            memory.unpin(pinned)
+        return found
+
+    def loses_a_transfer(self) -> bool:
+        """False: a simulated store loses no transfers."""
+        return False
+
+    def start_generate(self, request: Request, begin: int = 0, output: Sequence[int] = ()) -> NoReturn:
+        raise BadRequest("start_generate: a store computes nothing; call an engine", "seq_id")
+
+    async def _arrive(self, request: Request) -> None:
+        await self._reach()
+        check_prompt(request, self.profile.max_model_len)
+        self._settle()
+
+    # ---- memory and disk ---------------------------------------------------------------------------------------------
+
+    def _holds(self, name: int) -> bool:
+        return name in self.memory or name in self.disk
+
+    def _slots(self, names: Collection[int]) -> list[int]:
+        return [slot for name in names if (slot := self.memory.slot(name)) is not None]
+
+    def _take(self, blocks: int) -> list[int]:
+        slots = self.memory.take(blocks)
+        gone = [name for name in self._evicted if name not in self.disk]
+        self._evicted.clear()
+        if gone and self._observer is not None:
+            self._observer.dropped(gone)
+        return slots
+
+    def _write(self, name: int) -> None:
+        """Queue the write of a block to disk. Unlike the real store, a full queue drops the newest block."""
+        if self.disk.limit and len(self._writes) < WRITES_WAITING:
+            self._written = max(self._written, self._loop.time()) + self._block_seconds
+            self._writes.append((self._written, name))
+
+    def _settle(self) -> None:
+        """Note the writes that have ended by now; a block that left memory before was not written."""
+        now = self._loop.time()
+        while self._writes and self._writes[0][0] <= now:
+            _, name = self._writes.popleft()
+            if name not in self.memory:
+                continue
+            gone = [old for old in self.disk.make_room(1) or () if old not in self.memory]
+            self.disk.add(name, 1)
+            if gone and self._observer is not None:
+                self._observer.dropped(gone)
+
+    def _reading(self, names: Sequence[int]) -> asyncio.Future[None] | None:
+        """Begin to read the first of these blocks from disk, those that can be there in time; None if none can."""
+        now = self._loop.time()
+        begin = max(self._read, now)
+        some = names[: min(self.memory.available, int((now + DISK_SECONDS - begin) / self._block_seconds))]
+        if not some:
+            return None
+        slots, load = self._take(len(some)), self._loop.create_future()
+        self._loads |= dict.fromkeys(some, load)
+        self._read = begin + len(some) * self._block_seconds
+        self._loop.call_at(self._read, self._loaded, self.memory, some, slots, load)
+        return load
+
+    def _loaded(
+        self, memory: MemoryPool[int], names: Sequence[int], slots: Sequence[int], load: asyncio.Future[None]
+    ) -> None:  # fmt: skip
+        if memory is not self.memory or load.done():
+            return  # the store went down
+        fresh = list[int]()
+        for name, slot in zip(names, slots, strict=True):
+            del self._loads[name]
+            if name in memory:
+                memory.give_back([slot])
+            else:
+                memory.enter(slot, name)
+                fresh.append(slot)
+        memory.unpin(fresh)
+        self.counts["read_tokens"] += len(names) * self._size
+        load.set_result(None)
