@@ -75,7 +75,8 @@ class SimFlags:
         str,
         typer.Option(
             help="Fleet: `ROLE=COUNT[@HOST][,...]` with the roles prefill, decode and both, or short as `2P6D`, or a "
-            "YAML file. Engines of one HOST slow one another, as their profile says."
+            "YAML file. Engines of one HOST slow one another, as their profile says. `store=TOKENS[+TOKENS]` adds a "
+            "store, with room in memory and on disk, such as `both=8,store=8M+100M`."
         ),
     ] = "both=2"
     profile: Annotated[str, typer.Option(help="Profile: a name that `tercet bench profile` lists, or a JSON file.")] = (

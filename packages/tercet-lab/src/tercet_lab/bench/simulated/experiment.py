@@ -62,6 +62,7 @@ def _drop(_: Run) -> None:
 class Fleet:
     """Simulated engines: ``Fleet("2P2D")``, ``Fleet("prefill=1,decode=2@host")`` or ``Fleet(prefill=2, decode=2)``.
 
+    ``store`` is the room of a store in tokens, such as ``"8M"``, or ``"8M+100M"`` in memory and on disk.
     ``profile`` is the name of a shipped profile (``tercet bench profile`` lists them) or a JSON file. ``options`` are
     those of :class:`~tercet_lab.sim.EngineOptions`, for every engine, such as ``total_blocks=2000``. Raise
     :class:`~tercet.protocol.BadRequest` for an invalid fleet.
@@ -73,14 +74,14 @@ class Fleet:
     text: str | None  # as `--fleet` has it; None if no line says it
 
     def __init__(
-        self, engines: str = "", *, prefill: int = 0, decode: int = 0, both: int = 0, profile: str = DEFAULT_PROFILE,
-        **options: Any,
+        self, engines: str = "", *, prefill: int = 0, decode: int = 0, both: int = 0, store: int | str = "",
+        profile: str = DEFAULT_PROFILE, **options: Any,
     ) -> None:  # fmt: skip
         counts = {"prefill": prefill, "decode": decode, "both": both}
         given = ",".join(f"{role}={count}" for role, count in counts.items() if count)
         if bool(engines) == bool(given):
             raise BadRequest('fleet: give either a text such as "2P2D", or numbers of engines such as both=4', "fleet")
-        self._set(engines or given, profile, options)
+        self._set((engines or given) + (f",store={store}" if store else ""), profile, options)
 
     def _set(self, text: str, profile: str, options: Mapping[str, Any]) -> None:
         options_from(EngineOptions(), options)
