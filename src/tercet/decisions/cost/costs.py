@@ -310,7 +310,7 @@ class Costs:
         candidates = [RouteCandidate(name, self.work(name), self.model, now, matched.get(name, 0)) for name in names]
 
         def pull_for(decode: RouteCandidate) -> Pull | None:
-            holders = {name: found for name, found in matched.items() if name != decode.name} | (stored or {})
+            holders = {name: found for name, found in matched.items() if name != decode.name} | dict(stored or {})
             return self._pull(decode, wanted.tokens, holders, loads or {}, may_pair, stored or ())
 
         options = options_of(candidates, wanted, may_pair, pull_for)

@@ -77,5 +77,6 @@ class Pulls:
             return None
         least = NEARLY * max(pull.computing - pull.seconds for pull in found)
         near = [pull for pull in found if pull.computing - pull.seconds >= least]
+        near = [pull for pull in near if pull.source in stores] or near  # it runs no steps that a send would slow
         weights = [1 / (1 + loads.get(pull.source, 0.0)) for pull in near]
         return near[0] if len(near) == 1 else self._random.choices(near, weights)[0]

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from tercet.decisions.cost.costs import Costs, Targets, any_pair
 from tercet.decisions.cost.engine_work import CostModel, Job
-from tercet.decisions.cost.pulls import CHEAPER, LEAST_PATIENCE_S, MOST_PULLS, Pulls
+from tercet.decisions.cost.pulls import CHEAPER, LEAST_PATIENCE_S, MOST_FROM_STORE, MOST_PULLS, Pulls
 from tercet.protocol import Request
 
 from .test_costs import Clock, model_of_a_cpu
@@ -86,6 +86,20 @@ def test_an_engine_sends_to_few_at_a_time() -> None:
     assert not each._running
 
 
+def test_a_store_is_asked_before_engines_and_sends_to_more_at_a_time() -> None:
+    each = pulls()
+    holders = {"a": 1616, "s": 1600, "t": 300}
+    for _ in range(20):
+        found = each.choose(LENGTH, 0, holders, {"a": 0.0}, lambda end: 1e-3 * end, ["s", "t"])
+        assert found is not None
+        assert found.source == "s"
+    with ExitStack() as stack:
+        for _ in range(MOST_FROM_STORE):
+            assert each.choose(LENGTH, 0, {"s": 1600}, {}, lambda end: 1e-3 * end, ["s"]) is not None
+            stack.enter_context(each.counted("s"))
+        assert each.choose(LENGTH, 0, {"s": 1600}, {}, lambda end: 1e-3 * end, ["s"]) is None
+
+
 # ---- routes --------------------------------------------------------------------------------------------------
 
 
@@ -117,6 +131,13 @@ def test_an_idle_engine_pulls_what_a_busy_one_has(per_token: float, kind: str) -
         assert (pull.source, pull.end, decision.chosen.split) == ("a", 1600, 1600)
         alone = next(each for each in decision.others if each.decode == "b" and not each.prefill)
         assert decision.chosen.ttft < 0.4 * alone.ttft, "the queue of the engine that sends does not count"
+
+
+@pytest.mark.parametrize(("per_token", "kind"), [(1e-5, "pull"), (1e-2, "alone")])
+def test_an_idle_engine_pulls_what_a_store_has(per_token: float, kind: str) -> None:
+    decision = learned(per_token).decide(request_of(), ["a", "b"], {}, Targets(), 0.0, stored={"s": 1600})
+    assert (decision.kind, decision.chosen.decode, decision.chosen.prefill) == (kind, "b", "")
+    assert decision.chosen.pull is None or decision.chosen.pull.source == "s"
 
 
 def test_an_idle_engine_that_has_the_prompt_serves_alone() -> None:

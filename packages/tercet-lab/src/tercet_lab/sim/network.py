@@ -73,9 +73,9 @@ class Send:
         self._lease = lease
         self._prompt = prompt
         self._begin = begin
-        self.end = end
+        self.end: int = end
         self._arrives = 0.0
-        self._left = begin
+        self._left: int = begin
         self._under_way: list[tuple[int, int, float]] = []  # begin, end, arrival time
         self._timer: asyncio.TimerHandle | None = None
         self.done: asyncio.Future[None] = self._loop.create_future()
