@@ -1,7 +1,7 @@
 """A simulated store: KV in host memory and on a disk, in virtual time, behind the verbs of ``tercet store``.
 
-What is kept and what is evicted is decided by the real store's :class:`~tercet.store.pool.MemoryPool` and
-:class:`~tercet.store.disk.DiskIndex`. A disk reads and writes one block after the other, at the same rate in both
+The real store's :class:`~tercet.store.pool.MemoryPool` and :class:`~tercet.store.disk.DiskIndex` decide what it evicts.
+A disk reads and writes one block after the other, at the same rate in both
 directions at once.
 """
 
