@@ -309,9 +309,11 @@ class Costs:
             names = list(dict.fromkeys((*idlest, *holders)))
         candidates = [RouteCandidate(name, self.work(name), self.model, now, matched.get(name, 0)) for name in names]
 
+        kept: Mapping[str, int] = stored or {}
+
         def pull_for(decode: RouteCandidate) -> Pull | None:
-            holders = {name: found for name, found in matched.items() if name != decode.name} | dict(stored or {})
-            return self._pull(decode, wanted.tokens, holders, loads or {}, may_pair, stored or ())
+            holders = {**{name: found for name, found in matched.items() if name != decode.name}, **kept}
+            return self._pull(decode, wanted.tokens, holders, loads or {}, may_pair, kept)
 
         options = options_of(candidates, wanted, may_pair, pull_for)
         chosen = self._unknown(options, explore) or options[0]
