@@ -80,6 +80,7 @@ def read_named(path: Path, most: int = MOST_NAMED) -> bytes:
             left = deadline - time.monotonic()
             if stat.S_ISFIFO(mode) and (left <= 0 or not arrives.poll(left * 1000)):
                 raise OSError(errno.ETIMEDOUT, f"is a pipe whose writer does not end within {PIPE_SECONDS:g} s")
+            # Ever larger parts: a large file is read in few calls, a small one needs little memory.
             part = file.read(_PART if size < _PART else size)
             if not part:
                 return b"".join(found)
@@ -109,6 +110,7 @@ def write_whole(path: Path, content: bytes, lasting: bool = False) -> None:
             file.flush()
             if lasting:
                 os.fsync(file.fileno())
+        # Atomic, since both names are in one directory.
         os.replace(partial, path)
     except OSError:
         partial.unlink(missing_ok=True)

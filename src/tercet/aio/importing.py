@@ -23,6 +23,7 @@ def without_collections() -> Generator[None]:
     try:
         yield
     finally:
+        # These objects live as long as the process: later collections need not look at them.
         gc.freeze()
         if was_enabled:
             gc.enable()
@@ -62,6 +63,7 @@ class _LateModule(ModuleType):
     def __getattr__(self, attribute: str) -> Any:
         if attribute.startswith("__"):  # read by the import system and by searches through all modules
             raise AttributeError(attribute)
+        # Another thread may have imported it in the meantime.
         if sys.modules.get(self.__name__) is self:
             del sys.modules[self.__name__]
         module = importlib.import_module(self.__name__)

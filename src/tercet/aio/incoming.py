@@ -115,10 +115,12 @@ class Incoming:
             self.closed()
             return
         self.unfinished = 0 if progressed else self.unfinished + size
+        # A head without an end, or extensions of chunks that never become a body.
         if self.unfinished > LONGEST_HEAD:
             self._fail(Breach.LONG_HEAD)
         elif self._part == "rest" and part == "body":
             return
+        # A new part, or the next head of the same connection: its time begins now.
         elif part != self._part or (part == "head" and progressed):
             self._part, self._seen = part, 0
             self._deadlines.set(self)
@@ -139,6 +141,7 @@ class Incoming:
 
     def expired(self) -> None:
         """Refuse the connection if its part was too slow, else set the next deadline. Called after :data:`SECONDS`."""
+        # Fast enough since the last look, or the server has stopped reading.
         if self._connection.is_held() or (self._part == "body" and self._seen >= LEAST_OF_BODY):
             self._seen = 0
             self._deadlines.set(self)

@@ -46,6 +46,7 @@ class Failures:
     def tell(self, error: Exception) -> None:
         """Log the error unless it was logged since the task worked last."""
         text = f"{type(error).__name__}: {error}"[:LONGEST_LOGGED]
+        # Errors may contain numbers that differ each time: the log must not grow with them.
         if text in self._logged or len(self._logged) >= MOST_LOGGED:
             return
         self._logged.add(text)

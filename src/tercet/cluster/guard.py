@@ -177,6 +177,7 @@ class Guard:
         self._asked_to_stop = False
         # Readable at every handled signal, including the end of a child.
         reader, writer = os.pipe()
+        # The signal handler writes there, and must never wait.
         os.set_blocking(writer, False)
         signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
         # Unlike SIG_IGN, a handler lets the signal wake this process, and the command does not inherit it.

@@ -100,6 +100,7 @@ class BlockTableWriter:
         """Stop guaranteeing blocks until :meth:`end`: a block is about to be allocated."""
         if self.stands:
             self.stands = False
+            # First: a reader that sees it does not begin a send; then the words of sends that have begun change.
             self._words[EPOCH] = 0
             self._epoch += 1
             self._turn(self._epoch)
@@ -164,9 +165,11 @@ class BlockTableReader:
         words = self._words
         for _ in range(TRIES):
             version = words[VERSION]
+            # The writer is changing the table.
             if version % 2:
                 continue
             found = self._find(owner, words[EPOCH])
+            # Otherwise the row may be a mixture of before and after.
             if words[VERSION] == version:
                 return found
         return None
@@ -241,6 +244,7 @@ class Bypass:
         for group, each in enumerate(found):
             first = plan.first_block(group, self._block_size)
             blocks = tuple(each.blocks[first:until])
+            # Blocks are assigned before their tokens are computed.
             if each.computed < plan.end or len(blocks) < until - first or NULL_BLOCK in blocks:
                 return None
             if blocks:

@@ -25,11 +25,10 @@ from tercet.engine.liveness_probe import LivenessProbe
 from tercet.engine.sequences import SequenceTable, SequenceWork
 from tercet.protocol import BadRequest, EngineStatus, KVEvents, KVLayout, LayoutMismatch, Revision
 from tercet.protocol.addresses import TextFingerprint
-from tercet.protocol.wire import PrepRecvCall, Prompt, RemoteSendCall, StartGenerateCall
+from tercet.protocol.wire import Prompt, RemoteSendCall, SequenceCall
 from tercet.transport import is_address
 
 LEASE = re.compile(r"[0-9a-f]{32}")
-Call = PrepRecvCall | RemoteSendCall | StartGenerateCall
 
 
 class CallReader:
@@ -49,7 +48,7 @@ class CallReader:
         self.limits.check_prompt(tokens)
         return tokens
 
-    async def keyed(self, call: Call, tokens: list[int]) -> KeyedPrompt:
+    async def keyed(self, call: SequenceCall, tokens: list[int]) -> KeyedPrompt:
         """Return a call's prompt, with these :meth:`tokens` and all other inputs of its KV.
 
         Raises :class:`~tercet.protocol.UnknownAdapter`, also for an adapter with other contents here, and
@@ -60,7 +59,7 @@ class CallReader:
         features = tuple(feature.without_data() for feature in call.mm_features)
         return KeyedPrompt(tokens, call.cache_salt, adapter, features)
 
-    def model_of(self, call: Call) -> str:
+    def model_of(self, call: SequenceCall) -> str:
         return call.adapter or self._generation.model
 
 

@@ -92,6 +92,7 @@ def require_placed(features: Sequence[MultiModalFeature], length: int) -> None:
     """Raise :class:`~tercet.protocol.errors.BadRequest` unless features are ordered, apart, and within ``length``."""
     end = 0
     for feature in features:
+        # Placeholders of two features that overlap would be filled twice.
         if feature.offset < end:
             raise BadRequest("mm_features: offset: must be in the order of the prompt, and not overlap", "mm_features")
         end = feature.end
@@ -190,6 +191,7 @@ def chain(
 
     Each hash covers all tokens before the end of its block.
     """
+    # The last block of a prompt is mostly not full, and no cache has such blocks.
     blocks = len(tokens) // block_size if limit is None else min(limit, len(tokens) // block_size)
     # Hashes of tuples of ints do not depend on PYTHONHASHSEED.
     if isinstance(tokens, tuple):

@@ -82,6 +82,7 @@ def read_traceparent(given: str, state: str = "") -> SpanContext | None:
     A ``state`` that is too long is dropped.
     """
     found = _TRACEPARENT.fullmatch(given.strip())
+    # Later versions may append fields, version 00 has none.
     if found is None or (given.startswith("00") and found[4]):
         return None
     return SpanContext(
@@ -207,6 +208,7 @@ class span_of:
     def end(self, error: str = "", reason: str = "") -> None:
         """Export the span: its work has ended, with the error code ``error`` if that is not empty."""
         sink, place = process.sink, self.place
+        # The sink may have been closed since the span began.
         if sink is None or place is None or not place.sampled:
             return
         parent = "" if self._caller is None else self._caller.span_id
@@ -311,6 +313,7 @@ class VerbTrace(msgspec.Struct):
         for event in self.events:
             if event.verb not in _NO_VERBS and event.seconds > longest:
                 slowest, longest = event.engine, event.seconds
+            # What comes after the first token is not part of the time to it.
             if event.verb == "start_generate":
                 break
         return slowest
@@ -320,6 +323,7 @@ class VerbTrace(msgspec.Struct):
         for event in reversed(self.events):
             if event.verb == "remote_send":
                 return event
+            # The latest reservation was filled by no send.
             if event.verb in ("prep_recv", FALLBACK, RETRY):
                 return None
         return None

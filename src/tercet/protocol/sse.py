@@ -102,6 +102,7 @@ class FrameSplitter(Splitter):
         """Return the bodies of the frames that ``data`` completes."""
         # Mostly one whole frame; a router of 100 engines reads a thousand a second, also when it is idle.
         if not self._held and self._end(data, 0, 0) == len(data):
+            # Without a copy into the buffer of incomplete items.
             return [data[self._header.size :]]
         return super().split(data)
 
@@ -112,6 +113,7 @@ class FrameSplitter(Splitter):
         *magic, length = self._header.unpack_from(text, begin)
         if self._magic and magic[0] != self._magic:
             raise BrokenFrame(f"the header begins with {magic[0]!r} instead of {self._magic!r}")
+        # By the header alone: the body is not waited for, and not kept.
         if length > self.longest:
             raise ItemTooLong(f"a message of {length} bytes, which is more than {self.longest}")
         return body + length if len(text) >= body + length else None
@@ -178,6 +180,7 @@ class EventSplitter(Splitter):
         super().__init__(longest)
 
     def _end(self, text: bytes | bytearray, begin: int, seen: int) -> int | None:
+        # One byte back: an end of two bytes may have been cut between them.
         found = _EVENT_ENDS.search(text, max(begin, seen - 1))
         return None if found is None else found.end()
 
@@ -208,6 +211,7 @@ class EventReader:
 
     def _split(self, chunk: bytes) -> list[bytes]:
         events = self._events.split(chunk)
+        # The standard allows a mark at the beginning of the stream only.
         if self._is_first and events:
             self._is_first = False
             events[0] = events[0].removeprefix(_BYTE_ORDER_MARK)
@@ -236,6 +240,7 @@ class AnswerReader(EventReader):
         for event in self._split(chunk):
             if self.done:
                 return
+            # Before the data is read: servers report errors in events of any form.
             if (fault := fault_in(event)) is not None:
                 raise AnswerFailed(fault, event)
             data = data_of(event)

@@ -104,6 +104,7 @@ class OutputStream:
                 self._interrupt()
         else:
             self._queue.append(output)
+            # A consumer that reads nothing must not collect a sequence without end.
             if len(self._queue) > MOST_QUEUED:
                 self.give_up(EngineError(f"the consumer has not read the last {MOST_QUEUED} outputs of the sequence"))
             if waiter is not None and not waiter.done():

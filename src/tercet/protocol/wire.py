@@ -43,19 +43,24 @@ Path = Annotated[str, msgspec.Meta(min_length=1, max_length=4096)]
 Prompt = str | list[TokenId]
 
 
-class PrepRecvCall(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+class SequenceCall(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+    """What a call of a verb says of its sequence: its id, and all that its KV depends on."""
+
+    prompt: Prompt
+    seq_id: Name
+    cache_salt: Salt | None = None
+    adapter: Name | None = None
+    adapter_digest: Digest = ""
+    mm_features: MultiModalFeatures = ()
+
+
+class PrepRecvCall(SequenceCall, frozen=True, kw_only=True):
     """Body of ``POST /tercet/v1/prep_recv``. ``ttl`` (seconds) may shorten the engine's own lease time.
 
     With ``lease``, that open lease of the same sequence is extended: the prompt begins with the lease's prompt.
     """
 
-    prompt: Prompt
-    seq_id: Name
     end: int | None = None
-    cache_salt: Salt | None = None
-    adapter: Name | None = None
-    adapter_digest: Digest = ""
-    mm_features: MultiModalFeatures = ()
     ttl: Annotated[float, msgspec.Meta(gt=0)] | None = None
     lease: Name | None = None
 
@@ -68,7 +73,7 @@ class PrepRecvAnswer(msgspec.Struct, frozen=True, kw_only=True):
     ttl: float
 
 
-class RemoteSendCall(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+class RemoteSendCall(SequenceCall, frozen=True, kw_only=True):
     """Body of ``POST /tercet/v1/remote_send``; the answer is a :class:`~tercet.protocol.types.Sent`.
 
     With ``sample`` the first output token is sampled here and comes with the answer. With ``cached_only`` the longest
@@ -76,18 +81,12 @@ class RemoteSendCall(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     which rank of the receiver.
     """
 
-    prompt: Prompt
     kv_addr_info: KVAddrInfo
     begin: int
-    seq_id: Name
     end: int | None = None
     sample: bool = False
     cached_only: bool = False
     sampling_params: Mapping[str, Any] = {}
-    cache_salt: Salt | None = None
-    adapter: Name | None = None
-    adapter_digest: Digest = ""
-    mm_features: MultiModalFeatures = ()
     priority: Priority = 0
 
 
@@ -110,24 +109,18 @@ class ConnectCall(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     router: RouterAddress
 
 
-class StartGenerateCall(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+class StartGenerateCall(SequenceCall, frozen=True, kw_only=True):
     """Body of ``POST /tercet/v1/start_generate``; the answer is an :class:`~tercet.protocol.types.Output`.
 
     With ``stream`` the answer is a stream of server-sent events, one :class:`~tercet.protocol.types.Output` each. With
     a ``router`` the answer is ``{"accepted": true}``, and the router receives the outputs (:mod:`tercet.wire.streams`).
     """
 
-    prompt: Prompt
-    seq_id: Name
     begin: Annotated[int, msgspec.Meta(ge=0)] = 0
     output: list[TokenId] = []
     stream: bool = True
     router: StreamDestination | None = None
     sampling_params: Mapping[str, Any] = {}
-    cache_salt: Salt | None = None
-    adapter: Name | None = None
-    adapter_digest: Digest = ""
-    mm_features: MultiModalFeatures = ()
     priority: Priority = 0
 
 
@@ -242,6 +235,7 @@ def decode_call(body: bytes, kind: type[C], form: str = JSON) -> C:
     try:
         return msgspec.msgpack.decode(body, type=kind) if is_packed else msgspec.json.decode(in_utf8(body), type=kind)
     except UNREADABLE as error:
+        # Not JSON at all, or text that cannot be encoded.
         if not is_packed and not isinstance(error, msgspec.ValidationError):
             read_json(in_utf8(body))  # it names the field with invalid text
         field = field_of(error)
@@ -278,6 +272,7 @@ def answer_of_router(url: str, status: int, content: bytes) -> Any:
 
 def network_reason(error: BaseException) -> str:
     """Return why a server did not answer, such as ``Connection refused``, without the address of the call."""
+    # Before OSError, of which it is a subclass: its number is not one of the system.
     if isinstance(error, (ssl.SSLError, ssl.CertificateError)):
         detail = getattr(error, "verify_message", "") or getattr(error, "reason", "")
         return f"TLS: {detail or 'no secure connection'}"

@@ -203,8 +203,8 @@ class OpenLease:
     """One open lease of a rank whose groups of layers are ``groups``; ``on_receive_end`` is that of its table.
 
     Not thread-safe: the table's lock is held in every call except :meth:`locate` and :meth:`locate_tokens`, which read
-    only the grant. ``writers`` counts the threads that may write its blocks now. Methods raise
-    :class:`~tercet.protocol.BadRequest` for messages that do not fit the lease or the send.
+    only the grant. ``writers`` counts the threads that may write its blocks now. Methods are those of the table, and
+    raise :class:`~tercet.protocol.BadRequest` for messages that do not fit the lease or the send.
     """
 
     def __init__(self, grant: Grant, groups: Sequence[range], on_receive_end: OnReceiveEnd) -> None:
@@ -225,7 +225,6 @@ class OpenLease:
         self.grant, self._numbers = grant, np.array(grant.blocks, dtype=np.int64)
 
     def begin(self, send: SendKey, begun: SendBegin) -> None:
-        """Accept a send; raise :class:`~tercet.protocol.Conflict` if its KV is not that of the lease's tokens."""
         grant, limit = self.grant, begun.content.end
         if not grant.begin < limit <= grant.end:
             raise BadRequest(f"KV up to token {limit} is outside the lease's [{grant.begin}, {grant.end})")
@@ -233,6 +232,7 @@ class OpenLease:
             raise BadRequest("a send must begin only once")
         if len(self.sends) >= MAX_SENDS:
             raise BadRequest(f"lease: has {len(self.sends)} sends already; at most {MAX_SENDS} may run at once")
+        # The last check, since it hashes the tokens: a send that does not fit costs no more than a comparison.
         if content_of(grant.tokens, grant.salt, limit) != begun.content:
             raise Conflict(
                 f"the KV is of other tokens, or under another cache salt, than those of lease {grant.lease}: "
@@ -242,13 +242,11 @@ class OpenLease:
         self.sends[send] = Receive(limit, self._planes_of(begun), _NOTHING, traceparent=begun.traceparent)
 
     def in_place(self, send: SendKey) -> int:
-        """Return the number of its first blocks that are valid and not written again; ``send`` must have begun."""
         if send not in self.sends:
             raise _not_begun()
         return self._blocks_in_place()
 
     def locate(self, chunk: ReadDescriptors, in_place: int) -> Numbers:
-        """Return the blocks of a chunk, in slot order; :data:`NOWHERE` for the first ``in_place`` blocks."""
         self._require_inside(chunk)
         group = next(at for at, planes in enumerate(self._groups) if chunk.layer in planes)
         found = self._numbers[group, chunk.begin : chunk.end]
@@ -262,7 +260,6 @@ class OpenLease:
         return found
 
     def locate_tokens(self, chunk: ReadDescriptors, in_place: int) -> list[TokenCopy]:
-        """Return the copies of a chunk whose sender has another block size, without the first ``in_place`` blocks."""
         self._require_inside(chunk)
         grant, slots = self.grant, range(chunk.begin, chunk.end)
         (blocks,) = grant.blocks
@@ -270,10 +267,6 @@ class OpenLease:
         return [copy for copy in found if copy.block not in blocks[:in_place]] if in_place else found
 
     def overwriting(self, chunk: ReadDescriptors, in_place: int) -> None:
-        """Mark a chunk's target as invalid until its send is in place, without the first ``in_place`` blocks.
-
-        Raises :class:`~tercet.protocol.TransferFailed` if more blocks are in place now.
-        """
         grant = self.grant
         unit = chunk.unit or grant.block_size
         origin = first_token(grant.begin, unit)
@@ -282,26 +275,23 @@ class OpenLease:
         gone = (max(origin + chunk.begin * unit, left_out), origin + chunk.end * unit)
         if gone[0] >= gone[1]:
             return
+        # Blocks that are in place may be prefix cache by now, which running sequences read.
         if gone[0] < kept:
             raise TransferFailed(f"KV up to token {kept} has arrived from another sender, and is not overwritten")
         planes = range(chunk.layer, chunk.layer + chunk.layers)
         self.valid.remove(chunk.part, chunk.parts, planes, gone)
 
     def arrived(self, send: SendKey, chunk: ReadDescriptors) -> int | None:
-        """Record that a chunk is in place; return the result of :meth:`ended`."""
         receive = self._receive_of(send, chunk)
         if not {*range(chunk.layer, chunk.layer + chunk.layers)} <= {*receive.planes.tolist()}:
             raise BadRequest("a send must fill only the planes of its begin message")
         receive.chunks += 1
         receive.nbytes += chunk.nbytes
+        # A chunk that comes twice changes nothing here, and still counts: then one is missing at the end.
         receive.arrived[chunk.layer : chunk.layer + chunk.layers, chunk.begin : chunk.end] = True
         return self._settle(send, receive)
 
     def ended(self, send: SendKey, end: SendEnd) -> int | None:
-        """Record a send's end message; return the valid end once all chunks are in place, None while some are missing.
-
-        Raises :class:`~tercet.protocol.TransferFailed` if a chunk will never arrive.
-        """
         grant = self.grant
         if not grant.begin <= end.begin < end.end <= grant.end:
             raise BadRequest(f"[{end.begin}, {end.end}) is outside the lease's [{grant.begin}, {grant.end})")
@@ -375,6 +365,7 @@ class OpenLease:
         return np.unique(np.concatenate(some))
 
     def _settle(self, send: SendKey, receive: Receive) -> int | None:
+        # Chunks and end message come over several connections, in any order.
         if receive.ended is None or receive.chunks < receive.ended.chunks:
             return None
         del self.sends[send]
@@ -390,6 +381,7 @@ class OpenLease:
             error = TransferFailed(f"slot {first + at} lacks {missing} of {self.num_layers} layers")
             self._report_end(receive, error)
             raise error
+        # Blocks of another size may begin before the lease: only the lease's own tokens count.
         self.valid.add(part, parts, receive.planes.tolist(), [(max(begin, grant.begin), end)])
         self.reported_at = time.monotonic()
         self._report_end(receive)
@@ -455,6 +447,7 @@ class GrantTable:
         grant.require_whole(len(self._groups))
         opened = OpenLease(grant, self._groups, self._on_receive_end)
         with self._changed:
+            # An ended one, too: a grant that arrives late would open blocks of another owner.
             if grant.lease in self._open or grant.lease in self._ended:
                 raise Conflict(f"lease {grant.lease} has already been granted", "lease")
             self._open[grant.lease] = opened
@@ -500,6 +493,7 @@ class GrantTable:
         """
         with self._changed:
             opened = self._find(chunk.lease)
+        # Without the lock, which all connections share: the grant itself does not change.
         return opened.locate(chunk, in_place)
 
     def locate_tokens(self, chunk: ReadDescriptors, in_place: int = 0) -> list[TokenCopy]:
@@ -589,11 +583,13 @@ class GrantTable:
         """
         with self._changed:
             opened = self._open.pop(lease, None)
+            # Remembered, so that late messages learn that the lease has ended, and not that it never existed.
             self._ended[lease] = None
             if len(self._ended) > REMEMBERED_ENDED:
                 self._ended.popitem(last=False)
             if opened is None:
                 return None
+            # The fence: the lease is no longer found, and those that write have found it before.
             self._changed.wait_for(lambda: not opened.writers)
             error = LeaseEnded("the lease ended before all KV had arrived")
             for send in list(opened.sends):

@@ -90,8 +90,10 @@ class KVSender:
         """
         started: list[TransferPeer] = []
         with self._lock:
+            # A cancellation that came first: calls of several threads may overtake each other.
             if send_id in self._cancelled:
                 return
+            # Before any session is opened: wrong input costs no connection.
             refusal = self._refusal(send_id, lease, destinations, word)
             if refusal is None:
                 send = self._sends[send_id] = _Send(on_done, len(destinations))
@@ -102,6 +104,7 @@ class KVSender:
                     send.legs.append((self._session(to.addresses, leg, started), leg))
                 if not send.legs:  # other ranks hold the same heads, and send them
                     del self._sends[send_id]
+        # Outside of the lock: a thread that cannot be started ends its session, which takes the lock.
         for peer in started:
             peer.start()
         if refusal is not None:
@@ -161,6 +164,7 @@ class KVSender:
     def _session(self, addresses: tuple[str, ...], leg: Leg, started: list[TransferPeer]) -> TransferPeer:
         """Return the session for a leg; a new one must be started after the lock is released."""
         peer = self._peers.get(addresses)
+        # A session that has broken accepts no send: a new one takes its place.
         if peer is None or not peer.open(leg):
             peer = self._peers[addresses] = TransferPeer(addresses, self._rank, self._forget)
             started.append(peer)
@@ -187,6 +191,7 @@ class KVSender:
 
     def _forget(self, peer: TransferPeer) -> None:
         with self._lock:
+            # A new session may have its place already.
             if self._peers.get(peer.addresses) is peer:
                 del self._peers[peer.addresses]
             self._ending.add(peer)

@@ -210,6 +210,7 @@ def token_copies(
     for slot in slots:
         start = origin + slot * sender_tokens
         at, stop = max(start, begin), min(start + sender_tokens, end)
+        # A slot of the sender may end in the middle of our block, and the next one continue it.
         while at < stop:
             index, offset = divmod(at - begin, receiver_tokens)
             count = min(stop - at, receiver_tokens - offset)
@@ -230,6 +231,7 @@ def copy_tokens(
     ours = np.frombuffer(target, item).reshape(heads, 2, -1)
     there, here = slice(copy.source, copy.source + copy.tokens), slice(copy.target, copy.target + copy.tokens)
     size = sender.head_size
+    # Keys lie transposed, one row for each number of a head: so tokens are columns here, and rows for values.
     keys = ours.reshape(heads, 2, size, receiver.tokens)[:, 0]
     keys[:, :, here] = theirs.reshape(heads, 2, size, sender.tokens)[:, 0][:, :, there]
     values = ours.reshape(heads, 2, receiver.tokens, size)[:, 1]
@@ -276,6 +278,7 @@ def rearranged(theirs: BlockOrder | None, ours: BlockOrder | None) -> BlockOrder
     for name in ("heads", "tokens", "item_bytes"):
         if getattr(theirs, name) != getattr(ours, name):
             raise TransferFailed(f"blocks: {name} is {getattr(theirs, name)} there and {getattr(ours, name)} here")
+    # With one head, or one token, both orders are the same bytes.
     one_order = theirs.order == ours.order or 1 in ours.sizes
     return None if one_order else theirs
 

@@ -101,6 +101,7 @@ class Vector:
     def _move(self, call: Any, connection: socket.socket, flags: int) -> int | None:
         message, places = self._message, self._places
         message.places = places.__array_interface__["data"][0] + PLACE_BYTES * self._first
+        # The kernel takes no more in one call.
         message.num_places = min(len(places) - self._first, MAX_PLACES)
         while True:
             count: int = call(connection.fileno(), ctypes.addressof(message), flags)
@@ -109,6 +110,7 @@ class Vector:
             number = ctypes.get_errno()
             if number == errno.EAGAIN:
                 return None
+            # A signal: nothing was moved, and the call is made again.
             if number != errno.EINTR:
                 raise OSError(number, os.strerror(number))
 
@@ -172,6 +174,7 @@ def listen(host: str, ports: Sequence[int]) -> tuple[socket.socket, str]:
 
 def listen_unix() -> tuple[socket.socket, str]:
     """Listen on a new Unix socket, which processes of this network namespace can find; return it and its address."""
+    # Abstract, so that no file is left behind; random, so that no other process can have taken the name.
     name = f"tercet-kv-{secrets.token_hex(16)}"
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
@@ -189,6 +192,7 @@ def connect_unix(address: str, seconds: float) -> socket.socket:
     try:
         sock.settimeout(seconds)
         sock.connect("\0" + address.removeprefix(UNIX))
+        # Another user could listen under a name that a dead process has left.
         require_own_user(sock)
     except BaseException:
         sock.close()
@@ -279,6 +283,7 @@ class Post:
         with self._changed:
             if self._closed:
                 raise ConnectionAbortedError("the connection has ended")
+            # Otherwise these bytes would overtake the rest.
             if not self._rest:
                 data = data[self._write(data) :]
             if data:
@@ -298,6 +303,7 @@ class Post:
                 self._changed.wait_for(lambda: self._rest or self._closed)
                 if self._closed:
                     return
+            # The wait counts from here: before, there was nothing to send.
             since = time.monotonic()
             while not room.poll(max(0.0, since + timeout - time.monotonic()) * 1000):
                 if moved_at() <= since:
