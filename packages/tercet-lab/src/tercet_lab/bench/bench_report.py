@@ -334,10 +334,7 @@ def pooled(points: Sequence[Point]) -> Metrics:
         return {**points[0].metrics, **_achieved(points)}
     if not all(point.records for point in points):
         name = f"{points[0].label} at {_x(points[0]):g}"
-        raise BadRequest(
-            f"report: {name} has several points without records, which cannot be pooled",
-            "file",
-        )
+        raise BadRequest(f"report: {name} has several points without records, which cannot be pooled", "file")
     found = summarize(record for point in points for record in point.records).flat()
     found = {name: value for name, value in found.items() if name.endswith("_ms") and "send_delay" not in name}
     seconds = sum(_value(point, "duration") for point in points)
@@ -406,7 +403,7 @@ def point_text(point: Point, summary: Summary) -> str:
 
 def remarks(point: Point, summary: Summary) -> list[str]:
     """Return the warnings and facts that a reader needs before using the numbers of a point."""
-    failed = (each for each in point.records if not each.ok and not each.warmup)
+    failed = (each for each in reversed(point.records) if not each.ok and not each.warmup)
     whys = {each.failure or "empty": each.error or "no token" for each in failed}
     found = [f"{count} x {kind}: {whys.get(kind, '')}" for kind, count in summary.errors.items()]
     measured = [record for record in point.records if record.ok and not record.warmup]
