@@ -118,6 +118,7 @@ class ReservedBlocks(msgspec.Struct, frozen=True):
     matched_len: int
     blocks: list[list[int]]
     block_size: int
+    tier_len: int = 0  # tokens that the engine would load from its other connectors instead of computing them
 
     def group_begins(self) -> tuple[int, ...]:
         """Return the first token for which each group has blocks."""
@@ -156,13 +157,13 @@ class SchedulerHalf(Protocol):
         ...
 
     async def give_up(self, lease: str) -> None:
-        """End the wait of a reservation that has no blocks yet: :meth:`reserve` then raises the reason of the wait."""
+        """End the wait of :meth:`reserve`, or of :meth:`extend`, which then raises the reason of the wait."""
 
     async def extend(self, lease: str, prompt: KeyedPrompt) -> ReservedBlocks:
         """Reserve more blocks for an open lease, for more tokens of its sequence, now or never; return all its blocks.
 
         Raises :class:`~tercet.protocol.NoSpace`, :class:`~tercet.protocol.UnknownSequence` or
-        :class:`~tercet.protocol.BadRequest`; then the lease is unchanged.
+        :class:`~tercet.protocol.BadRequest`; then the lease is unchanged, but blocks in other use stay pinned.
         """
         ...
 

@@ -24,8 +24,9 @@ import logging
 import time
 import uuid
 from collections import deque
+from collections.abc import Coroutine
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from tercet.aio import TaskSet
 from tercet.engine import agents
@@ -129,6 +130,7 @@ class EdgeLease(Lease):
     prompt: KeyedPrompt
     story: LeaseStory
     matched_len: int = 0
+    tier_len: int = 0
     group_begins: tuple[int, ...] = ()  # the first token for which each group of layers has blocks
     committed: int = 0
     # For each rank that has reported: the valid end and the content of its KV.
@@ -176,7 +178,8 @@ class LeaseTimers(LeaseTable[EdgeLease]):
         self.add(held)
         self.renew(held)
         try:
-            reserved = await self._reserved(held)
+            reserved = await self._within_wait(held, self._core.reserve(lease, prompt))
+            held.tier_len = reserved.tier_len
             held.matched_len, held.group_begins = reserved.matched_len, reserved.group_begins()
             if self.find(lease) is held:  # otherwise the lease has ended, and its blocks are being freed
                 held.granted = True
@@ -216,7 +219,7 @@ class LeaseTimers(LeaseTable[EdgeLease]):
         self.renew(held)
         held.extending = True
         try:
-            reserved = await self._core.extend(lease, prompt)
+            reserved = await self._within_wait(held, self._core.extend(lease, prompt))
             if self.find(lease) is held:  # otherwise the lease has ended: these blocks are freed with the others
                 blocks, begin, size, tokens = reserved.blocks, held.matched_len, reserved.block_size, prompt.tokens
                 extended = ExtendLease(lease, blocks, begin, len(tokens), size, packed(tokens), prompt.key)
@@ -230,13 +233,13 @@ class LeaseTimers(LeaseTable[EdgeLease]):
         held.story.enter("open", f"extended to {len(prompt.tokens)} tokens")
         return held
 
-    async def _reserved(self, held: EdgeLease) -> ReservedBlocks:
+    async def _within_wait(self, held: EdgeLease, reserving: Coroutine[Any, Any, ReservedBlocks]) -> ReservedBlocks:
         def give_up() -> None:
             self._tasks.spawn(self._core.give_up(held.name))
 
         giving_up = asyncio.get_running_loop().call_later(self._reserve_wait, give_up)
         try:
-            return await self._core.reserve(held.name, held.prompt)
+            return await reserving
         finally:
             giving_up.cancel()
 

@@ -66,7 +66,10 @@ def _answer(edge: Edge, held: EdgeLease, matched_len: int) -> PrepRecvAnswer:
     info = KVAddrInfo(
         held.name, edge.name, begin, end, "tcp", ranks, edge.layout, group_begins=begins, adapter=digest
     )  # fmt: skip
-    return PrepRecvAnswer(kv_addr_info=info.proved(edge.secret), matched_len=matched_len, ttl=held.ttl)
+    tier_len = held.tier_len if held.tier_len > matched_len else 0
+    return PrepRecvAnswer(
+        kv_addr_info=info.proved(edge.secret), matched_len=matched_len, ttl=held.ttl, tier_len=tier_len
+    )  # fmt: skip
 
 
 @asynccontextmanager
@@ -77,7 +80,7 @@ async def reserved(edge: Edge, request: Request, end: int | None) -> AsyncGenera
         adapter=request.adapter, adapter_digest=request.adapter_digest,
     )  # fmt: skip
     answer = await prep_recv(edge, call)
-    reservation = Reservation(answer.kv_addr_info, answer.matched_len)
+    reservation = Reservation(answer.kv_addr_info, answer.matched_len, answer.tier_len)
     try:
         yield reservation
     finally:

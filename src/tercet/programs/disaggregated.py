@@ -18,7 +18,7 @@ async def prefilled_for(decode: Engine, request: Request, fleet: Fleet, min_send
     """Serve as :func:`disaggregated` does, with an engine ``decode`` that has been picked already."""
     async with decode.prep_recv(request) as space:
         begin, output = space.matched_len, ()
-        if space.missing >= min_send:
+        if space.to_send >= min_send:
             with fleet.pick("prefill", by=pick, other_than=decode, request=request) as prefill:
                 sent = await prefill.remote_send(request, space, begin, sample=True)
             if sent.first is not None:

@@ -42,7 +42,7 @@ async def balanced(
     with fleet.pick("decode", by=pick, request=request) as decode:
         async with decode.prep_recv(request, start) as space:
             begin = space.matched_len
-            if space.missing >= min_send:
+            if space.to_send >= min_send:
                 with fleet.pick("prefill", by=pick, other_than=decode, request=request) as prefill:
                     begin = (await prefill.remote_send(request, space, begin, start)).end
             yield decode.start_generate(request, begin)
@@ -112,7 +112,7 @@ async def after_pull(request: Request, engine: Engine, source: Source | None) ->
         with suppress(TercetError):
             space = await stack.enter_async_context(engine.prep_recv(request, source.end))
             begin = space.matched_len
-            if space.missing:
+            if space.to_send:
                 begin = (await source.engine.remote_send(request, space, begin, cached_only=True)).end
         yield engine.start_generate(request, begin)
 
@@ -131,7 +131,7 @@ async def auto(
             return
         async with route.decode.prep_recv(request, route.split) as space:
             begin, output = space.matched_len, ()
-            if space.missing:
+            if space.to_send:
                 whole = route.split == request.num_tokens
                 sent = await route.prefill.remote_send(request, space, begin, sample=whole)
                 begin, output = sent.end, sent.first.token_ids if sent.first is not None else ()

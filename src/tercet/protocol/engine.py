@@ -29,12 +29,15 @@ WithoutRole = Literal["serve", "refuse"]
 class Reservation(msgspec.Struct, frozen=True):
     """Result of ``prep_recv``: the address to send KV to, and the number of tokens that the receiver has already.
 
+    ``tier_len`` counts also those that other KV connectors of the receiver have; 0 if they have none after the former.
+
     0              matched_len                end            num_tokens
     | in its cache | reserved under the lease | not reserved |
     """
 
     kv_addr_info: KVAddrInfo
     matched_len: int
+    tier_len: int = 0
 
     @property
     def lease(self) -> str:
@@ -48,8 +51,13 @@ class Reservation(msgspec.Struct, frozen=True):
 
     @property
     def missing(self) -> int:
-        """Tokens that the receiver does not have yet."""
+        """Tokens that are not in the receiver's prefix cache yet."""
         return self.end - self.matched_len
+
+    @property
+    def to_send(self) -> int:
+        """Tokens that the receiver has neither in its prefix cache nor in a tier from which it loads them itself."""
+        return self.end - max(self.matched_len, self.tier_len)
 
 
 class Engine(Protocol):

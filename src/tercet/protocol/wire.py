@@ -66,11 +66,16 @@ class PrepRecvCall(SequenceCall, frozen=True, kw_only=True):
 
 
 class PrepRecvAnswer(msgspec.Struct, frozen=True, kw_only=True):
-    """Answer of ``prep_recv``. ``ttl`` is the time in seconds after which the lease ends by itself."""
+    """Answer of ``prep_recv``. ``ttl`` is the time in seconds after which the lease ends by itself.
+
+    ``tier_len`` is the number of tokens that the engine does not compute if nothing is sent, since its other KV
+    connectors have those after ``matched_len``; 0 if they have none, or do not say.
+    """
 
     kv_addr_info: KVAddrInfo
     matched_len: int
     ttl: float
+    tier_len: int = 0
 
 
 class RemoteSendCall(SequenceCall, frozen=True, kw_only=True):

@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.core.sched.scheduler import Scheduler
     from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request as VLLMRequest
 
 
@@ -55,10 +56,14 @@ class TercetConnector(KVConnectorBase_V1, SupportsHMA):
         require_hooks("engine")
         require_supported(vllm_config, kv_cache_config)
         self.settings = parse_settings(self._kv_transfer_config.kv_connector_extra_config)
+        if self.settings.beside:
+            raise UnsupportedVLLM("beside: the plugin was not loaded where the flags were read; add it to VLLM_PLUGINS")
         self.settings.require_secret_beyond_loopback()
         self.inner_host = self.settings.inner_host(vllm_config.parallel_config.nnodes)
         self.token = secrets.token_hex(16)
         self.handshakes: list[WorkerHandshake] = []  # by rank
+        self.siblings: tuple[KVConnectorBase_V1, ...] = ()
+        """The engine's other connectors, set by :mod:`tercet.vllm_plugin.siblings`."""
         self._scheduler: SchedulerSide | None = None
         if role == KVConnectorRole.WORKER:
             if vllm_config.lora_config is not None and current_platform.is_cpu():
@@ -127,7 +132,7 @@ class TercetConnector(KVConnectorBase_V1, SupportsHMA):
             max_blocks = int(self._kv_cache_config.num_blocks * self.settings.max_lease_share)
             words = [rank.words for rank in self.handshakes]
             tables = TablePublisher.begin(scheduler, words, self._vllm_config.parallel_config.nnodes)
-            self._scheduler = SchedulerSide(scheduler, max_blocks, tables)
+            self._scheduler = SchedulerSide(scheduler, max_blocks, tables, self.siblings)
         return self._scheduler
 
     def on_new_request(self, request: VLLMRequest) -> None:
@@ -138,6 +143,23 @@ class TercetConnector(KVConnectorBase_V1, SupportsHMA):
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
         return StepMetadata() if self._scheduler is None else self._scheduler.plan(scheduler_output)
+
+    def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
+        """Take back what was planned to be sent of KV that siblings could not load."""
+        if self._scheduler is not None and connector_output.invalid_block_ids:
+            self._scheduler.sends.loads_failed(connector_output.invalid_block_ids)
+
+    def has_pending_push_work(self) -> bool:
+        """True while sends or reservations wait for the end of a step, which an idle engine would not begin."""
+        return self._scheduler is not None and self._scheduler.awaits_steps
+
+    def note_tiers(self, events: Iterable[KVCacheEvent]) -> None:
+        if self._scheduler is not None and self._scheduler.fence is not None:
+            self._scheduler.fence.tiers.note(events)
+
+    def siblings_reset(self) -> None:
+        if self._scheduler is not None and self._scheduler.fence is not None:
+            self._scheduler.fence.siblings_reset()
 
     def take_events(self) -> Iterable[KVCacheEvent]:
         """Record that a step has ended, before any client has its tokens. Tercet adds no events."""

@@ -52,6 +52,7 @@ from tercet.vllm_plugin.edge.llm_requests import tell_failures
 from tercet.vllm_plugin.edge.prefilled_requests import PrefilledRequests
 from tercet.vllm_plugin.mm_features import bound_uuids
 from tercet.vllm_plugin.start.plugin_settings import PluginSettings, parse_settings
+from tercet.vllm_plugin.start.siblings_config import settings_of
 from tercet.wire.client import engine_tls
 from tercet.wire.client.remote_prefill import PrefillAttempts, PrefillerHeader, RemotePrefill
 from tercet.wire.exported_spans import exporting_spans
@@ -107,7 +108,7 @@ class TercetEndpoints:
             raise EngineError("Tercet's endpoints need an engine, and this server has none")
         # The settings that the engine's other processes have. A missing connector is reported later.
         transfer = engine_client.vllm_config.kv_transfer_config
-        settings = parse_settings(transfer.kv_connector_extra_config if transfer is not None else {})
+        settings = parse_settings(settings_of(transfer))
         secret = settings.fleet_secret
         state.tercet_stop_grace = settings.stop_grace
         state.tercet_max_request_bytes = settings.max_request_bytes

@@ -295,6 +295,10 @@ SINGLE = "vllm.v1.core.single_type_kv_cache_manager:SingleTypeKVCacheManager"
 POOL = "vllm.v1.core.block_pool:BlockPool"
 EXECUTOR = "vllm.v1.executor.abstract:Executor"
 STRUCTURED = "vllm.v1.structured_output:StructuredOutputManager"
+CONNECTORS = "vllm.distributed.kv_transfer.kv_connector"
+FACTORY = f"{CONNECTORS}.factory:KVConnectorFactory"
+MULTI = f"{CONNECTORS}.v1.multi_connector:MultiConnector"
+OFFLOADING = f"{CONNECTORS}.v1.offloading.scheduler"
 
 CORE_HOOKS = (
     Hook(
@@ -380,6 +384,58 @@ CORE_HOOKS = (
             Says(f"{SINGLE}.__init__", "self.req_to_blocks"),
             Says(f"{SCHEDULER}.__init__", "self.num_spec_tokens"),
             Says(f"{SCHEDULER}._update_after_schedule", "request.num_computed_tokens += num_scheduled_token"),
+        ),
+    ),
+    Hook(
+        name="siblings",
+        what="Other KV connectors of an engine are children of a subclass of MultiConnector: Tercet's registers first "
+        "and plans last, each gets its handshakes, and a lease's answer waits until no job of OffloadingConnector uses "
+        "its blocks",
+        why="A peer writes into leased blocks, while a tier may still read what they held before",
+        until="connectors hold the blocks that they read, and MultiConnector passes handshakes on by connector",
+        overrides=(
+            "MultiConnector.get_handshake_metadata",
+            "MultiConnector.set_xfer_handshake_metadata_pp_aware",
+            "MultiConnector.build_connector_meta",
+            "MultiConnector.take_events",
+            "MultiConnector.get_finished_count",
+            "MultiConnector.reset_cache",
+        ),
+        relies_on=(
+            Says(
+                f"{FACTORY}.get_connector_class",
+                "if connector_module_path:",
+                "getattr(connector_module, connector_name)",
+            ),
+            Says(f"{FACTORY}.supports_hma_config", "MultiConnector.all_children_support_hma(kv_transfer_config)"),
+            Says(
+                f"{MULTI}._get_connector_classes_and_configs",
+                '"connectors"',
+                "KVTransferConfig(**ktc, engine_id=engine_id)",
+            ),
+            Says(f"{MULTI}.__init__", "self._connectors: list", "self._extra_async_saves: dict"),
+            Says(f"{MULTI}.register_kv_caches", "for c in self._connectors: c.register_kv_caches("),
+            Says(f"{MULTI}.bind_connector_metadata", "zip(self._connectors, connector_metadata.metadata)"),
+            Says(f"{MULTI}.build_connector_meta", "metadata.extra_async_saves = self._extra_async_saves"),
+            Says(f"{MULTI}.get_num_new_matched_tokens", "if toks is None:", "return (None, False)"),
+            Takes(f"{MULTI}.set_xfer_handshake_metadata_pp_aware", "metadata"),
+            Takes(f"{MULTI}.get_finished_count"),
+            Takes(f"{MULTI}.reset_cache"),
+            Has(f"{CONNECTOR}:KVConnectorBase_V1", "has_pending_push_work", "update_connector_output"),
+            Has("vllm.v1.core.sched.output:SchedulerOutput", "has_sync_kv_loads", "finished_req_ids"),
+            Has("vllm.v1.core.sched.output:CachedRequestData", "resumed_req_ids"),
+            Has("vllm.v1.outputs:KVConnectorOutput", "invalid_block_ids"),
+            Says(f"{SCHEDULER}.has_requests", "self.connector.has_pending_push_work()"),
+            Says(f"{SCHEDULER}._update_after_schedule", "self.finished_req_ids = set()"),
+            Has(f"{OFFLOADING}:TransferJobStatus", "fenced_block_ids", "deferred_fence_block_ids"),
+            Has(f"{OFFLOADING}:RequestGroupState", "block_ids", "next_stored_chunk_idx"),
+            Says(
+                f"{OFFLOADING}:OffloadingConnectorScheduler.__init__",
+                "self._sliding_window_groups: tuple[int, ...]",
+                "self._req_status: dict",
+                "self._jobs: dict[int, TransferJobStatus]",
+            ),
+            Says(f"{OFFLOADING}:OffloadingConnectorScheduler.update_connector_output", "del self._jobs[job_id]"),
         ),
     ),
     Hook(

@@ -165,14 +165,16 @@ class TinyEngine:
     ) -> None:  # fmt: skip
         transfer = config.kv_transfer_config
         assert transfer is not None
-        transfer.kv_connector_extra_config = extra_config or {}
+        if transfer.kv_connector == "TercetConnector":
+            transfer.kv_connector_extra_config = extra_config or {}
         config.cache_config.num_gpu_blocks = NUM_BLOCKS
         keeps_states = any(isinstance(spec, MambaSpec) for spec in specs)
         config.cache_config.mamba_cache_mode = "align" if keeps_states else "none"
         groups = [KVCacheGroupSpec([f"layer.{number}"], spec) for number, spec in enumerate(specs)]
         caches = KVCacheConfig(NUM_BLOCKS, [], groups, prefix_cache_retention_interval=retention)
         self.scheduler = scheduler(config, caches, StructuredOutputManager(config), BLOCK, BLOCK, log_stats=True)
-        connector = self.scheduler.get_kv_connector()
+        found = self.scheduler.get_kv_connector()
+        connector = getattr(found, "tercet", found)
         assert isinstance(connector, TercetConnector)
         self.connector = connector
         connector.handshakes = [
@@ -211,7 +213,7 @@ class TinyEngine:
         return matched
 
     def extend(self, lease: str, tokens: list[int], salt: str | None = None) -> ReservedBlocks:
-        return core_methods.extend(self.core, lease, KeyedPrompt(tokens, salt))
+        return core_methods.extend(self.core, lease, KeyedPrompt(tokens, salt)).result(0)
 
     def commit(self, lease: str, valid_end: int, tokens: list[int] | None = None) -> None:
         """KV of the lease's first tokens, or of others, has arrived."""

@@ -63,6 +63,12 @@ class StepMetadata(KVConnectorMetadata):
     resumed: dict[str, list[int]] = field(default_factory=dict)  # output that vLLM's requests start with, by id
 
 
+def step_in(metadata: object) -> StepMetadata | None:
+    """Return Tercet's part of a step's metadata, which may be one of several connectors'; None without one."""
+    parts: tuple[object, ...] = (metadata, *getattr(metadata, "metadata", ()))
+    return next((part for part in parts if isinstance(part, StepMetadata)), None)
+
+
 @dataclass
 class WorkerHandshake(KVConnectorHandshakeMetadata):
     """A worker's endpoints, collected by vLLM at start."""

@@ -78,18 +78,18 @@ def describe(core: EngineCore) -> EngineDescription:
 def reserve(core: EngineCore, lease: str, prompt: KeyedPrompt) -> Future[ReservedBlocks]:
     """Reserve blocks for all tokens of a prompt, in order of arrival."""
     owner = _placeholder(core, f"tercet-lease-{lease}", prompt)
-    return _side(core).queue.reserve(lease, owner, prompt)
+    return _side(core).reserve(lease, owner, prompt)
 
 
-def extend(core: EngineCore, lease: str, prompt: KeyedPrompt) -> ReservedBlocks:
+def extend(core: EngineCore, lease: str, prompt: KeyedPrompt) -> Future[ReservedBlocks]:
     """Reserve more blocks for an open lease; return all its blocks."""
     owner = _placeholder(core, f"tercet-lease-{lease}", prompt)
-    return _side(core).queue.extend(lease, owner, prompt)
+    return _side(core).extend(lease, owner, prompt)
 
 
 def give_up(core: EngineCore, lease: str) -> None:
-    """End the wait of a reservation that has no blocks yet."""
-    _side(core).queue.give_up(lease)
+    """End the wait of a reservation that has not been answered."""
+    _side(core).give_up(lease)
 
 
 def commit(core: EngineCore, lease: str, valid: Content) -> None:
@@ -101,7 +101,7 @@ def commit(core: EngineCore, lease: str, valid: Content) -> None:
 def release(core: EngineCore, lease: str, valid_end: int) -> int:
     """Free the blocks of a lease that no peer writes any more."""
     side = _side(core)
-    side.queue.give_up(lease)
+    side.give_up(lease)
     valid_end = side.reservations.release(lease, valid_end)
     side.queue.admit()
     _publish_now(core)
@@ -198,7 +198,8 @@ def _scheduler(core: EngineCore) -> Scheduler:
 
 
 def _connector(core: EngineCore) -> TercetConnector:
-    connector = core.scheduler.get_kv_connector()
+    connector: Any = core.scheduler.get_kv_connector()
+    connector = getattr(connector, "tercet", connector)  # as tercet.vllm_plugin.siblings has it
     if not isinstance(connector, TercetConnector):
         raise EngineError("this engine runs without TercetConnector: start it with the documented --kv-transfer-config")
     return connector

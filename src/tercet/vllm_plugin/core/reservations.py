@@ -20,6 +20,7 @@ it does not write them any more. To the KV cache manager a reservation is a requ
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Sequence
 from concurrent.futures import Future
 from contextlib import nullcontext
 from dataclasses import dataclass, field
@@ -34,6 +35,7 @@ from tercet.vllm_plugin.differences import ZEROED_BY_BLOCK
 from tercet.vllm_plugin.worker.kv_layout import tokens_of_a_step
 
 if TYPE_CHECKING:
+    from vllm.v1.core.kv_cache_utils import BlockHash
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.core.sched.scheduler import Scheduler
     from vllm.v1.request import Request as VLLMRequest
@@ -51,6 +53,7 @@ class Held:
     prompt: KeyedPrompt
     matched_len: int
     num_blocks: int = 0
+    opened: set[int] = field(default_factory=set[int])  # blocks that have been given to peers
 
     @property
     def end(self) -> int:
@@ -64,8 +67,9 @@ class Held:
 class Reservations:
     """All leases of this engine, which together pin at most ``max_blocks``: leases cannot be preempted."""
 
-    def __init__(self, scheduler: Scheduler, max_blocks: int) -> None:
+    def __init__(self, scheduler: Scheduler, max_blocks: int, *, siblings: bool = False) -> None:
         self._scheduler = scheduler
+        self._siblings = siblings
         self._manager = scheduler.kv_cache_manager
         self._step_tokens = tokens_of_a_step(scheduler)
         self._tables = GroupTables(self._manager, self._step_tokens)
@@ -187,6 +191,25 @@ class Reservations:
         held.owner, held.prompt = owner, prompt
         return self._reserved(held)
 
+    def unopened(self, lease: str) -> tuple[set[int], set[int]]:
+        """Return a lease's blocks that no peer may write yet, and those that were matched in the prefix cache."""
+        held = self._held[lease]
+        tables, first = self._tables.of(held.owner.request_id), held.matched_len // self._block_size
+        matched = {block.block_id for blocks in tables for block in blocks[:first] if not block.is_null}
+        reserved = {block.block_id for blocks in tables for block in blocks[first:] if not block.is_null}
+        return reserved - held.opened, matched
+
+    def hashes_of(self, lease: str) -> tuple[Sequence[BlockHash], int]:
+        """Return the hashes of a lease's whole blocks, and how many of these blocks were matched."""
+        held = self._held[lease]
+        return held.owner.block_hashes[: held.end // self._block_size], held.matched_len // self._block_size
+
+    def open(self, lease: str) -> None:
+        """Record that all blocks of a lease are free of other uses: peers may write them."""
+        held = self._held[lease]
+        written, _ = self.unopened(lease)
+        held.opened |= written
+
     def commit(self, lease: str, valid: Content) -> None:
         """Make the KV received so far available in the prefix cache, unless it is of other tokens than the lease's."""
         held = self._held.get(lease)
@@ -258,6 +281,8 @@ class Reservations:
         reserved for the last token. A state belongs to the lease's end, not to an earlier position.
         """
         if self._tables.states and computed != held.end:
+            return False
+        if self._siblings and computed <= held.matched_len:  # vLLM asks siblings only for requests without blocks
             return False
         if request.skip_reading_prefix_cache:  # it needs every position computed here, as for prompt_logprobs
             return False

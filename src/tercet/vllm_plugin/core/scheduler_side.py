@@ -22,14 +22,16 @@ from vllm.v1.metrics.stats import PrefillStats
 from vllm.v1.request import RequestStatus
 
 from tercet.engine.block_tables import BlockTableWriter, TablePlace, TableShape, create_table, row_owner
-from tercet.engine.interface import PinnedPrefix, SendPlan
+from tercet.engine.interface import KeyedPrompt, PinnedPrefix, ReservedBlocks, SendPlan
 from tercet.protocol import UnknownSequence
 from tercet.transport import CoreWords, Push, SendComplete
 from tercet.vllm_plugin.core.cache_groups import GroupTables
 from tercet.vllm_plugin.core.connector_messages import StepMetadata, TercetParams
+from tercet.vllm_plugin.core.fence import SiblingFence
 from tercet.vllm_plugin.core.reservations import ReservationQueue, Reservations, give_way, same_adapter, same_features
 
 if TYPE_CHECKING:
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
     from vllm.v1.core.kv_cache_utils import KVCacheBlock
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.core.sched.scheduler import Scheduler
@@ -186,6 +188,19 @@ class Sending:
     pins: list[KVCacheBlock] = field(default_factory=list)
 
 
+@dataclass
+class HeldPushes:
+    """What one step adds to a send, until ``steps`` more steps have ended: some of them load KV, which may fail."""
+
+    steps: int
+    sending: Sending
+    request_id: str
+    before: list[int]  # the send's next blocks before the step
+    table: set[int]  # the blocks of the request's tokens so far: what was sent was computed from them
+    pushes: list[Push]
+    finish: list[SendComplete]
+
+
 class SendPlanner:
     """All sends of this engine, by send id and by the vLLM request that computes each.
 
@@ -198,6 +213,10 @@ class SendPlanner:
         step 3                                 ====> end  pushes b12 and b13, and completes the send
 
     A block that the step fills only in part waits for the step that fills it; the last one is sent as it is.
+
+    Another connector may load KV into blocks within a step (a *synchronous* load), and whether that succeeded is known
+    when the step has ended. Pushes of such a step are held until then, and taken back if it has failed: vLLM then fails
+    the request, or computes its tokens again.
     """
 
     def __init__(self, scheduler: Scheduler) -> None:
@@ -212,6 +231,11 @@ class SendPlanner:
         # is in flight while calls are answered. The list of requests does not show this: an aborted request is removed,
         # while a step still computes blocks that others find.
         self._filling = deque[set[int]]()
+        # For each of these steps, the blocks into which other connectors may load KV, and the blocks that were computed
+        # from KV that could not be loaded, until they are computed again.
+        self._loading = deque[set[int]]()
+        self._failed = set[int]()
+        self._held: list[HeldPushes] = []
         self._blocks_of = [group.req_to_blocks for group in self._tables.groups]
         # Ids of sends whose end overtook the request in the input queue; limited, since some requests never arrive.
         self._ended_early: deque[str] = deque(maxlen=1024)
@@ -242,8 +266,17 @@ class SendPlanner:
 
     def plan(self, output: SchedulerOutput, metadata: StepMetadata) -> None:
         """Add the pushes of the step that ``output`` describes to ``metadata``; :meth:`stepped` follows."""
-        filling = set[int]()
+        filling, loading = set[int](), set[int]()
         self._filling.append(filling)
+        self._loading.append(loading)
+        for held in [each for each in self._held if each.steps <= 0]:
+            metadata.pushes += held.pushes
+            metadata.finish += held.finish
+            self._held.remove(held)
+        if output.has_sync_kv_loads:
+            begins = [new.req_id for new in output.scheduled_new_reqs]
+            for request_id in (*begins, *output.scheduled_cached_reqs.resumed_req_ids):
+                loading |= self._ids(request_id, self._scheduler.requests[request_id].num_computed_tokens)
         size, rewinds = self._block_size, self._scheduler.num_spec_tokens > 0
         for request_id, scheduled in output.num_scheduled_tokens.items():
             request = self._scheduler.requests[request_id]
@@ -261,11 +294,45 @@ class SendPlanner:
     def stepped(self) -> None:
         """Record that the first of the planned steps has ended; steps planned before this object do not count."""
         if self._filling:
-            self._filling.popleft()
+            self._failed -= self._filling.popleft()
+            self._loading.popleft()
+        for held in self._held:
+            held.steps -= 1
+
+    @property
+    def held_back(self) -> bool:
+        """True while pushes wait for a step: those of an engine that is idle would otherwise wait for ever."""
+        return bool(self._held)
+
+    def loading(self) -> tuple[set[int], set[int]]:
+        """Return the blocks into which unfinished steps may load KV, and those with KV of failed loads."""
+        return set[int]().union(*self._loading), self._failed
+
+    def loads_failed(self, blocks: set[int]) -> None:
+        """Take back pushes of KV that was computed from these blocks, which could not be loaded."""
+        for group in self._blocks_of:
+            for table in group.values():
+                ids = [block.block_id for block in table]
+                first = next((at for at, block in enumerate(ids) if block in blocks), len(ids))
+                self._failed.update(block.block_id for block in table[first:] if not block.is_null)
+        self._failed |= blocks
+        wrong = [each.sending for each in self._held if not each.table.isdisjoint(blocks)]
+        for held in reversed(self._held):
+            if held.sending in wrong:
+                held.sending.next_block = held.before
+                self._by_request[held.request_id] = held.sending
+        self._held = [each for each in self._held if each.sending not in wrong]
+
+    def _ids(self, request_id: str, tokens: int) -> set[int]:
+        """Return the blocks of a request's first tokens."""
+        until = -(-tokens // self._block_size)
+        tables = (blocks_of.get(request_id, ()) for blocks_of in self._blocks_of)
+        return {block.block_id for blocks in tables for block in blocks[:until] if not block.is_null}
 
     def _is_filled(self, block: KVCacheBlock) -> bool:
-        """True if no unfinished step computes this block of the prefix cache."""
-        return not any(block.block_id in filling for filling in self._filling)
+        """True if no unfinished step computes or loads this block of the prefix cache, and no load of it has failed."""
+        unfinished = (*self._filling, *self._loading, self._failed)
+        return not any(block.block_id in blocks for blocks in unfinished)
 
     def _plan_one(self, request: VLLMRequest, sending: Sending, scheduled: int, metadata: StepMetadata) -> None:
         # Before the step's own bookkeeping, num_computed_tokens counts tokens from earlier steps or the cache. Cached
@@ -278,10 +345,18 @@ class SendPlanner:
             metadata.opened.append(plan)
         # A partly filled block is sent once, when its last token of the range is there.
         until = -(-plan.end // self._block_size) if done >= plan.end else done // self._block_size
-        metadata.pushes += self._push(sending, self._tables.of(request.request_id), until)
-        if done >= plan.end:
-            metadata.finish.append(SendComplete(plan.send_id, plan.begin, plan.end))
+        before = list(sending.next_block)
+        pushes = self._push(sending, self._tables.of(request.request_id), until)
+        finish = [SendComplete(plan.send_id, plan.begin, plan.end)] if done >= plan.end else []
+        if finish:
             del self._by_request[request.request_id]
+        if any(self._loading) or any(each.sending is sending for each in self._held):
+            table = self._ids(request.request_id, done)
+            steps = len(self._filling)
+            self._held.append(HeldPushes(steps, sending, request.request_id, before, table, pushes, finish))
+        else:
+            metadata.pushes += pushes
+            metadata.finish += finish
 
     def _push(self, sending: Sending, tables: Sequence[Sequence[KVCacheBlock]], until: int) -> list[Push]:
         """Pin a send's next blocks, up to a position in their tables; return the pushes.
@@ -363,7 +438,7 @@ class SendPlanner:
         """Return the cached blocks of the probe's tokens, by group, and how many of them no step computes any more."""
         computed, matched, _ = self._manager.get_computed_blocks(probe)
         whole, tables = matched // self._block_size, computed.blocks
-        if any(self._filling):
+        if any(self._filling) or any(self._loading) or self._failed:
             unfilled = (at for at in range(whole) if not all(self._is_filled(table[at]) for table in tables))
             whole = next(unfilled, whole)
         return tables, whole
@@ -399,6 +474,7 @@ class SendPlanner:
             self._ended_early.append(send_id)
             raise UnknownSequence(f"send {send_id} is not running")
         self._by_request = {key: other for key, other in self._by_request.items() if other is not sending}
+        self._held = [each for each in self._held if each.sending is not sending]
         self._manager.block_pool.free_blocks(reversed(sending.pins))
 
 
@@ -482,13 +558,46 @@ def start_grammar_after(manager: StructuredOutputManager, request: VLLMRequest, 
 class SchedulerSide:
     """State of one scheduler for other engines; ``max_lease_blocks`` limits the blocks that leases pin together."""
 
-    def __init__(self, scheduler: Scheduler, max_lease_blocks: int, tables: TablePublisher | None) -> None:
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        max_lease_blocks: int,
+        tables: TablePublisher | None,
+        siblings: Sequence[KVConnectorBase_V1] = (),
+    ) -> None:
         self._scheduler = scheduler
-        self.reservations = Reservations(scheduler, max_lease_blocks)
+        self.reservations = Reservations(scheduler, max_lease_blocks, siblings=bool(siblings))
         self.queue = ReservationQueue(scheduler, self.reservations)
         self.sends = SendPlanner(scheduler)
         self.resumed = ResumedRequests(scheduler)
         self.tables = tables
+        self.fence = SiblingFence(scheduler, self.reservations, siblings, self.sends) if siblings else None
+
+    @property
+    def awaits_steps(self) -> bool:
+        return self.sends.held_back or bool(self.fence)
+
+    def reserve(self, lease: str, owner: VLLMRequest, prompt: KeyedPrompt) -> Future[ReservedBlocks]:
+        """Reserve as :meth:`ReservationQueue.reserve` does; the answer waits for the engine's other connectors."""
+        return self._fenced(lease, self.queue.reserve(lease, owner, prompt), is_new=True)
+
+    def extend(self, lease: str, owner: VLLMRequest, prompt: KeyedPrompt) -> Future[ReservedBlocks]:
+        """Extend a lease as :meth:`ReservationQueue.extend` does; the answer waits as that of :meth:`reserve`.
+
+        If it waits too long, the lease keeps the blocks, which its peers do not know.
+        """
+        reserved: Future[ReservedBlocks] = Future()
+        reserved.set_result(self.queue.extend(lease, owner, prompt))
+        return self._fenced(lease, reserved, is_new=False)
+
+    def _fenced(self, lease: str, reserved: Future[ReservedBlocks], *, is_new: bool) -> Future[ReservedBlocks]:
+        return reserved if self.fence is None else self.fence.pass_on(lease, reserved, is_new=is_new)
+
+    def give_up(self, lease: str) -> None:
+        """End the wait of a reservation for blocks, or for other connectors that use them."""
+        self.queue.give_up(lease)
+        if self.fence is not None and self.fence.give_up(lease):
+            self.queue.admit()
 
     def begin(self, request: VLLMRequest, params: TercetParams) -> None:
         """Begin a request that sends its KV, uses a reservation, or continues output from another engine."""
@@ -497,12 +606,16 @@ class SchedulerSide:
         if params.seq is not None and params.seq.output:
             self.resumed.begin(request, params.seq.output)
         if params.seq is not None and params.seq.lease is not None:
+            if self.fence is not None:
+                self.fence.give_up(params.seq.lease)
             self.reservations.adopt(params.seq.lease, params.seq.valid_end, request)
         if params.seq is not None and params.seq.number and self.tables is not None:
             self.tables.follow(request, params.seq.number)
 
     def plan(self, output: SchedulerOutput) -> StepMetadata:
         metadata = StepMetadata()
+        if self.fence is not None:
+            self.fence.planned(output)
         if not give_way(self._scheduler, output):
             self.queue.admit()
         self.sends.plan(output, metadata)
@@ -513,6 +626,8 @@ class SchedulerSide:
 
     def stepped(self) -> None:
         self.sends.stepped()
+        if self.fence is not None:
+            self.fence.stepped()
         if self.tables is not None:
             self.tables.publish()
 

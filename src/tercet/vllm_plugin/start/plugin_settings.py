@@ -91,6 +91,10 @@ class PluginSettings(Settings, frozen=True, rename=lambda name: name):
             default="128 MiB",
         ),
     ] = MAX_REQUEST_BYTES
+    beside: Annotated[
+        tuple[dict[str, Any], ...],
+        Setting("Other KV connectors of this engine, each a config as in vLLM's MultiConnector.", metavar="LIST"),
+    ] = ()
     prefill_hosts: PrefillHosts = ""
     client_traces: ClientTraces = False
     prefill_timeout: PrefillTimeout = TIMEOUT_S

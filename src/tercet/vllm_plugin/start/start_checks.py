@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import traceback
 from argparse import Namespace
-from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from pydantic import ValidationError
@@ -19,6 +18,7 @@ from tercet.vllm_plugin.core.cache_groups import require_movable_groups
 from tercet.vllm_plugin.hooks import Method, UnsupportedVLLM, require_hooks, wrap
 from tercet.vllm_plugin.start.plugin_settings import parse_settings
 from tercet.vllm_plugin.start.process_output import AFTER_DASHES, log_stages_of_workers, refusing_in_a_sentence
+from tercet.vllm_plugin.start.siblings_config import is_tercets, require_no_sibling, settings_of, with_siblings
 from tercet.vllm_plugin.worker.kv_layout import require_drafter
 from tercet.wire.serving.server_access import callers_of
 
@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
 
-CONNECTOR = "TercetConnector"
 PLUGIN = "tercet"
 # Most characters of vLLM's sentence, and of a refused value in it.
 LONGEST_SENTENCE, LONGEST_VALUE = 400, 60
@@ -52,10 +51,14 @@ def _flags_checked(make: Method, cls: type, args: Namespace) -> Any:
 
 
 def _config_checked(create: Method, args: Any, *more: Any, **named: Any) -> VllmConfig:
+    transfer: KVTransferConfig | None = getattr(args, "kv_transfer_config", None)
+    if transfer is not None:
+        with refusing_in_a_sentence():
+            args.kv_transfer_config = with_siblings(transfer)
     try:
         config = create(args, *more, **named)
     except (ValueError, OSError) as error:
-        if not is_tercets(getattr(args, "kv_transfer_config", None)):
+        if not is_tercets(transfer):
             raise
         traceback.print_exception(error)  # where in vLLM it was found, for the log
         with refusing_in_a_sentence():
@@ -92,18 +95,19 @@ def _first_paragraph(said: str) -> str:
 def require_flags(args: Namespace) -> None:
     """Raise :class:`~tercet.protocol.TercetError` for flags that a server with Tercet's connector cannot have.
 
-    These are: other connectors next to it, unknown or wrong settings of the connector, KV or verbs that callers on
-    other machines could reach without a key, and several API servers. Commands that serve nothing (``vllm bench``,
-    headless nodes) have no verbs.
+    These are: the connector in a MultiConnector, siblings that cannot be made, unknown or wrong settings, KV or verbs
+    that callers on other machines could reach without a key, and several API servers. Commands that serve nothing
+    (``vllm bench``, headless nodes) have no verbs.
     """
     transfer: KVTransferConfig | None = getattr(args, "kv_transfer_config", None)
     require_no_sibling(transfer)
     if transfer is None or not is_tercets(transfer):
         return
     require_hooks("engine")
-    settings = parse_settings(transfer.kv_connector_extra_config)
+    settings = parse_settings(settings_of(transfer))
     settings.require_secret_beyond_loopback()
     settings.allowed_prefillers()
+    with_siblings(transfer)
     if not hasattr(args, "host") or getattr(args, "headless", False) or not serves_verbs():
         return
     callers_of(args, settings.fleet_secret)
@@ -113,34 +117,6 @@ def require_flags(args: Namespace) -> None:
             f"--api-server-count: is {servers}, and one API server keeps the leases of an engine; set it to 1",
             "--api-server-count",
         )
-
-
-def require_no_sibling(transfer: KVTransferConfig | None) -> None:
-    """Refuse Tercet's connector among those of a MultiConnector, at any depth.
-
-    Others may still read blocks that they have not pinned, while a lease gives them to a peer that writes: vLLM's
-    offloading connector would keep wrong KV under a right name. Settings and checks of the connector are not found
-    there, either. Raises :class:`~tercet.protocol.BadRequest`.
-    """
-    left: list[Any] = [] if transfer is None else [transfer.kv_connector_extra_config]
-    while left:
-        settings: Any = left.pop()
-        children: Any = settings.get("connectors") if isinstance(settings, Mapping) else None
-        for child in children if isinstance(children, Sequence) else ():
-            if isinstance(child, Mapping):
-                if child.get("kv_connector") == CONNECTOR:
-                    raise BadRequest(
-                        f"--kv-transfer-config: {CONNECTOR} is among the connectors of a MultiConnector, and it must "
-                        "be the engine's only one, because others may read blocks that a peer writes: set kv_connector "
-                        f"to {CONNECTOR!r} and leave the others out",
-                        "--kv-transfer-config",
-                    )
-                left.append(child.get("kv_connector_extra_config"))
-
-
-def is_tercets(transfer: KVTransferConfig | None) -> bool:
-    """True if an engine moves its KV by Tercet's connector."""
-    return transfer is not None and transfer.kv_connector == CONNECTOR
 
 
 def serves_verbs() -> bool:

@@ -7,7 +7,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from tercet.settings.process_settings import spin_seconds
-from tercet.vllm_plugin.core.connector_messages import StepMetadata
+from tercet.vllm_plugin.core.connector_messages import step_in
 from tercet.vllm_plugin.differences import DRAWS_FOR_THE_VOCABULARY
 from tercet.vllm_plugin.hooks import Method, wrap
 
@@ -29,8 +29,8 @@ def begin_requests_with_output() -> None:
     pending: dict[str, list[int]] = {}
 
     def update_states_with_output(update_states: Method, self: Any, scheduler_output: SchedulerOutput) -> Any:
-        metadata = scheduler_output.kv_connector_metadata
-        if isinstance(metadata, StepMetadata):
+        metadata = step_in(scheduler_output.kv_connector_metadata)
+        if metadata is not None:
             pending.update(metadata.resumed)
         return update_states(self, scheduler_output)
 

@@ -365,7 +365,7 @@ class HttpEngine:
             adapter=request.adapter, adapter_digest=request.adapter_digest, mm_features=features,
         )  # fmt: skip
         answer = await self._calls.result_of("prep_recv", call, PrepRecvAnswer)
-        return Reservation(answer.kv_addr_info, answer.matched_len)
+        return Reservation(answer.kv_addr_info, answer.matched_len, answer.tier_len)
 
     def _release_soon(self, seq_id: str, lease: str) -> None:
         """End a lease in the background: leaving a reservation never waits for an engine that does not answer."""

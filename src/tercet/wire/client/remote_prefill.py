@@ -335,7 +335,7 @@ class RemotePrefill:
                 event = self._event("prep_recv", decode.name, began, end=space.end)
                 event.cached = begin = space.matched_len
                 trace.events.append(event)
-                if space.missing >= MIN_SEND:
+                if space.to_send >= MIN_SEND:
                     begin = await self._fill(decode.name, request, space, hosts, trace)
                     prefills.labels(PULLED, "").inc()
                 else:

@@ -1,0 +1,184 @@
+"""The fence between leases and other connectors: no block is opened for a peer while a sibling reads or writes it.
+
+A sibling may read blocks that the block pool has taken back. vLLM's OffloadingConnector does: it stores KV of finished
+requests a step later, in the background, and waits only before a *scheduled* request gets these blocks. A lease is not
+scheduled, and its peer writes at once, so the tier would keep the peer's KV under the hash of the former::
+
+    step       X ends        X's store is planned
+    pool       X's blocks free ──▶ lease ......................... answer ──▶ peer writes
+    sibling                  '──────── reads X's blocks ─────────'
+                                                 this wait is the fence's
+
+So the blocks belong to the lease at once, and its answer waits. Which blocks are busy is a sibling's to say:
+
+- It holds them: it pins what it reads (``touch``), delays the release (``request_finished``), or is done when its step
+  is done. The pool does not give such blocks away.
+- It lists its jobs, as OffloadingConnector does: the blocks of those in flight are busy.
+- Neither: work in flight (``has_pending_push_work``) counts as all blocks, and all steps must be over, up to the one
+  that is planned when the requests that had the blocks have ended.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from tercet.engine.interface import ReservedBlocks
+from tercet.protocol import NoSpace
+from tercet.vllm_plugin.core.tiers import TierBlocks
+
+if TYPE_CHECKING:
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.core.sched.scheduler import Scheduler
+
+    from tercet.vllm_plugin.core.reservations import Reservations
+    from tercet.vllm_plugin.core.scheduler_side import SendPlanner
+
+HOLD_THEIR_BLOCKS = frozenset({
+    "ExampleConnector", "SimpleCPUOffloadConnector", "MooncakeStoreConnector", "NixlConnector", "NixlPushConnector",
+    "NixlPullConnector", "MooncakeConnector",
+})  # fmt: skip
+"""Connectors of vLLM whose code holds, in each supported version, the blocks that it uses."""
+
+
+@dataclass
+class Fenced:
+    """A reservation that has its blocks and waits for siblings."""
+
+    found: ReservedBlocks
+    answer: Future[ReservedBlocks]
+    written: set[int]  # by peers
+    matched: set[int]  # in the prefix cache
+    planned: int  # the number of steps that siblings must have planned, and those that say nothing, ended
+    is_new: bool  # not an extension of a lease that peers write
+    why: str = ""
+
+
+class SiblingFence:
+    """Answers reservations when no sibling uses their blocks; runs on the scheduler's thread."""
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        reservations: Reservations,
+        siblings: Sequence[KVConnectorBase_V1],
+        sends: SendPlanner,
+    ) -> None:
+        self._scheduler = scheduler
+        self._reservations = reservations
+        self._sends = sends
+        self.tiers = TierBlocks()
+        self._exact = [(type(each).__name__, jobs_of) for each in siblings if (jobs_of := _listing(each))]
+        listed = {name for name, _ in self._exact}
+        self._silent = [each for each in siblings if type(each).__name__ not in HOLD_THEIR_BLOCKS | listed]
+        self._waiting: dict[str, Fenced] = {}
+        self._planned = self._ended = self._all_busy_until = 0
+        # vLLM makes another set with each step: these are the ended requests that siblings have seen last.
+        self._seen: set[str] | None = None
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def pass_on(self, lease: str, reserved: Future[ReservedBlocks], *, is_new: bool) -> Future[ReservedBlocks]:
+        """Return a future of ``reserved`` that is done once no sibling uses the lease's blocks.
+
+        If that takes too long (:meth:`give_up`), it fails, and a new lease ends.
+        """
+        answer: Future[ReservedBlocks] = Future()
+
+        def wait(done: Future[ReservedBlocks]) -> None:
+            if (error := done.exception()) is not None:
+                answer.set_exception(error)
+                return
+            ended = self._scheduler.finished_req_ids
+            planned = self._planned + (bool(ended) and ended is not self._seen)
+            written, matched = self._reservations.unopened(lease)
+            self._waiting[lease] = Fenced(done.result(), answer, written, matched, planned, is_new)
+            self._answer(lease)
+
+        reserved.add_done_callback(wait)
+        return answer
+
+    def planned(self, output: SchedulerOutput) -> None:
+        """Record that siblings have planned a step, of which they know which requests have ended."""
+        self._planned += 1
+        self._seen = output.finished_req_ids
+
+    def stepped(self) -> None:
+        """Record that the first of the planned steps has ended; answer those for which it was the last."""
+        self._ended = min(self._ended + 1, self._planned)
+        for lease in list(self._waiting):
+            self._answer(lease)
+
+    def siblings_reset(self) -> None:
+        """Count all blocks as busy until the next step has ended: siblings forget their jobs, and end them there."""
+        self._all_busy_until = self._planned + 1
+
+    def give_up(self, lease: str) -> bool:
+        """End a wait, with :class:`~tercet.protocol.NoSpace`; return whether the lease was waiting."""
+        fenced = self._waiting.pop(lease, None)
+        if fenced is None:
+            return False
+        if fenced.is_new:
+            self._reservations.release(lease, 0)
+        fenced.answer.set_exception(
+            NoSpace(f"its blocks are still in use by another KV connector of this engine: {fenced.why}")
+        )
+        return True
+
+    def _answer(self, lease: str) -> None:
+        fenced = self._waiting[lease]
+        loading, failed = self._sends.loading()
+        if not fenced.matched.isdisjoint(failed):
+            fenced.why = "KV that it counts as cached could not be loaded"
+            self.give_up(lease)
+            return
+        fenced.why = self._in_use(fenced, loading)
+        if not fenced.why:
+            del self._waiting[lease]
+            self._reservations.open(lease)
+            hashes, matched = self._reservations.hashes_of(lease)
+            found, until = fenced.found, self.tiers.prefix(hashes, matched)
+            tier_len = until * found.block_size if until > matched else 0
+            fenced.answer.set_result(msgspec.structs.replace(found, tier_len=tier_len))
+
+    def _in_use(self, fenced: Fenced, loading: set[int]) -> str:
+        """Return who uses a reservation's blocks; empty if none does."""
+        if self._planned < fenced.planned:
+            return "one that will read blocks of requests that have just ended"
+        if self._ended < self._all_busy_until:
+            return "one whose cache was reset"
+        if not fenced.matched.isdisjoint(loading):
+            return "one that is loading them"
+        for name, busy in self._exact:
+            if not fenced.written.isdisjoint(busy()):
+                return name
+        for sibling in self._silent:
+            if self._ended < fenced.planned or sibling.has_pending_push_work():
+                return f"{type(sibling).__name__}, which does not say which blocks it uses"
+        return ""
+
+
+def _listing(sibling: KVConnectorBase_V1) -> Callable[[], Iterable[int]] | None:
+    """Return a function that lists the blocks of a sibling's jobs; None for one without such a list."""
+    half: Any = getattr(sibling, "connector_scheduler", None)
+    kinds = {kind.__qualname__ for kind in type(sibling).__mro__ if kind.__module__.startswith("vllm.")}
+    return partial(_in_jobs, half) if "OffloadingConnector" in kinds and half is not None else None
+
+
+def _in_jobs(half: Any) -> Iterable[int]:
+    """Yield the blocks that OffloadingConnector reads or will read, although the pool may have them back."""
+    for job in half._jobs.values():
+        yield from job.fenced_block_ids or ()
+        yield from job.deferred_fence_block_ids or ()
+    # Blocks may leave a window before enough of them are full for a job.
+    for group in half._sliding_window_groups:
+        for status in half._req_status.values():
+            state = status.group_states[group]
+            yield from state.block_ids[state.next_stored_chunk_idx * half.config.blocks_per_chunk :]
