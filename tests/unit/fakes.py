@@ -46,6 +46,7 @@ class FakeEngine:
     def __init__(self, name: str, matched: int = 0) -> None:
         self._name = name
         self.matched = matched
+        self.tier_len = 0
         self.calls: list[tuple] = []
         self.leases: set[str] = set()
         self.running = 0
@@ -79,7 +80,7 @@ class FakeEngine:
         self.leases.add(lease)
         try:
             info = KVAddrInfo(lease, self.name, matched, resolved, "fake", (), LAYOUT)
-            yield Reservation(info, matched)
+            yield Reservation(info, matched, self.tier_len)
         finally:
             self.leases.discard(lease)
 

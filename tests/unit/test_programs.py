@@ -58,6 +58,16 @@ async def test_disaggregated_skips_the_prefill_engine_when_nearly_all_is_there(p
     assert decode.calls == [("prep_recv", None), ("start_generate", 96, ())]
 
 
+@pytest.mark.parametrize("name", ["disaggregated", "balanced", "cache_bypass"])
+async def test_what_a_tier_of_the_engine_has_is_not_sent(pair: Pair, name: str) -> None:
+    prefill, decode, fleet = pair
+    decode.matched, decode.tier_len = 16, 96
+    assert await tokens(load_program(name), request_of(200 if name == "cache_bypass" else 100), fleet)
+    begun = decode.calls[-1]
+    assert prefill.calls == ([("remote_send", 16, None, True)] if name == "cache_bypass" else [])
+    assert begun[0] == "start_generate"
+
+
 async def test_disaggregated_ends_with_the_first_token(pair: Pair) -> None:
     _, decode, fleet = pair
     assert await tokens(load_program("disaggregated"), request_of(max_tokens=1), fleet) == [100]

@@ -147,7 +147,7 @@ class TercetConnector(KVConnectorBase_V1, SupportsHMA):
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         """Take back what was planned to be sent of KV that siblings could not load."""
         if self._scheduler is not None and connector_output.invalid_block_ids:
-            self._scheduler.sends.loads_failed(connector_output.invalid_block_ids)
+            self._scheduler.loads_failed(connector_output.invalid_block_ids)
 
     def has_pending_push_work(self) -> bool:
         """True while sends or reservations wait for the end of a step, which an idle engine would not begin."""

@@ -11,6 +11,7 @@ from typing import Any, TypeGuard
 
 import pytest
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector as VLLMsMultiConnector
 from vllm.renderers.base import BaseRenderer
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.worker.gpu_worker import Worker
@@ -37,6 +38,7 @@ from tercet.vllm_plugin.hooks import (
     resolve,
     vllm_version,
 )
+from tercet.vllm_plugin.siblings import MultiConnector
 from tercet.vllm_plugin.start import process_output
 from tercet.wire.serving.client_connection import BoundedProtocol, StreamingProtocol
 
@@ -229,6 +231,7 @@ def test_all_that_subclasses_override_is_in_the_registry() -> None:
         (RouterLLM, AsyncLLM),
         (BoundedProtocol, HttpToolsProtocol),
         (StreamingProtocol, HttpToolsProtocol),
+        (MultiConnector, VLLMsMultiConnector),
         (getattr(process_output, "vllm:v1:worker:gpu_worker:Worker"), Worker),
     ]
     interfaces = {Worker: "WorkerBase"}

@@ -180,19 +180,19 @@ def test_a_connector_that_says_nothing_is_waited_for_as_a_whole(config: VllmConf
 # ---- a thousand schedules ------------------------------------------------------------------------------------------
 
 
-def play(engine: TieredEngine, chance: random.Random) -> None:
+def play(engine: TieredEngine, chance: random.Random, first: int) -> None:
     """One random schedule: requests of a few prompts, leases that peers write at once, and stores of any length."""
     open_leases, waiting, requests = list[str](), dict[str, tuple[list[int], Future[Any]]](), list[Any]()
     for turn in range(chance.randint(8, 16)):
         engine.delay = chance.choice([0, 0, 1, 3, 8])
         kind = chance.random()
-        start = 100 * chance.randint(0, 5)
+        start = first + 100 * chance.randint(0, 5)
         if kind < 0.45:
             tokens = [*tokens_of(chance.randint(2, 14) * BLOCK, start=start), 3]
             requests.append(engine.add(f"r{turn}-{chance.random()}", tokens, max_tokens=chance.randint(1, 3)))
         elif kind < 0.75:
             lease = f"{chance.getrandbits(128):032x}"
-            tokens = tokens_of(chance.randint(2, 14) * BLOCK, start=5000 + start)
+            tokens = tokens_of(chance.randint(2, 14) * BLOCK, start=start + 500_000)
             waiting[lease] = tokens, ask(engine, lease, tokens)
         elif kind < 0.85 and waiting:
             core_methods.give_up(engine.core, chance.choice([*waiting]))
@@ -219,7 +219,7 @@ def wrong_of(config: VllmConfig, schedules: int) -> tuple[int, int, int]:
     """How many of so many schedules, in a row on one engine, were wrong; how many blocks were stored and loaded."""
     engine, wrong = TieredEngine(config), 0
     for number in range(schedules):
-        play(engine, random.Random(number))
+        play(engine, random.Random(number), 1000 + 50 * number)
         wrong += bool(engine.wrong)
         engine.wrong.clear()
         assert engine.status()["leases"] == 0

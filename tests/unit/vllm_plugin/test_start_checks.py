@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 from vllm.config import VllmConfig
+from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.engine.arg_utils import AsyncEngineArgs, EngineArgs
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
@@ -19,6 +20,7 @@ from tercet.cluster.model import resolve_model
 from tercet.settings import SECRET_VARIABLE
 from tercet.settings.process_settings import API_KEY_VARIABLE
 from tercet.vllm_plugin.differences import cli_args
+from tercet.vllm_plugin.start.siblings_config import settings_of, with_siblings
 from tercet.vllm_plugin.start.start_checks import check_before_loading
 
 make_arg_parser = cli_args().make_arg_parser
@@ -64,6 +66,10 @@ def multi(*children: Any) -> list[str]:
     )
 
 
+def beside(*siblings: Any) -> list[str]:
+    return flags(*LOOPBACK, extra={"beside": siblings})
+
+
 def parsed(argv: list[str]) -> Namespace:
     args = make_arg_parser(FlexibleArgumentParser()).parse_args(argv)
     assert args is not None
@@ -88,6 +94,16 @@ def refusal_of(argv: list[str], capsys: pytest.CaptureFixture[str]) -> tuple[obj
         (flags(*LOOPBACK, extra={"host": "192.0.2.1"}), "host: other machines can reach 192.0.2.1"),
         (flags(*LOOPBACK, extra={"prefill_hosts": "::::"}), "prefill_hosts"),
         (flags(*LOOPBACK, "--api-server-count", "2"), "--api-server-count: is 2"),
+        (flags(*LOOPBACK, extra={"beside": {"kv_connector": 1}}), "beside[0]: kv_connector is missing"),
+        (flags(*LOOPBACK, extra={"beside": "ExampleConnector"}), "beside"),
+        (beside({"kv_role": "kv_both"}), "beside[0]: kv_connector is missing: name a connector of vLLM"),
+        (beside(EXAMPLE, CONNECTOR), "beside[1]: TercetConnector is the engine's connector already: leave it out"),
+        (beside({"kv_connector": "MultiConnector"}), "MultiConnector cannot be a sibling: list its connectors"),
+        (beside({"kv_connector": "NoSuchConnector"}), "beside[0]: NoSuchConnector: Unsupported connector type"),
+        (beside({**EXAMPLE, "kv_connector_module_path": "no.such"}), "ExampleConnector: No module named 'no'"),
+        (beside({**EXAMPLE, "kv_role": "writer"}), "beside[0]: ExampleConnector: kv_role: "),
+        (beside({**EXAMPLE, "colour": 1}), "beside[0]: ExampleConnector: colour: "),
+        (beside({**EXAMPLE, "engine_id": "e"}), "engine_id is that of the whole config"),
         (multi(CONNECTOR, EXAMPLE), "TercetConnector is among the connectors of a MultiConnector"),
         (
             multi(EXAMPLE, {**EXAMPLE, "kv_connector_extra_config": {"connectors": [CONNECTOR]}}),
@@ -208,3 +224,21 @@ def test_the_plain_command_says_it_before_anything_loads() -> None:
     assert ended.returncode == 2, ended.stderr
     assert ended.stderr.splitlines()[-1].startswith("tercet: --host: other machines can reach")
     assert "Traceback" not in ended.stderr
+
+
+@pytest.mark.usefixtures("checked")
+@pytest.mark.parametrize(("sibling", "in_groups"), [("ExampleConnector", False), ("OffloadingConnector", True)])
+def test_siblings_are_made_by_a_multi_connector(sibling: str, in_groups: bool, tmp_path: Path) -> None:
+    argv = flags(*LOOPBACK, extra={"lease_ttl": 5, "beside": [{"kv_connector": sibling}]})
+    argv[1] = str(resolve_model("smollm2"))
+    config = AsyncEngineArgs.from_cli_args(parsed(argv)).create_engine_config()
+    transfer = config.kv_transfer_config
+    assert transfer is not None
+    assert transfer.kv_connector == "MultiConnector"
+    assert KVConnectorFactory.get_connector_class(transfer).__module__ == transfer.kv_connector_module_path
+    own, other = transfer.kv_connector_extra_config["connectors"]
+    assert (own["kv_connector"], own["kv_connector_extra_config"]) == ("TercetConnector", {"lease_ttl": 5})
+    assert settings_of(transfer) == {"lease_ttl": 5}
+    assert other == {"kv_connector": sibling, "kv_role": "kv_both"}
+    assert config.scheduler_config.disable_hybrid_kv_cache_manager is not in_groups
+    assert with_siblings(transfer) is transfer, "a config may be made twice of the same arguments"

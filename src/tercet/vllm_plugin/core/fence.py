@@ -120,6 +120,13 @@ class SiblingFence:
         """Count all blocks as busy until the next step has ended: siblings forget their jobs, and end them there."""
         self._all_busy_until = self._planned + 1
 
+    def loads_failed(self, blocks: set[int]) -> None:
+        """End the waits of reservations that count KV in these blocks as cached."""
+        for lease, fenced in list(self._waiting.items()):
+            if not fenced.matched.isdisjoint(blocks):
+                fenced.why = "it could not load what is counted as cached"
+                self.give_up(lease)
+
     def give_up(self, lease: str) -> bool:
         """End a wait, with :class:`~tercet.protocol.NoSpace`; return whether the lease was waiting."""
         fenced = self._waiting.pop(lease, None)
@@ -134,27 +141,23 @@ class SiblingFence:
 
     def _answer(self, lease: str) -> None:
         fenced = self._waiting[lease]
-        loading, failed = self._sends.loading()
-        if not fenced.matched.isdisjoint(failed):
-            fenced.why = "KV that it counts as cached could not be loaded"
-            self.give_up(lease)
-            return
-        fenced.why = self._in_use(fenced, loading)
+        fenced.why = self._in_use(fenced)
         if not fenced.why:
             del self._waiting[lease]
             self._reservations.open(lease)
+            self._sends.rewritten(fenced.written)
             hashes, matched = self._reservations.hashes_of(lease)
             found, until = fenced.found, self.tiers.prefix(hashes, matched)
             tier_len = until * found.block_size if until > matched else 0
             fenced.answer.set_result(msgspec.structs.replace(found, tier_len=tier_len))
 
-    def _in_use(self, fenced: Fenced, loading: set[int]) -> str:
+    def _in_use(self, fenced: Fenced) -> str:
         """Return who uses a reservation's blocks; empty if none does."""
         if self._planned < fenced.planned:
             return "one that will read blocks of requests that have just ended"
         if self._ended < self._all_busy_until:
             return "one whose cache was reset"
-        if not fenced.matched.isdisjoint(loading):
+        if not fenced.matched.isdisjoint(self._sends.loading()):
             return "one that is loading them"
         for name, busy in self._exact:
             if not fenced.written.isdisjoint(busy()):

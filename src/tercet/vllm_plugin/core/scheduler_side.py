@@ -304,24 +304,34 @@ class SendPlanner:
         """True while pushes wait for a step: those of an engine that is idle would otherwise wait for ever."""
         return bool(self._held)
 
-    def loading(self) -> tuple[set[int], set[int]]:
-        """Return the blocks into which unfinished steps may load KV, and those with KV of failed loads."""
-        return set[int]().union(*self._loading), self._failed
+    def loading(self) -> set[int]:
+        """Return the blocks into which unfinished steps may load KV."""
+        return set[int]().union(*self._loading)
 
-    def loads_failed(self, blocks: set[int]) -> None:
-        """Take back pushes of KV that was computed from these blocks, which could not be loaded."""
+    def loads_failed(self, blocks: set[int]) -> set[int]:
+        """Take back pushes of KV that was computed from these blocks, which could not be loaded.
+
+        Returns them and the blocks computed from them. vLLM evicts these, or has their request compute them again.
+        """
+        failed = set(blocks)
         for group in self._blocks_of:
             for table in group.values():
                 ids = [block.block_id for block in table]
                 first = next((at for at, block in enumerate(ids) if block in blocks), len(ids))
-                self._failed.update(block.block_id for block in table[first:] if not block.is_null)
-        self._failed |= blocks
+                failed.update(block.block_id for block in table[first:] if not block.is_null)
+        if self._scheduler.recompute_kv_load_failures:
+            self._failed |= failed
         wrong = [each.sending for each in self._held if not each.table.isdisjoint(blocks)]
         for held in reversed(self._held):
             if held.sending in wrong:
                 held.sending.next_block = held.before
                 self._by_request[held.request_id] = held.sending
         self._held = [each for each in self._held if each.sending not in wrong]
+        return failed
+
+    def rewritten(self, blocks: set[int]) -> None:
+        """Record that peers write these blocks."""
+        self._failed -= blocks
 
     def _ids(self, request_id: str, tokens: int) -> set[int]:
         """Return the blocks of a request's first tokens."""
@@ -623,6 +633,12 @@ class SchedulerSide:
         if self.tables is not None:
             self.tables.publish_planned()
         return metadata
+
+    def loads_failed(self, blocks: set[int]) -> None:
+        """Stop uses of KV that other connectors could not load into these blocks."""
+        failed = self.sends.loads_failed(blocks)
+        if self.fence is not None:
+            self.fence.loads_failed(failed)
 
     def stepped(self) -> None:
         self.sends.stepped()

@@ -77,7 +77,8 @@ def _checked(where: str, given: Mapping[str, Any]) -> dict[str, Any]:
     from vllm.config import KVTransferConfig
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
-    name, sibling = given.get("kv_connector"), {"kv_role": "kv_both", **given}
+    sibling: dict[str, Any] = {"kv_role": "kv_both", **given}
+    name = given.get("kv_connector")
     reason = ""
     if not isinstance(name, str) or not name:
         reason = "kv_connector is missing: name a connector of vLLM, or a class in kv_connector_module_path"

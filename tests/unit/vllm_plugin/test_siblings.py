@@ -1,0 +1,244 @@
+"""Tercet's connector and its siblings as one: its order, its handshakes, its sends, and what its siblings must be."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from vllm.config import VllmConfig
+from vllm.distributed.kv_events import AllBlocksCleared, BlockRemoved, BlockStored
+from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorHandshakeMetadata,
+    KVConnectorMetadata,
+)
+from vllm.v1.core.kv_cache_utils import BlockHash, maybe_convert_block_hash
+
+from tercet.engine.interface import KeyedPrompt
+from tercet.protocol import NoSpace
+from tercet.vllm_plugin.core import core_methods
+from tercet.vllm_plugin.core.connector_messages import StepMetadata
+from tercet.vllm_plugin.core.fence import HOLD_THEIR_BLOCKS
+from tercet.vllm_plugin.core.tiers import TierBlocks
+from tercet.vllm_plugin.hooks import Has, Says
+from tercet.vllm_plugin.siblings import MultiConnector, SiblingHandshakes
+
+from .tiered_engine import TieredEngine
+from .tiny_engine import BLOCK, NUM_BLOCKS, send_of, tokens_of
+
+CALLS = list[str]()
+
+
+class Synchronous(KVConnectorBase_V1):
+    """A sibling that loads in the step itself, as many tokens as `loads` says; it notes when it is asked."""
+
+    loads = 0
+
+    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int, bool]:
+        return max(0, self.loads - num_computed_tokens), False
+
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None: ...
+
+    def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
+        CALLS.append("sibling plans")
+        return KVConnectorMetadata()
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None: ...
+    def wait_for_layer_load(self, layer_name: str) -> None: ...
+    def save_kv_layer(self, *args: Any, **kwargs: Any) -> None: ...
+    def wait_for_save(self) -> None: ...
+    def set_xfer_handshake_metadata(self, metadata: dict[int, Any]) -> None:
+        CALLS.append(f"sibling gets {metadata}")
+
+
+SYNCHRONOUS = {"kv_connector": "Synchronous", "kv_connector_module_path": __name__}
+
+
+@pytest.fixture
+def engine(config: VllmConfig, monkeypatch: pytest.MonkeyPatch) -> Iterator[TieredEngine]:
+    monkeypatch.setattr(Synchronous, "loads", 0)
+    CALLS.clear()
+    made = TieredEngine(config, [SYNCHRONOUS])
+    yield made
+    made.settle()
+    status = made.status()
+    assert (status["free_blocks"], status["leases"], status["sends"]) == (NUM_BLOCKS - 1, 0, 0)
+
+
+def pushed(metadata: StepMetadata) -> tuple[int, list[str]]:
+    return sum(len(push.blocks) for push in metadata.pushes), [each.send_id for each in metadata.finish]
+
+
+# ---- one connector of several ----------------------------------------------------------------------------------
+
+
+def test_siblings_plan_first(engine: TieredEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = engine.side.plan
+    monkeypatch.setattr(engine.side, "plan", lambda output: (CALLS.append("tercet plans"), plan(output))[1])
+    engine.run(engine.add("x", tokens_of(20), max_tokens=1))
+    assert CALLS[:2] == ["sibling plans", "tercet plans"]
+
+
+class Hello(KVConnectorHandshakeMetadata):
+    def __repr__(self) -> str:
+        return "hello"
+
+
+def test_each_connector_gets_its_own_handshakes(engine: TieredEngine) -> None:
+    multi: Any = engine.scheduler.get_kv_connector()
+    assert isinstance(multi, MultiConnector)
+    (mine,) = engine.connector.handshakes
+    multi.set_xfer_handshake_metadata_pp_aware({(0, 0): SiblingHandshakes((mine, Hello()))})
+    assert CALLS == ["sibling gets {0: hello}"]
+    assert engine.connector.handshakes == [mine]
+    CALLS.clear()
+    multi.set_xfer_handshake_metadata_pp_aware({(0, 1): SiblingHandshakes((mine, None))})
+    assert CALLS == [], "a connector without handshakes is not called: by default it refuses stages"
+
+
+# ---- synchronous loads ---------------------------------------------------------------------------------------------
+
+
+def test_what_a_step_loads_is_sent_after_that_step(engine: TieredEngine) -> None:
+    Synchronous.loads = 2 * BLOCK
+    engine.add("x", tokens_of(3 * BLOCK), max_tokens=1, send=send_of("s", 0, 3 * BLOCK))
+    output, metadata = engine.step()
+    assert output.has_sync_kv_loads
+    assert pushed(metadata) == (0, [])
+    assert engine.push_longest(tokens_of(2 * BLOCK), send_of("other", 0, 2 * BLOCK)).end == 2 * BLOCK
+    engine.end_send("other")
+    assert not engine.is_idle
+    assert pushed(engine.step()[1]) == (3, ["s"])
+    engine.end_send("s")
+
+
+def test_a_step_without_loads_sends_at_once(engine: TieredEngine) -> None:
+    engine.add("x", tokens_of(3 * BLOCK), max_tokens=1, send=send_of("s", 0, 3 * BLOCK))
+    assert pushed(engine.step()[1]) == (3, ["s"])
+    engine.end_send("s")
+
+
+def test_what_could_not_be_loaded_is_never_sent(engine: TieredEngine) -> None:
+    Synchronous.loads = 2 * BLOCK
+    request = engine.add("x", tokens_of(3 * BLOCK), max_tokens=1, send=send_of("s", BLOCK, 3 * BLOCK))
+    engine.step(lambda _: engine.invalid.update(engine.blocks_of("x")[:1]))
+    assert request.is_finished()
+    Synchronous.loads = 0
+    assert pushed(engine.step()[1]) == (0, []), "also what was computed from it, behind the block that failed"
+    engine.end_send("s")
+
+
+def test_what_is_computed_again_is_sent_then(engine: TieredEngine) -> None:
+    Synchronous.loads = 2 * BLOCK
+    engine.scheduler.recompute_kv_load_failures = True
+    request = engine.add("x", tokens_of(3 * BLOCK), max_tokens=1, send=send_of("s", 0, 3 * BLOCK))
+    engine.step(lambda _: engine.invalid.update(engine.blocks_of("x")[1:2]))
+    assert not request.is_finished()
+    probe = tokens_of(2 * BLOCK)
+    assert engine.push_longest(probe, send_of("other", 0, 2 * BLOCK)).end == BLOCK, "before it is computed again"
+    engine.end_send("other")
+    assert pushed(engine.step()[1]) == (3, ["s"])
+    assert engine.push_longest(probe, send_of("more", 0, 2 * BLOCK)).end == 2 * BLOCK
+    engine.end_send("more")
+    engine.end_send("s")
+
+
+def test_a_reservation_does_not_count_what_could_not_be_loaded(engine: TieredEngine) -> None:
+    Synchronous.loads = 2 * BLOCK
+    engine.add("x", tokens_of(3 * BLOCK), max_tokens=1)
+    reserved = list[Any]()
+
+    def meanwhile(_: Any) -> None:
+        reserved.append(core_methods.reserve(engine.core, "1" * 32, KeyedPrompt(tokens_of(2 * BLOCK))))
+        engine.invalid.update(engine.blocks_of("x")[1:2])
+
+    engine.step(meanwhile)
+    Synchronous.loads = 0
+    with pytest.raises(NoSpace, match="could not load what is counted as cached"):
+        reserved[0].result(0)
+
+
+# ---- what a tier has ----------------------------------------------------------------------------------------------
+
+
+def stored(hashes: list[Any], medium: str) -> BlockStored:
+    return BlockStored(
+        block_hashes=list(hashes), parent_block_hash=None, token_ids=[], block_size=BLOCK, lora_id=None,
+        medium=medium, lora_name=None,
+    )  # fmt: skip
+
+
+def test_blocks_of_tiers_are_those_of_their_events() -> None:
+    tiers, hashes = TierBlocks(), [BlockHash(bytes([each])) for each in range(4)]
+    named = [maybe_convert_block_hash(each) for each in hashes]
+    tiers.note([stored(named[1:], "CPU"), stored(named[2:], "FS")])
+    assert [tiers.prefix(hashes, first) for first in (0, 1, 4)] == [0, 4, 4]
+    tiers.note([BlockRemoved(block_hashes=[named[1], named[2]], medium="CPU")])
+    assert tiers.prefix(hashes, 1) == 1
+    assert tiers.prefix(hashes, 2) == 4, "another medium has it"
+    tiers.note([AllBlocksCleared()])
+    assert tiers.prefix(hashes, 2) == 2
+
+
+def test_a_reservation_says_what_a_tier_has_and_its_request_loads_it(config: VllmConfig) -> None:
+    engine, tokens = TieredEngine(config), tokens_of(6 * BLOCK)
+    engine.run(engine.add("x", [*tokens, 5], max_tokens=1))
+    engine.settle()
+    assert engine.scheduler.reset_prefix_cache()
+    found = core_methods.reserve(engine.core, "1" * 32, KeyedPrompt(tokens)).result(0)
+    assert (found.matched_len, found.tier_len) == (0, 6 * BLOCK)
+    core_methods.release(engine.core, "1" * 32, 0)
+    engine.run(engine.add("y", [*tokens[: 3 * BLOCK], 5], max_tokens=1))
+    engine.settle()
+    loaded = engine.loaded
+    waiting = core_methods.reserve(engine.core, "2" * 32, KeyedPrompt(tokens))
+    engine.granted("2" * 32, tokens, waiting)
+    assert (waiting.result(0).matched_len, waiting.result(0).tier_len) == (3 * BLOCK, 6 * BLOCK)
+    request = engine.add("z", [*tokens, 7], max_tokens=1, lease="2" * 32)
+    engine.run(request)
+    assert engine.loaded == loaded + 3, "nothing came under the lease, so the request takes the ordinary way"
+    engine.settle()
+    assert engine.wrong == []
+
+
+# ---- seams of connectors that do not run here ------------------------------------------------------------------
+
+V1 = "vllm.distributed.kv_transfer.kv_connector.v1"
+HOLD_BY = {
+    "ExampleConnector": Says(f"{V1}.example_connector:ExampleConnector.save_kv_layer", "safetensors.torch.save_file("),
+    "SimpleCPUOffloadConnector": Says(
+        "vllm.v1.simple_kv_offload.manager:SimpleCPUOffloadScheduler", "gpu_pool.touch(", "gpu_block_pool.touch("
+    ),
+    "MooncakeStoreConnector": Says(f"{V1}.mooncake.store.scheduler:MooncakeStoreScheduler", "pool.touch("),
+    "MooncakeConnector": Says(
+        f"{V1}.mooncake.mooncake_connector:MooncakeConnectorScheduler.request_finished", "return delay_free_blocks,"
+    ),
+    **{
+        name: Says(f"{V1}.nixl.{kind}:{scheduler}.request_finished", "return delay_free_blocks,")
+        for name, kind, scheduler in (
+            ("NixlConnector", "pull_scheduler", "NixlPullConnectorScheduler"),
+            ("NixlPullConnector", "pull_scheduler", "NixlPullConnectorScheduler"),
+            ("NixlPushConnector", "push_scheduler", "NixlPushConnectorScheduler"),
+        )
+    },
+}
+"""Where the code of each connector that the fence does not wait for holds its blocks."""
+KNOWN = [*HOLD_BY, "OffloadingConnector", "LMCacheConnectorV1"]
+
+
+@pytest.mark.parametrize("name", HOLD_THEIR_BLOCKS)
+def test_who_is_not_waited_for_holds_its_blocks(name: str) -> None:
+    assert HOLD_BY[name].unmet() == ""
+
+
+@pytest.mark.parametrize("name", KNOWN)
+def test_the_class_has_what_the_siblings_rely_on(name: str) -> None:
+    kind = KVConnectorFactory.get_connector_class_by_name(name)
+    assert issubclass(kind, KVConnectorBase_V1)
+    target = f"{kind.__module__}:{kind.__qualname__}"
+    relied_on = ("take_events", "has_pending_push_work", "get_transfer_results", "get_block_ids_with_load_errors",
+                 "get_handshake_metadata", "set_xfer_handshake_metadata_pp_aware", "reset_cache")  # fmt: skip
+    assert Has(target, *relied_on).unmet() == ""
+    assert kind.__init__.__code__.co_varnames[1:4] == ("vllm_config", "role", "kv_cache_config")
