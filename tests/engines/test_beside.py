@@ -22,6 +22,7 @@ from tercet.programs import load_program, outputs_of
 from tercet.protocol import Request
 from tercet.wire.client import HttpEngine
 from tests.host_tier import offloading
+from tests.long_runs import in_full
 from tests.small_llama import small_llama
 from tests.warm import spec_of
 
@@ -31,6 +32,7 @@ from .moving import moving
 from .processes import EnginePlace
 from .prompts import BLOCK, alone, calls_of, complete, computed_prompt_tokens, prompt_of, tokens_of
 
+pytestmark = in_full("test_siblings and test_siblings_fence, on vLLM's scheduler and its offloading connector")
 HERE = Path(__file__).parents[2]
 TOKENS = 8
 LENGTH = 3 * BLOCK + 40

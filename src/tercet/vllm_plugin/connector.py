@@ -26,6 +26,7 @@ from tercet.vllm_plugin.core.connector_messages import StepMetadata, WorkerHands
 from tercet.vllm_plugin.core.scheduler_side import SchedulerSide, TablePublisher
 from tercet.vllm_plugin.hooks import UnsupportedVLLM, require_hooks
 from tercet.vllm_plugin.start.plugin_settings import parse_settings
+from tercet.vllm_plugin.start.siblings_config import KEY
 from tercet.vllm_plugin.start.start_checks import require_supported
 from tercet.vllm_plugin.worker.kv_layout import AllStages, StageContents, engine_rank, layout_of, over_stages
 from tercet.vllm_plugin.worker.kv_planes import LayerPlanes
@@ -57,7 +58,7 @@ class TercetConnector(KVConnectorBase_V1, SupportsHMA):
         require_supported(vllm_config, kv_cache_config)
         self.settings = parse_settings(self._kv_transfer_config.kv_connector_extra_config)
         if self.settings.beside:
-            raise UnsupportedVLLM("beside: the plugin was not loaded where the flags were read; add it to VLLM_PLUGINS")
+            raise UnsupportedVLLM(f"{KEY}: the plugin was not loaded where the flags were read; add it to VLLM_PLUGINS")
         self.settings.require_secret_beyond_loopback()
         self.inner_host = self.settings.inner_host(vllm_config.parallel_config.nnodes)
         self.token = secrets.token_hex(16)

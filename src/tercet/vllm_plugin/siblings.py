@@ -41,7 +41,7 @@ class SiblingHandshakes(KVConnectorHandshakeMetadata):
 
 
 class MultiConnector(VLLMsMultiConnector):
-    """Tercet's connector, the first one, with its siblings. vLLM finds it by the name of its own class."""
+    """Tercet's connector, the first one, with its siblings. vLLM finds it by the name of that class."""
 
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
         super().__init__(vllm_config, role, kv_cache_config)

@@ -1,9 +1,6 @@
 """Other KV connectors in one engine: the setting ``beside``, and the config by which vLLM makes all of them.
 
-Users write one connector and its siblings, as vLLM's MultiConnector takes them::
-
-    {"kv_connector": "TercetConnector", ..., "kv_connector_extra_config": {"beside": [{"kv_connector": ...}, ...]}}
-
+Users list siblings of Tercet's connector there, as vLLM's MultiConnector takes its connectors.
 vLLM gets a MultiConnector of both kinds from :mod:`tercet.vllm_plugin.siblings`: so all that vLLM decides by the name
 ``MultiConnector``, such as block sizes, layouts of KV and whether layers are in groups, includes the siblings.
 """
@@ -24,7 +21,7 @@ if TYPE_CHECKING:
 
 CONNECTOR, MULTI = "TercetConnector", "MultiConnector"
 SIBLINGS_MODULE = "tercet.vllm_plugin.siblings"
-BESIDE = "beside"
+KEY = "beside"
 FLAG = "--kv-transfer-config"
 LONGEST_REASON = 300
 
@@ -61,9 +58,9 @@ def with_siblings(transfer: KVTransferConfig) -> KVTransferConfig:
         "kv_connector": CONNECTOR,
         "kv_connector_module_path": transfer.kv_connector_module_path,
         "kv_role": transfer.kv_role,
-        "kv_connector_extra_config": {key: value for key, value in extra.items() if key != BESIDE},
+        "kv_connector_extra_config": {key: value for key, value in extra.items() if key != KEY},
     }
-    connectors = [own, *(_checked(f"{FLAG}: {BESIDE}[{at}]", sibling) for at, sibling in enumerate(beside))]
+    connectors = [own, *(_checked(f"{FLAG}: {KEY}[{at}]", sibling) for at, sibling in enumerate(beside))]
     return replace(
         transfer,
         kv_connector=MULTI,
@@ -85,7 +82,7 @@ def _checked(where: str, given: Mapping[str, Any]) -> dict[str, Any]:
     elif name == CONNECTOR:
         reason = f"{name} is the engine's connector already: leave it out"
     elif name == MULTI:
-        reason = f"{name} cannot be a sibling: list its connectors in {BESIDE}"
+        reason = f"{name} cannot be a sibling: list its connectors in {KEY}"
     elif "engine_id" in given:
         reason = "engine_id is that of the whole config: set it there"
     else:
@@ -120,7 +117,7 @@ def require_no_sibling(transfer: KVTransferConfig | None) -> None:
                     raise BadRequest(
                         f"{FLAG}: {CONNECTOR} is among the connectors of a MultiConnector, and it must be the engine's "
                         f"connector itself, because others may read blocks that a peer writes: set kv_connector to "
-                        f"{CONNECTOR!r}, and list the others as {BESIDE} in its kv_connector_extra_config",
+                        f"{CONNECTOR!r}, and list the others as {KEY} in its kv_connector_extra_config",
                         FLAG,
                     )
                 left.append(child.get("kv_connector_extra_config"))
