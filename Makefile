@@ -77,7 +77,7 @@ quick: setup ## style, and the fast tests of the rooms that differ from the last
 
 # Beyond `make test`; `in_full` of each test says what `make test` has instead.
 LONG := moves_back_and_forth bypass moves_hostile router program_swaps sidecar plain_vllm two_machines chaos frozen starts thinking \
-	staged_engines paused_engines scaled_models beside
+	staged_engines paused_engines scaled_models siblings
 test-long: setup ## real engines, in full: 64 requests that move back and forth 20 times each, stopped cores, 200 clients, 50 swaps, engines lost while they prefill
 	$(BIN)/pip install --disable-pip-version-check -q --no-deps -r requirements/ray-jobs.txt
 	TERCET_LONG_TESTS=1 $(BIN)/pytest -m 'processes or slow or hypothesis' $(UNIT)

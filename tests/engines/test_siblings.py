@@ -32,7 +32,7 @@ from .moving import moving
 from .processes import EnginePlace
 from .prompts import BLOCK, alone, calls_of, complete, computed_prompt_tokens, prompt_of, tokens_of
 
-pytestmark = in_full("test_siblings and test_siblings_fence, on vLLM's scheduler and its offloading connector")
+pytestmark = in_full("the same names among the unit tests, on vLLM's scheduler and its offloading connector")
 HERE = Path(__file__).parents[2]
 TOKENS = 8
 LENGTH = 3 * BLOCK + 40
