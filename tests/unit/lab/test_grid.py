@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import csv
 import math
 import os
 from importlib import import_module
@@ -165,3 +166,32 @@ def test_seeds_are_needed_for_a_difference() -> None:
     assert math.isnan(grid.table("ttft.mean")["ttft.mean_low"][0])
     with pytest.raises(BadRequest, match="seeds: one seed"):
         grid.difference("rate", 10, 20, "ttft.mean")
+
+
+def test_records_of_a_sweep_have_a_column_for_each_axis(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    swept, file = tmp_path / "swept.csv", tmp_path / "command.csv"
+    over = {"fleet": ["both=1", "both=2"], "max-num-seqs": [4, 64], "program": ["data_parallel"], "rate": [20.0]}
+    grid = lab.sweep(BASE, over=over, seeds=2, jobs=2, records=swept, cache=tmp_path / "cache")
+    text = swept.read_text()
+    lines = list(csv.DictReader(text.splitlines()))
+    assert list(lines[0])[:6] == ["fleet", "max_num_seqs", "over_program", "over_rate", "label", "rate"]
+    assert len(lines) == 4 * 2 * 40
+    for cell, settings in enumerate(grid.settings):
+        for seed in grid.seeds:
+            rows = [
+                row for row in lines
+                if (row["fleet"], float(row["max_num_seqs"]), int(row["seed"]))
+                == (settings["fleet"], settings["max-num-seqs"], seed)
+            ]  # fmt: skip
+            ttft = [float(row["first_token"]) - float(row["sent"]) for row in rows]
+            assert sum(ttft) / 40 == pytest.approx(grid.points[cell][seed].summary.ttft.mean)
+    lab.sweep(BASE, over=over, seeds=2, records=swept, cache=tmp_path / "cache")
+    assert swept.read_text() == text, "the cache has no requests"
+    line = ["sim", "--num-prompts", "40", "--input-mean", "300", "--output-mean", "8", "--seeds", "2"]
+    line += ["--over", "fleet=both=1;both=2", "--over", "max-num-seqs=4,64", "--over", "program=data_parallel"]
+    assert app._run([*line, "--over", "rate=20", "--records", str(file)]) == 0
+    assert file.read_text() == text
+    assert app._run([*line, "--records", str(tmp_path / "x.txt")]) == 2
+    assert "--records" in capsys.readouterr().err
+    with pytest.raises(BadRequest, match=r"records: .*must end with"):
+        lab.sweep(BASE, over=over, records=tmp_path / "x.txt")

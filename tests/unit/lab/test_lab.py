@@ -6,6 +6,7 @@ import asyncio
 import gc
 import math
 import shlex
+import subprocess
 import sys
 import threading
 import tracemalloc
@@ -221,3 +222,26 @@ def test_rows_of_a_stream_are_freed() -> None:
         tracemalloc.stop()
     assert len(kept) == 10
     assert kept[-1] < kept[2] + 500_000, "5,000 rows take 1.2 MB"
+
+
+STREAMED = """
+import resource, sys
+import tercet.lab as lab
+
+work = lab.Poisson(rate=100, requests=int(sys.argv[1]), input=lab.Lognormal(100, 100), output=4)
+rows = sum(len(each) for each in lab.stream("data_parallel", "both=2", work, every=5_000))
+print(rows, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
+"""
+
+
+@pytest.mark.slow
+def test_the_memory_of_a_stream_does_not_grow_with_its_requests() -> None:
+    """60,000 rows of a run take 14 MB, and what a run may forget more."""
+    peaks = list[int]()
+    for requests in (20_000, 60_000):
+        line = [sys.executable, "-c", STREAMED, str(requests)]
+        ran = subprocess.run(line, capture_output=True, text=True, check=True, timeout=400)
+        rows, peak = map(int, ran.stdout.split())
+        assert rows == requests
+        peaks.append(peak)  # KiB
+    assert peaks[1] < peaks[0] + 4_000

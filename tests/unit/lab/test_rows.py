@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -55,10 +56,28 @@ def test_a_run_can_be_repeated_from_its_requests() -> None:
     assert sorted(again.requests["input_tokens"]) == sorted(sessions.requests["input_tokens"])
 
 
-def test_a_data_frame_is_rows() -> None:
-    pandas = pytest.importorskip("pandas")
+@pytest.mark.parametrize(("library", "make"), [
+    ("pandas", lambda pandas, rows: pandas.DataFrame(rows)),
+    ("polars", lambda polars, rows: polars.DataFrame(rows)),
+    ("pyarrow", lambda arrow, rows: arrow.Table.from_pylist(rows)),
+])  # fmt: skip
+def test_a_data_frame_is_rows(library: str, make: Any) -> None:
     rows = [row(0.0, 40, 3, session=None, klass="fast"), row(0.5, 60, 2, session="s", klass=None)]
-    assert lab.Rows(pandas.DataFrame(rows)) == lab.Rows(rows)
+    assert lab.Rows(make(pytest.importorskip(library), rows)) == lab.Rows(rows)
+
+
+@pytest.mark.parametrize("library", ["pandas", "polars", "pyarrow"])
+def test_a_run_goes_to_a_data_frame_and_comes_back(library: str, tmp_path: Path) -> None:
+    pytest.importorskip(library)
+    run = simulated(lab.Sessions(4.0, 12, turns=3, input_len=40, output_len=8), record=lab.Record(tokens=True))
+    frame = getattr(run.requests, f"to_{library.removeprefix('py')}")()
+    assert len(frame) == 12
+    again = simulated(lab.Rows(frame))
+    for column in ("turn", "input_tokens", "output_tokens"):
+        assert sorted(again.requests[column]) == sorted(run.requests[column])
+    if library == "pyarrow":
+        run.requests.write(tmp_path / "run.parquet")
+        assert lab.load(tmp_path / "run.parquet").requests.plain() == run.requests.plain()
 
 
 def test_classes_of_rows_have_their_objectives() -> None:

@@ -165,6 +165,7 @@ def sweep(
     seeds: int = 1,
     jobs: int = 1,
     cache: str | Path | None = None,
+    records: str | Path | None = None,
     note: Callable[[str], object] = lambda _: None,
     **parts: Unpack[Parts],
 ) -> Grid:
@@ -174,13 +175,14 @@ def sweep(
     ``planner``, ``moves``, ``slo``), ``profile``, a field of the workload (``rate``, ``burstiness``, ``input_mean``,
     ...), an engine option, a setting of moves (``reschedule_threshold``), or a parameter of the program. All cells have
     the same seeds, so the same arrivals. ``jobs`` processes run at once. ``cache`` is a folder in which results are
-    kept by the contents of the experiment, of the files that it names, and of Tercet's code. Other arguments are those
-    of :func:`simulate`.
+    kept by the contents of the experiment, of the files that it names, and of Tercet's code. ``records`` is a ``.csv``
+    or ``.parquet`` file for the requests of all runs, with a column for each axis; it reads nothing from the cache.
+    Other arguments are those of :func:`simulate`.
 
     Raise :class:`~tercet.protocol.BadRequest` for an unknown setting, before anything runs.
     """
-    folder = None if cache is None else Path(cache).expanduser()
-    return grid_of(experiment(what, fleet, work, parts), over, seeds, jobs, folder, note)
+    folder, file = (None if path is None else Path(path).expanduser() for path in (cache, records))
+    return grid_of(experiment(what, fleet, work, parts), over, seeds, jobs, folder, note, file)
 
 
 def max_rate(

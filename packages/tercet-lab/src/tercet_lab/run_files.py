@@ -278,12 +278,16 @@ def _first_line(error: object) -> str:
 
 def add_records(
     table: Table, requests: Requests, label: str, rate: float | None, seed: int = 0, round: int = 0,
-    concurrency: int | None = None,
+    concurrency: int | None = None, settings: Mapping[str, Any] | None = None,
 ) -> None:  # fmt: skip
-    """Add a run's requests to a table of :data:`RECORD_COLUMNS`, which has the requests of several runs."""
+    """Add a run's requests to a table of :data:`RECORD_COLUMNS`, which has the requests of several runs.
+
+    ``settings`` are the values of further columns.
+    """
     rate, users = math.nan if rate is None else rate, math.nan if concurrency is None else concurrency
-    of_run = Table(RECORD_COLUMNS)
-    for name, value in (("label", label), ("rate", rate), ("concurrency", users), ("round", round), ("seed", seed)):
+    of_run, about = Table(table.columns), dict(settings or {})
+    about |= {"label": label, "rate": rate, "concurrency": users, "round": round, "seed": seed}
+    for name, value in about.items():
         of_run.fill(name, [value] * len(requests))
     for name in REQUEST_COLUMNS:
         of_run.fill(name, requests[name])

@@ -53,7 +53,7 @@ Deviation = Annotated[float, typer.Option(help="Standard deviation of the length
 # Parameters that a workload of `tercet bench` has itself.
 LENGTHS = ("input_mean", "input_dev", "output_mean", "output_dev", "prefixes", "prefix", "lengths")
 # Parameters that a sweep refuses, and parameters of a sweep only.
-NOT_SWEPT, SWEPT = ("label", "record", "records", "watch"), ("x", "y", "plot", "seeds", "jobs")
+NOT_SWEPT, SWEPT = ("label", "record", "watch"), ("x", "y", "plot", "seeds", "jobs")
 
 
 # Parameters that the search of a rate refuses.
@@ -154,7 +154,10 @@ class SimFlags:
     ] = None
     records: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="File for one row for each request of all runs (.csv, or .parquet)."),
+        typer.Option(
+            metavar="FILE",
+            help="File for one row for each request of all runs (.csv, or .parquet), with a column for each `--over`.",
+        ),
     ] = None
     record: Annotated[
         float | None,
@@ -463,7 +466,7 @@ def _sweep(simulation: Experiment, given: SimFlags) -> SweepReport:
             "--request-rate: give one rate with --over; for several use --over request-rate=R,R", "--request-rate"
         )
     axes = [parse_axis(each) for each in given.over or ()]
-    return sweep(simulation, rates[0], axes, given.x, given.y, given.seeds, note, given.jobs)
+    return sweep(simulation, rates[0], axes, given.x, given.y, given.seeds, note, given.jobs, given.records)
 
 
 def _load_of(request_rate: str | None) -> str:

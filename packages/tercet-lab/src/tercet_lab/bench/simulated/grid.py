@@ -12,7 +12,7 @@ import itertools
 import math
 import multiprocessing
 import statistics
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field
@@ -37,7 +37,7 @@ from tercet_lab.bench.simulated.run_metrics import Metric, metric_of
 from tercet_lab.bench.simulated.scenario import PlannedWorkload, SyntheticWorkload
 from tercet_lab.bench.simulated.simulation import SimulatedPoint
 from tercet_lab.sim import EngineOptions
-from tercet_lab.tables import Kind, Slo, Table
+from tercet_lab.tables import Kind, Requests, Slo, Table, require_table_file
 
 MOVING = {each.key for each in declared(MovingSettings)}
 PARTS = ("program", "fleet", "profile", "work", "scheduling", "slo", "moves", "planner", "predict_error")
@@ -150,9 +150,11 @@ _TO_RUN: list[Experiment] = []
 
 def run_all(
     experiments: Sequence[Experiment], jobs: int = 1, cached: Path | None = None, note: Note = lambda _: None,
-    begin: Callable[[int], object] = lambda _: None,
+    begin: Callable[[int], object] = lambda _: None, keep: Callable[[int, Requests], object] | None = None,
 ) -> list[SimulatedPoint]:  # fmt: skip
     """Return the results of experiments, in order, with ``jobs`` processes at once.
+
+    ``keep`` gets the index and the requests of each experiment; all are simulated then, and none is read.
 
     ``begin`` gets the index of each experiment before ``note`` gets the lines about it. With a folder ``cached``,
     results are read from there and kept there. Raise the first error of an experiment, and
@@ -163,34 +165,42 @@ def run_all(
     found: dict[int, SimulatedPoint] = {}
     keys = [None if cached is None else content_hash(each) for each in experiments]
     for index, key in enumerate(keys):
-        if cached is not None and key is not None and (known := _read(cached / key)) is not None:
+        if cached is not None and key is not None and keep is None and (known := _read(cached / key)) is not None:
             found[index] = known
     todo = [index for index in range(len(experiments)) if index not in found]
-    for index, point in zip(todo, _run(experiments, todo, jobs, note, begin), strict=True):
+    for index, (point, requests) in zip(todo, _run(experiments, todo, jobs, note, begin, keep), strict=True):
         found[index], key = point, keys[index]
+        if keep is not None and requests is not None:
+            keep(index, requests)
         if cached is not None and key is not None:
             cached.mkdir(parents=True, exist_ok=True)
             write_whole(cached / key, msgspec.msgpack.encode(point))
     return [found[index] for index in range(len(experiments))]
 
 
+Ran = tuple[SimulatedPoint, Requests | None]
+
+
 def _run(
-    experiments: Sequence[Experiment], todo: Sequence[int], jobs: int, note: Note, begin: Callable[[int], object]
-) -> Iterator[SimulatedPoint]:
+    experiments: Sequence[Experiment], todo: Sequence[int], jobs: int, note: Note, begin: Callable[[int], object],
+    keep: object,
+) -> Iterator[Ran]:  # fmt: skip
     if jobs == 1 or len(todo) < 2:
         for index in todo:
             begin(index)
-            yield _point_of(experiments[index], note)
+            point, requests = _ran(experiments[index], note)
+            yield point, requests
         return
     _TO_RUN[:] = experiments
     # Forked, as functions of a notebook cannot be sent to another interpreter.
     pool = ProcessPoolExecutor(min(jobs, len(todo)), multiprocessing.get_context("fork"))
     try:
-        for index, (point, said) in zip(todo, pool.map(_run_one, todo), strict=True):
+        one = _run_one if keep is None else _run_and_keep
+        for index, (ran, said) in zip(todo, pool.map(one, todo), strict=True):
             begin(index)
             for line in said:
                 note(line)
-            yield point
+            yield ran
     except BrokenProcessPool as error:
         raise EngineError("a process of the sweep died, perhaps for lack of memory; give fewer jobs") from error
     finally:
@@ -198,15 +208,20 @@ def _run(
         _TO_RUN.clear()
 
 
-def _run_one(index: int) -> tuple[SimulatedPoint, list[str]]:
+def _run_and_keep(index: int) -> tuple[Ran, list[str]]:
     said = list[str]()
-    return _point_of(_TO_RUN[index], said.append), said
+    return _ran(_TO_RUN[index], said.append), said
 
 
-def _point_of(experiment: Experiment, note: Note) -> SimulatedPoint:
-    point = msgspec.structs.replace(experiment, record=Record()).run(note).point
-    assert point is not None
-    return point
+def _run_one(index: int) -> tuple[Ran, list[str]]:
+    (point, _), said = _run_and_keep(index)
+    return (point, None), said  # rows that nobody keeps are not sent between processes
+
+
+def _ran(experiment: Experiment, note: Note) -> tuple[SimulatedPoint, Requests]:
+    run = msgspec.structs.replace(experiment, record=Record()).run(note)
+    assert run.point is not None
+    return run.point, run.requests
 
 
 def _read(file: Path) -> SimulatedPoint | None:
@@ -499,14 +514,39 @@ class Grid:
         return found
 
 
+def _column_of(axis: str, taken: Container[str]) -> str:
+    """Return the name of an axis's column, which differs from those of requests."""
+    plain = axis.replace("-", "_")
+    return f"over_{plain}" if plain in taken else plain
+
+
+def _kind_of(values: Sequence[Any]) -> Kind:
+    try:
+        for value in values:
+            float(in_words(value))
+    except ValueError:
+        return "text"
+    return "time"
+
+
+def _in_column(value: Any, kind: Kind) -> Any:
+    return in_words(value) if kind == "text" else float(in_words(value))
+
+
 def grid_of(
     base: Experiment, over: Mapping[str, Sequence[Any]], seeds: int = 1, jobs: int = 1, cached: Path | None = None,
-    note: Note = lambda _: None,
+    note: Note = lambda _: None, records: Path | None = None,
 ) -> Grid:  # fmt: skip
     """Run each combination of the axes' values with seeds from the experiment's on.
 
-    ``note`` gets a line with the settings of each cell, and those about its runs.
+    ``note`` gets a line with the settings of each cell, and those about its runs. ``records`` is a file for the
+    requests of all runs, with a column for each axis.
     """
+    # Imported here: that module reads files into grids.
+    from tercet_lab.run_files import RECORD_COLUMNS, add_records
+
+    if records is not None:
+        require_table_file(records, "records")
     cells = cells_of(base, over)
     used = tuple(range(base.seed, base.seed + seeds))
 
@@ -515,9 +555,19 @@ def grid_of(
             note(", ".join(f"{name}={in_words(value)}" for name, value in cells[index // seeds][0].items()))
 
     experiments = [msgspec.structs.replace(each, seed=seed) for _, each in cells for seed in used]
-    points = run_all(experiments, jobs, cached, note, begin)
-    rows = [tuple(points[at : at + seeds]) for at in range(0, len(points), seeds)]
+    columns = {name: _column_of(name, RECORD_COLUMNS) for name in over}
+    rows = Table({**{columns[name]: _kind_of(values) for name, values in over.items()}, **RECORD_COLUMNS})
+
+    def keep(index: int, requests: Requests) -> None:
+        settings, experiment = cells[index // seeds][0], experiments[index]
+        told = {columns[name]: _in_column(value, rows.columns[columns[name]]) for name, value in settings.items()}
+        add_records(rows, requests, experiment.name, experiment.work.rate, experiment.seed, settings=told)
+
+    points = run_all(experiments, jobs, cached, note, begin, None if records is None else keep)
+    if records is not None:
+        rows.write(records)
+    runs = [tuple(points[at : at + seeds]) for at in range(0, len(points), seeds)]
     rate = base.work.rate
     load = {"rate": "inf" if rate == math.inf else rate}  # JSON has no number for infinity
     load |= {"over": {name: [in_words(value) for value in values] for name, values in over.items()}}
-    return Grid([settings for settings, _ in cells], used, rows, base.limits, {**base.arguments(), **load})
+    return Grid([settings for settings, _ in cells], used, runs, base.limits, {**base.arguments(), **load})

@@ -6,6 +6,7 @@ import math
 import statistics
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -134,11 +135,13 @@ def sweep(
     seeds: int = 1,
     note: Callable[[str], None] = lambda _: None,
     jobs: int = 1,
+    records: Path | None = None,
 ) -> SweepReport:
     """Run every combination of the axes' values at ``rate``, which an axis may replace, with ``seeds`` seeds each.
 
     ``x`` and ``y`` are metrics such as ``ttft.p99``; ``note`` gets lines about progress; ``jobs`` processes run at
-    once. Raise :class:`~tercet.protocol.BadRequest` for an unknown metric or setting.
+    once; ``records`` is a file for the requests of all runs. Raise :class:`~tercet.protocol.BadRequest` for an unknown
+    metric or setting.
     """
     over = {axis.name: axis.values for axis in axes}
     if len(over) < len(axes):
@@ -150,7 +153,7 @@ def sweep(
         if not enough(measured, metric.partition(".")[2]):
             less = f"{measured:g} requests are too few for this percentile"
             raise BadRequest(f"{option} {metric}: {less}; set --num-prompts, or compare {metric[:-3]}mean", option)
-    grid = grid_of(base, over, seeds, jobs, note=note)
+    grid = grid_of(base, over, seeds, jobs, note=note, records=records)
     if seeds > 1 and all(alike(runs) for runs in grid.points):
         note(f"warning: all {seeds} seeds gave the same results: a trace with its recorded times has no randomness")
     return report_of(grid, x, y)

@@ -78,7 +78,7 @@ class RecordedRows(msgspec.Struct, frozen=True):
 
 
 def rows_of(given: Any, block: int) -> RecordedRows:
-    """Return the rows of mappings, of a table, or of a data frame (pandas, polars).
+    """Return the rows of mappings, of a table, or of a data frame (pandas, polars, Arrow).
 
     Raise :class:`~tercet.protocol.BadRequest` that names the row and the key.
     """
@@ -90,6 +90,8 @@ def rows_of(given: Any, block: int) -> RecordedRows:
         given = given.to_dicts()
     elif hasattr(given, "to_dict"):  # pandas
         given = given.to_dict("records")
+    elif hasattr(given, "to_pylist"):  # Arrow
+        given = given.to_pylist()
     if isinstance(given, Mapping | str) or not isinstance(given, Iterable):
         raise BadRequest("rows: must be a data frame, or mappings such as {'at': 0.5, 'input_tokens': 9}", "rows")
     rows = [_row(number, each, block) for number, each in enumerate(cast("Iterable[Any]", given))]
