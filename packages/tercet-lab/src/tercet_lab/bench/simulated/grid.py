@@ -215,7 +215,7 @@ def _run_and_keep(index: int) -> tuple[Ran, list[str]]:
 
 def _run_one(index: int) -> tuple[Ran, list[str]]:
     (point, _), said = _run_and_keep(index)
-    return (point, None), said  # rows that nobody keeps are not sent between processes
+    return (point, None), said  # rows are sent between processes only if they are kept
 
 
 def _ran(experiment: Experiment, note: Note) -> tuple[SimulatedPoint, Requests]:
