@@ -11,9 +11,11 @@ import urllib.request
 import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
+from msgspec.structs import replace
 
 from tercet.fleet import EngineFleet, Member, Trace
 from tercet.programs import load_program, outputs_of
@@ -188,10 +190,35 @@ async def test_a_store_is_never_picked_and_gets_the_prompts_that_engines_have_co
         await until(lambda: len(store.files) == 2)
 
 
-def _completion(url: str) -> int:
-    body = {"model": MODEL, "prompt": prompt_of(2 * BLOCK + 20), "max_tokens": TOKENS, "ignore_eos": True}
-    call = urllib.request.Request(
-        f"{url}/v1/completions", msgspec.json.encode(body), {"content-type": "application/json"}
-    )
+async def test_a_drained_engine_passes_its_contexts_on(
+    fleet: Fleet, tmp_path: Path, prefill: HttpEngine, decode: HttpEngine
+) -> None:
+    prompt, urls = prompt_of(3 * BLOCK + 20, seed=60), {"both-0": prefill.url, "both-1": decode.url}
+    request = replace(request_of(prompt, "x"), cache_salt=None)
+    with router_over(urls, tmp_path, "--program", "data_parallel") as url:
+        _changed(f"{url}/tercet/v1/engines/both-1/drain", "POST")
+        assert _completion(url, prompt) == TOKENS  # on the other one
+        _changed(f"{url}/tercet/v1/engines/both-1/drain", "DELETE")
+        _changed(f"{url}/tercet/v1/engines/both-0/drain", "POST")
+        await until(lambda: "contexts_kept: both-0 leaves, 1 of its contexts went to both-1" in _log(tmp_path))
+        (listed,) = (each for each in get_json(f"{url}/tercet/v1/engines") if each["name"] == "both-0")
+        assert listed["in_flight"] == 0
+    tokens, (cached, received, computed) = await generate(decode, request)
+    assert (cached, received, computed) == (3 * BLOCK, 0, 20)
+    assert tokens == (await generate(prefill, replace(request, seq_id=uuid.uuid4().hex)))[0]
+
+
+def _log(tmp: Path) -> str:
+    return (tmp / "router.log").read_text()
+
+
+def _completion(url: str, prompt: list[int] | None = None) -> int:
+    body = {"model": MODEL, "prompt": prompt or prompt_of(2 * BLOCK + 20), "max_tokens": TOKENS, "ignore_eos": True}
+    return _changed(f"{url}/v1/completions", "POST", body)["usage"]["completion_tokens"]
+
+
+def _changed(url: str, method: str, body: object = None) -> Any:
+    content = b"" if body is None else msgspec.json.encode(body)
+    call = urllib.request.Request(url, content, {"content-type": "application/json"}, method=method)
     with urllib.request.urlopen(call, timeout=120) as answer:
-        return msgspec.json.decode(answer.read())["usage"]["completion_tokens"]
+        return msgspec.json.decode(answer.read() or b"null")

@@ -12,7 +12,6 @@ from typing import Any, cast
 import msgspec
 import pytest
 
-from tercet.cli import engine_process
 from tercet.cli.engine_process import JoiningEngine
 from tercet.cluster import running_fleet
 from tercet.engine import liveness_probe
@@ -22,10 +21,11 @@ from tercet.fleet import kv_events
 from tercet.fleet.kubernetes_api import Pod, Waits, Watch
 from tercet.fleet.kv_events import cache_followed
 from tercet.logs import EVENTS
+from tercet.protocol.wire import JoinCall, Joined
 from tercet.transport import SendDone
 from tercet.transport.agent.agent import Reporter
 from tercet.transport.agent.agent_messages import AsyncControlClient, ControlServer, ReadCounters
-from tercet.wire.client import http_engine
+from tercet.wire.client import bounded_answers, http_engine
 from tercet_planner import live_planner
 from tercet_planner.live_planner import LOOK_S
 from tests.longest_wait import LONGEST_WAIT_S
@@ -146,27 +146,28 @@ async def test_answers_of_agents_are_taken() -> None:
 
 
 async def test_an_engine_stays_a_member(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine_process, "AGAIN_SECONDS", SOON_S)
+    monkeypatch.setattr(bounded_answers, "AGAIN_SECONDS", SOON_S)
 
-    class Membership:
+    class Membership(bounded_answers.RouterMembership):
         joins = 0
 
-        async def join(self, _: object) -> None:
+        async def join(self, call: JoinCall) -> Joined:
             await asyncio.sleep(0)
             self.joins += 1
+            return Joined(0)
 
-    engine = JoiningEngine("e", "both", "http://e", cast(Any, None))
+    call = JoiningEngine("e", "both", "http://e", cast(Any, None)).call()
 
     def started() -> Any:
-        membership = Membership()
+        membership = Membership("http://r", "e")
 
         async def works() -> None:
             before = membership.joins
             await until(lambda: membership.joins > before)
 
-        return kept(lambda: engine_process._stay(engine, cast(Any, membership), lambda *_: None), works)
+        return kept(lambda: membership.stay(call, lambda _: None), works)
 
-    await with_an_error_at_each_await("cli/engine_process.py:_stay", started)
+    await with_an_error_at_each_await("wire/client/bounded_answers.py:RouterMembership.stay", started)
 
 
 # ---- around routers ----------------------------------------------------------------------------------------------

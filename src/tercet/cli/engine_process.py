@@ -42,7 +42,7 @@ from tercet.protocol.names import AllowedPrefillers, require_engine_name
 from tercet.protocol.wire import JoinCall
 from tercet.settings import SECRET_VARIABLE, key_values, require_url
 from tercet.settings.process_settings import THREADS_BIND
-from tercet.wire.client.bounded_answers import RouterMembership
+from tercet.wire.client.bounded_answers import LEAVE_SECONDS, RouterMembership
 
 if TYPE_CHECKING:
     from tercet.cli.engine import EngineFlags
@@ -203,11 +203,7 @@ def join_router(specs: Sequence[EngineSpec], router: str, role: Role, drain_seco
     asyncio.run(run())
 
 
-AGAIN_SECONDS = 2.0
-"""Interval in seconds at which a member repeats its call to join, so that a restarted router soon lists it again."""
 LOOK_SECONDS = 0.2
-LEAVE_SECONDS = 5.0
-"""Longest wait in seconds for a router that does not answer when an engine leaves."""
 
 
 @dataclass
@@ -250,9 +246,8 @@ async def _run(engine: JoiningEngine, router: str, secret: str, drain_seconds: f
     await until_ready(engine.process, engine.url, on_event)
     engine.process.remember_shared_memory()
     async with RouterMembership(router, engine.name, secret) as membership:
-        staying = asyncio.create_task(
-            keep_running(partial(_stay, engine, membership, on_event), f"join of {engine.name}")
-        )
+        stay = partial(membership.stay, engine.call(), partial(on_event, engine.name))
+        staying = asyncio.create_task(keep_running(stay, f"join of {engine.name}"))
         ended = asyncio.create_task(engine.process.ended())
         try:
             await asyncio.wait({staying, ended}, return_when=asyncio.FIRST_COMPLETED)
@@ -268,21 +263,6 @@ async def _run(engine: JoiningEngine, router: str, secret: str, drain_seconds: f
         if has_ended:
             raise engine.process.failure(describe_exit(ended.result()))
         staying.result()
-
-
-async def _stay(engine: JoiningEngine, membership: RouterMembership, on_event: OnEvent) -> None:
-    """Repeat the call to join until cancelled; report each change of the result once."""
-    said = ""
-    while True:
-        try:
-            await membership.join(engine.call())
-            state = "is a member of the router's fleet"
-        except TercetError as error:
-            state = f"is not a member: {error.message}"
-        if state != said:
-            on_event(engine.name, state)
-            said = state
-        await asyncio.sleep(AGAIN_SECONDS)
 
 
 async def _leave(engine: JoiningEngine, membership: RouterMembership, seconds: float, on_event: OnEvent) -> None:

@@ -35,6 +35,9 @@ class StoreFlags:
         str, typer.Option(help="IP address of this machine, at which routers and engines reach the store.")
     ] = "127.0.0.1"
     name: Annotated[str | None, typer.Option(help="Name of the store.", show_default="HOST:PORT")] = None
+    join: Annotated[
+        str | None, typer.Option(metavar="URL", help="Join the fleet of the router at this URL.", show_default="none")
+    ] = None
     transport: Annotated[str, typer.Option(help="Transport of KV, as `transport` of engines.")] = "auto"
 
 
@@ -42,10 +45,11 @@ class StoreFlags:
 def store(given: StoreFlags) -> None:
     """Run a store: it keeps KV of engines in host memory and on disk, and outlives them.
 
-    A store has two of the three verbs, and computes nothing. Add it to a router's fleet with the role `store`.
+    A store has two of the three verbs, and computes nothing. Its role in a router's fleet is `store`.
 
     Examples:
     - `tercet store --mirror http://127.0.0.1:8001 --memory 4GiB --disk /var/lib/tercet --disk-size 100GiB`
+    - `tercet store --mirror http://10.0.0.5:8001 --host 10.0.0.7 --join http://10.0.0.9:8000`
     - `tercet router --engine http://127.0.0.1:8001 --engine http://127.0.0.1:8100,role=store`
     - `tercet engines add store-0 http://127.0.0.1:8100 --role store`, at a running router
     """
@@ -55,13 +59,15 @@ def store(given: StoreFlags) -> None:
     from tercet.logs import log_as_the_environment_says
     from tercet.protocol.access import key_of
     from tercet.protocol.names import require_engine_name
-    from tercet.settings import SECRET_VARIABLE, require_engine_url
+    from tercet.settings import SECRET_VARIABLE, require_engine_url, require_url
     from tercet.transport import TRANSPORTS
     from tercet.wire.serving.server_access import require_key_beyond_loopback
 
     for url in given.mirror:
         require_engine_url(url, "--mirror")
     memory, disk_size = bytes_of(given.memory, "--memory"), bytes_of(given.disk_size, "--disk-size")
+    if given.join is not None:
+        require_url(given.join, "--join", "http://10.0.0.9:8000")
     if given.disk is None:
         require_defaults(given, "--disk", "disk_size")
     try:
@@ -86,6 +92,7 @@ def store(given: StoreFlags) -> None:
         StoreConfig(
             name=name, host=given.host, port=given.port, mirrors=urls, memory=memory, disk=given.disk,
             disk_size=disk_size if given.disk is not None else 0, transport=given.transport, secret=secret,
+            join=given.join or "",
         )
     )  # fmt: skip
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import uuid
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
@@ -20,7 +21,7 @@ from aiohttp import web
 from prometheus_client import REGISTRY
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 
-from tercet.aio import signals_to
+from tercet.aio import TaskSet, signals_to
 from tercet.aio.files import descriptors_watched
 from tercet.engine import verbs
 from tercet.engine.agents import AgentCalls, ProbeCollector
@@ -43,12 +44,14 @@ from tercet.protocol.access import CHALLENGE_HEADER, Callers, require_digest, se
 from tercet.protocol.addresses import RankRegion, minor_version
 from tercet.protocol.content import require_placed
 from tercet.protocol.headers import INCARNATION_HEADER
+from tercet.protocol.names import STORE, bracketed
 from tercet.protocol.request_checks import VERB_FORMS, ShownHeaders, labelled, require_own_call
 from tercet.protocol.wire import (
     API_PREFIX,
     JSON,
     AbortCall,
     ConnectCall,
+    JoinCall,
     PrepRecvCall,
     ReleaseAnswer,
     ReleaseCall,
@@ -72,6 +75,7 @@ from tercet.transport import (
     shape_of,
 )
 from tercet.wire.client import HttpEngine
+from tercet.wire.client.bounded_answers import LEAVE_SECONDS, RouterMembership
 from tercet.wire.exported_spans import exporting_spans
 from tercet.wire.streams import RouterConnections
 
@@ -97,6 +101,7 @@ class StoreConfig(msgspec.Struct, frozen=True, kw_only=True):
     disk_size: int = 0
     transport: str = "auto"
     secret: str = ""
+    join: str = ""  # URL of a router
 
 
 # ---- the mirrored engine ---------------------------------------------------------------------------------------------
@@ -403,6 +408,27 @@ async def serving(
         yield server
 
 
+@asynccontextmanager
+async def joined(config: StoreConfig) -> AsyncGenerator[None]:
+    """Be a member of the fleet of the router at ``join``, if there is one, while entered."""
+    if not config.join:
+        yield
+        return
+    call = JoinCall(url=f"http://{bracketed(config.host)}:{config.port}", uid=uuid.uuid4().hex, role=STORE)
+    async with RouterMembership(config.join, config.name, config.secret) as membership:
+        staying = TaskSet()
+        staying.keep(partial(membership.stay, call, partial(logger.info, "%s: %s", config.name)), "join of the store")
+        try:
+            yield
+        finally:
+            await staying.close()
+            try:
+                async with asyncio.timeout(LEAVE_SECONDS):
+                    await membership.leave(call.uid)
+            except (TercetError, TimeoutError) as error:
+                logger.warning("%s: stops without leaving the fleet: %s", config.name, str(error) or "no answer")
+
+
 def serve(config: StoreConfig) -> None:
     """Serve a store until SIGINT or SIGTERM. Raises :class:`~tercet.protocol.TercetError` if it cannot start."""
     import uvloop
@@ -431,9 +457,10 @@ async def _serve(config: StoreConfig) -> None:
                 logger.info(
                     "%s keeps KV of %s: %d blocks in memory", config.name, mirror.model, server.blocks.pool.slots
                 )
-                await stopped.wait()
-                server.stopping = True
-                server.router_connections.tell_now()
+                async with joined(config):
+                    await stopped.wait()
+                    server.stopping = True
+                    server.router_connections.tell_now()
         finally:
             for agent in agents:
                 agent.close()

@@ -23,7 +23,6 @@ REPEATED = "each turn is caught, by repeat"
 ENDS = "its end ends its process or command, which is started again by the table in docs/operations.md"
 ENDLESS = {
     "aio/tasks.py:repeat": "the mechanism",
-    "cli/engine_process.py:_stay": KEPT,
     "tercet_ray/ray_fleet.py:Follower.keep": ENDS,
     "cluster/running_fleet.py:_EventLog.follow": KEPT,
     "cluster/running_fleet.py:_say_what_is_left": "it tells how a stop proceeds, and the stop does not wait for it",
@@ -49,6 +48,7 @@ ENDLESS = {
     "engine/agents.py:AgentReports._receive": KEPT,
     "engine/liveness_probe.py:LivenessProbe._watch": KEPT,
     "engine/liveness_probe.py:_Part.ask_again_and_again": KEPT,
+    "wire/client/bounded_answers.py:RouterMembership.stay": KEPT,
     "wire/client/remote_prefill.py:PrefillAttempts._until_lost": "it ends with its request",
     "wire/client/http_engine.py:StreamKeeper._keep": KEPT,
 }

@@ -9,6 +9,7 @@ Then the calls of a router: of its admin API, and of an engine that joins it, st
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable, Callable
 from http import HTTPStatus
 from types import TracebackType
@@ -18,7 +19,7 @@ from urllib.parse import quote
 import aiohttp
 import msgspec
 
-from tercet.protocol import EngineNotReached, EngineUnreachable, from_wire
+from tercet.protocol import EngineNotReached, EngineUnreachable, TercetError, from_wire
 from tercet.protocol.access import CHALLENGE_HEADER, Prover, bearer, digest_of
 from tercet.protocol.wire import API_PREFIX, MEMBERS, UNREADABLE, JoinCall, Joined, answer_of_router, network_reason
 
@@ -26,6 +27,10 @@ LONGEST = 16 * 1024 * 1024
 PLAIN = {"accept-encoding": "identity"}
 """Headers of requests whose answers are read here."""
 REDIRECTS = range(300, 400)
+AGAIN_SECONDS = 2.0
+"""Interval in seconds at which a member repeats its call to join, so that a restarted router soon lists it again."""
+LEAVE_SECONDS = 5.0
+"""Longest wait in seconds for a router that does not answer when an engine leaves."""
 
 
 class AnswerRefused(aiohttp.ClientPayloadError):
@@ -150,6 +155,20 @@ class RouterMembership:
     async def join(self, call: JoinCall) -> Joined:
         """Join the router, or stay a member. Raises :class:`~tercet.protocol.TercetError`, as :meth:`leave` does."""
         return await self._ask("PUT", "", msgspec.json.encode(call))
+
+    async def stay(self, call: JoinCall, on_state: Callable[[str], object]) -> None:
+        """Repeat the call to join until cancelled; report each change of the result once."""
+        said = ""
+        while True:
+            try:
+                await self.join(call)
+                state = "is a member of the router's fleet"
+            except TercetError as error:
+                state = f"is not a member: {error.message}"
+            if state != said:
+                on_state(state)
+                said = state
+            await asyncio.sleep(AGAIN_SECONDS)
 
     async def leave(self, uid: str) -> Joined:
         """Leave the router, for the start ``uid`` of the engine."""
