@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from itertools import pairwise, takewhile
 from types import FrameType
@@ -92,6 +92,8 @@ def exit_code_of(run: Callable[[], int | None]) -> int:
     except _NoSuchOption as error:
         return _complain(f"No such option: {error.option_name}; {_nearest(error)}", 2)
     except _CommandLineError as error:
+        if refused := _refused_value(error):
+            return _complain(refused, 2)
         message = error.format_message().rstrip(".")
         # The message is empty if a command was given without arguments: its help is printed already.
         command = error.ctx.command_path if error.ctx is not None else "tercet"
@@ -104,6 +106,28 @@ def exit_code_of(run: Callable[[], int | None]) -> int:
     except (NobodyReads, BrokenPipeError):
         forget_stdout()
         return NOBODY_READS
+
+
+# What typer's validation finds, in the words of settings.
+_MUST_BE: Mapping[str, str] = {
+    "int_parsing": "a whole number", "int_from_float": "a whole number", "float_parsing": "a number",
+    "greater_than_equal": "at least {ge:g}", "less_than_equal": "at most {le:g}",
+    "greater_than": "greater than {gt:g}", "less_than": "less than {lt:g}",
+}  # fmt: skip
+
+
+def _refused_value(error: Any) -> str:
+    """Return the sentence about a flag's or an argument's value that has the wrong form; empty for other errors."""
+    found = getattr(error.__cause__, "errors", None)
+    if found is None or error.param is None:
+        return ""
+    first = found()[0]
+    # Of several names the long one; those that turn a flag off are not among them.
+    name, value = max(error.param.opts, key=len), str(first["input"])
+    if (form := _MUST_BE.get(first["type"])) is None:
+        return f"{name}: {first['msg'].removeprefix('Value error, ').rstrip('.')}"
+    shown = value if value.removeprefix("-").replace(".", "", 1).isdigit() else repr(value)
+    return f"{name}: must be {form.format(**first.get('ctx', {}))}, is {shown}"
 
 
 def _nearest(error: Any) -> str:
