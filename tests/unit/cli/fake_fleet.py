@@ -57,6 +57,9 @@ def put_scripts(mark: str, mode: str) -> None:
     def engine_argv(spec: Any) -> list[str]:
         return argv(spec.port)
 
+    def no_flags(_spec: Any) -> list[str]:
+        return []  # vLLM would find that the model has no files
+
     def router_argv(config: Any, _log_dir: Any) -> list[str]:
         return argv(config.port)
 
@@ -66,7 +69,7 @@ def put_scripts(mark: str, mode: str) -> None:
     def available_memory() -> int:
         return 64 * engine_command.GIB  # scripts need none of this machine's
 
-    for name, fake in (("engine_argv", engine_argv), ("router_argv", router_argv)):
+    for name, fake in (("engine_argv", engine_argv), ("flags_argv", no_flags), ("router_argv", router_argv)):
         setattr(local, name, fake)
     setattr(local, "Process", functools.partial(Process, grace=3))  # noqa: B010
     setattr(model, "known_model", known_model)  # noqa: B010
