@@ -8,12 +8,14 @@ from typing import Any
 
 import pytest
 from benchmarks.command_line import run_with
+from benchmarks.context import context
 from benchmarks.long_names import long_names
 from benchmarks.migration.__main__ import migration
 from benchmarks.transfer.__main__ import transfer
 from scripts.silicon_profile.__main__ import import_silicon
 
 COMMANDS: dict[str, Any] = {
+    "context": context,
     "transfer": transfer,
     "migration": migration,
     "silicon": import_silicon,
@@ -34,6 +36,8 @@ PROFILE = "--name x --model m -o"
         ("migration a b", "SOURCE_URL: 'a' is not a URL"),
         ("migration http://h:1 http://h:2 --lengths 1.5", "--lengths: "),
         ("migration http://h:1 http://h:2 --ways foo", "--ways: 'foo' is unknown"),
+        ("context a http://h:1 http://h:2", "ENGINE: 'a' is not a URL"),
+        ("context http://h:1 http://h:2 http://h:3 --lengths 0", "--lengths: "),
         ("names --url x", "--url: 'x' is not a URL"),
         ("names --pid 0", "--pid: no process 0 runs"),
         (f"silicon {PROFILE} /nowhere/x.json", "--output"),
