@@ -102,6 +102,10 @@ VALUES: Mapping[str, Object] = {
             "monitoring": [{"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": "monitoring"}}}],
         },
     },
+    "store": {
+        "store": {"enabled": True, "replicas": 2, "disk": {"claim": "110Gi"}, "args": ["--transport", "tcp"]},
+        "podMonitor": {"enabled": True},
+    },
     "open": {
         "modelCache": {"volume": {"nfs": {"server": "10.0.0.9", "path": "/models"}}},
         "auth": {"engines": False},

@@ -131,6 +131,7 @@ def test_helm_finds_nothing_to_say() -> None:
         ({"router": {"replicas": "two"}}, "replicas"),
         ({"gateway": {"failureMode": "Maybe"}}, "failureMode"),
         ({"gateway": {"objectives": {"chat": "high"}}}, "chat"),
+        ({"store": {"memory": "4 gigabytes"}}, "memory"),
     ],
 )
 def test_values_that_mean_nothing_are_refused(values: Object, said: str) -> None:
@@ -202,7 +203,9 @@ def test_names_are_of_things_that_exist(values: Object) -> None:
                 assert ("ConfigMap", volume["configMap"]["name"]) in existing
         every = (*pod["spec"].get("initContainers", ()), *pod["spec"]["containers"])
         mounted = {each["name"] for container in every for each in container["volumeMounts"]}
-        assert mounted == {each["name"] for each in pod["spec"]["volumes"]}
+        owner = of_kind("StatefulSet", made).get(name.removeprefix("StatefulSet/"), {"spec": {}})
+        claimed = {each["metadata"]["name"] for each in owner["spec"].get("volumeClaimTemplates", ())}
+        assert mounted == {each["name"] for each in pod["spec"]["volumes"]} | claimed
     for _, _, container in containers(made):
         for each in container["env"]:
             if "secretKeyRef" in each.get("valueFrom", {}):
@@ -250,7 +253,12 @@ def test_engines_are_found_as_they_listen(values: Object) -> None:
         for arg in container["args"]
         if arg.startswith("--endpoint-selector=")
     ]
-    selectors = [dict(each.split("=") for each in one.split(",")) for one in wanted]
+    stores = values.get("store", {}).get("replicas", 0) > 0
+    for one in wanted:
+        assert (" in (engine,store)" in one) is stores
+    selectors = [
+        dict(each.split("=") for each in one.replace(" in (engine,store)", "=engine").split(",")) for one in wanted
+    ]
     for pool in of_kind("InferencePool", made).values():
         found = msgspec.convert(pool, InferencePool)
         selectors.append(found.spec.selector.match_labels)
@@ -258,15 +266,15 @@ def test_engines_are_found_as_they_listen(values: Object) -> None:
     assert selectors
     engines = 0
     for name, pod in pods(made):
-        is_engine = pod["metadata"]["labels"]["app.kubernetes.io/component"] == "engine"
-        assert all(selects(each, pod["metadata"]["labels"]) is is_engine for each in selectors), name
-        if is_engine:
-            engines += 1
+        component = pod["metadata"]["labels"]["app.kubernetes.io/component"]
+        assert all(selects(each, pod["metadata"]["labels"]) is (component == "engine") for each in selectors), name
+        if component in ("engine", "store"):
+            engines += component == "engine"
             seen = {**pod, "metadata": {**pod["metadata"], "name": "e-0"}}
             seen["status"] = {"podIP": "10.0.0.1", "conditions": [{"type": "Ready", "status": "True"}]}
             (engine,) = engines_of(msgspec.convert(seen, Pod), (1,))
             assert engine.address.url == f"http://10.0.0.1:{ports_of(pod)['http']}"
-            assert engine.address.role == pod["metadata"]["labels"]["llm-d.ai/role"]
+            assert engine.address.role == pod["metadata"]["labels"]["tercet/role"]
     assert engines == len(GROUPS | values.get("engines", {}).keys())
 
 
@@ -757,6 +765,10 @@ def test_commands_take_their_arguments(values: Object) -> None:
                 engine = pod["spec"]["containers"][0]
                 assert f"--port={urlsplit(config.engine).port}" in engine["args"]
                 assert config.allowed_prefillers().named("10.244.3.4:8000")
+        if command == "store":
+            first, last = (int(each) for each in params["kv_port"].split("-"))
+            assert (first, last, params["kv_events_port"]) == (9100, 9163, 5557), name
+            assert urlsplit(params["mirror"][0]).hostname in of_kind("Service", objects(values))
         if command == "engine" and "--headless" in params["vllm_args"]:
             assert not params["prefill_hosts"]
         elif command == "engine":

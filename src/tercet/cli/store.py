@@ -39,6 +39,13 @@ class StoreFlags:
         str | None, typer.Option(metavar="URL", help="Join the fleet of the router at this URL.", show_default="none")
     ] = None
     transport: Annotated[str, typer.Option(help="Transport of KV, as `transport` of engines.")] = "auto"
+    kv_port: Annotated[
+        str, typer.Option(metavar="PORT", help="First port for KV to try, or a range first-last; 0: any.")
+    ] = "0"
+    kv_events_port: Annotated[
+        int,
+        typer.Option(min=0, max=LAST_PORT - 1, help="Port of KV events; who missed some asks at the next one; 0: any."),
+    ] = 0
 
 
 @flags_as_records
@@ -58,7 +65,7 @@ def store(given: StoreFlags) -> None:
     from tercet.cluster.ports import require_free
     from tercet.logs import log_as_the_environment_says
     from tercet.protocol.access import key_of
-    from tercet.protocol.names import require_engine_name
+    from tercet.protocol.names import port_range, require_engine_name
     from tercet.settings import SECRET_VARIABLE, require_engine_url, require_url
     from tercet.transport import TRANSPORTS
     from tercet.wire.serving.server_access import require_key_beyond_loopback
@@ -78,6 +85,7 @@ def store(given: StoreFlags) -> None:
         raise BadRequest(f"--host: {given.host!r} is not an IP address at which others reach this machine", "--host")
     if given.transport not in TRANSPORTS:
         raise BadRequest(f"--transport: must be one of {', '.join(TRANSPORTS)}, is {given.transport!r}", "--transport")
+    kv_ports = port_range(given.kv_port, "--kv-port")
     name = given.name or f"{given.host}:{given.port}"
     require_engine_name(name, "--name")
     secret = key_of(os.environ.get(SECRET_VARIABLE, ""), SECRET_VARIABLE)
@@ -92,7 +100,7 @@ def store(given: StoreFlags) -> None:
         StoreConfig(
             name=name, host=given.host, port=given.port, mirrors=urls, memory=memory, disk=given.disk,
             disk_size=disk_size if given.disk is not None else 0, transport=given.transport, secret=secret,
-            join=given.join or "",
+            join=given.join or "", kv_ports=kv_ports, kv_events_port=given.kv_events_port,
         )
     )  # fmt: skip
 

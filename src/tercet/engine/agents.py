@@ -40,7 +40,7 @@ from tercet.transport import (
     SendDone,
     SendReport,
 )
-from tercet.transport.sockets import LOOPBACK, bind_somewhere, bounded
+from tercet.transport.sockets import LOOPBACK, bind_at, bounded
 
 NOW = {
     "connections": "Open connections from senders.",
@@ -212,7 +212,7 @@ class AgentReports:
         self._sends: dict[str, SendInFlight] = {}
         self._socket = bounded(zmq.asyncio.Context.instance().socket(zmq.PULL))
         self._socket.linger = 0
-        self._address = bind_somewhere(self._socket, host)
+        self._address = bind_at(self._socket, host)
         self._task = asyncio.get_running_loop().create_task(keep_running(self._receive, "reports of KV agents"))
 
     @property

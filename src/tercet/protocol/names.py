@@ -153,6 +153,8 @@ def chosen_by_weight(weights: Sequence[float], draw: float) -> int:
 
 
 LAST_PORT = 65535
+# If one port is given, the ranks of a machine use the next ones; this is the number of ports that are tried.
+PORTS_TRIED = 64
 MOST_NAMED = 8
 # The last label must begin with a letter: resolvers read 2130706433 and 0x7f.1 as addresses.
 _NAME = re.compile(r"([a-z0-9_][a-z0-9_-]{0,62}\.){0,30}[a-z][a-z0-9-]{0,62}")
@@ -189,6 +191,23 @@ class _Pattern:
         if isinstance(self.host, str):
             return address is None and fnmatchcase(host, self.host)
         return address is not None and address.version == self.host.version and address in self.host
+
+
+def port_range(text: str, name: str) -> tuple[int, ...]:
+    """Return the ports that may be tried: the given one and those after it, or a range first-last; none for 0, any.
+
+    Raises :class:`~tercet.protocol.BadRequest` with the ``name`` of the setting.
+    """
+    first, dash, last = text.partition("-")
+    if text == "0":
+        return ()
+    if not (first.isdecimal() and (last.isdecimal() or not dash)):
+        raise BadRequest(f"{name}: must be a port, or a range first-last, is {text!r}", name)
+    begin = int(first)
+    end = int(last) + 1 if dash else min(begin + PORTS_TRIED, LAST_PORT + 1)
+    if not 1 <= begin < end <= LAST_PORT + 1:
+        raise BadRequest(f"{name}: must be from 1 to {LAST_PORT}, or a range first-last of these, is {text!r}", name)
+    return tuple(range(begin, end))
 
 
 class AllowedPrefillers:

@@ -8,6 +8,7 @@ new numbers, which no subscriber has applied; under these numbers all others get
 from __future__ import annotations
 
 import asyncio
+import os
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
@@ -20,9 +21,10 @@ import zmq.asyncio
 
 from tercet.aio import TaskSet
 from tercet.fleet.kv_events import NUMBER_BYTES, AllBlocksCleared, BlockRemoved, BlockStored, EventBatch
+from tercet.protocol import BadRequest
 from tercet.protocol.content import unpacked
 from tercet.store.contents import BlockContent
-from tercet.transport.sockets import bind_somewhere, bounded
+from tercet.transport.sockets import bind_at, bounded
 
 KEPT_BATCHES = 1000
 EVENTS_OF_A_BATCH = 512
@@ -31,9 +33,16 @@ Event = BlockStored | BlockRemoved | AllBlocksCleared
 
 
 class Announcer:
-    """The publisher of a store's events at ``host``; ``held`` returns all blocks that it has, each with its medium."""
+    """The publisher of a store's events at ``host``; ``held`` returns all blocks that it has, each with its medium.
 
-    def __init__(self, host: str, block_size: int, held: Callable[[], Iterable[tuple[BlockContent, str]]]) -> None:
+    Events are at ``port``, and those who missed some ask at the port after it; 0 means any ports. Raises
+    :class:`~tercet.protocol.BadRequest` for a port in use.
+    """
+
+    def __init__(
+        self, host: str, block_size: int, held: Callable[[], Iterable[tuple[BlockContent, str]]],
+        port: int = 0,
+    ) -> None:  # fmt: skip
         self._block_size, self._held = block_size, held
         self._next = 0
         self._recent: deque[tuple[int, bytes]] = deque(maxlen=KEPT_BATCHES)
@@ -43,7 +52,16 @@ class Announcer:
         self._asked: Any = bounded(zmq.asyncio.Context.instance().socket(zmq.ROUTER), LONGEST_REQUEST)
         self._live.linger = self._asked.linger = 0
         self._asked.sndhwm = 0  # a ROUTER drops messages beyond its queue
-        self.addresses = {"endpoint": bind_somewhere(self._live, host), "replay": bind_somewhere(self._asked, host)}
+        try:
+            endpoint = bind_at(self._live, host, port)
+            self.addresses = {"endpoint": endpoint, "replay": bind_at(self._asked, host, port and port + 1)}
+        except zmq.ZMQError as error:
+            self._live.close()
+            self._asked.close()
+            reason = os.strerror(error.errno or 0)
+            raise BadRequest(
+                f"kv-events-port: {port} or {port + 1} cannot be used: {reason}; choose another one", "kv-events-port"
+            ) from error
         self._tasks = TaskSet()
 
     def start(self) -> None:

@@ -100,6 +100,8 @@ class StoreConfig(msgspec.Struct, frozen=True, kw_only=True):
     disk: Path | None = None
     disk_size: int = 0
     transport: str = "auto"
+    kv_ports: tuple[int, ...] = ()  # for KV, any if empty
+    kv_events_port: int = 0  # 0: any
     secret: str = ""
     join: str = ""  # URL of a router
 
@@ -336,7 +338,9 @@ def started_agents(config: StoreConfig, status: EngineStatus, regions: Sequence[
     layout = status.layout
     if layout is None:
         raise EngineError("the status has no layout")
-    settings = TransportSettings(transport=config.transport, hosts=(config.host,), secret=config.secret)
+    settings = TransportSettings(
+        transport=config.transport, hosts=(config.host,), ports=config.kv_ports, secret=config.secret
+    )
     agents = list[AgentProcess]()
     try:
         for rank, region in enumerate(regions):
@@ -367,7 +371,7 @@ async def serving(
         blocks = StoreBlocks(regions, layout.block_size, folder, config.disk_size)
         stack.push_async_callback(blocks.close)
         await asyncio.to_thread(blocks.scan)
-        announcer = Announcer(config.host, layout.block_size, blocks.held_by_tier)
+        announcer = Announcer(config.host, layout.block_size, blocks.held_by_tier, config.kv_events_port)
         stack.push_async_callback(announcer.close)
         blocks.on_stored, blocks.on_removed = announcer.stored, announcer.removed
         blocks.start()

@@ -351,11 +351,14 @@ def bounded(socket: S, longest: int = LONGEST_MESSAGE) -> S:
     return socket
 
 
-def bind_somewhere(socket: Any, host: str) -> str:
-    """Bind to a port of ``host``, an IP address; the system chooses the port. Return the address to connect to."""
+def bind_at(socket: Any, host: str, port: int = 0) -> str:
+    """Bind to a ``port`` of ``host``, an IP address; the system chooses for 0. Return the address to connect to."""
     at = f"tcp://[{host}]" if ":" in host else f"tcp://{host}"
     with_ipv6(socket, at)
-    return f"{at}:{socket.bind_to_random_port(at)}"
+    if not port:
+        return f"{at}:{socket.bind_to_random_port(at)}"
+    socket.bind(f"{at}:{port}")
+    return f"{at}:{port}"
 
 
 def with_ipv6(socket: Any, address: str) -> None:

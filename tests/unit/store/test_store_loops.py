@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import AsyncGenerator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncGenerator, Iterator
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+import pytest
 import zmq
 import zmq.asyncio
 
+from tercet.cluster.ports import free_ports
 from tercet.engine.interface import KeyedPrompt
+from tercet.protocol import BadRequest
 from tercet.store.announcer import Announcer
 from tercet.store.blocks import StoreBlocks
 from tercet.store.disk import DiskFolder
@@ -51,6 +54,22 @@ async def test_missed_events_are_repeated() -> None:
             await announcer.close()
 
     await with_an_error_at_each_await("store/announcer.py:Announcer._repeat", started)
+
+
+async def test_events_are_at_the_ports_that_were_chosen_or_the_port_is_named() -> None:
+    first, port = next(announcers_at_ports())
+    try:
+        assert first.addresses == {"endpoint": f"tcp://127.0.0.1:{port}", "replay": f"tcp://127.0.0.1:{port + 1}"}
+        with pytest.raises(BadRequest, match=r"kv-events-port: \d+ or \d+ cannot be used: Address already in use;"):
+            Announcer("127.0.0.1", SIZE, list, port)
+    finally:
+        await first.close()
+
+
+def announcers_at_ports() -> Iterator[tuple[Announcer, int]]:
+    for port in free_ports("127.0.0.1", 20):
+        with suppress(BadRequest):  # another process has the port after it
+            yield Announcer("127.0.0.1", SIZE, list, port), port
 
 
 async def test_blocks_are_written_behind(tmp_path: Path) -> None:

@@ -29,9 +29,10 @@ helm.sh/chart: {{ printf "%s-%s" (index . 0).Chart.Name (index . 0).Chart.Versio
 {{- end }}
 {{- end }}
 
-{{/* All engines of the release, as --endpoint-selector has it. */}}
+{{/* All engines and stores of the release, as --endpoint-selector has it. */}}
 {{- define "tercet.engineSelector" -}}
-app.kubernetes.io/name={{ .Chart.Name }},app.kubernetes.io/instance={{ .Release.Name }},app.kubernetes.io/component=engine
+app.kubernetes.io/name={{ .Chart.Name }},app.kubernetes.io/instance={{ .Release.Name }},app.kubernetes.io/component
+{{- if .Values.store.enabled }} in (engine,store){{ else }}=engine{{ end }}
 {{- end }}
 
 {{/* Who may prefill, as --prefill-hosts has it. */}}

@@ -32,6 +32,14 @@
 {{- end }}
 {{- end }}
 
+{{- define "tercet.storeEnvironment" -}}
+- name: POD_NAME
+  valueFrom: {fieldRef: {fieldPath: metadata.name}}
+- name: POD_IP
+  valueFrom: {fieldRef: {fieldPath: status.podIP}}
+{{ include "tercet.eppEnvironment" . }}
+{{- end }}
+
 {{- define "tercet.eppEnvironment" -}}
 {{- include "tercet.fleetSecret" . | nindent 0 }}
 - {name: TERCET_CACHE, value: /tmp/cache}

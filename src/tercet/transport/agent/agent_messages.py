@@ -23,7 +23,7 @@ from tercet.protocol import Content, EngineError, TercetError
 from tercet.protocol.wire import UNREADABLE
 from tercet.transport.grants import Grant, ReceiveEnd
 from tercet.transport.rank import SendDestination
-from tercet.transport.sockets import LOOPBACK, bind_somewhere, bounded, with_ipv6
+from tercet.transport.sockets import LOOPBACK, bind_at, bounded, with_ipv6
 
 
 class SendPlan(msgspec.Struct, frozen=True):
@@ -202,7 +202,7 @@ class ControlServer:
         self._socket = bounded(self._context.socket(zmq.ROUTER))
         self._socket.linger = 0
         self._socket.sndhwm = 0  # a ROUTER drops messages beyond its queue, and no answer may be lost
-        self.address = bind_somewhere(self._socket, host)
+        self.address = bind_at(self._socket, host)
         self._thread = threading.Thread(target=self._serve, name="tercet-control", daemon=True)
         self._thread.start()
 

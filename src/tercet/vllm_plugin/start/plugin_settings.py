@@ -11,7 +11,7 @@ from msgspec import Meta
 
 from tercet.protocol import BadRequest
 from tercet.protocol.access import key_of
-from tercet.protocol.names import LAST_PORT, AllowedPrefillers
+from tercet.protocol.names import AllowedPrefillers, port_range
 from tercet.settings import SECRET_VARIABLE, Setting, Settings, Source, decode_settings
 from tercet.settings.declaration import AtLeastOne
 from tercet.settings.process_settings import (
@@ -31,8 +31,6 @@ ORIGIN = "kv_connector_extra_config: "
 # A message of the token stream to an engine has at most 64 MiB, and images are a third longer in JSON.
 MAX_REQUEST_BYTES = 128 * 1024 * 1024
 MAX_CPUS = 8192  # the kernel's largest build setting
-# If one port is given, the ranks of this machine use the next ones; this is the number of ports that are tried.
-PORTS_TRIED = 64
 Share = Annotated[float, Meta(gt=0, le=1)]
 Seconds = Annotated[float, Meta(gt=0)]
 
@@ -107,7 +105,7 @@ class PluginSettings(Settings, frozen=True, rename=lambda name: name):
         if self.kv_memory == "staged" and self.transport not in (AUTO, "tcp"):
             raise _wrong("transport", self.transport, f"must be {AUTO} or tcp with kv_memory staged")
         _hosts(self.host)
-        _ports(self.port)
+        port_range(self.port, "port")
         self.cpus()
         self.allowed_prefillers()
 
@@ -164,7 +162,7 @@ class PluginSettings(Settings, frozen=True, rename=lambda name: name):
         return first
 
     def transport_settings(self) -> TransportSettings:
-        hosts, ports = _hosts(self.host), _ports(self.port)
+        hosts, ports = _hosts(self.host), port_range(self.port, "port")
         return TransportSettings(
             self.transport, hosts, ports, self.streams, self.fleet_secret, self.send_timeout, self.receive_limit * 1e9
         )  # fmt: skip
@@ -185,19 +183,6 @@ def _hosts(text: str) -> tuple[str, ...]:
         if unspecified:
             raise _wrong("host", text, f"must be addresses that peers can connect to; {host} is not such an address")
     return hosts
-
-
-def _ports(text: str) -> tuple[int, ...]:
-    first, dash, last = text.partition("-")
-    if text == "0":
-        return ()
-    if not (first.isdecimal() and (last.isdecimal() or not dash)):
-        raise _wrong("port", text, "must be a port, or a range first-last")
-    begin = int(first)
-    end = int(last) + 1 if dash else min(begin + PORTS_TRIED, LAST_PORT + 1)
-    if not 1 <= begin < end <= LAST_PORT + 1:
-        raise _wrong("port", text, f"must be from 1 to {LAST_PORT}, or a range first-last of these")
-    return tuple(range(begin, end))
 
 
 def _wrong(name: str, value: str, rule: str) -> BadRequest:
