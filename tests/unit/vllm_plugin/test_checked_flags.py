@@ -12,6 +12,8 @@ import pytest
 from tercet.cluster.engine_command import EngineSpec, engine_env, flags_argv
 from tercet.cluster.model import resolve_model
 
+PARSER = str(Path(__file__).resolve().parents[2] / "engines" / "thinking_parser.py")
+
 
 def spec_with(*flags: str) -> EngineSpec:
     return EngineSpec(
@@ -45,8 +47,9 @@ def test_only_what_a_user_chose_is_checked() -> None:
         (["--max-model-len", "-5"], "tercet: --max-model-len: Input should be greater"),
         (["--max-model-length", "5"], "tercet: flags for vLLM: unrecognized arguments: --max-model-length"),
         (["--max-num-seqs", "8"], ""),
+        (["--reasoning-parser", "until-full-stop", "--reasoning-parser-plugin", PARSER], ""),
     ],
-    ids=["value", "name", "accepted"],
+    ids=["value", "name", "accepted", "parser of the user"],
 )
 def test_vllm_says_it_in_one_line(flags: list[str], said: str, tmp_path: Path) -> None:
     spec = spec_with(*flags)

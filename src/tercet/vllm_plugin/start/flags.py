@@ -12,6 +12,8 @@ from typing import Any
 def main() -> None:
     """Read the flags as an engine's server does before it starts its core."""
     from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.reasoning import ReasoningParserManager
+    from vllm.tool_parsers import ToolParserManager
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
     from tercet.vllm_plugin.differences import cli_args
@@ -24,6 +26,11 @@ def main() -> None:
     with refusing_in_a_sentence():
         args = parser.parse_args()
         options.validate_parsed_serve_args(args)
+        # The configuration looks up parsers by name, so the user's must be known first, as in vLLM's own server.
+        if args.tool_parser_plugin:
+            ToolParserManager.import_tool_parser(args.tool_parser_plugin)
+        if args.reasoning_parser_plugin:
+            ReasoningParserManager.import_reasoning_parser(args.reasoning_parser_plugin)
         AsyncEngineArgs.from_cli_args(args).create_engine_config()
 
 
