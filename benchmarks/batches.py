@@ -3,8 +3,9 @@
     tercet up --simulate llama-3.1-8b-h100-tp1 --prefill 0 --both 2 --program data_parallel --batches /tmp/batches --port 8000
     python benchmarks/batches.py http://127.0.0.1:8000 --rate 4
 
-In every other round a batch of more requests than a round can serve runs. Printed are TTFT over all rounds of a kind, the
-ratio with the bounds of a bootstrap over rounds, and the tokens per second of both kinds of requests.
+The fleet has three engines, since `--decode` is 1 by default. In every other round a batch of more requests than a round
+can serve runs. Printed are TTFT over all rounds of a kind, the ratio with the bounds of a bootstrap over rounds, and the
+tokens per second of both kinds of requests.
 """  # noqa: E501 - a command
 
 from __future__ import annotations
