@@ -149,15 +149,9 @@ class MoveSettings(Settings, frozen=True):
     share: Annotated[
         Share, Setting("Share of a stage's time in which KV is sent, up to 1; 1: no rests.", panel=MOVES, in_file=True)
     ] = msgspec.field(default=0.25, name="move-share")  # fmt: skip
-    hurry_at: Annotated[
-        Share,
-        Setting(
-            "KV usage of the source engine, from 0 to 1, at or above which a move takes no rests. It also takes none "
-            "while requests wait there.",
-            panel=MOVES,
-            in_file=True,
-        ),
-    ] = msgspec.field(default=0.8, name="move-hurry-at")
+    # KV usage of the source engine at or above which a move takes no rests: what waits for room there waits longer than
+    # a step that the move makes slower.
+    hurry_at: Share = 0.8
     # Seconds after which the sequence stays: a move that takes longer gains nothing.
     deadline_s: Seconds = 30.0
     at_once: Annotated[

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import aclosing
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -553,7 +554,8 @@ def serves_whoever_shows_some_key(wrong: WrongVerbs) -> None:
 
 @fault("proofs-are-for-one-call", secret="s3cret")
 def takes_a_proof_twice(wrong: WrongVerbs) -> None:
-    wrong.callers._once = lambda *_: None
+    every_number = SimpleNamespace(take=lambda _: True)
+    wrong.callers._seen = SimpleNamespace(get=lambda _: every_number)
 
 
 # ---- KV between engines --------------------------------------------------------------------------------------
