@@ -66,6 +66,12 @@ def liar() -> Iterator[Liar]:
         yield server
 
 
+@pytest.fixture(autouse=True)
+def one_fleet(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other fleets may run on this machine, and then commands would ask which one is meant."""
+    monkeypatch.setenv("TERCET_URL", "http://127.0.0.1:8000")
+
+
 def one_complaint(code: int, said: str) -> bool:
     return code in (0, 1) and said.count("\n") <= 1 and (not said or said.startswith("tercet: "))
 
