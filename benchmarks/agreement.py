@@ -27,7 +27,8 @@ import numpy as np
 
 from tercet.cluster.model import resolve_model
 from tercet_lab.bench.experiment import STATISTICS, Floats, ratio_interval
-from tercet_lab.bench.results import load_result, table_of
+from tercet_lab.bench.results import load_result
+from tercet_lab.tables import Requests
 
 # The `vllm` command needs a distribution named `vllm`, which the CPU build does not have. Its module does not need it.
 VLLM = (
@@ -97,7 +98,7 @@ def tercet_bench(traffic: Traffic, seed: int, file: Path) -> Run:
     (point,) = load_result(file).points
     if point.metrics["failed"]:
         raise SystemExit(f"tercet bench serve: {point.metrics['failed']} of {traffic.count} requests failed")
-    samples = table_of(point.records)
+    samples = Requests.of_rows(point.records)
     return Run(samples.ttft, samples.tpot, samples.e2el, throughput(samples["sent"], samples.e2el))
 
 

@@ -33,10 +33,11 @@ from tercet.decisions.scheduling import load_scheduling
 from tercet.programs import load_program
 from tercet.protocol import BadRequest, Request
 from tercet_lab.bench.experiment import STATISTICS, Floats, ratio_interval
-from tercet_lab.bench.results import load_result, table_of
+from tercet_lab.bench.results import load_result
 from tercet_lab.bench.simulated.scenario import SyntheticWorkload, parse_fleet, requests_of
 from tercet_lab.bench.simulated.virtual_run import run_requests
 from tercet_lab.sim import EngineOptions
+from tercet_lab.tables import Requests
 
 WARM_UP = 40
 ALLOWED = 1.05
@@ -251,7 +252,8 @@ def _measured(given: argparse.Namespace, mix: Mix, rate: float) -> dict[str, lis
     if any(point.errors for point in points):
         raise BadRequest("some requests failed")
     return {
-        label: [table_of(point.records).e2el for point in points if point.label == label] for label in given.programs
+        label: [Requests.of_rows(point.records).e2el for point in points if point.label == label]
+        for label in given.programs
     }
 
 

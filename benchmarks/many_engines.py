@@ -36,10 +36,11 @@ from tercet.cluster.model import resolve_tokenizer
 from tercet.cluster.ports import free_ports, url_of
 from tercet.protocol import EngineError, TercetError
 from tercet.wire.client.bounded_answers import ask_router
-from tercet_lab.bench.results import RequestRecord, load_result, table_of
+from tercet_lab.bench.results import load_result
 from tercet_lab.sim import Profile, load_profile
 from tercet_lab.sim.sim_server import ServerConfig, serving
 from tercet_lab.sim.step_times import StepTimes
+from tercet_lab.tables import RequestRow, Requests
 
 HOST, MODEL = "127.0.0.1", "smollm2"
 TTFT_S, TPOT_S = 10.0, 0.45
@@ -100,12 +101,12 @@ class Watched(NamedTuple):
     """The results of a run: its changes of roles, its requests, and the seconds of CPU by process."""
 
     changes: list[Change]
-    records: tuple[RequestRecord, ...]
+    records: tuple[RequestRow, ...]
     cpu: dict[str, float]
 
     def met(self, begin: float, end: float) -> str:
         """Return the share of the requests sent in these seconds that met the objectives, and their number, as text."""
-        found = table_of(each for each in self.records if begin <= each.scheduled < end)
+        found = Requests.of_rows(each for each in self.records if begin <= each.scheduled < end)
         met = int((found["ok"] & (found.ttft <= TTFT_S) & ~(found.tpot > TPOT_S)).sum())
         return f"{met / max(1, len(found)):.1%} of {len(found)}"
 

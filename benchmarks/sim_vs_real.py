@@ -41,7 +41,7 @@ from tercet.protocol import Request, TercetError
 from tercet.wire.client import HttpEngine
 from tercet_lab.bench.bench_config import ServeConfig
 from tercet_lab.bench.experiment import Cell, Contender, Experiment, prepare
-from tercet_lab.bench.results import Point, RequestRecord
+from tercet_lab.bench.results import Point
 from tercet_lab.bench.simulated import parse_fleet, point_of, run_requests
 from tercet_lab.bench.simulated.virtual_run import Outcome
 from tercet_lab.bench.step_measurement import (
@@ -57,6 +57,7 @@ from tercet_lab.bench.step_measurement import (
 )
 from tercet_lab.sim import EngineOptions, Profile, StepModel, load_profile
 from tercet_lab.sim.step_times import pairs_of
+from tercet_lab.tables import RequestRow
 
 PROGRAMS = ("data_parallel", "disaggregated")
 SHARED = 512
@@ -228,7 +229,7 @@ def _ignore(*_: object) -> None:
     """Ignore progress messages: the table has all points."""
 
 
-def simulate(program: str, profile: str, records: Iterable[RequestRecord], options: EngineOptions) -> Outcome:
+def simulate(program: str, profile: str, records: Iterable[RequestRow], options: EngineOptions) -> Outcome:
     """Run the same requests through the same program on simulated engines."""
     # Warm-up requests come first, and fill the caches as in the real run.
     sent = sorted(records, key=lambda record: (not record.warmup, record.sent))
@@ -237,16 +238,16 @@ def simulate(program: str, profile: str, records: Iterable[RequestRecord], optio
     return run_requests(load_program(program), parse_fleet("1P1D@here"), profile, options, arrivals, warm_up)
 
 
-def requests_like(sent: Sequence[RequestRecord]) -> Iterable[tuple[float, Request]]:
+def requests_like(sent: Sequence[RequestRow]) -> Iterable[tuple[float, Request]]:
     """Yield requests with the same lengths and times as those that were sent. Only groups share a prefix."""
     chance = random.Random(0)
     prefixes: dict[str | None, tuple[int, ...]] = {}
     for record in sent:
-        prefix = () if record.group is None else prefixes.setdefault(record.group, fresh(chance, SHARED))
+        prefix = () if record.session is None else prefixes.setdefault(record.session, fresh(chance, SHARED))
         prompt = prefix + fresh(chance, record.input_tokens - len(prefix))
         yield (
             record.sent - sent[0].sent,
-            Request(seq_id=f"r{record.index}", prompt=prompt, sampling_params={"max_tokens": record.output_tokens}),
+            Request(seq_id=f"r{record.id}", prompt=prompt, sampling_params={"max_tokens": record.output_tokens}),
         )
 
 

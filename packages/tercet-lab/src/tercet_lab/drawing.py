@@ -7,7 +7,6 @@ from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import import_module
-from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -212,19 +211,6 @@ def _candidates(point: tuple[float, float], size: tuple[float, float], gap: floa
 
 
 MARKER_POINTS, GAP_POINTS, LEADER_POINTS, LABEL_SIZE = 6.0, 4.5, 8.0, 7.0
-
-
-def draw_frontier(drawn: Picture, axis: Any, best: Sequence[tuple[float, float]]) -> None:
-    """Draw the frontier: trials above it or to the right of it have means that another trial beats."""
-    axis.plot([x for x, _ in best], [y for _, y in best], drawstyle="steps-post", color=drawn.palette.series[0],
-              linewidth=0.9, alpha=0.6, zorder=2)  # fmt: skip
-
-
-def steps_of(frontier: Sequence[tuple[float, float]]) -> Iterator[Box]:
-    """Yield the segments of the frontier as boxes without area."""
-    for (x, y), (next_x, next_y) in pairwise(frontier):
-        yield Box(x, y, next_x, y)
-        yield Box(next_x, next_y, next_x, y)
 
 
 def label_points(

@@ -12,9 +12,10 @@ stands for it, so a figure is drawn again from files. Metrics are those of
 from __future__ import annotations
 
 import math
-from collections.abc import Generator, Iterable, Mapping, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal
 
@@ -24,11 +25,12 @@ from numpy.typing import NDArray
 from tercet.protocol import BadRequest
 from tercet.settings.declaration import near
 from tercet_lab.bench.simulated.experiment import Run
-from tercet_lab.bench.simulated.grid import LOADS, Estimate, Grid, in_words
+from tercet_lab.bench.simulated.grid import LOADS, Estimate, Grid, Standing, in_words
 from tercet_lab.bench.simulated.grid import pareto as frontier_of
 from tercet_lab.bench.simulated.run_metrics import LATENCIES, Metric, metric_of
 from tercet_lab.bench.simulated.simulation import SimulatedPoint
-from tercet_lab.drawing import Box, Picture, draw_frontier, label_points, picture, steps_of
+from tercet_lab.bench.simulated.sweep import SweepReport
+from tercet_lab.drawing import Box, Picture, label_points, picture
 from tercet_lab.run_files import load
 from tercet_lab.tables import Requests
 
@@ -47,6 +49,7 @@ MOST_TAIL = 200
 MOST_LINES = 6
 """Most engines that have a line each; more are drawn as a range and a mean."""
 FLAG = "file"
+SWEEP_INCHES = (6.0, 4.4)
 
 
 # ---- runs, labels and the figure -----------------------------------------------------------------------------
@@ -92,8 +95,7 @@ class _Mark:
     runs: Sequence[Measured]
 
     def estimate(self, metric: Metric, scale: float = 1.0) -> Estimate:
-        found = Estimate.of([metric.value(run) for run in self.runs])
-        return Estimate(found.mean * scale, None if found.half is None else found.half * scale)
+        return Estimate.of([metric.value(run) for run in self.runs]).times(scale)
 
 
 def _marks(given: Runs | Grid, x: str | None = None) -> list[_Mark]:
@@ -341,30 +343,47 @@ def pareto(
         raise BadRequest(f"runs: no run has a value of both {x} and {y}", "runs")
     units = [_scaled(metric, marks) for metric in metrics]
     both = [[mark.estimate(metric, scale) for metric, (_, scale) in zip(metrics, units, strict=True)] for mark in marks]
-    points = [(ours.mean, theirs.mean) for ours, theirs in both]
-    halves = [[each[side].half or 0.0 for each in both] for side in (0, 1)]
-    fronts = list[list[tuple[float, float]]]()
-    for one in dict.fromkeys(mark.load for mark in marks):
-        here = [point for point, mark in zip(points, marks, strict=True) if mark.load == one]
-        signed = [(px * metrics[0].sign, py * metrics[1].sign) for px, py in here]
-        fronts.append(sorted(here[index] for index in frontier_of(signed)))
     with _figure(file, width, height, title) as drawn:
         axis: Any = drawn.canvas.add_subplot()
-        bars = {"xerr": halves[0], "yerr": halves[1]} if any(halves[0] + halves[1]) else {}
-        axis.errorbar(
-            [px for px, _ in points], [py for _, py in points], linestyle="", marker="o", elinewidth=0.7, zorder=3,
-            color=drawn.palette.series[0], **bars,
-        )  # fmt: skip
-        for best in fronts:
-            draw_frontier(drawn, axis, best)
+        looks = {"marker": "o", "color": drawn.palette.series[0]}
+        points, taken = _scatter(
+            drawn, axis, metrics, both, [(looks, range(len(marks)))], [mark.load for mark in marks]
+        )
         axis.margins(0.15)
         for name, metric, (unit, _) in zip(("x", "y"), metrics, units, strict=True):
             better = "more is better" if metric.more else "less is better"
             getattr(axis, f"set_{name}label")(f"{_named(metric, unit)} ({better})")
-        boxes = [Box(px - dx, py - dy, px + dx, py + dy) for (px, py), dx, dy in zip(points, *halves, strict=True)]
-        steps = [step for best in fronts for step in steps_of(best)]
-        label_points(drawn, axis, [mark.label for mark in marks], points, [*boxes, *steps])
+        label_points(drawn, axis, [mark.label for mark in marks], points, taken)
     return drawn.canvas
+
+
+def _scatter(
+    drawn: Picture, axis: Any, metrics: Sequence[Metric], both: Sequence[Sequence[Estimate]],
+    groups: Iterable[tuple[Mapping[str, Any], Sequence[int]]], loads: Sequence[object],
+) -> tuple[list[tuple[float, float]], list[Box]]:  # fmt: skip
+    """Draw a point for each pair of estimates, and the frontier of each load; return the points, and what is taken.
+
+    ``groups`` are the looks of points, with their indices. What is above a frontier or to the right of it has means
+    that another point beats.
+    """
+    points = [(ours.mean, theirs.mean) for ours, theirs in both]
+    halves = [(ours.half or 0.0, theirs.half or 0.0) for ours, theirs in both]
+    for looks, chosen in groups:
+        if chosen:
+            (x, y), (dx, dy) = (zip(*(of[index] for index in chosen), strict=True) for of in (points, halves))
+            bars = {"xerr": dx, "yerr": dy} if any(dx + dy) else {}
+            axis.errorbar(x, y, linestyle="", elinewidth=0.7, zorder=3, **bars, **looks)
+    taken = list[Box]()
+    for (x, y), (dx, dy) in zip(points, halves, strict=True):
+        taken += [Box(x - dx, y, x + dx, y), Box(x, y - dy, x, y + dy)]
+    for own in dict.fromkeys(loads):
+        here = [point for point, of in zip(points, loads, strict=True) if of == own]
+        best = sorted(here[at] for at in frontier_of([(x * metrics[0].sign, y * metrics[1].sign) for x, y in here]))
+        axis.plot(*zip(*best, strict=True), drawstyle="steps-post", color=drawn.palette.series[0], linewidth=0.9,
+                  alpha=0.6, zorder=2)  # fmt: skip
+        for (x, y), (next_x, next_y) in pairwise(best):
+            taken += [Box(x, y, next_x, y), Box(next_x, next_y, next_x, y)]
+    return points, taken
 
 
 def timeline(
@@ -435,3 +454,62 @@ def _usage(drawn: Picture, axis: Any, run: Run) -> None:
         axis.plot(times, mean, linewidth=0.9, color=drawn.palette.series[0])
     axis.set_ylabel("KV usage, %")
     axis.set_ylim(0, 103)
+
+
+# ---- the figure of `tercet sim --plot` -----------------------------------------------------------------------
+
+
+def plot_sweep(report: SweepReport, file: Path) -> None:
+    """Draw every trial to ``file``. Raise :class:`~tercet.protocol.BadRequest` if it cannot be written."""
+    metrics, trials = (metric_of(report.x), metric_of(report.y)), report.trials
+    pairs = [(each.x, each.y) for each in trials]
+    kept = [index for index, pair in enumerate(pairs) if all(math.isfinite(each.mean) for each in pair)]
+    units = [
+        _unit(pairs[index][side].mean for index in kept) if metric.unit == "s" else ("", 1.0)
+        for side, metric in enumerate(metrics)
+    ]
+    both = [[each.times(scale) for each, (_, scale) in zip(pairs[index], units, strict=True)] for index in kept]
+    with picture(file, "--plot", *SWEEP_INCHES) as drawn:
+        axis: Any = drawn.canvas.add_subplot()
+        groups = [
+            (looks, [at for at, index in enumerate(kept) if trials[index].standing == standing])
+            for standing, looks in _standing_looks(drawn).items()
+        ]
+        points, taken = _scatter(drawn, axis, metrics, both, groups, [None] * len(kept))
+        axis.margins(0.12)
+        axis.set_xlabel(_named(metrics[0], units[0][0]))
+        axis.set_ylabel(_named(metrics[1], units[1][0]))
+        drawn.canvas.legend(loc="outside upper center", ncols=4, title=_sweep_title(report))
+        drawn.footer("\n".join(_sweep_footer(report, len(trials) - len(kept))))
+        label_points(drawn, axis, [", ".join(trials[index].settings.values()) for index in kept], points, taken)
+
+
+def _standing_looks(drawn: Picture) -> Mapping[Standing, dict[str, Any]]:
+    palette = drawn.palette
+    return {
+        "best": {"color": palette.series[0], "marker": "o", "label": "no setting beats these"},
+        "near": {"color": palette.series[1], "marker": "D", "markerfacecolor": palette.page,
+                 "label": "on or off the line by chance"},
+        "beaten": {"color": palette.faint, "marker": "s", "label": "beaten"},
+    }  # fmt: skip
+
+
+def _sweep_title(report: SweepReport) -> str:
+    varied = report.arguments["over"]
+    fixed = [str(report.arguments[name]) for name in ("program", "fleet", "profile") if name not in varied]
+    at = report.arguments["rate"]
+    rate = [] if "request-rate" in varied else ["all at once" if at == "inf" else f"{at:g} requests/s"]
+    return " · ".join((*fixed, *rate))
+
+
+def _sweep_footer(report: SweepReport, undrawn: int) -> Iterator[str]:
+    seeds = len(report.seeds)
+    requests = report.arguments["workload"].get("requests")
+    told = [f"labels: {', '.join(report.arguments['over'])}", "simulated"]
+    told += [f"n = {requests} requests" + (f" x {seeds} seeds" if seeds > 1 else "")] if requests else []
+    yield " · ".join((*told, f"Tercet {report.version}"))
+    if seeds > 1:
+        tested = f"{report.comparisons} comparisons, Holm-corrected"
+        yield f"Bars: 95% intervals over seeds. Settings are compared seed by seed: {tested}."
+    if undrawn:
+        yield f"{undrawn} settings are not drawn: some of their requests failed."

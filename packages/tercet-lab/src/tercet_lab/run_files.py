@@ -19,7 +19,7 @@ from tercet import __version__
 from tercet.aio.files import read_named
 from tercet.protocol import BadRequest
 from tercet.protocol.wire import UNREADABLE
-from tercet_lab.bench.results import BenchResult, Point, table_of
+from tercet_lab.bench.results import BenchResult, Point
 from tercet_lab.bench.simulated.experiment import Run
 from tercet_lab.bench.simulated.grid import Grid
 from tercet_lab.bench.simulated.simulation import SimulatedPoint
@@ -105,7 +105,7 @@ def _loaded(data: bytes, point: int | None) -> Run | Grid:
         measured = _one(msgspec.json.decode(data, type=BenchResult).points, point, _name_of_point)
         if not measured.records:
             raise BadRequest("has results without requests; write them with --records FILE", "path")
-        return Run(requests=table_of(measured.records), about=dict(measured.metrics))
+        return Run(requests=Requests.of_rows(measured.records), about=dict(measured.metrics))
     if "metadata" in found and "metrics" in found:
         return Run(requests=_requests(_of_aiperf([found])))
     if "benchmarks" in found:

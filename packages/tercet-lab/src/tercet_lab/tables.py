@@ -240,6 +240,51 @@ DEFAULTS: Mapping[Kind, Any] = {
 }  # fmt: skip
 
 
+Failure = Literal["http", "refused", "disconnected", "timeout", "protocol", "server", "empty", "unsent", "interrupted"]
+
+
+class RequestRow(
+    msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True,
+    rename={"id": "index", "session": "group", "ended": "end", "wanted_tokens": "planned_output"},
+):  # fmt: skip
+    """A row of :class:`Requests` of a real server, and what explains it; renamed fields have those names in files.
+
+    - ``scheduled``: a later turn of a session is due when the turn before has ended and the think time is over; in a
+      closed loop a request is due when a user is free.
+    - ``token_times``: arrival of each event of the stream that had tokens; ``token_counts``: number of tokens in each
+      of them, if the server says so; empty means one each, or unknown.
+    - ``input_tokens`` and ``output_tokens``: counts of the server, if it sends them; ``planned_input`` and
+      ``wanted_tokens``: lengths that the workload planned.
+    - ``failure``: the kind of failure, with ``error`` as one line of explanation; None for success. ``unsent`` is a
+      turn after a failed turn of its session.
+    - ``warmup``: True for requests that warm up the target; they are in no table.
+    """
+
+    id: int
+    session: str | None = None
+    phase: int = 0
+    scheduled: float
+    sent: float
+    first_token: float | None = None
+    ended: float
+    input_tokens: int = 0
+    output_tokens: int = 0
+    planned_input: int = 0
+    wanted_tokens: int = 0
+    token_times: tuple[float, ...] = ()
+    token_counts: tuple[int, ...] = ()
+    failure: Failure | None = None
+    error: str | None = None
+    status: int | None = None
+    finish_reason: str | None = None
+    warmup: bool = False
+
+    @property
+    def ok(self) -> bool:
+        """True if the request succeeded with at least one token."""
+        return self.failure is None and self.first_token is not None
+
+
 class Requests(Table):
     """One row for each measured request. Times are in seconds since the run's origin, NaN if there was none.
 
@@ -280,6 +325,29 @@ class Requests(Table):
         for name, data in self._data.items():
             found.fill(name, itertools.compress(data, chosen))
         return found
+
+    @classmethod
+    def of_rows(cls, rows: Iterable[RequestRow]) -> Requests:
+        """Return the table of all rows except warm-up, in order."""
+        kept = [row for row in rows if not row.warmup]
+        same = (
+            "id",
+            "session",
+            "phase",
+            "scheduled",
+            "sent",
+            "ended",
+            "input_tokens",
+            "output_tokens",
+            "wanted_tokens",
+            "ok",
+        )
+        columns: dict[str, Sequence[Any]] = {name: [getattr(row, name) for row in kept] for name in same}
+        columns["first_token"] = [row.first_token if row.ok else None for row in kept]
+        columns["last_token"] = [row.ended if row.ok else None for row in kept]
+        columns["failure"] = ["" if row.ok else row.failure or "empty" for row in kept]
+        columns["token_times"] = [row.token_times or None for row in kept]
+        return cls.of_plain(columns)
 
     @classmethod
     def of_plain(cls, columns: Mapping[str, Sequence[Any]]) -> Requests:

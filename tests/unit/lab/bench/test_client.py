@@ -10,11 +10,11 @@ import msgspec
 import pytest
 
 from tercet_lab.bench.openai_client import COMPLETIONS, Client, Clock, PreparedCall, body_of
-from tercet_lab.bench.results import RequestRecord, table_of
+from tercet_lab.tables import RequestRow, Requests
 from tests.unit.lab.bench.openai_server import MODEL, FakeServer
 
 
-async def ask(url: str, timeout: float = 20.0, tokens: int = 5, **behave: Any) -> RequestRecord:
+async def ask(url: str, timeout: float = 20.0, tokens: int = 5, **behave: Any) -> RequestRow:
     body = body_of(MODEL, [1, 2, 3], tokens, extra={"behave": behave})
     call = PreparedCall(4, url + COMPLETIONS, body, planned_input=3, planned_output=tokens)
     async with Client(Clock(), timeout) as client:
@@ -24,16 +24,16 @@ async def ask(url: str, timeout: float = 20.0, tokens: int = 5, **behave: Any) -
 async def test_an_answer(server: FakeServer) -> None:
     found = await ask(server.url, gap=0.01)
     assert (found.ok, found.failure, found.status, found.finish_reason) == (True, None, 200, "length")
-    assert (found.index, found.input_tokens, found.output_tokens, len(found.token_times)) == (4, 3, 5, 5)
+    assert (found.id, found.input_tokens, found.output_tokens, len(found.token_times)) == (4, 3, 5, 5)
     assert found.first_token == found.token_times[0]
-    assert found.end == found.token_times[-1]
+    assert found.ended == found.token_times[-1]
     assert 0 <= found.scheduled <= found.sent < found.token_times[0]
 
 
 async def test_slow_tokens_have_the_gaps_that_the_server_made(server: FakeServer) -> None:
     found = await ask(server.url, gap=0.05)
     # Sleeps are never short, and a gap that began late may be; their sum cannot be.
-    table = table_of([found])
+    table = Requests.of_rows([found])
     assert sum(table.itl) >= 4 * 0.05 - 0.03
     assert table.ttft[0] >= 0.05
     assert table.tpot[0] == pytest.approx(sum(table.itl) / 4)
@@ -77,7 +77,7 @@ async def test_an_answer_without_tokens(server: FakeServer) -> None:
 async def test_a_target_that_stalls_runs_into_the_timeout(server: FakeServer) -> None:
     found = await ask(server.url, timeout=0.3, hang=1)
     assert (found.failure, found.error, len(found.token_times)) == ("timeout", "the answer did not end within 0.3 s", 1)
-    assert found.end - found.sent >= 0.3
+    assert found.ended - found.sent >= 0.3
 
 
 async def test_nobody_listens() -> None:
@@ -115,7 +115,7 @@ DEEP = b"[" * 5000 + b"]" * 5000
 async def test_what_cannot_be_read_is_a_record_like_others(server: FakeServer, raw: bytes, failure: str) -> None:
     found = await ask(server.url, raw=raw.hex())
     assert (found.ok, found.failure, found.status) == (False, failure, None)
-    assert msgspec.json.decode(msgspec.json.encode(found), type=RequestRecord) == found
+    assert msgspec.json.decode(msgspec.json.encode(found), type=RequestRow) == found
 
 
 @pytest.mark.parametrize("reason", ["abort", "error"])
@@ -133,4 +133,4 @@ async def test_an_answer_that_the_server_broke_off_is_a_failure(server: FakeServ
 async def test_whatever_an_error_says_is_a_record(server: FakeServer, body: bytes) -> None:
     found = await ask(server.url, status=500, body=body.hex())
     assert (found.failure, found.status) == ("http", 500)
-    assert msgspec.json.decode(msgspec.json.encode(found), type=RequestRecord) == found
+    assert msgspec.json.decode(msgspec.json.encode(found), type=RequestRow) == found

@@ -10,7 +10,8 @@ import pytest
 
 from tercet_lab.bench.bench_config import CompareConfig
 from tercet_lab.bench.experiment import STATISTICS, ratio_interval, ratios_of, turns_of
-from tercet_lab.bench.results import Point, RequestRecord
+from tercet_lab.bench.results import Point
+from tercet_lab.tables import RequestRow
 
 MEAN = STATISTICS["mean"]
 
@@ -20,8 +21,8 @@ def point(
 ) -> Point:
     """Requests whose first token comes after ``ttft`` seconds, with a little that differs between them."""
     records = [
-        RequestRecord(
-            index=i, scheduled=i, sent=i, end=i + 2 * ttft, output_tokens=5, failure="http" if i == fails else None,
+        RequestRow(
+            id=i, scheduled=i, sent=i, ended=i + 2 * ttft, output_tokens=5, failure="http" if i == fails else None,
             first_token=None if i == fails else i + ttft * (1 + i / 100),
         )
         for i in range(count)

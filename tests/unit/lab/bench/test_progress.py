@@ -11,8 +11,9 @@ import pytest
 
 from tercet_lab.bench import traffic
 from tercet_lab.bench.bench_config import SECRET_HEADERS
-from tercet_lab.bench.results import RequestRecord, command_line, machine, versions
+from tercet_lab.bench.results import command_line, machine, versions
 from tercet_lab.bench.traffic import LiveProgress
+from tercet_lab.tables import RequestRow
 from tests.longest_wait import LONGEST_WAIT_S
 
 
@@ -23,9 +24,9 @@ class Terminal(io.StringIO):
         return True
 
 
-def record(index: int, *, fine: bool = True) -> RequestRecord:
+def record(index: int, *, fine: bool = True) -> RequestRow:
     told = {"first_token": 0.25, "output_tokens": 11} if fine else {"failure": "http"}
-    return RequestRecord(index=index, scheduled=0.0, sent=0.0, end=0.45, **told)  # type: ignore[arg-type]
+    return RequestRow(id=index, scheduled=0.0, sent=0.0, ended=0.45, **told)  # type: ignore[arg-type]
 
 
 def test_a_line_has_the_live_numbers() -> None:

@@ -17,18 +17,9 @@ from tercet_lab.bench.bench_config import CompareConfig
 from tercet_lab.bench.bench_report import figure_of, markdown, point_text, pooled, ratio_table
 from tercet_lab.bench.experiment import ratios_of
 from tercet_lab.bench.figures import draw
-from tercet_lab.bench.results import (
-    BenchResult,
-    Point,
-    Ratio,
-    RequestRecord,
-    load_result,
-    save_result,
-    summarize,
-    three_digits,
-)
+from tercet_lab.bench.results import BenchResult, Point, Ratio, load_result, save_result, summarize, three_digits
 from tercet_lab.drawing import require_drawing
-from tercet_lab.tables import Slo
+from tercet_lab.tables import RequestRow, Slo
 
 from .golden_images import check_image
 
@@ -41,16 +32,16 @@ def fixed_chance(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys.modules[__name__], "CHANCE", np.random.default_rng(3))
 
 
-def records(count: int = 20, ttft: float = 0.2, failed: int = 0) -> tuple[RequestRecord, ...]:
-    found: list[RequestRecord] = []
+def records(count: int = 20, ttft: float = 0.2, failed: int = 0) -> tuple[RequestRow, ...]:
+    found: list[RequestRow] = []
     for index in range(count):
         first = index + ttft * (1 + float(CHANCE.random()))
         times = tuple(float(time) for time in first + np.cumsum([0.0, *CHANCE.random(4) / 20]))
         bad = index < failed
         found.append(
-            RequestRecord(
-                index=index, scheduled=index - 0.001, sent=index, first_token=None if bad else first, end=times[-1],
-                token_times=() if bad else times, input_tokens=10, planned_input=10, output_tokens=5, planned_output=5,
+            RequestRow(
+                id=index, scheduled=index - 0.001, sent=index, first_token=None if bad else first, ended=times[-1],
+                token_times=() if bad else times, input_tokens=10, planned_input=10, output_tokens=5, wanted_tokens=5,
                 failure="http" if bad else None, error="HTTP 503: no room" if bad else None,
             )
         )  # fmt: skip
@@ -90,7 +81,7 @@ def test_a_file_comes_back_as_it_was_to_the_microsecond(tmp_path: Path) -> None:
     assert (found.seed, found.command, found.ratios, found.points[1].partial) == (4, ("bench",), (ratio,), True)
     for before, after in zip(original.points[0].records, found.points[0].records, strict=True):
         np.testing.assert_allclose(after.token_times, before.token_times, atol=1e-6)
-        assert after.index == before.index
+        assert after.id == before.id
     assert [entry.name for entry in tmp_path.iterdir()] == ["run.json"]
 
 
@@ -131,7 +122,7 @@ def test_pooled_rounds_are_those_of_all_their_requests() -> None:
     found = pooled(rounds)
     good = [record for one in rounds for record in one.records if record.ok]
     ttft = np.array([record.first_token - record.sent for record in good if record.first_token is not None]) * 1000
-    tpot = np.array([(record.end - (record.first_token or 0)) / 4 for record in good]) * 1000
+    tpot = np.array([(record.ended - (record.first_token or 0)) / 4 for record in good]) * 1000
     assert found["mean_ttft_ms"] == pytest.approx(ttft.mean())
     assert found["p99_ttft_ms"] == pytest.approx(np.percentile(ttft, 99))
     assert found["median_tpot_ms"] == pytest.approx(np.median(tpot))
@@ -300,7 +291,7 @@ def test_ratios_as_a_table() -> None:
 
 def test_a_point_as_text_tells_what_is_odd() -> None:
     measured = records(failed=2)
-    late = tuple(replace(one, scheduled=one.sent - 0.5, planned_output=6) for one in measured)
+    late = tuple(replace(one, scheduled=one.sent - 0.5, wanted_tokens=6) for one in measured)
     text = point_text(point(records=late, client={"p99_loop_lag_ms": 80.0}, partial=True), summarize(late))
     for told in ("18 completed, 2 failed", "2 x http: HTTP 503: no room", "18 answers are shorter", "500 ms late",
                  "client was slow: the P99 of its event-loop lag is 80 ms", "interrupted"):  # fmt: skip

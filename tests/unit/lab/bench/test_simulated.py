@@ -22,8 +22,9 @@ from tercet.protocol import BadRequest, Request
 from tercet_lab.bench.results import load_result
 from tercet_lab.bench.simulated import Experiment, Fleet, SyntheticWorkload, parse_fleet, run_once, run_requests
 from tercet_lab.bench.simulated.grid import pareto
-from tercet_lab.bench.simulated.scenario import gaps_of, members_of, names_of, requests_of
-from tercet_lab.bench.simulated.sweep import Axis, parse_axis, sweep
+from tercet_lab.bench.simulated.scenario import members_of, names_of, requests_of
+from tercet_lab.bench.simulated.sweep import parse_axis, sweep
+from tercet_lab.bench.workloads.conversations import gaps_of
 from tercet_lab.sim import EngineOptions, options_from
 from tercet_lab.sim.block_pool import Prompt, Run
 from tercet_lab.sim.network import Send
@@ -359,7 +360,7 @@ def test_a_sweep_runs_every_combination() -> None:
     report = sweep(
         simulation(program="balanced"),
         8,
-        [parse_axis("balance_ratio=0,0.2"), parse_axis("fleet=1P1D,1P2D"), Axis("max_num_seqs", ("64",))],
+        [parse_axis("balance_ratio=0,0.2"), parse_axis("fleet=1P1D,1P2D"), ("max_num_seqs", ("64",))],
         "ttft.mean",
         "tpot.p90",
     )
@@ -370,7 +371,7 @@ def test_a_sweep_runs_every_combination() -> None:
 
 def test_a_percentile_of_too_few_requests_is_refused_before_any_runs() -> None:
     with pytest.raises(BadRequest, match=r"--y tpot\.p99: 90 requests are too few .*--num-prompts.* tpot\.mean"):
-        sweep(simulation(), 8, [Axis("max_num_seqs", ("64",))], "ttft.mean", "tpot.p99")
+        sweep(simulation(), 8, [("max_num_seqs", ("64",))], "ttft.mean", "tpot.p99")
 
 
 @pytest.mark.parametrize("line", ["--planner-interval 20", "--over planner-interval=10,20"])
@@ -381,7 +382,7 @@ def test_a_setting_of_a_planner_that_does_not_run_is_refused(line: str, capsys: 
 
 @pytest.mark.slow
 def test_a_sweep_over_seeds_has_a_run_and_an_interval_for_each(capsys: pytest.CaptureFixture[str]) -> None:
-    report = sweep(simulation(program="data_parallel"), 8, [Axis("stream_every", ("1",))], "ttft.mean", "tpot.mean", 3)
+    report = sweep(simulation(program="data_parallel"), 8, [("stream_every", ("1",))], "ttft.mean", "tpot.mean", 3)
     (trial,) = report.trials
     means = [point.summary.ttft.mean for point in trial.points if point.summary.ttft is not None]
     assert report.seeds == (0, 1, 2)

@@ -11,7 +11,7 @@ from tercet.protocol import BadRequest
 from tercet.settings import Source, decode_settings
 from tercet_lab.bench.results import load_result
 from tercet_lab.bench.simulated import Experiment, Fleet, MovingSettings, SimulatedPoint, SyntheticWorkload
-from tercet_lab.bench.simulated.sweep import Axis, sweep
+from tercet_lab.bench.simulated.sweep import sweep
 
 pytestmark = pytest.mark.slow
 
@@ -82,13 +82,13 @@ def test_what_runs_on_a_frozen_engine_goes_on_elsewhere(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_settings_of_moves_are_axes_of_a_sweep() -> None:
     report = sweep(
-        uneven(reschedule=["neutral_load"]), RATE, [Axis("reschedule-threshold", ("0.1", "1"))], "ttft.p99", "tpot.p99"
+        uneven(reschedule=["neutral_load"]), RATE, [("reschedule-threshold", ("0.1", "1"))], "ttft.p99", "tpot.p99"
     )
     often, never = (trial.points[0].moves.moved for trial in report.trials)
     assert often > 0
     assert never == 0
     with pytest.raises(BadRequest, match="--over reschedule-threshold: must be at most 1"):
-        sweep(uneven(), RATE, [Axis("reschedule-threshold", ("2",))], "ttft.p99", "tpot.p99")
+        sweep(uneven(), RATE, [("reschedule-threshold", ("2",))], "ttft.p99", "tpot.p99")
 
 
 def test_the_command_takes_the_routers_flags(tmp_path: Path) -> None:

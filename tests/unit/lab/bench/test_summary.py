@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tercet_lab.bench.results import Distribution, RequestRecord, most_at_once, summarize, table_of
-from tercet_lab.tables import Slo
+from tercet_lab.bench.results import Distribution, most_at_once, summarize
+from tercet_lab.tables import RequestRow, Requests, Slo
 
 FLAT = (
     "duration", "completed", "failed", "total_input_tokens", "total_output_tokens", "request_throughput",
@@ -20,23 +20,23 @@ FLAT = (
 times = st.floats(0, 1e5, allow_nan=False)
 
 
-def record(index: int = 0, *, scheduled: float = 0.0, sent: float | None = None, **rest: Any) -> RequestRecord:
+def record(index: int = 0, *, scheduled: float = 0.0, sent: float | None = None, **rest: Any) -> RequestRow:
     """A request of three tokens, due at ``scheduled``: TTFT 1 s, TPOT 0.5 s, E2EL 2 s after the send."""
     at = scheduled if sent is None else sent
     fields: dict[str, Any] = {
-        "token_times": (at + 1.0, at + 1.5, at + 2.0), "first_token": at + 1.0, "end": at + 2.0, "input_tokens": 10,
+        "token_times": (at + 1.0, at + 1.5, at + 2.0), "first_token": at + 1.0, "ended": at + 2.0, "input_tokens": 10,
         "output_tokens": 3, **rest,
     }  # fmt: skip
-    return RequestRecord(index=index, scheduled=scheduled, sent=at, **fields)
+    return RequestRow(id=index, scheduled=scheduled, sent=at, **fields)
 
 
-def failed(index: int = 0, kind: str = "http", **rest: Any) -> RequestRecord:
+def failed(index: int = 0, kind: str = "http", **rest: Any) -> RequestRow:
     return record(index, first_token=None, token_times=(), output_tokens=0, failure=kind, error="no", **rest)
 
 
 def test_one_request() -> None:
     one = record()
-    table = table_of([one])
+    table = Requests.of_rows([one])
     assert (one.ok, table.ttft[0], table.e2el[0], table.tpot[0], list(table.itl)) == (True, 1.0, 2.0, 0.5, [0.5, 0.5])
     found = summarize([one])
     assert (found.completed, found.failed, found.duration, found.request_throughput) == (1, 0, 2.0, 0.5)
@@ -103,10 +103,10 @@ def test_goodput(slo: Slo, good: int) -> None:
 
 
 def test_one_token_answers_have_no_tpot_and_keep_any() -> None:
-    one = record(output_tokens=1, end=1.0, token_times=(1.0,))
+    one = record(output_tokens=1, ended=1.0, token_times=(1.0,))
     found = summarize([one], Slo(tpot=0.000001))
     assert (found.tpot, found.request_goodput) == (None, 1.0)
-    assert math.isnan(table_of([one]).tpot[0])
+    assert math.isnan(Requests.of_rows([one]).tpot[0])
 
 
 def test_flat_names_are_those_of_vllm_bench_serve() -> None:
@@ -136,34 +136,34 @@ def test_most_at_once_is_what_counting_at_every_begin_finds(spans: list[list[flo
 @given(st.lists(st.tuples(times, st.floats(0, 10), st.booleans()), max_size=30))
 def test_every_request_is_counted_once(given_requests: list[tuple[float, float, bool]]) -> None:
     run = [
-        record(i, scheduled=at, sent=at + late) if fine else failed(i, scheduled=at, end=at)
+        record(i, scheduled=at, sent=at + late) if fine else failed(i, scheduled=at, ended=at)
         for i, (at, late, fine) in enumerate(given_requests)
     ]
     found = summarize(run)
     assert found.completed + found.failed + found.interrupted == len(run)
     assert sum(found.errors.values()) == found.failed
-    assert table_of(run).itl.size == 2 * found.completed
+    assert Requests.of_rows(run).itl.size == 2 * found.completed
 
 
 def test_a_generated_run_has_the_numbers_that_numpy_finds() -> None:
     chance = np.random.default_rng(5)
-    run: list[RequestRecord] = []
+    run: list[RequestRow] = []
     for index in range(200):
         sent = index * 0.1 + chance.random() / 100
         at = sent + 0.1 + np.cumsum(chance.gamma(2, 0.02, size=chance.integers(1, 30)))
         run.append(
             record(
-                index, scheduled=index * 0.1, sent=sent, token_times=tuple(at), first_token=at[0], end=at[-1],
+                index, scheduled=index * 0.1, sent=sent, token_times=tuple(at), first_token=at[0], ended=at[-1],
                 output_tokens=len(at), input_tokens=int(chance.integers(1, 99)),
             )
         )  # fmt: skip
-    run += [failed(200, end=30.0), record(201, warmup=True)]
+    run += [failed(200, ended=30.0), record(201, warmup=True)]
     flat = summarize(run, Slo(ttft=0.2, tpot=0.04)).flat()
     good = run[:200]
     ttft = np.array([one.token_times[0] - one.sent for one in good])
-    e2el = np.array([one.end - one.sent for one in good])
+    e2el = np.array([one.ended - one.sent for one in good])
     longer = [one for one in good if one.output_tokens > 1]
-    tpot = np.array([(one.end - one.token_times[0]) / (one.output_tokens - 1) for one in longer])
+    tpot = np.array([(one.ended - one.token_times[0]) / (one.output_tokens - 1) for one in longer])
     itl = np.concatenate([np.diff(one.token_times) for one in good])
     for name, values in (("ttft", ttft), ("e2el", e2el), ("tpot", tpot), ("itl", itl)):
         expected = {
@@ -174,7 +174,7 @@ def test_a_generated_run_has_the_numbers_that_numpy_finds() -> None:
             assert flat[f"{key}_{name}_ms"] == pytest.approx(value * 1000), (key, name)
     assert flat["duration"] == pytest.approx(30.0)
     assert flat["output_throughput"] == pytest.approx(sum(one.output_tokens for one in good) / 30.0)
-    slow = table_of(good).tpot > 0.04
+    slow = Requests.of_rows(good).tpot > 0.04
     kept = sum(one.token_times[0] - one.scheduled <= 0.2 and not late for one, late in zip(good, slow, strict=True))
     assert 0 < kept < 200
     assert flat["request_goodput"] == pytest.approx(kept / 30.0)

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from tercet.protocol import BadRequest
-from tercet_lab.bench.figures import plot_sweep
 from tercet_lab.bench.simulated.grid import Estimate, standings_of
 from tercet_lab.bench.simulated.sweep import SweepReport, Trial
+from tercet_lab.plot import plot_sweep
 
 from .golden_images import check_image
 

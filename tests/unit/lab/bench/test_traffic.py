@@ -11,10 +11,11 @@ from typing import Any
 import pytest
 
 from tercet_lab.bench.openai_client import Client, Clock
-from tercet_lab.bench.results import RequestRecord, summarize
+from tercet_lab.bench.results import summarize
 from tercet_lab.bench.traffic import Style, Traffic, compose
 from tercet_lab.bench.workloads import Conversation, ConversationTurn
 from tercet_lab.bench.workloads.conversations import HashedWords
+from tercet_lab.tables import RequestRow
 from tests.unit.lab.bench.openai_server import MODEL, FakeServer
 
 WORDS = HashedWords()
@@ -26,7 +27,7 @@ class Counting:
     def __init__(self) -> None:
         self.told: Counter[str] = Counter()
 
-    def __call__(self, record: RequestRecord | None) -> None:
+    def __call__(self, record: RequestRow | None) -> None:
         self.told["due" if record is None else "ok" if record.ok else "failed"] += 1
 
 
@@ -52,7 +53,7 @@ class Run:
         self.seen = Counting()
         self.traffic: Traffic | None = None
 
-    async def records(self, due: Sequence[float] | None = None, concurrency: int | None = None) -> list[RequestRecord]:
+    async def records(self, due: Sequence[float] | None = None, concurrency: int | None = None) -> list[RequestRow]:
         async with Client(Clock(), 20.0) as client:
             self.traffic = Traffic(client, self._composers, due, concurrency, self.seen)
             return await self.traffic.run()
@@ -66,7 +67,7 @@ class Run:
 async def test_an_open_loop_sends_when_due_however_slow_the_target_is(server: FakeServer) -> None:
     server.behave = {"gap": 0.2}
     found = await Run(talks(5), style_of(server)).records([0.02 * i for i in range(5)])
-    assert [record.index for record in found] == list(range(5))
+    assert [record.id for record in found] == list(range(5))
     assert all(record.ok and record.sent >= record.scheduled for record in found)
     assert server.most_at_once == 5
 
@@ -77,7 +78,7 @@ async def test_a_cap_on_requests_in_flight_delays_the_send_and_not_the_schedule(
     assert server.most_at_once == 1
     assert {record.scheduled for record in found} == {0.0}
     by_send = sorted(found, key=lambda record: record.sent)
-    assert all(later.sent >= earlier.end for earlier, later in pairwise(by_send))
+    assert all(later.sent >= earlier.ended for earlier, later in pairwise(by_send))
     found_summary = summarize(found)
     assert found_summary.ttft is not None
     assert found_summary.ttft_scheduled is not None
@@ -89,7 +90,7 @@ async def test_a_closed_loop_keeps_its_number_of_users(server: FakeServer) -> No
     found = await Run(talks(9), style_of(server)).records(concurrency=3)
     assert (len(found), server.most_at_once) == (9, 3)
     for place, record in enumerate(found[3:], start=3):  # due when a slot is free: all but two before it are over
-        assert sum(other.end <= record.scheduled for other in found) >= place - 2
+        assert sum(other.ended <= record.scheduled for other in found) >= place - 2
 
 
 async def test_a_turn_carries_on_what_was_said_and_waits_for_its_user(server: FakeServer) -> None:
@@ -102,7 +103,7 @@ async def test_a_turn_carries_on_what_was_said_and_waits_for_its_user(server: Fa
         [0, 0, 7, *answer, 0, 1, 7, *answer, 0, 2, 7],
     ]
     assert [record.input_tokens for record in found] == [record.planned_input for record in found] == [3, 9, 15]
-    assert all(later.scheduled == earlier.end + 0.05 for earlier, later in pairwise(found))
+    assert all(later.scheduled == earlier.ended + 0.05 for earlier, later in pairwise(found))
 
 
 async def test_a_turn_uses_the_ids_that_the_target_tells(server: FakeServer) -> None:
@@ -182,7 +183,7 @@ async def test_an_interrupt_before_the_start_sends_nothing(server: FakeServer) -
 
 async def test_a_mistake_of_ours_is_raised(server: FakeServer) -> None:
     class Broken(Counting):
-        def __call__(self, record: RequestRecord | None) -> None:
+        def __call__(self, record: RequestRow | None) -> None:
             if record is not None:
                 raise ZeroDivisionError
 

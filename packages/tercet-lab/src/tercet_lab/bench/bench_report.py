@@ -407,7 +407,7 @@ def remarks(point: Point, summary: Summary) -> list[str]:
     whys = {each.failure or "empty": each.error or "no token" for each in failed}
     found = [f"{count} x {kind}: {whys.get(kind, '')}" for kind, count in summary.errors.items()]
     measured = [record for record in point.records if record.ok and not record.warmup]
-    short = sum(record.output_tokens < record.planned_output for record in measured)
+    short = sum(record.output_tokens < record.wanted_tokens for record in measured)
     off = sum(record.input_tokens != record.planned_input for record in measured)
     merged = sum(len(record.token_times) < record.output_tokens for record in measured)
     if short:

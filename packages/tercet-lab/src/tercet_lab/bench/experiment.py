@@ -24,7 +24,7 @@ from tercet.protocol.wire import UNREADABLE
 from tercet.settings.process_settings import OPENAI_KEY_VARIABLE
 from tercet_lab.bench.bench_config import BenchConfig, CompareConfig, Load
 from tercet_lab.bench.openai_client import Client, Clock
-from tercet_lab.bench.results import Distribution, Point, Ratio, Summary, enough, summarize, table_of
+from tercet_lab.bench.results import Distribution, Point, Ratio, Summary, enough, summarize
 from tercet_lab.bench.traffic import (
     BenchTarget,
     LiveProgress,
@@ -36,7 +36,7 @@ from tercet_lab.bench.traffic import (
     require_programs,
 )
 from tercet_lab.bench.workloads import Conversation, Vocabulary, plan
-from tercet_lab.bench.workloads.conversations import arrival_times, burstiness_of, replayed
+from tercet_lab.bench.workloads.conversations import arrival_times, replayed
 from tercet_lab.bench.workloads.recorded import ShareGPT
 from tercet_lab.tables import Requests
 
@@ -76,7 +76,7 @@ def ratios_of(points: Sequence[Point], config: CompareConfig) -> list[Ratio]:
     found: list[Ratio] = []
     for load in loads:
         samples = {
-            (point.label, point.round): table_of(point.records)
+            (point.label, point.round): Requests.of_rows(point.records)
             for point in whole
             if (point.request_rate, point.concurrency) == load
         }
@@ -279,7 +279,7 @@ class Bench:
         # The rate counts requests, so conversations of several turns begin less often.
         starts = (rate or math.inf) * len(conversations) / max(1, requests)
         chance = Random(f"{config.seed}/{cell.round}/arrivals")
-        return arrival_times(len(conversations), starts, burstiness_of(config.arrival, config.burstiness), chance)
+        return arrival_times(len(conversations), config.arrival, starts, config.burstiness, chance)
 
     def salted(self, cells: int) -> bool:
         """True if requests carry a cache salt: texts from a file are the same at every point, and would match."""

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
-
-import numpy as np
 
 from tercet_lab.bench.bench_report import (
     ARRIVALS,
@@ -22,10 +19,7 @@ from tercet_lab.bench.bench_report import (
     LinePoint,
 )
 from tercet_lab.bench.results import REQUESTS_NEEDED, Ratio, enough
-from tercet_lab.bench.simulated.grid import Standing, pareto
-from tercet_lab.bench.simulated.run_metrics import metric_of
-from tercet_lab.bench.simulated.sweep import SweepReport
-from tercet_lab.drawing import Box, Picture, draw_frontier, label_points, picture, steps_of
+from tercet_lab.drawing import Picture, picture
 
 LATENCIES = (("TTFT", "ttft"), ("TPOT", "tpot"), ("JCT", "e2el"))
 TAILS = ("p99", "p90")
@@ -218,75 +212,3 @@ def _footer(figure: Figure, tail: str) -> Iterator[str]:
             f"Bars: {one.confidence:.0%} bootstrap intervals of the ratio to {one.baseline} over {one.rounds} rounds, "
             f"times the value of {one.baseline}."
         )
-
-
-SWEEP_WIDTH, SWEEP_HEIGHT = 6.0, 4.4
-# From this value on, seconds are easier to read than milliseconds.
-MANY_SECONDS = 1.0
-
-
-def plot_sweep(report: SweepReport, file: Path) -> None:
-    """Draw every trial to ``file``. Raise :class:`~tercet.protocol.BadRequest` if it cannot be written."""
-    trials = [each for each in report.trials if math.isfinite(each.x.mean) and math.isfinite(each.y.mean)]
-    means: Any = np.array([[each.x.mean, each.y.mean] for each in trials]).reshape(-1, 2)
-    halves: Any = np.array([[each.x.half or 0.0, each.y.half or 0.0] for each in trials]).reshape(-1, 2)
-    metrics, names = (metric_of(report.x), metric_of(report.y)), list[str]()
-    for side, metric in enumerate(metrics):
-        unit, scale = "", 1.0
-        if metric.unit == "s":
-            unit, scale = (", s", 1.0) if means[:, side].max(initial=0.0) > MANY_SECONDS else (", ms", 1000.0)
-        means[:, side] *= scale
-        halves[:, side] *= scale
-        names.append(metric.words + unit)
-    points = [(float(x), float(y)) for x, y in means]
-    best = sorted(points[index] for index in pareto([(x * metrics[0].sign, y * metrics[1].sign) for x, y in points]))
-    with picture(file, "--plot", SWEEP_WIDTH, SWEEP_HEIGHT) as drawn:
-        axis: Any = drawn.canvas.add_subplot()
-        boxes = list[Box]()
-        for standing, looks in _standing_looks(drawn).items():
-            chosen = [index for index, each in enumerate(trials) if each.standing == standing]
-            if chosen:
-                (x, y), (dx, dy) = means[chosen].T, halves[chosen].T
-                bars = {"xerr": dx, "yerr": dy} if halves[chosen].any() else {}
-                axis.errorbar(x, y, linestyle="", elinewidth=0.7, zorder=3, **bars, **looks)
-        for (x, y), (dx, dy) in zip(points, halves, strict=True):
-            boxes += [Box(x - dx, y, x + dx, y), Box(x, y - dy, x, y + dy)]
-        draw_frontier(drawn, axis, best)
-        axis.margins(0.12)
-        axis.set_xlabel(names[0])
-        axis.set_ylabel(names[1])
-        drawn.canvas.legend(loc="outside upper center", ncols=4, title=_sweep_title(report))
-        drawn.footer("\n".join(_sweep_footer(report, len(report.trials) - len(trials))))
-        labels = [", ".join(each.settings.values()) for each in trials]
-        label_points(drawn, axis, labels, points, [*boxes, *steps_of(best)])
-
-
-def _standing_looks(drawn: Picture) -> Mapping[Standing, dict[str, Any]]:
-    palette = drawn.palette
-    return {
-        "best": {"color": palette.series[0], "marker": "o", "label": "no setting beats these"},
-        "near": {"color": palette.series[1], "marker": "D", "markerfacecolor": palette.page,
-                 "label": "on or off the line by chance"},
-        "beaten": {"color": palette.faint, "marker": "s", "label": "beaten"},
-    }  # fmt: skip
-
-
-def _sweep_title(report: SweepReport) -> str:
-    varied = report.arguments["over"]
-    fixed = [str(report.arguments[name]) for name in ("program", "fleet", "profile") if name not in varied]
-    at = report.arguments["rate"]
-    rate = [] if "request-rate" in varied else ["all at once" if at == "inf" else f"{at:g} requests/s"]
-    return " · ".join((*fixed, *rate))
-
-
-def _sweep_footer(report: SweepReport, undrawn: int) -> Iterator[str]:
-    seeds = len(report.seeds)
-    requests = report.arguments["workload"].get("requests")
-    told = [f"labels: {', '.join(report.arguments['over'])}", "simulated"]
-    told += [f"n = {requests} requests" + (f" x {seeds} seeds" if seeds > 1 else "")] if requests else []
-    yield " · ".join((*told, f"Tercet {report.version}"))
-    if seeds > 1:
-        tested = f"{report.comparisons} comparisons, Holm-corrected"
-        yield f"Bars: 95% intervals over seeds. Settings are compared seed by seed: {tested}."
-    if undrawn:
-        yield f"{undrawn} settings are not drawn: some of their requests failed."

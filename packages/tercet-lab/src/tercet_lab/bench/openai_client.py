@@ -20,7 +20,7 @@ from aiohttp.http_exceptions import HttpProcessingError
 from tercet.protocol.sse import AnswerFailed, AnswerReader, EventTooLong
 from tercet.protocol.wire import UNREADABLE
 from tercet.wire.client.bounded_answers import reason_of
-from tercet_lab.bench.results import Failure, RequestRecord
+from tercet_lab.tables import Failure, RequestRow
 
 COMPLETIONS = "/v1/completions"
 BROKEN_OFF = ("abort", "error")
@@ -165,11 +165,11 @@ class PreparedCall:
     phase: int = 0
     group: str | None = None
 
-    def record(self, scheduled: float, sent: float, end: float, **more: Any) -> RequestRecord:
+    def record(self, scheduled: float, sent: float, end: float, **more: Any) -> RequestRow:
         """Return the request's record; ``more`` are what is known of its answer."""
-        return RequestRecord(
-            index=self.index, scheduled=scheduled, sent=sent, end=end, planned_input=self.planned_input,
-            planned_output=self.planned_output, warmup=self.warmup, phase=self.phase, group=self.group, **more,
+        return RequestRow(
+            id=self.index, scheduled=scheduled, sent=sent, ended=end, planned_input=self.planned_input,
+            wanted_tokens=self.planned_output, warmup=self.warmup, phase=self.phase, session=self.group, **more,
         )  # fmt: skip
 
 
@@ -201,7 +201,7 @@ class Client:
         """Return the seconds since the origin."""
         return Clock() - self.origin
 
-    async def send(self, call: PreparedCall, scheduled: float) -> tuple[RequestRecord, Reading]:
+    async def send(self, call: PreparedCall, scheduled: float) -> tuple[RequestRow, Reading]:
         """Send ``call`` and read its answer to the end. A failure of the target is in the record, and raises no error.
 
         A cancellation ends the request and returns a record of the interruption.

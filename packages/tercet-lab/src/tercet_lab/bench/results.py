@@ -1,8 +1,4 @@
-"""The results of a run: a record of each request, and one JSON file with the measured system and settings.
-
-All times of a record are in seconds since the run's origin, the moment at which its schedule starts. A simulator fills
-the same records.
-"""
+"""The results of a run: its summary, and one JSON file with the measured system, the settings and the rows."""
 
 from __future__ import annotations
 
@@ -23,54 +19,10 @@ from tercet import __version__
 from tercet.aio.files import read_named
 from tercet.protocol import BadRequest
 from tercet.protocol.wire import UNREADABLE
-from tercet_lab.tables import MS, Floats, Requests, Slo
+from tercet_lab.tables import MS, Floats, RequestRow, Requests, Slo
 
-Failure = Literal["http", "refused", "disconnected", "timeout", "protocol", "server", "empty", "unsent", "interrupted"]
 FORMAT = 1
 PACKAGES = ("aiohttp", "msgspec", "numpy", "uvloop", "tokenizers", "transformers")
-
-
-class RequestRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
-    """The record of one request, from its scheduled time to its last token.
-
-    - ``scheduled``: time at which the request was due. A later turn of a session is due when the turn before has ended
-      and the think time is over; in a closed loop a request is due when a user is free.
-    - ``sent``: time at which the client began to send it.
-    - ``end``: time of its last token, or time at which it failed.
-    - ``token_times``: arrival of each event of the stream that had tokens; ``token_counts``: number of tokens in each
-      of them, if the server says so; empty means one each, or unknown.
-    - ``first_token``: the first of ``token_times``; a simulator may store it without the others.
-    - ``input_tokens`` and ``output_tokens``: counts of the server, if it sends them; ``planned_input`` and
-      ``planned_output``: lengths that the workload planned.
-    - ``failure``: the kind of failure, with ``error`` as one line of explanation; None for success. ``unsent`` is a
-      turn after a failed turn of its session.
-    - ``warmup``: True for requests that warm up the target; they are in no summary.
-    - ``group``: the session or the shared prefix of the request; ``phase``: index of the workload's phase.
-    """
-
-    index: int
-    scheduled: float
-    sent: float
-    end: float
-    first_token: float | None = None
-    token_times: tuple[float, ...] = ()
-    token_counts: tuple[int, ...] = ()
-    input_tokens: int = 0
-    output_tokens: int = 0
-    planned_input: int = 0
-    planned_output: int = 0
-    failure: Failure | None = None
-    error: str | None = None
-    status: int | None = None
-    finish_reason: str | None = None
-    warmup: bool = False
-    phase: int = 0
-    group: str | None = None
-
-    @property
-    def ok(self) -> bool:
-        """True if the request succeeded with at least one token."""
-        return self.failure is None and self.first_token is not None
 
 
 class Point(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -94,7 +46,7 @@ class Point(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     client: Mapping[str, float] = {}
     prefix: Mapping[str, int] = {}
     partial: bool = False
-    records: tuple[RequestRecord, ...] = ()
+    records: tuple[RequestRow, ...] = ()
 
 
 class Ratio(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -275,28 +227,6 @@ class Distribution(msgspec.Struct, frozen=True):
         return {f"{key}_{name}_ms": value * MS for key, value in values.items()}
 
 
-def table_of(records: Iterable[RequestRecord]) -> Requests:
-    """Return the table of all records except warm-up, in order."""
-    kept = [record for record in records if not record.warmup]
-    nan = math.nan
-    return Requests.of({
-        "id": [str(record.index) for record in kept],
-        "session": [record.group or "" for record in kept],
-        "phase": [record.phase for record in kept],
-        "scheduled": [record.scheduled for record in kept],
-        "sent": [record.sent for record in kept],
-        "first_token": [record.first_token if record.ok and record.first_token is not None else nan for record in kept],
-        "last_token": [record.end if record.ok else nan for record in kept],
-        "ended": [record.end for record in kept],
-        "input_tokens": [record.input_tokens for record in kept],
-        "output_tokens": [record.output_tokens for record in kept],
-        "wanted_tokens": [record.planned_output for record in kept],
-        "ok": [record.ok for record in kept],
-        "failure": ["" if record.ok else record.failure or "empty" for record in kept],
-        "token_times": [record.token_times or None for record in kept],
-    })  # fmt: skip
-
-
 class Summary(msgspec.Struct, frozen=True, kw_only=True):
     """The summary of one run: throughput per second, and latencies in seconds (None if no request has one).
 
@@ -368,9 +298,9 @@ def enough(requests: float, statistic: str) -> bool:
 _DISTRIBUTIONS = ("ttft", "tpot", "itl", "e2el", "ttft_scheduled", "e2el_scheduled", "send_delay")
 
 
-def summarize(run: Requests | Iterable[RequestRecord], slo: Slo | None = None) -> Summary:
+def summarize(run: Requests | Iterable[RequestRow], slo: Slo | None = None) -> Summary:
     """Return the summary of a run; ``slo`` (None: no limits) defines goodput."""
-    samples = run if isinstance(run, Requests) else table_of(run)
+    samples = run if isinstance(run, Requests) else Requests.of_rows(run)
     done, sent, scheduled, ended = (samples[name] for name in ("ok", "sent", "scheduled", "ended"))
     duration = float(ended.max() - scheduled.min()) if done.size else 0.0
     completed = int(done.sum())

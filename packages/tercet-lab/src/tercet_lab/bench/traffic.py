@@ -27,8 +27,8 @@ from tercet.protocol.wire import UNREADABLE
 from tercet.settings.process_settings import PARALLEL_TOKENIZERS
 from tercet.wire.client.bounded_answers import reason_of
 from tercet_lab.bench.openai_client import COMPLETIONS, Client, PreparedCall, Reading, body_of
-from tercet_lab.bench.results import RequestRecord
 from tercet_lab.bench.workloads import Conversation, ConversationTurn, Vocabulary
+from tercet_lab.tables import RequestRow
 
 PromptAs = Literal["tokens", "text"]
 # A server on a busy machine takes long for its first answer.
@@ -273,7 +273,7 @@ def compose(style: Style, conversations: Sequence[Conversation], warmups: int = 
     return found
 
 
-Observer = Callable[[RequestRecord | None], object]
+Observer = Callable[[RequestRow | None], object]
 """It is called with None when a request is due, and with the record of a request that has ended."""
 
 
@@ -301,7 +301,7 @@ class Traffic:
         slots = asyncio.Semaphore(concurrency) if concurrency and due is not None else None
         self._slot: AbstractAsyncContextManager[Any] = slots or nullcontext()
         self._tasks = TaskSet()
-        self._records: list[RequestRecord] = []
+        self._records: list[RequestRow] = []
         self._broken: BaseException | None = None
         self.interrupted = False
 
@@ -311,7 +311,7 @@ class Traffic:
         # Not immediately: a task that is cancelled before its first step never runs, and would leave no record.
         asyncio.get_running_loop().call_soon(self._tasks.cancel)
 
-    async def run(self) -> list[RequestRecord]:
+    async def run(self) -> list[RequestRow]:
         """Send all requests. Return the records, sorted by index, when all requests have ended."""
         if self.interrupted:
             return []
@@ -328,7 +328,7 @@ class Traffic:
             self._tasks.cancel()
         if self._broken is not None:
             raise self._broken
-        return sorted(self._records, key=lambda record: record.index)
+        return sorted(self._records, key=lambda record: record.id)
 
     def _start(self, work: Coroutine[Any, Any, None]) -> None:
         self._tasks.spawn(work).add_done_callback(self._finished)
@@ -358,10 +358,10 @@ class Traffic:
                 return
             call = composer.heard(reading)
             if call is not None:
-                scheduled = record.end + composer.think_time
+                scheduled = record.ended + composer.think_time
                 await self._until(scheduled)
 
-    async def _send(self, call: PreparedCall, scheduled: float) -> tuple[RequestRecord, Reading]:
+    async def _send(self, call: PreparedCall, scheduled: float) -> tuple[RequestRow, Reading]:
         self._observer(None)
         try:
             async with self._slot:
@@ -372,13 +372,13 @@ class Traffic:
         self._note(record)
         return record, reading
 
-    def _give_up(self, composer: Composer, failed: RequestRecord) -> None:
+    def _give_up(self, composer: Composer, failed: RequestRow) -> None:
         """Record the turns after a failed turn: they were due too, and count as separate failures."""
-        why = f"request {failed.index}, an earlier turn of this session, failed"
+        why = f"request {failed.id}, an earlier turn of this session, failed"
         for call in () if failed.failure == "interrupted" else composer.unsent():
-            self._note(call.record(failed.end, failed.end, failed.end, failure="unsent", error=why))
+            self._note(call.record(failed.ended, failed.ended, failed.ended, failure="unsent", error=why))
 
-    def _note(self, record: RequestRecord) -> None:
+    def _note(self, record: RequestRow) -> None:
         self._records.append(record)
         self._observer(record)
 
@@ -412,7 +412,7 @@ class LiveProgress:
         if self._out.isatty():
             self._write("\r\x1b[K")
 
-    def __call__(self, record: RequestRecord | None) -> None:
+    def __call__(self, record: RequestRow | None) -> None:
         """Record that a request is due, or how one has ended."""
         if record is None:
             self._due += 1

@@ -62,7 +62,6 @@ from tercet_lab.bench.results import (
     machine,
     now,
     save_result,
-    table_of,
     versions,
 )
 from tercet_lab.bench.step_measurement import Measured, MeasurementPlan, Meter, profile_from
@@ -70,7 +69,7 @@ from tercet_lab.drawing import require_drawing
 from tercet_lab.run_files import RECORD_COLUMNS, add_records
 from tercet_lab.sim import Profile, StepModel, load_profile, shipped_profiles
 from tercet_lab.sim.step_times import Transfer, pairs_of
-from tercet_lab.tables import Table, require_table_file
+from tercet_lab.tables import Requests, Table, require_table_file
 
 SEVERAL = ("request_rate", "concurrency")
 BY_HAND: dict[str, Any] = {
@@ -410,7 +409,7 @@ def _write_records(config: BenchConfig, points: Sequence[Point], file: Path) -> 
     """Write the requests of all points as one table."""
     found = Table(RECORD_COLUMNS)
     for point in points:
-        requests = table_of(point.records)
+        requests = Requests.of_rows(point.records)
         requests.judge(config.slo)
         add_records(
             found, requests, point.label, point.request_rate, config.seed, point.round, point.concurrency

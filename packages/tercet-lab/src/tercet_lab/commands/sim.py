@@ -22,7 +22,6 @@ from tercet.protocol import BadRequest
 from tercet.protocol.entry_points import PARTS, provided
 from tercet.settings import key_values
 from tercet.settings.declaration import complaint
-from tercet_lab.bench.figures import plot_sweep
 from tercet_lab.bench.results import three_digits
 from tercet_lab.bench.simulated import (
     Experiment,
@@ -43,6 +42,7 @@ from tercet_lab.bench.simulated.sweep import SweepReport, headings, parse_axis, 
 from tercet_lab.commands.bench import limits_of
 from tercet_lab.drawing import require_drawing
 from tercet_lab.planner_settings import NO_PLANNER
+from tercet_lab.plot import plot_sweep
 from tercet_lab.run_files import RECORD_COLUMNS, add_records
 from tercet_lab.tables import Goodput, Slo, Table, require_table_file
 

@@ -7,15 +7,6 @@ from tercet_lab.sim.sim_engine import SimEngine
 from tercet_lab.sim.step_times import Host, Profile, StepModel, load_profile, parse_profile, shipped_profiles
 
 __all__ = [
-    "EngineOptions",
-    "Host",
-    "Network",
-    "Profile",
-    "SimEngine",
-    "StepModel",
-    "load_profile",
-    "options_from",
-    "parse_profile",
-    "run_virtual",
-    "shipped_profiles",
-]
+    "EngineOptions", "Host", "Network", "Profile", "SimEngine", "StepModel", "load_profile", "options_from",
+    "parse_profile", "run_virtual", "shipped_profiles",
+]  # fmt: skip

@@ -15,24 +15,7 @@ from tercet_lab.bench.simulated.simulation import SimulatedPoint, SimulationRepo
 from tercet_lab.bench.simulated.virtual_run import Outcome, run_once, run_requests
 
 __all__ = [
-    "EngineGroup",
-    "Experiment",
-    "Fault",
-    "Fleet",
-    "FleetSpec",
-    "MovingSettings",
-    "Outcome",
-    "PlannedWorkload",
-    "Planner",
-    "Record",
-    "Run",
-    "SimulatedPoint",
-    "SimulationReport",
-    "SyntheticWorkload",
-    "moves",
-    "parse_fleet",
-    "point_of",
-    "run_once",
-    "run_requests",
-    "table",
-]
+    "EngineGroup", "Experiment", "Fault", "Fleet", "FleetSpec", "MovingSettings", "Outcome", "PlannedWorkload",
+    "Planner", "Record", "Run", "SimulatedPoint", "SimulationReport", "SyntheticWorkload", "moves", "parse_fleet",
+    "point_of", "run_once", "run_requests", "table",
+]  # fmt: skip

@@ -304,6 +304,10 @@ class Estimate(msgspec.Struct, frozen=True):
         error = statistics.stdev(values) / math.sqrt(len(values))
         return Estimate(mean, error * float(_student().stdtrit(len(values) - 1, 0.5 + confidence / 2)))
 
+    def times(self, factor: float) -> Estimate:
+        """Return the estimate in another unit."""
+        return Estimate(self.mean * factor, None if self.half is None else self.half * factor)
+
 
 def _student() -> Any:
     # Imported here: commands that do not need it start faster.

@@ -24,7 +24,7 @@ from tercet.protocol.names import STORE, chosen_by_weight
 from tercet.settings.declaration import complaint, load_yaml
 from tercet.settings.fleet_settings import DEFAULT_CLASS, ObjectiveClass, Objectives
 from tercet_lab.bench.workloads import Conversation, parse_phases, plan
-from tercet_lab.bench.workloads.conversations import HashedWords, lengths, replayed
+from tercet_lab.bench.workloads.conversations import HashedWords, gaps_of, lengths, replayed
 from tercet_lab.bench.workloads.rows import RecordedRows
 from tercet_lab.sim.sim_store import StoreSpec
 from tercet_lab.tables import Slo
@@ -248,21 +248,6 @@ def requests_of(workload: SyntheticWorkload, seed: int) -> Iterator[tuple[float,
 @lru_cache(maxsize=4)
 def _text(seed: int) -> tuple[int, ...]:
     return tuple(random.Random(f"{seed} text").randbytes(_TEXT))
-
-
-def gaps_of(arrivals: str, rate: float, burstiness: float, chance: random.Random) -> Iterator[float]:
-    """Return an endless iterator of gaps between arrivals, in seconds; 0 at an infinite rate.
-
-    ``arrivals`` and ``burstiness`` are those of :class:`SyntheticWorkload`.
-    """
-    if math.isinf(rate):
-        return itertools.repeat(0.0)
-    mean = 1 / rate
-    if arrivals == "constant":
-        return itertools.repeat(mean)
-    if arrivals == "poisson":
-        return iter(lambda: chance.expovariate(rate), None)
-    return iter(lambda: chance.gammavariate(burstiness, mean / burstiness), None)
 
 
 def _prompt(text: tuple[int, ...], chance: random.Random, number: int, length: int) -> tuple[int, ...]:

@@ -33,11 +33,8 @@ SUMMED = ("completed", "failed", "interrupted", "fallbacks", "retries")
 MARKS: Mapping[Standing, str] = {"best": "*", "near": "~", "beaten": ""}
 
 
-class Axis(msgspec.Struct, frozen=True):
-    """One axis of a sweep: a setting (:func:`~tercet_lab.bench.simulated.grid.with_setting`) and its values."""
-
-    name: str
-    values: tuple[str, ...]
+Axis = tuple[str, tuple[str, ...]]
+"""One axis of a sweep: a setting (:func:`~tercet_lab.bench.simulated.grid.with_setting`) and its values."""
 
 
 class Trial(msgspec.Struct, frozen=True, kw_only=True):
@@ -123,7 +120,7 @@ def parse_axis(given: str) -> Axis:
     found = tuple(values.split(";" if ";" in values else ","))
     if not name or not values:
         raise BadRequest(f"--over: {given!r} is not NAME=VALUE[,VALUE...]", "--over")
-    return Axis(name, found)
+    return name, found
 
 
 def sweep(
@@ -143,7 +140,7 @@ def sweep(
     once; ``records`` is a file for the requests of all runs. Raise :class:`~tercet.protocol.BadRequest` for an unknown
     metric or setting.
     """
-    over = {axis.name: axis.values for axis in axes}
+    over = dict(axes)
     if len(over) < len(axes):
         raise BadRequest("--over: two axes have the same setting; give all its values in one", "--over")
     base = base.at(rate)

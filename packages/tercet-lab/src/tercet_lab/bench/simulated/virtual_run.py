@@ -6,12 +6,12 @@ import asyncio
 import gc
 import math
 from collections import Counter
-from collections.abc import Callable, Coroutine, Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Generator, Iterable, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from traceback import extract_tb
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -37,7 +37,6 @@ from tercet_lab.bench.simulated.recording import ENGINE_COLUMNS, EngineLoads, En
 from tercet_lab.bench.simulated.scenario import (
     LATER,
     FleetSpec,
-    FollowUp,
     PlannedTraffic,
     PlannedWorkload,
     SyntheticWorkload,
@@ -270,22 +269,6 @@ MOVING = MovingSettings()
 RECORD = Record()
 
 
-class FollowUps(Protocol):
-    """The source of the requests that follow an answer: later turns of conversations."""
-
-    def after(self, request: Request, output: Sequence[int]) -> FollowUp | None:
-        """Return the next turn after the answer to a request, or None at the end."""
-        ...
-
-    def unsent(self, request: Request) -> int:
-        """Return the number of later requests that are not sent because this request failed."""
-        ...
-
-    def phase_of(self, request: Request) -> int:
-        """Return the index of the workload's phase that has the request."""
-        ...
-
-
 Companion = Callable[[Service, Mapping[str, SimEngine], PaidTime], Coroutine[Any, Any, None]]
 """A function that returns a coroutine, which runs until the end of the simulated run and may change the fleet.
 
@@ -333,7 +316,7 @@ def run_requests(
     warm_up: int = 0,
     seed: int = 0,
     scheduling: Scheduling | None = None,
-    follow_ups: FollowUps | None = None,
+    follow_ups: PlannedTraffic | None = None,
     moving: MovingSettings = MOVING,
     record: Record = RECORD,
     companion: Companion | None = None,
@@ -346,13 +329,43 @@ def run_requests(
     the engines; its coroutine runs until the end of the run. ``on_row`` is called after each row of a request, and may
     take the rows away.
     """
+    engine_options = options_from(options, {"stream_every": 1}) if record.tokens else options
+
+    async def run() -> Outcome:
+        built = build_fleet(program, spec, profile, engine_options, seed, moving)
+        if scheduling is not None:
+            built.service.fleet.scheduling = scheduling
+        if predict_error is not None:
+            built.predict = partial(with_prediction, error=predict_error, seed=seed)
+            built.service.fleet.costs.length_told = predicted_tokens
+        coming, outcome, paid = arrivals, Outcome(objectives=moving.objectives), PaidTime(built.engines)
+        outcome.requests.limits = {each.name: slo_of_class(each) for each in moving.objectives.classes}
+        if moving.objectives.classes and (follow_ups is None or not follow_ups.has_classes):
+            weights = weights_of(moving.class_traffic, moving.objectives)
+            coming = classed(arrivals, weights, moving.objectives.header, seed)
+        for fault in spec.faults:
+            plan_fault(fault, built.engines.get(fault.engine) or built.stores[fault.engine], built.service.fleet)
+        everything: Mapping[str, SimEngine | SimStore] = {**built.engines, **built.stores}
+        recorder, others = None, list[Coroutine[Any, Any, None]]()
+        if record.frames_every is not None:
+            recorder = TimelineRecorder(built.service, everything, profile, record.frames_every)
+            others.append(recorder.run())
+        if record.engines_every is not None:
+            loads = EngineLoads(everything)
+            others.append(EngineSamples(outcome.engines, built.service.fleet, loads, paid, record.engines_every).run())
+        if companion is not None:
+            others.append(companion(built.service, built.engines, paid))
+        async with built.moving.running(), alongside(*others):
+            await _serve_all(built, coming, warm_up, outcome, follow_ups, paid, record, on_row)
+        if recorder is not None:
+            recorder.close()
+            outcome.timeline = recorder.frames
+        _collect(built, outcome, paid)
+        built.network.close()
+        return outcome
+
     with _young_garbage_only():
-        return run_virtual(
-            _run(
-                program, spec, profile, options, arrivals, warm_up, seed, scheduling, follow_ups, moving, record,
-                companion, on_row, predict_error,
-            )
-        )  # fmt: skip
+        return run_virtual(run())
 
 
 @contextmanager
@@ -366,63 +379,12 @@ def _young_garbage_only() -> Generator[None]:
         gc.set_threshold(*before)
 
 
-async def _run(
-    program: Program,
-    spec: FleetSpec,
-    profile: str,
-    options: EngineOptions,
-    arrivals: Iterable[tuple[float, Request]],
-    warm_up: int,
-    seed: int,
-    scheduling: Scheduling | None,
-    follow_ups: FollowUps | None,
-    moving: MovingSettings,
-    record: Record,
-    companion: Companion | None,
-    on_row: Callable[[Outcome], object],
-    predict_error: float | None,
-) -> Outcome:
-    if record.tokens:
-        options = options_from(options, {"stream_every": 1})
-    built = build_fleet(program, spec, profile, options, seed, moving)
-    if scheduling is not None:
-        built.service.fleet.scheduling = scheduling
-    if predict_error is not None:
-        built.predict = partial(with_prediction, error=predict_error, seed=seed)
-        built.service.fleet.costs.length_told = predicted_tokens
-    outcome, paid = Outcome(objectives=moving.objectives), PaidTime(built.engines)
-    outcome.requests.limits = {each.name: slo_of_class(each) for each in moving.objectives.classes}
-    if moving.objectives.classes and not (isinstance(follow_ups, PlannedTraffic) and follow_ups.has_classes):
-        weights = weights_of(moving.class_traffic, moving.objectives)
-        arrivals = classed(arrivals, weights, moving.objectives.header, seed)
-    for fault in spec.faults:
-        plan_fault(fault, built.engines.get(fault.engine) or built.stores[fault.engine], built.service.fleet)
-    everything: Mapping[str, SimEngine | SimStore] = {**built.engines, **built.stores}
-    recorder, others = None, list[Coroutine[Any, Any, None]]()
-    if record.frames_every is not None:
-        recorder = TimelineRecorder(built.service, everything, profile, record.frames_every)
-        others.append(recorder.run())
-    if record.engines_every is not None:
-        loads = EngineLoads(everything)
-        others.append(EngineSamples(outcome.engines, built.service.fleet, loads, paid, record.engines_every).run())
-    if companion is not None:
-        others.append(companion(built.service, built.engines, paid))
-    async with built.moving.running(), alongside(*others):
-        await _serve_all(built, arrivals, warm_up, outcome, follow_ups, paid, record, on_row)
-    if recorder is not None:
-        recorder.close()
-        outcome.timeline = recorder.frames
-    _collect(built, outcome, paid)
-    built.network.close()
-    return outcome
-
-
 async def _serve_all(
     built: VirtualFleet,
     arrivals: Iterable[tuple[float, Request]],
     warm_up: int,
     outcome: Outcome,
-    follow_ups: FollowUps | None,
+    follow_ups: PlannedTraffic | None,
     paid: PaidTime,
     record: Record,
     on_row: Callable[[Outcome], object],
@@ -482,7 +444,7 @@ async def _converse(
     request: Request,
     outcome: Outcome,
     measured: bool,
-    follow_ups: FollowUps | None,
+    follow_ups: PlannedTraffic | None,
     record: Record,
     on_row: Callable[[Outcome], object],
     on_end: Callable[[asyncio.Task[Any] | None, Exception | None], object],

@@ -4,12 +4,5 @@ from tercet_lab.bench.workloads.conversations import Conversation, ConversationT
 from tercet_lab.bench.workloads.recorded import Phase, parse_phase, parse_phases, plan
 
 __all__ = [
-    "Conversation",
-    "ConversationTurn",
-    "Phase",
-    "Vocabulary",
-    "Workload",
-    "parse_phase",
-    "parse_phases",
-    "plan",
-]
+    "Conversation", "ConversationTurn", "Phase", "Vocabulary", "Workload", "parse_phase", "parse_phases", "plan",
+]  # fmt: skip

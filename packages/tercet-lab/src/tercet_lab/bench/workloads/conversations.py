@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from importlib import resources
-from itertools import accumulate
+from itertools import accumulate, islice, repeat
 from random import Random
 from typing import Annotated, Literal, Protocol
 
@@ -337,24 +337,29 @@ LONGEST_S = 1e7
 Arrival = Literal["poisson", "gamma", "constant", "closed", "trace"]
 
 
-def gaps(count: int, rate: float, burstiness: float, rng: Random) -> list[float]:
-    """Return ``count`` gaps between requests, in seconds; all are 0 if ``rate`` is infinite."""
+def gaps_of(arrivals: Arrival, rate: float, burstiness: float, chance: Random) -> Iterator[float]:
+    """Return an endless iterator of gaps between arrivals, in seconds; 0 at an infinite rate.
+
+    ``burstiness`` is the shape of ``gamma`` arrivals; all others but ``constant`` ones are a Poisson process.
+    """
     _require(rate > 0 and not math.isnan(rate), "request-rate", rate)
     _require(burstiness > 0 and not math.isnan(burstiness), "burstiness", burstiness)
     if math.isinf(rate):
-        return [0.0] * count
-    _require_short(count / rate)
-    if math.isinf(burstiness):
-        return [1.0 / rate] * count
-    scale = 1.0 / (rate * burstiness)
-    return [rng.gammavariate(burstiness, scale) for _ in range(count)]
+        return repeat(0.0)
+    if arrivals == "constant":
+        return repeat(1 / rate)
+    if arrivals == "gamma":
+        return iter(lambda: chance.gammavariate(burstiness, 1 / rate / burstiness), None)
+    return iter(lambda: chance.expovariate(rate), None)
 
 
-def arrival_times(count: int, rate: float, burstiness: float, rng: Random) -> list[float]:
-    """Return the time at which each of ``count`` requests is due, in seconds."""
+def arrival_times(count: int, arrivals: Arrival, rate: float, burstiness: float, chance: Random) -> list[float]:
+    """Return the time at which each of ``count`` requests is due, in seconds; other arguments: :func:`gaps_of`."""
     if count == 0:
         return []
-    return list(accumulate(gaps(count - 1, rate, burstiness, rng), initial=0.0))
+    gaps = gaps_of(arrivals, rate, burstiness, chance)
+    _require_short((count - 1) / rate)
+    return list(accumulate(islice(gaps, count - 1), initial=0.0))
 
 
 def replayed(recorded: Sequence[float], rate: float | None = None) -> list[float]:
@@ -380,13 +385,6 @@ def replayed(recorded: Sequence[float], rate: float | None = None) -> list[float
     _require_short((len(times) - 1) / rate)
     factor = (len(times) - 1) / rate / times[-1]
     return [at * factor for at in times]
-
-
-def burstiness_of(arrival: Arrival, burstiness: float) -> float:
-    """Return the shape of the gamma process for an arrival process given by name."""
-    if arrival == "gamma":
-        return burstiness
-    return math.inf if arrival == "constant" else 1.0
 
 
 def _require_short(seconds: float) -> None:
