@@ -93,7 +93,7 @@ def store(given: StoreFlags) -> None:
     require_key_beyond_loopback(given.host, [secret])
     require_free(given.host, given.port)
     log_as_the_environment_says("info")
-    from tercet.store.server import StoreConfig, serve  # imports aiohttp and NumPy
+    from tercet.store.server import StoreConfig, serve  # imports uvicorn and NumPy
 
     urls = [url.rstrip("/") for url in given.mirror]
     serve(

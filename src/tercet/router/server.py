@@ -15,7 +15,6 @@ from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-import uvicorn
 from fastapi import FastAPI, Response
 from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp
@@ -32,7 +31,7 @@ from tercet.protocol.entry_points import PARTS, provided
 from tercet.protocol.spans import SpanContext
 from tercet.router import admin
 from tercet.router.admin.admin_routes import json_answer
-from tercet.router.admin.admin_server import CLOSE_SECONDS, QuietServer, admin_served, tls_options
+from tercet.router.admin.admin_server import admin_served, tls_options
 from tercet.router.batches.batch_routes import Batches
 from tercet.router.observe.metrics import HotContextMetrics, Metrics, SessionMetrics, WriteBehindMetrics
 from tercet.router.observe.request_traces import RequestTrace, RequestTraces, spans_of
@@ -57,7 +56,7 @@ from tercet.settings import RouterConfig
 from tercet.settings.process_settings import ALL_ENGINES_VARIABLE, API_KEY_VARIABLE
 from tercet.wire.client import engine_tls
 from tercet.wire.exported_spans import exporting_spans
-from tercet.wire.serving.client_connection import BoundedProtocol
+from tercet.wire.serving.http_server import served
 from tercet.wire.serving.server_access import RouterKeys, api_keys
 from tercet.wire.streams import StreamListener
 
@@ -78,20 +77,10 @@ async def waiting_room(config: RouterConfig, state: SharedState, files: NamedFil
     parser.add_argument("--api-key", nargs="+")
     keys = RouterKeys(config, api_keys(parser.parse_known_args(list(config.vllm_args))[0]))
     keys.require_private(config.host, config)
-    server = QuietServer(
-        uvicorn.Config(_app(config, state, keys, files), http=BoundedProtocol, log_level="warning", access_log=False,
-                       lifespan="off", timeout_graceful_shutdown=CLOSE_SECONDS)
-    )  # fmt: skip
     with listening_socket(config) as sock:
-        serving = asyncio.ensure_future(server.serve([sock]))
-        try:
-            if not await server.started_by(serving):
-                serving.result()
+        async with served(_app(config, state, keys, files), sock):
             logger.warning("%s; until then port %d answers with this error", REASON, config.port)
             yield
-        finally:
-            server.should_exit = True
-            await serving
 
 
 def _app(config: RouterConfig, state: SharedState, keys: RouterKeys, files: NamedFiles) -> FastAPI:

@@ -8,18 +8,22 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import socket
 import uuid
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
 from hashlib import blake2b
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NoReturn
 
 import msgspec
-from aiohttp import web
 from prometheus_client import REGISTRY
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
+from starlette.applications import Starlette
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+from starlette.routing import Route
 
 from tercet.aio import TaskSet, signals_to
 from tercet.aio.files import descriptors_watched
@@ -38,17 +42,13 @@ from tercet.protocol import (
     EngineUnreachable,
     MultiModalFeature,
     TercetError,
-    Unauthorized,
 )
-from tercet.protocol.access import CHALLENGE_HEADER, Callers, require_digest, secrets_of
+from tercet.protocol.access import Callers, secrets_of
 from tercet.protocol.addresses import RankRegion, minor_version
 from tercet.protocol.content import require_placed
-from tercet.protocol.headers import INCARNATION_HEADER
 from tercet.protocol.names import STORE, bracketed
-from tercet.protocol.request_checks import VERB_FORMS, ShownHeaders, labelled, require_own_call
 from tercet.protocol.wire import (
     API_PREFIX,
-    JSON,
     AbortCall,
     ConnectCall,
     JoinCall,
@@ -56,8 +56,6 @@ from tercet.protocol.wire import (
     ReleaseAnswer,
     ReleaseCall,
     RemoteSendCall,
-    decode_call,
-    require_incarnation,
 )
 from tercet.store.announcer import Announcer
 from tercet.store.blocks import StoreBlocks, StoreCollector
@@ -77,10 +75,10 @@ from tercet.transport import (
 from tercet.wire.client import HttpEngine
 from tercet.wire.client.bounded_answers import LEAVE_SECONDS, RouterMembership
 from tercet.wire.exported_spans import exporting_spans
+from tercet.wire.serving.http_server import admit, call_in, error_response, json_response, served, unless_disconnected
 from tercet.wire.streams import RouterConnections
 
 logger = logging.getLogger(__name__)
-C = TypeVar("C")
 MIRROR_SECONDS, RETRY_SECONDS = 600.0, 1.0
 LEASE_TTL = 60.0
 LONGEST_BODY = 64 * 1024 * 1024
@@ -219,7 +217,7 @@ class NamedAdapters:
 
 # ---- HTTP ------------------------------------------------------------------------------------------------------------
 
-Handler = Callable[[web.Request], Awaitable[Any]]
+Handler = Callable[[Request], Awaitable[Any]]
 
 
 class StoreServer:
@@ -232,84 +230,72 @@ class StoreServer:
         self.stopping = False
         self.router_connections = RouterConnections(edge.name, edge.incarnation, self._load, self._refuse)
 
-    def routes(self) -> list[web.RouteDef]:
-        """Return the routes."""
+    def app(self) -> Starlette:
+        """Return the application of all routes."""
         posts = (self.prep_recv, self.remote_send, self.abort, self.release, self.connect)
-        return [
-            *(web.post(f"{API_PREFIX}/{each.__name__}", self._answered(each)) for each in posts),
-            web.post(f"{API_PREFIX}/start_generate", self._answered(self._refuse)),
-            web.get(f"{API_PREFIX}/status", self._answered(self.status)),
-            web.get(f"{API_PREFIX}/sequences", self._answered(self.sequences)),
-            web.get(f"{API_PREFIX}/leases/{{seq_id:.+}}", self._answered(self.leases)),
-            web.get("/health", self.health),
-            web.get("/metrics", self.metrics),
-        ]
+        gets = {"/status": self.status, "/sequences": self.sequences, "/leases/{seq_id:path}": self.leases}
+        return Starlette(
+            routes=[
+                *(Route(f"{API_PREFIX}/{each.__name__}", self._answered(each), methods=["POST"]) for each in posts),
+                Route(f"{API_PREFIX}/start_generate", self._answered(self._refuse), methods=["POST"]),
+                *(Route(API_PREFIX + path, self._answered(each)) for path, each in gets.items()),
+                Route("/health", self.health),
+                Route("/metrics", self.metrics),
+            ],
+            exception_handlers={TercetError: self._on_error, ClientDisconnect: self._on_error},
+        )
 
-    def _answered(self, handler: Handler) -> Callable[[web.Request], Awaitable[web.Response]]:
-        """Wrap a handler: the caller and the incarnation that it means are checked, and errors are answers."""
+    def _answered(self, handler: Handler) -> Callable[[Request], Awaitable[Response]]:
+        """Wrap a handler: the caller and the incarnation that it means are checked before it."""
 
-        async def answer(http: web.Request) -> web.Response:
-            try:
-                await self._admit(http)
-                return _json(await handler(http))
-            except TercetError as error:
-                answer = _json(error.to_wire(), error.status)
-                if isinstance(error, Unauthorized) and self._callers:
-                    answer.headers[CHALLENGE_HEADER] = self._callers.challenge()
-                if error.retry_after is not None:
-                    answer.headers["retry-after"] = str(error.retry_after)
-                return answer
+        async def answer(http: Request) -> Response:
+            admit(http, self._callers, self.edge.incarnation, ASKS_FOR_A_KEY)
+            return json_response(await handler(http))
 
         return answer
 
-    async def _admit(self, http: web.Request) -> None:
-        if not self._callers:
-            require_own_call(ShownHeaders.of_asgi(http.raw_headers), http.remote)
-        else:
-            shown = http.headers.getall("authorization", [])
-            path = http.path.partition(API_PREFIX)[2]
-            digest = self._callers.require(shown, http.method, path, ASKS_FOR_A_KEY)
-            if digest is not None:
-                require_digest(await http.read(), digest)
-        require_incarnation(http.headers.get(INCARNATION_HEADER), self.edge.incarnation)
+    async def _on_error(self, _: Request, error: Exception) -> Response:
+        if not isinstance(error, TercetError):
+            return Response(status_code=400)  # the client has left
+        return error_response(error, self._callers)
 
-    async def prep_recv(self, http: web.Request) -> Any:
-        call = await _call_in(http, PrepRecvCall)
+    async def prep_recv(self, http: Request) -> Any:
+        call = await call_in(http, PrepRecvCall, LONGEST_BODY, "this store")
         with logged_call("prep_recv", call, http.headers, self.edge.reader.model_of(call)):
             return await verbs.prep_recv(self.edge, call)
 
-    async def remote_send(self, http: web.Request) -> Any:
-        call = await _call_in(http, RemoteSendCall)
+    async def remote_send(self, http: Request) -> Any:
+        call = await call_in(http, RemoteSendCall, LONGEST_BODY, "this store")
         with logged_call("remote_send", call, http.headers, self.edge.reader.model_of(call)):
-            return await verbs.remote_send(self.edge, call)
+            return await unless_disconnected(http, verbs.remote_send(self.edge, call))
 
-    async def abort(self, http: web.Request) -> Any:
-        return {"aborted": await self.edge.abort((await _call_in(http, AbortCall)).seq_id)}
+    async def abort(self, http: Request) -> Any:
+        return {"aborted": await self.edge.abort((await call_in(http, AbortCall, LONGEST_BODY, "this store")).seq_id)}
 
-    async def release(self, http: web.Request) -> Any:
+    async def release(self, http: Request) -> Any:
         with lines_of_call(http.headers):
-            lease = (await _call_in(http, ReleaseCall)).lease
+            lease = (await call_in(http, ReleaseCall, LONGEST_BODY, "this store")).lease
             return ReleaseAnswer(valid_end=await self.edge.leases.release(lease))
 
-    async def connect(self, http: web.Request) -> Any:
-        router = (await _call_in(http, ConnectCall)).router
+    async def connect(self, http: Request) -> Any:
+        router = (await call_in(http, ConnectCall, LONGEST_BODY, "this store")).router
         await self.router_connections.connect(router.address, router.key)
         return {"connected": True}
 
-    async def status(self, _: web.Request) -> Any:
+    async def status(self, _: Request) -> Any:
         return msgspec.structs.replace(await self.edge.status(), is_store=True)
 
-    async def sequences(self, _: web.Request) -> Any:
+    async def sequences(self, _: Request) -> Any:
         return []
 
-    async def leases(self, http: web.Request) -> Any:
-        return [each.report() for each in self.edge.leases.stories(http.match_info["seq_id"])]
+    async def leases(self, http: Request) -> Any:
+        return [each.report() for each in self.edge.leases.stories(http.path_params["seq_id"])]
 
-    async def health(self, _: web.Request) -> web.Response:
-        return web.Response()
+    async def health(self, _: Request) -> Response:
+        return Response()
 
-    async def metrics(self, _: web.Request) -> web.Response:
-        return web.Response(body=generate_latest(REGISTRY), headers={"content-type": CONTENT_TYPE_LATEST})
+    async def metrics(self, _: Request) -> Response:
+        return Response(generate_latest(REGISTRY), headers={"content-type": CONTENT_TYPE_LATEST})
 
     async def _refuse(self, *_: object) -> NoReturn:
         raise BadRequest("start_generate: a store computes nothing; call an engine", "seq_id")
@@ -319,15 +305,6 @@ class StoreServer:
         return EngineLoad(
             waiting=0, running=0, kv_usage=self.blocks.usage, stalled_s=stalled, stopping=self.stopping
         )  # fmt: skip
-
-
-async def _call_in(http: web.Request, kind: type[C]) -> C:
-    form = labelled(http.raw_headers, VERB_FORMS).form
-    return decode_call(await http.read(), kind, form)
-
-
-def _json(value: Any, status: int = 200) -> web.Response:
-    return web.Response(body=msgspec.json.encode(value), status=status, content_type=JSON)
 
 
 # ---- the process -----------------------------------------------------------------------------------------------------
@@ -400,15 +377,9 @@ async def serving(
         stack.push_async_callback(edge.tasks.close)
         server = StoreServer(edge, blocks, config.secret)
         stack.callback(server.router_connections.close)
-        app = web.Application(client_max_size=LONGEST_BODY)
-        app.add_routes(server.routes())
-        # When a client disconnects, its handler is cancelled and releases its resources.
-        runner = web.AppRunner(
-            app, handler_cancellation=True, access_log=None, shutdown_timeout=1.0, auto_decompress=False
-        )  # fmt: skip
-        await runner.setup()
-        stack.push_async_callback(runner.cleanup)
-        await web.TCPSite(runner, config.host, config.port).start()
+        family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
+        listening = stack.enter_context(socket.create_server((config.host, config.port), family=family))
+        await stack.enter_async_context(served(server.app(), listening))
         yield server
 
 

@@ -6,7 +6,7 @@ import asyncio
 import os
 import signal
 from argparse import Namespace
-from collections.abc import AsyncGenerator, Callable, Coroutine
+from collections.abc import AsyncGenerator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import msgspec
 from fastapi import APIRouter, Depends, FastAPI, Request, Response
 from starlette.datastructures import State
-from starlette.requests import ClientDisconnect
 from starlette.responses import StreamingResponse
 from starlette.types import Scope
 
@@ -22,11 +21,9 @@ from tercet.aio.files import descriptors_watched
 from tercet.engine import verbs
 from tercet.engine.edge import Edge, StopWhenEmpty, fail_at_exit
 from tercet.logs import lines_of_call, logged_call
-from tercet.protocol import DeadlineExceeded, EngineError, Output, Revision, TercetError, Unauthorized, UnknownSequence
-from tercet.protocol.access import CHALLENGE_HEADER, BearerKeys, Callers, require_digest, secrets_of
-from tercet.protocol.headers import INCARNATION_HEADER
+from tercet.protocol import DeadlineExceeded, EngineError, Output, Revision, TercetError, UnknownSequence
+from tercet.protocol.access import BearerKeys, secrets_of
 from tercet.protocol.names import require_engine_name
-from tercet.protocol.request_checks import VERB_FORMS, ShownHeaders, labelled, require_own_call
 from tercet.protocol.types import FinishReason
 from tercet.protocol.wire import (
     API_PREFIX,
@@ -42,8 +39,6 @@ from tercet.protocol.wire import (
     RemoteSendCall,
     ReplaceAdapterCall,
     StartGenerateCall,
-    decode_call,
-    require_incarnation,
 )
 from tercet.settings.process_settings import ENGINE_NAME_VARIABLE, PrefillBudget, clients_see_traces
 from tercet.vllm_plugin.edge.adapters import Adapters
@@ -56,8 +51,9 @@ from tercet.vllm_plugin.start.siblings_config import settings_of
 from tercet.wire.client import engine_tls
 from tercet.wire.client.remote_prefill import PrefillAttempts, PrefillerHeader, RemotePrefill
 from tercet.wire.exported_spans import exporting_spans
-from tercet.wire.serving.answers import require_trace_reader, until_left
-from tercet.wire.serving.server_access import ASKS_FOR_A_KEY, BodyPieces, api_keys, callers_of, read_whole
+from tercet.wire.serving.answers import require_trace_reader
+from tercet.wire.serving.http_server import admit, call_in, error_response, json_response, unless_disconnected
+from tercet.wire.serving.server_access import ASKS_FOR_A_KEY, api_keys, callers_of
 
 if TYPE_CHECKING:
     from vllm.engine.protocol import EngineClient
@@ -69,14 +65,7 @@ UNREAD_SECONDS = 60.0
 
 
 async def _admit(request: Request) -> None:
-    """Raise ``Unauthorized`` for a caller outside the fleet, ``Conflict`` for a call to an earlier incarnation."""
-    callers: Callers = request.app.state.tercet_callers
-    if not callers:
-        require_own_call(ShownHeaders.of_asgi(request.scope["headers"]), request.client and request.client.host)
-    path = request.scope["path"].partition(API_PREFIX)[2]
-    shown = request.headers.getlist("authorization")
-    request.state.tercet_digest = callers.require(shown, request.method, path, ASKS_FOR_A_KEY)
-    require_incarnation(request.headers.get(INCARNATION_HEADER), _edge(request).incarnation)
+    admit(request, request.app.state.tercet_callers, _edge(request).incarnation, ASKS_FOR_A_KEY)
 
 
 router = APIRouter(prefix=API_PREFIX, tags=["tercet"], dependencies=[Depends(_admit)])
@@ -167,17 +156,7 @@ async def _stopping_when_empty(lifespan: Lifespan, app: FastAPI) -> AsyncGenerat
 async def _on_error(request: Request, error: Exception) -> Response:
     if not isinstance(error, TercetError):
         raise error
-    answer = _json(error.to_wire(), error.status)
-    if error.retry_after is not None:
-        answer.headers["retry-after"] = str(error.retry_after)
-    callers: Callers | None = getattr(request.app.state, "tercet_callers", None)
-    if isinstance(error, Unauthorized) and callers:
-        answer.headers[CHALLENGE_HEADER] = callers.challenge()
-    return answer
-
-
-def _json(value: Any, status: int = 200) -> Response:
-    return Response(msgspec.json.encode(value), status, media_type=JSON)
+    return error_response(error, getattr(request.app.state, "tercet_callers", None))
 
 
 def _attached(request: Request) -> AttachedEngine:
@@ -189,14 +168,8 @@ def _edge(request: Request) -> Edge:
 
 
 async def _call(request: Request, kind: type[T]) -> T:
-    form = labelled(request.scope["headers"], VERB_FORMS).form
     most: int = request.app.state.tercet_max_request_bytes
-    taker = "this engine (max_request_bytes in kv_connector_extra_config)"
-    body = BodyPieces()
-    if not await read_whole(request.receive, request.headers.get("content-length", ""), most, taker, body):
-        raise ClientDisconnect
-    require_digest(body.content, getattr(request.state, "tercet_digest", None))
-    return decode_call(body.content, kind, form)
+    return await call_in(request, kind, most, "this engine (max_request_bytes in kv_connector_extra_config)")
 
 
 def _body(kind: type) -> dict[str, Any]:
@@ -218,26 +191,12 @@ def _inlined_schema(kind: type) -> dict[str, Any]:
     return expand(schema)
 
 
-async def _unless_disconnected(request: Request, work: Coroutine[Any, Any, T]) -> T:
-    """Run ``work``; cancel it if the client disconnects, so that it releases its resources."""
-    task = asyncio.ensure_future(work)
-    gone = asyncio.ensure_future(until_left(request.receive))
-    try:
-        await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
-        if not task.done():
-            task.cancel()
-        return await task
-    finally:
-        gone.cancel()
-        task.cancel()
-
-
 @router.post("/prep_recv", openapi_extra=_body(PrepRecvCall))
 async def prep_recv(request: Request) -> Response:
     """Match `prompt[:end]` in the prefix cache and reserve blocks for the rest, under a lease."""
     call = await _call(request, PrepRecvCall)
     with logged_call("prep_recv", call, request.headers, _edge(request).reader.model_of(call)):
-        return _json(await verbs.prep_recv(_edge(request), call))
+        return json_response(await verbs.prep_recv(_edge(request), call))
 
 
 @router.post("/remote_send", openapi_extra=_body(RemoteSendCall))
@@ -245,7 +204,7 @@ async def remote_send(request: Request) -> Response:
     """Get the KV of `prompt[begin:end)` and push it into a reservation; optionally sample the first token."""
     call = await _call(request, RemoteSendCall)
     with logged_call("remote_send", call, request.headers, _edge(request).reader.model_of(call)):
-        return _json(await _unless_disconnected(request, verbs.remote_send(_edge(request), call)))
+        return json_response(await unless_disconnected(request, verbs.remote_send(_edge(request), call)))
 
 
 @router.post("/start_generate", openapi_extra=_body(StartGenerateCall))
@@ -255,12 +214,12 @@ async def start_generate(request: Request) -> Response:
     with lines_of_call(request.headers):
         if call.router is not None:
             await _attached(request).stream_generate(call, call.router)
-            return _json({"accepted": True})
+            return json_response({"accepted": True})
         outputs = verbs.start_generate(_edge(request), call)
         if not call.stream:
-            return _json(await _unless_disconnected(request, _collect(outputs)))
+            return json_response(await unless_disconnected(request, _collect(outputs)))
         # Await the first output before sending the status line, so that invalid input is still a 4xx.
-        first = await _unless_disconnected(request, anext(outputs))
+        first = await unless_disconnected(request, anext(outputs))
     return StreamingResponse(_events(first, outputs), media_type="text/event-stream")
 
 
@@ -269,39 +228,39 @@ async def connect(request: Request) -> Response:
     """Connect to a router. The engine then sends token streams and load reports to that router."""
     router = (await _call(request, ConnectCall)).router
     await _attached(request).router_connections.connect(router.address, router.key)
-    return _json({"connected": True})
+    return json_response({"connected": True})
 
 
 @router.post("/abort", openapi_extra=_body(AbortCall))
 async def abort(request: Request) -> Response:
     """End all work of this engine for a sequence; unknown ids are ignored."""
     call = await _call(request, AbortCall)
-    return _json({"aborted": await _edge(request).abort(call.seq_id)})
+    return json_response({"aborted": await _edge(request).abort(call.seq_id)})
 
 
 @router.post("/release", openapi_extra=_body(ReleaseCall))
 async def release(request: Request) -> Response:
     """End a lease; KV that arrived under it stays in the prefix cache."""
     call = await _call(request, ReleaseCall)
-    return _json(ReleaseAnswer(valid_end=await _edge(request).leases.release(call.lease)))
+    return json_response(ReleaseAnswer(valid_end=await _edge(request).leases.release(call.lease)))
 
 
 @router.get("/status")
 async def status(request: Request) -> Response:
     """Report this engine's load, and its leases and sends."""
-    return _json(await _edge(request).status())
+    return json_response(await _edge(request).status())
 
 
 @router.get("/sequences")
 async def sequences(request: Request) -> Response:
     """List the sequences that this engine generates now: id, tokens, blocks, whether it runs, age, and router."""
-    return _json(await _edge(request).generated.reports())
+    return json_response(await _edge(request).generated.reports())
 
 
 @router.get("/leases/{seq_id:path}")
 async def leases(request: Request, seq_id: str) -> Response:
     """Tell the lives of a sequence's latest leases: seconds, ledger, state and cause of each step."""
-    return _json([each.report() for each in _edge(request).leases.stories(seq_id)])
+    return json_response([each.report() for each in _edge(request).leases.stories(seq_id)])
 
 
 @router.post("/sequences/{seq_id:path}/move", openapi_extra=_body(MoveCall))
@@ -309,34 +268,34 @@ async def propose_move(request: Request, seq_id: str) -> Response:
     """Pass a proposal to move a sequence on to the router that runs the sequence."""
     call = await _call(request, MoveCall)
     _edge(request).generated.propose_move(seq_id, call)
-    return _json({"accepted": True}, 202)
+    return json_response({"accepted": True}, 202)
 
 
 @router.get("/adapters")
 async def adapters(request: Request) -> Response:
     """List the LoRA adapters of this engine: name, path, and a digest of their contents."""
-    return _json(await _attached(request).adapters.reports())
+    return json_response(await _attached(request).adapters.reports())
 
 
 @router.post("/adapters", openapi_extra=_body(LoadAdapterCall))
 async def load_adapter(request: Request) -> Response:
     """Load a LoRA adapter, if `VLLM_ALLOW_RUNTIME_LORA_UPDATING` allows it."""
     call = await _call(request, LoadAdapterCall)
-    return _json(await _attached(request).adapters.load(call.name, call.path))
+    return json_response(await _attached(request).adapters.load(call.name, call.path))
 
 
 @router.put("/adapters/{name:path}", openapi_extra=_body(ReplaceAdapterCall))
 async def replace_adapter(request: Request, name: str) -> Response:
     """Use the name of a LoRA adapter for the files at this path from now on, unless requests use the adapter."""
     call = await _call(request, ReplaceAdapterCall)
-    return _json(await _attached(request).adapters.replace(name, call.path))
+    return json_response(await _attached(request).adapters.replace(name, call.path))
 
 
 @router.delete("/adapters/{name:path}")
 async def unload_adapter(request: Request, name: str) -> Response:
     """Accept no more requests for a LoRA adapter; running requests continue."""
     await _attached(request).adapters.unload(name)
-    return _json({"unloaded": True})
+    return json_response({"unloaded": True})
 
 
 async def _events(first: Output, rest: AsyncGenerator[Output, None]) -> AsyncGenerator[bytes, None]:

@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Annotated, Any, NoReturn, TypeVar, cast
 
 import msgspec
-import uvicorn
 from fastapi import FastAPI, Request, Response
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from pydantic import BaseModel, Field, ValidationError
@@ -33,7 +32,7 @@ from tercet.protocol.headers import REQUEST_ID_HEADER
 from tercet.protocol.json_text import in_utf8, read_json
 from tercet.protocol.wire import LEAST_PRIORITY, MOST_PRIORITY
 from tercet.router import admin
-from tercet.router.admin.admin_server import CLOSE_SECONDS, QuietServer, admin_served
+from tercet.router.admin.admin_server import admin_served
 from tercet.router.pooling import PoolingServers
 from tercet.router.router_app import put_layers_before
 from tercet.router.serve.routing import NamedFiles
@@ -43,7 +42,7 @@ from tercet.router.state.shared_state import SharedState
 from tercet.router.workers import Shared, listening_socket, tell_ready
 from tercet.settings import RouterConfig
 from tercet.wire.serving.answers import error_headers
-from tercet.wire.serving.client_connection import BoundedProtocol
+from tercet.wire.serving.http_server import server_of
 from tercet.wire.serving.server_access import RequestContext, RouterKeys, api_keys, current
 from tercet_lab.prompt_texts import ChatMessage, PromptTexts
 
@@ -396,10 +395,7 @@ async def serve_small(
     app = small_app(service, PromptTexts(Path(config.model)), names, max_model_len)
     admin.install(app, state, names, files=files)
     gate = put_layers_before(app, app.build_middleware_stack(), config, state, keys, shutdown, pooling)
-    server = QuietServer(
-        uvicorn.Config(app, http=BoundedProtocol, log_level="warning", access_log=False, lifespan="off",
-                       timeout_graceful_shutdown=CLOSE_SECONDS)
-    )  # fmt: skip
+    server = server_of(app)
 
     async def end() -> None:
         heed_signals()  # after the server has begun, which heeds signals itself

@@ -9,16 +9,21 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import socket
 import tempfile
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import asynccontextmanager
+from http import HTTPStatus
 from pathlib import Path
 from typing import Any
 
 import aiohttp
 import msgspec
-from aiohttp import web
+from starlette.applications import Starlette
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+from starlette.routing import Route
 
 from tercet.aio import TaskSet
 from tercet.aio.files import descriptors_watched
@@ -38,6 +43,8 @@ from tercet.cluster.scaling.decide import (
 )
 from tercet.protocol import Conflict, EngineUnreachable, TercetError, from_wire
 from tercet.protocol.wire import UNREADABLE, decode_call
+from tercet.wire.serving.http_server import error_response, json_response, served
+from tercet.wire.serving.server_access import BodyPieces, read_whole
 
 LOOK_SECONDS = 0.2
 # Number of polls in a row without sequences, one report of the router apart, before an engine is stopped.
@@ -163,42 +170,37 @@ class Scaler:
 PATH = "/scale"
 MOST_BYTES = 64 * 1024
 ANSWER = aiohttp.ClientTimeout(total=60.0, sock_connect=5.0)
-Handler = Callable[[web.Request], Awaitable[ScaleRecord]]
 
 
 @asynccontextmanager
 async def control_socket(scaler: Scaler) -> AsyncGenerator[Path]:
     """Serve commands until the block ends; yield the socket's path, which is short enough for every system."""
 
-    async def show(_: web.Request) -> ScaleRecord:
-        return await scaler.record()
+    async def show(_: Request) -> Response:
+        return json_response(await scaler.record())
 
-    async def scale(request: web.Request) -> ScaleRecord:
-        return await scaler.scale(decode_call(await request.read(), ScaleCall))
+    async def scale(request: Request) -> Response:
+        body = BodyPieces()
+        if not await read_whole(request.receive, "", MOST_BYTES, "this fleet's process", body):
+            raise ClientDisconnect
+        return json_response(await scaler.scale(decode_call(body.content, ScaleCall)))
 
-    app = web.Application(client_max_size=MOST_BYTES)
-    app.add_routes([web.get(PATH, _answering(show)), web.post(PATH, _answering(scale))])
-    runner = web.AppRunner(app, access_log=None)
-    with tempfile.TemporaryDirectory(prefix="tercet-up-") as directory:  # its mode keeps other users out
-        socket = Path(directory) / "control"
-        await runner.setup()
-        try:
-            await web.UnixSite(runner, str(socket)).start()
-            async with descriptors_watched():
-                yield socket
-        finally:
-            await runner.cleanup()
+    async def refused(_: Request, error: Exception) -> Response:
+        return error_response(error, None) if isinstance(error, TercetError) else Response(status_code=400)
 
-
-def _answering(handler: Handler) -> Callable[[web.Request], Awaitable[web.Response]]:
-    async def answer(request: web.Request) -> web.Response:
-        try:
-            status, value = 200, await handler(request)
-        except TercetError as error:
-            status, value = error.status, error.to_wire()
-        return web.Response(body=msgspec.json.encode(value), status=status, content_type="application/json")
-
-    return answer
+    app = Starlette(
+        routes=[Route(PATH, show), Route(PATH, scale, methods=["POST"])],
+        exception_handlers={TercetError: refused, ClientDisconnect: refused},
+    )
+    with (
+        tempfile.TemporaryDirectory(prefix="tercet-up-") as directory,  # its mode keeps other users out
+        socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listening,
+    ):
+        path = Path(directory) / "control"
+        listening.bind(str(path))
+        listening.listen()
+        async with served(app, listening), descriptors_watched():
+            yield path
 
 
 async def scale_fleet(socket: Path, call: ScaleCall) -> ScaleRecord:
@@ -222,7 +224,7 @@ async def _ask(socket: Path, method: str, body: bytes | None) -> ScaleRecord:
             session.request(method, f"http://fleet{PATH}", data=body) as response,
         ):
             status, content = response.status, await response.read()
-            if status == web.HTTPOk.status_code:
+            if status == HTTPStatus.OK:
                 return msgspec.json.decode(content, type=ScaleRecord)
             raise from_wire(status, msgspec.json.decode(content))
     except (aiohttp.ClientError, TimeoutError, OSError, *UNREADABLE) as error:

@@ -6,15 +6,12 @@ for :class:`~tercet.router.router_app.RouterApp`. Paths without a route are answ
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
 import socket
 from collections.abc import AsyncGenerator, Generator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-import uvicorn
 from fastapi import FastAPI, Response
 from starlette.exceptions import HTTPException
 from starlette.routing import BaseRoute, Match, Route
@@ -25,27 +22,11 @@ from tercet.router.admin.admin_routes import json_answer, routes, vllms
 from tercet.router.serve.routing import NamedFiles
 from tercet.router.state.shared_state import SharedState
 from tercet.settings.engine_addresses import AdminAddress
-from tercet.wire.serving.client_connection import BoundedProtocol
+from tercet.wire.serving.http_server import served
 from tercet.wire.serving.server_access import AT_ADMIN
 
-CLOSE_SECONDS = 1
-STARTED_POLL_S = 0.01
 BACKLOG = 128
 OWNER_ALONE = 0o600
-
-
-class QuietServer(uvicorn.Server):
-    """A uvicorn server that does not handle signals; its caller does."""
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Generator[None]:
-        yield
-
-    async def started_by(self, serving: asyncio.Future[None]) -> bool:
-        """Wait until the server accepts connections; return False if the task ``serving`` ends before that."""
-        while not self.started and not serving.done():  # noqa: ASYNC110 - uvicorn has no event for it
-            await asyncio.sleep(STARTED_POLL_S)
-        return self.started
 
 
 @asynccontextmanager
@@ -63,19 +44,8 @@ async def admin_served(app: ASGIApp, address: AdminAddress | None, **tls: Any) -
         await app({**scope, AT_ADMIN: True}, receive, send)
 
     with _listening(address) as sock:
-        config = uvicorn.Config(
-            marked, http=BoundedProtocol, ws="none", log_level="warning", access_log=False, lifespan="off",
-            timeout_graceful_shutdown=CLOSE_SECONDS, **({} if address.path else tls),
-        )  # fmt: skip
-        server = QuietServer(config)
-        serving = asyncio.ensure_future(server.serve([sock]))
-        try:
-            if not await server.started_by(serving):
-                serving.result()
+        async with served(marked, sock, **({} if address.path else tls)):
             yield
-        finally:
-            server.should_exit = True
-            await serving
 
 
 def tls_options(args: Any) -> Mapping[str, Any]:

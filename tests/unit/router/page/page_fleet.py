@@ -17,7 +17,6 @@ from collections.abc import AsyncGenerator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 
-import uvicorn
 from fastapi import FastAPI
 from starlette.types import ASGIApp
 
@@ -28,7 +27,6 @@ from tercet.fleet.members import MemberState
 from tercet.fleet.membership import Membership
 from tercet.protocol import Request, Role, TercetError
 from tercet.router import admin
-from tercet.router.admin.admin_server import QuietServer
 from tercet.router.observe.metrics import Metrics
 from tercet.router.page.page_app import with_page
 from tercet.router.router_app import RouterApp
@@ -38,7 +36,7 @@ from tercet.router.state.fleet_state import FleetState, ProgramInUse
 from tercet.router.state.shared_state import SharedState
 from tercet.settings import EngineAddress, Limits, RouterSettings
 from tercet.wire.client import Admit
-from tercet.wire.serving.client_connection import BoundedProtocol
+from tercet.wire.serving import http_server
 from tercet.wire.serving.server_access import RouterKeys
 from tercet_lab.sim import EngineOptions, Network, SimEngine, load_profile
 
@@ -180,16 +178,9 @@ async def page_fleet(
 @asynccontextmanager
 async def served(app: ASGIApp, port: int = 0) -> AsyncGenerator[str]:
     """The address at which ``app`` is served while entered."""
-    config = uvicorn.Config(app, http=BoundedProtocol, log_level="warning", lifespan="off", timeout_graceful_shutdown=1)
-    server = QuietServer(config)
     with socket.create_server(("127.0.0.1", port)) as sock:
-        serving = asyncio.ensure_future(server.serve([sock]))
-        await server.started_by(serving)
-        try:
+        async with http_server.served(app, sock):
             yield f"http://127.0.0.1:{sock.getsockname()[1]}"
-        finally:
-            server.should_exit = True
-            await serving
 
 
 async def main() -> None:

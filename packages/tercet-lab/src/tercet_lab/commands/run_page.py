@@ -6,7 +6,6 @@ import asyncio
 import socket
 
 import msgspec
-import uvicorn
 from starlette.types import Receive, Scope, Send
 
 from tercet import __version__
@@ -14,8 +13,8 @@ from tercet.aio import signals_to
 from tercet.cli.terminal import say
 from tercet.protocol import MethodNotAllowed, TercetError
 from tercet.protocol.request_checks import ShownHeaders, require_own_call
-from tercet.router.admin.admin_server import QuietServer
 from tercet.router.page.page_app import answer, answer_error, send_file
+from tercet.wire.serving.http_server import served
 
 HOST = "127.0.0.1"
 CLOSE_SECONDS = 1
@@ -61,16 +60,8 @@ def show_run(result: bytes, port: int = 0) -> None:
 
 
 async def _serve(result: bytes, listening: socket.socket) -> None:
-    config = uvicorn.Config(
-        RecordedPage(result), log_level="warning", access_log=False, lifespan="off",
-        timeout_graceful_shutdown=CLOSE_SECONDS,
-    )  # fmt: skip
-    server = QuietServer(config)
     stopped = asyncio.Event()
     with signals_to(stopped.set, stopped.set):
-        serving = asyncio.ensure_future(server.serve([listening]))
-        if await server.started_by(serving):
+        async with served(RecordedPage(result), listening):
             say(f"open http://{HOST}:{listening.getsockname()[1]}/ to see the run; Ctrl-C ends it")
             await stopped.wait()
-        server.should_exit = True
-        await serving

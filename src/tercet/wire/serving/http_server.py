@@ -1,0 +1,122 @@
+"""The HTTP server of a process's own application, and what the routes of engines and of stores have in common."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import AsyncGenerator, Coroutine, Generator
+from contextlib import asynccontextmanager, contextmanager
+from typing import Any, TypeVar
+
+import msgspec
+import uvicorn
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+from starlette.types import ASGIApp
+
+from tercet.protocol import TercetError, Unauthorized
+from tercet.protocol.access import CHALLENGE_HEADER, Callers, require_digest
+from tercet.protocol.headers import INCARNATION_HEADER
+from tercet.protocol.request_checks import VERB_FORMS, ShownHeaders, labelled, require_own_call
+from tercet.protocol.wire import API_PREFIX, JSON, decode_call, require_incarnation
+from tercet.wire.serving.answers import until_left
+from tercet.wire.serving.client_connection import BoundedProtocol
+from tercet.wire.serving.server_access import BodyPieces, read_whole
+
+T = TypeVar("T")
+CLOSE_SECONDS = 1
+"""Seconds in which the requests of a server that stops may end."""
+STARTED_POLL_S = 0.01
+
+
+class QuietServer(uvicorn.Server):
+    """A uvicorn server that does not handle signals; its caller does."""
+
+    @contextmanager
+    def capture_signals(self) -> Generator[None]:
+        yield
+
+    async def started_by(self, serving: asyncio.Future[None]) -> bool:
+        """Wait until the server accepts connections; return False if the task ``serving`` ends before that."""
+        while not self.started and not serving.done():  # noqa: ASYNC110 - uvicorn has no event for it
+            await asyncio.sleep(STARTED_POLL_S)
+        return self.started
+
+
+def server_of(app: ASGIApp, **options: Any) -> QuietServer:
+    """Return a server of ``app`` that bounds its connections; ``options`` are further ones of uvicorn."""
+    return QuietServer(
+        uvicorn.Config(
+            app, http=BoundedProtocol, ws="none", log_level="warning", access_log=False, lifespan="off",
+            timeout_graceful_shutdown=CLOSE_SECONDS, **options,
+        )
+    )  # fmt: skip
+
+
+@asynccontextmanager
+async def served(app: ASGIApp, listening: socket.socket, **options: Any) -> AsyncGenerator[None]:
+    """Serve ``app`` at the socket while entered; see :func:`server_of`."""
+    server = server_of(app, **options)
+    serving = asyncio.ensure_future(server.serve([listening]))
+    try:
+        if not await server.started_by(serving):
+            serving.result()
+        yield
+    finally:
+        server.should_exit = True
+        await serving
+
+
+# ---- routes of the verbs ---------------------------------------------------------------------------------------------
+
+
+def admit(request: Request, callers: Callers, incarnation: str, asks_for_a_key: str) -> None:
+    """Raise ``Unauthorized`` for a caller outside the fleet, ``Conflict`` for a call to an earlier incarnation."""
+    if not callers:
+        require_own_call(ShownHeaders.of_asgi(request.scope["headers"]), request.client and request.client.host)
+    path = request.scope["path"].partition(API_PREFIX)[2]
+    shown = request.headers.getlist("authorization")
+    request.state.tercet_digest = callers.require(shown, request.method, path, asks_for_a_key)
+    require_incarnation(request.headers.get(INCARNATION_HEADER), incarnation)
+
+
+async def call_in(request: Request, kind: type[T], most: int, taker: str) -> T:
+    """Read the call in the body of an admitted request; ``most`` bytes are the limit of the ``taker``.
+
+    Raises :class:`~tercet.protocol.TercetError` for another body, and ``ClientDisconnect`` if the client leaves.
+    """
+    form = labelled(request.scope["headers"], VERB_FORMS).form
+    body = BodyPieces()
+    if not await read_whole(request.receive, request.headers.get("content-length", ""), most, taker, body):
+        raise ClientDisconnect
+    require_digest(body.content, getattr(request.state, "tercet_digest", None))
+    return decode_call(body.content, kind, form)
+
+
+def json_response(value: Any, status: int = 200) -> Response:
+    """Return an answer with ``value`` as JSON."""
+    return Response(msgspec.json.encode(value), status, media_type=JSON)
+
+
+def error_response(error: TercetError, callers: Callers | None) -> Response:
+    """Return the answer that has an error; a caller without a valid proof learns what it must prove."""
+    answer = json_response(error.to_wire(), error.status)
+    if error.retry_after is not None:
+        answer.headers["retry-after"] = str(error.retry_after)
+    if isinstance(error, Unauthorized) and callers:
+        answer.headers[CHALLENGE_HEADER] = callers.challenge()
+    return answer
+
+
+async def unless_disconnected(request: Request, work: Coroutine[Any, Any, T]) -> T:
+    """Run ``work``; cancel it if the client disconnects, so that it releases its resources."""
+    task = asyncio.ensure_future(work)
+    gone = asyncio.ensure_future(until_left(request.receive))
+    try:
+        await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            task.cancel()
+        return await task
+    finally:
+        gone.cancel()
+        task.cancel()
