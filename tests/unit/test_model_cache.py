@@ -204,8 +204,9 @@ class TestBuiltIn:
     def test_converted_once_and_absolute(self, wheel: FakeWheel, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         conversions: list[Path] = []
 
-        def convert(weights: Path, destination: Path, _: model.OnProgress) -> None:
+        def convert(on_progress: model.OnProgress, weights: Path, final: Path, destination: Path) -> None:
             conversions.append(weights)
+            on_progress(f"into {final}")
             write_two(destination)
 
         monkeypatch.setattr(model, "_convert_in_child", convert)

@@ -110,6 +110,8 @@ class Process:
         return ""
 
     async def _spawn(self) -> None:
+        # The guard reads the other end of this pipe, which the kernel closes if this process is killed: then the guard
+        # ends the group.
         guards_end, self._lifeline = os.pipe()
         try:
             # vLLM does not remove its sockets' files when it ends.
@@ -154,8 +156,20 @@ class Process:
         return code
 
     def listens_at(self, port: int) -> bool:
-        """True if this command or one of its children listens on the port; False if another process does."""
-        return self._process is not None and _listens(self._process.pid, port)
+        """True if this command or one of its children listens on the port, or if the system does not show sockets."""
+        import psutil
+
+        for process in psutil.process_iter() if self._process is not None else ():
+            with contextlib.suppress(ProcessLookupError, psutil.NoSuchProcess):  # the process has ended in the meantime
+                if os.getpgid(process.pid) != self.pid:
+                    continue
+                try:
+                    found = process.net_connections("tcp")
+                except psutil.AccessDenied:
+                    return True
+                if any(each.status == psutil.CONN_LISTEN and each.laddr.port == port for each in found):
+                    return True
+        return False
 
     def tail(self) -> str:
         """Return the last lines of this process's output that are not empty."""
@@ -218,19 +232,19 @@ class Process:
         """End the processes that remain in the group after the command's end: SIGTERM, then SIGKILL."""
         for number in (signal.SIGTERM, signal.SIGKILL):
             self._signal_group(number)
-            if await self._group_ends():
+            alive = True
+            for _ in range(round(_STRAGGLER_SECONDS / _ASK_SECONDS)):
+                alive = self._process is not None and _any_alive(self._process.pid)
+                if not alive:
+                    break
+                await asyncio.sleep(_ASK_SECONDS)
+            if not alive:
                 break
+        # Only now: a process of the group would go on writing to files that another process could then take over.
         for left in self._shared_memory:
             with contextlib.suppress(OSError):
                 left.unlink(missing_ok=True)
         self._remove_sockets()
-
-    async def _group_ends(self) -> bool:
-        for _ in range(round(_STRAGGLER_SECONDS / _ASK_SECONDS)):
-            if self._process is None or not _any_alive(self._process.pid):
-                return True
-            await asyncio.sleep(_ASK_SECONDS)
-        return False
 
     def _signal_group(self, number: int) -> None:
         if self._process is not None:
@@ -263,23 +277,6 @@ def shared_memory_of(group: int) -> set[Path]:
                 mapped |= {int(line.split()[4]) for line in maps if SHARED_MEMORY in line}
     with os.scandir(SHARED_MEMORY) as files:
         return {Path(file.path) for file in files if file.inode() in mapped}
-
-
-def _listens(group: int, port: int) -> bool:
-    """True if a process of this group listens on the port, or if the system does not show its sockets."""
-    import psutil
-
-    for process in psutil.process_iter():
-        with contextlib.suppress(ProcessLookupError, psutil.NoSuchProcess):  # the process has ended in the meantime
-            if os.getpgid(process.pid) != group:
-                continue
-            try:
-                found = process.net_connections("tcp")
-            except psutil.AccessDenied:
-                return True
-            if any(each.status == psutil.CONN_LISTEN and each.laddr.port == port for each in found):
-                return True
-    return False
 
 
 def _any_alive(group: int) -> bool:
@@ -377,6 +374,7 @@ def be(began_with: Mapping[str, str], descriptors: list[int]) -> int:
         os.dup2(fd, stream)
         os.close(fd)
     module = command.argv[2]
+    # Values that modules read at their import cannot be changed in a fork: such a command starts as a new process.
     others = early_differences(began_with, command.env, READ_LATE | OF_ENGINES if module == COMMAND_LINE else READ_LATE)
     os.chdir(command.cwd)
     if others:

@@ -110,11 +110,17 @@ def engine_argv(spec: EngineSpec, inherited: Mapping[str, str] = os.environ) -> 
     :class:`~tercet.protocol.BadRequest` for a ``--kv-transfer-config`` that cannot be merged with Tercet's.
     """
     argv = plain_argv(spec)
-    return (
-        [WITH_ONE_IMPORT if part == PLAIN_SERVER else part for part in argv]
-        if _one_import_serves(spec, inherited)
-        else argv
-    )
+    # One import serves the processes of an engine that runs on cores that Tercet chose, if all of them read the same
+    # values at import: without a pipeline, several servers or nodes, compiling, or another OpenMP than PyTorch's.
+    given = {flag for flag, _ in flags_in(spec.extra_args)}
+    several = {"--data-parallel-size", "-dp", "--nnodes", HEADLESS, "--api-server-count", "-asc",
+               "--distributed-executor-backend"}  # fmt: skip
+    compiled = {"--no-enforce-eager", "-O", "--optimization-level", "--compilation-config", "-cc"}
+    if not spec.cores or spec.simulate is not None or value_of(spec.extra_args, *STAGES) not in (None, "1"):
+        return argv
+    if given & (several | compiled) or THREADS_BIND in inherited or "omp" in inherited.get(PRELOAD, ""):
+        return argv
+    return [WITH_ONE_IMPORT if part == PLAIN_SERVER else part for part in argv]
 
 
 def plain_argv(spec: EngineSpec) -> list[str]:
@@ -157,25 +163,6 @@ def flags_argv(spec: EngineSpec) -> list[str]:
     if spec.simulate is not None or (spec.built_in and not spec.extra_args and spec.dtype is None):
         return []
     return [sys.executable, "-m", FLAGS_CHECK, *plain_argv(spec)[3:]]
-
-
-def _one_import_serves(spec: EngineSpec, inherited: Mapping[str, str]) -> bool:
-    """True if the engine runs on cores that Tercet chose, and all its processes read the same values at import.
-
-    The condition is: the engine has no pipeline, compiles nothing, and uses no other OpenMP than PyTorch's.
-    """
-    given = [flag for flag, _ in flags_in(spec.extra_args)]
-    several = {"--data-parallel-size", "-dp", "--nnodes", HEADLESS, "--api-server-count", "-asc",
-               "--distributed-executor-backend"}  # fmt: skip
-    compiled = {"--no-enforce-eager", "-O", "--optimization-level", "--compilation-config", "-cc"}
-    return (
-        bool(spec.cores)
-        and spec.simulate is None
-        and value_of(spec.extra_args, *STAGES) in (None, "1")
-        and not {*given} & (several | compiled)
-        and THREADS_BIND not in inherited
-        and "omp" not in inherited.get(PRELOAD, "")
-    )
 
 
 def require_private(spec: EngineSpec, inherited: Mapping[str, str] = os.environ) -> None:

@@ -198,7 +198,11 @@ class Guard:
                     break
                 passed_on = True  # this process is in the group, so the signal comes back to it
                 os.killpg(0, signal.SIGTERM)
-            if self._parent_is_gone():
+            # Sleep until a signal arrives, the child may have changed, or the parent's end of the pipe closes.
+            ready, _, _ = select.select([PARENT, self._wakeup, *self._child.ready], [], [], self._child.timeout())
+            if self._wakeup in ready:
+                os.read(self._wakeup, 4096)
+            if PARENT in ready and not os.read(PARENT, 4096):
                 # End the process group, of which this process is a member: nothing after this runs.
                 if self._child.forget():
                     _end_what_is_left()
@@ -212,13 +216,6 @@ class Guard:
 
     def _ask_to_stop(self, _number: int, _frame: FrameType | None) -> None:
         self._asked_to_stop = True
-
-    def _parent_is_gone(self) -> bool:
-        """Sleep until a signal arrives, the child may have changed or the pipe closes; return True if it closed."""
-        ready, _, _ = select.select([PARENT, self._wakeup, *self._child.ready], [], [], self._child.timeout())
-        if self._wakeup in ready:
-            os.read(self._wakeup, 4096)
-        return PARENT in ready and not os.read(PARENT, 4096)
 
 
 def _remove_sockets() -> None:

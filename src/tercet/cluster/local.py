@@ -8,7 +8,7 @@ import secrets
 import sys
 from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -85,7 +85,17 @@ async def local_fleet(
     if (slow := shared_cores(specs)) is not None:
         on_event("note", slow)
     log_dir = log_directory(config.log_dir)
-    async with imports_for(specs, log_dir / "imports.log") as warm:
+    # The warm parent of these engines: the one in a variable, or a new one; None if no engine can use it. Engines with
+    # the same number of cores as the first one use it; others import vLLM themselves. Simulated engines alone get no
+    # new one, since they do not import vLLM.
+    named, warm = os.environ.get(WARM_PARENT_VARIABLE, ""), None
+    usable = [spec for spec in specs if can_fork(engine_argv(spec))]
+    async with AsyncExitStack() as imports:
+        if named and named != COLD and usable:
+            warm = Path(named)
+        elif not named and any(spec.simulate is None for spec in usable):
+            parent = warm_parent(engine_env(specs[0]), specs[0].model, log_dir / "imports.log")
+            warm = await imports.enter_async_context(parent)
         await require_flags(specs[0], shared_environment(config), log_dir / "flags.log", warm, on_event)
         fleet = fleet_of(config, model, specs, log_dir, warm, on_event)
         try:
@@ -102,25 +112,8 @@ async def local_fleet(
         except* StartFailed as failures:
             raise failures.exceptions[0] from None
         finally:
+            # Shielded: a second cancellation must not leave engines behind that hold devices and ports.
             await asyncio.shield(fleet.stop(on_event, hurry or asyncio.Event()))
-
-
-@asynccontextmanager
-async def imports_for(specs: Sequence[EngineSpec], log: Path) -> AsyncGenerator[Path | None]:
-    """Yield the warm parent of these engines: the one in a variable, or a new one; None if no engine can use it.
-
-    Engines with the same number of cores as the first one use it; others import vLLM themselves.
-    Simulated engines alone get no new warm parent, since they do not import vLLM.
-    """
-    named = os.environ.get(WARM_PARENT_VARIABLE, "")
-    usable = [spec for spec in specs if can_fork(engine_argv(spec))]
-    if named == COLD or not usable or not (named or any(spec.simulate is None for spec in usable)):
-        yield None
-    elif named:
-        yield Path(named)
-    else:
-        async with warm_parent(engine_env(specs[0]), specs[0].model, log) as warm:
-            yield warm
 
 
 async def require_flags(

@@ -388,8 +388,19 @@ def _transports(machine: Machine) -> Iterator[Finding]:
         )  # fmt: skip
     if not machine.rdma:
         yield Finding("KV, between machines", "ok", f"no RDMA device: tcp, which needs no setup{_installed(libraries)}")
-    for device in machine.rdma:
-        yield _rdma_device(device, libraries)
+    over_tcp = "KV between machines uses tcp"
+    for device in machine.rdma:  # in the order in which a device is set up: its port, the container, a library
+        part = f"RDMA device {device.name}"
+        if not device.active:
+            do = "activate its port (ibstat), or ask the fabric's administrator"
+            yield Finding(part, "costs", "no port is active", over_tcp, do)
+        elif not device.usable:
+            yield Finding(part, "costs", "this user may not use it", over_tcp, "give the container /dev/infiniband")
+        elif not libraries:
+            costs, do = f"{over_tcp}, at a fraction of the link's bandwidth", "run scripts/install-transport-extras"
+            yield Finding(part, "costs", "neither NIXL nor Mooncake is installed", costs, do)
+        else:
+            yield Finding(part, "ok", f"active{_installed(libraries)}")
     if machine.rdma and machine.memlock is not None and machine.memlock < machine.memory:
         yield Finding(
             "locked memory", "costs", f"at most {_gib(machine.memlock)}", "KV cannot be registered for RDMA",
@@ -402,21 +413,6 @@ def _transports(machine: Machine) -> Iterator[Finding]:
             "NIXL copies twice between processes of one machine; Tercet's own transports do not need it",
             "docker run --cap-add SYS_PTRACE, or sysctl kernel.yama.ptrace_scope=0",
         )  # fmt: skip
-
-
-def _rdma_device(device: InfinibandDevice, libraries: Sequence[str]) -> Finding:
-    part = f"RDMA device {device.name}"
-    if not device.active:
-        costs, do = ("KV between machines uses tcp", "activate its port (ibstat), or ask the fabric's administrator")
-        return Finding(part, "costs", "no port is active", costs, do)
-    if not device.usable:
-        costs = "KV between machines uses tcp"
-        return Finding(part, "costs", "this user may not use it", costs, "give the container /dev/infiniband")
-    if not libraries:
-        costs = "KV between machines uses tcp, at a fraction of the link's bandwidth"
-        do = "run scripts/install-transport-extras"
-        return Finding(part, "costs", "neither NIXL nor Mooncake is installed", costs, do)
-    return Finding(part, "ok", f"active{_installed(libraries)}")
 
 
 def _installed(libraries: Sequence[str]) -> str:

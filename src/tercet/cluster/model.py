@@ -29,7 +29,7 @@ import urllib.request
 import uuid
 from collections.abc import Callable, Generator
 from contextlib import contextmanager, suppress
-from functools import cache
+from functools import cache, partial
 from http import HTTPStatus
 from importlib import metadata
 from pathlib import Path
@@ -144,7 +144,7 @@ def resolve_model(name: str, on_progress: OnProgress = lambda _: None) -> str:
     if not name:
         raise BadRequest("model: the name is empty", "model")
     if name == BUILT_IN:
-        return str(built_in_checkpoint(on_progress))
+        return str(_derived("", "conversion", partial(_convert_in_child, on_progress), on_progress))
     path = Path(name).expanduser()
     if path.exists():
         return str(path.absolute())
@@ -185,16 +185,6 @@ def cache_root() -> Path:
     """Return the directory of derived files: ``$TERCET_CACHE``, or ``~/.cache/tercet``."""
     configured = os.environ.get(CACHE_VARIABLE)
     return Path(configured).expanduser().absolute() if configured else Path.home() / ".cache" / "tercet"
-
-
-def built_in_checkpoint(on_progress: OnProgress) -> Path:
-    """Return the checkpoint directory of ``smollm2``; convert the model first if the directory does not exist."""
-
-    def build(weights: Path, final: Path, into: Path) -> None:
-        on_progress(f"converting SmolLM2-135M-Instruct into {final}; this happens once and takes 10 to 30 seconds")
-        _convert_in_child(weights, into, on_progress)
-
-    return _derived("", "conversion", build, on_progress)
 
 
 def convert(weights: Path, destination: Path, on_progress: OnProgress) -> None:
@@ -240,8 +230,9 @@ def convert(weights: Path, destination: Path, on_progress: OnProgress) -> None:
     tokenizer.save_pretrained(destination)
 
 
-def _convert_in_child(weights: Path, destination: Path, on_progress: OnProgress) -> None:
+def _convert_in_child(on_progress: OnProgress, weights: Path, final: Path, destination: Path) -> None:
     """Run :func:`convert` in a separate process, so that this one does not keep torch in memory."""
+    on_progress(f"converting SmolLM2-135M-Instruct into {final}; this happens once and takes 10 to 30 seconds")
     command = [sys.executable, "-m", "tercet.cluster.model", "--convert", str(weights), str(destination)]
     environment = os.environ | {"HF_HUB_OFFLINE": "1", PARALLEL_TOKENIZERS: "false"}
     with (

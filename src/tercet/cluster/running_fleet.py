@@ -334,7 +334,7 @@ class KeptRouter(KeptProcess):
                 try:
                     async with session.get(self.url + LIVE):
                         silent = 0
-                except TimeoutError:
+                except TimeoutError:  # it accepts connections, or its kernel does, and does not answer
                     silent += 1
                 except (aiohttp.ClientError, OSError):
                     silent = 0

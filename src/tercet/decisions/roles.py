@@ -105,7 +105,18 @@ class FleetHistory:
 
     def observe(self, now: float, engines: Sequence[ObservedEngine]) -> Demand | None:
         """Record a sample of the engines; return the demand since the oldest sample, None for the first sample."""
-        self._learn_steps(now, engines)
+        known = self._roles
+        self._roles = {
+            each.name: (each.role, known[each.name][1])
+            if each.name in known and known[each.name][0] == each.role
+            else (each.role, now)
+            for each in engines
+        }
+        for each in engines:
+            # Only steps of an engine that has had its role for a while and prefills nothing: they only decode.
+            settled = now - self._roles[each.name][1] >= SETTLE_S
+            if settled and each.role == "decode" and each.running and each.step_s and not each.waiting_s:
+                self._step.observe((1.0, each.running, each.contexts), each.step_s)
         decoding = [each for each in engines if each.role == "decode" and each.able]
         newest = _Sample(
             at=now,
@@ -144,19 +155,6 @@ class FleetHistory:
         """Return the predicted seconds of a step that decodes ``running`` sequences with ``contexts`` tokens of KV."""
         return self._step.predict((1.0, running, contexts))
 
-    def _learn_steps(self, now: float, engines: Sequence[ObservedEngine]) -> None:
-        known = self._roles
-        self._roles = {
-            each.name: (each.role, known[each.name][1])
-            if each.name in known and known[each.name][0] == each.role
-            else (each.role, now)
-            for each in engines
-        }
-        for each in engines:
-            settled = now - self._roles[each.name][1] >= SETTLE_S
-            if settled and each.role == "decode" and each.running and each.step_s and not each.waiting_s:
-                self._step.observe((1.0, each.running, each.contexts), each.step_s)
-
 
 class Pressures(NamedTuple):
     """The pressure of each role, expected some seconds ahead; 1 is the limit."""
@@ -173,11 +171,6 @@ def prefill_pressure(demand: Demand, engines: int, ttft: float) -> float:
     """Return the pressure of ``engines`` that prefill, with the objective ``ttft`` in seconds; 0 without traffic."""
     waiting = demand.waiting_s + LINE_AHEAD_S * max(0.0, demand.prefill - engines)
     return waiting / engines / (WAIT_SHARE * ttft)
-
-
-def prefill_load(demand: Demand, engines: int, ttft: float) -> float:
-    """Return the pressure if ``engines`` prefilled; at least their busy share, as busy engines make requests wait."""
-    return max(prefill_pressure(demand, engines, ttft), demand.prefill / engines / BUSY_FULL)
 
 
 def decode_pressure(demand: Demand, engines: int, tpot: float, history: FleetHistory) -> float:
@@ -368,8 +361,10 @@ class RoleController:
         giving, sign = OTHER[pressed], 1 if pressed == "prefill" else -1
         best, found = 0, None
         for number in range(1, len(able[giving])):
+            prefills = len(able["prefill"]) + sign * number
             after = Pressures(
-                prefill_load(demand, len(able["prefill"]) + sign * number, self._ttft),
+                # At least their busy share: busy engines make requests wait, also if none waits now.
+                max(prefill_pressure(demand, prefills, self._ttft), demand.prefill / prefills / BUSY_FULL),
                 decode_pressure(demand, len(able["decode"]) - sign * number, self._tpot, self._history),
             )
             if getattr(after, giving) <= MARGIN and (found is None or after.worse < found.worse):

@@ -237,7 +237,14 @@ class SessionTable:
         pause = None if found.paused_at is None else (found.pause, now - found.paused_at)
         found.paused_at, found.last_at = None, now
         found.running += 1
-        return list(self._forget_beyond(self._settings.most)), pause
+        # Beyond the limit the sessions go whose last turn is the longest ago; a running turn keeps its session.
+        actions = list[Action]()
+        while len(self._sessions) > self._settings.most:
+            oldest = next((name for name, each in self._sessions.items() if not each.running), None)
+            if oldest is None:
+                break
+            actions += self._forget(oldest)
+        return actions, pause
 
     def arrives(self, session: str, request: Request, engines: Mapping[str, EngineSeen]) -> list[Action]:
         """Return moves of the contexts that a beginning turn needs from an engine that is leaving; they go first."""
@@ -273,7 +280,12 @@ class SessionTable:
         context = Context(next(self._numbers), session, engine, request, output)
         found.contexts.append(context)
         self._tokens += context.num_tokens
-        return [*actions, *self._drop_beyond(self._settings.tokens)]
+        # Beyond the limit contexts go in the order of the sessions' last turns; one that moves stays until it has.
+        for each in [*self._sessions.values()]:
+            for old in [*each.contexts]:
+                if self._tokens > self._settings.tokens and old.to is None:
+                    actions += self._drop(each, old)
+        return actions
 
     def pauses(self, session: str, pause: Pause, engines: Mapping[str, EngineSeen], now: float) -> list[Action]:
         """Record that the client has the whole answer of an ended turn; it returns after a tool call, or by itself."""
@@ -408,10 +420,13 @@ class SessionTable:
     def _move(self, context: Context, engines: Mapping[str, EngineSeen]) -> list[Action]:
         source = engines[context.engine].revision
         able = [each for each in engines.values() if each.is_open and may_exchange_kv(each.revision, source)]
-        to = _home(context.session, able)
-        if to is None:
+        # To the engine that the session prefers, of those that decode if there are any. The session is bound to it at
+        # once: a turn that begins during the move goes there.
+        able = [engine for engine in able if engine.decodes] or able
+        if not able:
             return []
-        context.to = to
+        weights = preference(context.session, np.array([key_of(engine.name) for engine in able], dtype=np.uint64))
+        context.to = to = able[int(weights.argmax())].name
         self._bind(self._sessions[context.session], "decode", to)
         return [MoveContext(context, to)]
 
@@ -426,31 +441,7 @@ class SessionTable:
         for context in [*found.contexts]:
             yield from self._drop(found, context)
 
-    def _forget_beyond(self, most: int) -> Iterator[Action]:
-        while len(self._sessions) > most:
-            oldest = next((name for name, each in self._sessions.items() if not each.running), None)
-            if oldest is None:
-                return
-            yield from self._forget(oldest)
-
-    def _drop_beyond(self, tokens: int) -> Iterator[Action]:
-        for session in [*self._sessions.values()]:
-            for context in [*session.contexts]:
-                if self._tokens <= tokens:
-                    return
-                if context.to is None:
-                    yield from self._drop(session, context)
-
 
 def _side(role: Role) -> Role:
     """Return the role of the session's engine: one engine prefills for others, and one has the session's context."""
     return "prefill" if role == "prefill" else "decode"
-
-
-def _home(session: str, engines: Sequence[EngineSeen]) -> str | None:
-    """Return the engine that the session prefers, of those that decode if there are any; None without engines."""
-    able = [engine for engine in engines if engine.decodes] or engines
-    if not able:
-        return None
-    weights = preference(session, np.array([key_of(engine.name) for engine in able], dtype=np.uint64))
-    return able[int(weights.argmax())].name

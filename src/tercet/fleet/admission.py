@@ -224,7 +224,7 @@ class Gate:
     ) -> None:  # fmt: skip
         self._admission = Admission(limits)
         self._room = room
-        self._fleet = fleet
+        self.fleet = fleet
         self._metrics = metrics
         self._clock = clock
         self._woken: dict[Ticket, asyncio.Event] = {}
@@ -246,9 +246,6 @@ class Gate:
         """Admit requests after a change that the gate was not notified of."""
         if self._admission.waiting:
             self._wake(self._admission.look(self._load()))
-
-    def require_engines(self) -> None:
-        self._fleet.health.require_answers()
 
     @property
     def is_open(self) -> bool:
@@ -352,10 +349,10 @@ class Gate:
         limits = self._admission.limits
         engines = tokens = 0
         if limits.in_flight_per_engine or limits.tokens_per_engine:
-            able = [member for member in self._fleet.open if member.reachable]
+            able = [member for member in self.fleet.open if member.reachable]
             engines = sum(member.role != "prefill" for member in able) or len(able)
         if limits.tokens or limits.tokens_per_engine:
-            tokens = sum(member.in_flight_tokens for member in self._fleet.members)
+            tokens = sum(member.in_flight_tokens for member in self.fleet.members)
         return FleetLoad(engines, tokens, None if self._room is None else self._room())
 
 

@@ -12,6 +12,7 @@ from prometheus_client.registry import Collector
 
 from tercet.decisions.cost import Costs, Pull, Targets
 from tercet.decisions.scheduling import Scheduling
+from tercet.decisions.scheduling.plugin import DEVICE
 from tercet.fleet.adapters import AgreedAdapters, has, wanted_by
 from tercet.fleet.engine_health import STUCK_AFTER_S, EngineHealth, Liveness
 from tercet.fleet.knowledge import STALE_AFTER, FleetKnowledge
@@ -126,7 +127,9 @@ class FleetView:
             if picking.explanation is not None:
                 profile, decision, row = picking.explanation
                 pick.scores, pick.parts, pick.candidates = profile.explained(decision, row, MOST_SCORES)
-                pick.tiers = decision.tiers_of(row)
+                tiers = {tier: int(tokens[row]) for tier, tokens in decision.tiers.items() if tokens[row]}
+                if tiers.keys() - {DEVICE}:  # the usual case, all of it on the device, needs no list
+                    pick.tiers = tiers
             if request is not None:
                 pick.predicted = picking.believed.get((request.seq_id, member.name))
             self.trace.picks.append(pick)
@@ -221,10 +224,6 @@ class FleetView:
             # The order is that of the failures: the latest one is avoided last.
             self.failed.pop(name, None)
             self.failed[name] = error
-
-    def at_fault(self, error: BaseException) -> str:
-        """Return the name of the engine that caused ``error``; empty if none did."""
-        return next((name for name, found in self.failed.items() if found is error), "")
 
     def disaggregates(self, request: Request, decode: Engine, by: str | PrefillRule | None = None) -> bool:
         return self.fleet.picking.disaggregates(request, decode.name, by)

@@ -155,7 +155,7 @@ class EngineHealth:
         if paused and self.answers:
             error = EngineUnreachable(f"{member.name} is paused")
             error.blames = member.name
-            (member.calls.lose if paused == "all" else member.calls.lose_waiting)(error)
+            member.calls.lose(error, only_waiting=paused != "all")
 
     def restarted(self, name: str) -> None:
         logs.ENGINE_RESTARTED.tell(engine=name, reason="it was restarted")

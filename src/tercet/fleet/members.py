@@ -38,16 +38,11 @@ class CallsInFlight:
     def __len__(self) -> int:
         return len(self._fails)
 
-    def lose(self, error: TercetError) -> None:
-        """End every call to the engine with ``error``."""
+    def lose(self, error: TercetError, only_waiting: bool = False) -> None:
+        """End every call to the engine with ``error``, or only those that have no output yet."""
         # A copy: each call that fails forgets its entry.
-        for fail, _ in list(self._fails.values()):
-            fail(error)
-
-    def lose_waiting(self, error: TercetError) -> None:
-        """End with ``error`` every call that has no output yet."""
         for fail, waits in list(self._fails.values()):
-            if waits():
+            if not only_waiting or waits():
                 fail(error)
 
     def note(self, fail: Fail, waits: Waits = lambda: True) -> object:
@@ -104,6 +99,16 @@ class UntilLost:
 class Member:
     """One engine of the fleet."""
 
+    # What keeps a member from picks, and who ends that again:
+    #
+    #   reachable    it was lost, refused, or is stuck    EngineHealth.found_well, after an answer that fits
+    #   draining     its operator, or its discovery       the same
+    #   stopping     its own reports (SIGTERM)            its reports, or a restart that the router notices
+    #   paused       its own reports                      its reports, or such a restart
+    #   warming      HotContexts, at its start            the end of the copies to it
+    #   adapters     it does not have the request's       its next status; only picks of that adapter pass it over
+    #
+    # None of them ends sequences by itself: `calls` are made to fail where an engine cannot answer any more.
     name: str
     url: str
     role: MemberRole

@@ -234,7 +234,7 @@ class PoolingServers:
             except NotReadable as error:
                 raise EngineError(f"the answer of {server.url} is invalid: {error}") from error
             except OSError as error:
-                # The server may be gone, or it may only fail at this request.
+                # The server may be gone, or it may only fail at this request: the poll finds out which.
                 why = f": {server.url} {reason_of(error)}"
                 broken += 1
                 self._tasks.spawn(self.look_at(server), f"poll of {server.url}")

@@ -159,7 +159,14 @@ class RouterApp:
     async def _pass(
         self, context: RequestContext, followed: FollowedRequest | None, scope: Scope, receive: Receive, send: Send
     ) -> None:
-        refused = _odd_path(context.path) or self._served_elsewhere(context.path, scope)
+        # With an address for administrators, each address refuses the paths that only the other one serves.
+        refused: TercetError | None = _odd_path(context.path)
+        at_admin = scope.get(AT_ADMIN, False)
+        if refused is None and is_admin_path(context.path):
+            if self._admin_apart and not at_admin:
+                refused = UnknownPath(f"{context.path} is only served at the router's --admin-listen address")
+        elif refused is None and at_admin and context.path not in OPEN:
+            refused = UnknownPath(f"{context.path} is for clients; the admin address does not serve it")
         if refused is not None:
             await self._refusals({**scope, ERROR: refused}, receive, send)
             return
@@ -233,15 +240,6 @@ class RouterApp:
         held.callback(pooled.close)
         return body, pooled
 
-    def _served_elsewhere(self, path: str, scope: Scope) -> UnknownPath | None:
-        """Return the error if only the router's other address serves this path, otherwise None."""
-        at_admin = scope.get(AT_ADMIN, False)
-        if is_admin_path(path):
-            wrong = self._admin_apart and not at_admin
-            return UnknownPath(f"{path} is only served at the router's --admin-listen address") if wrong else None
-        wrong = at_admin and path not in OPEN
-        return UnknownPath(f"{path} is for clients; the admin address does not serve it") if wrong else None
-
     async def _pooled(
         self, pooling: PoolingServers, context: RequestContext, body: ReceivedBody, scope: Scope
     ) -> PooledAnswer:
@@ -269,11 +267,24 @@ class RouterApp:
     ) -> ReceivedBody | None:
         if context.path in READY:
             self._shutdown.require_serving()
-            self._gate.require_engines()
+            self._gate.fleet.health.require_answers()
         if is_admin_path(context.path):
             self._admins.require(scope)
-        elif context.path not in OPEN:
-            self._require_client(context, scope)
+        elif context.path not in OPEN and OF_BATCH not in scope:  # the client of a batch has shown a key with it
+            # A client key; for a trace, that of an administrator instead, unless clients may see traces. A caller who
+            # has no client key either is told about that one: without it there is no answer to trace.
+            try:
+                needs_client_key = self._client_traces or not wants_trace(context.headers)
+                if not needs_client_key:
+                    self._admins.require_operator(scope)
+            except BadRequest:
+                self._require_key(scope)
+                raise
+            except TercetError as refusal:
+                self._require_key(scope)
+                raise trace_refused("send the admin key in Authorization instead of a client key") from refusal
+            if needs_client_key:
+                self._require_key(scope)
         context.wants_trace = wants_trace(context.headers)
         if PROGRAM_HEADER in context.headers:
             self._check_program(context.headers[PROGRAM_HEADER])
@@ -307,22 +318,6 @@ class RouterApp:
             shown = "".join(value.decode("latin-1") for name, value in scope["headers"] if name == b"authorization")
             return shown.partition(" ")[2]  # the scheme may be written in any case
         return (scope.get("client") or ("",))[0]
-
-    def _require_client(self, context: RequestContext, scope: Scope) -> None:
-        """Require a client key; for a trace, that of an administrator instead, unless clients may see traces."""
-        if OF_BATCH in scope:
-            return  # its client has shown a key with the batch
-        try:
-            if not self._client_traces and wants_trace(context.headers):
-                self._admins.require_operator(scope)
-                return
-        except BadRequest:
-            self._require_key(scope)
-            raise
-        except TercetError as refusal:
-            self._require_key(scope)
-            raise trace_refused("send the admin key in Authorization instead of a client key") from refusal
-        self._require_key(scope)
 
     def _require_key(self, scope: Scope) -> None:
         refusal = "this router requires an API key: Authorization: Bearer KEY"

@@ -31,7 +31,7 @@ from tercet.protocol.entry_points import PARTS, provided
 from tercet.protocol.spans import SpanContext
 from tercet.router import admin
 from tercet.router.admin.admin_routes import json_answer
-from tercet.router.admin.admin_server import admin_served, tls_options
+from tercet.router.admin.admin_server import admin_served
 from tercet.router.batches.batch_routes import Batches
 from tercet.router.observe.metrics import HotContextMetrics, Metrics, SessionMetrics, WriteBehindMetrics
 from tercet.router.observe.request_traces import RequestTrace, RequestTraces, spans_of
@@ -143,7 +143,13 @@ async def _serve(config: RouterConfig, shared: Shared | None) -> None:
             shutdown = Shutdown(config.shutdown_timeout_s)
             traces = RequestTraces(config.trace_requests, service.moves.numbered, _export_spans)
             tells = shared is None or not shared.index
-            state = SharedState(path, membership, service, shutdown, tells, traces, store_of(config))
+            # Where routers on several machines share the state; otherwise they share the file at `path`, if at all.
+            store: StateStore | None = None
+            if config.state_ray is not None:
+                store = provided(PARTS, "ray-state", "ray", "state-ray")(config.state_ray)
+            elif config.state_configmap is not None:
+                store = configmap_store(access_of(config.discovery), config.state_configmap)
+            state = SharedState(path, membership, service, shutdown, tells, traces, store)
             await _Router(config, shared, membership, pooling, path, state, shutdown, until_ended).run()
 
 
@@ -166,11 +172,28 @@ class _Router:
         try:
             await self._join_fleet()
             promise = await self._first_promise()
-            self._follow_fleet(promise)
+            # From now on each engine is checked against what was promised to clients.
+            self.membership.served_model, self.membership.on_replaced = promise, self.state.replaced
+            self.background.keep(self.membership.watch, "membership")
+            if self.state.tells:  # of several workers, one removes engines
+                gone = GoneEngines(asyncio.get_running_loop().time)
+                self.background.keep(partial(remove_gone, self.state, gone), "gone engines")
             self._start_deciding()
             async with self.state.traces.answering():
-                await self._serve_clients(promise.max_model_len)
+                config, state, shared = self.config, self.state, self.shared
+                serve_small = _serve_small() if config.serves_without_vllm else None
+                if serve_small is None:
+                    await _serve_openai(
+                        config, state, self.membership, promise.max_model_len, self.shutdown, shared, self.pooling,
+                        self._heed_signals,
+                    )  # fmt: skip
+                else:
+                    await serve_small(
+                        config, state, promise.max_model_len, self.shutdown, self.pooling, named_files(config),
+                        self._heed_signals, shared,
+                    )  # fmt: skip
         finally:
+            # What changes the state ends before the state closes.
             await self.background.close()
             self.state.close()
 
@@ -216,14 +239,6 @@ class _Router:
             seconds = math.inf if self.config.await_engines or self.config.discovery.roster else READY_SECONDS
             return await self.state.until_ready(partial(self.membership.until_one_answers, seconds))
 
-    def _follow_fleet(self, promise: ServedModel) -> None:
-        """Check each engine against the fleet's ``promise``, from now on."""
-        self.membership.served_model, self.membership.on_replaced = promise, self.state.replaced
-        self.background.keep(self.membership.watch, "membership")
-        if self.state.tells:
-            gone = GoneEngines(asyncio.get_running_loop().time)
-            self.background.keep(partial(remove_gone, self.state, gone), "gone engines")
-
     def _start_deciding(self) -> None:
         """Start the background decisions: roles, moves, sessions, adapters, and reloads of a program."""
         config, state, service, keep = self.config, self.state, self.state.service, self.background.keep
@@ -238,9 +253,12 @@ class _Router:
             hot = HotContexts(service.fleet, HotContextMetrics(), config.warm_start_s, config.workers)
             self.background.spawn(hot.run(), "hot contexts")
         if config.sessions.on:
-            service.sessions = sessions = Sessions(
-                service.fleet, config.sessions, SessionMetrics(), file=self._session_file
-            )
+            # With a state file, sessions outlive this process. The name is the same after a restart: it has the port
+            # and the worker's number, since each worker has sessions of its own.
+            index = 0 if self.shared is None else self.shared.index
+            name = f"{self.path.name}.sessions-{config.port}-{index}.json"
+            file = None if config.state is None else self.path.with_name(name)
+            service.sessions = sessions = Sessions(service.fleet, config.sessions, SessionMetrics(), file=file)
             self.background.spawn(sessions.run(), "sessions")
         if config.missing_adapters == "load":
             keep(AdapterLoader(service.fleet, self.membership).run, "adapters")
@@ -250,26 +268,6 @@ class _Router:
             state.batches = Batches(directory, config.batches, service, self.shutdown, config.objectives.tpot)
             keep(state.batches.run, "batches")
 
-    @property
-    def _session_file(self) -> Path | None:
-        """The file of this process's sessions, next to a state file; its name is the same after a restart."""
-        if self.config.state is None:
-            return None
-        index = 0 if self.shared is None else self.shared.index
-        return self.path.with_name(f"{self.path.name}.sessions-{self.config.port}-{index}.json")
-
-    async def _serve_clients(self, max_model_len: int) -> None:
-        config, state, shutdown, pooling = self.config, self.state, self.shutdown, self.pooling
-        if config.serves_without_vllm:
-            files = named_files(config)
-            await _serve_small()(
-                config, state, max_model_len, shutdown, pooling, files, self._heed_signals, self.shared
-            )
-        else:
-            await _serve_openai(
-                config, state, self.membership, max_model_len, shutdown, self.shared, pooling, self._heed_signals
-            )
-
     def _heed_signals(self) -> None:
         """Let signals begin the shutdown, until the very end: no signal interrupts the removal of files and sockets.
 
@@ -277,16 +275,6 @@ class _Router:
         """
         second = self.shutdown.hurry if self.shared is None else self.shutdown.begin
         self.until_ended.enter_context(signals_to(self.shutdown.begin, second))
-
-
-def store_of(config: RouterConfig) -> StateStore | None:
-    """Return the store of a state that several machines share; None for the file of :func:`state_path`."""
-    if config.state_ray is not None:
-        store: StateStore = provided(PARTS, "ray-state", "ray", "state-ray")(config.state_ray)
-        return store
-    if config.state_configmap is None:
-        return None
-    return configmap_store(access_of(config.discovery), config.state_configmap)
 
 
 @contextmanager
@@ -355,6 +343,7 @@ async def _serve_openai(
             server = vllm.with_fast_path(server, args, engine_client)
         vllm.serve_adapters(server.app.state, engine_client, lambda: service.fleet.adapters)
         admin.install(server.app, state, names, vllm.loads_adapters(), named_files(config))
+        # Refusals do not pass vLLM's layers; without the same CORS headers a browser hides them from its page.
         gate = put_layers_before(
             server.app, server.layers, config, state, keys, shutdown, pooling, server.fast,
             lambda refusals: with_cors(refusals, args),
@@ -369,7 +358,9 @@ async def _serve_openai(
         loads = None if shared is None else (shared.loads, shared.index)
         # Only the first of several workers serves the admin address; all workers follow the state that it changes.
         own = config.admin_address if shared is None or not shared.index else None
-        async with admin_served(server.app, own, **tls_options(args)):
+        # The admin address has the TLS options of the clients' port, as vLLM's flags give them.
+        names = ("ssl_keyfile", "ssl_certfile", "ssl_ca_certs", "ssl_cert_reqs") if args.ssl_certfile else ()
+        async with admin_served(server.app, own, **{name: getattr(args, name) for name in names}):
             await state.serving()
             await vllm.accept(server.app, args, sock, shut_down, loads, ready)
     finally:

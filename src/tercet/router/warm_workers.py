@@ -66,6 +66,7 @@ def warm_parent(metrics: Path) -> Generator[socket.socket]:
     with ours:
         with theirs:
             variables = {METRICS_VARIABLE: str(metrics)}
+            # A fork of this process saves the import of vLLM once more; it must have no threads, which a fork loses.
             has_imported = "vllm" in sys.modules and unforkable([ours.fileno(), theirs.fileno()]) is None
             stop = (_forked if has_imported else _executed)(ours, theirs, variables)
         try:
@@ -97,9 +98,11 @@ def _forked(ours: socket.socket, channel: socket.socket, variables: Mapping[str,
             os.waitpid(pid, 0)
 
         return stop
+    # The child never returns into the caller's stack, whose contexts the supervisor leaves itself.
     code = 1
     try:
         _leave_signals_to_the_supervisor()
+        # Without this the channel would stay open when the supervisor is gone, and this process would never end.
         ours.close()
         os.environ.update(variables)
         # Make Prometheus keep metrics in files; it chose otherwise when it was imported.

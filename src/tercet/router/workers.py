@@ -86,6 +86,7 @@ class Shared:
                     hurry()
         finally:
             beating.cancel()
+        # The supervisor is gone, and nothing would replace this worker or pass it a signal: end as after a signal.
         os.kill(os.getpid(), signal.SIGTERM)
 
     async def _beat(self) -> None:
@@ -157,6 +158,7 @@ async def _supervise(config: RouterConfig, common: Path, channel: socket.socket 
         forks = None if channel is None else stack.enter_context(closing(Forks(channel)))
         serving: set[int] = set()
 
+        # Once, when all workers accept: a worker that is replaced later does not make the router ready again.
         def on_serving(index: int) -> None:
             first = len(serving) < config.workers
             serving.add(index)
@@ -239,6 +241,7 @@ class Place:
                 code, served = 1, False
             ever_served |= served
             failures = 0 if served else failures + 1
+            # At the start the command ends with the failure; a worker that has served is worth several tries.
             if not ever_served or failures >= MOST_FAILURES:
                 WORKER_ENDED.tell(worker=self.index, code=code, reason=f"it ended with code {code} before it served")
                 return code or 1
@@ -251,7 +254,7 @@ class Place:
         """Run one worker to its end; return its exit code, and whether it served."""
         ours, theirs = socket.socketpair()
         with ours:
-            with theirs:
+            with theirs:  # only the worker keeps its end, so that its death closes the line
                 process = await self._start(theirs)
             ours.setblocking(False)
             reports = Reports(ours, partial(self.on_serving, self.index))
@@ -260,13 +263,15 @@ class Place:
             silent = asyncio.create_task(self._kill_when_silent(process, reports))
             try:
                 code = await process.wait()
-                reports.read()
+                reports.read()  # what it reported just before its end
                 return code, reports.served
             finally:
                 silent.cancel()
                 loop.remove_reader(ours)
                 await self._stop(process, ours)
-                self._forget(process.pid)
+                # Its gauges must not count on, and no other worker may wait for it to take a connection.
+                multiprocess.mark_process_dead(process.pid, str(self.metrics))  # pyright: ignore[reportUnknownMemberType]
+                os.pwrite(self.loads, NOT_ACCEPTING, LOAD_BYTES * self.index)
 
     async def _kill_when_silent(self, process: asyncio.subprocess.Process | ForkedChild, reports: Reports) -> None:
         """Kill a worker that served and does not report any more, such as a stopped process: it is then replaced."""
@@ -286,20 +291,7 @@ class Place:
                 return await self._fork(self.forks, line)
             except NoFork as refusal:
                 logger.warning("worker %d imports vLLM itself: %s", self.index, refusal)
-        return await self._start_cold(line)
-
-    async def _fork(self, forks: Forks, line: socket.socket) -> ForkedChild:
-        fds = line.fileno(), self.listening.fileno(), self.loads
-        with tempfile.TemporaryFile() as settings:
-            settings.write(msgspec.json.encode(Started(self.config, self.index, *fds)))
-            settings.seek(0)
-            return await forks.fork([settings.fileno(), *fds])
-
-    async def _start_cold(self, line: socket.socket) -> asyncio.subprocess.Process:
-        """Start a worker that imports what it needs; its settings, which may have keys, go through a pipe.
-
-        Other users of the machine can read command lines.
-        """
+        # The settings may have keys: they go through a pipe, since other users of the machine can read command lines.
         env = {**os.environ, "PROMETHEUS_MULTIPROC_DIR": str(self.metrics)}
         fds = line.fileno(), self.listening.fileno(), self.loads
         process = await asyncio.create_subprocess_exec(
@@ -309,6 +301,13 @@ class Place:
             process.stdin.write(msgspec.json.encode(Started(self.config, self.index, *fds)))
             process.stdin.close()
         return process
+
+    async def _fork(self, forks: Forks, line: socket.socket) -> ForkedChild:
+        fds = line.fileno(), self.listening.fileno(), self.loads
+        with tempfile.TemporaryFile() as settings:
+            settings.write(msgspec.json.encode(Started(self.config, self.index, *fds)))
+            settings.seek(0)
+            return await forks.fork([settings.fileno(), *fds])
 
     async def _stop(self, process: asyncio.subprocess.Process | ForkedChild, line: socket.socket) -> None:
         """Send SIGTERM and wait for the shutdown's timeout; send SIGKILL if the worker has not ended then."""
@@ -330,7 +329,3 @@ class Place:
         await self.hurried.wait()
         with suppress(OSError):
             line.send(HURRY)
-
-    def _forget(self, pid: int) -> None:
-        multiprocess.mark_process_dead(pid, str(self.metrics))  # pyright: ignore[reportUnknownMemberType]
-        os.pwrite(self.loads, NOT_ACCEPTING, LOAD_BYTES * self.index)

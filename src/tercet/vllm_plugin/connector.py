@@ -46,6 +46,8 @@ if TYPE_CHECKING:
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request as VLLMRequest
 
+    from tercet.vllm_plugin.core.fence import SiblingFence
+
 
 class TercetConnector(KVConnectorBase_V1, SupportsHMA):
     """One engine's connector, for the scheduler's process or for a worker, by ``role``."""
@@ -154,13 +156,10 @@ class TercetConnector(KVConnectorBase_V1, SupportsHMA):
         """True while sends or reservations wait for the end of a step, which an idle engine would not begin."""
         return self._scheduler is not None and self._scheduler.awaits_steps
 
-    def note_tiers(self, events: Iterable[KVCacheEvent]) -> None:
-        if self._scheduler is not None and self._scheduler.fence is not None:
-            self._scheduler.fence.tiers.note(events)
-
-    def siblings_reset(self) -> None:
-        if self._scheduler is not None and self._scheduler.fence is not None:
-            self._scheduler.fence.siblings_reset()
+    @property
+    def fence(self) -> SiblingFence | None:
+        """The fence between leases and siblings; None without siblings, and before the scheduler is attached."""
+        return None if self._scheduler is None else self._scheduler.fence
 
     def take_events(self) -> Iterable[KVCacheEvent]:
         """Record that a step has ended, before any client has its tokens. Tercet adds no events."""
@@ -169,6 +168,7 @@ class TercetConnector(KVConnectorBase_V1, SupportsHMA):
         return ()
 
     def request_finished(self, request: VLLMRequest, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+        # False: vLLM frees the blocks at once. What a send still reads is pinned by the scheduler's side itself.
         if self._scheduler is not None:
             self._scheduler.finished(request.request_id)
         return False, None
@@ -180,6 +180,7 @@ class TercetConnector(KVConnectorBase_V1, SupportsHMA):
 
     def get_num_new_matched_tokens(self, request: VLLMRequest, num_computed_tokens: int) -> tuple[int | None, bool]:
         """Return 0 tokens to fetch, since peers push KV; None for a request that has to wait for its turn."""
+        # vLLM passes over a request that gets None, without blocks, and asks again in the next step.
         if self._scheduler is not None and self._scheduler.queue.holds_back(request):
             return None, False
         return 0, False

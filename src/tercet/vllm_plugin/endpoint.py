@@ -46,7 +46,7 @@ from tercet.vllm_plugin.edge.attached_engine import AttachedEngine
 from tercet.vllm_plugin.edge.llm_requests import tell_failures
 from tercet.vllm_plugin.edge.prefilled_requests import PrefilledRequests
 from tercet.vllm_plugin.mm_features import bound_uuids
-from tercet.vllm_plugin.start.plugin_settings import PluginSettings, parse_settings
+from tercet.vllm_plugin.start.plugin_settings import parse_settings
 from tercet.vllm_plugin.start.siblings_config import settings_of
 from tercet.wire.client import engine_tls
 from tercet.wire.client.remote_prefill import PrefillAttempts, PrefillerHeader, RemotePrefill
@@ -114,20 +114,18 @@ class TercetEndpoints:
         state.tercet_prefillers = settings.allowed_prefillers()
         for_all = clients_see_traces() or settings.client_traces
         state.tercet_trace_keys = None if for_all else BearerKeys(secrets_of(secret))
-        remote = _remote_prefill(settings, attached.edge, args) if state.tercet_prefillers else None
+        remote: RemotePrefill | None = None
+        if state.tercet_prefillers:
+
+            async def ours() -> Revision:
+                return attached.edge.revision
+
+            # Other engines of the fleet are served as this one is: by TLS if this one is, with one secret.
+            key = settings.fleet_secret or next(iter(api_keys(args)), "")
+            tls = engine_tls(args.ssl_ca_certs, args.ssl_certfile, args.ssl_keyfile) if args.ssl_ca_certs else None
+            budget = PrefillBudget(settings.prefill_timeout, settings.prefill_stuck_after)
+            remote = RemotePrefill(PrefillAttempts(budget), ours, key, bool(args.ssl_certfile), tls)
         state.tercet_prefilling = remote, PrefilledRequests(engine_client, attached, remote)  # type: ignore[arg-type]
-
-
-def _remote_prefill(settings: PluginSettings, edge: Edge, args: Namespace) -> RemotePrefill:
-    """Return the client that calls other engines: by TLS if this engine is served by TLS."""
-
-    async def ours() -> Revision:
-        return edge.revision
-
-    secret = settings.fleet_secret or next(iter(api_keys(args)), "")
-    tls = engine_tls(args.ssl_ca_certs, args.ssl_certfile, args.ssl_keyfile) if args.ssl_ca_certs else None
-    budget = PrefillBudget(settings.prefill_timeout, settings.prefill_stuck_after)
-    return RemotePrefill(PrefillAttempts(budget), ours, secret, bool(args.ssl_certfile), tls)
 
 
 @asynccontextmanager
@@ -173,12 +171,7 @@ async def _call(request: Request, kind: type[T]) -> T:
 
 
 def _body(kind: type) -> dict[str, Any]:
-    content = {"schema": _inlined_schema(kind)}
-    return {"requestBody": {"required": True, "content": dict.fromkeys((JSON, MSGPACK), content)}}
-
-
-def _inlined_schema(kind: type) -> dict[str, Any]:
-    """Return a schema with its definitions inlined, since FastAPI collects only its own components."""
+    # With its definitions inlined, since FastAPI collects only its own components.
     (schema,), components = msgspec.json.schema_components([kind], ref_template="{name}")
 
     def expand(node: Any) -> Any:
@@ -188,7 +181,8 @@ def _inlined_schema(kind: type) -> dict[str, Any]:
             return {key: expand(value) for key, value in node.items()}
         return [expand(item) for item in node] if isinstance(node, list) else node
 
-    return expand(schema)
+    content = {"schema": expand(schema)}
+    return {"requestBody": {"required": True, "content": dict.fromkeys((JSON, MSGPACK), content)}}
 
 
 @router.post("/prep_recv", openapi_extra=_body(PrepRecvCall))

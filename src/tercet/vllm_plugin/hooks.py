@@ -196,13 +196,6 @@ def _unmet(side: Side) -> list[str]:
     return [f"{hook.name}: {unmet}" for hook in hooks_of(side) for unmet in hook.check()]
 
 
-def unmet_by_side() -> dict[Side, list[str]]:
-    """Return the mismatches of each side with the installed vLLM, which may have any version."""
-    found = vllm_version()
-    versions = {side: [] if is_supported(side, found) else [f"vLLM {found}: {_versions(side)}"] for side in SIDES}
-    return {side: [*versions[side], *_unmet(side)] for side in SIDES}
-
-
 def import_error() -> str:
     """Return the reason why the installed vLLM cannot be imported, in one line; empty if it can be imported."""
     try:
@@ -301,7 +294,11 @@ def original_of(attribute: str) -> type:
 
 if __name__ == "__main__":
     if sys.argv[1:] == ["--json"]:
-        cause = import_error()
-        print(json.dumps({"error": f"vLLM cannot be imported: {cause}"} if cause else unmet_by_side()))
+        # For `tercet doctor`: the mismatches of each side with the installed vLLM, which may have any version.
+        said: dict[str, Any] = {"error": f"vLLM cannot be imported: {cause}"} if (cause := import_error()) else {}
+        for side in () if cause else SIDES:
+            known = is_supported(side, vllm_version())
+            said[side] = [*([] if known else [f"vLLM {vllm_version()}: {_versions(side)}"]), *_unmet(side)]
+        print(json.dumps(said))
         sys.exit()
     sys.exit(main())

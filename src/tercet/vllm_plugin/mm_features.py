@@ -64,7 +64,11 @@ def to_prompt(
         if feature.offset >= len(tokens):
             break
         feature.require_genuine()
-        items.setdefault(feature.modality, []).append(_item_of(feature, dtype))
+        try:
+            item = _cast(MsgpackDecoder(MultiModalKwargsItem).decode(feature.data), dtype)
+        except Exception as error:  # vLLM's decoder and torch may raise anything
+            raise BadRequest(f"mm_features: data: cannot be read: {error}", "mm_features") from error
+        items.setdefault(feature.modality, []).append(item)
         hashes.setdefault(feature.modality, []).append(feature.digest)
         places.setdefault(feature.modality, []).append(_place_of(feature))
     return mm_input(
@@ -85,12 +89,6 @@ def to_specs(features: Sequence[MultiModalFeature], end: int) -> list[MultiModal
     ]
 
 
-def most_features_of(renderer: Any) -> dict[str, int]:
-    """Return the largest number of features of each kind in a prompt, from vLLM's ``renderer``; empty for text."""
-    processor = renderer.mm_processor
-    return {} if processor is None else dict(processor.info.allowed_mm_limits)
-
-
 def with_short_names(given: Mapping[str, Any]) -> dict[str, Any]:
     """Return clients' names of features as they are kept: vLLM's caches do not count the bytes of names."""
     return {
@@ -108,13 +106,6 @@ def bound_uuids(renderer: Any) -> None:
 def _place_of(feature: MultiModalFeature) -> PlaceholderRange:
     mask = torch.tensor(list(feature.embeds), dtype=torch.bool) if feature.embeds else None
     return PlaceholderRange(feature.offset, feature.length, mask)
-
-
-def _item_of(feature: MultiModalFeature, dtype: torch.dtype) -> MultiModalKwargsItem:
-    try:
-        return _cast(MsgpackDecoder(MultiModalKwargsItem).decode(feature.data), dtype)
-    except Exception as error:  # vLLM's decoder and torch may raise anything
-        raise BadRequest(f"mm_features: data: cannot be read: {error}", "mm_features") from error
 
 
 def _cast(item: MultiModalKwargsItem, dtype: torch.dtype) -> MultiModalKwargsItem:

@@ -72,7 +72,8 @@ class MultiConnector(VLLMsMultiConnector):
     def take_events(self) -> Iterable[KVCacheEvent]:
         """Return the siblings' events, and record at once that a step has ended: vLLM's own waits for a reader."""
         events = [event for each in self.tercet.siblings for event in each.take_events()]
-        self.tercet.note_tiers(events)
+        if (fence := self.tercet.fence) is not None:
+            fence.tiers.note(events)
         return [*events, *self.tercet.take_events()]
 
     def get_finished_count(self) -> int | None:
@@ -82,5 +83,6 @@ class MultiConnector(VLLMsMultiConnector):
 
     def reset_cache(self) -> bool:
         """Reset the siblings' caches, but not what Tercet knows to be in flight there: see :mod:`.core.fence`."""
-        self.tercet.siblings_reset()
+        if (fence := self.tercet.fence) is not None:
+            fence.siblings_reset()
         return super().reset_cache()

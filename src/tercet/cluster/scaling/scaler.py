@@ -137,7 +137,20 @@ class Scaler:
                     await self._hands.start(name, role)
                     after = scaling.ready(name)
                 case Drain(name):
-                    await self._until_empty(scaling, name)
+                    engine: dict[str, Any] = await self._router.drain(name)
+                    empty, said = 0, -1
+                    with contextlib.suppress(TimeoutError):  # then it is stopped with the sequences that are left
+                        async with asyncio.timeout(self._drain_seconds):
+                            # Several looks in a row: a request that was routed before the drain may be on its way.
+                            while empty < EMPTY_LOOKS:
+                                left = engine["in_flight"]
+                                scaling.runs(name, left)
+                                empty = 0 if left else empty + 1
+                                if left != said:
+                                    self._on_event(name, f"draining: {left} sequences left")
+                                    said = left
+                                await asyncio.sleep(LOOK_SECONDS)
+                                engine = await self._router.engine(name)
                     after = scaling.drained(name)
                 case Stop(name):
                     await self._hands.stop(name)
@@ -148,23 +161,8 @@ class Scaler:
             self._on_event(order.name, error.message)
         except OSError as error:
             after = scaling.failed(order.name, f"{type(error).__name__}: {error}")
+        # One order's end, also a failed one, may allow the next orders: the plan decides, and no engine waits here.
         self._carry_out(scaling, after)
-
-    async def _until_empty(self, scaling: Scaling, name: str) -> None:
-        engine: dict[str, Any] = await self._router.drain(name)
-        empty, said = 0, -1
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(self._drain_seconds):
-                # Several looks in a row: a request that was routed before the drain may be on its way.
-                while empty < EMPTY_LOOKS:
-                    left = engine["in_flight"]
-                    scaling.runs(name, left)
-                    empty = 0 if left else empty + 1
-                    if left != said:
-                        self._on_event(name, f"draining: {left} sequences left")
-                        said = left
-                    await asyncio.sleep(LOOK_SECONDS)
-                    engine = await self._router.engine(name)
 
 
 PATH = "/scale"

@@ -66,10 +66,6 @@ class Targets(msgspec.Struct, frozen=True):
             if seconds is not None and not seconds > 0:
                 raise BadRequest(f"{name}: must be more than 0 seconds, is {seconds}", name)
 
-    def missed_by(self, ttft: float, tpot: float) -> float:
-        missed = 0.0 if self.ttft is None else max(0.0, ttft / self.ttft - 1)
-        return missed if self.tpot is None else missed + max(0.0, tpot / self.tpot - 1)
-
 
 class RouteOption(msgspec.Struct, omit_defaults=True):
     """One way to serve a request, with its predictions, in seconds."""
@@ -166,7 +162,13 @@ def options_of(
     it and prefill at the least cost; for the best of these pairs, other splits; and for the few with the least work,
     what ``pull_for`` returns.
     """
-    _expect_order(candidates)
+    # Engines will differ more in the future than in the recent past: prefills go to engines with few decodes, and
+    # decodes to engines with few prefills, so chance differences between engines grow. Predictions that assume the past
+    # would miss that, and keep all engines alike.
+    total = sum(candidate.interference for candidate in candidates)
+    sharper = sum(candidate.interference**SHARPER for candidate in candidates)
+    for candidate in candidates:
+        candidate.interference = total * candidate.interference**SHARPER / sharper if sharper else 0.0
     alone = [_alone(candidate, wanted) for candidate in candidates]
     by_name = {candidate.name: candidate for candidate in candidates}
     prefills = sorted(candidates, key=lambda candidate: _cost_of_prefill(candidate, wanted))
@@ -201,18 +203,6 @@ def _cost_of_prefill(candidate: RouteCandidate, wanted: RouteRequest) -> float:
 def _cost_of_decode(candidate: RouteCandidate, wanted: RouteRequest) -> float:
     tpot, slowed = candidate.decode(wanted.tokens, wanted.output)
     return wanted.output * tpot + slowed - candidate.matched * candidate.prefill(0, wanted.tokens) / wanted.tokens
-
-
-def _expect_order(candidates: Sequence[RouteCandidate]) -> None:
-    """Assume that engines will differ more in the future than in the recent past.
-
-    Prefills go to engines with few decodes, and decodes to engines with few prefills, so chance differences between
-    engines grow. Predictions that assume the past would miss that, and keep all engines alike.
-    """
-    total = sum(candidate.interference for candidate in candidates)
-    sharper = sum(candidate.interference**SHARPER for candidate in candidates)
-    for candidate in candidates:
-        candidate.interference = total * candidate.interference**SHARPER / sharper if sharper else 0.0
 
 
 def _alone(candidate: RouteCandidate, wanted: RouteRequest) -> RouteOption:
@@ -254,7 +244,10 @@ def _option(
     wanted: RouteRequest, decode: str, ttft: float, tpot: float, others: float, prefill: str = "", split: int = 0
 ) -> RouteOption:
     own = ttft + (wanted.output - 1) * tpot
-    missed = wanted.targets.missed_by(ttft, tpot)
+    # By how much of a target each latency exceeds it, added: a route that misses none comes before any cheaper one.
+    targets = wanted.targets
+    missed = 0.0 if targets.ttft is None else max(0.0, ttft / targets.ttft - 1)
+    missed += 0.0 if targets.tpot is None else max(0.0, tpot / targets.tpot - 1)
     return RouteOption(decode, ttft, tpot, own + others, prefill, split, missed)
 
 

@@ -69,25 +69,23 @@ class OnlineFit:
             old * self._forgetting + weight * feature * value / scale
             for old, feature in zip(self._products, row, strict=True)
         ]
-        if self.count <= FIRST or self.count % EVERY == 0:
-            self._solve()
+        if self.count > FIRST and self.count % EVERY:
+            return
+        # On the router's event loop, coordinate descent from the last solution costs 26 us for six coefficients and
+        # 13 us for three; SciPy's NNLS, with the Cholesky factor that it needs, costs 28 us for either.
+        theta = self.theta
+        for _ in range(SWEEPS):
+            for index, products in enumerate(self._squares):
+                prior = self._prior[index]
+                pull = self._pull / (prior * prior)
+                others = sum(map(mul, products, theta)) - products[index] * theta[index]
+                theta[index] = max(0.0, (self._products[index] + pull * prior - others) / (products[index] + pull))
 
     def _weight(self, error: float) -> float:
         limit = WILD * self._spread
         self._spread += 0.05 * (min(error, 2 * limit) - self._spread)
         self._spread = max(self._spread, 0.01)
         return 1.0 if error <= limit else limit / error
-
-    def _solve(self) -> None:
-        # On the router's event loop, coordinate descent from the last solution costs 26 us for six coefficients and
-        # 13 us for three; SciPy's NNLS, with the Cholesky factor that it needs, costs 28 us for either.
-        theta = self.theta
-        for _ in range(SWEEPS):
-            for index, row in enumerate(self._squares):
-                prior = self._prior[index]
-                pull = self._pull / (prior * prior)
-                others = sum(map(mul, row, theta)) - row[index] * theta[index]
-                theta[index] = max(0.0, (self._products[index] + pull * prior - others) / (row[index] + pull))
 
 
 class EnginePace:
@@ -353,7 +351,14 @@ class EngineWork:
                 self._served_until = now
                 self._prefills += 1
             if computed > FEW or sent:
-                self._note_prefill(took, computed, cached, sent)
+                # Prefills that end (nearly) together ran in one step, and are one observation.
+                features = features_of(computed, cached, self.decoding, sent)
+                if took > TOGETHER * self._model.predicted(features):
+                    self._learn_prefills()
+                self._seen_seconds += took
+                self._seen = [a + b for a, b in zip(self._seen or (0.0,) * len(features), features, strict=True)]
+                if not self._line:
+                    self._learn_prefills()
             job.stage = "decode"
             if job.output:
                 del self._coming[seq_id]
@@ -400,16 +405,6 @@ class EngineWork:
         self._jobs[seq_id] = job
         if job.output:
             self._coming[seq_id] = job
-
-    def _note_prefill(self, took: float, computed: int, cached: int, sent: int) -> None:
-        """Record the end of a prefill; prefills that end (nearly) together ran in one step, and are one observation."""
-        features = features_of(computed, cached, self.decoding, sent)
-        if took > TOGETHER * self._model.predicted(features):
-            self._learn_prefills()
-        self._seen_seconds += took
-        self._seen = [a + b for a, b in zip(self._seen or (0.0,) * len(features), features, strict=True)]
-        if not self._line:
-            self._learn_prefills()
 
     def _learn_prefills(self) -> None:
         if self._seen_seconds > 0:
@@ -481,32 +476,27 @@ class ReportedWork:
         self._interference = self._interference * faded + (1 - faded if backlog else 0.0)
         self.decoding = load.running
         self.contexts = int(load.kv_usage * self._kv_tokens()) or load.running * UNKNOWN_CONTEXT
-        self._learn_prefill(now, passed, backlog)
+        if (alone := self._alone) is not None:
+            if backlog > alone.tokens or now - alone.at > LONGEST_PREFILL:
+                self._alone = None  # the engine has a prompt of another process, too
+            elif backlog:
+                alone.seen = True
+            elif alone.seen:
+                self._alone = None
+                seconds = now - passed / 2 - alone.at
+                if seconds > 0:
+                    if self._model.prefills_seen >= SETTLED:  # before that, the first observed engines would look slow
+                        self.prefill_pace.observe(seconds, self._model.predicted(alone.features))
+                    self._model.prefilled(seconds, alone.features)
+                    self.learned += 1
+            elif now - alone.at > 2 * passed:
+                self._alone = None  # it ended between two reports, or another engine got it
         decodes_alone = not before and not backlog and load.running
         if decodes_alone and load.step_time and now - self._stepped_at >= STEPS_EVERY:
             self._stepped_at = now
             self.decode_pace.observe(load.step_time, self._model.step(load.running, self.contexts))
             self._model.stepped(load.step_time, load.running, self.contexts)
         self._backlog = backlog
-
-    def _learn_prefill(self, now: float, passed: float, backlog: int) -> None:
-        alone = self._alone
-        if alone is None:
-            return
-        if backlog > alone.tokens or now - alone.at > LONGEST_PREFILL:
-            self._alone = None  # the engine has a prompt of another process, too
-        elif backlog:
-            alone.seen = True
-        elif alone.seen:
-            self._alone = None
-            seconds = now - passed / 2 - alone.at
-            if seconds > 0:
-                if self._model.prefills_seen >= SETTLED:  # before that, the first observed engines would look slow
-                    self.prefill_pace.observe(seconds, self._model.predicted(alone.features))
-                self._model.prefilled(seconds, alone.features)
-                self.learned += 1
-        elif now - alone.at > 2 * passed:
-            self._alone = None  # it ended between two reports, or another engine got it
 
     # ---- remaining work --------------------------------------------------------------------------------------
 

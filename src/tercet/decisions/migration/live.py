@@ -15,7 +15,7 @@ from typing import Protocol
 
 import msgspec
 
-from tercet.protocol import Engine, Request, Reservation, Sent
+from tercet.protocol import Engine, Request, Reservation
 from tercet.settings import MoveSettings
 
 
@@ -27,10 +27,6 @@ class Stage(msgspec.Struct, frozen=True):
     bytes: int = 0
     seconds: float = 0.0
     transport: str = ""
-
-    def and_then(self, sent: Sent) -> Stage:
-        """Return this stage with one more portion."""
-        return Stage(self.begin, sent.end, self.bytes + sent.bytes, self.seconds + sent.seconds, sent.transport)
 
 
 class Movable(Protocol):
@@ -76,6 +72,8 @@ async def migrate(
     share_now = share or (lambda: settings.share)
     async with to.prep_recv(context) as space:
         await _send(sequence, context, space, settings, stages, share_now)
+        # The source goes on decoding while a stage is sent, so each stage leaves a shorter rest. What is left when it
+        # is short, or after the last stage, is computed again by the destination: the sequence stands still meanwhile.
         while sequence.computed - space.end > settings.tail and len(stages) < settings.stages:
             context = sequence.context()
             space = await to.extend_recv(space, context)
@@ -91,6 +89,9 @@ async def _send(
     while stages[-1].end < space.end:
         end = min(stages[-1].end + settings.portion, space.end)
         sent = await sequence.engine.remote_send(context, space, stages[-1].end, end)
-        stages[-1] = stages[-1].and_then(sent)
+        # After each portion, so that a move that fails in the middle still reports what it sent.
+        stage = stages[-1]
+        sums = stage.bytes + sent.bytes, stage.seconds + sent.seconds
+        stages[-1] = Stage(stage.begin, sent.end, *sums, sent.transport)
         if end < space.end:
             await asyncio.sleep(sent.seconds / share() - sent.seconds)

@@ -190,15 +190,14 @@ class AffinityFilter(Filter, frozen=True):
         if len(engines) == 1 or self.affinity_threshold <= 0 or not sticky.any():
             return everyone
         explores = self.exploration_probability > 0 and decision.random.random() < self.exploration_probability
-        return everyone if explores or self._costs_too_much(sticky, engines) else sticky
-
-    def _costs_too_much(self, sticky: Booleans, engines: Engines) -> bool:
-        if sticky.all():
-            return False
+        if explores or sticky.all():
+            return everyone
+        # How many prompt tokens the least busy engine with the prompt is behind the least busy one without it.
         tokens = prompt_tokens_of(engines)
         behind = float(tokens[sticky].min() - tokens[~sticky].min())
         longest = self.max_ttft_penalty_ms / 1000 * self.peak_prefill_throughput
-        return any(0 < limit < behind for limit in (longest, self.max_tokens_in_flight_penalty))
+        costs_too_much = any(0 < limit < behind for limit in (longest, self.max_tokens_in_flight_penalty))
+        return everyone if costs_too_much else sticky
 
 
 class PrefixCacheAffinityFilter(AffinityFilter, frozen=True):

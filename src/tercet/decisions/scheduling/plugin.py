@@ -246,11 +246,6 @@ class Decision:
     def note_match(self, tokens: Integers) -> None:
         self.matched = tokens if self.matched is None else np.maximum(self.matched, tokens)
 
-    def tiers_of(self, row: int) -> dict[str, int]:
-        """Return the matched tokens of an engine by tier; empty if all of them are on the device."""
-        found = {tier: int(tokens[row]) for tier, tokens in self.tiers.items() if tokens[row]}
-        return found if found.keys() - {DEVICE} else {}
-
 
 class Plugin(msgspec.Struct, frozen=True, kw_only=True, rename="camel", forbid_unknown_fields=True):
     """Base of all plugins; its fields are the parameters."""

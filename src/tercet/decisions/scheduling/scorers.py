@@ -26,7 +26,7 @@ from tercet.decisions.scheduling.plugin import (
     Scorer,
     preference,
 )
-from tercet.protocol import AdapterLoad, EngineView, Request
+from tercet.protocol import EngineView, Request
 from tercet.protocol.headers import OTHER_SESSION_HEADERS, SESSION_HEADER
 from tercet.protocol.names import owned_name
 
@@ -259,17 +259,17 @@ class LoraAffinityScorer(Scorer, frozen=True):
 
     def score(self, decision: Decision, engines: Engines) -> Floats:
         wanted = None if decision.request is None else decision.request.adapter
-        return np.array([_affinity(load, wanted) for load in engines.adapter_loads], dtype=np.float64)
-
-
-def _affinity(load: AdapterLoad | None, wanted: str | None) -> float:
-    if load is None:
-        return 0.0
-    if wanted in load.running:
-        return 1.0
-    if len({*load.running, *load.waiting}) < load.max:
-        return 0.8
-    return 0.6 if wanted in load.waiting else 0.0
+        scores = np.zeros(len(engines), dtype=np.float64)
+        for place, load in enumerate(engines.adapter_loads):
+            if load is None:
+                continue
+            if wanted in load.running:
+                scores[place] = 1.0
+            elif len({*load.running, *load.waiting}) < load.max:
+                scores[place] = 0.8
+            elif wanted in load.waiting:
+                scores[place] = 0.6
+        return scores
 
 
 class SessionAffinityScorer(Scorer, frozen=True):
@@ -363,7 +363,22 @@ class ContextLengthScorer(Scorer, frozen=True):
     def score(self, decision: Decision, engines: Engines) -> Sequence[float]:
         length, label = length_of(decision), self.label
         texts = [engine.labels.get(label) for engine in engines]
-        return [WITHOUT_LABEL if text is None else _fit(range_of(text), length) for text in texts]
+        scores: list[float] = []
+        for text in texts:
+            if text is None or (lengths := range_of(text)) is None:
+                scores.append(WITHOUT_LABEL if text is None else 0.0)
+                continue
+            least, most = lengths
+            width = most - least
+            if not is_in(lengths, length):
+                outside = length - most if length > most else least - length
+                scores.append(BEST_OUTSIDE / (1 + outside / 1000))
+            elif width == 0:
+                scores.append(1.0)
+            else:
+                narrow, room = 1 / (1 + width / 10_000), (most - length) / width
+                scores.append(BEST_OUTSIDE + (1 - BEST_OUTSIDE) * (0.7 * narrow + 0.3 * room))
+        return scores
 
 
 def length_of(decision: Decision) -> int:
@@ -385,17 +400,3 @@ def range_of(text: str) -> tuple[int, int] | None:
 def is_in(lengths: tuple[int, int] | None, length: int) -> bool:
     """Return True if the length is in the range; no length is in None."""
     return lengths is not None and lengths[0] <= length <= lengths[1]
-
-
-def _fit(lengths: tuple[int, int] | None, length: int) -> float:
-    if lengths is None:
-        return 0.0
-    least, most = lengths
-    width = most - least
-    if not is_in(lengths, length):
-        outside = length - most if length > most else least - length
-        return BEST_OUTSIDE / (1 + outside / 1000)
-    if width == 0:
-        return 1.0
-    narrow, room = 1 / (1 + width / 10_000), (most - length) / width
-    return BEST_OUTSIDE + (1 - BEST_OUTSIDE) * (0.7 * narrow + 0.3 * room)

@@ -510,6 +510,11 @@ def engine_shown(member: Member, shared: SharedState) -> dict[str, Any]:
     """
     everywhere = shared.reports.engines()[member.name]
     last = shared.service.fleet.knowledge.loads.last(member.name) if everywhere.reachable else None
+    # The path of its log, if `tercet up` started both it and this router: each start has a log of its own.
+    folder = os.environ.get(LOGS_VARIABLE, "")
+    names = [f"{member.name}-{member.restarts + 1}.log"] * (member.restarts > 0) + [f"{member.name}.log"]
+    paths = [os.path.join(folder, name) for name in names if folder]
+    log = next((path for path in paths if os.path.isfile(path)), "")
     return {
         "name": member.name, "url": member.url, "role": member.role, "reachable": everywhere.reachable,
         "refused": member.refused, "draining": member.draining, "stopping": member.stopping, "paused": member.paused,
@@ -517,16 +522,8 @@ def engine_shown(member: Member, shared: SharedState) -> dict[str, Any]:
         "report": None if last is None else {"age": last[1], **msgspec.structs.asdict(last[0])},
         "labels": dict(member.labels), "adapters": sorted(member.adapters),
         "vllm": member.revision.vllm, "tercet": member.revision.tercet, "weights": member.revision.weights,
-        "restarts": member.restarts, "met_at": member.since or None, "log": _log_of(member),
+        "restarts": member.restarts, "met_at": member.since or None, "log": log,
     }  # fmt: skip
-
-
-def _log_of(member: Member) -> str:
-    """Return the path of an engine's log, if `tercet up` started both it and this router; empty if not."""
-    folder = os.environ.get(LOGS_VARIABLE, "")
-    names = [f"{member.name}-{member.restarts + 1}.log"] * (member.restarts > 0) + [f"{member.name}.log"]
-    paths = [os.path.join(folder, name) for name in names if folder]
-    return next((path for path in paths if os.path.isfile(path)), "")
 
 
 @routes.put(MEMBERS + "{name}")

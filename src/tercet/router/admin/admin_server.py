@@ -7,7 +7,7 @@ for :class:`~tercet.router.router_app.RouterApp`. Paths without a route are answ
 from __future__ import annotations
 
 import socket
-from collections.abc import AsyncGenerator, Generator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Generator, Sequence
 from contextlib import asynccontextmanager, contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -48,12 +48,6 @@ async def admin_served(app: ASGIApp, address: AdminAddress | None, **tls: Any) -
             yield
 
 
-def tls_options(args: Any) -> Mapping[str, Any]:
-    """Return uvicorn's TLS options, taken from vLLM's arguments; empty without a certificate."""
-    names = ("ssl_keyfile", "ssl_certfile", "ssl_ca_certs", "ssl_cert_reqs")
-    return {name: getattr(args, name) for name in names} if args.ssl_certfile else {}
-
-
 @contextmanager
 def _listening(address: AdminAddress) -> Generator[socket.socket]:
     """Listen at the address while entered; only its owner may open a socket's file, which is removed at the end."""
@@ -62,8 +56,14 @@ def _listening(address: AdminAddress) -> Generator[socket.socket]:
         try:
             if address.path:
                 path = Path(address.path)
-                if path.is_socket() and not _is_served(path):  # a killed router left it behind
-                    path.unlink()
+                if path.is_socket():
+                    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as asking:
+                        try:
+                            asking.connect(str(path))
+                        except ConnectionRefusedError:  # a killed router left it behind
+                            path.unlink()
+                        except OSError:
+                            pass  # it is served, by whom is not known: the bind below refuses it
                 sock.bind(str(path))
                 path.chmod(OWNER_ALONE)  # before the socket listens, so no client can have connected
             else:
@@ -81,17 +81,6 @@ def _listening(address: AdminAddress) -> Generator[socket.socket]:
             if address.path:
                 with suppress(OSError):
                     Path(address.path).unlink()
-
-
-def _is_served(path: Path) -> bool:
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as asking:
-        try:
-            asking.connect(str(path))
-        except ConnectionRefusedError:
-            return False
-        except OSError:
-            return True
-    return True
 
 
 def install(
@@ -113,11 +102,9 @@ def install(
         own = {route.path for route in vllms.routes if isinstance(route, Route)}
         app.router.routes[:] = [each for each in app.routes if not (isinstance(each, Route) and each.path in own)]
         app.router.routes.extend(vllms.routes)
-    app.router.middleware_stack = _refusing(app.router.middleware_stack, app.routes)
-
-
-def _refusing(served: ASGIApp, known: Sequence[BaseRoute]) -> ASGIApp:
-    """Return ``served`` with OpenAI's error JSON in answers for a path or a method without a route."""
+    # A path or a method without a route gets OpenAI's error JSON. Starlette raises for these inside its router, before
+    # any handler of errors is asked.
+    served = app.router.middleware_stack
 
     async def answer(scope: Scope, receive: Receive, send: Send) -> None:
         try:
@@ -125,9 +112,9 @@ def _refusing(served: ASGIApp, known: Sequence[BaseRoute]) -> ASGIApp:
         except HTTPException as refusal:  # raised by the routing itself: routes answer their own errors
             if scope["type"] != "http" or refusal.status_code not in (UnknownPath.status, MethodNotAllowed.status):
                 raise
-            await _without_route(scope, known)(scope, receive, send)
+            await _without_route(scope, app.routes)(scope, receive, send)
 
-    return answer
+    app.router.middleware_stack = answer
 
 
 def _without_route(scope: Scope, known: Sequence[BaseRoute]) -> Response:

@@ -142,6 +142,7 @@ class BodiesHeld:
         self._bodies.add(body)
         self.size += size
         while self.size > self._most:
+            # The largest and not the newest: a client with one huge body must not make others' small ones fail.
             largest = max(self._bodies, key=lambda each: each.size)
             self.forget(largest)
             largest.let_go(
@@ -284,6 +285,7 @@ class LongBodies:
 
     @staticmethod
     def _give_up(mine: asyncio.Future[BodyTurn], waiting: deque[asyncio.Future[BodyTurn]]) -> None:
+        # The turn may have come in the same iteration in which the wait ended: then it is passed on, not lost.
         if mine.done():
             mine.result().end()
         else:
@@ -295,12 +297,14 @@ class LongBodies:
 
     def _work(self) -> None:
         """Let one caller work until its next await; callbacks that are scheduled already run after that."""
+        # So the tokens of other requests get out between two long bodies, however many of them have arrived.
         self._is_worked_on = True
         asyncio.get_running_loop().call_soon(self._worked)
 
     def _worked(self) -> None:
         self._is_worked_on = False
         while self._next:
+            # Round robin: a client with more bodies goes to the end of the line.
             client, waiting = next(iter(self._next.items()))
             following = waiting.popleft()
             del self._next[client]

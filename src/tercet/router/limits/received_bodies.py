@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
 import msgspec
@@ -68,7 +68,13 @@ async def require_few_items(path: str, content: bytes, value: Any, most: int) ->
 
 async def require_small_structures(content: bytes, fields: Mapping[str, Any]) -> None:
     """Raise :class:`~tercet.protocol.BadRequest` for a structured output that takes too long to compile."""
-    for field, structured in _structures(fields):
+    for path in (*OWN_FIELDS, *FORMATS):
+        found = _at(fields, path)
+        if not isinstance(found, dict):
+            continue
+        # In the form of vLLM's structured_outputs, whichever API the field belongs to.
+        field, given = ".".join(path), cast("dict[str, Any]", found)
+        structured: Mapping[str, Any] = given if path in OWN_FIELDS else {"json": given}
         if len(content) > LONG:
             await asyncio.to_thread(_require_small, structured, field)
         else:
@@ -84,14 +90,12 @@ def _require_small(structured: Mapping[str, Any], field: str) -> None:
         raise BadRequest(error.message.replace(f"{field}.json", field, 1), field) from error
 
 
-def _structures(fields: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """Yield the structured outputs of a request in the form of vLLM's ``structured_outputs``, with their fields."""
-    for path in (*OWN_FIELDS, *FORMATS):
-        found: Any = fields
-        for name in path:
-            found = cast("dict[str, Any]", found).get(name) if isinstance(found, dict) else None
-        if isinstance(found, dict):
-            yield ".".join(path), cast("dict[str, Any]", found) if path in OWN_FIELDS else {"json": found}
+def _at(fields: Mapping[str, Any], path: Sequence[str]) -> Any:
+    """Return the value at a path of names; None where an object on the way, or the name, is missing."""
+    found: Any = fields
+    for name in path:
+        found = cast("dict[str, Any]", found).get(name) if isinstance(found, dict) else None
+    return found
 
 
 def _count(value: Any, most: int) -> None:
@@ -223,7 +227,7 @@ async def read_body(context: RequestContext, body: ReceivedBody, most_items: int
     content = in_utf8(body.content)
     if content is not body.content:
         body.replace(content)
-    require_readable(content)
+    require_readable(content)  # before decoding, which is one call on the event loop
     found = read_json(content)
     if isinstance(found, (dict, list)):
         await require_few_items(context.path, content, found, most_items)
@@ -258,18 +262,14 @@ def parameters_of(fields: Mapping[str, Any]) -> dict[str, str]:
     """Return the fields of a body from which vLLM derives sampling parameters of other names, by parameter."""
     if _DERIVING.isdisjoint(fields):
         return {}
-    return {
-        parameter: name
-        for parameter, names in _DERIVED.items()
-        if (name := next((name for name in names if _has_effect(fields, name)), None)) is not None
-    }
-
-
-def _has_effect(fields: Mapping[str, Any], path: str) -> bool:
-    found: Any = fields
-    for name in path.split("."):
-        found = cast("dict[str, Any]", found).get(name) if isinstance(found, dict) else None
-    return found is not None and found not in _WITHOUT_EFFECT.get(path, ())
+    derived: dict[str, str] = {}
+    for parameter, names in _DERIVED.items():
+        for name in names:
+            # vLLM derives nothing from a value that is the same as none, so the next field decides.
+            if (value := _at(fields, name.split("."))) is not None and value not in _WITHOUT_EFFECT.get(name, ()):
+                derived[parameter] = name
+                break
+    return derived
 
 
 _ASKED = tuple(name for name in Asked.__struct_fields__ if name not in ("session_name", "parameters"))

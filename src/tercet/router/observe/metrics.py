@@ -24,7 +24,7 @@ import prometheus_client
 from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge, Histogram, Metric, Summary
 from prometheus_client.multiprocess import MultiProcessCollector
 from prometheus_client.registry import Collector
-from prometheus_client.samples import Exemplar, Sample
+from prometheus_client.samples import Exemplar
 from prometheus_client.utils import floatToGoString  # pyright: ignore[reportUnknownVariableType]
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
@@ -33,7 +33,7 @@ from tercet.decisions.cost import RouteDecision
 from tercet.fleet import EngineFleet, Trace
 from tercet.fleet.engine_fleet import EngineCollector
 from tercet.fleet.trace import NEAR
-from tercet.protocol.spans import FALLBACK, RETRY, SpanContext, TraceEvent, current_span
+from tercet.protocol.spans import FALLBACK, RETRY, SpanContext, current_span
 from tercet.wire import SECONDS
 
 if TYPE_CHECKING:  # they count here
@@ -282,9 +282,18 @@ class Metrics:
                 self._predicted.labels(*pair).inc(event.predicted)
                 self._delivered.labels(*pair).inc(event.cached)
                 self._missing.labels(*pair).inc(max(0, event.predicted - event.cached))
-                self._by_tier(trace, event)
+                # What the engine had cached is ascribed to its tiers in the order of the pick's.
+                left = event.cached
+                tiers = (pick.tiers.items() for pick in trace.picks if pick.engine == event.engine and pick.tiers)
+                for tier, predicted in next(tiers, ()):
+                    delivered = min(predicted, left)
+                    left -= delivered
+                    self._tiers.labels(tier, "predicted").inc(predicted)
+                    self._tiers.labels(tier, "delivered").inc(delivered)
             if event.cached_only:
-                self._pulls.labels(pull_outcome(event)).inc()
+                # All that was expected, but for a block that was not whole; a part of it; or nothing.
+                whole = event.predicted is None or event.predicted - event.end < NEAR
+                self._pulls.labels("nothing" if event.end <= event.begin else "whole" if whole else "part").inc()
                 self._pulled_tokens.inc(event.end - event.begin)
             if event.bytes:
                 pair = event.engine, event.to
@@ -295,15 +304,6 @@ class Metrics:
 
         for _ in range(sum(event.cached_only for event in trace.failed)):
             self._pulls.labels("failed").inc()
-
-    def _by_tier(self, trace: Trace, event: TraceEvent) -> None:
-        found = (pick.tiers.items() for pick in trace.picks if pick.engine == event.engine and pick.tiers)
-        left = event.cached
-        for tier, predicted in next(found, ()):
-            delivered = min(predicted, left)
-            left -= delivered
-            self._tiers.labels(tier, "predicted").inc(predicted)
-            self._tiers.labels(tier, "delivered").inc(delivered)
 
     def _observe(
         self, histogram: Histogram, name: str, labels: dict[str, str], value: float, place: SpanContext | None,
@@ -343,13 +343,6 @@ class Metrics:
         for what, measured, predicted in (("ttft", trace.ttft, chosen.ttft), ("tpot", trace.tpot, chosen.tpot)):
             if measured is not None and predicted > 0:
                 self._ratio.labels(what).observe(measured / predicted)
-
-
-def pull_outcome(event: TraceEvent) -> str:
-    """Return what came of a send of cached KV: all that was expected, in whole blocks, a part of it, or nothing."""
-    if event.end <= event.begin:
-        return "nothing"
-    return "whole" if event.predicted is None or event.predicted - event.end < NEAR else "part"
 
 
 CopyOutcome = Literal["copied", "held", "gone", "dropped", "failed"]
@@ -480,10 +473,11 @@ class ServedMetrics(Collector):
             elif metric.name.startswith(OURS):
                 # Series of engines that have left the fleet cannot change any more.
                 found = Metric(metric.name, metric.documentation, metric.type)
-                found.samples = [
-                    self._with_exemplar(sample) for sample in metric.samples
-                    if all(sample.labels[name] in here for name in OF_ENGINES if name in sample.labels)
-                ]  # fmt: skip
+                for sample in metric.samples:
+                    if all(sample.labels[name] in here for name in OF_ENGINES if name in sample.labels):
+                        bucket = sample.name, frozenset(sample.labels.items())
+                        exemplar = self._exemplars.get(bucket) if self._exemplars else None
+                        found.samples.append(sample if exemplar is None else sample._replace(exemplar=exemplar))
                 yield found
             else:
                 yield metric
@@ -491,10 +485,6 @@ class ServedMetrics(Collector):
     def describe(self) -> Iterable[Metric]:
         """Return no metrics: the registry need not collect at registration."""
         return ()
-
-    def _with_exemplar(self, sample: Sample) -> Sample:
-        exemplar = self._exemplars.get((sample.name, frozenset(sample.labels.items()))) if self._exemplars else None
-        return sample if exemplar is None else sample._replace(exemplar=exemplar)
 
 
 def metrics_of(fleet: EngineFleet, exemplars: Mapping[Bucket, Exemplar]) -> CollectorRegistry:

@@ -80,12 +80,6 @@ class RequestTrace(msgspec.Struct, frozen=True):
     parent: str = ""
     sequences: list[SequenceTrace] = []
 
-    def is_called(self, name: str) -> bool:
-        """True if ``name`` is the id of the request, of its answer, of one of its sequences, or of its trace."""
-        if name in (self.request_id, self.trace_id):
-            return bool(name)
-        return any(each.seq_id == name or each.seq_id.startswith(f"{name}-") for each in self.sequences)
-
     @property
     def engines(self) -> list[str]:
         """Names of the engines that were called for the request, in the order of their first call."""
@@ -224,8 +218,17 @@ class RequestTraces:
         return trace
 
     def called(self, name: str) -> list[RequestTrace]:
-        """Return the traces with this id, newest first: a client may use one id for several requests."""
-        return [each for each in self if each.is_called(name)]
+        """Return the traces with this id, newest first: a client may use one id for several requests.
+
+        It is the id of the request, of its answer, of one of its sequences, or of its trace.
+        """
+        found: list[RequestTrace] = []
+        for each in self:
+            # The ids of sequences begin with that of their answer.
+            of_answer = any(f"{sequence.seq_id}-".startswith(f"{name}-") for sequence in each.sequences)
+            if name and (of_answer or name in (each.request_id, each.trace_id)):
+                found.append(each)
+        return found
 
     def newest(self, most: int) -> list[RequestTrace]:
         return list(itertools.islice(self, most))
@@ -273,7 +276,25 @@ def spans_of(trace: RequestTrace, place: SpanContext) -> Iterator[Span]:
                 told["tercet.tokens.predicted"] = pick.predicted
             yield Span("pick", place.child(), place.span_id, picked, picked, attributes=told)
         for event in sequence.events:
-            yield from _of_event(event, sequence, place, begin, named)
+            if event.verb in (FALLBACK, RETRY):
+                at = begin + _ns(event.at)
+                told = {**named, "tercet.engine": event.engine, "tercet.tokens.end": event.end}
+                # A link to its cause: the last failed call of the engine at fault before it.
+                failed = [
+                    call for call in (*sequence.failed, *sequence.events)
+                    if call.span and call.code and call.engine == event.engine and call.at <= event.at
+                ]  # fmt: skip
+                links = [_of_trace(place, call) for call in sorted(failed, key=lambda call: call.at)[-1:]]
+                yield Span(
+                    event.verb, place.child(), place.span_id, at, at, "internal", told, links, event.code or event.verb,
+                    event.reason,
+                )  # fmt: skip
+                continue
+            call = _call(event, sequence, place, begin, named)
+            yield call
+            if event.verb == "start_generate":
+                first = begin + _ns(event.at + event.seconds)
+                yield Span("first_token", call.place.child(), call.place.span_id, call.began_ns, first)
         for event in sequence.failed:
             yield _call(event, sequence, place, begin, named)
 
@@ -286,30 +307,6 @@ def request_attributes(path: str, model: str, request_id: str) -> dict[str, Any]
     if model:
         found["gen_ai.request.model"] = model
     return found
-
-
-def _of_event(
-    event: TraceEvent, sequence: SequenceTrace, place: SpanContext, begin: int, named: Mapping[str, str]
-) -> Iterator[Span]:
-    if event.verb in (FALLBACK, RETRY):
-        at = begin + _ns(event.at)
-        told = {**named, "tercet.engine": event.engine, "tercet.tokens.end": event.end}
-        # The last failed call of the engine at fault before it.
-        failed = [
-            call for call in (*sequence.failed, *sequence.events)
-            if call.span and call.code and call.engine == event.engine and call.at <= event.at
-        ]  # fmt: skip
-        links = [_of_trace(place, call) for call in sorted(failed, key=lambda call: call.at)[-1:]]
-        yield Span(
-            event.verb, place.child(), place.span_id, at, at, "internal", told, links, event.code or event.verb,
-            event.reason,
-        )  # fmt: skip
-        return
-    call = _call(event, sequence, place, begin, named)
-    yield call
-    if event.verb == "start_generate":
-        first = begin + _ns(event.at + event.seconds)
-        yield Span("first_token", call.place.child(), call.place.span_id, call.began_ns, first)
 
 
 def _call(event: TraceEvent, sequence: SequenceTrace, place: SpanContext, begin: int, named: Mapping[str, str]) -> Span:

@@ -304,9 +304,18 @@ def to_request(
     for what, wanted in unsupported.items():
         if wanted:
             raise VLLMValidationError(f"{what}: not supported by this router; ask an engine directly")
+    params = request.sampling_params or _DEFAULTS
+    if extra := (params.extra_args or {}).keys() - READ_BY_ROUTER:
+        raise VLLMValidationError(f"extra_args: {', '.join(sorted(extra))} is not supported by this router")
+    # Only what differs from vLLM's defaults: engines of another version have defaults of their own for the rest.
+    sampling = {
+        name: _plain(value)
+        for name, value, default in zip(FORWARDED, _forwarded_of(params), _FORWARDED_DEFAULTS, strict=True)
+        if value is not default and (isinstance(value, np.ndarray) or value != default)
+    }
     return Request(
         seq_id=request.request_id, prompt=tuple(request.prompt_token_ids or ()),
-        sampling_params=sampling_to_wire(request.sampling_params or _DEFAULTS) | _reasoning(request),
+        sampling_params=sampling | _reasoning(request),
         priority=request.priority, cache_salt=request.cache_salt, headers=headers, user=known.user,
         session=known.session_name, mm_features=features,
         adapter=None if request.lora_request is None else request.lora_request.lora_name,
@@ -315,13 +324,11 @@ def to_request(
 
 async def features_of(request: EngineCoreRequest, model_dtype: str = "") -> tuple[MultiModalFeature, ...]:
     """Return a request's media inputs for engines that compute in ``model_dtype``; raises ``VLLMValidationError``."""
-    # In a thread: megabytes are encoded and digested, and the tokens of other requests would wait for it.
-    return await asyncio.to_thread(_features, request, model_dtype) if request.mm_features else ()
-
-
-def _features(request: EngineCoreRequest, model_dtype: str) -> tuple[MultiModalFeature, ...]:
+    if not (specs := request.mm_features):
+        return ()
     try:
-        return tuple(to_wire(spec, model_dtype) for spec in request.mm_features or ())
+        # In a thread: megabytes are encoded and digested, and the tokens of other requests would wait for it.
+        return await asyncio.to_thread(lambda: tuple(to_wire(spec, model_dtype) for spec in specs))
     except (ValueError, TypeError) as error:
         raise VLLMValidationError(f"multi-modal input: {error}") from error
 
@@ -332,18 +339,6 @@ def _reasoning(request: EngineCoreRequest) -> dict[str, Any]:
         return {}
     fields = {name: getattr(request, name) for name in ("reasoning_ended", "reasoning_parser_kwargs")}
     return {name: value for name, value in fields.items() if value is not None}
-
-
-def sampling_to_wire(params: SamplingParams) -> dict[str, Any]:
-    """Return the fields that differ from vLLM's defaults, as plain values; raises ``VLLMValidationError``."""
-    extra = (params.extra_args or {}).keys() - READ_BY_ROUTER
-    if extra:
-        raise VLLMValidationError(f"extra_args: {', '.join(sorted(extra))} is not supported by this router")
-    return {
-        name: _plain(value)
-        for name, value, default in zip(FORWARDED, _forwarded_of(params), _FORWARDED_DEFAULTS, strict=True)
-        if value is not default and (isinstance(value, np.ndarray) or value != default)
-    }
 
 
 def _plain(value: Any) -> Any:
@@ -359,14 +354,21 @@ def _plain(value: Any) -> Any:
 
 def to_core_output(seq_id: str, prompt_len: int, output: Output, usage: Usage | None) -> EngineCoreOutput:
     """Return vLLM's message for one output; ``usage`` is None except for the first output."""
-    stats, prompt_logprobs = None, output.prompt_logprobs
+    stats, tensors = None, None
+    if output.prompt_logprobs is not None:
+        import torch
+
+        # The first position has none: nothing comes before it.
+        lists = _logprobs_lists([position for position in output.prompt_logprobs if position is not None])
+        token_ids, values = torch.from_numpy(lists.logprob_token_ids), torch.from_numpy(lists.logprobs)
+        tensors = LogprobsTensors(token_ids, values, torch.from_numpy(lists.sampled_token_ranks))
     if usage is not None:
         stats, cached = PrefillStats(), min(usage.cached, prompt_len)
         stats.set(prompt_len, cached, min(usage.received, prompt_len - cached))
     return EngineCoreOutput(
         request_id=seq_id, new_token_ids=list(output.token_ids),
         new_logprobs=None if output.logprobs is None else _logprobs_lists(output.logprobs),
-        new_prompt_logprobs_tensors=None if prompt_logprobs is None else _prompt_logprobs(prompt_logprobs),
+        new_prompt_logprobs_tensors=tensors,
         finish_reason=None if output.finish_reason is None else FINISH_REASONS[output.finish_reason],
         stop_reason=output.stop_reason, prefill_stats=stats,
     )  # fmt: skip
@@ -396,15 +398,3 @@ def _depth(position: Sequence[TokenLogprob]) -> int:
     """Return the highest rank among the top tokens; the sampled token may be one of them."""
     sampled, *top = (token.rank or 0 for token in position)
     return max([*top, sampled if sampled <= len(position) else 0])
-
-
-def _prompt_logprobs(positions: Sequence[Sequence[TokenLogprob] | None]) -> LogprobsTensors:
-    import torch
-
-    known = [position for position in positions if position is not None]  # the first one has none
-    lists = _logprobs_lists(known)
-    return LogprobsTensors(
-        torch.from_numpy(lists.logprob_token_ids),
-        torch.from_numpy(lists.logprobs),
-        torch.from_numpy(lists.sampled_token_ranks),
-    )

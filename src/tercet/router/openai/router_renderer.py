@@ -171,8 +171,13 @@ class ShortPrompts(Renderer):
         return await super().render_cmpl_async(prompts, *args, **kwargs)
 
     async def render_chat_async(self, conversations: Sequence[Any], params: Any, *args: Any, **kwargs: Any) -> Any:
-        here = self._chats_here and len(conversations) == 1
-        if here and is_short_chat(conversations[0], params.chat_template_kwargs):
+        here = self._chats_here and len(conversations) == 1 and isinstance(conversations[0], list)
+        # Also the data for the template, such as tools, must be short; and all content text: images would be fetched.
+        if (
+            here
+            and _is_short_json([conversations[0], params.chat_template_kwargs])
+            and all(map(_is_text, conversations[0]))
+        ):
             return self.render_chat(conversations, params, *args, **kwargs)
         return await super().render_chat_async(conversations, params, *args, **kwargs)
 
@@ -199,11 +204,6 @@ def encoder_of(tokenizer: Any) -> Encode | None:
 
 def _is_short_text(prompt: Any) -> bool:
     return isinstance(prompt, dict) and prompt.keys() == TEXT and len(prompt["prompt"]) <= SHORT
-
-
-def is_short_chat(messages: Any, template_kwargs: Any) -> bool:
-    """True if ``messages`` and the data for their template, as tools, are short, and the messages have only text."""
-    return isinstance(messages, list) and _is_short_json([messages, template_kwargs]) and all(map(_is_text, messages))
 
 
 def _is_short_json(values: list[Any]) -> bool:

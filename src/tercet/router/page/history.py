@@ -10,10 +10,11 @@ from collections import deque
 from collections.abc import Callable, Sequence
 
 import msgspec
+import numpy as np
 
 from tercet.fleet import RunningSequence, Trace
 from tercet.router.observe.request_traces import SharedTraces
-from tercet.router.page.records import FleetPoint, LoadSource, ProgramCounts, sums_of_loads
+from tercet.router.page.records import RUNNING, WAITING, FleetPoint, LoadSource, ProgramCounts
 from tercet.router.page.watch import added, refusals_of
 from tercet.router.serve.service import Outcome, Service
 
@@ -66,7 +67,8 @@ class History:
     def take(self) -> None:
         """Add the point of the time since the last one."""
         now, refused = self._time(), refusals_of(self._service.metrics)
-        running, waiting = sums_of_loads(self._loads.table(list(self._service.fleet.members)))
+        table = self._loads.table(list(self._service.fleet.members))
+        running, waiting = map(int, np.rint(np.nan_to_num(table[:, (RUNNING, WAITING)])).sum(axis=0))
         self._points.append(
             FleetPoint(
                 round(now, 3), round(now - self._last, 3), running, waiting, self._counts.take(self._service.sequences),

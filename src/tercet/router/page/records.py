@@ -459,12 +459,6 @@ class ReportedLoads:
         return np.stack([loads.column(name, rows) for name in ("kv_usage", "running", "waiting", "step_time")], axis=1)
 
 
-def sums_of_loads(table: NDArray[np.float64]) -> tuple[int, int]:
-    """Return the running and the waiting requests of all rows of :meth:`LoadSource.table`."""
-    running, waiting = np.rint(np.nan_to_num(table[:, (RUNNING, WAITING)])).sum(axis=0)
-    return int(running), int(waiting)
-
-
 class FirstTokenTimes:
     """The mean TTFT by engine, of requests that spent most of it there; recent requests count more."""
 
@@ -517,7 +511,16 @@ class EngineRows:
         """Return the engines if the list has changed, otherwise None, and the rows that have changed."""
         members = list(self._fleet.members)
         table = self._loads.table(members)
-        rows = self._rows_of(members, table)
+        rows = np.zeros((len(members), 7), dtype=np.int64)
+        if members:
+            rows[:, :4] = np.rint(np.nan_to_num(table) * _SCALES)
+            rows[:, 4] = [member.in_flight for member in members]
+            rows[:, 5] = self._ttfts.in_ms(members)
+            rows[:, 6] = [
+                0 if each.reachable and not (each.draining or each.stopping or each.refused) else _state(each)
+                for each in members
+            ]  # a short cut, since most engines are well and there may be thousands
+            rows[:, 6] += np.isnan(table[:, KV]) * SILENT
         self.running, self.waiting = int(rows[:, RUNNING].sum()), int(rows[:, WAITING].sum())
         self.unseen = _unseen(members[MOST_ENGINES:], rows[MOST_ENGINES:])
         rows, members = rows[:MOST_ENGINES], members[:MOST_ENGINES]
@@ -532,21 +535,6 @@ class EngineRows:
     def all(self) -> list[list[int]]:
         """Return every row of the last call of :meth:`look`."""
         return _listed(np.arange(len(self._rows)), self._rows)
-
-    def _rows_of(self, members: Sequence[Member], table: NDArray[np.float64]) -> Rows:
-        rows = np.zeros((len(members), 7), dtype=np.int64)
-        if not members:
-            return rows
-        silent = np.isnan(table[:, KV])
-        rows[:, :4] = np.rint(np.nan_to_num(table) * _SCALES)
-        rows[:, 4] = [member.in_flight for member in members]
-        rows[:, 5] = self._ttfts.in_ms(members)
-        rows[:, 6] = [
-            0 if each.reachable and not (each.draining or each.stopping or each.refused) else _state(each)
-            for each in members
-        ]  # a short cut, since most engines are well and there may be thousands
-        rows[:, 6] += silent * SILENT
-        return rows
 
 
 def _state(member: Member) -> int:

@@ -383,7 +383,8 @@ class Viewers:
                 if self._others:
                     watch.heard(self._others.ttfts())
                 own = watch.frame()
-                mine = EncodedFrame(replace(own, ttfts=watch.own_ttfts()))
+                # Other workers get what this one saw; each joins the TTFTs of all, since a router has one page.
+                mine = EncodedFrame(replace(own, ttfts=watch.ttfts.take()))
                 joined = EncodedFrame(self._others.join(own) if self._others and self._follows else own)
                 self._whole = None
                 for viewer in self._viewers:
@@ -419,8 +420,8 @@ class FleetWatch:
         self._about_now = about
         self._about: About | None = None
         loads.begin()
-        self._ttfts = FirstTokenTimes(self._clock)
-        self._rows = EngineRows(service.fleet, loads, self._ttfts)
+        self.ttfts = FirstTokenTimes(self._clock)
+        self._rows = EngineRows(service.fleet, loads, self.ttfts)
         self._lanes = Lanes(self._clock, self._time)
         self._counts = ProgramCounts(service.sequences)
         self._failed, self._refused = 0, refusals_of(service.metrics)
@@ -451,7 +452,7 @@ class FleetWatch:
         self._counts.ends(sequence, trace)
         self._failed += outcome == "failed"
         if trace.ttft is not None and (slowest := trace.slowest_engine):
-            self._ttfts.add(slowest, trace.ttft)
+            self.ttfts.add(slowest, trace.ttft)
 
     def moved(self, move: MoveRecord) -> None:
         """Record that a move begins or has ended."""
@@ -463,14 +464,10 @@ class FleetWatch:
 
     # ---- between workers -------------------------------------------------------------------------------------
 
-    def own_ttfts(self) -> list[EngineTTFT]:
-        """Return the engines' TTFTs that this process has seen since the last call."""
-        return self._ttfts.take()
-
     def heard(self, ttfts: Iterable[EngineTTFT]) -> None:
         """Add the engines' TTFTs that other workers have seen, for the next frame."""
         for each in ttfts:
-            self._ttfts.add_of_others(each)
+            self.ttfts.add_of_others(each)
 
     # ---- frames ----------------------------------------------------------------------------------------------
 

@@ -14,8 +14,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import uuid
-from collections.abc import AsyncGenerator
-from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from contextlib import AsyncExitStack, suppress
 
 from tercet.aio import TaskSet
 from tercet.decisions.contexts import CopyPlan, Wanted, WantedContexts
@@ -81,7 +80,14 @@ class HotContexts:
 
     async def _pass_on(self, member: Member) -> None:
         plan, to, began = self._plan(member), set[str](), self._clock()
-        async with self._kept_from_ending(member):
+        async with AsyncExitStack() as kept:
+            # Two holds keep the leaving engine from counting as empty: a sequence in this process's count, and a
+            # reservation of one token on the engine itself. The copies are tried even if it grants no reservation.
+            kept.enter_context(self._fleet.traced(Trace()).engine(member.name))
+            with suppress(TercetError, TimeoutError):
+                async with asyncio.timeout(self._seconds / 2), UntilLost(member.calls):
+                    token = Request(seq_id=self._next_id(), prompt=(0,))
+                    await kept.enter_async_context(member.engine.prep_recv(token))
             for wanted in self.wanted.most_wanted(began)[:MOST_CONTEXTS]:
                 if plan.is_over(self._clock()) or not member.reachable:
                     break
@@ -89,36 +95,23 @@ class HotContexts:
                 request = self.wanted.request(wanted, self._next_id())
                 if request is None:
                     continue
-                held, places = self._held(request), self._places_for(request, member)
+                # Stores keep it if there are any; otherwise the engines, the one with the most room first.
+                able = stores_for(self._fleet, request, member)
+                if not able:
+                    able = [
+                        each
+                        for each in self._fleet.open
+                        if each.reachable and not kv_obstacle(member.revision, each.revision)
+                        and (request.adapter is None or request.adapter in each.adapters)
+                    ]  # fmt: skip
+                    able.sort(key=self._usage)
+                held, places = self._held(request), {each.name: each for each in able}
                 place = plan.destination(held.get(member.name, 0), held, list(places))
                 if place and await self._copy("drain", plan, request, member, places[place]) == "copied":
                     to.add(place)
         if plan.contexts:
             said = f"{plan.tokens} tokens in {self._clock() - began:.1f} s"
             CONTEXTS_KEPT.tell(engine=member.name, contexts=plan.contexts, to=", ".join(sorted(to)), reason=said)
-
-    @asynccontextmanager
-    async def _kept_from_ending(self, member: Member) -> AsyncGenerator[None]:
-        """Keep a leaving engine from counting as empty while entered, here and on the engine itself."""
-        async with AsyncExitStack() as kept:
-            kept.enter_context(self._fleet.traced(Trace()).engine(member.name))
-            with suppress(TercetError, TimeoutError):
-                async with asyncio.timeout(self._seconds / 2), UntilLost(member.calls):
-                    token = Request(seq_id=self._next_id(), prompt=(0,))
-                    await kept.enter_async_context(member.engine.prep_recv(token))
-            yield
-
-    def _places_for(self, request: Request, member: Member) -> dict[str, Member]:
-        """Return who may keep a context of a leaving engine: stores if there are any, or else engines by their room."""
-        if stores := stores_for(self._fleet, request, member):
-            return {each.name: each for each in stores}
-        engines = [
-            each
-            for each in self._fleet.open
-            if each.reachable and not kv_obstacle(member.revision, each.revision)
-            and (request.adapter is None or request.adapter in each.adapters)
-        ]  # fmt: skip
-        return {each.name: each for each in sorted(engines, key=self._usage)}
 
     def _usage(self, member: Member) -> float:
         last = self._fleet.knowledge.loads.last(member.name)
@@ -138,6 +131,7 @@ class HotContexts:
         task.add_done_callback(lambda ended: self._warm(member, ended))  # also if it never ran
 
     def _warm(self, member: Member, ended: asyncio.Task[None]) -> None:
+        # A later start of the same engine has a task of its own, which the end of an older one must not undo.
         if self._warming.get(member.name) is ended:
             del self._warming[member.name]
             member.warming = False
@@ -147,7 +141,11 @@ class HotContexts:
         plan, began = self._plan(member), self._clock()
         getting = self._tasks.spawn(self._get_all(member, plan), f"contexts for {member.name}")
         try:
-            while not getting.done() and self._may_wait(member):
+            while not getting.done():
+                # Clients come before a warm start: the engine is opened early if it is the only one left for a role.
+                here = self._fleet.roster.get(member.name) is member
+                if not here or member.leaving or not self._others_serve(member):
+                    break
                 await asyncio.wait({getting}, timeout=LOOK_SECONDS)
         finally:
             getting.cancel()
@@ -164,6 +162,7 @@ class HotContexts:
     async def _get(self, member: Member, plan: CopyPlan, wanted: Wanted) -> bool:
         """Have a context sent to an engine that starts; return False if no more should be tried."""
         request = self.wanted.request(wanted, self._next_id())
+        # Each turn tries another source: one that failed is in the plan's list and is not chosen again.
         while request is not None:
             if plan.is_over(self._clock()):
                 return False
@@ -182,10 +181,6 @@ class HotContexts:
                 break
         await asyncio.sleep(0)
         return True
-
-    def _may_wait(self, member: Member) -> bool:
-        here = self._fleet.roster.get(member.name) is member
-        return here and not member.leaving and self._others_serve(member)
 
     def _others_serve(self, member: Member) -> bool:
         """True if every role of this engine has another engine that may be picked and answers."""

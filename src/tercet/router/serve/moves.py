@@ -101,7 +101,8 @@ class Moves:
         self.settings = settings
         self.observer: Callable[[MoveRecord], object] | None = None
         self.under_way = MovesUnderWay(settings)
-        self._moving: set[RunningSequence] = set()
+        # The sequences with a move under way; each has one move at a time.
+        self.moving: set[RunningSequence] = set()
         self._record: deque[MoveRecord] = deque(maxlen=REMEMBERED)
         self._count = 0
 
@@ -113,9 +114,6 @@ class Moves:
         """Return the move ``number``; None if it is no longer kept."""
         behind = self._count - number
         return self._record[-1 - behind] if 0 <= behind < len(self._record) else None
-
-    def is_moving(self, sequence: RunningSequence) -> bool:
-        return sequence in self._moving
 
     def refusal(self, sequence: RunningSequence, destination: str) -> str | None:
         """Return the limit that a move would exceed now; None if it would exceed none."""
@@ -160,7 +158,7 @@ class Moves:
 
         Raises the errors of :meth:`move`.
         """
-        if sequence in self._moving:
+        if sequence in self.moving:
             raise Conflict(f"seq_id: another move of {sequence.request.seq_id} has not ended yet", "seq_id")
         moving = MovingSequence(sequence)
         source = moving.engine.name
@@ -180,11 +178,12 @@ class Moves:
         self, sequence: RunningSequence, moving: MovingSequence, to: TracedEngine, reason: str
     ) -> MoveRecord:
         move = self._recorded(sequence, moving.engine.name, to.name, reason, moving.computed)
-        self._moving.add(sequence)
+        self.moving.add(sequence)
         call = moving.engine.called()
         stages: list[Stage] = []
         try:
             with self.metrics.moves_running.track_inprogress(), working_in(call.span):
+                # Besides its deadline, the end of the sequence ends a move: its calls count among those that wait.
                 async with asyncio.timeout(self.settings.deadline_s), UntilLost(sequence.waiting):
                     await migrate(moving, to, self.settings, stages, partial(self._share, moving.engine.name))
             sequence.moves += 1
@@ -202,7 +201,7 @@ class Moves:
             move.outcome, move.error, move.code = "failed", "its client has left", UNWANTED
             raise
         finally:
-            self._moving.discard(sequence)
+            self.moving.discard(sequence)
             move.stages = tuple(stages)
             move.seconds = moving.engine.costs.clock() - call.started
             event = TraceEvent(
@@ -275,18 +274,30 @@ class Rescheduler:
         """Begin the moves that may begin now; a move that exceeds a limit is proposed again in the next round."""
         now, held_back = self._fleet.costs.clock(), 0
         self._rescheduling.begins(now)
-        members = {member.name for member in self._fleet.members}
+        members = {member.name: member for member in self._fleet.members}
         # Without policies there is work only if an engine must be emptied, so idle rounds cost nothing.
         has_work = bool(self._settings.policies) or any(
             member.leaving or is_stale(self._fleet, member, self._settings.stale_after_s)
             for member in self._fleet.members
         )
-        movable, views = self._movable(now) if has_work else ({}, {})
+        # What may be moved, by id, and what policies see of it, by engine. A sequence that is moving, or was moved less
+        # than a pause ago, is left alone.
+        movable: dict[str, RunningSequence] = {}
+        views: dict[str, list[SequenceView]] = {name: [] for name in members}
+        for sequence in self._sequences if has_work else ():
+            seq_id, member = sequence.request.seq_id, members.get(sequence.engine)
+            if not sequence.is_generated or member is None or sequence in self._moves.moving:
+                continue
+            if self._rescheduling.leaves_alone(seq_id):
+                continue
+            movable[seq_id], tokens = sequence, sequence.known_tokens
+            view = SequenceView(seq_id, tokens, member.share(tokens), sequence.answered, now - sequence.began)
+            views[member.name].append(view)
         under_way = self._moves.under_way.everywhere() if movable else []
         engines = loaded_engines(self._fleet, views, under_way, self._settings.stale_after_s) if movable else []
         for wanted in self._rescheduling.wanted(engines) if movable else ():
             sequence = movable.get(wanted.seq_id)
-            if sequence is None or wanted.destination not in members - {wanted.source}:
+            if sequence is None or wanted.destination == wanted.source or wanted.destination not in members:
                 continue
             if self._moves.refusal(sequence, wanted.destination) is not None:
                 held_back += 1
@@ -296,23 +307,6 @@ class Rescheduler:
             self._tasks.spawn(work, f"move of {wanted.seq_id}")
             await asyncio.sleep(0)  # so that the move begins and counts for the limits
         self._moves.metrics.held_back(held_back)
-
-    def _movable(self, now: float) -> tuple[dict[str, RunningSequence], dict[str, list[SequenceView]]]:
-        """Return the sequences that may be moved, by id, and their views by engine."""
-        members = {member.name: member for member in self._fleet.members}
-        movable: dict[str, RunningSequence] = {}
-        views: dict[str, list[SequenceView]] = {name: [] for name in members}
-        for sequence in self._sequences:
-            seq_id, member = sequence.request.seq_id, members.get(sequence.engine)
-            if not sequence.is_generated or member is None or self._moves.is_moving(sequence):
-                continue
-            if self._rescheduling.leaves_alone(seq_id):
-                continue
-            movable[seq_id] = sequence
-            tokens = sequence.known_tokens
-            view = SequenceView(seq_id, tokens, member.share(tokens), sequence.answered, now - sequence.began)
-            views[member.name].append(view)
-        return movable, views
 
 
 logger = logging.getLogger("tercet.router")

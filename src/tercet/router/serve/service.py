@@ -104,7 +104,7 @@ class Attempts:
         self._service, self._chosen = service, chosen
         self._sequence, self._trace, self._stream = sequence, trace, stream
         self._clock = service.fleet.costs.clock
-        # The last tokens may come from a connection's task, which belongs to no request.
+        # The span of the request. The last tokens may come from a connection's task, which belongs to no request.
         self._place = current_span()
         self._fault: ProgramFault | BrokenOff | None = None
         self._is_over = False
@@ -124,6 +124,7 @@ class Attempts:
             failure.__cause__ = error
         except (Exception, SystemExit) as error:  # a user's program may raise anything
             failure = self._fault or first_cause(error)
+        # A sequence that has ended is served, whatever its program raises while it cleans up.
         if self._stream.over:
             return None
         if is_cancelled():  # the program ended, or replaced its cancellation by another error
@@ -345,24 +346,37 @@ class Service:
         program = partial(chosen.program, request, fleet)
         if self._given_up_by is not None:  # the router is ending; its streams were told before this one began
             raise self._given_up_by
+        # What learns of the sequence here (metrics, deadline, observers, sessions) learns of its end on every exit.
         with self._observed(chosen, sequence, fleet, stream, began) as attempts:
             if self.sessions is not None:
                 await self.sessions.begins(request)
-            # Attempt. Without a failure the sequence has ended.
+            # Attempt. Without a failure the sequence has ended. Every attempt writes to the same stream and sequence,
+            # which is why one engine can continue after the client's tokens, and no token is sent twice.
             while (failure := await attempts.run(program)) is not None:
                 # Retry or end. There are three cases:
                 # 1. The program is at fault. Its first fault in a sequence counts against its version, and one engine
                 #    continues, unless the settings forbid that.
                 # 2. The client's request is at fault: another attempt would fail again.
                 # 3. The fleet is at fault: one engine continues within the budget.
-                is_own_fault = _is_own_fault(chosen, failure)
+                is_own_fault = not isinstance(failure, TercetError)
+                if isinstance(failure, BadRequest):
+                    # It concerns the client's request, unless it names one of the program's own parameters, or an
+                    # argument of a verb that the program chose: the picker, or the bounds of a range.
+                    verb_arguments = {"pick", "begin", "end"}
+                    is_own_fault = failure.param in {*verb_arguments, *inspect.signature(chosen.program).parameters}
                 is_refused = isinstance(failure, BadRequest) and not is_own_fault
                 retry: Retry | None = None
                 if self._retries_faults or not is_own_fault:
                     if is_own_fault and not sequence.attempt:
                         self._failed(chosen, failure, request.seq_id)
-                    if not is_refused:
-                        retry = self._next_attempt(sequence, failure, tried_at)
+                    # Without an engine for a role, a client who has no token yet gets that error at once.
+                    if not is_refused and (sequence.answered or not isinstance(failure, RoleUnavailable)):
+                        # Attempts that no engine took do not count. An engine without progress since the attempt began
+                        # has not taken it.
+                        taken = not isinstance(failure, EngineNotReached)
+                        if isinstance(failure, EngineUnreachable) and failure.blames is not None:
+                            taken = self.fleet.liveness.progressed_since(failure.blames, tried_at)
+                        retry = sequence.next_attempt(self._clock(), taken)
                 if retry is None:
                     attempts.ends("left" if is_refused else "failed")
                     attainment = self.attainments.of(request.headers)
@@ -410,21 +424,13 @@ class Service:
         timeout = self._request_timeout
         return _NO_DEADLINE if timeout is None else _deadline(stream, began + timeout, timeout)
 
-    def _next_attempt(self, sequence: RunningSequence, error: BaseException, tried_at: float) -> Retry | None:
-        """Return the retry after an attempt that began at ``tried_at`` and failed with ``error``; None for no retry."""
-        if isinstance(error, RoleUnavailable) and not sequence.answered:
-            return None
-        # Attempts that no engine took do not count. An engine without progress since the attempt has not taken it.
-        taken = not isinstance(error, EngineNotReached)
-        if isinstance(error, EngineUnreachable) and error.blames is not None:
-            taken = self.fleet.liveness.progressed_since(error.blames, tried_at)
-        return sequence.next_attempt(self._clock(), taken)
-
     def _tell_next_attempt(
         self, chosen: Chosen, error: BaseException, is_own_fault: bool, sequence: RunningSequence, fleet: FleetView
     ) -> TraceEvent:
         """Count and log a retry or a fallback of a sequence; return the event for its trace."""
-        engine, tokens = fleet.at_fault(error), len(sequence.tokens)
+        # The engine that the view recorded for this very error; an error of the program or of a pick has none.
+        engine = next((name for name, failure in fleet.failed.items() if failure is error), "")
+        tokens = len(sequence.tokens)
         code = error.code if isinstance(error, TercetError) and not is_own_fault else ProgramFailed.code
         traced = _words(error) if self._tells_faults or not is_own_fault else _words_to_clients(error)
         stage = "after_first_token" if sequence.answered else "before_first_token"
@@ -467,6 +473,10 @@ class Service:
             )
 
 
+# Beginning of the names of sampling parameters in engines' refusals.
+OF_SAMPLING = "sampling_params."
+
+
 class RequestRun:
     """One sequence of an HTTP request; ``stream`` has its outputs, which run its program while they are read."""
 
@@ -485,13 +495,24 @@ class RequestRun:
         context.traces.append(self._trace)
 
     def failed(self, error: TercetError) -> TercetError:
-        """Count a sequence that ended in an error, log the error unless the client caused it; return it for clients."""
+        """Count a sequence that ended in an error, log the error unless the client caused it; return it for clients.
+
+        An engine's refusal of a sampling parameter then names the field that the client sent, as
+        :class:`~tercet.wire.serving.server_access.Asked` has them by parameter.
+        """
         self._service.metrics.errors.labels(error.code).inc()
         if error.status >= HTTPStatus.INTERNAL_SERVER_ERROR:
             cause = error.__cause__ if isinstance(error, ProgramFailed) else None  # clients do not get it
             reason = error.message if cause is None else f"{error.message} ({type(cause).__name__}: {cause})"
             logs.REQUEST_FAILED.tell(seq_id=self._seq_id, code=error.code, reason=reason)
-        return _in_clients_words(error, self._context.asked.parameters)
+        if not isinstance(error, BadRequest) or error.param is None or not error.param.startswith(OF_SAMPLING):
+            return error
+        parameter = error.param.removeprefix(OF_SAMPLING)
+        first, _, rest = parameter.partition(".")
+        field = self._context.asked.parameters.get(first, "")
+        # A part of a structure has its place in the client's own field only.
+        own = f"{field}.{rest}" if rest and field.endswith(first) else field or parameter
+        return BadRequest(error.message.replace(error.param, own, 1), own)
 
     def prompt_usage(self, usage: Usage | None) -> Usage:
         """Return the usage with the cached tokens of the engine that prefilled; KV that was sent counts as computed."""
@@ -503,25 +524,6 @@ class RequestRun:
         if usage is not None and not usage.received and usage.cached <= reserved:
             return usage
         return Usage(cached=sent.cached)
-
-
-# Beginning of the names of sampling parameters in engines' refusals.
-OF_SAMPLING = "sampling_params."
-
-
-def _in_clients_words(error: TercetError, named: Mapping[str, str]) -> TercetError:
-    """Return an engine's refusal of a sampling parameter with the name of the field that the client sent.
-
-    ``named`` are the client's fields by parameter (:class:`~tercet.wire.serving.server_access.Asked`).
-    """
-    if not isinstance(error, BadRequest) or error.param is None or not error.param.startswith(OF_SAMPLING):
-        return error
-    parameter = error.param.removeprefix(OF_SAMPLING)
-    first, _, rest = parameter.partition(".")
-    field = named.get(first, "")
-    # A part of a structure has its place in the client's own field only.
-    own = f"{field}.{rest}" if rest and field.endswith(first) else field or parameter
-    return BadRequest(error.message.replace(error.param, own, 1), own)
 
 
 def entering(request: Request) -> Request:
@@ -552,17 +554,6 @@ def entering(request: Request) -> Request:
 def _load(plan: Plan, load_arm: LoadArm = load_anywhere) -> dict[str, Program]:
     """Load a plan's programs by name; raise :class:`~tercet.protocol.TercetError` for the first that does not load."""
     return {arm.label: load_arm(arm) for arm in plan.arms}
-
-
-def _is_own_fault(chosen: Chosen, error: BaseException) -> bool:
-    """True if the program caused the error, not its client or the fleet.
-
-    A :class:`~tercet.protocol.BadRequest` concerns the client's request, unless it names one of the program's own
-    parameters, or an argument of a verb: the picker, or the bounds of a range.
-    """
-    if isinstance(error, BadRequest):
-        return error.param in {"pick", "begin", "end", *inspect.signature(chosen.program).parameters}
-    return not isinstance(error, TercetError)
 
 
 def _words_to_clients(error: BaseException) -> str:

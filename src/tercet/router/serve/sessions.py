@@ -127,6 +127,7 @@ class Sessions:
         engines = LiveEngines(self._fleet)
         if any(member.leaving for member in self._fleet.members):
             self._act(self.table.arrives(session, request, engines))
+        # A turn that overtook its context would compute it again; one that waited for ever would be worse.
         if moves := [self._moves[context] for context in self.table.moving(session) if context in self._moves]:
             await asyncio.wait(moves, timeout=ARRIVAL_DEADLINE_S)
             self._belonged[request.seq_id] = self.table.engine_of(session, "decode")
@@ -198,10 +199,12 @@ class Sessions:
                     with suppress(TimeoutError):
                         await asyncio.wait_for(over.wait(), RENEWAL_INTERVAL_S)
                         break
+                    # To the same end: it takes no more blocks, and the engine counts the lease's time from now.
                     await engine.extend_recv(space, request)
         except TercetError as error:
             end = "refused" if error.code == "no_space" else "lost"
         finally:
+            # Otherwise the context was given up, and kept again: that pin is not this one's to end.
             if self._pins.get(context) is over:
                 del self._pins[context]
                 self.table.not_kept(context)

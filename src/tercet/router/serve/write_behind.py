@@ -20,6 +20,7 @@ from tercet.protocol import NoSpace, Request, TercetError, kv_obstacle, packed
 from tercet.router.observe.metrics import CopyOutcome, WriteBehindMetrics
 
 logger = logging.getLogger("tercet.router")
+# Copies that wait: the oldest prompts come first, and a new one is dropped when as many wait.
 MOST_WAITING = 64
 COPY_SECONDS = 10.0
 # Tokens at a prompt's beginning that choose its store, so that prompts with one beginning share blocks there.
@@ -54,6 +55,8 @@ class WriteBehind:
         if len(self._waiting) >= MOST_WAITING:
             self._metrics.ended("dropped")
             return
+        # Without images' data: the copy names the KV that the engine has, and nothing is computed for it. It needs an
+        # id that differs from the sequence's, which still runs on that engine.
         features = tuple(each.without_data() for each in request.mm_features)
         copied = replace(request, seq_id=f"{request.seq_id}-copy", mm_features=features, sampling_params={})
         self._waiting.append((copied, engine.name, stores[0]))
@@ -91,6 +94,7 @@ def stores_for(fleet: EngineFleet, request: Request, engine: Member) -> list[Mem
     stores = [member for member in fleet.members if _fits(member, request, engine)]
     if not stores:
         return []
+    # Rendezvous hashing: a store that comes or goes moves only the prompts that it keeps.
     head = packed(request.prompt[:HEAD_TOKENS])
     return sorted(stores, key=lambda each: zlib.crc32(head, zlib.crc32(each.name.encode())), reverse=True)
 

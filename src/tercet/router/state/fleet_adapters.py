@@ -41,6 +41,7 @@ async def load_everywhere(fleet: EngineFleet, membership: Membership, name: str,
     loaded = [member for member, each in zip(takers, found, strict=True) if not isinstance(each, BaseException)]
     try:
         failed = _failure(takers, found, path)
+        # All or none: an engine that had the adapter before keeps it, since requests may use it there.
         if failed is not None:
             undone = [member for member in new if member in loaded]
             await asyncio.gather(*(_unload(member, name) for member in undone), return_exceptions=True)
@@ -100,14 +101,18 @@ class AdapterLoader:
         """Check all engines every second, until cancelled."""
         while True:
             await asyncio.gather(*(self._complete(member) for member in self._fleet.members))
-            self._forget_those_that_left()
+            here = {id(member) for member in self._fleet.members}
+            self._refused = {key: refused for key, refused in self._refused.items() if key[0] in here}
             await asyncio.sleep(POLL_INTERVAL_S)
 
     async def _complete(self, member: Member) -> None:
         for declared in self._fleet.adapters.declared:
-            if not member.reachable or declared.name in member.adapters or not self._is_due(member, declared.name):
-                continue
+            # By identity and not by name: an engine that was removed and added again is asked at once.
             key = id(member), declared.name
+            refused = self._refused.get(key)
+            is_due = refused is None or time.monotonic() - refused[1] > RETRY_DELAY_S
+            if not member.reachable or declared.name in member.adapters or not is_due:
+                continue
             try:
                 await _load(member, declared.name, declared.path)
                 self._refused.pop(key, None)
@@ -123,14 +128,6 @@ class AdapterLoader:
             said: dict[str, Any] = {"engine": member.name, "adapter": name, "reason": reason}
             logs.ADAPTER_MISSING.tell(**said)
         self._refused[key] = reason, time.monotonic()
-
-    def _forget_those_that_left(self) -> None:
-        here = {id(member) for member in self._fleet.members}
-        self._refused = {key: refused for key, refused in self._refused.items() if key[0] in here}
-
-    def _is_due(self, member: Member, name: str) -> bool:
-        refused = self._refused.get((id(member), name))
-        return refused is None or time.monotonic() - refused[1] > RETRY_DELAY_S
 
 
 def _takers(fleet: EngineFleet) -> list[Member]:

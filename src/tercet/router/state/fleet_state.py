@@ -327,6 +327,7 @@ class StateFile:
             found = self._understood(stored, otherwise)
             before = otherwise if found.state is None else found.state
             after = change(before)
+            # Versions only grow, and each change has one of its own: followers compare nothing else.
             if after is not before:
                 after = msgspec.structs.replace(after, version=after.version + 1)
             if after is found.state:
@@ -335,6 +336,8 @@ class StateFile:
             written = msgspec.json.format(known if found.state is None else _with_what_was_there(known, as_read, found))
             if len(written) > MOST_BYTES:
                 raise BadRequest(f"state: would have {len(written)} bytes, and may have {MOST_BYTES}", "state")
+            # What was read may be out of date by now: the store then writes nothing, and the change begins again from
+            # the newer state. The pause differs by process, so that two of them do not collide each time.
             if self._store.store(written, stored.mark):
                 return as_read
             time.sleep(random.uniform(0, RETRY_DELAY_S))
@@ -346,7 +349,18 @@ def _usable(content: dict[str, Any], known: FleetState | None) -> tuple[FleetSta
     found, left_out = {field: value for field, value in content.items() if field != "format"}, list[LeftOut]()
     for field, kind in _RECORDS.items():
         if isinstance(found.get(field), list):
-            found[field] = tuple(_usable_records(field, found[field], kind, left_out))
+            usable = list[Any]()
+            for place, each in enumerate(found[field]):
+                try:
+                    record = msgspec.convert(each, kind)
+                    taken = {value for other in usable for value in _own(other)}
+                    if twin := next((value for value in _own(record) if value in taken), None):
+                        raise BadRequest(f"another record has {twin!r}, too")
+                except _REFUSALS as error:
+                    left_out.append(LeftOut(field, f"{field}[{place}]", each, str(error)))
+                else:
+                    usable.append(record)
+            found[field] = tuple(usable)
     for field in (*_OPTIONAL, "program"):
         if field in found:
             try:
@@ -354,26 +368,13 @@ def _usable(content: dict[str, Any], known: FleetState | None) -> tuple[FleetSta
             except _REFUSALS as error:
                 del found[field]
                 left_out.append(LeftOut(field, field, content[field], str(error)))
+    # A router without a program serves nothing: the programs before, or those in use here, serve on instead.
     if "program" not in found and "program" in content:
         instead = found.get("before") or (None if known is None else known.program)
         if instead is None:
             raise BadRequest(left_out[-1].reason)
         found["program"] = instead
     return msgspec.convert(found, FleetState), left_out
-
-
-def _usable_records(field: str, records: Sequence[Any], kind: Any, left_out: list[LeftOut]) -> Sequence[Any]:
-    usable = list[Any]()
-    for place, content in enumerate(records):
-        try:
-            record = msgspec.convert(content, kind)
-            if twin := next((value for value in _own(record) for each in usable if value in _own(each)), None):
-                raise BadRequest(f"another record has {twin!r}, too")
-        except _REFUSALS as error:
-            left_out.append(LeftOut(field, f"{field}[{place}]", content, str(error)))
-        else:
-            usable.append(record)
-    return usable
 
 
 def _own(record: Any) -> Sequence[str]:
@@ -402,6 +403,7 @@ def _with_what_was_there(known: bytes, after: FleetState, before: _Read) -> byte
     """Return the JSON ``known`` of ``after`` with the records that were left out."""
     content: dict[str, Any] = msgspec.json.decode(known)
     for each in before.left_out:
+        # A record in a list stays until this change adds one with its name; a single field, until it is changed.
         if each.field in _RECORDS:
             now, earlier = ({_own(record)[:1] for record in getattr(of, each.field)} for of in (after, before.state))
             if (_name_in(each.content),) not in now - earlier and each.field != "changes":

@@ -35,6 +35,7 @@ async def join(state: SharedState, name: str, call: JoinCall) -> Joined:
         known = {each.address.name for each in state.state.members}
         if name not in known:
             await state.check(address)
+        # Applied again to the newest state, since another process may have changed it during the check.
         await state.change(
             lambda now: now.with_joined(address, call.uid, withheld), LEAVING if call.leaving else "it has joined"
         )
@@ -76,6 +77,7 @@ async def remove_gone(state: SharedState, gone: GoneEngines) -> None:
     while True:
         await asyncio.sleep(POLL_INTERVAL_S)
         reports = state.reports.engines()
+        # Engines that an operator named stay members while they are away; only those that joined by themselves go.
         away = {
             (each.address.name, each.uid.removeprefix(JOINED))
             for each in state.state.members
@@ -110,4 +112,5 @@ async def follow_found(state: SharedState, discovery: Discovery) -> None:
                 except TercetError as error:  # the state file cannot be written, or is locked
                     logger.error("cannot store the engines found; members stay unchanged: %s", error.message)
                     await asyncio.sleep(RETRY_DELAY_S)
+            # A role that discovery has not changed since stays as operators set it.
             told = roles_of(found)

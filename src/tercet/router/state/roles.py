@@ -184,6 +184,8 @@ class RoleKeeper:
     async def _turn(self) -> None:
         """Wait until this process holds the lock and the state names it as the decider."""
         while True:
+            # First the lock, then the name in the state: only a decider whose name is there may change roles, so one
+            # that was suspended while another took the lock is refused.
             if await self._has_turn():
                 try:
                     await self._shared.change(lambda state: state.with_role_keeper(self._name))

@@ -9,20 +9,28 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
+import msgspec
+
 from tercet import logs
 from tercet.aio import TaskSet
-from tercet.aio.files import BOUND_SECONDS, FileThread
+from tercet.aio.files import BOUND_SECONDS, FileThread, read_whole, write_whole
+from tercet.decisions.planning import PlannerReport
+from tercet.fleet import EngineFleet
+from tercet.fleet.members import Change, member_changes
 from tercet.fleet.membership import Membership, ServedModel
-from tercet.protocol import AdapterReport, BadRequest, EngineError, EngineUnreachable, TercetError
+from tercet.protocol import AdapterReport, BadRequest, EngineError, EngineUnreachable, TercetError, UnknownAdapter
+from tercet.protocol.wire import UNREADABLE
 from tercet.router.observe.request_traces import RequestTraces, SharedTraces
 from tercet.router.serve.routing import Plan, load_anywhere
 from tercet.router.serve.service import POLL_INTERVAL_S, LoadArm, Service
 from tercet.router.serve.shutdown import Shutdown
-from tercet.router.state.fleet_state import FleetState, StateFile
+from tercet.router.state.fleet_adapters import load_everywhere, replace_everywhere, unload_everywhere
+from tercet.router.state.fleet_state import AdapterState, FleetState, MadeChange, StateFile
 from tercet.router.state.followers import FollowerReport, Followers, ProcessReports
 from tercet.router.state.loaded_code import (
     LoadedCode,
@@ -37,24 +45,6 @@ from tercet.settings import EngineAddress
 if TYPE_CHECKING:
     from tercet.router.batches.batch_routes import Batches
     from tercet.router.state.roles import RoleKeeper
-from collections.abc import Iterator
-from contextlib import suppress
-from typing import TYPE_CHECKING
-
-import msgspec
-
-from tercet import logs as events
-from tercet.aio.files import read_whole, write_whole
-from tercet.decisions.planning import PlannerReport
-from tercet.fleet import EngineFleet
-from tercet.fleet.members import Change, member_changes
-from tercet.protocol import UnknownAdapter
-from tercet.protocol.wire import UNREADABLE
-from tercet.router.state.fleet_adapters import load_everywhere, replace_everywhere, unload_everywhere
-from tercet.router.state.fleet_state import AdapterState, MadeChange, ProgramInUse
-
-if TYPE_CHECKING:
-    from tercet.router.state.shared_state import SharedState
 
 
 class PlannerReports:
@@ -79,6 +69,7 @@ class PlannerReports:
         return None
 
 
+# The changes whose reasons a state keeps: a process that was away for more logs the oldest without their reasons.
 REMEMBERED = 32
 # The reason of a change that a caller asks for without a reason.
 ASKED = "requested"
@@ -108,34 +99,26 @@ def changes_with_reasons(before: FleetState, after: FleetState, otherwise: str) 
 def changes(before: FleetState, after: FleetState) -> Iterator[Change]:
     """Yield each difference between two states once; an engine at another URL is another engine."""
     yield from member_changes(before.members, after.members)
-    yield from _of_adapters(before, after)
-    yield from _of_programs(before.program, after)
-    if after.scheduling is not None and after.scheduling != before.scheduling:
-        yield Change(events.SCHEDULING_CHANGED, {"file": after.scheduling.file})
-
-
-def _of_adapters(before: FleetState, after: FleetState) -> Iterator[Change]:
     known, wanted = ({each.name: each for each in state.adapters} for state in (before, after))
     for name in known.keys() - wanted.keys():
-        yield Change(events.ADAPTER_UNLOADED, {"adapter": name})
+        yield Change(logs.ADAPTER_UNLOADED, {"adapter": name})
     for name, adapter in wanted.items():
         if known.get(name) != adapter:
-            yield Change(events.ADAPTER_LOADED, {"adapter": name, "path": adapter.path})
-
-
-def _of_programs(before: ProgramInUse, after: FleetState) -> Iterator[Change]:
-    """Yield every plan since ``before``, also one that was in use only for a moment."""
+            yield Change(logs.ADAPTER_LOADED, {"adapter": name, "path": adapter.path})
+    # Every plan since then, also one that was in use only for a moment: the state keeps the plan before the last.
     for used in (after.before, after.program):
-        if used is not None and used.number > before.number:
+        if used is not None and used.number > before.program.number:
             names = dict.fromkeys(arm.label for arm in used.plan.arms)
-            yield Change(events.PROGRAM_CHANGED, {"version": used.number, "program": ", ".join(names)})
+            yield Change(logs.PROGRAM_CHANGED, {"version": used.number, "program": ", ".join(names)})
+    if after.scheduling is not None and after.scheduling != before.scheduling:
+        yield Change(logs.SCHEDULING_CHANGED, {"file": after.scheduling.file})
 
 
 _CHANGES = {
     each.name: each
     for each in (
-        events.ENGINE_ADDED, events.ENGINE_REMOVED, events.ENGINE_ROLE, events.ENGINE_DRAINED, events.ENGINE_UNDRAINED,
-        events.ADAPTER_LOADED, events.ADAPTER_UNLOADED, events.PROGRAM_CHANGED, events.SCHEDULING_CHANGED,
+        logs.ENGINE_ADDED, logs.ENGINE_REMOVED, logs.ENGINE_ROLE, logs.ENGINE_DRAINED, logs.ENGINE_UNDRAINED,
+        logs.ADAPTER_LOADED, logs.ADAPTER_UNLOADED, logs.PROGRAM_CHANGED, logs.SCHEDULING_CHANGED,
     )
 }  # fmt: skip
 
@@ -344,6 +327,8 @@ class SharedState:
         await self.reports.tell()
 
     async def _apply_members(self, state: FleetState, from_scratch: bool) -> None:
+        # A member that joins later is not picked before it has answered the look below. At the start the members
+        # count as reachable until the caller, who waits for them, has looked.
         for member in await self._membership.become(state.members):
             member.reachable = from_scratch
         away = [member for member in self._fleet.members if not member.reachable]

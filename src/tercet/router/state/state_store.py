@@ -143,10 +143,22 @@ class FileStore:
         except OSError as error:
             raise BadRequest(f"state: {self._path} cannot be written: {error.strerror}", "state") from error
         try:
-            _lock_within(lock, LOCK_SECONDS, self._path)
+            deadline = time.monotonic() + LOCK_SECONDS
+            while True:
+                # Never a blocking lock: a holder that was stopped would hold up this thread for ever.
+                try:
+                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    break
+                except BlockingIOError:
+                    if time.monotonic() > deadline:
+                        text = f"another process has held the lock of {self._path} for {LOCK_SECONDS:.0f} s"
+                        raise EngineError(text) from None
+                    time.sleep(RETRY_DELAY_S)
+                except OSError as error:  # of network file systems
+                    raise EngineError(f"state: {self._path}.lock cannot be locked: {error.strerror}") from error
             yield
         finally:
-            os.close(lock)
+            os.close(lock)  # which releases the lock; the kernel does that for a process that is killed
 
 
 class FileTurn:
@@ -182,23 +194,11 @@ class FileTurn:
             self._held = None
 
 
-def _lock_within(lock: int, seconds: float, path: Path) -> None:
-    deadline = time.monotonic() + seconds
-    while True:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return
-        except BlockingIOError:
-            if time.monotonic() > deadline:
-                raise EngineError(f"another process has held the lock of {path} for {seconds:.0f} s") from None
-            time.sleep(RETRY_DELAY_S)
-        except OSError as error:  # of network file systems
-            raise EngineError(f"state: {path}.lock cannot be locked: {error.strerror}") from error
-
-
 # ---- a ConfigMap and its Lease -----------------------------------------------------------------------------------
 
 
+# Seconds after which others may take a lease that is not renewed; it is renewed several times in that time, so a failed
+# call does not lose it.
 LEASE_SECONDS = 15
 RENEW_SECONDS = 3.0
 MARGIN_SECONDS = 2.0
@@ -231,6 +231,8 @@ class LeaseClaim:
 
     def may_write(self, found: LeaseRecord | None, now: float) -> bool:
         """True if this process may take or renew the lease ``found``, which is None if it does not exist."""
+        # The time of the holder's clock in the lease says nothing here. A lease is out of date when this process has
+        # seen the same version for as long as it lasts, by its own clock.
         if found != self._seen:
             self._seen, self._seen_at = found, now
         if found is None or found.holder in ("", self.holder):
@@ -239,6 +241,7 @@ class LeaseClaim:
 
     def written(self, asked: float) -> None:
         """Record that this process took or renewed the lease by a call that began at ``asked``."""
+        # From the beginning of the call: others count from when they see the new version, which is later.
         self._renewed = asked
 
     def lost(self) -> None:

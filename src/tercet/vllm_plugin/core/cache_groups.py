@@ -55,9 +55,21 @@ def require_movable_groups(config: KVCacheConfig) -> None:
         raise UnsupportedVLLM(
             "this model's layers keep states only; Tercet moves states only together with the KV of attention"
         )
-    for group in config.kv_cache_groups:
-        if isinstance(group.kv_cache_spec, MambaSpec):
-            _require_movable_state(group.kv_cache_spec)
+    for spec in (group.kv_cache_spec for group in config.kv_cache_groups):
+        if not isinstance(spec, MambaSpec):
+            continue
+        if spec.mamba_cache_mode != "align":
+            raise UnsupportedVLLM(
+                f"this model's layers keep states, in mamba_cache_mode {spec.mamba_cache_mode!r}, where vLLM does not "
+                "report their tokens; Tercet moves states of mode 'align', which --enable-prefix-caching chooses"
+            )
+        if spec.num_speculative_blocks:
+            raise UnsupportedVLLM(
+                "this model's layers keep states, and vLLM holds several of them for speculative decoding; Tercet "
+                "moves only one: start the engine without --speculative-config"
+            )
+        if ZEROED_BY_BLOCK.is_here:
+            raise UnsupportedVLLM("this model's layers keep states, which Tercet moves from vLLM 0.32 on: install it")
     if len(kinds) > 1 and has_mixed_precision(config):
         raise UnsupportedVLLM("this model's layers keep KV in several precisions; Tercet supports one")
     sizes = sorted({group.kv_cache_spec.block_size for group in config.kv_cache_groups})
@@ -66,21 +78,6 @@ def require_movable_groups(config: KVCacheConfig) -> None:
             f"this model's layers have blocks of {sizes} tokens; Tercet supports one size. With "
             "--disable-hybrid-kv-cache-manager vLLM keeps all KV of all layers, in blocks of one size"
         )
-
-
-def _require_movable_state(spec: MambaSpec) -> None:
-    if spec.mamba_cache_mode != "align":
-        raise UnsupportedVLLM(
-            f"this model's layers keep states, in mamba_cache_mode {spec.mamba_cache_mode!r}, where vLLM does not "
-            "report their tokens; Tercet moves states of mode 'align', which --enable-prefix-caching chooses"
-        )
-    if spec.num_speculative_blocks:
-        raise UnsupportedVLLM(
-            "this model's layers keep states, and vLLM holds several of them for speculative decoding; Tercet "
-            "moves only one: start the engine without --speculative-config"
-        )
-    if ZEROED_BY_BLOCK.is_here:
-        raise UnsupportedVLLM("this model's layers keep states, which Tercet moves from vLLM 0.32 on: install it")
 
 
 def described(config: KVCacheConfig, layers: Sequence[int]) -> tuple[CacheGroup, ...]:

@@ -60,6 +60,15 @@ def describe(core: EngineCore) -> EngineDescription:
     tables = _side(core).tables
     connector = _connector(core)
     ranks, settings = connector.handshakes, connector.settings
+    # The addresses that the publisher has bound, which the settings do not say: a port may be any free one.
+    publisher, kv_events = _scheduler(core).kv_event_publisher, None
+    if isinstance(publisher, ZmqEventPublisher) and publisher._pub is not None:
+        replay = publisher._replay
+        kv_events = {
+            "endpoint": publisher._pub.getsockopt_string(zmq.LAST_ENDPOINT),
+            "replay": None if replay is None else replay.getsockopt_string(zmq.LAST_ENDPOINT),
+            "topic": publisher.get_publisher_config().topic,
+        }
     return EngineDescription(
         transports=[rank.transports for rank in ranks],
         agents=[rank.agent for rank in ranks],
@@ -68,7 +77,7 @@ def describe(core: EngineCore) -> EngineDescription:
         token=connector.token,
         lease_ttl=settings.lease_ttl,
         reserve_wait=settings.reserve_wait,
-        kv_events=_published_at(core),
+        kv_events=kv_events,
         tables=None if tables is None else tables.place,
         host=connector.inner_host,
         regions=[rank.region for rank in ranks],
@@ -101,7 +110,7 @@ def commit(core: EngineCore, lease: str, valid: Content) -> None:
 def release(core: EngineCore, lease: str, valid_end: int) -> int:
     """Free the blocks of a lease that no peer writes any more."""
     side = _side(core)
-    side.give_up(lease)
+    side.give_up(lease)  # it may still wait: for blocks, or for siblings that use them
     valid_end = side.reservations.release(lease, valid_end)
     side.queue.admit()
     _publish_now(core)
@@ -223,19 +232,6 @@ def _placeholder(core: EngineCore, request_id: str, prompt: KeyedPrompt) -> VLLM
     )
 
 
-def _published_at(core: EngineCore) -> dict[str, Any] | None:
-    """Return the endpoint, replay endpoint and topic of the engine's KV events; None if it publishes none."""
-    publisher = _scheduler(core).kv_event_publisher
-    if not isinstance(publisher, ZmqEventPublisher) or publisher._pub is None:
-        return None
-    replay = publisher._replay
-    return {
-        "endpoint": publisher._pub.getsockopt_string(zmq.LAST_ENDPOINT),
-        "replay": None if replay is None else replay.getsockopt_string(zmq.LAST_ENDPOINT),
-        "topic": publisher.get_publisher_config().topic,
-    }
-
-
 def _publish_now(core: EngineCore) -> None:
     """Publish changes of blocks since the last step: an idle engine takes no steps, but received KV has arrived."""
     scheduler = _scheduler(core)
@@ -260,7 +256,13 @@ def name_of(method: Callable[..., Any]) -> str:
 
 def answering(method: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap a method for vLLM: decode structs, and return ``[result, None]`` or ``[None, error]``."""
-    _, *kinds = _types_of(method).values()
+    # vLLM decodes a call's arguments without knowing their types: structs arrive as plain values.
+    _, *types = _types_of(method).values()
+    kinds = [
+        kind if any(isinstance(each, type) and issubclass(each, msgspec.Struct) for each in (kind, *get_args(kind)))
+        else None
+        for kind in types
+    ]  # fmt: skip
 
     def answer_of(get: Callable[[], Any]) -> list[Any]:
         try:
@@ -271,8 +273,9 @@ def answering(method: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(method)
     def answer(core: EngineCore, *given: Any) -> Any:
         pairs = zip(given, kinds, strict=False)
-        args = [msgspec.convert(arg, kind) if _has_struct(kind) else arg for arg, kind in pairs]
+        args = [arg if kind is None else msgspec.convert(arg, kind) for arg, kind in pairs]
         found = answer_of(lambda: method(core, *args))
+        # A wait must not hold up the core's thread, which takes the steps that end it: vLLM answers when it is done.
         if not isinstance(found[0], Future):
             return found
         later: Future[list[Any]] = Future()
@@ -328,11 +331,6 @@ def _types_of(method: Callable[..., Any]) -> dict[str, Any]:
     types = get_type_hints(method)
     returned = types["return"]
     return {**types, "return": get_args(returned)[0] if get_origin(returned) is Future else returned}
-
-
-def _has_struct(kind: Any) -> bool:
-    kinds = (kind, *get_args(kind))
-    return any(isinstance(each, type) and issubclass(each, msgspec.Struct) for each in kinds)
 
 
 LONGEST_REQUEST = 1024

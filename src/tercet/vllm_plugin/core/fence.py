@@ -74,7 +74,14 @@ class SiblingFence:
         self._reservations = reservations
         self._sends = sends
         self.tiers = TierBlocks()
-        self._exact = [(type(each).__name__, jobs_of) for each in siblings if (jobs_of := _listing(each))]
+        # How each sibling says which blocks it uses: OffloadingConnector lists its jobs; those in
+        # HOLD_THEIR_BLOCKS use none that the pool has back; the others are silent, and their steps are waited for.
+        self._exact = list[tuple[str, Callable[[], Iterable[int]]]]()
+        for each in siblings:
+            half: Any = getattr(each, "connector_scheduler", None)
+            kinds = {kind.__qualname__ for kind in type(each).__mro__ if kind.__module__.startswith("vllm.")}
+            if "OffloadingConnector" in kinds and half is not None:
+                self._exact.append((type(each).__name__, partial(_in_jobs, half)))
         listed = {name for name, _ in self._exact}
         self._silent = [each for each in siblings if type(each).__name__ not in HOLD_THEIR_BLOCKS | listed]
         self._waiting: dict[str, Fenced] = {}
@@ -96,6 +103,8 @@ class SiblingFence:
             if (error := done.exception()) is not None:
                 answer.set_exception(error)
                 return
+            # A silent sibling may still read blocks of requests that have ended since it planned its last step: it
+            # learns of them with the next one.
             ended = self._scheduler.finished_req_ids
             planned = self._planned + (bool(ended) and ended is not self._seen)
             written, matched = self._reservations.unopened(lease)
@@ -132,6 +141,7 @@ class SiblingFence:
         fenced = self._waiting.pop(lease, None)
         if fenced is None:
             return False
+        # An extension that fails leaves the lease as it was, with blocks that its peers write.
         if fenced.is_new:
             self._reservations.release(lease, 0)
         fenced.answer.set_exception(
@@ -166,13 +176,6 @@ class SiblingFence:
             if self._ended < fenced.planned or sibling.has_pending_push_work():
                 return f"{type(sibling).__name__}, which does not say which blocks it uses"
         return ""
-
-
-def _listing(sibling: KVConnectorBase_V1) -> Callable[[], Iterable[int]] | None:
-    """Return a function that lists the blocks of a sibling's jobs; None for one without such a list."""
-    half: Any = getattr(sibling, "connector_scheduler", None)
-    kinds = {kind.__qualname__ for kind in type(sibling).__mro__ if kind.__module__.startswith("vllm.")}
-    return partial(_in_jobs, half) if "OffloadingConnector" in kinds and half is not None else None
 
 
 def _in_jobs(half: Any) -> Iterable[int]:

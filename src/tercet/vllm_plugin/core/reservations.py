@@ -32,7 +32,6 @@ from tercet.engine.interface import KeyedPrompt, ReservedBlocks
 from tercet.protocol import BadRequest, Conflict, Content, EngineError, NoSpace, UnknownSequence
 from tercet.vllm_plugin.core.cache_groups import GroupTables
 from tercet.vllm_plugin.differences import ZEROED_BY_BLOCK
-from tercet.vllm_plugin.worker.kv_layout import tokens_of_a_step
 
 if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_utils import BlockHash
@@ -71,7 +70,9 @@ class Reservations:
         self._scheduler = scheduler
         self._siblings = siblings
         self._manager = scheduler.kv_cache_manager
-        self._step_tokens = tokens_of_a_step(scheduler)
+        # For how many tokens a decoding sequence has blocks in a step: one, the drafter's guesses, and what follows.
+        guesses: int = scheduler.num_spec_tokens
+        self._step_tokens = 1 + guesses + scheduler.num_lookahead_tokens if guesses else 1
         self._tables = GroupTables(self._manager, self._step_tokens)
         self._block_size = self._tables.block_size
         self._max_blocks = max_blocks

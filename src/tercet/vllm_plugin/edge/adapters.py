@@ -21,7 +21,7 @@ import hashlib
 import json
 import os
 import zlib
-from collections.abc import Awaitable, Callable, Iterable, Iterator
+from collections.abc import Awaitable, Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -56,18 +56,6 @@ class Contents:
     root: str
     digest: str
     stamp: Stamp
-
-    @property
-    def are_there(self) -> bool:
-        return _stamp(self.stamp) == self.stamp
-
-    def spellings(self, path: str) -> Iterator[str]:
-        """Yield ``path``, and then an endless series of other spellings of the same directory."""
-        yield path
-        spelled = self.root
-        while True:
-            spelled += HERE
-            yield spelled
 
 
 def read_contents(path: str) -> Contents:
@@ -174,9 +162,11 @@ class Adapters:
             return await load(request, base_model_name)  # vLLM refuses it
         if known is not None and self._path_of(known) == path and self._still_there(known, found):
             return f"Success: LoRA adapter '{name}' has these contents already."
-        # A path by which vLLM names only KV of these contents.
-        named = ((spelled, self._met.get((name, spelled))) for spelled in found.spellings(path))
-        spelled, met = next((each, met) for each, met in named if met is None or met.digest == found.digest)
+        # vLLM names KV by an adapter's name and path. If other contents were at this path before, another spelling of
+        # the same directory keeps their KV apart from that of these.
+        spelled, root = path, found.root
+        while (met := self._met.get((name, spelled))) is not None and met.digest != found.digest:
+            spelled = root = root + HERE
         if met is not None:
             self._met[name, spelled] = found
         self._given[spelled] = path
@@ -213,7 +203,8 @@ class Adapters:
             raise self._unknown(name)
         name, path = found.lora_name, found.lora_path
         contents = await self._contents(found)
-        if not contents.are_there:
+        # Its KV on other engines is found by the digest of files that are not these any more.
+        if _stamp(contents.stamp) != contents.stamp:
             raise _changed(name, self._path_of(found))
         return Adapter(name, found.lora_int_id, path, contents.digest, found.is_3d_lora_weight)
 

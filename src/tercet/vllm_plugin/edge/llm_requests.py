@@ -35,7 +35,7 @@ from tercet.vllm_plugin.core.connector_messages import REQUEST_PREFIX, TercetPar
 from tercet.vllm_plugin.core.grammar_time import REFUSED, UNTRIED
 from tercet.vllm_plugin.edge.adapters import to_lora_request
 from tercet.vllm_plugin.hooks import Method, vllm_version, wrap
-from tercet.vllm_plugin.mm_features import most_features_of, to_prompt
+from tercet.vllm_plugin.mm_features import to_prompt
 
 if TYPE_CHECKING:
     from vllm.outputs import RequestOutput
@@ -212,7 +212,7 @@ class LLMRequest:
                 queue = await self.client.add_request(self.request_id, prompt, params, **more)
         except TercetError:  # vLLM did not accept it
             raise
-        except BaseException:
+        except BaseException:  # cancelled: vLLM may have it, or get it in a moment
             self._aborted = True
             raise
         finally:
@@ -240,7 +240,16 @@ class LLMRequest:
     async def _for_vllm(
         self, sampling_params: Mapping[str, Any]
     ) -> tuple[TokensPrompt, SamplingParams, dict[str, Any]]:
-        prompt = await self._prompt_for_vllm()
+        tokens, salt = self.prompt.tokens, self.prompt.salt
+        if self.features:
+            dtype = self.client.vllm_config.model_config.dtype
+            # Digests and casts of megabytes: in a thread, so that the event loop continues with others' tokens.
+            prompt = await asyncio.to_thread(to_prompt, tokens, self.features, salt, dtype)
+            self.features = ()
+        else:
+            prompt = TokensPrompt(prompt_token_ids=tokens)
+            if salt is not None:
+                prompt["cache_salt"] = salt
         num_output = len(self.params.seq.output) if self.params.seq is not None else 0
         params = to_vllm(sampling_params, self.params.to_kv_transfer_params(), num_output)
         adapter = self.prompt.adapter
@@ -250,19 +259,6 @@ class LLMRequest:
         if self.place is not None and self.client.observability_config.otlp_traces_endpoint is not None:
             more["trace_headers"] = self.place.headers()
         return prompt, params, more
-
-    async def _prompt_for_vllm(self) -> TokensPrompt:
-        tokens, salt = self.prompt.tokens, self.prompt.salt
-        if self.features:
-            dtype = self.client.vllm_config.model_config.dtype
-            # Digests and casts of megabytes: in a thread, so that the event loop continues with others' tokens.
-            prompt = await asyncio.to_thread(to_prompt, tokens, self.features, salt, dtype)
-            self.features = ()
-            return prompt
-        prompt = TokensPrompt(prompt_token_ids=tokens)
-        if salt is not None:
-            prompt["cache_salt"] = salt
-        return prompt
 
     def _output_of(self, item: RequestOutput) -> Output:
         self.num_cached = item.num_cached_tokens or self.num_cached
@@ -286,7 +282,8 @@ class LLMGeneration:
         self._token = token
         model, lora = client.vllm_config.model_config, client.vllm_config.lora_config
         changing = lora is not None and lora.enable_tower_connector_lora
-        most = most_features_of(client.renderer)
+        processor = client.renderer.mm_processor  # None for a model of text
+        most = {} if processor is None else dict(processor.info.allowed_mm_limits)
         self.limits = ModelLimits(model.get_vocab_size(), model.max_model_len, most, changing)
         self.version = vllm_version()
 

@@ -75,8 +75,17 @@ class PrefilledRequests:
     async def _prefill(self, request: EngineCoreRequest, named: NamedPrefillers, remote: RemotePrefill) -> None:
         trace = VerbTrace()
         named.traces.append(trace)
-        reason = _only_here(request)
-        if reason:
+        # What only this engine can compute: other engines get a prompt of tokens, and send KV.
+        params = request.sampling_params
+        reasons = {
+            "pooling": params is None,
+            "multi-modal input": bool(request.mm_features),
+            "a prompt of embeddings": request.prompt_embeds is not None or not request.prompt_token_ids,
+            "a prompt with a LoRA adapter": request.lora_request is not None,
+            "streaming input": request.resumable,
+            "a prompt with requested log probabilities": params is not None and params.prompt_logprobs is not None,
+        }
+        if reason := next((what for what, holds in reasons.items() if holds), ""):
             prefill_here(self.name, request.request_id, BadRequest(f"{reason} cannot be prefilled elsewhere"), trace)
             return
         sequence = Request(
@@ -105,17 +114,3 @@ class PrefilledRequests:
         request.sampling_params = copy(request.sampling_params)  # sequences of one request may share them
         request.sampling_params.extra_args = {**given, "kv_transfer_params": {**theirs, **ours}}
         trace.events.append(TraceEvent("start_generate", self.name, begin=begin, end=sequence.num_tokens))
-
-
-def _only_here(request: EngineCoreRequest) -> str:
-    """Return why only this engine can compute the prompt's KV; empty if other engines can."""
-    params = request.sampling_params
-    reasons = {
-        "pooling": params is None,
-        "multi-modal input": bool(request.mm_features),
-        "a prompt of embeddings": request.prompt_embeds is not None or not request.prompt_token_ids,
-        "a prompt with a LoRA adapter": request.lora_request is not None,
-        "streaming input": request.resumable,
-        "a prompt with requested log probabilities": params is not None and params.prompt_logprobs is not None,
-    }
-    return next((what for what, holds in reasons.items() if holds), "")

@@ -95,11 +95,8 @@ def load_tokenizer(checkpoint: Path) -> None:
 
 def forget_changed_tokenizer() -> None:
     """Clear vLLM's caches of tokenizers if the files of a checkpoint have changed since its tokenizer was loaded."""
-    if any(_files(checkpoint) != files for checkpoint, files in _loaded.items()):
-        _forget_tokenizers()
-
-
-def _forget_tokenizers() -> None:
+    if all(_files(checkpoint) == files for checkpoint, files in _loaded.items()):
+        return
     from vllm.tokenizers.registry import cached_get_tokenizer
 
     _loaded.clear()
@@ -182,14 +179,9 @@ def _of_tokenizer(tokenizer: Any) -> Iterator[bytes]:
             yield msgspec.json.encode(list(map(int, tokenizer.encode(text, add_special_tokens=special))))
     backend = getattr(tokenizer, "_tokenizer", None)
     if backend is not None and hasattr(backend, "to_str"):
-        yield msgspec.json.encode(_merges(backend.to_str()))
-
-
-def _merges(said: str) -> list[list[str]]:
-    """Return the pairs that become one token, in order; newer files have them as pairs, older ones as texts."""
-    model = msgspec.json.decode(said).get("model", {})
-    pairs: list[Any] = model.get("merges") or []
-    return [pair.split(" ") if isinstance(pair, str) else pair for pair in pairs]
+        # The pairs that become one token, in order; newer files have them as pairs, older ones as texts.
+        pairs: list[Any] = msgspec.json.decode(backend.to_str()).get("model", {}).get("merges") or []
+        yield msgspec.json.encode([pair.split(" ") if isinstance(pair, str) else pair for pair in pairs])
 
 
 def _digest(template: Any) -> str:

@@ -99,6 +99,8 @@ def require_flags(args: Namespace) -> None:
     that callers on other machines could reach without a key, and several API servers. Commands that serve nothing
     (``vllm bench``, headless nodes) have no verbs.
     """
+    import vllm.envs
+
     transfer: KVTransferConfig | None = getattr(args, "kv_transfer_config", None)
     require_no_sibling(transfer)
     if transfer is None or not is_tercets(transfer):
@@ -108,7 +110,9 @@ def require_flags(args: Namespace) -> None:
     settings.require_secret_beyond_loopback()
     settings.allowed_prefillers()
     with_siblings(transfer)
-    if not hasattr(args, "host") or getattr(args, "headless", False) or not serves_verbs():
+    # vLLM adds the verbs to its API server only if VLLM_PLUGINS names the plugin.
+    serves_verbs = PLUGIN in (vllm.envs.VLLM_PLUGINS or ())
+    if not hasattr(args, "host") or getattr(args, "headless", False) or not serves_verbs:
         return
     callers_of(args, settings.fleet_secret)
     servers = getattr(args, "api_server_count", None)
@@ -117,13 +121,6 @@ def require_flags(args: Namespace) -> None:
             f"--api-server-count: is {servers}, and one API server keeps the leases of an engine; set it to 1",
             "--api-server-count",
         )
-
-
-def serves_verbs() -> bool:
-    """True if vLLM adds the verbs to its API server, which it does only if ``VLLM_PLUGINS`` names the plugin."""
-    import vllm.envs
-
-    return PLUGIN in (vllm.envs.VLLM_PLUGINS or ())
 
 
 def require_supported(config: VllmConfig, caches: KVCacheConfig) -> None:

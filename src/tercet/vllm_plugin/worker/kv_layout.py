@@ -28,7 +28,7 @@ from tercet.vllm_plugin.hooks import UnsupportedVLLM
 from tercet.vllm_plugin.worker.kv_planes import LayerPlanes, arrangement_of
 
 if TYPE_CHECKING:
-    from vllm.v1.core.sched.scheduler import Scheduler
+    pass
 
 
 def engine_rank() -> int:
@@ -115,23 +115,6 @@ def require_drafter(config: VllmConfig) -> None:
         )
 
 
-def drafter_of(config: VllmConfig) -> str:
-    """Return an identifier of the method and weights of a drafter with its own KV; empty without such a drafter.
-
-    The drafter's config is not used: vLLM writes values into it that follow from the engine's flags.
-    """
-    speculative = config.speculative_config
-    if speculative is None or speculative.method in WITHOUT_KV:
-        return ""
-    return f"{speculative.method}-{model_fingerprint(str(speculative.draft_model_config.model), {})}"
-
-
-def tokens_of_a_step(scheduler: Scheduler) -> int:
-    """Return for how many tokens a decoding sequence has blocks in a step: one, the guesses, and what follows."""
-    guesses: int = scheduler.num_spec_tokens
-    return 1 + guesses + scheduler.num_lookahead_tokens if guesses else 1
-
-
 # Size of each of the three windows that are read of a weights file: enough to distinguish a fine-tune from its base
 # without reading gigabytes.
 WINDOW_BYTES = 64 * 1024
@@ -148,19 +131,15 @@ def model_fingerprint(model: str, hf_config: dict[str, Any]) -> str:
     path = Path(model)
     files = sorted(file for pattern in WEIGHTS for file in path.glob(pattern)) if path.is_dir() else []
     for file in files:
-        _sample(file, digest)
+        size = file.stat().st_size
+        digest.update(f"{file.name}:{size}".encode())
+        with file.open("rb") as opened:
+            for offset in (0, max(0, size // 2), max(0, size - WINDOW_BYTES)):
+                opened.seek(offset)
+                digest.update(opened.read(WINDOW_BYTES))
     if not files:
         digest.update(model.encode())
     return digest.hexdigest()[:16]
-
-
-def _sample(file: Path, digest: hashlib._Hash) -> None:
-    size = file.stat().st_size
-    digest.update(f"{file.name}:{size}".encode())
-    with file.open("rb") as opened:
-        for offset in (0, max(0, size // 2), max(0, size - WINDOW_BYTES)):
-            opened.seek(offset)
-            digest.update(opened.read(WINDOW_BYTES))
 
 
 def packing_of(
@@ -224,6 +203,11 @@ def layout_of(
     cache_dtype = first.dtype
     alike = not states and all(plane.shape == first.shape for plane in attention)
     packing = packing_of(config, block_size, model.dtype, planes, attention)
+    # A drafter with KV of its own is part of the layout: engines whose drafters differ exchange no KV. Its config is
+    # not used, since vLLM writes values into it that follow from the engine's flags.
+    speculative, drafter = config.speculative_config, ""
+    if speculative is not None and speculative.method not in WITHOUT_KV:
+        drafter = f"{speculative.method}-{model_fingerprint(str(speculative.draft_model_config.model), {})}"
     return KVLayout(
         model=model_fingerprint(str(model.model), model.hf_config.to_dict()),
         dtype=str(cache_dtype).removeprefix("torch."),
@@ -241,5 +225,5 @@ def layout_of(
         groups=groups,
         stages=stages.plane_counts,
         plane_order=stages.order,
-        drafter=drafter_of(config),
+        drafter=drafter,
     )

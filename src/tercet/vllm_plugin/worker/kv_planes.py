@@ -114,7 +114,17 @@ class LayerPlanes:
         exchanged. Code that uses a tensor, or a view of it, is not affected. Returns the file's descriptor, and its
         shape.
         """
-        extents = [_extent_of(plane) for plane in self.tensors]
+        extents = list[_Extent]()
+        for plane in self.tensors:
+            start, length = plane.untyped_storage().data_ptr(), plane.untyped_storage().nbytes()
+            # Otherwise the first and the last page may hold other data, which can change while pages are exchanged.
+            if length < OWN_MAPPING_BYTES and (start % PAGE_BYTES or length % PAGE_BYTES):
+                raise UnsupportedVLLM(
+                    f"a KV cache tensor of {length} bytes is too small to be shared; it needs {OWN_MAPPING_BYTES} "
+                    "bytes: increase VLLM_CPU_KVCACHE_SPACE, or --num-gpu-blocks-override if that is given"
+                )
+            end = -(-(start + length) // PAGE_BYTES) * PAGE_BYTES
+            extents.append(_Extent(start // PAGE_BYTES * PAGE_BYTES, end))
         offsets, size = dict[_Extent, int](), 0
         for extent in sorted(set(extents)):
             offsets[extent] = size
@@ -170,19 +180,6 @@ class _Extent:
 
     begin: int
     end: int
-
-
-def _extent_of(plane: torch.Tensor) -> _Extent:
-    storage = plane.untyped_storage()
-    start, size = storage.data_ptr(), storage.nbytes()
-    alone = size >= OWN_MAPPING_BYTES or (start % PAGE_BYTES == 0 and size % PAGE_BYTES == 0)
-    if not alone:
-        # The first and the last page may hold other data, which can change while pages are exchanged.
-        raise UnsupportedVLLM(
-            f"a KV cache tensor of {size} bytes is too small to be shared; it needs {OWN_MAPPING_BYTES} bytes: "
-            "increase VLLM_CPU_KVCACHE_SPACE, or --num-gpu-blocks-override if that is given"
-        )
-    return _Extent(start // PAGE_BYTES * PAGE_BYTES, -(-(start + size) // PAGE_BYTES) * PAGE_BYTES)
 
 
 def _exchange(extent: _Extent, fd: int, offset: int) -> None:

@@ -313,7 +313,19 @@ class TracingSend:
         elif message["type"] != "http.response.body":
             await self._send(message)
         elif self._is_json:
-            await self._hold_json(message)
+            self._body += message.get("body", b"")
+            if message.get("more_body") or self._start is None:
+                return  # the answer's length changes with the trace, so its head waits for the whole body
+            body = self._body
+            try:
+                answer = msgspec.json.decode(body, type=dict[str, Any])
+            except UNREADABLE:
+                pass  # it stays as it is: a trace has no place there
+            else:
+                body = msgspec.json.encode({**answer, **msgspec.json.decode(self._payload(), type=dict[str, Any])})
+            headers = [(name, value) for name, value in self._start["headers"] if name.lower() != b"content-length"]
+            await self._send({**self._start, "headers": [*headers, (b"content-length", str(len(body)).encode())]})
+            await self._send({"type": "http.response.body", "body": body})
         elif self._events is not None:
             await self._send({**message, "body": self._stream(self._events, message)})
         else:
@@ -329,21 +341,6 @@ class TracingSend:
             else event
             for event in found
         )
-
-    async def _hold_json(self, message: Message) -> None:
-        self._body += message.get("body", b"")
-        if message.get("more_body") or self._start is None:
-            return
-        body = self._body
-        try:
-            answer = msgspec.json.decode(body, type=dict[str, Any])
-        except UNREADABLE:
-            pass  # it stays as it is: a trace has no place there
-        else:
-            body = msgspec.json.encode({**answer, **msgspec.json.decode(self._payload(), type=dict[str, Any])})
-        headers = [(name, value) for name, value in self._start["headers"] if name.lower() != b"content-length"]
-        await self._send({**self._start, "headers": [*headers, (b"content-length", str(len(body)).encode())]})
-        await self._send({"type": "http.response.body", "body": body})
 
     def _payload(self) -> bytes:
         return msgspec.json.encode({"tercet": self._traces[0] if len(self._traces) == 1 else self._traces})

@@ -336,7 +336,24 @@ class _Arrival(asyncio.Protocol):
                 if self.connection is not None:
                     self.connection.receive(frame)
                 elif not self._transport.is_closing():
-                    self._greet(msgspec.msgpack.decode(frame, type=StreamHello))
+                    hello = msgspec.msgpack.decode(frame, type=StreamHello)
+                    connection = self._find(hello.key)
+                    if connection is None or hello.protocol != PROTOCOL:
+                        self.abort()
+                        continue
+                    # A restarted engine: its identity is checked by HTTP first, and then it connects again.
+                    if connection.incarnation not in ("", hello.incarnation):
+                        logger.warning(
+                            "%s: restarted since last contact; verifying its identity before accepting its stream",
+                            hello.engine,
+                        )
+                        self.abort()
+                        continue
+                    # From here on it is an engine, and may send as much as one.
+                    self._patience.cancel()
+                    self._splitter.longest = LONGEST_FRAME
+                    self.connection = connection
+                    connection.attach(self._transport)
         except (ItemTooLong, *UNREADABLE) as error:
             self._why = f"the engine violated the protocol: {error}"
             if self.connection is not None:
@@ -347,19 +364,3 @@ class _Arrival(asyncio.Protocol):
     def abort(self) -> None:
         """Close the connection at once."""
         self._transport.abort()
-
-    def _greet(self, hello: StreamHello) -> None:
-        connection = self._find(hello.key)
-        if connection is None or hello.protocol != PROTOCOL:
-            self.abort()
-            return
-        if connection.incarnation not in ("", hello.incarnation):
-            logger.warning(
-                "%s: restarted since last contact; verifying its identity before accepting its stream", hello.engine
-            )
-            self.abort()
-            return
-        self._patience.cancel()
-        self._splitter.longest = LONGEST_FRAME
-        self.connection = connection
-        connection.attach(self._transport)

@@ -195,31 +195,27 @@ class RouterConnection(asyncio.Protocol):
         # One delta cannot be sent, or all together have no room: each is sent alone, and ends only its own sequence.
         failed: set[int] = set()
         for delta in deltas:
-            if delta.number not in failed and not self._sent_alone(delta, self._transport):
-                failed.add(delta.number)
-        self._transport.write(frame_of(OutputBatch((), load, proposals)))
-
-    def _sent_alone(self, delta: TokenDelta, transport: asyncio.Transport) -> bool:
-        """Send a message with one delta; if there is no room for it, its sequence ends instead."""
-        error: TercetError
-        try:
-            frame = frame_of(OutputBatch((delta,)))
-        except Exception as unsaid:
-            error = failure_of(unsaid)
-        else:
-            if self._has_room(frame):
-                transport.write(frame)
-                return True
-            if fits(frame):
-                error = RouterUnreachable(f"router: the router has {self._unread()} unread bytes", "router")
+            if delta.number in failed:  # a later delta after a gap would be taken for the missing one
+                continue
+            error: TercetError
+            try:
+                frame = frame_of(OutputBatch((delta,)))
+            except Exception as unsaid:
+                error = failure_of(unsaid)
             else:
-                why = f"the output of one step has {len(frame)} bytes, and at most {LONGEST_FRAME} are allowed"
-                error = BadRequest(f"sampling_params: {why}: request fewer log probabilities", "sampling_params")
-        transport.write(frame_of(OutputBatch((failed_delta(delta.number, delta.position, error),))))
-        sender = self.senders.pop(delta.number, None)
-        if sender is not None:
-            sender.stop()
-        return False
+                if self._has_room(frame):
+                    self._transport.write(frame)
+                    continue
+                if fits(frame):
+                    error = RouterUnreachable(f"router: the router has {self._unread()} unread bytes", "router")
+                else:
+                    why = f"the output of one step has {len(frame)} bytes, and at most {LONGEST_FRAME} are allowed"
+                    error = BadRequest(f"sampling_params: {why}: request fewer log probabilities", "sampling_params")
+            failed.add(delta.number)
+            self._transport.write(frame_of(OutputBatch((failed_delta(delta.number, delta.position, error),))))
+            if (sender := self.senders.pop(delta.number, None)) is not None:
+                sender.stop()
+        self._transport.write(frame_of(OutputBatch((), load, proposals)))
 
     def _has_room(self, frame: bytes) -> bool:
         return fits(frame) and (len(frame) <= LARGE or self._unread() + len(frame) <= MOST_UNSENT)

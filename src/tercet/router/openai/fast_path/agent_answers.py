@@ -362,22 +362,20 @@ class ResponseItems(ItemEvents):
     def _more(self, delta: str) -> bytes:
         form = self._form
         if form is None:
-            form = self._form = self._form_of_open()
-            self._form_of = self.processor.state.current_state
+            # One event of the open item, as vLLM makes it from a copy of its state, becomes the form of all of them:
+            # only the delta and the number differ.
+            state = copy.copy(self.processor.state)
+            (event,) = self.processor._STATE_HANDLERS[state.current_state].delta_fn(state, SOME_DELTA)
+            event.sequence_number = SOME_NUMBER
+            form = event_of(event).replace(b"%", b"%%")
+            for some, name in ((encode(SOME_DELTA), b"%(delta)b"), (b"%d" % SOME_NUMBER, b"%(number)d")):
+                form = form.replace(some, name)
+            self._form, self._form_of = form, state.current_state
         number = self._numbered.next
-        event = form % {b"delta": encode(delta), b"number": number}
+        written = form % {b"delta": encode(delta), b"number": number}
         self._numbered.next = number + 1
         self._deltas.append(delta)
-        return event
-
-    def _form_of_open(self) -> bytes:
-        state = copy.copy(self.processor.state)
-        (event,) = self.processor._STATE_HANDLERS[state.current_state].delta_fn(state, SOME_DELTA)
-        event.sequence_number = SOME_NUMBER
-        form = event_of(event).replace(b"%", b"%%")
-        for some, name in ((encode(SOME_DELTA), b"%(delta)b"), (b"%d" % SOME_NUMBER, b"%(number)d")):
-            form = form.replace(some, name)
-        return form
+        return written
 
     def close(self, finish_reason: str | None = None) -> bytes:
         """Return the events that close the open item; ``finish_reason`` is the response's, given at its end only."""

@@ -67,14 +67,30 @@ class FastPath:
         self._routes = routes
         self._tools = tools
         self._metrics = metrics
-        self._answer = with_header_layers(app, _answer)
+        # The application's layers that add headers to answers, in their order, around the stream.
+        layers: list[Any] = []
+        while app is not None:
+            if isinstance(app, (CORSMiddleware, XRequestIdMiddleware)):
+                layers.append(app)
+            app = getattr(app, "app", None)
+        self._answer: ASGIApp = _answer
+        for layer in reversed(layers):
+            outer = copy.copy(layer)  # vLLM's own path goes on using the layer itself
+            outer.app = self._answer
+            self._answer = outer
         tokenizer = tools.processor.tokenizer
         self._pieces = None if tokenizer is None else TokenPieces(tokenizer)
 
     async def serve(self, context: RequestContext, scope: Scope, send: Send) -> bool:
         """Serve the current request if this path supports it; return False if it does not."""
         route, connection = self._routes.get(context.path), context.connection
-        if route is None or connection is None or not is_fast_call(scope, context):
+        if route is None or connection is None or context.asked.stream is not True:
+            return False
+        # Frames are written in HTTP/1.1's chunked encoding; vLLM reads no body without a content type; and a trace is
+        # added to an answer by a layer that vLLM's path has around it.
+        if scope["http_version"] != "1.1" or context.form != JSON or "content-type" not in context.headers:
+            return False
+        if TRACE_HEADER in context.headers:
             return False
         try:
             request = route.model.model_validate(context.fields)
@@ -108,17 +124,6 @@ async def _answer(scope: Scope, receive: Receive, send: Send) -> None:
 async def _disconnect() -> Message:
     """Return what ASGI's ``receive`` returns for a request whose body was read."""
     return {"type": "http.disconnect"}
-
-
-def is_fast_call(scope: Scope, context: RequestContext) -> bool:
-    """True if a request asks for a stream, and has no headers that other layers handle."""
-    return (
-        context.asked.stream is True
-        and scope["http_version"] == "1.1"
-        and context.form == JSON
-        and "content-type" in context.headers  # vLLM reads no body without one
-        and TRACE_HEADER not in context.headers
-    )
 
 
 def fast_path(app: Any, state: Any, args: argparse.Namespace, engine_client: Any) -> FastPath | None:
@@ -376,17 +381,3 @@ class HttpMetrics:
         info = Info(Request(scope), STREAMED, "POST", handler, "2xx", seconds, seconds)
         for observe in self.observers:
             observe(info)
-
-
-def with_header_layers(app: Any, answer: ASGIApp) -> ASGIApp:
-    """Return ``answer`` wrapped in copies of those layers of ``app`` that add headers."""
-    layers: list[Any] = []
-    while app is not None:
-        if isinstance(app, (CORSMiddleware, XRequestIdMiddleware)):
-            layers.append(app)
-        app = getattr(app, "app", None)
-    for layer in reversed(layers):
-        outer = copy.copy(layer)
-        outer.app = answer
-        answer = outer
-    return answer

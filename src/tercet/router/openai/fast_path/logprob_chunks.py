@@ -120,9 +120,18 @@ class LogprobChunks:
 
     def of_output(self, output: Output) -> bytes:
         positions = output.logprobs or ()
-        if self._is_chat:
-            return b'{"content":[%b]}' % b",".join(map(self._chat_json, positions))
         pieces: Any = self._pieces
+        if self._is_chat:
+            content: list[bytes] = []
+            for position in positions:
+                tokens, values = self._values(position)
+                numbers = encode(values)[1:-1].split(b",")  # one call for all numbers is faster than one for each
+                found = [pieces[token] or self._part(token) for token in tokens]
+                entries = [piece.before + number + piece.after for piece, number in zip(found, numbers, strict=True)]
+                self._record(position)
+                others = b"},".join(entries if self._most is None else entries[: self._most])
+                content.append(b'%b,"top_logprobs":[%b%b]}' % (entries[0], others, b"}" if others else b""))
+            return b'{"content":[%b]}' % b",".join(content)
         offsets, sampled, own = list[int](), list[str](), list[float]()
         top = list[dict[str, float]]()
         most = None if self._most is None else self._most + 1
@@ -150,16 +159,6 @@ class LogprobChunks:
 
     def _part(self, token_id: int) -> Piece:
         return piece_of(self._processor._verify_tokens([REPLACEMENT], [token_id])[0])
-
-    def _chat_json(self, position: Sequence[TokenLogprob]) -> bytes:
-        pieces: Any = self._pieces
-        tokens, values = self._values(position)
-        numbers = encode(values)[1:-1].split(b",")  # one call for all numbers is faster than one for each
-        texts = [pieces[token] or self._part(token) for token in tokens]
-        entries = [piece.before + number + piece.after for piece, number in zip(texts, numbers, strict=True)]
-        self._record(position)
-        others = b"},".join(entries if self._most is None else entries[: self._most])
-        return b'%b,"top_logprobs":[%b%b]}' % (entries[0], others, b"}" if others else b"")
 
 
 def values_by_token(position: Sequence[TokenLogprob], most: int | None) -> dict[int, float]:

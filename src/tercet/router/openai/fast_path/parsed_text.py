@@ -110,7 +110,13 @@ class EngineText:
 
     def take(self, text: str, token_ids: Sequence[int]) -> Passed | None:
         if self._passes is None:
-            self._passes = self._has_no_marker_open()
+            # In this state, with nothing that the engine has read and still holds back: else the next text may
+            # complete a marker.
+            engine, reader = self._engine, self._reader
+            holds_back = reader._lexer.buffer or reader._scanner._deferred_terminals or engine._deferred_content
+            is_in_state = reader.state is self._state and engine._streaming_initialized and not holds_back
+            # White space before an answer's first text is dropped.
+            self._passes = is_in_state and (self._passed is Passed.REASONING or engine._content_has_nonws)
         if not (self._passes and text and self._first_characters.isdisjoint(text)):
             return None
         if token_ids:
@@ -123,14 +129,6 @@ class EngineText:
 
     def settle(self) -> None:
         self._passes = None  # the engine is about to read, and may have another state at the next text
-
-    def _has_no_marker_open(self) -> bool:
-        engine, reader = self._engine, self._reader
-        if reader.state is not self._state or reader._lexer.buffer or reader._scanner._deferred_terminals:
-            return False
-        if engine._deferred_content or not engine._streaming_initialized:
-            return False
-        return self._passed is Passed.REASONING or engine._content_has_nonws
 
 
 class HermesText:
@@ -180,19 +178,18 @@ class HermesText:
         has_call = parser.tool_call_start_token in text
         self._is_known = True
         self._is_content = not has_call and parser._sent_content_idx == len(text)
-        self.call = self._open_call(text) if has_call and self._passes_arguments else None
-
-    def _open_call(self, text: str) -> int | None:
-        parser = self._parser
+        self.call = None
+        if not has_call or not self._passes_arguments:
+            return
+        # The last call's arguments are passed on if the parser has sent all of them so far, and holds nothing back.
         regions, calls = parser._extract_tool_call_jsons(text), parser.prev_tool_call_arr
         json, is_whole = regions[-1]
         if is_whole or len(calls) != len(regions) or "name" not in calls[-1] or not json.startswith("{"):
-            return None
+            return
         sent = parser.streamed_args_for_tool[-1]
         holds_back = not text.endswith(json) or "<" in text[-len(parser.tool_call_end_token) :]
-        if holds_back or not sent or parser._extract_tool_args(json, False) != sent:
-            return None
-        return len(regions) - 1
+        if not holds_back and sent and parser._extract_tool_args(json, False) == sent:
+            self.call = len(regions) - 1
 
 
 PassingPhase = AllText | EngineText | HermesText
@@ -221,7 +218,16 @@ class PassedText:
     def take(self, text: str, token_ids: Sequence[int]) -> Passed | None:
         """Return the kind of the next text if it is passed on; None if the parser must read it."""
         if not self._is_phase_known:
-            self._phase, self._is_phase_known = self._present_phase(), True
+            # In vLLM's order: the parser looks for the end of a reasoning in the prompt first, then for calls.
+            state, self._is_phase_known = self._state, True
+            if not state.prompt_reasoning_checked:
+                self._phase = None
+            elif not state.reasoning_ended:
+                self._phase = self._reasoning
+            elif not self._has_tools:
+                self._phase = ANY_TEXT
+            else:
+                self._phase = self._tools if state.tool_call_text_started else None
         phase = self._phase
         passed = None if phase is None else phase.take(text, token_ids)
         if phase is not None and passed is not None:
@@ -233,16 +239,6 @@ class PassedText:
                 if self._uncounted == COUNTED_AT_ONCE:
                     self._count()
         return passed
-
-    def _present_phase(self) -> PassingPhase | None:
-        state = self._state
-        if not state.prompt_reasoning_checked:
-            return None
-        if not state.reasoning_ended:
-            return self._reasoning
-        if not self._has_tools:
-            return ANY_TEXT
-        return self._tools if state.tool_call_text_started else None
 
     def _count(self) -> None:
         if self._uncounted:

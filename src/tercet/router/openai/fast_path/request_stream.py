@@ -124,7 +124,21 @@ class ChoiceStream:
         decode_next = look_up(detokenizer, tools.texts, self._state.prompt_token_ids or ())
         # Returns the text of the next token if the detokenizer does nothing else with it.
         self._decode_next: Callable[[int], str] | None = None if detokenizer.stop else decode_next
-        self._write_more = self._way_to_write()
+        # What writes outputs between the first and the last; None if vLLM's processor makes their text:
+        # 1. It makes one result of several outputs (stream interval).
+        # 2. The events differ only in their text: the shortest way, which knows stop strings.
+        # 3. Other events before a possible stop string: only vLLM knows which of their tokens remain.
+        # 4. Only a parser's deltas, or deltas with further fields.
+        self._write_more: Callable[[Output], EngineCoreOutput | None] | None = None
+        if self._state.stream_interval <= 1:
+            if plan.is_plain:
+                self._write_more = self._write_text
+            elif detokenizer.stop or (self._logprobs is not None and not self._logprobs.is_direct):
+                pass
+            elif self.parsed is not None and self._logprobs is None and not self._has_extras:
+                self._write_more = partial(self._write_parsed, self.parsed)
+            else:
+                self._write_more = self._write_chunk
         # ``_is_flowing``: outputs between the first and the last are written here. ``_is_finished``: vLLM has made the
         # last result.
         self._is_flowing = self._is_finished = False
@@ -144,18 +158,6 @@ class ChoiceStream:
     def reasoning_tokens(self) -> int:
         """The number of output tokens that were reasoning; 0 if they are not counted."""
         return 0 if self.parsed is None else self.parsed.reasoning_tokens
-
-    def _way_to_write(self) -> Callable[[Output], EngineCoreOutput | None] | None:
-        """Return what writes outputs between the first and the last; None if vLLM's processor makes their text."""
-        if self._state.stream_interval > 1:
-            return None  # vLLM makes one result of several outputs
-        if self._plan.is_plain:
-            return self._write_text
-        if self._state.detokenizer.stop or (self._logprobs is not None and not self._logprobs.is_direct):
-            return None  # only vLLM knows which tokens remain before a stop string
-        if self.parsed is not None and self._logprobs is None and not self._has_extras:
-            return partial(self._write_parsed, self.parsed)
-        return self._write_chunk
 
     async def run(self, turn: AbstractAsyncContextManager[None]) -> None:
         """Stream the sequence while ``turn`` is entered. Raises the errors that end the whole answer."""
@@ -319,7 +321,8 @@ class ChoiceStream:
     def _write_result(self, result: RequestOutput) -> None:
         """Send the chunk of a result; the last chunk is given to the answer instead."""
         plan, completion = self._plan, result.outputs[0]
-        self._answer.has_result(result)
+        if before := plan.events.result(result):  # events that come before the result's own
+            self._answer.write(framed(before))
         plan.serving._raise_if_error(completion.finish_reason, self._state.request_id)
         self._is_flowing = True
         self._is_finished = completion.finish_reason is not None
@@ -450,11 +453,6 @@ class RequestStream:
         """Send the written chunks, and wait until the client has read enough."""
         self._connection.flush()
         await self._connection.has_room()
-
-    def has_result(self, result: RequestOutput) -> None:
-        """Write the events that come before the event of ``result``."""
-        if events := self._plan.events.result(result):
-            self.write(framed(events))
 
     def has_ended(self, last: bytes) -> None:
         """Write a choice's ``last`` event; the last choice's one is kept for the end of the stream."""
