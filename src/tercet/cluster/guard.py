@@ -211,6 +211,7 @@ class Guard:
                 while self._child.poll() is None and time.monotonic() < deadline:
                     time.sleep(0.05)
                 _end_what_is_left()
+        # The second process learns that this is a normal end, and ends too instead of killing the group.
         os.write(self._end_well, b"\n")
         return code if code >= 0 else 128 - code
 
@@ -237,6 +238,8 @@ def _watch_this_process(grace: float) -> int:
 
     Returns a descriptor; this process writes to it before a normal end.
     """
+    # Forked twice, so that the watcher is a child of init: this process waits for its command only, and the watcher
+    # does not become a zombie here.
     watched, held = os.pipe()
     child = os.fork()
     if child:
@@ -251,6 +254,7 @@ def _watch_this_process(grace: float) -> int:
         signal.signal(
             number, signal.SIG_IGN
         )  # the guard forwards them to the group, and this process ends with the guard
+    # One byte is a normal end. The end of the pipe without one is that of a guard that was killed.
     if os.read(watched, 1):
         os._exit(0)
     os.killpg(0, signal.SIGTERM)

@@ -367,6 +367,8 @@ class LocalHands:
         spec = next_spec(self._like, name, port, list(self._specs.values()), self._devices())
         self._used.append(name)
         self._specs[name] = spec
+        # Not kept until the router has it: an engine that fails at its first start is an error of the command, and is
+        # not restarted.
         engine = self._launch(spec, role)
         engine.is_kept = False
         self._engines.append(engine)
@@ -389,6 +391,7 @@ class LocalHands:
 
     async def stop(self, name: str) -> None:
         """Remove an engine from the router, and stop it."""
+        # First the router: an engine that ends while it is a member would fail requests.
         engine = self._engine(name)
         await self.router.remove(name)
         try:

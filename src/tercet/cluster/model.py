@@ -322,8 +322,26 @@ def require_model(name: str) -> None:
     # Only vLLM can interpret a URL, a file in a repository, or the name of a model of another hub.
     elif "://" in name or ":" in name or os.environ.get("VLLM_USE_MODELSCOPE", "").lower() in ("1", "true"):
         return
-    elif not path.exists() and cached_snapshot(name) is None:
-        _require_at_hub(name)
+    if path.exists() or cached_snapshot(name) is not None:
+        return
+    if not _ID.fullmatch(name):
+        raise _unknown(name, "it is not a directory here, and not a valid name of a model hub")
+    if os.environ.get("HF_HUB_OFFLINE", "").lower() in ("1", "true", "yes", "on"):
+        raise _unknown(name, f"it is neither a directory here nor in {_hub_cache()}, and HF_HUB_OFFLINE is set")
+    hub = os.environ.get("HF_ENDPOINT", HUB).rstrip("/")
+    request = urllib.request.Request(f"{hub}/api/models/{name}", headers=_token())
+    try:
+        with urllib.request.urlopen(request, timeout=ASK_SECONDS):
+            return
+    except urllib.error.HTTPError as error:
+        if error.code in _MISSING:  # any other answer says nothing about the model: vLLM finds out
+            hint = "" if request.has_header("Authorization") else ", or shows it only with HF_TOKEN"
+            raise _unknown(name, f"it is not a directory here, and {hub} has no such model{hint}") from None
+    except (OSError, ValueError, http.client.HTTPException) as error:
+        cause = getattr(error, "reason", None)
+        reason = network_reason(cause if isinstance(cause, BaseException) else error)
+        where = f"it is neither a directory here nor in {_hub_cache()}"
+        raise _unknown(name, f"{where}, and {hub} does not answer ({reason})") from None
 
 
 def cached_snapshot(name: str) -> Path | None:
@@ -335,27 +353,6 @@ def cached_snapshot(name: str) -> Path | None:
 
 def _is_described(checkpoint: Path) -> bool:
     return any((checkpoint / description).is_file() for description in DESCRIPTIONS)
-
-
-def _require_at_hub(name: str) -> None:
-    if not _ID.fullmatch(name):
-        raise _unknown(name, "it is not a directory here, and not a valid name of a model hub")
-    if os.environ.get("HF_HUB_OFFLINE", "").lower() in ("1", "true", "yes", "on"):
-        raise _unknown(name, f"it is neither a directory here nor in {_hub_cache()}, and HF_HUB_OFFLINE is set")
-    hub = os.environ.get("HF_ENDPOINT", HUB).rstrip("/")
-    request = urllib.request.Request(f"{hub}/api/models/{name}", headers=_token())
-    try:
-        with urllib.request.urlopen(request, timeout=ASK_SECONDS):
-            return
-    except urllib.error.HTTPError as error:
-        if error.code in _MISSING:
-            hint = "" if request.has_header("Authorization") else ", or shows it only with HF_TOKEN"
-            raise _unknown(name, f"it is not a directory here, and {hub} has no such model{hint}") from None
-    except (OSError, ValueError, http.client.HTTPException) as error:
-        cause = getattr(error, "reason", None)
-        reason = network_reason(cause if isinstance(cause, BaseException) else error)
-        where = f"it is neither a directory here nor in {_hub_cache()}"
-        raise _unknown(name, f"{where}, and {hub} does not answer ({reason})") from None
 
 
 def _token() -> dict[str, str]:

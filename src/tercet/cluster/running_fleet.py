@@ -107,6 +107,7 @@ def rotate(log: Path, largest: int = LARGEST) -> bool:
         if log.stat().st_size <= largest:
             return False
         before = log.with_name(log.name + BEFORE)
+        # Copied and cut, not renamed: the writers have the file open, and would go on writing to the old one.
         with log.open("rb") as found, before.open("wb") as kept:
             found.seek(-largest, os.SEEK_END)  # the log may have grown in the meantime
             shutil.copyfileobj(found, kept)

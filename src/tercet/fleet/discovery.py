@@ -353,6 +353,7 @@ class PodDiscovery:
         try:
             while True:
                 await self._changed.wait()
+                # Cleared before the list is given out: a change that comes while the reader works is not lost.
                 self._changed.clear()
                 yield self._engines
         finally:

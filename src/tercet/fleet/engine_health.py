@@ -197,6 +197,7 @@ class EngineHealth:
     def lost(self, member: Member, error: TercetError) -> None:
         """Stop picking a lost engine until :meth:`found_well`; only the first error is logged."""
         member.reachable = False
+        # Not for a member that was removed meanwhile: its name may be that of another engine now.
         if member.name not in self._lost and member is self._roster.get(member.name):
             self._lost.add(member.name)
             logs.ENGINE_LOST.tell(engine=member.name, code=error.code, reason=error.message)

@@ -404,6 +404,14 @@ class Watch(Generic[ObjectT]):
 
     async def _list_or_watch(self, session: aiohttp.ClientSession) -> float:
         """Make one list or one watch; return how many seconds to pause after it."""
+        # How it ends, and what that means for the objects that are known:
+        #
+        #   a list is complete, a watch has ended   they are up to date; go on from their version
+        #   the stream is broken, or version gone   changes were missed: list again
+        #   the server is busy                      nothing was missed: watch again, later
+        #   the server does not answer              the same; the log says once that discovery is lost
+        #
+        # In all of them the known objects stay in use: a failing API server must not empty a fleet.
         try:
             # No version: nothing was listed yet, or the server cannot continue from the last one.
             if not self._mirror.version:

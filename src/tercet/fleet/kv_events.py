@@ -282,6 +282,7 @@ class KVInbox:
         If batches are missing before it, removals may be missing, so all older knowledge is dropped.
         """
         batch = self._read(payload)
+        # Too little knowledge costs a prefix hit; knowledge of blocks that are gone costs a wrong pick each time.
         if number > self.expected:
             self._knowledge.cleared(self._name)
             self.expected = number

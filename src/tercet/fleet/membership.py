@@ -216,6 +216,7 @@ class Membership:
         await self._closing.wait(CLOSE_SECONDS)
 
     async def enter(self, address: EngineAddress) -> Member:
+        # The connection belongs to this stack until the member is there: a failure in between closes it.
         async with AsyncExitStack() as stack:
             engine = await stack.enter_async_context(self._connect(address.name, address.url, self._admit))
             member = Member(address.name, address.url, address.role, engine, labels=address.labels)
@@ -290,6 +291,7 @@ class Membership:
 
     def remove(self, name: str) -> Member:
         """Remove an engine at once; its connection is closed when the last sequence on it has ended."""
+        # It is out of picks at once. Its sequences go on over the connection, which their end closes.
         member = self._fleet.remove(name)
         if member.in_flight:
             member.when_idle = lambda: self._close(member)
@@ -342,7 +344,7 @@ class Membership:
         return self.on_replaced(replaced)
 
     async def _ask(self, member: Member) -> None:
-        # Before the call: adapters that are loaded during it are asked for again.
+        # Taken before the call: adapters that are loaded during it are asked for again.
         stamp = member.reported_stamp
         try:
             self._answered(member, await member.engine.status())

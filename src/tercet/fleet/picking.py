@@ -101,6 +101,8 @@ class Picking(Generic[ViewT]):
                 raise BadRequest(f"pick: there is no picker or profile {by!r}; choose one of {known}", "pick")
             # Reports start with the first profile: fleets that pick by turns get none.
             self.knowledge.needed()
+        # In this order: what can serve, what was asked to be avoided, and only then who is best among them. Avoiding is
+        # a wish: if nothing else is left, an engine that failed before is better than none.
         candidates = self._preferring(self.candidates(role, request=request, partner=partner), without)
         if not len(candidates):
             raise self.no_engine_error()

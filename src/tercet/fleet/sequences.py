@@ -140,7 +140,7 @@ class RunningSequence:
         if self.ended or not self._budget.retries or now + pause - self._last_at > self._budget.within_s:
             return None
         # 1. An engine had it, and may have failed because of it: the budget pays.
-        # 2. None had it, since none answers: the time limit alone ends it.
+        # 2. No engine had it: only the time for which a sequence may wait for one ends that.
         if taken or not self._wait_s:
             self._not_taken_since = None
             self._in_vain += 1

@@ -136,6 +136,7 @@ class TracedEngine:
         return TracedEngine(member, self._counted, self.view)
 
     def generates(self, generation: Generation) -> None:
+        # From here on the sequence is this engine's load, and no longer that of the engine it moved away from.
         self._counted.go_to(self._member)
         self.view.on_generate(generation)
 

@@ -259,7 +259,7 @@ class PoolingServers:
         fields = [*asked.fields, *known, (b"Content-Length", str(len(asked.body)).encode())]
         method = asked.method.decode("ascii")
         asking = asyncio.ensure_future(request(self._client, server.url, method, asked.target, fields, asked.body))
-        server.asking.add(asking)
+        server.asking.add(asking)  # so that a poll that finds the server silent can end the wait
         server.in_flight += 1
         server.asked += 1
         try:

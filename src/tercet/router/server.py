@@ -170,7 +170,24 @@ class _Router:
     async def run(self) -> None:
         """Wait for an engine, then serve until a shutdown."""
         try:
-            await self._join_fleet()
+            if self.shared is not None:
+                self.background.keep(partial(self.shared.follow_supervisor, self.shutdown.hurry), "supervisor")
+            await self.state.start(FleetState.of(self.config))
+            if self._engines_come_later:
+                if self.state.tells and self.config.discovery.is_wanted:
+                    self.background.keep(lambda: follow_found(self.state, discovery_of(self.config.discovery)), "pods")
+                self.background.keep(self.state.follow, "state")
+            # vLLM is imported while engines are still loading.
+            if not self.config.serves_without_vllm:
+                from tercet.vllm_plugin.start.before_forks import light_import
+                from tercet.vllm_plugin.start.process_output import errors_only
+
+                errors_only()  # vLLM's other lines concern an engine that does not run here, and routes
+                with saying_while("importing vLLM's OpenAI layer", logger.info), light_import(compiles=False):
+                    from tercet.router.openai.openai_server import import_vllm, require_flags
+
+                    import_vllm()
+                require_flags(self.config.vllm_args, self.config.workers)
             promise = await self._first_promise()
             # From now on each engine is checked against what was promised to clients.
             self.membership.served_model, self.membership.on_replaced = promise, self.state.replaced
@@ -200,26 +217,6 @@ class _Router:
     @property
     def _engines_come_later(self) -> bool:
         return self.config.await_engines or self.config.discovery.is_wanted
-
-    async def _join_fleet(self) -> None:
-        """Read the shared state, and import vLLM while engines are still loading."""
-        if self.shared is not None:
-            self.background.keep(partial(self.shared.follow_supervisor, self.shutdown.hurry), "supervisor")
-        await self.state.start(FleetState.of(self.config))
-        if self._engines_come_later:
-            if self.state.tells and self.config.discovery.is_wanted:
-                self.background.keep(lambda: follow_found(self.state, discovery_of(self.config.discovery)), "pods")
-            self.background.keep(self.state.follow, "state")
-        if not self.config.serves_without_vllm:
-            from tercet.vllm_plugin.start.before_forks import light_import
-            from tercet.vllm_plugin.start.process_output import errors_only
-
-            errors_only()  # vLLM's other lines concern an engine that does not run here, and routes
-            with saying_while("importing vLLM's OpenAI layer", logger.info), light_import(compiles=False):
-                from tercet.router.openai.openai_server import import_vllm, require_flags
-
-                import_vllm()
-            require_flags(self.config.vllm_args, self.config.workers)
 
     async def _first_promise(self) -> ServedModel:
         """Wait for an engine that answers; if engines are named, the port stays closed for the first seconds."""

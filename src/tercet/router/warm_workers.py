@@ -68,27 +68,27 @@ def warm_parent(metrics: Path) -> Generator[socket.socket]:
             variables = {METRICS_VARIABLE: str(metrics)}
             # A fork of this process saves the import of vLLM once more; it must have no threads, which a fork loses.
             has_imported = "vllm" in sys.modules and unforkable([ours.fileno(), theirs.fileno()]) is None
-            stop = (_forked if has_imported else _executed)(ours, theirs, variables)
+            if has_imported:
+                stop = _forked(ours, theirs, variables)
+            else:
+                fd = theirs.fileno()
+                process = subprocess.Popen(
+                    [sys.executable, "-c", COMMAND, str(fd)],
+                    pass_fds=[fd],
+                    env={**os.environ, **ONE_THREAD, **variables},
+                )
+
+                def stop() -> None:
+                    process.kill()
+                    process.wait()
+
         try:
             yield ours
         finally:
             stop()
 
 
-def _executed(_: socket.socket, channel: socket.socket, variables: Mapping[str, str]) -> Callable[[], object]:
-    """Start a warm parent that imports vLLM; return the function that stops it."""
-    fd = channel.fileno()
-    env = {**os.environ, **ONE_THREAD, **variables}
-    process = subprocess.Popen([sys.executable, "-c", COMMAND, str(fd)], pass_fds=[fd], env=env)
-
-    def stop() -> None:
-        process.kill()
-        process.wait()
-
-    return stop
-
-
-def _forked(ours: socket.socket, channel: socket.socket, variables: Mapping[str, str]) -> Callable[[], object]:
+def _forked(ours: socket.socket, channel: socket.socket, variables: Mapping[str, str]) -> Callable[[], None]:
     """Fork this process, which has imported vLLM, into a warm parent; return the function that stops it."""
     pid = os.fork()
     if pid:

@@ -147,6 +147,7 @@ async def _supervise(config: RouterConfig, common: Path, channel: socket.socket 
     stopped, hurried = asyncio.Event(), asyncio.Event()
     with ExitStack() as stack:
         stack.enter_context(signals_to(stopped.set, hurried.set))
+        # Bound here, once: all workers inherit it, so a port in use is one error of the command.
         listening = stack.enter_context(listening_socket(config))
         if config.state is None:
             config = msgspec.structs.replace(config, state=str(common / "state.json"))
@@ -313,6 +314,7 @@ class Place:
         """Send SIGTERM and wait for the shutdown's timeout; send SIGKILL if the worker has not ended then."""
         if process.returncode is not None:
             return
+        # The worker ends its requests by itself after the shutdown's timeout; SIGKILL is for one that hangs.
         with suppress(ProcessLookupError):
             process.terminate()
         hurrying = asyncio.create_task(self._hurry(line))

@@ -37,6 +37,7 @@ def register() -> None:
     bound_lines()
     with refusing_in_a_sentence():
         log_as_the_environment_says(vllm.envs.VLLM_LOGGING_LEVEL)
+    # vLLM calls this before any engine is built, so its classes are patched before it makes objects of them.
     try:
         require_hooks("engine")
     except UnsupportedVLLM as error:

@@ -12,9 +12,9 @@ from contextlib import asynccontextmanager, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from fastapi import FastAPI, Response
+from fastapi import FastAPI
 from starlette.exceptions import HTTPException
-from starlette.routing import BaseRoute, Match, Route
+from starlette.routing import Match, Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from tercet.protocol import BadRequest, MethodNotAllowed, TercetError, UnknownPath
@@ -112,19 +112,16 @@ def install(
         except HTTPException as refusal:  # raised by the routing itself: routes answer their own errors
             if scope["type"] != "http" or refusal.status_code not in (UnknownPath.status, MethodNotAllowed.status):
                 raise
-            await _without_route(scope, app.routes)(scope, receive, send)
+            method, path = scope["method"], scope["path"]
+            known = [each for each in app.routes if isinstance(each, Route) and each.matches(scope)[0] is Match.PARTIAL]
+            allowed = ", ".join(sorted({name for each in known for name in each.methods or ()}))
+            if allowed:
+                error: TercetError = MethodNotAllowed(f"{path} does not accept the method {method}; use {allowed}")
+            else:
+                error = UnknownPath(f"this server has no route {method} {path}; /openapi.json lists the routes")
+            response = json_answer(error.to_wire(), error.status)
+            if allowed:
+                response.headers["Allow"] = allowed
+            await response(scope, receive, send)
 
     app.router.middleware_stack = answer
-
-
-def _without_route(scope: Scope, known: Sequence[BaseRoute]) -> Response:
-    method, path = scope["method"], scope["path"]
-    found = [route for route in known if isinstance(route, Route) and route.matches(scope)[0] is Match.PARTIAL]
-    allowed = ", ".join(sorted({name for route in found for name in route.methods or ()}))
-    if not allowed:
-        error: TercetError = UnknownPath(f"this server has no route {method} {path}; /openapi.json lists the routes")
-        return json_answer(error.to_wire(), error.status)
-    error = MethodNotAllowed(f"{path} does not accept the method {method}; use {allowed}")
-    response = json_answer(error.to_wire(), error.status)
-    response.headers["Allow"] = allowed
-    return response

@@ -140,6 +140,7 @@ class BodiesHeld:
     def require_room(self, body: HeldBody, size: int) -> None:
         """Count ``size`` more bytes of ``body``; above the limit, drop the largest bodies, maybe this one."""
         self._bodies.add(body)
+        # Counted before it is checked: the body that exceeds the limit may be the largest itself.
         self.size += size
         while self.size > self._most:
             # The largest and not the newest: a client with one huge body must not make others' small ones fail.

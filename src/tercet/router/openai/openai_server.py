@@ -188,6 +188,8 @@ def engine_client_over(service: Service, args: argparse.Namespace) -> Any:
         structured_outputs_config=structured_outputs_config(engine_args),
     )
     client = ProgramClient(service)
+    # AsyncLLM makes its own client of an engine's core and takes none, so the function that makes it is replaced for
+    # this one call.
     original = EngineCoreClient.make_async_mp_client
     EngineCoreClient.make_async_mp_client = staticmethod(lambda *_, **__: client)  # type: ignore[method-assign]
     try:
@@ -212,6 +214,7 @@ def listening_socket(args: argparse.Namespace, shared: socket.socket | None = No
             raise _taken(f"{args.host}:{args.port}", error) from error
         listen_alone(sock)
         return sock
+    # Several workers share a bound socket. vLLM's function also prepares the process, so it is called for another port.
     elsewhere = argparse.Namespace(**{**vars(args), "port": 0})
     setup_server(elsewhere, reuse_port=False)[1].close()
     listen_alone(shared)
@@ -446,29 +449,14 @@ def require_flags(given: Sequence[str], workers: int = 1) -> None:
             raise _refused(name, why)
     if workers > 1 and options.get("uds"):
         raise _refused("uds", "several workers share a port; leave --workers out")
-    _require_tls(options)
     keep_alive_seconds()
-
-
-def keep_alive_seconds() -> int:
-    """Return how long an idle connection of a client stays open; raises :class:`~tercet.protocol.BadRequest`."""
-    text = os.environ.get(KEEP_ALIVE_VARIABLE, "5")
-    try:
-        seconds = int(text)
-    except ValueError:
-        seconds = -1
-    if seconds < 0:
-        raise BadRequest(f"{KEEP_ALIVE_VARIABLE}: must be a whole number of seconds, is {text!r}", KEEP_ALIVE_VARIABLE)
-    return seconds
-
-
-def _require_tls(options: Mapping[str, Any]) -> None:
     certificate = options.get("ssl_certfile")
     if not certificate:
         for name in _TLS:
             if options.get(name):
                 raise _refused(name, "TLS needs --ssl-certfile as well")
         return
+    # uvicorn reads these files when it begins to serve, which is after the wait for engines: tried here first.
     try:
         for file in filter(None, (certificate, options.get("ssl_keyfile"), options.get("ssl_ca_certs"))):
             require_regular(Path(file))
@@ -481,6 +469,18 @@ def _require_tls(options: Mapping[str, Any]) -> None:
             context.set_ciphers(options["ssl_ciphers"])
     except (OSError, ValueError) as error:
         raise BadRequest(f"--ssl-certfile: TLS cannot be served with these files: {error}", "--ssl-certfile") from error
+
+
+def keep_alive_seconds() -> int:
+    """Return how long an idle connection of a client stays open; raises :class:`~tercet.protocol.BadRequest`."""
+    text = os.environ.get(KEEP_ALIVE_VARIABLE, "5")
+    try:
+        seconds = int(text)
+    except ValueError:
+        seconds = -1
+    if seconds < 0:
+        raise BadRequest(f"{KEEP_ALIVE_VARIABLE}: must be a whole number of seconds, is {text!r}", KEEP_ALIVE_VARIABLE)
+    return seconds
 
 
 def _refused(name: str, why: str) -> BadRequest:

@@ -239,6 +239,7 @@ class Routing:
         self._before = []
 
     def succeeded(self, chosen: Chosen) -> None:
+        # One success is enough: only failures in a row show that a program is broken, and not the requests.
         if chosen.version == self.current.number:
             self.failures.pop(chosen.name, None)
 
@@ -253,6 +254,7 @@ class Routing:
         failures = self.failures[chosen.name]
         if not self._before or not self._return_after or failures < self._return_after:
             return None
+        # The failing version does not become the previous one: a second return goes further back, never to and fro.
         *self._before, previous = self._before
         self.returned = Return(self.current.number, previous.number, chosen.name, failures, error)
         self._use(previous)

@@ -162,7 +162,7 @@ class Attempts:
             return
         service, sequence, trace = self._service, self._sequence, self._trace
         sequence.record(output, self._clock())
-        if not sequence.attempt:  # a later attempt says nothing about the chosen program
+        if not sequence.attempt:  # a later attempt ran on one engine, and says nothing about the chosen program
             service.routing.succeeded(self._chosen)
         trace.ttft, trace.tpot = sequence.ttft, sequence.tpot
         with working_in(self._place):  # exemplars name the request's trace
@@ -321,12 +321,14 @@ class Service:
 
     def give_up(self, error: TercetError) -> None:
         """End all running sequences, and all later ones, with ``error``."""
+        # First the error, then the streams: a sequence that begins in between ends by itself.
         self._given_up_by = error
         for stream in tuple(self._streams):
             stream.give_up(error)
 
     def break_off(self, error: TercetError) -> None:
         """End sequences that have tokens with ``error``: another model must not continue them."""
+        # A sequence without tokens may begin on either model: its client has seen nothing yet.
         for stream, sequence in tuple(self._streams.items()):
             if sequence.tokens:
                 stream.give_up(error)

@@ -141,6 +141,7 @@ class Sessions:
         if engine:
             self._metrics.turn("first" if belonged is None else "bound" if engine == belonged else "other")
         self._act(self.table.ends(session, request, sequence.tokens, engine, self._clock()))
+        # After the turn was recorded: its context is part of what is forgotten.
         if request.headers.get(SESSION_FINAL_HEADER, "").strip().lower() == "true":
             self._act(self.table.over(session))
         if (calls_tool := self._answered.pop(request.seq_id, None)) is not None:

@@ -49,6 +49,13 @@ class EngineReport(msgspec.Struct, frozen=True):
     busy_s: float = 0.0
 
 
+# Three files for each process, in a folder next to the state:
+#
+#   NAME.alive   held with a lock as long as the process lives; the kernel releases it, also after SIGKILL
+#   NAME.json    its report, written as a whole when it changes
+#   NAME.moves   the moves that it has under way, which count for the limits of all
+#
+# Who finds an `.alive` file without a lock removes the three, so a process that was killed leaves nothing behind.
 class FollowerReport(msgspec.Struct, frozen=True):
     """The report of one process."""
 
@@ -101,6 +108,7 @@ class Followers:
         """
         if self._alive is None:
             return
+        # It was removed: without this file others take the process for a dead one, and do not wait for it.
         if not (self._directory / (self.name + ALIVE)).exists():
             before, self._alive, self._told = self._alive, self._enter(), None
             os.close(before)
@@ -176,6 +184,7 @@ def _is_held(file: Path) -> bool:
         descriptor = os.open(file, os.O_RDWR | os.O_CLOEXEC)
     except FileNotFoundError:
         return False
+    # Shared: two processes that look at the same time must not take each other for the owner.
     try:
         fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -218,6 +227,7 @@ class ProcessReports:
             for name, other in report.engines.items():
                 if name in found:
                     own = found[name]
+                    # A process that does not serve yet has not looked at its engines.
                     reachable = own.reachable and (other.reachable or not report.serving)
                     waiting, busy = own.waiting_s + other.waiting_s, own.busy_s + other.busy_s
                     found[name] = EngineReport(own.in_flight + other.in_flight, reachable, waiting, busy)

@@ -261,6 +261,7 @@ class SharedState:
 
     async def _catch_up(self, loaded: LoadedCode) -> None:
         """Apply the newest state completely, even if the caller has left."""
+        # Otherwise a client who leaves would leave half of the state applied here.
         await asyncio.shield(self._applying.spawn(self._apply_newest(loaded), "state"))
 
     async def _apply_newest(self, loaded: LoadedCode) -> None:
@@ -270,6 +271,7 @@ class SharedState:
             try:
                 self._stamp = await self.filed(self._file.stamp)
                 state = await self.filed(self._file.read, found)
+                # The file was removed, or an older one was put in its place: what the fleet runs on is written again.
                 if state is None or state is not state.following(found):  # write it again, since versions only grow
                     state = await self._update(_unchanged)
                 if state.version > found.version:
@@ -391,6 +393,7 @@ class SharedState:
         self, change: Callable[[FleetState], FleetState], reason: str = ASKED, loaded: LoadedCode | None = None
     ) -> Sequence[str]:
         """Change the newest state; ``loaded`` has programs and files that were loaded for the change already."""
+        # Written first, and then read and applied here as in every other process.
         state = await self._update(lambda state: because(reason, state, change(state)))
         await self._catch_up(loaded or LoadedCode())
         return await self.reports.behind(state.version)

@@ -184,6 +184,7 @@ class GroupTables:
         """Give a request's blocks to another request, which has none."""
         for group, manager in enumerate(self.groups):
             blocks, cached = manager.req_to_blocks[owner], manager.num_cached_block.get(owner, 0)
+            # Blocks change hands without being freed in between: the pool could give a freed one to another request.
             if group in self.states:
                 # vLLM's manager removes the last state from the table, as for a request that found a cached state.
                 manager.pop_blocks_for_free(owner)
@@ -195,6 +196,7 @@ class GroupTables:
     @contextmanager
     def written_by_peers(self) -> Generator[None]:
         """Mark blocks that are taken in this context as written from outside: vLLM must not zero them in a step."""
+        # The worker zeroes a step's new blocks when the step begins, which may be after the peer has written.
         lengths = [len(group.new_block_ids) for group in self.groups]
         yield
         for group, length in zip(self.groups, lengths, strict=True):

@@ -291,6 +291,8 @@ def _compiled(manager: Any, backend: str, kind: Any, text: str) -> Any:
 
 def _try(connection: socket.socket, manager: Any, backend: str) -> None:
     connection.sendall(os.getpid().to_bytes(4, "big"))
+    # A fork of the process that has the backend, for one try: what the try breaks or uses up ends with it, and the
+    # kernel enforces its limits.
     job = msgspec.msgpack.decode(_receive_all(connection), type=TryJob)
     logging.disable(logging.CRITICAL)
     os.nice(NICE * job.level)

@@ -127,6 +127,7 @@ class GrammarQueue:
         self._waiting[key] = _WaitingGrammar(price, self._arrived)
         if len(self._waiting) <= MOST_WAITING:
             return None
+        # By the order of tries, not of arrival: a client with many expensive grammars gives up its own.
         last = max(self._waiting, key=lambda each: self._waiting[each].order)
         del self._waiting[last]
         return last
@@ -140,6 +141,7 @@ class GrammarQueue:
         if len(self._running) >= self.places:
             return None
         last = len(LIMITS) - 1
+        # One place is always left for short tries, unless there is only one.
         longest = sum(each.level == last for each, _ in self._running.values())
         may_be_long = longest < max(1, self.places - 1)
         able = [key for key, each in self._waiting.items() if each.level < last or may_be_long]
@@ -156,6 +158,7 @@ class GrammarQueue:
         A grammar that was lost twice has no verdict: it may be fine, and a later request may try it again.
         """
         _, waiting = self._running.pop(tried.key)
+        # Lost once may be chance: something else has ended the process. Twice ends it, since its requests wait.
         if outcome is TryOutcome.LOST:
             waiting.losses += 1
             if waiting.losses > 1:
@@ -529,6 +532,8 @@ class WatchedGrammar:
         return accepted
 
     def _spent(self, seconds: float) -> None:
+        # A structure is too slow in two ways: several long tokens within a time, counted over all its requests, or the
+        # tokens of one request that together take more than each may. Either ends all its requests.
         self._pace.spent(seconds)
         self._owed = max(0.0, self._owed + seconds - FREE_SECONDS)
         if self._owed > MOST_OWED_SECONDS:

@@ -104,26 +104,8 @@ class Reservations:
         ``owner`` is a vLLM request of the prompt's tokens plus :data:`FILLER_TOKEN`, and :meth:`check` has passed.
         Raises :class:`NoSpace`; then no blocks stay allocated.
         """
-        try:
-            matched = self._allocate(owner, len(prompt.tokens), needed)
-        except NoSpace:
-            self._manager.free(owner)  # with windows or states, vLLM has registered the owner, without blocks
-            raise
-        held = self._held[lease] = Held(owner, prompt, matched)
-        return self._reserved(held)
-
-    def _reserved(self, held: Held) -> ReservedBlocks:
-        size, request_id = self._block_size, held.owner.request_id
-        # The filler makes the lease's end a place to resume at, while a request of only these tokens resumes before
-        # that. vLLM keeps the windows and states that such places need, and has one field for another place.
-        held.owner.shared_prefix_boundary = self._tables.resumed_at(held.end)
-        held.num_blocks = self._tables.held(request_id)
-        blocks = self._tables.leased(request_id, held.matched_len, held.end)
-        return ReservedBlocks(held.matched_len, blocks, size)
-
-    def _allocate(self, owner: VLLMRequest, end: int, needed: int) -> int:
         # Relies on the scheduler's path for an asynchronous external load, with the same conditions.
-        manager, states = self._manager, self._tables.states
+        manager, states, end = self._manager, self._tables.states, len(prompt.tokens)
         if states:
             # vLLM defers a request that finds a state of the step being planned; a lease is used in a later step. It
             # counts neither the state that arrives, nor the one that decoding begins with.
@@ -137,14 +119,28 @@ class Reservations:
         how["num_external_computed_tokens"] = loaded - matched
         if not states and not ZEROED_BY_BLOCK.is_here:
             how["skip_zeroing_group_ids"] = (0,)
-        with self._tables.written_by_peers() if states else nullcontext():
-            self._take_slots(owner, end - loaded, self.blocks_for(end), needed, **how)
-            if states:
-                self._take_first_state_to_decode_into(owner, end)
+        try:
+            with self._tables.written_by_peers() if states else nullcontext():
+                self._take_slots(owner, end - loaded, self.blocks_for(end), needed, **how)
+                if states:
+                    self._take_first_state_to_decode_into(owner, end)
+        except NoSpace:
+            manager.free(owner)  # with windows or states, vLLM has registered the owner, without blocks
+            raise
         if zeroed and ZEROED_BY_BLOCK.is_here:
             written = manager.get_zeroing_block_ids_in_range(owner.request_id, matched, end)  # type: ignore[attr-defined]
             self._scheduler._skip_zero_block_ids.update(written)  # type: ignore[attr-defined]
-        return matched
+        held = self._held[lease] = Held(owner, prompt, matched)
+        return self._reserved(held)
+
+    def _reserved(self, held: Held) -> ReservedBlocks:
+        size, request_id = self._block_size, held.owner.request_id
+        # The filler makes the lease's end a place to resume at, while a request of only these tokens resumes before
+        # that. vLLM keeps the windows and states that such places need, and has one field for another place.
+        held.owner.shared_prefix_boundary = self._tables.resumed_at(held.end)
+        held.num_blocks = self._tables.held(request_id)
+        blocks = self._tables.leased(request_id, held.matched_len, held.end)
+        return ReservedBlocks(held.matched_len, blocks, size)
 
     def _take_first_state_to_decode_into(self, owner: VLLMRequest, end: int) -> None:
         # vLLM allocates no block for it before the step that needs it, and a request that holds blocks must not wait
@@ -216,6 +212,8 @@ class Reservations:
         held = self._held.get(lease)
         if held is None:
             return
+        # Agents report contents and not positions only: KV of another lease's tokens never enters the prefix cache,
+        # whatever a sender or a late message claims.
         if held.prompt.content(valid.end) != valid:
             raise EngineError(f"lease {lease}: the agents report KV of other tokens than those of the lease")
         self._cache(held, held.owner, valid.end)
@@ -255,6 +253,7 @@ class Reservations:
         if held is None:
             return
         valid_end = held.valid_end(valid_end)
+        # The last token is computed here even if its KV has arrived: sampling needs its logits.
         computed = min(valid_end, request.num_tokens - 1)
         if not self._can_continue(held, request, computed):
             self._give_back(held, valid_end)
@@ -269,7 +268,8 @@ class Reservations:
             total = request.num_prompt_tokens
             cached = min(held.matched_len, computed, total)
             request.prefill_stats.set(total, cached, min(computed, total) - cached)
-        # Behind a request that needs blocks, a request that holds blocks would wait for ever.
+        # Behind a request that needs blocks, a request that holds blocks would wait for ever: the first waits for
+        # blocks that only the second can free.
         self._scheduler.waiting.remove_request(request)
         self._scheduler.kv_holding_waiting.add_request(request)
 

@@ -127,6 +127,8 @@ class Adapters:
         load = client.add_lora
 
         async def add_lora(lora_request: LoRARequest) -> bool:
+            # Another number for other weights: running requests keep those of their number, and are not changed under
+            # way.
             if lora_request.load_inplace:
                 lora_request.load_inplace = False
                 lora_request.lora_int_id = self._models().lora_id_counter.inc(1)

@@ -188,6 +188,7 @@ class AttachedEngine:
         counters = [[partial(each.call, ReadCounters()) for each in asked] for asked in (agents, workers)]
         probe = LivenessProbe(partial(core.call, core_methods.status), *counters)
         await probe.start()
+        # Before the verbs are served: the first request of a client must not wait for code that is compiled once.
         await practise_first_uses(client, core, description.token)
         REGISTRY.register(ProbeCollector(probe))  # vLLM serves it
         has_text = not client.vllm_config.model_config.skip_tokenizer_init

@@ -184,6 +184,7 @@ class _Extent:
 
 def _exchange(extent: _Extent, fd: int, offset: int) -> None:
     """Replace an allocation's pages by the file's; the allocator's notes at both ends are copied, not KV."""
+    # MAP_FIXED replaces the pages at the address that vLLM's tensors already have, so nothing in vLLM has to know.
     size = extent.end - extent.begin
     for page in (0, size - PAGE_BYTES):
         os.pwrite(fd, ctypes.string_at(extent.begin + page, PAGE_BYTES), offset + page)
@@ -307,6 +308,8 @@ class DeviceExport:
         self.rdma = self._registered and self._registered.handles
 
     def computed(self) -> int:
+        # The agent waits for the event of the last note it has. A reused event is recorded later, so waiting for it
+        # waits for more, never for less.
         number, self._next = self._next, (self._next + 1) % EVENTS
         self._events[number].record()
         return number

@@ -37,6 +37,7 @@ def begin_requests_with_output() -> None:
     def add_request_with_output(add_request: Method, self: Any, request: Any) -> Any:
         output = pending.pop(request.req_id, None)
         if output:
+            # A moved sequence goes on with the random numbers that its former engine would have drawn next.
             request.output_token_ids.extend(output)
             advance(request.generator, len(output), self.vocab_size)
         return add_request(self, request)

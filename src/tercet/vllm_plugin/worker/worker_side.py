@@ -36,6 +36,8 @@ class WorkerSide:
         self._layers_of_step = StepLayers(len(planes.tensors))
         if planes.device.type != "cpu":
             self._device = DeviceExport(planes, self._config.device_transport)
+        # On a CPU the cache itself becomes a file that peers map; KV on a device stays there, and the file has only the
+        # words by which peers know that a block was not reused.
         kv, shape = planes.share() if self._device is None else planes.share_words()
         try:
             settings = self._config.transport_settings()
@@ -67,6 +69,7 @@ class WorkerSide:
 
     def begin_step(self, metadata: StepMetadata) -> None:
         self._step = metadata
+        # Before the step computes: its first layer may be pushed as soon as it is done.
         if metadata.opened or metadata.pushes:
             self._agent.tell(StepBegins(tuple(metadata.opened), tuple(metadata.pushes)))
         self._layers_of_step.begin(sum(len(push.blocks) for push in metadata.pushes) * self._layout.block_bytes)

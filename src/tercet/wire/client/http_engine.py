@@ -414,7 +414,7 @@ class HttpEngine:
                         if not stream.over:
                             raise EngineUnreachable(f"{self.name} ended the stream without a finish reason")
                 return
-            # leaving early cancels the sequence on the engine
+            # Leaving early cancels the sequence on the engine.
             with connection.sequence(len(call.output), stream) as number:
                 router = StreamDestination(address=connection.address, key=connection.key, number=number)
                 with working_in(place):
@@ -422,7 +422,8 @@ class HttpEngine:
                 await stream.until_over()
         finally:
             if stream.begun:
-                self._held.pop(call.seq_id, None)  # the running sequence has the blocks
+                # The running sequence has the blocks, so there is no lease left to release.
+                self._held.pop(call.seq_id, None)
 
     async def _connection(self) -> EngineConnection | None:
         try:
@@ -471,6 +472,7 @@ class HttpEngine:
         """Note the incarnation of a status, and drop the state of an earlier one."""
         if self._keeper is not None:
             self._keeper.connection.incarnation = status.incarnation
+        # Leases and sequences of the former start are gone with its memory: nothing is left to release there.
         if is_restarted:
             self._held.clear()
             if self._keeper is not None:
@@ -542,6 +544,7 @@ class StreamKeeper:
                 if not task.cancelled():
                     task.exception()  # mark it as retrieved; the callers that wait get it
 
+            # As a task: a request that gives up must not end the attempt that others wait for.
             self._connecting = asyncio.get_running_loop().create_task(self._try())
             self._connecting.add_done_callback(tried)
         await asyncio.shield(self._connecting)  # other callers wait for the same attempt

@@ -216,6 +216,7 @@ class PrefillAttempts:
                 self._lost.pop(host, None)
             working = asyncio.ensure_future(work())
             watching = asyncio.ensure_future(self._until_lost(host, look))
+            # The work alone would wait for an engine that has stopped without closing its connection.
             tasks.update((working, watching))
             await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
             if not working.done():

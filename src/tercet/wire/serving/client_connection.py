@@ -173,6 +173,7 @@ class BoundedProtocol(HttpToolsProtocol):
         self._forget()
         cycle: Any = self.cycle
         under_way = bool(cycle) and not cycle.response_complete
+        # An answer that has begun cannot become an error: closing shows the client that it is incomplete.
         if (under_way and cycle.response_started) or self.transport.is_closing():
             self.transport.abort()
             return
@@ -184,6 +185,8 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def end(self) -> None:
         """Close the connection after its last answer; if its request still arrives, once the client has read that."""
+        # A socket that is closed with unread data sends a reset, which may destroy the answer before the client has
+        # read it: so a request that is still arriving is read to its end, or for a bounded time, and dropped.
         if self._part == "nothing" or self._refused or self.transport.is_closing():
             self.transport.close()
             return

@@ -132,6 +132,8 @@ class EngineConnection:
 
     def drop(self, why: str) -> None:
         """Close the connection; every sequence ends with :class:`~tercet.protocol.EngineUnreachable`."""
+        # No half-open state: outputs that were on their way are gone, so no sequence may wait for them. The service
+        # retries each from the tokens that its client has.
         transport, self._transport = self._transport, None
         if transport is not None:
             transport.abort()
@@ -185,6 +187,7 @@ class SequenceInbox:
                     unwanted.append(delta.number)
             elif delta.position == sequence.position:
                 self._deliver(sequence, delta)
+            # Positions decide: an output that comes again does no harm, and a token that is skipped is noticed.
             elif delta.is_last or delta.position + len(delta.token_ids) > sequence.position:  # not delivered already
                 unwanted.append(delta.number)
                 why = f"expected output position {sequence.position}, received {delta.position}"
@@ -197,6 +200,7 @@ class SequenceInbox:
             self._fail(number, error)
 
     def _deliver(self, sequence: _Sequence, delta: TokenDelta) -> None:
+        # Before the output is read: one that cannot be read counts as delivered, and ends its sequence alone.
         sequence.position += len(delta.token_ids)
         if delta.is_last:
             del self.sequences[delta.number]
