@@ -134,6 +134,7 @@ def _ask(program: str, *args: str) -> tuple[str, str]:
 def _handles(named: str) -> list[str]:
     """Return the devices in a value of ``CUDA_VISIBLE_DEVICES`` up to an invalid one; CUDA ignores the rest."""
     found: list[str] = []
+    # As CUDA reads it, or an engine would be given a device that its process does not see.
     for each in map(str.strip, named.split(",")):
         if not each or each == "-1":
             break

@@ -85,6 +85,7 @@ class WantedContexts:
         blocks, hashes = self._blocks, block_hashes(request, BLOCK, min(limit, self._most))
         if not hashes:
             return
+        # A block's hash covers all tokens before it, so the known blocks are the first ones: a search by halves.
         known = bisect_left(range(len(hashes)), True, key=lambda place: hashes[place] not in blocks)
         root = _Root(request.cache_salt, request.adapter, request.adapter_digest)
         for place in reversed(range(known, len(hashes))):
@@ -92,7 +93,9 @@ class WantedContexts:
             parent = hashes[place - 1] if place else None
             tokens = packed(request.prompt[begin : begin + BLOCK])
             blocks[hashes[place]] = _Block(parent, begin + BLOCK, tokens, root)
+        # From the last block to the first, so that the first is the newest: it is forgotten after all that follow it.
         deque(map(blocks.move_to_end, reversed(hashes[:known])), maxlen=0)
+        # Only the last block is counted here; the sum over a prompt's blocks is made when it is asked for.
         blocks[hashes[-1]].used(1.0, now)
         while len(blocks) > self._most:
             _, gone = blocks.popitem(last=False)
@@ -105,11 +108,13 @@ class WantedContexts:
         Contexts may begin alike; the first of these has what they share.
         """
         wanted = {name: block.uses_at(now) for name, block in self._blocks.items()}
+        # The longest first: each block adds its uses to the one before it, which has then those of all that follow.
         for name in sorted(wanted, key=lambda name: -self._blocks[name].end):
             parent = self._blocks[name].parent
             if parent is not None:
                 wanted[parent] += wanted[name]
         order = sorted(wanted, key=lambda name: (-wanted[name], self._blocks[name].end))[: tokens // BLOCK]
+        # A chosen block is extended to the end of its most wanted continuation: one copy instead of one for each block.
         following = dict[int, int]()  # the most wanted chosen block after each
         for name in order:
             parent = self._blocks[name].parent
@@ -175,6 +180,7 @@ class CopyPlan:
         more = {name: min(has, end) for name, has in holders.items() if min(has, end) > own and name not in self.failed}
         if not more:
             return None
+        # Whoever has nearly as much as the best: the last few blocks are not worth a busy sender.
         enough = own + NEARLY * (max(more.values()) - own)
         near = [name for name, has in more.items() if has >= enough]
         return min(near, key=lambda name: (name not in stores, loads.get(name, 0.0), -more[name], name))

@@ -157,6 +157,8 @@ def answers_completed(arrivals: Sequence[ObservedRequest], seed: int = 0) -> lis
         if each.ended:
             by_class[_class(each)].append(each.output_tokens)
             everyone.append(each.output_tokens)
+    # Answers that have not ended are the long ones: leaving them out, or taking their present length, would make every
+    # load look smaller than it is.
     everyone.sort()
     for lengths in by_class.values():
         lengths.sort()
@@ -269,6 +271,7 @@ def demand_of(
     tpot = longest_step_s(objectives)
     prefill = rate * sum(engine.prefill_s(each.prompt_tokens) for each in sample) / len(sample)
     output = sum(each.output_tokens for each in sample)
+    # What a step reads, on average over an answer's steps: its prompt, and half of the answer.
     context = sum((each.prompt_tokens + each.output_tokens / 2) * each.output_tokens for each in sample)
     context /= max(1, output)
     tokens = output / len(sample)

@@ -23,6 +23,8 @@ def agreed(said: Iterable[Mapping[str, AdapterReport]], declared: Declared = ())
     If operators ``declared`` a name with a digest, that digest counts; else the digest that most engines report, and
     among equally frequent digests the smallest. So every router computes the same result.
     """
+    # Without this agreement a name would mean other weights on each engine, and a prefix that one computed would be
+    # taken for that of another.
     found = {each.name: each for each in declared if each.digest}
     reports = [report for of_one in said for report in of_one.values() if report.name not in found]
     times = Counter((report.name, report.digest) for report in reports)
@@ -110,6 +112,8 @@ class AgreedAdapters(Mapping[str, AdapterReport]):
         """
         if request.adapter is None or request.adapter_digest:
             return request
+        # Once, when the request comes: its retries and moves go to engines with the same contents, also after the name
+        # has got others.
         found = self.get(request.adapter)
         if found is None:
             raise UnknownAdapter(f"model: this fleet has no adapter {request.adapter!r}", "model")

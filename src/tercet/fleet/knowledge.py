@@ -63,6 +63,7 @@ class LoadTable:
         return row
 
     def remove(self, name: str) -> int:
+        # The row may be another engine's at once, so whatever is kept by row is forgotten with it.
         row = self._rows.pop(name)
         self._free.append(row)
         self._adapters.pop(row, None)
@@ -292,5 +293,5 @@ class FleetKnowledge:
 
     def note_cold(self, row: int) -> None:
         self._turn += 1
-        self._cold.pop(row, None)
+        self._cold.pop(row, None)  # so that it is the last one now: the order of the items is that of the turns
         self._cold[row] = self._turn

@@ -301,6 +301,7 @@ class Picking(Generic[ViewT]):
         prefill = prefill if row is None else prefill.where(prefill.rows != row)
         if not len(prefill):
             return False
+        # What the decode engine has already need not be prefilled elsewhere; the pick of that engine has looked it up.
         if cached is None:
             cached = self.believed.get((request.seq_id, decode))
         if cached is None:

@@ -160,6 +160,7 @@ class TracedEngine:
     def called(self) -> StartedCall:
         """Return a call that begins now; its caller is a move if the current task makes one, else the program."""
         started, program = self.costs.clock(), self.view.span
+        # A span costs 50 us: only requests that are sampled have any, and only if spans go anywhere.
         if program is None or not program.sampled or spans.process.sink is None:  # no span of the call: the caller's
             return StartedCall(started, program)
         here = current_span()
@@ -179,6 +180,7 @@ class TracedEngine:
     async def prep_recv(self, request: Request, end: int | None = None) -> AsyncGenerator[Reservation]:
         async with AsyncExitStack() as stack:
             with self._watched("prep_recv") as call:
+                # Only until the reservation is there: what the program does with it later has other calls to fail.
                 async with UntilLost(self.calls):
                     reservation = await stack.enter_async_context(self.engine.prep_recv(request, end))
             event = TraceEvent("prep_recv", self.name, end=reservation.end, cached=reservation.matched_len)
@@ -259,6 +261,7 @@ class TracedEngine:
     def found(self, event: TraceEvent) -> None:
         """Compare ``cached`` of the engine's first event with the prediction of its pick, within the event's tokens."""
         if self._predicted is not None:
+            # Once: the engine's first event shows what it had; later ones also count what this request has put there.
             event.predicted, self._predicted = min(self._predicted, event.end), None
             self.view.fleet.hits.found(self.name, event.predicted, event.cached)
 
@@ -297,6 +300,7 @@ class Generation:
 
     def on_start(self, stream: OutputStream) -> None:
         self.stream = stream
+        # A stream starts when it is read, which may be long after it was made.
         self._call.started = self.engine.costs.clock()
         self._noted = self.engine.calls.note(stream.give_up, lambda: not self.begun)
         self.engine.generates(self)
@@ -316,6 +320,7 @@ class Generation:
         self.tokens += output.token_ids
 
     def on_end(self, error: BaseException | None) -> None:
+        # First of all: a stream that has ended must not be made to fail by the loss of its engine.
         self.stream = None
         self.engine.calls.forget(self._noted)
         self._event.total = self.engine.costs.clock() - self._call.started

@@ -257,6 +257,7 @@ class Costs:
     def __init__(self, clock: Callable[[], float], random: Random) -> None:
         self.model = CostModel()
         self.clock = clock
+        # Simulations replace it: they may know more than a request's limit.
         self.length_told: Callable[[Request], int | None] = max_tokens_of
         """What a request says about the length of its answer."""
         self.pulls = Pulls(self.model, random)
@@ -342,6 +343,8 @@ class Costs:
 
     def _unknown(self, options: Sequence[RouteOption], explore: float) -> RouteOption | None:
         """Return a pair to learn from, or None; its engines must be idle, and its estimated cost not much higher."""
+        # The cost of a transfer is learned only by making some: the first few as soon as they do no harm, later ones
+        # rarely, to notice that it has changed.
         if self.model.transfers >= ENOUGH_TRANSFERS and self._random.random() >= explore:
             return None
         best = options[0]
@@ -357,6 +360,7 @@ class Costs:
         here = self._job(request, chosen.split, request.num_tokens, matched.get(chosen.decode, 0))
         here.output, here.context = decision.output, request.num_tokens
         here.ready = self.clock() + chosen.ttft
+        # Counted from the decision on: the next one, a moment later, must not send its request to the same idle engine.
         try:
             works[0].promise(request.seq_id, here)
             if chosen.prefill:
@@ -433,6 +437,7 @@ class GenerationCost:
             cached = usage.cached + usage.received if usage is not None else job.cached
             self._work.prefilled(self._seq_id, job, computed, cached, 0)
         self._tokens += len(output.token_ids)
+        # A sequence that was broken off says nothing about the length of answers.
         if output.finish_reason is not None and not output.broken_off:
             self._work.decoded(self._job, self._tokens)
 

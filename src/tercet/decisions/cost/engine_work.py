@@ -54,11 +54,13 @@ class OnlineFit:
     def observe(self, features: Sequence[float], value: float) -> None:
         """Learn from an observation: ``features`` are not negative, ``value`` is positive."""
         predicted = self.predict(features)
+        # The first observation sets the scale: until then the prior knows the form of the cost, not this model's size.
         if self.count == 0 and predicted > 0:
             self._prior = [coefficient * value / predicted for coefficient in self._prior]
             self.theta = list(self._prior)
             predicted = value
         self.count += 1
+        # Relative errors: a prefill of 10 s must not count a million times as much as one of 10 ms.
         scale = max(value, predicted / 4)
         weight = self._weight(abs(predicted - value) / scale)
         row = [feature / scale for feature in features]
@@ -82,6 +84,7 @@ class OnlineFit:
                 theta[index] = max(0.0, (self._products[index] + pull * prior - others) / (products[index] + pull))
 
     def _weight(self, error: float) -> float:
+        # An outlier, such as a step in which the machine stood still, moves the fit as little as an error at the limit.
         limit = WILD * self._spread
         self._spread += 0.05 * (min(error, 2 * limit) - self._spread)
         self._spread = max(self._spread, 0.01)
@@ -376,6 +379,7 @@ class EngineWork:
         busy, batches, contexts, prefills = job.marks
         passed, shared = now - job.began, self._busy - busy
         steps = tokens - 1 - (self._prefills - prefills)
+        # A short decode, or one that mostly shared its steps with prefills, would blame the decode for their time.
         if steps < FEW or passed <= 0 or shared > MOSTLY_PREFILL * passed:
             return
         seconds = (passed - shared) / steps
@@ -398,6 +402,7 @@ class EngineWork:
             self.decoding -= 1
             self.contexts -= job.context
             self._expected_ends -= job.expected_end
+        # The sums are kept up to date by each event, since a decision reads them for every engine.
         if not self._jobs:  # sums of floats drift
             self._line_seconds = self._promised_seconds = self._expected_ends = 0.0
 

@@ -291,6 +291,7 @@ def consolidate(engines: Sequence[LoadedEngine], ceiling: float) -> Iterator[Wan
     """
     busy = [each for each in engines if each.takes and each.load is not None and each.believed > 0]
     for source in sorted(busy, key=lambda each: each.believed):
+        # Only fuller ones: an emptier engine would be emptied in the next round, and the sequences moved twice.
         others = [each for each in _others(source, busy) if each.believed >= source.believed]
         largest_first = sorted(source.sequences, key=lambda each: -each.share)
         placed = _place(largest_first, others, ceiling)
@@ -344,6 +345,7 @@ def _place(sequences: Iterable[SequenceView], engines: Sequence[LoadedEngine], c
         destination = best_fit(engines, sequence.share, ceiling)
         if destination is None:
             break
+        # So that the next sequence is placed with this one already there.
         destination.arriving += sequence.share
         placed.append((sequence, destination))
     for sequence, destination in placed:
@@ -517,6 +519,7 @@ class Rescheduling:
             for wanted in self._proposals(policy, engines):
                 source, destination = by_name.get(wanted.source), by_name.get(wanted.destination)
                 unfit = source is not None and destination is not None and not source.fits(destination)
+                # The policies are in the operator's order: the first that wants a sequence elsewhere gets it.
                 if not unfit and wanted.seq_id not in seen:
                     seen.add(wanted.seq_id)
                     yield wanted

@@ -153,6 +153,8 @@ class SchedulingProfile:
     def ranked(self, decision: Decision, engines: Engines, most: int) -> list[int]:
         """Return the row of the engine to pick, then those to try next, by scores; at most ``most`` rows."""
         left = engines
+        # A filter that would leave nothing is passed over, since a pick must not fail for a preference; a strict one is
+        # no preference.
         for plugin in self.filters:
             kept = left.kept_by(plugin, decision)
             if len(kept):
@@ -163,6 +165,8 @@ class SchedulingProfile:
         scores = self._scores(decision, left)
         first = self.picker.pick(decision, left, scores)
         rows = [int(left.rows[first])]
+        # All plugins learn of the pick, also those that another one overruled: a history of routed prompts must know
+        # where each prompt went.
         for plugin in (*self.filters, *(scorer for scorer, _ in self.scorers), self.picker):
             plugin.picked(decision, rows[0])
         if most > 1:

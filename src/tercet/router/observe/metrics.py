@@ -458,6 +458,7 @@ class ServedMetrics(Collector):
         self._exemplars = exemplars
 
     def collect(self) -> Iterable[Metric]:
+        # A counter keeps the series of every engine that it has counted for.
         here = {OTHER_ENGINES, *(member.name for member in self._fleet.members)}
         for metric in self._source.collect():
             if metric.name.startswith(VLLMS):

@@ -95,6 +95,7 @@ class SequenceOutputs:
             raise ProgramFailed(
                 "an output of the program has log probabilities that the request did not ask for, or invalid token ids"
             )
+        # vLLM counts a prompt once, by its first output.
         usage = self._run.prompt_usage(output.usage) if self._is_first else None
         self._is_first = False
         return to_core_output(self.request_id, self._num_prompt_tokens, output, usage)
@@ -178,6 +179,7 @@ class ProgramClient(EngineCoreClient):
         """Start the request's program, or pass its outputs to the request's stream on the fast path."""
         context = current()
         try:
+            # The router has counted the sequences in the body; this counts those that vLLM makes of it.
             if context.most_sequences is not None and len(context.running) >= context.most_sequences:
                 raise VLLMValidationError(
                     f"the request asks for more than {context.most_sequences} sequences, and this router allows "
@@ -196,7 +198,7 @@ class ProgramClient(EngineCoreClient):
         task = self._tasks.spawn(self._run(outputs, context.concurrency()))
         self._running[request.request_id] = context.running[request.request_id] = task
         task.add_done_callback(partial(self._ended, request.request_id, context))
-        if context.has_ended:
+        if context.has_ended:  # the client left while vLLM added the request: nothing will abort it any more
             task.cancel()
         if len(context.running) % BETWEEN_PAUSES == 0:
             await asyncio.sleep(0)  # vLLM adds all sequences of one request in a row; other requests get a turn here

@@ -73,6 +73,9 @@ class Shutdown:
         ``stop_waiting`` is called with the error for requests that are not admitted yet, ``give_up`` with the error for
         requests that still run after the timeout.
         """
+        # 1. What waits is refused: it has begun nothing, and another router can serve it.
+        # 2. What runs may end by itself, within the timeout.
+        # 3. What is left then ends with an error, and gets a moment to send it.
         await self._begun.wait()
         stop_waiting(ShuttingDown("this router is shutting down, and the request had not begun"))
         now = asyncio.get_running_loop().time

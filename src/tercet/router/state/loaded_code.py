@@ -78,6 +78,8 @@ class LoadedCode:
             try:
                 self.programs[state.program.number] = await service.load(state.program.plan)
             except TercetError as error:
+                # A process that serves keeps what it has, and reports the error. One that starts has nothing yet, and
+                # must serve something: a restart must not take a router down because a file has changed since.
                 if in_use is not None:
                     raise
                 before = state.before

@@ -83,6 +83,8 @@ class FleetRoles:
         self.last: RoleEffects | None = None
         self.flips: deque[MadeFlip] = deque(maxlen=REMEMBERED)
         self.engines_changed = 0
+        # Pressures are computed from what engines report and from the work that picks have put on them; both begin only
+        # when someone needs them.
         fleet.costs.watch()
         fleet.knowledge.needed()
 
@@ -213,6 +215,7 @@ class RoleKeeper:
 
     async def _look(self, roles: FleetRoles) -> None:
         """Make one decision and write it; log a refused change or a failed write, so that later ones follow."""
+        # An error ends this decision only: the next look sees the fleet as it is then.
         before = roles.engines_changed
         try:
             await roles.look()

@@ -60,6 +60,7 @@ def with_siblings(transfer: KVTransferConfig) -> KVTransferConfig:
         "kv_role": transfer.kv_role,
         "kv_connector_extra_config": {key: value for key, value in extra.items() if key != KEY},
     }
+    # Tercet's first: :mod:`tercet.vllm_plugin.siblings` relies on that, and settings_of reads its settings there.
     connectors = [own, *(_checked(f"{FLAG}: {KEY}[{at}]", sibling) for at, sibling in enumerate(beside))]
     return replace(
         transfer,

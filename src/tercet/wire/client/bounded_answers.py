@@ -81,6 +81,7 @@ async def proved(
     digest = digest_of(body)
     response = await ask(prover.headers(method, path, digest))
     challenges = response.headers.getall(CHALLENGE_HEADER, [])
+    # A proof answers the server's challenge, which the first call to it, or to a restarted one, does not know.
     if response.status == HTTPStatus.UNAUTHORIZED and prover.meets(challenges):
         response.release() if response.content.at_eof() else response.close()
         response = await ask(prover.headers(method, path, digest))
@@ -120,6 +121,7 @@ async def ask_router(
             ) as response,
         ):
             status, answer = response.status, await read_answer(response)
+    # Two errors, since only the first one is safe to repeat: the call was certainly not carried out.
     except aiohttp.ClientConnectorError as error:
         raise EngineNotReached(f"no router answers at {url}: {reason_of(error)}", "url") from error
     except (aiohttp.ClientError, TimeoutError, OSError) as error:

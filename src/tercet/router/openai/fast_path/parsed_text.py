@@ -247,6 +247,8 @@ class PassedText:
 
     def settle(self) -> None:
         """Update the parser with the passed texts; call this before the parser reads."""
+        # The parser has not seen the texts that were passed on. It must not notice that: its state is set to what it
+        # would be if it had read them.
         if self._phase is not None:
             self._phase.settle()
         self._phase, self._is_phase_known = None, False

@@ -199,6 +199,7 @@ class ChoiceStream:
     def _process(self, output: EngineCoreOutput) -> None:
         """Pass an output to vLLM's processor, and send its result before the program continues."""
         self._tools.processor.process_outputs([output], time.monotonic(), self._tools.stats.iteration())
+        # At once, in this task: vLLM's output handler would be one more task switch for each token.
         result = self._answer.queue.get_nowait()
         if result is not None:
             try:
@@ -442,6 +443,7 @@ class RequestStream:
         except ExceptionGroup as failed:
             raise failed.exceptions[0] from None
         finally:
+            # vLLM has registered the request, and its own handler, which would end it, does not run on this path.
             self._tools.processor.abort_requests((self._choices[0].id,), internal=True)
             self.queue.close()
 
