@@ -166,7 +166,9 @@ async def blocking(watched: Watched, to: TracedEngine, settings: MoveSettings) -
         request = msgspec.structs.replace(watched.request, seq_id=context.seq_id)
         async with to.prep_recv(context) as space:
             sent = await generation.engine.remote_send(context, space, space.matched_len)
-            found.append(Moved((Stage(sent.begin, sent.begin).and_then(sent),), watched.clock()))
+            found.append(
+                Moved((Stage(sent.begin, sent.end, sent.bytes, sent.seconds, sent.transport),), watched.clock())
+            )
             await to.start_generate(request, request.num_tokens, tokens).run(stream.put)
 
     await _hand_over(watched, generation, OutputStream(produce))

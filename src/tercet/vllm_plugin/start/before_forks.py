@@ -95,8 +95,11 @@ def load_tokenizer(checkpoint: Path) -> None:
 
 def forget_changed_tokenizer() -> None:
     """Clear vLLM's caches of tokenizers if the files of a checkpoint have changed since its tokenizer was loaded."""
-    if all(_files(checkpoint) == files for checkpoint, files in _loaded.items()):
-        return
+    if any(_files(checkpoint) != files for checkpoint, files in _loaded.items()):
+        _forget_tokenizers()
+
+
+def _forget_tokenizers() -> None:
     from vllm.tokenizers.registry import cached_get_tokenizer
 
     _loaded.clear()
