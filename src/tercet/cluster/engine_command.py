@@ -147,13 +147,22 @@ def plain_argv(spec: EngineSpec) -> list[str]:
         defaults |= {GPU_MEMORY: f"{spec.gpu_memory:g}"}
     if spec.built_in:
         defaults |= {"--max-model-len": BUILT_IN_MAX_LEN}
+    # KV events at ports that the system chooses: engines of one machine must not compete for a number. Routers find
+    # them in the engine's status. Not for data-parallel ranks, which need numbered ports, nor at an address that is not
+    # IPv4, which vLLM's publisher needs.
+    host, kv_events = _PUBLISHERS.get(spec.host, spec.host), list[str]()
+    own = any(value_of(spec.extra_args, flag) is not None for flag in (KV_EVENTS, "--data-parallel-size", "-dp"))
+    if not own and (host == "*" or _IPV4.fullmatch(host)):
+        address = f"tcp://{host}:*"
+        config = {"enable_kv_cache_events": True, "endpoint": address, "replay_endpoint": address}
+        kv_events = [KV_EVENTS, json.dumps(config, separators=(",", ":"))]
     if are_spans_wanted():
         defaults |= {"--otlp-traces-endpoint": endpoint_of()}
     return [
         sys.executable, "-m", server, *where, "--disable-uvicorn-access-log",
         *(part for flag, value in defaults.items() if value_of(spec.extra_args, flag) is None
           for part in (flag, value) if part),
-        KV_TRANSFER, kv_transfer_config(spec.extra_args), *kv_events_flag(spec),
+        KV_TRANSFER, kv_transfer_config(spec.extra_args), *kv_events,
         *without(spec.extra_args, KV_TRANSFER),
     ]  # fmt: skip
 
@@ -182,22 +191,6 @@ def require_private(spec: EngineSpec, inherited: Mapping[str, str] = os.environ)
             f"--api-server-count: must be 1, is {servers}: one API server keeps an engine's leases; leave it out",
             "--api-server-count",
         )
-
-
-def kv_events_flag(spec: EngineSpec) -> list[str]:
-    """Return the flag for vLLM's KV events at ports that the system chooses; routers find them in the engine's status.
-
-    The result is empty if the caller configures them, if there are several data-parallel ranks, which need numbered
-    ports, or if the host is not an IPv4 address, which vLLM's publisher needs.
-    """
-    host = _PUBLISHERS.get(spec.host, spec.host)
-    own = any(value_of(spec.extra_args, flag) is not None for flag in (KV_EVENTS, "--data-parallel-size", "-dp"))
-    if own or not (host == "*" or _IPV4.fullmatch(host)):
-        return []
-    address = f"tcp://{host}:*"
-    # Both at any free port: engines of one machine must not compete for a number.
-    config = {"enable_kv_cache_events": True, "endpoint": address, "replay_endpoint": address}
-    return [KV_EVENTS, json.dumps(config, separators=(",", ":"))]
 
 
 def engine_env(spec: EngineSpec, inherited: Mapping[str, str] = os.environ) -> dict[str, str]:

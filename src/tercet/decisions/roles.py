@@ -101,7 +101,7 @@ class FleetHistory:
     def __init__(self) -> None:
         self._samples: deque[_Sample] = deque()
         self._roles: dict[str, tuple[Role, float]] = {}
-        self._step = OnlineFit((0.01, 1e-4, 1e-7))
+        self.steps = OnlineFit((0.01, 1e-4, 1e-7))  # seconds of a step, by sequences and their tokens of KV
 
     def observe(self, now: float, engines: Sequence[ObservedEngine]) -> Demand | None:
         """Record a sample of the engines; return the demand since the oldest sample, None for the first sample."""
@@ -116,7 +116,7 @@ class FleetHistory:
             # Only steps of an engine that has had its role for a while and prefills nothing: they only decode.
             settled = now - self._roles[each.name][1] >= SETTLE_S
             if settled and each.role == "decode" and each.running and each.step_s and not each.waiting_s:
-                self._step.observe((1.0, each.running, each.contexts), each.step_s)
+                self.steps.observe((1.0, each.running, each.contexts), each.step_s)
         decoding = [each for each in engines if each.role == "decode" and each.able]
         newest = _Sample(
             at=now,
@@ -147,13 +147,9 @@ class FleetHistory:
             over_s=passed,
         )
 
-    @property
-    def knows_steps(self) -> bool:
-        return self._step.count >= STEPS_NEEDED
-
     def step_s(self, running: float, contexts: float) -> float:
         """Return the predicted seconds of a step that decodes ``running`` sequences with ``contexts`` tokens of KV."""
-        return self._step.predict((1.0, running, contexts))
+        return self.steps.predict((1.0, running, contexts))
 
 
 class Pressures(NamedTuple):
@@ -255,7 +251,7 @@ class RoleController:
             self._since.clear()
             why = "there must be an engine of each role that can be picked"
             return self._grown(observed, replace(effects, why=why, demand=None))
-        if demand is not None and demand.decodes and not self._history.knows_steps:
+        if demand is not None and demand.decodes and self._history.steps.count < STEPS_NEEDED:
             effects = replace(effects, why="too few decode steps have been measured")
         elif demand is not None:
             pressures = Pressures(

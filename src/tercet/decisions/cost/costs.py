@@ -171,8 +171,15 @@ def options_of(
         candidate.interference = total * candidate.interference**SHARPER / sharper if sharper else 0.0
     alone = [_alone(candidate, wanted) for candidate in candidates]
     by_name = {candidate.name: candidate for candidate in candidates}
-    prefills = sorted(candidates, key=lambda candidate: _cost_of_prefill(candidate, wanted))
-    decodes = heapq.nsmallest(PAIRED, candidates, key=lambda candidate: _cost_of_decode(candidate, wanted))
+    # What a prefill of all of it costs, and what a decode costs less the prefill that it saves by what it has cached.
+    whole = {each.name: each.prefill(0, wanted.tokens) for each in candidates}
+    paces = {each.name: each.decode(wanted.tokens, wanted.output) for each in candidates}
+    saved = {each.name: each.matched * whole[each.name] / wanted.tokens for each in candidates}
+    prefills = sorted(candidates, key=lambda each: each.waiting + whole[each.name] + each.delay(whole[each.name]))
+    decodes = heapq.nsmallest(
+        PAIRED, candidates,
+        key=lambda each: wanted.output * paces[each.name][0] + paces[each.name][1] - saved[each.name],
+    )  # fmt: skip
     pairs = [
         _pair(prefill, decode, wanted.tokens, wanted)
         for decode in decodes
@@ -193,16 +200,6 @@ def options_of(
 
 def _rank(option: RouteOption) -> tuple[float, float]:
     return option.missed, option.cost
-
-
-def _cost_of_prefill(candidate: RouteCandidate, wanted: RouteRequest) -> float:
-    seconds = candidate.prefill(0, wanted.tokens)
-    return candidate.waiting + seconds + candidate.delay(seconds)
-
-
-def _cost_of_decode(candidate: RouteCandidate, wanted: RouteRequest) -> float:
-    tpot, slowed = candidate.decode(wanted.tokens, wanted.output)
-    return wanted.output * tpot + slowed - candidate.matched * candidate.prefill(0, wanted.tokens) / wanted.tokens
 
 
 def _alone(candidate: RouteCandidate, wanted: RouteRequest) -> RouteOption:

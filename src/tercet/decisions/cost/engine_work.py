@@ -144,7 +144,7 @@ class CostModel:
     """
 
     def __init__(self) -> None:
-        self._prefills = OnlineFit((0.01, 1e-4, 1e-8, 1e-4, 5e-4, 2e-7))
+        self.prefills = OnlineFit((0.01, 1e-4, 1e-8, 1e-4, 5e-4, 2e-7))
         self._steps = OnlineFit((0.01, 1e-4, 1e-7))
         self._sends = OnlineFit((0.005, 1e-5))
         self._outputs: dict[int, tuple[int, float]] = {}
@@ -153,7 +153,7 @@ class CostModel:
 
     def prefill(self, tokens: int, cached: int = 0, batch: float = 0, sent: int = 0) -> float:
         """Return the seconds to compute ``tokens`` after ``cached`` ones, and send ``sent`` to another engine."""
-        return self._prefills.predict(features_of(tokens, cached, batch, sent))
+        return self.prefills.predict(features_of(tokens, cached, batch, sent))
 
     def step(self, batch: float, contexts: float) -> float:
         """Return the seconds of a step that decodes ``batch`` sequences with ``contexts`` tokens of KV in total."""
@@ -176,14 +176,10 @@ class CostModel:
     def prefilled(self, seconds: float, features: Sequence[float]) -> None:
         """Learn that prefills with this sum of :func:`features_of` took ``seconds`` together."""
         self.transfers += features[-1] > 0
-        self._prefills.observe(features, seconds)
-
-    @property
-    def prefills_seen(self) -> int:
-        return self._prefills.count
+        self.prefills.observe(features, seconds)
 
     def predicted(self, features: Sequence[float]) -> float:
-        return self._prefills.predict(features)
+        return self.prefills.predict(features)
 
     def stepped(self, seconds: float, batch: float, contexts: float) -> None:
         self._steps.observe((1.0, batch, contexts), seconds)
@@ -490,7 +486,7 @@ class ReportedWork:
                 self._alone = None
                 seconds = now - passed / 2 - alone.at
                 if seconds > 0:
-                    if self._model.prefills_seen >= SETTLED:  # before that, the first observed engines would look slow
+                    if self._model.prefills.count >= SETTLED:  # before that, the first observed engines would look slow
                         self.prefill_pace.observe(seconds, self._model.predicted(alone.features))
                     self._model.prefilled(seconds, alone.features)
                     self.learned += 1

@@ -333,7 +333,20 @@ class StateFile:
             if after is found.state:
                 return after
             known, as_read = _encoded(after)
-            written = msgspec.json.format(known if found.state is None else _with_what_was_there(known, as_read, found))
+            if found.left_out:
+                # Records that cannot be used here are written back: another version, or an operator, can read them. A
+                # record in a list stays until this change adds one with its name; a single field, until it is changed.
+                content: dict[str, Any] = msgspec.json.decode(known)
+                for each in found.left_out:
+                    if each.field in _RECORDS:
+                        lists = (getattr(of, each.field) for of in (as_read, found.state))
+                        now, earlier = ({_own(record)[:1] for record in records} for records in lists)
+                        if (_name_in(each.content),) not in now - earlier and each.field != "changes":
+                            content[each.field] = [*content[each.field], each.content]
+                    elif getattr(as_read, each.field) == getattr(found.state, each.field):
+                        content[each.field] = found.content[each.field]
+                known = msgspec.json.encode(content)
+            written = msgspec.json.format(known)
             if len(written) > MOST_BYTES:
                 raise BadRequest(f"state: would have {len(written)} bytes, and may have {MOST_BYTES}", "state")
             # What was read may be out of date by now: the store then writes nothing, and the change begins again from
@@ -397,20 +410,6 @@ def _encoded(state: FleetState) -> tuple[bytes, FleetState]:
             f"state: the change is refused, since {refused.place} could not be read again: {refused.reason}", "state"
         )
     return known, as_read
-
-
-def _with_what_was_there(known: bytes, after: FleetState, before: _Read) -> bytes:
-    """Return the JSON ``known`` of ``after`` with the records that were left out."""
-    content: dict[str, Any] = msgspec.json.decode(known)
-    for each in before.left_out:
-        # A record in a list stays until this change adds one with its name; a single field, until it is changed.
-        if each.field in _RECORDS:
-            now, earlier = ({_own(record)[:1] for record in getattr(of, each.field)} for of in (after, before.state))
-            if (_name_in(each.content),) not in now - earlier and each.field != "changes":
-                content[each.field] = [*content[each.field], each.content]
-        elif getattr(after, each.field) == getattr(before.state, each.field):
-            content[each.field] = before.content[each.field]
-    return msgspec.json.encode(content)
 
 
 def _name_in(content: Any) -> str:
