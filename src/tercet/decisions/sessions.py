@@ -270,7 +270,8 @@ class SessionTable:
         if not engine:
             return []
         self._bind(found, "decode", engine)
-        if request.mm_features or not output:  # the data of images is not remembered
+        # A context can be moved or kept only by a request that has all of it, and the data of images is not remembered.
+        if request.mm_features or not output:
             return []
         prompt = packed(request.prompt)
         replaced = [each for each in found.contexts if each.to is None and each.shared_with(request, prompt)]

@@ -248,6 +248,7 @@ class PoolingServers:
         raise EngineUnreachable(f"no pooling server of this model answers{why}")
 
     def _pick(self, model: str | None, but: Sequence[PoolingServer]) -> PoolingServer | None:
+        # By requests in flight, and of equals the one that was asked least: idle servers take turns.
         able = [
             each for each in self.servers
             if each.models is not None and (not model or model in each.models) and each not in but
@@ -296,6 +297,7 @@ class PoolingServers:
             ) as response:  # fmt: skip
                 response.raise_for_status()
                 found = msgspec.json.decode(await read_answer(response), type=_Models)
+        # One slow poll is not a lost server.
         except TimeoutError as error:
             server.silent += 1
             if server.silent >= SILENT_POLLS:

@@ -176,6 +176,8 @@ class RouterApp:
         if context.path == LIVE:
             await _answer(send, 200, b"")
             return
+        # What a request holds, in the order of taking: its count for the shutdown, its body, its slot, the bytes of its
+        # body among those admitted, and a pooling server's answer. All of it is given back here, whatever happens.
         async with AsyncExitStack() as held:
             held.callback(context.prepared)
             try:
@@ -203,6 +205,8 @@ class RouterApp:
         if context.path not in OPEN and not (context.path.startswith(API_PREFIX) and scope["method"] == "GET"):
             held.enter_context(self._shutdown.request())
         pooling = self._pooling if self._pooling is not None and self._pooling.take(context.path) else None
+        # Until it is admitted, a body counts among the buffered ones, of which the largest is dropped when they are too
+        # many; from then on among the admitted ones, which are only refused.
         with self._bodies.one() as kept:
             body = await self._enter(context, scope, receive, kept)
             if followed is not None:
@@ -224,6 +228,7 @@ class RouterApp:
                         await held.enter_async_context(slot)
                     if followed is not None:
                         followed.waited = time.monotonic() - context.began
+                # A long body gave its turn back for the wait for a slot, which may be long, and takes another one now.
                 if context.preparation is not None and pooling is None:
                     await self._take_turn(context, scope, body, kept)
                 elif pooling is None and not is_short(body.content):
@@ -265,6 +270,7 @@ class RouterApp:
     async def _enter(
         self, context: RequestContext, scope: Scope, receive: Receive, kept: HeldBody
     ) -> ReceivedBody | None:
+        # From the cheapest check to the dearest: what is refused anyway must not cost a key, a body or a slot.
         if context.path in READY:
             self._shutdown.require_serving()
             self._gate.fleet.health.require_answers()
@@ -339,6 +345,7 @@ class RouterApp:
         with serving(context):
             if self._fast is not None and await self._fast.serve(context, scope, send):
                 return
+            # The session's next turn comes soon after a tool call, so its context is kept: only the answer shows one.
             if context.fields and context.fields.get("tools"):
                 send = ToolCallsSend(send, context)
             context.fields = None  # vLLM decodes the body again
@@ -488,6 +495,7 @@ def take_id_of_body(followed: FollowedRequest, scope: Scope) -> None:
 
     An id that cannot be a header stays in the body only; log lines then keep the id that the router made.
     """
+    # The body is read after the request has got an id by its header, or one that was made.
     named = (followed.context.fields or {}).get("request_id")
     if not followed.is_id_made or not isinstance(named, str):
         return

@@ -63,6 +63,7 @@ class TercetConnector(KVConnectorBase_V1, SupportsHMA):
             raise UnsupportedVLLM(f"{KEY}: the plugin was not loaded where the flags were read; add it to VLLM_PLUGINS")
         self.settings.require_secret_beyond_loopback()
         self.inner_host = self.settings.inner_host(vllm_config.parallel_config.nnodes)
+        # Requests of the verbs carry it, so that a client's own kv_transfer_params cannot pass for one of them.
         self.token = secrets.token_hex(16)
         self.handshakes: list[WorkerHandshake] = []  # by rank
         self.siblings: tuple[KVConnectorBase_V1, ...] = ()
@@ -97,7 +98,7 @@ class TercetConnector(KVConnectorBase_V1, SupportsHMA):
     def save_kv_layer(
         self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: AttentionMetadata, **kwargs: Any
     ) -> None:
-        if not self._in_parts:
+        if not self._in_parts:  # otherwise the whole step is pushed when it ends
             self._worker.save_layer(layer_name)
 
     def wait_for_save(self) -> None:

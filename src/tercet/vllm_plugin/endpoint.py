@@ -134,6 +134,7 @@ async def _stopping_when_empty(lifespan: Lifespan, app: FastAPI) -> AsyncGenerat
     async with descriptors_watched(), lifespan(app) as state:
         attached: AttachedEngine = app.state.tercet
         grace: float = app.state.tercet_stop_grace
+        # SIGTERM means: tell the routers, and end once no lease, sequence or request is left, or the grace is over.
         stop = StopWhenEmpty(
             attached.announce_stop, lambda: attached.is_empty, partial(signal.raise_signal, signal.SIGINT), grace
         )
@@ -144,6 +145,7 @@ async def _stopping_when_empty(lifespan: Lifespan, app: FastAPI) -> AsyncGenerat
             with exporting_spans("tercet-engine", {"service.instance.id": attached.edge.name}):
                 yield state
         finally:
+            # vLLM may end with exit code 0, which a supervisor would take for a wanted end.
             if attached.core_is_lost and not stop.is_asked:
                 fail_at_exit("the engine's core was lost, itself or with one of its workers or agents")
             remote: RemotePrefill | None = app.state.tercet_prefilling[0]

@@ -101,6 +101,7 @@ def workload_of(collection: str, found: _Object) -> EngineSet | None:
     role = ((template or _Template()).metadata.labels or {}).get(ROLE_LABEL)
     if role not in ("prefill", "decode", "both"):
         return None
+    # A status of before the last change says that all replicas are ready, and means the old number.
     seen = found.status.observed_generation
     is_seen = seen is None or seen >= found.metadata.generation
     path = f"{collection}/{found.metadata.name}"
@@ -141,6 +142,7 @@ class KubernetesFleet:
 
         Raises :class:`~tercet.protocol.Conflict` while another scaling runs.
         """
+        # One workload for each role: with two, nothing says which of them should grow.
         before, by_role = await self.workloads(), dict[Role, EngineSet]()
         for each in before:
             if (other := by_role.setdefault(each.role, each)) is not each:

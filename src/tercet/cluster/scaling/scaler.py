@@ -104,6 +104,7 @@ class Scaler:
                 )
             present = await self._present()
             wanted = call.counts(Counts.of(each.role for each in present))
+            # Names of engines that were removed are not used again: their logs are still there.
             scaling = Scaling(present, wanted, self._hands.used)
             # Before anything changes: a scaling that cannot end is refused as a whole.
             self._hands.require_room(scaling.starting)

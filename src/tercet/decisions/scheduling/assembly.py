@@ -306,5 +306,6 @@ def _profile(given: ProfileConfig, plugins: Mapping[str, Plugin], at: str, weigh
         else:
             why = "is the second picker" if isinstance(plugin, Picker) else "is not a filter, scorer or picker"
             raise _wrong(f"{here}.pluginRef", f"{use.plugin_ref} {why}")
-    used_scorers.sort(key=lambda weighted: weighted[0].runs_last)  # stable: the others keep their order
+    # Some scorers read what others have found, as the match of the prompt. Stable: the others keep their order.
+    used_scorers.sort(key=lambda weighted: weighted[0].runs_last)
     return SchedulingProfile(given.name, used_filters, used_scorers, picker or MaxScorePicker())

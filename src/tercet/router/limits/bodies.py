@@ -82,6 +82,7 @@ class HeldBody:
 
     def _to_pages(self) -> None:
         """Move the pieces to the end of the pages."""
+        # Pages go back to the system when they are closed, and can grow in place; memory of the heap need not.
         end = self._written + sum(map(len, self._pieces))
         if self._pages is None:
             self._pages = mmap(-1, _whole_pages(2 * end), MAP_PRIVATE | MAP_ANONYMOUS)
@@ -174,6 +175,7 @@ class AdmittedBodies:
 
         A body fits if no other one is there.
         """
+        # Refused and not dropped: an admitted request may have sent tokens already.
         if self.size and self.size + size > self._most:
             raise Saturated(
                 f"the running requests of this process have bodies of {self.size} bytes, and this one of {size} bytes "
@@ -234,6 +236,7 @@ class LongBodies:
         ``left`` is called only if the body has to wait; its future is done once the client closed the connection.
         Raises :class:`~tercet.protocol.Saturated` and :class:`~tercet.fleet.admission.ClientLeft`.
         """
+        # One body of each client at a time. A client with many long bodies waits for himself, and not others for him.
         waiting = self._waiting.get(client)
         if waiting is None:
             return self._begin(client)

@@ -243,6 +243,7 @@ class Viewer:
 
     def give(self, frame: EncodedFrame) -> None:
         """Add a frame; a viewer that is behind keeps none, since it needs a whole frame."""
+        # So a slow page costs bounded memory: once it reads again it gets the whole state, not what it has missed.
         if len(self._pending) >= MOST_PENDING:
             self._pending.clear()
             self.is_behind = True
@@ -456,6 +457,7 @@ class FleetWatch:
 
     def moved(self, move: MoveRecord) -> None:
         """Record that a move begins or has ended."""
+        # A page shows some of the moves of a burst; the metrics count all of them.
         if move.number in self._changed_moves or len(self._changed_moves) < MOVES_PER_FRAME:
             self._changed_moves[move.number] = self._shown(move)
         if move.outcome == "under_way":

@@ -118,6 +118,7 @@ class FileStore:
 
     def store(self, content: bytes, since: object) -> bool:
         """Replace the content, see :meth:`StateStore.store`; one writer at a time compares and replaces."""
+        # Compare and replace under one lock: two processes that read the same content must not both write.
         with self._locked():
             if self.load().mark != since:
                 return False
@@ -382,11 +383,13 @@ class LeaseTurn:
 
     def take(self) -> bool:
         """Take or keep the lock, see :meth:`.SharedTurn.take`; a short failure of the API server does not lose it."""
+        # Asked before each decision: the API server is called only when a renewal is due.
         now = self._clock()
         if self._claim.holds(now) and not self._claim.needs_renewal(now):
             return True
         try:
             self._look(now)
+        # An error does not end a claim that others have to respect for some seconds more.
         except EngineError:
             if not self._claim.holds(self._clock()):
                 self._claim.lost()
@@ -438,6 +441,7 @@ def write(ask: Ask, objects: str, name: str, kind: Json, body: Json, since: obje
         answer = ask("POST", objects, {**kind, **body})
     else:
         answer = ask("PATCH", f"{objects}/{name}", {**body, "metadata": {"name": name, "resourceVersion": since}})
+    # Kubernetes refuses a version that is not the newest, and one of an object that was removed: both mean read again.
     return None if answer[0] in (CONFLICT, NOT_FOUND) else answer
 
 

@@ -234,6 +234,7 @@ def _placeholder(core: EngineCore, request_id: str, prompt: KeyedPrompt) -> VLLM
 
 def _publish_now(core: EngineCore) -> None:
     """Publish changes of blocks since the last step: an idle engine takes no steps, but received KV has arrived."""
+    # vLLM publishes at the end of a step only; a router that does not learn of the blocks would compute them again.
     scheduler = _scheduler(core)
     events: Any = scheduler.kv_cache_manager.take_events()
     if events:

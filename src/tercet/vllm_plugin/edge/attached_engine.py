@@ -140,6 +140,7 @@ class LoadMeter:
         processor = self._client.output_processor
         requests = processor.get_num_unfinished_requests()
         stats, core = self._stats, self._probe.core_status
+        # The statistics are those of the last step; requests that have ended or were aborted since are gone already.
         running = min(stats.num_running_reqs if stats is not None else core["running"], requests)
         return EngineLoad(
             waiting=requests - running,
@@ -154,6 +155,7 @@ class LoadMeter:
         )
 
     def _step(self, stats: SchedulerStats, now: float) -> None:
+        # From one step's outputs to the next one's: what a decode waits for each token, scheduling included.
         if self._step_at is not None:
             seconds = now - self._step_at
             before = seconds if self._step_time is None else self._step_time

@@ -190,6 +190,7 @@ class LLMRequest:
                 raise EngineError(f"the engine ended the request: {output.finish_reason}")
             limit = self.client.vllm_config.model_config.max_model_len
             goes_on = wanted != 1 and len(self.prompt.tokens) + 1 < limit
+            # It ends because one token was asked for, and not because the sequence is over: the receiver goes on.
             if output.finish_reason == "length" and goes_on:
                 return Output(output.token_ids, logprobs=output.logprobs, prompt_logprobs=output.prompt_logprobs)
             return output
@@ -219,7 +220,8 @@ class LLMRequest:
             self._submitting = False
             if self._aborted:
                 self.abort()
-        already = queue.output  # outputs while the request was being submitted
+        # vLLM may have put outputs there while the request was being submitted, before `put` is replaced.
+        already = queue.output
         queue.put = put  # type: ignore[method-assign]
         if already is not None:
             put(already)

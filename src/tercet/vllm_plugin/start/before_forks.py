@@ -166,7 +166,7 @@ def _computed(tokenizer: Any) -> TextFingerprint:
     try:
         digest = hashlib.sha256()
         for part in _of_tokenizer(tokenizer):
-            digest.update(b"%d:" % len(part) + part)
+            digest.update(b"%d:" % len(part) + part)  # with its length, so that no two lists of parts look the same
         template = getattr(tokenizer, "chat_template", None)
         return TextFingerprint(digest.hexdigest()[:16], _digest(template) if template else "")
     except Exception as error:  # a tokenizer is code of its model; its failures must not keep the engine from starting

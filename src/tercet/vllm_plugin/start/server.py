@@ -129,6 +129,7 @@ def _span(part: str) -> range:
 def _serve(workers: Sequence[frozenset[int]]) -> None:
     """Fork the core and the workers, which wait until vLLM starts them; then run as the API server."""
     # vLLM starts its core and its workers by this context.
+    # Replaced in the modules that have imported the function: vLLM looks it up there.
     for name in ("vllm.v1.engine.utils", "vllm.v1.executor.multiproc_executor"):
         module: Any = importlib.import_module(name)
         module.get_mp_context = StandbyContext

@@ -341,6 +341,7 @@ class RemotePrefill:
                     prefills.labels(PULLED, "").inc()
                 else:
                     prefills.labels(CACHED, "").inc()
+            # Whatever fails here costs time and no request: the decode engine computes what is missing.
             except TercetError as error:
                 prefill_here(decode.name, request.seq_id, error, trace)
             seconds.observe(self._clock() - began)
@@ -374,6 +375,7 @@ class RemotePrefill:
 
     @asynccontextmanager
     async def _peer(self, host: str) -> AsyncGenerator[HttpEngine]:
+        # Asked each time: the decode engine may have been restarted with another revision since.
         ours = await self._revision()
         key = host, ours
         peer = self._peers.get(key)

@@ -243,6 +243,7 @@ class FrameBatch:
         self._frames: list[tuple[RequestResponseCycle, bytes]] = []
 
     def add(self, cycle: RequestResponseCycle, frame: bytes) -> None:
+        # All tokens of one engine step arrive in one pass of the loop, and are written together at its end.
         if not self._frames:
             asyncio.get_running_loop().call_soon(self.write)
         self._frames.append((cycle, frame))

@@ -233,6 +233,7 @@ class RouterConnection(asyncio.Protocol):
             self._failure = exc or ConnectionError("the router did not accept the key")
             self._accepted.set()
         self._lost()
+        # Without a reader they would decode to their end; the router has ended them all and retries elsewhere.
         senders, self.senders = self.senders, {}
         for sender in senders.values():
             sender.stop()
