@@ -180,7 +180,7 @@ class CopyPlan:
         more = {name: min(has, end) for name, has in holders.items() if min(has, end) > own and name not in self.failed}
         if not more:
             return None
-        # Whoever has nearly as much as the best: the last few blocks are not worth a busy sender.
+        # Of those that have nearly as much as the best: the last few blocks are not worth a busy sender.
         enough = own + NEARLY * (max(more.values()) - own)
         near = [name for name, has in more.items() if has >= enough]
         return min(near, key=lambda name: (name not in stores, loads.get(name, 0.0), -more[name], name))

@@ -251,7 +251,7 @@ class _Router:
             self.background.spawn(hot.run(), "hot contexts")
         if config.sessions.on:
             # With a state file, sessions outlive this process. The name is the same after a restart: it has the port
-            # and the worker's number, since each worker has sessions of its own.
+            # and the worker's number, since each worker has its own sessions.
             index = 0 if self.shared is None else self.shared.index
             name = f"{self.path.name}.sessions-{config.port}-{index}.json"
             file = None if config.state is None else self.path.with_name(name)

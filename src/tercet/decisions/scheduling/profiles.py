@@ -154,7 +154,7 @@ class SchedulingProfile:
         """Return the row of the engine to pick, then those to try next, by scores; at most ``most`` rows."""
         left = engines
         # A filter that would leave nothing is passed over, since a pick must not fail for a preference; a strict one is
-        # no preference.
+        # not a preference.
         for plugin in self.filters:
             kept = left.kept_by(plugin, decision)
             if len(kept):

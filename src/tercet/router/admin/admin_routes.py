@@ -510,7 +510,7 @@ def engine_shown(member: Member, shared: SharedState) -> dict[str, Any]:
     """
     everywhere = shared.reports.engines()[member.name]
     last = shared.service.fleet.knowledge.loads.last(member.name) if everywhere.reachable else None
-    # The path of its log, if `tercet up` started both it and this router: each start has a log of its own.
+    # The path of its log, if `tercet up` started both it and this router: each start has its own log.
     folder = os.environ.get(LOGS_VARIABLE, "")
     names = [f"{member.name}-{member.restarts + 1}.log"] * (member.restarts > 0) + [f"{member.name}.log"]
     paths = [os.path.join(folder, name) for name in names if folder]

@@ -309,7 +309,7 @@ def to_request(
     params = request.sampling_params or _DEFAULTS
     if extra := (params.extra_args or {}).keys() - READ_BY_ROUTER:
         raise VLLMValidationError(f"extra_args: {', '.join(sorted(extra))} is not supported by this router")
-    # Only what differs from vLLM's defaults: engines of another version have defaults of their own for the rest.
+    # Only what differs from vLLM's defaults: engines of another version have their own defaults for the rest.
     sampling = {
         name: _plain(value)
         for name, value, default in zip(FORWARDED, _forwarded_of(params), _FORWARDED_DEFAULTS, strict=True)

@@ -131,7 +131,7 @@ class HotContexts:
         task.add_done_callback(lambda ended: self._warm(member, ended))  # also if it never ran
 
     def _warm(self, member: Member, ended: asyncio.Task[None]) -> None:
-        # A later start of the same engine has a task of its own, which the end of an older one must not undo.
+        # A later start of the same engine has its own task, which the end of an older one must not undo.
         if self._warming.get(member.name) is ended:
             del self._warming[member.name]
             member.warming = False

@@ -327,7 +327,7 @@ class StateFile:
             found = self._understood(stored, otherwise)
             before = otherwise if found.state is None else found.state
             after = change(before)
-            # Versions only grow, and each change has one of its own: followers compare nothing else.
+            # Versions only grow, and each change has its own: followers compare nothing else.
             if after is not before:
                 after = msgspec.structs.replace(after, version=after.version + 1)
             if after is found.state:

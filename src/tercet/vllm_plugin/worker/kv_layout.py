@@ -203,7 +203,7 @@ def layout_of(
     cache_dtype = first.dtype
     alike = not states and all(plane.shape == first.shape for plane in attention)
     packing = packing_of(config, block_size, model.dtype, planes, attention)
-    # A drafter with KV of its own is part of the layout: engines whose drafters differ exchange no KV. Its config is
+    # A drafter with its own KV is part of the layout: engines whose drafters differ exchange no KV. Its config is
     # not used, since vLLM writes values into it that follow from the engine's flags.
     speculative, drafter = config.speculative_config, ""
     if speculative is not None and speculative.method not in WITHOUT_KV:
