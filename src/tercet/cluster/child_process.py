@@ -144,7 +144,6 @@ class Process:
 
     @property
     def returncode(self) -> int | None:
-        """Exit code, or ``None`` while the process runs."""
         return None if self._process is None else self._process.returncode
 
     async def ended(self) -> int:

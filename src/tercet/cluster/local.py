@@ -159,6 +159,7 @@ def fleet_of(
     url = url_of(config.host, port)
     if value_of(config.vllm_args, "--ssl-certfile") is not None:
         url = url.replace("http://", "https://", 1)
+    # For this process's own calls of the router: it adds and removes engines, whatever keys operators have set.
     key = secrets.token_urlsafe()
     addresses = [EngineAddress(engine.name, engine.url, engine.role) for engine in engines]
     router = router_of(config, router_config(config, model, port, addresses, supervisor_key=key), url, log_dir, warm)
@@ -256,6 +257,7 @@ def router_of(
     Its state is in the log directory, so that a restarted router finds everything that was changed since the start.
     """
     state = log_dir / "router-state.json"
+    # A router that read the state of an earlier fleet would serve by engines that are not there any more.
     for old in log_dir.glob(f"{state.name}*"):  # of an earlier fleet with this log directory
         if old.is_file():
             old.unlink()
@@ -349,7 +351,6 @@ class LocalHands:
         return self._used
 
     def require_room(self, count: int) -> None:
-        """Raise :class:`~tercet.protocol.BadRequest` if ``count`` more engines cannot be started."""
         if not count:
             return
         if is_group(self._like.extra_args):
@@ -390,7 +391,6 @@ class LocalHands:
         self._engine(name).role = role
 
     async def stop(self, name: str) -> None:
-        """Remove an engine from the router, and stop it."""
         # First the router: an engine that ends while it is a member would fail requests.
         engine = self._engine(name)
         await self.router.remove(name)

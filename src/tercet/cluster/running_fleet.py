@@ -64,7 +64,6 @@ class RouterAdmin:
         raise UnknownEngine(f"{name} is not in the fleet", "name")
 
     async def add(self, name: str, url: str, role: Role) -> None:
-        """Add an engine that serves already."""
         await self._ask("POST", "/engines", {"name": name, "url": url, "role": role})
 
     async def drain(self, name: str) -> dict[str, Any]:
@@ -192,7 +191,6 @@ class Restarts:
     _ready_at: float | None = None
 
     def ready(self, now: float) -> None:
-        """Record that the process serves."""
         self._ready_at = now
 
     def ended(self, now: float) -> float | None:
@@ -446,7 +444,6 @@ class RunningFleet:
                 return
 
     def logs(self) -> Sequence[Path]:
-        """Return the logs that the processes write now."""
         return [self.router.log, *(engine.process.log for engine in self.engines)]
 
     async def stop(self, on_event: OnEvent, hurry: asyncio.Event) -> None:

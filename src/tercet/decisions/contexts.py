@@ -75,7 +75,6 @@ class WantedContexts:
         self._blocks: OrderedDict[int, _Block] = OrderedDict()
 
     def __len__(self) -> int:
-        """Return the number of blocks."""
         return len(self._blocks)
 
     def asked(self, request: Request, now: float) -> None:
@@ -164,7 +163,6 @@ class CopyPlan:
         return min(left, max(LEAST_PATIENCE_S, left / 2))
 
     def copied(self, tokens: int) -> None:
-        """Note a copy of this length."""
         self._left -= tokens
         self.tokens += tokens
         self.contexts += tokens > 0

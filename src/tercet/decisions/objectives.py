@@ -45,7 +45,6 @@ class Attainment:
         return met
 
     def failed(self) -> None:
-        """Count a request that failed."""
         self.ended += 1
 
 

@@ -302,9 +302,11 @@ class RoleController:
         lasted = now - self._since[pressed]
         if lasted < LASTING_S:
             return None, f"{pressed} has been pressed for {lasted:.1f} s, and must be for {LASTING_S:g} s"
+        # Both pressed: a change of roles would only move the shortage.
         giving = OTHER[pressed]
         if getattr(pressures, giving) >= 1.0:
             return None, f"{giving} is pressed as well: the fleet needs more engines"
+        # Taking back what was given a moment ago needs a longer rest: otherwise roles swing with the load.
         rest = REVERSAL_S if self._given_to == giving else REST_S
         rested = now - self._changed_at
         if rested < rest:

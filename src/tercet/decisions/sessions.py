@@ -274,6 +274,7 @@ class SessionTable:
         if request.mm_features or not output:
             return []
         prompt = packed(request.prompt)
+        # This turn's context has the one before it as its beginning: one is kept, and not each turn of a conversation.
         replaced = [each for each in found.contexts if each.to is None and each.shared_with(request, prompt)]
         left = [each for each in found.contexts if each not in replaced]
         replaced += left[: max(0, len(left) - MOST_CONTEXTS + 1)]

@@ -105,6 +105,7 @@ class Admission:
 
         A new flow gets the turn that is served now, not an earlier one.
         """
+        # Flows take turns, however many requests each has: the n-th request of a flow is in the n-th turn from now.
         turn = max(self._turns.get(priority, 0), self._next_turns.get((priority, flow), 0))
         self._next_turns[priority, flow] = turn + 1
         if len(self._next_turns) > len(self.waiting) + SPARE_FLOWS:

@@ -304,7 +304,6 @@ class Mirror(Generic[ObjectT]):
 
     @property
     def objects(self) -> Sequence[ObjectT]:
-        """All objects in the order of their names."""
         return [self._objects[name] for name in sorted(self._objects)]
 
     def listed(self, objects: Iterable[ObjectT], version: str) -> None:
@@ -396,7 +395,6 @@ class Watch(Generic[ObjectT]):
         self._failures = Failures(f"the watch on {path}")
 
     async def run(self) -> None:
-        """Follow the collection until cancelled."""
         async with aiohttp.ClientSession(auto_decompress=True) as session:
             while True:
                 if pause := await self._list_or_watch(session):

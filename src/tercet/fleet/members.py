@@ -219,7 +219,6 @@ class Roster:
 
     @property
     def members(self) -> Sequence[Member]:
-        """All members, including drained ones."""
         return list(self._members.values())
 
     def get(self, name: str) -> Member | None:

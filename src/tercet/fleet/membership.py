@@ -328,6 +328,8 @@ class Membership:
         Other weights fit if the router's tokenizer and chat template match, and what was announced still holds: a name
         of the model, and a context that is at least as long.
         """
+        # While one engine still serves the old weights, the others are wrong; if all have the same new ones, the fleet
+        # was given another model.
         engines = self._engines()  # a store keeps the weights of its start
         serves = any(member.reachable for member in engines)
         refused = [self._others[id(member)] for member in engines if id(member) in self._others]
@@ -401,6 +403,7 @@ class Membership:
             return []
         asked = [asyncio.ensure_future(_first_status(member, seconds)) for member in members]
         clock = asyncio.get_running_loop().time
+        # The first answer shortens the wait: a fleet serves with what is there, and engines that come later join it.
         deadline, answered, waiting = clock() + seconds, False, set(asked)
         try:
             while waiting and (left := deadline - clock()) > 0:

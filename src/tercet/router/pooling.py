@@ -198,7 +198,6 @@ class PoolingServers:
         return self._session
 
     def take(self, path: str) -> bool:
-        """True if these servers serve requests for ``path``."""
         return bool(self.servers) and path in POOLING
 
     async def answer(

@@ -295,7 +295,6 @@ class Place:
         return await self._start_cold(line)
 
     async def _start_cold(self, line: socket.socket) -> asyncio.subprocess.Process:
-        """Start a worker that imports what it needs."""
         # The settings may have keys: they go through a pipe, since other users of the machine can read command lines.
         env = {**os.environ, "PROMETHEUS_MULTIPROC_DIR": str(self.metrics)}
         fds = line.fileno(), self.listening.fileno(), self.loads

@@ -67,7 +67,6 @@ class OtelSpans:
         return SpanContext(trace_id, new_span_id(), sampled.decision.is_sampled(), state)
 
     def take(self, spans: Iterable[Span]) -> None:
-        """Export spans: see :class:`~tercet.protocol.spans.SpanSink`."""
         for span in spans:
             if not span.place.sampled:
                 continue

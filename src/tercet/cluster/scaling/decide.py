@@ -189,7 +189,6 @@ class Scaling:
 
     @property
     def starting(self) -> int:
-        """Number of engines that this change starts."""
         return len(self._starts)
 
     @property

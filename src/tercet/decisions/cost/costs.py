@@ -354,6 +354,7 @@ class Costs:
     def promised(self, request: Request, decision: RouteDecision, matched: Mapping[str, int]) -> Generator[None]:
         """Count the chosen route's work while entered, beginning before its verbs are called."""
         chosen, works = decision.chosen, [self.work(decision.chosen.decode)]
+        # Two jobs for a pair: one engine prefills up to the split and sends, the other computes the rest and decodes.
         here = self._job(request, chosen.split, request.num_tokens, matched.get(chosen.decode, 0))
         here.output, here.context = decision.output, request.num_tokens
         here.ready = self.clock() + chosen.ttft

@@ -81,7 +81,6 @@ class HeldBody:
         self.content = content
 
     def _to_pages(self) -> None:
-        """Move the pieces to the end of the pages."""
         # Pages go back to the system when they are closed, and can grow in place; memory of the heap need not.
         end = self._written + sum(map(len, self._pieces))
         if self._pages is None:
@@ -107,7 +106,6 @@ class HeldBody:
         return UntilLost(self.calls)
 
     def forget(self) -> None:
-        """Drop the bytes, and stop counting them."""
         self._drop()
         self._bodies.forget(self)
 
@@ -156,7 +154,6 @@ class BodiesHeld:
             )
 
     def forget(self, body: HeldBody) -> None:
-        """Stop counting the bytes of ``body``."""
         if body in self._bodies:
             self._bodies.discard(body)
             self.size -= body.size

@@ -60,6 +60,7 @@ async def require_few_items(path: str, content: bytes, value: Any, most: int) ->
         if isinstance(tools, list) and len(cast("list[Any]", tools)) > most_tools:
             raise _too_many("tools", "tools", most_tools)
         most = most // RESPONSES_SHARE or 1
+    # Counts of bytes are cheap and never too low: most bodies need no other.
     may_be_many = content.count(b"[") + content.count(b"{") > most or content.count(b",") > most * OF_STOPS
     if may_be_many or content.count(b'"') + content.count(b":") > most * VALUES_PER_ITEM:
         # Texts may contain these characters, too, so count exactly: in a thread, and no further than the limit.
@@ -141,7 +142,6 @@ class ReceivedBody:
         self._next: asyncio.Future[Message] | None = None
 
     def replace(self, content: bytes) -> None:
-        """Replace the content that the application receives."""
         self.content = self._content = content
 
     async def receive(self) -> Message:
@@ -157,7 +157,6 @@ class ReceivedBody:
         return self._next
 
     def close(self) -> None:
-        """Stop waiting for the client."""
         if self._next is not None:
             self._next.cancel()
 
@@ -202,6 +201,7 @@ async def receive_body(
     taker = "this router (--max-request-bytes)"
     if announces_body(scope["headers"]):
         _decide(context, scope)
+    # Only a body in several messages can wait for its client: the usual one needs no watch for being dropped.
     first = await receive()
     if first["type"] == "http.request" and first.get("more_body", False):
         async with kept.until_let_go():
@@ -224,6 +224,7 @@ async def read_body(context: RequestContext, body: ReceivedBody, most_items: int
 
     Raises :class:`~tercet.protocol.BadRequest` for content that is not valid JSON, and for JSON with too many items.
     """
+    # JSON may also be UTF-16 or UTF-32. The application gets UTF-8, so that both read the same fields.
     content = in_utf8(body.content)
     if content is not body.content:
         body.replace(content)
@@ -305,6 +306,7 @@ def require_few_sequences(path: str, fields: Mapping[str, Any] | None, most: int
     """Raise :class:`~tercet.protocol.BadRequest` if a body asks for more than ``most`` sequences."""
     if fields is None:
         return
+    # As vLLM multiplies them: each prompt of a list gets `n` choices.
     prompts = max([_length(fields.get(name)) for name in _FIELDS_OF.get(path, ())], default=1)
     choices = max(_choices(fields), _choices(fields.get("sampling_params")))
     if prompts * choices <= most:

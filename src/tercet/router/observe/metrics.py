@@ -79,13 +79,13 @@ class Exemplars:
             return
         in_bucket = {**labels, "le": _BOUNDS[bisect_left(SECONDS, value)]}
         found = KeptExemplar(histogram, in_bucket, value, at, place.trace_id, span or place.span_id)
+        # One for each bucket and label, as OpenMetrics has it; the oldest goes when there are too many labels.
         self._kept.pop(found.bucket, None)  # so that the newest is the last
         self._kept[found.bucket] = found
         if len(self._kept) > MOST_EXEMPLARS:
             del self._kept[next(iter(self._kept))]
 
     def kept(self) -> list[KeptExemplar]:
-        """Return all exemplars, oldest first."""
         return list(self._kept.values())
 
 
@@ -296,6 +296,7 @@ class Metrics:
                 self._pulls.labels("nothing" if event.end <= event.begin else "whole" if whole else "part").inc()
                 self._pulled_tokens.inc(event.end - event.begin)
             if event.bytes:
+                # Pairs of engines grow with the square of the fleet, and each is a series.
                 pair = event.engine, event.to
                 if len(self._pairs) < MOST_PAIRS:
                     self._pairs.add(pair)

@@ -258,6 +258,7 @@ def spans_of(trace: RequestTrace, place: SpanContext) -> Iterator[Span]:
         told["tercet.program"] = trace.sequences[0].program
         if (ttft := trace.sequences[0].ttft) is not None:
             told["tercet.ttft"] = ttft
+    # Times of events are relative to their sequence, and those of sequences to the request.
     error, ended = "" if trace.outcome in (SERVED, RUNNING) else trace.outcome, at + _ns(trace.seconds)
     yield Span(f"POST {trace.path}", place, trace.parent, at, ended, "server", told, (), error, trace.reason)
     if trace.waited >= LEAST_WAIT_S:

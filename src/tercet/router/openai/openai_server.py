@@ -226,6 +226,7 @@ def listen_alone(sock: socket.socket) -> None:
 
     Raises :class:`~tercet.protocol.BadRequest` in the other process.
     """
+    # The loser of the two learns of it here, before it loads the tokenizer and the API.
     try:
         sock.listen(BACKLOG)
     except OSError as error:

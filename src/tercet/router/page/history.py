@@ -78,7 +78,6 @@ class History:
         self._last, self._failed, self._refused = now, 0, refused
 
     def points(self) -> list[FleetPoint]:
-        """Return all points, the oldest first."""
         return list(self._points)
 
 

@@ -312,7 +312,6 @@ class KeptLanes:
             self._lanes.popitem(last=False)
 
     def records(self) -> tuple[list[LaneStart], list[LaneSpan], list[LaneEnd]]:
-        """Return the starts, spans and ends."""
         lanes = self._lanes.values()
         return (
             [start for start, _, _ in lanes], [span for _, spans, _ in lanes for span in spans],
@@ -533,7 +532,6 @@ class EngineRows:
         return None, _listed(changed, rows[changed])
 
     def all(self) -> list[list[int]]:
-        """Return every row of the last call of :meth:`look`."""
         return _listed(np.arange(len(self._rows)), self._rows)
 
 

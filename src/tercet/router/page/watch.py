@@ -341,7 +341,6 @@ class Viewers:
         return viewer
 
     def leave(self, viewer: Viewer) -> None:
-        """Remove a viewer; a second call has no effect."""
         viewer.leave()
         self._viewers.discard(viewer)
 
@@ -474,7 +473,6 @@ class FleetWatch:
     # ---- frames ----------------------------------------------------------------------------------------------
 
     def frame(self) -> Frame:
-        """Return the changes since the last frame."""
         now = self._clock()
         engines, loads = self._rows.look()
         refused = refusals_of(self._service.metrics)

@@ -54,7 +54,6 @@ class HotContexts:
         fleet.roster.when_reopened.append(self.reopened)
 
     async def run(self) -> None:
-        """Wait until cancelled, and end all copies then."""
         try:
             await asyncio.Event().wait()
         finally:

@@ -330,6 +330,7 @@ class Proposals:
 
     def heard(self, engine: str, proposal: MoveProposal) -> None:
         """Start the proposed move of a sequence of ``engine``; drop it if the sequence has left that engine."""
+        # A proposal may be late: the sequence may have moved, ended or failed while it was passed on.
         sequence = self._sequences.generated(engine, proposal.seq_id)
         if sequence is None:
             MOVE.tell(

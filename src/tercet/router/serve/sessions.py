@@ -165,6 +165,7 @@ class Sessions:
         engines = LiveEngines(self._fleet)
         self._act(self.table.look(engines, self._clock()))
         self._metrics.sizes(len(self.table), self.table.kept)
+        # As long as contexts leave an engine, a hold keeps it from ending under them.
         emptied = {context.engine for context in self._moves}
         for engine in emptied - self._holds.keys():
             self._holds[engine] = over = asyncio.Event()
@@ -175,6 +176,7 @@ class Sessions:
     def _act(self, actions: Iterable[Action]) -> None:
         for action in actions:
             context = action.context
+            # The table decides without I/O; here a decision becomes a task, or the end of one.
             if isinstance(action, Keep):
                 over = self._pins[context] = asyncio.Event()
                 self._tasks.spawn(self._pin(context, over), f"pin of {context.session}")

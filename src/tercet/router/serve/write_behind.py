@@ -37,7 +37,6 @@ class WriteBehind:
         fleet.on_answered.append(self.answered)
 
     async def run(self) -> None:
-        """Copy prompts, one after the other, until cancelled."""
         while True:
             while self._waiting:
                 await self._copy(*self._waiting.popleft())

@@ -272,11 +272,9 @@ class StateFile:
 
     @property
     def name(self) -> str:
-        """Name of the store in messages."""
         return self._store.name
 
     def stamp(self) -> object:
-        """Return a value that each change alters, see :meth:`.StateStore.stamp`."""
         return self._store.stamp()
 
     def turn(self, what: str) -> SharedTurn:

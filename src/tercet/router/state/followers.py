@@ -121,7 +121,6 @@ class Followers:
         return self._of_others(REPORT, FollowerReport)
 
     def names_of_others(self) -> list[str]:
-        """Return the names of the other live processes."""
         return [] if self._is_stuck() else [name for name in self._living() if name != self.name]
 
     def is_alone(self) -> bool:
@@ -143,7 +142,6 @@ class Followers:
             logger.error("moves: cannot announce moves, so limits hold for each process separately: %s", error)
 
     def announced(self) -> Sequence[CountedMove]:
-        """Return the moves of the other processes; see :class:`tercet.decisions.migration.policies.Announcements`."""
         return [move for moves in self._of_others(MOVES, list[CountedMove]) for move in moves]
 
     def close(self) -> None:
@@ -273,7 +271,6 @@ class ProcessReports:
         return None
 
     def own(self) -> FollowerReport:
-        """Return this process's report."""
         left = self._shutdown.requests if self._shutdown.has_begun else 0
         attained, version = self._shared.service.attainments.counts(), self._shared.found.version
         return FollowerReport(os.getpid(), self.serving, version, self.failure, self._own_engines(), left, attained)

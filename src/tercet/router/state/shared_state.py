@@ -183,7 +183,6 @@ class SharedState:
         return self._file.turn(what)
 
     def close(self) -> None:
-        """Stop following the state."""
         self._applying.cancel()
         self._followers.close()
         self._files.close()

@@ -103,7 +103,6 @@ class FileStore:
 
     @property
     def name(self) -> str:
-        """The path."""
         return str(self._path)
 
     def load(self) -> Stored:
@@ -129,11 +128,9 @@ class FileStore:
             return True
 
     def stamp(self) -> object:
-        """Return the stamp of the file."""
         return stamp_of(self._path)
 
     def turn(self, what: str) -> SharedTurn:
-        """Return a lock by a file next to this one."""
         return FileTurn(Path(f"{self._path}.{what}.lock"))
 
     @contextmanager
@@ -171,7 +168,6 @@ class FileTurn:
 
     @property
     def name(self) -> str:
-        """The path."""
         return str(self._path)
 
     def take(self) -> bool:
@@ -189,7 +185,6 @@ class FileTurn:
         return True
 
     def release(self) -> None:
-        """Release the lock if this process holds it."""
         if self._held is not None:
             os.close(self._held)
             self._held = None
@@ -227,7 +222,6 @@ class LeaseClaim:
         return self._renewed is not None and now < self._renewed + LEASE_SECONDS - MARGIN_SECONDS
 
     def needs_renewal(self, now: float) -> bool:
-        """True if it is time to renew the lease."""
         return self._renewed is None or now >= self._renewed + RENEW_SECONDS
 
     def may_write(self, found: LeaseRecord | None, now: float) -> bool:
@@ -322,7 +316,6 @@ class ConfigMapStore:
 
     @property
     def name(self) -> str:
-        """Name of the ConfigMap in messages."""
         return f"the {self._kinds[0]} {self._namespace}/{self._called}"
 
     def load(self) -> Stored:
@@ -335,7 +328,6 @@ class ConfigMapStore:
         return self._noted(Stored(None if content is None else str(content).encode(), version_of(found)))
 
     def store(self, content: bytes, since: object) -> bool:
-        """Replace the content; see :meth:`~tercet.router.state.state_store.StateStore.store`."""
         if len(content) > MOST_BYTES:
             raise BadRequest(
                 f"state: has {len(content)} bytes, and {self.name} may have {MOST_BYTES}; remove engines, or use "
@@ -350,7 +342,8 @@ class ConfigMapStore:
         return True
 
     def stamp(self) -> object:
-        """Return the object's version, which may be up to one second old."""
+        # Asked several times a second by each process: the API server is asked once a second, so a change is seen that
+        # much later.
         if self._looked is None or self._clock() >= self._looked + LOOK_SECONDS:
             self.load()
         return self._stamp
@@ -360,7 +353,6 @@ class ConfigMapStore:
         return found
 
     def turn(self, what: str) -> SharedTurn:
-        """Return a lock: a Lease in the ConfigMap's namespace."""
         claim = LeaseClaim(name_of_this_process())
         return LeaseTurn(self._ask, self._namespace, f"{self._called}-{what}", claim, self._clock, self._kinds[1])
 
@@ -378,7 +370,6 @@ class LeaseTurn:
 
     @property
     def name(self) -> str:
-        """Name of the Lease in messages."""
         return f"the {self._kind} {self._namespace}/{self._called}"
 
     def take(self) -> bool:

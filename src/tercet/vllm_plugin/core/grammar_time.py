@@ -491,7 +491,6 @@ class StructurePace:
         self.is_slow = False
 
     def spent(self, seconds: float) -> None:
-        """Count a call that took as many CPU seconds."""
         if seconds > LONG_SECONDS:
             now = time.monotonic()
             self._long.append(now)

@@ -111,6 +111,7 @@ class PrefilledRequests:
         theirs = given.get("kv_transfer_params")
         theirs = theirs if isinstance(theirs, dict) else {}  # with vllm_xargs it may be text
         ours = TercetParams(self._edge.description.token, seq=seq).to_kv_transfer_params()
+        # The core finds the lease by these parameters, as it does for a request of the verbs.
         request.sampling_params = copy(request.sampling_params)  # sequences of one request may share them
         request.sampling_params.extra_args = {**given, "kv_transfer_params": {**theirs, **ours}}
         trace.events.append(TraceEvent("start_generate", self.name, begin=begin, end=sequence.num_tokens))

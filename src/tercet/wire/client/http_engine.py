@@ -435,16 +435,13 @@ class HttpEngine:
         await self._calls.result_of("connect", ConnectCall(router=router), dict[str, Any])
 
     async def load_adapter(self, name: str, path: str) -> AdapterReport:
-        """Load an adapter: see :class:`~tercet.protocol.TakesAdapters`."""
         return await self._calls.result_of("adapters", LoadAdapterCall(name=name, path=path), AdapterReport, PATIENT)
 
     async def replace_adapter(self, name: str, path: str) -> AdapterReport:
-        """Replace an adapter: see :class:`~tercet.protocol.TakesAdapters`."""
         call = ReplaceAdapterCall(path=path)
         return await self._calls.result_of(_adapter(name), call, AdapterReport, PATIENT, "PUT")
 
     async def unload_adapter(self, name: str) -> None:
-        """Unload an adapter: see :class:`~tercet.protocol.TakesAdapters`."""
         await self._calls.result_of(_adapter(name), None, dict[str, Any], method="DELETE")
 
     async def status(self) -> EngineStatus:
@@ -455,7 +452,6 @@ class HttpEngine:
         return await self._calls.result_of("sequences", None, list[SequenceReport])
 
     async def lease_stories(self, seq_id: str) -> list[LeaseReport]:
-        """Tell the stories of a sequence's leases: see :class:`~tercet.protocol.engine.TellsLeases`."""
         return await self._calls.result_of(f"leases/{quote(seq_id, safe='')}", None, list[LeaseReport])
 
     async def propose_move(self, seq_id: str, destination: str, reason: str) -> None:
@@ -581,6 +577,7 @@ class StreamKeeper:
             except EngineUnreachable as error:
                 logger.debug("%s", error)  # the engine may still be loading, or have ended; membership logs that
             await asyncio.sleep(CHECK_SECONDS)
+            # An engine reports ten times a second: a second of silence means that the process, or the network, stands.
             if self.connection.connected and self._silence() > STALE_AFTER:
                 await self._check()
 

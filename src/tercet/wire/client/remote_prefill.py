@@ -179,6 +179,7 @@ class PrefillAttempts:
         ``ask`` calls one host, by :meth:`watched`; it is cancelled at the timeout.
         """
         began = self.clock()
+        # In the order in which the request names them.
         failure: TercetError = DeadlineExceeded("no engine was called")
         for host in hosts:
             # One budget for all hosts: the client waits for the whole.

@@ -251,7 +251,6 @@ class FrameBatch:
             self.write()
 
     def write(self) -> None:
-        """Write the frames; those for disconnected clients are dropped."""
         frames, self._frames = self._frames, []
         for cycle, frame in frames:
             if not (cycle.disconnected or cycle.transport.is_closing()):

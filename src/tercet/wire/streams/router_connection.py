@@ -356,7 +356,6 @@ class RouterConnections:
         return len(self._connections)
 
     def close(self) -> None:
-        """Close every connection, which ends the routers' sequences."""
         for task in list(self._connecting.values()):
             task.cancel()
         for connection in list(self._connections.values()):

@@ -414,7 +414,6 @@ class ResponseAnswer:
         return self._items
 
     def begin(self) -> bytes:
-        """Return the two first events, ``response.created`` and ``response.in_progress``."""
         task = self._task
         response: Any = protocol.ResponsesResponse.from_request(
             task.request, task.sampling_params, model_name=task.model_name, created_time=task.created_time,

@@ -98,6 +98,7 @@ class FastPath:
         except Exception as error:  # vLLM's own path answers the request, whatever the error is
             logger.debug("the stream takes vLLM's own path: %s: %s", type(error).__name__, error)
             return False
+        # vLLM has refused the request, or has not come to add it: its own path answers, from the beginning.
         if not isinstance(plan, StreamPlan) or context.add_request is None:
             return False
         context.fields = None  # the body may be large, and is no longer needed
@@ -114,6 +115,7 @@ async def _answer(scope: Scope, receive: Receive, send: Send) -> None:
     """Answer with the stream of ``scope``: an ASGI application."""
     connection: ClientConnection = scope[CONNECTION]
     run: Callable[[], Awaitable[bytes]] = scope[ANSWER]
+    # The head by ASGI, so that the layers add their headers to it; the chunks past them, to the connection.
     with connection.until_lost():
         await send({"type": "http.response.start", "status": 200, "headers": [EVENT_STREAM]})
         end = await run()

@@ -230,6 +230,7 @@ def look_up(detokenizer: Any, texts: TokenTexts | None, prompt: Sequence[int]) -
         return None
     if not detokenizer.spaces_between_special_tokens:
         return None
+    # `whole`: the token before left no character unfinished. Without that, a text by itself may be a wrong one.
     decode, whole = detokenizer.decode_next, not prompt or bool(texts[prompt[-1]])
 
     def decode_next(next_token_id: int) -> str:
