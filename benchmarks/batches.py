@@ -4,14 +4,15 @@
     python benchmarks/batches.py http://127.0.0.1:8000 --rate 4
 
 The fleet has three engines, since `--decode` is 1 by default. In every other round a batch of more requests than a round
-can serve runs. Printed are TTFT over all rounds of a kind, the ratio with the bounds of a bootstrap over rounds, and the
-tokens per second of both kinds of requests.
+can serve runs. Printed are TTFT over all rounds of a kind, the ratio with the bounds of a bootstrap over rounds, the median
+of the rounds' ratios (other work of this host makes some rounds slow), and the tokens per second of both kinds of requests.
 """  # noqa: E501 - a command
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import gc
 import json
 import random
 import statistics
@@ -58,13 +59,16 @@ async def interactive(session: aiohttp.ClientSession, url: str, prompt: str, tok
 async def one_round(
     session: aiohttp.ClientSession, url: str, options: argparse.Namespace, seed: int, batch_id: str | None
 ) -> Round:
-    """Send interactive requests for ``options.seconds`` at their rate, by a Poisson process."""
-    found, draw = Round(), random.Random(seed)
+    """Send interactive requests for ``options.seconds`` at their rate, by a Poisson process.
+
+    Rounds of one seed have the same arrivals, and other prompts: those of an earlier round would be cached.
+    """
+    found, draw, texts = Round(), random.Random(seed), random.Random(f"{seed} {batch_id}")
     began = time.perf_counter()
     before = await batch_requests(session, url)
     async with asyncio.TaskGroup() as group:
         while time.perf_counter() - began < options.seconds:
-            prompt = words(draw, options.prompt)
+            prompt = words(texts, options.prompt)
             group.create_task(interactive(session, url, prompt, options.tokens, found))
             await asyncio.sleep(draw.expovariate(options.rate))
     found.seconds = time.perf_counter() - began
@@ -152,7 +156,14 @@ async def run(url: str, options: argparse.Namespace) -> None:
         ratios.sort()
         both = [percentile([ttft for one in rounds for ttft in one.ttft], share) for rounds in kinds.values()]
         low, high = ratios[RESAMPLES // 40], ratios[-RESAMPLES // 40]
-        print(f"{name} with a batch / alone: {both[1] / both[0]:.3f} ({low:.3f} to {high:.3f})")
+        each = [
+            percentile(one.ttft, share) / percentile(other.ttft, share)
+            for other, one in zip(*kinds.values(), strict=True)
+        ]
+        print(
+            f"{name} with a batch / alone: {both[1] / both[0]:.3f} ({low:.3f} to {high:.3f}), "
+            f"median of rounds {statistics.median(each):.3f}"
+        )
 
 
 def main() -> None:
@@ -167,6 +178,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=100, help="tokens of an answer")
     parser.add_argument("--requests", type=int, default=4000, help="requests of a batch")
     options = parser.parse_args()
+    gc.disable()  # a pause of this process would be a request's time
     asyncio.run(run(options.router.rstrip("/"), options))
 
 

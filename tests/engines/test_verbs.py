@@ -581,3 +581,30 @@ async def until(holds: Any, engine: HttpEngine) -> None:
             return
         await asyncio.sleep(0.005)
     pytest.fail("the engine did not get there")
+
+
+async def test_a_background_sequence_is_passed_over_and_ends_with_the_same_tokens(decode: HttpEngine) -> None:
+    """While another one's prompt is computed, chunk by chunk, it gets no token but those of steps in flight."""
+    prompt, other = prompt_of(120), prompt_of(7 * MAX_BATCHED)
+    line = request_of(prompt, background=True, sampling={"max_tokens": 40})
+    tokens, began = list[int](), asyncio.Event()
+
+    async def follow() -> None:
+        async for item in decode.start_generate(line):
+            tokens.extend(item.token_ids)
+            if len(tokens) >= 3:
+                began.set()
+
+    following = asyncio.ensure_future(follow())
+    try:
+        await asyncio.wait_for(began.wait(), 60)
+        before, at_first, answer = len(tokens), list[int](), list[int]()
+        async for item in decode.start_generate(request_of(other)):
+            at_first.append(len(tokens))
+            answer += item.token_ids
+        assert at_first[0] <= before + 3
+        await asyncio.wait_for(following, 120)
+    finally:
+        following.cancel()
+    assert answer == await alone(decode.url, other, max_tokens=8)
+    assert tokens == await alone(decode.url, prompt, max_tokens=40)

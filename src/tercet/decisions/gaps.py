@@ -1,8 +1,10 @@
 """How many requests of batches may run, so that they fill what interactive traffic leaves: a state machine without I/O.
 
-Additive increase and multiplicative decrease, as TCP's congestion control (Jacobson, SIGCOMM 1988): while no request
-waits, one more request of batches may run at each look; a request that waits, whosever it is, halves the number. A
-batch has a day, an interactive request has a second, so the number falls at once and grows slowly.
+Additive increase and multiplicative decrease, as TCP's congestion control (Jacobson, SIGCOMM 1988): while an engine has
+no queue, one more request of batches may run at each look; a request that waits at the router, a long queue on an
+engine or little free KV halves the number. A batch has a day, an interactive request has a second, so the number falls
+at once and grows slowly. Engines run these requests in the background (:mod:`tercet.decisions.background`), so those
+that wait there delay no other.
 """
 
 from __future__ import annotations
@@ -17,8 +19,10 @@ from tercet.protocol import EngineLoad
 FULL, OVERFULL = 0.8, 0.92
 # Share of the allowed number that remains when a request waits.
 DECREASE = 0.5
-# Looks in a row with a request that waits: on an engine, before the number falls (a request of a batch waits there
-# for the next step, too), and at the router, before requests of batches end for it.
+# Requests that wait on an engine: those with which it has enough to do, and those that could as well wait here.
+ENOUGH, LONG_QUEUE = 2, 8
+# Looks in a row with a long queue on an engine before the number falls, and with a request that waits at the router
+# before requests of batches end for it.
 QUEUED, PATIENCE = 2, 3
 
 
@@ -46,7 +50,7 @@ class Gaps:
         known = [load for load in engines if load is not None]
         most = self.per_engine * len(known)
         usage = max((load.kv_usage for load in known), default=0.0)
-        queued = any(load.waiting for load in known)
+        queued = any(load.waiting >= LONG_QUEUE for load in known)
         slow = self.most_step_s is not None and any((load.step_time or 0.0) > self.most_step_s for load in known)
         self._queued = self._queued + 1 if queued else 0
         self._pressed = self._pressed + 1 if is_waiting else 0
@@ -54,7 +58,7 @@ class Gaps:
             self.allowed = max(1.0, min(self.allowed, running) * DECREASE)
             if self._pressed >= PATIENCE or usage >= OVERFULL:
                 return min(most, int(running * DECREASE))
-        elif not queued:
+        elif not queued and any(load.waiting < ENOUGH for load in known):
             # Growth beyond what runs would be a reserve that no load has tested.
             self.allowed = min(self.allowed + 1, running + 1, most)
             return int(self.allowed)

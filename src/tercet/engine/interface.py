@@ -314,12 +314,13 @@ class GenerationHalf(Protocol):
 
     def request(
         self, prompt: KeyedPrompt, sampling_params: Mapping[str, Any], work: SeqParams | SendPlan, priority: int = 0,
-        features: Sequence[MultiModalFeature] = (),
+        features: Sequence[MultiModalFeature] = (), background: bool = False,
     ) -> EngineRequest:  # fmt: skip
         """Return a request that has not started.
 
         It decodes for a sequence, or it computes the prompt while the KV is sent, layer by layer; the send begins with
-        the first step. ``features`` are the prompt's, with their data. Raises nothing.
+        the first step. ``features`` are the prompt's, with their data; ``background`` is that of the call. Raises
+        nothing.
         """
         ...
 

@@ -157,7 +157,7 @@ async def _push(
     sampling = call.sampling_params if call.sample else dict[str, Any]()
     # An image is computed whole, also if the send ends inside it.
     computed = prompt.first(whole_features(prompt.features, plan.end))
-    request = edge.generation.request(computed, sampling, plan, call.priority, call.mm_features)
+    request = edge.generation.request(computed, sampling, plan, call.priority, call.mm_features, call.background)
     computing = asyncio.ensure_future(request.first())
     try:
         # A refusal by the receiver ends the work at once, since the result would not be used.
@@ -233,7 +233,9 @@ async def _decoding(edge: Edge, call: StartGenerateCall) -> DecodingSequence:
     # The core knows the request by this number: ids of clients may be used again.
     number = next(edge.generated.numbers)
     seq = _seq_params(claimed, call.output, number)
-    request = edge.generation.request(prompt, call.sampling_params, seq, call.priority, call.mm_features)
+    request = edge.generation.request(
+        prompt, call.sampling_params, seq, call.priority, call.mm_features, call.background
+    )
     edge.work.begin(call.seq_id, request.abort)
 
     def ended(adopted: bool) -> None:

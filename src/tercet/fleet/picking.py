@@ -62,7 +62,7 @@ class Picking(Generic[ViewT]):
     sessions: SessionTable | None = None  # sessions that each stay on one engine; None if they are not used
     is_by_session: bool = False  # whether the last pick followed a session
     _alike: bool = False  # whether all engines are known to have one revision
-    _turns: Counter[tuple[str, str]] = field(default_factory=Counter[tuple[str, str]])
+    _turns: Counter[tuple[str, str, bool]] = field(default_factory=Counter[tuple[str, str, bool]])
     _places: Mapping[int, int] = field(default_factory=dict[int, int])
     _unfilled: set[Role] = field(default_factory=set[Role])
     _answering: dict[Role, Engines] = field(default_factory=dict[Role, Engines])
@@ -118,9 +118,11 @@ class Picking(Generic[ViewT]):
                 self.believed[request.seq_id, picked.name] = cached
             return cast("ViewT", picked)
         if profile is None:
-            turn = self._turns[role, by]
-            # Each role has its own turns: two picks of one request would otherwise always find the same pairs.
-            self._turns[role, by] += 1
+            # Each role has its own turns: two picks of one request would otherwise always find the same pairs. The
+            # background has its own, too: between them, several clients in a row would find the same engine.
+            whose = role, by, request is not None and request.background
+            turn = self._turns[whose]
+            self._turns[whose] += 1
             return cast("ViewT", candidates[PICKERS[by](candidates, turn)])
         decision = Decision(request, role, self.knowledge, self.random, partner=self._view(partner))
         row = profile.pick(decision, candidates)

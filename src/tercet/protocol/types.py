@@ -27,16 +27,18 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     ``SamplingParams`` by field name; missing ones have vLLM's default. ``headers`` are the client's HTTP headers, in
     lower case; ``user`` is the field ``user`` of its OpenAI request, ``session`` the session that its body names.
     ``adapter`` is the name of the requested LoRA adapter, None for the base model; programs can ignore it, since the
-    request carries it. ``adapter_digest`` identifies the contents of that adapter when the
-    request arrived (:class:`AdapterReport`): an engine with other contents refuses the request; empty means any
-    contents. ``mm_features`` are the images and other features for which the prompt has placeholder tokens, in the
-    order of the prompt; programs can ignore them, too.
+    request carries it. ``adapter_digest`` identifies the contents of that adapter when the request arrived
+    (:class:`AdapterReport`): an engine with other contents refuses the request; empty means any contents. A
+    ``background`` request, such as one of a batch, gets what others leave of an engine's steps and blocks.
+    ``mm_features`` are the images and other features for which the prompt has placeholder tokens, in the order of the
+    prompt; programs can ignore them, too.
     """
 
     seq_id: str
     prompt: tuple[int, ...]
     sampling_params: Mapping[str, Any] = {}
     priority: int = 0
+    background: bool = False
     cache_salt: str | None = None
     headers: Mapping[str, str] = {}
     user: str | None = None

@@ -83,7 +83,7 @@ class RemoteSendCall(SequenceCall, frozen=True, kw_only=True):
 
     With ``sample`` the first output token is sampled here and comes with the answer. With ``cached_only`` the longest
     cached whole blocks of the range are sent, and nothing is computed. The two layouts determine which rank writes to
-    which rank of the receiver.
+    which rank of the receiver. ``background`` is that of :class:`StartGenerateCall`.
     """
 
     kv_addr_info: KVAddrInfo
@@ -93,6 +93,7 @@ class RemoteSendCall(SequenceCall, frozen=True, kw_only=True):
     cached_only: bool = False
     sampling_params: Mapping[str, Any] = {}
     priority: Priority = 0
+    background: bool = False
 
 
 class RouterAddress(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -119,6 +120,8 @@ class StartGenerateCall(SequenceCall, frozen=True, kw_only=True):
 
     With ``stream`` the answer is a stream of server-sent events, one :class:`~tercet.protocol.types.Output` each. With
     a ``router`` the answer is ``{"accepted": true}``, and the router receives the outputs (:mod:`tercet.wire.streams`).
+    A ``background`` sequence gets what others leave: it is in no step of the engine while another one waits or is in
+    its prompt, lengthens other steps little, and is preempted first.
     """
 
     begin: Annotated[int, msgspec.Meta(ge=0)] = 0
@@ -127,6 +130,7 @@ class StartGenerateCall(SequenceCall, frozen=True, kw_only=True):
     router: StreamDestination | None = None
     sampling_params: Mapping[str, Any] = {}
     priority: Priority = 0
+    background: bool = False
 
 
 class AbortCall(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -149,7 +149,9 @@ class RouterApp:
             await self._app(scope, receive, send)
             return
         headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
-        context = scope[CONTEXT] = RequestContext(path_of(scope), headers, connection=scope.get(CONNECTION))
+        context = scope[CONTEXT] = RequestContext(
+            path_of(scope), headers, connection=scope.get(CONNECTION), background=OF_BATCH in scope
+        )
         with (
             followed_request(context, scope, self._traces) as followed,
             access_logged(scope, send) if self._access_log else nullcontext(send) as answer,
@@ -214,7 +216,7 @@ class RouterApp:
             if body is not None and not context.path.startswith(API_PREFIX):
                 held.callback(body.close)
                 for_engines = pooling is None and context.path in GENERATING
-                priority = BEHIND_CLIENTS if OF_BATCH in scope else context.asked.priority
+                priority = BEHIND_CLIENTS if context.background else context.asked.priority
                 if for_engines:  # its sequences run in portions
                     limits = self._gate.limits
                     require_few_sequences(context.path, context.fields, limits.sequences)

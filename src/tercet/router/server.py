@@ -21,6 +21,7 @@ from starlette.types import ASGIApp
 
 from tercet.aio import TaskSet, signals_to
 from tercet.aio.files import descriptors_watched
+from tercet.aio.importing import collect_rarely
 from tercet.fleet import EngineFleet
 from tercet.fleet.admission import Gate
 from tercet.fleet.discovery import access_of, discovery_of
@@ -114,6 +115,7 @@ def serve(config: RouterConfig, shared: Shared | None = None) -> None:
 
     if config.serves_without_vllm:
         _serve_small()
+        collect_rarely()
     log_to_stderr(config.log_level, config.log_format, config.access_log)
     with exporting_spans("tercet-router", {"service.instance.id": f"{config.public_name}-{os.getpid()}"}):
         uvloop.run(_serve(config, shared))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tercet.decisions.gaps import FULL, PATIENCE, Gaps
+from tercet.decisions.gaps import ENOUGH, FULL, LONG_QUEUE, PATIENCE, Gaps
 from tercet.protocol import EngineLoad
 
 loads = st.builds(
@@ -63,8 +63,15 @@ def test_requests_that_wait_for_long_at_the_router_end_others() -> None:
 def test_a_queue_on_an_engine_halves_what_may_begin_and_ends_nothing() -> None:
     gaps = Gaps(64)
     gaps.allowed = 40
-    assert [gaps.look([idle(waiting=1)], False, 40) for _ in range(4)] == [40] * 4
+    assert [gaps.look([idle(waiting=LONG_QUEUE)], False, 40) for _ in range(4)] == [40] * 4
     assert gaps.look([idle()], False, 0) < 6
+
+
+def test_none_begins_while_every_engine_has_enough_to_do() -> None:
+    gaps = Gaps(64)
+    gaps.allowed = 40
+    assert [gaps.look([idle(waiting=ENOUGH)], False, 40) for _ in range(4)] == [40] * 4
+    assert gaps.look([idle(waiting=ENOUGH), idle(waiting=ENOUGH - 1)], False, 40) == 41
 
 
 def test_a_full_cache_ends_requests_and_slow_steps_let_none_begin() -> None:

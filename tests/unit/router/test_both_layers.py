@@ -401,8 +401,10 @@ def batch_file(*bodies: dict[str, Any]) -> bytes:
 
 
 async def test_a_batch_of_openais_client(house: House) -> None:
+    seen = seen_by(house)
     for name in "pd":
         house.fleet.report(name, EngineLoad(waiting=0, running=0, kv_usage=0.0))
+    assert (await post(house, CHATS, WHOLE[CHATS])).status_code == 200
     running = asyncio.ensure_future(house.batches.run())
     try:
         async with openai_of(house) as client, asyncio.timeout(LONGEST_WAIT_S):
@@ -417,6 +419,7 @@ async def test_a_batch_of_openais_client(house: House) -> None:
                 batch = await client.batches.retrieve(batch.id)
             assert batch.request_counts is not None
             assert (batch.request_counts.completed, batch.request_counts.failed) == (2, 1)
+            assert [each.background for each in seen] == [False, True, True]
             output = (await client.files.content(batch.output_file_id or "")).text
             lines = [json.loads(line) for line in output.splitlines()]
             assert [line["custom_id"] for line in lines] == ["r0", "r2"]

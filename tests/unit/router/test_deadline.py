@@ -74,3 +74,14 @@ async def test_a_timeout_of_the_callers_own_stays_one(router: LiveRouter, metric
     with pytest.raises(TimeoutError):
         await ask_impatiently()
     assert await router.has_everything_back()
+
+
+async def test_a_background_request_has_none(router: LiveRouter, metrics: Metrics) -> None:
+    engine = limited(router, metrics, 0.05).engine("d")
+    engine.pause.clear()
+    request = Request(seq_id="s", prompt=(1, 2, 3), sampling_params={"max_tokens": 2}, background=True)
+    running = asyncio.ensure_future(router.service.run(request, Trace()).run(lambda _: None))
+    await asyncio.sleep(0.15)
+    assert not running.done()
+    engine.pause.set()
+    await running

@@ -242,14 +242,15 @@ class TinyEngine:
     def add(
         self, request_id: str, tokens: list[int], max_tokens: int = 3, salt: str | None = None,
         lease: str | None = None, output: list[int] | None = None, send: SendPlan | None = None,
-        token: str | None = None, valid_end: int | None = None, number: int = 0, **sampling: Any,
+        token: str | None = None, valid_end: int | None = None, number: int = 0, background: bool = False,
+        **sampling: Any,
     ) -> Request:  # fmt: skip
         seq = None
         if lease is not None or output or number:
             if lease is not None and valid_end is None:
                 valid_end = self.agent.do(RevokeLease(lease))
             seq = SeqParams(lease, valid_end or 0, output or [], number)
-        params = TercetParams(token or self.connector.token, send, seq).to_kv_transfer_params()
+        params = TercetParams(token or self.connector.token, send, seq, background).to_kv_transfer_params()
         request = Request(
             request_id=request_id,
             prompt_token_ids=tokens,

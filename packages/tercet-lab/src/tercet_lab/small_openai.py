@@ -222,7 +222,8 @@ class SmallAPI:
         name = context.headers.get(REQUEST_ID_HEADER) or call.request_id or uuid.uuid4().hex
         request = ProgramRequest(
             seq_id=f"{form.prefix}-{name}", prompt=tuple(prompt), sampling_params={"max_tokens": max_tokens},
-            priority=_priority(context, call), cache_salt=call.cache_salt, headers=context.headers,
+            priority=_priority(context, call), background=context.background, cache_salt=call.cache_salt,
+            headers=context.headers,
             user=context.asked.user, session=context.asked.session_name,
         )  # fmt: skip
         answer = Answering(self._service, self._texts, request, form, call.model or self._names[0], context)

@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import copy
-import gc
 import importlib
 import os
 import socket
@@ -29,6 +28,7 @@ from vllm.config import LoRAConfig
 from vllm.lora.request import LoRARequest
 
 from tercet.aio.files import require_regular
+from tercet.aio.importing import collect_rarely
 from tercet.protocol import AdapterReport, BadRequest
 from tercet.protocol.addresses import TextFingerprint
 from tercet.protocol.sse import object_of
@@ -287,8 +287,8 @@ def _settle() -> None:
 
     # vLLM looks up dozens of variables for each request.
     enable_envs_cache()
-    # Cycles are rare here, and the search for them took 5% of the time for tokens, in pauses of 10 ms.
-    gc.set_threshold(20_000, 20, 20)
+    # The search for cycles took 5% of the time for tokens, in pauses of 10 ms.
+    collect_rarely()
 
 
 # ---- the adapters of a fleet ----------------------------------------------------------------------------------------

@@ -186,7 +186,7 @@ class ProgramClient(EngineCoreClient):
                     f"{context.most_sequences} per request (max-sequences); send several requests"
                 )
             features = await features_of(request, self._service.fleet.model_dtype)
-            sequence = to_request(request, context.headers, context.asked, features)
+            sequence = to_request(request, context.headers, context.asked, features, context.background)
             outputs = SequenceOutputs(self._service, sequence, context, request.request_id)
         except (VLLMValidationError, SequenceFailed):
             # AsyncLLM has already registered the request, and does not remove it after an error raised here.
@@ -292,7 +292,7 @@ _FORWARDED_DEFAULTS = _forwarded_of(_DEFAULTS)
 
 def to_request(
     request: EngineCoreRequest, headers: Mapping[str, str], known: Asked = NOTHING,
-    features: tuple[MultiModalFeature, ...] = (),
+    features: tuple[MultiModalFeature, ...] = (), background: bool = False,
 ) -> Request:  # fmt: skip
     """Return the program's request for vLLM's; ``known`` are the fields that were read from its body.
 
@@ -317,8 +317,8 @@ def to_request(
     }
     return Request(
         seq_id=request.request_id, prompt=tuple(request.prompt_token_ids or ()),
-        sampling_params=sampling | _reasoning(request),
-        priority=request.priority, cache_salt=request.cache_salt, headers=headers, user=known.user,
+        sampling_params=sampling | _reasoning(request), priority=request.priority, background=background,
+        cache_salt=request.cache_salt, headers=headers, user=known.user,
         session=known.session_name, mm_features=features,
         adapter=None if request.lora_request is None else request.lora_request.lora_name,
     )  # fmt: skip

@@ -413,7 +413,8 @@ class Service:
         self._streams[stream] = sequence  # so that the end of the router ends it
         attempts = Attempts(self, chosen, sequence, view.trace, stream)
         try:
-            with self.sequences.running(sequence), self.metrics.sequence(), self._deadline(began, stream):
+            deadline = self._deadline(sequence.request, began, stream)
+            with self.sequences.running(sequence), self.metrics.sequence(), deadline:
                 yield attempts
         finally:
             self._streams.pop(stream, None)
@@ -422,8 +423,9 @@ class Service:
             if self.sessions is not None:
                 self.sessions.ends(sequence)
 
-    def _deadline(self, began: float, stream: OutputStream) -> AbstractContextManager[None]:
-        timeout = self._request_timeout
+    def _deadline(self, request: Request, began: float, stream: OutputStream) -> AbstractContextManager[None]:
+        # What engines leave to the background may be nothing for long; a batch ends with its window.
+        timeout = None if request.background else self._request_timeout
         return _NO_DEADLINE if timeout is None else _deadline(stream, began + timeout, timeout)
 
     def _tell_next_attempt(

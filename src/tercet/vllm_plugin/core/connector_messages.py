@@ -25,7 +25,7 @@ REQUEST_PREFIX = "tercet-"
 
 
 class TercetParams(msgspec.Struct, frozen=True, omit_defaults=True):
-    """The value of ``kv_transfer_params["tercet"]``: either ``send`` or ``seq``.
+    """The value of ``kv_transfer_params["tercet"]``: either ``send`` or ``seq``, and whether it is in the background.
 
     vLLM lets any client of its API set ``kv_transfer_params``; ``token``, which only this engine's edge knows,
     identifies the requests of that edge.
@@ -34,6 +34,7 @@ class TercetParams(msgspec.Struct, frozen=True, omit_defaults=True):
     token: str
     send: SendPlan | None = None
     seq: SeqParams | None = None
+    background: bool = False
 
     def to_kv_transfer_params(self) -> dict[str, Any]:
         return {KEY: msgspec.to_builtins(self)}

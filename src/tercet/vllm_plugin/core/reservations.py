@@ -386,6 +386,10 @@ class ReservationQueue:
         self.admit()
         return True
 
+    def wanted(self) -> int:
+        """Return the number of blocks for which reservations wait."""
+        return sum(self._reservations.blocks_for(len(each.prompt.tokens)) for each in self._waiting.values())
+
     def holds_back(self, request: VLLMRequest) -> bool:
         """True if ``request``, which has no blocks, must wait so that an earlier reservation gets its blocks."""
         first = next(iter(self._waiting.values()), None)

@@ -25,6 +25,7 @@ from tercet.engine.block_tables import BlockTableWriter, TablePlace, TableShape,
 from tercet.engine.interface import KeyedPrompt, PinnedPrefix, ReservedBlocks, SendPlan
 from tercet.protocol import UnknownSequence
 from tercet.transport import CoreWords, Push, SendComplete
+from tercet.vllm_plugin.core.background import BackgroundRequests
 from tercet.vllm_plugin.core.cache_groups import GroupTables
 from tercet.vllm_plugin.core.connector_messages import StepMetadata, TercetParams
 from tercet.vllm_plugin.core.fence import SiblingFence
@@ -298,6 +299,11 @@ class SendPlanner:
             self._loading.popleft()
         for held in self._held:
             held.steps -= 1
+
+    @property
+    def steps_in_flight(self) -> int:
+        """Number of planned steps that have not ended."""
+        return len(self._filling)
 
     @property
     def held_back(self) -> bool:
@@ -580,6 +586,7 @@ class SchedulerSide:
         self.queue = ReservationQueue(scheduler, self.reservations)
         self.sends = SendPlanner(scheduler)
         self.resumed = ResumedRequests(scheduler)
+        self.background = BackgroundRequests(scheduler, self.queue.wanted)
         self.tables = tables
         self.fence = SiblingFence(scheduler, self.reservations, siblings, self.sends) if siblings else None
 
@@ -611,6 +618,8 @@ class SchedulerSide:
 
     def begin(self, request: VLLMRequest, params: TercetParams) -> None:
         """Begin a request that sends its KV, uses a reservation, or continues output from another engine."""
+        if params.background:
+            self.background.add(request, self.sends.steps_in_flight)
         if params.send is not None:
             self.sends.begin(request, params.send)
         if params.seq is not None and params.seq.output:
@@ -630,6 +639,8 @@ class SchedulerSide:
             self.queue.admit()
         self.sends.plan(output, metadata)
         self.resumed.plan(output, metadata)
+        if self.background:
+            self.background.plan(output)
         if self.tables is not None:
             self.tables.publish_planned()
         return metadata
@@ -642,6 +653,8 @@ class SchedulerSide:
 
     def stepped(self) -> None:
         self.sends.stepped()
+        if self.background:
+            self.background.stepped()
         if self.fence is not None:
             self.fence.stepped()
         if self.tables is not None:
@@ -650,5 +663,6 @@ class SchedulerSide:
     def finished(self, request_id: str) -> None:
         """Forget a request that has ended. vLLM frees its blocks; a send keeps its own blocks pinned."""
         self.resumed.forget(request_id)
+        self.background.finished(request_id)
         if self.tables is not None:
             self.tables.forget(request_id)

@@ -31,6 +31,7 @@ from tercet.protocol import BadRequest, EngineError, GrammarsBusy, MultiModalFea
 from tercet.protocol.grammar_bounds import require_small
 from tercet.protocol.spans import SpanContext, current_span
 from tercet.protocol.types import FinishReason
+from tercet.protocol.wire import MOST_PRIORITY
 from tercet.vllm_plugin.core.connector_messages import REQUEST_PREFIX, TercetParams
 from tercet.vllm_plugin.core.grammar_time import REFUSED, UNTRIED
 from tercet.vllm_plugin.edge.adapters import to_lora_request
@@ -256,7 +257,9 @@ class LLMRequest:
         params = to_vllm(sampling_params, self.params.to_kv_transfer_params(), num_output)
         adapter = self.prompt.adapter
         lora = None if adapter is None else to_lora_request(adapter)
-        more = {"priority": self.priority, "lora_request": lora, **reasoning_of(sampling_params)}
+        # With vLLM's scheduling by priority, a background request is the last of all.
+        priority = MOST_PRIORITY if self.params.background else self.priority
+        more = {"priority": priority, "lora_request": lora, **reasoning_of(sampling_params)}
         # If vLLM exports traces, its own spans join the trace.
         if self.place is not None and self.client.observability_config.otlp_traces_endpoint is not None:
             more["trace_headers"] = self.place.headers()
@@ -307,9 +310,10 @@ class LLMGeneration:
         work: SeqParams | SendPlan,
         priority: int = 0,
         features: Sequence[MultiModalFeature] = (),
+        background: bool = False,
     ) -> LLMRequest:
-        is_seq = isinstance(work, SeqParams)
-        params = TercetParams(self._token, seq=work) if is_seq else TercetParams(self._token, send=work)
+        send, seq = (None, work) if isinstance(work, SeqParams) else (work, None)
+        params = TercetParams(self._token, send, seq, background)
         return LLMRequest(self._client, prompt, sampling_params, params, priority, features)
 
 

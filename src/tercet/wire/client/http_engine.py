@@ -387,6 +387,7 @@ class HttpEngine:
             end=to.end if end is None else end, sample=sample, cached_only=cached_only,
             sampling_params=request.sampling_params, cache_salt=request.cache_salt, adapter=request.adapter,
             adapter_digest=request.adapter_digest, mm_features=request.mm_features, priority=request.priority,
+            background=request.background,
         )  # fmt: skip
         return await self._calls.result_of("remote_send", call, Sent, PATIENT)
 
@@ -395,6 +396,7 @@ class HttpEngine:
             prompt=list(request.prompt), seq_id=request.seq_id, begin=begin, output=list(output),
             sampling_params=request.sampling_params, cache_salt=request.cache_salt, adapter=request.adapter,
             adapter_digest=request.adapter_digest, mm_features=request.mm_features, priority=request.priority,
+            background=request.background,
         )  # fmt: skip
         return OutputStream(partial(self._generate, call, current_span()))
 

@@ -341,6 +341,7 @@ class RequestContext:
     # One entry per sequence that it started (``n``, or several prompts): its trace, and the generated output.
     traces: list[Any] = field(default_factory=list[Any])
     sequences: list[Any] = field(default_factory=list[Any])
+    background: bool = False  # a request of a batch
     wants_trace: bool = False  # its client gets the traces
     failed: TercetError | None = None  # the error that ended the first of its sequences that failed, or the refusal
     client_left: bool = False  # before it was admitted

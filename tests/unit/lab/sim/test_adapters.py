@@ -13,7 +13,7 @@ import pytest
 
 from tercet.protocol import BadRequest, Request, UnknownAdapter
 from tercet_lab.sim import run_virtual
-from tercet_lab.sim.step_selection import AdapterSlots
+from tercet_lab.sim.adapter_slots import AdapterSlots
 
 from .models import BLOCK, collect, engines_of, is_empty, request_of, tokens_of
 

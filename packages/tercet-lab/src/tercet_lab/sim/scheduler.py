@@ -25,8 +25,8 @@ class SimScheduler(StepSelection):
     """The step loop of one engine: select tokens, wait for the end of the step, account for its effects."""
 
     __slots__ = (
-        "_between", "_chunks", "_computes", "_ends", "_frozen_since", "_model", "_noted", "_run", "_step_began",
-        "_step_time", "_ticks", "_timer", "_usage", "on_change", "paused",
+        "_between", "_chunks", "_computes", "_ends", "_frozen_since", "_model", "_noted", "_run", "_shared",
+        "_step_began", "_step_time", "_ticks", "_timer", "_usage", "on_change", "paused",
     )  # fmt: skip
 
     def __init__(
@@ -45,6 +45,9 @@ class SimScheduler(StepSelection):
         self._step_time: float | None = None
         self._computes: Kind | None = None
         self._usage: EngineUsage | None = None
+        # Of the present step, if there are background sequences: whether it has prompts of others, the others that
+        # decode, and the tokens of the background.
+        self._shared: tuple[bool, int, int] | None = None
         self._noted = 0  # steps of the present run whose blocks are recorded in it
         self.on_change: Callable[[], None] | None = None
         self.paused: Paused = ""
@@ -136,6 +139,10 @@ class SimScheduler(StepSelection):
         a step: requests that arrive at one moment are computed together.
         """
         self._waiting.add(work)
+        if work.background:
+            if not self._background:
+                self._share.resume(self._time.time())
+            self._background[id(work)] = work
         if self._timer is None:
             self._await_moment()
         else:
@@ -185,10 +192,8 @@ class SimScheduler(StepSelection):
         """Remove a sequence and free its blocks. Call this between steps."""
         if work.state == "left":
             return
-        if work.state == "decoding":
-            self._decoding.leave(work)
-        elif work in self._prefilling:
-            self._prefilling.remove(work)
+        if work.state != "waiting":
+            self._stop_running(work)
         elif work in self._waiting:
             self._waiting.remove(work)
         self._give_back(work)
@@ -205,11 +210,13 @@ class SimScheduler(StepSelection):
         self._frozen_since, self.paused = None, ""
         self._time.end()
         self._computes = None
-        works = [*self._waiting, *self._prefilling, *self._decoding.works()]
+        works = [*self._waiting, *self._prefilling, *self._decoding.works(), *self._passed_over]
         for work in works:
             self.slots.leave(id(work))
         self._waiting.clear()
         self._prefilling.clear()
+        self._passed_over.clear()
+        self._background.clear()
         self._between.clear()
         self._chunks, self._run, self._ticks = [], None, 0
         self._decoding = DecodingBatch(self._block_size)
@@ -280,6 +287,8 @@ class SimScheduler(StepSelection):
         passed = self._time.on_loop(ended) - self._step_began
         self.counters.busy += passed
         self._note_steps(passed)
+        if self._shared is not None and passed:
+            self._share.ended(passed, *self._shared)
         self._advance()
         self._boundary(ended)
 
@@ -315,12 +324,19 @@ class SimScheduler(StepSelection):
         if kind != self._computes:  # set the speed of the engine's time before a step is timed
             self._computes = kind
             self._time.compute(kind)
+        self._shared = self._share_of(chunks) if self._background else None
         if self.slots.most:
             now += self.slots.owed()
         if chunks:
             self._start_step(now, chunks, decodes)
         elif decodes:
             self._start_run(now)
+
+    def _share_of(self, chunks: list[Chunk]) -> tuple[bool, int, int]:
+        decodes = sum(work.state == "decoding" for work in self._background.values())
+        tokens = sum(count for work, count in chunks if work.background)
+        others = any(not work.background for work, _ in chunks)
+        return others, self._decoding.size - decodes, decodes + tokens
 
     def _start_step(self, now: float, chunks: list[Chunk], decodes: bool) -> None:
         tokens, pairs = 0, 0.0
@@ -343,7 +359,7 @@ class SimScheduler(StepSelection):
     def _start_run(self, now: float) -> None:
         decoding = self._decoding
         batch = decoding.size
-        steps = decoding.ticks_within(self.pool.free, decoding.ticks_to_due())
+        steps = 1 if self._background else decoding.ticks_within(self.pool.free, decoding.ticks_to_due())
         per_context = self._model.per_context
         first = self._model.decode_base(batch) + per_context * decoding.contexts
         self._step_began = self._time.on_loop(now)

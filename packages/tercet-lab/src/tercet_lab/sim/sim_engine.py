@@ -337,7 +337,7 @@ class SimEngine:
         first_block = begin // self.profile.block_size * self.profile.block_size
         prompt = self.network.prompt(request.prompt, request.cache_salt, request.adapter)
         send = Send(self, self.network.find(info), info.lease, prompt, first_block, end)
-        work = Work(prompt, end, 0, int(sample), send.computed)
+        work = Work(prompt, end, 0, int(sample), request.background, send.computed)
         work.on_chunk = send.chunk
         self._sends[send] = request.seq_id
         scheduler = self._scheduler
@@ -469,7 +469,7 @@ class SimEngine:
 
     def _report(self, seq_id: str, work: Work) -> SequenceReport:
         tokens, blocks = self._scheduler.holding(work)
-        running = work.state in ("prefilling", "decoding")
+        running = work.state in ("prefilling", "decoding", "passed over")
         return SequenceReport(seq_id, tokens, blocks, running, self._loop.time() - work.arrived)
 
     # ---- receiving KV ----------------------------------------------------------------------------------------
@@ -511,7 +511,7 @@ class SimEngine:
         check_generation(request.seq_id, begin, length, request.seq_id in self._generating)
         goal = tokens_to_produce(request, given, self.profile, self.pool.total)
         prompt = self.network.prompt(request.prompt, request.cache_salt, request.adapter)
-        work = Work(prompt, length, given, goal)
+        work = Work(prompt, length, given, goal, request.background)
         lease = self._leases.of(request.seq_id)
         if lease is None or lease.state == "asked":
             return work

@@ -20,6 +20,7 @@ from prometheus_client.registry import Collector
 from tercet import __version__
 from tercet.aio import signals_to
 from tercet.aio.files import descriptors_watched
+from tercet.aio.importing import collect_rarely
 from tercet.protocol import BadRequest, EngineStatus, Output, OutputStream, Request, Revision
 from tercet.protocol.access import BearerKeys, key_of, secrets_of
 from tercet.protocol.headers import PREFILLER_HEADER
@@ -310,6 +311,7 @@ def serve(config: ServerConfig) -> None:
     import uvloop
 
     with exporting_spans("tercet-engine", {"service.instance.id": config.name}):
+        collect_rarely()
         uvloop.run(_serve(config))
 
 

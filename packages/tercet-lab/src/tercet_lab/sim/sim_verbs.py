@@ -325,6 +325,7 @@ def request_of(call: PrepRecvCall | RemoteSendCall | StartGenerateCall) -> Reque
             )
     prompt = tokens_of(call.prompt)
     return Request(
+        background=not isinstance(call, PrepRecvCall) and call.background,
         seq_id=call.seq_id,
         prompt=prompt,
         sampling_params=sampling,

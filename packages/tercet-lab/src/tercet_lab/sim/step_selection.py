@@ -2,21 +2,24 @@
 
 Tokens and blocks are assigned as in vLLM's scheduler with the plugin: first to running sequences, in the order of
 admission; then to waiting sequences with a lease's blocks; then to waiting sequences without blocks, in the order of
-arrival. A prompt takes blocks chunk by chunk. It is admitted when all its blocks are available.
+arrival. A prompt takes blocks chunk by chunk. It is admitted when all its blocks are available. Background sequences
+get what :class:`~tercet.decisions.background.StepShare` leaves them, and lose their blocks first.
 """
 
 from __future__ import annotations
 
 import heapq
 import math
-from collections import Counter, OrderedDict, deque
-from collections.abc import Callable, Hashable, Iterable, Iterator
+from collections import deque
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 import msgspec
 
-from tercet.protocol import AdapterLoad, Output, OutputStream, Request, Usage
+from tercet.decisions.background import StepShare
+from tercet.protocol import Output, OutputStream, Request, Usage
+from tercet_lab.sim.adapter_slots import AdapterSlots
 from tercet_lab.sim.block_pool import BlockPool, Holding, Prompt
 from tercet_lab.sim.engine_options import EngineOptions
 from tercet_lab.sim.step_times import EngineTime
@@ -32,13 +35,14 @@ class Work(msgspec.Struct, eq=False):
     requested. ``known`` tokens exist now; ``computed`` of them have KV on this engine. While the sequence decodes, both
     lag behind the ticks of :class:`DecodingBatch` until it settles them. Outputs go into ``stream`` unless it is None.
     ``arrived`` is a time of the event loop, in seconds; ``arrival`` and ``admitted`` are the numbers of its arrival and
-    of its admission, in the order of all.
+    of its admission, in the order of all. A ``background`` sequence that decodes is "passed over" in some steps.
     """
 
     prompt: Prompt
     length: int
     given: int
     goal: int
+    background: bool = False
     on_computed: Callable[[], None] | None = None
     on_chunk: Callable[[int, int, float, float], None] | None = None
     holding: Holding = msgspec.field(default_factory=Holding)
@@ -48,7 +52,7 @@ class Work(msgspec.Struct, eq=False):
     delivered: int = 0
     usage: Usage | None = None
     each_token: bool = False
-    state: Literal["waiting", "prefilling", "sending", "decoding", "left"] = "waiting"
+    state: Literal["waiting", "prefilling", "sending", "decoding", "passed over", "left"] = "waiting"
     joined: int = 0
     phase: int = 0
     wake: int = 0
@@ -305,63 +309,6 @@ class DecodeRun(msgspec.Struct, eq=False):
         return steps
 
 
-class AdapterSlots:
-    """``most`` adapter slots of a batch. Filling a slot takes ``load_seconds``.
-
-    A user is any value that identifies a sequence.
-    """
-
-    def __init__(self, most: int, load_seconds: float) -> None:
-        self.most = most
-        self.loads = 0
-        self._load_seconds = load_seconds
-        self._filled: OrderedDict[str, None] = OrderedDict()  # the most recently used adapter is the last
-        self._used: dict[Hashable, str] = {}
-        self._users: Counter[str] = Counter()
-        self._owed = 0.0
-
-    def admits(self, adapter: str | None) -> bool:
-        """True if a sequence with this adapter may join the batch."""
-        return adapter is None or adapter in self._users or len(self._users) < self.most
-
-    def join(self, user: Hashable, adapter: str | None) -> None:
-        """Record that an admitted sequence joins the batch."""
-        if adapter is None or user in self._used:
-            return
-        self._used[user] = adapter
-        self._users[adapter] += 1
-        if adapter not in self._filled:
-            self.loads += 1
-            self._owed += self._load_seconds
-            while len(self._filled) >= self.most:
-                del self._filled[next(each for each in self._filled if each not in self._users)]
-        self._filled[adapter] = None
-        self._filled.move_to_end(adapter)
-
-    def leave(self, user: Hashable) -> None:
-        """Record that a sequence left the batch. Ignore a sequence that was not in it."""
-        adapter = self._used.pop(user, None)
-        if adapter is not None:
-            self._users[adapter] -= 1
-            if not self._users[adapter]:
-                del self._users[adapter]
-
-    def owed(self) -> float:
-        """Return the seconds that loading adapters adds to the next step, and set them to 0."""
-        owed, self._owed = self._owed, 0.0
-        return owed
-
-    def load(self, waiting: Iterable[str | None]) -> AdapterLoad | None:
-        """Return the engine's adapter report, or None if the engine serves no adapters.
-
-        ``waiting`` are the adapters of the sequences in its queue.
-        """
-        if not self.most:
-            return None
-        queued = tuple(sorted({adapter for adapter in waiting if adapter is not None}))
-        return AdapterLoad(tuple(sorted(self._users)), queued, self.most)
-
-
 Chunk = tuple[Work, int]
 
 
@@ -396,8 +343,8 @@ class StepSelection:
 
     # Slots, as in all classes with one object per engine: with a thousand engines, a step touches less memory.
     __slots__ = (
-        "_admitted", "_block_size", "_decoding", "_options", "_prefilling", "_time", "_waiting", "counters", "pool",
-        "reservations", "slots",
+        "_admitted", "_background", "_block_size", "_decoding", "_options", "_passed_over", "_prefilling", "_room",
+        "_share", "_time", "_waiting", "counters", "pool", "reservations", "slots",
     )  # fmt: skip
 
     def __init__(self, pool: BlockPool, block_size: int, options: EngineOptions, time: EngineTime) -> None:
@@ -412,11 +359,16 @@ class StepSelection:
         self._prefilling: list[Work] = []
         self._decoding = DecodingBatch(block_size)
         self._admitted = 0
+        # Background sequences that wait or run, and those that have generated and are not in the present step.
+        self._background: dict[int, Work] = {}
+        self._passed_over: list[Work] = []
+        self._share = StepShare(options.max_num_batched_tokens)
+        self._room = 0  # tokens that background sequences may still have in the step that is selected
 
     @property
     def running(self) -> int:
         """Number of sequences that were admitted and have not ended."""
-        return len(self._prefilling) + self._decoding.size
+        return len(self._prefilling) + self._decoding.size + len(self._passed_over)
 
     @property
     def waiting(self) -> int:
@@ -463,11 +415,13 @@ class StepSelection:
             if chunks or decodes or not self._waiting:
                 return chunks, decodes
             # A step that preempts admits no sequence. If it is empty for that reason, it takes no time: select again.
-            if self.counters.preemptions == preemptions and not self._give_way():
+            if self.counters.preemptions == preemptions and not (self._give_way() or self._preempt_background()):
                 return chunks, decodes
 
     def _select_once(self) -> tuple[list[Chunk], bool]:
         mixed, waiting, chunks = self._options.schedule == "chunked", self._waiting, list[Chunk]()
+        if self._background:
+            self._select_background()
         admits = not (mixed and self._make_room())
         if self._prefilling or waiting.plain or waiting.holding:
             chunks = self._schedule(mixed, admits)
@@ -482,34 +436,42 @@ class StepSelection:
         budget = self._options.max_num_batched_tokens - (self._decoding.size if mixed else 0)
         chunks: list[Chunk] = []
         for work in self._prefilling[:]:  # in the order of admission: only the last chunk is cut short
-            count = min(work.todo, budget)
-            if count > 0 and not self._take(work, count):
-                self._preempt(work)
-                return chunks
+            if work.state != "prefilling":  # it was preempted for one before it
+                continue
+            count = min(work.todo, budget, self._room) if work.background else min(work.todo, budget)
+            while count > 0 and not self._take(work, count):
+                if work.background or not self._preempt_background():
+                    self._preempt(work)
+                    return chunks
             if count > 0:
                 chunks.append((work, count))
                 budget -= count
+                self._room -= count if work.background else 0
         return self._admit_waiting(chunks, budget) if admits else chunks
 
     def _admit_waiting(self, chunks: list[Chunk], budget: int) -> list[Chunk]:
         passed_over: list[Work] = []
-        waiting, prefilling, decoding = self._waiting, self._prefilling, self._decoding
-        most = self._options.max_num_seqs
-        while budget > 0 and (queue := waiting.holding or waiting.plain) and len(prefilling) + decoding.size < most:
+        waiting, most = self._waiting, self._options.max_num_seqs
+        while budget > 0 and (queue := waiting.holding or waiting.plain):
             work = queue[0]
-            if not self.slots.admits(work.prompt.adapter) or self._held_back(work):
+            left_out = work.background and self._room <= 0
+            if left_out or not self.slots.admits(work.prompt.adapter) or self._held_back(work):
                 passed_over.append(queue.popleft())
                 continue
-            if not self._admit(work):
+            while not (admitted := self.running < most and self._admit(work)):
+                if work.background or not self._preempt_background():
+                    break
+            if not admitted:
                 break
             queue.popleft()
             self._admitted += 1
             work.admitted = self._admitted
             self.slots.join(id(work), work.prompt.adapter)
-            count = self._begin(work, budget)
+            count = self._begin(work, min(budget, self._room) if work.background else budget)
             if count:
                 chunks.append((work, count))
             budget -= max(count, 1)
+            self._room -= max(count, 1) if work.background else 0
         for work in reversed(passed_over):
             self._waiting.queue_of(work).appendleft(work)
         return chunks
@@ -569,24 +531,67 @@ class StepSelection:
         if decoding.size <= self.pool.free:  # a sequence takes at most one block in a step
             return False
         while decoding.blocks_for(1) > self.pool.free:
-            self._preempt(self._prefilling[-1] if self._prefilling else decoding.newest())
+            if not self._preempt_background():
+                self._preempt(self._prefilling[-1] if self._prefilling else decoding.newest())
         return self.counters.preemptions > preemptions
 
     def _preempt(self, work: Work) -> None:
         """Take away a sequence's blocks, and put it first in the waiting queue."""
-        if work.state == "decoding":
-            self._decoding.leave(work)
-        else:
-            self._prefilling.remove(work)
+        self._stop_running(work)
         self._lose_blocks(work)
         self.counters.preemptions += 1
         work.preempted += 1
+
+    def _stop_running(self, work: Work) -> None:
+        """Take a sequence out of those that run."""
+        if work.state == "decoding":
+            self._decoding.leave(work)
+        elif work.state == "passed over":
+            self._passed_over.remove(work)
+        elif work.state == "prefilling":
+            self._prefilling.remove(work)
 
     def _lose_blocks(self, work: Work) -> None:
         self._give_back(work)
         work.computed = 0
         work.state = "waiting"
-        self._waiting.put_back(work)
+        if work.background:
+            self._background[id(work)] = work
+            self._waiting.plain.append(work)  # a sequence that is being admitted stays the first
+        else:
+            self._waiting.put_back(work)
+
+    def _select_background(self) -> None:
+        """Set which background sequences generate in the next step, and how many tokens of their prompts it may have.
+
+        The oldest go first, so that some end, also if not all have room.
+        """
+        others = any(not work.background for works in (self._waiting, self._prefilling) for work in works)
+        decodes = [work for work in self._decoding.works() if work.background]
+        room = self._share.tokens(self._time.time(), others, self._decoding.size - len(decodes))
+        decodes = sorted([*decodes, *self._passed_over], key=lambda work: work.admitted)
+        for at, work in enumerate(decodes):
+            if at < room and work.state == "passed over":
+                self._passed_over.remove(work)
+                self._decoding.join(work, self._ticks_to_wake(work))
+            elif at >= room and work.state == "decoding":
+                self._decoding.leave(work)
+                work.state = "passed over"
+                self._passed_over.append(work)
+        self._room = max(0, room - len(decodes))
+
+    def _preempt_background(self) -> bool:
+        """Preempt the background sequence that was admitted last; return False if none runs or holds blocks."""
+        running = [work for work in self._background.values() if work.state != "sending" and work.holding.blocks]
+        if not running:
+            return False
+        work = max(running, key=lambda work: work.admitted)
+        if work.state == "waiting":
+            self._waiting.holding.remove(work)
+            self._lose_blocks(work)
+        else:
+            self._preempt(work)
+        return True
 
     def _give_way(self) -> bool:
         """Free the blocks of the last waiting sequence that holds a lease's blocks, if the first one needs them.
@@ -648,6 +653,7 @@ class StepSelection:
         self._give_back(work)
 
     def _give_back(self, work: Work) -> None:
+        self._background.pop(id(work), None)
         self.pool.publish(work.holding, work.prompt, work.computed // self._block_size)
         self.pool.give_back(work.holding)
         self.slots.leave(id(work))
