@@ -26,7 +26,7 @@ from pathlib import Path
 import numpy as np
 
 from tercet.cluster.model import resolve_model
-from tercet_lab.bench.experiment import STATISTICS, Floats, ratio_interval
+from tercet_bench.experiment import STATISTICS, Floats, ratio_interval
 from tercet_lab.bench.results import load_result
 from tercet_lab.tables import Requests
 

@@ -32,7 +32,7 @@ import numpy as np
 from tercet.decisions.scheduling import load_scheduling
 from tercet.programs import load_program
 from tercet.protocol import BadRequest, Request
-from tercet_lab.bench.experiment import STATISTICS, Floats, ratio_interval
+from tercet_bench.experiment import STATISTICS, Floats, ratio_interval
 from tercet_lab.bench.results import load_result
 from tercet_lab.bench.simulated.scenario import SyntheticWorkload, parse_fleet, requests_of
 from tercet_lab.bench.simulated.virtual_run import run_requests

@@ -39,12 +39,9 @@ from tercet.cluster.model import resolve_model
 from tercet.programs import load_program
 from tercet.protocol import Request, TercetError
 from tercet.wire.client import HttpEngine
-from tercet_lab.bench.bench_config import ServeConfig
-from tercet_lab.bench.experiment import Cell, Contender, Experiment, prepare
-from tercet_lab.bench.results import Point
-from tercet_lab.bench.simulated import parse_fleet, point_of, run_requests
-from tercet_lab.bench.simulated.virtual_run import Outcome
-from tercet_lab.bench.step_measurement import (
+from tercet_bench.bench_config import ServeConfig
+from tercet_bench.experiment import Cell, Contender, Experiment, prepare
+from tercet_bench.step_measurement import (
     BATCH,
     CONTEXT,
     STEPS,
@@ -55,6 +52,9 @@ from tercet_lab.bench.step_measurement import (
     names_from,
     sharing_from,
 )
+from tercet_lab.bench.results import Point
+from tercet_lab.bench.simulated import parse_fleet, point_of, run_requests
+from tercet_lab.bench.simulated.virtual_run import Outcome
 from tercet_lab.sim import EngineOptions, Profile, StepModel, load_profile
 from tercet_lab.sim.step_times import pairs_of
 from tercet_lab.tables import RequestRow

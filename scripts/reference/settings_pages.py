@@ -14,9 +14,9 @@ from tercet.decisions.scheduling.assembly import BUILT_IN, PluginEntry, PluginUs
 from tercet.router.serve.routing import Plan, Rule, Share
 from tercet.settings import Declared, EngineAddress, RouterConfig, RouterSettings, Settings, declared
 from tercet.vllm_plugin.start.plugin_settings import PluginSettings
+from tercet_bench.bench_config import BenchConfig, CompareConfig, ServeConfig
 from tercet_checks.commands.chaos import ChaosConfig
 from tercet_gateway.gateway_settings import ModelRouterConfig, PickerConfig, SidecarConfig
-from tercet_lab.bench.bench_config import BenchConfig, CompareConfig, ServeConfig
 from tercet_lab.bench.simulated.scenario import EngineGroup, Fault, FleetSpec
 from tercet_lab.sim import EngineOptions
 from tercet_planner.planner_settings import PlannerConfig

@@ -23,7 +23,7 @@ PACKAGES = {
     "tercet": ROOT,
     **{
         f"tercet_{name}": ROOT / "packages" / f"tercet-{name}"
-        for name in ("checks", "gateway", "lab", "planner", "ray")
+        for name in ("bench", "checks", "gateway", "lab", "planner", "ray")
     },
 }
 BUILD = "from setuptools import build_meta as b; import sys; print(getattr(b, sys.argv[1])(sys.argv[2]))"
@@ -83,7 +83,7 @@ def tercet(python: Path, folder: Path, words: Sequence[str]) -> str:
 
 
 def test_the_wheels_are_what_is_imported(python: Path, tmp_path: Path) -> None:
-    names = "tercet, tercet_lab, tercet.lab, tercet_gateway, tercet_ray, tercet_planner, tercet_checks"
+    names = "tercet, tercet_lab, tercet.lab, tercet_gateway, tercet_ray, tercet_planner, tercet_checks, tercet_bench"
     code = f"import json, {names}; print(json.dumps([each.__file__ for each in ({names})]))"
     found = subprocess.run([str(python), "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=120)
     assert found.returncode == 0, found.stderr
@@ -92,6 +92,7 @@ def test_the_wheels_are_what_is_imported(python: Path, tmp_path: Path) -> None:
 
 def test_the_wheels_simulate_and_serve_from_an_empty_folder(python: Path, tmp_path: Path) -> None:
     assert "TTFT" in tercet(python, tmp_path / "sim", ["sim", "--num-prompts", "20"])
+    assert "llama-3.1-8b-h100-tp1" in tercet(python, tmp_path / "bench", ["bench", "profile"])
     assert "no violations" in tercet(python, tmp_path / "chaos", ["chaos", "--fleet", "2,2", "--minutes", "0.1"])
     words = ["up", "--simulate", "llama-3.1-8b-h100-tp1", "--prefill", "1", "--decode", "1", "--port", "0", "--detach"]
     said = tercet(python, tmp_path / "up", words)

@@ -37,6 +37,7 @@ BUDGET = {
     "settings": Size(1792, 6),
     "src/tercet, together": Size(64988, 261),
     "store": Size(1413, 7),
+    "tercet_bench": Size(3150, 11),
     "tercet_checks": Size(4820, 16),
     "tercet_gateway": Size(6073, 21),
     "tercet_lab": Size(16462, 57),

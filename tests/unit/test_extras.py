@@ -20,7 +20,7 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 # The packages of this repository, by the extra that installs each.
 PACKAGES = {
     extra: tomllib.loads((ROOT / "packages" / f"tercet-{extra}" / "pyproject.toml").read_text())["project"]
-    for extra in ("checks", "gateway", "lab", "planner", "ray")
+    for extra in ("bench", "checks", "gateway", "lab", "planner", "ray")
 }
 BESIDE = [f"tercet_{extra}" for extra in PACKAGES]
 
@@ -70,7 +70,7 @@ WHAT_RUNS = (
     "tercet.decisions.scheduling",
 )  # fmt: skip
 OF_PACKAGES_RUN = (
-    "tercet_lab.commands.sim", "tercet_lab.commands.bench", "tercet_checks.commands.chaos", "tercet_lab.small_openai",
+    "tercet_lab.commands.sim", "tercet_bench.commands.bench", "tercet_checks.commands.chaos", "tercet_lab.small_openai",
     "tercet_lab.sim.sim_server", "tercet_gateway.commands.epp", "tercet_gateway.sidecar",
     "tercet_gateway.commands.upgrade", "tercet_ray.ray_fleet", "tercet_ray.ray_job", "tercet_ray.state_ray",
 )  # fmt: skip
@@ -170,7 +170,7 @@ sys.meta_path.insert(0, Refuse())
     ("line", "user", "extra"),
     [
         ("sim", "tercet sim", "lab"),
-        ("bench serve --help", "tercet bench", "lab"),
+        ("bench serve --help", "tercet bench", "bench"),
         ("chaos --engines simulated", "tercet chaos", "checks"),
         ("conformance http://127.0.0.1:1", "tercet conformance", "checks"),
         ("planner", "tercet planner", "planner"),
@@ -235,7 +235,8 @@ def test_all_packages_have_one_version() -> None:
     assert {each["version"] for each in PACKAGES.values()} == {__version__}
     for extra, package in PACKAGES.items():
         assert package["name"] == f"tercet-{extra}"
-        assert PROJECT["optional-dependencies"][extra] == [f"tercet-{extra}=={__version__}"]
+        brings = ("bench", "lab") if extra == "lab" else (extra,)
+        assert PROJECT["optional-dependencies"][extra] == [f"tercet-{each}=={__version__}" for each in brings]
         ours = [each for each in package["dependencies"] if each.startswith("tercet")]
         assert f"tercet=={__version__}" in ours
         assert all(each.endswith(f"=={__version__}") for each in ours)

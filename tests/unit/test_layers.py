@@ -29,6 +29,7 @@ BESIDE = {
     "tercet_gateway": set[str](),
     "tercet_ray": set[str](),
     "tercet_lab": {"tercet_gateway"},
+    "tercet_bench": {"tercet_lab"},
     "tercet_planner": {"tercet_lab"},
     "tercet_checks": {"tercet_gateway", "tercet_lab"},
 }

@@ -33,7 +33,7 @@ MODULES: Mapping[str, str] = {
 }  # fmt: skip
 EXTRA_OF: Mapping[str, str] = {
     "epp": "gateway", "sidecar": "gateway", "model-router": "gateway", "upgrade": "gateway",
-    "planner": "planner", "chaos": "checks", "conformance": "checks", "bench": "lab", "sim": "lab", "advise": "lab",
+    "planner": "planner", "chaos": "checks", "conformance": "checks", "bench": "bench", "sim": "lab", "advise": "lab",
 }  # fmt: skip
 # Commands that are parts of other commands, or were replaced by them.
 PARTS_OF: Mapping[str, str] = {

@@ -58,7 +58,7 @@ def endless_loops() -> set[str]:
     """Every coroutine with a `while True` that awaits and that no return, break or raise leaves."""
     found = set[str]()
     for place, file in modules():
-        laboratory = place.startswith(("tercet_lab/bench", "tercet_lab/sim", "tercet_checks/chaos"))
+        laboratory = place.startswith(("tercet_bench/", "tercet_lab/bench", "tercet_lab/sim", "tercet_checks/chaos"))
         command = (place.startswith("cli/") and place != "cli/engine_process.py") or "/commands/" in place
         if laboratory or command:
             continue

@@ -18,7 +18,7 @@ from tercet.decisions.scheduling import load_scheduling
 from tercet.programs import load_program
 from tercet.protocol import Request
 from tercet.settings import RescheduleSettings, RouterConfig, decode_settings, read_yaml
-from tercet_lab.bench.bench_config import ServeConfig
+from tercet_bench.bench_config import ServeConfig
 from tercet_lab.bench.simulated.scenario import parse_fleet
 from tercet_lab.bench.simulated.virtual_run import run_requests
 from tercet_lab.sim import EngineOptions

@@ -72,6 +72,17 @@ def _limits(of: Slo | Goodput) -> list[tuple[str, float | None]]:
     return [("ttft", of.ttft), ("tpot", of.tpot), ("e2el", of.e2el)]
 
 
+def limits_of(texts: Sequence[str]) -> dict[str, str]:
+    """Return ``NAME:MS[,...]`` items as a mapping; raise :class:`~tercet.protocol.BadRequest`."""
+    found: dict[str, str] = {}
+    for item in (item for text in texts for item in text.replace(" ", ",").split(",") if item):
+        name, colon, value = item.partition(":")
+        if not colon:
+            raise BadRequest(f"--goodput: {item!r} is not NAME:MILLISECONDS, as in ttft:500", "goodput")
+        found[name] = value
+    return found
+
+
 class Table:
     """Rows of equal columns, whose names and kinds are ``columns``. A column is a NumPy array: ``table["sent"]``.
 

@@ -9,7 +9,7 @@ import pytest
 
 from tercet.programs import load_program
 from tercet.protocol import BadRequest
-from tercet_lab.bench.bench_report import markdown
+from tercet_bench.bench_report import markdown
 from tercet_lab.bench.results import achieved, load_result, summarize
 from tercet_lab.bench.simulated import simulation
 from tercet_lab.bench.simulated import sweep as sweeps

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from tercet.protocol import BadRequest
-from tercet_lab.bench.traffic import fit_text
+from tercet_bench.traffic import fit_text
 from tercet_lab.bench.workloads import Conversation, Workload, parse_phase
 from tercet_lab.bench.workloads.conversations import INSTRUCTION, Draw, HashedWords, Lines, lengths, sonnet_lines
 from tercet_lab.bench.workloads.recorded import read_sharegpt

@@ -1,5 +1,4 @@
-"""The benchmark of an OpenAI endpoint: arrivals, workloads, a streaming client, results, figures and reports.
+"""Simulated runs, the workloads that simulations and measurements share, and the results of both.
 
-``experiment`` measures every point of a configuration, and compares programs; ``traffic`` sends one point's requests by
-``openai_client``. ``results`` defines records, metrics and the result file; ``bench_report`` and ``figures`` show it.
+``results`` defines metrics and the result file of ``tercet bench`` and ``tercet sim``.
 """

@@ -15,8 +15,7 @@ from tercet_lab.advice import HEADINGS, rows_of
 from tercet_lab.advice import advise as advise_on
 from tercet_lab.bench.simulated.experiment import DEFAULT_PROFILE
 from tercet_lab.bench.simulated.works import Trace
-from tercet_lab.commands.bench import limits_of
-from tercet_lab.tables import Goodput
+from tercet_lab.tables import Goodput, limits_of
 
 
 def advise(

@@ -39,12 +39,11 @@ from tercet_lab.bench.simulated.experiment import DEFAULT_PROFILE
 from tercet_lab.bench.simulated.recording import OFTEN_S
 from tercet_lab.bench.simulated.simulation import headings as headings_of_run
 from tercet_lab.bench.simulated.sweep import SweepReport, headings, parse_axis, rows, sweep
-from tercet_lab.commands.bench import limits_of
 from tercet_lab.drawing import require_drawing
 from tercet_lab.planner_settings import NO_PLANNER
 from tercet_lab.plot import plot_sweep
 from tercet_lab.run_files import RECORD_COLUMNS, add_records
-from tercet_lab.tables import Goodput, Slo, Table, require_table_file
+from tercet_lab.tables import Goodput, Slo, Table, limits_of, require_table_file
 
 MOVING = MovingSettings()
 MOST_SEEDS = 10_000

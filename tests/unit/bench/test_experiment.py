@@ -9,10 +9,10 @@ import pytest
 
 from tercet.protocol import BadRequest, EngineUnreachable
 from tercet.settings import Source
-from tercet_lab.bench.bench_config import ServeConfig, load_config
-from tercet_lab.bench.experiment import Cell, Contender, Experiment, prepare
+from tercet_bench.bench_config import ServeConfig, load_config
+from tercet_bench.experiment import Cell, Contender, Experiment, prepare
 from tercet_lab.bench.results import Point
-from tests.unit.lab.bench.openai_server import FakeServer
+from tests.unit.bench.openai_server import FakeServer
 
 SMALL = "random,input_len=20,output_len=4"
 

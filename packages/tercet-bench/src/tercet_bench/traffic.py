@@ -26,7 +26,7 @@ from tercet.protocol.headers import PROGRAM_HEADER
 from tercet.protocol.wire import UNREADABLE
 from tercet.settings.process_settings import PARALLEL_TOKENIZERS
 from tercet.wire.client.bounded_answers import reason_of
-from tercet_lab.bench.openai_client import COMPLETIONS, Client, PreparedCall, Reading, body_of
+from tercet_bench.openai_client import COMPLETIONS, Client, PreparedCall, Reading, body_of
 from tercet_lab.bench.workloads import Conversation, ConversationTurn, Vocabulary
 from tercet_lab.tables import RequestRow
 

@@ -22,10 +22,9 @@ from prometheus_client.parser import text_string_to_metric_families
 from tercet.protocol.headers import PROGRAM_HEADER
 from tercet.protocol.wire import UNREADABLE
 from tercet.settings.process_settings import OPENAI_KEY_VARIABLE
-from tercet_lab.bench.bench_config import BenchConfig, CompareConfig, Load
-from tercet_lab.bench.openai_client import Client, Clock
-from tercet_lab.bench.results import Distribution, Point, Ratio, Summary, enough, summarize
-from tercet_lab.bench.traffic import (
+from tercet_bench.bench_config import BenchConfig, CompareConfig, Load
+from tercet_bench.openai_client import Client, Clock
+from tercet_bench.traffic import (
     BenchTarget,
     LiveProgress,
     ModelVocabulary,
@@ -35,6 +34,7 @@ from tercet_lab.bench.traffic import (
     compose,
     require_programs,
 )
+from tercet_lab.bench.results import Distribution, Point, Ratio, Summary, enough, summarize
 from tercet_lab.bench.workloads import Conversation, Vocabulary, plan
 from tercet_lab.bench.workloads.conversations import arrival_times, replayed
 from tercet_lab.bench.workloads.recorded import ShareGPT

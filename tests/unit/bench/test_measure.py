@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from tercet.protocol import BadRequest, EngineError, Request, Sent, Usage
-from tercet_lab.bench.step_measurement import (
+from tercet_bench.step_measurement import (
     Measured,
     MeasurementPlan,
     Meter,
@@ -37,7 +37,7 @@ from tercet_lab.sim import (
     run_virtual,
 )
 from tercet_lab.sim.step_times import HostSharing, Transfer, pairs_of
-from tests.unit.lab.bench.openai_server import FakeServer
+from tests.unit.bench.openai_server import FakeServer
 
 pytestmark = pytest.mark.slow
 

@@ -9,9 +9,9 @@ from typing import Any
 import msgspec
 import pytest
 
-from tercet_lab.bench.openai_client import COMPLETIONS, Client, Clock, PreparedCall, body_of
+from tercet_bench.openai_client import COMPLETIONS, Client, Clock, PreparedCall, body_of
 from tercet_lab.tables import RequestRow, Requests
-from tests.unit.lab.bench.openai_server import MODEL, FakeServer
+from tests.unit.bench.openai_server import MODEL, FakeServer
 
 
 async def ask(url: str, timeout: float = 20.0, tokens: int = 5, **behave: Any) -> RequestRow:

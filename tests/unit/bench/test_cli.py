@@ -16,8 +16,8 @@ from tercet.cli import main
 from tercet.cluster.ports import free_ports
 from tercet_lab.bench.results import BenchResult, load_result, save_result
 from tercet_lab.tables import Requests
-from tests.unit.lab.bench.openai_server import FakeServer
-from tests.unit.lab.bench.test_report import sweep
+from tests.unit.bench.openai_server import FakeServer
+from tests.unit.bench.test_report import sweep
 
 pytestmark = pytest.mark.processes
 

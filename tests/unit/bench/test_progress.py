@@ -9,10 +9,10 @@ import re
 
 import pytest
 
-from tercet_lab.bench import traffic
-from tercet_lab.bench.bench_config import SECRET_HEADERS
+from tercet_bench import traffic
+from tercet_bench.bench_config import SECRET_HEADERS
+from tercet_bench.traffic import LiveProgress
 from tercet_lab.bench.results import command_line, machine, versions
-from tercet_lab.bench.traffic import LiveProgress
 from tercet_lab.tables import RequestRow
 from tests.longest_wait import LONGEST_WAIT_S
 

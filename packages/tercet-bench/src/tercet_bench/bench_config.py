@@ -13,7 +13,7 @@ import msgspec
 from tercet.protocol import BadRequest
 from tercet.settings import Setting, Settings, Source, decode_settings, read_yaml
 from tercet.settings.process_settings import URL_VARIABLE
-from tercet_lab.bench.traffic import PromptAs
+from tercet_bench.traffic import PromptAs
 from tercet_lab.bench.workloads import Phase, parse_phases
 from tercet_lab.bench.workloads.conversations import Arrival
 from tercet_lab.tables import Goodput, Slo

@@ -10,7 +10,7 @@ import pytest
 from aiohttp import web
 
 from tercet.protocol import BadRequest, EngineUnreachable
-from tercet_lab.bench.traffic import ask_target, require_programs
+from tercet_bench.traffic import ask_target, require_programs
 from tests.servers import served
 
 MODELS = b'{"data": [{"id": "m", "max_model_len": 10}]}'

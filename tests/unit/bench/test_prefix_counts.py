@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from aiohttp import web
 
-from tercet_lab.bench.experiment import between, prefix_counts, words
+from tercet_bench.experiment import between, prefix_counts, words
 from tests.servers import served
 
 TEXT = """# TYPE tercet_prefix_predicted_tokens counter

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.unit.lab.bench.openai_server import FakeServer
+from tests.unit.bench.openai_server import FakeServer
 
 
 @pytest.fixture(scope="module")

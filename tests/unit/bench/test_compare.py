@@ -8,8 +8,8 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from tercet_lab.bench.bench_config import CompareConfig
-from tercet_lab.bench.experiment import STATISTICS, ratio_interval, ratios_of, turns_of
+from tercet_bench.bench_config import CompareConfig
+from tercet_bench.experiment import STATISTICS, ratio_interval, ratios_of, turns_of
 from tercet_lab.bench.results import Point
 from tercet_lab.tables import RequestRow
 

@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 
-from tercet_lab.bench.openai_client import Client, Clock
+from tercet_bench.openai_client import Client, Clock
+from tercet_bench.traffic import Style, Traffic, compose
 from tercet_lab.bench.results import summarize
-from tercet_lab.bench.traffic import Style, Traffic, compose
 from tercet_lab.bench.workloads import Conversation, ConversationTurn
 from tercet_lab.bench.workloads.conversations import HashedWords
 from tercet_lab.tables import RequestRow
-from tests.unit.lab.bench.openai_server import MODEL, FakeServer
+from tests.unit.bench.openai_server import MODEL, FakeServer
 
 WORDS = HashedWords()
 

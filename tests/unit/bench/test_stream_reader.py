@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tercet_lab.bench.openai_client import Reading, StreamFailed
+from tercet_bench.openai_client import Reading, StreamFailed
 
 DONE = b"data: [DONE]\n\n"
 USAGE = {"choices": [], "usage": {"prompt_tokens": 7, "completion_tokens": 3}}

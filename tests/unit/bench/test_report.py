@@ -13,15 +13,14 @@ import pytest
 from msgspec.structs import replace
 
 from tercet.protocol import BadRequest
-from tercet_lab.bench.bench_config import CompareConfig
-from tercet_lab.bench.bench_report import figure_of, markdown, point_text, pooled, ratio_table
-from tercet_lab.bench.experiment import ratios_of
-from tercet_lab.bench.figures import draw
+from tercet_bench.bench_config import CompareConfig
+from tercet_bench.bench_report import figure_of, markdown, point_text, pooled, ratio_table
+from tercet_bench.experiment import ratios_of
+from tercet_bench.figures import draw
 from tercet_lab.bench.results import BenchResult, Point, Ratio, load_result, save_result, summarize, three_digits
 from tercet_lab.drawing import require_drawing
 from tercet_lab.tables import RequestRow, Slo
-
-from .golden_images import check_image
+from tests.unit.lab.bench.golden_images import check_image
 
 CHANCE = np.random.default_rng(11)
 

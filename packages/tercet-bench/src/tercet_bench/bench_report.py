@@ -16,7 +16,7 @@ from urllib.parse import urlsplit
 import msgspec
 
 from tercet.protocol import BadRequest
-from tercet_lab.bench.experiment import words
+from tercet_bench.experiment import words
 from tercet_lab.bench.results import (
     REQUESTS_NEEDED,
     BenchResult,

@@ -41,7 +41,7 @@ from tercet.protocol.wire import UNREADABLE
 from tercet.settings import SECRET_VARIABLE
 from tercet.settings.engine_addresses import engine_address
 from tercet.wire.client import HttpEngine
-from tercet_lab.bench.bench_config import (
+from tercet_bench.bench_config import (
     OUTPUT,
     REQUESTS,
     SECRET_HEADERS,
@@ -50,9 +50,10 @@ from tercet_lab.bench.bench_config import (
     ServeConfig,
     load_config,
 )
-from tercet_lab.bench.bench_report import figure_of, markdown, point_text, program_served, ratio_table
-from tercet_lab.bench.experiment import Bench, Cell, Contender, Experiment, prepare, ratios_of, turns_of
-from tercet_lab.bench.figures import draw
+from tercet_bench.bench_report import figure_of, markdown, point_text, program_served, ratio_table
+from tercet_bench.experiment import Bench, Cell, Contender, Experiment, prepare, ratios_of, turns_of
+from tercet_bench.figures import draw
+from tercet_bench.step_measurement import Measured, MeasurementPlan, Meter, profile_from
 from tercet_lab.bench.results import (
     BenchResult,
     Point,
@@ -64,12 +65,11 @@ from tercet_lab.bench.results import (
     save_result,
     versions,
 )
-from tercet_lab.bench.step_measurement import Measured, MeasurementPlan, Meter, profile_from
 from tercet_lab.drawing import require_drawing
 from tercet_lab.run_files import RECORD_COLUMNS, add_records
 from tercet_lab.sim import Profile, StepModel, load_profile, shipped_profiles
 from tercet_lab.sim.step_times import Transfer, pairs_of
-from tercet_lab.tables import Requests, Table, require_table_file
+from tercet_lab.tables import Requests, Table, limits_of, require_table_file
 
 SEVERAL = ("request_rate", "concurrency")
 BY_HAND: dict[str, Any] = {
@@ -144,17 +144,6 @@ def _json_object(text: str) -> dict[str, Any]:
         return msgspec.json.decode(text, type=dict[str, Any])
     except UNREADABLE as error:
         raise BadRequest(f"--extra-body: must be a JSON object: {error}", "extra-body") from error
-
-
-def limits_of(texts: Sequence[str]) -> dict[str, str]:
-    """Return ``NAME:MS[,...]`` items as a mapping; raise :class:`~tercet.protocol.BadRequest`."""
-    found: dict[str, str] = {}
-    for item in (item for text in texts for item in text.replace(" ", ",").split(",") if item):
-        name, colon, value = item.partition(":")
-        if not colon:
-            raise BadRequest(f"--goodput: {item!r} is not NAME:MILLISECONDS, as in ttft:500", "goodput")
-        found[name] = value
-    return found
 
 
 HEADINGS = ["name", "device", "KV tokens", "prefill 512", "prefill 3000", "decode 1", "decode 64", "fit error"]

@@ -29,7 +29,7 @@ from tercet.protocol import BadRequest, Engine, EngineError, EngineStatus, KVLay
 from tercet.protocol.headers import PROGRAM_HEADER
 from tercet.protocol.wire import UNREADABLE
 from tercet.wire.client.bounded_answers import reason_of
-from tercet_lab.bench.openai_client import COMPLETIONS, Client, PreparedCall, body_of
+from tercet_bench.openai_client import COMPLETIONS, Client, PreparedCall, body_of
 from tercet_lab.sim.step_times import (
     DecodePoint,
     HostSharing,

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from tercet_lab.bench.bench_report import (
+from tercet_bench.bench_report import (
     ARRIVALS,
     FLEET,
     MACHINE,
