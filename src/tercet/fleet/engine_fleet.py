@@ -252,7 +252,9 @@ class EngineFleet:
         self.costs = Costs(clock, random)  # the observed cost of serving, and the work in flight
         self.hits = PrefixHits()
         self.liveness = Liveness(stuck_after_s)
-        self.picking = Picking[Member](self.knowledge, random, scheduling or Scheduling())
+        self.picking = Picking[Member](
+            self.knowledge, random, scheduling or Scheduling(), waiting_on=self.costs.waiting
+        )  # fmt: skip
         self.roster = Roster(members, self.knowledge, self.picking)
         self.health = EngineHealth(self.roster, self.liveness, self.knowledge, self.picking, clock)
         self.adapters = self.picking.adapters = AgreedAdapters(self.roster)

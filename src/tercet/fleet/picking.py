@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from random import Random
 from typing import Generic, TypeVar, cast
@@ -13,7 +13,7 @@ import numpy as np
 from tercet import logs
 from tercet.decisions.scheduling import PICKERS, Decision, Engines, Scheduling, SchedulingProfile
 from tercet.decisions.scheduling.plugin import Integers, block_hashes
-from tercet.decisions.scheduling.profiles import SCHEDULED
+from tercet.decisions.scheduling.profiles import LEAST_WORK, PICKER_NAMES, SCHEDULED, least_work
 from tercet.decisions.scheduling.scorers import home_of
 from tercet.decisions.sessions import SessionTable, session_named
 from tercet.fleet.adapters import has, wanted_by
@@ -38,6 +38,9 @@ from tercet.protocol.names import STORE
 ROUTED_BLOCK, ROUTED_CAPACITY = 64, 31_250
 """Tokens of a block and blocks of an engine in the history for routes; the prefix-cache scorer's defaults."""
 
+# Engines whose work is compared in one pick, at random: each costs a microsecond, and more find hardly a better one.
+MOST_COMPARED = 64
+
 ViewT = TypeVar("ViewT", bound=EngineView)
 AnyView = TypeVar("AnyView", bound=EngineView)
 
@@ -60,6 +63,8 @@ class Picking(Generic[ViewT]):
     leaving: Sequence[ViewT] = ()  # engines that may not be picked: drained, stopping, paused or warming
     explanation: tuple[SchedulingProfile, Decision, int] | None = None  # of the last pick; None if it was by turns
     sessions: SessionTable | None = None  # sessions that each stay on one engine; None if they are not used
+    # The predicted seconds of prefill in line on an engine, by its name.
+    waiting_on: Callable[[str], float] = lambda _: 0.0
     is_by_session: bool = False  # whether the last pick followed a session
     _alike: bool = False  # whether all engines are known to have one revision
     _turns: Counter[tuple[str, str, bool]] = field(default_factory=Counter[tuple[str, str, bool]])
@@ -94,10 +99,10 @@ class Picking(Generic[ViewT]):
         session = None if self.sessions is None else session_named(request)
         self.is_by_session = session is not None
         profile = None
-        if session is None and by not in PICKERS:
+        if session is None and by not in PICKER_NAMES:
             profile = self.scheduling.profile(by, role)
             if profile is None:
-                known = ", ".join([*sorted(PICKERS), *self.scheduling.profiles])
+                known = ", ".join([*sorted(PICKER_NAMES), *self.scheduling.profiles])
                 raise BadRequest(f"pick: there is no picker or profile {by!r}; choose one of {known}", "pick")
             # Reports start with the first profile: fleets that pick by turns get none.
             self.knowledge.needed()
@@ -123,7 +128,14 @@ class Picking(Generic[ViewT]):
             whose = role, by, request is not None and request.background
             turn = self._turns[whose]
             self._turns[whose] += 1
-            return cast("ViewT", candidates[PICKERS[by](candidates, turn)])
+            if by != LEAST_WORK:
+                return cast("ViewT", candidates[PICKERS[by](candidates, turn)])
+            if (others := len(candidates) - MOST_COMPARED) > 0:
+                kept = np.ones(len(candidates), dtype=np.bool_)
+                kept[self.random.sample(range(len(candidates)), others)] = False
+                candidates = candidates.where(kept)
+            waiting = [self.waiting_on(view.name) for view in candidates]
+            return cast("ViewT", candidates[least_work(candidates, waiting, turn)])
         decision = Decision(request, role, self.knowledge, self.random, partner=self._view(partner))
         row = profile.pick(decision, candidates)
         self.explanation = profile, decision, row

@@ -93,7 +93,7 @@ async def cache_bypass(
     yield disaggregated(request, fleet, min_send=max(1, least_missing), pick=pick)
 
 
-async def fetch(request: Request, fleet: Fleet, *, pick: str = "least_loaded", role: Role = "both") -> Answer:
+async def fetch(request: Request, fleet: Fleet, *, pick: str = "least_work", role: Role = "both") -> Answer:
     """Prefill and decode on one engine, which first pulls what another has cached of the prompt, if that is cheaper.
 
     The picker or profile ``pick`` chooses the engine, of the ``role``.

@@ -242,8 +242,8 @@ class Fleet(Protocol):
     ) -> AbstractContextManager[Engine]:
         """Pick an engine that may serve in ``role`` (``both`` means any); the engine counts as busy while entered.
 
-        ``by`` is ``round_robin``, ``least_loaded``, the name of a scheduling profile, or ``scheduled`` for the profile
-        of the role. Profiles that look at prompts or headers need the ``request``.
+        ``by`` is ``round_robin``, ``least_loaded``, ``least_work``, the name of a scheduling profile, or
+        ``scheduled`` for the profile of the role. Profiles that look at prompts or headers need the ``request``.
 
         Four kinds of engines are left out: those that drain, those without the request's LoRA adapter, those that
         cannot exchange KV with ``other_than``, and, while others answer, ``other_than`` itself and engines that do not

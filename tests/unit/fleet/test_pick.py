@@ -14,6 +14,7 @@ from tercet.decisions.scheduling import Decision, Engines, Scheduling, Schedulin
 from tercet.decisions.scheduling.filters import ByLabel
 from tercet.decisions.scheduling.profiles import MaxScorePicker
 from tercet.fleet import EngineFleet, Member, Trace
+from tercet.fleet.picking import MOST_COMPARED
 from tercet.programs import load_program, outputs_of
 from tercet.protocol import BadRequest, EngineLoad, EngineUnreachable, Fleet, Request, Role, RoleUnavailable
 from tests.unit.decisions.scheduling.builders import loaded, request_of
@@ -128,10 +129,34 @@ def test_a_strict_filter_and_an_unknown_name(plan: Scheduling) -> None:
         picked(fleet, by="zoned")
     fleet.add(member("b", zone="x"))
     assert picked(fleet, by="zoned") == "b"
-    with pytest.raises(BadRequest, match="choose one of least_loaded, round_robin, prefill, decode, zoned"):
+    with pytest.raises(BadRequest, match="choose one of least_loaded, least_work, round_robin, prefill, decode, zoned"):
         picked(fleet, by="nonsense")
     with pytest.raises(BadRequest, match="no picker or profile 'scheduled'"):
         picked(EngineFleet([member("a")]), by="scheduled")
+
+
+def test_least_work_counts_the_prefill_in_line_and_takes_turns_among_equals() -> None:
+    fleet = EngineFleet([member("a"), member("b"), member("c")], seed=0)
+    view = fleet.traced(Trace())
+    assert {picked(view, by="least_work") for _ in range(3)} == {"a", "b", "c"}
+    in_line = {"a": 2.0, "b": 0.0, "c": 0.04}
+    fleet.picking.waiting_on = in_line.__getitem__
+    assert picked(view, by="least_work") == "b"
+    with view.pick(by="least_work") as first, view.pick(by="least_work") as second:
+        assert (first.name, second.name) == ("b", "c")  # a sequence counts as 0.05 s
+
+
+def test_least_work_compares_some_of_many_engines() -> None:
+    asked = list[str]()
+    fleet = EngineFleet([member(f"e{index}") for index in range(MOST_COMPARED + 10)], seed=0)
+
+    def waiting_on(name: str) -> float:
+        asked.append(name)
+        return 0.0
+
+    fleet.picking.waiting_on = waiting_on
+    picked(fleet, by="least_work")
+    assert len(set(asked)) == len(asked) == MOST_COMPARED
 
 
 def test_profiles_change_for_views_that_exist_already(plan: Scheduling) -> None:

@@ -276,6 +276,11 @@ class Costs:
             self.model.arrivals.engines = len(self._works)
         return found
 
+    def waiting(self, name: str) -> float:
+        """Return the predicted seconds of prefill in line on an engine; the first call starts the watch of work."""
+        self._watches = True
+        return self.work(name).waiting(self.clock())
+
     def forget(self, name: str) -> None:
         self._works.pop(name, None)
         self.model.arrivals.engines = len(self._works)

@@ -21,7 +21,7 @@ from tercet.aio.files import read_whole
 from tercet.decisions.scheduling import filters, profiles, scorers
 from tercet.decisions.scheduling.plugin import Decider, Filter, Picker, Plugin, Scorer
 from tercet.decisions.scheduling.profiles import (
-    PICKERS,
+    PICKER_NAMES,
     SCHEDULED,
     ConcurrencyLimit,
     Handler,
@@ -255,7 +255,7 @@ def _made(content: object, path: Path, weighs_anything: bool, is_file: bool, loc
         at, name = f"schedulingProfiles[{index}]", given.name
         if name in assembled:
             raise _wrong(f"{at}.name", f"another profile is called {name!r} already")
-        if name in PICKERS or name == SCHEDULED:
+        if name in PICKER_NAMES or name == SCHEDULED:
             raise _wrong(f"{at}.name", f"{name!r} is reserved by pick(); choose another name")
         assembled[name] = _profile(given, plugins, at, weighs_anything)
     deciders = {name: plugin for name, plugin in plugins.items() if isinstance(plugin, Decider)}

@@ -77,7 +77,20 @@ def least_loaded(candidates: Engines, turn: int) -> int:
     return int(equals[turn % len(equals)])
 
 
+def least_work(candidates: Engines, waiting: Sequence[float], turn: int) -> int:
+    """Return the index of the candidate with the least work ahead; among equals, the next in turn.
+
+    ``waiting`` are the seconds of prefill that are predicted to be in line on each. A sequence on the way there, or in
+    its decode, counts as :data:`SECONDS_OF_A_SEQUENCE`: the line has a prompt only once its KV was pulled.
+    """
+    work = np.asarray(waiting) + SECONDS_OF_A_SEQUENCE * candidates.in_flight
+    equals = np.flatnonzero(work == work.min())
+    return int(equals[turn % len(equals)])
+
+
+LEAST_WORK, SECONDS_OF_A_SEQUENCE = "least_work", 0.05
 PICKERS: Mapping[str, TurnPicker] = {"round_robin": round_robin, "least_loaded": least_loaded}
+PICKER_NAMES = frozenset({*PICKERS, LEAST_WORK})
 
 
 class AlwaysDisaggregate(Decider, frozen=True):
