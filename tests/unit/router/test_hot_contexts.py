@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Awaitable, Callable
-from contextlib import suppress
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from contextlib import asynccontextmanager, suppress
+from typing import Any
 
+import msgspec
 import pytest
 
 from tercet.fleet import EngineFleet, Member, Trace
-from tercet.protocol import Conflict, MemberRole, Request, TercetError
+from tercet.protocol import Conflict, MemberRole, Request, Reservation, TercetError
 from tercet.router.observe.metrics import CopyOutcome, CopyReason, HotContextMetrics
 from tercet.router.serve.hot_contexts import HotContexts
 from tercet_lab.sim import SimEngine, run_virtual
@@ -410,6 +412,25 @@ def test_a_context_that_is_refused_costs_one_call(monkeypatch: pytest.MonkeyPatc
         await it.until(lambda: not it.members["b"].warming)
         assert it.metrics.outcomes["start", "failed"] == 1
         assert it.metrics.outcomes["start", "copied"] > 1
+        await it.end()
+
+    virtual(check)
+
+
+def test_what_a_tier_of_the_engine_has_is_not_sent(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def check() -> None:
+        it = await busy(AB)
+        prepare = SimEngine.prep_recv
+
+        @asynccontextmanager
+        async def prep_recv(engine: SimEngine, *given: Any, **named: Any) -> AsyncGenerator[Reservation]:
+            async with prepare(engine, *given, **named) as space:
+                yield msgspec.structs.replace(space, tier_len=space.end)
+
+        monkeypatch.setattr(SimEngine, "prep_recv", prep_recv)
+        await it.restart("b")
+        await it.until(lambda: not it.members["b"].warming)
+        assert it.metrics.outcomes.keys() == {("start", "held")}
         await it.end()
 
     virtual(check)

@@ -213,7 +213,7 @@ class HotContexts:
                 asyncio.timeout(plan.patience(self._clock())), UntilLost(source.calls, to.calls),
                 to.engine.prep_recv(request) as space,
             ):  # fmt: skip
-                if space.missing < space.kv_addr_info.layout.block_size:
+                if space.to_send < space.kv_addr_info.layout.block_size:
                     outcome = "held"
                     return outcome
                 begin = space.matched_len
