@@ -130,9 +130,9 @@ class Picking(Generic[ViewT]):
             self._turns[whose] += 1
             if by != LEAST_WORK:
                 return cast("ViewT", candidates[PICKERS[by](candidates, turn)])
-            if (others := len(candidates) - MOST_COMPARED) > 0:
-                kept = np.ones(len(candidates), dtype=np.bool_)
-                kept[self.random.sample(range(len(candidates)), others)] = False
+            if len(candidates) > MOST_COMPARED:
+                kept = np.zeros(len(candidates), dtype=np.bool_)
+                kept[self.random.sample(range(len(candidates)), MOST_COMPARED)] = True
                 candidates = candidates.where(kept)
             waiting = [self.waiting_on(view.name) for view in candidates]
             return cast("ViewT", candidates[least_work(candidates, waiting, turn)])

@@ -280,7 +280,7 @@ class RouterApp:
             self._admins.require(scope)
         elif context.path not in OPEN and OF_BATCH not in scope:  # the client of a batch has shown a key with it
             # A client key; for a trace, that of an administrator instead, unless clients may see traces. A caller who
-            # has no client key either is told about that one: without it there is no answer to trace.
+            # lacks both keys is told about the client key: the request needs it before anything can be traced.
             try:
                 needs_client_key = self._client_traces or not wants_trace(context.headers)
                 if not needs_client_key:

@@ -21,7 +21,7 @@ import msgspec
 from prometheus_client import REGISTRY
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 from starlette.applications import Starlette
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
@@ -75,7 +75,7 @@ from tercet.transport import (
 from tercet.wire.client import HttpEngine
 from tercet.wire.client.bounded_answers import LEAVE_SECONDS, RouterMembership
 from tercet.wire.exported_spans import exporting_spans
-from tercet.wire.serving.http_server import admit, call_in, error_response, json_response, served, unless_disconnected
+from tercet.wire.serving.http_server import admit, call_in, error_handlers, json_response, served, unless_disconnected
 from tercet.wire.streams import RouterConnections
 
 logger = logging.getLogger(__name__)
@@ -242,7 +242,7 @@ class StoreServer:
                 Route("/health", self.health),
                 Route("/metrics", self.metrics),
             ],
-            exception_handlers={TercetError: self._on_error, ClientDisconnect: self._on_error},
+            exception_handlers=error_handlers(self._callers),
         )
 
     def _answered(self, handler: Handler) -> Callable[[Request], Awaitable[Response]]:
@@ -253,11 +253,6 @@ class StoreServer:
             return json_response(await handler(http))
 
         return answer
-
-    async def _on_error(self, _: Request, error: Exception) -> Response:
-        if not isinstance(error, TercetError):
-            return Response(status_code=400)  # the client has left
-        return error_response(error, self._callers)
 
     async def prep_recv(self, http: Request) -> Any:
         call = await call_in(http, PrepRecvCall, LONGEST_BODY, "this store")

@@ -43,7 +43,7 @@ from tercet.cluster.scaling.decide import (
 )
 from tercet.protocol import Conflict, EngineUnreachable, TercetError, from_wire
 from tercet.protocol.wire import UNREADABLE, decode_call
-from tercet.wire.serving.http_server import error_response, json_response, served
+from tercet.wire.serving.http_server import error_handlers, json_response, served
 from tercet.wire.serving.server_access import BodyPieces, read_whole
 
 LOOK_SECONDS = 0.2
@@ -184,13 +184,8 @@ async def control_socket(scaler: Scaler) -> AsyncGenerator[Path]:
             raise ClientDisconnect
         return json_response(await scaler.scale(decode_call(body.content, ScaleCall)))
 
-    async def refused(_: Request, error: Exception) -> Response:
-        return error_response(error, None) if isinstance(error, TercetError) else Response(status_code=400)
-
-    app = Starlette(
-        routes=[Route(PATH, show), Route(PATH, scale, methods=["POST"])],
-        exception_handlers={TercetError: refused, ClientDisconnect: refused},
-    )
+    routes = [Route(PATH, show), Route(PATH, scale, methods=["POST"])]
+    app = Starlette(routes=routes, exception_handlers=error_handlers(None))
     with (
         tempfile.TemporaryDirectory(prefix="tercet-up-") as directory,  # its mode keeps other users out
         socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listening,

@@ -55,6 +55,7 @@ from tercet.router.state.shared_state import SharedState
 from tercet.settings import EngineAddress
 from tercet.settings.fleet_settings import DEFAULT_CLASS, ObjectiveClass, Objectives
 from tercet.settings.process_settings import LOGS_VARIABLE
+from tercet.wire.serving.http_server import json_response
 from tercet.wire.serving.server_access import ADMITTED, PROVED
 
 MOST_DIGITS = 18  # of a number in a query; Python refuses to read thousands of them
@@ -118,11 +119,11 @@ def json_answer(value: Any, status: int = 200, behind: Sequence[str] = ()) -> Re
 
     ``behind`` lists the processes that share the fleet and have not applied a change; a header carries the list.
     """
-    headers = None
+    answer = json_response(value, status)
     if behind:  # a header carries printable ASCII without line breaks
         printable = "".join(char if char.isprintable() else " " for char in "; ".join(behind))
-        headers = {BEHIND_HEADER: " ".join(printable.split()).encode("ascii", "backslashreplace").decode()}
-    return Response(msgspec.json.encode(value), status, headers, media_type="application/json")
+        answer.headers[BEHIND_HEADER] = " ".join(printable.split()).encode("ascii", "backslashreplace").decode()
+    return answer
 
 
 routes = APIRouter(prefix=API_PREFIX, tags=["tercet"], route_class=AdminRoute)

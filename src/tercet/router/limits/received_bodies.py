@@ -73,7 +73,7 @@ async def require_small_structures(content: bytes, fields: Mapping[str, Any]) ->
         found = _at(fields, path)
         if not isinstance(found, dict):
             continue
-        # In the form of vLLM's structured_outputs, whichever API the field belongs to.
+        # Each API's field is brought into the form of vLLM's structured_outputs.
         field, given = ".".join(path), cast("dict[str, Any]", found)
         structured: Mapping[str, Any] = given if path in OWN_FIELDS else {"json": given}
         if len(content) > LONG:

@@ -41,11 +41,9 @@ from tercet.vllm_plugin.hooks import require_hooks
 from tercet.vllm_plugin.start.before_forks import text_fingerprint
 from tercet.vllm_plugin.start.process_output import refuse_in_a_sentence, without_leak_reports
 from tercet.wire.serving.client_connection import StreamingProtocol
+from tercet.wire.serving.http_server import CLOSE_SECONDS, STARTED_POLL_S
 from tercet.wire.serving.server_access import current
 
-# Time in seconds for remaining connections when the server closes: idle clients, and answers past their timeout.
-CLOSE_SECONDS = 1
-STARTED_POLL_S = 0.01
 # Largest number of connections that wait to be accepted; uvicorn's value.
 BACKLOG = 2048
 # This is not a host name, so vLLM's check refuses all hosts; its message shows this text.

@@ -17,7 +17,6 @@ from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.request import RequestStatus
 
 from tercet.decisions.background import StepShare
-from tercet.vllm_plugin.core.cache_groups import GroupTables
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
@@ -43,7 +42,6 @@ class BackgroundRequests:
     def __init__(self, scheduler: Scheduler, reserving: Callable[[], int]) -> None:
         self._scheduler, self._reserving = scheduler, reserving
         self._requests: dict[str, VLLMRequest] = {}
-        self._tables = GroupTables(scheduler.kv_cache_manager)
         self._of_vllm = scheduler.schedule
         most = scheduler.max_num_scheduled_tokens
         # Whole blocks where the cache keeps states for these only, whole prompts where vLLM does not divide them.

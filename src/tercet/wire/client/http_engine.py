@@ -424,7 +424,7 @@ class HttpEngine:
                 await stream.until_over()
         finally:
             if stream.begun:
-                # The running sequence has the blocks, so there is no lease left to release.
+                # The lease has ended: its blocks belong to the running sequence.
                 self._held.pop(call.seq_id, None)
 
     async def _connection(self) -> EngineConnection | None:

@@ -12,7 +12,7 @@ import msgspec
 import uvicorn
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
-from starlette.types import ASGIApp
+from starlette.types import ASGIApp, ExceptionHandler
 
 from tercet.protocol import TercetError, Unauthorized
 from tercet.protocol.access import CHALLENGE_HEADER, Callers, require_digest
@@ -25,7 +25,7 @@ from tercet.wire.serving.server_access import BodyPieces, read_whole
 
 T = TypeVar("T")
 CLOSE_SECONDS = 1
-"""Seconds in which the requests of a server that stops may end."""
+"""Seconds for remaining connections when a server closes: idle clients, and answers past their timeout."""
 STARTED_POLL_S = 0.01
 
 
@@ -106,6 +106,15 @@ def error_response(error: TercetError, callers: Callers | None) -> Response:
     if isinstance(error, Unauthorized) and callers:
         answer.headers[CHALLENGE_HEADER] = callers.challenge()
     return answer
+
+
+def error_handlers(callers: Callers | None) -> dict[Any, ExceptionHandler]:
+    """Return Starlette's handlers of the errors of routes: an answer that has the error; none if the client left."""
+
+    async def answered(_: Request, error: Exception) -> Response:
+        return error_response(error, callers) if isinstance(error, TercetError) else Response(status_code=400)
+
+    return {TercetError: answered, ClientDisconnect: answered}
 
 
 async def unless_disconnected(request: Request, work: Coroutine[Any, Any, T]) -> T:
