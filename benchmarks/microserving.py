@@ -1,13 +1,17 @@
 """The evaluation of "Microserving LLM engines" in simulation, compared with its figure and its text.
 
-    python benchmarks/microserving.py [--figures read.json] [--seeds 5] [--fit-rate 4]
+    python benchmarks/microserving.py [--figures read.json] [--seeds 20] [--fit-rate 4]
 
 The setting of the paper: Llama-3.1-70B-Instruct in FP8 on 8 H100 SXM; two engines of tensor-parallel degree 4 compared
 with one of degree 8; 3000 +- 5 input tokens, 100 +- 5 output tokens; 1.6 to 5.6 requests per second, for each rate 800
-requests and 40 of warm-up; no prefix cache; decodes and prompts in one step, MLC-LLM's default (``prefill_mode`` is
-``hybrid``). The results are a figure and a paragraph. The profiles are those of the operator tables, unchanged; the
-three times that the tables lack are fitted to the means of all lines at one rate. All other values are predictions,
-also the 99th percentile at that rate.
+requests to idle engines; no prefix cache; decodes and prompts in one step, MLC-LLM's default (``prefill_mode`` is
+``hybrid``). The results are a figure and a paragraph, of one run for each point. Its arrivals are known: the published
+commands give no seed, and ``mlc_llm.bench`` seeds NumPy with 0 before each rate, so that all lines and rates have the
+same draws. Other seeds show what other arrivals would give.
+
+The profiles are those of vLLM's operator tables; the three times that the tables lack, and a factor of their times of
+prompts, since the figure's engine has other kernels, are fitted to the means of all lines at one rate. All other values
+are predictions, also the 99th percentile at that rate.
 
 The form of the file is ``{line: {rate: {"jct": seconds, ...}}}``. The default,
 ``microserving_figure.json``, was read from the figure's pixels.
@@ -30,7 +34,8 @@ import numpy as np
 from tercet.protocol import BadRequest
 from tercet.protocol.wire import UNREADABLE
 from tercet_lab.bench.simulated.experiment import Experiment, Fleet
-from tercet_lab.bench.simulated.scenario import SyntheticWorkload
+from tercet_lab.bench.simulated.scenario import PlannedWorkload
+from tercet_lab.bench.workloads.rows import RecordedRows, Row
 
 RATES = (1.6, 2.4, 3.2, 4.0, 4.8, 5.6)
 LOWEST = RATES[0]
@@ -48,11 +53,16 @@ TWO_ENGINES = tuple(LINES)[:3]
 
 
 class Times(NamedTuple):
-    """The fitted constants in seconds: of the host per step, of sending per token, and per request off the engine."""
+    """The fitted constants.
+
+    In seconds: of the host per step, of sending per token, and per request off the engine. ``prompts`` is the factor
+    of the profile's times of prompts.
+    """
 
     host: float = 0.0
     send: float = 0.0
     latency: float = 0.0
+    prompts: float = 1.0
 
 
 START = Times(host=0.003, send=1e-5, latency=0.05)
@@ -70,40 +80,53 @@ class Figures(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 Plot = Mapping[str, Mapping[float, Figures]]
 
 
-class EvaluationSetup:
-    """The setting of the evaluation. Results are means over seeds; each simulation runs once."""
+# Lengths that ``mlc_llm.bench`` draws before the first gap: four for each of 100 requests per GPU and 40 of warm-up.
+LENGTHS = 4 * (100 + 40)
 
-    def __init__(self, seeds: int = 5, requests: int = 800) -> None:
+
+def published_rows(rate: float, requests: int, seed: int = 0) -> RecordedRows:
+    """Return the requests that ``mlc_llm.bench`` sends at this rate: the draws of NumPy's generator in its order.
+
+    Only which request has which length (within a few tokens) is another, since that depends on the text too.
+    """
+    draws = np.random.RandomState(seed)
+    lengths = [(round(draws.normal(3000, 5)), round(draws.normal(100, 5))) for _ in range(LENGTHS)]
+    times = np.append(0.0, np.cumsum(draws.exponential(1 / rate, requests - 1)))
+    rows = (Row(float(at), *lengths[number % LENGTHS]) for number, at in enumerate(times))
+    return RecordedRows(tuple(rows), block=16)
+
+
+class EvaluationSetup:
+    """The setting of the evaluation. Each simulation runs once. Seed 0 has the arrivals of the figure."""
+
+    def __init__(self, seeds: int = 1, requests: int = 800) -> None:
         self._seeds = seeds
-        self._workload = SyntheticWorkload(
-            rate=1, requests=requests + 40, warm_up=40, input_mean=3000, input_dev=5, output_mean=100, output_dev=5
-        )
+        self._requests = requests
         self._run = cache(self._results_of)
 
-    def figures(self, line: str, rate: float, times: Times) -> Figures:
+    def figures(self, line: str, rate: float, times: Times, seed: int = 0) -> Figures:
         """Return the results of a line at a rate (requests per second)."""
-        columns = zip(*(msgspec.structs.astuple(run) for run in self.runs(line, rate, times)), strict=True)
-        return Figures(**dict(zip(Figures.__struct_fields__, map(float, map(np.mean, columns)), strict=True)))
+        # A delay without engine time is equal for all requests: it shifts them by the same time, and changes no queue.
+        late = times.latency
+        ttft, tpot, jct, jct_p99 = self._run(line, rate, times.host, times.send, times.prompts, seed)
+        return Figures(ttft=ttft + late, tpot=tpot, jct=jct + late, jct_p99=jct_p99 + late)
 
     def runs(self, line: str, rate: float, times: Times) -> list[Figures]:
         """Return the results of a line at a rate for each seed."""
-        # A delay without engine time is equal for all requests: it shifts them by the same time, and changes no queue.
-        late = times.latency
-        found = [self._run(line, rate, times.host, times.send, seed) for seed in range(self._seeds)]
-        return [
-            Figures(ttft=ttft + late, tpot=tpot, jct=jct + late, jct_p99=jct_p99 + late)
-            for ttft, tpot, jct, jct_p99 in found
-        ]
+        return [self.figures(line, rate, times, seed) for seed in range(self._seeds)]
 
     def _results_of(
-        self, line: str, rate: float, host: float, send: float, seed: int
+        self, line: str, rate: float, host: float, send: float, prompts: float, seed: int
     ) -> tuple[float, float, float, float]:
         program, args, fleet, profile = LINES[line]
-        options = {"prefix_caching": "false", "host_time": str(host), "send_time": str(send)}
+        options = {
+            "prefix_caching": "false", "host_time": str(host), "send_time": str(send), "prefill_scale": str(prompts)
+        }  # fmt: skip
+        work = PlannedWorkload(rows=published_rows(rate, self._requests, seed), arrivals="trace")
         simulation = Experiment(
-            program=program, args=args, fleet=Fleet.parse(fleet, profile, options), work=self._workload, seed=seed
+            program=program, args=args, fleet=Fleet.parse(fleet, profile, options), work=work, seed=seed
         )
-        found = simulation.point(rate).summary
+        found = simulation.point(None).summary
         if found.ttft is None or found.tpot is None or found.e2el is None or found.failed:
             raise AssertionError(f"{line} at {rate}: {found.failed} requests failed")
         return found.ttft.mean, found.tpot.mean, found.e2el.mean, found.e2el.p99
@@ -132,7 +155,7 @@ def _rounded(values: np.ndarray, digits: int) -> Times:
     return Times(*(float(f"{value:.{digits}g}") for value in values))
 
 
-def gauss_newton(errors: Callable[[np.ndarray], np.ndarray], start: np.ndarray, rounds: int = 6) -> np.ndarray:
+def gauss_newton(errors: Callable[[np.ndarray], np.ndarray], start: np.ndarray, rounds: int = 10) -> np.ndarray:
     """Return the point with the least sum of squared errors, by Gauss-Newton. Steps that increase it are halved."""
     at, now = start, errors(start)
     for _ in range(rounds):
@@ -246,7 +269,7 @@ def main() -> None:
     """Run the evaluation and print the report."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--figures", type=Path, default=READ, help="file with the values that were read off the figure")
-    parser.add_argument("--seeds", type=int, default=5, help="number of runs per mean, at least 2")
+    parser.add_argument("--seeds", type=int, default=20, help="number of runs of the spread, at least 2")
     parser.add_argument("--fit-rate", type=float, default=FIT_RATE, help="requests per second of the fitted means")
     given = parser.parse_args()
     if given.seeds < 2:
@@ -263,7 +286,8 @@ def main() -> None:
 def report(setting: EvaluationSetup, times: Times, plot: Plot, fit_rate: float) -> None:
     """Print simulated and published values, their differences, and the claims of the text with simulated values."""
     host, send, latency = times.host * 1e3, times.send * 1e6, times.latency * 1e3
-    print(f"fitted at {fit_rate:g}/s: {host:g} ms per step, {send:g} µs per sent token, {latency:g} ms per request\n")
+    print(f"fitted at {fit_rate:g}/s: {host:g} ms per step, {send:g} µs per sent token, {latency:g} ms per request,")
+    print(f"prompts take {times.prompts:g} of the profile's time\n")
     for name, title, factor, digits in TABLES + P99:
         print(f"| {title}: simulated / figure | " + " | ".join(f"{rate:g}/s" for rate in RATES) + " |")
         print("| --- |" + " ---: |" * len(RATES))
@@ -276,7 +300,8 @@ def report(setting: EvaluationSetup, times: Times, plot: Plot, fit_rate: float) 
             print(f"| {line} | " + " | ".join(cells) + " |")
         print()
     print(
-        "| mean JCT, s: ± 95% interval of the mean (lowest to highest run) | " + " | ".join(map("{:g}/s".format, RATES))
+        "| mean JCT, s, other arrivals: mean ± its 95% interval (lowest to highest run) | "
+        + " | ".join(map("{:g}/s".format, RATES))
     )
     for line in LINES:
         print(f"| {line} | " + " | ".join(spread(setting.runs(line, rate, times)) for rate in RATES) + " |")
@@ -298,11 +323,11 @@ def report(setting: EvaluationSetup, times: Times, plot: Plot, fit_rate: float) 
 
 
 def spread(runs: Sequence[Figures]) -> str:
-    """Return the half width of the 95% interval of the mean JCT over seeds, and the lowest and the highest JCT."""
+    """Return the mean JCT over seeds with the half width of its 95% interval, and the lowest and the highest JCT."""
     found = [jct(run) for run in runs]
     student: Any = import_module("scipy.special")
     half = student.stdtrit(len(found) - 1, 0.975) * np.std(found, ddof=1) / len(found) ** 0.5
-    return f"± {half:.2f} ({min(found):.2f} to {max(found):.2f})"
+    return f"{np.mean(found):.2f} ± {half:.2f} ({min(found):.2f} to {max(found):.2f})"
 
 
 def told(shares: dict[float, float]) -> str:

@@ -1,6 +1,6 @@
 """The evaluation of "Microserving LLM engines" in simulation: what its text says holds.
 
-On fewer requests than `benchmarks/microserving.py` runs.
+Mostly on fewer requests than `benchmarks/microserving.py` runs.
 """
 
 from __future__ import annotations
@@ -25,13 +25,14 @@ from benchmarks.microserving import (
     misplaced,
     order,
     parse_plot,
+    published_rows,
     tp8_gain,
 )
 
 from tercet.protocol import BadRequest
 
-# As `benchmarks/microserving.py` fits it to the figure, on 800 requests and five seeds.
-FITTED = Times(0.00349, 1.15e-05, 0.0872)
+# As `benchmarks/microserving.py` fits it to the figure, on 800 requests.
+FITTED = Times(0.00356, 1.12e-05, 0.0745, 1.07)
 FIGURE = Path(__file__).parents[4] / "benchmarks/microserving_figure.json"
 
 
@@ -56,12 +57,22 @@ def test_disaggregation_is_ahead_by_its_decode_steps(setting: EvaluationSetup) -
 
 
 @pytest.mark.slow
-def test_the_other_rates_of_the_figure_follow(setting: EvaluationSetup) -> None:
-    plot = parse_plot(FIGURE.read_bytes())
+def test_the_other_rates_of_the_figure_follow() -> None:
+    """With the figure's number of requests, since their arrivals are those of its run."""
+    setting, plot = EvaluationSetup(), parse_plot(FIGURE.read_bytes())
+    assert held_out_error(setting, FITTED, plot)[0] < 0.05
     assert held_out_error(setting, FITTED, plot, TWO_ENGINES)[0] < 0.11
     for line in LINES:
-        below = {rate: read for rate, read in plot[line].items() if rate < RATES[-1]}
-        assert held_out_error(setting, FITTED, {line: below}, [line])[1] < 0.1
+        assert held_out_error(setting, FITTED, plot, [line])[1] < 0.1
+    assert misplaced(setting, FITTED, plot) == []
+
+
+def test_all_rates_have_the_draws_of_one_run() -> None:
+    slow, fast = published_rows(1.0, 50), published_rows(4.0, 50)
+    assert [row.at for row in slow.rows] == pytest.approx([4 * row.at for row in fast.rows])
+    assert [row.input_tokens for row in slow.rows] == [row.input_tokens for row in fast.rows]
+    assert slow.rows[0].at == 0.0
+    assert published_rows(1.0, 50, seed=1) != slow
 
 
 @pytest.mark.slow
@@ -81,8 +92,18 @@ def test_constants_that_made_a_plot_are_found_again() -> None:
     assert found.host == pytest.approx(truth.host, rel=0.03)
     assert found.send == pytest.approx(truth.send, rel=0.03)
     assert found.latency == pytest.approx(truth.latency, rel=0.2)
+    assert found.prompts == pytest.approx(truth.prompts, rel=0.03)
     assert held_out_error(small, found, plot, fit_rate=LOWEST)[0] < 0.05
     assert held_out_error(small, Times(), plot, fit_rate=LOWEST)[0] > 0.05
+
+
+@pytest.mark.slow
+def test_slower_prompts_are_told_from_slower_steps() -> None:
+    small = EvaluationSetup(seeds=1, requests=60)
+    truth = Times(host=0.004, send=2e-5, latency=0.08, prompts=1.2)
+    found = fit_to_figures(small, {line: {4.0: small.figures(line, 4.0, truth)} for line in LINES}, 4.0)
+    assert found.prompts == pytest.approx(truth.prompts, rel=0.03)
+    assert found.host == pytest.approx(truth.host, rel=0.03)
 
 
 def test_lines_in_the_wrong_order_are_named() -> None:
