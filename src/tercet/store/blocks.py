@@ -234,12 +234,11 @@ class StoreBlocks:
     async def _pinned(self, wanted: Sequence[BlockContent]) -> list[int]:
         """Return pinned slots of the first of these blocks, up to one that is missing or not read in time."""
         here = [self.pool.slot(each.name) for each in wanted]
-        loads = [self._loading(each) for each, slot in zip(wanted, here, strict=True) if slot is None]
         pinned = [slot for slot in here if slot is not None]
-        self.pool.pin(pinned)  # the others' reads may evict
-        running = [each for each in loads if each is not None]
+        self.pool.pin(pinned)  # before the others are read, which may evict
         try:
-            if running:
+            loads = [self._loading(each) for each, slot in zip(wanted, here, strict=True) if slot is None]
+            if running := [each for each in loads if each is not None]:
                 await asyncio.wait(running, timeout=DISK_SECONDS)
             found = list[int]()
             for content in wanted:
@@ -337,7 +336,9 @@ class StoreBlocks:
         gone = self.disk.make_room(size)
         for file in gone or ():
             evicted.labels(DISK).inc()
-            self._forget(bytes.fromhex(file.rpartition("/")[2]), DISK)
+            kind, _, name = file.rpartition("/")
+            if self.folder is not None and kind == self.folder.kind:  # blocks of other weights have the same names
+                self._forget(bytes.fromhex(name), DISK)
         return gone
 
     def _parts(self, slot: int) -> list[memoryview]:

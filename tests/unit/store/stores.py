@@ -53,12 +53,12 @@ class Store:
             while not condition():
                 await asyncio.sleep(0.01)
 
-    def kv(self, prompt: Sequence[int]) -> list[bytes]:
+    def kv(self, prompt: Sequence[int], salt: str | None = None) -> list[bytes]:
         """The KV in memory of a prompt's whole blocks, rank by rank and layer by layer."""
         from tercet.engine.interface import KeyedPrompt
         from tercet.store.contents import contents_of
 
-        slots = [self.blocks.pool.slot(each.name) for each in contents_of(KeyedPrompt([*prompt]), SIZE)]
+        slots = [self.blocks.pool.slot(each.name) for each in contents_of(KeyedPrompt([*prompt], salt), SIZE)]
         return [
             b"".join(bytes(region.blocks(layer, slot)) for slot in slots if slot is not None)
             for region in self.regions
@@ -104,8 +104,10 @@ def prompt_of(blocks: int, seed: int = 0, rest: int = 0) -> list[int]:
 class Sender:
     """The ranks of an engine with random KV, which push whole prompts into leases."""
 
-    def __init__(self, ranks: int = 1, seed: int = 1, blocks: int = 64, secret: str = "") -> None:
-        layout = mirror(ranks).layout
+    def __init__(
+        self, ranks: int = 1, seed: int = 1, blocks: int = 64, secret: str = "", model: str = "weights"
+    ) -> None:  # fmt: skip
+        layout = mirror(ranks, model).layout
         assert layout is not None
         self.layout = layout
         self.regions = [KVRegion.create(LAYERS, blocks, layout.block_bytes) for _ in range(ranks)]
