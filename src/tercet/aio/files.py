@@ -172,6 +172,7 @@ class FileThread:
         self._calls.put(call)
         # At the first call: most processes with such an object never need the thread.
         if self._thread is None:
+            # A daemon: a call that is stuck in a dead file system must not keep the process alive.
             self._thread = threading.Thread(target=self._work, name="tercet-files", daemon=True)
             self._thread.start()
         async with asyncio.timeout(self._bound_s):
@@ -188,6 +189,7 @@ class FileThread:
 
     def _work(self) -> None:
         while (call := self._calls.get()) is not None:
+            # Set by the thread itself: the time in the queue says nothing about the call.
             self._began = time.monotonic()
             try:
                 call()
@@ -209,6 +211,7 @@ class _Descriptors:
     async def look(self) -> None:
         """Open a descriptor and close it again; log once that none is free, and once that some are free again."""
         try:
+            # The only sure question: limits of the process and of the system count together.
             os.close(os.open(os.devnull, os.O_RDONLY))
         except OSError as error:
             if error.errno in MISSING:

@@ -148,12 +148,15 @@ class _Parent:
         if reason is not None:
             channel.send(f"refused {reason}".encode()[:MOST_BYTES])
             return
+        # The child waits at this pipe until its requester has got the pidfd. Without it, a requester that disconnects
+        # between fork and answer would leave a child that runs a command which the requester starts again.
         reported, report = os.pipe()
         pid = os.fork()
         if not pid:
             os.close(report)
             _be_child(group, own, descriptors, partial(_once_reported, reported, self._child))
         os.close(reported)
+        # The number cannot be another process's yet: only this process waits for the child.
         pidfd = os.pidfd_open(pid)
         self._children[pidfd] = pid, channel.fileno()
         self._poll.register(pidfd, select.POLLIN)
@@ -190,6 +193,7 @@ class _Parent:
         channel.close()
         for pidfd, (pid, asked) in self._children.items():
             if asked == fd:
+                # The descriptor's number may be given to the next channel, which did not request these children.
                 self._children[pidfd] = pid, -1
 
 
@@ -200,6 +204,7 @@ def _be_child(group: int, others: Collection[int], descriptors: list[int], child
     """
     code = 1
     try:
+        # A channel that a child kept open would hide the parent's end from its requesters.
         for fd in others:
             os.close(fd)
         if group:
@@ -221,6 +226,7 @@ def _be_child(group: int, others: Collection[int], descriptors: list[int], child
             sys.stdout.flush()
             sys.stderr.flush()
         finally:
+            # Neither exit handlers nor destructors run here: they belong to the parent, and would close what it uses.
             os._exit(code)
 
 
@@ -324,7 +330,8 @@ class Forks:
         try:
             return await asyncio.shield(answer)
         except asyncio.CancelledError:
-            answer.add_done_callback(_kill_unwanted)
+            # The request cannot be taken back: the child is killed once its number is known.
+            answer.add_done_callback(lambda late: late.exception() or late.result().kill())
             raise
 
     def close(self) -> None:
@@ -362,8 +369,3 @@ class Forks:
         for child in self._children.values():
             child.orphaned()
         self._children.clear()
-
-
-def _kill_unwanted(answer: asyncio.Future[ForkedChild]) -> None:
-    with suppress(NoFork):
-        answer.result().kill()

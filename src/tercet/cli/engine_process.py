@@ -85,6 +85,7 @@ def run_engine(given: EngineFlags) -> None:
         if (slow := shared_cores([spec])) is not None:
             note(slow)
         argv = engine_argv(spec)
+        # The same process becomes the server: signals, exit code and number are those that a supervisor expects.
         os.execvpe(argv[0], argv, {**os.environ, **_environment(spec)})
 
 
@@ -169,6 +170,7 @@ def join_router(specs: Sequence[EngineSpec], router: str, role: Role, drain_seco
 
     Raises :class:`~tercet.protocol.TercetError`; exits with 130 or 143 after a signal.
     """
+    # All engines together: each alone might fit.
     require_memory(specs)
     logs = log_directory(None)
     announce(f"logs: {logs}")
@@ -239,6 +241,7 @@ async def run_joined(
     except* TercetError as failures:
         raise failures.exceptions[0] from None
     finally:
+        # Shielded: a second Ctrl-C must not leave engines behind.
         await asyncio.shield(asyncio.gather(*(engine.process.stop() for engine in engines)))
 
 
@@ -247,6 +250,7 @@ async def _run(engine: JoiningEngine, router: str, secret: str, drain_seconds: f
     engine.process.remember_shared_memory()
     async with RouterMembership(router, engine.name, secret) as membership:
         stay = partial(membership.stay, engine.call(), partial(on_event, engine.name))
+        # Repeated, not once: a router that has restarted learns of its engines by this call.
         staying = asyncio.create_task(keep_running(stay, f"join of {engine.name}"))
         ended = asyncio.create_task(engine.process.ended())
         try:
@@ -269,6 +273,7 @@ async def _leave(engine: JoiningEngine, membership: RouterMembership, seconds: f
     """Drain the engine for at most ``seconds`` while the router moves its sequences, then remove it from the fleet."""
     last = 0
     try:
+        # Two bounds: the inner one ends the drain, the outer one a router that does not answer at all.
         async with asyncio.timeout(seconds + LEAVE_SECONDS):
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(seconds):

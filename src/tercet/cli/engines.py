@@ -223,6 +223,7 @@ def drain(
         if not wait:
             return
         said = engine["in_flight"]
+        # No timeout here: a long answer that cannot move may run for hours, and Ctrl-C ends the wait.
         while engine["in_flight"]:
             time.sleep(POLL_SECONDS)
             engine = {each["name"]: each for each in router.ask("GET", "/engines")}[name]
@@ -332,7 +333,15 @@ def status(
                 say(json.dumps(each) if as_json else in_words(each))
         return
     if sequences:
-        show_answer(router.ask("GET", "/sequences"), as_json, _sequences_in_words)
+        show_answer(
+            router.ask("GET", "/sequences"),
+            as_json,
+            lambda found: (
+                f"{each['seq_id']}  {each['engine'] or '-'}  {each['prompt_tokens']} + {each['tokens']} tokens  "
+                f"{each['seconds']:.1f} s  {each['program']}"
+                for each in found
+            ),
+        )
         return
     found: dict[str, Any] = router.ask("GET", "/status")
     show_answer(found, as_json, lambda found: _status_in_words(router.at, found))
@@ -340,14 +349,6 @@ def status(
         serves = bool(found["serving"])
     if not serves:
         raise typer.Exit(1)
-
-
-def _sequences_in_words(found: list[dict[str, Any]]) -> Iterator[str]:
-    for each in found:
-        yield (
-            f"{each['seq_id']}  {each['engine'] or '-'}  {each['prompt_tokens']} + {each['tokens']} tokens  "
-            f"{each['seconds']:.1f} s  {each['program']}"
-        )
 
 
 def _status_in_words(url: str, found: dict[str, Any]) -> Iterator[str]:

@@ -155,6 +155,7 @@ class StartProgress:
         except OSError:
             return False
         whole = written[: written.rfind(b"\n") + 1]
+        # An unfinished line is read again when it is whole: its stage may have half of its name.
         self._read += len(whole)
         lines = whole.decode(errors="replace").splitlines()
         found = [line.partition(MARK)[2].strip() for line in lines if MARK in line]
@@ -246,8 +247,10 @@ class KeptProcess:
             on_event(self.name, f"{how}; {count}; log: {self.process.log}")
             await asyncio.sleep(pause)
             dead, self.starts = self.process, self.starts + 1
+            # Replaced before the old one is stopped: a stop of the fleet in between must find the new process.
             self.process = dead.again(self.next_log())
             await dead.stop()
+            # The system refused (no memory, no descriptors): that counts as an end, with the next, longer pause.
             if how := await self.process.refusal_of_start():
                 continue
             on_event(self.name, LOADING)
@@ -313,6 +316,7 @@ class KeptRouter(KeptProcess):
             if ended.done():
                 return ended.result()
             silent.result()
+            # A stopped process (SIGSTOP) handles no other signal: only SIGKILL ends it.
             self.process.kill()
             await ended
             return f"did not answer for {MOST_SILENT * LOOK_SECONDS:g} s and was killed"
@@ -411,6 +415,7 @@ class RunningFleet:
                         kept[engine.keeping] = engine
                 await asyncio.wait([router, changed, *kept], return_when=asyncio.FIRST_COMPLETED)
                 if router.done():
+                    # It raises: a router that stays dead ends the fleet.
                     router.result()
                 if changed.done():
                     self.changed.clear()
@@ -424,6 +429,7 @@ class RunningFleet:
                     if not kept:
                         raise engine.process.failure(f"{how}; no engine is left")
                     on_event(engine.name, f"{how}; no further restart; log: {engine.process.log}")
+                    # In the background: the router may be away, and the other engines must still be watched.
                     forgetting.append(asyncio.create_task(self._forget(engine, on_event)))
         finally:
             ending = router, reading, rotating, changed, *kept, *forgetting
@@ -479,11 +485,13 @@ async def _hurry(processes: Sequence[Process], hurry: asyncio.Event) -> None:
 
 async def _say_what_is_left(url: str, on_event: OnEvent) -> None:
     """Report the remaining requests of a stopping router, from the answers to health checks."""
+    # Said once for each number, and not at each look.
     said = ""
     async with _asking() as session:
         while True:
             await asyncio.sleep(ASK_SECONDS)
             with contextlib.suppress(aiohttp.ClientError, OSError, *UNREADABLE):
+                # The refusal of a router that stops says how many requests are left.
                 async with session.get(f"{url}/health") as response:
                     error = from_wire(response.status, msgspec.json.decode(await response.read()))
                 if isinstance(error, ShuttingDown) and error.message != said:
@@ -545,6 +553,7 @@ async def until_ready(process: Process, url: str, on_event: OnEvent, path: str =
                     # If two fleets start on one port, the later one would poll the other's router.
                     somebody_else = response.status == 200 and not await asyncio.to_thread(process.listens_at, port)
                     if response.status == 200 and not somebody_else:
+                        # Once more, since the last stages may have been logged after the last look.
                         progress.look()
                         on_event(process.name, f"ready in {progress.summary()}")
                         return

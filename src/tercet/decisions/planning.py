@@ -155,6 +155,7 @@ def answers_completed(arrivals: Sequence[ObservedRequest], seed: int = 0) -> lis
     by_class, everyone = defaultdict[int, list[int]](list), list[int]()
     for each in arrivals:
         if each.ended:
+            # Long prompts have other answers than short ones (a summary, a chat), so they are drawn apart.
             by_class[_class(each)].append(each.output_tokens)
             everyone.append(each.output_tokens)
     # Answers that have not ended are the long ones: leaving them out, or taking their present length, would make every
@@ -247,6 +248,7 @@ def most_decodes(step_s: Callable[[int], float], tpot: float, most: int) -> int:
 
     ``step_s`` returns the seconds of a step of this number of sequences, which are not fewer for more sequences.
     """
+    # Bisection needs steps that grow with their number, which the caller promises.
     low, high = 1, max(1, most)
     while low < high:
         middle = (low + high + 1) // 2
@@ -324,6 +326,7 @@ def split(instances: int, ratio: RoleRatio) -> RoleRatio:
     ``|prefill * ratio.decode - decode * ratio.prefill|``; of two equal ones, the one with more decode engines.
     """
     parts = ratio.prefill + ratio.decode
+    # Integers only: with floats, equal distances would be decided by rounding errors, differently for 2:4 and 1:2.
     nearest = -((parts - 2 * instances * ratio.prefill) // (2 * parts))  # halves are rounded down
     prefill = min(max(nearest, 1), instances - 1)
     return RoleRatio(prefill, instances - prefill)

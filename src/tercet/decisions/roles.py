@@ -241,6 +241,7 @@ class RoleController:
         if any(self._roles.get(name, role) != role for name, role in roles.items()):
             self._changed_at, self._given_to = now, None
         self._roles = roles
+        # Observed at each tick, also while roles rest: the history must have no gaps.
         demand = self._history.observe(now, engines)
         able: dict[Pressed, list[ObservedEngine]] = {
             role: [each for each in engines if each.able and each.role == role] for role in OTHER
@@ -281,6 +282,7 @@ class RoleController:
         if flip is None:
             return effects if split is not None else self._grown(observed, effects)
         self._changed_at, self._given_to = now, flip.role
+        # Expected from now on, so that the next tick does not take our own change for an operator's.
         self._roles |= dict.fromkeys(flip.engines, flip.role)
         self._since.clear()
         return replace(effects, plan=plan, flip=flip)
@@ -339,6 +341,7 @@ class RoleController:
             needed = math.ceil(demand.prefill / BUSY_FULL + demand.waiting_s / WORK_OFF_S) - plan.prefill
             plan = replace(plan, prefill=plan.prefill + min(room, max(1, needed)))
         else:
+            # The pressure is in proportion to the engines' number, so this many more bring it to 1.
             needed = math.ceil(plan.decode * (pressures.decode - 1))
             plan = replace(plan, decode=plan.decode + min(room, max(1, needed)))
         self._added_at, self._short_since = now, None
@@ -365,6 +368,7 @@ class RoleController:
                 max(prefill_pressure(demand, prefills, self._ttft), demand.prefill / prefills / BUSY_FULL),
                 decode_pressure(demand, len(able["decode"]) - sign * number, self._tpot, self._history),
             )
+            # The giving role keeps a margin: a change that only moves the shortage would be taken back.
             if getattr(after, giving) <= MARGIN and (found is None or after.worse < found.worse):
                 best, found = number, after
             if pressed == "prefill" and demand.prefill <= MARGIN * BUSY_FULL * (len(able["prefill"]) + number):

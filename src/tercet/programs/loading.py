@@ -117,7 +117,9 @@ def _convert(name: str, function: Callable[..., Any], args: Mapping[str, Any], l
     for key, value in args.items():
         if key not in allowed:
             raise BadRequest(f"args: {name} has no parameter {key!r}; it takes {', '.join(allowed) or 'none'}", "args")
-        if _is_function(hints.get(key)):
+        hint = hints.get(key)
+        # A parameter that is annotated as a function, or as a function or None, gets file.py:function.
+        if any(get_origin(kind) is Callable for kind in (hint, *get_args(hint))):
             converted[key] = _from_file(value, locate) if isinstance(value, str) else value
             continue
         kind = hints.get(key, str if isinstance(value, str) else Any)
@@ -128,8 +130,3 @@ def _convert(name: str, function: Callable[..., Any], args: Mapping[str, Any], l
         except TypeError as error:  # the annotation is not a type
             raise BadRequest(f"args: {name}: {key}={value}: {error}", "args") from error
     return converted
-
-
-def _is_function(hint: Any) -> bool:
-    """True if a parameter is annotated as a function, or as a function or None: its value is file.py:function."""
-    return any(get_origin(kind) is Callable for kind in (hint, *get_args(hint)))

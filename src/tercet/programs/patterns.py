@@ -89,6 +89,7 @@ async def cache_bypass(
     if request.num_tokens <= short_prompt:
         yield data_parallel(request, fleet, pick=pick, role="decode")
         return
+    # The reservation tells what the engine really has: a belief decides nothing here.
     least_missing = math.ceil(request.num_tokens * (1 - cached_share))
     yield disaggregated(request, fleet, min_send=max(1, least_missing), pick=pick)
 
@@ -110,9 +111,11 @@ async def after_pull(request: Request, engine: Engine, source: Source | None) ->
     async with AsyncExitStack() as stack:
         begin = 0
         with suppress(TercetError):
+            # Entered by the stack, outside of the suppression: the lease lives until the generation has begun.
             space = await stack.enter_async_context(engine.prep_recv(request, source.end))
             begin = space.matched_len
             if space.to_send:
+                # What came counts, not what was expected: the holder may have evicted the end since.
                 begin = (await source.engine.remote_send(request, space, begin, cached_only=True)).end
         yield engine.start_generate(request, begin)
 
@@ -132,6 +135,7 @@ async def auto(
         async with route.decode.prep_recv(request, route.split) as space:
             begin, output = space.matched_len, ()
             if space.to_send:
+                # Only who has the whole prompt can sample: the first token then comes with the send's answer.
                 whole = route.split == request.num_tokens
                 sent = await route.prefill.remote_send(request, space, begin, sample=whole)
                 begin, output = sent.end, sent.first.token_ids if sent.first is not None else ()
@@ -155,6 +159,7 @@ async def migrate_context(fleet: Fleet, prefix: Request, source: str, destinatio
         )
     with fleet.engine(source) as sender, fleet.engine(destination) as receiver:
         async with receiver.prep_recv(prefix) as space:
+            # The whole prefix is there: a call of the sender would only take its time.
             if not space.missing:
                 return None
             return await sender.remote_send(prefix, space, space.matched_len)

@@ -369,7 +369,11 @@ def from_environment(kind: type[msgspec.Struct], environment: Mapping[str, str] 
 
     In Kubernetes ``TERCET_PORT`` is a URL if a service is called ``tercet``: such a value is ignored.
     """
-    told = [each for each in declared(kind) if _says_something(each.env, environment.get(each.env, ""))]
+    told = list[Declared]()
+    for each in declared(kind):
+        text = environment.get(each.env, "")
+        if text and not (each.env.endswith("_PORT") and _SERVICE_LINK.fullmatch(text)):
+            told.append(each)
     values = {each.key: _from_text(each, environment[each.env]) for each in told}
     return Source(values, names={each.key: each.env for each in told})
 
@@ -459,10 +463,6 @@ def _prepared(of: Declared, value: Any, name: str) -> Any:
     if of.setting.is_key and isinstance(value, str):
         return given_key(value, name)
     return _as_text(value) if of.plain is str else value
-
-
-def _says_something(name: str, text: str) -> bool:
-    return bool(text) and not (name.endswith("_PORT") and _SERVICE_LINK.fullmatch(text))
 
 
 def _from_text(of: Declared, text: str) -> Any:

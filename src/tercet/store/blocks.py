@@ -115,6 +115,7 @@ class StoreBlocks:
         known = next((at for at, each in enumerate(contents) if each.name not in self.held), len(contents))
         begin = known * self._size
         matched = [slot for each in contents[:known] if (slot := self.pool.slot(each.name)) is not None]
+        # Pinned first: the next line may evict, and must not evict the beginning of the same prompt.
         self.pool.pin(matched)
         try:
             slots = self.pool.take(-(-(len(prompt.tokens) - begin) // self._size))
@@ -139,6 +140,7 @@ class StoreBlocks:
         held = self.leases.get(lease)
         if held is None:
             return  # it was released meanwhile
+        # By contents, not by position: a late answer about an earlier lease of these blocks does not fit.
         if held.prompt.content(valid.end) != valid:
             raise EngineError(f"lease {lease}: the agents report KV of other tokens than were reserved")
         self._enter(held, valid.end)
@@ -177,6 +179,7 @@ class StoreBlocks:
         self.on_stored(content, TIERS[MEMORY])
         if self.folder is not None and not self._is_on_disk(content.name):
             self._to_write[content.name] = None
+            # A disk that is slower than the network loses the oldest writes instead of growing memory.
             if len(self._to_write) > WRITES_WAITING:
                 self._to_write.popitem(last=False)
                 unwritten.inc()
@@ -211,6 +214,7 @@ class StoreBlocks:
         found = await self.push_longest(prompt, send)
         if found.end == send.end:
             return found.pushes
+        # All or nothing was asked for: what was pinned for the shorter send is given back.
         await self.end_send(send.send_id)
         return None
 
@@ -246,6 +250,7 @@ class StoreBlocks:
                 if slot is None:
                     break
                 found.append(slot)
+            # A second pin, which the send gives back; the first ones end here.
             self.pool.pin(found)
         finally:
             self.pool.unpin(pinned)
@@ -259,6 +264,7 @@ class StoreBlocks:
         for content in reversed(contents):
             self.pool.touch(content.name)
             if self.folder is not None:
+                # On disk too: a block that memory serves for hours must not be the first that the disk deletes.
                 self.disk.touch(self.folder.file(content.name))
 
     # ---- disk --------------------------------------------------------------------------------------------------------
@@ -290,6 +296,7 @@ class StoreBlocks:
             return
         if not good:
             damaged.inc()
+        # The file is damaged or gone. The prompt ends here for this caller, who computes the rest.
         if not good and file in self.disk:
             self.disk.remove(file)
             self._forget(content.name, DISK)
@@ -312,6 +319,7 @@ class StoreBlocks:
 
     async def _write(self, folder: DiskFolder, content: BlockContent, slot: int) -> None:
         file = folder.file(content.name)
+        # The index forgets first and the thread deletes after: a read that begins in between misses.
         gone = self._room_on_disk(folder.size_of(content))
         if gone is None:
             unwritten.inc()

@@ -78,6 +78,7 @@ class DiskIndex(Generic[File]):
 
     def add(self, file: File, size: int) -> None:
         """Add a file as the most recently used one; :meth:`make_room` must have made room for it."""
+        # It may be known already: its old size must not stay in the sum.
         self.remove(file)
         self._sizes[file] = size
         self.nbytes += size
@@ -126,6 +127,7 @@ class DiskFolder:
                     stat = path.stat()
                     name = f"{folder.name}/{path.name}"
                     found.append((folder.name == self.kind, stat.st_mtime, name, stat.st_size))
+        # Other kinds sort first, as False is less than True: their files go before this kind's do.
         for ours, _, name, size in sorted(found):
             content = self._content(name, size) if ours else None
             if name.endswith(PART) or (ours and content is None):
@@ -140,6 +142,7 @@ class DiskFolder:
                 header, length = _read_header(file.fileno())
         except (OSError, ValueError, *UNREADABLE):
             return None
+        # The start reads headers only. KV is checked when it is read, as a whole disk would take minutes.
         whole = length + header.nbytes == size and header.nbytes == self._block_bytes
         content = header.content
         return content if whole and content.is_genuine and self.file(content.name) == name else None
@@ -160,7 +163,10 @@ class DiskFolder:
         try:
             with part.open("wb", buffering=0) as file:
                 for piece in (memoryview(front), *parts):
-                    _write_all(file.fileno(), piece)
+                    left = memoryview(piece)
+                    while left:
+                        left = left[os.write(file.fileno(), left) :]
+            # No fsync: after a power failure a file may be short, which its checksum tells; KV can be computed again.
             part.replace(path)
         except BaseException:
             part.unlink(missing_ok=True)
@@ -173,6 +179,7 @@ class DiskFolder:
         with path.open("rb", buffering=0) as file:
             try:
                 header, _ = _read_header(file.fileno())
+                # Names are digests of contents: a file under another's name is as wrong as a flipped bit.
                 good = header.content.name == content.name and all(_read_all(file.fileno(), part) for part in parts)
                 good = good and _checksum(parts) == header.checksum
             except (ValueError, *UNREADABLE):
@@ -217,11 +224,6 @@ def _read_all(fd: int, into: memoryview) -> bool:
             return False
         into = into[count:]
     return True
-
-
-def _write_all(fd: int, data: memoryview) -> None:
-    while data:
-        data = data[os.write(fd, data) :]
 
 
 def _checksum(parts: Sequence[memoryview]) -> bytes:

@@ -133,6 +133,7 @@ def require_storable(status: EngineStatus) -> None:
             "that runs on vLLM",
             "mirror",
         )
+    # A window or a state is valid at one position only: such blocks do not make up other prefixes.
     kinds = sorted({group.kind for group in layout.groups})
     if kinds:
         raise BadRequest(
@@ -144,6 +145,7 @@ def require_storable(status: EngineStatus) -> None:
 
 def kind_of(status: EngineStatus) -> str:
     """Return the name of the folder for KV that this engine can use: of its weights, layout and versions."""
+    # Patch releases keep the layout and meaning of KV; a minor release of either may change it.
     versions = minor_version(status.version), minor_version(status.vllm_version)
     said = msgspec.json.encode([status.fingerprint, versions, status.layout, status.regions])
     return f"tercet-{blake2b(said, digest_size=8).hexdigest()}"
@@ -158,6 +160,7 @@ def regions_for(status: EngineStatus, memory: int) -> list[KVRegion]:
     if layout is None:
         raise EngineError("the status has no layout")
     of_a_block = sum(sum(rank.planes) for rank in status.regions) * layout.block_bytes
+    # The same number for each rank, since one slot number stands for a block on all ranks.
     blocks = memory // of_a_block
     if blocks < LEAST_BLOCKS:
         raise BadRequest(
@@ -341,13 +344,17 @@ async def serving(
             of_a_block = sum(region.num_layers for region in regions) * layout.block_bytes
             folder = DiskFolder(config.disk, kind_of(mirror), of_a_block)
         blocks = StoreBlocks(regions, layout.block_size, folder, config.disk_size)
+        # The order of the stack is that of closing, from the end: first routers and callers, then probes and agents'
+        # channels, then the announcer, and the blocks last, since all others refer to them.
         stack.push_async_callback(blocks.close)
+        # Before the agents are asked for anything: a reservation must know which blocks the disk has.
         await asyncio.to_thread(blocks.scan)
         announcer = Announcer(config.host, layout.block_size, blocks.held_by_tier, config.kv_events_port)
         stack.push_async_callback(announcer.close)
         blocks.on_stored, blocks.on_removed = announcer.stored, announcer.removed
         blocks.start()
         announcer.start()
+        # A secret for each agent: its control socket is open to all processes of this machine.
         channels = [AsyncControlClient(agent.ready.control, agent.ready.secret) for agent in agents]
         for channel in channels:
             stack.callback(channel.close)

@@ -75,10 +75,12 @@ class CopyDevice(Protocol):
 
     def copy(self, source: Side, target: Side, size: int) -> None:
         """Begin to copy ``size`` bytes of each block on the entered stream, by PyTorch's kernels."""
+        # A receiver that has a block already leaves it out by -1: both sides then drop the same places.
         wanted = (target.blocks >= 0).nonzero()[0]
         there, here = self.numbers(source.blocks[wanted]), self.numbers(target.blocks[wanted])
         for their_layer, layer in zip(source.layers, target.layers, strict=True):
             found, place = as_items(source.rows(their_layer, size), target.rows(layer, size))
+            # Gather and scatter by index: one launch per layer, however far apart the blocks lie.
             place.index_copy_(0, here, found.index_select(0, there))
 
 
@@ -197,6 +199,7 @@ class Direction:
             try:
                 yield self.room
             except RuntimeError as error:
+                # After this error the caller gives its blocks to others: copies that have begun must write no more.
                 wait_until(self._stream.mark())
                 raise TransferFailed(f"the device did not copy KV: {error}") from error
 
@@ -293,6 +296,7 @@ def device_planes(handles: DeviceHandles, shape: RegionShape, index: int | None 
     try:
         device.attach()
         storage_class: Any = torch.UntypedStorage  # used by PyTorch's own reductions; there is no public name
+        # Mapped, not copied: the worker keeps the memory, and these tensors must not outlive it.
         opened = [storage_class._new_shared_cuda(device.where.index, *each) for each in handles.storages]
         tensors = [torch.empty(0, dtype=torch.uint8, device=each.device).set_(each) for each in opened]
         return [_blocks_of(tensors[storage], begin, stride, shape) for storage, begin, stride in handles.planes]
@@ -347,6 +351,7 @@ class TorchBlocks(DeviceBlocks):
         self.offer, self._open_planes = offer, open_planes
         where = planes[0].device
         self._device = device or (HostDevice() if where.type == "cpu" else CudaDevice(where.index or 0))
+        # Each direction has its own stream: an engine that sends and receives at once waits for neither by the other.
         self._out, self._in = (Direction(self._device, max(chunk_bytes, planes[0].shape[1])) for _ in range(2))
 
     @property

@@ -163,6 +163,7 @@ def newest(name: str) -> int:
 def names_after(used: Iterable[str], role: Role, count: int) -> list[str]:
     """Return names for ``count`` more engines of a role; names of removed engines are not used again."""
     prefix = "engine" if role == "both" else role
+    # A name that returned would bring back its predecessor's metrics, logs and beliefs.
     first = max((newest(name) for name in used if name.rpartition("-")[0] == prefix), default=-1) + 1
     return [f"{prefix}-{first + index}" for index in range(count)]
 
@@ -246,6 +247,7 @@ class Scaling:
 
     def failed(self, name: str, why: str) -> list[Do]:
         """Record that a step failed; return the next steps. An engine that failed to start has been stopped already."""
+        # The first failure is told: later ones often follow from it.
         self.why = self.why or f"{name}: {why}"
         if self._phase[name] == "starting":
             del self._phase[name], self._role[name]
@@ -256,6 +258,7 @@ class Scaling:
 
     def _after(self, name: str) -> list[Do]:
         self._open.discard(name)
+        # After a failed start nothing drains: a fleet that is too large serves, one that is too small does not.
         return self._drains() if not self._open and not self.why else []
 
     def _drains(self) -> list[Do]:
@@ -280,6 +283,7 @@ def _flips(present: Sequence[Present], wanted: Counts) -> tuple[list[Flip], list
     flips = list[Flip]()
     for role in missing:
         while missing[role] and surplus:
+            # A changed role costs no start and frees no KV, so it comes before both.
             flips.append(Flip(surplus.pop(0).name, role))
             missing[role] -= 1
     return flips, surplus, missing

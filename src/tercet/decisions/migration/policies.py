@@ -73,6 +73,7 @@ class Selection:
             else ORDERS[self.order](sequences)
         )
         for sequence in in_order:
+            # Skip instead of stop: a smaller one behind a large one may still fit.
             if taken + size(sequence) <= self.value:
                 taken += size(sequence)
                 yield sequence
@@ -242,6 +243,7 @@ def balance(
                 group.append(engine)
     for group in groups:
         group.sort(key=lambda each: each.demand)
+        # The emptiest with the fullest, the second with the second: with one partner each, no load counts twice.
         for destination, source in islice(zip(group, reversed(group), strict=True), len(group) // 2):
             gap = source.demand - destination.demand
             if gap <= threshold:
@@ -250,6 +252,8 @@ def balance(
                 gap = source.demand - destination.demand
                 if gap <= threshold:
                     break
+                # A move changes the gap by twice the share. If the gap would be as large the other way round, the
+                # next round would move the sequence back.
                 if abs(gap - 2 * sequence.share) < gap and sequence.share <= destination.free:
                     yield move(sequence, source, destination, reason)
 
@@ -294,6 +298,7 @@ def consolidate(engines: Sequence[LoadedEngine], ceiling: float) -> Iterator[Wan
         # Only fuller ones: an emptier engine would be emptied in the next round, and the sequences moved twice.
         others = [each for each in _others(source, busy) if each.believed >= source.believed]
         largest_first = sorted(source.sequences, key=lambda each: -each.share)
+        # The largest first, as in bin packing: small ones fit into what remains.
         placed = _place(largest_first, others, ceiling)
         if largest_first and len(placed) == len(largest_first):
             yield from _moved(placed, source, "binpack_consolidation")
@@ -329,6 +334,7 @@ def defragment(engines: Sequence[LoadedEngine]) -> Iterator[Wanted]:
             leaving.append(sequence)
             needed -= sequence.share
         placed = _place(leaving, [each for each in able if each is not target], FULL)
+        # A part of the moves would cost their pauses, and make no space for the request.
         if needed <= 0 and placed and len(placed) == len(leaving):
             yield from _moved(placed, target, "defragment")
             return
@@ -448,6 +454,7 @@ class MovesUnderWay:
     @contextmanager
     def counted(self, proposed: CountedMove) -> Generator[None]:
         """Count the move as in flight while entered. Raise :class:`~tercet.protocol.NoSpace` if a limit forbids it."""
+        # A new object: two equal moves are two entries.
         key = object()
         try:
             # Announce first, then check the others: of two moves that exceed a limit together, at least one process
@@ -537,6 +544,7 @@ class Rescheduling:
         except Exception:
             if policy not in self._failing:
                 logger.exception("moves: a policy failed and is ignored in this round: %s", policy)
+            # Logged once, until it works again: rounds come each second.
             self._failing.add(policy)
         else:
             self._failing.discard(policy)

@@ -28,6 +28,7 @@ Scores = Floats | Sequence[float]
 
 def block_hashes(request: Request, block_size: int, limit: int | None = None) -> list[int]:
     """Return the hashes of a prompt's full blocks, at most ``limit`` of them."""
+    # Images are part of a block's hash, as their placeholder tokens are equal for all images.
     extras = extras_of(request.mm_features, block_size) if request.mm_features else None
     return chain(root_of(request.cache_salt, request.adapter), request.prompt, block_size, limit, extras)
 
@@ -114,6 +115,7 @@ class Engines:
     def for_another_decision(self) -> Engines:
         """Return the same engines for another decision: their reports are looked up again."""
         same = Engines(self._all, self.rows, self._reports, self._places)
+        # Shared, not copied: what a lasting filter keeps is valid as long as the list of engines is.
         same._lasting = self._lasting
         return same
 
@@ -129,6 +131,7 @@ class Engines:
     def where(self, keep: Sequence[bool] | Booleans) -> Engines:
         if isinstance(keep, list) and False not in keep:  # a tenth of the cost of an array
             return self
+        # Filters of users return lists, those of this package arrays.
         chosen = np.asarray(keep, dtype=np.bool_)
         if chosen.all():
             return self
@@ -244,6 +247,7 @@ class Decision:
         return self._hashes[key]
 
     def note_match(self, tokens: Integers) -> None:
+        # The best estimate counts: an engine holds at least what any of its indexes says.
         self.matched = tokens if self.matched is None else np.maximum(self.matched, tokens)
 
 

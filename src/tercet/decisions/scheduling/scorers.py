@@ -97,6 +97,7 @@ class ActiveRequestScorer(Scorer, frozen=True):
     max_busy_score: Annotated[float, Meta(ge=0, le=1)] = 1.0
 
     def score(self, decision: Decision, engines: Engines) -> Floats:
+        # This router's own count: it is exact, and newer than any report.
         counts = engines.in_flight
         most = np.maximum.reduce(counts)
         if most <= self.idle_threshold:
@@ -141,6 +142,7 @@ class MatchScorer(Scorer, frozen=True):
         share: Floats = blocks / of
         if not self.match_length_weight:
             return share
+        # A tenth of a prompt of 100,000 tokens saves more than nine tenths of one of 1,000.
         length = np.minimum(blocks * (block_size / self.match_length_scale_tokens), 1.0) ** 2
         return self.match_length_weight * length + (1 - self.match_length_weight) * share
 
@@ -161,6 +163,7 @@ class PrefixCacheScorer(MatchScorer, frozen=True):
         return self.weighed(matched[engines.rows], of, self.block_size) if of else np.zeros(len(engines))
 
     def picked(self, decision: Decision, row: int) -> None:
+        # Noted at the pick and not at the answer: requests of one session that follow closely find it.
         hashes = decision.hashes(self.block_size, self.max_prefix_blocks_to_match)
         if hashes:
             decision.knowledge.routed(self.block_size, self.lru_capacity_per_server).note(row, hashes)
@@ -237,6 +240,7 @@ class NoHitLRUScorer(Scorer, frozen=True):
             return np.ones(1)
         turns = decision.knowledge.cold_turns(engines.rows, self.lru_size)
         scores = np.empty(len(engines))
+        # Ranks instead of times: the distance between turns says nothing about load.
         scores[np.argsort(turns, kind="stable")] = np.linspace(1.0, 0.0, len(engines))
         return scores
 
@@ -298,6 +302,7 @@ def home_of(session: str, engines: Engines, max_load: float = MAX_LOAD) -> int:
     weights = preference(session, engines.keys)
     # One more than its share is always allowed: otherwise with few sequences any engine would exceed it.
     bound = np.ceil(max_load * (engines.in_flight.sum() + 1) / len(engines))
+    # At least one engine is below the bound, which is above the mean.
     weights[engines.in_flight >= bound] = 0
     return int(weights.argmax())
 

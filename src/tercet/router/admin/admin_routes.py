@@ -143,6 +143,7 @@ async def set_program(request: Request) -> Response:
     """Set the programs that serve requests from now on; the body is a :class:`~tercet.router.serve.routing.Plan`."""
     shared = shared_of(request)
     plan = decode_call(await request.body(), Plan)
+    # Loaded here first: a plan that does not load is refused, and no other process ever sees it.
     behind = await shared.use_program(plan, asked_by(request), load_arm=files_of(request).load_arm)
     return json_answer(programs_shown(shared.service), behind=behind)
 
@@ -239,6 +240,7 @@ async def move_context(request: Request) -> Response:
         seq_id=seq_id, prompt=call.prompt, cache_salt=call.cache_salt, adapter=call.adapter,
         mm_features=call.mm_features,
     )  # fmt: skip
+    # The same pattern that programs call: an operator's copy has their leases, limits and records.
     sent = await migrate_context(fleet_of(request), prefix, call.source, call.destination)
     if sent is None:
         return json_answer({"begin": len(call.prompt), "end": len(call.prompt), "bytes": 0})
@@ -272,6 +274,7 @@ async def move_sequence(request: Request, seq_id: str) -> Response:
     try:
         sequence = service.sequences.named(seq_id)
     except UnknownSequence:
+        # Accepted, not done: the move is listed by the process that runs the sequence.
         await pass_on(service.fleet, seq_id, call.destination, call.reason)
         return json_answer({"accepted": True}, 202)
     return json_answer(move_shown(await service.moves.move(sequence, call.destination, call.reason)))
@@ -330,6 +333,7 @@ async def _leases(fleet: EngineFleet, trace: RequestTrace) -> list[LeaseReport]:
         if event.verb == "prep_recv"
     )
     able = [(engine, *each) for each in asked if isinstance(engine := engines.get(each[0]), TellsLeases)]
+    # At once: a frozen engine then costs one timeout, and not one for each lease.
     found = await asyncio.gather(*(told(*each) for each in able))
     return sorted((report for reports in found for report in reports), key=lambda each: each.at)
 
@@ -385,6 +389,7 @@ async def traffic(request: Request) -> Response:
     service, now = shared.service, fleet.costs.clock()
     seen = service.seen
     if seen is None:
+        # From the first call on only: a router without a planner keeps no list of requests.
         seen = service.remember(SeenRequests(LONGEST_WINDOW_S, service.attainments.objectives, fleet.costs.clock))
         fleet.costs.watch()
         fleet.knowledge.needed()
@@ -472,6 +477,7 @@ async def add_engine(request: Request) -> Response:
 async def remove_engine(request: Request, name: str) -> Response:
     """Remove an engine; running sequences on it finish."""
     shared = shared_of(request)
+    # Before the removal: the answer describes the member.
     gone = engine_shown(fleet_of(request).member(name), shared)
     return json_answer(gone, behind=await shared.change(lambda state: state.without_member(name), asked_by(request)))
 
@@ -531,6 +537,7 @@ def engine_shown(member: Member, shared: SharedState) -> dict[str, Any]:
 async def join_fleet(request: Request, name: str) -> Response:
     """Make the calling engine a member, or keep it one; the body is a :class:`~tercet.protocol.wire.JoinCall`."""
     body = await request.body()
+    # The signature of the call covers the body's digest, so a recorded header cannot carry another body.
     require_digest(body, request.scope.get(PROVED))
     return json_answer(await joined_members.join(shared_of(request), name, decode_call(body, JoinCall)))
 
@@ -587,6 +594,7 @@ async def unload_adapter(request: Request, name: str) -> Response:
 
 
 async def _serve_adapter(request: Request, name: str, path: str, replaces: bool) -> Response:
+    # A request names its adapter as its model: equal names could not be told apart.
     if name in request.app.state.tercet_models:
         raise BadRequest(f"name: {name!r} is a name of the base model; choose another name for the adapter", "name")
     of_fleet = shared_of(request).adapters

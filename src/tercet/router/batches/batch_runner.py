@@ -140,6 +140,7 @@ class BatchRunner:
             running = self._batches.get(found.asked.id)
             if running is None:
                 if found.asked.id not in self._checking:
+                    # In the background: checking a file of 50,000 lines must not delay the other batches.
                     self._checking.add(found.asked.id)
                     self._tasks.spawn(self._begin(found), "batch")
                 continue
@@ -151,6 +152,7 @@ class BatchRunner:
             if not batch.is_written:
                 await self._write(batch)
         owners = {each.batch.asked.owner for each in all_running}
+        # In a thread, as all that touches the directory: it may be on a file system that hangs.
         full = await asyncio.to_thread(self._files.without_room, owners) if owners else ()
         for batch in all_running:
             if batch.batch.asked.owner in full:
@@ -167,6 +169,7 @@ class BatchRunner:
             try:
                 record = await asyncio.to_thread(files.file, asked.owner, asked.input_file_id)
                 path, results = files.content_path(record), files.results_path(asked.id)
+                # With the results of an earlier run: lines that have one are not run again.
                 lines = await asyncio.to_thread(Lines, path, asked, results)
             except BadLines as bad:
                 state = found.state.now("failed", files.clock(), errors=bad.faults)
@@ -262,6 +265,7 @@ class BatchRunner:
         last = self._fleet.knowledge.loads.last
         loads = [known[0] if (known := last(each.name)) else None for each in self._fleet.open if each.can("decode")]
         running = [line for line in self._lines_running() if not line.left.is_set()]
+        # The peak, not the present number: short answers may all have ended just before the look.
         self._allowed = self._gaps.look(loads, self._gate.clients_wait, self._peak)
         self._peak = len(running)
         for line in running[self._allowed :]:  # the oldest began first, and are nearest to their ends
@@ -302,10 +306,12 @@ class BatchRunner:
             answer = await self._answer(batch, line, request_id, running.left)
             if answer is None:
                 return
+            # Not a result: the client asked for an answer within its window, and there is time left.
             if answer.status in PUT_BACK:
                 self._pause(batch)
                 return
             record = answered(running.index, line, answer.status, request_id, answer.body)
+            # Shielded: an answer that has come is recorded, also if the router ends now.
             await asyncio.shield(asyncio.to_thread(batch.results.write, record))
             is_done = True
             result = "completed" if answer.status < HTTPStatus.BAD_REQUEST else "failed"
@@ -317,6 +323,7 @@ class BatchRunner:
         finally:
             del batch.running[running.index]
             if not is_done:
+                # In front: it has waited longest, and its prompt may still be cached.
                 batch.lines.left.appendleft(running.index)
                 self._metrics.batch_requests.labels("put_back").inc()
             await self._finish_if_done(batch)

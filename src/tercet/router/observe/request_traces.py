@@ -113,6 +113,7 @@ class FollowedRequest:
         error = error or context.failed
         outcome = error.code if error is not None else RUNNING
         if is_over and error is None:
+            # Without an error and without an end: the client left, or the stream was closed with it.
             ended = not context.client_left and all(each.ended for each in context.sequences)
             outcome = SERVED if ended else LEFT
         has_span = place is not None and place is not self.caller
@@ -185,10 +186,12 @@ class RequestTraces:
         if not self._kept:
             return
         encoded = _encode(trace)
+        # Encoded once for both lists, which share the bytes.
         self._last.append(encoded)
         self._last_bytes += len(encoded)
         while len(self._last) > self._kept or self._last_bytes > KEPT_BYTES:
             self._last_bytes -= len(self._last.popleft())
+        # The number decides between equal times: bytes would be compared otherwise, to no purpose.
         heapq.heappush(self._slowest, (trace.seconds, next(self._numbers), encoded))
         self._slowest_bytes += len(encoded)
         most, most_bytes = max(1, self._kept // SLOWEST_SHARE), KEPT_BYTES // SLOWEST_SHARE
@@ -202,8 +205,10 @@ class RequestTraces:
 
     def __iter__(self) -> Iterator[RequestTrace]:
         """Yield all traces, newest first, and then older ones that are kept as slowest, slowest first."""
+        # Copies, as requests begin and end while the caller reads on.
         yield from (each.seen(self._move_of, is_over=False) for each in reversed([*self._running]))
         yield from map(self._seen_again, reversed([*self._last]))
+        # By identity: both lists have the same object, and comparing long bytes would be slow.
         last = {id(each) for each in self._last}
         slowest = [encoded for _, _, encoded in sorted(self._slowest, reverse=True) if id(encoded) not in last]
         yield from map(self._seen_again, slowest)
@@ -325,6 +330,7 @@ def _call(event: TraceEvent, sequence: SequenceTrace, place: SpanContext, begin:
             told["tercet.move.pause"] = event.pause
         stages = next((move.stages for move in sequence.moves if move.number == event.number), ())
         told["tercet.move.stages"] = [f"{stage.begin}-{stage.end}" for stage in stages]
+    # A send and the reservation that it fills are calls of one program, so neither is the other's parent.
     links = [
         _of_trace(place, other)
         for other in sequence.events
@@ -516,5 +522,6 @@ def _require_own(writer: asyncio.StreamWriter) -> None:
     """Raise ``PermissionError`` unless the other end is a process of this user: abstract names have no owner."""
     sock: socket.socket = writer.get_extra_info("socket")
     _, uid, _ = _PEER.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size))
+    # Root reads every process's memory anyway, so nothing is kept from it.
     if uid not in (os.getuid(), 0):
         raise PermissionError("the process at the other end belongs to another user")

@@ -381,7 +381,11 @@ def _logprobs_lists(positions: Sequence[Sequence[TokenLogprob]]) -> LogprobsList
 
     The engine's answer has each token once, so a sampled token that is among the top tokens is inserted again.
     """
-    width = 1 + max((_depth(position) for position in positions), default=0)
+    width = 1
+    for position in positions:
+        sampled, *top = (token.rank or 0 for token in position)
+        # A sampled token that is among the top tokens has a column there, too.
+        width = max(width, 1 + max([*top, sampled if sampled <= len(position) else 0]))
     token_ids = np.zeros((len(positions), width), dtype=np.int64)
     values = np.full((len(positions), width), -np.inf, dtype=np.float32)
     ranks = np.zeros(len(positions), dtype=np.int64)
@@ -394,9 +398,3 @@ def _logprobs_lists(positions: Sequence[Sequence[TokenLogprob]]) -> LogprobsList
     if token_ids.size and token_ids.min() < 0:
         raise EngineError("an output of the program has log probabilities with negative token ids")
     return LogprobsLists(token_ids, values, ranks)
-
-
-def _depth(position: Sequence[TokenLogprob]) -> int:
-    """Return the highest rank among the top tokens; the sampled token may be one of them."""
-    sampled, *top = (token.rank or 0 for token in position)
-    return max([*top, sampled if sampled <= len(position) else 0])

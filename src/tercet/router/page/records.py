@@ -255,6 +255,7 @@ class ProgramCounts:
         return {name: counts[name].point() for name in sorted(counts)}
 
     def _of(self, name: str) -> ProgramCount:
+        # Names may come from an operator's plans for weeks: those after the first ones are one line.
         if len(self._names) < MOST_PROGRAMS:
             self._names.add(name)
         name = name if name in self._names else OTHER

@@ -130,6 +130,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
             raise BadRequest("weight: the weights of a split must be finite, and not all 0", "weight")
         seen: dict[str, Arm] = {}
         for arm in self.arms:
+            # Metrics and traces count by label: two programs under one could not be told apart.
             other = seen.setdefault(arm.label, arm)
             if other.same_as != arm.same_as:
                 raise BadRequest(f"name: {arm.label} names two different programs; rename one of them", "name")
@@ -323,6 +324,7 @@ class NamedFiles:
         except _Told as told:
             raise told.error from None
         except BadRequest as error:
+            # An error of a parser quotes what it read, which may be any file of the operator's account.
             if not names_files:
                 raise
             logger.error("%s cannot be used: %s", name, error.message)
@@ -331,6 +333,7 @@ class NamedFiles:
     def _locate(self, path: str, field: str, base: Path = Path()) -> Path:
         """Return the file's path with links resolved, so that the file that was checked is the one that is read."""
         try:
+            # Links are followed before the check: one inside of a folder may lead out of it.
             file = (base / Path(path).expanduser()).resolve()
             is_named = file in self._files or any(file.is_relative_to(folder) for folder in self._folders)
             if is_named:

@@ -107,6 +107,7 @@ class NixlBackend(Backend):
         self._whole = Registered(self._ours.address, self._ours.size)
         with starting():
             self._agent: NixlAgent | None = NixlAgent(self._nixl, [self._whole], answers=True)
+            # A read of this process's memory: what UCX lacks is found here, and not at the first send.
             self._reader(region.shape, self._own_offer()).require_own_word(self.name)
 
     def offer(self) -> bytes:
@@ -135,6 +136,7 @@ class NixlAgent:
         settings = nixl.nixlAgentConfig()
         settings.useProgThread = answers
         settings.pthrDelay = WAKE_MICROSECONDS
+        # One thread uses an agent at a time, so NIXL needs no locks.
         settings.syncMode = nixl.NIXL_THREAD_SYNC_NONE
         self._nixl = nixl
         self.bare = nixl.nixlAgent(f"tercet-{os.getpid()}-{secrets.token_hex(8)}", settings)
@@ -189,6 +191,7 @@ class NixlReader(RegisteredReader):
         self._address, self._reads = offer.address, ReadingAgent(nixl, memories, offer.metadata)
 
     def copy(self, copies: Copies) -> None:
+        # NIXL takes arrays of this type as they are; lists would be converted piece by piece.
         rows = copies.astype(np.uint64)
         there = pieces(rows[:, 1] + np.uint64(self._address), rows[:, 0])
         self._reads.read(there, pieces(rows[:, 2] + np.uint64(self._ours.address), rows[:, 0]))
@@ -226,6 +229,7 @@ class ReadingAgent:
 
     def _connected(self) -> NixlAgent:
         if self._agent is None:
+            # Kept only after the connection has begun: a half-made agent is dropped with the error.
             agent = NixlAgent(self._nixl, self._memories, answers=False)
             self._name = agent.connect(self._metadata)
             self._agent = agent

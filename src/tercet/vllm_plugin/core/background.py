@@ -77,7 +77,11 @@ class BackgroundRequests:
 
     def _schedule(self, throttle_prefills: bool) -> SchedulerOutput:
         scheduler, ours = self._scheduler, self._requests
-        waiting = self._others_that_wait()
+        found = [*scheduler.kv_holding_waiting]
+        if scheduler.pause_state == PauseState.UNPAUSED:
+            found += scheduler.waiting
+        # The others that need a step, and are not paused.
+        waiting = [each for each in found if each.request_id not in ours and each.status in READY]
         if waiting:
             self._make_room(waiting)
         # The last ones are preempted first, and get what others leave of the step: those that generate before prompts.
@@ -92,14 +96,6 @@ class BackgroundRequests:
         if waiting and not output.total_num_scheduled_tokens and not room:
             self._preempt_last()  # whatever it is that the others wait for: in the end they have the engine
         return output
-
-    def _others_that_wait(self) -> list[VLLMRequest]:
-        """Return the other requests that need a step, and are not paused."""
-        scheduler = self._scheduler
-        found = [*scheduler.kv_holding_waiting]
-        if scheduler.pause_state == PauseState.UNPAUSED:
-            found += scheduler.waiting
-        return [each for each in found if each.request_id not in self._requests and each.status in READY]
 
     @contextmanager
     def _limited(self, others: list[VLLMRequest], needed: int, room: int) -> Generator[None]:

@@ -228,6 +228,7 @@ def bound_grammar_time() -> None:
         if found is None:
             compile_without_own_timeout()
             process = _process_of(manager.vllm_config)
+            # Otherwise the first try would pay for imports and the tokenizer, within its limit of CPU time.
             process.warm(backend)
             found = _bounded[manager] = BoundedGrammars(manager, process.attempt)
         request.structured_output_request.grammar = found.grammar(request)
@@ -246,6 +247,7 @@ def bound_grammar_time() -> None:
 
 def with_reasons(original: Method, scheduler: Any, *args: Any, **more: Any) -> Any:
     """Give outputs of failed grammars the reason as their stop reason; vLLM 0.33's blames the client for all."""
+    # Before the original method, which empties the list.
     failed = scheduler.grammar_compile_error_reqs
     if not failed:
         return original(scheduler, *args, **more)
@@ -338,6 +340,7 @@ class BoundedGrammars:
     def __init__(self, manager: Any, attempt: Callable[[str, TryJob], tuple[TryOutcome, str]]) -> None:
         self._manager, self._attempt = manager, attempt
         self._queue = GrammarQueue()
+        # One lock for queue and requests: threads of tries and the core's main thread change both.
         self._wanted = dict[Hashable, _Wanted]()
         lock = threading.RLock()
         self._changed = threading.Condition(lock)

@@ -72,6 +72,7 @@ async def served(app: ASGIApp, listening: socket.socket, **options: Any) -> Asyn
 
 def admit(request: Request, callers: Callers, incarnation: str, asks_for_a_key: str) -> None:
     """Raise ``Unauthorized`` for a caller outside the fleet, ``Conflict`` for a call to an earlier incarnation."""
+    # Without a secret a page in a browser could call this server in the name of its user.
     if not callers:
         require_own_call(ShownHeaders.of_asgi(request.scope["headers"]), request.client and request.client.host)
     path = request.scope["path"].partition(API_PREFIX)[2]
