@@ -341,7 +341,7 @@ class SessionTable:
         return sum(1 for _ in self._resting_on(engine))
 
     def moved(self, context: Context, engines: Mapping[str, EngineSeen], *, done: bool) -> list[Action]:
-        """Record the end of a move. After a failed one the context is dropped, and the next turn computes it again."""
+        """Record the end of a move. After a failed one, or if the engine has left meanwhile, the context is dropped."""
         source, to = context.engine, context.to
         context.to = None
         found = self._sessions.get(context.session)
@@ -349,11 +349,12 @@ class SessionTable:
             return self._give_up(context)
         was_kept = context.kept_at is not None
         actions = self._give_up(context)
-        if not done:
+        engine = engines.get(to)
+        if not done or engine is None:
             return [*actions, *self._drop(found, context)]
         context.engine = to
-        engine = engines.get(to)
-        if was_kept and engine is not None and source != to:
+        # An engine that began to leave meanwhile would wait for the pin; the context is moved on from there.
+        if was_kept and not engine.leaving and source != to:
             actions += self._keep(context, engine)
         return actions
 

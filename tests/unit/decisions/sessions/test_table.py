@@ -238,6 +238,23 @@ def test_a_pin_follows_its_context() -> None:
     assert context.engine == "b"
 
 
+@pytest.mark.parametrize("end", ["drains", "is removed"])
+def test_a_pin_does_not_follow_its_context_to_an_engine_that_leaves_during_the_move(end: str) -> None:
+    table = SessionTable(ALL)
+    turn(table, "s", range(10), (1, 2), "a")
+    context = only(
+        table.look(engines("b", a=EngineSeen("a", is_open=False, leaving=True, kv_tokens=CAPACITY)), 1.0), MoveContext
+    )
+    drained = {"b": EngineSeen("b", is_open=False, leaving=True, kv_tokens=CAPACITY)} if end == "drains" else {}
+    stays = engines("a", "c", **drained)  # the drain of ``a`` is undone
+    assert table.pauses("s", "tool", stays, 2.0) == [Keep(context)]
+    assert table.moved(context, stays, done=True) == [GiveUp(context, "a")]
+    assert table.kept == 0
+    # What is on an engine that drains goes on; what is on one that has left is gone.
+    assert table.left_on("b") == (end == "drains")
+    assert [type(action) for action in table.look(stays, 3.0)] == [MoveContext] * (end == "drains")
+
+
 def test_an_engine_that_stops_does_not_wait_for_pins_that_nothing_can_take() -> None:
     table = SessionTable(ALL)
     context = only(kept(table, "s", 100, 0.0), Keep)
@@ -298,13 +315,13 @@ class Sessions(RuleBasedStateMachine):
         for action in actions:
             if isinstance(action, Keep):
                 assert action.context not in self.pins
-                assert action.context.engine not in self.leaving
+                assert action.context.engine in self.names - self.leaving
                 self.pins[action.context] = action.context.engine
             elif isinstance(action, GiveUp):
                 assert self.pins.pop(action.context) == action.engine
             else:
                 assert action.context not in self.moves
-                assert action.to not in self.leaving
+                assert action.to in self.names - self.leaving
                 self.moves[action.context] = action.context.engine
 
     @rule(session=st.sampled_from("stuvwxyz"), tokens=st.integers(2, 400), engine=st.sampled_from("abc"))
@@ -323,10 +340,17 @@ class Sessions(RuleBasedStateMachine):
     def drain(self, name: str) -> None:
         self.leaving ^= {name}
 
+    @rule(name=st.sampled_from("abc"))
+    def come_or_go(self, name: str) -> None:
+        self.names ^= {name}
+
     @rule(seconds=st.floats(0.0, 30.0))
     def look(self, seconds: float) -> None:
         self.now += seconds
         self.act(self.table.look(self.engines, self.now))
+        # Nothing stays pinned on an engine that has left or drains: a pin there ends with the moves that are under way.
+        staying, moved = self.names - self.leaving, {*self.moves.values()}
+        assert all(at in staying or at in moved for at in self.pins.values())
 
     @precondition(lambda self: self.moves)
     @rule(done=st.booleans())
