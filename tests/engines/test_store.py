@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import subprocess
 import sys
 import time
 import urllib.request
@@ -199,13 +200,24 @@ async def test_a_drained_engine_passes_its_contexts_on(
         _changed(f"{url}/tercet/v1/engines/both-1/drain", "POST")
         assert _completion(url, prompt) == TOKENS  # on the other one
         _changed(f"{url}/tercet/v1/engines/both-1/drain", "DELETE")
-        _changed(f"{url}/tercet/v1/engines/both-0/drain", "POST")
-        await until(lambda: "contexts_kept: both-0 leaves, 1 of its contexts went to both-1" in _log(tmp_path))
+        said = await asyncio.to_thread(_tercet, "engines", "drain", "both-0", "--wait", "--url", url)
+        assert said.splitlines()[-1] == (
+            f"both-0 is empty: none moved, 0 left; 1 context ({3 * BLOCK} tokens) went to both-1"
+        )
+        assert "contexts_kept: both-0 leaves, 1 of its contexts went to both-1" in _log(tmp_path)
+        (record,) = get_json(f"{url}/tercet/v1/contexts")  # nothing was wanted when both-1 was drained
+        assert (record["engine"], record["dropped"], record["is_over"]) == ("both-0", {}, True)
+        assert record["to"] == {"both-1": {"contexts": 1, "tokens": 3 * BLOCK}}
         (listed,) = (each for each in get_json(f"{url}/tercet/v1/engines") if each["name"] == "both-0")
         assert listed["in_flight"] == 0
     tokens, (cached, received, computed) = await generate(decode, request)
     assert (cached, received, computed) == (3 * BLOCK, 0, 20)
     assert tokens == (await generate(prefill, replace(request, seq_id=uuid.uuid4().hex)))[0]
+
+
+def _tercet(*line: str) -> str:
+    command = [sys.executable, "-m", "tercet.cli", *line]
+    return subprocess.run(command, check=True, capture_output=True, text=True, timeout=120).stdout
 
 
 def _log(tmp: Path) -> str:

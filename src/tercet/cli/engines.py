@@ -215,25 +215,54 @@ def drain(
     """
     if undo and wait:
         raise BadRequest("--wait: cannot be combined with --undo", "--wait")
-    # Before the drain: moves that it causes have larger numbers.
-    earlier: list[dict[str, Any]] = router.ask("GET", "/moves") if wait else []
+    # Before the drain: what it causes has larger numbers.
+    last = {path: _last_number(router, path) for path in ("/moves", "/contexts")} if wait else {}
     engine = router.ask("DELETE" if undo else "POST", f"{_path(name)}/drain")
     with understood():
         say(engine_in_words(engine))
         if not wait:
             return
+
+        def caused(path: str, at: str) -> list[dict[str, Any]]:
+            return [each for each in router.ask("GET", f"{path}?since={last[path]}") if each[at] == name]
+
         said = engine["in_flight"]
         # No timeout here: a long answer that cannot move may run for hours, and Ctrl-C ends the wait.
-        while engine["in_flight"]:
+        while engine["in_flight"] or not all(each["is_over"] for each in caused("/contexts", "engine")):
             time.sleep(POLL_SECONDS)
             engine = {each["name"]: each for each in router.ask("GET", "/engines")}[name]
             if engine["in_flight"] != said and (said := engine["in_flight"]):
                 say(f"{said} sequences still run on {name}")
-        moves = router.ask("GET", f"/moves?since={max((each['number'] for each in earlier), default=0)}")
-        moved = [each for each in moves if each["source"] == name and each["outcome"] == "moved"]
+        moved = [each for each in caused("/moves", "source") if each["outcome"] == "moved"]
         to = Counter(each["destination"] for each in moved)
         where = [f"{count} moved to {engine}" for engine, count in sorted(to.items())] or ["none moved"]
-        say(f"{name} is empty: {', '.join([*where, '0 left'])}")
+        found = contexts_in_words(caused("/contexts", "engine"))
+        say(f"{name} is empty: {', '.join([*where, '0 left'])}" + (f"; {found}" if found else ""))
+
+
+def _last_number(router: RunningRouter, path: str) -> int:
+    return max((each["number"] for each in router.ask("GET", path)), default=0)
+
+
+def contexts_in_words(records: list[dict[str, Any]]) -> str:
+    """Return what became of an engine's contexts, by its records of one or more drains; empty if it passed none on."""
+    contexts, tokens, dropped = Counter[str](), Counter[str](), Counter[str]()
+    for each in records:
+        for name, its in each["to"].items():
+            contexts[name] += its["contexts"]
+            tokens[name] += its["tokens"]
+        dropped.update(each["dropped"])
+    parts = list[str]()
+    for name, count in sorted(contexts.items()):
+        if parts:
+            parts.append(f"{count} ({tokens[name]:,}) to {name}")
+        else:
+            parts.append(f"{count} context{'s' * (count > 1)} ({tokens[name]:,} tokens) went to {name}")
+    if dropped and not parts:
+        parts.append("no context went to another")
+    parts += [f"{count} {'was' if count == 1 else 'were'} dropped ({why})" for why, count in sorted(dropped.items())]
+    rest = dict.fromkeys(each["rest"] for each in records if each["rest"])
+    return ", ".join([*parts, *(f"further ones were not tried ({why})" for why in rest)])
 
 
 @engines.command()

@@ -151,7 +151,7 @@ class CopyPlan:
 
     def __init__(self, tokens: int, until: float) -> None:
         self._left, self._until = tokens, until
-        self.failed: set[str] = set()
+        self.failed = dict[str, str]()  # by name, the code of the error
         self.contexts = self.tokens = 0
 
     def is_over(self, now: float) -> bool:

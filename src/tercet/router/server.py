@@ -250,6 +250,7 @@ class _Router:
         keep(WriteBehind(service.fleet, WriteBehindMetrics()).run, "write-behind")
         if config.warm_start_s:
             hot = HotContexts(service.fleet, HotContextMetrics(), config.warm_start_s, config.workers)
+            service.hot_contexts = hot
             self.background.spawn(hot.run(), "hot contexts")
         if config.sessions.on:
             # With a state file, sessions outlive this process. The name is the same after a restart: it has the port

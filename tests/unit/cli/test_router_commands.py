@@ -12,17 +12,19 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import uvicorn
 from fastapi import FastAPI
 
 from tercet.cli import app
-from tercet.cli.engines import roles_in_words
+from tercet.cli.engines import contexts_in_words, roles_in_words
 from tercet.cli.router_calls import ask_router
 from tercet.decisions.migration import Stage
 from tercet.decisions.objectives import Attainments
 from tercet.router.admin.admin_routes import version_shown
 from tercet.router.observe.metrics import Metrics
+from tercet.router.serve.hot_contexts import ContextsPassedOn, Passed
 from tercet.router.serve.moves import MoveRecord
 from tercet.settings.fleet_settings import ObjectiveClass, Objectives
 from tests.servers import served_in_thread
@@ -244,6 +246,51 @@ def test_the_end_of_a_drain_says_what_moved_where(
     monkeypatch.setattr("tercet.cli.router_calls.ask_router", ask)
     assert tercet("engines", "drain", "d", "--wait").splitlines()[-1] == "d is empty: 2 moved to p, 0 left"
     assert tercet("engines", "drain", "p", "--wait").splitlines()[-1] == "p is empty: none moved, 0 left"
+
+
+def test_the_end_of_a_drain_says_what_became_of_contexts(
+    router: Running, tercet: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    records, asked = [ContextsPassedOn(1, "d", 0.0, {"p": Passed(9, 9)}, is_over=True)], list[int]()
+
+    class Hot:
+        def since(self, number: int) -> list[ContextsPassedOn]:
+            asked.append(number)
+            if len(asked) == 2:  # the drain has begun
+                records.append(ContextsPassedOn(2, "d", 0.0))
+                records.append(ContextsPassedOn(3, "p", 0.0))
+            if len(asked) == 4:
+                to = {"store-0": Passed(2, 1024), "b": Passed(3, 4096)}
+                records[1] = ContextsPassedOn(2, "d", 0.0, to, {"c: no_space": 1}, "5 s were over", is_over=True)
+            return [each for each in records if each.number > number]
+
+    monkeypatch.setattr("tercet.cli.engines.POLL_SECONDS", 0.0)
+    router.live_router.service.hot_contexts = Hot()  # type: ignore[assignment]
+    assert tercet("engines", "drain", "d", "--wait").splitlines()[-1] == (
+        "d is empty: none moved, 0 left; 3 contexts (4,096 tokens) went to b, 2 (1,024) to store-0, "
+        "1 was dropped (c: no_space), further ones were not tried (5 s were over)"
+    )
+    assert asked == [0, 1, 1, 1, 1]
+
+
+@pytest.mark.parametrize(
+    ("records", "said"),
+    [
+        ([], ""),
+        ([ContextsPassedOn(1, "a", 0.0)], ""),
+        ([ContextsPassedOn(1, "a", 0.0, {"b": Passed(1, 64)})], "1 context (64 tokens) went to b"),
+        (
+            [ContextsPassedOn(1, "a", 0.0, {"b": Passed(1, 64)}), ContextsPassedOn(2, "a", 0.0, {"b": Passed(2, 640)})],
+            "3 contexts (704 tokens) went to b",
+        ),
+        (
+            [ContextsPassedOn(1, "a", 0.0, {}, {"b: timeout": 2})],
+            "no context went to another, 2 were dropped (b: timeout)",
+        ),
+    ],
+)
+def test_contexts_in_words(records: list[ContextsPassedOn], said: str) -> None:
+    assert contexts_in_words(msgspec.to_builtins(records)) == said
 
 
 def test_the_key(

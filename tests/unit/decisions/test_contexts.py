@@ -148,7 +148,7 @@ def test_a_source_has_more_has_not_failed_and_is_a_store_if_that_has_as_much(
     own: int, end: int, holders: dict[str, int], failed: set[str], loads: dict[str, float]
 ) -> None:
     plan, stores = CopyPlan(1000, 10.0), {"s", "t"}
-    plan.failed |= failed
+    plan.failed |= dict.fromkeys(failed, "timeout")
     able = {name: min(has, end) for name, has in holders.items() if name not in failed and min(has, end) > own}
     found = plan.source(own, end, holders, stores, loads)
     assert (found is None) == (not able)
@@ -172,5 +172,5 @@ def test_a_destination_is_needed_if_no_candidate_holds_as_much(
     has: int, holders: dict[str, int], failed: set[str], expected: str | None
 ) -> None:
     plan = CopyPlan(1000, 10.0)
-    plan.failed |= failed
+    plan.failed |= dict.fromkeys(failed, "timeout")
     assert plan.destination(has, holders, ["s", "t"]) == expected

@@ -14,7 +14,7 @@ import pytest
 from tercet.fleet import EngineFleet, Member, Trace
 from tercet.protocol import Conflict, MemberRole, Request, Reservation, TercetError
 from tercet.router.observe.metrics import CopyOutcome, CopyReason, HotContextMetrics
-from tercet.router.serve.hot_contexts import HotContexts
+from tercet.router.serve.hot_contexts import REMEMBERED, HotContexts, Passed
 from tercet_lab.sim import SimEngine, run_virtual
 from tests.unit.lab.sim.models import engines_of, is_empty, profile_of
 
@@ -308,6 +308,9 @@ def test_a_leaving_engine_passes_on_what_no_other_has(how: str) -> None:
         await asyncio.sleep(0)
         await it.until(lambda: not it.members["a"].in_flight)
         assert it.metrics.tokens["drain"] >= 4 * SHARED
+        (record,) = it.hot.since(0)
+        assert record.to == {"s": Passed(it.metrics.outcomes["drain", "copied"], it.metrics.tokens["drain"])}
+        assert (record.engine, record.dropped, record.rest, record.is_over) == ("a", {}, "", True)
         assert it.engines["s"].pool.free == it.engines["s"].pool.total
         held = it.metrics.outcomes.copy()
         it.fleet.drain("a", draining=how == "sigterm")
@@ -315,6 +318,7 @@ def test_a_leaving_engine_passes_on_what_no_other_has(how: str) -> None:
         it.fleet.drain("a")  # the store has all of it now
         await asyncio.sleep(1)
         assert it.metrics.outcomes == held
+        assert not any(each.to or each.dropped for each in it.hot.since(1))
         await it.end()
 
     virtual(check)
@@ -349,7 +353,47 @@ def test_a_drain_is_never_held_up_for_longer_than_its_bound(frozen: str) -> None
         assert it.members["a"].in_flight == 1
         assert await it.until(lambda: not it.members["a"].in_flight) <= SECONDS + 0.1
         assert not it.metrics.tokens["drain"]
+        (record,) = it.hot.since(0)
+        assert (record.to, record.is_over) == ({}, True)
+        assert record.dropped == {"s: timeout": 3}  # their ends; what they share is at the other engine
         it.engines[frozen].thaw()
+        await it.end()
+
+    virtual(check)
+
+
+def test_contexts_that_no_other_can_take_are_dropped_and_told_so() -> None:
+    async def check() -> None:
+        it = await busy(AB)
+        await it.serve(7, "a")
+        it.fleet.drain("b")
+        it.fleet.drain("a")
+        await it.until(lambda: all(each.is_over for each in it.hot.since(0)))
+        dropped = {each.engine: each.dropped for each in it.hot.since(0)}
+        assert dropped.keys() == {"a", "b"}
+        assert dropped["a"]["no other can take them"] >= dropped["b"]["no other can take them"] >= 1
+        await it.end()
+
+    virtual(check)
+
+
+def test_contexts_beyond_the_share_of_kv_are_not_tried_and_records_are_bounded() -> None:
+    async def check() -> None:
+        it = await busy({**AB, "c": "both"})
+        for topic in range(4, 9):
+            await it.serve(topic, "a")
+        it.members["a"].kv_tokens = 2 * SHARED
+        it.fleet.drain("a")
+        await it.until(lambda: it.hot.since(0) and it.hot.since(0)[0].is_over)
+        (record,) = it.hot.since(0)
+        assert record.rest == "50% of its KV was sent"
+        assert 0 < sum(each.tokens for each in record.to.values()) <= 2 * SHARED
+        for _ in range(REMEMBERED):
+            it.fleet.drain("a", draining=False)
+            it.fleet.drain("a")
+        assert [each.number for each in it.hot.since(0)] == [*range(2, REMEMBERED + 2)]
+        await asyncio.sleep(SECONDS)
+        assert all(each.is_over for each in it.hot.since(0))  # also those that never began
         await it.end()
 
     virtual(check)

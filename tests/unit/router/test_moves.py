@@ -478,6 +478,8 @@ async def test_moves_are_asked_for_and_shown_by_http(router: LiveRouter) -> None
             await client.get(f"/moves?since={'9' * 5000}"),
         ]
         assert [answer.status_code for answer in refusals] == [404, 404, 400, 400, 400]
+        assert (await client.get("/contexts")).json() == []  # without warm start
+        assert (await client.get("/contexts?since=x")).status_code == 400
 
 
 async def test_sequences_leave_prefill_engines_after_their_first_token(router: LiveRouter) -> None:

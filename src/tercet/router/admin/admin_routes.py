@@ -283,11 +283,26 @@ async def move_sequence(request: Request, seq_id: str) -> Response:
 @routes.get("/moves")
 async def moves(request: Request) -> Response:
     """List the moves of this process, oldest first; with ``?since=NUMBER`` only those after the move NUMBER."""
-    since = request.query_params.get("since", "0")
-    number = whole_number(since)
+    since = _since(request, "a move")
+    return json_answer([move_shown(move) for move in shared_of(request).service.moves.since(since)])
+
+
+@routes.get("/contexts")
+async def contexts(request: Request) -> Response:
+    """List what became of the most wanted contexts of engines that left: a record for each, oldest first.
+
+    With ``?since=NUMBER`` only those after the record NUMBER. They are of this process; without warm start none.
+    """
+    since, hot = _since(request, "a record"), shared_of(request).service.hot_contexts
+    return json_answer([] if hot is None else [msgspec.to_builtins(each) for each in hot.since(since)])
+
+
+def _since(request: Request, what: str) -> int:
+    given = request.query_params.get("since", "0")
+    number = whole_number(given)
     if number is None:
-        raise BadRequest(f"since: {since[:40]!r} is not a number; give the number of a move", "since")
-    return json_answer([move_shown(move) for move in shared_of(request).service.moves.since(number)])
+        raise BadRequest(f"since: {given[:40]!r} is not a number; give the number of {what}", "since")
+    return number
 
 
 def move_shown(move: MoveRecord) -> dict[str, Any]:

@@ -13,8 +13,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 import uuid
+from collections import deque
 from contextlib import AsyncExitStack, suppress
+
+import msgspec
 
 from tercet.aio import TaskSet
 from tercet.decisions.contexts import CopyPlan, Wanted, WantedContexts
@@ -32,6 +36,36 @@ SHARE = 0.5
 MOST_CONTEXTS = 512
 """Contexts that a leaving engine is asked for: it may have few of them."""
 LOOK_SECONDS = 0.1
+REMEMBERED = 100
+
+
+class Passed(msgspec.Struct):
+    """Contexts that went to one place, and their tokens that were sent."""
+
+    contexts: int = 0
+    tokens: int = 0
+
+
+class ContextsPassedOn(msgspec.Struct):
+    """What became of a leaving engine's most wanted contexts that no other engine or store had, from the start on.
+
+    ``to`` counts by name of the receiver, ``dropped`` by reason. ``rest`` is the reason why no more were tried, empty
+    if all were. ``at`` is a Unix time.
+    """
+
+    number: int
+    engine: str
+    at: float
+    to: dict[str, Passed] = {}
+    dropped: dict[str, int] = {}
+    rest: str = ""
+    is_over: bool = False
+
+    def drop(self, reason: str) -> None:
+        self.dropped[reason] = self.dropped.get(reason, 0) + 1
+
+    def end(self, _: object) -> None:
+        self.is_over = True
 
 
 class HotContexts:
@@ -48,6 +82,8 @@ class HotContexts:
         self._tasks = TaskSet()
         self._warming: dict[str, asyncio.Task[None]] = {}
         self._leaving: dict[str, asyncio.Task[None]] = {}
+        self._record: deque[ContextsPassedOn] = deque(maxlen=REMEMBERED)
+        self._count = 0
         self._name, self._ids = f"hot-{uuid.uuid4().hex[:12]}", 0
         fleet.on_answered.append(self.answered)
         fleet.roster.when_started = self.started
@@ -58,6 +94,10 @@ class HotContexts:
             await asyncio.Event().wait()
         finally:
             await self._tasks.close()
+
+    def since(self, number: int) -> list[ContextsPassedOn]:
+        """Return the records after ``number`` of engines that left; only the last :data:`REMEMBERED` are kept."""
+        return [each for each in self._record if each.number > number]
 
     def answered(self, generation: Generation) -> None:
         """Count a prompt whose first token an engine has sent."""
@@ -75,10 +115,15 @@ class HotContexts:
             self._leaving.pop(name).cancel()
         for name, member in leaving.items():
             if name not in self._leaving and self.wanted:
-                self._leaving[name] = self._tasks.spawn(self._pass_on(member), f"hot contexts of {name}")
+                self._count += 1
+                record = ContextsPassedOn(self._count, name, time.time())
+                self._record.append(record)
+                task = self._tasks.spawn(self._pass_on(member, record), f"hot contexts of {name}")
+                task.add_done_callback(record.end)  # also if it never ran
+                self._leaving[name] = task
 
-    async def _pass_on(self, member: Member) -> None:
-        plan, to, began = self._plan(member), set[str](), self._clock()
+    async def _pass_on(self, member: Member, record: ContextsPassedOn) -> None:
+        plan, began = self._plan(member), self._clock()
         async with AsyncExitStack() as kept:
             # Two holds keep the leaving engine from counting as empty: a sequence in this process's count, and a
             # reservation of one token on the engine itself. The copies are tried even if it grants no reservation.
@@ -89,28 +134,46 @@ class HotContexts:
                     await kept.enter_async_context(member.engine.prep_recv(token))
             for wanted in self.wanted.most_wanted(began)[:MOST_CONTEXTS]:
                 if plan.is_over(self._clock()) or not member.reachable:
+                    late = f"{self._seconds:g} s were over" if self._clock() - began >= self._seconds else ""
+                    record.rest = late or (f"{SHARE:.0%} of its KV was sent" if member.reachable else "no answer")
                     break
                 await asyncio.sleep(0)  # many may be held elsewhere
                 request = self.wanted.request(wanted, self._next_id())
-                if request is None:
-                    continue
-                # Stores keep it if there are any; otherwise the engines, the one with the most room first.
-                able = stores_for(self._fleet, request, member)
-                if not able:
-                    able = [
-                        each
-                        for each in self._fleet.open
-                        if each.reachable and not kv_obstacle(member.revision, each.revision)
-                        and (request.adapter is None or request.adapter in each.adapters)
-                    ]  # fmt: skip
-                    able.sort(key=self._usage)
-                held, places = self._held(request), {each.name: each for each in able}
-                place = plan.destination(held.get(member.name, 0), held, list(places))
-                if place and await self._copy("drain", plan, request, member, places[place]) == "copied":
-                    to.add(place)
+                if request is not None:
+                    await self._pass_one_on(member, plan, request, record)
         if plan.contexts:
             said = f"{plan.tokens} tokens in {self._clock() - began:.1f} s"
-            CONTEXTS_KEPT.tell(engine=member.name, contexts=plan.contexts, to=", ".join(sorted(to)), reason=said)
+            CONTEXTS_KEPT.tell(engine=member.name, contexts=plan.contexts, to=", ".join(sorted(record.to)), reason=said)
+
+    async def _pass_one_on(
+        self, member: Member, plan: CopyPlan, request: Request, record: ContextsPassedOn
+    ) -> None:  # fmt: skip
+        # Stores keep it if there are any; otherwise the engines, the one with the most room first.
+        able = stores_for(self._fleet, request, member)
+        if not able:
+            able = [
+                each
+                for each in self._fleet.open
+                if each.reachable and not kv_obstacle(member.revision, each.revision)
+                and (request.adapter is None or request.adapter in each.adapters)
+            ]  # fmt: skip
+            able.sort(key=self._usage)
+        held, places = self._held(request), {each.name: each for each in able}
+        has, before = held.get(member.name, 0), plan.tokens
+        staying = [each.name for each in self._fleet.members if each.reachable and not each.leaving]
+        is_only_here = has > max((held.get(name, 0) for name in staying), default=0)
+        place = plan.destination(has, held, list(places))
+        if place is None:
+            failed = [f"{name}: {plan.failed[name]}" for name in places if name in plan.failed]
+            outcome, reason = "failed", ", ".join(failed) or "no other can take them"
+        else:
+            outcome, reason = await self._copy("drain", plan, request, member, places[place])
+        if place and outcome == "copied":
+            passed = record.to.setdefault(place, Passed())
+            passed.contexts += 1
+            passed.tokens += plan.tokens - before
+        elif outcome == "failed" and is_only_here:
+            record.drop(reason)
 
     def _usage(self, member: Member) -> float:
         last = self._fleet.knowledge.loads.last(member.name)
@@ -173,7 +236,7 @@ class HotContexts:
             source = plan.source(held.get(member.name, 0), wanted.end, others, stores, loads)
             if source is None:
                 break
-            outcome = await self._copy("start", plan, request, sources[source], member)
+            outcome, _ = await self._copy("start", plan, request, sources[source], member)
             if member.name in plan.failed:
                 return False
             if outcome != "failed" or source not in plan.failed:
@@ -204,10 +267,13 @@ class HotContexts:
 
     async def _copy(
         self, at: CopyReason, plan: CopyPlan, request: Request, source: Member, to: Member
-    ) -> CopyOutcome:  # fmt: skip
-        """Copy what ``source`` has cached of a context; who fails at that gets no more copies of the plan."""
+    ) -> tuple[CopyOutcome, str]:  # fmt: skip
+        """Copy what ``source`` has cached of a context; return the outcome, and of a failure the receiver and the code.
+
+        Who fails at that gets no more copies of the plan.
+        """
         outcome: CopyOutcome = "failed"
-        tokens, failing = 0, to
+        tokens, failing, reason = 0, to, ""
         try:
             async with (
                 asyncio.timeout(plan.patience(self._clock())), UntilLost(source.calls, to.calls),
@@ -215,21 +281,24 @@ class HotContexts:
             ):  # fmt: skip
                 if space.to_send < space.kv_addr_info.layout.block_size:
                     outcome = "held"
-                    return outcome
+                    return outcome, reason
                 begin = space.matched_len
                 failing = source if at == "start" else to
                 sent = await source.engine.remote_send(request, space, begin, cached_only=True)
                 tokens = sent.end - begin
                 outcome = "copied" if tokens else "gone"
         except (EngineUnreachable, NoSpace, TimeoutError) as error:
-            plan.failed.add(getattr(error, "blames", None) or failing.name)
+            code = "timeout" if isinstance(error, TimeoutError) else error.code
+            plan.failed[getattr(error, "blames", None) or failing.name] = code
+            reason = f"{to.name}: {code}"
         except TercetError as error:  # about this context, such as an adapter that is missing
+            reason = f"{to.name}: {error.code}"
             logger.debug("%s was not copied from %s to %s: %s", request.seq_id, source.name, to.name, error)
         finally:
             plan.copied(tokens)
             self._metrics.ended(at, outcome, tokens)
         self._fleet.picking.note_routed(request, [to.name] if tokens else [])
-        return outcome
+        return outcome, reason
 
     def _next_id(self) -> str:
         self._ids += 1

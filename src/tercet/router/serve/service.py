@@ -46,6 +46,7 @@ from tercet.protocol.names import sequence_id
 from tercet.protocol.spans import FALLBACK, RETRY, TraceEvent, current_span, working_in
 from tercet.protocol.wire import LEAST_PRIORITY, LONGEST_SALT, MOST_PRIORITY
 from tercet.router.observe.metrics import Metrics
+from tercet.router.serve.hot_contexts import HotContexts
 from tercet.router.serve.moves import Moves, Proposals
 from tercet.router.serve.routing import Arm, Chosen, Plan, Routing, Version, load_anywhere
 from tercet.router.serve.sessions import Sessions
@@ -259,6 +260,8 @@ class Service:
         self._streams: dict[OutputStream, RunningSequence] = {}
         # None if sessions are not used.
         self.sessions: Sessions | None = None
+        # None without warm start.
+        self.hot_contexts: HotContexts | None = None
         self._given_up_by: TercetError | None = None
         metrics.program_version.set(self.routing.current.number)
 
