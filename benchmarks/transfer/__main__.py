@@ -14,6 +14,7 @@ from benchmarks.transfer.measurement import (
     failures,
     idle_cpu,
     measure,
+    ratios,
     report,
     rows,
 )
@@ -53,9 +54,10 @@ def transfer(
 ) -> None:
     """Measure the rates of KV transfers between two processes of this machine, for all ways in one run.
 
-    The ways are: plain `memcpy` by one thread; plain sockets with 1, 2 and 4 streams, with contiguous memory and with
-    the same chunks as the other ways; each of Tercet's backends (a whole send, from opening to acknowledgement); NIXL
-    and Mooncake called directly. Then the CPU use of an idle pair of ranks is measured.
+    The ways are: plain `memcpy` by one thread; plain sockets with 1, 2 and 4 streams, with contiguous memory, with the
+    same chunks as the other ways, and with checks of their content; each of Tercet's backends (a whole send, from
+    opening to acknowledgement); NIXL and Mooncake called directly. Then the CPU use of an idle pair of ranks is
+    measured.
 
     Cells are medians, in GB/s (10^9 bytes per second). A way that is not available is left out, and named with the
     remedy.
@@ -83,6 +85,8 @@ def transfer(
 def _show(found: Table, idle: dict[str, float | str], interference: dict[str, Interference | str]) -> None:
     if found.results:
         show_table("GB/s", *rows(found))
+    if "tcp" in found.ways:
+        show_table("tcp over plain sockets of the same rounds: median (quartiles)", *ratios(found))
     for way, why in failures(found).items():
         say(f"{way} was not measured: {why}")
     for way, cores in idle.items():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import statistics
 import time
 from collections.abc import Callable, Generator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -14,14 +15,15 @@ from benchmarks.transfer.cases import KIB, MIB, Case, Result, Table
 from benchmarks.transfer.interference import Interference
 from benchmarks.transfer.libraries import LIBRARIES
 from benchmarks.transfer.receiving_process import ReceivingProcess
-from benchmarks.transfer.ways import ChunkedSockets, Direct, Memcpy, OurTransport, PlainSockets, Way
+from benchmarks.transfer.ways import CheckedSockets, ChunkedSockets, Direct, Memcpy, OurTransport, PlainSockets, Way
 
 from tercet import __version__
 from tercet.protocol import TercetError
 from tercet.transport import KVRegion, TransportSettings
 from tercet_lab.bench.results import machine, three_digits
 
-SOCKET_STREAMS, CHUNK_STREAMS = (1, 2, 4), (2, 4)
+SOCKET_STREAMS, CHUNK_STREAMS, CHECKED_STREAMS = (1, 2, 4), (2, 4), (1, 2, 4)
+KINDS = ("socket", "checked")  # of plain sockets, to compare with
 BACKENDS = ("host", "tcp", "nixl", "mooncake")
 # Time for which idle processes are observed; a tick of the kernel's clock is 10 ms.
 IDLE_SECONDS = 5.0
@@ -73,6 +75,11 @@ def _ways(
     makers += [
         (f"chunks x{number}", lambda number=number: ChunkedSockets(case, source, peer, number))
         for number in CHUNK_STREAMS
+        if number <= case.slots
+    ]
+    makers += [
+        (f"checked x{number}", lambda number=number: CheckedSockets(case, source, peer, number))
+        for number in CHECKED_STREAMS
         if number <= case.slots
     ]
     for name in backends:
@@ -149,6 +156,30 @@ def rows(table: Table) -> tuple[list[str], list[list[str]]]:
     """Return the head of the table, and a line for each case with the rates of all ways."""
     head = ["chunk, KiB", "total, MiB", *table.ways]
     return head, [[*_label(case), *(_cell(table, way, case) for way in table.ways)] for case in table.cases]
+
+
+def ratios(table: Table, way: str = "tcp") -> tuple[list[str], list[list[str]]]:
+    """Return a table's head and lines: the rate of ``way`` over that of the best plain and the best checked socket.
+
+    The best is that of the best median. Each round gives a ratio: the cells have the median and the quartiles.
+    """
+    head = ["chunk, KiB", "total, MiB", *(f"{way} / best {kind}" for kind in KINDS)]
+    return head, [
+        [*_label(case), *(_ratio(table, way, kind, case) for kind in KINDS)]
+        for case in table.cases
+        if table.rate(way, case) is not None
+    ]
+
+
+def _ratio(table: Table, way: str, kind: str, case: Case) -> str:
+    rivals = [other for other in table.ways if other.startswith(f"{kind} x") and table.rate(other, case) is not None]
+    if not rivals:
+        return "-"
+    best = max(rivals, key=lambda other: table.rate(other, case) or 0.0)
+    ours, theirs = table.results[way, case].seconds, table.results[best, case].seconds
+    found = [there / here for here, there in zip(ours, theirs, strict=False)]
+    low, middle, high = statistics.quantiles(found, n=4, method="inclusive") if len(found) > 1 else found * 3
+    return f"{middle:.2f} ({low:.2f} to {high:.2f}, {best})"
 
 
 def failures(table: Table) -> dict[str, str]:

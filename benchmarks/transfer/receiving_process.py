@@ -19,10 +19,10 @@ from benchmarks.transfer.cases import MIB, Case
 from benchmarks.transfer.libraries import LIBRARIES, Library, Offered
 from benchmarks.transfer.unsignalled import start_unsignalled
 
-from tercet.protocol import EngineError, TercetError, packed
+from tercet.protocol import Content, EngineError, TercetError, content_of, packed
 from tercet.transport import Grant, KVRegion, RankTransport, TransportSettings
 from tercet.transport.agent.agent import past_the_caches
-from tercet.transport.sockets import Vector
+from tercet.transport.sockets import Vector, tune
 
 FINGERPRINT = "bench"
 ANSWER_SECONDS = 120.0
@@ -137,6 +137,35 @@ class _Receiving:
                         return
                     chunks.advance(count)
                 connection.sendall(b"!")
+
+    def checked_sockets(self, streams: int, tokens: bytes) -> tuple[str, int]:
+        """Listen for plain connections, and return the address. Like :meth:`chunk_sockets`, for checked content."""
+        together = threading.Barrier(streams, timeout=ANSWER_SECONDS)
+        return _listen(
+            streams, lambda stream, connection: self._drain_checked(connection, stream, tokens, together)
+        )  # fmt: skip
+
+    def _drain_checked(
+        self, connection: socket.socket, stream: int, tokens: bytes, together: threading.Barrier
+    ) -> None:
+        """Receive on one of several connections. The first one's thread checks the content, and acknowledges."""
+        tune(connection)
+        with connection:
+            while length := connection.recv(1):
+                content = connection.recv(length[0], socket.MSG_WAITALL)
+                if not stream and msgspec.msgpack.decode(content, type=Content) != content_of(tokens, None):
+                    return together.abort()
+                chunks = chunks_of(self._region, self._case, self._targets[stream :: together.parties])
+                together.wait()  # no byte of KV is written before its content is checked
+                while chunks.left:
+                    count = chunks.receive(connection)
+                    if not count:
+                        return None
+                    chunks.advance(count)
+                together.wait()
+                if not stream:
+                    connection.sendall(b"!")
+        return None
 
     def direct_connect(self, library: str, offered: bytes) -> None:
         """Prepare to read with a library directly."""

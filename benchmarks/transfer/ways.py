@@ -22,7 +22,7 @@ from benchmarks.transfer.receiving_process import FINGERPRINT, ReceivingProcess,
 
 from tercet.protocol import TercetError, TransferFailed, content_of, packed
 from tercet.transport import HeadSlice, KVRegion, RankTransport, SendDestination, SendReport, TransportSettings
-from tercet.transport.sockets import Vector
+from tercet.transport.sockets import Vector, send_all, tune
 
 ACK_SECONDS = 120.0
 
@@ -135,6 +135,51 @@ def _send_chunks(connection: socket.socket, chunks: Vector) -> None:
     connection.recv(1)
 
 
+class CheckedSockets:
+    """Plain TCP over loopback with the work that no send of KV can leave out, in the timed part.
+
+    Both ends hash the content's tokens and find the places of its chunks; the receiver writes no byte before it has
+    compared the hashes, and acknowledges once. The connections have the options of ``tcp``.
+    """
+
+    def __init__(self, case: Case, source: KVRegion, peer: ReceivingProcess, streams: int) -> None:
+        self.name = f"checked x{streams}"
+        self._case, self._source, self._peer, self._streams = case, source, peer, streams
+        self._choose = random.Random(0)
+        self._tokens = packed(range(case.slots * BLOCK_TOKENS))
+        address = tuple(peer.call("checked_sockets", streams, self._tokens))
+        self._connections = [socket.create_connection(address) for _ in range(streams)]
+        for connection in self._connections:
+            tune(connection)
+        self._answer, self._compared = b"", False
+
+    def move(self) -> float:
+        """Do as :class:`Way` says. The first time, compare the received bytes with the sent ones."""
+        sources, targets = self._case.scattered(self._choose), self._case.scattered(self._choose)
+        self._peer.call("scatter", targets)
+        shares = [sources[stream :: self._streams] for stream in range(self._streams)]
+        took = _by_threads(self._send, enumerate(shares))
+        if self._answer != b"!":
+            raise TransferFailed(f"{self.name}: the content was refused")
+        if not self._compared:
+            _require_same(self.name, self._source, sources, self._peer, targets)
+            self._compared = True
+        return took
+
+    def _send(self, stream: int, blocks: Sequence[int]) -> None:
+        connection = self._connections[stream]
+        content = b"" if stream else msgspec.msgpack.encode(content_of(self._tokens, None))
+        connection.sendall(bytes([len(content)]) + content, socket.MSG_MORE)
+        send_all(connection, chunks_of(self._source, self._case, blocks))
+        if not stream:
+            self._answer = connection.recv(1)
+
+    def close(self) -> None:
+        """Do as :class:`Way` says."""
+        for connection in self._connections:
+            connection.close()
+
+
 def _by_threads(target: Callable[..., None], args: Iterable[tuple[Any, ...]]) -> float:
     """Run ``target`` in one thread for each of ``args``. Return the seconds until all have ended."""
     threads = [threading.Thread(target=target, args=each) for each in args]
@@ -170,11 +215,12 @@ class OurTransport:
         case, lease, send = self._case, secrets.token_hex(16), secrets.token_hex(8)
         sources, targets = case.scattered(self._choose), case.scattered(self._choose)
         end = case.slots * BLOCK_TOKENS
+        tokens = packed(range(end))
         self._peer.call("grant", self.name, lease, targets, end, BLOCK_TOKENS)
         outcomes: queue.SimpleQueue[SendReport | TercetError] = queue.SimpleQueue()
         to = SendDestination(self._addresses, HeadSlice(0, case.chunk_bytes))
         began = time.perf_counter()
-        self._transport.sends.open(send, lease, content_of(packed(range(end)), None), [to], outcomes.put)
+        self._transport.sends.open(send, lease, content_of(tokens, None), [to], outcomes.put)
         self._transport.sends.push(send, range(case.layers), 0, sources)
         self._transport.sends.finish(send, 0, end)
         outcome = outcomes.get(timeout=ACK_SECONDS)

@@ -361,8 +361,9 @@ class OpenLease:
         """Return the planes that a send declares to fill: all, or some ranges."""
         if any(not 0 <= first < stop <= self.num_layers for first, stop in begun.planes):
             raise BadRequest(f"a send fills planes {begun.planes!r:.80}, but this rank has {self.num_layers} planes")
-        some = [range(*each) for each in begun.planes] or [range(self.num_layers)]
-        return np.unique(np.concatenate(some))
+        if not begun.planes:
+            return np.arange(self.num_layers)
+        return np.unique(np.concatenate([range(*each) for each in begun.planes]))
 
     def _settle(self, send: SendKey, receive: Receive) -> int | None:
         # Chunks and end message come over several connections, in any order.

@@ -12,7 +12,7 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
@@ -90,6 +90,10 @@ class Inbound:
         """Return the read of all waiting chunks. Call this when no more messages are available now."""
         batch, self._batch = self._batch, None
         return [] if batch is None else [batch]
+
+    def has_refused(self, send: int) -> bool:
+        """True if no more messages of a send are accepted."""
+        return send in self._refused
 
     def was_read(self, batch: Batch, *, alive: bool) -> list[Action]:
         """Return the actions after a batch was read; ``alive``: its blocks were pinned all the time."""
@@ -302,8 +306,12 @@ class SenderSession:
         self._inbound = Inbound(rank, grants, agreed)
         self._turn = Turn()
 
-    def take(self, messages: Iterable[FromSender]) -> None:
+    def take(self, messages: Sequence[FromSender]) -> None:
         """Carry out the actions of messages; raise :class:`ProtocolViolation`."""
+        reader = self._agreed.reader
+        if isinstance(reader, TcpReader) and self._rank.staged is None:  # no chunk is requested without a buffer for it
+            chunks = [each for each in messages if isinstance(each, ReadDescriptors)]
+            reader.ask_early([chunk for chunk in chunks if not self._inbound.has_refused(chunk.send)])
         for message in messages:
             if isinstance(message, SendEnd):
                 self.settle()  # all its chunks have arrived: read them now
@@ -312,6 +320,8 @@ class SenderSession:
     def settle(self) -> None:
         """Carry out the actions that were postponed because more messages could arrive."""
         self._act(self._inbound.settle())
+        if isinstance(self._agreed.reader, TcpReader):
+            self._agreed.reader.discard()  # of a send that was refused
 
     def _act(self, actions: list[Action]) -> None:
         todo = deque(actions)

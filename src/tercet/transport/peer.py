@@ -95,6 +95,10 @@ class Leg:
     planes: tuple[PlaneRun, ...] = ()  # those that the rank gets, all of them if empty
     traceparent: str = ""  # its place in a sampled trace, or empty
     chunks: list[ReadDescriptors] = field(default_factory=list[ReadDescriptors])  # the receiver was told to read these
+    # The memory of chunks that are likely to be requested next; each is used once.
+    prepared: dict[int, AbstractContextManager[Vector]] = field(
+        default_factory=dict[int, AbstractContextManager[Vector]]
+    )
     begun: bool = False  # True once the receiver has the begin message
     finished_at: float | None = None  # when the receiver got the end message
     readers: int = 0  # threads that are writing its blocks to the receiver
@@ -202,16 +206,28 @@ class TransferPeer:
                 runs = [found for run in leg.planes if (found := run.within(layers)) is not None]
             size = leg.head_slice.size
             limit = max(1, min(MAX_BLOCKS_IN_CHUNK, MAX_CHUNK_BYTES // size))
+            frames = list[bytes]()
             for run in runs:
                 if self.transport == tcp.TcpBackend.name or self._rank.staged is not None:
                     nbytes = run.length * len(wanted) * size
                     limit = max(1, tcp.chunk_bytes(nbytes, self._rank.settings.streams) // size)
                 for chunk in leg.next_chunks(run, slot, wanted, limit):
                     leg.chunks.append(chunk)
-                    post.send(leg.beginning() + framed(chunk))
+                    frames.append(framed(chunk))
                     self._rank.counters.count(bytes_sent=chunk.nbytes, chunks_sent=1)
+            # At once: a receiver that wakes up for the first chunk alone would read it over one connection.
+            if frames:
+                post.send(leg.beginning() + b"".join(frames))
+                # Now, since the request for it is on its way, and the thread that answers it could begin only then.
+                self._prepare(leg, leg.chunks[-len(frames) :])
 
         return self._say(leg, write)
+
+    def _prepare(self, leg: Leg, chunks: Sequence[ReadDescriptors]) -> None:
+        """Find the memory of the first of some chunks in advance, if connections carry it."""
+        if self.transport == tcp.TcpBackend.name and self._rank.staged is None:
+            for chunk in chunks[: self._rank.settings.streams]:
+                leg.prepared[chunk.chunk] = self._memory_of(chunk)
 
     def finish(self, leg: Leg, begin: int, end: int) -> None:
         """Tell the receiver that ``[begin, end)`` is complete."""
@@ -387,7 +403,9 @@ class TransferPeer:
             raise ProtocolViolation(
                 f"a request for {request.nbytes} bytes of chunk {request.chunk}, which was not offered"
             )
-        chunk = leg.chunks[request.chunk]
+        return leg.prepared.pop(request.chunk, None) or self._memory_of(leg.chunks[request.chunk])
+
+    def _memory_of(self, chunk: ReadDescriptors) -> AbstractContextManager[Vector]:
         blocks = np.frombuffer(chunk.blocks, BLOCK_NUMBER)
         return self._memory.reading(chunk.sources, blocks, chunk.offset, chunk.size)
 

@@ -17,6 +17,7 @@ import struct
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any, TypeVar
 
 import numpy as np
@@ -126,6 +127,8 @@ UNIX, TCP = "unix-abstract:", "tcp://"
 # Limit between processes of one machine: data in flight then stays in the processor's caches, and no link needs more.
 # By default, the kernel lets the buffers grow to megabytes.
 LOCAL_BUFFER_BYTES = 256 * 1024
+# Nothing is congested between processes of one machine: packets need no timers, with which ``bbr`` spreads them.
+LOCAL_CONGESTION = b"reno"
 # A peer that lost its power sends no packets: after about a minute of silence the kernel probes it, and gives up.
 KEEPALIVE_IDLE_SECONDS, KEEPALIVE_INTERVAL_SECONDS, KEEPALIVE_PROBES = 30, 10, 3
 BACKLOG = 128
@@ -211,7 +214,7 @@ def require_own_user(sock: socket.socket) -> None:
 def tune(sock: socket.socket) -> None:
     """Make a socket send small frames at once, and detect a peer that vanished.
 
-    Buffer sizes are left to the kernel, unless both ends are on this machine.
+    Buffer sizes and congestion control are left to the kernel, unless both ends are on this machine.
     """
     if sock.family == socket.AF_UNIX:
         return
@@ -226,6 +229,8 @@ def tune(sock: socket.socket) -> None:
     if sock.getpeername()[0] == sock.getsockname()[0]:
         for option in (socket.SO_SNDBUF, socket.SO_RCVBUF):
             sock.setsockopt(socket.SOL_SOCKET, option, LOCAL_BUFFER_BYTES)
+        with suppress(OSError):  # an administrator can forbid even this one, which every kernel has
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, LOCAL_CONGESTION)
 
 
 def wait_in_calls(sock: socket.socket, send_seconds: float, receive_seconds: float) -> None:

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tercet.transport.sockets import Post, shut
+from tercet.transport.sockets import LOCAL_CONGESTION, Post, shut, tune
 
 TIMEOUT = 60.0
 
@@ -127,3 +127,9 @@ def test_closing_leaves_the_rest(wire: Wire) -> None:
     wire.post.close()
     wire.thread.join(TIMEOUT)
     assert not wire.thread.is_alive()
+
+
+def test_between_processes_of_one_machine_no_packet_waits_for_a_timer() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener, socket.create_connection(listener.getsockname()) as sock:
+        tune(sock)
+        assert sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, 16).rstrip(b"\0") == LOCAL_CONGESTION

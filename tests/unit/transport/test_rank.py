@@ -18,6 +18,8 @@ from tercet.transport import (
     SendReport,
     routes,
 )
+from tercet.transport.peer_messages import FROM_SENDER, MessageSplitter, ReadDescriptors, SendBegin, SendEnd
+from tercet.transport.sockets import Post
 from tests.unit.transport.models import a_grant
 from tests.unit.transport.ranks import (
     ADJACENT,
@@ -268,6 +270,38 @@ def test_kv_of_other_tokens_writes_no_byte(backend: str) -> None:
         send.finish(2 * TOKENS)
         assert isinstance(send.wait(), SendReport)
         assert receiver.grants.revoke(lease) == 2 * TOKENS
+
+
+def test_a_refused_send_of_megabytes_ends_at_once_and_the_session_goes_on() -> None:
+    ours, theirs = filled(1, 16, 1024 * KIB, 1), filled(1, 16, 1024 * KIB, 2)
+    chosen = settings("tcp", timeout=2 * SECONDS)  # a sender that nobody reads from waits as long
+    with rank(ours, chosen) as sender, rank(theirs, chosen) as receiver:
+        before, lease = content(theirs), grant(receiver, tuple(range(16)))
+        for others in (content_of(packed([1] * 16 * TOKENS), None), None):
+            send = Send(sender, receiver.addresses, lease, whole(ours), others)
+            send.push(range(1), tuple(range(16)))
+            send.finish(16 * TOKENS)
+            outcome = send.wait()
+            assert isinstance(outcome, SendReport if others is None else TransferFailed), outcome
+            assert content(theirs) == (content(ours) if others is None else before)
+        assert sender.counters()["sessions_lost"] == 0
+
+
+def test_the_chunks_of_a_push_are_announced_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    ours, theirs = filled(4, 8, 1024 * KIB, 1), filled(4, 8, 1024 * KIB, 2)
+    with rank(ours, settings()) as sender, rank(theirs, settings()) as receiver:
+        transfer(sender, ours, receiver, (1,), (1,))  # so that the session is there
+        said, send = list[bytes](), Post.send
+
+        def noted(post: Post, data: bytes) -> None:
+            said.append(data)
+            send(post, data)
+
+        monkeypatch.setattr(Post, "send", noted)
+        report = transfer(sender, ours, receiver, range(8), range(8))
+    assert report.chunks > 1
+    kinds = [[type(each) for each in MessageSplitter(FROM_SENDER).feed(data)] for data in said]
+    assert kinds == [[SendBegin, *[ReadDescriptors] * report.chunks], [SendEnd]]
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -144,6 +144,62 @@ def test_of_a_send_that_is_over_a_sender_says_so_and_sends_nothing(offered: bool
         assert far.recv(2 * SIZE) == WORD.pack(0)
 
 
+def test_two_chunks_come_over_two_connections() -> None:
+    one, other = list[tuple[int, int]](), list[tuple[int, int]]()
+    with reader_of(asking(one), asking(other)) as reader:
+        assert reader.read(batch_of(2, bytearray(2 * SIZE)), straight)
+    assert sorted([one, other]) == [[(SEND, 0)], [(SEND, 1)]]
+
+
+def asking(asked: list[tuple[int, int]]) -> Serve:
+    """A sender that notes what it is asked for; the send after :data:`SEND` is over."""
+
+    def serve(sock: socket.socket, request: ReadRequest) -> None:
+        asked.append((request.send, request.chunk))
+        if request.send == SEND:
+            answer(sock, request)
+        else:
+            sock.sendall(WORD.pack(0))
+
+    return serve
+
+
+@pytest.mark.parametrize("servers", [1, 2])
+def test_chunks_that_were_asked_for_early_are_read_once(servers: int) -> None:
+    asked: list[tuple[int, int]] = []
+    target = bytearray(4 * SIZE)
+    with reader_of(*[asking(asked)] * servers) as reader:
+        batch = batch_of(4, target)
+        reader.ask_early(batch.chunks)
+        settle(lambda: len(asked) == servers)
+        assert reader.read(batch, straight)
+    assert sorted(asked) == [(SEND, number) for number in range(4)]
+    assert target == b"".join(content(number) for number in reversed(range(4)))
+
+
+@pytest.mark.parametrize("over", [False, True])
+@pytest.mark.parametrize("settled", [False, True])
+def test_a_chunk_that_was_asked_for_early_in_vain_is_not_written(over: bool, settled: bool) -> None:
+    asked: list[tuple[int, int]] = []
+    vain = ReadDescriptors(SEND + over, LEASE, 5, 0, 1, 5, 6, size=SIZE)
+    target = bytearray(2 * SIZE)
+    with reader_of(asking(asked)) as reader:
+        reader.ask_early([vain])
+        if settled:
+            reader.discard()
+        assert reader.read(batch_of(2, target), straight)
+    assert target == content(1) + content(0)
+    assert asked == [(vain.send, 5), (SEND, 0), (SEND, 1)]
+
+
+def test_a_chunk_of_any_size_is_not_asked_for_early() -> None:
+    asked: list[tuple[int, int]] = []
+    with reader_of(asking(asked)) as reader:
+        reader.ask_early([ReadDescriptors(SEND, LEASE, 0, 0, 1, 0, 1, size=tcp.MAX_CHUNK_BYTES + 1)])
+        assert reader.read(batch_of(1, bytearray(SIZE)), straight)
+    assert asked == [(SEND, 0)]
+
+
 def ending_after(steps: int) -> Fence:
     """A lease that ends after some steps."""
     left = iter(range(steps))

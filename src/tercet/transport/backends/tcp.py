@@ -2,7 +2,8 @@
 
 The sender opens the connections; one of its threads waits on each for requests (:func:`serve`). A receiver can request
 only chunks of running sends to it. The next request is sent while the current one is answered, so the round trip is
-paid once, not for each chunk.
+paid once, not for each chunk. The first ones are sent before the receiver has checked whether it wants the send: the
+bytes wait in the connection meanwhile, and are discarded if it does not.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import select
 import socket
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Self
@@ -109,6 +110,8 @@ class TcpReader:
     def __init__(self) -> None:
         self._changed = threading.Condition()
         self._connections: list[_Connection] = []
+        # Chunks that were requested by ask_early, with their connections.
+        self._early: list[tuple[_Connection, ReadDescriptors]] = []
         self._closed = False
 
     def serve(self, sock: socket.socket, timeout: float) -> None:
@@ -124,14 +127,44 @@ class TcpReader:
             self._changed.notify_all()
         connection.work()
 
+    def ask_early(self, chunks: Sequence[ReadDescriptors]) -> None:
+        """Request first chunks now, one on each connection: they come while the caller checks whether to read them.
+
+        :meth:`read` or :meth:`discard` must follow, by the same thread.
+        """
+        if self._early:
+            return
+        for connection, chunk in zip(self._connections, chunks, strict=False):
+            if 0 < chunk.nbytes <= MAX_CHUNK_BYTES:  # so that little is discarded
+                self._early.append((connection, chunk))
+                connection.ask(chunk)
+
+    def discard(self) -> None:
+        """Receive chunks that were requested early, but are not read; their sender waits until they are received."""
+        while self._early:
+            connection, chunk = self._early.pop()
+            if connection.word() == chunk.send:
+                connection.skip(chunk.nbytes)
+                connection.word()
+
     def read(self, batch: Batch, fence: Fence) -> bool:
         if not batch.chunks:
             return True
-        first, *others = self._ready()
         work = _Work(batch, fence)
-        for each in others[: len(batch.chunks) - 1]:
-            each.jobs.put(work)
-        work.run(first)
+        connections = {each: work.begin() for each in self._ready()[: len(batch.chunks)]}
+        for early in list(self._early):
+            connection, chunk = early
+            if connection in connections and work.has(chunk, connections[connection]):
+                self._early.remove(early)
+        self.discard()
+        # This thread asks on all of them, so that the first chunks are under way while the other threads wake up.
+        ours, *others = connections.items()
+        work.ask(*ours, patient=True)
+        for each, asked in others:
+            work.ask(each, asked, patient=False)
+        for each, asked in others:
+            each.jobs.put((work, asked))
+        work.run(*ours)
         return work.finish()
 
     def _ready(self) -> list[_Connection]:
@@ -147,17 +180,16 @@ class TcpReader:
             connections = list(self._connections)
             self._changed.notify_all()
         for each in connections:
-            each.jobs.put(None)
+            each.jobs.put(None)  # no work follows: only the thread that calls this hands it out
 
 
 @dataclass
 class _Asked:
-    """A requested chunk and its target. Leaving its context gives the room back."""
+    """A requested chunk. Leaving its context gives the room back."""
 
     # Its number in a batch.
     index: int
     chunk: ReadDescriptors
-    into: Vector
     # The chunk passes through it, if there is one.
     room: StagingBuffer | None = None
 
@@ -177,21 +209,44 @@ class _Work:
 
     def __init__(self, batch: Batch, fence: Fence) -> None:
         self._batch, self._fence = batch, fence
-        self._next = 0
+        self._left = deque(range(len(batch.chunks)))  # the numbers of those that no connection has taken
         self._working = 0
         self._alive = True
         self._error: Exception | None = None
         self._changed = threading.Condition()
 
-    def run(self, connection: _Connection) -> None:
+    def begin(self) -> deque[_Asked]:
+        """Return what a connection has been asked for, nothing so far; :meth:`run` must follow, in any thread."""
         with self._changed:
             self._working += 1
-        asked: deque[_Asked] = deque()
+        return deque()
+
+    def has(self, chunk: ReadDescriptors, asked: deque[_Asked]) -> bool:
+        """Take ``chunk``, which was requested already; return False if it is not in the batch."""
+        if self._batch.memory is not None:
+            return False
+        for index in self._left:
+            found = self._batch.chunks[index]
+            if (found.send, found.chunk, found.nbytes) == (chunk.send, chunk.chunk, chunk.nbytes):
+                self._left.remove(index)
+                asked.append(_Asked(index, found))
+                return True
+        return False
+
+    def ask(self, connection: _Connection, asked: deque[_Asked], *, patient: bool) -> None:
+        """Request a chunk on a connection that was asked for none, if there is one and room for it."""
+        try:
+            if not asked:
+                self._ask(connection, asked, patient=patient)
+        except Exception as error:
+            self._fail(error)
+
+    def run(self, connection: _Connection, asked: deque[_Asked]) -> None:
+        """Receive the chunks of ``asked`` and further ones, until all are taken."""
         try:
             while True:
-                while len(asked) < REQUESTS_AHEAD and (wanted := self._take(patient=not asked)) is not None:
-                    asked.append(wanted)
-                    connection.ask(wanted.chunk)
+                while len(asked) < REQUESTS_AHEAD and self._ask(connection, asked, patient=not asked):
+                    pass
                 if not asked:
                     return
                 with asked.popleft() as first:
@@ -205,6 +260,19 @@ class _Work:
                 self._working -= 1
                 self._changed.notify_all()
 
+    def _ask(self, connection: _Connection, asked: deque[_Asked], *, patient: bool) -> bool:
+        """Request one more chunk; return False if all are taken, or if no room is free now."""
+        wanted = self._take(patient=patient)
+        if wanted is None:
+            return False
+        try:
+            connection.ask(wanted.chunk)
+        except BaseException:
+            wanted.give_back()
+            raise
+        asked.append(wanted)
+        return True
+
     def _take(self, *, patient: bool) -> _Asked | None:
         """Return the next chunk, with room for it, or None if all are taken.
 
@@ -213,22 +281,18 @@ class _Work:
         """
         memory, room = self._batch.memory, None
         if memory is not None:
-            if self._next == len(self._batch.chunks):
+            if not self._left:
                 return None  # all are taken: do not wait for room
             room = memory.room() if patient else memory.room_at_once()
             if room is None:
                 return None
         with self._changed:
-            if self._error is not None or not self._alive or self._next == len(self._batch.chunks):
+            if self._error is not None or not self._alive or not self._left:
                 if room is not None:
                     room.give_back()
                 return None
-            index = self._next
-            self._next += 1
-        chunk = self._batch.chunks[index]
-        if room is not None:
-            return _Asked(index, chunk, whole(room.bytes[: chunk.nbytes]), room)
-        return _Asked(index, chunk, self._places(index))
+            index = self._left.popleft()
+        return _Asked(index, self._batch.chunks[index], room)
 
     def _places(self, index: int) -> Vector:
         copies = self._batch.copies[index]
@@ -244,14 +308,16 @@ class _Work:
 
     def _receive(self, connection: _Connection, asked: _Asked) -> None:
         """Read a chunk; one that the lease no longer accepts is read and discarded, since others follow it."""
+        # Found now, since a first chunk is still on its way.
+        into = self._places(asked.index) if asked.room is None else whole(asked.room.bytes[: asked.chunk.nbytes])
         if connection.word() != asked.chunk.send:
             return self._give_up()  # no bytes follow
         if asked.room is None:
-            self._receive_in_place(connection, asked.into)
+            self._receive_in_place(connection, into)
         else:
-            while asked.into.left:
+            while into.left:
                 connection.wait()
-                connection.fill(asked.into)
+                connection.fill(into)
         if connection.word() != asked.chunk.send:
             self._give_up()
         elif asked.room is not None:
@@ -265,10 +331,7 @@ class _Work:
                 self._fence(lambda: connection.fill(into))
             except TercetError as error:
                 self._fail(error)
-                rest = nowhere(into.left, connection.scratch)
-                while rest.left:
-                    connection.wait()
-                    connection.fill(rest)
+                connection.skip(into.left)
                 return
 
     def _put(self, asked: _Asked, room: StagingBuffer) -> None:
@@ -300,11 +363,9 @@ class _Work:
         Raise the first error; return True if the blocks were pinned all the time.
         """
         with self._changed:
-            # A connection that is late finds no chunk to take.
             self._changed.wait_for(lambda: not self._working)
             if self._error is not None:
                 raise self._error
-            self._next = len(self._batch.chunks)
             return self._alive
 
 
@@ -313,8 +374,8 @@ class _Connection:
 
     def __init__(self, sock: socket.socket, timeout: float) -> None:
         self._timeout = timeout
-        self.jobs: queue.SimpleQueue[_Work | None] = queue.SimpleQueue()
-        self.scratch = memoryview(bytearray(64 * 1024))
+        self.jobs: queue.SimpleQueue[tuple[_Work, deque[_Asked]] | None] = queue.SimpleQueue()
+        self._scratch = memoryview(bytearray(64 * 1024))
         self._sock = sock
         self._readable = select.poll()
         self._readable.register(sock, select.POLLIN)
@@ -322,7 +383,8 @@ class _Connection:
     def work(self) -> None:
         """Take part in reads until the session ends."""
         while (job := self.jobs.get()) is not None:
-            job.run(self)
+            work, asked = job
+            work.run(self, asked)
 
     def ask(self, chunk: ReadDescriptors) -> None:
         self._sock.sendall(framed(ReadRequest(chunk.send, chunk.chunk, chunk.nbytes)))
@@ -340,11 +402,23 @@ class _Connection:
         into.advance(count or 0)
         return count or 0
 
+    def skip(self, nbytes: int) -> None:
+        """Receive bytes, and discard them."""
+        rest = nowhere(nbytes, self._scratch)
+        while rest.left:
+            self.wait()
+            self.fill(rest)
+
     def word(self) -> int:
         """Read the word before or after a chunk: the send's number, or 0 if the send has ended."""
-        data = bytearray(WORD.size)
-        into = Vector(np.array([(address_of(data), len(data))], dtype=np.uint64), data, len(data))
-        while into.left:
-            self.wait()
-            self.fill(into)
+        data = b""
+        while len(data) < WORD.size:
+            try:
+                part = self._sock.recv(WORD.size - len(data))
+            except BlockingIOError:  # not within SO_RCVTIMEO
+                self.wait()
+                continue
+            if not part:
+                raise ConnectionResetError("the sender closed the connection")
+            data += part
         return WORD.unpack(data)[0]
