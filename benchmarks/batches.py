@@ -6,6 +6,10 @@
 The fleet has three engines, since `--decode` is 1 by default. In every other round a batch of more requests than a round
 can serve runs. Printed are TTFT over all rounds of a kind, the ratio with the bounds of a bootstrap over rounds, the median
 of the rounds' ratios (other work of this host makes some rounds slow), and the tokens per second of both kinds of requests.
+
+Engines on CPUs share the machine's cores and memory with each other, this process and the router. `--other-work` adds a
+third kind of rounds, in which a process for each core copies memory at the lowest priority (nice 19) instead of a batch:
+what these rounds cost is not the batch's, but that of a machine without idle cores.
 """  # noqa: E501 - a command
 
 from __future__ import annotations
@@ -14,12 +18,17 @@ import argparse
 import asyncio
 import gc
 import json
+import multiprocessing
+import os
 import random
 import statistics
 import time
+from collections.abc import Generator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 
 import aiohttp
+import numpy as np
 
 from tercet.protocol.sse import read_answer
 
@@ -57,13 +66,13 @@ async def interactive(session: aiohttp.ClientSession, url: str, prompt: str, tok
 
 
 async def one_round(
-    session: aiohttp.ClientSession, url: str, options: argparse.Namespace, seed: int, batch_id: str | None
+    session: aiohttp.ClientSession, url: str, options: argparse.Namespace, seed: int, kind: str
 ) -> Round:
     """Send interactive requests for ``options.seconds`` at their rate, by a Poisson process.
 
     Rounds of one seed have the same arrivals, and other prompts: those of an earlier round would be cached.
     """
-    found, draw, texts = Round(), random.Random(seed), random.Random(f"{seed} {batch_id}")
+    found, draw, texts = Round(), random.Random(seed), random.Random(f"{seed} {kind}")
     began = time.perf_counter()
     before = await batch_requests(session, url)
     async with asyncio.TaskGroup() as group:
@@ -72,9 +81,31 @@ async def one_round(
             group.create_task(interactive(session, url, prompt, options.tokens, found))
             await asyncio.sleep(draw.expovariate(options.rate))
     found.seconds = time.perf_counter() - began
-    if batch_id is not None:
-        found.batch_tokens = int((await batch_requests(session, url) - before) * options.tokens)
+    found.batch_tokens = int((await batch_requests(session, url) - before) * options.tokens)
     return found
+
+
+@contextmanager
+def other_work() -> Generator[None]:
+    """Keep every core busy with copies of memory, at the lowest priority, while entered."""
+    begin = multiprocessing.get_context("spawn")
+    processes = [begin.Process(target=copy_memory, daemon=True) for _ in range(len(os.sched_getaffinity(0)))]
+    for process in processes:
+        process.start()
+    try:
+        yield
+    finally:
+        for process in processes:
+            process.kill()
+            process.join()
+
+
+def copy_memory() -> None:
+    """Copy memory until killed."""
+    os.nice(19)
+    source, target = np.ones(8 * 2**20), np.ones(8 * 2**20)
+    while True:
+        np.copyto(target, source)
 
 
 async def batch_requests(session: aiohttp.ClientSession, url: str) -> float:
@@ -124,16 +155,19 @@ def percentile(values: list[float], share: float) -> float:
 
 
 async def run(url: str, options: argparse.Namespace) -> None:
-    """Measure both kinds of rounds in turn, and print them."""
+    """Measure the kinds of rounds in turn, and print them."""
     kinds: dict[str, list[Round]] = {"alone": [], "with a batch": []}
+    if options.other_work:
+        kinds["other work"] = []
     async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=600)) as session:
-        await one_round(session, url, argparse.Namespace(**{**vars(options), "seconds": 3.0}), 0, None)  # warm-up
+        await one_round(session, url, argparse.Namespace(**{**vars(options), "seconds": 3.0}), 0, "warm-up")
         for number in range(options.rounds):
             for kind, rounds in kinds.items():
-                batch = None if kind == "alone" else await begin_batch(session, url, options, number)
-                if batch is not None:
-                    await asyncio.sleep(options.settle)
-                rounds.append(await one_round(session, url, options, 1000 + number, batch))
+                batch = await begin_batch(session, url, options, number) if kind == "with a batch" else None
+                with other_work() if kind == "other work" else nullcontext():
+                    if kind != "alone":
+                        await asyncio.sleep(options.settle)
+                    rounds.append(await one_round(session, url, options, 1000 + number, kind))
                 if batch is not None:
                     async with session.post(f"{url}/v1/batches/{batch}/cancel"):
                         pass
@@ -145,25 +179,26 @@ async def run(url: str, options: argparse.Namespace) -> None:
         seconds = sum(one.seconds for one in rounds)
         own, others = (sum(getattr(one, name) for one in rounds) / seconds for name in ("tokens", "batch_tokens"))
         print(f"{kind:14}{statistics.median(ttft):>10.1f}{percentile(ttft, 0.99):>10.1f}{own:>10.0f}{others:>10.0f}")
-    for name, share in (("P50", 0.5), ("P99", 0.99)):
-        draw, ratios = random.Random(7), list[float]()
-        for _ in range(RESAMPLES):
-            chosen = draw.choices(range(options.rounds), k=options.rounds)
-            sides = [
-                percentile([ttft for at in chosen for ttft in rounds[at].ttft], share) for rounds in kinds.values()
-            ]
-            ratios.append(sides[1] / sides[0])
-        ratios.sort()
-        both = [percentile([ttft for one in rounds for ttft in one.ttft], share) for rounds in kinds.values()]
-        low, high = ratios[RESAMPLES // 40], ratios[-RESAMPLES // 40]
-        each = [
-            percentile(one.ttft, share) / percentile(other.ttft, share)
-            for other, one in zip(*kinds.values(), strict=True)
-        ]
-        print(
-            f"{name} with a batch / alone: {both[1] / both[0]:.3f} ({low:.3f} to {high:.3f}), "
-            f"median of rounds {statistics.median(each):.3f}"
-        )
+    alone = kinds.pop("alone")
+    for kind, rounds in kinds.items():
+        for name, share in (("P50", 0.5), ("P99", 0.99)):
+            draw, ratios = random.Random(7), list[float]()
+            for _ in range(RESAMPLES):
+                chosen = draw.choices(range(options.rounds), k=options.rounds)
+                ratios.append(ratio([rounds[at] for at in chosen], [alone[at] for at in chosen], share))
+            ratios.sort()
+            low, high = ratios[RESAMPLES // 40], ratios[-RESAMPLES // 40]
+            each = statistics.median(ratio([one], [other], share) for one, other in zip(rounds, alone, strict=True))
+            print(
+                f"{name} {kind} / alone: {ratio(rounds, alone, share):.3f} ({low:.3f} to {high:.3f}), "
+                f"median of rounds {each:.3f}"
+            )
+
+
+def ratio(rounds: list[Round], others: list[Round], share: float) -> float:
+    """Return the ratio of a percentile of TTFT in ``rounds`` to that in the ``others``."""
+    one, other = (percentile([ttft for each in side for ttft in each.ttft], share) for side in (rounds, others))
+    return one / other
 
 
 def main() -> None:
@@ -177,6 +212,7 @@ def main() -> None:
     parser.add_argument("--prompt", type=int, default=500, help="words of a prompt")
     parser.add_argument("--tokens", type=int, default=100, help="tokens of an answer")
     parser.add_argument("--requests", type=int, default=4000, help="requests of a batch")
+    parser.add_argument("--other-work", action="store_true", help="also rounds with busy cores instead of a batch")
     options = parser.parse_args()
     gc.disable()  # a pause of this process would be a request's time
     asyncio.run(run(options.router.rstrip("/"), options))
