@@ -32,6 +32,8 @@ WITH_BODY = frozenset({"POST", "PUT", "PATCH"})
 CONTENT_TYPE, CONTENT_ENCODING = b"content-type", b"content-encoding"
 _LENGTH, _TRANSFER, _HOST = b"content-length", b"transfer-encoding", b"host"
 _DECIDING = frozenset({CONTENT_TYPE, CONTENT_ENCODING, _LENGTH, _TRANSFER, _HOST})
+# The same names as text: :func:`labelled` decides by these fields, and passes on all others as they are.
+DECIDING = frozenset(name.decode() for name in _DECIDING)
 # One value of a list: it may have commas in quoted strings.
 _ITEM = re.compile(r'(?:[^,"]|"(?:[^"\\]|\\.)*"?)+')
 _SPACE = " \t"

@@ -37,7 +37,7 @@ from tercet.protocol.headers import CONTROL_HEADERS as CONTROL
 from tercet.protocol.headers import PREFILLER_HEADER as PREFILLER
 from tercet.protocol.headers import PROBES, REQUEST_ID_HEADER, is_for_clients
 from tercet.protocol.names import kept_name
-from tercet.protocol.request_checks import WITH_BODY, forms_of, labelled
+from tercet.protocol.request_checks import DECIDING, WITH_BODY, forms_of, labelled
 from tercet.protocol.spans import span_context_of, span_of, working_in
 from tercet.router.limits.bodies import LARGEST_AT_ONCE, BodiesHeld, HeldBody
 from tercet.wire.serving.answers import breach_error
@@ -135,16 +135,15 @@ class Exchange:
     def _request_headers(self, message: ProcessingRequest) -> Sequence[ProcessingResponse]:
         if self._headers is not None:
             raise ExchangeBroken("headers of a second request on one stream")
-        self._headers = headers_of(message)
+        self._headers, deciding = headers_of(message)
         self.candidates = candidates_of(message)
         if self.path and not is_for_clients(self.path) and self.path not in PROBES:
             raise UnknownPath(
                 f"{self.path:.200} is not for clients, so no engine is picked for it; use the engine's own port"
             )
         if not message.request_headers.end_of_stream and self._headers.get(":method") in WITH_BODY:
-            fields = _fields_of(message)
-            label = labelled(fields, forms_of(self.path))
-            if label.fields != fields:
+            label = labelled(deciding, forms_of(self.path))
+            if label.fields != deciding:
                 self._relabelled = {"content-type": label.content_type}
         announced = self._headers.get("content-length", "")
         if announced.isdecimal() and int(announced) > self._max_bytes:
@@ -284,18 +283,17 @@ def _piece(content: bytes, last: bool) -> BodyResponse:
 # ---- reading messages ----------------------------------------------------------------------------------------
 
 
-def headers_of(message: ProcessingRequest) -> dict[str, str]:
-    """Return the request's headers; values of a repeated header are joined by commas."""
+def headers_of(message: ProcessingRequest) -> tuple[dict[str, str], list[tuple[bytes, bytes]]]:
+    """Return the request's headers, values of a repeated one joined by commas; and those that decide a body's form."""
     found: dict[str, str] = {}
-    for field, content in _fields_of(message):
-        name, value = field.decode("latin-1"), content.decode("latin-1")
+    deciding: list[tuple[bytes, bytes]] = []
+    for header in message.request_headers.headers.headers:
+        name, content = header.key.lower(), header.raw_value or header.value.encode()
+        value = content.decode("latin-1")
         found[name] = f"{found[name]},{value}" if name in found else value
-    return found
-
-
-def _fields_of(message: ProcessingRequest) -> list[tuple[bytes, bytes]]:
-    headers = message.request_headers.headers.headers
-    return [(header.key.lower().encode(), header.raw_value or header.value.encode()) for header in headers]
+        if name in DECIDING:
+            deciding.append((name.encode(), content))
+    return found, deciding
 
 
 def candidates_of(message: ProcessingRequest) -> Sequence[str] | None:
