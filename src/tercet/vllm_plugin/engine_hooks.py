@@ -425,6 +425,7 @@ CORE_HOOKS = (
         overrides=(
             "MultiConnector.get_handshake_metadata",
             "MultiConnector.set_xfer_handshake_metadata_pp_aware",
+            "MultiConnector.get_num_new_matched_tokens",
             "MultiConnector.build_connector_meta",
             "MultiConnector.take_events",
             "MultiConnector.get_finished_count",
@@ -446,7 +447,13 @@ CORE_HOOKS = (
             Says(f"{MULTI}.register_kv_caches", "for c in self._connectors: c.register_kv_caches("),
             Says(f"{MULTI}.bind_connector_metadata", "zip(self._connectors, connector_metadata.metadata)"),
             Says(f"{MULTI}.build_connector_meta", "metadata.extra_async_saves = self._extra_async_saves"),
-            Says(f"{MULTI}.get_num_new_matched_tokens", "if toks is None:", "return (None, False)"),
+            Takes(f"{MULTI}.get_num_new_matched_tokens", "request", "num_computed_tokens"),
+            Says(
+                f"{MULTI}.get_num_new_matched_tokens",
+                "if toks is None:",
+                "return (None, False)",
+                "self._requests_to_connector[request.request_id] = i",
+            ),
             Takes(f"{MULTI}.set_xfer_handshake_metadata_pp_aware", "metadata"),
             Takes(f"{MULTI}.get_finished_count"),
             Takes(f"{MULTI}.reset_cache"),

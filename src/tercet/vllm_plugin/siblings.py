@@ -7,13 +7,18 @@ vLLM's own. What differs, for each engine::
     start    each connector gets its own handshakes from all workers, and only those
     step     siblings plan first, and Tercet last: then the blocks that they read are known (:mod:`.core.fence`)
     step     Tercet sees which loads failed before it sends what they loaded (:class:`.core.scheduler_side.SendPlanner`)
+    request  it is computed if siblings do not say in time what they have of its prompt
 """
 
 from __future__ import annotations
 
+import logging
+import math
+import time
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
+from weakref import WeakKeyDictionary
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorHandshakeMetadata, KVConnectorRole
 from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import (
@@ -31,6 +36,15 @@ if TYPE_CHECKING:
     from vllm.distributed.kv_events import KVCacheEvent
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.request import Request
+
+logger = logging.getLogger(__name__)
+LONGEST_LOOKUP = 5.0
+"""Seconds until a request is computed that siblings are still looking up.
+
+That may last for ever: while a disk hangs, or if requests want more from vLLM's tier of files than its host memory has
+room for. Each of their blocks then replaces another one, before any request has all that it wants.
+"""
 
 
 @dataclass
@@ -50,6 +64,7 @@ class MultiConnector(VLLMsMultiConnector):
             raise UnsupportedVLLM(f"the first of the connectors must be TercetConnector, is {type(tercet).__name__}")
         self.tercet = tercet
         tercet.siblings = tuple(siblings)
+        self._looked_up_since: WeakKeyDictionary[Request, float] = WeakKeyDictionary()
 
     def get_handshake_metadata(self) -> SiblingHandshakes:
         return SiblingHandshakes(tuple(each.get_handshake_metadata() for each in self._connectors))
@@ -62,6 +77,25 @@ class MultiConnector(VLLMsMultiConnector):
             found = {rank: each for rank, each in workers.items() if each is not None}
             if found:
                 connector.set_xfer_handshake_metadata_pp_aware(found)
+
+    def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
+        if self.tercet.get_num_new_matched_tokens(request, num_computed_tokens)[0] is None:
+            return None, False  # it waits for its turn
+        found = super().get_num_new_matched_tokens(request, num_computed_tokens)
+        if found[0] is not None:
+            self._looked_up_since.pop(request, None)
+            return found
+        now = time.monotonic()
+        since = self._looked_up_since.setdefault(request, now)
+        if now - since < LONGEST_LOOKUP:
+            return found
+        if since > -math.inf:
+            seconds, who = now - since, request.request_id
+            logger.warning("%s is computed: other KV connectors have looked it up for %.1f s", who, seconds)
+            self._looked_up_since[request] = -math.inf
+        # One of them may have answered. All learn of the request's blocks, and that they have to load none.
+        self._requests_to_connector.pop(request.request_id, None)
+        return 0, False
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> MultiKVConnectorMetadata:
         siblings = [each.build_connector_meta(scheduler_output) for each in self.tercet.siblings]

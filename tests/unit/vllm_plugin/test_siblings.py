@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,6 +21,7 @@ from vllm.v1.core.kv_cache_utils import BlockHash, maybe_convert_block_hash
 
 from tercet.engine.interface import KeyedPrompt
 from tercet.protocol import NoSpace
+from tercet.vllm_plugin import siblings
 from tercet.vllm_plugin.core import core_methods
 from tercet.vllm_plugin.core.connector_messages import StepMetadata
 from tercet.vllm_plugin.core.fence import HOLD_THEIR_BLOCKS
@@ -25,7 +29,7 @@ from tercet.vllm_plugin.core.tiers import TierBlocks
 from tercet.vllm_plugin.hooks import Has, Says
 from tercet.vllm_plugin.siblings import MultiConnector, SiblingHandshakes
 
-from .tiered_engine import TieredEngine
+from .tiered_engine import TieredEngine, tier_with_files
 from .tiny_engine import BLOCK, NUM_BLOCKS, send_of, tokens_of
 
 CALLS = list[str]()
@@ -201,6 +205,63 @@ def test_a_reservation_says_what_a_tier_has_and_its_request_loads_it(config: Vll
     assert engine.loaded == loaded + 3, "nothing came under the lease, so the request takes the ordinary way"
     engine.settle()
     assert engine.wrong == []
+
+
+@pytest.mark.parametrize("lost", [False, True])
+def test_what_left_the_host_comes_back_from_files(config: VllmConfig, tmp_path: Path, lost: bool) -> None:
+    """Files that are lost meanwhile cost the computation, and no request waits for them."""
+    with closing(TieredEngine(config, [tier_with_files(tmp_path, chunks=6)])) as engine:
+        tokens, others = tokens_of(6 * BLOCK), tokens_of(6 * BLOCK, start=500)
+        for request_id, prompt in (("x", tokens), ("others", others)):
+            engine.run(engine.add(request_id, [*prompt, 5], max_tokens=1))
+            engine.settle()
+        files = list(tmp_path.rglob("*.bin"))
+        assert len(files) == 12
+        assert engine.scheduler.reset_prefix_cache()
+        found = core_methods.reserve(engine.core, "1" * 32, KeyedPrompt(tokens)).result(0)
+        assert (found.matched_len, found.tier_len) == (0, 6 * BLOCK)
+        core_methods.release(engine.core, "1" * 32, 0)
+        for file in files if lost else []:
+            file.unlink()
+        again = engine.add("y", [*tokens, 7], max_tokens=1)
+        engine.run(again)
+        engine.settle()
+        assert engine.loaded == (0 if lost else 6)
+        assert engine.wrong == []
+        assert engine.free_blocks == NUM_BLOCKS - 1
+
+
+def test_a_context_that_the_host_has_no_room_for_is_computed_in_the_end(
+    config: VllmConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM's tier brings its blocks into the host's memory over one another, and defers the request for ever."""
+    tokens = tokens_of(6 * BLOCK)
+    with closing(TieredEngine(config, [tier_with_files(tmp_path, chunks=6)])) as engine:
+        engine.run(engine.add("x", [*tokens, 5], max_tokens=1))
+        engine.settle()
+    monkeypatch.setattr(siblings, "LONGEST_LOOKUP", math.inf)
+    with closing(TieredEngine(config, [tier_with_files(tmp_path, chunks=4)])) as engine:
+        request = engine.add("y", [*tokens, 5], max_tokens=1)
+        for _ in range(200):
+            engine.step()
+        assert not request.is_finished()
+        monkeypatch.setattr(siblings, "LONGEST_LOOKUP", 0)
+        engine.run(request)
+        engine.settle()
+        assert (engine.loaded, engine.wrong) == (0, [])
+        assert engine.free_blocks == NUM_BLOCKS - 1
+
+
+def test_who_waits_for_its_turn_is_not_let_before_by_a_slow_sibling(
+    engine: TieredEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(siblings, "LONGEST_LOOKUP", 0)
+    monkeypatch.setattr(engine.side.queue, "holds_back", lambda _: True)
+    request = engine.add("x", tokens_of(20), max_tokens=1)
+    engine.step()
+    assert request.num_computed_tokens == 0
+    monkeypatch.undo()
+    engine.run(request)
 
 
 # ---- seams of connectors that do not run here ------------------------------------------------------------------

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import random
 from concurrent.futures import Future
+from contextlib import closing
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,10 +13,11 @@ from vllm.config import VllmConfig
 
 from tercet.engine.interface import KeyedPrompt, ReservedBlocks
 from tercet.protocol import NoSpace
+from tercet.vllm_plugin import siblings
 from tercet.vllm_plugin.core import core_methods
 from tercet.vllm_plugin.core.fence import SiblingFence
 
-from .tiered_engine import TieredEngine
+from .tiered_engine import HOST_TIER, TieredEngine, tier_with_files
 from .tiny_engine import BLOCK, NUM_BLOCKS, tokens_of
 
 PEERS = "KV of a peer"
@@ -215,22 +218,35 @@ def play(engine: TieredEngine, chance: random.Random, first: int) -> None:
     engine.settle()
 
 
-def wrong_of(config: VllmConfig, schedules: int) -> tuple[int, int, int]:
+def wrong_of(config: VllmConfig, schedules: int, tier: dict[str, Any] = HOST_TIER) -> tuple[int, int, int]:
     """How many of so many schedules, in a row on one engine, were wrong; how many blocks were stored and loaded."""
-    engine, wrong = TieredEngine(config), 0
-    for number in range(schedules):
-        play(engine, random.Random(number), 1000 + 50 * number)
-        wrong += bool(engine.wrong)
-        engine.wrong.clear()
-        assert engine.status()["leases"] == 0
-        assert engine.status()["free_blocks"] == NUM_BLOCKS - 1
-    return wrong, engine.stored, engine.loaded
+    with closing(TieredEngine(config, [tier])) as engine:
+        wrong = 0
+        for number in range(schedules):
+            play(engine, random.Random(number), 1000 + 50 * number)
+            wrong += bool(engine.wrong)
+            engine.wrong.clear()
+            assert engine.status()["leases"] == 0
+            assert engine.status()["free_blocks"] == NUM_BLOCKS - 1
+        return wrong, engine.stored, engine.loaded
 
 
 def test_of_a_thousand_schedules_none_is_wrong(config: VllmConfig) -> None:
     wrong, stored, loaded = wrong_of(config, 1000)
     assert wrong == 0
     assert min(stored, loaded) > 1000, "the tier has had to do"
+
+
+@pytest.mark.parametrize(("chunks", "longest_lookup"), [(20, 60), (6, 0.01)])
+def test_of_schedules_with_loads_from_files_none_is_wrong(
+    config: VllmConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, chunks: int, longest_lookup: float
+) -> None:
+    """The host has no room for two prompts, so most of what is loaded was pushed out of it; or not even for one."""
+    monkeypatch.setattr(siblings, "LONGEST_LOOKUP", longest_lookup)
+    wrong, stored, loaded = wrong_of(config, 200, tier_with_files(tmp_path, chunks))
+    assert wrong == 0
+    assert min(stored, loaded) > 200
+    assert len(list(tmp_path.rglob("*.bin"))) > 200
 
 
 def test_without_the_fence_many_are_wrong(config: VllmConfig, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,13 +7,16 @@ or writes a block in the wrong moment is seen in the memory.
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+import time
+from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import Any
 
 from vllm.config import KVEventsConfig, VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import OffloadingWorkerMetadata
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_offload.base import get_offload_block_hash
+from vllm.v1.kv_offload.tiering.async_lookup import LookupPhase
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request
 
@@ -23,8 +26,15 @@ from tests.host_tier import offloading
 
 from .tiny_engine import FULL, NEXT_TOKEN, TinyEngine
 
-CHUNKS = 200
-HOST_TIER = offloading(CHUNKS * 4096 * ((FULL.page_size_bytes + 4095) // 4096))
+CHUNK_BYTES = 4096 * ((FULL.page_size_bytes + 4095) // 4096)
+HOST_TIER = offloading(200 * CHUNK_BYTES)
+HASH_BYTES = 32
+LONGEST_WAIT = 60.0
+
+
+def tier_with_files(folder: Path, chunks: int) -> dict[str, Any]:
+    """A tier of so many blocks in host memory, and all of them in vLLM's tier of files."""
+    return offloading(chunks * CHUNK_BYTES, folder)
 
 
 def with_beside(config: VllmConfig, siblings: Sequence[dict[str, Any]]) -> VllmConfig:
@@ -40,14 +50,40 @@ def with_beside(config: VllmConfig, siblings: Sequence[dict[str, Any]]) -> VllmC
     return given
 
 
+class Region:
+    """A host tier's memory that vLLM's tier of files reads and writes, with a block's hash in the place of its KV."""
+
+    def __init__(self, view: memoryview) -> None:
+        assert view.strides is not None
+        self._bytes, self._stride = view.cast("B"), view.strides[0]
+
+    def __getitem__(self, chunk: int) -> bytes:
+        at = chunk * self._stride
+        return bytes(self._bytes[at : at + HASH_BYTES])
+
+    def update(self, copied: Iterable[tuple[int, Any]]) -> None:
+        for chunk, value in copied:
+            at = chunk * self._stride
+            kept = value if isinstance(value, bytes) else str(value).encode()
+            self._bytes[at : at + HASH_BYTES] = kept.ljust(HASH_BYTES)[:HASH_BYTES]
+
+    def release(self) -> None:
+        self._bytes.release()
+
+
 class TieredEngine(TinyEngine):
-    """`delay` is the number of steps that a store takes to read."""
+    """`delay` is the number of steps that a store takes to read. One with files below its tier is to be closed."""
 
     def __init__(self, config: VllmConfig, siblings: Sequence[dict[str, Any]] = (HOST_TIER,), delay: int = 0) -> None:
         super().__init__(with_beside(config, siblings), extra_config=None)
         self.delay = delay
         self.memory: dict[int, Any] = {}
-        self.tier: dict[int, Any] = {}
+        multi: Any = self.scheduler.get_kv_connector()
+        managers = [half.manager for each in multi._connectors if (half := getattr(each, "connector_scheduler", None))]
+        self._files = [tier for manager in managers for tier in getattr(manager, "secondary_tiers", ())]
+        self.tier: dict[int, Any] | Region = {}
+        if self._files:
+            self.tier = Region(managers[0].primary_tier.get_kv_memoryview())
         # Steps left, the job's id and its two sides; loads go at once.
         self._stores: list[list[Any]] = []
         self.wrong = list[str]()
@@ -56,6 +92,7 @@ class TieredEngine(TinyEngine):
         """Blocks whose load the next step reports as failed."""
 
     def step(self, runs: Any = lambda _: None) -> tuple[SchedulerOutput, StepMetadata]:
+        self._await_files()
         output = self.scheduler.schedule()
         metadata = step_in(output.kv_connector_metadata)
         assert metadata is not None
@@ -75,6 +112,22 @@ class TieredEngine(TinyEngine):
             output, ModelRunnerOutput(ids, indices, sampled, kv_connector_output=told)
         )  # fmt: skip
         return output, metadata
+
+    def _await_files(self) -> None:
+        """Return when the tier's threads have done what earlier steps asked for: then schedules are deterministic."""
+        deadline = time.monotonic() + LONGEST_WAIT
+        for tier in self._files:
+            tier.drain_jobs()
+            lookups = tier._lookup_manager
+            while any(each.phase is LookupPhase.IN_FLIGHT for each in lookups._lookup_state.values()):
+                assert time.monotonic() < deadline
+                time.sleep(0)  # another thread's turn
+                lookups.drain_results()
+
+    def close(self) -> None:
+        if isinstance(self.tier, Region):
+            self.tier.release()
+        self.scheduler.shutdown()
 
     def _worker_metadata(self, found: OffloadingWorkerMetadata) -> Any:
         from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiKVConnectorWorkerMetadata
