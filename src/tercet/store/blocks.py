@@ -95,7 +95,9 @@ class StoreBlocks:
             return
         gone = list[str]()
         for file, size, content in self.folder.scan():
-            gone += self._room_on_disk(size) or []
+            surplus = self.disk.surplus(size) or []
+            self._gone_from_disk(surplus)
+            gone += surplus
             if size <= self.disk.limit:
                 self.disk.add(file, size)
                 if content is not None:
@@ -286,16 +288,17 @@ class StoreBlocks:
     async def _load(self, folder: DiskFolder, content: BlockContent, slot: int) -> None:
         # The slot belongs to this task until the thread has ended, however long that takes.
         file, reader = folder.file(content.name), self._readers[slot % READERS]
+        good = False
         try:
             good = await reader.run(folder.read, content, self._parts(slot))
-        except FileNotFoundError:
-            good = False
+            if not good:
+                damaged.inc()
+        except FileNotFoundError:  # it has made room meanwhile, or others have deleted it
+            pass
         except OSError as error:  # a timeout is one: the disk is stuck, and may come back
             self._failures.tell(error)
             self.pool.give_back([slot])
             return
-        if not good:
-            damaged.inc()
         # The file is damaged or gone. The prompt ends here for this caller, who computes the rest.
         if not good and file in self.disk:
             self.disk.remove(file)
@@ -319,19 +322,20 @@ class StoreBlocks:
 
     async def _write(self, folder: DiskFolder, content: BlockContent, slot: int) -> None:
         file = folder.file(content.name)
-        # The index forgets first and the thread deletes after: a read that begins in between misses.
-        gone = self._room_on_disk(folder.size_of(content))
-        if gone is None:
+        surplus, gone = self.disk.surplus(folder.size_of(content)), list[str]()
+        if surplus is None:
             unwritten.inc()
             return
         self.pool.pin([slot])  # until the thread has ended
         self._writing = 1
         try:
-            size = await self._writer.run(_replace, folder, gone, content, self._parts(slot))
+            size = await self._writer.run(_replace, folder, surplus, gone, content, self._parts(slot))
         except OSError as error:
+            self._gone_from_disk(gone)
             unwritten.inc()
             self._failures.tell(error)
         else:
+            self._gone_from_disk(gone)
             self._failures.works()
             if file not in self.disk:
                 self.on_stored(content, TIERS[DISK])
@@ -339,15 +343,19 @@ class StoreBlocks:
         finally:
             self._writing = 0
             self.pool.unpin([slot])
+        for each in surplus:
+            self.disk.touch(each)  # one that cannot be deleted is still served, and others are tried before it
 
-    def _room_on_disk(self, size: int) -> list[str] | None:
-        gone = self.disk.make_room(size)
-        for file in gone or ():
+    def _gone_from_disk(self, files: Sequence[str]) -> None:
+        """Forget files that made room; what was deleted, not what should be: a read-only disk keeps its blocks."""
+        for file in files:
+            if file not in self.disk:
+                continue  # a read has missed it before
             evicted.labels(DISK).inc()
+            self.disk.remove(file)
             kind, _, name = file.rpartition("/")
             if self.folder is not None and kind == self.folder.kind:  # blocks of other weights have the same names
                 self._forget(bytes.fromhex(name), DISK)
-        return gone
 
     def _parts(self, slot: int) -> list[memoryview]:
         """Return a block's memory: of each rank, plane by plane."""
@@ -386,8 +394,13 @@ class StoreBlocks:
             self.folder.close()
 
 
-def _replace(folder: DiskFolder, gone: Sequence[str], content: BlockContent, parts: Sequence[memoryview]) -> int:
-    folder.delete(gone)
+def _replace(
+    folder: DiskFolder, surplus: Sequence[str], gone: list[str], content: BlockContent, parts: Sequence[memoryview]
+) -> int:  # fmt: skip
+    """Delete files and write a block; ``gone`` gets those that are deleted, also if the write fails."""
+    gone += folder.delete(surplus)
+    if len(gone) < len(surplus):
+        raise OSError("a file that was to make room cannot be deleted")
     return folder.write(content, parts)
 
 

@@ -65,15 +65,23 @@ class DiskIndex(Generic[File]):
     def __len__(self) -> int:
         return len(self._sizes)
 
-    def make_room(self, size: int) -> list[File] | None:
-        """Forget the files that are to be deleted so that ``size`` more bytes fit; None if they can never fit."""
+    def surplus(self, size: int) -> list[File] | None:
+        """Return the files that must go so that ``size`` more bytes fit; None if they can never fit."""
         if size > self.limit:
             return None
-        gone = list[File]()
-        while self.nbytes + size > self.limit:
-            file, there = self._sizes.popitem(last=False)
-            self.nbytes -= there
+        gone, nbytes = list[File](), self.nbytes
+        for file, there in self._sizes.items():
+            if nbytes + size <= self.limit:
+                break
+            nbytes -= there
             gone.append(file)
+        return gone
+
+    def make_room(self, size: int) -> list[File] | None:
+        """Forget the :meth:`surplus`, and return it."""
+        gone = self.surplus(size)
+        for file in gone or ():
+            self.remove(file)
         return gone
 
     def add(self, file: File, size: int) -> None:
@@ -184,21 +192,25 @@ class DiskFolder:
                 good = good and _checksum(parts) == header.checksum
             except (ValueError, *UNREADABLE):
                 good = False
-        if good:
-            os.utime(path)  # the order of use survives a restart
-        else:
-            path.unlink(missing_ok=True)
+        with suppress(OSError):  # the disk is read-only, or the file was evicted since
+            if good:
+                os.utime(path)  # the order of use survives a restart
+            else:
+                path.unlink()
         return good
 
-    def delete(self, files: Sequence[str]) -> None:
-        """Delete files, and folders of other kinds that become empty."""
+    def delete(self, files: Sequence[str]) -> list[str]:
+        """Delete files, and folders of other kinds that become empty; return those files that are gone."""
+        gone = list[str]()
         for name in files:
             path = self.root / name
             with suppress(OSError):
-                path.unlink()
+                path.unlink(missing_ok=True)
+                gone.append(name)
             if path.parent.name != self.kind:
                 with suppress(OSError):
                     path.parent.rmdir()
+        return gone
 
     def close(self) -> None:
         """Let another store use the folder."""

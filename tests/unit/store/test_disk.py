@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import random
 from collections.abc import Iterator
@@ -132,6 +133,54 @@ def test_a_write_that_fails_leaves_no_file(folder: DiskFolder) -> None:
     assert list((folder.root / KIND).iterdir()) == []
 
 
+@pytest.mark.parametrize("after", [0, 50, 1000, 2999])
+def test_a_disk_that_is_full_in_the_middle_of_a_write_keeps_what_it_had(
+    folder: DiskFolder, monkeypatch: pytest.MonkeyPatch, after: int
+) -> None:
+    one, other = blocks(2)
+    folder.write(one, kv(1))
+    write, left = os.write, after
+
+    def some(fd: int, data: memoryview) -> int:
+        nonlocal left
+        if not left:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        count = write(fd, data[:left])
+        left -= count
+        return count
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "write", some)
+        for content in (one, other):
+            left = after
+            with pytest.raises(OSError, match="No space left"):
+                folder.write(content, kv(2))
+            assert not left
+    assert [path.name for path in (folder.root / KIND).iterdir()] == [one.name.hex()]
+    found = empty()
+    assert folder.read(one, found)
+    assert found == kv(1)
+
+
+def test_a_disk_that_may_only_be_read_is_read(folder: DiskFolder, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(*_: object, **__: object) -> None:
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    (content,) = blocks(1)
+    folder.write(content, kv(1))
+    path = folder.root / folder.file(content.name)
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "utime", refused)
+        patched.setattr(Path, "unlink", refused)
+        found = empty()
+        assert folder.read(content, found)
+        assert found == kv(1)
+        assert folder.delete([folder.file(content.name)]) == []
+        path.write_bytes(path.read_bytes()[:-1])
+        assert not folder.read(content, empty())  # damaged, which is no reason to fail
+    assert folder.delete([folder.file(content.name)]) == [folder.file(content.name)]
+
+
 @given(st.integers(1, 40), st.lists(st.tuples(st.sampled_from("abcdef"), st.integers(1, 20), st.booleans())))
 def test_the_index_keeps_its_limit_and_forgets_the_least_recently_used(
     limit: int, steps: list[tuple[str, int, bool]]
@@ -143,7 +192,8 @@ def test_the_index_keeps_its_limit_and_forgets_the_least_recently_used(
             if file in model:
                 model[file] = model.pop(file)
             continue
-        gone = index.make_room(size)
+        surplus, gone = index.surplus(size), index.make_room(size)
+        assert gone == surplus
         assert (gone is None) == (size > limit)
         if gone is None:
             continue

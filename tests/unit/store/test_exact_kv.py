@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import itertools
+import os
 import shutil
 import tempfile
 from collections.abc import Callable, Coroutine, Iterator, Sequence
@@ -242,7 +243,7 @@ class AnyOrder(RuleBasedStateMachine):
             self.leases.append(Lease(name, prompt, self.run(self.blocks.reserve(name, prompt))))
 
     @precondition(lambda self: self.leases)
-    @rule(which=st.integers(0, 2), arrived=st.integers(0, 4), is_committed=st.booleans())
+    @rule(which=st.integers(0, 2), arrived=st.integers(0, 6), is_committed=st.booleans())
     def release(self, which: int, arrived: int, *, is_committed: bool) -> None:
         """End a lease, of which only the first blocks are whole; a sender has left anything in the others."""
         name, prompt, space = self.leases.pop(which % len(self.leases))
@@ -255,6 +256,15 @@ class AnyOrder(RuleBasedStateMachine):
         if is_committed:
             self.run(self.blocks.commit(name, prompt.content(end)))
         self.run(self.blocks.release(name, end))
+
+    @precondition(lambda self: self.leases)
+    @rule(which=st.integers(0, 2), more=PROMPTS)
+    def extend(self, which: int, more: list[int]) -> None:
+        at = which % len(self.leases)
+        name, prompt, _ = self.leases[at]
+        longer = prompt.with_output(prompt_with(more, None).tokens)
+        with suppress(NoSpace):
+            self.leases[at] = Lease(name, longer, self.run(self.blocks.extend(name, longer)))
 
     @rule(blocks=PROMPTS, tenant=TENANTS)
     def bring(self, blocks: list[int], tenant: str | None) -> None:
@@ -334,17 +344,20 @@ class AnyOrder(RuleBasedStateMachine):
         path.write_bytes(content)
         self.hurt[path] = bytes(content)
 
-    @rule(is_full=st.booleans())
-    def fill_up(self, *, is_full: bool) -> None:
-        """Let the disk be full, or not any more."""
+    @rule(state=st.sampled_from(["works", "is full", "is read-only"]))
+    def change(self, state: str) -> None:
+        """Let the disk refuse writes, and deletions, or work again."""
 
         def write(*_: object) -> int:
             raise OSError(errno.ENOSPC, "No space left on device")
 
         folder: Any = self.folder
-        folder.__dict__.pop("write", None)
-        if is_full:
+        for name in ("write", "delete"):
+            folder.__dict__.pop(name, None)
+        if state != "works":
             folder.write = write
+        if state == "is read-only":
+            folder.delete = lambda _: []  # none of them
 
     @rule(answers=st.booleans())
     def hang(self, *, answers: bool) -> None:
@@ -416,3 +429,55 @@ def test_a_file_of_other_weights_that_makes_room_is_no_block_of_these(events: An
     events.write()
     assert sum(path.parent.name == KINDS["first"] for path in events.files) < 2
     events.routers_believe_what_is_held()
+
+
+def test_files_that_cannot_be_deleted_are_served_and_counted(events: AnyOrder) -> None:
+    events.bring(blocks=[0, 0], tenant="a")
+    events.bring(blocks=[0, 0], tenant="b")
+    events.write()
+    events.change("is read-only")
+    for tenant in (None, "a", "b"):
+        events.bring(blocks=[1, 1], tenant=tenant)
+        events.write()
+        events.the_disk_has_what_the_index_says_within_its_limit()
+    events.send(wanted=[([0, 0], "a"), ([0, 0], "b")])
+    assert [len(each.slots) for each in events.sends] == [2, 2]
+
+
+def test_a_store_killed_at_any_step_of_its_writes_has_each_block_whole_or_not_at_all(
+    events: AnyOrder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    states = list[Path]()
+
+    def keep(owner: Any, name: str, most: int | None = None) -> None:
+        """Copy the disk before each call; of bytes, at most ``most`` are written by one."""
+        call = getattr(owner, name)
+
+        def copied(place: Any, *args: Any, **named: Any) -> Any:
+            states.append(tmp_path / str(len(states)))
+            shutil.copytree(events.root, states[-1])
+            return call(place, args[0][:most], **named) if most else call(place, *args, **named)
+
+        patched.setattr(owner, name, copied)
+
+    with monkeypatch.context() as patched:
+        keep(os, "write", 48)
+        keep(Path, "replace")
+        keep(Path, "unlink")
+        for tenant in ("a", "b"):  # the second one's blocks replace some of the first one's
+            events.bring(blocks=[0, 1, 0], tenant=tenant)
+            events.write()
+    seen = set[int]()
+    for state in states:
+        events.stop()
+        shutil.rmtree(events.root)
+        shutil.copytree(state, events.root)
+        events.start("first")
+        assert not [path for path in events.files if path.suffix]
+        assert len(events.files) == len(events.blocks.disk)
+        events.the_disk_has_what_the_index_says_within_its_limit()
+        seen.add(len(events.blocks.held))
+        for tenant in ("a", "b"):
+            events.send(wanted=[([0, 1, 0], tenant)])
+            events.end_send(0)
+    assert seen >= {*range(4)}
