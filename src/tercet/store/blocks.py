@@ -38,7 +38,10 @@ hits = Counter("tercet_store_hit_blocks", "Blocks that were asked for and sent, 
 misses = Counter("tercet_store_missed_blocks", "Blocks that were asked for and not sent.")
 stored = Counter("tercet_store_stored_blocks", "Blocks that arrived and were not held before.")
 evicted = Counter("tercet_store_evicted_blocks", "Blocks that made room for others, by where they were.", ["medium"])
-damaged = Counter("tercet_store_damaged_blocks", "Blocks whose file was not what was written; they were deleted.")
+damaged = Counter(
+    "tercet_store_damaged_blocks",
+    "Blocks whose file is damaged or cannot be read; they were deleted.",
+)
 unwritten = Counter("tercet_store_unwritten_blocks", "Blocks that were not written to disk: it is slow, full or gone.")
 MEMORY, DISK = "memory", "disk"
 TIERS = {MEMORY: "cpu", DISK: "storage"}

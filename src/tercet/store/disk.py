@@ -10,6 +10,7 @@ found; they are deleted first when there is no room. Nothing is believed that a 
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import logging
 import os
@@ -36,6 +37,8 @@ CHECKSUM_BYTES = 16
 LONGEST_HEADER = 1024 * 1024
 PART = ".part"
 LOCK = "tercet.lock"
+PASSING = errno.EMFILE, errno.ENFILE, errno.ENOMEM
+"""Errors that say nothing about a file, which may be read another time."""
 # Other files below the root are not ours, and stay.
 FOLDER, FILE = re.compile(r"tercet-[0-9a-f]{16}"), re.compile(r"[0-9a-f]{32}(\.part)?")
 
@@ -136,19 +139,30 @@ class DiskFolder:
                     name = f"{folder.name}/{path.name}"
                     found.append((folder.name == self.kind, stat.st_mtime, name, stat.st_size))
         # Other kinds sort first, as False is less than True: their files go before this kind's do.
+        left = list[OSError]()
         for ours, _, name, size in sorted(found):
-            content = self._content(name, size) if ours else None
+            try:
+                content = self._content(name, size) if ours else None
+            except OSError as error:
+                left.append(error)
+                continue
             if name.endswith(PART) or (ours and content is None):
                 self.delete([name])
             else:
                 yield name, size, content
+        if left:
+            logger.warning("disk: %d files are left out until the next start: %s", len(left), left[0].strerror)
 
     def _content(self, name: str, size: int) -> BlockContent | None:
-        """Return the contents that a file's header says; None if the file is not whole."""
+        """Return the contents that a file's header says; None if the file is not whole. Raises ``OSError``."""
         try:
             with (self.root / name).open("rb", buffering=0) as file:
                 header, length = _read_header(file.fileno())
-        except (OSError, ValueError, *UNREADABLE):
+        except OSError as error:
+            if error.errno in PASSING:
+                raise
+            return None
+        except (ValueError, *UNREADABLE):
             return None
         # The start reads headers only. KV is checked when it is read, as a whole disk would take minutes.
         whole = length + header.nbytes == size and header.nbytes == self._block_bytes
@@ -190,6 +204,10 @@ class DiskFolder:
                 # Names are digests of contents: a file under another's name is as wrong as a flipped bit.
                 good = header.content.name == content.name and all(_read_all(file.fileno(), part) for part in parts)
                 good = good and _checksum(parts) == header.checksum
+            except OSError as error:
+                if error.errno in PASSING:
+                    raise
+                good = False  # such as a bad sector: the block is to be brought again
             except (ValueError, *UNREADABLE):
                 good = False
         with suppress(OSError):  # the disk is read-only, or the file was evicted since

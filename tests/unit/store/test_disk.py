@@ -181,6 +181,29 @@ def test_a_disk_that_may_only_be_read_is_read(folder: DiskFolder, monkeypatch: p
     assert folder.delete([folder.file(content.name)]) == [folder.file(content.name)]
 
 
+@pytest.mark.parametrize(("code", "stays"), [(errno.EIO, False), (errno.EMFILE, True), (errno.ENOMEM, True)])
+def test_a_file_on_a_bad_sector_is_damaged_and_one_that_was_not_tried_stays(
+    folder: DiskFolder, monkeypatch: pytest.MonkeyPatch, code: int, stays: bool
+) -> None:
+    def fails(*_: object) -> int:
+        raise OSError(code, os.strerror(code))
+
+    (content,) = blocks(1)
+    for scans in (False, True):
+        folder.write(content, kv(1))
+        with monkeypatch.context() as patched:
+            patched.setattr(os, "readv", fails)
+            if scans:
+                assert list(folder.scan()) == []
+            elif stays:
+                with pytest.raises(OSError, match=os.strerror(code)):
+                    folder.read(content, empty())
+            else:
+                assert not folder.read(content, empty())
+        assert (folder.root / folder.file(content.name)).exists() is stays
+        assert len(list(folder.scan())) == stays
+
+
 @given(st.integers(1, 40), st.lists(st.tuples(st.sampled_from("abcdef"), st.integers(1, 20), st.booleans())))
 def test_the_index_keeps_its_limit_and_forgets_the_least_recently_used(
     limit: int, steps: list[tuple[str, int, bool]]

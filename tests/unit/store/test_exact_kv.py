@@ -431,6 +431,28 @@ def test_a_file_of_other_weights_that_makes_room_is_no_block_of_these(events: An
     events.routers_believe_what_is_held()
 
 
+def test_a_block_that_cannot_be_read_is_brought_again(events: AnyOrder, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: object) -> int:
+        raise OSError(errno.EIO, "Input/output error")
+
+    events.bring(blocks=[0, 0], tenant="a")
+    events.write()
+    pool = events.blocks.pool
+    pool.give_back(pool.take(SLOTS))
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "readv", fails)
+        (sent,) = events.run(events._begun([prompt_with([0, 0], "a")]))
+    assert sent.slots == ()
+    events.routers_believe_what_is_held()
+    events.reserve(blocks=[0, 0], tenant="a")
+    assert events.leases[0].space.matched_len == 0
+    events.release(0, 2, is_committed=False)
+    events.write()
+    pool.give_back(pool.take(SLOTS))
+    events.send(wanted=[([0, 0], "a")])
+    assert len(events.sends[0].slots) == 2
+
+
 def test_files_that_cannot_be_deleted_are_served_and_counted(events: AnyOrder) -> None:
     events.bring(blocks=[0, 0], tenant="a")
     events.bring(blocks=[0, 0], tenant="b")
