@@ -471,7 +471,9 @@ CORE_HOOKS = (
                 "self._req_status: dict",
                 "self._jobs: dict[int, TransferJobStatus]",
             ),
-            Says(f"{OFFLOADING}:OffloadingConnectorScheduler.update_connector_output", "del self._jobs[job_id]"),
+            Says(
+                f"{OFFLOADING}:OffloadingConnectorScheduler", "def update_connector_output(", "del self._jobs[job_id]"
+            ),
         ),
     ),
     Hook(
