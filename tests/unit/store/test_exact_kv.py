@@ -200,10 +200,18 @@ class AnyOrder(RuleBasedStateMachine):
         every: Any = [StepByStep(self.answers) for _ in range(3)]
         *blocks._readers, blocks._writer = every
         blocks.scan()
+        self.told_twice = False  # indexes of routers count copies
         self.told = self.held  # what routers believe, by name and tier
-        blocks.on_stored = lambda content, tier: self.told.add((content.name, tier))
-        blocks.on_removed = lambda name, tier: self.told.discard((name, tier))
+        blocks.on_stored, blocks.on_removed = self.tell, self.untell
         self.loop.call_soon(blocks.start)
+
+    def tell(self, content: BlockContent, tier: str) -> None:
+        self.told_twice |= (content.name, tier) in self.told
+        self.told.add((content.name, tier))
+
+    def untell(self, name: bytes, tier: str) -> None:
+        self.told_twice |= (name, tier) not in self.told
+        self.told.discard((name, tier))
 
     def stop(self) -> None:
         self.run(self.blocks.close())
@@ -374,6 +382,7 @@ class AnyOrder(RuleBasedStateMachine):
     @invariant()
     def routers_believe_what_is_held(self) -> None:
         assert self.told == self.held
+        assert not self.told_twice
 
     @invariant()
     def the_disk_has_what_the_index_says_within_its_limit(self) -> None:

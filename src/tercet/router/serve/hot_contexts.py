@@ -134,8 +134,11 @@ class HotContexts:
                     await kept.enter_async_context(member.engine.prep_recv(token))
             for wanted in self.wanted.most_wanted(began)[:MOST_CONTEXTS]:
                 if plan.is_over(self._clock()) or not member.reachable:
-                    late = f"{self._seconds:g} s were over" if self._clock() - began >= self._seconds else ""
-                    record.rest = late or (f"{SHARE:.0%} of its KV was sent" if member.reachable else "no answer")
+                    record.rest = f"{SHARE / self._processes:.0%} of its KV was sent"
+                    if not member.reachable:
+                        record.rest = "no answer"
+                    elif self._clock() - began >= self._seconds:
+                        record.rest = f"{self._seconds:g} s were over"
                     break
                 await asyncio.sleep(0)  # many may be held elsewhere
                 request = self.wanted.request(wanted, self._next_id())
