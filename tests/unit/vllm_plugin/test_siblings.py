@@ -240,7 +240,7 @@ def test_a_context_that_the_host_has_no_room_for_is_computed_in_the_end(
         engine.run(engine.add("x", [*tokens, 5], max_tokens=1))
         engine.settle()
     monkeypatch.setattr(siblings, "LONGEST_LOOKUP", math.inf)
-    with closing(TieredEngine(config, [tier_with_files(tmp_path, chunks=4)])) as engine:
+    with closing(TieredEngine(config, [tier_with_files(tmp_path, chunks=5)])) as engine:
         request = engine.add("y", [*tokens, 5], max_tokens=1)
         for _ in range(200):
             engine.step()
