@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import socket
 import uuid
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -379,9 +378,7 @@ async def serving(
         stack.push_async_callback(edge.tasks.close)
         server = StoreServer(edge, blocks, config.secret)
         stack.callback(server.router_connections.close)
-        family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
-        listening = stack.enter_context(socket.create_server((config.host, config.port), family=family))
-        await stack.enter_async_context(served(server.app(), listening))
+        await stack.enter_async_context(served(server.app(), (config.host, config.port)))
         yield server
 
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import AsyncGenerator, Coroutine, Generator
+from collections.abc import AsyncGenerator, Coroutine, Generator, Sequence
 from contextlib import asynccontextmanager, contextmanager
+from functools import partial
 from typing import Any, TypeVar
 
 import msgspec
@@ -30,7 +31,24 @@ STARTED_POLL_S = 0.01
 
 
 class QuietServer(uvicorn.Server):
-    """A uvicorn server that does not handle signals; its caller does."""
+    """A uvicorn server that does not handle signals; its caller does.
+
+    With an ``address`` it listens there by itself: uvicorn's own start ends the process if the address is in use, and
+    the start here raises ``OSError``.
+    """
+
+    address: tuple[str, int] | None = None
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        if self.address is None:
+            await super().startup(sockets)
+            return
+        config, loop = self.config, asyncio.get_running_loop()
+        connection = partial(
+            BoundedProtocol, config=config, server_state=self.server_state, app_state=self.lifespan.state
+        )  # fmt: skip
+        listening = await loop.create_server(connection, *self.address, ssl=config.ssl, backlog=config.backlog)
+        self.servers, self.started = [listening], True
 
     @contextmanager
     def capture_signals(self) -> Generator[None]:
@@ -54,10 +72,14 @@ def server_of(app: ASGIApp, **options: Any) -> QuietServer:
 
 
 @asynccontextmanager
-async def served(app: ASGIApp, listening: socket.socket, **options: Any) -> AsyncGenerator[None]:
-    """Serve ``app`` at the socket while entered; see :func:`server_of`."""
+async def served(app: ASGIApp, at: socket.socket | tuple[str, int], **options: Any) -> AsyncGenerator[None]:
+    """Serve ``app`` at a socket, or at host and port, while entered; see :func:`server_of`.
+
+    Raises ``OSError`` if the address is in use.
+    """
     server = server_of(app, **options)
-    serving = asyncio.ensure_future(server.serve([listening]))
+    server.address = at if isinstance(at, tuple) else None
+    serving = asyncio.ensure_future(server.serve(None if isinstance(at, tuple) else [at]))
     try:
         if not await server.started_by(serving):
             serving.result()
@@ -81,12 +103,14 @@ def admit(request: Request, callers: Callers, incarnation: str, asks_for_a_key: 
     require_incarnation(request.headers.get(INCARNATION_HEADER), incarnation)
 
 
-async def call_in(request: Request, kind: type[T], most: int, taker: str) -> T:
+async def call_in(
+    request: Request, kind: type[T], most: int, taker: str, forms: Sequence[str] = VERB_FORMS
+) -> T:  # fmt: skip
     """Read the call in the body of an admitted request; ``most`` bytes are the limit of the ``taker``.
 
     Raises :class:`~tercet.protocol.TercetError` for another body, and ``ClientDisconnect`` if the client leaves.
     """
-    form = labelled(request.scope["headers"], VERB_FORMS).form
+    form = labelled(request.scope["headers"], forms).form
     body = BodyPieces()
     if not await read_whole(request.receive, request.headers.get("content-length", ""), most, taker, body):
         raise ClientDisconnect

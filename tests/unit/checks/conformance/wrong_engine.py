@@ -9,7 +9,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import msgspec
-from aiohttp import web
+from starlette.requests import Request as HttpRequest
+from starlette.responses import Response, StreamingResponse
+from starlette.routing import Route
 
 from tercet.protocol import (
     BadRequest,
@@ -24,10 +26,11 @@ from tercet.protocol import (
     Usage,
 )
 from tercet.protocol.wire import API_PREFIX
+from tercet.wire.serving.http_server import error_response, json_response
 from tercet_lab.sim import SimEngine
-from tercet_lab.sim.sim_verbs import Verbs, json_of
+from tercet_lab.sim.sim_verbs import Verbs
 
-Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+Handler = Callable[[HttpRequest], Awaitable[Response]]
 # The fields of an answer's status and body, which a fault may change.
 Said = tuple[int, Any]
 Changed = Iterable[Output]
@@ -57,29 +60,31 @@ class WrongVerbs(Verbs):
     def __init__(self, engine: SimEngine, keys: Sequence[str], model: str, planted: Fault) -> None:
         super().__init__(engine, keys, model)
         self.engine: Any = engine
-        self.callers: Any = self._callers
-        self.before: Callable[[str, web.Request], Awaitable[web.StreamResponse | None]] | None = None
+        self.before: Callable[[str, HttpRequest], Awaitable[Response | None]] | None = None
         self.after: dict[str, Callable[[int, Any], Said]] = {}
         planted.plant(self)
 
-    def routes(self) -> list[web.RouteDef]:
-        return [web.RouteDef(each.method, each.path, self._wrong(each.handler), {}) for each in super().routes()]  # type: ignore[arg-type]
+    def routes(self) -> list[Route]:
+        routes = super().routes()
+        return [Route(each.path, self._wrong(each.endpoint), methods=[*(each.methods or ())]) for each in routes]
 
     def _wrong(self, handler: Handler) -> Handler:
-        async def handled(http: web.Request) -> web.StreamResponse:
-            verb = http.path.removeprefix(f"{API_PREFIX}/")
-            if self.before is not None and (answer := await self.before(verb, http)) is not None:
-                return answer
+        async def handled(http: HttpRequest) -> Response:
+            verb = http.url.path.removeprefix(f"{API_PREFIX}/")
+            if self.before is not None:
+                await http.body()
+                if (answer := await self.before(verb, http)) is not None:
+                    return answer
+                http = HttpRequest(http.scope, again(await http.body(), http))
             try:
                 answer = await handler(http)
             except TercetError as error:
-                answer = json_of(error.to_wire(), error.status)
+                answer = error_response(error, self.callers)
             change = self.after.get(verb, self.after.get("any"))
-            if change is None or not isinstance(answer, web.Response):
+            if change is None or isinstance(answer, StreamingResponse):
                 return answer
-            assert isinstance(answer.body, bytes)
-            status, said = change(answer.status, msgspec.json.decode(answer.body))
-            changed = json_of(said, status)
+            status, said = change(answer.status_code, msgspec.json.decode(answer.body))
+            changed = json_response(said, status)
             for name in ("www-authenticate",):
                 changed.headers.update({name: answer.headers[name]} if name in answer.headers else {})
             return changed
@@ -115,13 +120,23 @@ def shifted(output: Output) -> Output:
     return msgspec.structs.replace(output, token_ids=tuple(token + 1 for token in output.token_ids))
 
 
-def body_of(http: web.Request, change: Callable[[dict[str, Any]], Mapping[str, Any]]) -> None:
+def again(body: bytes, http: HttpRequest) -> Callable[[], Awaitable[Any]]:
+    """The receiver of a request whose body was read, and may have been changed."""
+    unread = [{"type": "http.request", "body": body, "more_body": False}]
+
+    async def receive() -> Any:
+        return unread.pop() if unread else await http.receive()
+
+    return receive
+
+
+def body_of(http: HttpRequest, change: Callable[[dict[str, Any]], Mapping[str, Any]]) -> None:
     """Change the body of a request that has been read."""
     read: Any = http
     try:
-        said = msgspec.json.decode(read._read_bytes)
+        said = msgspec.json.decode(read._body)
         if isinstance(said, dict):
-            read._read_bytes = msgspec.json.encode(change(said))
+            read._body = msgspec.json.encode(change(said))
     except (msgspec.DecodeError, UnicodeDecodeError, TypeError):
         return
 
@@ -172,7 +187,7 @@ def lists_no_sequences(wrong: WrongVerbs) -> None:
 
 @fault("calls-for-another-start")
 def serves_calls_for_another_start(wrong: WrongVerbs) -> None:
-    async def before(verb: str, http: web.Request) -> None:
+    async def before(verb: str, http: HttpRequest) -> None:
         with_headers(http, x_tercet_incarnation="")
 
     wrong.before = before
@@ -242,9 +257,9 @@ def has_no_prefix_cache(wrong: WrongVerbs) -> None:
 
 @fault("text-prompts")
 def takes_tokens_only(wrong: WrongVerbs) -> None:
-    async def before(verb: str, http: web.Request) -> web.Response | None:
-        if b'"Once upon' in await http.read():
-            return json_of(BadRequest("prompt: must be tokens", "prompt").to_wire(), 400)
+    async def before(verb: str, http: HttpRequest) -> Response | None:
+        if b'"Once upon' in await http.body():
+            return json_response(BadRequest("prompt: must be tokens", "prompt").to_wire(), 400)
         return None
 
     wrong.before = before
@@ -315,8 +330,8 @@ def mixes_up_sequences_of_a_batch(wrong: WrongVerbs) -> None:
 
 @fault("token-streams")
 def does_not_connect(wrong: WrongVerbs) -> None:
-    async def before(verb: str, http: web.Request) -> web.Response | None:
-        return json_of({"connected": True}) if verb == "connect" else None
+    async def before(verb: str, http: HttpRequest) -> Response | None:
+        return json_response({"connected": True}) if verb == "connect" else None
 
     wrong.before = before
 
@@ -481,7 +496,7 @@ def has_errors_of_its_own_form(wrong: WrongVerbs) -> None:
 
 @fault("wrong-fields-are-named")
 def takes_unknown_fields(wrong: WrongVerbs) -> None:
-    async def before(verb: str, http: web.Request) -> None:
+    async def before(verb: str, http: HttpRequest) -> None:
         body_of(http, lambda said: {name: value for name, value in said.items() if name != "nonsense"})
 
     wrong.before = before
@@ -497,7 +512,7 @@ def does_not_name_fields(wrong: WrongVerbs) -> None:
 
 @fault("wrong-values-are-named")
 def mends_wrong_values(wrong: WrongVerbs) -> None:
-    async def before(verb: str, http: web.Request) -> None:
+    async def before(verb: str, http: HttpRequest) -> None:
         body_of(http, lambda said: {**said, **({"begin": max(0, said["begin"])} if "begin" in said else {})})
 
     wrong.before = before
@@ -505,31 +520,23 @@ def mends_wrong_values(wrong: WrongVerbs) -> None:
 
 @fault("unknown-adapters")
 def computes_with_the_base_model_instead(wrong: WrongVerbs) -> None:
-    async def before(verb: str, http: web.Request) -> None:
+    async def before(verb: str, http: HttpRequest) -> None:
         body_of(http, lambda said: {name: value for name, value in said.items() if name != "adapter"})
 
     wrong.before = before
 
 
-def with_headers(http: web.Request, **changes: str) -> None:
+def with_headers(http: HttpRequest, **changes: str) -> None:
     """Replace headers of a request that has been read."""
-    changed: Any = http
-    headers = http.headers.copy()
-    for name, value in changes.items():
-        headers.pop(name.replace("_", "-"), None)
-        if value:
-            headers[name.replace("_", "-")] = value
-    changed._headers = headers
-    changed._cache = {name: value for name, value in changed._cache.items() if "headers" not in name}
-    changed._message = http._message._replace(
-        raw_headers=tuple((name.encode(), value.encode()) for name, value in headers.items())
-    )
+    new = {name.replace("_", "-").encode(): value.encode() for name, value in changes.items()}
+    kept = [(name, value) for name, value in http.scope["headers"] if name not in new]
+    http.scope["headers"] = [*kept, *((name, value) for name, value in new.items() if value)]
 
 
 @fault("types-of-bodies")
 def reads_any_type_of_body(wrong: WrongVerbs) -> None:
-    async def before(verb: str, http: web.Request) -> None:
-        if http.content_type != "application/msgpack":
+    async def before(verb: str, http: HttpRequest) -> None:
+        if http.headers.get("content-type") != "application/msgpack":
             with_headers(http, content_type="application/json", content_encoding="")
 
     wrong.before = before
@@ -537,7 +544,7 @@ def reads_any_type_of_body(wrong: WrongVerbs) -> None:
 
 @fault("web-pages-are-refused")
 def serves_web_pages(wrong: WrongVerbs) -> None:
-    async def before(verb: str, http: web.Request) -> None:
+    async def before(verb: str, http: HttpRequest) -> None:
         with_headers(http, origin="")
 
     wrong.before = before
@@ -545,7 +552,7 @@ def serves_web_pages(wrong: WrongVerbs) -> None:
 
 @fault("strangers-are-refused", secret="s3cret")
 def serves_whoever_shows_some_key(wrong: WrongVerbs) -> None:
-    async def before(verb: str, http: web.Request) -> None:
+    async def before(verb: str, http: HttpRequest) -> None:
         if http.headers.get("authorization", "").startswith("Bearer w"):
             with_headers(http, authorization="Bearer s3cret")
 
@@ -555,7 +562,8 @@ def serves_whoever_shows_some_key(wrong: WrongVerbs) -> None:
 @fault("proofs-are-for-one-call", secret="s3cret")
 def takes_a_proof_twice(wrong: WrongVerbs) -> None:
     every_number = SimpleNamespace(take=lambda _: True)
-    wrong.callers._seen = SimpleNamespace(get=lambda _: every_number)
+    callers: Any = wrong.callers
+    callers._seen = SimpleNamespace(get=lambda _: every_number)
 
 
 # ---- KV between engines --------------------------------------------------------------------------------------
@@ -630,7 +638,7 @@ def without_cached_only(said: dict[str, Any]) -> Mapping[str, Any]:
 
 @fault("cached-kv-alone")
 def computes_what_is_not_cached(wrong: WrongVerbs) -> None:
-    async def before(verb: str, http: web.Request) -> None:
+    async def before(verb: str, http: HttpRequest) -> None:
         body_of(http, without_cached_only)
 
     wrong.before = before

@@ -13,6 +13,8 @@ import aiohttp
 import msgspec
 import pytest
 from aiohttp import web
+from starlette.requests import Request
+from starlette.responses import Response
 
 from tercet.protocol import BadRequest, LeaseEnded, Unauthorized
 from tercet.protocol.headers import PREFILLED_HEADER
@@ -687,7 +689,7 @@ async def test_by_the_verbs_the_engine_is_told_what_the_other_one_had(monkeypatc
     told = list[str | None]()
     served = OpenAI.completions
 
-    async def completions(self: OpenAI, http: web.Request) -> web.StreamResponse:
+    async def completions(self: OpenAI, http: Request) -> Response:
         told.append(http.headers.get(PREFILLED_HEADER))
         return await served(self, http)
 

@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
+import socket
 import ssl
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import aiohttp
 import pytest
 from aiohttp import web
+from starlette.applications import Starlette
+from starlette.datastructures import Headers
+from starlette.types import Receive, Scope, Send
 
 from tercet.protocol import BadRequest, EngineUnreachable, TercetError, Unauthorized
 from tercet.wire.client import HttpEngine, engine_tls
+from tercet.wire.serving.http_server import error_handlers
+from tercet.wire.serving.http_server import served as serving_http
 from tercet.wire.streams import StreamListener
 from tercet_lab.sim.sim_engine import SimEngine
-from tercet_lab.sim.sim_verbs import HttpNetwork, Verbs, errors_as_json
+from tercet_lab.sim.sim_verbs import HttpNetwork, Verbs
 from tests.abort import abort
 from tests.servers import served
 from tests.unit.lab.sim.models import profile_of, request_of
@@ -25,36 +32,32 @@ from tests.unit.wire.client.certificates import Authority
 
 @asynccontextmanager
 async def engine_served(
-    tls: ssl.SSLContext | None, seen: list[str | None], keys: Sequence[str] = ()
+    tls: Mapping[str, Any], seen: list[str | None], keys: Sequence[str] = ()
 ) -> AsyncGenerator[str]:
-    """A simulated engine's verbs; ``seen`` gets the authorization of each call."""
-
-    @web.middleware
-    async def note(request: web.Request, handler: web.Handler) -> web.StreamResponse:  # type: ignore[name-defined]
-        seen.append(request.headers.get("authorization"))
-        return await handler(request)
-
+    """A simulated engine's verbs; ``seen`` gets the authorization of each call, ``tls`` are uvicorn's options."""
     profile = profile_of(QUICK, 1000)
     async with aiohttp.ClientSession() as session:
         network = HttpNetwork(profile.transfer, session)
         verbs = Verbs(SimEngine("e", profile, network), keys)
-        app = web.Application(middlewares=[note, errors_as_json])
-        app.add_routes(verbs.routes())
-        async with served(app, tls=tls) as url:
-            try:
-                yield url
-            finally:
-                await verbs.relay.close()
-                await network.posting.close()
+        app = Starlette(routes=verbs.routes(), exception_handlers=error_handlers(verbs.callers))
+
+        async def note(scope: Scope, receive: Receive, send: Send) -> None:
+            seen.append(Headers(scope=scope).get("authorization"))
+            await app(scope, receive, send)
+
+        with socket.create_server(("127.0.0.1", 0)) as listening:
+            async with serving_http(note, listening, **tls):
+                try:
+                    yield f"{'https' if tls else 'http'}://127.0.0.1:{listening.getsockname()[1]}"
+                finally:
+                    await verbs.relay.close()
+                    await network.posting.close()
 
 
-def server_tls(authority: Authority, clients: Authority | None = None) -> ssl.SSLContext:
-    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
-    context.load_cert_chain(*authority.issue("engine"))
-    if clients is not None:
-        context.verify_mode = ssl.CERT_REQUIRED
-        context.load_verify_locations(clients.file)
-    return context
+def server_tls(authority: Authority, clients: Authority | None = None) -> Mapping[str, Any]:
+    certificate, key = authority.issue("engine")
+    found = {"ssl_certfile": certificate, "ssl_keyfile": key}
+    return found if clients is None else found | {"ssl_cert_reqs": ssl.CERT_REQUIRED, "ssl_ca_certs": clients.file}
 
 
 @pytest.mark.parametrize(
@@ -69,7 +72,7 @@ def server_tls(authority: Authority, clients: Authority | None = None) -> ssl.SS
 )
 async def test_every_call_proves_the_secret_and_none_shows_it(secret: str, keys: list[str]) -> None:
     seen: list[str | None] = []
-    async with engine_served(None, seen, keys) as url, StreamListener() as listener:
+    async with engine_served({}, seen, keys) as url, StreamListener() as listener:
         for listening in (None, listener):
             async with HttpEngine("e", url, listening, secret=secret) as engine:
                 request = request_of("s", 8, max_tokens=3)
@@ -102,7 +105,7 @@ async def test_nobody_gets_the_secret_by_asking_for_it(challenge: str | None) ->
         with pytest.raises(TercetError):
             await engine.status()
     assert not any("s3cret" in line for line in seen)
-    async with engine_served(None, [], ["s3cret"]) as url, aiohttp.ClientSession() as session:
+    async with engine_served({}, [], ["s3cret"]) as url, aiohttp.ClientSession() as session:
         for line in seen:
             name, _, value = line.partition(": ")
             if name.lower() == "authorization":

@@ -6,44 +6,45 @@ import asyncio
 import itertools
 import os
 import time
-from collections.abc import AsyncGenerator, Callable, Iterable
+from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 from typing import Any, Literal
 
 import aiohttp
 import msgspec
-from aiohttp import web
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 from prometheus_client.registry import Collector
+from starlette.applications import Starlette
+from starlette.requests import Request as HttpRequest
+from starlette.responses import Response
+from starlette.routing import Route
 
 from tercet import __version__
 from tercet.aio import signals_to
 from tercet.aio.files import descriptors_watched
 from tercet.aio.importing import collect_rarely
-from tercet.protocol import BadRequest, EngineStatus, Output, OutputStream, Request, Revision
+from tercet.protocol import BadRequest, EngineStatus, Output, Request, Revision
 from tercet.protocol.access import BearerKeys, key_of, secrets_of
 from tercet.protocol.headers import PREFILLER_HEADER
 from tercet.protocol.names import AllowedPrefillers
 from tercet.protocol.spans import VerbTrace
-from tercet.protocol.wire import Salt, TokenId
-from tercet.router.limits.bodies import LARGEST_AT_ONCE, BodiesHeld
+from tercet.protocol.wire import JSON, Salt, TokenId
 from tercet.settings import SECRET_VARIABLE
 from tercet.settings.process_settings import API_KEY_VARIABLE, PrefillBudget, clients_see_traces
 from tercet.wire.client import remote_prefill
 from tercet.wire.client.remote_prefill import PrefillAttempts, RemotePrefill
 from tercet.wire.exported_spans import exporting_spans
 from tercet.wire.serving.answers import require_trace_reader, wants_trace
+from tercet.wire.serving.http_server import error_handlers, json_response, served, unless_disconnected
 from tercet_lab.sim.engine_options import EngineOptions
 from tercet_lab.sim.sim_engine import SimEngine
 from tercet_lab.sim.sim_verbs import (
+    HeldBodies,
     HttpNetwork,
     Verbs,
     call_in,
-    errors_as_json,
     event_stream,
-    held_bodies,
-    json_of,
     text_of,
     together,
     tokens_of,
@@ -64,8 +65,6 @@ COUNTERS = {
     "adapter_loads": "LoRA adapters loaded into a batch.",
     "evicted": "Cached blocks that were evicted.",
 }
-# Prompts of a million tokens are a few megabytes of JSON.
-LONGEST_BODY = 64 * 1024 * 1024
 
 
 class StreamOptions(msgspec.Struct, frozen=True):
@@ -103,7 +102,7 @@ class OpenAI:
 
     def __init__(
         self, engine: SimEngine, model: str, root: str | None, allowed: AllowedPrefillers, remote: RemotePrefill,
-        require_trace_reader: Callable[[web.Request], None],
+        require_trace_reader: Callable[[HttpRequest], None],
     ) -> None:  # fmt: skip
         self._engine = engine
         self._model = model
@@ -113,22 +112,22 @@ class OpenAI:
         self._require_trace_reader = require_trace_reader
         self._numbers = itertools.count()
 
-    def routes(self) -> list[web.RouteDef]:
+    def routes(self) -> list[Route]:
         """Return the routes of all handlers."""
         return [
-            web.post("/v1/completions", self.completions),
-            web.post("/tokenize", self.tokenize),
-            web.get("/v1/models", self.models),
-            web.get("/health", self.health),
-            web.get("/version", self.version),
-            web.get("/metrics", self.metrics),
+            Route("/v1/completions", self.completions, methods=["POST"]),
+            Route("/tokenize", self.tokenize, methods=["POST"]),
+            Route("/v1/models", self.models),
+            Route("/health", self.health),
+            Route("/version", self.version),
+            Route("/metrics", self.metrics),
         ]
 
-    async def completions(self, http: web.Request) -> web.StreamResponse:
+    async def completions(self, http: HttpRequest) -> Response:
         """Generate on this engine. If the request's header names engines that prefill, they prefill first."""
         if traced := wants_trace(http.headers):
             self._require_trace_reader(http)
-        call = await call_in(http, CompletionCall)
+        call = await call_in(http, CompletionCall, (JSON,))
         if call.model not in (None, self._model):
             raise BadRequest(f"model: {call.model!r:.100} is not served here; use {self._model}", "model")
         name = f"cmpl-{next(self._numbers)}"
@@ -143,39 +142,43 @@ class OpenAI:
         answer = _CompletionAnswer(name, self._model, call, request.num_tokens)
         if traced:
             answer.trace = trace
+        outputs = self._outputs(request, hosts, trace)
+        if call.stream:
+            return await event_stream(http, answer.chunks(outputs), end=b"data: [DONE]\n\n")
+        whole = await unless_disconnected(http, together(outputs))
+        return json_response({**answer.chunk(whole), "usage": answer.usage(len(whole.token_ids)), **answer.traced()})
+
+    async def _outputs(self, request: Request, hosts: Sequence[str], trace: VerbTrace) -> AsyncGenerator[Output]:
+        """Yield the outputs of this engine, for which one of ``hosts`` prefills."""
         async with AsyncExitStack() as stack:
             begin = 0
             if hosts:
-                held = self._remote.prefilled(self._engine, request, hosts, trace)
-                begin = await stack.enter_async_context(held)
+                begin = await stack.enter_async_context(self._remote.prefilled(self._engine, request, hosts, trace))
             outputs = await stack.enter_async_context(aclosing(self._engine.start_generate(request, begin)))
-            if call.stream:
-                chunks = await stack.enter_async_context(aclosing(answer.chunks(outputs)))
-                return await event_stream(http, chunks, end=b"data: [DONE]\n\n")
-            whole = await together(outputs)
-        return json_of({**answer.chunk(whole), "usage": answer.usage(len(whole.token_ids)), **answer.traced()})
+            async for output in outputs:
+                yield output
 
-    async def tokenize(self, http: web.Request) -> web.StreamResponse:
+    async def tokenize(self, http: HttpRequest) -> Response:
         """Answer with the tokens of a text, in the form of vLLM's server."""
-        tokens = tokens_of((await call_in(http, TokenizeCall)).prompt)
+        tokens = tokens_of((await call_in(http, TokenizeCall, (JSON,))).prompt)
         length = self._engine.profile.max_model_len
-        return json_of({"count": len(tokens), "max_model_len": length, "tokens": tokens})
+        return json_response({"count": len(tokens), "max_model_len": length, "tokens": tokens})
 
-    async def models(self, http: web.Request) -> web.StreamResponse:
+    async def models(self, http: HttpRequest) -> Response:
         length = self._engine.profile.max_model_len
         entry = {"id": self._model, "object": "model", "owned_by": "tercet", "max_model_len": length}
-        return json_of({"object": "list", "data": [{**entry, "root": self._root or self._model}]})
+        return json_response({"object": "list", "data": [{**entry, "root": self._root or self._model}]})
 
-    async def health(self, http: web.Request) -> web.StreamResponse:
-        return web.Response()
+    async def health(self, http: HttpRequest) -> Response:
+        return Response()
 
-    async def version(self, http: web.Request) -> web.StreamResponse:
-        return json_of({"version": f"tercet {__version__}, simulated {self._engine.profile.name}"})
+    async def version(self, http: HttpRequest) -> Response:
+        return json_response({"version": f"tercet {__version__}, simulated {self._engine.profile.name}"})
 
-    async def metrics(self, http: web.Request) -> web.StreamResponse:
+    async def metrics(self, http: HttpRequest) -> Response:
         found = generate_latest(_StatusMetrics(self._model, await self._engine.status()))
         found += b"".join(generate_latest(each) for each in remote_prefill.METRICS)
-        return web.Response(body=found, headers={"content-type": CONTENT_TYPE_LATEST})
+        return Response(found, headers={"content-type": CONTENT_TYPE_LATEST})
 
 
 class _CompletionAnswer:
@@ -187,11 +190,12 @@ class _CompletionAnswer:
         self._prompt_tokens = prompt_tokens
         self.trace: VerbTrace | None = None
 
-    async def chunks(self, outputs: OutputStream) -> AsyncGenerator[dict[str, Any]]:
+    async def chunks(self, outputs: AsyncGenerator[Output]) -> AsyncGenerator[dict[str, Any]]:
         tokens = 0
-        async for output in outputs:
-            tokens += len(output.token_ids)
-            yield self.chunk(output)
+        async with aclosing(outputs):
+            async for output in outputs:
+                tokens += len(output.token_ids)
+                yield self.chunk(output)
         if self._call.stream_options is not None and self._call.stream_options.include_usage:
             yield {**self._head, "choices": [], "usage": self.usage(tokens)}
         if self.trace is not None:
@@ -273,37 +277,28 @@ async def serving(config: ServerConfig) -> AsyncGenerator[SimEngine]:
         network = HttpNetwork(profile.transfer, session, secret or api_key)
         engine = SimEngine(config.name, profile, network, config.options, address=config.url)
         verbs = Verbs(engine, [*secrets_of(secret), api_key], config.model)
-        held = held_bodies(BodiesHeld(LARGEST_AT_ONCE * LONGEST_BODY), LONGEST_BODY)
-        app = web.Application(middlewares=[errors_as_json, held], client_max_size=LONGEST_BODY)
         openai = OpenAI(
             engine, config.model, config.root, allowed, remote, _trace_rule(secret, bool(secret or api_key))
         )
-        app.add_routes([*verbs.routes(), *openai.routes()])
-        # When a client disconnects, its handler is cancelled and releases its resources.
-        runner = web.AppRunner(
-            app, handler_cancellation=True, access_log=None, shutdown_timeout=1.0, auto_decompress=False
+        app = Starlette(
+            routes=[*verbs.routes(), *openai.routes()], exception_handlers=error_handlers(verbs.callers)
         )  # fmt: skip
-        await runner.setup()
         try:
-            await web.TCPSite(runner, config.host, config.port).start()
-            yield engine
+            async with served(HeldBodies(app), (config.host, config.port)):
+                try:
+                    yield engine
+                finally:
+                    await verbs.relay.close()
         finally:
-            await verbs.relay.close()
-            await runner.cleanup()
             await network.posting.close()
 
 
-def _trace_rule(secret: str, is_keyed: bool) -> Callable[[web.Request], None]:
+def _trace_rule(secret: str, is_keyed: bool) -> Callable[[HttpRequest], None]:
     """Return the check of callers who ask for a trace: that of a vLLM engine."""
     if clients_see_traces():
         return lambda http: None
     secrets = BearerKeys(secrets_of(secret))
-
-    def require(http: web.Request) -> None:
-        client = None if http.remote is None else (http.remote, 0)
-        require_trace_reader({"headers": http.raw_headers, "client": client}, secrets, is_keyed)
-
-    return require
+    return lambda http: require_trace_reader(http.scope, secrets, is_keyed)
 
 
 def serve(config: ServerConfig) -> None:

@@ -10,14 +10,16 @@ from __future__ import annotations
 import asyncio
 import re
 import zlib
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, aclosing
 from typing import Any, TypeVar
 
 import aiohttp
 import msgspec
-from aiohttp import web
-from aiohttp.typedefs import Middleware
+from starlette.requests import Request as HttpRequest
+from starlette.responses import Response, StreamingResponse
+from starlette.routing import Route
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from tercet.aio import TaskSet
 from tercet.engine.leases import time_to_live
@@ -31,15 +33,12 @@ from tercet.protocol import (
     Output,
     OutputStream,
     Request,
-    RequestTooLarge,
     Reservation,
     TercetError,
-    Unauthorized,
     UnknownSequence,
 )
-from tercet.protocol.access import CHALLENGE_HEADER, Callers, Prover, require_digest
-from tercet.protocol.headers import INCARNATION_HEADER
-from tercet.protocol.request_checks import VERB_FORMS, ShownHeaders, forms_of, labelled, require_own_call
+from tercet.protocol.access import Callers, Prover
+from tercet.protocol.request_checks import VERB_FORMS, ShownHeaders
 from tercet.protocol.wire import (
     API_PREFIX,
     JSON,
@@ -53,11 +52,12 @@ from tercet.protocol.wire import (
     RemoteSendCall,
     StartGenerateCall,
     StreamDestination,
-    decode_call,
-    require_incarnation,
 )
-from tercet.router.limits.bodies import BodiesHeld
+from tercet.router.limits.bodies import LARGEST_AT_ONCE, BodiesHeld
 from tercet.wire.client.bounded_answers import PLAIN, proved, read_answer
+from tercet.wire.serving import http_server
+from tercet.wire.serving.http_server import admit, error_response, json_response, unless_disconnected
+from tercet.wire.serving.server_access import read_whole
 from tercet.wire.streams import RouterConnections
 from tercet.wire.streams.router_connection import SequenceSender
 from tercet_lab.sim.block_pool import VOCABULARY, Prompt
@@ -146,7 +146,9 @@ class RemoteEngine:
         self._network.post(self._url, Delivery(lease, begin, prompt.content(end)), answer)
 
 
-Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+Handler = Callable[[HttpRequest], Awaitable[Any]]
+# Prompts of a million tokens are a few megabytes of JSON.
+LONGEST_BODY = 64 * 1024 * 1024
 # Options that a simulated engine does not support.
 REFUSED = ("logprobs", "prompt_logprobs", "structured_outputs")
 
@@ -172,55 +174,35 @@ class Verbs:
     def __init__(self, engine: SimEngine, keys: Sequence[str] = (), model: str = "") -> None:
         self._engine = engine
         self._model = model
-        self._callers = Callers(keys)
+        self.callers = Callers(keys)
         self.relay = StreamRelay(RouterConnections(engine.name, engine.incarnation, engine.load, self._relay))
 
-    def routes(self) -> list[web.RouteDef]:
+    def routes(self) -> list[Route]:
         """Return the routes of all verbs."""
         posts = (self.prep_recv, self.remote_send, self.start_generate, self.abort, self.release, self.connect)
         return [
-            *(web.post(f"{API_PREFIX}/{handler.__name__}", self._meant_for_us(handler)) for handler in posts),
-            web.post(DELIVER, self._admitted(self.deliver)),
-            web.get(f"{API_PREFIX}/status", self._meant_for_us(self.status)),
-            web.get(f"{API_PREFIX}/sequences", self._meant_for_us(self.sequences)),
-            web.post(f"{API_PREFIX}/sequences/{{seq_id:.+}}/move", self._meant_for_us(self.propose_move)),
+            *(Route(f"{API_PREFIX}/{each.__name__}", self._answered(each), methods=["POST"]) for each in posts),
+            Route(DELIVER, self._answered(self.deliver), methods=["POST"]),
+            Route(f"{API_PREFIX}/status", self._answered(self.status)),
+            Route(f"{API_PREFIX}/sequences", self._answered(self.sequences)),
+            Route(f"{API_PREFIX}/sequences/{{seq_id:path}}/move", self._answered(self.propose_move), methods=["POST"]),
         ]
 
-    def _meant_for_us(self, handler: Handler) -> Handler:
-        async def checked(http: web.Request) -> web.StreamResponse:
-            require_incarnation(http.headers.get(INCARNATION_HEADER), self._engine.incarnation)
+    def _answered(self, handler: Handler) -> Callable[[HttpRequest], Awaitable[Response]]:
+        """Wrap a handler: the caller and the incarnation that it means are checked before it, as by a real engine."""
+
+        async def answer(http: HttpRequest) -> Response:
+            admit(http, self.callers, self._engine.incarnation, ASKS_FOR_A_KEY)
             with lines_of_call(http.headers):
-                return await handler(http)
+                found = await handler(http)
+            return found if isinstance(found, Response) else json_response(found)
 
-        return self._admitted(checked)
+        return answer
 
-    def _admitted(self, handler: Handler) -> Handler:
-        """Wrap ``handler``: check the caller as a real engine does.
-
-        With keys, only members of the fleet are admitted. Without keys, calls by web pages are refused.
-        """
-
-        async def admitted(http: web.Request) -> web.StreamResponse:
-            if not self._callers:
-                require_own_call(ShownHeaders.of_asgi(http.raw_headers), http.remote)
-                return await handler(http)
-            shown = http.headers.getall("authorization", [])
-            try:
-                digest = self._callers.require(shown, http.method, http.path.partition(API_PREFIX)[2], ASKS_FOR_A_KEY)
-            except Unauthorized as error:
-                answer = json_of(error.to_wire(), error.status)
-                answer.headers[CHALLENGE_HEADER] = self._callers.challenge()
-                return answer
-            if digest is not None:
-                require_digest(await http.read(), digest)
-            return await handler(http)
-
-        return admitted
-
-    async def prep_recv(self, http: web.Request) -> web.StreamResponse:
+    async def prep_recv(self, http: HttpRequest) -> Any:
         call = await call_in(http, PrepRecvCall)
         with self._logged("prep_recv", call, http):
-            return json_of(await self._reserved(call))
+            return await self._reserved(call)
 
     async def _reserved(self, call: PrepRecvCall) -> PrepRecvAnswer:
         if call.lease is not None:
@@ -230,27 +212,28 @@ class Verbs:
             found = await self._engine.reserve(request_of(call), call.end, ttl)
         return PrepRecvAnswer(kv_addr_info=found.kv_addr_info, matched_len=found.matched_len, ttl=ttl)
 
-    async def remote_send(self, http: web.Request) -> web.StreamResponse:
+    async def remote_send(self, http: HttpRequest) -> Any:
         """Prefill, then notify the receiver when the KV would have arrived."""
         call = await call_in(http, RemoteSendCall)
         to = Reservation(call.kv_addr_info, call.kv_addr_info.begin)
         with self._logged("remote_send", call, http):
             request, sample, only = request_of(call), call.sample, call.cached_only
-            return json_of(await self._engine.remote_send(request, to, call.begin, call.end, sample, only))
+            sending = self._engine.remote_send(request, to, call.begin, call.end, sample, only)
+            return await unless_disconnected(http, sending)
 
-    async def start_generate(self, http: web.Request) -> web.StreamResponse:
+    async def start_generate(self, http: HttpRequest) -> Any:
         """Decode. Send outputs to the call's router, or as server-sent events, or (``stream: false``) as one answer."""
         call = await call_in(http, StartGenerateCall)
         if call.router is not None:
             await self._relay(call, call.router)
-            return json_of({"accepted": True})
-        async with aclosing(self._outputs(call)) as outputs:
-            if call.stream:
-                return await event_stream(http, outputs)
-            whole = await together(outputs)
+            return {"accepted": True}
+        outputs = self._outputs(call)
+        if call.stream:
+            return await event_stream(http, outputs)
+        whole = await unless_disconnected(http, together(outputs))
         if not whole.token_ids:
             raise UnknownSequence("the sequence was aborted before its first token", "seq_id")
-        return json_of(whole)
+        return whole
 
     async def _relay(self, call: StartGenerateCall, router: StreamDestination) -> None:
         await self.relay.start(call.seq_id, router, len(call.output), self._outputs(call))
@@ -264,55 +247,53 @@ class Verbs:
         return outputs
 
     def _logged(
-        self, verb: str, call: PrepRecvCall | RemoteSendCall, http: web.Request
+        self, verb: str, call: PrepRecvCall | RemoteSendCall, http: HttpRequest
     ) -> AbstractContextManager[None]:
         return logged_call(verb, call, http.headers, call.adapter or self._model)
 
-    async def connect(self, http: web.Request) -> web.StreamResponse:
+    async def connect(self, http: HttpRequest) -> Any:
         """Connect to a router, which then receives token streams and reports."""
         router = (await call_in(http, ConnectCall)).router
         await self.relay.router_connections.connect(router.address, router.key)
-        return json_of({"connected": True})
+        return {"connected": True}
 
-    async def abort(self, http: web.Request) -> web.StreamResponse:
+    async def abort(self, http: HttpRequest) -> Any:
         call = await call_in(http, AbortCall)
         known = self._engine.works_on(call.seq_id)
         await self._engine.abort(call.seq_id)
-        return json_of({"aborted": known})
+        return {"aborted": known}
 
-    async def release(self, http: web.Request) -> web.StreamResponse:
+    async def release(self, http: HttpRequest) -> Any:
         call = await call_in(http, ReleaseCall)
-        return json_of(ReleaseAnswer(valid_end=await self._engine.release(call.lease)))
+        return ReleaseAnswer(valid_end=await self._engine.release(call.lease))
 
-    async def status(self, http: web.Request) -> web.StreamResponse:
-        return json_of(await self._engine.status())
+    async def status(self, http: HttpRequest) -> Any:
+        return await self._engine.status()
 
-    async def sequences(self, http: web.Request) -> web.StreamResponse:
+    async def sequences(self, http: HttpRequest) -> Any:
         """Answer with the sequences that are generated here, with the router of each."""
         senders = self.relay.senders
-        return json_of(
-            [
-                msgspec.structs.replace(found, router=senders[found.seq_id].connection.address)
-                if found.seq_id in senders
-                else found
-                for found in await self._engine.sequences()
-            ]
-        )
+        return [
+            msgspec.structs.replace(found, router=senders[found.seq_id].connection.address)
+            if found.seq_id in senders
+            else found
+            for found in await self._engine.sequences()
+        ]
 
-    async def propose_move(self, http: web.Request) -> web.StreamResponse:
+    async def propose_move(self, http: HttpRequest) -> Any:
         """Forward a proposal to move a sequence to the router that runs the sequence."""
         call = await call_in(http, MoveCall)
         senders = {found.seq_id: self.relay.senders.get(found.seq_id) for found in await self._engine.sequences()}
-        propose_move(senders, http.match_info["seq_id"], call)
-        return json_of({"accepted": True}, 202)
+        propose_move(senders, http.path_params["seq_id"], call)
+        return json_response({"accepted": True}, 202)
 
-    async def deliver(self, http: web.Request) -> web.StreamResponse:
+    async def deliver(self, http: HttpRequest) -> Any:
         """Record a delivery from a sender in another process. Answer with the refusal, or null."""
         news = await call_in(http, Delivery)
         refusal = self._engine.refuses_content(news.lease, news.content)
         if refusal is None:
             self._engine.take_in(news.lease, news.begin, news.content.end)
-        return json_of(refusal)
+        return refusal
 
 
 def request_of(call: PrepRecvCall | RemoteSendCall | StartGenerateCall) -> Request:
@@ -336,74 +317,86 @@ def request_of(call: PrepRecvCall | RemoteSendCall | StartGenerateCall) -> Reque
     )
 
 
-async def call_in(http: web.Request, kind: type[C]) -> C:
+async def call_in(http: HttpRequest, kind: type[C], forms: Sequence[str] = VERB_FORMS) -> C:
     """Read the call in a request's body. Raise :class:`~tercet.protocol.TercetError` for another form of body."""
-    form = labelled(http.raw_headers, VERB_FORMS if http.path.startswith(API_PREFIX) else forms_of(http.path)).form
-    return decode_call(await http.read(), kind, form)
+    return await http_server.call_in(http, kind, LONGEST_BODY, "this engine", forms)
 
 
-def json_of(value: Any, status: int = 200) -> web.Response:
-    """Return an answer with ``value`` as JSON."""
-    return web.Response(body=msgspec.json.encode(value), status=status, content_type="application/json")
+class HeldBodies:
+    """An application whose bodies are read before it: at most :data:`LONGEST_BODY` bytes each, a multiple of it in all.
 
-
-@web.middleware
-async def errors_as_json(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Call the handler, and convert errors of the protocol to their HTTP form."""
-    try:
-        return await handler(request)
-    except TercetError as error:
-        return json_of(error.to_wire(), error.status)
-
-
-def held_bodies(bodies: BodiesHeld, most: int) -> Middleware:
-    """Return a middleware that reads bodies of at most ``most`` bytes before their handlers; ``bodies`` limits all.
-
-    Relies on aiohttp's ``Request.read``, which returns ``_read_bytes`` if a body was read before.
+    Of bodies that exceed the sum the largest is refused, while its request waits or runs.
     """
 
-    @web.middleware
-    async def held(request: web.Request, handler: Handler) -> web.StreamResponse:
-        with bodies.one() as body:
-            if request.can_read_body:
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+        self._bodies = BodiesHeld(LARGEST_AT_ONCE * LONGEST_BODY)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        with self._bodies.one() as body:
+            announced = ShownHeaders.of_asgi(scope["headers"]).all("content-length")
+            try:
                 async with body.until_let_go():
-                    while piece := await request.content.readany():
-                        if body.size + len(piece) > most:
-                            raise RequestTooLarge(f"the request's body has more than {most} bytes")
-                        body.take(piece)
-                body.end()
-                read: Any = request
-                read._read_bytes = body.content
-        return await handler(request)
+                    whole = await read_whole(receive, "".join(announced[:1]), LONGEST_BODY, "this engine", body)
+            except TercetError as error:
+                await error_response(error, None)(scope, receive, send)
+                return
+            unread: list[Message] = [{"type": "http.request", "body": body.content, "more_body": False}]
 
-    return held
+            async def again() -> Message:
+                return unread.pop() if unread else await receive()
+
+            if whole:
+                await self._app(scope, again, send)
 
 
-async def event_stream(http: web.Request, values: AsyncIterator[Any], end: bytes = b"") -> web.StreamResponse:
-    """Answer with values as server-sent events, then ``end``. An error after the first value is sent as the last event.
+class EventStream(StreamingResponse):
+    """Values as server-sent events, then ``end``; ``rest`` is closed on every way out.
+
+    An error after the first value is the last event.
+    """
+
+    def __init__(self, first: Any, rest: OutputStream | AsyncGenerator[Any, None], end: bytes) -> None:
+        super().__init__(self._events(first), media_type="text/event-stream", headers={"cache-control": "no-cache"})
+        self._rest, self._end = rest, end
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async with aclosing(self._rest):
+            await super().__call__(scope, receive, send)
+
+    async def _events(self, first: Any) -> AsyncGenerator[bytes]:
+        yield _event(first)
+        try:
+            async for value in self._rest:
+                yield _event(value)
+        except TercetError as error:
+            yield _event(error.to_wire())
+        if self._end:
+            yield self._end
+
+
+async def event_stream(
+    http: HttpRequest, values: OutputStream | AsyncGenerator[Any, None], end: bytes = b""
+) -> EventStream:  # fmt: skip
+    """Return an answer with values as server-sent events, then ``end``.
 
     The first value is awaited before the status line is sent, so that invalid input is still answered with a 4xx.
     """
-    first = await anext(values)
-    response = web.StreamResponse(headers={"content-type": "text/event-stream", "cache-control": "no-cache"})
-    await response.prepare(http)
-    await response.write(_event(first))
     try:
-        async for value in values:
-            await response.write(_event(value))
-    except TercetError as error:
-        await response.write(_event(error.to_wire()))
-    await response.write_eof(end)
-    return response
+        return EventStream(await unless_disconnected(http, anext(values)), values, end)
+    except BaseException:
+        await values.aclose()
+        raise
 
 
 def _event(value: Any) -> bytes:
     return b"data: " + msgspec.json.encode(value) + b"\n\n"
 
 
-async def together(outputs: OutputStream) -> Output:
+async def together(outputs: OutputStream | AsyncGenerator[Output, None]) -> Output:
     """Collect all outputs into one."""
-    found = [output async for output in outputs]
+    async with aclosing(outputs):
+        found = [output async for output in outputs]
     tokens = tuple(token for output in found for token in output.token_ids)
     return Output(tokens, found[-1].finish_reason, usage=found[0].usage)
 
