@@ -103,6 +103,7 @@ def test_what_is_sent_meanwhile_arrives_later(who: str, how: str) -> None:
 def test_the_peers_of_a_killed_process_get_a_reset_and_nobody_connects_to_it() -> None:
     async def check(world: World) -> None:
         await world.connect()
+        await asyncio.sleep(1)
         world.server.kill()
         await asyncio.sleep(1)
         assert [type(error) for error in world.lost] == [type(None), ConnectionResetError]
@@ -117,9 +118,20 @@ def test_the_peers_of_a_killed_process_get_a_reset_and_nobody_connects_to_it() -
     run(check)
 
 
+def test_a_server_does_not_lose_a_connection_that_it_was_not_given() -> None:
+    async def check(world: World) -> None:
+        await world.connect()
+        world.server.kill()  # on the way to it
+        await asyncio.sleep(1)
+        assert [type(error) for error in world.lost] == [ConnectionResetError]  # the client's end
+
+    run(check)
+
+
 def test_a_reset_arrives_once_the_network_is_back() -> None:
     async def check(world: World) -> None:
         await world.connect()
+        await asyncio.sleep(1)  # the server has the connection, too
         world.client.cut_off()
         world.server.kill()
         await asyncio.sleep(100)

@@ -117,13 +117,18 @@ class VirtualTransport(asyncio.Transport):
         self.unread = 0  # bytes that were sent to this end and not read yet
         self._timer: asyncio.TimerHandle | None = None
         self._reading = True
-        self._closing = self._writer_waits = False
+        self._closing = self._writer_waits = self._is_made = False
         process.transports[self] = None
 
     def begin(self, protocol: asyncio.BaseProtocol, peer: VirtualTransport) -> None:
         """Set the protocol and the other end."""
         self._protocol = protocol
         self._peer = peer
+
+    def made(self) -> None:
+        """Give the connection to the protocol."""
+        self._is_made = True
+        self._protocol.connection_made(self)
 
     def call(self, callback: Callable[..., object], *args: Any) -> None:
         """Call a method of the protocol soon, in the context of its process."""
@@ -150,7 +155,7 @@ class VirtualTransport(asyncio.Transport):
             if isinstance(item, bytes):
                 self._receive(item)
             elif item == "made":
-                self._protocol.connection_made(self)
+                self.made()
             elif item == "reset":
                 self._lose(ConnectionResetError(errno.ECONNRESET, "the other side reset the connection"))
             elif not self._protocol.eof_received():
@@ -179,7 +184,8 @@ class VirtualTransport(asyncio.Transport):
         self._closing = True
         if self.process.transports.pop(self, self) is not self:
             self._arriving.clear()
-            self.call(self._protocol.connection_lost, error)
+            if self._is_made:  # as in asyncio, a protocol does not lose a connection that it was not given
+                self.call(self._protocol.connection_lost, error)
 
     def die(self) -> None:
         """End the connection of a killed process: unsent data is lost, and the peer gets a reset."""
@@ -362,7 +368,7 @@ class NetworkedLoop(VirtualLoop):
         near.begin(protocol, far)
         far.begin(server.context.run(server.factory), near)
         far.arrive("made")
-        protocol.connection_made(near)
+        near.made()
         return near, protocol
 
     async def create_server(self, protocol_factory: Factory, host: Any = None, port: Any = None, **options: Any) -> Any:
