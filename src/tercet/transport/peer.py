@@ -226,7 +226,7 @@ class TransferPeer:
     def _prepare(self, leg: Leg, chunks: Sequence[ReadDescriptors]) -> None:
         """Find the memory of the first of some chunks in advance, if connections carry it."""
         if self.transport == tcp.TcpBackend.name and self._rank.staged is None:
-            for chunk in chunks[: self._rank.settings.streams]:
+            for chunk in chunks[: tcp.REQUESTS_AHEAD * self._rank.settings.streams]:
                 leg.prepared[chunk.chunk] = self._memory_of(chunk)
 
     def finish(self, leg: Leg, begin: int, end: int) -> None:
