@@ -15,6 +15,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import takewhile
 from typing import TypeVar
 
 import msgspec
@@ -91,9 +92,17 @@ class Inbound:
         batch, self._batch = self._batch, None
         return [] if batch is None else [batch]
 
-    def has_refused(self, send: int) -> bool:
-        """True if no more messages of a send are accepted."""
-        return send in self._refused
+    def read_next(self, messages: Sequence[FromSender]) -> Sequence[ReadDescriptors]:
+        """Return the first chunks of messages that were not taken yet, if a next batch is likely to have them.
+
+        They are of one send, as a batch is. There are none with blocks of another size, of which a batch may have one
+        chunk only, or if chunks pass through buffers, which must be free before.
+        """
+        chunks = [each for each in messages if isinstance(each, ReadDescriptors)]
+        send = self._batch.send if self._batch else chunks[0].send if chunks else None
+        if self._block is not None or self._rank.staged is not None or send in self._refused:
+            return ()
+        return list(takewhile(lambda chunk: chunk.send == send, chunks))
 
     def was_read(self, batch: Batch, *, alive: bool) -> list[Action]:
         """Return the actions after a batch was read; ``alive``: its blocks were pinned all the time."""
@@ -309,9 +318,8 @@ class SenderSession:
     def take(self, messages: Sequence[FromSender]) -> None:
         """Carry out the actions of messages; raise :class:`ProtocolViolation`."""
         reader = self._agreed.reader
-        if isinstance(reader, TcpReader) and self._rank.staged is None:  # no chunk is requested without a buffer for it
-            chunks = [each for each in messages if isinstance(each, ReadDescriptors)]
-            reader.ask_early([chunk for chunk in chunks if not self._inbound.has_refused(chunk.send)])
+        if isinstance(reader, TcpReader):
+            reader.ask_early(self._inbound.read_next(messages))
         for message in messages:
             if isinstance(message, SendEnd):
                 self.settle()  # all its chunks have arrived: read them now

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from tercet.protocol import TransferFailed, content_of, packed
 from tercet.transport import BlockShape, inbound
-from tercet.transport.inbound import REMEMBERED_REFUSED
+from tercet.transport.inbound import REMEMBERED_REFUSED, Inbound
 from tercet.transport.peer_messages import (
     HEADER_BYTES,
     Acknowledged,
@@ -596,3 +596,21 @@ def test_what_is_in_place_already_is_left_out_and_the_send_completed() -> None:
     assert again.say(*(chunk(layer, 0, [6, 7, 4]) for layer in range(LAYERS)), fin(0, 3 * SIZE, 2)) == DONE
     assert talk.receiving.touched(before) == {(layer, 3) for layer in range(LAYERS)}
     assert talk.receiving.grants.revoke(LEASE) == 3 * SIZE
+
+
+def test_only_the_first_chunks_of_one_send_are_requested_early() -> None:
+    talk = Conversation()
+    first, second, other = chunk(0, 0, [1], 1), chunk(1, 0, [1], 1), chunk(0, 0, [1], 2)
+    begun = SendBegin(1, LEASE, whose(SIZE)), SendBegin(2, LEASE, whose(SIZE))
+    assert talk.agreed is not None
+    found = Inbound(talk.receiving.rank, talk.receiving.grants, talk.agreed)
+    assert not found.read_next([begun[0], fin(0, 16, 0)])
+    assert found.read_next([*begun, first, other, second]) == [first]
+    for message in (*begun, first):
+        found.take(message)
+    assert found.read_next([other, second]) == []  # the waiting chunk of another send is read before
+    assert found.read_next([second, other]) == [second]
+    assert [type(each) for each in found.take(chunk(99, 0, [1], 1))] == [Refused]
+    found.settle()
+    assert found.read_next([second, other]) == ()
+    assert found.read_next([other, second]) == [other]
