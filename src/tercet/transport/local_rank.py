@@ -20,9 +20,8 @@ from tercet.protocol import TercetError, TransferFailed
 from tercet.protocol.access import secrets_of
 from tercet.settings import Settings
 from tercet.settings.declaration import FixedPort
-from tercet.transport.backends import AUTO
+from tercet.transport.backends import AUTO, tcp
 from tercet.transport.backends.reading import Backend, BackendUnavailable, Batch, Reader, SendingPeer
-from tercet.transport.backends.tcp import MAX_STREAMS
 from tercet.transport.peer_messages import NONCE_BYTES, Challenge, Greeting, ProtocolViolation, Welcome, proof_of
 from tercet.transport.region import BlockShape, HostPages, KVMemory, KVRegion, RegionShape, rearranged
 from tercet.transport.staged import StagedMemory
@@ -37,7 +36,7 @@ class TransportSettings(Settings, frozen=True, rename=lambda name: name):
     # Addresses to listen on; a sender spreads its connections over them.
     hosts: Annotated[tuple[str, ...], Meta(min_length=1)] = ("127.0.0.1",)
     ports: tuple[FixedPort, ...] = ()  # those to try, any if empty
-    streams: Annotated[int, Meta(ge=1, le=MAX_STREAMS)] = 2  # connections per peer over which ``tcp`` reads
+    streams: Annotated[int, Meta(ge=1, le=tcp.MAX_STREAMS)] = 2  # connections per peer over which ``tcp`` reads
     secret: str = ""  # the fleet's
     timeout: Annotated[float, Meta(gt=0)] = 30.0  # seconds without progress after which a send fails
     receive_limit: Annotated[float, Meta(ge=0)] = 0.0  # most bytes per second that are received, 0 for no limit
@@ -181,7 +180,9 @@ def agree(rank: LocalRank, challenge: Challenge, greeting: Greeting, memory: int
     # That of the sender: during a rotation it may know the old one only.
     secret = _shared_secret(rank, challenge, greeting) or ""
     proof = proof_of("receiver", secret, challenge.nonce, greeting.nonce, greeting.session)
-    return Agreement(greeting.session, greeting.shape, reader, block, Welcome(backend.name, proof))
+    # Blocks of another size, and those of a device, pass through buffers.
+    longest = tcp.LONGEST_CHUNK_BYTES if block is None and rank.staged is None else tcp.MAX_CHUNK_BYTES
+    return Agreement(greeting.session, greeting.shape, reader, block, Welcome(backend.name, proof, longest))
 
 
 def _choose(

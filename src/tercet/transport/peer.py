@@ -161,6 +161,7 @@ class TransferPeer:
         self._on_dead = on_dead
         self._session = secrets.token_hex(16)
         self.transport: str | None = None  # the agreed transport, None before
+        self._longest = tcp.MAX_CHUNK_BYTES  # bytes of a chunk, likewise
         self._changed = threading.Condition()
         self._legs: dict[int, Leg] = {}
         self._sockets: list[socket.socket] = []
@@ -210,7 +211,7 @@ class TransferPeer:
             for run in runs:
                 if self.transport == tcp.TcpBackend.name or self._rank.staged is not None:
                     nbytes = run.length * len(wanted) * size
-                    limit = max(1, tcp.chunk_bytes(nbytes, self._rank.settings.streams) // size)
+                    limit = max(1, tcp.chunk_bytes(nbytes, self._rank.settings.streams, self._longest) // size)
                 for chunk in leg.next_chunks(run, slot, wanted, limit):
                     leg.chunks.append(chunk)
                     frames.append(framed(chunk))
@@ -361,7 +362,11 @@ class TransferPeer:
                 data = data[socket.send_fds(sock, [data], [memory.memory]) :]
             if data:  # a receiver that has refused already does not accept even an empty message
                 sock.sendall(data)
-            return chosen(self._rank, challenge, greeting, answers.expect(Welcome))
+            welcome = answers.expect(Welcome)
+            transport = chosen(self._rank, challenge, greeting, welcome)
+            if self._rank.staged is None:
+                self._longest = min(tcp.LONGEST_CHUNK_BYTES, welcome.longest)
+            return transport
         finally:
             self._rank.region.clear_word(word)
 

@@ -6,7 +6,7 @@ for messages and, with ``tcp``, one of its others::
     receiver                                              sender
     Challenge  nonce                                 ──▶
                                                      ◀──  Greeting  identity, offers (on a Unix socket: + descriptor)
-    Welcome    the chosen transport                  ──▶
+    Welcome    the chosen transport, longest chunk   ──▶
                                                      ◀──  SendBegin        content of the KV, planes
                                                      ◀──  ReadDescriptors  a chunk: layers, slots, the sender's blocks
     ReadRequest  on another connection, only tcp     ──▶
@@ -80,6 +80,7 @@ class Welcome(msgspec.Struct, frozen=True, array_like=True, tag=3):
 
     transport: str
     proof: bytes
+    longest: Count = 8 * 1024 * 1024  # bytes of a chunk that the receiver takes over ``tcp``
 
 
 class SendBegin(msgspec.Struct, frozen=True, array_like=True, tag=9):

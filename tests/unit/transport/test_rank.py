@@ -16,9 +16,10 @@ from tercet.transport import (
     KVRegion,
     RankTransport,
     SendReport,
+    local_rank,
     routes,
 )
-from tercet.transport.peer_messages import FROM_SENDER, MessageSplitter, ReadDescriptors, SendBegin, SendEnd
+from tercet.transport.peer_messages import FROM_SENDER, MessageSplitter, ReadDescriptors, SendBegin, SendEnd, Welcome
 from tercet.transport.sockets import Post
 from tests.unit.transport.models import a_grant
 from tests.unit.transport.ranks import (
@@ -322,3 +323,14 @@ def test_what_is_in_place_is_not_written_again_by_a_send_that_covers_it(backend:
         for layer in range(3):
             assert theirs.blocks(layer, 0, 2) == first.blocks(layer, 4, 2)
             assert theirs.blocks(layer, 2) == second.blocks(layer, 6)
+
+
+@pytest.mark.parametrize("longest", [1024 * KIB, 3 * 1024 * KIB])
+def test_a_receiver_says_how_long_chunks_may_be(longest: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(local_rank, "Welcome", lambda name, proof, _longest: Welcome(name, proof, longest))
+    ours, theirs = filled(2, 6, 512 * KIB, 1), filled(2, 6, 512 * KIB, 2)
+    with rank(ours, settings()) as sender, rank(theirs, settings()) as receiver:
+        transfer(sender, ours, receiver, (0,), (0,))  # so that it is known
+        report = transfer(sender, ours, receiver, range(6), range(6))
+        assert report.chunks == 6 * 1024 * KIB // longest
+        assert content(theirs) == content(ours)

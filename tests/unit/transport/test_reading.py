@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from tercet.transport.agent.agent import neighbouring
 from tercet.transport.backends import reading
 from tercet.transport.backends.reading import copies_of, in_steps, staging_copies
-from tercet.transport.backends.tcp import LEAST_CHUNK_BYTES, MAX_CHUNK_BYTES, chunk_bytes
+from tercet.transport.backends.tcp import LEAST_CHUNK_BYTES, LONGEST_CHUNK_BYTES, MAX_CHUNK_BYTES, chunk_bytes
 from tercet.transport.peer import cuts
 from tercet.transport.region import shape_of
 from tercet.transport.sockets import Vector, address_of, nowhere, send_all, wait_in_calls
@@ -78,10 +78,10 @@ def test_cuts_are_every_block_of_every_layer_once(first: int, num_layers: int, c
     assert not sizes or max(size for _, size in sizes) - min(size for _, size in sizes) < max(1, -(-count // limit))
 
 
-@given(st.integers(0, 2**40), st.integers(1, 64))
-def test_every_connection_gets_a_chunk_unless_chunks_were_small(total: int, streams: int) -> None:
-    size = chunk_bytes(total, streams)
-    assert LEAST_CHUNK_BYTES <= size <= MAX_CHUNK_BYTES
+@given(st.integers(0, 2**40), st.integers(1, 64), st.sampled_from([MAX_CHUNK_BYTES, LONGEST_CHUNK_BYTES]))
+def test_every_connection_gets_a_chunk_unless_chunks_were_small(total: int, streams: int, longest: int) -> None:
+    size = chunk_bytes(total, streams, longest)
+    assert LEAST_CHUNK_BYTES <= size <= longest
     assert size == LEAST_CHUNK_BYTES or -(-total // size) >= streams
 
 

@@ -195,7 +195,7 @@ def test_a_chunk_that_was_asked_for_early_in_vain_is_not_written(over: bool, set
 def test_a_chunk_of_any_size_is_not_asked_for_early() -> None:
     asked: list[tuple[int, int]] = []
     with reader_of(asking(asked)) as reader:
-        reader.ask_early([ReadDescriptors(SEND, LEASE, 0, 0, 1, 0, 1, size=tcp.MAX_CHUNK_BYTES + 1)])
+        reader.ask_early([ReadDescriptors(SEND, LEASE, 0, 0, 1, 0, 1, size=tcp.LONGEST_CHUNK_BYTES + 1)])
         assert reader.read(batch_of(1, bytearray(SIZE)), straight)
     assert asked == [(SEND, 0)]
 

@@ -40,8 +40,9 @@ MAX_STREAMS = 64
 # Number of requested chunks that have not arrived yet, on each connection.
 REQUESTS_AHEAD = 2
 CONNECT_SECONDS = 10.0
-# Maximum bytes of a chunk; a chunk of one larger block is allowed.
-MAX_CHUNK_BYTES = 8 * 1024 * 1024
+# Maximum bytes of a chunk that passes through buffers of a rank, and of one that goes from its place to its place; a
+# chunk of one larger block is allowed.
+MAX_CHUNK_BYTES, LONGEST_CHUNK_BYTES = 8 * 1024 * 1024, 32 * 1024 * 1024
 # Chunks are not made smaller than this to use further connections.
 LEAST_CHUNK_BYTES = 4 * 1024 * 1024
 
@@ -61,12 +62,12 @@ class TcpBackend(Backend):
 # ---- the sender's side -----------------------------------------------------------------------------------------------
 
 
-def chunk_bytes(total: int, streams: int) -> int:
+def chunk_bytes(total: int, streams: int, longest: int) -> int:
     """Return the maximum bytes of KV in a chunk, if ``total`` bytes are shared among ``streams`` connections.
 
     The code between two chunks runs with cold caches, which makes many small chunks slow.
     """
-    return min(MAX_CHUNK_BYTES, max(LEAST_CHUNK_BYTES, -(-total // streams)))
+    return min(longest, max(LEAST_CHUNK_BYTES, -(-total // streams)))
 
 
 def serve(sock: socket.socket, region: KVRegion, reading: Reading) -> None:
@@ -90,7 +91,7 @@ def serve(sock: socket.socket, region: KVRegion, reading: Reading) -> None:
 
 def _answer(sock: socket.socket, region: KVRegion, request: ReadRequest, found: Vector | None) -> None:
     if found is None or not region.has_word(request.send):
-        if request.nbytes > max(MAX_CHUNK_BYTES, region.shape.block_bytes):
+        if request.nbytes > max(LONGEST_CHUNK_BYTES, region.shape.block_bytes):
             raise ProtocolViolation(f"a request for {request.nbytes} bytes, which is more than a chunk may have")
         sock.sendall(WORD.pack(0))
         return
@@ -135,7 +136,7 @@ class TcpReader:
         if self._early:
             return
         for connection, chunk in zip(self._connections, chunks, strict=False):
-            if 0 < chunk.nbytes <= MAX_CHUNK_BYTES:  # so that little is discarded
+            if 0 < chunk.nbytes <= LONGEST_CHUNK_BYTES:  # so that little is discarded
                 self._early.append((connection, chunk))
                 connection.ask(chunk)
 
