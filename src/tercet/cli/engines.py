@@ -16,7 +16,7 @@ from tercet.cli.program import state_in_words
 from tercet.cli.router_calls import Json, RunningRouter, show_answer, understood
 from tercet.cli.setting_flags import flags_as_records, given_as
 from tercet.cli.terminal import say
-from tercet.protocol import BadRequest, MemberRole, Role
+from tercet.protocol import BadRequest, MemberRole, Role, UnknownPath
 from tercet.settings import require_engine_url
 
 
@@ -224,7 +224,9 @@ def drain(
             return
 
         def caused(path: str, at: str) -> list[dict[str, Any]]:
-            return [each for each in router.ask("GET", f"{path}?since={last[path]}") if each[at] == name]
+            after = last[path]
+            records = [] if after is None else router.ask("GET", f"{path}?since={after}")
+            return [each for each in records if each[at] == name]
 
         said = engine["in_flight"]
         # No timeout here: a long answer that cannot move may run for hours, and Ctrl-C ends the wait.
@@ -240,8 +242,12 @@ def drain(
         say(f"{name} is empty: {', '.join([*where, '0 left'])}" + (f"; {found}" if found else ""))
 
 
-def _last_number(router: RunningRouter, path: str) -> int:
-    return max((each["number"] for each in router.ask("GET", path)), default=0)
+def _last_number(router: RunningRouter, path: str) -> int | None:
+    """Return the number of the last record, 0 without one; None from a router before 0.4, which has no contexts."""
+    try:
+        return max((each["number"] for each in router.ask("GET", path)), default=0)
+    except UnknownPath:
+        return None
 
 
 def contexts_in_words(records: list[dict[str, Any]]) -> str:
