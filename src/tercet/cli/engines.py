@@ -216,7 +216,8 @@ def drain(
     if undo and wait:
         raise BadRequest("--wait: cannot be combined with --undo", "--wait")
     # Before the drain: what it causes has larger numbers.
-    last = {path: _last_number(router, path) for path in ("/moves", "/contexts")} if wait else {}
+    with understood():
+        last = {path: _last_number(router, path) for path in ("/moves", "/contexts")} if wait else {}
     engine = router.ask("DELETE" if undo else "POST", f"{_path(name)}/drain")
     with understood():
         say(engine_in_words(engine))
@@ -225,7 +226,7 @@ def drain(
 
         def caused(path: str, at: str) -> list[dict[str, Any]]:
             after = last[path]
-            records = [] if after is None else router.ask("GET", f"{path}?since={after}")
+            records: list[dict[str, Any]] = [] if after is None else router.ask("GET", f"{path}?since={after}")
             return [each for each in records if each[at] == name]
 
         said = engine["in_flight"]
