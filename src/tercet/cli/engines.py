@@ -216,8 +216,13 @@ def drain(
     if undo and wait:
         raise BadRequest("--wait: cannot be combined with --undo", "--wait")
     # Before the drain: what it causes has larger numbers.
+    last = dict[str, int | None]()
     with understood():
-        last = {path: _last_number(router, path) for path in ("/moves", "/contexts")} if wait else {}
+        for path in ("/moves", "/contexts") if wait else ():
+            try:
+                last[path] = max((each["number"] for each in router.ask("GET", path)), default=0)
+            except UnknownPath:  # a router before 0.4 has no contexts
+                last[path] = None
     engine = router.ask("DELETE" if undo else "POST", f"{_path(name)}/drain")
     with understood():
         say(engine_in_words(engine))
@@ -241,14 +246,6 @@ def drain(
         where = [f"{count} moved to {engine}" for engine, count in sorted(to.items())] or ["none moved"]
         found = contexts_in_words(caused("/contexts", "engine"))
         say(f"{name} is empty: {', '.join([*where, '0 left'])}" + (f"; {found}" if found else ""))
-
-
-def _last_number(router: RunningRouter, path: str) -> int | None:
-    """Return the number of the last record, 0 without one; None from a router before 0.4, which has no contexts."""
-    try:
-        return max((each["number"] for each in router.ask("GET", path)), default=0)
-    except UnknownPath:
-        return None
 
 
 def contexts_in_words(records: list[dict[str, Any]]) -> str:

@@ -93,11 +93,6 @@ class ObservedEngine:
     step_s: float | None = None  # seconds of a recent step; None: unknown
     kv_usage: float = 0.0  # share of its KV cache in use
 
-    @property
-    def with_queued(self) -> float:
-        """Factor by which its decodes and their contexts would grow if the queued sequences ran as well."""
-        return (self.running + self.queued) / self.running if self.running else 1.0
-
 
 @dataclass(frozen=True)
 class Observed:

@@ -123,7 +123,11 @@ class FleetHistory:
             busy={each.name: each.busy_s for each in engines},
             waiting_s=sum(each.waiting_s for each in engines),
             decodes=sum(each.running + each.queued for each in decoding),
-            contexts=sum(each.contexts * each.with_queued for each in decoding),
+            # As if the queued sequences ran as well, with contexts like those of the running ones.
+            contexts=sum(
+                each.contexts * ((each.running + each.queued) / each.running if each.running else 1.0)
+                for each in decoding
+            ),
         )
         self._samples.append(newest)
         while len(self._samples) > 2 and now - self._samples[0].at > WINDOW_S:

@@ -65,11 +65,6 @@ def new_span_id() -> str:
     return os.urandom(8).hex()
 
 
-def new_trace_id() -> str:
-    """Return a new unique trace id."""
-    return os.urandom(16).hex()
-
-
 def span_context_of(headers: Mapping[str, str]) -> SpanContext | None:
     """Return the caller's place from the headers of its call (names in lower case); None without a valid one."""
     given = headers.get(TRACEPARENT)

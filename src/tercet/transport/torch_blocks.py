@@ -79,9 +79,11 @@ class CopyDevice(Protocol):
         wanted = (target.blocks >= 0).nonzero()[0]
         there, here = self.numbers(source.blocks[wanted]), self.numbers(target.blocks[wanted])
         for their_layer, layer in zip(source.layers, target.layers, strict=True):
-            found, place = as_items(source.rows(their_layer, size), target.rows(layer, size))
+            found, place = source.rows(their_layer, size), target.rows(layer, size)
+            numbers = (number for each in (found, place) for number in (size, each.stride(0), each.data_ptr()))
+            item = ITEMS[widest_item(*numbers)]
             # Gather and scatter by index: one launch per layer, however far apart the blocks lie.
-            place.index_copy_(0, here, found.index_select(0, there))
+            place.view(item).index_copy_(0, here, found.view(item).index_select(0, there))
 
 
 class HostStream(Stream):
@@ -266,12 +268,6 @@ class Side:
 def widest_item(*numbers: int) -> int:
     """Return the bytes of the widest item of which sizes, strides and addresses are multiples."""
     return next(each for each in ITEMS if all(number % each == 0 for number in numbers))
-
-
-def as_items(*rows: torch.Tensor) -> list[torch.Tensor]:
-    """Return rows of bytes as rows of the widest items that all of them consist of."""
-    item = widest_item(*(number for each in rows for number in (each.shape[1], each.stride(0), each.data_ptr())))
-    return [each.view(ITEMS[item]) for each in rows]
 
 
 # In seconds, longer than any forward pass: after this time the device has failed.

@@ -155,7 +155,8 @@ class TercetConnector(KVConnectorBase_V1, SupportsHMA):
 
     def has_pending_push_work(self) -> bool:
         """True while sends or reservations wait for the end of a step, which an idle engine would not begin."""
-        return self._scheduler is not None and self._scheduler.awaits_steps
+        scheduler = self._scheduler
+        return scheduler is not None and (scheduler.sends.held_back or bool(scheduler.fence))
 
     @property
     def fence(self) -> SiblingFence | None:

@@ -7,6 +7,7 @@ This module is imported only where spans are wanted. Spans are made when they ar
 from __future__ import annotations
 
 import logging
+import os
 import threading
 from collections.abc import Iterable, Mapping
 from typing import Any, cast
@@ -20,7 +21,7 @@ from opentelemetry.trace import SpanContext as OtelContext
 from opentelemetry.trace.span import TraceState
 
 from tercet import __version__
-from tercet.protocol.spans import Span, SpanContext, new_span_id, new_trace_id
+from tercet.protocol.spans import Span, SpanContext, new_span_id
 
 logger = logging.getLogger("tercet.traces")
 CLOSE_SECONDS = 5.0
@@ -60,7 +61,7 @@ class OtelSpans:
 
         ``OTEL_TRACES_SAMPLER`` decides whether it is sampled.
         """
-        trace_id = new_trace_id() if caller is None else caller.trace_id
+        trace_id = os.urandom(16).hex() if caller is None else caller.trace_id
         parent = None if caller is None else set_span_in_context(NonRecordingSpan(_context(caller, is_remote=True)))
         sampled = self._sampler.should_sample(parent, int(trace_id, 16), name, SpanKind.SERVER, attributes)
         state = "" if caller is None else caller.state

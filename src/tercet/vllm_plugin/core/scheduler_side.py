@@ -590,10 +590,6 @@ class SchedulerSide:
         self.tables = tables
         self.fence = SiblingFence(scheduler, self.reservations, siblings, self.sends) if siblings else None
 
-    @property
-    def awaits_steps(self) -> bool:
-        return self.sends.held_back or bool(self.fence)
-
     def reserve(self, lease: str, owner: VLLMRequest, prompt: KeyedPrompt) -> Future[ReservedBlocks]:
         """Reserve as :meth:`ReservationQueue.reserve` does; the answer waits for the engine's other connectors."""
         return self._fenced(lease, self.queue.reserve(lease, owner, prompt), is_new=True)

@@ -109,11 +109,6 @@ class PluginSettings(Settings, frozen=True, rename=lambda name: name):
         self.cpus()
         self.allowed_prefillers()
 
-    @property
-    def device_transport(self) -> str:
-        """The transport for KV on a device that the agent reads directly."""
-        return self.transport if self.kv_memory == "auto" else "tcp"
-
     def is_staged(self, device: str) -> bool:
         return self.kv_memory == "staged" or device != "cpu"
 

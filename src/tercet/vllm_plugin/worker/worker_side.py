@@ -35,7 +35,9 @@ class WorkerSide:
         self._layout = layout
         self._layers_of_step = StepLayers(len(planes.tensors))
         if planes.device.type != "cpu":
-            self._device = DeviceExport(planes, self._config.device_transport)
+            # The transport of KV on a device that the agent reads directly.
+            direct = self._config.transport if self._config.kv_memory == "auto" else "tcp"
+            self._device = DeviceExport(planes, direct)
         # On a CPU the cache itself becomes a file that peers map; KV on a device stays there, and the file has only the
         # words by which peers know that a block was not reused.
         kv, shape = planes.share() if self._device is None else planes.share_words()
