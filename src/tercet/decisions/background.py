@@ -88,7 +88,9 @@ class StepShare:
         elif tokens <= (0 if decodes else self.least):
             level.without = _mean(level.without, seconds)
         elif level.without is not None:
-            room = SLACK * (self._prompt or PROMPT * level.without) if decodes else SLACK_ALONE * level.without
+            room = SLACK * (self._prompt or PROMPT * level.without)
+            if not decodes:
+                room = max(room, SLACK_ALONE * level.without)
             # By the sign alone: what few tokens cost is less than the difference between two steps without any.
             if seconds - level.without > room:
                 level.size = max(self.least, level.size * (1 - CHANGE))
