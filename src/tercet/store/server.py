@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import uuid
-from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
 from hashlib import blake2b
@@ -31,7 +31,7 @@ from tercet.engine.agents import AgentCalls, ProbeCollector
 from tercet.engine.edge import Edge
 from tercet.engine.interface import Adapter, EngineDescription, ModelLimits
 from tercet.engine.liveness_probe import LivenessProbe
-from tercet.logs import lines_of_call, logged_call
+from tercet.logs import logged_call
 from tercet.protocol import (
     AdapterReport,
     BadRequest,
@@ -74,7 +74,7 @@ from tercet.transport import (
 from tercet.wire.client import HttpEngine
 from tercet.wire.client.bounded_answers import LEAVE_SECONDS, RouterMembership
 from tercet.wire.exported_spans import exporting_spans
-from tercet.wire.serving.http_server import admit, call_in, error_handlers, json_response, served, unless_disconnected
+from tercet.wire.serving.http_server import answered, call_in, error_handlers, served, unless_disconnected
 from tercet.wire.streams import RouterConnections
 
 logger = logging.getLogger(__name__)
@@ -219,8 +219,6 @@ class NamedAdapters:
 
 # ---- HTTP ------------------------------------------------------------------------------------------------------------
 
-Handler = Callable[[Request], Awaitable[Any]]
-
 
 class StoreServer:
     """The routes of a store with this ``edge``."""
@@ -234,27 +232,21 @@ class StoreServer:
 
     def app(self) -> Starlette:
         """Return the application of all routes."""
+        verb = partial(
+            answered, callers=self._callers, incarnation=self.edge.incarnation, asks_for_a_key=ASKS_FOR_A_KEY
+        )  # fmt: skip
         posts = (self.prep_recv, self.remote_send, self.abort, self.release, self.connect)
         gets = {"/status": self.status, "/sequences": self.sequences, "/leases/{seq_id:path}": self.leases}
         return Starlette(
             routes=[
-                *(Route(f"{API_PREFIX}/{each.__name__}", self._answered(each), methods=["POST"]) for each in posts),
-                Route(f"{API_PREFIX}/start_generate", self._answered(self._refuse), methods=["POST"]),
-                *(Route(API_PREFIX + path, self._answered(each)) for path, each in gets.items()),
+                *(Route(f"{API_PREFIX}/{each.__name__}", verb(each), methods=["POST"]) for each in posts),
+                Route(f"{API_PREFIX}/start_generate", verb(self._refuse), methods=["POST"]),
+                *(Route(API_PREFIX + path, verb(each)) for path, each in gets.items()),
                 Route("/health", self.health),
                 Route("/metrics", self.metrics),
             ],
             exception_handlers=error_handlers(self._callers),
         )
-
-    def _answered(self, handler: Handler) -> Callable[[Request], Awaitable[Response]]:
-        """Wrap a handler: the caller and the incarnation that it means are checked before it."""
-
-        async def answer(http: Request) -> Response:
-            admit(http, self._callers, self.edge.incarnation, ASKS_FOR_A_KEY)
-            return json_response(await handler(http))
-
-        return answer
 
     async def prep_recv(self, http: Request) -> Any:
         call = await call_in(http, PrepRecvCall, LONGEST_BODY, "this store")
@@ -270,9 +262,8 @@ class StoreServer:
         return {"aborted": await self.edge.abort((await call_in(http, AbortCall, LONGEST_BODY, "this store")).seq_id)}
 
     async def release(self, http: Request) -> Any:
-        with lines_of_call(http.headers):
-            lease = (await call_in(http, ReleaseCall, LONGEST_BODY, "this store")).lease
-            return ReleaseAnswer(valid_end=await self.edge.leases.release(lease))
+        lease = (await call_in(http, ReleaseCall, LONGEST_BODY, "this store")).lease
+        return ReleaseAnswer(valid_end=await self.edge.leases.release(lease))
 
     async def connect(self, http: Request) -> Any:
         router = (await call_in(http, ConnectCall, LONGEST_BODY, "this store")).router

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import AsyncGenerator, Coroutine, Generator, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Generator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from functools import partial
 from typing import Any, TypeVar
@@ -15,6 +15,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, ExceptionHandler
 
+from tercet.logs import lines_of_call
 from tercet.protocol import TercetError, Unauthorized
 from tercet.protocol.access import CHALLENGE_HEADER, Callers, require_digest
 from tercet.protocol.headers import INCARNATION_HEADER
@@ -101,6 +102,26 @@ def admit(request: Request, callers: Callers, incarnation: str, asks_for_a_key: 
     shown = request.headers.getlist("authorization")
     request.state.tercet_digest = callers.require(shown, request.method, path, asks_for_a_key)
     require_incarnation(request.headers.get(INCARNATION_HEADER), incarnation)
+
+
+Handler = Callable[[Request], Awaitable[Any]]
+
+
+def answered(
+    handler: Handler, callers: Callers, incarnation: str, asks_for_a_key: str
+) -> Callable[[Request], Awaitable[Response]]:
+    """Return a route's handler that admits the caller before it calls ``handler``, and answers with its value as JSON.
+
+    Log lines meanwhile have the id of the call. A ``Response`` is answered as it is.
+    """
+
+    async def answer(request: Request) -> Response:
+        admit(request, callers, incarnation, asks_for_a_key)
+        with lines_of_call(request.headers):
+            found = await handler(request)
+        return found if isinstance(found, Response) else json_response(found)
+
+    return answer
 
 
 async def call_in(

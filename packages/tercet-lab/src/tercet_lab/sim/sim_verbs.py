@@ -10,21 +10,22 @@ from __future__ import annotations
 import asyncio
 import re
 import zlib
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, aclosing
+from functools import partial
 from typing import Any, TypeVar
 
 import aiohttp
 import msgspec
 from starlette.requests import Request as HttpRequest
-from starlette.responses import Response, StreamingResponse
+from starlette.responses import StreamingResponse
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from tercet.aio import TaskSet
 from tercet.engine.leases import time_to_live
 from tercet.engine.sequences import propose_move
-from tercet.logs import LoggedGeneration, is_access_logged, lines_of_call, logged_call
+from tercet.logs import LoggedGeneration, is_access_logged, logged_call
 from tercet.protocol import (
     BadRequest,
     Content,
@@ -56,7 +57,7 @@ from tercet.protocol.wire import (
 from tercet.router.limits.bodies import LARGEST_AT_ONCE, BodiesHeld
 from tercet.wire.client.bounded_answers import PLAIN, proved, read_answer
 from tercet.wire.serving import http_server
-from tercet.wire.serving.http_server import admit, error_response, json_response, unless_disconnected
+from tercet.wire.serving.http_server import answered, error_response, json_response, unless_disconnected
 from tercet.wire.serving.server_access import read_whole
 from tercet.wire.streams import RouterConnections
 from tercet.wire.streams.router_connection import SequenceSender
@@ -146,7 +147,6 @@ class RemoteEngine:
         self._network.post(self._url, Delivery(lease, begin, prompt.content(end)), answer)
 
 
-Handler = Callable[[HttpRequest], Awaitable[Any]]
 # Prompts of a million tokens are a few megabytes of JSON.
 LONGEST_BODY = 64 * 1024 * 1024
 # Options that a simulated engine does not support.
@@ -179,25 +179,17 @@ class Verbs:
 
     def routes(self) -> list[Route]:
         """Return the routes of all verbs."""
+        verb = partial(
+            answered, callers=self.callers, incarnation=self._engine.incarnation, asks_for_a_key=ASKS_FOR_A_KEY
+        )  # fmt: skip
         posts = (self.prep_recv, self.remote_send, self.start_generate, self.abort, self.release, self.connect)
         return [
-            *(Route(f"{API_PREFIX}/{each.__name__}", self._answered(each), methods=["POST"]) for each in posts),
-            Route(DELIVER, self._answered(self.deliver), methods=["POST"]),
-            Route(f"{API_PREFIX}/status", self._answered(self.status)),
-            Route(f"{API_PREFIX}/sequences", self._answered(self.sequences)),
-            Route(f"{API_PREFIX}/sequences/{{seq_id:path}}/move", self._answered(self.propose_move), methods=["POST"]),
+            *(Route(f"{API_PREFIX}/{each.__name__}", verb(each), methods=["POST"]) for each in posts),
+            Route(DELIVER, verb(self.deliver), methods=["POST"]),
+            Route(f"{API_PREFIX}/status", verb(self.status)),
+            Route(f"{API_PREFIX}/sequences", verb(self.sequences)),
+            Route(f"{API_PREFIX}/sequences/{{seq_id:path}}/move", verb(self.propose_move), methods=["POST"]),
         ]
-
-    def _answered(self, handler: Handler) -> Callable[[HttpRequest], Awaitable[Response]]:
-        """Wrap a handler: the caller and the incarnation that it means are checked before it, as by a real engine."""
-
-        async def answer(http: HttpRequest) -> Response:
-            admit(http, self.callers, self._engine.incarnation, ASKS_FOR_A_KEY)
-            with lines_of_call(http.headers):
-                found = await handler(http)
-            return found if isinstance(found, Response) else json_response(found)
-
-        return answer
 
     async def prep_recv(self, http: HttpRequest) -> Any:
         call = await call_in(http, PrepRecvCall)
