@@ -159,12 +159,7 @@ def require_no_page(headers: ShownHeaders) -> None:
             f"sec-fetch-site: a web page of another origin sent this request ({sites[0]:.40})", "sec-fetch-site"
         )
     origins, hosts = headers.all("origin"), headers.all("host")
-    if not origins:
-        return
-    scheme, _, place = origins[0].strip().lower().partition("://")
-    default = {"http": ":80", "https": ":443"}.get(scheme)
-    is_same = len(origins) == len(hosts) == 1 and default is not None and bool(place)
-    if not is_same or place.removesuffix(default or "") != hosts[0].strip().lower().removesuffix(default or ""):
+    if origins and (len(origins) > 1 or len(hosts) != 1 or not _is_same(origins[0], hosts[0])):
         raise Forbidden(f"origin: a web page of another origin sent this request ({origins[0]:.80})", "origin")
 
 
@@ -245,3 +240,13 @@ def _name_in(host: str) -> str:
     except ValueError:
         return ""
     return (parts.hostname or "") if parts.netloc == host.strip() and "@" not in parts.netloc else ""
+
+
+def _is_same(origin: str, host: str) -> bool:
+    """True if an Origin header has the host that the request names."""
+    scheme, _, place = origin.strip().lower().partition("://")
+    default = {"http": ":80", "https": ":443"}.get(scheme)
+    if default is None or not place:
+        return False
+    wanted = host.strip().lower()
+    return place.removesuffix(default) == wanted.removesuffix(default)

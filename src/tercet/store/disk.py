@@ -88,7 +88,7 @@ class DiskIndex(Generic[File]):
         return gone
 
     def add(self, file: File, size: int) -> None:
-        """Add a file as the most recently used one; :meth:`make_room` must have made room for it."""
+        """Add a file as the most recently used one; the :meth:`surplus` must have gone."""
         # It may be known already: its old size must not stay in the sum.
         self.remove(file)
         self._sizes[file] = size
@@ -185,7 +185,7 @@ class DiskFolder:
         try:
             with part.open("wb", buffering=0) as file:
                 for piece in (memoryview(front), *parts):
-                    left = memoryview(piece)
+                    left = piece
                     while left:
                         left = left[os.write(file.fileno(), left) :]
             # No fsync: after a power failure a file may be short, which its checksum tells; KV can be computed again.

@@ -79,12 +79,12 @@ class MultiConnector(VLLMsMultiConnector):
                 connector.set_xfer_handshake_metadata_pp_aware(found)
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
-        if self.tercet.get_num_new_matched_tokens(request, num_computed_tokens)[0] is None:
-            return None, False  # it waits for its turn
         found = super().get_num_new_matched_tokens(request, num_computed_tokens)
         if found[0] is not None:
             self._looked_up_since.pop(request, None)
             return found
+        if self.tercet.get_num_new_matched_tokens(request, num_computed_tokens)[0] is None:
+            return found  # it waits for its turn, and vLLM has not asked the siblings
         now = time.monotonic()
         since = self._looked_up_since.setdefault(request, now)
         if now - since < LONGEST_LOOKUP:

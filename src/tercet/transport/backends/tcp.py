@@ -153,10 +153,10 @@ class TcpReader:
             return True
         work = _Work(batch, fence)
         connections = {each: work.begin() for each in self._ready()[: len(batch.chunks)]}
-        for early in list(self._early):
-            connection, chunk = early
-            if connection in connections and work.has(chunk, connections[connection]):
-                self._early.remove(early)
+        self._early = [
+            (connection, chunk) for connection, chunk in self._early
+            if connection not in connections or not work.has(chunk, connections[connection])
+        ]  # fmt: skip
         self.discard()
         # This thread asks on all of them, so that the first chunks are under way while the other threads wake up.
         ours, *others = connections.items()
