@@ -38,7 +38,7 @@ BUDGET = {
     "src/tercet, together": Size(65766, 264),
     "store": Size(1431, 7),
     "tercet_bench": Size(3101, 10),
-    "tercet_checks": Size(4826, 16),
+    "tercet_checks": Size(4675, 16),
     "tercet_gateway": Size(6071, 21),
     "tercet_lab": Size(13318, 50),
     "tercet_planner": Size(2253, 10),

@@ -314,10 +314,13 @@ class Arena(ABC):
         meanwhile = [
             asyncio.create_task(each) for each in (self._tell_progress(), self._note_moves(), self._watch_memory())
         ]
+        coming = arrivals(self._load, questions, schedule.seed, schedule.seconds)
         async with asyncio.TaskGroup() as group:
-            group.create_task(self._inject_all())
             group.create_task(self._play_tricks())
-            await clients.run(arrivals(self._load, questions, schedule.seed, schedule.seconds), self._sleep_until)
+            group.create_task(clients.run(coming, self._sleep_until))
+            for fault in schedule.faults:
+                await self._sleep_until(fault.at)
+                group.create_task(self._inject(fault))
         # All faults have ended. A client that still waits may take as long as the longest timeout.
         self._note(f"all faults have ended; {clients.under_way} requests still running")
         await clients.settle(patience + self.leftover_seconds)
@@ -386,15 +389,12 @@ class Arena(ABC):
 
     # ---- faults ----------------------------------------------------------------------------------------------
 
-    async def _inject_all(self) -> None:
-        async with asyncio.TaskGroup() as group:
-            for fault in self._schedule.faults:
-                await self._sleep_until(fault.at)
-                group.create_task(self._inject(fault))
-
     async def _inject(self, fault: PlannedFault) -> None:
-        engine = self._engines[fault.engine]
-        why = self._why_not(fault, engine)
+        engine, why = self._engines[fault.engine], ""
+        if not engine.is_up or not any(other.is_up for other in self._engines.values() if other is not engine):
+            why = "an engine was still starting"
+        elif fault.kind in ON_PROCESSES and not engine.has(fault.process):
+            why = f"the engine has no process of kind {fault.process}"
         if why:
             self._outcomes.append(InjectedFault(planned=fault, why=why))
             return
@@ -407,14 +407,6 @@ class Arena(ABC):
             why = error.message
             self.complaints.append(f"after {fault}: {why}")
         self._outcomes.append(InjectedFault(planned=fault, began=began, ended=self._clock(), why=why, hit=hit))
-
-    def _why_not(self, fault: PlannedFault, engine: BreakableEngine) -> str:
-        """Return the reason why a fault cannot be injected now; empty if it can."""
-        if not engine.is_up or not any(other.is_up for other in self._engines.values() if other is not engine):
-            return "an engine was still starting"
-        if fault.kind in ON_PROCESSES and not engine.has(fault.process):
-            return f"the engine has no process of kind {fault.process}"
-        return ""
 
     async def _happen(self, fault: PlannedFault, engine: BreakableEngine) -> str:
         """Inject the fault. Return a note when it has ended."""
@@ -452,7 +444,12 @@ class Arena(ABC):
                 self._note_left(engine, fault, await engine.terminate())
                 await engine.start()
             case "move":
-                await self._move_away(engine, fault)
+                chance, until = random.Random(fault.at), self._clock() + fault.seconds
+                others = [name for name in self._engines if name != engine.name]
+                while self._clock() < until:
+                    for name in await self._generated_by(engine.name):
+                        await self._move(name, chance.choice(others))
+                    await asyncio.sleep(RETRY_DELAY_S)
             case "slow_disk":
                 async with self._slow_disk():
                     await asyncio.sleep(fault.seconds)
@@ -469,14 +466,6 @@ class Arena(ABC):
     def _note_left(self, engine: BreakableEngine, fault: PlannedFault, lives_on: Sequence[str]) -> None:
         for what in lives_on:
             self._left.append(Leftover(engine.name, f"{what} still runs after {fault.kind} {fault.process}", 1))
-
-    async def _move_away(self, engine: BreakableEngine, fault: PlannedFault) -> None:
-        chance, until = random.Random(fault.at), self._clock() + fault.seconds
-        others = [name for name in self._engines if name != engine.name]
-        while self._clock() < until:
-            for name in await self._generated_by(engine.name):
-                await self._move(name, chance.choice(others))
-            await asyncio.sleep(RETRY_DELAY_S)
 
     async def _fill(self, engine: BreakableEngine, seconds: float) -> int:
         async with HttpEngine(engine.name, engine.url) as stranger:

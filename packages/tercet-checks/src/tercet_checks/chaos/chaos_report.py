@@ -152,11 +152,9 @@ def load_schedule(path: Path) -> FaultSchedule:
 def parse_kinds(given: str) -> tuple[FaultKind, ...]:
     """Return the kinds of a text ``KIND[,KIND...]``. Raise :class:`~tercet.protocol.BadRequest` for an unknown one."""
     names = [name.strip().replace("-", "_") for name in given.split(",")]
-    found: tuple[FaultKind, ...] = tuple(kind for kind in KINDS if kind in names)
-    wrong = [name for name in names if name not in KINDS]
-    if wrong:
+    if wrong := [name for name in names if name not in KINDS]:
         raise BadRequest(f"--faults: {wrong[0]!r} is not a kind of fault; choose from {', '.join(KINDS)}", "faults")
-    return found
+    return tuple(kind for kind in KINDS if kind in names)
 
 
 Piece = int | str
@@ -229,12 +227,8 @@ def violations_of(
     ``calm`` has the answers to all questions without faults. ``patience`` is the longest time, in seconds, that a
     client may wait for an event.
     """
-    return [
-        *unanswered(records),
-        *stalled(records, patience),
-        *wrong_answers(records, calm),
-        *left_behind(left),
-    ]
+    leftovers = (Violation("nothing is left behind", each.holder, f"{each.what}: {each.count:g}") for each in left)
+    return [*unanswered(records), *stalled(records, patience), *wrong_answers(records, calm), *leftovers]
 
 
 def unanswered(records: Sequence[ClientRecord]) -> Iterator[Violation]:
@@ -265,10 +259,7 @@ def stalled(records: Sequence[ClientRecord], patience: float) -> Iterator[Violat
 def wrong_answers(records: Sequence[ClientRecord], calm: Mapping[int, tuple[Piece, ...]]) -> Iterator[Violation]:
     """Yield the answers that differ from those without faults. An incomplete answer may end early."""
     for record in records:
-        found, expected = record.answer, calm[record.question]
-        whole = record.outcome == "answered"
-        why = difference(found, expected, whole)
-        if why is not None:
+        if why := difference(record.answer, calm[record.question], record.outcome == "answered"):
             yield Violation("answers equal those without faults", record.name, f"({record.program}) {why}")
 
 
@@ -293,20 +284,6 @@ def _difference(found: Sequence[Piece], expected: Sequence[Piece], whole: bool, 
             return f"{unit} {from_there} is repeated at {at}"
         return f"{from_there - at} {unit}s are missing at {at}"
     return f"{unit} {at} is {found[at]!r} instead of {expected[at]!r}"
-
-
-def left_behind(left: Sequence[Leftover]) -> Iterator[Violation]:
-    """Yield the resources that were not released: blocks, leases, sequences, tasks, processes, file descriptors, ..."""
-    for each in left:
-        yield Violation("nothing is left behind", each.holder, f"{each.what}: {each.count:g}")
-
-
-def hostile(tricks: Sequence[PlayedTrick]) -> Iterator[Violation]:
-    """Yield the tricks of a hostile client that the router did not end in time, or answered wrongly."""
-    for trick in tricks:
-        if trick.wrong:
-            subject = f"trick {trick.planned.number} ({trick.planned.kind})"
-            yield Violation("a hostile client is cut off", subject, f"at {trick.began:.3f} s: {trick.wrong}")
 
 
 HEADINGS = ["fault", "process", "planned", "injected", "skipped", "requests hit", "of these failed", "longest gap"]
@@ -360,16 +337,17 @@ class ChaosResult(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def violations(self) -> list[Violation]:
-        """All violations of invariants."""
-        unhandled = [Violation("no failure goes unhandled", "the run", text) for text in self.complaints]
         found = violations_of(self.records, self.calm, self.left, self.patience)
-        return [*found, *hostile(self.tricks), *self._blamed(), *unhandled]
-
-    def _blamed(self) -> list[Violation]:
-        """Return a violation if sequences were retried in a run without faults: no request may make an engine fail."""
-        if self.faults or not self.retries:
-            return []
-        return [Violation("no engine is blamed for what clients send", "the run", f"{self.retries} further attempts")]
+        for trick in self.tricks:
+            if trick.wrong:
+                subject = f"trick {trick.planned.number} ({trick.planned.kind})"
+                detail = f"at {trick.began:.3f} s: {trick.wrong}"
+                found.append(Violation("a hostile client is cut off", subject, detail))
+        # Without faults, only a request can have made an engine fail, and none may.
+        if self.retries and not self.faults:
+            detail = f"{self.retries} further attempts"
+            found.append(Violation("no engine is blamed for what clients send", "the run", detail))
+        return found + [Violation("no failure goes unhandled", "the run", text) for text in self.complaints]
 
 
 def fault_rows(result: ChaosResult) -> list[list[str]]:

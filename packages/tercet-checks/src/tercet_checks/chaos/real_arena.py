@@ -28,7 +28,7 @@ from tercet.router.serve.moves import MoveRecord
 from tercet.wire.client import HttpEngine
 from tercet_checks.chaos.adversary import Adversary, PlannedTrick, Sizes
 from tercet_checks.chaos.arena import AnswerBrokenOff, Arena, Arrival, Holdings, LoadShape, Note, retries_in
-from tercet_checks.chaos.chaos_report import ORPHANS, ChaosResult, FaultKind, FaultSchedule, FleetShape, Leftover
+from tercet_checks.chaos.chaos_report import KINDS, ORPHANS, ChaosResult, FaultSchedule, FleetShape, Leftover
 from tercet_checks.chaos.real_fleet import RealFleet, alive, can_be_built, running_fleet, slow_disk
 
 
@@ -103,21 +103,9 @@ REAL_LOAD = LoadShape(
 
 def real_shape(config: UpConfig) -> FleetShape:
     """Return the possible faults of a fleet on this machine. A wrong clock needs a C compiler."""
-    kinds: tuple[FaultKind, ...] = (
-        "kill",
-        "stop",
-        "hang",
-        "cut",
-        "impostor",
-        "full_kv",
-        "drain",
-        "restart",
-        "move",
-        "slow_disk",
-    )
     return FleetShape(
         engines=tuple(name for name, _ in config.engine_roles),
-        kinds=(*kinds, "clock") if can_be_built() else kinds,
+        kinds=KINDS if can_be_built() else tuple(kind for kind in KINDS if kind != "clock"),
         processes=("engine", "api", "core", "worker", "agent") if config.simulate is None else ("engine",),
         shortest=1.0,
         longest=20.0,
@@ -139,32 +127,23 @@ def run_real(
 
     ``patience`` is in seconds. Raise :class:`~tercet.cluster.child_process.StartFailed` if the fleet does not start.
     """
+
+    async def run(log_dir: Path) -> ChaosResult:
+        connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=IDLE_SECONDS)
+        async with (
+            running_fleet(config, model, log_dir, note) as fleet,
+            aiohttp.ClientSession(timeout=NO_TIMEOUT, connector=connector) as session,
+        ):
+            arena = RealArena(fleet, session, schedule, load, config.public_name, note, tricks)
+            result = await arena.play(patience)
+        seen = {pid for engine in fleet.engines.values() for pid in engine.seen}
+        still = [Leftover("this machine", f"process {pid}", 1) for pid in alive(sorted(seen))]
+        return msgspec.structs.replace(result, left=[*result.left, *still])
+
     with TemporaryDirectory(prefix="tercet-chaos-") as temporary:
         log_dir = Path(config.log_dir).expanduser() if config.log_dir else Path(temporary)
         log_dir.mkdir(parents=True, exist_ok=True)
-        return asyncio.run(_run(config, model, log_dir, schedule, load, patience, note, tricks))
-
-
-async def _run(
-    config: UpConfig,
-    model: str,
-    log_dir: Path,
-    schedule: FaultSchedule,
-    load: LoadShape,
-    patience: float,
-    note: Note,
-    tricks: Sequence[PlannedTrick],
-) -> ChaosResult:
-    connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=IDLE_SECONDS)
-    async with (
-        running_fleet(config, model, log_dir, note) as fleet,
-        aiohttp.ClientSession(timeout=NO_TIMEOUT, connector=connector) as session,
-    ):
-        arena = RealArena(fleet, session, schedule, load, config.public_name, note, tricks)
-        result = await arena.play(patience)
-    seen = {pid for engine in fleet.engines.values() for pid in engine.seen}
-    still = [Leftover("this machine", f"process {pid}", 1) for pid in alive(sorted(seen))]
-    return msgspec.structs.replace(result, left=[*result.left, *still])
+        return asyncio.run(run(log_dir))
 
 
 class RealArena(Arena):

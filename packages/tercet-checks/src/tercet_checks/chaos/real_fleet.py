@@ -57,9 +57,7 @@ def classify(server: int, tree: Sequence[RunningProcess]) -> Mapping[ProcessKind
     The server starts the core, the core starts the workers, and each worker starts an agent. Python's helper processes
     are siblings of them and do not belong to the engine. The core's process for grammars has no separate kind.
     """
-    parents = {
-        each.pid: each.parent for each in tree if not any(helper in each.command for helper in HELPERS)
-    }  # fmt: skip
+    parents = {each.pid: each.parent for each in tree if not any(helper in each.command for helper in HELPERS)}
     grammars = {each.pid for each in tree if GRAMMARS_TITLE in each.command}
     agents = {each.pid for each in tree if AGENT_MODULE in each.command}
     found: defaultdict[ProcessKind, list[int]] = defaultdict(list)
@@ -105,14 +103,12 @@ def send_signal(pids: Sequence[int], number: int) -> int:
 
 def alive(pids: Sequence[int]) -> list[int]:
     """Return the processes that have not ended. A zombie has ended."""
-    return [pid for pid in pids if psutil.pid_exists(pid) and _runs(pid)]
-
-
-def _runs(pid: int) -> bool:
-    try:
-        return psutil.Process(pid).status() not in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
-    except psutil.NoSuchProcess:
-        return False
+    found: list[int] = []
+    for pid in pids:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            if psutil.Process(pid).status() not in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD):
+                found.append(pid)
+    return found
 
 
 SOURCE = Path(__file__).with_name("wrong_clock.c")
@@ -245,9 +241,7 @@ class RealEngine:
     The router reaches it at the address of its first proxy. ``seen`` has the ids of all its processes so far.
     """
 
-    def __init__(
-        self, spec: EngineSpec, role: Role, log_dir: Path, clock: WrongClock | None, on_event: OnEvent
-    ) -> None:
+    def __init__(self, spec: EngineSpec, role: Role, log_dir: Path, clock: WrongClock | None, on_event: OnEvent):
         self.name = spec.name
         self.url = url_of(spec.host, spec.port)
         self.role: Role = role
@@ -290,18 +284,21 @@ class RealEngine:
         self.is_up = not is_impostor
 
     async def terminate(self) -> Sequence[str]:
-        self.is_up = False
-        pids = self.processes()
-        send_signal(pids.get("api", ())[:1], signal.SIGTERM)
-        still = await _ended(pids.get("engine", ()), TERMINATED_SECONDS)
-        await self.stop()
-        return [f"process {pid}" for pid in still]
+        return await self._end(self.processes().get("api", ())[:1], signal.SIGTERM, TERMINATED_SECONDS)
 
     async def kill(self, process: ProcessKind = "engine") -> Sequence[str]:
+        return await self._end(self.processes().get(process, ()), signal.SIGKILL, GONE_SECONDS)
+
+    async def _end(self, pids: Sequence[int], number: int, seconds: float) -> Sequence[str]:
+        """Send a signal to processes. Wait until all of the engine have ended; return those that then still run."""
         self.is_up = False
-        pids = self.processes()
-        send_signal(pids.get(process, ()), signal.SIGKILL)
-        still = await _ended(pids.get("engine", ()))
+        all_pids = self.processes().get("engine", ())
+        send_signal(pids, number)
+        for _ in range(round(seconds / POLL_INTERVAL_S)):
+            if not alive(all_pids):
+                break
+            await asyncio.sleep(POLL_INTERVAL_S)
+        still = alive(all_pids)
         await self.stop()
         return [f"process {pid}" for pid in still]
 
@@ -327,23 +324,13 @@ class RealEngine:
             self._clock.step(seconds)
 
 
-async def _ended(pids: Sequence[int], seconds: float = GONE_SECONDS) -> list[int]:
-    """Wait until all these processes have ended. Return those that still run after ``seconds``."""
-    for _ in range(round(seconds / POLL_INTERVAL_S)):
-        if not alive(pids):
-            break
-        await asyncio.sleep(POLL_INTERVAL_S)
-    return alive(pids)
-
-
-class RealFleet:
+class RealFleet(NamedTuple):
     """A fleet with a router at ``url``. Every engine is reached through its proxies."""
 
-    def __init__(self, url: str, engines: Mapping[str, RealEngine], router: Process, log_dir: Path) -> None:
-        self.url = url
-        self.engines = engines
-        self.router = router
-        self.log_dir = log_dir
+    url: str
+    engines: Mapping[str, RealEngine]
+    router: Process
+    log_dir: Path
 
 
 @asynccontextmanager

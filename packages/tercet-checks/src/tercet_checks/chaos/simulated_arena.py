@@ -19,7 +19,7 @@ from zlib import crc32
 import aiohttp.connector
 import msgspec
 import uvicorn
-from prometheus_client import REGISTRY, generate_latest
+from prometheus_client import CollectorRegistry, generate_latest
 from uvicorn.server import ServerState
 
 from tercet.aio import TaskSet
@@ -94,7 +94,11 @@ class SimulatedEngine:
         return process in ("engine", "api", "core")
 
     async def start(self, is_impostor: bool = False) -> None:
-        config = _other_model(self._config) if is_impostor else self._config
+        config = self._config
+        if is_impostor:
+            model = msgspec.structs.replace(config.profile.model, name="another-model")
+            profile = msgspec.structs.replace(config.profile, model=model)
+            config = msgspec.structs.replace(config, profile=profile, model=model.name)
         self.process, self._killed = VirtualProcess(self._loop, config.host), asyncio.Event()
         started: asyncio.Future[SimEngine] = self._loop.create_future()
         with self.process.enter():
@@ -140,12 +144,6 @@ class SimulatedEngine:
     async def ended(self) -> None:
         """Return when the clean-up code of killed processes has ended. Other processes saw their end long before."""
         await self._serving.wait(ENDS_WITHIN)
-
-
-def _other_model(config: ServerConfig) -> ServerConfig:
-    model = msgspec.structs.replace(config.profile.model, name="another-model")
-    profile = msgspec.structs.replace(config.profile, model=model)
-    return msgspec.structs.replace(config, profile=profile, model=model.name)
 
 
 MAX_MODEL_LEN = 4096
@@ -219,12 +217,10 @@ class SimulatedFleet(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def roles(self) -> dict[str, Role]:
-        """Role of each engine, by its name."""
         counts: list[tuple[Role, int]] = [("prefill", self.prefill), ("decode", self.decode)]
         return {f"{role}-{index}": role for role, count in counts for index in range(count)}
 
     def shape(self) -> FleetShape:
-        """Return the possible faults of the fleet."""
         return FleetShape(
             engines=tuple(self.roles),
             kinds=("kill", "stop", "hang", "cut", "impostor", "full_kv", "drain", "restart", "move"),
@@ -251,8 +247,8 @@ def run_simulated(
 ) -> ChaosResult:
     """Run once and return the result, which depends only on the arguments. All times are in virtual seconds."""
     loop = NetworkedLoop()
-    with _virtual_clocks(loop), _own_metrics() as metrics:
-        arena = SimulatedArena(loop, fleet, schedule, load, metrics, note, tricks)
+    with _virtual_clocks(loop):
+        arena = SimulatedArena(loop, fleet, schedule, load, note, tricks)
         failures = _FailureLog(arena.complaints)
         logging.getLogger().addHandler(failures)
         try:
@@ -284,19 +280,6 @@ def _virtual_clocks(loop: NetworkedLoop) -> Generator[None]:
         time.monotonic = connector.monotonic = real
 
 
-@contextmanager
-def _own_metrics() -> Generator[Metrics]:
-    """Yield metrics for the service, and unregister them at the end, so that another run can register its metrics."""
-    registered: dict[Any, Any] = REGISTRY._collector_to_names  # pyright: ignore[reportPrivateUsage]
-    before = set(registered)
-    metrics = Metrics()
-    try:
-        yield metrics
-    finally:
-        for collector in set(registered) - before:
-            REGISTRY.unregister(collector)
-
-
 class _FailureLog(logging.Handler):
     """A log handler that collects the records with an exception, which are unexpected failures."""
 
@@ -320,15 +303,19 @@ class SimulatedArena(Arena):
         fleet: SimulatedFleet,
         schedule: FaultSchedule,
         load: LoadShape,
-        metrics: Metrics,
         note: Note,
         tricks: Sequence[PlannedTrick],
     ) -> None:
         self._loop = loop
         self._roles = fleet.roles
-        self._places = {
-            name: SimulatedEngine(loop, _server_config(fleet, name, number)) for number, name in enumerate(fleet.roles)
-        }
+        self._places = dict[str, SimulatedEngine]()
+        profile, options = load_profile(PROFILE), EngineOptions(stream_every=1, total_blocks=fleet.blocks)
+        for number, name in enumerate(fleet.roles):
+            address = f"127.1.{number // 250}.{number % 250 + 1}"
+            self._places[name] = SimulatedEngine(loop, ServerConfig(
+                name=name, profile=profile, options=options, host=address, port=PORT, url=f"http://{address}:{PORT}",
+                model=profile.model.name,
+            ))  # fmt: skip
         adversary = Adversary(ROUTER, PORT, MODEL, schedule.seed, HOSTILE_SIZES, self._clock, [(MODELS, PORT)])
         super().__init__(self._places, schedule, load, loop.time, note, adversary, tricks)
         loop.complaints = self.complaints
@@ -337,20 +324,18 @@ class SimulatedArena(Arena):
         self._hostile = VirtualProcess(loop, HOSTILE)
         self._models = VirtualProcess(loop, MODELS)
         self._traces = RequestTraces()
-        given = RouterSettings()
+        self._registry = CollectorRegistry()  # another run can register its metrics, too
+        metrics, given = Metrics(self._registry), RouterSettings()
         self._fleet = EngineFleet((), clock=loop.time, stuck_after_s=given.stuck_after_s, seed=schedule.seed)
         self._service = Service(
             self._fleet, given.program, {}, metrics, retries=given.retries, wait_for_engine=given.wait_for_engine_s
         )
 
     async def run(self, patience: float) -> ChaosResult:
-        """Start the fleet, run, and stop the fleet. Return the result."""
         with self._router.enter():
-            async with self._serving():
-                return await self.play(patience)
+            return await self._run(patience)
 
-    @asynccontextmanager
-    async def _serving(self) -> AsyncGenerator[None]:
+    async def _run(self, patience: float) -> ChaosResult:
         for engine in self._places.values():
             await engine.start()
         async with StreamListener() as listener, Membership(self._fleet, connecting(self._fleet, listener)) as members:
@@ -368,7 +353,7 @@ class SimulatedArena(Arena):
                         serving = model_router(MODEL_ROUTER)
                         self._model_router = await serving.__aenter__()
                     try:
-                        yield
+                        result = await self.play(patience)
                     finally:
                         with self._models.enter():
                             await serving.__aexit__(None, None, None)
@@ -381,6 +366,7 @@ class SimulatedArena(Arena):
                 await engine.kill()
         for engine in self._places.values():
             await engine.ended()
+        return result
 
     async def _ask(self, arrival: Arrival) -> AsyncIterator[Sequence[int]]:
         question = arrival.question
@@ -422,7 +408,7 @@ class SimulatedArena(Arena):
         return f"{current.plan.program}, version {current.number}"
 
     async def _retries(self) -> int:
-        return retries_in(generate_latest().decode())
+        return retries_in(generate_latest(self._registry).decode())
 
     async def _look_at_memory(self) -> None:
         self._most_memory = max(self._most_memory, self._door.bytes_kept)
@@ -472,11 +458,3 @@ class SimulatedArena(Arena):
             coroutine: Any = task.get_coro()
             found["event loop", f"tasks of {coroutine.__qualname__}"] += 1
         return found
-
-
-def _server_config(fleet: SimulatedFleet, name: str, number: int) -> ServerConfig:
-    profile, address = load_profile(PROFILE), f"127.1.{number // 250}.{number % 250 + 1}"
-    return ServerConfig(
-        name=name, profile=profile, options=EngineOptions(stream_every=1, total_blocks=fleet.blocks), host=address,
-        port=PORT, url=f"http://{address}:{PORT}", model=profile.model.name,
-    )  # fmt: skip

@@ -121,12 +121,10 @@ class VirtualTransport(asyncio.Transport):
         process.transports[self] = None
 
     def begin(self, protocol: asyncio.BaseProtocol, peer: VirtualTransport) -> None:
-        """Set the protocol and the other end."""
         self._protocol = protocol
         self._peer = peer
 
     def made(self) -> None:
-        """Give the connection to the protocol."""
         self._is_made = True
         self._protocol.connection_made(self)
 

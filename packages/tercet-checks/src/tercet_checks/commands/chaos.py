@@ -5,8 +5,9 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Annotated, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import msgspec
 import typer
@@ -18,7 +19,7 @@ from tercet.cluster.up_config import UpConfig
 from tercet.protocol import BadRequest
 from tercet.settings import Setting, Settings, declared
 from tercet_checks.chaos.adversary import NO_TRICKS, TRICKS, PlannedTrick, TrickKind, parse_tricks, plan_tricks
-from tercet_checks.chaos.arena import LoadShape
+from tercet_checks.chaos.arena import LoadShape, Note
 from tercet_checks.chaos.chaos_report import (
     HEADINGS,
     KINDS,
@@ -149,7 +150,17 @@ def chaos(config: ChaosConfig) -> None:
             typer.echo(str(each))
         return
     load = msgspec.structs.replace(site.load, rate=config.request_rate or site.load.rate)
-    _report(site.run(planned, load, config.patience, tricks), config.replay)
+    result = site.run(planned, load, config.patience, note, tricks)
+    violations = result.violations
+    show_table("faults, and the requests that they met", HEADINGS, fault_rows(result))
+    if result.tricks:
+        show_table("a hostile client", TRICK_HEADINGS, trick_rows(result))
+    if result.moves:
+        show_table("moves, by reason", MOVE_HEADINGS, move_rows(result))
+    for line in [*figures(result), *violation_lines(violations, result.seed, config.replay)]:
+        typer.echo(line)
+    if violations:
+        raise typer.Exit(1)
 
 
 class _Site(NamedTuple):
@@ -159,7 +170,7 @@ class _Site(NamedTuple):
     rate: float
     tricks: float
     load: LoadShape
-    run: Callable[[FaultSchedule, LoadShape, float, Sequence[PlannedTrick]], ChaosResult]
+    run: Callable[[FaultSchedule, LoadShape, float, Note, Sequence[PlannedTrick]], ChaosResult]
 
 
 def _simulated(config: ChaosConfig) -> _Site:
@@ -168,13 +179,7 @@ def _simulated(config: ChaosConfig) -> _Site:
     logging.basicConfig(level=logging.CRITICAL)
     prefill, decode = config.counts
     fleet = SimulatedFleet(prefill=prefill, decode=decode)
-
-    def run(
-        schedule: FaultSchedule, load: LoadShape, patience: float, tricks: Sequence[PlannedTrick]
-    ) -> ChaosResult:  # fmt: skip
-        return run_simulated(fleet, schedule, load, patience, note, tricks)
-
-    return _Site(fleet.shape(), 2000.0, 60.0, SIMULATED_LOAD, run)
+    return _Site(fleet.shape(), 2000.0, 60.0, SIMULATED_LOAD, partial(run_simulated, fleet))
 
 
 def _real(config: ChaosConfig) -> _Site:
@@ -187,10 +192,8 @@ def _real(config: ChaosConfig) -> _Site:
         engine_args=config.engine_args,
     )  # fmt: skip
 
-    def run(
-        schedule: FaultSchedule, load: LoadShape, patience: float, tricks: Sequence[PlannedTrick]
-    ) -> ChaosResult:  # fmt: skip
-        return run_real(up, resolve_model(up.model), schedule, load, patience, note, tricks)
+    def run(*given: Any) -> ChaosResult:
+        return run_real(up, resolve_model(up.model), *given)  # a plan needs no model
 
     return _Site(real_shape(up), 6.0, 12.0, REAL_LOAD, run)
 
@@ -209,16 +212,3 @@ def _schedule(config: ChaosConfig, site: _Site) -> FaultSchedule:
     left_out = () if config.without is None else parse_kinds(config.without)
     chosen: list[FaultKind] = [kind for kind in kinds if kind not in left_out]
     return plan_faults(config.seed, shape, config.minutes, config.fault_rate or site.rate, chosen)
-
-
-def _report(result: ChaosResult, replay: str) -> None:
-    violations = result.violations
-    show_table("faults, and the requests that they met", HEADINGS, fault_rows(result))
-    if result.tricks:
-        show_table("a hostile client", TRICK_HEADINGS, trick_rows(result))
-    if result.moves:
-        show_table("moves, by reason", MOVE_HEADINGS, move_rows(result))
-    for line in [*figures(result), *violation_lines(violations, result.seed, replay)]:
-        typer.echo(line)
-    if violations:
-        raise typer.Exit(1)

@@ -225,7 +225,6 @@ class EngineUnderTest:
         return (await self.send(call, to, begin, end, **fields)).decoded(Sent)
 
     async def release(self, reserved: PrepRecvAnswer) -> VerbAnswer:
-        """Call ``release``."""
         return await self.call("release", {"lease": reserved.kv_addr_info.lease})
 
     async def released(self, reserved: PrepRecvAnswer) -> int:
