@@ -39,7 +39,7 @@ BUDGET = {
     "store": Size(1431, 7),
     "tercet_bench": Size(3101, 10),
     "tercet_checks": Size(4675, 16),
-    "tercet_gateway": Size(6071, 21),
+    "tercet_gateway": Size(5870, 21),
     "tercet_lab": Size(13318, 50),
     "tercet_planner": Size(2253, 10),
     "tercet_ray": Size(1287, 8),

@@ -215,13 +215,7 @@ class SplitCost:
         self._clock = clock
         self._works: dict[str, tuple[Member, ReportedWork]] = {}
 
-    @property
-    def knows_enough(self) -> bool:
-        """True if enough prefills were observed."""
-        return self.learned >= ENOUGH_PREFILLS
-
     def reported(self, name: str, load: EngineLoad) -> None:
-        """Record an engine's load report."""
         try:
             work = self._work(self._fleet.member(name))
         except UnknownEngine:  # the engine has just left
@@ -233,10 +227,6 @@ class SplitCost:
     def picked(self, member: Member, request: Request, cached: int) -> None:
         """Record that an engine will prefill a prompt, of which it has an estimated ``cached`` tokens."""
         self._work(member).picked(request.num_tokens, cached)
-
-    def rule_for(self, decode: Member) -> SplitRule:
-        """Return the rule for prompts for which ``decode`` is picked."""
-        return SplitRule(self, decode)
 
     def pays(self, request: Request, prefill: str, decode: Member, cached: int) -> bool:
         """True if the engine ``prefill`` should prefill for ``decode``, which has ``cached`` tokens."""
@@ -252,14 +242,11 @@ class SplitCost:
         if work is None or known is not member:
             work = ReportedWork(self.model, self._clock, lambda: member.kv_tokens)
             self._works[member.name] = member, work
-            self._forget_those_that_left()
+            # When an engine joins, drop those that left: each new pod has a new name.
+            here = {id(each) for each in self._fleet.members}
+            self._works = {name: found for name, found in self._works.items() if id(found[0]) in here}
+            self.model.arrivals.engines = len(self._works)
         return work
-
-    def _forget_those_that_left(self) -> None:
-        """Drop engines that have left, when another one joins: each new pod has a new name."""
-        here = {id(each) for each in self._fleet.members}
-        self._works = {name: found for name, found in self._works.items() if id(found[0]) in here}
-        self.model.arrivals.engines = len(self._works)
 
 
 @dataclass(frozen=True)
@@ -332,23 +319,17 @@ class RoomByConcurrency:
         limit = self.limit
         if limit.concurrency_mode == "requests":
             return max(0, len(able) * limit.max_concurrency - sum(member.in_flight for member in able))
-        used = self._tokens_used(able) if limit.concurrency_mode == "tokens" else self._used(able)
+        if limit.concurrency_mode == "tokens":
+            used = sum(member.in_flight_tokens for member in able) / (len(able) * limit.max_token_concurrency)
+        else:  # for each engine the larger of both shares counts
+            used = sum(
+                max(member.in_flight / limit.max_concurrency, member.in_flight_tokens / limit.max_token_concurrency)
+                for member in able
+            ) / len(able)  # fmt: skip
         return ENOUGH_ROOM if used < 1 else 0  # the length of the next requests is unknown
 
     def may_have_come(self, name: str) -> bool:
         return True
-
-    def _tokens_used(self, able: list[Member]) -> float:
-        return sum(member.in_flight_tokens for member in able) / (len(able) * self.limit.max_token_concurrency)
-
-    def _used(self, able: list[Member]) -> float:
-        """Return the used share, averaged over engines; for each engine the larger of both shares counts."""
-        limit = self.limit
-        shares = [
-            max(member.in_flight / limit.max_concurrency, member.in_flight_tokens / limit.max_token_concurrency)
-            for member in able
-        ]
-        return sum(shares) / len(able)
 
 
 UNTIL_COUNTED = 0.3
@@ -392,7 +373,6 @@ class ReportedLoad:
         self._count(member, recent)
 
     def reported(self, name: str, load: EngineLoad) -> None:
-        """Record an engine's load report."""
         try:
             member = self._fleet.member(name)
         except UnknownEngine:  # the engine has just left
@@ -483,7 +463,10 @@ class EndpointPicker:
         if not call.generates:
             return self._choose(call, (), among)
         priority, sheddable = self._priority(call)
-        self._require_candidates(among)
+        if among is None:
+            self._fleet.health.require_answers()
+        else:
+            self._named(among)  # without a candidate, waiting would not help
         if sheddable and self._gate.saturated:
             self._metrics.refused.labels("shed").inc()
             raise Saturated("the fleet is saturated, and this request may be dropped")
@@ -509,7 +492,7 @@ class EndpointPicker:
         """Pick now; making the ``prompt`` took ``rendering`` seconds."""
         began = time.perf_counter() - rendering
         names = self._named(among)
-        request = _request(call, prompt, self._adapter_of(call))
+        request = _request(call, prompt, call.body.model if call.body.model in self._fleet.adapters else None)
         decoding, cached = self._fleet.ranked("decode", request, self._most, names)
         decode = decoding[0]
         may_split = request.prompt and call.may_split and self._fleet.scheduling.splits
@@ -521,21 +504,18 @@ class EndpointPicker:
         return Endpoints([self._address(member) for member in decoding], prefill)
 
     def _count(self, request: Request, decode: Member, cached: int, prefilling: Member | None) -> None:
-        """Count the request at its engines."""
-        for member in (decode, prefilling):
-            if member is not None:
-                self._load.picked(member, request.num_tokens)
-        if self._costs is not None and prefilling is None:
-            self._costs.picked(decode, request, cached)
-        elif self._costs is not None and prefilling is not None:
-            self._costs.picked(prefilling, request, 0)
+        self._load.picked(decode, request.num_tokens)
+        if prefilling is not None:
+            self._load.picked(prefilling, request.num_tokens)
+        if self._costs is not None:
+            self._costs.picked(prefilling or decode, request, 0 if prefilling else cached)
 
     def _prefilling(
         self, request: Request, decode: Member, cached: int, names: Collection[str] | None
     ) -> Member | None:
         """Return the engine that prefills for ``decode``, which has ``cached`` tokens; None if a split does not pay."""
         costs = self._costs
-        rule = costs.rule_for(decode) if costs is not None and costs.knows_enough else None
+        rule = SplitRule(costs, decode) if costs is not None and costs.learned >= ENOUGH_PREFILLS else None
         try:
             if not self._fleet.splits(request, decode.name, cached, names, rule):
                 return None
@@ -544,18 +524,7 @@ class EndpointPicker:
             return None
         return member if member is not decode else None
 
-    def _adapter_of(self, call: OpenAICall) -> str | None:
-        """Return the LoRA adapter that the call names as its model; None if the fleet has no such adapter."""
-        return call.body.model if call.body.model in self._fleet.adapters else None
-
     # ---- candidates ------------------------------------------------------------------------------------------
-
-    def _require_candidates(self, among: Collection[str] | None) -> None:
-        """Raise :class:`~tercet.protocol.EngineUnreachable` if no candidate exists, so that waiting would not help."""
-        if among is None:
-            self._fleet.health.require_answers()
-        else:
-            self._named(among)
 
     def _named(self, among: Collection[str] | None) -> Collection[str] | None:
         if among is None:

@@ -215,9 +215,14 @@ class Exchange:
         """Return the replies that send the call to these endpoints, to be sent one by one."""
         self._endpoints, self.call = endpoints, None
         chunks, self._chunks = self._chunks, []  # the stream lasts until an engine answers, and need not keep them
-        common = CommonResponse(header_mutation=self._mutation(endpoints), clear_route_cache=True)
+        told = {DESTINATION: ",".join(endpoints.decode), **self._relabelled}
+        if endpoints.prefill:
+            told[PREFILLER] = endpoints.prefill
+        stripped = [name for name in CONTROL if self._headers and name in self._headers and name not in told]
+        mutation = HeaderMutation(set_headers=_set(told), remove_headers=stripped)
+        common = CommonResponse(header_mutation=mutation, clear_route_cache=True)
         metadata = Struct()
-        metadata.get_or_create_struct(METADATA)[DESTINATION] = ",".join(endpoints.decode)
+        metadata.get_or_create_struct(METADATA)[DESTINATION] = told[DESTINATION]
         if self._at_headers or self._mode == _DUPLEX:
             first = ProcessingResponse(request_headers=HeadersResponse(response=common), dynamic_metadata=metadata)
         else:
@@ -227,21 +232,18 @@ class Exchange:
         last = [ProcessingResponse(request_trailers=TrailersResponse())] if self._trailers_follow else []
         return chain([first], _streamed("request_body", chunks, not self._trailers_follow), last)
 
-    def _mutation(self, endpoints: Endpoints) -> HeaderMutation:
-        told = {DESTINATION: ",".join(endpoints.decode), **self._relabelled}
-        if endpoints.prefill:
-            told[PREFILLER] = endpoints.prefill
-        stripped = [name for name in CONTROL if self._headers and name in self._headers and name not in told]
-        return HeaderMutation(set_headers=_set(told), remove_headers=stripped)
-
 
 def refusal(error: TercetError, path: str = "") -> ProcessingResponse:
     """Return the reply that refuses a request for ``path``: Envoy answers with the error JSON of the path's API."""
     headers = {"content-type": "application/json"}
     if error.retry_after is not None:
         headers["retry-after"] = str(error.retry_after)
-    if reason := _dropped_reason(error):
-        headers[DROPPED] = reason
+    if isinstance(error, Saturated):
+        headers[DROPPED] = "rejected-ttl-expired" if error.waited else "rejected-saturated"
+    elif isinstance(error, ShuttingDown):
+        headers[DROPPED] = "rejected-shutting-down"
+    elif isinstance(error, (EngineUnreachable, RoleUnavailable)):
+        headers[DROPPED] = "rejected-no-endpoints"
     return ProcessingResponse(
         immediate_response=ImmediateResponse(
             status={"code": error.status},
@@ -250,14 +252,6 @@ def refusal(error: TercetError, path: str = "") -> ProcessingResponse:
             details=f"endpoint_picker_{error.code}",
         )
     )
-
-
-def _dropped_reason(error: TercetError) -> str:
-    if isinstance(error, Saturated):
-        return "rejected-ttl-expired" if error.waited else "rejected-saturated"
-    if isinstance(error, ShuttingDown):
-        return "rejected-shutting-down"
-    return "rejected-no-endpoints" if isinstance(error, (EngineUnreachable, RoleUnavailable)) else ""
 
 
 def _set(headers: Mapping[str, str]) -> Sequence[HeaderValueOption]:
@@ -271,13 +265,10 @@ def _streamed(part: str, chunks: Sequence[bytes], ends: bool) -> Iterator[Proces
     """Yield a body in pieces that Envoy accepts; the last one is marked as the end if the body ``ends``."""
     places = [(chunk, start) for chunk in chunks for start in range(0, len(chunk), LONGEST_CHUNK)] or [(b"", 0)]
     for number, (chunk, start) in enumerate(places, 1):
-        piece = _piece(chunk[start : start + LONGEST_CHUNK], ends and number == len(places))
-        yield ProcessingResponse(**{part: piece})
-
-
-def _piece(content: bytes, last: bool) -> BodyResponse:
-    streamed = StreamedBodyResponse(body=content, end_of_stream=last)
-    return BodyResponse(response=CommonResponse(body_mutation=BodyMutation(streamed_response=streamed)))
+        last = ends and number == len(places)
+        streamed = StreamedBodyResponse(body=chunk[start : start + LONGEST_CHUNK], end_of_stream=last)
+        common = CommonResponse(body_mutation=BodyMutation(streamed_response=streamed))
+        yield ProcessingResponse(**{part: BodyResponse(response=common)})
 
 
 # ---- reading messages ----------------------------------------------------------------------------------------

@@ -48,9 +48,7 @@ def detector_filter(kind: str, name: str, parameters: Mapping[str, Any], index: 
         most = {"queueDepthThreshold": _below(queue), "kvCacheUtilThreshold": min(1.0, math.nextafter(cache, 0))}
         return {"type": "saturation-filter", "name": name, "parameters": most}
     if parameters.get("concurrencyMode", "requests") != "requests":
-        raise BadRequest(
-            f"{at}.concurrencyMode: must be requests: a profile counts only requests", f"{at}.concurrencyMode"
-        )
+        raise _wrong(f"{at}.concurrencyMode", "must be requests: a profile counts only requests")
     requests = int(raised * _number(parameters, "maxConcurrency", 100, at))
     condition = {"metric": "active-requests", "maxValue": _below(requests)}
     return {"type": "utilization-filter", "name": name, "parameters": {"conditions": [condition]}}
@@ -60,8 +58,12 @@ def _number(parameters: Mapping[str, Any], key: str, otherwise: float, at: str) 
     """Return a parameter that is a number. Raises :class:`~tercet.protocol.BadRequest` for another value."""
     value = parameters.get(key, otherwise)
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
-        raise BadRequest(f"{at}.{key}: must be a number of 0 or more, is {value!r}", f"{at}.{key}")
+        raise _wrong(f"{at}.{key}", f"must be a number of 0 or more, is {value!r}")
     return value
+
+
+def _wrong(at: str, why: str) -> BadRequest:
+    return BadRequest(f"{at}: {why}", at)
 
 
 def _below(limit: float) -> int:
@@ -74,8 +76,7 @@ def load_gate(parameters: Mapping[str, Any], index: int) -> dict[str, Any]:
     told = dict(parameters)
     by = told.pop("ttftSource", "prefillThroughput")
     if by != "prefillThroughput" and told.get("maxTTFTPenaltyMs", 1):
-        at = f"plugins[{index}].parameters.ttftSource"
-        raise BadRequest(f"{at}: {by}: {LATENCY}", at)
+        raise _wrong(f"plugins[{index}].parameters.ttftSource", f"{by}: {LATENCY}")
     if not told.get("peakPrefillThroughput", 1):
         del told["peakPrefillThroughput"]  # llm-d uses 0 for no limit
     return told
@@ -95,11 +96,9 @@ def profile_handler(parameters: Mapping[str, Any], is_old: bool, index: int) -> 
     at = f"plugins[{index}].parameters"
     flat = dict(parameters)
     if flat.pop("primaryPort", 0):
-        raise BadRequest(f"{at}.primaryPort: {REFUSED['data-parallel-profile-handler']}", f"{at}.primaryPort")
+        raise _wrong(f"{at}.primaryPort", REFUSED["data-parallel-profile-handler"])
     if flat.get("stageOrder") == "prefill-first":
-        raise BadRequest(
-            f"{at}.stageOrder: prefill-first is not supported: the decode engine is picked first", f"{at}.stageOrder"
-        )
+        raise _wrong(f"{at}.stageOrder", "prefill-first is not supported: the decode engine is picked first")
     profiles, deciders = dict(mapping_of(flat.get("profiles"))), dict(mapping_of(flat.get("deciders")))
     sections = {"profiles": profiles, "deciders": deciders}
     for old, (section, new) in FLAT.items():
@@ -107,7 +106,7 @@ def profile_handler(parameters: Mapping[str, Any], is_old: bool, index: int) -> 
             sections[section][new] = value
     profiles.pop("encode", None)  # without a decider it is never used
     if deciders.get("encode"):
-        raise BadRequest(f"{at}.deciders.encode: {REFUSED['encode-filter']}", f"{at}.deciders.encode")
+        raise _wrong(f"{at}.deciders.encode", REFUSED["encode-filter"])
     if is_old:
         deciders.setdefault("prefill", "prefix-based-pd-decider")
         for unused in ("prefixPluginType", "prefixPluginName", "prefixMatchInfoProducerName"):
@@ -117,7 +116,6 @@ def profile_handler(parameters: Mapping[str, Any], is_old: bool, index: int) -> 
 
 def session(parameters: Mapping[str, Any], index: int) -> Mapping[str, Any]:
     """Return the parameters with the header that names the session; of several sources, the first counts."""
-    at = f"plugins[{index}].parameters"
     kept = dict(parameters)
     by_id = kept.pop("strategy", "encoded_endpoint_header") == "session_id"
     token = mapping_of(kept.pop("encodedEndpointHeaderConfig", None))
@@ -127,10 +125,8 @@ def session(parameters: Mapping[str, Any], index: int) -> Mapping[str, Any]:
     older = kept.pop("headerName", None)
     header = first.get("header") if by_id else token.get("header") or older
     if by_id and not header:
-        raise BadRequest(
-            f"{at}.sessionIdConfig: must name a header; sessions have their name in a header or in `user`",
-            f"{at}.sessionIdConfig",
-        )
+        why = "must name a header; sessions have their name in a header or in `user`"
+        raise _wrong(f"plugins[{index}].parameters.sessionIdConfig", why)
     return {**kept, **({"header": str(header).lower()} if header else {})}
 
 
@@ -350,10 +346,7 @@ def translated(content: Any) -> tuple[Any, list[str]]:
 
     Raises :class:`~tercet.protocol.BadRequest` for unsupported parts that would change picks.
     """
-    told = mapping_of(content)
-    if not is_of_llm_d(content):
-        return content, []
-    return _Translation(told).result()
+    return _Translation(mapping_of(content)).result() if is_of_llm_d(content) else (content, [])
 
 
 def as_in_file(content: Any, error: BadRequest) -> BadRequest:
@@ -428,7 +421,6 @@ class _Translation:
         return f"{self.place_of(name)}.parameters", mapping_of(self.entries.get(str(name), {}).get("parameters"))
 
     def place_of(self, name: Any) -> str:
-        """Return the place of a plugin."""
         names = [_name(entry) for entry in list_of(self.told["plugins"])]
         return f"plugins[{names.index(str(name))}]" if str(name) in names else "plugins"
 
@@ -445,9 +437,7 @@ class _Translation:
         given = mapping_of(entry)
         kind = str(given.get("type"))
         if kind in REFUSED:
-            raise BadRequest(
-                f"plugins[{index}].type: {kind} of llm-d is not supported: {REFUSED[kind]}", f"plugins[{index}].type"
-            )
+            raise _wrong(f"plugins[{index}].type", f"{kind} of llm-d is not supported: {REFUSED[kind]}")
         if self.noted(kind, PASSED_OVER.get(kind)):
             return []
         parameters = mapping_of(given.get("parameters"))
@@ -543,7 +533,9 @@ class _Translation:
         given = self.told.get("schedulingProfiles")
         if given:
             return [self.profile(profile, f"schedulingProfiles[{n}]") for n, profile in enumerate(list_of(given))]
-        all_of_them = [{"pluginRef": name} for name in self.entries if not self.is_handler(name)]
+        unused = ("-handler", "-decider")
+        names = [name for name, entry in self.entries.items() if not str(entry.get("type")).endswith(unused)]
+        all_of_them = [{"pluginRef": name} for name in names]
         made = self.profile({"name": "default", "plugins": all_of_them}, "")
         self.uses_of = [[self.place_of(use["pluginRef"]) for use in all_of_them for _ in self.named[use["pluginRef"]]]]
         return [made]
@@ -564,9 +556,6 @@ class _Translation:
         if ours is None:  # the reader of the result reports errors in it
             return [use]
         return [{**told, "pluginRef": name} if name == ours[0] else {"pluginRef": name} for name in ours]
-
-    def is_handler(self, name: str) -> bool:
-        return str(self.entries[name].get("type")).endswith(("-handler", "-decider"))
 
 
 def _without_stage(content: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -59,7 +59,7 @@ class SegmentTokenizer:
         self._ids = list(range(tokenizer.get_vocab_size() + 1))
         self._pending = 0
         self._urgent = ThreadPoolExecutor(1, "tokens")
-        self._patient = ThreadPoolExecutor(1, "later-tokens", initializer=_be_nice)
+        self._patient = ThreadPoolExecutor(1, "later-tokens", initializer=_be_nice)  # requests that wait go first
         self._unlearned: deque[Segment] = deque(maxlen=MOST_UNLEARNED // SEGMENT)
         self._learning: asyncio.Task[None] | None = None
 
@@ -71,9 +71,11 @@ class SegmentTokenizer:
         self._patient.shutdown(wait=False, cancel_futures=True)
 
     async def tokens(self, text: str, add_special_tokens: bool) -> Tokens:
-        """Return the text's tokens."""
         segments = list(_segments(text, add_special_tokens))
-        known = [self._recall(segment) for segment in segments]
+        known = [self._seen.get(segment) for segment in segments]
+        for segment, tokens in zip(segments, known, strict=True):
+            if tokens is not None:
+                self._seen.move_to_end(segment)
         new = [segment for segment, tokens in zip(segments, known, strict=True) if tokens is None]
         if new:
             now = self._affordable(new)
@@ -136,12 +138,6 @@ class SegmentTokenizer:
 
     # ---- remembering -----------------------------------------------------------------------------------------
 
-    def _recall(self, segment: Segment) -> Tokens | None:
-        tokens = self._seen.get(segment)
-        if tokens is not None:
-            self._seen.move_to_end(segment)
-        return tokens
-
     def _remembered(self, segments: Sequence[Segment], encoded: Sequence[Sequence[int]]) -> Sequence[Tokens]:
         made = [self._shared(ids) for ids in encoded]
         for segment, tokens in zip(segments, made, strict=True):
@@ -196,7 +192,6 @@ def _joined(segments: Sequence[Segment], known: Sequence[Tokens | None]) -> Toke
 
 
 def _be_nice() -> None:
-    """Lower the thread's priority: requests that wait go first."""
     os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
 
 
@@ -234,7 +229,12 @@ class ModelRenderer:
             tokenizer: Any = Tokenizer.from_file(str(file))
         except Exception as error:  # the library raises no other class
             raise BadRequest(f"render-model: {file} is not a tokenizer: {error}", "render-model") from error
-        self._config = _config_of(directory)
+        configured = directory / "tokenizer_config.json"
+        try:
+            content = configured.read_bytes() if configured.is_file() else b"{}"
+            self._config = msgspec.json.decode(content, type=dict[str, Any])
+        except (OSError, *UNREADABLE) as error:
+            raise BadRequest(f"render-model: {configured} cannot be read: {error}", "render-model") from error
         self._template = _template_of(directory, self._config)
         self.segments = SegmentTokenizer(tokenizer, budget, most_bytes)
         self._rendering = 0
@@ -252,7 +252,10 @@ class ModelRenderer:
         except (asyncio.CancelledError, KeyboardInterrupt, SystemExit):
             raise
         except BaseException as error:  # a template may raise any error, and a tokenizer's panics are not Exceptions
-            self._say_once(str(error) or type(error).__name__)
+            why = (str(error) or type(error).__name__)[:LONGEST_REASON]
+            if why not in self._told and len(self._told) < 100:
+                self._told.add(why)
+                logger.warning("a prompt cannot be rendered, so its tokens are estimated from characters: %s", why)
             return estimated(call)
 
     async def _text_of(self, call: OpenAICall) -> tuple[str, bool]:
@@ -288,12 +291,6 @@ class ModelRenderer:
         given = {**named, "add_generation_prompt": True, **(call.body.chat_template_kwargs or {})}
         return self._template.render(messages=messages, tools=call.body.tools or None, documents=None, **given)
 
-    def _say_once(self, why: str) -> None:
-        why = why[:LONGEST_REASON]
-        if why not in self._told and len(self._told) < 100:
-            self._told.add(why)
-            logger.warning("a prompt cannot be rendered, so its tokens are estimated from characters: %s", why)
-
 
 def _flat(message: object) -> Mapping[str, Any]:
     """Return a message whose content is text, as chat templates need it."""
@@ -314,15 +311,6 @@ def _token(declared: object) -> str:
     if isinstance(declared, Mapping):
         declared = cast("Mapping[str, object]", declared).get("content")
     return declared if isinstance(declared, str) else ""
-
-
-def _config_of(directory: Path) -> Mapping[str, Any]:
-    """Return the tokenizer's configuration; an empty one if the checkpoint has none."""
-    file = directory / "tokenizer_config.json"
-    try:
-        return msgspec.json.decode(file.read_bytes(), type=dict[str, Any]) if file.is_file() else {}
-    except (OSError, *UNREADABLE) as error:
-        raise BadRequest(f"render-model: {file} cannot be read: {error}", "render-model") from error
 
 
 def _template_of(directory: Path, config: Mapping[str, Any]) -> jinja2.Template | None:

@@ -92,7 +92,6 @@ class WeightedRouter:
     calls: CallsInFlight = field(default_factory=CallsInFlight, repr=False)
 
     def serves(self, model: str) -> bool:
-        """True if the router lists the model ``model``."""
         return self.models is not None and model in self.models
 
 
@@ -244,7 +243,6 @@ class BackendPolls:
         await repeat(poll, self._interval_s, f"polls of {backend.url}")
 
     async def poll(self, backend: WeightedRouter) -> None:
-        """Ask one router for its models."""
         try:
             async with self.session.get(
                 f"{backend.url}/v1/models",
@@ -380,7 +378,11 @@ class ModelProxy:
             with self._bodies.one() as body:
                 await self._bodies.read(http, body)
                 asks = http.method == OPTIONS and not body.size
-                model = self._routes.any_model() if asks else self._model_in(body.content, form)
+                if asks:
+                    model = self._routes.any_model()
+                else:  # of forms, only JSON is read
+                    named = _model_of(in_utf8(body.content)) if form == JSON else None
+                    model = named or self._routes.only_model()
                 await self._pass_on(http, answer, model, body)
 
     async def _models(self, http: ClientCall, answer: ProxiedAnswer) -> None:
@@ -399,13 +401,6 @@ class ModelProxy:
         finally:
             response.close()
         await http.answer(200, msgspec.json.encode({"object": "list", "data": self._routes.listed()}), JSON)
-
-    def _model_in(self, body: bytes, form: str) -> str:
-        """Return the model that a body of this form names, or the only one; of forms, only JSON is read.
-
-        Raises :class:`~tercet.protocol.BadRequest`.
-        """
-        return (_model_of(in_utf8(body)) if form == JSON else None) or self._routes.only_model()
 
     async def _pass_on(self, http: ClientCall, answer: ProxiedAnswer, model: str, body: HeldBody) -> None:
         """Pass the request to a router of its model; try another one if a router cannot be connected.
@@ -519,7 +514,6 @@ class BackendReport(msgspec.Struct, frozen=True):
 
     @classmethod
     def of(cls, each: WeightedRouter) -> BackendReport:
-        """Return the report of a router."""
         names = tuple(each.models or ())
         return cls(each.url, each.weight, each.answers, names, each.in_flight, each.requests, each.failures)
 
@@ -623,21 +617,18 @@ class _BackendsRoute:
             if http.method == "PUT":
                 with self._bodies.one() as body:
                     await self._bodies.read(http, body)
-                    await self._replace(body.content)
+                    wanted: Any = decode_call(body.content, BackendsCall)
+                require_backends(wanted.routers, "routers")
+                async with self._turn:
+                    await self._polls.replace({each.url.rstrip("/"): each.weight for each in wanted.routers})
+                shares = ", ".join(f"{each.url} weight {each.weight:g}" for each in self._routes.backends)
+                logger.info("routers are now %s", shares)
             elif http.method != "GET":
                 raise BadRequest("this route accepts only GET and PUT")
             body = msgspec.json.encode([BackendReport.of(each) for each in self._routes.backends])
             await http.answer(200, body, JSON)
         except TercetError as error:
             await http.answer(error.status, error_body(http.path, error), JSON)
-
-    async def _replace(self, body: bytes) -> None:
-        wanted: Any = decode_call(body, BackendsCall)
-        require_backends(wanted.routers, "routers")
-        async with self._turn:
-            await self._polls.replace({each.url.rstrip("/"): each.weight for each in wanted.routers})
-        shares = ", ".join(f"{each.url} weight {each.weight:g}" for each in self._routes.backends)
-        logger.info("routers are now %s", shares)
 
 
 def with_forwarder(fields: Fields, peer: str, host: bytes, scheme: str, version: bytes) -> list[tuple[bytes, bytes]]:

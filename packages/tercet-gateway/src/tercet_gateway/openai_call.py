@@ -128,9 +128,11 @@ def call_of(headers: Mapping[str, str], body: bytes | None) -> OpenAICall:
         return call_unread(headers, [text], len(body))
     if path not in READ_STRICTLY:
         return _other_call(path, headers, text, len(body))
-    if not (text.isascii() or _is_utf8(text)) or _ESCAPED_HALF.search(text):
-        read_json(text)  # names the field of invalid text, also in fields that only the engine reads
     try:
+        if not text.isascii():
+            text.decode("utf-8")
+        if _ESCAPED_HALF.search(text):
+            read_json(text)  # names the field of invalid text, also in fields that only the engine reads
         return OpenAICall(path, headers, _decode(text), len(body))
     except UNREADABLE as error:
         read_json(text)  # explains invalid JSON, or names the field of invalid text
@@ -146,9 +148,12 @@ def _other_call(path: str, headers: Mapping[str, str], text: bytes, size: int) -
     except UNREADABLE:
         return OpenAICall(path, headers, size=size, opening=text)
     limits = cast("dict[str, Any]", said.sampling_params) if isinstance(said.sampling_params, dict) else {}
+    messages = said.messages
+    if said.system and isinstance(messages, list):  # Anthropic's API has the system prompt in a separate field
+        messages = [{"role": "system", "content": said.system}, *cast("list[Any]", messages)]
     read: dict[str, Any] = {
         "model": said.model,
-        "messages": _with_system(said.messages, said.system),
+        "messages": messages,
         "prompt": said.prompt if said.token_ids is None else said.token_ids,
         "tools": said.tools,
         "max_tokens": said.max_tokens if said.max_tokens is not None else limits.get("max_tokens"),
@@ -164,21 +169,6 @@ def _other_call(path: str, headers: Mapping[str, str], text: bytes, size: int) -
             continue
     has_prompt = known.get("messages") or known.get("prompt")
     return OpenAICall(path, headers, OpenAIBody(**known), size, b"" if has_prompt else text)
-
-
-def _with_system(messages: Any, system: Any) -> Any:
-    """Return the messages, with the system prompt that Anthropic's API has in a separate field."""
-    if not system or not isinstance(messages, list):
-        return messages
-    return [{"role": "system", "content": system}, *cast("list[Any]", messages)]
-
-
-def _is_utf8(text: bytes) -> bool:
-    try:
-        text.decode("utf-8")
-    except UnicodeDecodeError:
-        return False
-    return True
 
 
 def call_unread(headers: Mapping[str, str], chunks: Sequence[bytes], size: int) -> OpenAICall:

@@ -248,7 +248,9 @@ class TercetLeg:
         try:
             call.require_whole()
             model, salt = call.text("model"), call.text("cache_salt")
-            await self._require_base_model(model)
+            status = await self._engine.status()
+            if model in {adapter.name for adapter in status.adapters}:  # its KV differs from the base model's
+                raise BadRequest("a prompt with a LoRA adapter cannot be prefilled elsewhere", "model")
             request = Request(seq_id=call.seq_id, prompt=await self._tokens(call), cache_salt=salt)
         except TercetError as error:
             prefill_here(self._engine.name, call.request_id, error, trace)
@@ -263,12 +265,8 @@ class TercetLeg:
                     async with asyncio.timeout(self._stuck_s):
                         await self._committed(request, decode.reservation, begin)
                 except (TercetError, TimeoutError) as error:
-                    logger.warning(
-                        "%s did not commit the received KV of %s to its prefix cache: %r",
-                        self._engine.name,
-                        call.request_id,
-                        error,
-                    )
+                    said = "%s did not commit the received KV of %s to its prefix cache: %r"
+                    logger.warning(said, self._engine.name, call.request_id, error)
                 headers[PREFILLED_HEADER] = f"{decode.reservation.lease} {sent.cached}"
             yield DecodeLeg(call.body, headers=headers)
 
@@ -279,12 +277,6 @@ class TercetLeg:
 
     async def finish(self, seconds: float) -> None:
         """Return at once: there is no background work."""
-
-    async def _require_base_model(self, model: str | None) -> None:
-        """Raise :class:`~tercet.protocol.BadRequest` for a LoRA adapter: its KV differs from the base model's."""
-        status = await self._engine.status()
-        if model in {adapter.name for adapter in status.adapters}:
-            raise BadRequest("a prompt with a LoRA adapter cannot be prefilled elsewhere", "model")
 
     async def _committed(self, request: Request, reservation: Reservation, end: int) -> None:
         """Wait until the engine has committed the received KV, with a limit of tries; missing KV is recomputed."""

@@ -6,14 +6,12 @@ fields, but no names of messages or packages; fields that are not named here are
 declarations with xds-protos.
 """
 
-# ruff: noqa: D101  (classes that are made from a table say nothing more than the table does)
-
 from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
 from enum import IntEnum
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from google.protobuf import struct_pb2
 from google.protobuf.descriptor_pb2 import DescriptorProto, FieldDescriptorProto, FileDescriptorProto
@@ -25,29 +23,10 @@ from grpc_health.v1.health_pb2 import HealthCheckRequest, HealthCheckResponse
 from grpc_health.v1.health_pb2_grpc import HealthStub, add_HealthServicer_to_server
 
 __all__ = [
-    "BodyMutation",
-    "BodyResponse",
-    "BodySendMode",
-    "CommonResponse",
-    "HeaderAppendAction",
-    "HeaderMap",
-    "HeaderMutation",
-    "HeaderValue",
-    "HeaderValueOption",
-    "HeadersResponse",
     "HealthCheckRequest",
     "HealthCheckResponse",
     "HealthStub",
-    "HttpBody",
-    "HttpHeaders",
-    "HttpTrailers",
-    "ImmediateResponse",
-    "ProcessingRequest",
-    "ProcessingResponse",
-    "ProtocolConfiguration",
-    "StreamedBodyResponse",
     "Struct",
-    "TrailersResponse",
     "add_HealthServicer_to_server",
     "health",
 ]
@@ -150,40 +129,9 @@ Default().Add(
     )
 )  # fmt: skip
 
-if TYPE_CHECKING:
 
-    class HeaderMap(Any): ...
-
-    class HeaderValue(Any): ...
-
-    class HeaderValueOption(Any): ...
-
-    class HttpHeaders(Any): ...
-
-    class HttpBody(Any): ...
-
-    class HttpTrailers(Any): ...
-
-    class ProtocolConfiguration(Any): ...
-
-    class ProcessingRequest(Any): ...
-
-    class HeaderMutation(Any): ...
-
-    class StreamedBodyResponse(Any): ...
-
-    class BodyMutation(Any): ...
-
-    class CommonResponse(Any): ...
-
-    class HeadersResponse(Any): ...
-
-    class BodyResponse(Any): ...
-
-    class TrailersResponse(Any): ...
-
-    class ImmediateResponse(Any): ...
-
-    class ProcessingResponse(Any): ...
-else:
-    globals().update({name: GetMessageClass(Default().FindMessageTypeByName(f"{PACKAGE}.{name}")) for name in MESSAGES})
+def __getattr__(name: str) -> Any:
+    """Return the class of a message."""
+    if name not in MESSAGES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return GetMessageClass(Default().FindMessageTypeByName(f"{PACKAGE}.{name}"))

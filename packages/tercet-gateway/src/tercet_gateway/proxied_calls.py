@@ -8,15 +8,18 @@ from __future__ import annotations
 import asyncio
 import logging
 import re
+import ssl
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AbstractContextManager, asynccontextmanager, suppress
 from functools import partial
 from http import HTTPStatus
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import uvicorn
 from uvicorn.server import ServerState
 
+from tercet.aio.files import require_regular
 from tercet.fleet.admission import ClientLeft
 from tercet.protocol import BadRequest, RequestTooLarge, TercetError
 from tercet.protocol.errors import error_body, last_events
@@ -30,16 +33,8 @@ from tercet.wire.serving.answers import TracingSend
 from tercet.wire.serving.client_connection import CONNECTION, TARGET, ClientConnection, StreamingProtocol
 
 if TYPE_CHECKING:
-    from starlette.types import ASGIApp, Message, Receive, Scope, Send
-import ssl
-from pathlib import Path
-from typing import TYPE_CHECKING
-
-from tercet.aio.files import require_regular
-
-if TYPE_CHECKING:
     import grpc  # only pickers need it
-
+    from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 logger = logging.getLogger("tercet.gateway")
 # Time that a connection may be idle between two requests, in seconds: proxies keep theirs for a minute.
@@ -277,7 +272,6 @@ class ProxiedAnswer:
             await self._send({"type": "http.response.body", "body": passed, "more_body": True})
 
     async def end(self) -> None:
-        """End a complete answer."""
         rest = b"" if self._events is None else self._events.rest()
         await self._send({"type": "http.response.body", "body": rest})
 
@@ -299,7 +293,7 @@ def is_stream(response: OriginAnswer) -> bool:
     kind = first(response.fields, b"content-type") or ""
     if not kind.lower().startswith(EVENTS) or first(response.fields, b"content-length") is not None:
         return False
-    return not is_encoded(response.fields)
+    return all(each.strip().lower() in (b"", b"identity") for each in values(response.fields, b"content-encoding"))
 
 
 class RequestBodies:
@@ -311,7 +305,6 @@ class RequestBodies:
 
     @property
     def size(self) -> int:
-        """Bytes of all buffered bodies."""
         return self._held.size
 
     def one(self) -> AbstractContextManager[HeldBody]:
@@ -424,8 +417,3 @@ def certificate_of(certificate: str | None, key: str | None) -> ssl.SSLContext |
     if certificate is None or key is None:
         return None
     return ServedCertificate(Path(certificate), Path(key)).context()
-
-
-def is_encoded(fields: Fields) -> bool:
-    """True if the content is compressed, or encoded otherwise."""
-    return any(value.strip().lower() not in (b"", b"identity") for value in values(fields, b"content-encoding"))

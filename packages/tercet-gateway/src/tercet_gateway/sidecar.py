@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from functools import partial
 from http import HTTPStatus
 from ssl import SSLContext
-from typing import Any, Literal, cast
+from typing import Any, cast
 
 import aiohttp
 from prometheus_client.exposition import generate_latest
@@ -90,26 +90,6 @@ from tercet_gateway.proxied_calls import (
 
 # The events of a response before the engine has computed anything.
 _BEFORE = ("response.created", "response.queued", "response.in_progress")
-
-
-class Opening:
-    """The beginning of a stream, held back until the engine has computed something, or has failed."""
-
-    def __init__(self) -> None:
-        self.held = b""
-        self._events = EventSplitter()
-
-    def came_to(self, chunk: bytes) -> Literal["nothing", "tokens", "failure"]:
-        """Return the outcome so far, including this chunk."""
-        self.held += chunk
-        for event in self._events.split(chunk):
-            if fault_in(event) is not None:
-                return "failure"
-            if data_of(event) is not None and object_of(event).get("type") not in _BEFORE:
-                return "tokens"
-        return "nothing"
-
-
 logger = logging.getLogger("tercet.gateway")
 # The client's headers for this sidecar, which are not passed on to the engine.
 OURS = frozenset(name.encode() for name in (*CONTROL_HEADERS, TRACE_HEADER))
@@ -156,20 +136,16 @@ class Proxy:
     async def handle(self, http: ClientCall) -> None:
         """Answer as the engine does, or with an error in OpenAI's form."""
         given = {name: http.header(name) or "" for name in (REQUEST_ID_HEADER, TRACEPARENT, TRACESTATE)}
-        with lines_of_request(given[REQUEST_ID_HEADER]), working_in(span_context_of(given)):
-            await self._handle(http)
-
-    async def _handle(self, http: ClientCall) -> None:
         answer = ProxiedAnswer(http)
-        try:
-            async with UntilLost(self._under_way):
-                await self._serve(http, answer)
-        except Unauthorized as error:
-            is_verb = http.path.startswith(API_PREFIX)
-            asks = [(CHALLENGE_HEADER.encode(), self._callers.challenge().encode())] if is_verb else []
-            await answer.fail(error, asks)
-        except TercetError as error:
-            await answer.fail(error)
+        with lines_of_request(given[REQUEST_ID_HEADER]), working_in(span_context_of(given)):
+            try:
+                async with UntilLost(self._under_way):
+                    await self._serve(http, answer)
+            except TercetError as error:
+                asks: Fields = ()
+                if isinstance(error, Unauthorized) and http.path.startswith(API_PREFIX):
+                    asks = [(CHALLENGE_HEADER.encode(), self._callers.challenge().encode())]
+                await answer.fail(error, asks)
 
     def give_up(self, error: TercetError) -> None:
         """End running requests with ``error``."""
@@ -412,18 +388,14 @@ class Proxy:
             try:
                 if silent > self._idle_s:
                     raise EngineUnreachable(f"the engine has sent nothing for {silent:.0f} s")
-                await self._require_well()
+                async with asyncio.timeout(self._stuck_s):
+                    await self._leg.look()
+            except TimeoutError:
+                lost.lose(EngineUnreachable(f"the engine has sent nothing for {self._stuck_s:g} s"))
             except EngineUnreachable as error:
                 lost.lose(error)
             except TercetError as error:  # an engine that answers is alive
                 logger.debug("the engine answers: %s", error)
-
-    async def _require_well(self) -> None:
-        try:
-            async with asyncio.timeout(self._stuck_s):
-                await self._leg.look()
-        except TimeoutError:
-            raise EngineUnreachable(f"the engine has sent nothing for {self._stuck_s:g} s") from None
 
 
 class _Waiting:
@@ -446,15 +418,17 @@ async def _opening(response: OriginAnswer, waiting: _Waiting) -> bytes:
     """
     if response.status >= 500:
         raise EngineError(f"the engine answers {response.status} with KV of another one")
-    opening = Opening()
+    held, events = b"", EventSplitter()
     if response.status == 200 and is_stream(response):
         while chunk := await _read(response, waiting):
-            came_to = opening.came_to(chunk)
-            if came_to == "failure":
-                raise EngineError("the engine's answer with KV of another one ends in an error before its first token")
-            if came_to == "tokens":
-                break
-    return opening.held
+            held += chunk
+            for event in events.split(chunk):
+                if fault_in(event) is not None:
+                    said = "the engine's answer with KV of another one ends in an error before its first token"
+                    raise EngineError(said)
+                if data_of(event) is not None and object_of(event).get("type") not in _BEFORE:
+                    return held
+    return held
 
 
 async def _read(response: OriginAnswer, waiting: _Waiting) -> bytes:

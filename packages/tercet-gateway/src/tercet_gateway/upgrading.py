@@ -28,7 +28,6 @@ class Seen:
     answers: bool = True
 
     def since(self, before: Seen) -> Seen:
-        """Return the requests and failures after ``before``."""
         return Seen(self.requests - before.requests, self.failures - before.failures, self.in_flight, self.answers)
 
     @property
@@ -171,16 +170,12 @@ class Upgrade:
         while self.rollout.state == "shifting":
             there = await self._backends()
             if self.rollout.look(clock(), _seen(there, self._old), _seen(there, self._new)):
-                await self._apply()
+                share, why = self.rollout.share, f": {self.rollout.why}" if self.rollout.why else ""
+                # The share of other routers of the same model does not change.
+                await self._change({self._old: self._weight * (1 - share), self._new: self._weight * share})
+                self._told(f"{self._new} has {share:.0%} of the requests, {self._old} {1 - share:.0%}{why}")
             if self.rollout.state == "shifting":
                 await asyncio.sleep(min(LOOK_SECONDS, self._plan.hold_s))
-
-    async def _apply(self) -> None:
-        """Set the weights of both routers; the share of other routers of the same model does not change."""
-        share = self.rollout.share
-        await self._change({self._old: self._weight * (1 - share), self._new: self._weight * share})
-        why = f": {self.rollout.why}" if self.rollout.why else ""
-        self._told(f"{self._new} has {share:.0%} of the requests, {self._old} {1 - share:.0%}{why}")
 
     async def _leave(self, url: str) -> None:
         """Send a router no new requests, wait until it is empty, for at most ``drain_s`` seconds, and remove it.

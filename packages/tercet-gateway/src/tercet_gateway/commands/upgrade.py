@@ -15,7 +15,7 @@ from tercet.cli.detached import detach, stop_detached
 from tercet.cli.setting_flags import flags_as_records
 from tercet.cli.terminal import announce
 from tercet.cli.which_fleet import is_at, the_one, url_of
-from tercet.cluster.detached_fleets import DetachedFleet, detached_fleets, running_fleets
+from tercet.cluster.detached_fleets import detached_fleets, running_fleets
 from tercet.cluster.up_config import UpConfig
 from tercet.protocol import BadRequest
 from tercet.settings import Source, decode_settings, read_yaml, require_url
@@ -98,7 +98,12 @@ class UpgradeFlags:
 
     def plan(self) -> RolloutPlan:
         """Return the shares of requests and how they are watched; raise :class:`~tercet.protocol.BadRequest`."""
-        return RolloutPlan(_shares(self.steps), self.hold, self.tolerance)
+        try:
+            shares = [float(each) / 100 for each in self.steps.split(",")]
+        except ValueError:
+            said = f"--steps: must be percentages such as 5,25,50,100, is {self.steps!r}"
+            raise BadRequest(said, "--steps") from None
+        return RolloutPlan(shares, self.hold, self.tolerance)
 
 
 @flags_as_records
@@ -118,46 +123,25 @@ def upgrade(given: UpgradeFlags) -> None:
     started = None
     if given.config is not None:
         asyncio.run(require_listed(given.model_router, given.admin_key, old))
-        started = _started(given.config)
+        # At any free port unless the file names one.
+        started = detach(decode_settings(UpConfig, read_yaml(given.config), Source({"port": 0})))
     new = started.url if started is not None else new or ""
     changed = Upgrade(
         given.model_router, given.admin_key, old, new, plan, given.drain_timeout,
         lambda line: announce(f"  {line}"),
     )  # fmt: skip
-    _replace(changed, started)
-    announce(f"{new} has replaced {old}")
-    if not given.keep:
-        _stop_if_detached(old)
-
-
-def _replace(changed: Upgrade, started: DetachedFleet | None) -> None:
-    """Run the upgrade; stop the new fleet ``started`` if it does not get all requests."""
     try:
         asyncio.run(_run(changed))
     except BaseException:
         if started is not None and changed.rollout.state != "shifted":
             stop_detached(started)
         raise
-
-
-def _stop_if_detached(url: str) -> None:
-    """Stop the background fleet of this machine whose router has this URL, if one exists."""
-    found = next((each for each in detached_fleets() if each.url.rstrip("/") == url.rstrip("/")), None)
-    if found is not None:
-        stop_detached(found)
-
-
-def _shares(given: str) -> list[float]:
-    try:
-        return [float(each) / 100 for each in given.split(",")]
-    except ValueError:
-        raise BadRequest(f"--steps: must be percentages such as 5,25,50,100, is {given!r}", "--steps") from None
-
-
-def _started(file: Path) -> DetachedFleet:
-    """Start a new fleet in the background, at any free port unless its file names one."""
-    told = read_yaml(file)
-    return detach(decode_settings(UpConfig, told, Source({"port": 0})))
+    announce(f"{new} has replaced {old}")
+    if not given.keep:
+        for fleet in detached_fleets():
+            if fleet.url.rstrip("/") == old.rstrip("/"):
+                stop_detached(fleet)
+                break
 
 
 async def _run(changed: Upgrade) -> None:
