@@ -37,7 +37,7 @@ BUDGET = {
     "settings": Size(1792, 6),
     "src/tercet, together": Size(65766, 264),
     "store": Size(1431, 7),
-    "tercet_bench": Size(3101, 10),
+    "tercet_bench": Size(3048, 10),
     "tercet_checks": Size(4675, 16),
     "tercet_gateway": Size(5870, 21),
     "tercet_lab": Size(13318, 50),

@@ -133,36 +133,24 @@ class BenchConfig(Settings, frozen=True):
         super().__post_init__()
         url = self.base_url
         _refuse(not url.startswith(("http://", "https://")), "base-url", "is not a URL such as http://HOST:PORT")
-        if self.arrival == "closed":
-            self._check_closed_loop()
+        # Users of a closed loop each send a request after the answer to their last one.
+        closed, trace = self.arrival == "closed", self.arrival == "trace"
+        given, limit = bool(self.concurrency), self.max_concurrency
+        phases = () if closed else self.phases  # raises for a workload that does not exist
+        if closed:
+            _refuse(not given, "concurrency", "is missing; give the number of users of the closed loop")
+            _refuse(bool(self.request_rate), "request-rate", "does not apply to a closed loop; give concurrency only")
+            _refuse(limit is not None, "max-concurrency", "does not apply to a closed loop; give concurrency")
         else:
-            self._check_arrivals()
-        self._check_duration()
-        parse_phases(self.workload)  # raises for a workload that does not exist
-
-    def _check_closed_loop(self) -> None:
-        """Check the load of users who each send a request after the answer to their last one."""
-        missing, limit = not self.concurrency, self.max_concurrency
-        _refuse(missing, "concurrency", "is missing; give the number of users of the closed loop")
-        _refuse(bool(self.request_rate), "request-rate", "does not apply to a closed loop; give concurrency only")
-        _refuse(limit is not None, "max-concurrency", "does not apply to a closed loop; give concurrency")
-        _refuse(self.burstiness != 1.0, "burstiness", "applies to arrival gamma only")
-
-    def _check_arrivals(self) -> None:
-        """Check the load of requests that arrive by themselves: at random, or at the times of a trace."""
-        trace, phases = self.arrival == "trace", self.phases
-        _refuse(bool(self.concurrency), "concurrency", "applies to arrival closed only; use max-concurrency")
-        _refuse(not trace and not self.request_rate, "request-rate", "is missing; give requests per second")
+            _refuse(given, "concurrency", "applies to arrival closed only; use max-concurrency")
+            _refuse(not trace and not self.request_rate, "request-rate", "is missing; give requests per second")
         _refuse(self.arrival != "gamma" and self.burstiness != 1.0, "burstiness", "applies to arrival gamma only")
-        is_one_trace = len(phases) == 1 and len(phases[0].mix) == 1 and all(kind.finite for kind in phases[0].mix)
-        _refuse(trace and not is_one_trace, "arrival", "trace needs exactly one workload, a recorded trace")
-
-    def _check_duration(self) -> None:
-        if self.duration is None:
-            return
-        _refuse(self.num_prompts is not None, "duration", "give either duration or num-prompts")
-        _refuse(self.arrival in ("closed", "trace"), "duration", f"does not apply to arrival {self.arrival}")
-        _refuse(any(map(math.isinf, self.request_rate)), "duration", "does not apply to rate inf")
+        _refuse(trace and not _is_one_trace(phases), "arrival", "trace needs exactly one workload, a recorded trace")
+        if self.duration is not None:
+            _refuse(self.num_prompts is not None, "duration", "give either duration or num-prompts")
+            _refuse(closed or trace, "duration", f"does not apply to arrival {self.arrival}")
+            _refuse(any(map(math.isinf, self.request_rate)), "duration", "does not apply to rate inf")
+        parse_phases(self.workload)
 
     @property
     def slo(self) -> Slo | None:
@@ -171,7 +159,6 @@ class BenchConfig(Settings, frozen=True):
 
     @property
     def phases(self) -> tuple[Phase, ...]:
-        """Phases of the workload."""
         return parse_phases(self.workload)
 
     @property
@@ -183,12 +170,9 @@ class BenchConfig(Settings, frozen=True):
 
     def requests_at(self, load: Load) -> int | None:
         """Return the number of measured requests of a point, or None for all requests of a trace."""
-        if self.num_prompts is not None:
-            return self.num_prompts
         if self.duration is not None and load.request_rate is not None:
             return max(1, math.ceil(self.duration * load.request_rate))
-        finite = len(self.phases) == 1 and len(mix := self.phases[0].mix) == 1 and mix[0].finite
-        return None if finite else DEFAULT_PROMPTS
+        return self.num_prompts or (None if _is_one_trace(self.phases) else DEFAULT_PROMPTS)
 
     def public(self) -> dict[str, Any]:
         """Return the configuration for a result file: as in YAML, without secrets."""
@@ -254,6 +238,10 @@ def load_config(model: type[Config], file: Path | None, flags: Source) -> Config
     Raise :class:`~tercet.protocol.BadRequest` that names the file, the key or the flag.
     """
     return decode_settings(model, flags, *(() if file is None else (read_yaml(file),)))
+
+
+def _is_one_trace(phases: tuple[Phase, ...]) -> bool:
+    return len(phases) == 1 and len(phases[0].mix) == 1 and phases[0].mix[0].finite
 
 
 def _refuse(wrong: bool, field: str, why: str) -> None:

@@ -37,7 +37,8 @@ PROGRAM, SOURCE, MODEL, FLEET, WORKLOAD, ARRIVALS, MACHINE = (
 FOREMOST = (SOURCE, MODEL, FLEET, WORKLOAD, ARRIVALS, MACHINE)
 REAL, VIRTUAL, REAL_TIME = "real", "simulated", "simulated in real time"
 SIMULATED_ENGINE = re.compile(r"\bsimulated (\S+)")
-GROUP = re.compile(r"(prefill|decode|both)=(\d+)")
+ROLES = ("prefill", "decode", "both")
+GROUP = re.compile(rf"({'|'.join(ROLES)})=(\d+)")
 # Keys of a configuration that other facts contain, or that change no number.
 SAID = {
     "workload", "arrival", "burstiness", "max-concurrency", "program", "fleet", "profile", "program_args", "rate",
@@ -59,11 +60,12 @@ def _measured(result: BenchResult, point: Point) -> Facts:
     own = str(_mapping(target.get("version")).get("version") or "")
     profiles = [each[1] for text in (*versions, own) if (each := SIMULATED_ENGINE.search(text))]
     real = ", ".join(versions) or own or None
+    roles = [str(_mapping(engine).get("role")) for engine in target.get("engines") or ()]
     return {
-        PROGRAM: _program_at(target, point.program),
+        PROGRAM: program_served(target, point.program),
         SOURCE: REAL_TIME if profiles else REAL,
         MODEL: ", ".join(dict.fromkeys(profiles)) or _text(target.get("model")),
-        FLEET: _fleet_at(target),
+        FLEET: _fleet(",".join(f"{role}={roles.count(role)}" for role in ROLES if role in roles)),
         WORKLOAD: _phases(config.get("workload")),
         ARRIVALS: _arrivals(config.get("arrival"), config.get("burstiness"), point),
         MACHINE: _machine(result.machine),
@@ -98,7 +100,7 @@ def _target_of(result: BenchResult, point: Point) -> Mapping[str, Any]:
     return next(found, result.target)
 
 
-def _program_at(target: Mapping[str, Any], asked: str | None) -> str | None:
+def program_served(target: Mapping[str, Any], asked: str | None = None) -> str | None:
     """Return the router's program for requests that name ``asked``; None of both: another kind of server."""
     plan = _mapping(target.get("program"))
     if asked is not None:
@@ -108,11 +110,6 @@ def _program_at(target: Mapping[str, Any], asked: str | None) -> str | None:
     return _called(_name(plan), plan.get("args") or {}) if plan.get("program") else None
 
 
-def program_served(target: Mapping[str, Any]) -> str | None:
-    """Return the router's program for requests that name no program, or None for another kind of server."""
-    return _program_at(target, None)
-
-
 def _name(arm: Mapping[str, Any]) -> str:
     """Return the name of a program in the router's plan."""
     return str(arm.get("name") or arm.get("program"))
@@ -120,11 +117,6 @@ def _name(arm: Mapping[str, Any]) -> str:
 
 def _called(program: str, args: Mapping[str, Any]) -> str:
     return f"{program}({', '.join(f'{key}={value}' for key, value in args.items())})" if args else program
-
-
-def _fleet_at(target: Mapping[str, Any]) -> str | None:
-    roles = [str(_mapping(engine).get("role")) for engine in target.get("engines") or ()]
-    return _fleet(",".join(f"{role}={roles.count(role)}" for role in ("prefill", "decode", "both") if role in roles))
 
 
 def _fleet(text: str) -> str | None:
@@ -248,7 +240,10 @@ def figure_of(results: Sequence[BenchResult]) -> Figure:
         raise BadRequest("report: these files have no points; give files of finished runs", "file")
     if len({msgspec.json.encode(result, order="deterministic") for result in results}) < len(results):
         raise BadRequest("report: two of these files have the same run, which would count twice; leave one out", "file")
-    kinds = {_axis(each.point) for each in points}
+    kinds = {
+        CLOSED_LOOP if each.point.request_rate is None and each.point.concurrency is not None else OPEN_LOOP
+        for each in points
+    }  # fmt: skip
     if len(kinds) > 1:
         raise BadRequest(
             "report: the files have open-loop and closed-loop points, which cannot be in one figure; "
@@ -352,11 +347,6 @@ def _achieved(points: Sequence[Point]) -> dict[str, float | None]:
         rates = [rate for point in points if (rate := achieved(point.metrics, name)) is not None]
         found[f"achieved_{name}"] = sum(rates) / len(rates) if rates else None
     return found
-
-
-def _axis(point: Point) -> str:
-    closed = point.request_rate is None and point.concurrency is not None
-    return CLOSED_LOOP if closed else OPEN_LOOP
 
 
 def _x(point: Point) -> float:
@@ -484,14 +474,13 @@ def ratio_table(ratios: Sequence[Ratio]) -> str:
         label, baseline, rate, users = key
         cells = [found.get((*key, name)) for name in names]
         load = f"{rate:g}" if rate is not None else str(users or "")
-        shown = [_interval(cell) if cell else TOO_FEW for cell in cells]
+        shown = [
+            f"{three_digits(cell.ratio)} ({three_digits(cell.low)} to {three_digits(cell.high)})" if cell else TOO_FEW
+            for cell in cells
+        ]
         rows.append([f"{label} / {baseline}", load, *shown])
     confidence = f"{ratios[0].confidence:.0%} bootstrap intervals over {ratios[0].rounds} rounds"
     return _table(["ratio", load_title, *names], rows) + f"\n\nBelow 1 is faster than the baseline; {confidence}."
-
-
-def _interval(ratio: Ratio) -> str:
-    return f"{three_digits(ratio.ratio)} ({three_digits(ratio.low)} to {three_digits(ratio.high)})"
 
 
 def _cell(metrics: Metrics, name: str) -> str:

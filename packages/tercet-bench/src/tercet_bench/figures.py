@@ -44,11 +44,15 @@ def draw(figure: Figure, file: Path, title: str | None = None, *, log: bool = Fa
     """
     with picture(file, "--figure", WIDTH, HEIGHT) as drawn:
         axes: Any = drawn.canvas.subplots(len(LATENCIES) + 1, 2, sharex=True, squeeze=False)
-        tail = _tail(figure)
+        # The highest percentile for which all points have enough requests, or else the lowest percentile.
+        tail = next((statistic for statistic in TAILS if enough(figure.requests[0], statistic)), TAILS[-1])
+        points = [point for line in figure.lines for point in line.points]
         for row, (name, metric) in enumerate(LATENCIES):
-            unit: Unit = "s" if max(_all_drawn(figure, metric, ("mean", tail)), default=0.0) > MANY_MS else "ms"
-            for axis, statistic in zip(axes[row], ("mean", tail), strict=True):
-                _latencies(drawn, axis, figure, f"{statistic}_{metric}_ms", unit)
+            keys = {statistic: f"{statistic}_{metric}_ms" for statistic in ("mean", tail)}
+            values = (_value(p, key) for each, key in keys.items() for p in points if _is_drawn(p, key, each))
+            unit: Unit = "s" if max(values, default=0.0) > MANY_MS else "ms"
+            for axis, (statistic, key) in zip(axes[row], keys.items(), strict=True):
+                _latencies(drawn, axis, figure, key, unit)
                 axis.set_title(f"{statistic if statistic == 'mean' else statistic.upper()} {name}")
                 axis.set_ylabel(unit)
                 if log:
@@ -63,12 +67,6 @@ def draw(figure: Figure, file: Path, title: str | None = None, *, log: bool = Fa
             axis.set_xlabel("offered load, requests/s" if figure.x_label == OPEN_LOOP else figure.x_label)
         _legend(drawn, axes[0][0], [looks["label"] for _, looks in _looks(drawn, figure)], title or _title(figure))
         drawn.footer("\n".join(_footer(figure, tail)))
-
-
-def _tail(figure: Figure) -> str:
-    """Return the highest percentile for which all points have enough requests, or else the lowest percentile."""
-    fewest, _ = figure.requests
-    return next((statistic for statistic in TAILS if enough(fewest, statistic)), TAILS[-1])
 
 
 def _looks(drawn: Picture, figure: Figure) -> Iterator[tuple[FigureLine, dict[str, Any]]]:
@@ -128,14 +126,6 @@ def _line(
 
 def _is_drawn(point: LinePoint, key: str, statistic: str) -> bool:
     return point.metrics.get(key) is not None and enough(int(point.metrics.get("completed") or 0), statistic)
-
-
-def _all_drawn(figure: Figure, metric: str, statistics: Sequence[str]) -> Iterator[float]:
-    """Yield all drawn values of a metric, in milliseconds."""
-    for statistic in statistics:
-        key = f"{statistic}_{metric}_ms"
-        points = (point for line in figure.lines for point in line.points)
-        yield from (_value(point, key) for point in points if _is_drawn(point, key, statistic))
 
 
 def _value(point: LinePoint, key: str) -> float:

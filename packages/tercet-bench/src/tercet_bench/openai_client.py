@@ -10,7 +10,6 @@ import asyncio
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from types import TracebackType
 from typing import Annotated, Any
 
 import aiohttp
@@ -191,9 +190,7 @@ class Client:
         )
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         if self._session is not None:
             await self._session.close()
 
@@ -222,6 +219,8 @@ class Client:
             error = reason_of(problem)
         except asyncio.CancelledError:
             failure, error = "interrupted", "the run was interrupted"
+        # On one line, limited in length: parts of it come from the server.
+        told = " ".join(error.encode(errors="replace").decode().split())[:ERROR_LENGTH]
         times = reading.times
         record = call.record(
             scheduled,
@@ -233,7 +232,7 @@ class Client:
             input_tokens=reading.usage.prompt_tokens or call.planned_input,
             output_tokens=reading.output_tokens,
             failure=failure,
-            error=None if failure is None else _one_line(error),
+            error=None if failure is None else told,
             status=status,
             finish_reason=reading.finish_reason,
         )
@@ -263,8 +262,3 @@ async def _complaint(response: aiohttp.ClientResponse) -> str:
     except UNREADABLE:
         return text or str(response.reason)
     return text
-
-
-def _one_line(text: str) -> str:
-    """Return the text on one line, limited in length: parts of it come from the server."""
-    return " ".join(text.encode(errors="replace").decode().split())[:ERROR_LENGTH]

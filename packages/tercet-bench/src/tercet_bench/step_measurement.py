@@ -477,11 +477,7 @@ def profile_from(measured: Measured, plan: MeasurementPlan, command: str, transf
     largest = max(point.tokens for point in measured.prefills)
     knots = [knot for knot in (1, 4, 16, 64, 256) if knot < largest] + [largest]
     steps, errors = fit_steps(measured.prefills, measured.decodes, knots)
-    parts = {
-        "transfer": measured.transfer,
-        "router": plan.router,
-        "sharing a host": measured.sharing,
-    }
+    parts = {"transfer": measured.transfer, "router": plan.router, "sharing a host": measured.sharing}
     missing = ", ".join(name for name, found in parts.items() if found is None)
     return Profile(
         name=plan.name,

@@ -124,7 +124,10 @@ def bench_command(kind: type[BenchConfig]) -> Callable[[BenchRun], Callable[...,
             for name in SEVERAL:
                 given[name] = [part.strip() for item in given[name] or () for part in item.split(",")]
             if given["extra_body"] is not None:
-                given["extra_body"] = _json_object(given["extra_body"])
+                try:
+                    given["extra_body"] = msgspec.json.decode(given["extra_body"], type=dict[str, Any])
+                except UNREADABLE as error:
+                    raise BadRequest(f"--extra-body: must be a JSON object: {error}", "extra-body") from error
             if given["goodput"] is not None:
                 given["goodput"] = limits_of(given["goodput"])
             with given_as({**flags_of(kind), "goodput": "--goodput"}):
@@ -137,13 +140,6 @@ def bench_command(kind: type[BenchConfig]) -> Callable[[BenchRun], Callable[...,
         return taking(run, optional({**parameters_of(kind, by_variable=("base-url",)), **BY_HAND}))
 
     return decorate
-
-
-def _json_object(text: str) -> dict[str, Any]:
-    try:
-        return msgspec.json.decode(text, type=dict[str, Any])
-    except UNREADABLE as error:
-        raise BadRequest(f"--extra-body: must be a JSON object: {error}", "extra-body") from error
 
 
 HEADINGS = ["name", "device", "KV tokens", "prefill 512", "prefill 3000", "decode 1", "decode 64", "fit error"]
@@ -383,7 +379,13 @@ def _measure_and_report(
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         outcome, asked = runner.run(_measure(config, contenders, cells_of))
     if records is not None:
-        _write_records(config, outcome.points, records)
+        found = Table(RECORD_COLUMNS)
+        for point in outcome.points:
+            requests = Requests.of_rows(point.records)
+            requests.judge(config.slo)
+            place = (point.label, point.request_rate, config.seed, point.round, point.concurrency)
+            add_records(found, requests, *place)
+        found.write(records)
     save_result(outcome, file)
     if outcome.ratios:
         say("\n" + ratio_table(outcome.ratios))
@@ -392,18 +394,6 @@ def _measure_and_report(
         sys.exit(128 + asked[0])
     if not any(point.metrics.get("completed") for point in outcome.points):
         raise EngineError("every request failed; see the reasons in the file")
-
-
-def _write_records(config: BenchConfig, points: Sequence[Point], file: Path) -> None:
-    """Write the requests of all points as one table."""
-    found = Table(RECORD_COLUMNS)
-    for point in points:
-        requests = Requests.of_rows(point.records)
-        requests.judge(config.slo)
-        add_records(
-            found, requests, point.label, point.request_rate, config.seed, point.round, point.concurrency
-        )  # fmt: skip
-    found.write(file)
 
 
 async def _measure(
