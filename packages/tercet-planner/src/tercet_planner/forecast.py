@@ -109,9 +109,7 @@ class Forecaster:
         silent = now - max(since, recent[-1].at if recent else since)
         if silent >= NO_TRAFFIC_S:
             return Forecast(0.0, (), "no traffic")
-        if not recent:
-            return None
-        if watched < BIN_S:
+        if not recent or watched < BIN_S:
             return None
         level = len(recent) / watched
         self._learn(now)

@@ -79,7 +79,6 @@ class TrafficEngine(msgspec.Struct, frozen=True):
     draining: bool
 
     def observed(self) -> ObservedEngine:
-        """Return the engine as policies see it."""
         fields = msgspec.structs.asdict(self)
         del fields["draining"]
         return ObservedEngine(**fields)
@@ -479,8 +478,14 @@ class LivePlanner:
         """
         report = await self._heard(self._guarded_s)
         self._guarded_s = guarded_s(report)
-        if self._provisioner is not None and await self._is_changing(self._provisioner, now):
-            return
+        if self._provisioner is not None:
+            state = await self._provisioner.state()
+            if state.failure and state.number != self._failed_change:  # it is logged once, and stops growth for a time
+                self._failed_change, self._failed_at = state.number, now
+                said = "the last change failed: %s; no engine is started for %.0f s"
+                logger.error(said, state.failure, FAILED_REST_S)
+            if state.under_way:
+                return
         policy, limits = self._prepared(report), self._limits(report, now)
         if not await self._guarded(policy, limits) and now >= self._plan_at:
             await self._plan(policy, limits, now)
@@ -498,22 +503,18 @@ class LivePlanner:
         deciding, is_void = asyncio.ensure_future(run_in_thread(decide, observed)), False
         try:
             while not (await asyncio.wait([deciding], timeout=LOOK_S))[0]:
-                is_void = is_void or await self._guarded_meanwhile(policy, observed.limits)
+                try:
+                    if not is_void:
+                        await self._heard(self._guarded_s)
+                        is_void = await self._guarded(policy, observed.limits)
+                except TercetError as error:  # a router that does not answer does not end the plan
+                    self._note_answer(error)
             wanted = await deciding
         finally:
             deciding.cancel()
         if is_void:
             return None
         return policy.adopt(observed, wanted) if isinstance(policy, Planner) else wanted
-
-    async def _guarded_meanwhile(self, policy: Policy | Planner, limits: PlanLimits) -> bool:
-        """Run the guard during a plan; a router that does not answer does not end the plan."""
-        try:
-            await self._heard(self._guarded_s)
-            return await self._guarded(policy, limits)
-        except TercetError as error:
-            self._note_answer(error)
-            return False
 
     async def _plan(self, policy: Policy | Planner, limits: PlanLimits, now: float) -> None:
         for _ in range(PROCESSES_ASKED if self._view.newest.processes > 1 else 1):
@@ -532,7 +533,10 @@ class LivePlanner:
         pause = policy.pause_s(interval) if isinstance(policy, Planner) else interval
         self._plan_at = now + max(pause, took / self._config.planner_cpu)
         self._metrics.planned(policy, wanted, took)
-        logger.info("%s; %.1f s of CPU", _in_words(wanted), took)
+        told = f"{wanted.plan}: {wanted.reason}"
+        if (will := wanted.expected) is not None:
+            told += f"; expected: {will.attainment:.1%} within the objectives, P99 TTFT {will.ttft_p99:.2f} s"
+        logger.info("%s; %.1f s of CPU", told, took)
         if isinstance(policy, Planner) and len(policy.verdicts) > 1 and policy.verdicts[-2].came is not None:
             before = policy.verdicts[-2]
             expected = "not known" if before.expected is None else f"{before.expected.attainment:.1%}"
@@ -602,14 +606,6 @@ class LivePlanner:
         fewest = min(planning.fewest or engines, most)
         return PlanLimits(max(2, fewest), max(2, fewest, most))
 
-    async def _is_changing(self, provisioner: EngineProvisioner, now: float) -> bool:
-        """True if the last change is still under way; a failed one is logged once, and stops growth for a time."""
-        state = await provisioner.state()
-        if state.failure and state.number != self._failed_change:
-            self._failed_change, self._failed_at = state.number, now
-            logger.error("the last change failed: %s; no engine is started for %.0f s", state.failure, FAILED_REST_S)
-        return state.under_way
-
     # ---- acting ----------------------------------------------------------------------------------------------
 
     async def _carry_out(self, wanted: WantedPlan, limits: PlanLimits, is_plan: bool = True) -> None:
@@ -617,7 +613,9 @@ class LivePlanner:
         change = change_to(wanted.plan, observed.engines)
         steps = ", ".join(steps_of(change))
         if is_plan or steps != self._advised:  # the guard repeats its advice until the fleet changes
-            await self._report(observed, wanted, change)
+            self._plan_log.note(time.time(), observed.plan, wanted, change, self._proposal)
+            margin = self._policy.margin if isinstance(self._policy, Planner) else None
+            await self._ask("PUT", "/planner", self._plan_log.report(margin))  # which shows the last plans to people
         if not change:
             return
         said = f"{observed.plan} -> {wanted.plan}: {wanted.reason}"
@@ -630,12 +628,6 @@ class LivePlanner:
         self._metrics.changed(change)
         logger.warning("%s: %s", steps, said)
 
-    async def _report(self, observed: Observed, wanted: WantedPlan, change: FleetChange) -> None:
-        """Record the plan, and send the last plans to the router, which shows them to people."""
-        self._plan_log.note(time.time(), observed.plan, wanted, change, self._proposal)
-        margin = self._policy.margin if isinstance(self._policy, Planner) else None
-        await self._ask("PUT", "/planner", self._plan_log.report(margin))
-
     def _note_answer(self, error: TercetError | None) -> None:
         """Log once that planning fails, and once that it works again; ``error`` is None if it works."""
         if error is not None and self._answers:
@@ -643,16 +635,6 @@ class LivePlanner:
         if error is None and not self._answers:
             logger.warning("planning for %s continues", self._config.url)
         self._answers = error is None
-
-
-def _in_words(wanted: WantedPlan) -> str:
-    expected = wanted.expected
-    said = (
-        ""
-        if expected is None
-        else (f"; expected: {expected.attainment:.1%} within the objectives, P99 TTFT {expected.ttft_p99:.2f} s")
-    )
-    return f"{wanted.plan}: {wanted.reason}{said}"
 
 
 def serve_planner(config: PlannerConfig) -> None:
@@ -664,7 +646,10 @@ def serve_planner(config: PlannerConfig) -> None:
 
 async def _serve(config: PlannerConfig) -> None:
     async def ask(method: str, path: str, body: Any) -> Any:
-        return await ask_router(config.url, method, path, body, _key_of(config))
+        key = config.admin_key
+        if not key and config.admin_key_file is not None:
+            key = KeyFile(config.admin_key_file, "admin-key-file").first()[0]
+        return await ask_router(config.url, method, path, body, key)
 
     planner = LivePlanner(config, ask, _provisioner_of(config, ask), PlannerMetrics(config.metrics_port))
     await planner.look(time.monotonic())
@@ -681,9 +666,3 @@ def _provisioner_of(config: PlannerConfig, ask: Ask) -> EngineProvisioner | None
         access = in_cluster() if config.kubeconfig is None else from_kubeconfig(Path(config.kubeconfig).expanduser())
         return KubernetesProvisioner(KubernetesFleet(access, config.namespace))
     return ScaleProvisioner(fleet_of_router(config.url))
-
-
-def _key_of(config: PlannerConfig) -> str:
-    if config.admin_key or config.admin_key_file is None:
-        return config.admin_key
-    return KeyFile(config.admin_key_file, "admin-key-file").first()[0]

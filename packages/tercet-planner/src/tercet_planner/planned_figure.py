@@ -38,12 +38,14 @@ def plot_planned_run(run: PlannedRun, share: float, title: str, file: Path) -> N
     with picture(file, FLAG, RUN_WIDTH, RUN_HEIGHT) as drawn:
         load, engines, line, met = drawn.canvas.subplots(4, 1, sharex=True)
         colors = drawn.palette.series
-        load.plot(times, _means([each.rate for each in run.samples]), color=colors[0])
+        windows = [run.samples[max(0, end - SMOOTH_S) : end] for end in range(1, len(run.samples) + 1)]
+        load.plot(times, [sum(each.rate for each in part) / len(part) for part in windows], color=colors[0])
         load.set_ylabel("requests/s")
         _engines(drawn, engines, run.samples, times)
         line.plot(times, [each.waiting_s for each in run.samples], color=colors[3])
         line.set_ylabel("prefill in\nline, s")
-        met.plot(times, _attainment(run.samples), color=colors[2])
+        counts = ((sum(each.met for each in part), sum(each.ended for each in part)) for part in windows)
+        met.plot(times, [100 * good / ended if ended else float("nan") for good, ended in counts], color=colors[2])
         met.axhline(100 * share, color=drawn.palette.faint, linewidth=0.8, linestyle="--")
         met.set_ylabel("within\nSLO, %")
         met.set_ylim(-3, 103)
@@ -65,19 +67,3 @@ def _engines(drawn: Picture, axis: Any, samples: Sequence[FleetSample], times: S
     axis.set_ylabel("engines")
     axis.legend(loc="upper left", ncols=3)
     axis.set_ylim(0, 1.35 * max((each.prefill + each.decode + each.starting for each in samples), default=1))
-
-
-def _means(values: Sequence[float]) -> list[float]:
-    return [sum(part) / len(part) for part in _windows(values)]
-
-
-def _attainment(samples: Sequence[FleetSample]) -> list[float]:
-    found = list[float]()
-    for part in _windows(samples):
-        ended = sum(each.ended for each in part)
-        found.append(100 * sum(each.met for each in part) / ended if ended else float("nan"))
-    return found
-
-
-def _windows(values: Sequence[Any]) -> list[Sequence[Any]]:
-    return [values[max(0, end - SMOOTH_S) : end] for end in range(1, len(values) + 1)]

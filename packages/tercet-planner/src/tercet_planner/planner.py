@@ -273,7 +273,11 @@ class Planner:
         # Engines that start do not count yet: their step times mislead until they have served for a moment.
         serving = tuple(each for each in observed.engines if each.able)
         effects = self._controller.on_tick(replace(observed, engines=serving))
-        if effects.plan is None or self._overruled(observed, effects.plan):
+        # Queues of a few long prompts come and go, so only plans change roles back soon. If no fleet meets the
+        # objectives, queues are always there, and only plans decide what a change is worth.
+        if effects.plan is None or observed.now - self._priced_at < PRICED_S:
+            return None
+        if self._reverses(self._flipped, observed.now, observed.plan, effects.plan, GUARD_REVERSAL_S):
             return None
         wanted = WantedPlan(effects.plan, f"guard: {effects.why}")
         self._changes_to(observed.now, wanted)
@@ -305,16 +309,6 @@ class Planner:
     def pause_s(self, interval_s: float) -> float:
         """Return the seconds until the next plan: ``interval_s``, or at most :data:`BIN_S` without a forecast."""
         return interval_s if self.forecast is not None else min(interval_s, BIN_S)
-
-    def _overruled(self, observed: Observed, wanted: FleetPlan) -> bool:
-        """True if the guard must wait for the next plan.
-
-        Queues of a few long prompts come and go, so only plans change roles back soon. If no fleet meets the
-        objectives, queues are always there, and only plans decide what a change is worth.
-        """
-        if observed.now - self._priced_at < PRICED_S:
-            return True
-        return self._reverses(self._flipped, observed.now, observed.plan, wanted, GUARD_REVERSAL_S)
 
     # ---- results of changes ----------------------------------------------------------------------------------
 
@@ -381,8 +375,12 @@ class Planner:
         if forecast is None:
             return WantedPlan(plan, "too little traffic was seen for a forecast")
         largest = self._largest_load(now, forecast.rate)
-        if not forecast.rate:
-            return self._without_traffic(observed)
+        if not forecast.rate:  # the fewest engines allowed, in the present proportion of roles
+            fewest = observed.limits.fewest
+            if plan.engines <= fewest or observed.starting:
+                return WantedPlan(plan, "no traffic")
+            prefill = min(max(1, round(fewest * plan.prefill / plan.engines)), fewest - 1)
+            return WantedPlan(FleetPlan(prefill, fewest - prefill), "no traffic: the fewest engines allowed")
         if now - self._changed_at < REST_S:
             return WantedPlan(plan, f"the fleet changed {now - self._changed_at:.0f} s ago, and stays for {REST_S:g} s")
         try:
@@ -421,14 +419,6 @@ class Planner:
             return None
         reason = f"{plan} meets the objectives for {expected.attainment:.1%} at {forecast.why}, with a margin for "
         return WantedPlan(split, f"{reason}{strained.attainment:.1%}; {split} for {got.attainment:.1%}", got)
-
-    def _without_traffic(self, observed: Observed) -> WantedPlan:
-        """Return the fewest engines allowed, in the present proportion of roles."""
-        plan, fewest = observed.plan, observed.limits.fewest
-        if plan.engines <= fewest or observed.starting:
-            return WantedPlan(plan, "no traffic")
-        prefill = min(max(1, round(fewest * plan.prefill / plan.engines)), fewest - 1)
-        return WantedPlan(FleetPlan(prefill, fewest - prefill), "no traffic: the fewest engines allowed")
 
     def _better(self, observed: Observed, forecast: Forecast, expected: Expected) -> WantedPlan:
         """Return the cheapest fleet that meets the objectives; if no fleet does, the one that is worth most."""
@@ -539,7 +529,6 @@ class Planner:
         return WantedPlan(chosen, f"{reason}; {chosen} by {looks} looks", got, tuple(found))
 
     def _saw_enough(self, now: float, seconds: float) -> bool:
-        """True if load was seen for at least ``seconds``."""
         return self._seen_from is not None and now - self._seen_from >= seconds
 
     def _reverses(

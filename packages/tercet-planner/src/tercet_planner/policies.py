@@ -29,7 +29,7 @@ from tercet_lab.bench.simulated.virtual_run import run_requests
 from tercet_lab.planner_settings import PlannerSettings
 from tercet_lab.sim import EngineOptions
 from tercet_lab.sim.engine_options import max_tokens_of
-from tercet_lab.tables import Requests, Slo
+from tercet_lab.tables import Slo
 from tercet_planner.forecast import Forecast
 from tercet_planner.planner import Evaluate, Planner
 
@@ -78,16 +78,16 @@ class FleetSimulator:
             return thread.submit(self._run, plan, forecast).result()
 
     def _run(self, plan: FleetPlan, forecast: Forecast) -> Expected:
-        warm_up_s = min(LONGEST_WARM_UP_S, 1.2 * _longest_answer(forecast.sample, self._objectives))
+        # Nine of ten answers end at the objective's TPOT within this time, with 2 s for the prefill.
+        tokens = sorted(each.output_tokens for each in forecast.sample)
+        longest_answer_s = 2.0 + tokens[int(0.9 * (len(tokens) - 1))] * (self._objectives.tpot or 0.05)
+        warm_up_s = min(LONGEST_WARM_UP_S, 1.2 * longest_answer_s)
         measured_s = max(MEASURED_S, FEWEST_MEASURED / forecast.rate)
         length = min(warm_up_s + measured_s, MOST_REQUESTS / forecast.rate)
         begin = min(warm_up_s, length * 2 / 3)
         requests = list(traffic(forecast, length, self._seed))
         before = sum(when < begin for when, _ in requests)
-        groups = (
-            EngineGroup(role="prefill", count=plan.prefill),
-            EngineGroup(role="decode", count=plan.decode),
-        )
+        groups = (EngineGroup(role="prefill", count=plan.prefill), EngineGroup(role="decode", count=plan.decode))
         found = run_requests(
             load_program(self._program, self._args), FleetSpec(engines=groups), self._profile, self._options, requests,
             before, self._seed,
@@ -95,21 +95,11 @@ class FleetSimulator:
         self.requests += len(requests)
         # The enclosing run may collect garbage rarely, and a simulation leaves gigabytes of prompts.
         gc.collect(1)
-        return _expected(found.requests, self._objectives, forecast.rate)
-
-
-def _expected(requests: Requests, objectives: Objectives, rate: float) -> Expected:
-    if not len(requests):
-        raise EngineError("the simulation measured no request")
-    met = requests.meets(Slo(ttft=objectives.ttft, tpot=objectives.tpot))
-    p99 = float(np.percentile(np.where(requests["ok"], requests.ttft, 1e9), 99))
-    return Expected(float(met.mean()), p99, rate, len(met))
-
-
-def _longest_answer(sample: Sequence[ObservedRequest], objectives: Objectives) -> float:
-    """Return the seconds within which nine of ten answers end at the objective's TPOT, with 2 s for the prefill."""
-    tokens = sorted(each.output_tokens for each in sample)
-    return 2.0 + tokens[int(0.9 * (len(tokens) - 1))] * (objectives.tpot or 0.05)
+        if not len(found.requests):
+            raise EngineError("the simulation measured no request")
+        met = found.requests.meets(Slo(ttft=self._objectives.ttft, tpot=self._objectives.tpot))
+        p99 = float(np.percentile(np.where(found.requests["ok"], found.requests.ttft, 1e9), 99))
+        return Expected(float(met.mean()), p99, forecast.rate, len(met))
 
 
 def traffic(forecast: Forecast, length: float, seed: int) -> Iterator[tuple[float, Request]]:
@@ -129,11 +119,8 @@ def traffic(forecast: Forecast, length: float, seed: int) -> Iterator[tuple[floa
             when = (turn * span + offset) * scale
             if when >= length:
                 return
-            prompt = _prompt(each, often, turn, chance)
-            yield (
-                when,
-                Request(seq_id=f"p{number}", prompt=prompt, sampling_params={"max_tokens": max(1, each.output_tokens)}),
-            )
+            prompt, sampling = _prompt(each, often, turn, chance), {"max_tokens": max(1, each.output_tokens)}
+            yield when, Request(seq_id=f"p{number}", prompt=prompt, sampling_params=sampling)
             number += 1
         turn += 1
 

@@ -18,7 +18,7 @@ import msgspec
 from tercet.decisions.planning import FleetPlan, Observed, ObservedEngine, PlanLimits, Policy, WantedPlan
 from tercet.decisions.roles import WINDOW_S
 from tercet.fleet.policy_views import SeenRequests, observed_engines
-from tercet.protocol import BadRequest, Role
+from tercet.protocol import BadRequest
 from tercet.router.serve.service import Service
 from tercet.settings.fleet_settings import Objectives
 from tercet_lab.advice import ProfileCapacity
@@ -116,16 +116,10 @@ class VirtualPlanner:
     def _observed(self, to_plan: bool) -> Observed:
         now, engines = self._now(), self._present()
         return Observed(
-            now=now,
-            since=0.0,
-            plan=_counted(engines),
-            arrivals=self._seen.arrivals(now, math.inf if to_plan else WINDOW_S),
-            engines=tuple(engines),
-            objectives=self._objectives,
-            limits=self._limits,
-            starting=sum(state == "starting" for state in self._state.values()),
-            came=self._came() if to_plan else None,
-        )
+            now=now, since=0.0, plan=_counted(engines), engines=tuple(engines), objectives=self._objectives,
+            arrivals=self._seen.arrivals(now, math.inf if to_plan else WINDOW_S), limits=self._limits,
+            starting=sum(state == "starting" for state in self._state.values()), came=self._came() if to_plan else None,
+        )  # fmt: skip
 
     def _came(self) -> float | None:
         """Return the share of requests within the objectives since the last plan; None if no request ended."""
@@ -142,30 +136,23 @@ class VirtualPlanner:
     # ---- acting ----------------------------------------------------------------------------------------------
 
     def _carry_out(self, wanted: WantedPlan) -> None:
-        present, done = self._present(), (0, 0, 0)
-        change = change_to(wanted.plan, present)
-        if change and self._limits.allow(wanted.plan):
-            done = self._change(change)
-        expected = None if wanted.expected is None else wanted.expected.attainment
-        self._plans.append(PlannedChange(self._now(), str(wanted.plan), *done, wanted.reason, expected))
-
-    def _change(self, change: FleetChange) -> tuple[int, int, int]:
-        """Return the numbers of engines that changed their role, were started and were stopped."""
+        change = change_to(wanted.plan, self._present())
+        if not self._limits.allow(wanted.plan):
+            change = FleetChange()
         for name, role in change.flips:
             self._fleet.member(name).role = role
         off = [name for name, state in self._state.items() if state == "off"]
         started = list(zip(off, change.starts, strict=False))
         for name, role in started:
-            self._start(name, role)
+            self._fleet.member(name).role = role
+            self._state[name] = "starting"
+            self._paid.begin(name, self._now())
+            asyncio.get_running_loop().call_later(self._settings.start_s, partial(self._started, name))
         for name in change.stops:
             self._stop(name)
-        return len(change.flips), len(started), len(change.stops)
-
-    def _start(self, name: str, role: Role) -> None:
-        self._fleet.member(name).role = role
-        self._state[name] = "starting"
-        self._paid.begin(name, self._now())
-        asyncio.get_running_loop().call_later(self._settings.start_s, partial(self._started, name))
+        done = len(change.flips), len(started), len(change.stops)
+        expected = None if wanted.expected is None else wanted.expected.attainment
+        self._plans.append(PlannedChange(self._now(), str(wanted.plan), *done, wanted.reason, expected))
 
     def _started(self, name: str) -> None:
         if self._state[name] == "starting":
