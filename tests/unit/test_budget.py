@@ -40,7 +40,7 @@ BUDGET = {
     "tercet_bench": Size(3048, 10),
     "tercet_checks": Size(4675, 16),
     "tercet_gateway": Size(5870, 21),
-    "tercet_lab": Size(13318, 50),
+    "tercet_lab": Size(13082, 50),
     "tercet_planner": Size(2179, 10),
     "tercet_ray": Size(1287, 8),
     "transport": Size(6845, 22),

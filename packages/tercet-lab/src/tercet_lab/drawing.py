@@ -153,18 +153,13 @@ class Box(NamedTuple):
 
     def overlaps(self, other: Box) -> bool:
         """True if this box and ``other`` have more than an edge in common."""
-        return (
-            self.left < other.right and other.left < self.right and self.bottom < other.top and other.bottom < self.top
-        )
+        across = self.left < other.right and other.left < self.right
+        return across and self.bottom < other.top and other.bottom < self.top
 
     def within(self, other: Box) -> bool:
         """True if this box is inside ``other``."""
-        return (
-            self.left >= other.left
-            and self.bottom >= other.bottom
-            and self.right <= other.right
-            and self.top <= other.top
-        )
+        inside = other.left <= self.left and self.right <= other.right
+        return inside and other.bottom <= self.bottom and self.top <= other.top
 
     def distance(self, x: float, y: float) -> float:
         """Return the distance from a point to the box; 0 for a point inside it."""

@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 from tercet.protocol import BadRequest
 from tercet.settings.declaration import near
 from tercet_lab.bench.simulated.experiment import Run
-from tercet_lab.bench.simulated.grid import LOADS, Estimate, Grid, Standing, in_words
+from tercet_lab.bench.simulated.grid import Estimate, Grid, Standing, in_words, plain_name
 from tercet_lab.bench.simulated.grid import pareto as frontier_of
 from tercet_lab.bench.simulated.run_metrics import LATENCIES, Metric, metric_of
 from tercet_lab.bench.simulated.simulation import SimulatedPoint
@@ -113,8 +113,8 @@ def _marks(given: Runs | Grid, x: str | None = None) -> list[_Mark]:
             for label, of in several.items()
             for rate in sorted(set(rates[label]))
         ]
-    same = {_plain(name): name for name in found.axes}
-    axis = None if x is None else same.get(_plain(x))
+    same = {plain_name(name): name for name in found.axes}
+    axis = None if x is None else same.get(plain_name(x))
     if x is not None and axis is None and x != "rate":
         raise BadRequest(f"x: there is no axis {x}; {near(x, found.axes)}", "x")
     cells = [{name: in_words(value) for name, value in each.items()} for each in found.settings]
@@ -128,14 +128,13 @@ def _marks(given: Runs | Grid, x: str | None = None) -> list[_Mark]:
     return marks
 
 
-def _plain(name: str) -> str:
-    plain = name.replace("-", "_")
-    return LOADS.get(plain, plain)
-
-
 def _labels_of(given: Sequence[One], runs: Sequence[Run]) -> list[str]:
     """Return a label for each run: what differs between the experiments, or the name of the file."""
-    told = [_parts_of(run.about) for run in runs]
+    told = list[list[str]]()  # the program, the fleet and the policies of each run; nothing if they are unknown
+    for run in runs:
+        moving: dict[str, Any] = run.about.get("moving") or {}
+        policies: list[str] = moving.get("reschedule") or []
+        told.append([str(each) for each in (run.about.get("program"), run.about.get("fleet"), *policies) if each])
     common = set(told[0]).intersection(*told) if told else set[str]()
     found = list[str]()
     for number, (one, parts) in enumerate(zip(given, told, strict=True), 1):
@@ -144,13 +143,6 @@ def _labels_of(given: Sequence[One], runs: Sequence[Run]) -> list[str]:
         else:
             found.append(Path(one).stem if isinstance(one, str | Path) else f"run {number}")
     return found
-
-
-def _parts_of(about: Mapping[str, Any]) -> list[str]:
-    """Return the program, the fleet and the policies of a run; nothing if they are unknown."""
-    moving: Mapping[str, Any] = about.get("moving") or {}
-    policies: Sequence[str] = moving.get("reschedule") or ()
-    return [str(each) for each in (about.get("program"), about.get("fleet"), *policies) if each]
 
 
 @contextmanager
@@ -270,13 +262,18 @@ def goodput(
         faint = {"color": drawn.palette.faint, "linewidth": 0.8, "linestyle": ":", "zorder": 1}
         if at is not None:
             axis.axhline(at * scale, **faint)
-        elif metric.unit == "requests/s" and _plain(x) == "rate":
+        elif metric.unit == "requests/s" and plain_name(x) == "rate":
             axis.plot([min(every), max(every)], [min(every), max(every)], **faint)
         axis.set_ylim(bottom=0)
-        axis.set_xlabel("offered load, requests/s" if _plain(x) == "rate" else _plain(x).replace("_", " "))
+        axis.set_xlabel(_axis_of(x))
         axis.set_ylabel(_named(metric, unit))
         _legend(drawn, axis, len(lines))
     return drawn.canvas
+
+
+def _axis_of(x: str) -> str:
+    plain = plain_name(x)
+    return "offered load, requests/s" if plain == "rate" else plain.replace("_", " ")
 
 
 def _number(text: str, x: str) -> float:
@@ -323,7 +320,7 @@ def bars(
         axis.grid(visible=False, axis="x")
         axis.set_ylabel(_named(found, unit))
         if by:
-            axis.set_xlabel("offered load, requests/s" if _plain(by) == "rate" else _plain(by).replace("_", " "))
+            axis.set_xlabel(_axis_of(by))
             _legend(drawn, axis, len(labels))
     return drawn.canvas
 
@@ -471,35 +468,28 @@ def plot_sweep(report: SweepReport, file: Path) -> None:
     both = [[each.times(scale) for each, (_, scale) in zip(pairs[index], units, strict=True)] for index in kept]
     with picture(file, "--plot", *SWEEP_INCHES) as drawn:
         axis: Any = drawn.canvas.add_subplot()
+        palette = drawn.palette
+        looks_of: Mapping[Standing, dict[str, Any]] = {
+            "best": {"color": palette.series[0], "marker": "o", "label": "no setting beats these"},
+            "near": {"color": palette.series[1], "marker": "D", "markerfacecolor": palette.page,
+                     "label": "on or off the line by chance"},
+            "beaten": {"color": palette.faint, "marker": "s", "label": "beaten"},
+        }  # fmt: skip
         groups = [
             (looks, [at for at, index in enumerate(kept) if trials[index].standing == standing])
-            for standing, looks in _standing_looks(drawn).items()
+            for standing, looks in looks_of.items()
         ]
         points, taken = _scatter(drawn, axis, metrics, both, groups, [None] * len(kept))
         axis.margins(0.12)
         axis.set_xlabel(_named(metrics[0], units[0][0]))
         axis.set_ylabel(_named(metrics[1], units[1][0]))
-        drawn.canvas.legend(loc="outside upper center", ncols=4, title=_sweep_title(report))
+        varied, at = report.arguments["over"], report.arguments["rate"]
+        fixed = [str(report.arguments[name]) for name in ("program", "fleet", "profile") if name not in varied]
+        if "request-rate" not in varied:
+            fixed.append("all at once" if at == "inf" else f"{at:g} requests/s")
+        drawn.canvas.legend(loc="outside upper center", ncols=4, title=" · ".join(fixed))
         drawn.footer("\n".join(_sweep_footer(report, len(trials) - len(kept))))
         label_points(drawn, axis, [", ".join(trials[index].settings.values()) for index in kept], points, taken)
-
-
-def _standing_looks(drawn: Picture) -> Mapping[Standing, dict[str, Any]]:
-    palette = drawn.palette
-    return {
-        "best": {"color": palette.series[0], "marker": "o", "label": "no setting beats these"},
-        "near": {"color": palette.series[1], "marker": "D", "markerfacecolor": palette.page,
-                 "label": "on or off the line by chance"},
-        "beaten": {"color": palette.faint, "marker": "s", "label": "beaten"},
-    }  # fmt: skip
-
-
-def _sweep_title(report: SweepReport) -> str:
-    varied = report.arguments["over"]
-    fixed = [str(report.arguments[name]) for name in ("program", "fleet", "profile") if name not in varied]
-    at = report.arguments["rate"]
-    rate = [] if "request-rate" in varied else ["all at once" if at == "inf" else f"{at:g} requests/s"]
-    return " · ".join((*fixed, *rate))
 
 
 def _sweep_footer(report: SweepReport, undrawn: int) -> Iterator[str]:

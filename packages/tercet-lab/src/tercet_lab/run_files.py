@@ -8,7 +8,7 @@ that the first request was sent at second 0, except in files of Tercet, which ke
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import accumulate
 from pathlib import Path
 from typing import Any, cast
@@ -102,14 +102,14 @@ def _loaded(data: bytes, point: int | None) -> Run | Grid:
     if "points" in found and "sweep" in (found.get("config") or {}):
         return grid_from(found["config"])
     if "points" in found:
-        measured = _one(msgspec.json.decode(data, type=BenchResult).points, point, _name_of_point)
+        measured = _one(msgspec.json.decode(data, type=BenchResult).points, point)
         if not measured.records:
             raise BadRequest("has results without requests; write them with --records FILE", "path")
         return Run(requests=Requests.of_rows(measured.records), about=dict(measured.metrics))
     if "metadata" in found and "metrics" in found:
         return Run(requests=_requests(_of_aiperf([found])))
     if "benchmarks" in found:
-        return Run(requests=_requests(_of_guidellm(_one(found["benchmarks"], point, _name_of_benchmark))))
+        return Run(requests=_requests(_of_guidellm(_one(found["benchmarks"], point))))
     if "input_lens" in found:
         return Run(requests=_requests(_of_vllm(found)))
     raise BadRequest("its keys are not those of a file of requests; see lab.load for the formats", "path")
@@ -118,43 +118,32 @@ def _loaded(data: bytes, point: int | None) -> Run | Grid:
 def _saved(found: SavedRun) -> Run:
     if found.format != FORMAT:
         raise BadRequest(f"has format {found.format}, and this version reads format {FORMAT}", "path")
-    empty = Run(requests=Requests())
-    tables = {name: Table(getattr(empty, name).columns) for name in ("engines", "moves", "plans")}
-    for name, table in tables.items():
+    requests = Requests.of_plain(found.requests)
+    hours = math.nan if found.engine_hours is None else found.engine_hours
+    run = Run(requests=requests, slo=found.slo, engine_hours=hours, about=dict(found.about), point=found.point)
+    for name in ("engines", "moves", "plans"):
+        table: Table = getattr(run, name)
         for column, kind in table.columns.items():
             nan = kind in ("time", "maybe")
             table.fill(column, [math.nan if nan and each is None else each for each in getattr(found, name)[column]])
-    requests = Requests.of_plain(found.requests)
-    hours = math.nan if found.engine_hours is None else found.engine_hours
-    return Run(
-        requests=requests,
-        slo=found.slo,
-        engine_hours=hours,
-        about=dict(found.about),
-        engines=tables["engines"],
-        moves=tables["moves"],
-        plans=tables["plans"],
-        point=found.point,
-    )
+    return run
 
 
-def _one(found: Sequence[Any], point: int | None, name_of: Callable[[Any], str]) -> Any:
-    """Return the chosen run of a file that may have several."""
+def _one(found: Sequence[Any], point: int | None) -> Any:
+    """Return the chosen run of a file that may have several: points of Tercet, or benchmarks of guidellm."""
     if point is None and len(found) == 1:
         return found[0]
-    if point is None or not 0 <= point < len(found):
-        names = ", ".join(f"{index}: {name_of(each)}" for index, each in enumerate(found))
-        raise BadRequest(f"has {len(found)} runs; choose one by point= ({names})", "point")
-    return found[point]
-
-
-def _name_of_point(point: Point) -> str:
-    load = point.concurrency if point.request_rate is None else f"{point.request_rate:g}/s"
-    return f"{point.label} at {load}, round {point.round}"
-
-
-def _name_of_benchmark(benchmark: Any) -> str:
-    return str(_at(benchmark, "config", "strategy", "type_") or _at(benchmark, "id_") or "a benchmark")
+    if point is not None and 0 <= point < len(found):
+        return found[point]
+    names = list[str]()
+    for index, each in enumerate(found):
+        if isinstance(each, Point):
+            load = each.concurrency if each.request_rate is None else f"{each.request_rate:g}/s"
+            names.append(f"{index}: {each.label} at {load}, round {each.round}")
+        else:
+            kind = _at(each, "config", "strategy", "type_")
+            names.append(f"{index}: {kind or _at(each, 'id_') or 'a benchmark'}")
+    raise BadRequest(f"has {len(found)} runs; choose one by point= ({', '.join(names)})", "point")
 
 
 def _at(found: object, *keys: str) -> Any:

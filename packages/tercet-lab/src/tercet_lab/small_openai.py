@@ -160,21 +160,26 @@ class SmallAPI:
     async def completions(self, http: Request) -> Response:
         """Serve ``POST /v1/completions``."""
         call = await _read(http, TextCompletionCall)
-        prompt = await asyncio.to_thread(self._encode, call.prompt) if isinstance(call.prompt, str) else call.prompt
+        prompt = call.prompt
+        if isinstance(prompt, str):
+            prompt = await asyncio.to_thread(self._texts.encode, prompt)
         return await self._answer(call, prompt, call.max_tokens, Form("cmpl", "text_completion", chat=False))
 
     async def chat(self, http: Request) -> Response:
         """Serve ``POST /v1/chat/completions``."""
         call = await _read(http, ChatCall)
-        messages = _messages(call.messages)
-        prompt = await asyncio.to_thread(lambda: self._encode(self._texts.chat(messages)))
+        try:
+            messages = msgspec.convert(call.messages, list[ChatMessage])
+        except msgspec.ValidationError as error:
+            raise BadRequest(f"messages: {error}", "messages") from error
+        prompt = await asyncio.to_thread(lambda: self._texts.encode(self._texts.chat(messages)))
         most = call.max_tokens if call.max_completion_tokens is None else call.max_completion_tokens
         return await self._answer(call, prompt, most, Form("chatcmpl", "chat.completion", chat=True))
 
     async def tokenize(self, http: Request) -> Response:
         """Serve ``POST /tokenize``."""
         call = await _read(http, TextCall)
-        tokens = await asyncio.to_thread(self._encode, call.prompt)
+        tokens = await asyncio.to_thread(self._texts.encode, call.prompt)
         return _json({"count": len(tokens), "max_model_len": self._max_model_len, "tokens": tokens})
 
     async def models(self) -> Response:
@@ -194,25 +199,16 @@ class SmallAPI:
         """Serve ``GET /metrics``."""
         return Response(generate_latest(), media_type=CONTENT_TYPE_LATEST)
 
-    def _encode(self, text: str) -> list[int]:
-        return self._texts.encode(text)
-
     async def _answer(self, call: Call, prompt: list[int], most: int | None, form: Form) -> Response:
         """Answer with at most ``most`` tokens, and no more than fit; None: up to the default for chats."""
         if call.model and call.model not in self._names:
             raise UnknownModel(f"model: this router does not serve {call.model!r}; use {self._names[0]}", "model")
-        room = self._max_model_len - len(prompt)
+        room, length = self._max_model_len - len(prompt), f"the model's context length of {self._max_model_len}"
         if room < 1:
-            raise BadRequest(
-                f"prompt: has {len(prompt)} tokens, which fill the model's context length of {self._max_model_len}",
-                "prompt",
-            )
+            raise BadRequest(f"prompt: has {len(prompt)} tokens, which fill {length}", "prompt")
         wanted = min(CHAT_MAX_TOKENS, room) if most is None else most
         if not 1 <= wanted <= self._max_model_len:
-            raise BadRequest(
-                f"max_tokens: is {wanted}, and must be 1 to the model's context length of {self._max_model_len}",
-                "max_tokens",
-            )
+            raise BadRequest(f"max_tokens: is {wanted}, and must be 1 to {length}", "max_tokens")
         max_tokens = min(wanted, room)
         if call.min_tokens > max_tokens:
             raise BadRequest(f"min_tokens: is {call.min_tokens}, more than max_tokens ({max_tokens})", "min_tokens")
@@ -339,22 +335,11 @@ async def _read(http: Request, kind: type[C]) -> C:
         raise BadRequest(f"{field}: {first['msg']}" if field else first["msg"], field) from None
     for name in NOT_SERVED.keys() & given.keys():
         value = getattr(call, name, given[name])
-        if value is not None and not _asks_for_nothing(value, NOT_SERVED[name]):
-            raise BadRequest(
-                f"{name}: the small OpenAI layer of simulated fleets does not support it; use --openai-layer vllm", name
-            )
+        without_effect = any(type(value) is type(each) and value == each for each in NOT_SERVED[name])
+        if value is not None and not without_effect:
+            why = "the small OpenAI layer of simulated fleets does not support it; use --openai-layer vllm"
+            raise BadRequest(f"{name}: {why}", name)
     return call
-
-
-def _messages(given: list[Any]) -> list[ChatMessage]:
-    try:
-        return msgspec.convert(given, list[ChatMessage])
-    except msgspec.ValidationError as error:
-        raise BadRequest(f"messages: {error}", "messages") from error
-
-
-def _asks_for_nothing(value: Any, values: tuple[Any, ...]) -> bool:
-    return any(type(value) is type(each) and value == each for each in values)
 
 
 def _json(value: Any) -> Response:
@@ -365,11 +350,8 @@ class _Flags(argparse.ArgumentParser):
     """A parser for the only flag of vLLM's that the small layer accepts, ``--api-key``."""
 
     def error(self, message: str) -> NoReturn:
-        raise BadRequest(
-            f"router-args: {message}; the small OpenAI layer accepts only --api-key; for others use "
-            "--openai-layer vllm",
-            "router-args",
-        )
+        others = "the small OpenAI layer accepts only --api-key; for others use --openai-layer vllm"
+        raise BadRequest(f"router-args: {message}; {others}", "router-args")
 
 
 def flags_of(given: Sequence[str]) -> argparse.Namespace:

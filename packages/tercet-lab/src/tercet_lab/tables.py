@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import csv
 import io
-import itertools
 import math
 from array import array
 from collections import Counter
@@ -330,29 +329,14 @@ class Requests(Table):
                 found.fill(name, [DEFAULTS[kind]] * size)
         return found
 
-    def where(self, which: NDArray[np.bool_]) -> Requests:
-        """Return the table of some rows."""
-        chosen, found = which.tolist(), Requests(self.limits)
-        for name, data in self._data.items():
-            found.fill(name, itertools.compress(data, chosen))
-        return found
-
     @classmethod
     def of_rows(cls, rows: Iterable[RequestRow]) -> Requests:
         """Return the table of all rows except warm-up, in order."""
         kept = [row for row in rows if not row.warmup]
         same = (
-            "id",
-            "session",
-            "phase",
-            "scheduled",
-            "sent",
-            "ended",
-            "input_tokens",
-            "output_tokens",
-            "wanted_tokens",
+            "id", "session", "phase", "scheduled", "sent", "ended", "input_tokens", "output_tokens", "wanted_tokens",
             "ok",
-        )
+        )  # fmt: skip
         columns: dict[str, Sequence[Any]] = {name: [getattr(row, name) for row in kept] for name in same}
         columns["first_token"] = [row.first_token if row.ok else None for row in kept]
         columns["last_token"] = [row.ended if row.ok else None for row in kept]

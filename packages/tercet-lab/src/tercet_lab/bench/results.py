@@ -216,14 +216,8 @@ class Distribution(msgspec.Struct, frozen=True):
 
     def flat(self, name: str) -> dict[str, float]:
         """Return ``{"mean_ttft_ms": ..., "median_ttft_ms": ..., "p99_ttft_ms": ...}`` for ``ttft``, in milliseconds."""
-        values = {
-            "mean": self.mean,
-            "std": self.std,
-            "median": self.p50,
-            "p90": self.p90,
-            "p99": self.p99,
-            "max": self.max,
-        }
+        values = {"mean": self.mean, "std": self.std, "median": self.p50}
+        values |= {"p90": self.p90, "p99": self.p99, "max": self.max}
         return {f"{key}_{name}_ms": value * MS for key, value in values.items()}
 
 

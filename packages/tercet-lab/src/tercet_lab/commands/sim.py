@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -38,7 +38,7 @@ from tercet_lab.bench.simulated.capacity import capacity_of
 from tercet_lab.bench.simulated.experiment import DEFAULT_PROFILE
 from tercet_lab.bench.simulated.recording import OFTEN_S
 from tercet_lab.bench.simulated.simulation import headings as headings_of_run
-from tercet_lab.bench.simulated.sweep import SweepReport, headings, parse_axis, rows, sweep
+from tercet_lab.bench.simulated.sweep import headings, parse_axis, rows, sweep
 from tercet_lab.drawing import require_drawing
 from tercet_lab.planner_settings import NO_PLANNER
 from tercet_lab.plot import plot_sweep
@@ -240,7 +240,14 @@ def require_consistent(context: typer.Context, given: SimFlags) -> None:
     if given.record is not None and not 0 < given.record < math.inf:
         raise BadRequest(f"--record: must be a positive number of seconds, is {given.record:g}", "--record")
     if given.planner_figure is not None or given.planner_regret:
-        require_planned_run(given.moving, given.over, given.planner_figure)
+        flag = REGRET if given.planner_figure is None else FIGURE
+        if given.moving.planner == NO_PLANNER:
+            raise BadRequest(f"{flag}: needs --planner", flag)
+        if given.over:
+            raise BadRequest(f"{flag}: cannot be combined with --over", flag)
+        if given.planner_figure is not None:
+            require_folder(given.planner_figure, FIGURE)
+            require_drawing(given.planner_figure, FIGURE)
 
 
 def _is_given(context: typer.Context, name: str) -> bool:
@@ -257,7 +264,7 @@ def experiment_of(context: typer.Context, given: SimFlags) -> Experiment:
         fleet=Fleet.parse(given.fleet, given.profile, options),
         work=_workload_of(context, given),
         seed=given.seed,
-        slo=slo_of(given.goodput),
+        slo=_slo_of(given.goodput),
         scheduling=given.scheduling,
         moves=given.moving,
         record=Record(frames_every=given.record or (OFTEN_S if given.watch else None)),
@@ -302,8 +309,7 @@ def rates_of(given: str) -> list[float]:
     return rates
 
 
-def slo_of(given: list[str] | None) -> Slo | None:
-    """Return ``NAME:MS`` items as bounds; raise :class:`~tercet.protocol.BadRequest`."""
+def _slo_of(given: list[str] | None) -> Slo | None:
     if not given:
         return None
     limits = limits_of(given)
@@ -316,19 +322,7 @@ def slo_of(given: list[str] | None) -> Slo | None:
 FIGURE, REGRET = "--planner-figure", "--planner-regret"
 
 
-def require_planned_run(moving: MovingSettings, over: Sequence[str] | None, figure: Path | None) -> None:
-    """Raise :class:`~tercet.protocol.BadRequest` unless there is one planned run, and the figure can be drawn."""
-    flag = REGRET if figure is None else FIGURE
-    if moving.planner == NO_PLANNER:
-        raise BadRequest(f"{flag}: needs --planner", flag)
-    if over:
-        raise BadRequest(f"{flag}: cannot be combined with --over", flag)
-    if figure is not None:
-        require_folder(figure, FIGURE)
-        require_drawing(figure, FIGURE)
-
-
-def say_regret(simulation: Experiment, report: SimulationReport, note: Callable[[str], None]) -> None:
+def say_regret(simulation: Experiment, report: SimulationReport) -> None:
     """Simulate the same load with the oracle, and print the regret: the share of goodput per engine-hour it gains."""
     moving = msgspec.structs.replace(simulation.moves, planner="oracle")
     oracle = msgspec.structs.replace(simulation, moves=moving)
@@ -392,10 +386,8 @@ def _run_search(simulation: Experiment, given: SimFlags, wanted: str) -> None:
     except ValueError:
         share = -1.0
     if name != "attainment" or not 0 < share < 1:
-        raise BadRequest(
-            f"--max-rate: {wanted!r} is not attainment=SHARE with a share between 0 and 1, such as attainment=0.9",
-            "--max-rate",
-        )
+        why = "is not attainment=SHARE with a share between 0 and 1, such as attainment=0.9"
+        raise BadRequest(f"--max-rate: {wanted!r} {why}", "--max-rate")
     if simulation.limits is None:
         raise BadRequest("--max-rate: needs --goodput, such as --goodput ttft:400,tpot:50", "--max-rate")
     rates = rates_of(given.request_rate or DEFAULT_RATE)
@@ -413,11 +405,17 @@ def _run_search(simulation: Experiment, given: SimFlags, wanted: str) -> None:
 
 def _run_sweep(simulation: Experiment, given: SimFlags) -> None:
     """Simulate each combination of settings; write and draw the report, and print its table."""
-    report = _sweep(simulation, given)
+    rates = rates_of(given.request_rate or DEFAULT_RATE)
+    if len(rates) > 1:
+        said = "--request-rate: give one rate with --over; for several use --over request-rate=R,R"
+        raise BadRequest(said, "--request-rate")
+    axes = [parse_axis(each) for each in given.over or ()]
+    report = sweep(simulation, rates[0], axes, given.x, given.y, given.seeds, note, given.jobs, given.records)
     _write_out(given.result_filename, report.to_json())
     if given.plot is not None:
         plot_sweep(report, given.plot)
-    title = f"{simulation.name}, {_load_of(given.request_rate)}; starred by {given.x} and {given.y}"
+    load = "all at once" if math.isinf(rates[0]) else f"{rates[0]:g} requests/s"
+    title = f"{simulation.name}, {load}; starred by {given.x} and {given.y}"
     if len(report.seeds) > 1:
         title += f" ({report.comparisons} comparisons, Holm)"
     _show(given, title, headings(report), rows(report))
@@ -428,9 +426,14 @@ def _run(simulation: Experiment, given: SimFlags) -> bytes:
     rate = given.request_rate
     rates = rates_of(rate or DEFAULT_RATE) if rate or given.arrival != "trace" else [None]
     label, records = given.label or simulation.name, Table(RECORD_COLUMNS)
-    found = simulation.report(rates, label, note, _recorder(given, records, label))
+
+    def keep(run: Run) -> None:
+        if given.records is not None and run.experiment is not None:
+            add_records(records, run.requests, label, run.experiment.work.rate, run.experiment.seed)
+
+    found = simulation.report(rates, label, note, keep)
     if given.planner_regret:
-        say_regret(simulation, found, note)
+        say_regret(simulation, found)
     if given.planner_figure is not None:
         provided(PARTS, "planned-figure", "planner", FIGURE)(simulation, found, given.planner_figure)
     recorded = found.to_json()
@@ -442,35 +445,10 @@ def _run(simulation: Experiment, given: SimFlags) -> bytes:
     return recorded
 
 
-def _recorder(given: SimFlags, table: Table, label: str) -> Callable[[Run], object]:
-    """Return a function that adds the requests of a run to ``table``, if they are to be written."""
-
-    def keep(run: Run) -> None:
-        if given.records is not None and run.experiment is not None:
-            add_records(table, run.requests, label, run.experiment.work.rate, run.experiment.seed)
-
-    return keep
-
-
 def _show(given: SimFlags, title: str, headings: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     """Print a table, unless the report itself goes to standard output."""
     if str(given.result_filename) != "-":
         show_table(title, headings, rows)
-
-
-def _sweep(simulation: Experiment, given: SimFlags) -> SweepReport:
-    rates = rates_of(given.request_rate or DEFAULT_RATE)
-    if len(rates) > 1:
-        raise BadRequest(
-            "--request-rate: give one rate with --over; for several use --over request-rate=R,R", "--request-rate"
-        )
-    axes = [parse_axis(each) for each in given.over or ()]
-    return sweep(simulation, rates[0], axes, given.x, given.y, given.seeds, note, given.jobs, given.records)
-
-
-def _load_of(request_rate: str | None) -> str:
-    (rate,) = rates_of(request_rate or DEFAULT_RATE)
-    return "all at once" if math.isinf(rate) else f"{rate:g} requests/s"
 
 
 def _write_out(path: Path | None, data: bytes) -> None:

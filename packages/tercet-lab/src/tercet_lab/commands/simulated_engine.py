@@ -24,7 +24,9 @@ def require_usable(profile: str, options: Mapping[str, str]) -> None:
 def serve(spec: EngineSpec) -> None:
     """Serve a simulated engine; the router uses the model's tokenizer and its longest sequence."""
     profile = load_profile(spec.simulate or "")
-    longest = min(profile.max_model_len, _positions(Path(spec.model)) or profile.max_model_len)
+    longest, checkpoint = profile.max_model_len, Path(spec.model) / "config.json"
+    if checkpoint.is_file():  # vLLM enforces the model's longest sequence
+        longest = min(longest, msgspec.json.decode(checkpoint.read_bytes()).get("max_position_embeddings") or longest)
     config = ServerConfig(
         name=spec.name,
         profile=msgspec.structs.replace(profile, max_model_len=longest),
@@ -38,9 +40,3 @@ def serve(spec: EngineSpec) -> None:
     )
     log_as_the_environment_says("info")
     serve_simulated(config)
-
-
-def _positions(checkpoint: Path) -> int | None:
-    """Return the model's longest sequence in tokens, which vLLM enforces; None if the model is not on this machine."""
-    file = checkpoint / "config.json"
-    return msgspec.json.decode(file.read_bytes()).get("max_position_embeddings") if file.is_file() else None

@@ -25,14 +25,6 @@ LONGEST_S = 1e10
 """The latest virtual time, in seconds (three centuries). A float resolves microseconds up to it."""
 
 
-def _too_late(when: float) -> EngineError:
-    """Return the error for a time at which a float does not resolve steps."""
-    return EngineError(
-        f"the next event is due at a virtual time of {when:g} s, and the limit is {LONGEST_S:g} s: "
-        "later times lose milliseconds; send more requests per second"
-    )
-
-
 class _Callback(msgspec.Struct, eq=False):
     """A callback that is due at ``due`` (virtual seconds): an :class:`asyncio.TimerHandle` without debugging aids.
 
@@ -160,7 +152,10 @@ class VirtualLoop(asyncio.AbstractEventLoop):
             self._make_ready(self._timers.pop(when))
             if ready and when > self._now:
                 if when > LONGEST_S:
-                    raise _too_late(when)
+                    raise EngineError(
+                        f"the next event is due at a virtual time of {when:g} s, and the limit is {LONGEST_S:g} s: "
+                        "later times lose milliseconds; send more requests per second"
+                    )
                 self._now = when
         if not ready:
             raise EngineError("the simulation cannot continue: every task waits, and no timer is set")

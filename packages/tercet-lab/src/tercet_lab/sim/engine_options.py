@@ -92,16 +92,14 @@ def _require(fine: bool, field: str, value: object, rule: str) -> None:
 
 # vLLM's default.
 MAX_TOKENS = 16
+LIMIT = "sampling_params.max_tokens"
 
 
 def max_tokens_of(request: Request) -> int:
     """Return the number of requested output tokens. Raise :class:`~tercet.protocol.BadRequest` if it is invalid."""
     wanted = request.sampling_params.get("max_tokens", MAX_TOKENS)
     if not isinstance(wanted, int) or wanted < 1:
-        raise BadRequest(
-            f"sampling_params.max_tokens: is {wanted!r}, and must be an integer of at least 1",
-            "sampling_params.max_tokens",
-        )
+        raise BadRequest(f"{LIMIT}: is {wanted!r}, and must be an integer of at least 1", LIMIT)
     return wanted
 
 
@@ -112,10 +110,7 @@ def tokens_to_produce(request: Request, given: int, profile: Profile, total_bloc
     """
     wanted = max_tokens_of(request)
     if wanted <= given:
-        raise BadRequest(
-            f"sampling_params.max_tokens: is {wanted}, and must exceed the {given} output tokens that the call gives",
-            "sampling_params.max_tokens",
-        )
+        raise BadRequest(f"{LIMIT}: is {wanted}, and must exceed the {given} output tokens that the call gives", LIMIT)
     room = profile.max_model_len - request.num_tokens
     if room <= given:
         raise BadRequest(

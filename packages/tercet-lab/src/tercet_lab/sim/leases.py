@@ -12,6 +12,7 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from typing import TypeVar
 
 from tercet.engine.leases import Lease, LeaseState, LeaseTable, aborted_while_reserving, require_continued
 from tercet.protocol import LeaseEnded, NoSpace, Request, TercetError
@@ -57,6 +58,22 @@ class SimLease(Lease):
             require_continued(reserved[: self.end], (*request.prompt, *output)[:end], differs)
 
 
+L = TypeVar("L", bound=Lease)
+
+
+def refusal(leases: LeaseTable[L], lease: L | None, same: bool) -> str | None:
+    """Return the reason why a lease (None: it has ended) does not accept KV, or None, which counts as an activity.
+
+    ``same`` is True if the KV is of the lease's tokens.
+    """
+    if lease is None:
+        return "the lease has ended"
+    if not same:
+        return f"the KV has other tokens, another cache salt or another adapter than lease {lease.name}"
+    leases.renew(lease)
+    return None
+
+
 class SimLeases(LeaseTable[SimLease]):
     """The leases of one engine, which pin at most ``max_blocks`` blocks. Those in ``waits`` have no blocks yet."""
 
@@ -100,9 +117,8 @@ class SimLeases(LeaseTable[SimLease]):
             match = self._pool.match(lease.prompt, lease.end // self._block_size)
             needed = self.blocks_for(lease.end)
             if self._pinned + needed > self._max_blocks:
-                lease.why = NoSpace(
-                    f"{needed} blocks, with {self._pinned} under other leases, exceed the limit of {self._max_blocks}"
-                )
+                among = f"with {self._pinned} under other leases"
+                lease.why = NoSpace(f"{needed} blocks, {among}, exceed the limit of {self._max_blocks}")
                 return
             if not self._pool.fits(match, needed - match.blocks + margin):
                 lease.why = NoSpace(f"{needed} blocks are needed, and {self._pool.free} are free")
@@ -216,18 +232,6 @@ class SimLeases(LeaseTable[SimLease]):
         self._leave(lease, "refused")
         if lease.answer is not None and not lease.answer.done():
             lease.answer.set_exception(error)
-
-    def refusal(self, lease: SimLease | None, same: bool) -> str | None:
-        """Return the reason why a lease (None: it has ended) does not accept KV, or None, which counts as an activity.
-
-        ``same`` is True if the KV is of the lease's tokens.
-        """
-        if lease is None:
-            return "the lease has ended"
-        if not same:
-            return f"the KV has other tokens, another cache salt or another adapter than lease {lease.name}"
-        self.renew(lease)
-        return None
 
     def take_in(self, name: str, begin: int, end: int) -> None:
         """Record that the KV of the tokens ``[begin, end)`` has arrived under the lease."""

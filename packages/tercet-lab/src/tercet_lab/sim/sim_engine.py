@@ -43,7 +43,7 @@ from tercet_lab.sim.engine_options import (
     tokens_to_produce,
 )
 from tercet_lab.sim.kv_usage import EngineUsage
-from tercet_lab.sim.leases import SimLease, SimLeases
+from tercet_lab.sim.leases import SimLease, SimLeases, refusal
 from tercet_lab.sim.network import Network, Send
 from tercet_lab.sim.scheduler import SimScheduler
 from tercet_lab.sim.step_selection import Counters, Work, has_computed
@@ -477,12 +477,12 @@ class SimEngine:
     def refuses(self, lease: str, prompt: Prompt, end: int) -> str | None:
         """See :meth:`tercet_lab.sim.network.SendTarget.refuses`."""
         found = self._open_lease(lease)
-        return self._leases.refusal(found, found is not None and found.prompt.begins_like(prompt, end))
+        return refusal(self._leases, found, found is not None and found.prompt.begins_like(prompt, end))
 
     def refuses_content(self, lease: str, content: Content) -> str | None:
         """Do as :meth:`refuses`, given the content's identity, which a sender in another process sent."""
         found = self._open_lease(lease)
-        return self._leases.refusal(found, found is not None and found.prompt.content(content.end) == content)
+        return refusal(self._leases, found, found is not None and found.prompt.content(content.end) == content)
 
     def _open_lease(self, name: str) -> SimLease | None:
         return None if self._down else self._leases.find(name)

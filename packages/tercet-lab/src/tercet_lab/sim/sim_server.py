@@ -113,7 +113,6 @@ class OpenAI:
         self._numbers = itertools.count()
 
     def routes(self) -> list[Route]:
-        """Return the routes of all handlers."""
         return [
             Route("/v1/completions", self.completions, methods=["POST"]),
             Route("/tokenize", self.tokenize, methods=["POST"]),
@@ -280,9 +279,7 @@ async def serving(config: ServerConfig) -> AsyncGenerator[SimEngine]:
         openai = OpenAI(
             engine, config.model, config.root, allowed, remote, _trace_rule(secret, bool(secret or api_key))
         )
-        app = Starlette(
-            routes=[*verbs.routes(), *openai.routes()], exception_handlers=error_handlers(verbs.callers)
-        )  # fmt: skip
+        app = Starlette(routes=[*verbs.routes(), *openai.routes()], exception_handlers=error_handlers(verbs.callers))
         try:
             async with served(HeldBodies(app), (config.host, config.port)):
                 try:

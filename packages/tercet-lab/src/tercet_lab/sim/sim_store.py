@@ -42,6 +42,7 @@ from tercet.store.disk import DiskIndex
 from tercet.store.pool import MemoryPool
 from tercet_lab.sim.block_pool import Prompt, SimObserver
 from tercet_lab.sim.engine_options import check_prompt
+from tercet_lab.sim.leases import refusal
 from tercet_lab.sim.network import Network, Send
 from tercet_lab.sim.step_times import Profile
 
@@ -270,20 +271,15 @@ class SimStore:
     def refuses(self, lease: str, prompt: Prompt, end: int) -> str | None:
         """See :meth:`tercet_lab.sim.network.SendTarget.refuses`."""
         found = None if self._down else self._leases.find(lease)
-        if found is None:
-            return "the lease has ended"
-        if not found.prompt.begins_like(prompt, end):
-            return f"the KV has other tokens, another cache salt or another adapter than lease {lease}"
-        self._leases.renew(found)
-        return None
+        return refusal(self._leases, found, found is not None and found.prompt.begins_like(prompt, end))
 
     def receive(self, lease: str, prompt: Prompt, begin: int, end: int, answer: Callable[[str | None], None]) -> None:
         """See :meth:`tercet_lab.sim.network.SendTarget.receive`."""
-        refusal, found = self.refuses(lease, prompt, end), self._leases.find(lease)
-        if refusal is None and found is not None and begin <= found.valid_end:
+        refused, found = self.refuses(lease, prompt, end), self._leases.find(lease)
+        if refused is None and found is not None and begin <= found.valid_end:
             found.valid_end = max(found.valid_end, end)
             self._enter(found)
-        answer(refusal)
+        answer(refused)
 
     def _enter(self, lease: StoredLease) -> None:
         """Make the whole blocks that have arrived entries; a block that is in memory already is not kept twice."""

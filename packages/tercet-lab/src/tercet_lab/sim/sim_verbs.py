@@ -105,11 +105,8 @@ class HttpNetwork(Network):
             raise BadRequest("kv_addr_info: is not from prep_recv of a simulated engine", "kv_addr_info")
         return RemoteEngine(info.engine, addresses[0], self)
 
-    def post(self, url: str, delivery: Delivery, answer: Callable[[str | None], None]) -> None:
-        """Send a delivery to a peer in the background. Call ``answer`` with its refusal, an error, or None."""
-        self.posting.spawn(self._deliver(url, delivery, answer))
-
-    async def _deliver(self, url: str, delivery: Delivery, answer: Callable[[str | None], None]) -> None:
+    async def deliver(self, url: str, delivery: Delivery, answer: Callable[[str | None], None]) -> None:
+        """Send a delivery to a peer. Call ``answer`` with its refusal, an error, or None."""
         prover, data = self._provers.setdefault(url, Prover(self._secret)), msgspec.json.encode(delivery)
         if len(self._provers) > MOST_PEERS:
             del self._provers[next(iter(self._provers))]
@@ -144,7 +141,8 @@ class RemoteEngine:
         return None
 
     def receive(self, lease: str, prompt: Prompt, begin: int, end: int, answer: Callable[[str | None], None]) -> None:
-        self._network.post(self._url, Delivery(lease, begin, prompt.content(end)), answer)
+        delivery = Delivery(lease, begin, prompt.content(end))
+        self._network.posting.spawn(self._network.deliver(self._url, delivery, answer))
 
 
 # Prompts of a million tokens are a few megabytes of JSON.
@@ -178,7 +176,6 @@ class Verbs:
         self.relay = StreamRelay(RouterConnections(engine.name, engine.incarnation, engine.load, self._relay))
 
     def routes(self) -> list[Route]:
-        """Return the routes of all verbs."""
         verb = partial(
             answered, callers=self.callers, incarnation=self._engine.incarnation, asks_for_a_key=ASKS_FOR_A_KEY
         )  # fmt: skip
@@ -194,15 +191,12 @@ class Verbs:
     async def prep_recv(self, http: HttpRequest) -> Any:
         call = await call_in(http, PrepRecvCall)
         with self._logged("prep_recv", call, http):
-            return await self._reserved(call)
-
-    async def _reserved(self, call: PrepRecvCall) -> PrepRecvAnswer:
-        if call.lease is not None:
-            found, ttl = await self._engine.extend(call.lease, request_of(call), call.end)
-        else:
-            ttl = time_to_live(call.ttl, self._engine.options.lease_ttl)
-            found = await self._engine.reserve(request_of(call), call.end, ttl)
-        return PrepRecvAnswer(kv_addr_info=found.kv_addr_info, matched_len=found.matched_len, ttl=ttl)
+            if call.lease is not None:
+                found, ttl = await self._engine.extend(call.lease, request_of(call), call.end)
+            else:
+                ttl = time_to_live(call.ttl, self._engine.options.lease_ttl)
+                found = await self._engine.reserve(request_of(call), call.end, ttl)
+            return PrepRecvAnswer(kv_addr_info=found.kv_addr_info, matched_len=found.matched_len, ttl=ttl)
 
     async def remote_send(self, http: HttpRequest) -> Any:
         """Prefill, then notify the receiver when the KV would have arrived."""
@@ -293,20 +287,13 @@ def request_of(call: PrepRecvCall | RemoteSendCall | StartGenerateCall) -> Reque
     sampling: Mapping[str, Any] = {} if isinstance(call, PrepRecvCall) else call.sampling_params
     for name in REFUSED:
         if sampling.get(name) is not None:
-            raise BadRequest(
-                f"sampling_params.{name}: a simulated engine does not support it; remove it", f"sampling_params.{name}"
-            )
-    prompt = tokens_of(call.prompt)
+            at = f"sampling_params.{name}"
+            raise BadRequest(f"{at}: a simulated engine does not support it; remove it", at)
     return Request(
-        background=not isinstance(call, PrepRecvCall) and call.background,
-        seq_id=call.seq_id,
-        prompt=prompt,
-        sampling_params=sampling,
-        cache_salt=call.cache_salt,
-        adapter=call.adapter,
-        adapter_digest=call.adapter_digest,
-        mm_features=call.mm_features,
-    )
+        background=not isinstance(call, PrepRecvCall) and call.background, seq_id=call.seq_id,
+        prompt=tokens_of(call.prompt), sampling_params=sampling, cache_salt=call.cache_salt, adapter=call.adapter,
+        adapter_digest=call.adapter_digest, mm_features=call.mm_features,
+    )  # fmt: skip
 
 
 async def call_in(http: HttpRequest, kind: type[C], forms: Sequence[str] = VERB_FORMS) -> C:

@@ -131,7 +131,6 @@ class WaitingWorks:
         return self._arrivals
 
     def add(self, work: Work) -> None:
-        """Add a sequence that arrives now."""
         work.arrival = self.arrival()
         self.queue_of(work).append(work)
 
@@ -140,7 +139,6 @@ class WaitingWorks:
         self.plain.appendleft(work)
 
     def remove(self, work: Work) -> None:
-        """Remove a waiting sequence."""
         self.queue_of(work).remove(work)
 
     def queue_of(self, work: Work) -> deque[Work]:
@@ -148,7 +146,6 @@ class WaitingWorks:
         return self.holding if work.holding.blocks else self.plain
 
     def clear(self) -> None:
-        """Remove all sequences."""
         self.holding.clear()
         self.plain.clear()
 
@@ -156,14 +153,15 @@ class WaitingWorks:
 class DecodingBatch:
     """The batch of ``size`` decoding sequences of one engine."""
 
-    __slots__ = ("_block_size", "_context", "_count", "_due", "_phases", "_works", "size", "tick")
+    __slots__ = ("_block_size", "_context", "_count", "_due", "_works", "phases", "size", "tick")
 
     def __init__(self, block_size: int) -> None:
         self.tick = 0
         self._block_size = block_size
         self._works: dict[int, Work] = {}
         self.size = 0
-        self._phases = [0] * block_size
+        self.phases = [0] * block_size
+        """Number of sequences that take a block in each of the ticks from 0 to the block size, and so on."""
         self._context = 0
         self._due: list[tuple[int, int, Work]] = []
         self._count = 0
@@ -172,11 +170,6 @@ class DecodingBatch:
     def contexts(self) -> int:
         """Number of KV tokens that all sequences together read at the next tick."""
         return self._context + self.size * (self.tick + 1)
-
-    @property
-    def phases(self) -> list[int]:
-        """Number of sequences that take a block in each of the ticks from 0 to the block size, and so on."""
-        return self._phases
 
     def works(self) -> list[Work]:
         """Return the sequences in the order in which they joined."""
@@ -195,7 +188,7 @@ class DecodingBatch:
         work.joined = self.tick
         room = work.holding.blocks * self._block_size - work.computed
         work.phase = (self.tick + room) % self._block_size
-        self._phases[work.phase] += 1
+        self.phases[work.phase] += 1
         self._context += work.computed - self.tick
         self._works[id(work)] = work
         self.size += 1
@@ -212,7 +205,7 @@ class DecodingBatch:
         self.settle(work)
         del self._works[id(work)]
         self.size -= 1
-        self._phases[work.phase] -= 1
+        self.phases[work.phase] -= 1
         self._context -= work.computed - self.tick
         work.state = "left"
 
@@ -238,7 +231,7 @@ class DecodingBatch:
 
     def blocks_for(self, ticks: int) -> int:
         """Return the number of new blocks that the next ``ticks`` ticks need."""
-        size, phases = self._block_size, self._phases
+        size, phases = self._block_size, self.phases
         start = self.tick % size
         if ticks == 1:
             return phases[start]

@@ -483,9 +483,6 @@ def time_on(host: Host | None, profile: Profile) -> EngineTime:
     if host is None:
         return LoopTime()
     if profile.sharing is None:
-        raise BadRequest(
-            f"host: profile {profile.name} has no data on engines that share a host; measure one with "
-            "two --engine of the same host",
-            "host",
-        )
+        why = "has no data on engines that share a host; measure one with two --engine of the same host"
+        raise BadRequest(f"host: profile {profile.name} {why}", "host")
     return host.join(profile.sharing)

@@ -50,14 +50,6 @@ Note = Callable[[str], object]
 Work = SyntheticWorkload | PlannedWorkload
 
 
-def _quiet(_: str) -> None:
-    """Ignore a note."""
-
-
-def _drop(_: Run) -> None:
-    """Keep nothing of a run."""
-
-
 @dataclass(frozen=True, init=False)
 class Fleet:
     """Simulated engines: ``Fleet("2P2D")``, ``Fleet("prefill=1,decode=2@host")`` or ``Fleet(prefill=2, decode=2)``.
@@ -240,7 +232,7 @@ class Experiment(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         """Return the experiment at another rate of requests per second; None: the times of a trace."""
         return msgspec.structs.replace(self, work=msgspec.structs.replace(self.work, rate=rate))
 
-    def run(self, note: Note = _quiet, on_row: Callable[[Outcome], object] | None = None) -> Run:
+    def run(self, note: Note = lambda _: None, on_row: Callable[[Outcome], object] | None = None) -> Run:
         """Simulate, inside or outside of a running event loop, and return the results.
 
         ``note`` gets lines about the run, such as its speed. ``on_row`` is called after each row, and may take the rows
@@ -301,35 +293,30 @@ class Experiment(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         paid = outcome.paid_s if point.planned is None else point.planned.engine_seconds
         point = msgspec.structs.replace(point, engine_hours=paid / 3600)
         return Run(
-            requests=requests, engines=outcome.engines, moves=outcome.move_rows, plans=_plans_of(point),
-            slo=limits, engine_hours=paid / 3600, experiment=self, point=point,
-            about=about,
+            requests=requests, engines=outcome.engines, moves=outcome.move_rows, plans=_plans_of(point), slo=limits,
+            engine_hours=paid / 3600, experiment=self, point=point, about=about,
         )  # fmt: skip
 
-    def point(self, rate: float | None, note: Note = _quiet) -> SimulatedPoint:
+    def point(self, rate: float | None, note: Note = lambda _: None) -> SimulatedPoint:
         """Simulate at a rate, and return the results without rows of requests."""
         found = self.at(rate).run(note).point
         assert found is not None
         return found
 
     def report(
-        self, rates: Sequence[float | None], label: str, note: Note = _quiet, keep: Callable[[Run], object] = _drop
-    ) -> SimulationReport:
+        self, rates: Sequence[float | None], label: str, note: Note = lambda _: None,
+        keep: Callable[[Run], object] = lambda _: None,
+    ) -> SimulationReport:  # fmt: skip
         """Simulate at each rate. ``label`` is the name of the experiment's line in figures; ``keep`` gets each run."""
         points = list[SimulatedPoint]()
         for rate in rates:
             run = self.at(rate).run(note)
             keep(run)
             points += [] if run.point is None else [run.point]
-        model = load_profile(self.fleet.profile).name
         return SimulationReport(
-            label=label,
-            program=self.name,
-            arguments=self.arguments(),
-            seed=self.seed,
-            model=model,
-            points=tuple(points),
-        )
+            label=label, program=self.name, arguments=self.arguments(), seed=self.seed,
+            model=load_profile(self.fleet.profile).name, points=tuple(points),
+        )  # fmt: skip
 
     def arguments(self) -> dict[str, Any]:
         """Return everything that the numbers depend on, except the rate, for the file of a report."""
@@ -340,8 +327,7 @@ class Experiment(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         if work.get("rows", "") is None:
             del work["rows"]
         elif "rows" in work:  # by a hash of their contents, since a report does not copy a trace
-            rows = hashlib.sha256(msgspec.json.encode(work["rows"])).hexdigest()
-            work["rows"] = rows
+            work["rows"] = hashlib.sha256(msgspec.json.encode(work["rows"])).hexdigest()
         slo = None if self.slo is None else msgspec.to_builtins(Goodput.of(self.slo))
         return {
             "program": self.name, "program_args": {name: _as_text(value) for name, value in self.args.items()},
@@ -372,11 +358,10 @@ class Experiment(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         if self.slo is not None:
             limits = msgspec.to_builtins(Goodput.of(self.slo))
             words += ["--goodput", ",".join(f"{name}:{limit:g}" for name, limit in limits.items() if limit is not None)]
+        settings = self.settings
         if self.planner is not None and not isinstance(self.planner.by, str):
-            planner = _named("planner", self.planner.by)
-            words += _setting_flags(msgspec.structs.replace(self.settings, planner=planner))
-        else:
-            words += _setting_flags(self.settings)
+            settings = msgspec.structs.replace(settings, planner=_named("planner", self.planner.by))
+        words += _setting_flags(settings)
         words += ["--steady"] if self.steady else []
         words += [] if self.predict_error is None else ["--predict-error", f"{self.predict_error:.12g}"]
         return shlex.join(words + (["--scheduling", self.scheduling] if self.scheduling else []))

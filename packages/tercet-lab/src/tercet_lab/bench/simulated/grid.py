@@ -12,11 +12,11 @@ import itertools
 import math
 import multiprocessing
 import statistics
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any, Literal
@@ -57,12 +57,10 @@ def with_setting(base: Experiment, name: str, value: Any) -> Experiment:
     The setting is a part of the experiment, ``profile``, a field of its workload, an engine option, a setting of moves,
     or a parameter of the program; dashes and underscores are equal. Raise :class:`~tercet.protocol.BadRequest`.
     """
-    plain = name.replace("-", "_")
-    plain, key = LOADS.get(plain, plain), plain.replace("_", "-")
+    plain, key = plain_name(name), name.replace("_", "-")
     fleet, changes = base.fleet, dict[str, Any]()
     if plain == "fleet":
-        text = Fleet.parse(value, fleet.profile, fleet.options) if isinstance(value, str) else value
-        changes["fleet"] = text
+        changes["fleet"] = Fleet.parse(value, fleet.profile, fleet.options) if isinstance(value, str) else value
     elif plain == "profile":
         changes["fleet"] = fleet.with_(profile=value)
     elif plain == "predict_error":
@@ -129,10 +127,10 @@ def cells_of(base: Experiment, over: Mapping[str, Sequence[Any]]) -> list[tuple[
     return cells
 
 
-def is_load(name: str) -> bool:
-    """True if a setting decides the load: cells of different loads do not compete."""
+def plain_name(name: str) -> str:
+    """Return the name of a setting in an experiment: dashes are underscores, and fields of the workload have theirs."""
     plain = name.replace("-", "_")
-    return LOADS.get(plain, plain) in ("work", *WORK_FIELDS)
+    return LOADS.get(plain, plain)
 
 
 def in_words(value: Any) -> str:
@@ -188,15 +186,13 @@ def _run(
     if jobs == 1 or len(todo) < 2:
         for index in todo:
             begin(index)
-            point, requests = _ran(experiments[index], note)
-            yield point, requests
+            yield _ran(experiments[index], note)
         return
     _TO_RUN[:] = experiments
     # Forked, as functions of a notebook cannot be sent to another interpreter.
     pool = ProcessPoolExecutor(min(jobs, len(todo)), multiprocessing.get_context("fork"))
     try:
-        one = _run_one if keep is None else _run_and_keep
-        for index, (ran, said) in zip(todo, pool.map(one, todo), strict=True):
+        for index, (ran, said) in zip(todo, pool.map(partial(_run_one, keep is not None), todo), strict=True):
             begin(index)
             for line in said:
                 note(line)
@@ -208,14 +204,10 @@ def _run(
         _TO_RUN.clear()
 
 
-def _run_and_keep(index: int) -> tuple[Ran, list[str]]:
+def _run_one(keeps: bool, index: int) -> tuple[Ran, list[str]]:
     said = list[str]()
-    return _ran(_TO_RUN[index], said.append), said
-
-
-def _run_one(index: int) -> tuple[Ran, list[str]]:
-    (point, _), said = _run_and_keep(index)
-    return (point, None), said  # rows are sent between processes only if they are kept
+    point, requests = _ran(_TO_RUN[index], said.append)
+    return (point, requests if keeps else None), said  # rows are sent between processes only if they are kept
 
 
 def _ran(experiment: Experiment, note: Note) -> tuple[SimulatedPoint, Requests]:
@@ -348,13 +340,11 @@ def standings_of(
             loses = any(gains[at] < 0 and chances[one, other, at] < 1 - CONFIDENCE for at in (0, 1))
             if wins and not loses:
                 beaten.add(loser)
-    return [_standing(index in frontier, index in beaten) for index in range(len(trials))], len(chances)
-
-
-def _standing(on_frontier: bool, beaten: bool) -> Standing:
-    if on_frontier == beaten:
-        return "near"
-    return "beaten" if beaten else "best"
+    found: list[Standing] = ["beaten" if index in beaten else "best" for index in range(len(trials))]
+    for index in range(len(trials)):
+        if (index in frontier) == (index in beaten):
+            found[index] = "near"
+    return found, len(chances)
 
 
 def chance_of(differences: Sequence[float]) -> float:
@@ -417,7 +407,8 @@ class Grid:
 
     def load_of(self, cell: int) -> tuple[str, ...]:
         """Return the values of the axes that decide a cell's load; cells of different loads do not compete."""
-        return tuple(in_words(value) for name, value in self.settings[cell].items() if is_load(name))
+        loads = ("work", *WORK_FIELDS)
+        return tuple(in_words(value) for name, value in self.settings[cell].items() if plain_name(name) in loads)
 
     def standings(self, x: str, y: str) -> tuple[list[Standing], int]:
         """Return each cell's standing in two metrics, and the number of comparisons (:func:`standings_of`)."""
@@ -518,12 +509,6 @@ class Grid:
         return found
 
 
-def _column_of(axis: str, taken: Container[str]) -> str:
-    """Return the name of an axis's column, which differs from those of requests."""
-    plain = axis.replace("-", "_")
-    return f"over_{plain}" if plain in taken else plain
-
-
 def _kind_of(values: Sequence[Any]) -> Kind:
     try:
         for value in values:
@@ -531,10 +516,6 @@ def _kind_of(values: Sequence[Any]) -> Kind:
     except ValueError:
         return "text"
     return "time"
-
-
-def _in_column(value: Any, kind: Kind) -> Any:
-    return in_words(value) if kind == "text" else float(in_words(value))
 
 
 def grid_of(
@@ -559,12 +540,15 @@ def grid_of(
             note(", ".join(f"{name}={in_words(value)}" for name, value in cells[index // seeds][0].items()))
 
     experiments = [msgspec.structs.replace(each, seed=seed) for _, each in cells for seed in used]
-    columns = {name: _column_of(name, RECORD_COLUMNS) for name in over}
+    # The names of the axes' columns differ from those of requests.
+    columns = {name: name.replace("-", "_") for name in over}
+    columns |= {name: f"over_{column}" for name, column in columns.items() if column in RECORD_COLUMNS}
     rows = Table({**{columns[name]: _kind_of(values) for name, values in over.items()}, **RECORD_COLUMNS})
 
     def keep(index: int, requests: Requests) -> None:
         settings, experiment = cells[index // seeds][0], experiments[index]
-        told = {columns[name]: _in_column(value, rows.columns[columns[name]]) for name, value in settings.items()}
+        told: dict[str, Any] = {columns[name]: in_words(value) for name, value in settings.items()}
+        told |= {name: float(value) for name, value in told.items() if rows.columns[name] != "text"}
         add_records(rows, requests, experiment.name, experiment.work.rate, experiment.seed, settings=told)
 
     points = run_all(experiments, jobs, cached, note, begin, None if records is None else keep)

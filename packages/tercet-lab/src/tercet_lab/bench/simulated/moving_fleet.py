@@ -70,14 +70,11 @@ class VirtualRoles:
     async def run(self) -> None:
         """Check the roles at regular intervals, until cancelled or until it raises: a simulation shows its errors."""
         while True:
-            await self._look()
+            # As real engines do: a simulated engine reports nothing during a run of steps.
+            for name, engine in self._engines.items():
+                self._fleet.report(name, engine.load())
+            await self._roles.look()
             await asyncio.sleep(INTERVAL_S)
-
-    async def _look(self) -> None:
-        """Report the engines' loads, as real engines do: a simulated engine reports nothing during a run of steps."""
-        for name, engine in self._engines.items():
-            self._fleet.report(name, engine.load())
-        await self._roles.look()
 
     async def _flip(self, flip: RoleFlip) -> bool:
         for name in flip.engines:
@@ -133,7 +130,6 @@ class MoveTotals(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def moved(self) -> int:
-        """Number of successful moves."""
         return sum(count for name, count in self.outcomes.items() if name.endswith(" moved"))
 
     def flat(self) -> dict[str, float]:
@@ -222,24 +218,16 @@ class SimulatedMetrics(Metrics):
         self._held_back += moves
 
     def totals(self) -> MoveTotals:
-        """Return the totals so far."""
-        p50, p99 = (
-            (float(value) for value in np.percentile(self._move_pauses, (50, 99)))
-            if self._move_pauses
-            else (None, None)
-        )
+        pauses = self._move_pauses
+        p50, p99 = map(float, np.percentile(pauses, (50, 99))) if pauses else (None, None)
         return MoveTotals(
-            outcomes=dict(sorted(self._move_outcomes.items())),
-            pause_p50=p50,
-            pause_p99=p99,
-            bytes=self._sent,
-            recomputed=self._recomputed,
-            held_back=self._held_back,
-        )
+            outcomes=dict(sorted(self._move_outcomes.items())), pause_p50=p50, pause_p99=p99, bytes=self._sent,
+            recomputed=self._recomputed, held_back=self._held_back,
+        )  # fmt: skip
 
 
 class MovingFleet:
-    """The background work of a router: a rescheduler of the service's sequences, and a check for stuck engines.
+    """The background ``work`` of a router: a rescheduler of the service's sequences, and a check for stuck engines.
 
     The rescheduler runs if policies, sessions or faults need it. The check runs only with faults (``has_faults``),
     since engines are never stuck otherwise.
@@ -252,30 +240,24 @@ class MovingFleet:
         self._fleet = fleet = service.fleet
         self._engines, self._stores = engines, stores
         self._interval = settings.reschedule.interval_s
-        self._work: list[Coroutine[Any, Any, None]] = []
+        self.work: list[Coroutine[Any, Any, None]] = []
         by_itself = settings.roles == "auto"
         change = by_itself or settings.planner != NO_PLANNER
         policies = with_roles_followed(settings.reschedule) if change else settings.reschedule
         rescheduler = Rescheduler(fleet, service.sequences, service.moves, policies)
         self.roles = VirtualRoles(service, engines, settings.objectives) if by_itself else None
         if self.roles is not None:
-            self._work.append(self.roles.run())
+            self.work.append(self.roles.run())
         if settings.sessions.on:
             service.sessions = sessions = Sessions(fleet, settings.sessions, metrics.sessions, "session")
-            self._work.append(sessions.run())
+            self.work.append(sessions.run())
         if policies.policies or has_faults or settings.sessions.on:
             fleet.knowledge.needed()
-            self._work += [self._report(), rescheduler.run()]
+            self.work += [self._report(), rescheduler.run()]
         if has_faults:
-            self._work.append(self._watch())
+            self.work.append(self._watch())
         if stores:
-            self._work.append(WriteBehind(fleet, metrics.write_behind).run())
-
-    @asynccontextmanager
-    async def running(self) -> AsyncGenerator[None]:
-        """Run the background work while the context is open. Raise its error."""
-        async with alongside(*self._work):
-            yield
+            self.work.append(WriteBehind(fleet, metrics.write_behind).run())
 
     async def _report(self) -> None:
         """Report the loads of engines that compute: they report nothing themselves during a run of steps."""
@@ -415,20 +397,15 @@ def _require_exchange(engines: Sequence[SimEngine]) -> None:
 
 def plan_fault(fault: Fault, engine: SimEngine | SimStore, fleet: EngineFleet) -> None:
     """Let a fault of ``engine`` begin and end at its times."""
-    begins: dict[str, Callable[[], None]] = {
-        "die": engine.fail,
-        "freeze": engine.freeze,
-        "drain": partial(fleet.drain, engine.name),
+    times: dict[str, tuple[Callable[[], None], Callable[[], None]]] = {
+        "die": (engine.fail, partial(_recover, engine, fleet)),
+        "freeze": (engine.freeze, engine.thaw),
+        "drain": (partial(fleet.drain, engine.name), partial(fleet.drain, engine.name, False)),
     }
-    ends: dict[str, Callable[[], None]] = {
-        "die": partial(_recover, engine, fleet),
-        "freeze": engine.thaw,
-        "drain": partial(fleet.drain, engine.name, False),
-    }
-    loop = asyncio.get_running_loop()
-    loop.call_at(fault.at, begins[fault.kind])
+    loop, (begin, end) = asyncio.get_running_loop(), times[fault.kind]
+    loop.call_at(fault.at, begin)
     if fault.down is not None:
-        loop.call_at(fault.at + fault.down, ends[fault.kind])
+        loop.call_at(fault.at + fault.down, end)
 
 
 def _recover(engine: SimEngine | SimStore, fleet: EngineFleet) -> None:

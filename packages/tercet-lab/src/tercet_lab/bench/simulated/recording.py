@@ -82,7 +82,6 @@ class TimelineRecorder:
         self.frames: list[Frame] = []
 
     async def run(self) -> None:
-        """Record until cancelled."""
         while True:
             self._take()
             await asyncio.sleep(self._interval)
@@ -141,7 +140,6 @@ class EngineSamples:
         self._paid, self._interval = paid, interval_s
 
     async def run(self) -> None:
-        """Take rows until cancelled."""
         loop = asyncio.get_running_loop()
         while True:
             members = self._fleet.members

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -51,11 +51,6 @@ class SimulatedPoint(msgspec.Struct, frozen=True, kw_only=True):
     engine_hours: float = 0.0
     classes: dict[str, float] = {}
 
-    @property
-    def _met(self) -> int:
-        """Number of requests that met the objectives."""
-        return round((self.summary.attainment or 0.0) * (self.summary.completed + self.summary.failed))
-
     def metrics(self) -> dict[str, float | int | None]:
         """Return all values by name: those of :meth:`Summary.flat`, and the engines' counters."""
         engines: dict[str, float] = {"busy": self.busy, "fallbacks": self.fallbacks, "retries": self.retries}
@@ -65,7 +60,8 @@ class SimulatedPoint(msgspec.Struct, frozen=True, kw_only=True):
             engines["role_flips"] = len(self.flips)
             engines["engines_flipped"] = sum(len(each.engines) for each in self.flips)
         if self.planned is not None:
-            engines |= self.planned.flat(self._met)
+            summary = self.summary
+            engines |= self.planned.flat(round((summary.attainment or 0.0) * (summary.completed + summary.failed)))
         engines |= self.moves.flat() | (self.imbalance.flat() if self.imbalance is not None else {})
         return {**self.summary.flat(), **engines}
 
@@ -85,20 +81,17 @@ class SimulationReport(msgspec.Struct, frozen=True, kw_only=True):
 
         It contains no time of day, so the same simulation gives the same bytes.
         """
-        result = BenchResult(
-            source="sim",
-            created="simulation",
-            config=self.arguments,
-            seed=self.seed,
-            versions={"tercet": __version__},
-            target={"model": self.model},
-            points=tuple(self._bench_point(point) for point in self.points),
-        )
-        text = msgspec.json.format(msgspec.json.encode(result, order="sorted"), indent=1)
-        timelines = {_run_name(point): point.timeline for point in self.points if point.timeline}
+        points = tuple(self._bench_point(point) for point in self.points)
+        text = bench_file(self.arguments, self.seed, __version__, {"model": self.model}, points)
+        # By the name of each run on the web page.
+        timelines = {
+            shown(point.rate) + ("" if point.rate is None else " requests/s"): point.timeline
+            for point in self.points
+            if point.timeline
+        }
         if timelines:  # a timeline has many numbers, so it is written on one line
-            text = text.removesuffix(b"\n}") + b',\n "timelines": ' + msgspec.json.encode(timelines) + b"\n}"
-        return text + b"\n"
+            text = text.removesuffix(b"\n}\n") + b',\n "timelines": ' + msgspec.json.encode(timelines) + b"\n}\n"
+        return text
 
     def _bench_point(self, point: SimulatedPoint) -> Point:
         at_once = point.rate is not None and math.isinf(point.rate)  # JSON has no infinity
@@ -112,9 +105,15 @@ class SimulationReport(msgspec.Struct, frozen=True, kw_only=True):
         )
 
 
-def _run_name(point: SimulatedPoint) -> str:
-    """Return the name of a run on the web page."""
-    return f"{shown(point.rate)} requests/s" if point.rate is not None else shown(None)
+def bench_file(
+    config: Mapping[str, Any], seed: int, version: str, target: Mapping[str, Any], points: tuple[Point, ...]
+) -> bytes:
+    """Return a simulation's file for ``tercet bench report``."""
+    result = BenchResult(
+        source="sim", created="simulation", config=config, seed=seed, versions={"tercet": version}, target=target,
+        points=points,
+    )  # fmt: skip
+    return msgspec.json.format(msgspec.json.encode(result, order="sorted"), indent=1) + b"\n"
 
 
 def point_of(rate: float | None, outcome: Outcome, slo: Slo | None, samples: Requests | None = None) -> SimulatedPoint:
@@ -157,14 +156,12 @@ def _any_moves(points: Sequence[SimulatedPoint]) -> bool:
 
 def table(report: SimulationReport) -> list[list[str]]:
     """Return a row for each point: means and 99th percentiles."""
-    return [[*_counts(point), *figures_of([point], report.points)] for point in report.points]
-
-
-def _counts(point: SimulatedPoint) -> list[str]:
-    summary = point.summary
-    made_good = (str(point.retries), str(point.fallbacks))
-    rate = three_digits(achieved(summary.flat(), "throughput") or 0.0)
-    return [shown(point.rate), str(summary.completed), str(summary.failed), *made_good, rate]
+    rows = list[list[str]]()
+    for point in report.points:
+        counts = (point.summary.completed, point.summary.failed, point.retries, point.fallbacks)
+        rate = three_digits(achieved(point.summary.flat(), "throughput") or 0.0)
+        rows.append([shown(point.rate), *map(str, counts), rate, *figures_of([point], report.points)])
+    return rows
 
 
 def shown(rate: float | None) -> str:

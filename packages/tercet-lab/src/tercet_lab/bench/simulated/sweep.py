@@ -13,7 +13,7 @@ import msgspec
 
 from tercet import __version__
 from tercet.protocol import BadRequest
-from tercet_lab.bench.results import BenchResult, Point, enough, three_digits
+from tercet_lab.bench.results import Point, enough, three_digits
 from tercet_lab.bench.simulated.experiment import Experiment
 from tercet_lab.bench.simulated.grid import (
     Estimate,
@@ -25,7 +25,7 @@ from tercet_lab.bench.simulated.grid import (
     swept_metric,
 )
 from tercet_lab.bench.simulated.run_metrics import metric_of
-from tercet_lab.bench.simulated.simulation import NONE, SimulatedPoint, figure_headings, figures_of
+from tercet_lab.bench.simulated.simulation import NONE, SimulatedPoint, bench_file, figure_headings, figures_of
 from tercet_lab.sim import load_profile
 from tercet_lab.tables import Slo
 
@@ -77,16 +77,9 @@ class SweepReport(msgspec.Struct, frozen=True, kw_only=True):
             "kind": self.kind, "seeds": self.seeds, "x": self.x, "y": self.y, "trials": self.trials,
             "comparisons": self.comparisons, "slo": self.slo,
         }  # fmt: skip
-        result = BenchResult(
-            source="sim",
-            created="simulation",
-            config={**arguments, "sweep": told},
-            seed=self.seeds[0],
-            versions={"tercet": self.version},
-            target={"model": load_profile(arguments["profile"]).name} if "profile" in arguments else {},
-            points=tuple(self._bench_point(trial) for trial in self.trials),
-        )
-        return msgspec.json.format(msgspec.json.encode(result, order="sorted"), indent=1) + b"\n"
+        target = {"model": load_profile(arguments["profile"]).name} if "profile" in arguments else {}
+        points = tuple(self._bench_point(trial) for trial in self.trials)
+        return bench_file({**arguments, "sweep": told}, self.seeds[0], self.version, target, points)
 
     def _bench_point(self, trial: Trial) -> Point:
         runs = [point.metrics() for point in trial.points]
@@ -151,7 +144,7 @@ def sweep(
             less = f"{measured:g} requests are too few for this percentile"
             raise BadRequest(f"{option} {metric}: {less}; set --num-prompts, or compare {metric[:-3]}mean", option)
     grid = grid_of(base, over, seeds, jobs, note=note, records=records)
-    if seeds > 1 and all(alike(runs) for runs in grid.points):
+    if seeds > 1 and all(run == runs[0] for runs in grid.points for run in runs):
         note(f"warning: all {seeds} seeds gave the same results: a trace with its recorded times has no randomness")
     return report_of(grid, x, y)
 
@@ -196,11 +189,6 @@ def grid_from(config: Mapping[str, Any]) -> Grid:
     return Grid(settings, told.seeds, points, told.slo, arguments)
 
 
-def alike(runs: Sequence[SimulatedPoint]) -> bool:
-    """True if runs with several seeds are equal."""
-    return all(run == runs[0] for run in runs)
-
-
 def headings(report: SweepReport) -> list[str]:
     """Return the headings of the columns of :func:`rows`."""
     spread = [f"{metric}, ms" if _is_latency(metric) else metric for metric in (report.x, report.y)]
@@ -210,22 +198,12 @@ def headings(report: SweepReport) -> list[str]:
 
 def rows(report: SweepReport) -> list[list[str]]:
     """Return a row for each trial: settings, means over seeds with intervals, and a mark (``*``: best, ``~``: near)."""
-    points = _points(report)
-    return [
-        [
-            *trial.settings.values(),
-            *_failures(trial),
-            *figures_of(trial.points, points),
-            *_spread(trial, report),
-            MARKS[trial.standing],
-        ]
-        for trial in report.trials
-    ]
-
-
-def _failures(trial: Trial) -> list[str]:
-    runs = trial.points
-    return [str(sum(run.summary.failed for run in runs)), str(sum(run.fallbacks for run in runs))]
+    points, found = _points(report), list[list[str]]()
+    for trial in report.trials:
+        failures = (sum(run.summary.failed for run in trial.points), sum(run.fallbacks for run in trial.points))
+        cells = [*map(str, failures), *figures_of(trial.points, points), *_spread(trial, report)]
+        found.append([*trial.settings.values(), *cells, MARKS[trial.standing]])
+    return found
 
 
 def _is_latency(metric: str) -> bool:

@@ -185,7 +185,6 @@ class Outcome:
 
     @property
     def failures(self) -> Counter[str]:
-        """Number of failed requests by the code of their error."""
         return self.requests.failures
 
     def unsent(self, request: Request, now: float, turns: int) -> None:
@@ -199,7 +198,6 @@ class Outcome:
             )  # fmt: skip
 
     def add(self, served: Served, phase: int) -> None:
-        """Record a request that has ended."""
         request, sequence, trace = served.request, served.sequence, served.trace
         cached, sent, prefill, pause = request.num_tokens, 0, "", 0.0
         generated = retries = fallbacks = 0
@@ -236,14 +234,6 @@ class Outcome:
         found = self.objectives.class_of(request.headers)
         return DEFAULT_CLASS if found is None else found.name
 
-    def count_attempts(self, trace: Trace) -> None:
-        """Count the attempts after failures in a request's trace."""
-        for event in trace.events:
-            if event.verb in (RETRY, FALLBACK):
-                self.retries += 1
-                self.fallbacks += event.verb == FALLBACK
-                self.first_retried = self.first_retried or event.reason
-
 
 class Served(NamedTuple):
     """A request that has ended at ``ended``; ``sent`` and ``ended`` are seconds of the run.
@@ -261,12 +251,12 @@ class Served(NamedTuple):
     token_times: tuple[float, ...] | None
 
 
-def _kept(_: Outcome) -> None:
-    """Keep all rows of a run until its end."""
-
-
 MOVING = MovingSettings()
 RECORD = Record()
+
+
+def _ignore(_: object) -> None:
+    """Do nothing with a row, which is kept until the end, or with an output, which its sequence has recorded."""
 
 
 Companion = Callable[[Service, Mapping[str, SimEngine], PaidTime], Coroutine[Any, Any, None]]
@@ -287,7 +277,7 @@ def run_once(
     moving: MovingSettings = MOVING,
     record: Record = RECORD,
     companion: Companion | None = None,
-    on_row: Callable[[Outcome], object] = _kept,
+    on_row: Callable[[Outcome], object] = _ignore,
     predict_error: float | None = None,
 ) -> Outcome:
     """Simulate one run. The outcome depends only on the arguments.
@@ -320,7 +310,7 @@ def run_requests(
     moving: MovingSettings = MOVING,
     record: Record = RECORD,
     companion: Companion | None = None,
-    on_row: Callable[[Outcome], object] = _kept,
+    on_row: Callable[[Outcome], object] = _ignore,
     predict_error: float | None = None,
 ) -> Outcome:
     """Simulate requests at given times (seconds), in order.
@@ -355,8 +345,8 @@ def run_requests(
             others.append(EngineSamples(outcome.engines, built.service.fleet, loads, paid, record.engines_every).run())
         if companion is not None:
             others.append(companion(built.service, built.engines, paid))
-        async with built.moving.running(), alongside(*others):
-            await _serve_all(built, coming, warm_up, outcome, follow_ups, paid, record, on_row)
+        async with alongside(*built.moving.work, *others):
+            await _serve_all(_Course(built, outcome, follow_ups, paid, record, on_row), coming, warm_up)
         if recorder is not None:
             recorder.close()
             outcome.timeline = recorder.frames
@@ -379,17 +369,19 @@ def _young_garbage_only() -> Generator[None]:
         gc.set_threshold(*before)
 
 
-async def _serve_all(
-    built: VirtualFleet,
-    arrivals: Iterable[tuple[float, Request]],
-    warm_up: int,
-    outcome: Outcome,
-    follow_ups: PlannedTraffic | None,
-    paid: PaidTime,
-    record: Record,
-    on_row: Callable[[Outcome], object],
-) -> None:
-    loop, coming = asyncio.get_running_loop(), enumerate(arrivals)
+class _Course(NamedTuple):
+    """What all requests of a run have in common; the fields are described at :func:`run_requests`."""
+
+    built: VirtualFleet
+    outcome: Outcome
+    follow_ups: PlannedTraffic | None
+    paid: PaidTime
+    record: Record
+    on_row: Callable[[Outcome], object]
+
+
+async def _serve_all(course: _Course, arrivals: Iterable[tuple[float, Request]], warm_up: int) -> None:
+    loop, coming, paid = asyncio.get_running_loop(), enumerate(arrivals), course.paid
     usage: UsageLog | None = None
     all_sent: asyncio.Future[None] = loop.create_future()
     all_ended: asyncio.Future[None] = loop.create_future()
@@ -415,7 +407,7 @@ async def _serve_all(
                 return
             begin(request, number >= warm_up)
         if usage is not None:
-            outcome.imbalance, paid.before_change = usage.end(), lambda: None
+            course.outcome.imbalance, paid.before_change = usage.end(), lambda: None
         if not all_sent.done():
             all_sent.set_result(None)
 
@@ -427,9 +419,9 @@ async def _serve_all(
     def begin(request: Request, measured: bool) -> None:
         nonlocal usage
         if usage is None:
-            usage = UsageLog(built.engines, paid)
+            usage = UsageLog(course.built.engines, paid)
             paid.before_change = usage.settle
-        running.add(loop.create_task(_converse(built, request, outcome, measured, follow_ups, record, on_row, on_end)))
+        running.add(loop.create_task(_converse(course, request, measured, on_end)))
 
     await_next()
     await all_sent
@@ -440,19 +432,14 @@ async def _serve_all(
 
 
 async def _converse(
-    built: VirtualFleet,
-    request: Request,
-    outcome: Outcome,
-    measured: bool,
-    follow_ups: PlannedTraffic | None,
-    record: Record,
-    on_row: Callable[[Outcome], object],
+    course: _Course, request: Request, measured: bool,
     on_end: Callable[[asyncio.Task[Any] | None, Exception | None], object],
-) -> None:
+) -> None:  # fmt: skip
     """Run a request and its follow-ups, one after the other.
 
     Call ``on_end`` at the end, with the current task and the error of the program, if there was one.
     """
+    built, outcome, follow_ups, _, record, on_row = course
     broken: Exception | None = None
     try:
         while True:
@@ -501,19 +488,19 @@ async def _serve(built: VirtualFleet, request: Request, outcome: Outcome, each_t
     if built.router:
         await asyncio.sleep(built.router)
     try:
-        await built.service.run(request, trace, on_sequence=begun.append).run(take if each_token else _drop)
+        await built.service.run(request, trace, on_sequence=begun.append).run(take if each_token else _ignore)
     except TercetError as failure:
         error = _cause_of(failure)
         outcome.first_error = outcome.first_error or error
-    outcome.count_attempts(trace)
+    for event in trace.events:  # attempts after failures
+        if event.verb in (RETRY, FALLBACK):
+            outcome.retries += 1
+            outcome.fallbacks += event.verb == FALLBACK
+            outcome.first_retried = outcome.first_retried or event.reason
     sequence = begun[0] if begun else None
     preempted = built.network.take_preemptions(request.seq_id)
     token_times = tuple(times) if each_token and error is None else None
     return Served(request, sent, loop.time(), sequence, trace, error, preempted, token_times)
-
-
-def _drop(_: Output) -> None:
-    """Ignore an output: the sequence has already recorded it."""
 
 
 def _cause_of(error: TercetError) -> TercetError:

@@ -80,7 +80,6 @@ class Lengths:
             self._centre = self._solved(mean)
 
     def draw(self, chance: Random) -> int:
-        """Return the next length."""
         if not self._sigma:
             return max(1, round(math.exp(self._centre) if self._kind == "lognormal" else self._centre))
         drawn = (
@@ -152,7 +151,6 @@ class Conversation:
 
     @property
     def requests(self) -> int:
-        """Number of requests."""
         return len(self.turns)
 
 

@@ -286,14 +286,11 @@ class ShareGPT(Workload, frozen=True, tag="sharegpt"):
             total += len(tokens) + length
             if total > self.max_total_len or not tokens or not length:
                 break
-            if not found and not self._fits(len(tokens), length):
+            answer_fits = self.output_len is not None or length >= self.min_len
+            if not found and not (self.min_len <= len(tokens) <= self.max_input_len and answer_fits):
                 break
             found.append(ConversationTurn(tokens, length, self.think_time if found else 0.0, question))
         return tuple(found)
-
-    def _fits(self, question: int, answer: int) -> bool:
-        long_enough = question >= self.min_len and (self.output_len is not None or answer >= self.min_len)
-        return long_enough and question <= self.max_input_len
 
 
 def read_sharegpt(path: str) -> list[list[Exchange]]:
@@ -347,10 +344,9 @@ def _exchanges(entry: Any, others: Counter[str]) -> list[Exchange]:
             break
         if message is not None:
             said.append(message)
-    pairs = pairwise(said)
     return [
         (question, answer)
-        for (asker, question), (teller, answer) in pairs
+        for (asker, question), (teller, answer) in pairwise(said)
         if asker in PEOPLE and teller in MODELS and question
     ]
 
@@ -428,10 +424,6 @@ def _workload(text: str) -> AnyWorkload:
         if not equals:
             raise BadRequest(f"workload: {kind}: {pair!r} is not KEY=VALUE", "workload")
         fields[name] = value.strip()
-    return _convert(kind, fields)
-
-
-def _convert(kind: str, fields: dict[str, str]) -> AnyWorkload:
     model = KINDS[kind]
     known = [field.name for field in msgspec.structs.fields(model)]
     for name in fields:
@@ -468,18 +460,14 @@ def plan(
     words = seed if content is None else content
     for index, phase in enumerate(phases):
         if count is None:
-            drawn = _all_of(phase, _draw(vocabulary, seed, words, f"{index}/0"))
+            if len(phase.mix) != 1 or not phase.mix[0].finite:
+                raise BadRequest("num-prompts: is missing; give it, since this workload has no end", "num-prompts")
+            drawn = phase.mix[0].conversations(_draw(vocabulary, seed, words, f"{index}/0"))
         else:
             share = count // len(phases) + (index < count % len(phases)) + (warmups if index == 0 else 0)
             drawn = _take(_mixed(phase, vocabulary, seed, words, index), share)
         for conversation in drawn:
             yield replace(conversation, phase=index) if index else conversation
-
-
-def _all_of(phase: Phase, draw: Draw) -> Iterator[Conversation]:
-    if len(phase.mix) != 1 or not phase.mix[0].finite:
-        raise BadRequest("num-prompts: is missing; give it, since this workload has no end", "num-prompts")
-    return phase.mix[0].conversations(draw)
 
 
 def _mixed(
