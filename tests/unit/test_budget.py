@@ -42,7 +42,7 @@ BUDGET = {
     "tercet_gateway": Size(5870, 21),
     "tercet_lab": Size(13082, 50),
     "tercet_planner": Size(2179, 10),
-    "tercet_ray": Size(1287, 8),
+    "tercet_ray": Size(1286, 8),
     "transport": Size(6845, 22),
     "vllm_plugin": Size(8355, 40),
     "wire": Size(3948, 17),

@@ -411,7 +411,6 @@ class CoreClaims:
         return tuple(sorted([*free, *taken[: max(0, min(count, len(mine)) - len(free))]]))
 
     def release(self) -> None:
-        """Release all claims."""
         for descriptor in self._held.values():
             os.close(descriptor)
         self._held.clear()
