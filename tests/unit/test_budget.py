@@ -38,7 +38,7 @@ BUDGET = {
     "src/tercet, together": Size(65766, 264),
     "store": Size(1431, 7),
     "tercet_bench": Size(3048, 10),
-    "tercet_checks": Size(4675, 16),
+    "tercet_checks": Size(4672, 16),
     "tercet_gateway": Size(5870, 21),
     "tercet_lab": Size(13082, 50),
     "tercet_planner": Size(2179, 10),

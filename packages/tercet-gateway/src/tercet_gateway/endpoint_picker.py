@@ -57,7 +57,7 @@ OTHER_MODELS = "other"
 
 @dataclass(frozen=True)
 class _OfModel:
-    """The counters of one model's requests; decisions are ``split`` or ``whole``."""
+    """The counters of one model's requests; ``whole`` and ``split`` count the decisions for them."""
 
     requests: Counter
     sizes: Histogram

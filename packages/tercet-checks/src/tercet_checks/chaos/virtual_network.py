@@ -12,7 +12,7 @@ import asyncio
 import errno
 import socket
 from collections import deque
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from contextvars import Context, ContextVar, copy_context
 from typing import Any, Literal, cast
@@ -212,9 +212,6 @@ class VirtualTransport(asyncio.Transport):
         if self.get_write_buffer_size() > HIGH_WATER and not self._writer_waits:
             self._writer_waits = True
             self.call(self._protocol.pause_writing)
-
-    def writelines(self, list_of_data: Iterable[Any]) -> None:
-        self.write(b"".join(list_of_data))
 
     def written(self) -> None:
         """Resume writing if the other side has read enough data."""
