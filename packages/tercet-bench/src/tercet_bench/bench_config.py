@@ -10,12 +10,12 @@ from typing import Annotated, Any, TypeVar
 
 import msgspec
 
-from tercet.protocol import BadRequest
 from tercet.settings import Setting, Settings, Source, decode_settings, read_yaml
 from tercet.settings.process_settings import URL_VARIABLE
 from tercet_bench.traffic import PromptAs
 from tercet_lab.bench.workloads import Phase, parse_phases
-from tercet_lab.bench.workloads.conversations import Arrival
+from tercet_lab.bench.workloads.conversations import Arrival, refuse
+from tercet_lab.bench.workloads.recorded import is_one_trace
 from tercet_lab.tables import Goodput, Slo
 
 Positive = Annotated[float, msgspec.Meta(gt=0)]
@@ -132,24 +132,24 @@ class BenchConfig(Settings, frozen=True):
     def __post_init__(self) -> None:
         super().__post_init__()
         url = self.base_url
-        _refuse(not url.startswith(("http://", "https://")), "base-url", "is not a URL such as http://HOST:PORT")
+        refuse(not url.startswith(("http://", "https://")), "base-url", "is not a URL such as http://HOST:PORT")
         # Users of a closed loop each send a request after the answer to their last one.
         closed, trace = self.arrival == "closed", self.arrival == "trace"
         given, limit = bool(self.concurrency), self.max_concurrency
         phases = () if closed else self.phases  # raises for a workload that does not exist
         if closed:
-            _refuse(not given, "concurrency", "is missing; give the number of users of the closed loop")
-            _refuse(bool(self.request_rate), "request-rate", "does not apply to a closed loop; give concurrency only")
-            _refuse(limit is not None, "max-concurrency", "does not apply to a closed loop; give concurrency")
+            refuse(not given, "concurrency", "is missing; give the number of users of the closed loop")
+            refuse(bool(self.request_rate), "request-rate", "does not apply to a closed loop; give concurrency only")
+            refuse(limit is not None, "max-concurrency", "does not apply to a closed loop; give concurrency")
         else:
-            _refuse(given, "concurrency", "applies to arrival closed only; use max-concurrency")
-            _refuse(not trace and not self.request_rate, "request-rate", "is missing; give requests per second")
-        _refuse(self.arrival != "gamma" and self.burstiness != 1.0, "burstiness", "applies to arrival gamma only")
-        _refuse(trace and not _is_one_trace(phases), "arrival", "trace needs exactly one workload, a recorded trace")
+            refuse(given, "concurrency", "applies to arrival closed only; use max-concurrency")
+            refuse(not trace and not self.request_rate, "request-rate", "is missing; give requests per second")
+        refuse(self.arrival != "gamma" and self.burstiness != 1.0, "burstiness", "applies to arrival gamma only")
+        refuse(trace and not is_one_trace(phases), "arrival", "trace needs exactly one workload, a recorded trace")
         if self.duration is not None:
-            _refuse(self.num_prompts is not None, "duration", "give either duration or num-prompts")
-            _refuse(closed or trace, "duration", f"does not apply to arrival {self.arrival}")
-            _refuse(any(map(math.isinf, self.request_rate)), "duration", "does not apply to rate inf")
+            refuse(self.num_prompts is not None, "duration", "give either duration or num-prompts")
+            refuse(closed or trace, "duration", f"does not apply to arrival {self.arrival}")
+            refuse(any(map(math.isinf, self.request_rate)), "duration", "does not apply to rate inf")
         parse_phases(self.workload)
 
     @property
@@ -172,7 +172,7 @@ class BenchConfig(Settings, frozen=True):
         """Return the number of measured requests of a point, or None for all requests of a trace."""
         if self.duration is not None and load.request_rate is not None:
             return max(1, math.ceil(self.duration * load.request_rate))
-        return self.num_prompts or (None if _is_one_trace(self.phases) else DEFAULT_PROMPTS)
+        return self.num_prompts or (None if is_one_trace(self.phases) else DEFAULT_PROMPTS)
 
     def public(self) -> dict[str, Any]:
         """Return the configuration for a result file: as in YAML, without secrets."""
@@ -224,12 +224,12 @@ class CompareConfig(BenchConfig, frozen=True):
     def __post_init__(self) -> None:
         super().__post_init__()
         labels = [*self.program, *self.also]
-        _refuse(len(labels) < 2, "program", "a comparison needs at least two, servers of --also included")
-        _refuse(len(set(labels)) != len(labels), "program", "two have the same name; rename one")
+        refuse(len(labels) < 2, "program", "a comparison needs at least two, servers of --also included")
+        refuse(len(set(labels)) != len(labels), "program", "two have the same name; rename one")
         known = ", ".join(labels)
-        _refuse(self.baseline not in (None, *labels), "baseline", f"is {self.baseline}; choose one of {known}")
+        refuse(self.baseline not in (None, *labels), "baseline", f"is {self.baseline}; choose one of {known}")
         for label, url in self.also.items():
-            _refuse(not url.startswith(("http://", "https://")), "also", f"{label}={url} is not NAME=URL")
+            refuse(not url.startswith(("http://", "https://")), "also", f"{label}={url} is not NAME=URL")
 
 
 def load_config(model: type[Config], file: Path | None, flags: Source) -> Config:
@@ -238,12 +238,3 @@ def load_config(model: type[Config], file: Path | None, flags: Source) -> Config
     Raise :class:`~tercet.protocol.BadRequest` that names the file, the key or the flag.
     """
     return decode_settings(model, flags, *(() if file is None else (read_yaml(file),)))
-
-
-def _is_one_trace(phases: tuple[Phase, ...]) -> bool:
-    return len(phases) == 1 and len(phases[0].mix) == 1 and phases[0].mix[0].finite
-
-
-def _refuse(wrong: bool, field: str, why: str) -> None:
-    if wrong:
-        raise BadRequest(f"{field}: {why}", field)

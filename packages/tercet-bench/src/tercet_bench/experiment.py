@@ -10,6 +10,7 @@ import gc
 import math
 import os
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from random import Random
@@ -178,15 +179,18 @@ async def prefix_counts(base_url: str) -> dict[str, int]:
 
     The dict is empty if the server does not have them or does not answer.
     """
-    timeout = aiohttp.ClientTimeout(total=ASK_SECONDS)
+    timeout, found = aiohttp.ClientTimeout(total=ASK_SECONDS), Counter[str]()
     try:
         async with (
             aiohttp.ClientSession(timeout=timeout) as session,
             session.get(f"{base_url.rstrip('/')}/metrics") as response,
         ):
-            return _read(await response.text()) if response.status == 200 else {}
+            for family in text_string_to_metric_families(await response.text() if response.status == 200 else ""):
+                for sample in (each for each in family.samples if each.name in COUNTERS):
+                    found[COUNTERS[sample.name]] += round(sample.value)
     except (aiohttp.ClientError, OSError, ValueError, *UNREADABLE):
         return {}
+    return found
 
 
 def between(before: Mapping[str, int], after: Mapping[str, int]) -> dict[str, int]:
@@ -200,16 +204,6 @@ def words(counts: Mapping[str, int]) -> str:
     predicted, delivered, missing = (counts.get(what, 0) for what in COUNTERS.values())
     lacking = f", {missing} of the predicted ({missing / predicted:.0%}) were missing" if predicted else ""
     return f"picks predicted {predicted} prefix tokens in caches, engines found {delivered}{lacking}"
-
-
-def _read(text: str) -> dict[str, int]:
-    found: dict[str, int] = {}
-    for family in text_string_to_metric_families(text):
-        for sample in family.samples:
-            what = COUNTERS.get(sample.name)
-            if what is not None:
-                found[what] = found.get(what, 0) + round(sample.value)
-    return found
 
 
 LEAD_SECONDS = 0.1

@@ -30,6 +30,7 @@ from tercet.protocol.headers import PROGRAM_HEADER
 from tercet.protocol.wire import UNREADABLE
 from tercet.wire.client.bounded_answers import reason_of
 from tercet_bench.openai_client import COMPLETIONS, Client, PreparedCall, body_of
+from tercet_lab.bench.workloads.conversations import refuse
 from tercet_lab.sim.step_times import (
     DecodePoint,
     HostSharing,
@@ -307,10 +308,9 @@ class MeasurementPlan(msgspec.Struct, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         """Raise :class:`~tercet.protocol.BadRequest`, which names the field, for the first invalid value."""
-        if self.max_step_tokens < 128:
-            raise BadRequest(f"max_step_tokens: is {self.max_step_tokens}, and must be at least 128", "max_step_tokens")
-        if self.repeats < 1:
-            raise BadRequest(f"repeats: is {self.repeats}, and must be at least 1", "repeats")
+        for name, least in (("max_step_tokens", 128), ("repeats", 1)):
+            value = getattr(self, name)
+            refuse(value < least, name, f"is {value}, and must be at least {least}")
 
 
 class Measured(msgspec.Struct, frozen=True, kw_only=True):

@@ -12,6 +12,7 @@ from tercet.protocol import BadRequest
 from tercet_lab.bench.simulated.experiment import Experiment, Note, Run
 from tercet_lab.bench.simulated.grid import Estimate
 from tercet_lab.bench.simulated.run_metrics import metric_of
+from tercet_lab.bench.workloads.conversations import refuse
 from tercet_lab.tables import Kind, Table
 
 MOST_STEPS = 20
@@ -73,8 +74,7 @@ def capacity_of(
         ("high", high, high is None or (low or 0) < high < math.inf, "a rate above low"),
         ("tolerance", tolerance, 0 < tolerance < 1, "between 0 and 1"),
     ):
-        if not fine:
-            raise BadRequest(f"{name}: is {value}, and must be {rule}", name)
+        refuse(not fine, name, f"is {value}, and must be {rule}")
     found, runs = dict[int, float](), list[Run]()
     for seed in range(experiment.seed, experiment.seed + seeds):
         search = _Search(msgspec.structs.replace(experiment, seed=seed), attainment, (low, high), runs, note)
@@ -119,8 +119,7 @@ class _Search:
         for _ in range(MOST_STEPS):
             if self._above(low) >= 0:
                 break
-            if low == least:
-                raise BadRequest(f"low: {self._told(low)}; give a lower one, or looser limits", "low")
+            refuse(low == least, "low", f"{self._told(low)}; give a lower one, or looser limits")
             low, high = max(low / 2, least or 0.0), low
         else:
             raise BadRequest(f"slo: {self._told(low)}; give looser limits", "slo")
@@ -128,8 +127,7 @@ class _Search:
         for _ in range(MOST_STEPS):
             if self._above(high) < 0:
                 return low, high
-            if high == most:
-                raise BadRequest(f"high: {self._told(high)}; give a higher one, or tighter limits", "high")
+            refuse(high == most, "high", f"{self._told(high)}; give a higher one, or tighter limits")
             low, high = high, min(high * 2, most or math.inf)
         raise BadRequest(f"work: {self._told(high)}; give more requests, or tighter limits", "work")
 

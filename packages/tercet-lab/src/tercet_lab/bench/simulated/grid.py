@@ -36,6 +36,7 @@ from tercet_lab.bench.simulated.recording import Record
 from tercet_lab.bench.simulated.run_metrics import Metric, metric_of
 from tercet_lab.bench.simulated.scenario import PlannedWorkload, SyntheticWorkload
 from tercet_lab.bench.simulated.simulation import SimulatedPoint
+from tercet_lab.bench.workloads.conversations import refuse
 from tercet_lab.sim import EngineOptions
 from tercet_lab.tables import Kind, Requests, Slo, Table, require_table_file
 
@@ -107,8 +108,7 @@ def _require_settings(base: Experiment, over: Mapping[str, Sequence[Any]]) -> No
     for name, values in over.items():
         if name.replace("-", "_") not in same:
             raise BadRequest(f"--over: {name} is not a setting; {near(name, known)}", "--over")
-        if not len(values):
-            raise BadRequest(f"--over: {name} has no values; give at least one", "--over")
+        refuse(not len(values), "--over", f"{name} has no values; give at least one")
 
 
 def cells_of(base: Experiment, over: Mapping[str, Sequence[Any]]) -> list[tuple[dict[str, Any], Experiment]]:
@@ -158,8 +158,7 @@ def run_all(
     results are read from there and kept there. Raise the first error of an experiment, and
     :class:`~tercet.protocol.EngineError` if a process dies.
     """
-    if jobs < 1:
-        raise BadRequest(f"jobs: is {jobs}, and must be at least 1", "jobs")
+    refuse(jobs < 1, "jobs", f"is {jobs}, and must be at least 1")
     found: dict[int, SimulatedPoint] = {}
     keys = [None if cached is None else content_hash(each) for each in experiments]
     for index, key in enumerate(keys):
@@ -272,8 +271,7 @@ def _code_hash() -> str:
 def swept_metric(name: str, requests: float = math.inf, slo: bool = True) -> Metric:
     """Return a metric of runs in a sweep; raise :class:`~tercet.protocol.BadRequest` if they do not have it."""
     found = metric_of(name)
-    if name.startswith("itl."):
-        raise BadRequest(f"metric: {name}: a sweep keeps no times of tokens; compare tpot", "metric")
+    refuse(name.startswith("itl."), "metric", f"{name}: a sweep keeps no times of tokens; compare tpot")
     found.require(requests, slo)
     return found
 
@@ -454,8 +452,7 @@ class Grid:
         the number of rows by Holm's procedure. Raise :class:`~tercet.protocol.BadRequest` for an unknown axis or value.
         """
         self._check(metric)
-        if axis not in self.axes:
-            raise BadRequest(f"axis: there is no {axis}; the axes are {', '.join(self.axes)}", "axis")
+        refuse(axis not in self.axes, "axis", f"there is no {axis}; the axes are {', '.join(self.axes)}")
         if len(self.seeds) < 2:
             raise BadRequest("seeds: one seed has no differences between seeds; sweep with seeds=2 or more", "seeds")
         sides = list[dict[tuple[str, ...], int]]()

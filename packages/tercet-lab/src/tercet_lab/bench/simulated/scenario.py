@@ -17,14 +17,14 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple, cast
 
 import msgspec
-import numpy as np
 
 from tercet.protocol import BadRequest, Request, Role
 from tercet.protocol.names import STORE, chosen_by_weight
 from tercet.settings.declaration import complaint, load_yaml
 from tercet.settings.fleet_settings import DEFAULT_CLASS, ObjectiveClass, Objectives
 from tercet_lab.bench.workloads import Conversation, parse_phases, plan
-from tercet_lab.bench.workloads.conversations import HashedWords, gaps_of, lengths, replayed
+from tercet_lab.bench.workloads.conversations import HashedWords, gaps_of, lengths, refuse, replayed
+from tercet_lab.bench.workloads.recorded import is_one_trace
 from tercet_lab.bench.workloads.rows import RecordedRows
 from tercet_lab.sim.sim_store import StoreSpec
 from tercet_lab.tables import Slo
@@ -109,15 +109,14 @@ def _group(part: str) -> EngineGroup:
     count, at, host = rest.partition("@")
     if role not in ROLES:
         raise BadRequest(f"fleet: {role!r} is not a role; choose {', '.join(ROLES)}", "fleet")
-    if not count.isdecimal() or bool(at) != bool(host):
-        raise BadRequest(f"fleet: {part!r} is not ROLE=COUNT[@HOST]", "fleet")
+    refuse(not count.isdecimal() or bool(at) != bool(host), "fleet", f"{part!r} is not ROLE=COUNT[@HOST]")
     return EngineGroup(role=role, count=int(count), host=host or None)
 
 
 def _from_file(path: str) -> FleetSpec:
     file = Path(path).expanduser()
-    if not file.is_file():
-        raise BadRequest(f"fleet: {path!r} is not ROLE=COUNT[@HOST][,...], a fleet such as 2P6D, or a file", "fleet")
+    forms = "ROLE=COUNT[@HOST][,...], a fleet such as 2P6D, or a file"
+    refuse(not file.is_file(), "fleet", f"{path!r} is not {forms}")
     content = load_yaml(file, f"fleet: {path}", "fleet")
     try:
         return msgspec.convert(content, FleetSpec)
@@ -127,17 +126,14 @@ def _from_file(path: str) -> FleetSpec:
 
 def checked_fleet(spec: FleetSpec) -> FleetSpec:
     """Return the fleet; raise :class:`~tercet.protocol.BadRequest` if it is empty, or for a fault that cannot be."""
-    if not spec.engines or any(group.count < 1 for group in spec.engines):
-        raise BadRequest("fleet: every group needs at least one engine", "fleet")
+    empty = not spec.engines or any(group.count < 1 for group in spec.engines)
+    refuse(empty, "fleet", "every group needs at least one engine")
     names = {*names_of(spec), *store_names(spec)}
     for fault in spec.faults:
-        if fault.engine not in names:
-            raise BadRequest(
-                f"fleet: faults: engine {fault.engine!r} does not exist; names are such as decode-0",
-                "fleet",
-            )
-        if fault.at < 0 or (fault.down is not None and fault.down <= 0):
-            raise BadRequest(f"fleet: faults: {fault.engine}: at must be 0 s or more, and down more than 0 s", "fleet")
+        unknown = f"faults: engine {fault.engine!r} does not exist; names are such as decode-0"
+        refuse(fault.engine not in names, "fleet", unknown)
+        wrong = fault.at < 0 or (fault.down is not None and fault.down <= 0)
+        refuse(wrong, "fleet", f"faults: {fault.engine}: at must be 0 s or more, and down more than 0 s")
     return spec
 
 
@@ -196,23 +192,23 @@ class SyntheticWorkload(msgspec.Struct, frozen=True, forbid_unknown_fields=True,
     def __post_init__(self) -> None:
         """Raise :class:`~tercet.protocol.BadRequest`, which names the field, for the first invalid value."""
         for field in ("rate", "burstiness"):
-            if not getattr(self, field) > 0:
-                raise BadRequest(f"{field}: is {getattr(self, field)}, and must be positive", field)
+            value = getattr(self, field)
+            refuse(not value > 0, field, f"is {value}, and must be positive")
         for field in ("input_mean", "output_mean"):
-            if not 1 <= getattr(self, field) < math.inf:
-                raise BadRequest(f"{field}: is {getattr(self, field)}, and must be at least 1 token", field)
+            value = getattr(self, field)
+            refuse(not 1 <= value < math.inf, field, f"is {value}, and must be at least 1 token")
         for field in ("input_dev", "output_dev", "warm_up", "prefixes", "prefix"):
-            if not 0 <= getattr(self, field) < math.inf:
-                raise BadRequest(f"{field}: is {getattr(self, field)}, and must be a number of at least 0", field)
-        if self.requests <= self.warm_up:
-            raise BadRequest(f"requests: is {self.requests}, and must exceed warm_up, {self.warm_up}", "requests")
-        if bool(self.prefixes) != bool(self.prefix):
-            raise BadRequest("prefixes: give it together with prefix, their length in tokens", "prefixes")
+            value = getattr(self, field)
+            refuse(not 0 <= value < math.inf, field, f"is {value}, and must be a number of at least 0")
+        few = self.requests <= self.warm_up
+        refuse(few, "requests", f"is {self.requests}, and must exceed warm_up, {self.warm_up}")
+        alone = bool(self.prefixes) != bool(self.prefix)
+        refuse(alone, "prefixes", "give it together with prefix, their length in tokens")
 
     def flags(self) -> list[str]:
         """Return the flags of ``tercet sim`` for this workload."""
-        if self.output_lengths not in (None, self.lengths):
-            raise BadRequest("output: a command line has one kind of lengths for input and output", "output")
+        differ = self.output_lengths not in (None, self.lengths)
+        refuse(differ, "output", "a command line has one kind of lengths for input and output")
         words = load_flags(self, self.rate, self.requests)
         for name in ("input_mean", "input_dev", "output_mean", "output_dev", "lengths", "prefixes", "prefix"):
             value = getattr(self, name)
@@ -286,37 +282,25 @@ class PlannedWorkload(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
 
     def __post_init__(self) -> None:
         """Raise :class:`~tercet.protocol.BadRequest`, which names the field, for the first invalid value."""
-        _require(self.rows is None or self.arrivals == "trace", "arrivals", "rows have their own times; give rate")
-        _require(
-            self.finite or self.arrivals != "trace", "arrivals", "trace needs exactly one workload, a recorded trace"
-        )
-        _require(self.rate is not None or self.arrivals == "trace", "rate", "is missing; give requests per second")
-        _require(self.rate is None or self.rate > 0, "rate", "must be positive")
-        _require(self.burstiness > 0, "burstiness", "must be positive")
-        _require(
-            self.requests is None or self.requests > self.warm_up >= 0,
-            "warm_up",
-            "must be 0 or more, and less than requests",
-        )
+        trace, rate = self.arrivals == "trace", self.rate
+        refuse(self.rows is not None and not trace, "arrivals", "rows have their own times; give rate")
+        refuse(not self.finite and trace, "arrivals", "trace needs exactly one workload, a recorded trace")
+        refuse(rate is None and not trace, "rate", "is missing; give requests per second")
+        refuse(rate is not None and not rate > 0, "rate", "must be positive")
+        refuse(not self.burstiness > 0, "burstiness", "must be positive")
+        wrong = self.requests is not None and not self.requests > self.warm_up >= 0
+        refuse(wrong, "warm_up", "must be 0 or more, and less than requests")
 
     def flags(self) -> list[str]:
         """Return the flags of ``tercet sim`` for this workload."""
-        _require(self.rows is None, "work", "a command line has no rows; write them as a trace for --workload")
+        refuse(self.rows is not None, "work", "a command line has no rows; write them as a trace for --workload")
         texts = [word for text in self.workload for word in ("--workload", text)]
         return texts + load_flags(self, self.rate, self.requests)
 
     @property
     def finite(self) -> bool:
         """True if the workload is a single recorded trace."""
-        if self.rows is not None:
-            return True
-        phases = parse_phases(self.workload)
-        return len(phases) == 1 and len(phases[0].mix) == 1 and phases[0].mix[0].finite
-
-
-def _require(fine: bool, field: str, why: str) -> None:
-    if not fine:
-        raise BadRequest(f"{field}: {why}", field)
+        return self.rows is not None or is_one_trace(parse_phases(self.workload))
 
 
 class FollowUp(NamedTuple):
@@ -438,16 +422,14 @@ def weights_of(traffic: Mapping[str, str], objectives: Objectives) -> dict[str, 
     known, flag = [DEFAULT_CLASS, *(each.name for each in objectives.classes)], "class-traffic"
     found = dict[str, float]()
     for name, given in traffic.items():
-        if name not in known:
-            raise BadRequest(
-                f"{flag}: {name} is not a class of the configuration; choose from {', '.join(known)}", flag
-            )
+        unknown = f"{name} is not a class of the configuration; choose from {', '.join(known)}"
+        refuse(name not in known, flag, unknown)
         try:
             found[name] = float(given)
         except ValueError:
             found[name] = 0.0
-        if not 0 < found[name] < np.inf:
-            raise BadRequest(f"{flag}: the weight of {name} is {given!r}, and must be a positive number", flag)
+        wrong = not 0 < found[name] < math.inf
+        refuse(wrong, flag, f"the weight of {name} is {given!r}, and must be a positive number")
     missing = [each.name for each in objectives.classes if each.name not in found]
     if missing:
         raise BadRequest(f"{flag}: the weight of class {missing[0]} is missing; give it", flag)

@@ -26,6 +26,7 @@ from tercet_lab.bench.simulated.grid import (
 )
 from tercet_lab.bench.simulated.run_metrics import metric_of
 from tercet_lab.bench.simulated.simulation import NONE, SimulatedPoint, bench_file, figure_headings, figures_of
+from tercet_lab.bench.workloads.conversations import refuse
 from tercet_lab.sim import load_profile
 from tercet_lab.tables import Slo
 
@@ -111,8 +112,7 @@ def parse_axis(given: str) -> Axis:
     name, _, values = given.partition("=")
     # An empty value counts: reschedule=,neutral_load is without and with a policy.
     found = tuple(values.split(";" if ";" in values else ","))
-    if not name or not values:
-        raise BadRequest(f"--over: {given!r} is not NAME=VALUE[,VALUE...]", "--over")
+    refuse(not name or not values, "--over", f"{given!r} is not NAME=VALUE[,VALUE...]")
     return name, found
 
 
@@ -134,8 +134,7 @@ def sweep(
     metric or setting.
     """
     over = dict(axes)
-    if len(over) < len(axes):
-        raise BadRequest("--over: two axes have the same setting; give all its values in one", "--over")
+    refuse(len(over) < len(axes), "--over", "two axes have the same setting; give all its values in one")
     base = base.at(rate)
     measured = min((each.work.requests or math.inf) - each.work.warm_up for _, each in cells_of(base, over))
     for option, metric in (("--x", x), ("--y", y)):

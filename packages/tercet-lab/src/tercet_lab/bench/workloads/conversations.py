@@ -340,8 +340,8 @@ def gaps_of(arrivals: Arrival, rate: float, burstiness: float, chance: Random) -
 
     ``burstiness`` is the shape of ``gamma`` arrivals; all others but ``constant`` ones are a Poisson process.
     """
-    _require(rate > 0 and not math.isnan(rate), "request-rate", rate)
-    _require(burstiness > 0 and not math.isnan(burstiness), "burstiness", burstiness)
+    refuse(not rate > 0, "request-rate", f"is {rate}, and must be more than 0")
+    refuse(not burstiness > 0, "burstiness", f"is {burstiness}, and must be more than 0")
     if math.isinf(rate):
         return repeat(0.0)
     if arrivals == "constant":
@@ -373,27 +373,22 @@ def replayed(recorded: Sequence[float], rate: float | None = None) -> list[float
     _require_short(times[-1])
     if rate is None:
         return times
-    _require(rate > 0 and not math.isnan(rate), "request-rate", rate)
+    refuse(not rate > 0, "request-rate", f"is {rate}, and must be more than 0")
     if math.isinf(rate):
         return [0.0] * len(times)
-    if times[-1] <= 0:
-        raise BadRequest(
-            "request-rate: all requests of the trace have the same time; it cannot be scaled to a rate", "request-rate"
-        )
+    why = "all requests of the trace have the same time; it cannot be scaled to a rate"
+    refuse(times[-1] <= 0, "request-rate", why)
     _require_short((len(times) - 1) / rate)
     factor = (len(times) - 1) / rate / times[-1]
     return [at * factor for at in times]
 
 
 def _require_short(seconds: float) -> None:
-    if not seconds <= LONGEST_S:
-        raise BadRequest(
-            f"request-rate: the last request would arrive after {seconds:.3g} s, and the limit is {LONGEST_S:.0e} s; "
-            "give a higher rate or fewer requests",
-            "request-rate",
-        )
+    late = f"the last request would arrive after {seconds:.3g} s, and the limit is {LONGEST_S:.0e} s"
+    refuse(not seconds <= LONGEST_S, "request-rate", f"{late}; give a higher rate or fewer requests")
 
 
-def _require(fine: bool, field: str, value: float) -> None:
-    if not fine:
-        raise BadRequest(f"{field}: is {value}, and must be more than 0", field)
+def refuse(wrong: bool, field: str, why: str) -> None:
+    """Raise :class:`~tercet.protocol.BadRequest`, which names the field of a workload or a load, if it is wrong."""
+    if wrong:
+        raise BadRequest(f"{field}: {why}", field)

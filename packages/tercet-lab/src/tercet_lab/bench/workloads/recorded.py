@@ -395,6 +395,11 @@ class Phase:
     mix: tuple[Workload, ...]
 
 
+def is_one_trace(phases: Sequence[Phase]) -> bool:
+    """True if a workload is a single recorded trace."""
+    return len(phases) == 1 and len(phases[0].mix) == 1 and phases[0].mix[0].finite
+
+
 def parse_phases(texts: Sequence[str]) -> tuple[Phase, ...]:
     """Return one phase per text, in order. Raise :class:`~tercet.protocol.BadRequest` without texts."""
     if not texts:

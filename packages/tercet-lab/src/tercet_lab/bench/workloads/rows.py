@@ -15,6 +15,7 @@ from tercet_lab.bench.workloads.conversations import (
     ConversationTurn,
     Vocabulary,
     random_ids,
+    refuse,
     replayed,
 )
 from tercet_lab.bench.workloads.recorded import LONGEST_RECORDED, block_text
@@ -54,8 +55,7 @@ class RecordedRows(msgspec.Struct, frozen=True):
         Times begin at 0, and are stretched to the mean ``rate`` unless it is None.
         """
         rows = self.rows[:count]
-        if count is not None and len(rows) < count:
-            raise BadRequest(f"requests: is {count}, and there are {len(rows)} rows", "requests")
+        refuse(count is not None and len(rows) < count, "requests", f"is {count}, and there are {len(rows)} rows")
         sessions: dict[str, list[tuple[float, Row]]] = {}
         for number, timed in enumerate(zip(replayed([row.at for row in rows], rate), rows, strict=True)):
             sessions.setdefault(f"+{timed[1].session}" if timed[1].session else str(number), []).append(timed)
@@ -82,8 +82,7 @@ def rows_of(given: Any, block: int) -> RecordedRows:
 
     Raise :class:`~tercet.protocol.BadRequest` that names the row and the key.
     """
-    if block < 1:
-        raise BadRequest(f"block: is {block}, and must be at least 1 token", "block")
+    refuse(block < 1, "block", f"is {block}, and must be at least 1 token")
     if isinstance(given, Table):
         given = given.rows()
     elif hasattr(given, "to_dicts"):  # polars
@@ -95,8 +94,7 @@ def rows_of(given: Any, block: int) -> RecordedRows:
     if isinstance(given, Mapping | str) or not isinstance(given, Iterable):
         raise BadRequest("rows: must be a data frame, or mappings such as {'at': 0.5, 'input_tokens': 9}", "rows")
     rows = [_row(number, each, block) for number, each in enumerate(cast("Iterable[Any]", given))]
-    if not rows:
-        raise BadRequest("rows: are empty; give at least one", "rows")
+    refuse(not rows, "rows", "are empty; give at least one")
     said: dict[str, int] = {}
     order = sorted(range(len(rows)), key=lambda number: rows[number].at)
     for number in order:
