@@ -9,7 +9,8 @@ import msgspec
 import pytest
 
 from tercet.protocol import BadRequest, json_text
-from tercet.protocol.json_text import as_text, in_utf8, read_json, unwritable_field
+from tercet.protocol.errors import writable
+from tercet.protocol.json_text import in_utf8, read_json, unwritable_field
 from tercet.protocol.names import LONGEST_ID, sequence_id
 from tercet.protocol.wire import StartGenerateCall, decode_call, encode_call
 
@@ -83,7 +84,7 @@ def test_fields_that_cannot_be_written_are_found_in_values() -> None:
 
 @pytest.mark.parametrize("text", ["plain", "gr\u00f6\u00dfe", "\U0001f680"])
 def test_text_stays(text: str) -> None:
-    assert as_text(text) == text
+    assert writable(text) == text
 
 
 def test_errors_that_quote_what_cannot_be_written_can_be_written() -> None:

@@ -2,25 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import AbstractAsyncContextManager
-from typing import TYPE_CHECKING, Protocol, runtime_checkable
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, AbstractContextManager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
 import msgspec
 
-from tercet.protocol.addresses import KVAddrInfo
+from tercet.protocol.addresses import KVAddrInfo, Revision
+from tercet.protocol.names import Role
 from tercet.protocol.spans import LeaseReport
 from tercet.protocol.types import AdapterReport, EngineStatus, Request, Sent
 
 if TYPE_CHECKING:
     from tercet.protocol.stream import OutputStream
-from collections.abc import Mapping
-from contextlib import AbstractContextManager
-from dataclasses import dataclass
-from typing import Any, Literal
-
-from tercet.protocol.addresses import Revision
-from tercet.protocol.names import Role
 
 WithoutRole = Literal["serve", "refuse"]
 """Policy for picks while no engine of the role answers: other engines serve the request, or it is refused."""
@@ -64,9 +59,7 @@ class Engine(Protocol):
     """One engine: three verbs. A cancelled call or stream ends its work on the engine."""
 
     @property
-    def name(self) -> str:
-        """The engine's name in the fleet."""
-        ...
+    def name(self) -> str: ...
 
     def prep_recv(self, request: Request, end: int | None = None) -> AbstractAsyncContextManager[Reservation]:
         """Match ``prompt[:end]`` in this engine's prefix cache and reserve blocks for the rest of it.
@@ -112,9 +105,7 @@ class Engine(Protocol):
         """
         ...
 
-    async def status(self) -> EngineStatus:
-        """Return the engine's current state."""
-        ...
+    async def status(self) -> EngineStatus: ...
 
 
 @runtime_checkable

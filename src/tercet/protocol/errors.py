@@ -60,7 +60,7 @@ class TercetError(Exception):
             # The quoted text comes first, the reason and the remedy last.
             # Cut in the middle, so that both are kept.
             message = f"{message[: LONGEST_MESSAGE * 3 // 4]}...{message[-LONGEST_MESSAGE // 4 :]}"
-        message = _writable(message)
+        message = writable(message)
         super().__init__(message)
         self.message = message
         self.param = param
@@ -72,7 +72,7 @@ class TercetError(Exception):
 
     def to_wire(self) -> dict[str, Any]:
         """Return the error body of an HTTP answer. Characters that cannot be encoded are escaped."""
-        param = None if self.param is None else _writable(self.param)
+        param = None if self.param is None else writable(self.param)
         return {"error": {"message": self.message, "type": type(self).__name__, "param": param, "code": self.code}}
 
 
@@ -208,7 +208,8 @@ class EngineNotReached(EngineUnreachable):
     """The call did not reach the engine, so no part of it has started. The code is that of the base class."""
 
 
-def _writable(text: str) -> str:
+def writable(text: str) -> str:
+    """Return the text with backslash escapes for the characters that cannot be encoded."""
     return text if text.isascii() else text.encode("utf-8", "backslashreplace").decode()
 
 

@@ -14,7 +14,7 @@ from typing import Any, cast
 
 import msgspec
 
-from tercet.protocol.errors import BadRequest
+from tercet.protocol.errors import BadRequest, writable
 
 # Errors of msgspec for invalid messages: its own, and Python's for text that is not UTF-8 and for too deep nesting.
 UNREADABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
@@ -120,7 +120,7 @@ def _name_of(at: _Path) -> str:
     keys: list[str] = []
     while at is not None:
         at, key = at
-        keys.append(f"[{key}]" if isinstance(key, int) else f".{as_text(str(key))}")
+        keys.append(f"[{key}]" if isinstance(key, int) else f".{writable(str(key))}")
     return "".join(reversed(keys)).removeprefix(".")
 
 
@@ -133,8 +133,3 @@ def is_text(text: str) -> bool:
     except UnicodeEncodeError:
         return False
     return True
-
-
-def as_text(text: str) -> str:
-    """Return the text with backslash escapes for the characters that cannot be encoded."""
-    return text if is_text(text) else text.encode(UTF8, "backslashreplace").decode(UTF8)

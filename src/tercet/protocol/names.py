@@ -60,9 +60,9 @@ def require_fleet_name(name: str, field: str) -> None:
     _require(_GROUP, name, field, "the name of a fleet", "ASCII letters, digits and . _ -", LONGEST_NAME)
 
 
-def require_uid(uid: str, field: str = "uid", longest: int = LONGEST_UID) -> None:
+def require_uid(uid: str, longest: int = LONGEST_UID) -> None:
     """Check the id of one start of an engine, which has at most ``longest`` characters."""
-    _require(_UID, uid, field, "the id of a start", "ASCII letters, digits and . _ : -", longest)
+    _require(_UID, uid, "uid", "the id of a start", "ASCII letters, digits and . _ : -", longest)
 
 
 def require_text(text: str, field: str, longest: int = LONGEST_TEXT) -> None:

@@ -16,7 +16,7 @@ import re
 import socket
 import ssl
 from collections.abc import Mapping
-from typing import Annotated, Any, TypeVar, cast
+from typing import Annotated, Any, TypeVar
 
 import msgspec
 
@@ -265,20 +265,19 @@ def field_of(error: Exception) -> str | None:
     return found.group(1) if found and found.group(1) else None
 
 
-def answer_of_router(url: str, status: int, content: bytes) -> Any:
-    """Return the JSON answer of the router at ``url``; raise the :class:`~tercet.protocol.TercetError` in it.
+def answer_of_router(url: str, status: int, content: bytes, kind: Any = Any) -> Any:
+    """Return the JSON answer of the router at ``url`` as ``kind``; raise the error in it.
 
     Raises :class:`~tercet.protocol.EngineUnreachable` if another server answered.
     """
     try:
-        found = msgspec.json.decode(content)
-    except UNREADABLE as error:
+        if status < 400:
+            return msgspec.json.decode(content, type=kind)
+        body = msgspec.json.decode(content, type=dict[str, Any])
+        failure = from_wire(status, {"error": body["error"]})
+    except (KeyError, *UNREADABLE) as error:
         raise EngineUnreachable(f"the server at {url} is not a router: HTTP {status}", "url") from error
-    if status < 400:
-        return found
-    if not isinstance(found, dict) or "error" not in found:
-        raise EngineUnreachable(f"the server at {url} is not a router: HTTP {status}", "url")
-    raise from_wire(status, cast("dict[str, Any]", found))
+    raise failure
 
 
 def network_reason(error: BaseException) -> str:

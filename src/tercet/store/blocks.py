@@ -38,10 +38,7 @@ hits = Counter("tercet_store_hit_blocks", "Blocks that were asked for and sent, 
 misses = Counter("tercet_store_missed_blocks", "Blocks that were asked for and not sent.")
 stored = Counter("tercet_store_stored_blocks", "Blocks that arrived and were not held before.")
 evicted = Counter("tercet_store_evicted_blocks", "Blocks that made room for others, by where they were.", ["medium"])
-damaged = Counter(
-    "tercet_store_damaged_blocks",
-    "Blocks whose file is damaged or cannot be read; they were deleted.",
-)
+damaged = Counter("tercet_store_damaged_blocks", "Blocks whose file is damaged or cannot be read; they were deleted.")
 unwritten = Counter("tercet_store_unwritten_blocks", "Blocks that were not written to disk: it is slow, full or gone.")
 MEMORY, DISK = "memory", "disk"
 TIERS = {MEMORY: "cpu", DISK: "storage"}
@@ -70,14 +67,13 @@ class StoreBlocks:
     """
 
     def __init__(
-        self, regions: Sequence[KVRegion], block_size: int, folder: DiskFolder | None = None, disk_bytes: int = 0,
-        on_stored: Callable[[BlockContent, str], object] = lambda content, tier: None,
-        on_removed: Callable[[bytes, str], object] = lambda name, tier: None,
-    ) -> None:  # fmt: skip
+        self, regions: Sequence[KVRegion], block_size: int, folder: DiskFolder | None = None, disk_bytes: int = 0
+    ) -> None:
         self._regions = regions
         self._size = block_size
         self.folder = folder
-        self.on_stored, self.on_removed = on_stored, on_removed
+        self.on_stored: Callable[[BlockContent, str], object] = lambda content, tier: None
+        self.on_removed: Callable[[bytes, str], object] = lambda name, tier: None
         self.held: dict[bytes, BlockContent] = {}  # by name, in memory, on disk, or both
         self.pool = MemoryPool[bytes](regions[0].shape.num_blocks, self._evicted)
         self.disk = DiskIndex[str](disk_bytes)

@@ -6,7 +6,6 @@ features that begin before this end; features after it do not change the block's
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from hashlib import blake2b
 
 import msgspec
@@ -41,26 +40,22 @@ class BlockContent(msgspec.Struct, frozen=True, array_like=True):
 
 def contents_of(prompt: KeyedPrompt, block_size: int) -> list[BlockContent]:
     """Return the contents of a prompt's whole blocks, in order."""
-    return list(_contents(prompt, block_size))
-
-
-def _contents(prompt: KeyedPrompt, size: int) -> Iterator[BlockContent]:
     tokens, digest = packed(prompt.tokens), digest_of(prompt.adapter)
-    before, parent = _root(prompt.salt, digest), None
-    for begin in range(0, len(prompt.tokens) // size * size, size):
-        own = tokens[begin * TOKEN_BYTES : (begin + size) * TOKEN_BYTES]
+    found, before = list[BlockContent](), _root(prompt.salt, digest)
+    for begin in range(0, len(prompt.tokens) // block_size * block_size, block_size):
+        end = begin + block_size
+        own = tokens[begin * TOKEN_BYTES : end * TOKEN_BYTES]
         inside = tuple(
-            (each.digest, each.offset - begin)
-            for each in prompt.features
-            if each.offset < begin + size and each.end > begin
+            (each.digest, each.offset - begin) for each in prompt.features if each.offset < end and each.end > begin
         )
         name = _name(before, own, inside)
-        if parent is None:
-            adapter = None if prompt.adapter is None else prompt.adapter.name
-            yield BlockContent(name, None, own, inside, prompt.salt or None, adapter, digest)
+        if begin:
+            found.append(BlockContent(name, before, own, inside))
         else:
-            yield BlockContent(name, parent, own, inside)
-        before = parent = name
+            adapter = None if prompt.adapter is None else prompt.adapter.name
+            found.append(BlockContent(name, None, own, inside, prompt.salt or None, adapter, digest))
+        before = name
+    return found
 
 
 def _root(salt: str | None, adapter_digest: str) -> bytes:

@@ -35,10 +35,10 @@ from tercet.logs import logged_call
 from tercet.protocol import (
     AdapterReport,
     BadRequest,
-    EngineError,
     EngineLoad,
     EngineStatus,
     EngineUnreachable,
+    KVLayout,
     MultiModalFeature,
     TercetError,
 )
@@ -106,9 +106,9 @@ class StoreConfig(msgspec.Struct, frozen=True, kw_only=True):
 # ---- the mirrored engine ---------------------------------------------------------------------------------------------
 
 
-async def mirrored(config: StoreConfig, seconds: float = MIRROR_SECONDS) -> EngineStatus:
+async def mirrored(config: StoreConfig) -> EngineStatus:
     """Return the status of the first engine that answers; raise ``EngineUnreachable`` if none does in time."""
-    deadline, failure = asyncio.get_running_loop().time() + seconds, ""
+    deadline, failure = asyncio.get_running_loop().time() + MIRROR_SECONDS, ""
     while True:
         for url in config.mirrors:
             try:
@@ -119,12 +119,12 @@ async def mirrored(config: StoreConfig, seconds: float = MIRROR_SECONDS) -> Engi
                     logger.warning("waiting for the engine to mirror: %s", error.message)
                 failure = error.message
         if asyncio.get_running_loop().time() > deadline:
-            raise EngineUnreachable(f"mirror: no engine has answered within {seconds:g} s: {failure}", "mirror")
+            raise EngineUnreachable(f"mirror: no engine has answered within {MIRROR_SECONDS:g} s: {failure}", "mirror")
         await asyncio.sleep(RETRY_SECONDS)
 
 
-def require_storable(status: EngineStatus) -> None:
-    """Raise :class:`~tercet.protocol.BadRequest` for an engine whose KV a store does not keep."""
+def layout_of(status: EngineStatus) -> KVLayout:
+    """Return the layout of an engine's KV; raise :class:`~tercet.protocol.BadRequest` if a store does not keep it."""
     layout = status.layout
     if layout is None or not status.regions:
         raise BadRequest(
@@ -140,6 +140,7 @@ def require_storable(status: EngineStatus) -> None:
             "full attention only",
             "mirror",
         )
+    return layout
 
 
 def kind_of(status: EngineStatus) -> str:
@@ -155,10 +156,8 @@ def regions_for(status: EngineStatus, memory: int) -> list[KVRegion]:
 
     Raises :class:`~tercet.protocol.BadRequest` if these are too few.
     """
-    layout = status.layout
-    if layout is None:
-        raise EngineError("the status has no layout")
-    of_a_block = sum(sum(rank.planes) for rank in status.regions) * layout.block_bytes
+    block_bytes = layout_of(status).block_bytes
+    of_a_block = sum(sum(rank.planes) for rank in status.regions) * block_bytes
     # The same number for each rank, since one slot number stands for a block on all ranks.
     blocks = memory // of_a_block
     if blocks < LEAST_BLOCKS:
@@ -166,7 +165,7 @@ def regions_for(status: EngineStatus, memory: int) -> list[KVRegion]:
             f"memory: {memory} bytes hold {blocks} blocks of {of_a_block} bytes; give at least {LEAST_BLOCKS} of them",
             "memory",
         )
-    return [_region(rank, blocks, layout.block_bytes) for rank in status.regions]
+    return [_region(rank, blocks, block_bytes) for rank in status.regions]
 
 
 def _region(rank: RankRegion, blocks: int, block_bytes: int) -> KVRegion:
@@ -300,9 +299,7 @@ class StoreServer:
 
 def started_agents(config: StoreConfig, status: EngineStatus, regions: Sequence[KVRegion]) -> list[AgentProcess]:
     """Start an agent for each region; the calling thread must live as long as they."""
-    layout = status.layout
-    if layout is None:
-        raise EngineError("the status has no layout")
+    layout = layout_of(status)
     settings = TransportSettings(
         transport=config.transport, hosts=(config.host,), ports=config.kv_ports, secret=config.secret
     )
@@ -325,9 +322,7 @@ async def serving(
     config: StoreConfig, mirror: EngineStatus, regions: Sequence[KVRegion], agents: Sequence[AgentProcess]
 ) -> AsyncGenerator[StoreServer]:
     """Serve the store while the context is open. Raises ``OSError`` if the address is in use."""
-    layout = mirror.layout
-    if layout is None:
-        raise EngineError("the status has no layout")
+    layout = layout_of(mirror)
     async with AsyncExitStack() as stack:
         folder = None
         if config.disk is not None:
@@ -412,7 +407,6 @@ async def _serve(config: StoreConfig) -> None:
             finding.cancel()
             return
         mirror = finding.result()
-        require_storable(mirror)
         regions = regions_for(mirror, config.memory)
         agents = started_agents(config, mirror, regions)  # in this thread, which lives as long as they
         try:

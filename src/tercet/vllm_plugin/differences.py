@@ -106,11 +106,7 @@ CUT_ITEMS_COMPLETED = Difference(
     ended_by=Takes(f"{RESPONSE_EVENTS}:SimpleStreamingEventProcessor.close_current", "status"),
 )
 
-DIFFERENCES = (
-    PARSERS_LEFT_OUT, SYSTEM_BALANCES, OFFSETS_OF_SENT_TEXT, ZEROED_BY_BLOCK, DRAWS_FOR_THE_VOCABULARY,
-    ENDS_OF_AGENTS_APIS, OPTIONS_OF_LAUNCHERS, CHUNKS_WITHOUT_TRANSFER, SILENT_ENDS, UNASKED_CALLS, CONVERTED_AS_TEXT,
-    CUT_ITEMS_COMPLETED,
-)  # fmt: skip
+DIFFERENCES = tuple(each for each in [*globals().values()] if isinstance(each, Difference))
 
 
 # ---- their consequences --------------------------------------------------------------------------------------

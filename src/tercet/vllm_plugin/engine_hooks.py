@@ -6,12 +6,15 @@ from tercet.vllm_plugin.hooks import Has, Hook, OneOf, Says, Takes
 from tercet.vllm_plugin.start.process_output import OF_WORKERS
 
 CONNECTOR = "vllm.distributed.kv_transfer.kv_connector.v1.base"
+BASE = f"{CONNECTOR}:KVConnectorBase_V1"
 SCHEDULER = "vllm.v1.core.sched.scheduler:Scheduler"
 REQUEST = "vllm.v1.request:Request"
 CORE = "vllm.v1.engine.core:EngineCore"
 ASYNC_LLM = "vllm.v1.engine.async_llm:AsyncLLM"
+CLIENT = "vllm.v1.engine.core_client:AsyncMPClient"
 INPUTS = "vllm.v1.engine.input_processor"
 OUTPUTS = "vllm.v1.engine.output_processor"
+PROCESSOR = f"{OUTPUTS}:OutputProcessor"
 RUNNER = "vllm.v1.worker.gpu_model_runner:GPUModelRunner"
 BATCH = "vllm.v1.worker.gpu_input_batch"
 QUEUE = "vllm.distributed.device_communicators.shm_broadcast"
@@ -20,6 +23,7 @@ RENDERER = "vllm.renderers.base:BaseRenderer"
 REGISTRY = "vllm.model_executor.models.registry"
 SERVING_MODELS = "vllm.entrypoints.openai.models.serving:OpenAIServingModels"
 LORA_OPS = "vllm.lora.ops.torch_ops.lora_ops"
+LORA_REQUEST = "vllm.lora.request:LoRARequest"
 CPU_ATTENTION = "vllm.v1.attention.backends.cpu_attn"
 
 PASSES_IMAGE_NAMES = (
@@ -36,13 +40,12 @@ ENGINE_HOOKS = (
         "layers are reported as soon as their attention has run",
         until="the interface is declared stable",
         relies_on=(
-            Has(f"{CONNECTOR}:KVConnectorBase_V1", "register_kv_caches", "get_handshake_metadata", "wait_for_save"),
-            Has(f"{CONNECTOR}:KVConnectorBase_V1", "bind_connector_metadata"),
-            Has(f"{CONNECTOR}:KVConnectorBase_V1", "on_new_request", "request_finished", "shutdown"),
-            Has(f"{CONNECTOR}:KVConnectorBase_V1", "requires_piecewise_for_cudagraph"),
+            Has(BASE, "register_kv_caches", "get_handshake_metadata", "wait_for_save"),
+            Has(BASE, "bind_connector_metadata", "requires_piecewise_for_cudagraph"),
+            Has(BASE, "on_new_request", "request_finished", "shutdown"),
             Has(f"{CONNECTOR}:SupportsHMA", "request_finished_all_groups"),
-            Takes(f"{CONNECTOR}:KVConnectorBase_V1.save_kv_layer", "layer_name", "kv_layer", "attn_metadata"),
-            Takes(f"{CONNECTOR}:KVConnectorBase_V1.build_connector_meta", "scheduler_output"),
+            Takes(f"{BASE}.save_kv_layer", "layer_name", "kv_layer", "attn_metadata"),
+            Takes(f"{BASE}.build_connector_meta", "scheduler_output"),
             Says(f"{SCHEDULER}.schedule", "self._build_kv_connector_meta(", "self._update_after_schedule("),
             Says(f"{SCHEDULER}.add_request", "self.connector.on_new_request(request)"),
             Takes(f"{SCHEDULER}.get_kv_connector"),
@@ -59,7 +62,7 @@ ENGINE_HOOKS = (
         why="A worker's KV cache config has only its own layers, but sending KV between stages needs all layers",
         until="a KV connector gets all stages' layers",
         relies_on=(
-            Takes(f"{CONNECTOR}:KVConnectorBase_V1.set_xfer_handshake_metadata_pp_aware", "metadata"),
+            Takes(f"{BASE}.set_xfer_handshake_metadata_pp_aware", "metadata"),
             Says(CORE, "set_xfer_handshake_metadata_pp_aware(content)"),
             Takes("vllm.distributed.parallel_state:get_pp_group"),
             Says("vllm.distributed.parallel_state:GroupCoordinator", "cpu_group: ProcessGroup", "rank_in_group"),
@@ -123,10 +126,10 @@ ENGINE_HOOKS = (
         until="AsyncLLM passes its scheduler's statistics to plugins",
         replaces=("OutputProcessor.update_scheduler_stats",),
         relies_on=(
-            Takes(f"{OUTPUTS}:OutputProcessor.update_scheduler_stats", "scheduler_stats"),
+            Takes(f"{PROCESSOR}.update_scheduler_stats", "scheduler_stats"),
             Says(f"{ASYNC_LLM}._run_output_handler", "output_processor.update_scheduler_stats("),
-            Takes(f"{OUTPUTS}:OutputProcessor.get_num_unfinished_requests"),
-            Takes(f"{OUTPUTS}:OutputProcessor.get_num_queued_tokens"),
+            Takes(f"{PROCESSOR}.get_num_unfinished_requests"),
+            Takes(f"{PROCESSOR}.get_num_queued_tokens"),
             Has("vllm.v1.metrics.stats:SchedulerStats", "num_running_reqs", "kv_cache_usage"),
         ),
     ),
@@ -141,7 +144,7 @@ ENGINE_HOOKS = (
             Says(f"{ASYNC_LLM}.add_request", "RequestOutputCollector(", "return queue"),
             Takes(f"{OUTPUTS}:RequestOutputCollector.put", "output"),
             Says(f"{OUTPUTS}:RequestOutputCollector.__init__", "self.output"),
-            Says(f"{OUTPUTS}:OutputProcessor.process_outputs", "req_state.queue.put("),
+            Says(f"{PROCESSOR}.process_outputs", "req_state.queue.put("),
             Takes(f"{ASYNC_LLM}.abort", "request_id"),
         ),
     ),
@@ -163,11 +166,11 @@ ENGINE_HOOKS = (
                 "await self.engine_core.add_request_async(child_request)",
                 "await self.abort(",
             ),
-            Takes("vllm.v1.engine.core_client:AsyncMPClient.add_request_async", "request"),
-            Takes(f"{OUTPUTS}:OutputProcessor.abort_requests", "request_ids", "internal"),
-            Says(f"{OUTPUTS}:OutputProcessor.__init__", "self.request_states"),
+            Takes(f"{CLIENT}.add_request_async", "request"),
+            Takes(f"{PROCESSOR}.abort_requests", "request_ids", "internal"),
+            Says(f"{PROCESSOR}.__init__", "self.request_states"),
             Says(
-                f"{OUTPUTS}:OutputProcessor.process_outputs",
+                f"{PROCESSOR}.process_outputs",
                 "if req_state.remote_prefill_cached_tokens is not None:",
                 "req_state.num_cached_tokens = req_state.remote_prefill_cached_tokens",
             ),
@@ -189,14 +192,13 @@ ENGINE_HOOKS = (
             Takes(f"{SERVING_MODELS}.load_lora_adapter", "request"),
             Says(f"{SERVING_MODELS}.load_lora_adapter", "load_inplace=request.load_inplace"),
             Says(f"{SERVING_MODELS}.__init__", "self.lora_id_counter = AtomicCounter(0)"),
-            Says(f"{OUTPUTS}:OutputProcessor.__init__", "self.request_states: dict[str, RequestState]"),
+            Says(f"{PROCESSOR}.__init__", "self.request_states: dict[str, RequestState]"),
             Says(f"{OUTPUTS}:RequestState.__init__", "self.lora_name = "),
-            Takes("vllm.lora.request:LoRARequest", "load_inplace"),
             Takes(f"{SERVING_MODELS}.unload_lora_adapter", "request"),
             Says(f"{SERVING_MODELS}.load_lora_adapter", "await self.engine_client.add_lora(lora_request)"),
             Says(f"{SERVING_MODELS}.resolve_lora", "await self.engine_client.add_lora(lora_request)"),
             Takes(f"{ASYNC_LLM}.add_lora", "lora_request"),
-            Takes("vllm.lora.request:LoRARequest", "lora_name", "lora_int_id", "lora_path", "is_3d_lora_weight"),
+            Takes(LORA_REQUEST, "lora_name", "lora_int_id", "lora_path", "is_3d_lora_weight", "load_inplace"),
             Takes("vllm.lora.utils:get_adapter_absolute_path", "lora_path"),
             Takes(f"{REQUEST}.__init__", "lora_request"),
             Takes(f"{ASYNC_LLM}.add_request", "lora_request"),
@@ -205,7 +207,7 @@ ENGINE_HOOKS = (
                 "lora_request.lora_name",
                 "lora_request.lora_path",
             ),
-            Says(f"{OUTPUTS}:OutputProcessor.__init__", "self.lora_states = LoRARequestStates("),
+            Says(f"{PROCESSOR}.__init__", "self.lora_states = LoRARequestStates("),
             Says("vllm.v1.metrics.stats:LoRAStats.__init__", "self.waiting", "self.running"),
         ),
     ),
@@ -241,12 +243,7 @@ ENGINE_HOOKS = (
         "second one of embeddings",
         why="vLLM marks them by -1, which its operators for CPUs interpret as the last adapter: wrong tokens, wrong KV",
         until="vLLM's operators for CPUs leave such rows alone",
-        replaces=(
-            "lora_ops.bgmv_shrink",
-            "punica_cpu.bgmv_shrink",
-            "lora_ops.bgmv_expand",
-            "punica_cpu.bgmv_expand",
-        ),
+        replaces=("lora_ops.bgmv_shrink", "punica_cpu.bgmv_shrink", "lora_ops.bgmv_expand", "punica_cpu.bgmv_expand"),
         relies_on=(
             Takes(f"{LORA_OPS}:bgmv_shrink", "inputs", "lora_b_weights", "output_tensor", "lora_indices_tensor"),
             Says(f"{LORA_OPS}:sgmv_shrink", "bgmv_shrink(inputs, lora_a_weights, output_tensor, exploded_indices"),
@@ -291,6 +288,10 @@ ENGINE_HOOKS = (
 
 
 MANAGER = "vllm.v1.core.kv_cache_manager:KVCacheManager"
+GRAMMAR = "vllm.v1.structured_output.backend_types:StructuredOutputGrammar"
+EVENTS = "vllm.distributed.kv_events:ZmqEventPublisher"
+SPECS = "vllm.v1.kv_cache_interface"
+QUEUED = "vllm.v1.core.sched.request_queue:RequestQueue"
 SINGLE = "vllm.v1.core.single_type_kv_cache_manager:SingleTypeKVCacheManager"
 POOL = "vllm.v1.core.block_pool:BlockPool"
 EXECUTOR = "vllm.v1.executor.abstract:Executor"
@@ -299,6 +300,7 @@ CONNECTORS = "vllm.distributed.kv_transfer.kv_connector"
 FACTORY = f"{CONNECTORS}.factory:KVConnectorFactory"
 MULTI = f"{CONNECTORS}.v1.multi_connector:MultiConnector"
 OFFLOADING = f"{CONNECTORS}.v1.offloading.scheduler"
+OFFLOADER = f"{OFFLOADING}:OffloadingConnectorScheduler"
 
 CORE_HOOKS = (
     Hook(
@@ -309,7 +311,7 @@ CORE_HOOKS = (
         replaces=("EngineCore.tercet_*",),
         relies_on=(
             Says("vllm.v1.engine.core:EngineCoreProc._handle_client_request", "getattr(self, method_name)"),
-            Takes("vllm.v1.engine.core_client:AsyncMPClient.call_utility_async", "method"),
+            Takes(f"{CLIENT}.call_utility_async", "method"),
             Says(f"{CORE}.__init__", "self.request_block_hasher"),
             Takes(f"{SCHEDULER}.get_request_counts"),
             Has(SCHEDULER, "pause_state"),
@@ -341,9 +343,9 @@ CORE_HOOKS = (
             Says(f"{SINGLE}.cache_blocks", "reachable_boundaries.append(request.shared_prefix_boundary)"),
             Takes(f"{SINGLE}.get_num_skipped_tokens", "num_computed_tokens"),
             Takes(f"{POOL}.get_cached_block", "block_hash", "kv_cache_group_ids"),
-            Has("vllm.v1.kv_cache_interface:KVCacheSpecKind", "FULL_ATTENTION", "MLA_ATTENTION", "SLIDING_WINDOW"),
-            Takes("vllm.v1.kv_cache_interface:get_kv_cache_spec_kind", "kv_cache_spec"),
-            Takes("vllm.v1.kv_cache_interface:get_kv_cache_spec_sliding_window", "kv_cache_spec"),
+            Has(f"{SPECS}:KVCacheSpecKind", "FULL_ATTENTION", "MLA_ATTENTION", "SLIDING_WINDOW"),
+            Takes(f"{SPECS}:get_kv_cache_spec_kind", "kv_cache_spec"),
+            Takes(f"{SPECS}:get_kv_cache_spec_sliding_window", "kv_cache_spec"),
             Takes(f"{SCHEDULER}._inflight_prefill_reserved_blocks"),
             Says(f"{SCHEDULER}.schedule", "request_queue = self.kv_holding_waiting"),
             Takes(f"{SCHEDULER}._holds_kv_blocks"),
@@ -352,7 +354,7 @@ CORE_HOOKS = (
             Says(f"{SCHEDULER}.__init__", "kv_transfer_config.is_kv_consumer", "self.defer_block_free = True"),
             Says(f"{SCHEDULER}._free_request_blocks", "self.deferred_frees.append("),
             Says(f"{SCHEDULER}.__init__", "self.num_spec_tokens", "self.num_lookahead_tokens"),
-            Takes("vllm.v1.core.sched.request_queue:RequestQueue.remove_request", "request"),
+            Takes(f"{QUEUED}.remove_request", "request"),
         ),
     ),
     Hook(
@@ -381,7 +383,7 @@ CORE_HOOKS = (
             Says(f"{SCHEDULER}.__init__", "self.requires_kv_delivery", "self.need_mamba_block_aligned_split"),
             Says(f"{REQUEST}.__init__", "self.num_output_placeholders", "self.next_decode_eligible_step"),
             Has(REQUEST, "num_tokens_with_spec"),
-            Takes("vllm.v1.core.sched.request_queue:RequestQueue.remove_requests", "requests"),
+            Takes(f"{QUEUED}.remove_requests", "requests"),
         ),
     ),
     Hook(
@@ -394,7 +396,7 @@ CORE_HOOKS = (
             Says(f"{SCHEDULER}.schedule", "get_num_new_matched_tokens(", "if ext_tokens is None:"),
             Takes(f"{SCHEDULER}._request_remaining_blocks", "request"),
             Takes(f"{SCHEDULER}._free_request_blocks", "request"),
-            Takes("vllm.v1.core.sched.request_queue:RequestQueue.prepend_request", "request"),
+            Takes(f"{QUEUED}.prepend_request", "request"),
             Says(f"{SCHEDULER}.__init__", "self.policy", "self.waiting"),
             Says(f"{REQUEST}.__init__", "self.arrival_time"),
         ),
@@ -457,7 +459,7 @@ CORE_HOOKS = (
             Takes(f"{MULTI}.set_xfer_handshake_metadata_pp_aware", "metadata"),
             Takes(f"{MULTI}.get_finished_count"),
             Takes(f"{MULTI}.reset_cache"),
-            Has(f"{CONNECTOR}:KVConnectorBase_V1", "has_pending_push_work", "update_connector_output"),
+            Has(BASE, "has_pending_push_work", "update_connector_output"),
             Has("vllm.v1.core.sched.output:SchedulerOutput", "has_sync_kv_loads", "finished_req_ids"),
             Has("vllm.v1.core.sched.output:CachedRequestData", "resumed_req_ids"),
             Has("vllm.v1.outputs:KVConnectorOutput", "invalid_block_ids"),
@@ -466,14 +468,12 @@ CORE_HOOKS = (
             Has(f"{OFFLOADING}:TransferJobStatus", "fenced_block_ids", "deferred_fence_block_ids"),
             Has(f"{OFFLOADING}:RequestGroupState", "block_ids", "next_stored_chunk_idx"),
             Says(
-                f"{OFFLOADING}:OffloadingConnectorScheduler.__init__",
+                f"{OFFLOADER}.__init__",
                 "self._sliding_window_groups: tuple[int, ...]",
                 "self._req_status: dict",
                 "self._jobs: dict[int, TransferJobStatus]",
             ),
-            Says(
-                f"{OFFLOADING}:OffloadingConnectorScheduler", "def update_connector_output(", "del self._jobs[job_id]"
-            ),
+            Says(OFFLOADER, "def update_connector_output(", "del self._jobs[job_id]"),
         ),
     ),
     Hook(
@@ -488,7 +488,7 @@ CORE_HOOKS = (
             Takes(f"{POOL}.get_new_blocks", "num_blocks"),
             Says(f"{POOL}.get_new_blocks", "self.free_block_queue.popleft_n(num_blocks)"),
             Says(f"{SINGLE}.__init__", "self.block_pool = block_pool", "self.req_to_blocks"),
-            Takes(f"{CONNECTOR}:KVConnectorBase_V1.take_events"),
+            Takes(f"{BASE}.take_events"),
             Says(f"{SCHEDULER}.update_from_output", "self.connector.take_events()", "return engine_core_outputs"),
             Says(f"{SCHEDULER}.__init__", "self.max_num_running_reqs", "self.max_model_len"),
             Says(f"{SCHEDULER}._preempt_request", "request.num_computed_tokens = 0", "request.num_preemptions += 1"),
@@ -506,7 +506,7 @@ CORE_HOOKS = (
             Says(f"{REQUEST}.__init__", "self.structured_output_request", "self.prefill_stats"),
             Takes("vllm.v1.metrics.stats:PrefillStats.set"),
             Says("vllm.v1.structured_output.request:StructuredOutputRequest", "self._grammar = self._grammar.result()"),
-            Takes("vllm.v1.structured_output.backend_types:StructuredOutputGrammar.accept_tokens", "request_id"),
+            Takes(f"{GRAMMAR}.accept_tokens", "request_id"),
             Takes(f"{STRUCTURED}.accept_tokens", "request", "new_token_ids"),
             Says(f"{STRUCTURED}.accept_tokens", "spec_tokens_committed=True", "structured_req.reasoning_ended = True"),
             Says(f"{SCHEDULER}.__init__", "self.structured_output_manager"),
@@ -533,8 +533,8 @@ CORE_HOOKS = (
         why="The system chooses the ports, and KV that arrives at an idle engine belongs to no step",
         until="the publisher reports its addresses",
         relies_on=(
-            Says("vllm.distributed.kv_events:ZmqEventPublisher", "self._replay", "self._pub"),
-            Takes("vllm.distributed.kv_events:ZmqEventPublisher.publish", "events"),
+            Says(EVENTS, "self._replay", "self._pub"),
+            Takes(f"{EVENTS}.publish", "events"),
             Says(f"{SCHEDULER}.__init__", "self.kv_event_publisher"),
             Takes(f"{MANAGER}.take_events"),
         ),
@@ -574,14 +574,12 @@ CORE_HOOKS = (
             ),
             Says(f"{SCHEDULER}.__init__", "self.requests: dict[str, Request]", "self.grammar_compile_error_reqs"),
             Has("vllm.v1.engine:EngineCoreOutput", "request_id", "finish_reason", "stop_reason"),
-            Takes(f"{OUTPUTS}:OutputProcessor.process_outputs", "engine_core_outputs"),
-            Says(
-                f"{OUTPUTS}:OutputProcessor.process_outputs", "engine_core_output.stop_reason", "req_state.queue.put("
-            ),
+            Takes(f"{PROCESSOR}.process_outputs", "engine_core_outputs"),
+            Says(f"{PROCESSOR}.process_outputs", "engine_core_output.stop_reason", "req_state.queue.put("),
             Says(f"{OUTPUTS}:RequestOutputCollector.put", "isinstance(output, Exception)", "elif isinstance("),
             Takes("vllm.v1.structured_output.backend_types:StructuredOutputBackend.allocate_token_bitmask"),
-            Takes("vllm.v1.structured_output.backend_types:StructuredOutputGrammar.fill_bitmask", "bitmask"),
-            Takes("vllm.v1.structured_output.backend_types:StructuredOutputGrammar.accept_tokens", "request_id"),
+            Takes(f"{GRAMMAR}.fill_bitmask", "bitmask"),
+            Takes(f"{GRAMMAR}.accept_tokens", "request_id"),
         ),
     ),
     Hook(
@@ -590,12 +588,7 @@ CORE_HOOKS = (
         why="The publisher's replay port accepts any message from any client, and logs invalid messages in full",
         until="the publisher limits message sizes",
         replaces=("ZmqEventPublisher._socket_setup",),
-        relies_on=(
-            Says(
-                "vllm.distributed.kv_events:ZmqEventPublisher._socket_setup",
-                "self._ctx.socket(zmq.ROUTER)",
-            ),
-        ),
+        relies_on=(Says(f"{EVENTS}._socket_setup", "self._ctx.socket(zmq.ROUTER)"),),
     ),
 )
 

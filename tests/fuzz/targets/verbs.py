@@ -41,7 +41,7 @@ from tercet.vllm_plugin.core.core_methods import CoreCalls, status
 from tercet.vllm_plugin.edge.attached_engine import AttachedEngine
 from tercet.vllm_plugin.edge.llm_requests import LLMGeneration
 from tercet.vllm_plugin.endpoint import TercetEndpoints
-from tercet.vllm_plugin.start.plugin_settings import PluginSettings
+from tercet.vllm_plugin.start.plugin_settings import MAX_REQUEST_BYTES, PluginSettings
 from tercet.wire.streams import StreamListener, router_connection
 from tests.fuzz.fuzzing import Outcome, Target
 from tests.fuzz.mutation import Case, Named
@@ -267,7 +267,7 @@ async def _room() -> AsyncGenerator[VerbsRoom]:
         await probe.start()
         generation = LLMGeneration(engine, about.token)
         edge = Edge("e", about, calls, generation, AgentCalls([core.agent]), NO_ADAPTERS, probe)
-        attached = AttachedEngine(engine, edge, NO_ADAPTERS)
+        attached = AttachedEngine(engine, edge, NO_ADAPTERS, MAX_REQUEST_BYTES)
         core.reports = edge.reports
         app = FastAPI()
         TercetEndpoints().attach_router(app)

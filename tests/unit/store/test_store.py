@@ -17,7 +17,7 @@ from tercet.protocol import BadRequest, Conflict, LayoutMismatch, NoSpace, Terce
 from tercet.protocol.addresses import CacheGroup
 from tercet.store import blocks as store_blocks
 from tercet.store.disk import DiskFolder
-from tercet.store.server import regions_for, require_storable
+from tercet.store.server import layout_of, regions_for
 from tercet.wire.client import HttpEngine
 from tercet_checks.conformance import run_checks
 from tests.longest_wait import LONGEST_WAIT_S
@@ -316,10 +316,10 @@ async def test_routers_follow_what_a_store_holds(sender: Sender, tmp_path: Path)
 def test_windows_are_refused_by_name() -> None:
     groups = (CacheGroup("full_attention", 2), CacheGroup("sliding_window", 1, 128))
     with pytest.raises(BadRequest, match=r"layers of other kinds \(full_attention, sliding_window\); a store keeps KV"):
-        require_storable(replace(MIRROR, layout=replace(LAYOUT, groups=groups)))
+        layout_of(replace(MIRROR, layout=replace(LAYOUT, groups=groups)))
     with pytest.raises(BadRequest, match="mirror: e does not report the layout of its KV"):
-        require_storable(replace(MIRROR, regions=()))
-    require_storable(MIRROR)
+        layout_of(replace(MIRROR, regions=()))
+    layout_of(MIRROR)
 
 
 def test_memory_for_less_than_a_few_blocks_is_refused() -> None:

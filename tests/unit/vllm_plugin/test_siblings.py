@@ -24,8 +24,7 @@ from tercet.protocol import NoSpace
 from tercet.vllm_plugin import siblings
 from tercet.vllm_plugin.core import core_methods
 from tercet.vllm_plugin.core.connector_messages import StepMetadata
-from tercet.vllm_plugin.core.fence import HOLD_THEIR_BLOCKS
-from tercet.vllm_plugin.core.tiers import TierBlocks
+from tercet.vllm_plugin.core.fence import HOLD_THEIR_BLOCKS, TierBlocks
 from tercet.vllm_plugin.hooks import Has, Says
 from tercet.vllm_plugin.siblings import MultiConnector, SiblingHandshakes
 

@@ -292,15 +292,18 @@ def _process_of(vllm_config: Any) -> GrammarProcess:
 
 def checked(compiled: Any, backend: Any) -> Any:
     """Return a compiled grammar, or the failure, as vLLM keeps it; a grammar that allows no token is a failure."""
-    if isinstance(compiled, Future):
-        return compiled
-    try:
-        require_beginning(backend, compiled)
-    except ValueError as error:
-        failed: Future[Any] = Future()
-        failed.set_exception(error)
-        return failed
+    if not isinstance(compiled, Future):
+        try:
+            require_beginning(backend, compiled)
+        except ValueError as error:
+            return _failed(error)
     return compiled
+
+
+def _failed(error: Exception) -> Future[Any]:
+    failed: Future[Any] = Future()
+    failed.set_exception(error)
+    return failed
 
 
 def require_beginning(backend: Any, grammar: Any) -> None:
@@ -361,9 +364,7 @@ class BoundedGrammars:
         with self._changed:
             verdict = self._queue.verdict(key)
             if verdict:
-                refused: Future[Any] = Future()
-                refused.set_exception(GrammarRefused(verdict))
-                return refused
+                return _failed(GrammarRefused(verdict))
             if verdict == "" or (plain is not None and len(text) <= MOST_PLAIN and plain.fullmatch(text)):
                 return self._manager.executor.submit(self._compiled, key, request)
             waiting = _WaitingRequest(request, Future(), time.monotonic() + LONGEST_WAIT_SECONDS)

@@ -31,7 +31,6 @@ from tercet.vllm_plugin.edge.adapters import Adapters
 from tercet.vllm_plugin.edge.llm_requests import LLMGeneration, LLMRequest
 from tercet.vllm_plugin.start import process_output
 from tercet.vllm_plugin.start.before_forks import text_fingerprint
-from tercet.vllm_plugin.start.plugin_settings import MAX_REQUEST_BYTES
 from tercet.wire.streams import RouterConnections
 
 if TYPE_CHECKING:
@@ -168,9 +167,7 @@ class LoadMeter:
 class AttachedEngine:
     """The engine behind ``client`` with its ``edge``. A call of a router has at most ``longest_call`` bytes."""
 
-    def __init__(
-        self, client: AsyncLLM, edge: Edge, adapters: Adapters, longest_call: int = MAX_REQUEST_BYTES
-    ) -> None:  # fmt: skip
+    def __init__(self, client: AsyncLLM, edge: Edge, adapters: Adapters, longest_call: int) -> None:
         self.edge, self.adapters = edge, adapters
         self._client = client
         self.meter = LoadMeter(client, edge.probe, adapters)

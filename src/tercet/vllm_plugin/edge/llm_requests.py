@@ -46,18 +46,12 @@ if TYPE_CHECKING:
 class StructureRefused(VLLMClientError):
     """The client's structure is wrong or takes too much: vLLM's API answers 400."""
 
-    def to_tercet(self) -> TercetError:
-        return BadRequest(str(self), "structured_outputs")
-
 
 class StructureUntried(GracefulHTTPError):
     """The structure could not be tried: vLLM's API answers 503."""
 
     def __init__(self, message: str) -> None:
         super().__init__(message, HTTPStatus.SERVICE_UNAVAILABLE)
-
-    def to_tercet(self) -> TercetError:
-        return GrammarsBusy(self.message)
 
 
 def failure_of(output: Any) -> StructureRefused | StructureUntried | None:
@@ -212,10 +206,9 @@ class LLMRequest:
             prompt, params, more = await self._for_vllm(self.sampling_params)
             with _vllms_errors_as_ours():
                 queue = await self.client.add_request(self.request_id, prompt, params, **more)
-        except TercetError:  # vLLM did not accept it
-            raise
-        except BaseException:  # cancelled: vLLM may have it, or get it in a moment
-            self._aborted = True
+        except BaseException as error:
+            if not isinstance(error, TercetError):  # cancelled: vLLM may have accepted it, or get it in a moment
+                self._aborted = True
             raise
         finally:
             self._submitting = False
@@ -332,10 +325,10 @@ def _as_ours(error: Exception) -> TercetError:
 
     From 0.33 on vLLM ends a request with the error that it has, such as that of a paused engine.
     """
-    if isinstance(error, (StructureRefused, StructureUntried)):
-        return error.to_tercet()
+    if isinstance(error, StructureUntried):
+        return GrammarsBusy(error.message)
     if isinstance(error, (VLLMClientError, ValueError)):
-        return BadRequest(str(error))
+        return BadRequest(str(error), "structured_outputs" if isinstance(error, StructureRefused) else None)
     return EngineError(f"the engine failed: {error}")
 
 

@@ -9,11 +9,8 @@ from __future__ import annotations
 from typing import Any
 
 
-def main() -> None:
-    """Read the flags as an engine's server does before it starts its core."""
-    from vllm.engine.arg_utils import AsyncEngineArgs
-    from vllm.reasoning import ReasoningParserManager
-    from vllm.tool_parsers import ToolParserManager
+def read_flags(description: str) -> Any:
+    """Return the flags of this process, as an engine's server reads them; wrong ones end it with one sentence."""
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
     from tercet.vllm_plugin.differences import cli_args
@@ -22,10 +19,22 @@ def main() -> None:
     without_noise()
     refuse_in_a_sentence()
     options: Any = cli_args()
-    parser = options.make_arg_parser(FlexibleArgumentParser(description="An engine's flags."))
     with refusing_in_a_sentence():
-        args = parser.parse_args()
+        args = options.make_arg_parser(FlexibleArgumentParser(description=description)).parse_args()
         options.validate_parsed_serve_args(args)
+    return args
+
+
+def main() -> None:
+    """Make the configuration as an engine's server does before it starts its core."""
+    from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.reasoning import ReasoningParserManager
+    from vllm.tool_parsers import ToolParserManager
+
+    from tercet.vllm_plugin.start.process_output import refusing_in_a_sentence
+
+    args = read_flags("An engine's flags.")
+    with refusing_in_a_sentence():
         # The configuration looks up parsers by name, so the user's must be known first, as in vLLM's own server.
         if args.tool_parser_plugin:
             ToolParserManager.import_tool_parser(args.tool_parser_plugin)

@@ -5,25 +5,18 @@ The command is ``python -m tercet.vllm_plugin.start.node FLAGS``, with vLLM's fl
 
 from __future__ import annotations
 
-from typing import Any
+from tercet.vllm_plugin.start.flags import read_flags
 
 
 def main() -> None:
     """Compute for the engine's first machine until that machine, or a signal, ends this process."""
     from vllm.entrypoints.cli.serve import run_headless
-    from vllm.utils.argparse_utils import FlexibleArgumentParser
 
-    from tercet.vllm_plugin.differences import cli_args
-    from tercet.vllm_plugin.start.process_output import refuse_in_a_sentence, refusing_in_a_sentence, without_noise
+    from tercet.vllm_plugin.start.process_output import refusing_in_a_sentence
 
-    without_noise()
-    refuse_in_a_sentence()
-    options: Any = cli_args()
-    parser = options.make_arg_parser(FlexibleArgumentParser(description="An engine's ranks on a further machine."))
+    args = read_flags("An engine's ranks on a further machine.")
+    args.api_server_count = 0
     with refusing_in_a_sentence():
-        args = parser.parse_args()
-        options.validate_parsed_serve_args(args)
-        args.api_server_count = 0
         run_headless(args)
 
 

@@ -16,9 +16,10 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+import torch.distributed
 from vllm.config import VllmConfig
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
@@ -26,9 +27,6 @@ from tercet.protocol import KVLayout
 from tercet.vllm_plugin.core.cache_groups import described, state_formats, state_layers
 from tercet.vllm_plugin.hooks import UnsupportedVLLM
 from tercet.vllm_plugin.worker.kv_planes import LayerPlanes, arrangement_of
-
-if TYPE_CHECKING:
-    pass
 
 
 def engine_rank() -> int:
@@ -41,7 +39,6 @@ def engine_rank() -> int:
 
 def over_stages(mine: Any) -> list[Any]:
     """Return the values of workers of this tensor-parallel rank, by pipeline stage; all must call at the same time."""
-    import torch.distributed
     from vllm.distributed.parallel_state import get_pp_group
 
     stages = get_pp_group()
@@ -200,7 +197,6 @@ def layout_of(
         raise UnsupportedVLLM("this model's layers keep states, which Tercet moves only with one pipeline stage")
     attention = planes.tensors_without(state_layers(caches))
     first = attention[0]
-    cache_dtype = first.dtype
     alike = not states and all(plane.shape == first.shape for plane in attention)
     packing = packing_of(config, block_size, model.dtype, planes, attention)
     # A drafter with its own KV is part of the layout: engines whose drafters differ exchange no KV. Its config is
@@ -210,7 +206,7 @@ def layout_of(
         drafter = f"{speculative.method}-{model_fingerprint(str(speculative.draft_model_config.model), {})}"
     return KVLayout(
         model=model_fingerprint(str(model.model), model.hf_config.to_dict()),
-        dtype=str(cache_dtype).removeprefix("torch."),
+        dtype=str(first.dtype).removeprefix("torch."),
         num_layers=sum(stages.layers),
         # MLA's latent KV is one head, which every rank keeps; the heads in the model's config are computed from it.
         num_kv_heads=1 if model.use_mla else model.get_total_num_kv_heads(),

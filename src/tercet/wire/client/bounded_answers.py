@@ -19,9 +19,9 @@ from urllib.parse import quote
 import aiohttp
 import msgspec
 
-from tercet.protocol import EngineNotReached, EngineUnreachable, TercetError, from_wire
+from tercet.protocol import EngineNotReached, EngineUnreachable, TercetError
 from tercet.protocol.access import CHALLENGE_HEADER, Prover, bearer, digest_of
-from tercet.protocol.wire import API_PREFIX, MEMBERS, UNREADABLE, JoinCall, Joined, answer_of_router, network_reason
+from tercet.protocol.wire import API_PREFIX, MEMBERS, JoinCall, Joined, answer_of_router, network_reason
 
 LONGEST = 16 * 1024 * 1024
 PLAIN = {"accept-encoding": "identity"}
@@ -52,20 +52,19 @@ def require_plain(response: aiohttp.ClientResponse) -> None:
         raise AnswerRefused(refusal)
 
 
-async def read_answer(response: aiohttp.ClientResponse, longest: int | None = None) -> bytes:
+async def read_answer(response: aiohttp.ClientResponse) -> bytes:
     """Return the whole body.
 
-    Raises :class:`AnswerRefused` for more than ``longest`` bytes, and errors of :func:`require_plain`.
+    Raises :class:`AnswerRefused` for more than :data:`LONGEST` bytes, and errors of :func:`require_plain`.
     """
     require_plain(response)
-    longest = LONGEST if longest is None else longest
     parts, size = list[bytes](), 0
     while part := await response.content.readany():
         parts.append(part)
         size += len(part)
-        if size > longest:
+        if size > LONGEST:
             response.close()
-            raise AnswerRefused(f"its answer has more than {longest} bytes")
+            raise AnswerRefused(f"its answer has more than {LONGEST} bytes")
     return b"".join(parts)
 
 
@@ -129,9 +128,6 @@ async def ask_router(
     return answer_of_router(url, status, answer)
 
 
-# The router asks the engine for its status, and updates its other processes, before it answers.
-
-
 class RouterMembership:
     """The membership of the engine ``name`` at the router ``url``.
 
@@ -188,10 +184,4 @@ class RouterMembership:
                 status, answer = response.status, await read_answer(response)
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
             raise EngineUnreachable(f"no router answers at {self._url}: {reason_of(error)}", "url") from error
-        try:
-            if status < HTTPStatus.BAD_REQUEST:
-                return msgspec.json.decode(answer, type=Joined)
-            error = from_wire(status, msgspec.json.decode(answer))
-        except UNREADABLE as unreadable:
-            raise EngineUnreachable(f"the server at {self._url} is not a router: HTTP {status}", "url") from unreadable
-        raise error
+        return answer_of_router(self._url, status, answer, Joined)

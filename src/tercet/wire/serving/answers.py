@@ -91,9 +91,9 @@ def fault_of(error: BaseException) -> TercetError:
     return RouterFailed("the router failed while it served this request; its log says how")
 
 
-def last_answer(error: TercetError, path: str = "") -> bytes:
+def last_answer(error: TercetError) -> bytes:
     """Return an error as the last answer on a client's HTTP/1.1 connection, with head and body."""
-    body = error_body(path, error)
+    body = error_body("", error)
     lines = (
         f"HTTP/1.1 {error.status} {HTTPStatus(error.status).phrase}",
         "content-type: application/json",

@@ -15,11 +15,17 @@ import ipaddress
 import logging
 import os
 import socket
+import time
 from argparse import Namespace
-from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Protocol
+from collections.abc import Awaitable, Callable, Generator, Iterable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, contextmanager, nullcontext
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Protocol
 
-from tercet.protocol import BadRequest, Unauthorized
+import msgspec
+
+from tercet.protocol import BadRequest, RequestTooLarge, Unauthorized
 from tercet.protocol.access import BearerKeys, Callers, given_key, key_of, secrets_of
 from tercet.protocol.request_checks import ShownHeaders, require_json, require_no_page, require_this_machine
 from tercet.protocol.wire import API_PREFIX, MEMBERS
@@ -29,20 +35,7 @@ from tercet.settings.process_settings import ADMIN_KEY_VARIABLE, API_KEY_VARIABL
 from tercet.settings.router_settings import RouterConfig
 
 if TYPE_CHECKING:
-    from starlette.types import Scope
-import time
-from collections.abc import Awaitable, Callable, Generator, Mapping
-from contextlib import AbstractAsyncContextManager, contextmanager, nullcontext
-from contextvars import ContextVar
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
-
-import msgspec
-
-from tercet.protocol import RequestTooLarge
-
-if TYPE_CHECKING:
-    from starlette.types import Message, Receive
+    from starlette.types import Message, Receive, Scope
 
     from tercet.protocol import TercetError
     from tercet.wire.serving.client_connection import ClientConnection
