@@ -83,9 +83,7 @@ class Breach(Enum):
 class ServedConnection(Protocol):
     """The server's end of a connection."""
 
-    def refuse(self, breach: Breach) -> None:
-        """Close the connection, because of ``breach``."""
-        ...
+    def refuse(self, breach: Breach) -> None: ...
 
     def is_held(self) -> bool:
         """True if the server itself has stopped reading: that time does not count against the client."""

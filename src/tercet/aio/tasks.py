@@ -53,7 +53,6 @@ class Failures:
         logger.error("%s failed and is tried again: %s", self._name, text, exc_info=error)
 
     def works(self) -> None:
-        """Log once that the task works again."""
         if self._logged:
             logger.warning("%s works again", self._name)
             self._logged.clear()
@@ -121,7 +120,6 @@ class TaskSet:
         return len(self._tasks)
 
     def spawn(self, work: Coroutine[Any, Any, T], name: str | None = None) -> asyncio.Task[T]:
-        """Start ``work`` as a task on the running event loop, and return the task."""
         task = asyncio.get_running_loop().create_task(work, name=name)
         self._tasks.add(task)
         task.add_done_callback(self._ended)
@@ -132,7 +130,6 @@ class TaskSet:
         return self.spawn(keep_running(work, name), name)
 
     def cancel(self) -> None:
-        """Ask all tasks to end now."""
         for task in self._tasks:
             task.cancel()
 

@@ -93,7 +93,6 @@ class _Parent:
 
     @property
     def is_open(self) -> bool:
-        """True if another request can arrive."""
         return self._listening is not None or bool(self._channels)
 
     def listen(self, listening: socket.socket) -> None:

@@ -134,7 +134,6 @@ class Edge:
         self.revision = Revision(__version__, generation.version, self.layout.model, text, self.layout)
 
     async def abort(self, seq_id: str) -> bool:
-        """End the sequence's reservation, sends and generation; return whether there was any."""
         found = self.work.stop(seq_id)
         return await self.leases.abort(seq_id) or found
 

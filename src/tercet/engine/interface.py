@@ -188,9 +188,7 @@ class SchedulerHalf(Protocol):
     async def end_send(self, send_id: str) -> None:
         """Unpin the blocks of a send, which no agent reads any more; its request, if it arrives later, is refused."""
 
-    async def sequences(self) -> list[RequestInCore]:
-        """Return the requests of :class:`GenerationHalf` that the scheduler has."""
-        ...
+    async def sequences(self) -> list[RequestInCore]: ...
 
 
 # ---- generation ----------------------------------------------------------------------------------------------

@@ -50,7 +50,6 @@ class BearerKeys:
         self._digests = [_digest(key.strip()) for key in keys if key.strip()]
 
     def shares_with(self, other: BearerKeys) -> bool:
-        """Return True if both sets have a key in common."""
         return not set(self._digests).isdisjoint(other._digests)
 
     def require(self, authorization: Sequence[str], refusal: str) -> None:
@@ -70,7 +69,6 @@ class BearerKeys:
             raise Unauthorized(refusal, "authorization")
 
     def fits(self, authorization: str) -> bool:
-        """Return True if the value of a header contains one of the keys."""
         scheme, _, shown = authorization.partition(" ")
         # All digests have the same length, so the time of a comparison reveals nothing about a key.
         fits = [secrets.compare_digest(_digest(shown), digest) for digest in self._digests]

@@ -36,12 +36,10 @@ class Reservation(msgspec.Struct, frozen=True):
 
     @property
     def lease(self) -> str:
-        """Id of the lease that pins the blocks."""
         return self.kv_addr_info.lease
 
     @property
     def end(self) -> int:
-        """Absolute end of the reserved range."""
         return self.kv_addr_info.end
 
     @property
@@ -220,9 +218,7 @@ class Fleet(Protocol):
     """
 
     @property
-    def members(self) -> Sequence[EngineView]:
-        """All engines, including those that are being drained."""
-        ...
+    def members(self) -> Sequence[EngineView]: ...
 
     def pick(
         self,

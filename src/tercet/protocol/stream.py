@@ -111,7 +111,6 @@ class OutputStream:
                 waiter.set_result(None)
 
     def fail(self, error: TercetError) -> None:
-        """End the sequence with an error."""
         if not self._over:
             self._failure = error
             self._end()

@@ -187,7 +187,6 @@ class EngineStatus(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def revision(self) -> Revision:
-        """Versions and fingerprints of the engine."""
         return Revision(self.version, self.vllm_version, self.fingerprint, self.text, self.layout)
 
 

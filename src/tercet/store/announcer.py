@@ -65,7 +65,6 @@ class Announcer:
         self._tasks = TaskSet()
 
     def start(self) -> None:
-        """Answer those who have missed batches."""
         self._tasks.keep(self._repeat, "replay of KV events")
 
     def stored(self, content: BlockContent, medium: str) -> None:
@@ -119,7 +118,6 @@ class Announcer:
         )  # fmt: skip
 
     async def close(self) -> None:
-        """Stop to answer and to publish."""
         await self._tasks.close()
         self._live.close()
         self._asked.close()

@@ -105,7 +105,6 @@ class StoreBlocks:
         logger.info("found %d blocks on disk, %d bytes", len(self.disk), self.disk.nbytes)
 
     def start(self) -> None:
-        """Begin to write to disk."""
         if self.folder is not None:
             self._tasks.keep(self._write_behind, "writes of KV to disk")
 
@@ -381,7 +380,6 @@ class StoreBlocks:
 
     @property
     def usage(self) -> float:
-        """The share of memory that is pinned."""
         return 1 - self.pool.available / self.pool.slots
 
     async def close(self) -> None:

@@ -98,7 +98,6 @@ class DiskIndex(Generic[File]):
         self.nbytes -= self._sizes.pop(file, 0)
 
     def touch(self, file: File) -> None:
-        """Note a use of a file, if it exists."""
         if file in self._sizes:
             self._sizes.move_to_end(file)
 
@@ -170,7 +169,6 @@ class DiskFolder:
         return content if whole and content.is_genuine and self.file(content.name) == name else None
 
     def size_of(self, content: BlockContent) -> int:
-        """Return the size of a block's file."""
         return len(self._front(content, bytes(CHECKSUM_BYTES))) + self._block_bytes
 
     def _front(self, content: BlockContent, checksum: bytes) -> bytes:

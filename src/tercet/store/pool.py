@@ -36,12 +36,10 @@ class MemoryPool(Generic[Name]):
         return iter(self._slot_of)
 
     def __len__(self) -> int:
-        """Return the number of entries."""
         return len(self._slot_of)
 
     @property
     def available(self) -> int:
-        """Number of slots that can be taken now."""
         return len(self._free) + len(self._idle)
 
     def slot(self, name: Name) -> int | None:
@@ -65,7 +63,6 @@ class MemoryPool(Generic[Name]):
         return [self._free.pop() for _ in range(count)]
 
     def give_back(self, slots: Iterable[int]) -> None:
-        """Free taken slots."""
         self._free.extend(slots)
 
     def enter(self, slot: int, name: Name) -> None:
@@ -75,7 +72,6 @@ class MemoryPool(Generic[Name]):
         self._pins[slot] = 1
 
     def touch(self, name: Name) -> None:
-        """Note a use of an entry, if there is one of this name."""
         slot = self._slot_of.get(name)
         if slot in self._idle:
             self._idle.move_to_end(slot)

@@ -230,7 +230,6 @@ class StoreServer:
         self.router_connections = RouterConnections(edge.name, edge.incarnation, self._load, self._refuse)
 
     def app(self) -> Starlette:
-        """Return the application of all routes."""
         verb = partial(
             answered, callers=self._callers, incarnation=self.edge.incarnation, asks_for_a_key=ASKS_FOR_A_KEY
         )  # fmt: skip

@@ -35,7 +35,6 @@ class Difference:
 
     @cached_property
     def is_here(self) -> bool:
-        """True if the installed vLLM has this difference."""
         return bool(self.ended_by.unmet())
 
 

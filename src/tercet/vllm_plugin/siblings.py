@@ -20,13 +20,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
 
+from vllm.distributed.kv_transfer.kv_connector.v1 import multi_connector
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorHandshakeMetadata, KVConnectorRole
-from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import (
-    MultiConnector as VLLMsMultiConnector,
-)
-from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import (
-    MultiKVConnectorMetadata,
-)
 
 from tercet.vllm_plugin.connector import TercetConnector
 from tercet.vllm_plugin.hooks import UnsupportedVLLM
@@ -54,7 +49,7 @@ class SiblingHandshakes(KVConnectorHandshakeMetadata):
     of: tuple[KVConnectorHandshakeMetadata | None, ...]
 
 
-class MultiConnector(VLLMsMultiConnector):
+class MultiConnector(multi_connector.MultiConnector):
     """Tercet's connector, the first one, with its siblings. vLLM finds it by the name of that class."""
 
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
@@ -97,11 +92,11 @@ class MultiConnector(VLLMsMultiConnector):
         self._requests_to_connector.pop(request.request_id, None)
         return 0, False
 
-    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> MultiKVConnectorMetadata:
+    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> multi_connector.MultiKVConnectorMetadata:
         siblings = [each.build_connector_meta(scheduler_output) for each in self.tercet.siblings]
         planned = (self.tercet.build_connector_meta(scheduler_output), *siblings)
         saves, self._extra_async_saves = self._extra_async_saves, {}
-        return MultiKVConnectorMetadata(planned, saves or None)
+        return multi_connector.MultiKVConnectorMetadata(planned, saves or None)
 
     def take_events(self) -> Iterable[KVCacheEvent]:
         """Return the siblings' events, and record at once that a step has ended: vLLM's own waits for a reader."""

@@ -63,22 +63,21 @@ def exporting_spans(service: str, attributes: Mapping[str, str] | None = None) -
     if not are_spans_wanted() or process.sink is not None:
         yield
         return
-    protocol = protocol_of()
-    module = f"opentelemetry.exporter.otlp.proto.{'grpc' if protocol == GRPC else 'http'}.trace_exporter"
+    module = f"opentelemetry.exporter.otlp.proto.{'grpc' if protocol_of() == GRPC else 'http'}.trace_exporter"
     import_extra("opentelemetry.sdk.trace", "OTEL_*")
     try:
-        import_module(module)
+        exporter = import_module(module)
     except ModuleNotFoundError:
-        import_extra(module, "OTEL_*")
+        exporter = import_extra(module, "OTEL_*")
     except ImportError as error:  # such as after xds-protos has overwritten files with older ones
         raise BadRequest(
             "OTEL_*: another package has overwritten opentelemetry-proto, so its exporter does not work; restore it "
             "with: pip install --force-reinstall --no-deps opentelemetry-proto",
             "OTEL_*",
         ) from error
-    from tercet.wire.otel import OtelSpans, exporter_of
+    from tercet.wire.otel import OtelSpans
 
-    sink = process.sink = OtelSpans(service, attributes or {}, exporter_of(protocol))
+    sink = process.sink = OtelSpans(service, attributes or {}, exporter.OTLPSpanExporter())
     try:
         yield
     finally:

@@ -10,7 +10,7 @@ import logging
 import os
 import threading
 from collections.abc import Iterable, Mapping
-from typing import Any, cast
+from typing import Any
 
 from opentelemetry.sdk.resources import OTELResourceDetector, Resource
 from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
@@ -98,14 +98,3 @@ def _context(place: SpanContext, is_remote: bool = False) -> OtelContext:
     state = TraceState.from_header([place.state]) if place.state else None
     flags = _SAMPLED if place.sampled else _NOT_SAMPLED
     return OtelContext(int(place.trace_id, 16), int(place.span_id, 16), is_remote, flags, state)
-
-
-def exporter_of(protocol: str) -> SpanExporter:
-    """Return the OTLP exporter of a protocol, set up by the variables. Raises ``ImportError`` without its package."""
-    if protocol == "grpc":
-        from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter as ByGrpc
-
-        return cast("SpanExporter", ByGrpc())
-    from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
-
-    return cast("SpanExporter", OTLPSpanExporter())

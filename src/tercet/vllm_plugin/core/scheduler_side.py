@@ -302,7 +302,6 @@ class SendPlanner:
 
     @property
     def steps_in_flight(self) -> int:
-        """Number of planned steps that have not ended."""
         return len(self._filling)
 
     @property
@@ -340,7 +339,6 @@ class SendPlanner:
         self._failed -= blocks
 
     def _ids(self, request_id: str, tokens: int) -> set[int]:
-        """Return the blocks of a request's first tokens."""
         until = -(-tokens // self._block_size)
         tables = (blocks_of.get(request_id, ()) for blocks_of in self._blocks_of)
         return {block.block_id for blocks in tables for block in blocks[:until] if not block.is_null}

@@ -168,7 +168,10 @@ def _computed(tokenizer: Any) -> TextFingerprint:
         for part in _of_tokenizer(tokenizer):
             digest.update(b"%d:" % len(part) + part)  # with its length, so that no two lists of parts look the same
         template = getattr(tokenizer, "chat_template", None)
-        return TextFingerprint(digest.hexdigest()[:16], _digest(template) if template else "")
+        if not template:
+            return TextFingerprint(digest.hexdigest()[:16])
+        said = template if isinstance(template, str) else msgspec.json.encode(template, order="sorted").decode()
+        return TextFingerprint(digest.hexdigest()[:16], hashlib.sha256(said.encode()).hexdigest()[:16])
     except Exception as error:  # a tokenizer is code of its model; its failures must not keep the engine from starting
         logger.warning("this tokenizer cannot be compared with others: %s: %s", type(error).__name__, error)
         return TextFingerprint()
@@ -185,8 +188,3 @@ def _of_tokenizer(tokenizer: Any) -> Iterator[bytes]:
         # The pairs that become one token, in order; newer files have them as pairs, older ones as texts.
         pairs: list[Any] = msgspec.json.decode(backend.to_str()).get("model", {}).get("merges") or []
         yield msgspec.json.encode([pair.split(" ") if isinstance(pair, str) else pair for pair in pairs])
-
-
-def _digest(template: Any) -> str:
-    said = template if isinstance(template, str) else msgspec.json.encode(template, order="sorted").decode()
-    return hashlib.sha256(said.encode()).hexdigest()[:16]

@@ -64,10 +64,9 @@ class WorkerSide:
         return self._started
 
     def handshake(self) -> WorkerHandshake:
-        ready, life = self._agent.ready, self._life
-        agent = ready.control, ready.secret
-        lives_at = life.address, life.secret
-        return WorkerHandshake(list(ready.addresses), agent, lives_at, self._layout, self._region, self._words)
+        ready = self._agent.ready
+        agent, life = (ready.control, ready.secret), (self._life.address, self._life.secret)
+        return WorkerHandshake(list(ready.addresses), agent, life, self._layout, self._region, self._words)
 
     def begin_step(self, metadata: StepMetadata) -> None:
         self._step = metadata
@@ -94,7 +93,6 @@ class WorkerSide:
             self._agent.tell(LayersDone(planes, None if self._device is None else self._device.computed()))
 
     def close(self) -> None:
-        """Stop the agent, if it was started, and the thread that answers for this process."""
         if self._started is not None:
             self._started.close()
         self._life.close()

@@ -96,7 +96,6 @@ class PrefillerHeader:
         self._require_operator = require_operator
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve a request, as an ASGI application."""
         allowed = self._allowed()
         headers = dict[str, str]()
         if scope["type"] == "http" and scope["path"].startswith(PREFILLED_BELOW):
@@ -273,9 +272,7 @@ class Receiver(Protocol):
     @property
     def name(self) -> str: ...
 
-    def prep_recv(self, request: Request, end: int | None = None) -> AbstractAsyncContextManager[Reservation]:
-        """Reserve blocks: see :meth:`tercet.protocol.Engine.prep_recv`."""
-        ...
+    def prep_recv(self, request: Request, end: int | None = None) -> AbstractAsyncContextManager[Reservation]: ...
 
 
 @dataclass(eq=False)

@@ -60,19 +60,16 @@ class BoundedProtocol(HttpToolsProtocol):
     _ending: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Start the deadlines of the connection. Overrides uvicorn's method."""
         super().connection_made(transport)
         self._incoming = Incoming(self, deadlines_of_connections())
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Stop the deadlines of the connection. Overrides uvicorn's method."""
         self._forget()
         if self._ending is not None:
             self._ending.cancel()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        """Parse received bytes, and check the limits. Overrides uvicorn's method."""
         incoming = self._incoming
         if incoming is None:
             if not self._refused:
@@ -107,7 +104,6 @@ class BoundedProtocol(HttpToolsProtocol):
             super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
-        """Record that a head is complete, and check its size."""
         self._part, self._progressed = "body", True
         if self._refused:
             return
@@ -143,7 +139,6 @@ class BoundedProtocol(HttpToolsProtocol):
         super().on_response_complete()
 
     def timeout_keep_alive_handler(self) -> None:
-        """Close a connection on which no further request arrives. Overrides uvicorn's method."""
         if not self._lingers:
             super().timeout_keep_alive_handler()
 
@@ -283,7 +278,6 @@ class ClientConnection:
 
     @property
     def is_full(self) -> bool:
-        """True if more bytes wait for the client than allowed."""
         return self._cycle.flow.write_paused and not self._cycle.disconnected
 
     async def has_room(self) -> None:
@@ -360,7 +354,6 @@ class StreamingProtocol(BoundedProtocol):
         self._unread = asyncio.get_running_loop().call_later(UNREAD_SECONDS, self.transport.abort)
 
     def resume_writing(self) -> None:
-        """End the timeout: the client has read."""
         super().resume_writing()
         self._forget_unread()
 
@@ -375,7 +368,6 @@ class StreamingProtocol(BoundedProtocol):
         super()._start_asgi_task(cycle, app)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Notify the request's task that the connection is lost. Overrides uvicorn's method."""
         super().connection_lost(exc)
         self._forget_unread()
         if self._connection is not None:

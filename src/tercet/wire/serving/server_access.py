@@ -228,7 +228,6 @@ class RouterKeys:
 
     @property
     def access(self) -> AdminAccess:
-        """The check of access to admin routes."""
         return AdminAccess(self.admins, self.clients, self._engines, self._supervisor)
 
     @property
@@ -404,13 +403,9 @@ class BodyTaker(Protocol):
 
     content: bytes
 
-    def take(self, piece: bytes) -> None:
-        """Keep one more piece; may raise."""
-        ...
+    def take(self, piece: bytes) -> None: ...
 
-    def end(self) -> None:
-        """Make ``content`` of the pieces."""
-        ...
+    def end(self) -> None: ...
 
 
 class BodyPieces:

@@ -69,7 +69,6 @@ class EngineConnection:
 
     @property
     def connected(self) -> bool:
-        """True if tokens can arrive."""
         return self._transport is not None
 
     @contextmanager
@@ -140,7 +139,6 @@ class EngineConnection:
         self.inbox.lose(EngineUnreachable(f"{self.engine}: its token stream ended: {why}"))
 
     def heartbeat(self) -> None:
-        """Send a heartbeat: the router is listening."""
         self._send(StreamCommand())
 
     def _send(self, command: StreamCommand) -> None:
@@ -366,5 +364,4 @@ class _Arrival(asyncio.Protocol):
             self.abort()
 
     def abort(self) -> None:
-        """Close the connection at once."""
         self._transport.abort()

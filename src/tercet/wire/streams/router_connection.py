@@ -77,17 +77,14 @@ class SequenceSender:
             self.close()
 
     def fail(self, error: Exception) -> None:
-        """Send the sequence's error, which ends it."""
         self.connection.send(failed_delta(self.number, self.position, failure_of(error)))
         self.close()
 
     def propose(self, proposal: MoveProposal) -> None:
-        """Send a proposal to move the sequence; the router decides."""
         self.connection.propose(proposal)
 
     @property
     def open(self) -> bool:
-        """True if the router still wants outputs."""
         return self.connection.senders.get(self.number) is self
 
     def close(self) -> None:

@@ -68,7 +68,6 @@ class TokenDelta(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
     @property
     def is_last(self) -> bool:
-        """True if its sequence ends here."""
         details = self.details
         return details is not None and (details.finish_reason is not None or details.error is not None)
 
