@@ -31,38 +31,6 @@ from tercet.transport import is_address
 LEASE = re.compile(r"[0-9a-f]{32}")
 
 
-class CallReader:
-    """A reader of calls for one engine. Raises :class:`~tercet.protocol.BadRequest` for invalid calls."""
-
-    def __init__(self, generation: GenerationHalf, adapters: AdapterTable) -> None:
-        self._generation = generation
-        self._adapters = adapters
-        self.limits = generation.limits
-
-    async def tokens(self, prompt: Prompt) -> list[int]:
-        """Return the tokens of a prompt, which may be text; text is tokenized in a thread, since it may be long."""
-        if isinstance(prompt, str):
-            tokens = await asyncio.to_thread(self._generation.encode, prompt)
-        else:
-            tokens = list(prompt)
-        self.limits.check_prompt(tokens)
-        return tokens
-
-    async def keyed(self, call: SequenceCall, tokens: list[int]) -> KeyedPrompt:
-        """Return a call's prompt, with these :meth:`tokens` and all other inputs of its KV.
-
-        Raises :class:`~tercet.protocol.UnknownAdapter`, also for an adapter with other contents here, and
-        :class:`~tercet.protocol.Conflict` if its files have changed.
-        """
-        adapter = await self._adapters.find(call.adapter, call.adapter_digest)
-        self.limits.check_features(tokens, call.mm_features, call.adapter)
-        features = tuple(feature.without_data() for feature in call.mm_features)
-        return KeyedPrompt(tokens, call.cache_salt, adapter, features)
-
-    def model_of(self, call: SequenceCall) -> str:
-        return call.adapter or self._generation.model
-
-
 def check_adapter(call: RemoteSendCall, digest: str) -> None:
     """Refuse KV of another adapter than the receiver needs; ``digest`` is that of this engine's adapter.
 
@@ -123,7 +91,6 @@ class Edge:
         self.description, self.layout = description, description.layout
         self.core, self.generation = core, generation
         self.agents, self.adapters, self.probe = agents, adapters, probe
-        self.reader = CallReader(generation, adapters)
         self.tasks, self.work = TaskSet(), SequenceWork()
         self.leases = LeaseTimers(core, agents, self.tasks, description.reserve_wait)
         adapters.count_users(self.leases.adapters)
@@ -132,6 +99,29 @@ class Edge:
         tables = description.tables
         self.bypass = None if tables is None else Bypass(open_table(tables), self.layout.block_size)
         self.revision = Revision(__version__, generation.version, self.layout.model, text, self.layout)
+
+    async def tokens(self, prompt: Prompt) -> list[int]:
+        """Return the tokens of a call's prompt. Raises :class:`~tercet.protocol.BadRequest` for an invalid one."""
+        if isinstance(prompt, str):  # in a thread, since it may be long
+            tokens = await asyncio.to_thread(self.generation.encode, prompt)
+        else:
+            tokens = list(prompt)
+        self.generation.limits.check_prompt(tokens)
+        return tokens
+
+    async def keyed(self, call: SequenceCall, tokens: list[int]) -> KeyedPrompt:
+        """Return a call's prompt, with these :meth:`tokens` and all other inputs of its KV.
+
+        Raises :class:`~tercet.protocol.BadRequest`, :class:`~tercet.protocol.UnknownAdapter`, also for an adapter with
+        other contents here, and :class:`~tercet.protocol.Conflict` if its files have changed.
+        """
+        adapter = await self.adapters.find(call.adapter, call.adapter_digest)
+        self.generation.limits.check_features(tokens, call.mm_features, call.adapter)
+        features = tuple(feature.without_data() for feature in call.mm_features)
+        return KeyedPrompt(tokens, call.cache_salt, adapter, features)
+
+    def model_of(self, call: SequenceCall) -> str:
+        return call.adapter or self.generation.model
 
     async def abort(self, seq_id: str) -> bool:
         found = self.work.stop(seq_id)

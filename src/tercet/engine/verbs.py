@@ -42,9 +42,9 @@ from tercet.transport import Push, PushCached, SendDestination, SendReport, rout
 
 async def prep_recv(edge: Edge, call: PrepRecvCall) -> PrepRecvAnswer:
     """Match the prompt's prefix and reserve blocks for the rest; or extend a lease."""
-    tokens = await edge.reader.tokens(call.prompt)
+    tokens = await edge.tokens(call.prompt)
     end = end_of_reservation(len(tokens), call.end)
-    prompt = (await edge.reader.keyed(call, tokens)).first(end)
+    prompt = (await edge.keyed(call, tokens)).first(end)
     # An extension: the sequence has grown, and its sender goes on under the same lease.
     if call.lease is not None:
         held = await edge.leases.extend(call.lease, call.seq_id, prompt)
@@ -95,13 +95,13 @@ BYPASS_SECONDS = 1.0
 async def remote_send(edge: Edge, call: RemoteSendCall) -> Sent:
     """Get the KV and push it; return when every rank has acknowledged it."""
     started = time.monotonic()
-    tokens = await edge.reader.tokens(call.prompt)
+    tokens = await edge.tokens(call.prompt)
     begin, end = resolve_range(len(tokens), call.begin, call.end)
     info = call.kv_addr_info
     # First: nothing of an address that another engine did not issue is trusted.
     info.require_proof(edge.secret)
     check_send(call, begin, end, len(tokens), edge.layout)
-    prompt = await edge.reader.keyed(call, tokens)
+    prompt = await edge.keyed(call, tokens)
     check_adapter(call, digest_of(prompt.adapter))
     receivers = sorted(info.ranks, key=lambda rank: rank.rank)
     destinations = [  # for each rank of this engine, the receiver's ranks with common heads and layers
@@ -133,7 +133,7 @@ async def remote_send(edge: Edge, call: RemoteSendCall) -> Sent:
                     end = pinned.end
                     if end > begin:
                         found = msgspec.structs.replace(plan, content=prompt.content(end), end=end)
-                        await _push_pinned(edge, found, pinned.pushes, None)
+                        await edge.agents.push(PushCached(found, tuple(pinned.pushes)))
                     first, cached = None, end if end > begin else 0
                 else:
                     first, cached = await _push(edge, call, prompt, plan, sending)
@@ -152,7 +152,7 @@ async def _push(
     """Make the engine compute and push; return the first token, if requested, and the number of cached tokens."""
     cached, word = (None, None) if call.sample else await _cached(edge, prompt.first(plan.end), plan)
     if cached is not None:
-        await _push_pinned(edge, plan, cached, word)
+        await edge.agents.push(PushCached(plan, tuple(cached), word))
         return None, plan.end
     sampling = call.sampling_params if call.sample else dict[str, Any]()
     # An image is computed whole, also if the send ends inside it.
@@ -171,10 +171,6 @@ async def _push(
     finally:
         computing.cancel()
     return (output if call.sample else None), min(request.num_cached, plan.end)
-
-
-async def _push_pinned(edge: Edge, plan: SendPlan, pushes: list[Push], word: int | None) -> None:
-    await edge.agents.push(PushCached(plan, tuple(pushes), word))
 
 
 async def _cached(edge: Edge, prompt: KeyedPrompt, plan: SendPlan) -> tuple[list[Push] | None, int | None]:
@@ -224,9 +220,9 @@ async def stream(edge: Edge, call: StartGenerateCall, link: RouterLink, router: 
 
 
 async def _decoding(edge: Edge, call: StartGenerateCall) -> DecodingSequence:
-    tokens = await edge.reader.tokens(call.prompt)
-    edge.reader.limits.check_output(tokens, call.output)
-    prompt = await edge.reader.keyed(call, tokens)
+    tokens = await edge.tokens(call.prompt)
+    edge.generation.limits.check_output(tokens, call.output)
+    prompt = await edge.keyed(call, tokens)
     check_generation(call.seq_id, call.begin, len(tokens), edge.work.generates(call.seq_id))
     known = prompt.with_output(call.output)
     claimed = await _claimed(edge, call.seq_id, known)
@@ -251,7 +247,7 @@ async def _decoding(edge: Edge, call: StartGenerateCall) -> DecodingSequence:
         return usage_of(len(known.tokens), num_cached, claimed.matched_len if claimed is not None else num_cached)
 
     tokens = [*known.tokens]  # it grows with the output
-    decoding = DecodingSequence(call.seq_id, number, request, tokens, usage, ended, edge.reader.model_of(call))
+    decoding = DecodingSequence(call.seq_id, number, request, tokens, usage, ended, edge.model_of(call))
     edge.generated.add(decoding)
     return decoding
 

@@ -248,12 +248,12 @@ class StoreServer:
 
     async def prep_recv(self, http: Request) -> Any:
         call = await call_in(http, PrepRecvCall, LONGEST_BODY, "this store")
-        with logged_call("prep_recv", call, http.headers, self.edge.reader.model_of(call)):
+        with logged_call("prep_recv", call, http.headers, self.edge.model_of(call)):
             return await verbs.prep_recv(self.edge, call)
 
     async def remote_send(self, http: Request) -> Any:
         call = await call_in(http, RemoteSendCall, LONGEST_BODY, "this store")
-        with logged_call("remote_send", call, http.headers, self.edge.reader.model_of(call)):
+        with logged_call("remote_send", call, http.headers, self.edge.model_of(call)):
             return await unless_disconnected(http, verbs.remote_send(self.edge, call))
 
     async def abort(self, http: Request) -> Any:

@@ -191,7 +191,7 @@ def _body(kind: type) -> dict[str, Any]:
 async def prep_recv(request: Request) -> Response:
     """Match `prompt[:end]` in the prefix cache and reserve blocks for the rest, under a lease."""
     call = await _call(request, PrepRecvCall)
-    with logged_call("prep_recv", call, request.headers, _edge(request).reader.model_of(call)):
+    with logged_call("prep_recv", call, request.headers, _edge(request).model_of(call)):
         return json_response(await verbs.prep_recv(_edge(request), call))
 
 
@@ -199,7 +199,7 @@ async def prep_recv(request: Request) -> Response:
 async def remote_send(request: Request) -> Response:
     """Get the KV of `prompt[begin:end)` and push it into a reservation; optionally sample the first token."""
     call = await _call(request, RemoteSendCall)
-    with logged_call("remote_send", call, request.headers, _edge(request).reader.model_of(call)):
+    with logged_call("remote_send", call, request.headers, _edge(request).model_of(call)):
         return json_response(await unless_disconnected(request, verbs.remote_send(_edge(request), call)))
 
 

@@ -19,7 +19,6 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
-import os
 import zlib
 from collections.abc import Awaitable, Callable, Iterable
 from contextlib import suppress
@@ -31,6 +30,7 @@ from vllm import envs
 from vllm.lora.request import LoRARequest
 from vllm.lora.utils import get_adapter_absolute_path
 
+from tercet.aio.files import stamp_of
 from tercet.engine.interface import Adapter
 from tercet.protocol import AdapterLoad, AdapterReport, BadRequest, Conflict, EngineError, Unauthorized, UnknownAdapter
 
@@ -46,7 +46,7 @@ WEIGHTS = ("adapter_model.*", "new_embeddings.*")
 IGNORED_KEYS = frozenset({"auto_mapping", "base_model_name_or_path", "inference_mode", "revision"})
 READ_BYTES = 1 << 20
 HERE = "/."
-Stamp = tuple[tuple[str, int, int, int], ...]
+Stamp = tuple[tuple[Path, object], ...]
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ def read_contents(path: str) -> Contents:
     digest = hashlib.blake2b(digest_size=16)
     try:
         files = [root / CONFIG, *sorted(file for pattern in WEIGHTS for file in root.glob(pattern))]
-        stamp = _stamp(tuple((str(file), 0, 0, 0) for file in files))
+        stamp = _stamp(files)
         config: Any = json.loads(files[0].read_bytes())
         if not isinstance(config, dict):
             raise ValueError(f"{CONFIG} is not a JSON object")
@@ -80,16 +80,8 @@ def read_contents(path: str) -> Contents:
     return Contents(str(root), digest.hexdigest(), stamp)
 
 
-def _stamp(of: Stamp) -> Stamp:
-    """Return the present stamp of the files in ``of``, without missing files."""
-    found: list[tuple[str, int, int, int]] = []
-    for file, *_ in of:
-        try:
-            about = os.stat(file)
-        except OSError:
-            continue
-        found.append((file, about.st_ino, about.st_mtime_ns, about.st_size))
-    return tuple(found)
+def _stamp(files: Iterable[Path]) -> Stamp:
+    return tuple((file, stamp_of(file)) for file in files)
 
 
 ALLOWED_BY = "VLLM_ALLOW_RUNTIME_LORA_UPDATING"
@@ -206,7 +198,7 @@ class Adapters:
         name, path = found.lora_name, found.lora_path
         contents = await self._contents(found)
         # Its KV on other engines is found by the digest of files that are not these any more.
-        if _stamp(contents.stamp) != contents.stamp:
+        if _stamp(file for file, _ in contents.stamp) != contents.stamp:
             raise _changed(name, self._path_of(found))
         return Adapter(name, found.lora_int_id, path, contents.digest, found.is_3d_lora_weight)
 

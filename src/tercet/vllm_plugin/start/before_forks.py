@@ -21,6 +21,7 @@ from typing import Any
 
 import msgspec
 
+from tercet.aio.files import stamp_of
 from tercet.aio.importing import frames_without_source, import_late, without_collections
 from tercet.protocol.addresses import TextFingerprint
 from tercet.settings.process_settings import PARALLEL_TOKENIZERS
@@ -128,10 +129,9 @@ def _one_thread() -> Generator[None]:
 
 def _files(checkpoint: Path) -> object:
     try:
-        found = [(path.name, path.stat()) for path in checkpoint.iterdir()]
+        return [(path, stamp_of(path)) for path in sorted(checkpoint.iterdir())]
     except OSError:
         return None
-    return sorted((name, status.st_size, status.st_mtime_ns, status.st_ino) for name, status in found)
 
 
 # ---- the identity of a model's text: with another one, the same token ids have other meanings ------------------------
