@@ -11,7 +11,7 @@ error is the last event: OpenAI's error body followed by ``[DONE]``, or an event
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from http import HTTPStatus
 from typing import Any, ClassVar, Literal, cast
 
@@ -250,22 +250,15 @@ def in_form(path: str, status: int, said: Mapping[str, Any]) -> bytes:
 
     ``said`` is OpenAI's error object (``message``, ``type``, ``param``, ``code``).
     """
-    return msgspec.json.encode(_FORMS[api_of(path)](status, said))
-
-
-def _openai(_status: int, said: Mapping[str, Any]) -> Any:
-    return {"error": said}
-
-
-def _anthropic(status: int, said: Mapping[str, Any]) -> Any:
-    other = "invalid_request_error" if status < HTTPStatus.INTERNAL_SERVER_ERROR else "api_error"
-    return {"type": "error", "error": {"type": ANTHROPIC_TYPES.get(status, other), "message": said["message"]}}
-
-
-_FORMS: Mapping[Api, Callable[[int, Mapping[str, Any]], Any]] = {
-    "openai": _openai, "responses": _openai, "anthropic": _anthropic,
-    "cohere": lambda _, said: {"message": said["message"]},
-}  # fmt: skip
+    match api_of(path):
+        case "anthropic":
+            other = "invalid_request_error" if status < HTTPStatus.INTERNAL_SERVER_ERROR else "api_error"
+            error = {"type": ANTHROPIC_TYPES.get(status, other), "message": said["message"]}
+            return msgspec.json.encode({"type": "error", "error": error})
+        case "cohere":
+            return msgspec.json.encode({"message": said["message"]})
+        case _:
+            return msgspec.json.encode({"error": said})
 
 
 # ---- in streams ----------------------------------------------------------------------------------------------
@@ -276,12 +269,12 @@ def last_events(path: str, error: TercetError, before: Mapping[str, Any] | None 
     said: Mapping[str, Any] = error.to_wire()["error"]
     api = api_of(path)
     if api == "anthropic":
-        return _event("error", _anthropic(error.status, said))
+        return b"event: error\ndata: %b\n\n" % error_body(path, error)
     if api == "cohere":
         failed = {"type": "message-end", "delta": {"finish_reason": "ERROR", "error": said["message"]}}
         return _event("message-end", failed)
     if api == "openai":
-        return b"data: " + msgspec.json.encode(_openai(error.status, said)) + b"\n\n" + DONE
+        return b"data: %b\n\n" % error_body(path, error) + DONE
     # The Responses API: an event of the type "error"; clients that follow the response's state need the other one, too.
     last = (before or {}).get("sequence_number")
     number = last + 1 if isinstance(last, int) else 0

@@ -49,10 +49,8 @@ def require_small(structured: Mapping[str, Any], param: str = "structured_output
         for each in units:
             total += each
             if total > MOST_UNITS:
-                raise BadRequest(
-                    f"{field}: takes too long to compile; use fewer classes of characters, `.`, properties and choices",
-                    field,
-                )
+                why = "takes too long to compile; use fewer classes of characters, `.`, properties and choices"
+                raise _refused(f"{field}: {why}")
 
 
 def price(structured: Mapping[str, Any]) -> float:
@@ -101,7 +99,7 @@ def _of_text(text: str, param: str) -> Iterator[float]:
             last = 1
         alternatives += part == "|"
         if alternatives > MOST_CHOICES:
-            raise BadRequest(f"{param}: has more than {MOST_CHOICES} alternatives", param)
+            raise _refused(f"{param}: has more than {MOST_CHOICES} alternatives")
         yield _of_part(part)
 
 
@@ -117,8 +115,7 @@ def _of_part(part: str) -> float:
 
 def _of_choices(choices: Sequence[Any], param: str) -> Iterator[float]:
     if len(choices) > MOST_CHOICES:
-        said = f"{param}: has {len(choices)} choices; at most {MOST_CHOICES} are accepted"
-        raise BadRequest(said, param.partition(":")[0])
+        raise _refused(f"{param}: has {len(choices)} choices; at most {MOST_CHOICES} are accepted")
     for choice in choices:
         yield CHOICE + LITERAL * len(choice) if isinstance(choice, str) else CHOICE
 
@@ -183,11 +180,13 @@ def _count(digits: str) -> int:
 
 def _require_count(count: float, what: str) -> None:
     if not count <= MOST_REPEATED:  # also not a number
-        said = f"{what}: repeats {count:g} times; at most {MOST_REPEATED} are accepted"
-        raise BadRequest(said, what.partition(":")[0])
+        raise _refused(f"{what}: repeats {count:g} times; at most {MOST_REPEATED} are accepted")
 
 
 def _require_nested(times: int, most: int, param: str) -> None:
     if times > most:
-        said = f"{param}: counts in counts repeat {times:.3g} times; at most {most} are accepted"
-        raise BadRequest(said, param.partition(":")[0])
+        raise _refused(f"{param}: counts in counts repeat {times:.3g} times; at most {most} are accepted")
+
+
+def _refused(why: str) -> BadRequest:
+    return BadRequest(why, why.partition(":")[0])

@@ -20,7 +20,6 @@ import os
 import resource
 import signal
 import socket
-import struct
 import threading
 import time
 from contextlib import suppress
@@ -45,7 +44,7 @@ LONG_SECONDS, MOST_LONG = 0.1, 3
 """A token that takes more CPU seconds than the first is long: others wait for it. The second ends a try as too slow."""
 START_SECONDS, STALL_SECONDS = 180.0, 60.0
 NICE = 5
-_SIZE = struct.Struct("!I")
+PID_BYTES = 4
 
 
 class TryOutcome(Enum):
@@ -104,12 +103,11 @@ class GrammarProcess:
             if channel is None:
                 return TryOutcome.LOST, ""
             ours.settimeout(START_SECONDS)
-            try:
-                pid = int.from_bytes(_receive(ours, 4), "big")
-            except (EOFError, OSError):  # the process has ended, is stopped, or is occupied
-                self._kill(channel)
-                return TryOutcome.LOST, ""
-            return self._result(ours, pid, job)
+            with suppress(OSError):
+                if pid := int.from_bytes(ours.recv(PID_BYTES), "big"):
+                    return self._result(ours, pid, job)
+            self._kill(channel)  # the process has ended, is stopped, or is occupied
+            return TryOutcome.LOST, ""
 
     def warm(self, backend: str) -> None:
         """Make the process load a backend, without waiting for it."""
@@ -145,10 +143,12 @@ class GrammarProcess:
         # The kernel ends the child at its limit of CPU time; a child that is stopped, or gets no CPU, is ended here.
         try:
             ours.settimeout(STALL_SECONDS)
-            text = msgspec.msgpack.encode(job)
-            ours.sendall(_SIZE.pack(len(text)) + text)
-            result = msgspec.msgpack.decode(_receive_all(ours), type=Result)
-        except (EOFError, ConnectionError):
+            _send(ours, job)
+            answer = _receive(ours)
+            if not answer:
+                return TryOutcome.OVER_LIMIT, ""
+            result = msgspec.msgpack.decode(answer, type=Result)
+        except ConnectionError:
             return TryOutcome.OVER_LIMIT, ""
         except (OSError, msgspec.MsgspecError):
             return TryOutcome.LOST, ""
@@ -187,17 +187,15 @@ def _pair() -> tuple[socket.socket, socket.socket]:
     return socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
 
 
-def _receive(connection: socket.socket, size: int) -> bytes:
-    found = bytearray()
-    while len(found) < size:
-        if not (part := connection.recv(size - len(found))):
-            raise EOFError
-        found += part
-    return bytes(found)
+def _send(connection: socket.socket, message: TryJob | Result) -> None:
+    """Send the only message in this direction; its end is that of the stream."""
+    connection.sendall(msgspec.msgpack.encode(message))
+    connection.shutdown(socket.SHUT_WR)
 
 
-def _receive_all(connection: socket.socket) -> bytes:
-    return _receive(connection, _SIZE.unpack(_receive(connection, _SIZE.size))[0])
+def _receive(connection: socket.socket) -> bytes:
+    with connection.makefile("rb") as file:
+        return file.read()
 
 
 # ---- the process ----------------------------------------------------------------------------------------------------
@@ -290,10 +288,10 @@ def _compiled(manager: Any, backend: str, kind: Any, text: str) -> Any:
 
 
 def _try(connection: socket.socket, manager: Any, backend: str) -> None:
-    connection.sendall(os.getpid().to_bytes(4, "big"))
+    connection.sendall(os.getpid().to_bytes(PID_BYTES, "big"))
     # A fork of the process that has the backend, for one try: what the try breaks or uses up ends with it, and the
     # kernel enforces its limits.
-    job = msgspec.msgpack.decode(_receive_all(connection), type=TryJob)
+    job = msgspec.msgpack.decode(_receive(connection), type=TryJob)
     logging.disable(logging.CRITICAL)
     os.nice(NICE * job.level)
     ctypes.CDLL(None).mallopt(M_ARENA_MAX, 1)
@@ -315,8 +313,7 @@ def _try(connection: socket.socket, manager: Any, backend: str) -> None:
             out = "bad_alloc" in str(error)
             refused = "takes too much memory to compile" if out else f"cannot be compiled: {str(error)[:300]}"
     signal.setitimer(signal.ITIMER_PROF, 0)
-    text = msgspec.msgpack.encode(Result(refused, manager is not None))
-    connection.sendall(_SIZE.pack(len(text)) + text)
+    _send(connection, Result(refused, manager is not None))
 
 
 def _limit_time(seconds: float) -> None:

@@ -52,23 +52,20 @@ def _flags_checked(make: Method, cls: type, args: Namespace) -> Any:
 
 def _config_checked(create: Method, args: Any, *more: Any, **named: Any) -> VllmConfig:
     transfer: KVTransferConfig | None = getattr(args, "kv_transfer_config", None)
-    if transfer is not None:
-        with refusing_in_a_sentence():
-            args.kv_transfer_config = with_siblings(transfer)
-    try:
-        config = create(args, *more, **named)
-    except (ValueError, OSError) as error:
-        if not is_tercets(transfer):
-            raise
-        traceback.print_exception(error)  # where in vLLM it was found, for the log
-        with refusing_in_a_sentence():
-            raise refusal_of_vllm(error) from error
     with refusing_in_a_sentence():
+        if transfer is not None:
+            args.kv_transfer_config = with_siblings(transfer)
+        try:
+            config = create(args, *more, **named)
+        except (ValueError, OSError) as error:
+            if not is_tercets(transfer):
+                raise
+            traceback.print_exception(error)  # where in vLLM it was found, for the log
+            raise refusal_of_vllm(error) from error
         require_no_sibling(config.kv_transfer_config)
-    if is_tercets(config.kv_transfer_config):
-        with refusing_in_a_sentence():
+        if is_tercets(config.kv_transfer_config):
             require_supported_config(config)
-        log_stages_of_workers(config)
+            log_stages_of_workers(config)
     return config
 
 
