@@ -33,15 +33,7 @@ from tercet.engine import agents
 from tercet.engine.agents import AgentCalls
 from tercet.engine.interface import KeyedPrompt, ReservedBlocks, SchedulerHalf
 from tercet.engine.leases import LIFE, Lease, LeaseState, LeaseTable, Ledger, aborted_while_reserving, require_continued
-from tercet.protocol import (
-    Conflict,
-    Content,
-    EngineError,
-    LeaseEnded,
-    TercetError,
-    UnknownSequence,
-    packed,
-)
+from tercet.protocol import Conflict, Content, EngineError, LeaseEnded, TercetError, UnknownSequence, packed
 from tercet.protocol.spans import LeaseReport
 from tercet.transport import ExtendLease, GrantLease, LeaseFilled
 
@@ -142,10 +134,9 @@ class EdgeLease(Lease):
 
 
 class LeaseTimers(LeaseTable[EdgeLease]):
-    """One of an engine's three ledgers of leases: time and owner.
+    """The ledger of time and owner, from which agents are called: blocks are opened here, and fenced.
 
-    Agents are called from here: blocks are opened for writing after they are reserved, and fenced before they are freed
-    or adopted. A lease that is forgotten here is claimed, and then the request that adopts it has its blocks, or freed.
+    A lease that is forgotten here is claimed, and then the request that adopts it has its blocks, or freed.
     """
 
     def __init__(self, core: SchedulerHalf, agents: AgentCalls, tasks: TaskSet, reserve_wait: float) -> None:

@@ -17,6 +17,7 @@ from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.request import RequestStatus
 
 from tercet.decisions.background import StepShare
+from tercet.vllm_plugin.core.reservations import take_blocks
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
@@ -168,10 +169,7 @@ class BackgroundRequests:
                 return True
         for each in reversed([*scheduler.kv_holding_waiting]):
             if self._is_ours(each) and each.status == RequestStatus.WAITING:
-                scheduler.kv_holding_waiting.remove_request(each)
-                scheduler._free_request_blocks(each)
-                each.num_computed_tokens = 0
-                scheduler.waiting.prepend_request(each)
+                take_blocks(scheduler, each)
                 return True
         return False
 

@@ -113,8 +113,7 @@ class SiblingFence:
         self._reservations = reservations
         self._sends = sends
         self.tiers = TierBlocks()
-        # How each sibling says which blocks it uses: OffloadingConnector lists its jobs; those in
-        # HOLD_THEIR_BLOCKS use none that the pool has back; the others are silent, and their steps are waited for.
+        # Those that list their jobs; those in HOLD_THEIR_BLOCKS hold their blocks; the others are silent.
         self._exact = list[tuple[str, Callable[[], Iterable[int]]]]()
         for each in siblings:
             half: Any = getattr(each, "connector_scheduler", None)

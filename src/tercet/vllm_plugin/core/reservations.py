@@ -437,11 +437,15 @@ def give_way(scheduler: Scheduler, planned: SchedulerOutput) -> int:
         return 0
     given = 0
     while missing > 0:
-        request = others.pop()
+        take_blocks(scheduler, others.pop())
         missing -= held.pop()
-        scheduler.kv_holding_waiting.remove_request(request)
-        scheduler._free_request_blocks(request)
-        request.num_computed_tokens = 0
-        scheduler.waiting.prepend_request(request)
         given += 1
     return given
+
+
+def take_blocks(scheduler: Scheduler, request: VLLMRequest) -> None:
+    """Take the blocks of a waiting request, which is then equal to a preempted one."""
+    scheduler.kv_holding_waiting.remove_request(request)
+    scheduler._free_request_blocks(request)
+    request.num_computed_tokens = 0
+    scheduler.waiting.prepend_request(request)

@@ -64,16 +64,19 @@ def without_noise() -> None:
     if os.environ.get(VLLM_LEVEL, "").upper() == "DEBUG":
         return
     for name, beginnings in NOISE.items():
-        logger = logging.getLogger(name)
-        if not any(isinstance(each, Without) for each in logger.filters):
-            logger.addFilter(Without(beginnings))
+        _filter_once(logging.getLogger(name), Without(beginnings))
 
 
 def bound_lines() -> None:
     """Limit the length of lines from vLLM's handlers in this process: some quote text that clients send."""
     for handler in logging.getLogger("vllm").handlers:
-        if not any(isinstance(each, LineBounds) for each in handler.filters):
-            handler.addFilter(LineBounds())
+        _filter_once(handler, LineBounds())
+
+
+def _filter_once(filtered: logging.Filterer, by: logging.Filter) -> None:
+    """Add a filter unless there is one of its class: a process may load the plugins more than once."""
+    if not any(isinstance(each, type(by)) for each in filtered.filters):
+        filtered.addFilter(by)
 
 
 def errors_only() -> None:

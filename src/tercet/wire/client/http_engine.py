@@ -102,7 +102,6 @@ class EngineCalls:
         self._name, self._url = name, url
         self._prover = Prover(secret)
         self._tls = tls
-        self._session: aiohttp.ClientSession | None = None
         self._admit = admit
         self._on_status = on_status
         self._incarnation: str | None = None
@@ -115,8 +114,7 @@ class EngineCalls:
         self._session = aiohttp.ClientSession(connector=connector, headers=PLAIN, auto_decompress=False)
 
     async def close(self) -> None:
-        if self._session is not None:
-            await self._session.close()
+        await self._session.close()
 
     async def status(self) -> EngineStatus:
         """Request the engine's status, and check whether the engine may be used."""
@@ -193,7 +191,7 @@ class EngineCalls:
 
         async def ask(proof: dict[str, str]) -> aiohttp.ClientResponse:
             try:
-                response = await self._client.request(
+                response = await self._session.request(
                     method, url, data=body, headers={**headers, **proof}, timeout=timeout, allow_redirects=False
                 )
                 require_plain(response)
@@ -236,12 +234,6 @@ class EngineCalls:
             return msgspec.json.decode(body, type=kind)
         except UNREADABLE as error:
             raise EngineError(f"{self._name} does not answer as a Tercet engine: {error}") from error
-
-    @property
-    def _client(self) -> aiohttp.ClientSession:
-        if self._session is None:
-            raise RuntimeError("HttpEngine is used outside its async context")
-        return self._session
 
 
 def _error_of(status: int, body: bytes) -> TercetError:
@@ -291,10 +283,9 @@ class HttpEngine:
     called when the stream has closed. Without a listener, or if the engine cannot connect to it, outputs arrive as
     server-sent events.
 
-    The first call is ``status``, whose answer must pass ``admit``. Every later call carries that incarnation. A
-    restarted engine refuses the call; then its status is requested, and ``on_new`` is called, since all state of the
-    old engine is lost. ``secret`` is the fleet's, or the engine's API key, which is proved and never sent; ``tls`` is
-    for an ``https://`` engine.
+    ``admit`` is as in :class:`EngineCalls`; ``on_new`` is called after a restart, since all state of the old engine is
+    lost. ``secret`` is the fleet's, or the engine's API key, which is proved and never sent; ``tls`` is for an
+    ``https://`` engine.
     """
 
     def __init__(
