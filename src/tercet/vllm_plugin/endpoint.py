@@ -44,12 +44,12 @@ from tercet.settings.process_settings import ENGINE_NAME_VARIABLE, PrefillBudget
 from tercet.vllm_plugin.edge.adapters import Adapters
 from tercet.vllm_plugin.edge.attached_engine import AttachedEngine
 from tercet.vllm_plugin.edge.llm_requests import tell_failures
-from tercet.vllm_plugin.edge.prefilled_requests import PrefilledRequests
+from tercet.vllm_plugin.edge.prefilled_requests import PrefilledRequests, PrefillerHeader
 from tercet.vllm_plugin.mm_features import bound_uuids
 from tercet.vllm_plugin.start.plugin_settings import parse_settings
 from tercet.vllm_plugin.start.siblings_config import settings_of
 from tercet.wire.client import engine_tls
-from tercet.wire.client.remote_prefill import PrefillAttempts, PrefillerHeader, RemotePrefill
+from tercet.wire.client.remote_prefill import PrefillAttempts, RemotePrefill
 from tercet.wire.exported_spans import exporting_spans
 from tercet.wire.serving.answers import require_trace_reader
 from tercet.wire.serving.http_server import admit, call_in, error_response, json_response, unless_disconnected

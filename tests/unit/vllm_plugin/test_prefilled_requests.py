@@ -14,13 +14,14 @@ import pytest
 from tercet.engine import verbs
 from tercet.engine.interface import SeqParams
 from tercet.protocol import LeaseEnded, Request, TercetError
+from tercet.protocol.access import BearerKeys
 from tercet.protocol.headers import PREFILLED_HEADER, PREFILLER_HEADER
 from tercet.protocol.names import AllowedPrefillers
 from tercet.protocol.spans import TraceEvent, VerbTrace
 from tercet.vllm_plugin.core.connector_messages import TercetParams, params_of
 from tercet.vllm_plugin.edge.attached_engine import LoadMeter
-from tercet.vllm_plugin.edge.prefilled_requests import PrefilledRequests
-from tercet.wire.client.remote_prefill import PrefillerHeader
+from tercet.vllm_plugin.edge.prefilled_requests import PrefilledRequests, PrefillerHeader
+from tercet.wire.serving.answers import require_trace_reader
 
 PARAMS = TercetParams("token", seq=SeqParams("lease", 99))
 
@@ -105,7 +106,11 @@ class House:
         self.engine = PlayedEngine(client)
         engine, remote = self.engine, self.remote
         self.requests = PrefilledRequests(client, engine, remote)  # type: ignore[arg-type]
-        self.layer = PrefillerHeader(self.app, lambda: AllowedPrefillers(allowed, "prefill_hosts"))
+        self.layer = PrefillerHeader(
+            self.app,
+            lambda: AllowedPrefillers(allowed, "prefill_hosts"),
+            lambda scope: require_trace_reader(scope, BearerKeys(())),
+        )
         self.sent = list[Any]()
         self.state = SimpleNamespace(remote_prefill_cached_tokens=None)
         sampling = SimpleNamespace(extra_args=fields.pop("extra_args", None), prompt_logprobs=None)

@@ -1,5 +1,7 @@
 """Requests of an engine's own OpenAI API that name engines to prefill: they reach the core with their KV.
 
+:class:`PrefillerHeader` reads what a request's headers say of its prefill, for :class:`PrefilledRequests` below it.
+
 Relies on ``AsyncLLM`` registering a request with its ``OutputProcessor`` before it gives it to
 ``engine_core.add_request_async``, in the context of the HTTP request, and on waiting there having no other effect: the
 request is held back until its KV has arrived, and then decodes with it as ``start_generate`` does. So all features of
@@ -9,28 +11,96 @@ protocol: its ``RequestState`` has a field for that.
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+import re
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack
+from contextvars import ContextVar
 from copy import copy
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from starlette.responses import Response
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from tercet.engine import verbs
 from tercet.protocol import BadRequest, Request, Reservation, TercetError
-from tercet.protocol.names import sequence_id
+from tercet.protocol.errors import error_body
+from tercet.protocol.headers import PREFILLED_BELOW, PREFILLED_HEADER, PREFILLER_HEADER
+from tercet.protocol.names import AllowedPrefillers, sequence_id
 from tercet.protocol.spans import TraceEvent, VerbTrace
+from tercet.protocol.wire import JSON
 from tercet.vllm_plugin.core.connector_messages import TercetParams
 from tercet.vllm_plugin.edge.attached_engine import AttachedEngine
-from tercet.wire.client.remote_prefill import (
-    NamedPrefillers,
-    RemotePrefill,
-    named_prefillers,
-    prefill_here,
-    reported_prefill,
-)
+from tercet.wire.client.remote_prefill import RemotePrefill, prefill_here
+from tercet.wire.serving.answers import TracingSend, wants_trace
 
 if TYPE_CHECKING:
     from vllm.v1.engine import EngineCoreRequest
     from vllm.v1.engine.async_llm import AsyncLLM
+
+_COUNT = re.compile(r"[0-9]{1,9}")
+
+
+@dataclass(eq=False)
+class NamedPrefillers:
+    """The engines that prefill for the sequences of one HTTP request, and each sequence's trace.
+
+    ``held`` is closed when the request ends.
+    """
+
+    hosts: Sequence[str]
+    held: AsyncExitStack
+    traces: list[VerbTrace] = field(default_factory=list[VerbTrace])
+
+
+class Prefilled(NamedTuple):
+    """A finished prefill: another engine has sent the KV under ``lease``, and had ``cached`` tokens in its cache."""
+
+    lease: str
+    cached: int
+
+
+_said: ContextVar[NamedPrefillers | Prefilled | None] = ContextVar("tercet_prefill", default=None)
+
+
+class PrefillerHeader:
+    """An ASGI layer before an engine's own API, for the header that names engines to prefill.
+
+    It reads the header, refuses engines that are not allowed, and adds traces to answers. Without ``allowed`` engines,
+    the header is ignored. A sidecar's header reports a prefill that is already done. ``require_operator`` raises for a
+    caller who may not see traces.
+    """
+
+    def __init__(
+        self, app: ASGIApp, allowed: Callable[[], AllowedPrefillers], require_operator: Callable[[Scope], None]
+    ) -> None:
+        self._app = app
+        self._allowed = allowed
+        self._require_operator = require_operator
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        allowed, headers = self._allowed(), dict[str, str]()
+        if scope["type"] == "http" and scope["path"].startswith(PREFILLED_BELOW):
+            headers = {name.decode("latin-1").lower(): value.decode("latin-1") for name, value in scope["headers"]}
+        async with AsyncExitStack() as held:
+            if allowed and (named := headers.get(PREFILLER_HEADER)) is not None:
+                try:
+                    said = NamedPrefillers(allowed.named(named), held)
+                    if wants_trace(headers):
+                        self._require_operator(scope)
+                        send = TracingSend(send, said.traces)
+                except TercetError as error:
+                    refusal = Response(error_body(scope["path"], error), error.status, media_type=JSON)
+                    await refusal(scope, receive, send)
+                    return
+            else:
+                lease, _, cached = headers.get(PREFILLED_HEADER, "").partition(" ")
+                said = Prefilled(lease, int(cached)) if _COUNT.fullmatch(cached) else None
+            token = _said.set(said)
+            try:
+                await self._app(scope, receive, send)
+            finally:
+                _said.reset(token)
 
 
 class PrefilledRequests:
@@ -53,12 +123,12 @@ class PrefilledRequests:
 
     async def add_request(self, request: EngineCoreRequest) -> None:
         """Get the request's KV from the named engines, if any, and then add it to the core, as vLLM's method does."""
-        named, prefilled = named_prefillers.get(), reported_prefill.get()
-        if prefilled is not None and self._edge.leases.find(prefilled.lease) is not None:
-            self._set_cached(request, prefilled.cached)
-        if named is not None and self._remote is not None:
+        said = _said.get()
+        if isinstance(said, Prefilled) and self._edge.leases.find(said.lease) is not None:
+            self._set_cached(request, said.cached)
+        if isinstance(said, NamedPrefillers) and self._remote is not None:
             try:
-                await self._prefill(request, named, self._remote)
+                await self._prefill(request, said, self._remote)
             except BaseException:
                 # AsyncLLM has already registered the request, and does not undo that for exceptions from here.
                 self._processor.abort_requests((request.request_id,), internal=True)
