@@ -25,6 +25,7 @@ from tercet.protocol import (
     AdapterReport,
     BadRequest,
     Content,
+    EngineError,
     KVLayout,
     MultiModalFeature,
     Output,
@@ -82,6 +83,15 @@ class KeyedPrompt(msgspec.Struct, frozen=True, array_like=True, dict=True):
     def content(self, end: int) -> Content:
         """Return the identity of the KV of the first ``end`` tokens."""
         return content_of(packed(self.tokens), self.key, end)
+
+    def require(self, valid: Content, lease: str) -> None:
+        """Raise ``EngineError`` unless ``valid``, of which a lease's agents report the KV, is a part of this prompt.
+
+        Agents report contents and not positions only: KV of another lease's tokens never enters a cache, whatever a
+        sender or a late message claims.
+        """
+        if self.content(valid.end) != valid:
+            raise EngineError(f"lease {lease}: the agents report KV of other tokens than those of the lease")
 
     def first(self, end: int) -> KeyedPrompt:
         return msgspec.structs.replace(self, tokens=self.tokens[:end])

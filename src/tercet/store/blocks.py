@@ -21,7 +21,7 @@ from prometheus_client.registry import Collector
 from tercet.aio import Failures, TaskSet
 from tercet.aio.files import FileThread
 from tercet.engine.interface import KeyedPrompt, PinnedPrefix, RequestInCore, ReservedBlocks
-from tercet.protocol import Content, EngineError, NoSpace, UnknownSequence
+from tercet.protocol import Content, NoSpace, UnknownSequence
 from tercet.store.contents import BlockContent, contents_of
 from tercet.store.disk import DiskFolder, DiskIndex
 from tercet.store.pool import MemoryPool
@@ -138,12 +138,9 @@ class StoreBlocks:
 
     async def commit(self, lease: str, valid: Content) -> None:
         held = self.leases.get(lease)
-        if held is None:
-            return  # it was released meanwhile
-        # By contents, not by position: a late answer about an earlier lease of these blocks does not fit.
-        if held.prompt.content(valid.end) != valid:
-            raise EngineError(f"lease {lease}: the agents report KV of other tokens than were reserved")
-        self._enter(held, valid.end)
+        if held is not None:  # otherwise it was released meanwhile
+            held.prompt.require(valid, lease)
+            self._enter(held, valid.end)
 
     async def release(self, lease: str, valid_end: int) -> int:
         held = self._lease(lease)

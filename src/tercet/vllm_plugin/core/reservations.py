@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Any
 from vllm.v1.request import RequestStatus
 
 from tercet.engine.interface import KeyedPrompt, ReservedBlocks
-from tercet.protocol import BadRequest, Conflict, Content, EngineError, NoSpace, UnknownSequence
+from tercet.protocol import BadRequest, Conflict, Content, NoSpace, UnknownSequence
 from tercet.vllm_plugin.core.cache_groups import GroupTables
 from tercet.vllm_plugin.differences import ZEROED_BY_BLOCK
 
@@ -210,13 +210,9 @@ class Reservations:
     def commit(self, lease: str, valid: Content) -> None:
         """Make the KV received so far available in the prefix cache, unless it is of other tokens than the lease's."""
         held = self._held.get(lease)
-        if held is None:
-            return
-        # Agents report contents and not positions only: KV of another lease's tokens never enters the prefix cache,
-        # whatever a sender or a late message claims.
-        if held.prompt.content(valid.end) != valid:
-            raise EngineError(f"lease {lease}: the agents report KV of other tokens than those of the lease")
-        self._cache(held, held.owner, valid.end)
+        if held is not None:
+            held.prompt.require(valid, lease)
+            self._cache(held, held.owner, valid.end)
 
     def _cache(self, held: Held, request: VLLMRequest, valid_end: int) -> None:
         """Make a lease's KV available in the prefix cache; ``request`` has its blocks.
