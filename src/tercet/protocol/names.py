@@ -187,7 +187,7 @@ class _Pattern:
         """True if the pattern covers the host and port. Names are not resolved: a DNS answer may change later."""
         if not self.first <= port <= self.last:
             return False
-        address = _address(host)
+        address = ip_of(host)
         if isinstance(self.host, str):
             return address is None and fnmatchcase(host, self.host)
         return address is not None and address.version == self.host.version and address in self.host
@@ -250,7 +250,7 @@ class AllowedPrefillers:
         host, port = _host_and_port(part)
         if not _ONE_PORT.fullmatch(port) or not 1 <= int(port) <= LAST_PORT:
             raise _refused(f"{part!r:.200} is not HOST:PORT")
-        if _address(host) is None and not _NAME.fullmatch(host):
+        if ip_of(host) is None and not _NAME.fullmatch(host):
             raise _refused(f"{part!r:.200} is not HOST:PORT")
         # After the form: a header that is malformed is not looked up in the list.
         if not any(pattern.covers(host, int(port)) for pattern in self._patterns):
@@ -268,7 +268,7 @@ def _host_and_port(text: str) -> tuple[str, str]:
     return host.replace("[", "", 1).replace("]", "", 1) if host.startswith("[") else host, port
 
 
-def _address(host: str) -> _Address | None:
+def ip_of(host: str) -> _Address | None:
     """Return the address, an IPv4-mapped IPv6 address as IPv4; None if it is not an address or has a zone.
 
     A zone may be any text, including characters that change the host of a URL.

@@ -12,7 +12,6 @@ type JSON without a preflight. So an operator's requests to change a fleet are a
 
 from __future__ import annotations
 
-import ipaddress
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
@@ -20,6 +19,7 @@ from urllib.parse import urlsplit
 
 from tercet.protocol.errors import BadRequest, Forbidden, UnsupportedMediaType
 from tercet.protocol.headers import FILES, TRANSCRIBING
+from tercet.protocol.names import ip_of
 from tercet.protocol.wire import JSON, MSGPACK
 
 MULTIPART = "multipart/form-data"
@@ -223,13 +223,9 @@ def require_json(fields: Fields) -> None:
 
 
 def is_loopback_address(text: str) -> bool:
-    """True if an address reaches this machine only."""
-    try:
-        address = ipaddress.ip_address(text.partition("%")[0])
-    except ValueError:
-        return False
-    mapped = address.ipv4_mapped if isinstance(address, ipaddress.IPv6Address) else None
-    return (mapped or address).is_loopback
+    """True if an address, which may have a zone, reaches this machine only."""
+    address = ip_of(text.partition("%")[0])
+    return address is not None and address.is_loopback
 
 
 def _name_in(host: str) -> str:

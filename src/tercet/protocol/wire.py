@@ -274,10 +274,10 @@ def answer_of_router(url: str, status: int, content: bytes, kind: Any = Any) -> 
         if status < 400:
             return msgspec.json.decode(content, type=kind)
         body = msgspec.json.decode(content, type=dict[str, Any])
-        failure = from_wire(status, {"error": body["error"]})
+        _ = body["error"]  # which errors of other servers lack
     except (KeyError, *UNREADABLE) as error:
         raise EngineUnreachable(f"the server at {url} is not a router: HTTP {status}", "url") from error
-    raise failure
+    raise from_wire(status, body)
 
 
 def network_reason(error: BaseException) -> str:
