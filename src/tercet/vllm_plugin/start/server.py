@@ -71,12 +71,8 @@ OF_ENGINE = (
     "uvicorn.lifespan.on",
     "uvicorn.protocols.http.auto",
     "uvicorn.protocols.websockets.auto",
-    "tercet.vllm_plugin.connector",
-    "tercet.vllm_plugin.endpoint",
+    "tercet.vllm_plugin.endpoint",  # with the connector, the core's methods and the worker's
     "tercet.vllm_plugin.register",
-    "tercet.vllm_plugin.engine_hooks",
-    "tercet.vllm_plugin.core.core_methods",
-    "tercet.vllm_plugin.worker.model_runner",
 )
 
 
