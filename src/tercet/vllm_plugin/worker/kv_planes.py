@@ -23,7 +23,6 @@ import logging
 import mmap
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -114,7 +113,7 @@ class LayerPlanes:
         exchanged. Code that uses a tensor, or a view of it, is not affected. Returns the file's descriptor, and its
         shape.
         """
-        extents = list[_Extent]()
+        extents = list[tuple[int, int]]()  # each plane's allocation in whole pages: addresses [begin, end)
         for plane in self.tensors:
             start, length = plane.untyped_storage().data_ptr(), plane.untyped_storage().nbytes()
             # Otherwise the first and the last page may hold other data, which can change while pages are exchanged.
@@ -124,18 +123,18 @@ class LayerPlanes:
                     "bytes: increase VLLM_CPU_KVCACHE_SPACE, or --num-gpu-blocks-override if that is given"
                 )
             end = -(-(start + length) // PAGE_BYTES) * PAGE_BYTES
-            extents.append(_Extent(start // PAGE_BYTES * PAGE_BYTES, end))
-        offsets, size = dict[_Extent, int](), 0
-        for extent in sorted(set(extents)):
-            offsets[extent] = size
-            size += extent.end - extent.begin
+            extents.append((start // PAGE_BYTES * PAGE_BYTES, end))
+        offsets, size = dict[tuple[int, int], int](), 0
+        for begin, end in sorted(set(extents)):
+            offsets[begin, end] = size
+            size += end - begin
         pairs = zip(self.tensors, extents, strict=True)
-        planes = tuple(offsets[extent] + plane.data_ptr() - extent.begin for plane, extent in pairs)
+        planes = tuple(offsets[extent] + plane.data_ptr() - extent[0] for plane, extent in pairs)
         groups = tuple(self.group_planes)
         shape = RegionShape(planes, self.num_blocks, self.block_bytes, size, size + TAIL_BYTES, groups)
         fd = create_file(shape)
-        for extent, offset in offsets.items():
-            _exchange(extent, fd, offset)
+        for (begin, end), offset in offsets.items():
+            _exchange(begin, end - begin, fd, offset)
         return fd, shape
 
 
@@ -174,28 +173,19 @@ def arrangement_of(plane: torch.Tensor, num_blocks: int) -> str:
     return "x".join([str(plane.shape[0] // num_blocks), *in_memory])
 
 
-@dataclass(frozen=True, order=True)
-class _Extent:
-    """An allocation in whole pages: the addresses ``[begin, end)``."""
-
-    begin: int
-    end: int
-
-
-def _exchange(extent: _Extent, fd: int, offset: int) -> None:
+def _exchange(begin: int, size: int, fd: int, offset: int) -> None:
     """Replace an allocation's pages by the file's; the allocator's notes at both ends are copied, not KV."""
     # MAP_FIXED replaces the pages at the address that vLLM's tensors already have, so nothing in vLLM has to know.
-    size = extent.end - extent.begin
     for page in (0, size - PAGE_BYTES):
-        os.pwrite(fd, ctypes.string_at(extent.begin + page, PAGE_BYTES), offset + page)
+        os.pwrite(fd, ctypes.string_at(begin + page, PAGE_BYTES), offset + page)
     library = ctypes.CDLL(None, use_errno=True)
     library.mmap.restype = ctypes.c_void_p
     library.mmap.argtypes = (
         ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long,
     )  # fmt: skip
     protection, flags = mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED | MAP_FIXED
-    found = library.mmap(extent.begin, size, protection, flags, fd, offset)
-    if found != extent.begin:
+    found = library.mmap(begin, size, protection, flags, fd, offset)
+    if found != begin:
         error = ctypes.get_errno()
         raise UnsupportedVLLM(f"the KV cache cannot be shared: mmap: {os.strerror(error)}")
 
