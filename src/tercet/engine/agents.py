@@ -120,23 +120,11 @@ class AgentCalls:
     def __len__(self) -> int:
         return len(self._agents)
 
-    async def grant(self, grant: GrantLease | ExtendLease) -> None:
-        """Open or extend a lease on every rank. Raises ``EngineError`` if one fails; then the caller must revoke it."""
-        await self._now(grant)
+    async def begin(self, command: GrantLease | ExtendLease | PushCached) -> None:
+        """Open or extend a lease, or push, on every rank.
 
-    async def push(self, push: PushCached) -> None:
-        """Push on every rank. Raises as :meth:`grant` does; then the caller must cancel the send."""
-        await self._now(push)
-
-    async def revoke(self, lease: str) -> int:
-        """Refuse a lease from now on; once no rank writes under it, return the end of KV that is valid on all ranks."""
-        return min(await self._fence(RevokeLease(lease)))
-
-    async def cancel(self, send_id: str) -> None:
-        """Stop a send; return once no rank reads its blocks. The call has no timeout."""
-        await self._fence(CancelSend(send_id))
-
-    async def _now(self, command: Asked) -> None:
+        Raises ``EngineError`` if one fails; then the caller must revoke the lease, or cancel the send.
+        """
         # It is sent to all ranks before any answer is awaited, so that a later fence comes after it on every rank.
         asked = [agent.call(command) for agent in self._agents]
         # Not gather: an error of one rank must not leave the others' answers unread.
@@ -146,6 +134,14 @@ class AgentCalls:
                 raise EngineError(f"KV agent {rank} did not answer on its control channel within {ANSWER_SECONDS:g} s")
             if (error := answer.exception()) is not None:
                 raise EngineError(f"KV agent {rank}: {error}") from error
+
+    async def revoke(self, lease: str) -> int:
+        """Refuse a lease from now on; once no rank writes under it, return the end of KV that is valid on all ranks."""
+        return min(await self._fence(RevokeLease(lease)))
+
+    async def cancel(self, send_id: str) -> None:
+        """Stop a send; return once no rank reads its blocks. The call has no timeout."""
+        await self._fence(CancelSend(send_id))
 
     async def _fence(self, command: RevokeLease | CancelSend) -> list[Any]:
         text = "a KV agent has not answered for %.0f s; its blocks stay pinned: %s"

@@ -176,7 +176,7 @@ class LeaseTimers(LeaseTable[EdgeLease]):
                 held.granted = True
                 life.enter("reserved", f"{held.matched_len} tokens were in the prefix cache")
                 blocks, size, tokens = reserved.blocks, reserved.block_size, prompt.tokens
-                await self._agents.grant(
+                await self._agents.begin(
                     GrantLease(lease, blocks, held.matched_len, len(tokens), size, packed(tokens), prompt.key, notify)
                 )
         except BaseException as error:
@@ -214,7 +214,7 @@ class LeaseTimers(LeaseTable[EdgeLease]):
             if self.find(lease) is held:  # otherwise the lease has ended: these blocks are freed with the others
                 blocks, begin, size, tokens = reserved.blocks, held.matched_len, reserved.block_size, prompt.tokens
                 extended = ExtendLease(lease, blocks, begin, len(tokens), size, packed(tokens), prompt.key)
-                await self._agents.grant(extended)
+                await self._agents.begin(extended)
         finally:
             held.extending = False
         held.group_begins = reserved.group_begins()

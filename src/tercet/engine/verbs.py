@@ -133,7 +133,7 @@ async def remote_send(edge: Edge, call: RemoteSendCall) -> Sent:
                     end = pinned.end
                     if end > begin:
                         found = msgspec.structs.replace(plan, content=prompt.content(end), end=end)
-                        await edge.agents.push(PushCached(found, tuple(pinned.pushes)))
+                        await edge.agents.begin(PushCached(found, tuple(pinned.pushes)))
                     first, cached = None, end if end > begin else 0
                 else:
                     first, cached = await _push(edge, call, prompt, plan, sending)
@@ -152,7 +152,7 @@ async def _push(
     """Make the engine compute and push; return the first token, if requested, and the number of cached tokens."""
     cached, word = (None, None) if call.sample else await _cached(edge, prompt.first(plan.end), plan)
     if cached is not None:
-        await edge.agents.push(PushCached(plan, tuple(cached), word))
+        await edge.agents.begin(PushCached(plan, tuple(cached), word))
         return None, plan.end
     sampling = call.sampling_params if call.sample else dict[str, Any]()
     # An image is computed whole, also if the send ends inside it.
