@@ -8,6 +8,8 @@ from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 from typing import Any
 
+import msgspec
+
 from tercet.protocol import (
     EngineLoad,
     MoveProposal,
@@ -195,11 +197,12 @@ async def _engine() -> AsyncGenerator[EngineRoom]:
 
 
 def _command_cases() -> list[Case]:
-    def call(number: int, **fields: Any) -> StartGenerateCall:
+    def call(number: int, **fields: Any) -> msgspec.Raw:
         router = StreamDestination(address="127.0.0.1:1", key=KEY, number=number)
-        return StartGenerateCall(
+        started = StartGenerateCall(
             prompt=[1, 2], seq_id=f"s{number}", router=router, sampling_params={"seed": 3}, **fields
         )
+        return msgspec.Raw(msgspec.msgpack.encode(started))
 
     commands = [
         StreamCommand(),

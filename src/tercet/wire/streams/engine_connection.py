@@ -93,7 +93,8 @@ class EngineConnection:
         """
         place = current_span()
         traces = () if place is None else (tuple(place.headers().values()),)
-        frame = frame_of(StreamCommand(starts=(call,), names=(request_id(),), traces=traces))
+        encoded = msgspec.Raw(msgspec.msgpack.encode(call))
+        frame = frame_of(StreamCommand(starts=(encoded,), names=(request_id(),), traces=traces))
         if not fits(frame):
             large = large_field_of(call)
             raise RequestTooLarge(

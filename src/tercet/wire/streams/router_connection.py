@@ -35,7 +35,7 @@ from tercet.wire.streams.wire_format import (
     REPORT_SECONDS,
     SILENCE_SECONDS,
     OutputBatch,
-    ReceivedCommand,
+    StreamCommand,
     StreamHello,
     TokenDelta,
     UnreadCall,
@@ -54,7 +54,7 @@ MOST_UNSENT = 2 * LONGEST_FRAME
 LARGE = 1024 * 1024
 # Number of cancellations that are kept for sequences that are not here: they have ended, or not yet arrived by HTTP.
 CANCELLED_KEPT = 4096
-_commands = msgspec.msgpack.Decoder(ReceivedCommand)
+_commands = msgspec.msgpack.Decoder(StreamCommand)
 _calls = msgspec.msgpack.Decoder(StartGenerateCall)
 _unread_calls = msgspec.msgpack.Decoder(UnreadCall)
 
@@ -244,7 +244,7 @@ class RouterConnection(asyncio.Protocol):
             logger.error("a router violated the protocol of token streams: %s", error)
             self.abort()
 
-    def _follow(self, command: ReceivedCommand) -> None:
+    def _follow(self, command: StreamCommand) -> None:
         self._accepted.set()  # a router answers a greeting that it accepts with its first command
         for number in command.cancelled:
             sender = self.senders.pop(number, None)

@@ -27,7 +27,7 @@ import msgspec
 
 from tercet.protocol import EngineLoad, MoveProposal, Output, TercetError, TokenLogprob, Usage, from_wire
 from tercet.protocol.types import FinishReason
-from tercet.protocol.wire import StartGenerateCall, StreamDestination, TokenId
+from tercet.protocol.wire import StreamDestination, TokenId
 
 PROTOCOL = "tercet-stream/4"
 REPORT_SECONDS = 0.1
@@ -124,20 +124,12 @@ class StreamCommand(msgspec.Struct, frozen=True, array_like=True):
     """A router's command to an engine: sequences to end and to start. An empty one is a heartbeat."""
 
     cancelled: tuple[int, ...] = ()
-    # Every call has its ``router``; its results return as the sequence's deltas.
-    starts: tuple[StartGenerateCall, ...] = ()
+    # Encoded ``StartGenerateCall``, each decoded by itself: an invalid call fails only itself. Every call has its
+    # ``router``; its results return as the sequence's deltas.
+    starts: tuple[msgspec.Raw, ...] = ()
     # The clients' ids of the requests, empty without one.
     names: tuple[str, ...] = ()
     # ``traceparent`` and ``tracestate`` of each call, if it has any; older engines do not read them.
-    traces: tuple[tuple[str, ...], ...] = ()
-
-
-class ReceivedCommand(msgspec.Struct, frozen=True, array_like=True):
-    """A :class:`StreamCommand` whose calls are decoded later, one by one: an invalid call fails only itself."""
-
-    cancelled: tuple[int, ...] = ()
-    starts: tuple[msgspec.Raw, ...] = ()
-    names: tuple[str, ...] = ()
     traces: tuple[tuple[str, ...], ...] = ()
 
 
