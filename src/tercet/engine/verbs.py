@@ -67,9 +67,7 @@ def _answer(edge: Edge, held: EdgeLease, matched_len: int) -> PrepRecvAnswer:
         held.name, edge.name, begin, end, "tcp", ranks, edge.layout, group_begins=begins, adapter=digest
     )  # fmt: skip
     tier_len = held.tier_len if held.tier_len > matched_len else 0
-    return PrepRecvAnswer(
-        kv_addr_info=info.proved(edge.secret), matched_len=matched_len, ttl=held.ttl, tier_len=tier_len
-    )  # fmt: skip
+    return PrepRecvAnswer(info.proved(edge.secret), matched_len, tier_len, ttl=held.ttl)
 
 
 @asynccontextmanager
@@ -79,8 +77,7 @@ async def reserved(edge: Edge, request: Request, end: int | None) -> AsyncGenera
         prompt=list(request.prompt), seq_id=request.seq_id, end=end, cache_salt=request.cache_salt,
         adapter=request.adapter, adapter_digest=request.adapter_digest,
     )  # fmt: skip
-    answer = await prep_recv(edge, call)
-    reservation = Reservation(answer.kv_addr_info, answer.matched_len, answer.tier_len)
+    reservation = await prep_recv(edge, call)
     try:
         yield reservation
     finally:

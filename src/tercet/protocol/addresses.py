@@ -187,6 +187,38 @@ class KVAddrInfo(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_d
         return hmac.new(secret.encode(), b"tercet kv_addr_info " + said, hashlib.sha256).hexdigest()
 
 
+class Reservation(msgspec.Struct, frozen=True):
+    """Result of ``prep_recv``: the address to send KV to, and the number of tokens that the receiver has already.
+
+    ``tier_len`` counts also those that other KV connectors of the receiver have; 0 if they have none after the former.
+
+    0              matched_len                end            num_tokens
+    | in its cache | reserved under the lease | not reserved |
+    """
+
+    kv_addr_info: KVAddrInfo
+    matched_len: int
+    tier_len: int = 0
+
+    @property
+    def lease(self) -> str:
+        return self.kv_addr_info.lease
+
+    @property
+    def end(self) -> int:
+        return self.kv_addr_info.end
+
+    @property
+    def missing(self) -> int:
+        """Tokens that are not in the receiver's prefix cache yet."""
+        return self.end - self.matched_len
+
+    @property
+    def to_send(self) -> int:
+        """Tokens that the receiver has neither in its prefix cache nor in a tier from which it loads them itself."""
+        return self.end - max(self.matched_len, self.tier_len)
+
+
 class TextFingerprint(msgspec.Struct, frozen=True):
     """Digests of a model's ``tokenizer``, including its vocabulary, and of its ``chat_template``; empty if unknown."""
 

@@ -7,9 +7,7 @@ from contextlib import AbstractAsyncContextManager, AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
-import msgspec
-
-from tercet.protocol.addresses import KVAddrInfo, Revision
+from tercet.protocol.addresses import Reservation, Revision
 from tercet.protocol.names import Role
 from tercet.protocol.spans import LeaseReport
 from tercet.protocol.types import AdapterReport, EngineStatus, Request, Sent
@@ -19,38 +17,6 @@ if TYPE_CHECKING:
 
 WithoutRole = Literal["serve", "refuse"]
 """Policy for picks while no engine of the role answers: other engines serve the request, or it is refused."""
-
-
-class Reservation(msgspec.Struct, frozen=True):
-    """Result of ``prep_recv``: the address to send KV to, and the number of tokens that the receiver has already.
-
-    ``tier_len`` counts also those that other KV connectors of the receiver have; 0 if they have none after the former.
-
-    0              matched_len                end            num_tokens
-    | in its cache | reserved under the lease | not reserved |
-    """
-
-    kv_addr_info: KVAddrInfo
-    matched_len: int
-    tier_len: int = 0
-
-    @property
-    def lease(self) -> str:
-        return self.kv_addr_info.lease
-
-    @property
-    def end(self) -> int:
-        return self.kv_addr_info.end
-
-    @property
-    def missing(self) -> int:
-        """Tokens that are not in the receiver's prefix cache yet."""
-        return self.end - self.matched_len
-
-    @property
-    def to_send(self) -> int:
-        """Tokens that the receiver has neither in its prefix cache nor in a tier from which it loads them itself."""
-        return self.end - max(self.matched_len, self.tier_len)
 
 
 class Engine(Protocol):

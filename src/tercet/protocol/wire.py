@@ -20,7 +20,7 @@ from typing import Annotated, Any, TypeVar
 
 import msgspec
 
-from tercet.protocol.addresses import KVAddrInfo
+from tercet.protocol.addresses import KVAddrInfo, Reservation
 from tercet.protocol.content import MultiModalFeatures
 from tercet.protocol.errors import BadRequest, Conflict, EngineUnreachable, from_wire
 from tercet.protocol.headers import INCARNATION_HEADER
@@ -65,17 +65,10 @@ class PrepRecvCall(SequenceCall, frozen=True, kw_only=True):
     lease: Name | None = None
 
 
-class PrepRecvAnswer(msgspec.Struct, frozen=True, kw_only=True):
-    """Answer of ``prep_recv``. ``ttl`` is the time in seconds after which the lease ends by itself.
+class PrepRecvAnswer(Reservation, frozen=True, kw_only=True):
+    """Answer of ``prep_recv``. ``ttl`` is the time in seconds after which the lease ends by itself."""
 
-    ``tier_len`` is the number of tokens that the engine does not compute if nothing is sent, since its other KV
-    connectors have those after ``matched_len``; 0 if they have none, or do not say.
-    """
-
-    kv_addr_info: KVAddrInfo
-    matched_len: int
     ttl: float
-    tier_len: int = 0
 
 
 class RemoteSendCall(SequenceCall, frozen=True, kw_only=True):

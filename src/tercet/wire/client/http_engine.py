@@ -355,8 +355,7 @@ class HttpEngine:
             prompt=list(request.prompt), seq_id=request.seq_id, end=end, lease=lease, cache_salt=request.cache_salt,
             adapter=request.adapter, adapter_digest=request.adapter_digest, mm_features=features,
         )  # fmt: skip
-        answer = await self._calls.result_of("prep_recv", call, PrepRecvAnswer)
-        return Reservation(answer.kv_addr_info, answer.matched_len, answer.tier_len)
+        return await self._calls.result_of("prep_recv", call, PrepRecvAnswer)
 
     def _release_soon(self, seq_id: str, lease: str) -> None:
         """End a lease in the background: leaving a reservation never waits for an engine that does not answer."""
