@@ -15,7 +15,6 @@ import msgspec
 from fastapi import APIRouter, Depends, FastAPI, Request, Response
 from starlette.datastructures import State
 from starlette.responses import StreamingResponse
-from starlette.types import Scope
 
 from tercet.aio.files import descriptors_watched
 from tercet.engine import verbs
@@ -51,7 +50,6 @@ from tercet.vllm_plugin.start.siblings_config import settings_of
 from tercet.wire.client import engine_tls
 from tercet.wire.client.remote_prefill import PrefillAttempts, RemotePrefill
 from tercet.wire.exported_spans import exporting_spans
-from tercet.wire.serving.answers import require_trace_reader
 from tercet.wire.serving.http_server import admit, call_in, error_response, json_response, unless_disconnected
 from tercet.wire.serving.server_access import ASKS_FOR_A_KEY, api_keys, callers_of
 
@@ -81,16 +79,8 @@ class TercetEndpoints:
         app.include_router(router)
         app.router.lifespan_context = partial(_stopping_when_empty, app.router.lifespan_context)
         app.add_exception_handler(TercetError, _on_error)
-        state = app.state
-
-        def require_operator(scope: Scope) -> None:
-            if state.tercet_trace_keys is not None:
-                require_trace_reader(scope, state.tercet_trace_keys, is_keyed=bool(state.tercet_callers))
-
         # This layer is inside vLLM's layers, so the API key has been checked before.
-        app.add_middleware(
-            PrefillerHeader, allowed=lambda: state.tercet_prefillers, require_operator=require_operator
-        )  # fmt: skip
+        app.add_middleware(PrefillerHeader, state=app.state)
 
     async def init_state(self, engine_client: EngineClient | None, state: State, args: Namespace) -> None:
         if engine_client is None:

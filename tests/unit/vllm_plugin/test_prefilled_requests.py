@@ -10,18 +10,18 @@ from typing import Any
 
 import msgspec
 import pytest
+from starlette.datastructures import State
 
 from tercet.engine import verbs
 from tercet.engine.interface import SeqParams
 from tercet.protocol import LeaseEnded, Request, TercetError
-from tercet.protocol.access import BearerKeys
+from tercet.protocol.access import BearerKeys, Callers
 from tercet.protocol.headers import PREFILLED_HEADER, PREFILLER_HEADER
 from tercet.protocol.names import AllowedPrefillers
 from tercet.protocol.spans import TraceEvent, VerbTrace
 from tercet.vllm_plugin.core.connector_messages import TercetParams, params_of
 from tercet.vllm_plugin.edge.attached_engine import LoadMeter
 from tercet.vllm_plugin.edge.prefilled_requests import PrefilledRequests, PrefillerHeader
-from tercet.wire.serving.answers import require_trace_reader
 
 PARAMS = TercetParams("token", seq=SeqParams("lease", 99))
 
@@ -106,11 +106,9 @@ class House:
         self.engine = PlayedEngine(client)
         engine, remote = self.engine, self.remote
         self.requests = PrefilledRequests(client, engine, remote)  # type: ignore[arg-type]
-        self.layer = PrefillerHeader(
-            self.app,
-            lambda: AllowedPrefillers(allowed, "prefill_hosts"),
-            lambda scope: require_trace_reader(scope, BearerKeys(())),
-        )
+        state = State({"tercet_prefillers": AllowedPrefillers(allowed, "prefill_hosts")})
+        state.tercet_trace_keys, state.tercet_callers = BearerKeys(()), Callers(())
+        self.layer = PrefillerHeader(self.app, state)
         self.sent = list[Any]()
         self.state = SimpleNamespace(remote_prefill_cached_tokens=None)
         sampling = SimpleNamespace(extra_args=fields.pop("extra_args", None), prompt_logprobs=None)

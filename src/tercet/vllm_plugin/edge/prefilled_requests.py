@@ -19,6 +19,7 @@ from copy import copy
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from starlette.datastructures import State
 from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
@@ -32,7 +33,7 @@ from tercet.protocol.wire import JSON
 from tercet.vllm_plugin.core.connector_messages import TercetParams
 from tercet.vllm_plugin.edge.attached_engine import AttachedEngine
 from tercet.wire.client.remote_prefill import RemotePrefill, prefill_here
-from tercet.wire.serving.answers import TracingSend, wants_trace
+from tercet.wire.serving.answers import TracingSend, require_trace_reader, wants_trace
 
 if TYPE_CHECKING:
     from vllm.v1.engine import EngineCoreRequest
@@ -66,20 +67,17 @@ _said: ContextVar[NamedPrefillers | Prefilled | None] = ContextVar("tercet_prefi
 class PrefillerHeader:
     """An ASGI layer before an engine's own API, for the header that names engines to prefill.
 
-    It reads the header, refuses engines that are not allowed, and adds traces to answers. Without ``allowed`` engines,
-    the header is ignored. A sidecar's header reports a prefill that is already done. ``require_operator`` raises for a
-    caller who may not see traces.
+    It reads the header, refuses engines that are not allowed, and adds traces to answers. Without allowed engines, the
+    header is ignored. A sidecar's header reports a prefill that is already done. ``state`` is the server's: it has the
+    allowed engines, and the keys of those who may see traces (None: all).
     """
 
-    def __init__(
-        self, app: ASGIApp, allowed: Callable[[], AllowedPrefillers], require_operator: Callable[[Scope], None]
-    ) -> None:
-        self._app = app
-        self._allowed = allowed
-        self._require_operator = require_operator
+    def __init__(self, app: ASGIApp, state: State) -> None:
+        self._app, self._state = app, state
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        allowed, headers = self._allowed(), dict[str, str]()
+        allowed: AllowedPrefillers = self._state.tercet_prefillers
+        headers = dict[str, str]()
         if scope["type"] == "http" and scope["path"].startswith(PREFILLED_BELOW):
             headers = {name.decode("latin-1").lower(): value.decode("latin-1") for name, value in scope["headers"]}
         async with AsyncExitStack() as held:
@@ -87,7 +85,8 @@ class PrefillerHeader:
                 try:
                     said = NamedPrefillers(allowed.named(named), held)
                     if wants_trace(headers):
-                        self._require_operator(scope)
+                        if (keys := self._state.tercet_trace_keys) is not None:
+                            require_trace_reader(scope, keys, is_keyed=bool(self._state.tercet_callers))
                         send = TracingSend(send, said.traces)
                 except TercetError as error:
                     refusal = Response(error_body(scope["path"], error), error.status, media_type=JSON)
