@@ -19,17 +19,9 @@ from dataclasses import dataclass
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from types import ModuleType
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 from tercet.protocol import TercetError
-
-
-class Expectation(Protocol):
-    """A condition on the installed code."""
-
-    def unmet(self) -> str:
-        """Return a description of what is missing; empty if the expectation is met."""
-        ...
 
 
 def resolve(target: str) -> Any:
@@ -49,6 +41,7 @@ class _Targeted:
         self.names = names
 
     def unmet(self) -> str:
+        """Return a description of what is missing; empty if the expectation is met."""
         try:
             found = resolve(self.target)
         except Exception as error:  # importing an unknown version may fail in any way
@@ -103,6 +96,10 @@ class OneOf:
     def unmet(self) -> str:
         found = [expectation.unmet() for expectation in self.expectations]
         return " and ".join(found) if all(found) else ""
+
+
+Expectation = Has | Takes | Says | OneOf
+"""A condition on the installed code."""
 
 
 def _parameters(function: Any) -> set[str]:
