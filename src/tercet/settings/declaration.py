@@ -15,11 +15,11 @@ import re
 import shlex
 import types
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from operator import attrgetter
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar, Union, cast, get_args, get_origin
+from typing import Annotated, Any, ClassVar, Literal, TypeVar, Union, cast, get_args, get_origin
 
 import msgspec
 
@@ -83,6 +83,9 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     It raises :class:`~tercet.protocol.BadRequest`. A subclass that defines ``__post_init__`` calls the one of this
     class first.
     """
+
+    # The subject in help of the fields that name none; it is for groups, not for classes that others extend.
+    panel: ClassVar[str] = ""
 
     def __post_init__(self) -> None:
         for field in fields_of(type(self)):
@@ -191,6 +194,7 @@ def _walk(of: type[msgspec.Struct], path: tuple[str, ...]) -> Iterable[Declared]
         if told is None and issubclass(of, Settings):
             continue
         told = told or Setting("")
+        told = told if told.panel else replace(told, panel=getattr(of, "panel", ""))
         default = field.default if field.default_factory is msgspec.NODEFAULT else field.default_factory()
         yield Declared(field.encode_name, here, field.type, told, default)
 

@@ -6,7 +6,7 @@ import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from ipaddress import IPv6Address
-from typing import Annotated, Any, Literal, cast
+from typing import Annotated, Any, ClassVar, Literal, cast
 from urllib.parse import urlsplit
 
 import msgspec
@@ -26,43 +26,42 @@ class DiscoverySettings(Settings, frozen=True):
     If none of the three is given, discovery is off.
     """
 
+    panel: ClassVar[str] = KUBERNETES
     roster: Annotated[
         str | None,
         Setting("File with a JSON list of engines, reloaded when it changes; `tercet up` on Ray or a job writes it.",
-                metavar="FILE", default="none", panel=ENGINES),
+                metavar="FILE", default="none", panel=ENGINES)
     ] = None  # fmt: skip
     pool_name: Annotated[
-        str | None,
-        Setting("InferencePool whose selector and ports define the engines.", default="none",
-                panel=KUBERNETES),
-    ] = None  # fmt: skip
+        str | None, Setting("InferencePool whose selector and ports define the engines.", default="none")
+    ] = None
     pool_namespace: Annotated[
-        str | None, Setting("Namespace of the pool and of the pods.", default="this pod's namespace", panel=KUBERNETES)
+        str | None, Setting("Namespace of the pool and of the pods.", default="this pod's namespace")
     ] = None
     pool_group: Annotated[
         Literal["inference.networking.k8s.io", "inference.networking.x-k8s.io"],
         Setting(
             "API group of the pool: that of `v1`, or the earlier one of `v1alpha2`. InferenceObjectives of this pool "
-            "use the same group.", metavar="GROUP", panel=KUBERNETES
-        ),
+            "use the same group.", metavar="GROUP"
+        )
     ] = POOL_GROUP  # fmt: skip
     endpoint_selector: Annotated[
-        str | None,
-        Setting("Label selector of engines' pods, such as `app=vllm,tier in (a,b)`.", default="none", panel=KUBERNETES),
+        str | None, Setting("Label selector of engines' pods, such as `app=vllm,tier in (a,b)`.", default="none")
     ] = None
     endpoint_target_ports: Annotated[
         tuple[FixedPort, ...],
         Setting("Port of an engine in its pod. Repeatable, for pods with several engines.",
-                default="the pool's ports, or 8000", flag="--endpoint-target-ports", metavar="PORT", panel=KUBERNETES),
+                default="the pool's ports, or 8000", flag="--endpoint-target-ports", metavar="PORT")
     ] = ()  # fmt: skip
-    endpoint_scheme: Annotated[
-        Literal["http", "https"], Setting("URL scheme of engines in pods.", panel=KUBERNETES, in_file=True)
-    ] = "http"
+    endpoint_scheme: Annotated[Literal["http", "https"], Setting("URL scheme of engines in pods.", in_file=True)] = (
+        "http"
+    )
     kubeconfig: Annotated[
         str | None,
-        Setting("Kubeconfig file; its current context is used.", metavar="FILE",
-                default="the pod's own service account", panel=KUBERNETES),
-    ] = msgspec.field(default=None)  # fmt: skip
+        Setting(
+            "Kubeconfig file; its current context is used.", metavar="FILE", default="the pod's own service account"
+        ),
+    ] = None
 
     @property
     def is_wanted(self) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
 from msgspec import Meta
@@ -76,23 +76,22 @@ class Objectives(Settings, frozen=True):
     :func:`tercet.decisions.objectives.meets` is the rule.
     """
 
+    panel: ClassVar[str] = OBJECTIVES
     ttft: Annotated[
-        Seconds | None,
-        Setting("Objective for the time to the first token.", unit="seconds", default="none", panel=OBJECTIVES),
+        Seconds | None, Setting("Objective for the time to the first token.", unit="seconds", default="none")
     ] = msgspec.field(default=None, name="objective-ttft")
     tpot: Annotated[
-        Seconds | None,
-        Setting("Objective for the mean time per further token.", unit="seconds", default="none", panel=OBJECTIVES),
+        Seconds | None, Setting("Objective for the mean time per further token.", unit="seconds", default="none")
     ] = msgspec.field(default=None, name="objective-tpot")
-    share: Annotated[
-        Share, Setting("Share of requests, 0 to 1, that must meet the objectives.", panel=OBJECTIVES)
-    ] = msgspec.field(default=0.99, name="objective-share")  # fmt: skip
+    share: Annotated[Share, Setting("Share of requests, 0 to 1, that must meet the objectives.")] = msgspec.field(
+        default=0.99, name="objective-share"
+    )
     classes: Annotated[
         tuple[ObjectiveClass, ...],
         Setting(
             "Objectives of a class of requests; ttft and tpot in seconds, share from 0 to 1. Repeatable.",
-            metavar="NAME,ttft=S", read=class_fields, panel=OBJECTIVES,
-        ),
+            metavar="NAME,ttft=S", read=class_fields
+        )
     ] = msgspec.field(default=(), name="objective-class")  # fmt: skip
     # One name is enough: classes are the deployment's, and so is what sets the header.
     header: str = "x-objective-class"
@@ -140,6 +139,7 @@ class MoveSettings(Settings, frozen=True):
     A limit per engine applies separately to moves to an engine and to moves from it.
     """
 
+    panel: ClassVar[str] = MOVES
     # Each stage sends what came during the one before; four leave a few tokens for every model that was measured.
     stages: AtLeastOne = 4
     # Tokens that the last stage may leave uncopied: the destination recomputes a block faster than a stage takes.
@@ -147,51 +147,45 @@ class MoveSettings(Settings, frozen=True):
     # Tokens whose KV is sent at once; a stage rests after each portion.
     portion: AtLeastOne = 512
     share: Annotated[
-        Share, Setting("Share of a stage's time in which KV is sent, up to 1; 1: no rests.", panel=MOVES, in_file=True)
-    ] = msgspec.field(default=0.25, name="move-share")  # fmt: skip
+        Share, Setting("Share of a stage's time in which KV is sent, up to 1; 1: no rests.", in_file=True)
+    ] = msgspec.field(default=0.25, name="move-share")
     # KV usage of the source engine at or above which a move takes no rests: what waits for room there waits longer than
     # a step that the move makes slower.
     hurry_at: Share = 0.8
     # Seconds after which the sequence stays: a move that takes longer gains nothing.
     deadline_s: Seconds = 30.0
-    at_once: Annotated[
-        AtLeastOne, Setting("Most sequences that are moved at once.", panel=MOVES)
-    ] = msgspec.field(default=16, name="max-moves")  # fmt: skip
-    per_engine: Annotated[
-        AtLeastOne, Setting("Most sequences that are moved to or from one engine at once.", panel=MOVES)
-    ] = msgspec.field(default=2, name="max-moves-per-engine")  # fmt: skip
+    at_once: Annotated[AtLeastOne, Setting("Most sequences that are moved at once.")] = msgspec.field(
+        default=16, name="max-moves"
+    )
+    per_engine: Annotated[AtLeastOne, Setting("Most sequences that are moved to or from one engine at once.")] = (
+        msgspec.field(default=2, name="max-moves-per-engine")
+    )
     tokens: Annotated[
         AtLeastOne | None,
         Setting(
             "Most tokens of all sequences that are moved at once; a single sequence may have more.",
             default="no limit",
-            panel=MOVES,
             in_file=True,
         ),
     ] = msgspec.field(default=None, name="max-move-tokens")
     tokens_per_engine: Annotated[
         AtLeastOne | None,
-        Setting(
-            "Most tokens that are moved to one engine, or from one, at once.",
-            default="no limit",
-            panel=MOVES,
-            in_file=True,
-        ),
+        Setting("Most tokens that are moved to one engine, or from one, at once.", default="no limit", in_file=True),
     ] = msgspec.field(default=None, name="max-move-tokens-per-engine")
     kv_usage: Annotated[
         KVCaches | None,
         Setting(
             "Most KV of all sequences that are moved at once, as a multiple of an engine's KV cache; a single sequence "
             "may have more.",
-            default="no limit", panel=MOVES, in_file=True,
-        ),
+            default="no limit", in_file=True
+        )
     ] = msgspec.field(default=None, name="max-move-kv-usage")  # fmt: skip
     kv_usage_per_engine: Annotated[
         KVCaches | None,
         Setting(
             "Most KV that is moved to one engine, or from one, at once, as a multiple of its KV cache.",
-            default="no limit", panel=MOVES, in_file=True,
-        ),
+            default="no limit", in_file=True
+        )
     ] = msgspec.field(default=None, name="max-move-kv-usage-per-engine")  # fmt: skip
     # KV usage at or above which an engine receives nothing: the rest is for the sequences that it has.
     ceiling: Annotated[float, Meta(ge=0, le=1)] = 0.95
@@ -208,40 +202,36 @@ class MoveSettings(Settings, frozen=True):
 class RescheduleSettings(Settings, frozen=True):
     """Policies that propose moves, and their parameters."""
 
+    panel: ClassVar[str] = MOVES
     policies: Annotated[
         tuple[str, ...],
         Setting(
             "Policy that proposes moves: `prefill_to_decode`, `decode_load`, `neutral_load`, `binpack_mitigation`, "
             "`binpack_consolidation`, `defragment`, or your own: `file.py:function`. Repeatable.",
-            flag="--reschedule", panel=MOVES,
+            flag="--reschedule",
         ),
-    ] = msgspec.field(default=(), name="reschedule")  # fmt: skip
+    ] = msgspec.field(default=(), name="reschedule")
     # Seconds without progress after which sequences are moved away: half of the default of `stuck-after`.
     stale_after_s: Seconds = 2.5
-    interval_s: Annotated[
-        Seconds, Setting("Interval between rescheduling rounds.", unit="seconds", panel=MOVES)
-    ] = msgspec.field(default=0.1, name="reschedule-interval")  # fmt: skip
+    interval_s: Annotated[Seconds, Setting("Interval between rescheduling rounds.", unit="seconds")] = msgspec.field(
+        default=0.1, name="reschedule-interval"
+    )
     threshold: Annotated[
-        Annotated[float, Meta(ge=0, le=1)],
-        Setting("Difference of KV usage, 0 to 1, at which loads are balanced.", panel=MOVES),
+        Annotated[float, Meta(ge=0, le=1)], Setting("Difference of KV usage, 0 to 1, at which loads are balanced.")
     ] = msgspec.field(default=0.2, name="reschedule-threshold")
     # KV usage up to which packing policies fill an engine: a fifth is left for sequences that grow.
     ceiling: Annotated[float, Meta(gt=0, le=1)] = 0.8
     order: Annotated[
         Literal["FIT", "SR", "LR", "FCR", "LCR", "FCW", "FCWSR"],
-        Setting("Order in which load balancing and `binpack_mitigation` move sequences.", panel=MOVES, in_file=True),
+        Setting("Order in which load balancing and `binpack_mitigation` move sequences.", in_file=True),
     ] = msgspec.field(default="FIT", name="reschedule-order")
     measure: Annotated[
         Literal["num_req", "num_tokens", "block_ratio"],
-        Setting("Unit of `reschedule-value`: sequences, tokens or share of the KV cache.", panel=MOVES, in_file=True),
+        Setting("Unit of `reschedule-value`: sequences, tokens or share of the KV cache.", in_file=True),
     ] = msgspec.field(default="num_req", name="reschedule-measure")
     value: Annotated[
         Annotated[float, Meta(gt=0, le=1_000_000_000)],
-        Setting(
-            "Most load that one round moves from an engine, in the unit of `reschedule-measure`.",
-            panel=MOVES,
-            in_file=True,
-        ),
+        Setting("Most load that one round moves from an engine, in the unit of `reschedule-measure`.", in_file=True),
     ] = msgspec.field(default=1.0, name="reschedule-value")
 
 
@@ -270,15 +260,13 @@ class BatchSettings(Settings, frozen=True):
 class SessionSettings(Settings, frozen=True):
     """Settings of a router for the turns of one session."""
 
-    together: Annotated[
-        Literal["on", "off"], Setting("Send all turns of a session to one engine.", panel=PLACEMENT)
-    ] = msgspec.field(default="off", name="sessions")
+    panel: ClassVar[str] = PLACEMENT
+    together: Annotated[Literal["on", "off"], Setting("Send all turns of a session to one engine.")] = msgspec.field(
+        default="off", name="sessions"
+    )
     keep: Annotated[
         Literal["none", "tools", "all"],
-        Setting(
-            "Sessions whose KV is pinned between two turns; `tools`: those that wait for a tool's result.",
-            panel=PLACEMENT,
-        ),
+        Setting("Sessions whose KV is pinned between two turns; `tools`: those that wait for a tool's result."),
     ] = msgspec.field(default="tools", name="session-keep")
     # Longest time that KV is pinned: most tools answer within it, and an unused lease holds blocks.
     keep_s: Seconds = 30.0

@@ -10,7 +10,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal, NamedTuple
+from typing import Annotated, ClassVar, Literal, NamedTuple
 
 import msgspec
 
@@ -138,9 +138,7 @@ APIKeyFile = Annotated[
         "File of client keys, one on each line, reloaded when it changes.", metavar="FILE", default="none", panel=ACCESS
     ),
 ]
-OpenToAll = Annotated[
-    bool, Setting("Serve other machines although no client key is set.", default="off", panel=ACCESS)
-]  # fmt: skip
+OpenToAll = Annotated[bool, Setting("Serve other machines although no client key is set.", default="off", panel=ACCESS)]
 CLIENT_TRACES_VARIABLE = "TERCET_CLIENT_TRACES"
 ClientTraces = Annotated[
     bool,
@@ -186,21 +184,17 @@ LogLines = Annotated[
 class EngineTLS(Settings, frozen=True):
     """TLS of https:// engines: the authority that signs their certificates, and this process's certificate and key."""
 
+    panel: ClassVar[str] = ACCESS
     ca: Annotated[
-        str | None,
-        Setting(
-            "Certificate authority of https:// engines (PEM).", metavar="FILE", default="the system's", panel=ACCESS
-        ),
+        str | None, Setting("Certificate authority of https:// engines (PEM).", metavar="FILE", default="the system's")
     ] = msgspec.field(default=None, name="engine-ca")
     cert: Annotated[
-        str | None,
-        Setting("Client certificate for https:// engines (PEM).", metavar="FILE", default="none", panel=ACCESS),
+        str | None, Setting("Client certificate for https:// engines (PEM).", metavar="FILE", default="none")
     ] = msgspec.field(default=None, name="engine-cert")
     key: Annotated[
-        str | None, Setting(
-            "Private key of `--engine-cert` (PEM).", metavar="FILE", default="in the certificate's file", panel=ACCESS,
-        )
-    ] = msgspec.field(default=None, name="engine-key")  # fmt: skip
+        str | None,
+        Setting("Private key of `--engine-cert` (PEM).", metavar="FILE", default="in the certificate's file"),
+    ] = msgspec.field(default=None, name="engine-key")
 
 
 PrefillHosts = Annotated[

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 import msgspec
 from msgspec import Meta
@@ -70,42 +70,35 @@ class Limits(Settings, frozen=True):
     ``long_queued`` limits one client: they do not make a fleet full.
     """
 
+    panel: ClassVar[str] = LIMITS
     in_flight: Annotated[
         AtLeastOne | None,
         Setting(
             "Most running sequences; further requests wait. A request has one sequence for each prompt and choice.",
             default="no limit",
-            panel=LIMITS,
         ),
     ] = msgspec.field(default=None, name="max-in-flight")
     in_flight_per_engine: Annotated[
         AtLeastOne | None,
-        Setting(
-            "Most running sequences for each decode engine; further requests wait.", default="no limit", panel=LIMITS
-        ),
+        Setting("Most running sequences for each decode engine; further requests wait.", default="no limit"),
     ] = msgspec.field(default=None, name="max-in-flight-per-engine")
     tokens: Annotated[
-        AtLeastOne | None,
-        Setting("Number of prompt tokens on engines at which requests wait.", default="no limit", panel=LIMITS),
+        AtLeastOne | None, Setting("Number of prompt tokens on engines at which requests wait.", default="no limit")
     ] = msgspec.field(default=None, name="max-in-flight-tokens")
     tokens_per_engine: Annotated[
         AtLeastOne | None,
-        Setting("Number of prompt tokens per decode engine at which requests wait.", default="no limit", panel=LIMITS),
+        Setting("Number of prompt tokens per decode engine at which requests wait.", default="no limit"),
     ] = msgspec.field(default=None, name="max-in-flight-tokens-per-engine")
-    queued: Annotated[
-        NotNegative, Setting("Most requests that may wait; further ones get 429.", panel=LIMITS)
-    ] = msgspec.field(default=1000, name="max-queued")  # fmt: skip
+    queued: Annotated[NotNegative, Setting("Most requests that may wait; further ones get 429.")] = msgspec.field(
+        default=1000, name="max-queued"
+    )
     queue_timeout_s: Annotated[
-        Seconds, Setting("Longest wait of a request; after it the request gets 429.", unit="seconds", panel=LIMITS)
+        Seconds, Setting("Longest wait of a request; after it the request gets 429.", unit="seconds")
     ] = msgspec.field(default=30.0, name="queue-timeout")
 
     sequences: Annotated[
         AtLeastOne,
-        Setting(
-            "Most sequences of one request (prompts times `n`); a request with more gets 400.",
-            panel=LIMITS,
-            in_file=True,
-        ),
+        Setting("Most sequences of one request (prompts times `n`); a request with more gets 400.", in_file=True),
     ] = msgspec.field(default=512, name="max-sequences")
     # Sequences of one request that run at once; the others start when these end, so one client cannot fill engines.
     at_once: AtLeastOne = 128
@@ -114,16 +107,13 @@ class Limits(Settings, frozen=True):
         AtLeastOne,
         Setting(
             "Most lists and objects in a request's body, such as messages and tools; a request with more gets 400.",
-            panel=LIMITS,
             in_file=True,
         ),
     ] = msgspec.field(default=4096, name="max-request-items")
     long_queued: Annotated[
         NotNegative,
         Setting(
-            "Most requests with long bodies of one client that wait to be prepared; further ones get 429.",
-            panel=LIMITS,
-            in_file=True,
+            "Most requests with long bodies of one client that wait to be prepared; further ones get 429.", in_file=True
         ),
     ] = msgspec.field(default=64, name="max-long-queued")
 
@@ -156,7 +146,7 @@ class RouterSettings(Settings, frozen=True):
     ] = "smollm2"
     served_model_name: Annotated[
         str | None, Setting("Name of the model in the OpenAI API.", default="the value of --model", panel=MODEL)
-    ] = None  # fmt: skip
+    ] = None
     model_aliases: Annotated[
         tuple[str, ...],
         Setting(
@@ -278,7 +268,7 @@ class RouterSettings(Settings, frozen=True):
     ] = MAX_REQUEST_BYTES
     workers: Annotated[
         Annotated[int, Meta(ge=1, le=256)], Setting("Number of router processes that share the port.", panel=SERVER)
-    ] = 1  # fmt: skip
+    ] = 1
     stream_port: Annotated[
         Port,
         Setting(
