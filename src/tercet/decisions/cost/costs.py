@@ -210,31 +210,30 @@ def _alone(candidate: RouteCandidate, wanted: RouteRequest) -> RouteOption:
 
 
 def _pair(prefill: RouteCandidate, decode: RouteCandidate, split: int, wanted: RouteRequest) -> RouteOption:
-    tpot, slowed = decode.decode(wanted.tokens, wanted.output)
-    step = tpot if decode.batch else 0.0
-    ready = max(decode.under_way, STEPS_TO_RESERVE * step) + prefill.waiting
-    first = prefill.prefill(0, split, split - min(decode.matched, split))
-    ready += first
-    # Work that still waits on the decode engine when the KV has arrived delays the rest of the prompt, or the decode.
-    still = max(0.0, decode.waiting - ready, STEPS_TO_JOIN * step)
-    others = prefill.delay(first) + slowed
-    if split == wanted.tokens:
-        return _option(wanted, decode.name, ready, tpot, others + still, prefill.name, split)
-    rest = decode.prefill(split, wanted.tokens)
-    return _option(
-        wanted, decode.name, ready + still + rest, tpot, others + decode.delay(rest), prefill.name, split
-    )  # fmt: skip
+    seconds = prefill.prefill(0, split, split - min(decode.matched, split))
+    return _received(wanted, decode, split, prefill.waiting + seconds, prefill.delay(seconds), prefill.name)
 
 
 def _pull(pull: Pull, decode: RouteCandidate, wanted: RouteRequest) -> RouteOption:
-    tpot, slowed = decode.decode(wanted.tokens, wanted.output)
-    step = tpot if decode.batch else 0.0
-    ready = max(decode.under_way, STEPS_TO_RESERVE * step) + pull.seconds
-    still = max(0.0, decode.waiting - ready, STEPS_TO_JOIN * step)
-    rest = decode.prefill(pull.end, wanted.tokens)
-    found = _option(wanted, decode.name, ready + still + rest, tpot, slowed + decode.delay(rest), split=pull.end)
+    found = _received(wanted, decode, pull.end, pull.seconds)
     found.pull = pull
     return found
+
+
+def _received(
+    wanted: RouteRequest, decode: RouteCandidate, end: int, takes: float, others: float = 0.0, prefill: str = ""
+) -> RouteOption:
+    """Return the route by which ``decode`` receives the KV of ``prompt[:end)``, which ``takes`` seconds elsewhere."""
+    tpot, slowed = decode.decode(wanted.tokens, wanted.output)
+    step = tpot if decode.batch else 0.0
+    ready = max(decode.under_way, STEPS_TO_RESERVE * step) + takes
+    # Work that still waits on the decode engine when the KV has arrived delays the rest of the prompt, or the decode.
+    still = max(0.0, decode.waiting - ready, STEPS_TO_JOIN * step)
+    others += slowed
+    if end == wanted.tokens:
+        return _option(wanted, decode.name, ready, tpot, others + still, prefill, end)
+    rest = decode.prefill(end, wanted.tokens)
+    return _option(wanted, decode.name, ready + still + rest, tpot, others + decode.delay(rest), prefill, end)
 
 
 def _option(

@@ -67,16 +67,13 @@ class Selection:
     def of(self, sequences: Sequence[SequenceView], wanted: float = 0.0) -> Iterator[SequenceView]:
         """Yield the chosen sequences in order; ``wanted`` is the part of the KV cache that should be moved."""
         taken, size = 0.0, SIZES[self.measure]
-        in_order = (
-            _sorted(sequences, True, lambda each: abs(each.share - wanted))
-            if self.order == "FIT"
-            else ORDERS[self.order](sequences)
-        )
-        for sequence in in_order:
-            # Skip instead of stop: a smaller one behind a large one may still fit.
-            if taken + size(sequence) <= self.value:
-                taken += size(sequence)
-                yield sequence
+        for running, by in ORDERS[self.order]:
+            some = [each for each in sequences if each.running is running]
+            for sequence in sorted(some, key=partial(by, wanted)):
+                # Skip instead of stop: a smaller one behind a large one may still fit.
+                if taken + size(sequence) <= self.value:
+                    taken += size(sequence)
+                    yield sequence
 
 
 SIZES: Mapping[Measure, Callable[[SequenceView], float]] = {
@@ -86,27 +83,15 @@ SIZES: Mapping[Measure, Callable[[SequenceView], float]] = {
 }
 
 
-def _sorted(
-    sequences: Iterable[SequenceView], running: bool, by: Callable[[SequenceView], float]
-) -> list[SequenceView]:
-    return sorted((each for each in sequences if each.running is running), key=by)
-
-
-def _shortest(sequences: Sequence[SequenceView]) -> list[SequenceView]:
-    return _sorted(sequences, True, lambda each: each.tokens)
-
-
-def _longest_waiting(sequences: Sequence[SequenceView]) -> list[SequenceView]:
-    return _sorted(sequences, False, lambda each: -each.age)
-
-
-ORDERS: Mapping[str, Callable[[Sequence[SequenceView]], list[SequenceView]]] = {
-    "SR": _shortest,
-    "LR": lambda sequences: _sorted(sequences, True, lambda each: -each.tokens),
-    "FCR": lambda sequences: _sorted(sequences, True, lambda each: -each.age),
-    "LCR": lambda sequences: _sorted(sequences, True, lambda each: each.age),
-    "FCW": _longest_waiting,
-    "FCWSR": lambda sequences: _longest_waiting(sequences) + _shortest(sequences),
+# For each order, whether running or waiting sequences are chosen, and by which key of the wanted share and a sequence.
+ORDERS: Mapping[Order, Sequence[tuple[bool, Callable[[float, SequenceView], float]]]] = {
+    "FIT": [(True, lambda wanted, each: abs(each.share - wanted))],
+    "SR": [(True, lambda _, each: each.tokens)],
+    "LR": [(True, lambda _, each: -each.tokens)],
+    "FCR": [(True, lambda _, each: -each.age)],
+    "LCR": [(True, lambda _, each: each.age)],
+    "FCW": [(False, lambda _, each: -each.age)],
+    "FCWSR": [(False, lambda _, each: -each.age), (True, lambda _, each: each.tokens)],
 }
 
 
