@@ -20,7 +20,7 @@ from tercet.cli.setting_flags import PARTS, VLLM_FLAGS, given_as
 from tercet.cli.terminal import announce, note
 from tercet.cluster.child_process import Process, describe_exit
 from tercet.cluster.detached_fleets import log_directory
-from tercet.cluster.devices import DeviceShare, devices_for_engines, pick_devices, plan_devices, split_cores
+from tercet.cluster.devices import devices_for_engines, pick_devices
 from tercet.cluster.engine_command import (
     EngineSpec,
     as_shell,
@@ -31,6 +31,7 @@ from tercet.cluster.engine_command import (
     require_private,
     shared_cores,
     simulated_engine,
+    with_places,
 )
 from tercet.cluster.model import BUILT_IN, known_model, resolve_model, resolve_tokenizer
 from tercet.cluster.ports import require_free, url_of
@@ -148,21 +149,9 @@ _ANY_ADDRESS = ("", "0.0.0.0", "::")
 
 def _specs_of(spec: EngineSpec, instances: int) -> list[EngineSpec]:
     """Return ``instances`` specs like ``spec``, at consecutive ports, which share this machine's cores or devices."""
-    shares, computes = [DeviceShare(())] * instances, spec.simulate is None
-    devices = devices_for_engines() if computes else ()
-    if devices:
-        shares = plan_devices(devices, instances, ranks_of(spec.extra_args), gpu_memory_of(spec.extra_args))
-    cores: Sequence[tuple[int, ...]] = [()] * instances
-    if computes and not devices:
-        cores = split_cores(sorted(os.sched_getaffinity(0)), instances)
     names = [spec.name] if instances == 1 else [f"{spec.name}-{index}" for index in range(instances)]
-    return [
-        msgspec.structs.replace(
-            spec, name=name, port=spec.port + index, cores=cores[index], gpus=shares[index].devices,
-            gpu_memory=shares[index].memory,
-        )
-        for index, name in enumerate(names)
-    ]  # fmt: skip
+    replace = msgspec.structs.replace
+    return with_places([replace(spec, name=name, port=spec.port + index) for index, name in enumerate(names)])
 
 
 def join_router(specs: Sequence[EngineSpec], router: str, role: Role, drain_seconds: float) -> None:

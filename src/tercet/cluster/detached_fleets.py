@@ -121,24 +121,17 @@ def running_fleets() -> list[DetachedFleet]:
     """Return all running fleets, sorted by port; remove the files of killed ones."""
     found: list[DetachedFleet] = []
     for file in _directory().glob("*.json"):
-        fleet = _read(file)
-        if fleet is None:
-            continue  # the file has another version's format, or was removed
-        if fleet.runs:
-            found.append(fleet)
-        else:
-            file.unlink(missing_ok=True)
+        with suppress(FileNotFoundError, *UNREADABLE):  # it was removed meanwhile, or has another version's format
+            fleet = msgspec.json.decode(file.read_bytes(), type=DetachedFleet)
+            if fleet.runs:
+                found.append(fleet)
+            else:
+                file.unlink(missing_ok=True)
     return sorted(found, key=lambda fleet: fleet.port)
 
 
 def _directory() -> Path:
     return cache_root() / "fleets"
-
-
-def _read(file: Path) -> DetachedFleet | None:
-    with suppress(FileNotFoundError, *UNREADABLE):
-        return msgspec.json.decode(file.read_bytes(), type=DetachedFleet)
-    return None
 
 
 # Number of directories that are kept for ended fleets.

@@ -20,13 +20,14 @@ from urllib.parse import quote
 import msgspec
 import psutil
 
-from tercet.cluster.devices import as_cpu_list, default_dtype, split_cores
+from tercet.cluster.devices import as_cpu_list, default_dtype, devices_for_engines, plan_devices, split_cores
 from tercet.cluster.model import cached_snapshot
 from tercet.cluster.vllm_flags import (
     GPU_MEMORY,
     KV_TRANSFER,
     STAGES,
     flags_in,
+    gpu_memory_of,
     kv_transfer_config,
     ranks_of,
     value_of,
@@ -101,6 +102,23 @@ class EngineSpec(msgspec.Struct, frozen=True, kw_only=True):
     options: Mapping[str, str] = {}
     # Engines that a request may name to prefill for this engine.
     prefill_hosts: str = ""
+
+
+def with_places(specs: Sequence[EngineSpec]) -> list[EngineSpec]:
+    """Return the specs of engines that start together, each with its cores on CPUs, or its devices or shares of them.
+
+    The engines have the same flags; simulated ones get nothing. Raises :class:`~tercet.protocol.BadRequest` if the
+    devices do not suffice.
+    """
+    replace, like = msgspec.structs.replace, specs[0]
+    if like.simulate is not None:
+        return list(specs)
+    if devices := devices_for_engines():
+        shares = plan_devices(devices, len(specs), ranks_of(like.extra_args), gpu_memory_of(like.extra_args))
+        both = zip(specs, shares, strict=True)
+        return [replace(spec, gpus=share.devices, gpu_memory=share.memory) for spec, share in both]
+    groups = split_cores(sorted(os.sched_getaffinity(0)), len(specs))
+    return [replace(spec, cores=cores) for spec, cores in zip(specs, groups, strict=True)]
 
 
 def engine_argv(spec: EngineSpec, inherited: Mapping[str, str] = os.environ) -> list[str]:

@@ -24,7 +24,7 @@ from tercet.cluster.child_process import (
     warm_parent,
 )
 from tercet.cluster.detached_fleets import log_directory
-from tercet.cluster.devices import Device, DeviceShare, devices_for_engines, pick_devices, plan_devices, split_cores
+from tercet.cluster.devices import Device, devices_for_engines, pick_devices
 from tercet.cluster.engine_command import (
     EngineSpec,
     engine_argv,
@@ -32,6 +32,7 @@ from tercet.cluster.engine_command import (
     flags_argv,
     require_memory,
     shared_cores,
+    with_places,
 )
 from tercet.cluster.model import BUILT_IN
 from tercet.cluster.ports import free_ports, require_free, url_of
@@ -207,24 +208,16 @@ def engine_specs(config: UpConfig, model: str) -> list[EngineSpec]:
     """Return every engine's description: with cores on CPUs, devices or shares of them on GPUs, or for simulation."""
     count = len(config.engine_roles)
     ports = free_ports(ENGINE_HOST, count)
-    nothing: list[tuple[()]] = [()] * count
-    computes = config.simulate is None
-    devices, args = devices_for_engines() if computes else (), config.engine_args
-    shares = [DeviceShare(())] * count
-    if devices:
-        shares = plan_devices(devices, count, ranks_of(args), gpu_memory_of(args))
-    cores = split_cores(sorted(os.sched_getaffinity(0)), count) if computes and not devices else nothing
     ranks = rank_flags(config.engine_args, count, ENGINE_HOST)
-    return [
+    return with_places([
         EngineSpec(
-            name=name, model=model, served_model_name=config.public_name, host=ENGINE_HOST, port=ports[index],
-            dtype=config.dtype, built_in=config.model == BUILT_IN, cores=cores[index], gpus=shares[index].devices,
-            gpu_memory=shares[index].memory, kv_cache_gib=config.kv_cache_gib,
-            extra_args=(*lora_flags(config), *config.engine_args, *ranks[index]), simulate=config.simulate,
+            name=name, model=model, served_model_name=config.public_name, host=ENGINE_HOST, port=port,
+            dtype=config.dtype, built_in=config.model == BUILT_IN, kv_cache_gib=config.kv_cache_gib,
+            extra_args=(*lora_flags(config), *config.engine_args, *of_rank), simulate=config.simulate,
             options=config.options,
         )
-        for index, (name, _) in enumerate(config.engine_roles)
-    ]  # fmt: skip
+        for (name, _), port, of_rank in zip(config.engine_roles, ports, ranks, strict=True)
+    ])  # fmt: skip
 
 
 def lora_flags(config: UpConfig) -> tuple[str, ...]:

@@ -32,6 +32,7 @@ from tercet import logs
 from tercet.aio import Failures
 from tercet.aio.files import read_named
 from tercet.protocol import BadRequest
+from tercet.protocol.access import bearer
 from tercet.protocol.names import bracketed
 from tercet.protocol.sse import ItemTooLong, LineSplitter
 from tercet.protocol.wire import UNREADABLE
@@ -153,6 +154,7 @@ class Metadata(msgspec.Struct, frozen=True, rename="camel"):
 
     name: str = ""
     uid: str = ""
+    generation: int = 0
     resource_version: str = ""
     deletion_timestamp: str | None = None
     labels: dict[str, str] | None = None
@@ -512,13 +514,10 @@ class Watch(Generic[ObjectT]):
     def _get(
         self, session: aiohttp.ClientSession, query: dict[str, str]
     ) -> AbstractAsyncContextManager[aiohttp.ClientResponse]:
-        headers = {"accept": "application/json"}
-        if token := self._api.token():
-            # Read for each request: the kubelet replaces a service account's token while the pod runs.
-            headers["authorization"] = f"Bearer {token}"
         return session.get(
             f"{self._api.url}{self._path}?{urlencode(query)}",
-            headers=headers,
+            # Read for each request: the kubelet replaces a service account's token while the pod runs.
+            headers={"accept": "application/json", **bearer(self._api.token())},
             ssl=self._api.tls() or True,
             timeout=aiohttp.ClientTimeout(total=None, sock_connect=5.0),
             allow_redirects=False,  # the token is for this server only

@@ -15,8 +15,9 @@ import aiohttp
 import msgspec
 
 from tercet.cluster.scaling.decide import SELECTOR, Counts, ScaleCall
-from tercet.fleet.kubernetes_api import ApiAccess
+from tercet.fleet.kubernetes_api import ApiAccess, ApiObject, Metadata
 from tercet.protocol import BadRequest, Conflict, EngineError, EngineUnreachable, Role
+from tercet.protocol.access import bearer
 from tercet.protocol.wire import UNREADABLE
 from tercet.wire.client.bounded_answers import reason_of
 
@@ -32,14 +33,8 @@ READY_SECONDS = 3600.0
 NOT_FOUND, NOT_ALLOWED = 404, 403
 
 
-class _Meta(msgspec.Struct, frozen=True, rename="camel"):
-    name: str = ""
-    generation: int = 0
-    labels: dict[str, str] | None = None
-
-
 class _Template(msgspec.Struct, frozen=True):
-    metadata: _Meta = _Meta()
+    metadata: Metadata = Metadata()
 
 
 class _Group(msgspec.Struct, frozen=True, rename="camel"):
@@ -59,8 +54,7 @@ class _Status(msgspec.Struct, frozen=True, rename="camel"):
     observed_generation: int | None = None
 
 
-class _Object(msgspec.Struct, frozen=True):
-    metadata: _Meta
+class _Object(ApiObject, frozen=True):
     spec: _Spec = _Spec()
     status: _Status = _Status()
 
@@ -191,11 +185,8 @@ class KubernetesFleet:
     async def _ask(self, method: str, path: str, query: Mapping[str, str], body: bytes | None = None) -> bytes | None:
         """Return the API server's answer; None for a kind of object that it does not know."""
         try:
-            token = await asyncio.to_thread(self._api.token)
-            tls = await asyncio.to_thread(self._api.tls)
-            headers = {"accept": "application/json", "content-type": "application/merge-patch+json"}
-            if token:
-                headers["authorization"] = f"Bearer {token}"
+            token, tls = await asyncio.to_thread(self._api.token), await asyncio.to_thread(self._api.tls)
+            headers = {"accept": "application/json", "content-type": "application/merge-patch+json", **bearer(token)}
             async with (
                 aiohttp.ClientSession(timeout=ANSWER) as session,
                 session.request(
