@@ -304,20 +304,24 @@ def _path(name: str) -> str:
     return f"/engines/{quote(name, safe='')}"
 
 
-def engine_in_words(engine: dict[str, Any], width: int = 0) -> str:
-    """Return one engine as a line; its name is padded to ``width`` characters."""
+def state_of(engine: dict[str, Any]) -> str:
+    """Return an engine's state in one word."""
     leaving = "draining" if engine["draining"] else "stopping" if engine["stopping"] else ""
     # A paused engine keeps its sequences; one that drains loses them.
     leaving = leaving or ("paused" if engine.get("paused") else "")  # a router before 0.3 does not report it
-    state = leaving or ("serving" if engine["reachable"] else "refused" if engine["refused"] else "unreachable")
+    return leaving or ("serving" if engine["reachable"] else "refused" if engine["refused"] else "unreachable")
+
+
+def engine_in_words(engine: dict[str, Any], width: int = 0) -> str:
+    """Return one engine as a line; its name is padded to ``width`` characters."""
     count, report = engine.get("restarts") or 0, engine["report"]
     loaded = "no report"
     if report is not None:
         busy = f"{report['running']} running, {report['waiting']} waiting"
         loaded = f"{busy}, KV {report['kv_usage']:.0%} ({report['age']:.1f} s ago)"
     return (
-        f"{engine['name']:{width}}  {engine['role']:7}  {state:11}  {engine['in_flight']:4}  {engine['url']}  "
-        f"{engine['refused'] or loaded}" + (f", {count} restart{'s' * (count > 1)}" if count else "")
+        f"{engine['name']:{width}}  {engine['role']:7}  {state_of(engine):11}  {engine['in_flight']:4}  "
+        f"{engine['url']}  {engine['refused'] or loaded}" + (f", {count} restart{'s' * (count > 1)}" if count else "")
     )
 
 

@@ -23,7 +23,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from tercet.cli.engines import rates_in_words
+from tercet.cli.engines import rates_in_words, state_of
 from tercet.cli.router_calls import RunningRouter, understood
 from tercet.cli.setting_flags import flags_as_records
 from tercet.cli.terminal import console, printable
@@ -145,7 +145,7 @@ COLUMNS: tuple[Column, ...] = ("name", "role", "state", "on", "running", "waitin
 _TITLES: Mapping[Column, str] = {"on": "sequences", "kv": "KV", "step": "step"}
 # These columns are sorted with the largest value first, the others alphabetically.
 _FALLING = frozenset({"on", "running", "waiting", "kv", "step"})
-_STATES = {"serving": "green", "draining": "yellow", "stopping": "yellow"}
+_STATES = {"serving": "green", "draining": "yellow", "stopping": "yellow", "paused": "yellow"}
 LONGEST_FILTER = 40
 BAR = 8
 LAST_KEYS = "s: sort by next column  r: reverse  /: filter  esc: show all  q: quit"
@@ -168,9 +168,7 @@ def rows_of(status: Mapping[str, Any]) -> list[Row]:
     """Return a row for each engine of a router's status."""
     rows = list[Row]()
     for engine in status["engines"]:
-        leaving = "draining" if engine["draining"] else "stopping" if engine["stopping"] else ""
-        state = leaving or ("serving" if engine["reachable"] else "refused" if engine["refused"] else "unreachable")
-        row = Row(engine["name"], engine["role"], state, engine["in_flight"])
+        row = Row(engine["name"], engine["role"], state_of(engine), engine["in_flight"])
         if (report := engine["report"]) is not None:
             running, waiting, kv = report["running"], report["waiting"], report["kv_usage"]
             row = row._replace(running=running, waiting=waiting, kv=kv, step=report.get("step_time"))
