@@ -14,7 +14,7 @@ from itertools import pairwise
 from statistics import median
 
 from tercet.decisions.migration import migrate
-from tercet.fleet import EngineFleet, Member, RunningSequence
+from tercet.fleet import EngineFleet, FleetView, Member, RunningSequence
 from tercet.fleet.sequences import MovingSequence
 from tercet.fleet.trace import Trace
 from tercet.protocol import Output, Request
@@ -34,7 +34,7 @@ async def moved(profile: str, length: int, live: bool) -> Measured:
     params = {"max_tokens": BEFORE + AFTER}
     request = Request(seq_id="s", prompt=tuple(range(length)), sampling_params=params)
     sequence, times = RunningSequence(request, "", RetryBudget(), 0.0), list[float]()
-    with fleet.traced(Trace(), sequence.generates).engine("source") as source:
+    with FleetView(fleet, Trace(), sequence.generates).engine("source") as source:
         enough = asyncio.Event()
 
         def note(output: Output) -> None:

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from statistics import fmean
 from typing import NamedTuple
 
-from tercet.fleet import EngineFleet, Member
+from tercet.fleet import EngineFleet, FleetView, Member
 from tercet.programs import Answer, migrate_context, outputs_of
 from tercet.protocol import Request, Sent
 from tercet_lab.sim import EngineOptions, Network, SimEngine, load_profile, run_virtual
@@ -40,17 +40,17 @@ class Library:
 
     holders: dict[str, list[str]] = field(default_factory=dict[str, list[str]])
 
-    async def by_book(self, request: Request, fleet: EngineFleet) -> Answer:
+    async def by_book(self, request: Request, fleet: FleetView) -> Answer:
         """The least busy engine that has the book of the question."""
         book = request.headers["x-book"]
-        name = min(self.holders[book], key=lambda name: fleet.member(name).in_flight)
+        name = min(self.holders[book], key=lambda name: fleet.fleet.member(name).in_flight)
         with fleet.engine(name) as engine:
             yield engine.start_generate(request)
 
     async def switch(self, fleet: EngineFleet, name: str, book: str) -> Sent | None:
         """From now on an engine answers about another book."""
         prefix = Request(seq_id=f"{book} to {name}", prompt=BOOKS[book])
-        sent = await migrate_context(fleet, prefix, self.holders[book][0], name)
+        sent = await migrate_context(FleetView(fleet), prefix, self.holders[book][0], name)
         for holders in self.holders.values():
             if name in holders:
                 holders.remove(name)
@@ -75,7 +75,7 @@ async def story() -> tuple[list[Phase], Sent | None]:
 
 async def _read(fleet: EngineFleet, name: str, book: str) -> None:
     request = Request(seq_id=f"{book} at {name}", prompt=BOOKS[book], sampling_params={"max_tokens": 1})
-    with fleet.engine(name) as engine:
+    with FleetView(fleet).engine(name) as engine:
         async for _ in engine.start_generate(request):
             pass
 
@@ -92,7 +92,7 @@ async def _ask(library: Library, fleet: EngineFleet, science: float) -> Phase:
             sampling_params={"max_tokens": ANSWER},
             headers={"x-book": book},
         )
-        async for _ in outputs_of(library.by_book(request, fleet)):
+        async for _ in outputs_of(library.by_book(request, FleetView(fleet))):
             pass
         times[book].append(loop.time() - began)
 

@@ -20,7 +20,7 @@ from statistics import fmean
 from typing import NamedTuple
 
 from tercet.decisions.scheduling import load_scheduling
-from tercet.fleet import EngineFleet, Member
+from tercet.fleet import EngineFleet, FleetView, Member
 from tercet.programs import data_parallel, outputs_of
 from tercet.protocol import Request
 from tercet_lab.bench.simulated.moving_fleet import EngineObserver
@@ -85,7 +85,7 @@ async def run(setting: Setting, scorers: Sequence[tuple[str, int]], seed: int) -
         request = Request(seq_id=f"r{number}", prompt=prompt, adapter=adapter, sampling_params=params)
         arrived = loop.time()
         first = True
-        async for _ in outputs_of(data_parallel(request, fleet, pick="default")):
+        async for _ in outputs_of(data_parallel(request, FleetView(fleet), pick="default")):
             if first:
                 waits.append(loop.time() - arrived)
             first = False

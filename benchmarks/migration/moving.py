@@ -22,7 +22,7 @@ from typing import Literal, NamedTuple
 import msgspec
 
 from tercet.decisions.migration import Stage, migrate
-from tercet.fleet import EngineFleet, Member, RunningSequence, Trace
+from tercet.fleet import EngineFleet, FleetView, Member, RunningSequence, Trace
 from tercet.fleet.sequences import MovingSequence
 from tercet.fleet.trace import Generation, TracedEngine
 from tercet.protocol import Engine, Output, OutputStream, Request
@@ -103,7 +103,7 @@ class Watched:
         self.sequence = RunningSequence(self.request, "bench", RetryBudget(), self.clock())
         self.at: list[float] = []
         self._more = asyncio.Event()
-        self._fleet = fleet.traced(Trace(), self.sequence.generates)
+        self._fleet = FleetView(fleet, Trace(), self.sequence.generates)
 
     @asynccontextmanager
     async def running(self) -> AsyncGenerator[None]:

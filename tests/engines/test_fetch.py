@@ -6,7 +6,7 @@ import uuid
 
 import pytest
 
-from tercet.fleet import EngineFleet, Member, Trace
+from tercet.fleet import EngineFleet, FleetView, Member, Trace
 from tercet.programs import load_program, outputs_of
 from tercet.protocol import Request, Usage
 from tercet.wire.client import HttpEngine
@@ -34,7 +34,7 @@ async def test_the_less_busy_engine_pulls_what_the_other_one_has(
     members[0].in_flight = 1
     fleet.picking.note_routed(request, [prefill.name])
     before = await computed_prompt_tokens(prefill.url)
-    async for output in outputs_of(load_program("fetch")(request, fleet.traced(trace))):
+    async for output in outputs_of(load_program("fetch")(request, FleetView(fleet, trace))):
         usages.append(output.usage)
         tokens += output.token_ids
     assert await computed_prompt_tokens(prefill.url) == before

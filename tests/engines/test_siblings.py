@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 
-from tercet.fleet import EngineFleet, Member, Trace
+from tercet.fleet import EngineFleet, FleetView, Member, Trace
 from tercet.programs import load_program, outputs_of
 from tercet.protocol import Request
 from tercet.wire.client import HttpEngine
@@ -192,7 +192,7 @@ async def test_a_tier_is_loaded_instead_of_computed_and_nothing_is_sent(
     trace, tokens = Trace(), list[int]()
     program = load_program("disaggregated", {"min_send": BLOCK})
     async with loading(tiered, files, LENGTH // BLOCK):
-        async for output in outputs_of(program(request_of(prompt, salt), EngineFleet(members).traced(trace))):
+        async for output in outputs_of(program(request_of(prompt, salt), FleetView(EngineFleet(members), trace))):
             tokens += output.token_ids
     assert tokens == expected
     assert [event.verb for event in trace.events] == ["prep_recv", "start_generate"]

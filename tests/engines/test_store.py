@@ -18,7 +18,7 @@ import msgspec
 import pytest
 from msgspec.structs import replace
 
-from tercet.fleet import EngineFleet, Member, Trace
+from tercet.fleet import EngineFleet, FleetView, Member, Trace
 from tercet.programs import load_program, outputs_of
 from tercet.protocol import Request, TercetError, Usage
 from tercet.store.disk import HEAD, FileHeader
@@ -171,7 +171,7 @@ async def test_the_program_fetch_pulls_from_a_store_and_does_without_one_that_st
         async def fetched(prompt: list[int]) -> tuple[list[int], Usage | None]:
             request = request_of(prompt, salt)
             fleet.picking.note_routed(request, ["store-0"])
-            outputs = [each async for each in outputs_of(load_program("fetch")(request, fleet.traced(Trace())))]
+            outputs = [each async for each in outputs_of(load_program("fetch")(request, FleetView(fleet, Trace())))]
             return [token for each in outputs for token in each.token_ids], outputs[0].usage
 
         assert await fetched(prompts[0]) == (tokens[0], Usage(received=3 * BLOCK, computed=17))

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tercet.fleet import EngineFleet, Member, Trace
+from tercet.fleet import EngineFleet, FleetView, Member, Trace
 from tercet.programs import BUILT_IN, Program, load_program, outputs_of
 from tercet.protocol import BadRequest, EngineUnreachable, Fleet, NoSpace, Output, Request, TransferFailed
 
@@ -38,7 +38,7 @@ def pair() -> Pair:
 
 async def test_disaggregated_calls_the_three_verbs(pair: Pair) -> None:
     prefill, decode, fleet = pair
-    assert await tokens(load_program("disaggregated"), request_of(), fleet) == [100, 101, 102]
+    assert await tokens(load_program("disaggregated"), request_of(), FleetView(fleet)) == [100, 101, 102]
     assert prefill.calls == [("remote_send", 0, None, True)]
     assert decode.calls == [("prep_recv", None), ("start_generate", 100, (100,))]
 
@@ -46,14 +46,14 @@ async def test_disaggregated_calls_the_three_verbs(pair: Pair) -> None:
 async def test_disaggregated_sends_only_what_is_missing(pair: Pair) -> None:
     prefill, decode, fleet = pair
     decode.matched = 48
-    await tokens(load_program("disaggregated"), request_of(), fleet)
+    await tokens(load_program("disaggregated"), request_of(), FleetView(fleet))
     assert prefill.calls == [("remote_send", 48, None, True)]
 
 
 async def test_disaggregated_skips_the_prefill_engine_when_nearly_all_is_there(pair: Pair) -> None:
     prefill, decode, fleet = pair
     decode.matched = 96
-    assert await tokens(load_program("disaggregated"), request_of(), fleet) == [100, 101, 102]
+    assert await tokens(load_program("disaggregated"), request_of(), FleetView(fleet)) == [100, 101, 102]
     assert prefill.calls == []
     assert decode.calls == [("prep_recv", None), ("start_generate", 96, ())]
 
@@ -62,7 +62,7 @@ async def test_disaggregated_skips_the_prefill_engine_when_nearly_all_is_there(p
 async def test_what_a_tier_of_the_engine_has_is_not_sent(pair: Pair, name: str) -> None:
     prefill, decode, fleet = pair
     decode.matched, decode.tier_len = 16, 96
-    assert await tokens(load_program(name), request_of(200 if name == "cache_bypass" else 100), fleet)
+    assert await tokens(load_program(name), request_of(200 if name == "cache_bypass" else 100), FleetView(fleet))
     begun = decode.calls[-1]
     assert prefill.calls == ([("remote_send", 16, None, True)] if name == "cache_bypass" else [])
     assert begun[0] == "start_generate"
@@ -70,13 +70,17 @@ async def test_what_a_tier_of_the_engine_has_is_not_sent(pair: Pair, name: str) 
 
 async def test_disaggregated_ends_with_the_first_token(pair: Pair) -> None:
     _, decode, fleet = pair
-    assert await tokens(load_program("disaggregated"), request_of(max_tokens=1), fleet) == [100]
+    assert await tokens(load_program("disaggregated"), request_of(max_tokens=1), FleetView(fleet)) == [100]
     assert decode.verbs == ["prep_recv"]
 
 
 async def test_balanced_leaves_the_end_of_the_prompt_to_the_decode_engine(pair: Pair) -> None:
     prefill, decode, fleet = pair
-    assert await tokens(load_program("balanced", {"balance_ratio": "0.25"}), request_of(), fleet) == [100, 101, 102]
+    assert await tokens(load_program("balanced", {"balance_ratio": "0.25"}), request_of(), FleetView(fleet)) == [
+        100,
+        101,
+        102,
+    ]
     assert prefill.calls == [("remote_send", 0, 75, False)]
     assert decode.calls == [("prep_recv", 75), ("start_generate", 75, ())]
 
@@ -84,14 +88,14 @@ async def test_balanced_leaves_the_end_of_the_prompt_to_the_decode_engine(pair: 
 async def test_balanced_sends_only_what_is_missing_before_the_split(pair: Pair) -> None:
     prefill, decode, fleet = pair
     decode.matched = 32
-    await tokens(load_program("balanced"), request_of(), fleet)
+    await tokens(load_program("balanced"), request_of(), FleetView(fleet))
     assert prefill.calls == [("remote_send", 32, 90, False)]
 
 
 async def test_balanced_skips_the_prefill_engine_when_nearly_all_is_there(pair: Pair) -> None:
     prefill, decode, fleet = pair
     decode.matched = 64
-    await tokens(load_program("balanced"), request_of(), fleet)
+    await tokens(load_program("balanced"), request_of(), FleetView(fleet))
     assert prefill.calls == []
     assert decode.calls == [("prep_recv", 90), ("start_generate", 64, ())]
 
@@ -99,7 +103,7 @@ async def test_balanced_skips_the_prefill_engine_when_nearly_all_is_there(pair: 
 @pytest.mark.parametrize("ratio", ["1", "-0.1", "nan"])
 async def test_balanced_refuses_what_is_no_share(pair: Pair, ratio: str) -> None:
     with pytest.raises(BadRequest, match="balance_ratio") as raised:
-        await tokens(load_program("balanced", {"balance_ratio": ratio}), request_of(), pair[2])
+        await tokens(load_program("balanced", {"balance_ratio": ratio}), request_of(), FleetView(pair[2]))
     assert raised.value.param == "balance_ratio"
 
 
@@ -107,7 +111,7 @@ async def test_data_parallel_takes_turns() -> None:
     engines = [FakeEngine(name) for name in "abc"]
     fleet = fleet_of(*((engine, "both") for engine in engines))
     for _ in range(6):
-        await tokens(load_program("data_parallel"), request_of(), fleet)
+        await tokens(load_program("data_parallel"), request_of(), FleetView(fleet))
     assert [engine.verbs for engine in engines] == [["start_generate"] * 2] * 3
 
 
@@ -115,7 +119,7 @@ async def test_least_loaded_avoids_the_busy_engine() -> None:
     busy, idle = FakeEngine("busy"), FakeEngine("idle")
     fleet = fleet_of((busy, "both"), (idle, "both"))
     fleet.members[0].in_flight = 1
-    await tokens(load_program("data_parallel", {"pick": "least_loaded"}), request_of(), fleet)
+    await tokens(load_program("data_parallel", {"pick": "least_loaded"}), request_of(), FleetView(fleet))
     assert (busy.verbs, idle.verbs) == ([], ["start_generate"])
 
 
@@ -130,7 +134,7 @@ async def test_cancelled_at_every_await_nothing_stays_taken(pair: Pair, name: st
     prefill, decode, fleet = pair
 
     async def serve() -> None:
-        async with aclosing(outputs_of(load_program(name)(request_of(), fleet))) as outputs:
+        async with aclosing(outputs_of(load_program(name)(request_of(), FleetView(fleet)))) as outputs:
             async for _ in outputs:
                 await asyncio.sleep(0)
 
@@ -150,7 +154,7 @@ async def test_a_failing_verb_leaves_nothing_taken(pair: Pair, engine: str, verb
     prefill, decode, fleet = pair
     (prefill if engine == "p" else decode).failures[verb] = error  # type: ignore[assignment]
     with pytest.raises(type(error)):
-        await tokens(load_program("disaggregated"), request_of(), fleet)
+        await tokens(load_program("disaggregated"), request_of(), FleetView(fleet))
     assert not decode.leases
     assert [member.in_flight for member in fleet.members] == [0, 0]
 
@@ -163,25 +167,25 @@ async def test_an_engine_that_does_not_answer_is_left_out_while_others_do() -> N
     fleet = fleet_of((gone, "both"), (there, "both"))
     gone.failures["start_generate"] = EngineUnreachable("gone")
     with pytest.raises(EngineUnreachable):
-        await tokens(load_program("data_parallel"), request_of(), fleet)
+        await tokens(load_program("data_parallel"), request_of(), FleetView(fleet))
     assert [member.reachable for member in fleet.members] == [False, True]
     for _ in range(3):
-        await tokens(load_program("data_parallel"), request_of(), fleet)
+        await tokens(load_program("data_parallel"), request_of(), FleetView(fleet))
     assert there.verbs == ["start_generate"] * 3
 
 
 async def test_without_an_engine_of_a_role_others_take_its_place(pair: Pair) -> None:
     prefill, *_ = pair
     fleet = fleet_of((prefill, "prefill"))
-    assert await tokens(load_program("disaggregated"), request_of(), fleet)
+    assert await tokens(load_program("disaggregated"), request_of(), FleetView(fleet))
     fleet.remove(prefill.name)
     with pytest.raises(EngineUnreachable, match="no engine"):
-        await tokens(load_program("disaggregated"), request_of(), fleet)
+        await tokens(load_program("disaggregated"), request_of(), FleetView(fleet))
 
 
 async def test_two_engines_for_both_roles_share_the_work() -> None:
     one, two = FakeEngine("one"), FakeEngine("two")
-    await tokens(load_program("disaggregated"), request_of(), fleet_of((one, "both"), (two, "both")))
+    await tokens(load_program("disaggregated"), request_of(), FleetView(fleet_of((one, "both"), (two, "both"))))
     assert sorted([one.verbs, two.verbs]) == [["prep_recv", "start_generate"], ["remote_send"]]
 
 
@@ -189,7 +193,7 @@ async def test_the_trace_says_what_happened(pair: Pair) -> None:
     _, decode, fleet = pair
     decode.matched = 16
     trace = Trace()
-    await tokens(load_program("disaggregated"), request_of(), fleet.traced(trace))
+    await tokens(load_program("disaggregated"), request_of(), FleetView(fleet, trace))
     assert [event.verb for event in trace.events] == ["prep_recv", "remote_send", "start_generate"]
     prep, send, start = trace.events
     assert (prep.engine, prep.cached, prep.end) == ("d", 16, 100)
@@ -216,7 +220,7 @@ async def test_a_program_from_a_file(tmp_path: Path, pair: Pair) -> None:
     file = tmp_path / "mine.py"
     file.write_text(OWN)
     program = load_program(f"{file}:shout", {"times": "2"})
-    assert await tokens(program, request_of(), pair[2]) == [42, 42, 43]
+    assert await tokens(program, request_of(), FleetView(pair[2])) == [42, 42, 43]
     assert isinstance(await anext(program(request_of(), pair[2])), Output)  # type: ignore[call-overload]
 
 

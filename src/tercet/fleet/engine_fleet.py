@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Generator, Iterable, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from collections.abc import Callable, Generator, Iterable, Sequence
+from contextlib import ExitStack, contextmanager
 from random import Random
 
 from prometheus_client.core import GaugeMetricFamily, Metric
@@ -49,6 +49,8 @@ class FleetView:
 
     Members and counts are shared with all other views, so a running program sees a change of membership. The trace and
     the failures belong to the request: an engine that failed it is not picked for it again while there are others.
+    Picks and calls are recorded in ``trace``; without one, the view is that of a program that runs by itself.
+    ``on_generate`` is called with each generation that begins on an engine.
     """
 
     __slots__ = ("answered", "began", "explains", "failed", "fleet", "on_generate", "request", "span", "trace")
@@ -148,7 +150,7 @@ class FleetView:
         targets = Targets(ttft, tpot)
         if not 0 <= explore <= 1:
             raise BadRequest(f"explore: is {explore}, and must be between 0 and 1", "explore")
-        serving = self.fleet.picking.serving(request, self.fleet.roster.open)
+        serving = self.fleet.picking.serving(request, self.fleet.open)
         able = [member for member in serving if member.reachable] or serving
         able = [member for member in able if member.name not in self.failed] or able
         # Every engine may be drained, or without the adapter: the error says which.
@@ -157,7 +159,7 @@ class FleetView:
         matched = self.fleet.picking.matched(request, able)
         names = [member.name for member in able]
         loads = {member.name: float(member.in_flight) for member in able}
-        stores = [store for store in self.fleet.roster.stores if store.reachable and store.name not in self.failed]
+        stores = [store for store in self.fleet.stores if store.reachable and store.name not in self.failed]
         stored = self.fleet.picking.matched(request, stores) if stores else {}
         decision = self.fleet.costs.decide(
             request, names, matched, targets, explore, self.fleet.may_pair, loads, stored
@@ -178,12 +180,12 @@ class FleetView:
 
     def source(self, request: Request, engine: Engine) -> Source | None:
         fleet = self.fleet
-        if fleet.roster.get(engine.name) is None:  # it was removed after its pick
+        if fleet.get(engine.name) is None:  # it was removed after its pick
             return None
         able = [member for member in fleet.members if member.reachable and member.name not in self.failed]
         matched = fleet.picking.matched(request, able, by_reports=True)
         loads = {member.name: float(member.in_flight) for member in able}
-        stores = [store.name for store in fleet.roster.stores]
+        stores = [store.name for store in fleet.stores]
         pull = fleet.costs.pull(request, engine.name, matched, loads, fleet.may_pair, stores)
         fleet.picking.note_routed(request, [engine.name])
         return None if pull is None else self._source(pull)
@@ -209,7 +211,7 @@ class FleetView:
 
     def offers(self, role: Role) -> bool:
         """True if an engine for the role answers and has not failed this view's request."""
-        able = (member for member in self.fleet.roster.open if role == "both" or member.role in (role, "both"))
+        able = (member for member in self.fleet.open if role == "both" or member.role in (role, "both"))
         if self.request is not None and self.request.adapter is not None:
             wanted = wanted_by(self.request, self.fleet.adapters)
             able = (member for member in able if has(member.adapters, wanted))
@@ -217,7 +219,7 @@ class FleetView:
 
     def note_failure(self, name: str, error: TercetError) -> None:
         """Record that an engine failed the request; one that does not answer is lost for all requests."""
-        member = self.fleet.roster.get(name)
+        member = self.fleet.get(name)
         if member is not None and isinstance(error, EngineUnreachable):
             self.fleet.health.lost(member, error)
         if not isinstance(error, BadRequest):
@@ -229,8 +231,8 @@ class FleetView:
         return self.fleet.picking.disaggregates(request, decode.name, by)
 
 
-class EngineFleet:
-    """The engines of this process: programs see them as :meth:`traced` or, without a request, as this object itself."""
+class EngineFleet(Roster):
+    """The engines of this process, of which programs see a :class:`FleetView`."""
 
     def __init__(
         self,
@@ -255,30 +257,13 @@ class EngineFleet:
         self.picking = Picking[Member](
             self.knowledge, random, scheduling or Scheduling(), waiting_on=self.costs.waiting
         )  # fmt: skip
-        self.roster = Roster(members, self.knowledge, self.picking)
-        self.health = EngineHealth(self.roster, self.liveness, self.knowledge, self.picking, clock)
-        self.adapters = self.picking.adapters = AgreedAdapters(self.roster)
-
-    # ---- members -------------------------------------------------------------------------------------------------
-
-    @property
-    def members(self) -> Sequence[Member]:
-        return self.roster.members
-
-    @property
-    def open(self) -> Sequence[Member]:
-        """Engines that may be picked now; the list changes later, so do not keep it."""
-        return self.roster.open
-
-    def member(self, name: str) -> Member:
-        return self.roster.member(name)
-
-    def add(self, member: Member) -> None:
-        self.roster.add(member)
+        super().__init__(members, self.knowledge, self.picking)
+        self.health = EngineHealth(self, self.liveness, self.knowledge, self.picking, clock)
+        self.adapters = self.picking.adapters = AgreedAdapters(self)
 
     def remove(self, name: str) -> Member:
         """Remove an engine and return it; ``in_flight`` of the returned member counts programs that still use it."""
-        member = self.roster.remove(name)
+        member = super().remove(name)
         # An engine that comes back under this name is another one: nothing of this one counts for it.
         self.health.forget(name)
         # What it costs was learned from this engine's requests.
@@ -287,16 +272,13 @@ class EngineFleet:
         self.adapters.agree()
         return member
 
-    def drain(self, name: str, draining: bool = True) -> None:
-        self.roster.drain(name, draining)
-
     # ---- engines' reports ----------------------------------------------------------------------------------------
 
     def report(self, name: str, load: EngineLoad) -> None:
         """Record an engine's load report; a report of an engine that is not a member is ignored."""
         self.knowledge.loads.report(name, load)
         self.health.heard(name, load.stalled_s)
-        member = self.roster.get(name)
+        member = self.get(name)
         if member is not None:
             self.health.note_stopping(member, load.stopping)
             self.health.note_paused(member, load.paused)
@@ -309,55 +291,13 @@ class EngineFleet:
 
     def serves(self, model: str) -> bool:
         """True if an engine has reported this name of a model, or if it is the name of an adapter of this fleet."""
-        return model in self.adapters or any(member.model == model for member in self.roster.members)
+        return model in self.adapters or any(member.model == model for member in self.members)
 
     @property
     def model_dtype(self) -> str:
         """The dtype in which the engines compute, as they report it; empty if they differ or none has reported."""
-        reported = {member.model_dtype for member in self.roster.members if member.model_dtype}
+        reported = {member.model_dtype for member in self.members if member.model_dtype}
         return reported.pop() if len(reported) == 1 else ""
-
-    # ---- views ---------------------------------------------------------------------------------------------------
-
-    def traced(
-        self, trace: Trace, on_generate: Callable[[Generation], object] = _ignored, request: Request | None = None
-    ) -> FleetView:
-        """Return the view of ``request``, whose picks and calls are recorded in ``trace``.
-
-        ``on_generate`` is called with each generation that begins on an engine.
-        """
-        return FleetView(self, trace, on_generate, request)
-
-    # A program that runs by itself, without a router's service, may use the fleet directly; nothing is recorded then.
-
-    def pick(
-        self, role: Role = "both", by: str = "round_robin", other_than: Engine | None = None,
-        request: Request | None = None,
-    ) -> AbstractContextManager[Engine]:  # fmt: skip
-        return FleetView(self).pick(role, by, other_than, request)
-
-    def pick_several(
-        self, count: int, role: Role = "both", by: str = "round_robin", other_than: Engine | None = None,
-        request: Request | None = None,
-    ) -> AbstractContextManager[Sequence[Engine]]:  # fmt: skip
-        return FleetView(self).pick_several(count, role, by, other_than, request)
-
-    def engine(self, name: str) -> AbstractContextManager[Engine]:
-        return FleetView(self).engine(name)
-
-    def route(
-        self, request: Request, ttft: float | None = None, tpot: float | None = None, explore: float = 0.01
-    ) -> AbstractContextManager[Route]:
-        return FleetView(self).route(request, ttft, tpot, explore)
-
-    def source(self, request: Request, engine: Engine) -> Source | None:
-        return FleetView(self).source(request, engine)
-
-    def offers(self, role: Role) -> bool:
-        return FleetView(self).offers(role)
-
-    def disaggregates(self, request: Request, decode: Engine, by: str | PrefillRule | None = None) -> bool:
-        return self.picking.disaggregates(request, decode.name, by)
 
     # ---- how engines are picked ----------------------------------------------------------------------------------
 
@@ -370,22 +310,6 @@ class EngineFleet:
         self.picking.scheduling = scheduling
         self.picking.forget_candidates()
 
-    def ranked(
-        self, role: Role, request: Request, most: int = 1, among: Collection[str] | None = None,
-        other_than: str | None = None,
-    ) -> tuple[list[Member], int]:  # fmt: skip
-        """Return at most ``most`` engines in the order to try them, by the profile of the role.
-
-        No sequence is counted on them. The second value is the estimated number of the prompt's tokens in the cache of
-        the first engine. Plugins count the first engine as picked; the others are alternatives if it fails. ``among``
-        are the names that may be picked, None for all; ``other_than`` is the partner of the picked engine, which is
-        avoided while there are others.
-
-        Raises :class:`~tercet.protocol.EngineUnreachable` if no engine that answers may be picked,
-        :class:`~tercet.protocol.RoleUnavailable`, and :class:`~tercet.protocol.BadRequest` without a profile.
-        """
-        return self.picking.ranked(role, request, most, among, other_than)
-
     def destination(self, generation: Generation, name: str) -> TracedEngine:
         """Return the engine ``name`` as destination of a running sequence, with the sequence's trace and counts."""
         return generation.engine.instead(self.member(name))
@@ -395,7 +319,7 @@ class EngineFleet:
 
         Engines check this as well; here it is checked before any KV is reserved.
         """
-        here, there = self.roster.get(sender), self.roster.get(receiver)
+        here, there = self.get(sender), self.get(receiver)
         if here is not None and there is not None and (why := kv_obstacle(here.revision, there.revision)):
             raise LayoutMismatch(f"{sender} and {receiver} must not exchange KV: {why}")
 
@@ -403,18 +327,8 @@ class EngineFleet:
         return may_exchange_kv(self.member(one).revision, self.member(other).revision)
 
     def calls_of(self, name: str) -> CallsInFlight:
-        member = self.roster.get(name)
+        member = self.get(name)
         return member.calls if member is not None else CallsInFlight()  # the engine was removed, and is not watched
-
-    def splits(
-        self, request: Request, decode: str, cached: int, among: Collection[str] | None = None,
-        by: PrefillRule | None = None,
-    ) -> bool:  # fmt: skip
-        """True if another engine ``among`` these should prefill, by the scheduling's decider or the rule ``by``.
-
-        ``cached`` is the estimated number of the prompt's tokens in the cache of ``decode``.
-        """
-        return self.picking.disaggregates(request, decode, by, cached, among)
 
 
 GAUGES = {

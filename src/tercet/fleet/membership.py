@@ -442,7 +442,7 @@ class Membership:
             member.restarts += not first
             member.incarnation, member.since = status.incarnation, time.time()
             if first:  # a restart is noticed by the connection
-                self._fleet.roster.when_started(member)
+                self._fleet.when_started(member)
         self._fleet.adapters.reported(member, status)
         try:
             require_role(status, member.role)

@@ -147,7 +147,16 @@ class Picking(Generic[ViewT]):
     def ranked(
         self, role: Role, request: Request, most: int, among: Collection[str] | None, partner: str | None = None,
     ) -> tuple[list[ViewT], int]:  # fmt: skip
-        """Return ranked engines, see :meth:`tercet.fleet.EngineFleet.ranked`; these picks do not enter ``believed``."""
+        """Return at most ``most`` engines in the order to try them, by the profile of the role.
+
+        No sequence is counted on them, and these picks do not enter ``believed``. The second value is the estimated
+        number of the prompt's tokens in the cache of the first engine. Plugins count the first engine as picked; the
+        others are alternatives if it fails. ``among`` are the names that may be picked, None for all; ``partner`` is
+        avoided while there are others.
+
+        Raises :class:`~tercet.protocol.EngineUnreachable` if no engine that answers may be picked,
+        :class:`~tercet.protocol.RoleUnavailable`, and :class:`~tercet.protocol.BadRequest` without a profile.
+        """
         profile = self.scheduling.profile(SCHEDULED, role)
         if profile is None:
             raise BadRequest(f"scheduling: no profile serves the role {role}", "scheduling")
@@ -308,7 +317,10 @@ class Picking(Generic[ViewT]):
         self, request: Request, decode: str, by: str | PrefillRule | None, cached: int | None = None,
         among: Collection[str] | None = None,
     ) -> bool:  # fmt: skip
-        """True if another engine should prefill; see :meth:`tercet.fleet.EngineFleet.splits`."""
+        """True if another engine ``among`` these should prefill, by the scheduling's decider or the rule ``by``.
+
+        ``cached`` is the estimated number of the prompt's tokens in the cache of ``decode``, None to estimate it here.
+        """
         rule = self.scheduling.decider_called(by) if by is None or isinstance(by, str) else by
         prefill = self.candidates("prefill", among, request, decode)
         row = self.knowledge.loads.row(decode)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tercet.decisions.scheduling import Scheduling
-from tercet.fleet import EngineFleet, Member
+from tercet.fleet import EngineFleet, FleetView, Member
 from tercet.fleet.adapters import agreed, differing
 from tercet.fleet.membership import Membership
 from tercet.fleet.trace import Trace
@@ -114,10 +114,12 @@ def test_who_lacks_the_adapter_is_not_picked(by: str) -> None:
     for adapter, expected in (("a", {"y", "z"}), ("b", {"x"}), (None, {"x", "y", "z"})):
         picked = set[str]()
         for _ in range(6):
-            with fleet.pick(by="round_robin" if by == "round_robin" else by, request=request(adapter)) as engine:
+            with FleetView(fleet).pick(
+                by="round_robin" if by == "round_robin" else by, request=request(adapter)
+            ) as engine:
                 picked.add(engine.name)
         assert picked <= expected if by == "least_loaded" else picked == expected
-    with pytest.raises(UnknownAdapter, match="'c'"), fleet.pick(by=by, request=request("c")):
+    with pytest.raises(UnknownAdapter, match="'c'"), FleetView(fleet).pick(by=by, request=request("c")):
         pass
 
 
@@ -126,11 +128,11 @@ def test_an_engine_without_it_takes_nobodys_place() -> None:
     fleet = fleet_of(x=Host(), y=Host())
     fleet.adapters.reported(fleet.member("x"), status_of(report("a")))
     fleet.member("x").reachable = False
-    with fleet.pick(request=request("a")) as engine:
+    with FleetView(fleet).pick(request=request("a")) as engine:
         assert engine.name == "x"
-    view = fleet.traced(Trace(), request=request("a"))
+    view = FleetView(fleet, Trace(), request=request("a"))
     assert not view.offers("both")
-    assert fleet.offers("both")
+    assert FleetView(fleet).offers("both")
     with pytest.raises(UnknownAdapter, match="destination"):
         fleet.adapters.require("y", request("a"))
     fleet.adapters.require("y", request(None))
@@ -144,10 +146,10 @@ def test_a_request_stays_with_the_contents_that_it_began_with() -> None:
     began = fleet.adapters.pinned(request("a"))
     assert (began.adapter, began.adapter_digest) == ("a", "1")
     assert fleet.adapters.pinned(began) is began
-    view = fleet.traced(Trace(), request=began)
+    view = FleetView(fleet, Trace(), request=began)
     fleet.adapters.reported(fleet.member("x"), status_of(report("a", "2")))
     for _ in range(4):
-        with fleet.pick(request=began) as engine:
+        with FleetView(fleet).pick(request=began) as engine:
             assert engine.name == "y"
     fleet.adapters.require("y", began)
     with pytest.raises(UnknownAdapter, match="destination"):
@@ -156,7 +158,7 @@ def test_a_request_stays_with_the_contents_that_it_began_with() -> None:
     assert not view.offers("both")
     with (
         pytest.raises(UnknownAdapter, match="that it had when the request came"),
-        fleet.pick(request=began),
+        FleetView(fleet).pick(request=began),
     ):
         pass
     assert fleet.adapters.pinned(request("a")).adapter_digest == "2"

@@ -79,7 +79,7 @@ def reservation(name: str) -> Reservation:
 
 
 def view_of(*engines: Engine) -> FleetView:
-    return EngineFleet([Member(engine.name, "", "both", engine) for engine in engines]).traced(Trace())
+    return FleetView(EngineFleet([Member(engine.name, "", "both", engine) for engine in engines]), Trace())
 
 
 async def generated(engine: Engine, found: list[Output]) -> None:

@@ -12,7 +12,7 @@ import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 
 from tercet.decisions.scheduling import Scheduling
-from tercet.fleet import EngineFleet, Member, Trace
+from tercet.fleet import EngineFleet, FleetView, Member, Trace
 from tercet.fleet.engine_fleet import EngineCollector
 from tercet.fleet.knowledge import LoadTable
 from tercet.fleet.trace import LEAST_PICKS, NEAR, PrefixHits
@@ -167,7 +167,7 @@ def prompt(name: str) -> Request:
 async def traced(fleet: EngineFleet, name: str, program: str = "disaggregated", pick: str = "default") -> Trace:
     trace = Trace()
     run = load_program(program, {"pick": pick})
-    async for _ in outputs_of(run(prompt(name), fleet.traced(trace))):
+    async for _ in outputs_of(run(prompt(name), FleetView(fleet, trace))):
         pass
     return trace
 
@@ -196,7 +196,7 @@ async def test_a_prediction_ends_where_the_call_ends(plan: Scheduling) -> None:
     fleet = EngineFleet([Member("a", "", "both", engine)], scheduling=plan)
     trace = Trace()
     for name in ("first", "second"):
-        with fleet.traced(trace).pick(by="default", request=prompt(name)) as picked:
+        with FleetView(fleet, trace).pick(by="default", request=prompt(name)) as picked:
             async with picked.prep_recv(prompt(name), 16):
                 pass
     assert [each[2:] for each in compared(trace)] == [(0, 16), (16, 16)]

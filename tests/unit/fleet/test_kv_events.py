@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from tercet.decisions.scheduling import load_scheduling
 from tercet.decisions.scheduling.plugin import block_hashes
-from tercet.fleet import EngineFleet, FleetKnowledge, Member, Trace, kv_events
+from tercet.fleet import EngineFleet, FleetKnowledge, FleetView, Member, Trace, kv_events
 from tercet.fleet.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, EventBatch, KVInbox, at, follow_cache
 from tercet.protocol import EngineUnreachable, KVEvents, MultiModalFeature, Request
 from tests.longest_wait import LONGEST_WAIT_S
@@ -262,12 +262,12 @@ def test_a_lower_tier_is_worth_less_than_the_device(tmp_path: Path) -> None:
         gone = [BlockRemoved([bytes([index]) for index in range(8)], medium="GPU")] if lower else []
         KVInbox(name, fleet.knowledge).take(0, payload(*blocks, *lower, *gone))
     trace = Trace()
-    with fleet.traced(trace).pick(by="p", request=request()) as picked:
+    with FleetView(fleet, trace).pick(by="p", request=request()) as picked:
         assert picked.name == "d"
     assert trace.picks[0].scores == {"d": 1.0, "c": pytest.approx(0.8), "s": pytest.approx(0.3)}
     assert trace.picks[0].tiers == {}
     fleet.drain("d")
-    with fleet.traced(trace).pick(by="p", request=request()) as picked:
+    with FleetView(fleet, trace).pick(by="p", request=request()) as picked:
         assert picked.name == "c"
     assert (trace.picks[1].predicted, trace.picks[1].tiers) == (8 * SIZE, {"cpu": 8 * SIZE})
 

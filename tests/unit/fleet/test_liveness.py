@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tercet.fleet import EngineFleet, Trace, membership
+from tercet.fleet import EngineFleet, FleetView, Trace, membership
 from tercet.fleet.engine_fleet import Member
 from tercet.fleet.engine_health import Liveness, Stuck
 from tercet.fleet.membership import Membership
@@ -162,7 +162,7 @@ async def test_an_engine_that_stands_still_is_given_up_alone_and_comes_back(how:
     fleet, looking = watched(frozen, other)
     running = asyncio.create_task(looking.watch())
     await until(lambda: fleet.health.heard_within("a", 1) and fleet.health.heard_within("b", 1))
-    view = fleet.traced(Trace())
+    view = FleetView(fleet, Trace())
     with view.engine("a") as engine:
         asked = asyncio.create_task(engine.start_generate(REQUEST).run(lambda _: None))
         if how == "core":

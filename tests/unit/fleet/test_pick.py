@@ -13,7 +13,7 @@ import pytest
 from tercet.decisions.scheduling import Decision, Engines, Scheduling, SchedulingProfile
 from tercet.decisions.scheduling.filters import ByLabel
 from tercet.decisions.scheduling.profiles import MaxScorePicker
-from tercet.fleet import EngineFleet, Member, Trace
+from tercet.fleet import EngineFleet, FleetView, Member, Trace
 from tercet.fleet.picking import MOST_COMPARED
 from tercet.programs import load_program, outputs_of
 from tercet.protocol import BadRequest, EngineLoad, EngineUnreachable, Fleet, Request, Role, RoleUnavailable
@@ -65,79 +65,79 @@ def picked(fleet: Fleet, request: Request | None = None, by: str = "decode", rol
 
 def test_a_profile_keeps_a_prefix_where_it_is_unless_that_engine_is_busy(plan: Scheduling) -> None:
     fleet = fleet_of(plan, member("a"), member("b"))
-    first = picked(fleet, prompt(0))
+    first = picked(FleetView(fleet), prompt(0))
     fleet.member(first).in_flight = 1
-    assert picked(fleet, prompt(100)) != first
-    assert picked(fleet, prompt(0)) == first
+    assert picked(FleetView(fleet), prompt(100)) != first
+    assert picked(FleetView(fleet), prompt(0)) == first
     assert (
-        picked(fleet, request_of(0, 1, 2, 3, 99, 99, 99, 99, 99, 99, 99, 99)) != first
+        picked(FleetView(fleet), request_of(0, 1, 2, 3, 99, 99, 99, 99, 99, 99, 99, 99)) != first
     )  # a third cached is too little
 
 
 def test_roles_drains_and_silence_hold_for_profiles_too(plan: Scheduling) -> None:
     fleet = fleet_of(plan, member("p", "prefill"), member("d1", "decode"), member("d2", "decode"))
-    assert picked(fleet, by="scheduled", role="prefill") == "p"
-    assert {picked(fleet, by="scheduled", role="decode") for _ in range(50)} == {"d1", "d2"}
+    assert picked(FleetView(fleet), by="scheduled", role="prefill") == "p"
+    assert {picked(FleetView(fleet), by="scheduled", role="decode") for _ in range(50)} == {"d1", "d2"}
     fleet.member("d1").reachable = False
-    assert {picked(fleet, by="decode", role="decode") for _ in range(50)} == {"d2"}
+    assert {picked(FleetView(fleet), by="decode", role="decode") for _ in range(50)} == {"d2"}
     fleet.drain("d2")
-    assert picked(fleet, by="decode", role="decode") == "p"  # every engine can do both, and this one answers
+    assert picked(FleetView(fleet), by="decode", role="decode") == "p"  # every engine can do both, and this one answers
     fleet.member("p").reachable = False
-    assert picked(fleet, by="decode", role="decode") == "d1"  # better than nothing
+    assert picked(FleetView(fleet), by="decode", role="decode") == "d1"  # better than nothing
     fleet.remove("d1")
-    assert picked(fleet, by="decode", role="decode") == "p"
+    assert picked(FleetView(fleet), by="decode", role="decode") == "p"
     fleet.remove("p")
     with pytest.raises(EngineUnreachable, match="every engine of this fleet is drained"):
-        picked(fleet, by="decode", role="decode")
+        picked(FleetView(fleet), by="decode", role="decode")
     fleet.remove("d2")
     with pytest.raises(EngineUnreachable, match="this fleet has no engines"):
-        picked(fleet, by="decode", role="decode")
+        picked(FleetView(fleet), by="decode", role="decode")
 
 
 @pytest.mark.parametrize("by", ["least_loaded", "round_robin", "decode"])
 def test_without_a_role_a_pick_may_be_refused_until_somebody_has_it_again(plan: Scheduling, by: str) -> None:
     fleet = fleet_of(plan, member("p", "prefill"), member("d", "decode"))
     fleet.picking.without_role = "refuse"
-    assert picked(fleet, by=by, role="decode") == "d"
+    assert picked(FleetView(fleet), by=by, role="decode") == "d"
     fleet.drain("d")
     with pytest.raises(RoleUnavailable, match="every engine of the role decode is drained"):
-        picked(fleet, by=by, role="decode")
-    assert picked(fleet, by=by, role="prefill") == picked(fleet, by=by, role="both") == "p"
+        picked(FleetView(fleet), by=by, role="decode")
+    assert picked(FleetView(fleet), by=by, role="prefill") == picked(FleetView(fleet), by=by, role="both") == "p"
     fleet.drain("d", False)
     fleet.member("d").reachable = False
     with pytest.raises(RoleUnavailable, match="no engine of the role decode answers"):
-        picked(fleet, by=by, role="decode")
+        picked(FleetView(fleet), by=by, role="decode")
     fleet.member("d").reachable = True
-    assert picked(fleet, by=by, role="decode") == "d"
+    assert picked(FleetView(fleet), by=by, role="decode") == "d"
     fleet.remove("d")
     with pytest.raises(RoleUnavailable, match="has no engine of the role decode"):
-        picked(fleet, by=by, role="decode")
+        picked(FleetView(fleet), by=by, role="decode")
 
 
 def test_another_engine_if_there_is_one(plan: Scheduling) -> None:
     fleet = fleet_of(plan, member("a"), member("b"))
-    with fleet.pick(by="decode") as first, fleet.pick(by="prefill", other_than=first) as second:
+    with FleetView(fleet).pick(by="decode") as first, FleetView(fleet).pick(by="prefill", other_than=first) as second:
         assert first.name != second.name
     fleet.remove("b")
-    with fleet.pick(by="decode") as first, fleet.pick(by="prefill", other_than=first) as second:
+    with FleetView(fleet).pick(by="decode") as first, FleetView(fleet).pick(by="prefill", other_than=first) as second:
         assert first.name == second.name == "a"
 
 
 def test_a_strict_filter_and_an_unknown_name(plan: Scheduling) -> None:
     fleet = fleet_of(plan, member("a", zone="y"))
     with pytest.raises(EngineUnreachable, match="zoned"):
-        picked(fleet, by="zoned")
+        picked(FleetView(fleet), by="zoned")
     fleet.add(member("b", zone="x"))
-    assert picked(fleet, by="zoned") == "b"
+    assert picked(FleetView(fleet), by="zoned") == "b"
     with pytest.raises(BadRequest, match="choose one of least_loaded, least_work, round_robin, prefill, decode, zoned"):
-        picked(fleet, by="nonsense")
+        picked(FleetView(fleet), by="nonsense")
     with pytest.raises(BadRequest, match="no picker or profile 'scheduled'"):
-        picked(EngineFleet([member("a")]), by="scheduled")
+        picked(FleetView(EngineFleet([member("a")])), by="scheduled")
 
 
 def test_least_work_counts_the_prefill_in_line_and_takes_turns_among_equals() -> None:
     fleet = EngineFleet([member("a"), member("b"), member("c")], seed=0)
-    view = fleet.traced(Trace())
+    view = FleetView(fleet, Trace())
     assert {picked(view, by="least_work") for _ in range(3)} == {"a", "b", "c"}
     in_line = {"a": 2.0, "b": 0.0, "c": 0.04}
     fleet.picking.waiting_on = in_line.__getitem__
@@ -155,13 +155,13 @@ def test_least_work_compares_some_of_many_engines() -> None:
         return 0.0
 
     fleet.picking.waiting_on = waiting_on
-    picked(fleet, by="least_work")
+    picked(FleetView(fleet), by="least_work")
     assert len(set(asked)) == len(asked) == MOST_COMPARED
 
 
 def test_profiles_change_for_views_that_exist_already(plan: Scheduling) -> None:
     fleet = EngineFleet([member("a")])
-    view = fleet.traced(Trace())
+    view = FleetView(fleet, Trace())
     fleet.scheduling = plan
     assert picked(view) == "a"
 
@@ -171,7 +171,7 @@ def test_counts_return_when_a_pick_ends_badly(plan: Scheduling) -> None:
     (only,) = fleet.members
 
     def fail() -> None:
-        with fleet.pick(by="decode", request=prompt(0)):
+        with FleetView(fleet).pick(by="decode", request=prompt(0)):
             assert (only.in_flight, only.in_flight_tokens) == (1, 16)
             raise RuntimeError
 
@@ -182,7 +182,7 @@ def test_counts_return_when_a_pick_ends_badly(plan: Scheduling) -> None:
 
 def test_an_engine_that_took_anothers_row_inherits_nothing(plan: Scheduling) -> None:
     fleet = fleet_of(plan, member("a"), member("b"))
-    holder = picked(fleet, prompt(0))
+    holder = picked(FleetView(fleet), prompt(0))
     fleet.knowledge.store(holder, 4, [1], None, [0, 1, 2, 3])
     fleet.report(holder, EngineLoad(waiting=0, running=0, kv_usage=0.0))
     assert fleet.knowledge.cached_tokens(holder, prompt(0)) == 16
@@ -198,7 +198,7 @@ def test_an_engine_that_took_anothers_row_inherits_nothing(plan: Scheduling) -> 
 
 def test_a_removed_engine_may_be_in_use_still(plan: Scheduling) -> None:
     fleet = fleet_of(plan, member("a"))
-    with fleet.pick(by="decode", request=prompt(0)) as engine:
+    with FleetView(fleet).pick(by="decode", request=prompt(0)) as engine:
         gone = fleet.remove("a")
         fleet.add(member("a"))
         assert engine.name == "a"
@@ -211,49 +211,49 @@ def test_a_removed_engine_may_be_in_use_still(plan: Scheduling) -> None:
 
 def test_the_decider_knows_what_the_pick_found_and_not_what_it_will_leave(plan: Scheduling) -> None:
     fleet = fleet_of(plan, member("p", "prefill"), member("d", "decode"))
-    with fleet.pick("decode", by="scheduled", request=prompt(0)) as decode:
-        assert fleet.disaggregates(prompt(0), decode)  # nothing was there, although it is routed there now
-    with fleet.pick("decode", by="scheduled", request=prompt(0)) as decode:
-        assert not fleet.disaggregates(prompt(0), decode)  # all of it was
-        assert fleet.disaggregates(prompt(0), decode, by="always-disagg-pd-decider")
+    with FleetView(fleet).pick("decode", by="scheduled", request=prompt(0)) as decode:
+        assert FleetView(fleet).disaggregates(prompt(0), decode)  # nothing was there, although it is routed there now
+    with FleetView(fleet).pick("decode", by="scheduled", request=prompt(0)) as decode:
+        assert not FleetView(fleet).disaggregates(prompt(0), decode)  # all of it was
+        assert FleetView(fleet).disaggregates(prompt(0), decode, by="always-disagg-pd-decider")
     longer = prompt(0, 23)
-    with fleet.pick("decode", by="scheduled", request=longer) as decode:
-        assert not fleet.disaggregates(longer, decode)  # 7 tokens are missing
+    with FleetView(fleet).pick("decode", by="scheduled", request=longer) as decode:
+        assert not FleetView(fleet).disaggregates(longer, decode)  # 7 tokens are missing
     longer = prompt(0, 50)
-    with fleet.pick("decode", by="scheduled", request=longer) as decode:
-        assert fleet.disaggregates(longer, decode)
+    with FleetView(fleet).pick("decode", by="scheduled", request=longer) as decode:
+        assert FleetView(fleet).disaggregates(longer, decode)
 
 
 def test_short_prompts_stay_on_one_engine(plan: Scheduling) -> None:
     fleet = fleet_of(plan, member("p", "prefill"), member("d", "decode"))
-    with fleet.pick("decode", by="scheduled", request=prompt(0, 11)) as decode:
-        assert not fleet.disaggregates(prompt(0, 11), decode)
+    with FleetView(fleet).pick("decode", by="scheduled", request=prompt(0, 11)) as decode:
+        assert not FleetView(fleet).disaggregates(prompt(0, 11), decode)
 
 
 def test_without_another_engine_there_is_nothing_to_decide(plan: Scheduling) -> None:
     fleet = fleet_of(plan, member("only"))
-    with fleet.pick("decode", by="scheduled", request=prompt(0)) as decode:
-        assert not fleet.disaggregates(prompt(0), decode, by="always-disagg-pd-decider")
-    with pytest.raises(BadRequest, match="no decider 'me'"), fleet.pick(by="decode") as decode:
-        fleet.disaggregates(prompt(0), decode, by="me")
+    with FleetView(fleet).pick("decode", by="scheduled", request=prompt(0)) as decode:
+        assert not FleetView(fleet).disaggregates(prompt(0), decode, by="always-disagg-pd-decider")
+    with pytest.raises(BadRequest, match="no decider 'me'"), FleetView(fleet).pick(by="decode") as decode:
+        FleetView(fleet).disaggregates(prompt(0), decode, by="me")
 
 
 def test_a_patient_decider_waits_for_a_prefill_engine_with_time(plan: Scheduling) -> None:
     fleet = fleet_of(plan, member("p1", "prefill"), member("p2", "prefill"), member("d", "decode"))
-    with fleet.pick("decode", by="decode", request=prompt(0)) as decode:
-        assert fleet.disaggregates(prompt(0), decode, by="patient")  # nobody said that it has a queue
+    with FleetView(fleet).pick("decode", by="decode", request=prompt(0)) as decode:
+        assert FleetView(fleet).disaggregates(prompt(0), decode, by="patient")  # nobody said that it has a queue
         for name in ("p1", "p2"):
             fleet.report(name, EngineLoad(waiting=3, running=0, kv_usage=0.0))
-        assert not fleet.disaggregates(prompt(0), decode, by="patient")
+        assert not FleetView(fleet).disaggregates(prompt(0), decode, by="patient")
         fleet.report("p2", EngineLoad(waiting=2, running=0, kv_usage=0.0))
-        assert fleet.disaggregates(prompt(0), decode, by="patient")
+        assert FleetView(fleet).disaggregates(prompt(0), decode, by="patient")
 
 
 def test_a_decode_engine_that_no_profile_picked_is_looked_up(plan: Scheduling) -> None:
     fleet = fleet_of(plan, member("p", "prefill"), member("d", "decode"))
     fleet.knowledge.store("d", 4, [1, 2, 3], None, list(range(12)))
-    with fleet.pick("decode") as decode:
-        assert not fleet.disaggregates(prompt(0), decode)
+    with FleetView(fleet).pick("decode") as decode:
+        assert not FleetView(fleet).disaggregates(prompt(0), decode)
 
 
 # ---- with programs -------------------------------------------------------------------------------------------------
@@ -263,7 +263,9 @@ def test_a_decode_engine_that_no_profile_picked_is_looked_up(plan: Scheduling) -
 async def test_built_in_programs_pick_by_profile(plan: Scheduling, name: str) -> None:
     fleet = fleet_of(plan, member("p", "prefill"), member("d", "decode"))
     program = load_program(name, {"pick": "scheduled"})
-    tokens = [token async for output in outputs_of(program(prompt(0, 100), fleet)) for token in output.token_ids]
+    tokens = [
+        token async for output in outputs_of(program(prompt(0, 100), FleetView(fleet))) for token in output.token_ids
+    ]
     assert tokens == [100, 101, 102]
     assert all(each.in_flight == each.in_flight_tokens == 0 for each in fleet.members)
     assert fleet.picking.believed == {}
@@ -274,7 +276,9 @@ async def test_cancelled_anywhere_nothing_stays_believed(plan: Scheduling, steps
     fleet = fleet_of(plan, member("p", "prefill"), member("d", "decode"))
 
     async def run() -> None:
-        async for _ in outputs_of(load_program("disaggregated", {"pick": "scheduled"})(prompt(0, 100), fleet)):
+        async for _ in outputs_of(
+            load_program("disaggregated", {"pick": "scheduled"})(prompt(0, 100), FleetView(fleet))
+        ):
             pass
 
     task = asyncio.create_task(run())
@@ -296,7 +300,7 @@ def test_a_hundred_times_the_engines_cost_far_less_than_a_hundred_times_the_pick
         for number in range(60):
             request = prompt(number % 20, 512)
             began = time.perf_counter()
-            picked(fleet, request)
+            picked(FleetView(fleet), request)
             took.append(time.perf_counter() - began)
         return median(took)
 
@@ -306,24 +310,24 @@ def test_a_hundred_times_the_engines_cost_far_less_than_a_hundred_times_the_pick
 
 def test_candidates_follow_roles_labels_and_reachability_between_picks(plan: Scheduling) -> None:
     fleet = fleet_of(plan, member("a", zone="x"), member("b", zone="y"))
-    assert {picked(fleet, by="zoned") for _ in range(20)} == {"a"}
+    assert {picked(FleetView(fleet), by="zoned") for _ in range(20)} == {"a"}
     fleet.member("b").labels = {"zone": "x"}
     fleet.member("a").labels = {"zone": "y"}
-    assert {picked(fleet, by="zoned") for _ in range(20)} == {"b"}
+    assert {picked(FleetView(fleet), by="zoned") for _ in range(20)} == {"b"}
     fleet.member("a").labels = {"zone": "x"}
     fleet.member("b").reachable = False
-    assert {picked(fleet, by="zoned") for _ in range(20)} == {"a"}
+    assert {picked(FleetView(fleet), by="zoned") for _ in range(20)} == {"a"}
     fleet.member("b").reachable = True
     fleet.member("b").role = "prefill"
-    assert {picked(fleet, by="zoned", role="prefill") for _ in range(40)} == {"a", "b"}
-    assert {picked(fleet, by="zoned", role="decode") for _ in range(40)} == {"a"}
+    assert {picked(FleetView(fleet), by="zoned", role="prefill") for _ in range(40)} == {"a", "b"}
+    assert {picked(FleetView(fleet), by="zoned", role="decode") for _ in range(40)} == {"a"}
 
 
 def test_candidates_follow_the_scheduling_file(plan: Scheduling, tmp_path: Path) -> None:
     fleet = fleet_of(plan, member("a", zone="x"), member("b", zone="y"))
-    assert {picked(fleet, by="zoned") for _ in range(20)} == {"a"}
+    assert {picked(FleetView(fleet), by="zoned") for _ in range(20)} == {"a"}
     fleet.scheduling = loaded(tmp_path, FILE.replace("validValues: [x]", "validValues: [y]"))
-    assert {picked(fleet, by="zoned") for _ in range(20)} == {"b"}
+    assert {picked(FleetView(fleet), by="zoned") for _ in range(20)} == {"b"}
 
 
 def test_a_filter_by_labels_is_asked_once_for_a_fleet_that_stays_as_it_is() -> None:
@@ -337,20 +341,20 @@ def test_a_filter_by_labels_is_asked_once_for_a_fleet_that_stays_as_it_is() -> N
     profile = SchedulingProfile("p", [Counting(label="zone", valid_values=frozenset({"x"}))], [], MaxScorePicker())
     fleet = fleet_of(Scheduling({"p": profile}), member("a", zone="x"), member("b", zone="y"))
     for _ in range(5):
-        assert picked(fleet, by="p") == "a"
+        assert picked(FleetView(fleet), by="p") == "a"
     assert asked == [2]
     fleet.add(member("c", zone="x"))
-    assert {picked(fleet, by="p") for _ in range(20)} == {"a", "c"}
+    assert {picked(FleetView(fleet), by="p") for _ in range(20)} == {"a", "c"}
     assert asked == [2, 3]
 
 
 def test_counts_of_a_member_are_what_scorers_see(plan: Scheduling) -> None:
     fleet = fleet_of(plan, member("a"), member("b"))
     fleet.member("a").in_flight = 3
-    assert {picked(fleet, prompt(1, 2)) for _ in range(20)} == {"b"}
+    assert {picked(FleetView(fleet), prompt(1, 2)) for _ in range(20)} == {"b"}
     fleet.member("b").in_flight = 4
-    assert {picked(fleet, prompt(2, 2)) for _ in range(20)} == {"a"}
+    assert {picked(FleetView(fleet), prompt(2, 2)) for _ in range(20)} == {"a"}
     gone = fleet.remove("a")
     fleet.add(member("c"))  # in the row that was the other's
     gone.in_flight = 9
-    assert {picked(fleet, prompt(3, 2)) for _ in range(20)} == {"c"}
+    assert {picked(FleetView(fleet), prompt(3, 2)) for _ in range(20)} == {"c"}

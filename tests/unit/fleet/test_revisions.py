@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tercet.decisions.scheduling import Scheduling
-from tercet.fleet import EngineFleet, Member, Trace
+from tercet.fleet import EngineFleet, FleetView, Member, Trace
 from tercet.fleet.policy_views import loaded_engines
 from tercet.protocol import LayoutMismatch, Revision, Role, RoleUnavailable
 from tests.unit.decisions.scheduling.builders import loaded, request_of
@@ -51,8 +51,8 @@ def pairs(fleet: EngineFleet, by: str, turns: int = 40) -> set[tuple[str, str]]:
     found = set[tuple[str, str]]()
     for _ in range(turns):
         with (
-            fleet.pick("decode", by, request=REQUEST) as decode,
-            fleet.pick("prefill", by, other_than=decode, request=REQUEST) as prefill,
+            FleetView(fleet).pick("decode", by, request=REQUEST) as decode,
+            FleetView(fleet).pick("prefill", by, other_than=decode, request=REQUEST) as prefill,
         ):
             found.add((prefill.name, decode.name))
     return found
@@ -69,29 +69,29 @@ def test_without_a_partner_an_engine_prefills_for_itself_and_the_trace_says_why(
     fleet.remove("p-new")
     assert pairs(fleet, by) == {("p-old", "d-old"), ("d-new", "d-new")}
     trace = Trace()
-    view = fleet.traced(trace)
+    view = FleetView(fleet, trace)
     with view.engine("d-new") as decode, view.pick("prefill", by, other_than=decode, request=REQUEST) as engine:
         assert engine.name == "d-new"
     assert "no engine of the role prefill may exchange KV with d-new" in trace.events[0].reason
-    assert not fleet.disaggregates(REQUEST, decode)
-    with fleet.engine("d-old") as old:
-        assert fleet.disaggregates(REQUEST, old)
+    assert not FleetView(fleet).disaggregates(REQUEST, decode)
+    with FleetView(fleet).engine("d-old") as old:
+        assert FleetView(fleet).disaggregates(REQUEST, old)
 
 
 def test_a_fleet_that_keeps_roles_apart_refuses(plan: Scheduling) -> None:
     fleet = rolling(plan)
     fleet.remove("p-new")
     fleet.picking.without_role = "refuse"
-    with fleet.engine("d-new") as decode, pytest.raises(RoleUnavailable, match="may exchange KV with d-new"):
-        fleet.pick("prefill", "least_loaded", other_than=decode).__enter__()
+    with FleetView(fleet).engine("d-new") as decode, pytest.raises(RoleUnavailable, match="may exchange KV with d-new"):
+        FleetView(fleet).pick("prefill", "least_loaded", other_than=decode).__enter__()
 
 
 def test_a_draining_partner_keeps_its_revision(plan: Scheduling) -> None:
     fleet = rolling(plan)
-    with fleet.engine("d-old") as decode:
+    with FleetView(fleet).engine("d-old") as decode:
         fleet.drain("d-old")
         for _ in range(4):
-            with fleet.pick("prefill", "round_robin", other_than=decode) as prefill:
+            with FleetView(fleet).pick("prefill", "round_robin", other_than=decode) as prefill:
                 assert prefill.name == "p-old"
 
 
@@ -105,16 +105,17 @@ def test_an_engine_that_comes_back_as_another_is_not_paired_any_more(plan: Sched
 def test_the_endpoint_pickers_ranking(plan: Scheduling) -> None:
     fleet = rolling(plan)
     for decode, prefill in (("d-old", "p-old"), ("d-new", "p-new")):
-        assert [each.name for each in fleet.ranked("prefill", REQUEST, 3, other_than=decode)[0]] == [prefill]
-        assert fleet.splits(REQUEST, decode, 0)
-        assert not fleet.splits(REQUEST, decode, 0, {"d-old", "d-new", "p-old" if decode == "d-new" else "p-new"})
+        assert [each.name for each in fleet.picking.ranked("prefill", REQUEST, 3, None, decode)[0]] == [prefill]
+        others = {"d-old", "d-new", "p-old" if decode == "d-new" else "p-new"}
+        assert fleet.picking.disaggregates(REQUEST, decode, None, 0)
+        assert not fleet.picking.disaggregates(REQUEST, decode, None, 0, others)
 
 
 def test_routes_by_cost_pair_within_a_revision() -> None:
     fleet = rolling(None, member("p-odd", "prefill", Revision("0.4.0", "0.32.0", "old")))
     found = set[tuple[str, str]]()
     for number in range(60):
-        with fleet.traced(Trace()).route(request_of(*range(number, number + 4000)), explore=1.0) as route:
+        with FleetView(fleet, Trace()).route(request_of(*range(number, number + 4000)), explore=1.0) as route:
             if route.prefill is not None:
                 found.add((route.prefill.name, route.decode.name))
     assert found
@@ -123,7 +124,7 @@ def test_routes_by_cost_pair_within_a_revision() -> None:
 
 async def test_a_program_that_pairs_by_itself_is_refused_before_a_byte_is_sent() -> None:
     fleet = rolling()
-    view = fleet.traced(Trace())
+    view = FleetView(fleet, Trace())
     with view.engine("p-old") as prefill, view.engine("d-new") as decode:
         async with decode.prep_recv(REQUEST) as space:
             with pytest.raises(LayoutMismatch, match=r"p-old and d-new must not exchange KV: their versions of vLLM"):

@@ -11,7 +11,7 @@ from msgspec.structs import replace
 
 from tercet.decisions.migration.policies import least_loaded
 from tercet.decisions.scheduling import Scheduling
-from tercet.fleet import EngineFleet, Member
+from tercet.fleet import EngineFleet, FleetView, Member
 from tercet.fleet.membership import Membership, ServedModel
 from tercet.fleet.policy_views import loaded_engines, observed_engines
 from tercet.protocol import BadRequest, Engine, EngineStatus, EngineUnreachable, MemberRole, Request, Role
@@ -40,22 +40,25 @@ def request(number: int = 0) -> Request:
 def test_a_store_is_never_picked(role: Role, by: str, tmp_path: Path) -> None:
     fleet = EngineFleet([member("s", "store"), member("a", "prefill")], scheduling=loaded(tmp_path, SCHEDULING))
     for number in range(4):
-        with fleet.pick(role, by=by, request=request(number)) as engine:
+        with FleetView(fleet).pick(role, by=by, request=request(number)) as engine:
             assert engine.name == "a"
     fleet.member("a").reachable = False
-    with fleet.pick(role, by=by, request=request(9)) as engine:
+    with FleetView(fleet).pick(role, by=by, request=request(9)) as engine:
         assert engine.name == "a"  # which may be back
     fleet.drain("a")
-    with pytest.raises(EngineUnreachable, match="every engine of this fleet is drained"), fleet.pick(role, by=by):
+    with (
+        pytest.raises(EngineUnreachable, match="every engine of this fleet is drained"),
+        FleetView(fleet).pick(role, by=by),
+    ):
         pass
     fleet.remove("a")
-    with pytest.raises(EngineUnreachable, match="this fleet has no engines"), fleet.pick(role, by=by):
+    with pytest.raises(EngineUnreachable, match="this fleet has no engines"), FleetView(fleet).pick(role, by=by):
         pass
 
 
 def test_routes_offers_and_moves_leave_stores_out() -> None:
     fleet = EngineFleet([member("s", "store"), member("a", "both")], scheduling=Scheduling())
-    with fleet.route(request()) as route:
+    with FleetView(fleet).route(request()) as route:
         assert (route.decode.name, route.prefill) == ("a", None)
     assert [each.name for each in observed_engines(fleet)] == ["a"]
     engines = loaded_engines(fleet, {}, [], 1.0)
@@ -66,9 +69,9 @@ def test_routes_offers_and_moves_leave_stores_out() -> None:
         assert found.name == "a"
         assert not fleet.member("s").can(role)
     fleet.remove("a")
-    assert not any(fleet.offers(role) for role in ROLES)
+    assert not any(FleetView(fleet).offers(role) for role in ROLES)
     fleet.member("s").role = "both"  # and a role that changes counts at once
-    assert fleet.offers("decode")
+    assert FleetView(fleet).offers("decode")
 
 
 class Host(FakeEngine):

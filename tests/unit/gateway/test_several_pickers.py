@@ -8,6 +8,7 @@ from random import Random
 
 import pytest
 
+from tercet.fleet import FleetView
 from tercet.protocol import Request
 from tercet_gateway.openai_call import OpenAIBody, OpenAICall, stand_ins
 
@@ -74,7 +75,7 @@ async def test_a_router_and_a_picker_with_the_same_file_pick_the_same_engines() 
             prompt = f"{number % 7}".ljust(2000, "p")
             endpoints = await house.picker.pick(OpenAICall("/v1/completions", {}, OpenAIBody(prompt=prompt), 2000))
             request = Request(seq_id=f"r{number}", prompt=stand_ins(prompt.encode()))
-            engine = held.enter_context(router.pick("decode", by="scheduled", request=request))
+            engine = held.enter_context(FleetView(router).pick("decode", by="scheduled", request=request))
             picked.append((endpoints.decode[0], engine.name))
     names = {f"10.0.0.{n + 1}:8000": f"e{n}" for n in range(4)}
     assert [names[address] for address, _ in picked] == [name for _, name in picked]

@@ -8,7 +8,7 @@ from unittest.mock import patch
 import pytest
 
 from tercet.decisions.cost import pulls
-from tercet.fleet import EngineFleet, Member, Trace
+from tercet.fleet import EngineFleet, FleetView, Member, Trace
 from tercet.programs import load_program, outputs_of
 from tercet.protocol import (
     BadRequest,
@@ -43,7 +43,7 @@ class Fetching:
 
     async def run(self, request: Request | None = None) -> list[Output]:
         request = request or request_of()
-        outputs = outputs_of(load_program("fetch")(request, self.fleet.traced(self.trace)))
+        outputs = outputs_of(load_program("fetch")(request, FleetView(self.fleet, self.trace)))
         found = [output async for output in outputs]
         assert not self.here.leases
         assert not self.fleet.costs.pulls._running
@@ -136,6 +136,6 @@ async def test_a_client_that_leaves_during_a_pull_leaves_nothing() -> None:
 
 async def test_an_engine_that_was_removed_after_its_pick_serves_without_a_pull() -> None:
     fetching = Fetching()
-    with fetching.fleet.pick(by="least_loaded") as engine:
+    with FleetView(fetching.fleet).pick(by="least_loaded") as engine:
         fetching.fleet.remove("here")
-        assert fetching.fleet.source(request_of(), engine) is None
+        assert FleetView(fetching.fleet).source(request_of(), engine) is None

@@ -13,7 +13,7 @@ import msgspec
 import pytest
 
 from tercet.decisions.cost import RouteDecision
-from tercet.fleet import EngineFleet, Member, Trace
+from tercet.fleet import EngineFleet, FleetView, Member, Trace
 from tercet.programs import BUILT_IN, load_program, outputs_of
 from tercet.protocol import Request
 from tercet_lab.bench.simulated.scenario import SyntheticWorkload, parse_fleet, requests_of
@@ -122,7 +122,7 @@ async def _decisions(slow: float) -> list[tuple[RouteDecision, float]]:
 
     async def serve(request: Request) -> None:
         trace, began, first = Trace(), loop.time(), 0.0
-        async for _ in outputs_of(BUILT_IN["auto"](request, fleet.traced(trace))):
+        async for _ in outputs_of(BUILT_IN["auto"](request, FleetView(fleet, trace))):
             first = first or loop.time()
         assert trace.decision is not None
         found.append((trace.decision, first - began))

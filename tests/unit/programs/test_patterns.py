@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tercet.fleet import EngineFleet, Member, Trace
+from tercet.fleet import EngineFleet, FleetView, Member, Trace
 from tercet.programs import BUILT_IN, load_program, migrate_context, outputs_of
 from tercet.protocol import BadRequest, EngineLoad, Fleet, NoSpace, Output, Request, TransferFailed, UnknownEngine
 from tests.unit.fakes import FakeEngine
@@ -35,7 +35,7 @@ async def run(name: str, fleet: Fleet, request: Request | None = None, **args: s
 
 async def test_a_short_prompt_stays_on_the_decode_engine(pair: Pair) -> None:
     prefill, decode, fleet = pair
-    await run("cache_bypass", fleet, request_of(128))
+    await run("cache_bypass", FleetView(fleet), request_of(128))
     assert (prefill.verbs, decode.verbs) == ([], ["start_generate"])
 
 
@@ -47,7 +47,7 @@ async def test_a_cached_prompt_leaves_the_prefill_engine_out(
 ) -> None:
     prefill, decode, fleet = pair
     decode.matched = matched
-    await run("cache_bypass", fleet, cached_share=share)
+    await run("cache_bypass", FleetView(fleet), cached_share=share)
     assert prefill.verbs == ([] if bypassed else ["remote_send"])
     assert decode.verbs == ["prep_recv", "start_generate"]
 
@@ -63,7 +63,7 @@ async def test_length_decides_between_one_engine_and_two(
     pair: Pair, length: int, args: dict[str, str], two: bool
 ) -> None:
     prefill, decode, fleet = pair
-    await run("conditional", fleet, request_of(length), **args)
+    await run("conditional", FleetView(fleet), request_of(length), **args)
     assert prefill.verbs == (["remote_send"] if two else [])
     assert decode.verbs == (["prep_recv", "start_generate"] if two else ["start_generate"])
 
@@ -72,22 +72,22 @@ async def test_what_is_believed_to_be_cached_decides(pair: Pair) -> None:
     prefill, _, fleet = pair
     request = request_of()
     fleet.knowledge.store("d", 16, list(range(20)), None, request.prompt[:320])
-    await run("conditional", fleet, request)
+    await run("conditional", FleetView(fleet), request)
     assert prefill.verbs == []
 
 
 async def test_queues_at_all_prefill_engines_decide(pair: Pair) -> None:
     prefill, _, fleet = pair
     fleet.report("p", EngineLoad(waiting=6, running=0, kv_usage=0.0))
-    await run("conditional", fleet)
+    await run("conditional", FleetView(fleet))
     assert prefill.verbs == []
-    await run("conditional", fleet, max_waiting="6")
+    await run("conditional", FleetView(fleet), max_waiting="6")
     assert prefill.verbs == ["remote_send"]
 
 
 async def test_an_unknown_decider_is_refused(pair: Pair) -> None:
     with pytest.raises(BadRequest, match="no decider 'x'"):
-        await run("conditional", pair[2], decider="x")
+        await run("conditional", FleetView(pair[2]), decider="x")
 
 
 # ---- balanced by a function ----------------------------------------------------------------------------------
@@ -96,7 +96,7 @@ async def test_an_unknown_decider_is_refused(pair: Pair) -> None:
 async def test_a_function_says_where_the_decode_engine_starts(pair: Pair, tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text("def third(request):\n    return request.num_tokens // 3\n")
     prefill, decode, fleet = pair
-    await run("balanced", fleet, request_of(300), decode_start=f"{tmp_path / 'mine.py'}:third")
+    await run("balanced", FleetView(fleet), request_of(300), decode_start=f"{tmp_path / 'mine.py'}:third")
     assert prefill.calls == [("remote_send", 0, 100, False)]
     assert decode.calls == [("prep_recv", 100), ("start_generate", 100, ())]
 
@@ -112,7 +112,7 @@ def test_a_function_that_there_is_not_is_refused() -> None:
 async def test_data_parallel_within_a_role(pair: Pair) -> None:
     prefill, decode, fleet = pair
     for _ in range(3):
-        await run("data_parallel", fleet, role="decode")
+        await run("data_parallel", FleetView(fleet), role="decode")
     assert (prefill.verbs, decode.verbs) == ([], ["start_generate"] * 3)
 
 
@@ -121,7 +121,7 @@ async def test_data_parallel_within_a_role(pair: Pair) -> None:
 
 async def test_auto_notes_its_decision(pair: Pair) -> None:
     fleet, trace = pair[2], Trace()
-    await run("auto", fleet.traced(trace))
+    await run("auto", FleetView(fleet, trace))
     decision = trace.decision
     assert decision is not None
     assert decision.chosen not in decision.others
@@ -132,14 +132,14 @@ async def test_auto_notes_its_decision(pair: Pair) -> None:
 @pytest.mark.parametrize(("name", "value"), [("ttft", "0"), ("tpot", "-1"), ("ttft", "nan"), ("explore", "2")])
 async def test_auto_refuses_objectives_that_make_no_sense(pair: Pair, name: str, value: str) -> None:
     with pytest.raises(BadRequest) as raised:
-        await run("auto", pair[2], None, **{name: value})
+        await run("auto", FleetView(pair[2]), None, **{name: value})
     assert raised.value.param == name
     assert_nothing_taken(*pair)
 
 
 async def test_auto_over_one_engine_takes_it() -> None:
     engine = FakeEngine("only")
-    await run("auto", EngineFleet([Member("only", "", "prefill", engine)]))
+    await run("auto", FleetView(EngineFleet([Member("only", "", "prefill", engine)])))
     assert engine.verbs == ["start_generate"]
 
 
@@ -168,7 +168,7 @@ async def test_a_pair_that_is_cancelled_at_any_await_gives_everything_back(
 async def test_a_pair_calls_the_three_verbs(pair: Pair, split: int, monkeypatch: pytest.MonkeyPatch) -> None:
     prefill, decode, fleet = pair
     force(monkeypatch, split)
-    outputs = await run("auto", fleet)
+    outputs = await run("auto", FleetView(fleet))
     assert [token for output in outputs for token in output.token_ids] == [400, 401, 402]
     assert prefill.calls == [("remote_send", 0, None, split == 400)]
     first = (400,) if split == 400 else ()
@@ -184,7 +184,7 @@ async def test_a_failing_verb_gives_everything_back(
     force(monkeypatch, 400)
     (prefill if engine == "p" else decode).failures[verb] = TransferFailed("lost")
     with pytest.raises(TransferFailed):
-        await run("auto", fleet)
+        await run("auto", FleetView(fleet))
     assert_nothing_taken(prefill, decode, fleet)
 
 
@@ -213,7 +213,7 @@ def assert_nothing_taken(prefill: FakeEngine, decode: FakeEngine, fleet: EngineF
 async def test_a_context_moves_by_two_verbs(pair: Pair) -> None:
     source, destination, fleet = pair
     destination.matched = 48
-    sent = await migrate_context(fleet, request_of(100), "p", "d")
+    sent = await migrate_context(FleetView(fleet), request_of(100), "p", "d")
     assert sent is not None
     assert (sent.begin, sent.end) == (48, 100)
     assert (source.calls, destination.calls) == ([("remote_send", 48, None, False)], [("prep_recv", None)])
@@ -223,17 +223,17 @@ async def test_a_context_moves_by_two_verbs(pair: Pair) -> None:
 async def test_a_context_that_is_there_does_not_move(pair: Pair) -> None:
     source, destination, fleet = pair
     destination.matched = 96
-    assert await migrate_context(fleet, request_of(96), "p", "d") is None
+    assert await migrate_context(FleetView(fleet), request_of(96), "p", "d") is None
     assert source.calls == []
 
 
 async def test_who_cannot_take_part_is_said(pair: Pair) -> None:
     _, destination, fleet = pair
     with pytest.raises(UnknownEngine):
-        await migrate_context(fleet, request_of(), "p", "x")
+        await migrate_context(FleetView(fleet), request_of(), "p", "x")
     with pytest.raises(BadRequest, match="destination"):
-        await migrate_context(fleet, request_of(), "p", "p")
+        await migrate_context(FleetView(fleet), request_of(), "p", "p")
     destination.failures["prep_recv"] = NoSpace("full")
     with pytest.raises(NoSpace):
-        await migrate_context(fleet, request_of(), "p", "d")
+        await migrate_context(FleetView(fleet), request_of(), "p", "d")
     assert [member.in_flight for member in fleet.members] == [0, 0]

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tercet.fleet import EngineFleet, Member
+from tercet.fleet import EngineFleet, FleetView, Member
 from tercet.programs import load_program
 from tercet.protocol import BadRequest
 from tercet_lab.bench.simulated.scenario import SyntheticWorkload, parse_fleet, requests_of
@@ -33,11 +33,11 @@ def test_engines_differ_and_are_fewer_if_fewer_exist(by: str, count: int, found:
     async def main() -> None:
         fleet = fleet_of("both", "both", "both")
         for _ in range(3):
-            with fleet.pick_several(count, by=by) as engines:
+            with FleetView(fleet).pick_several(count, by=by) as engines:
                 assert len({engine.name for engine in engines}) == len(engines) == found
                 assert [member.in_flight for member in fleet.members].count(1) == found
             assert not any(member.in_flight for member in fleet.members)
-        with pytest.raises(BadRequest, match="count: is 0"), fleet.pick_several(0):
+        with pytest.raises(BadRequest, match="count: is 0"), FleetView(fleet).pick_several(0):
             pass
 
     run_virtual(main())
@@ -46,12 +46,15 @@ def test_engines_differ_and_are_fewer_if_fewer_exist(by: str, count: int, found:
 def test_roles_partners_and_failures_count() -> None:
     async def main() -> None:
         fleet = fleet_of("prefill", "decode", "prefill")
-        with fleet.pick("decode") as decode, fleet.pick_several(3, "prefill", other_than=decode) as senders:
+        with (
+            FleetView(fleet).pick("decode") as decode,
+            FleetView(fleet).pick_several(3, "prefill", other_than=decode) as senders,
+        ):
             assert {each.name for each in senders} == {"prefill-0", "prefill-2"}
         alone = fleet_of("both", "both")
-        with alone.pick() as one, alone.pick_several(2, other_than=one) as others:
+        with FleetView(alone).pick() as one, FleetView(alone).pick_several(2, other_than=one) as others:
             assert [each.name for each in others] == [name for name in ("both-0", "both-1") if name != one.name]
-        with pytest.raises(RuntimeError, match="mine"), alone.pick_several(2):
+        with pytest.raises(RuntimeError, match="mine"), FleetView(alone).pick_several(2):
             raise RuntimeError("mine")
         assert not any(member.in_flight for member in (*fleet.members, *alone.members))
 

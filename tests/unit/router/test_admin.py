@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from starlette.routing import Route
 
+from tercet.fleet import FleetView
 from tercet.protocol import EngineUnreachable
 from tercet.protocol.wire import API_PREFIX
 from tercet.router import admin
@@ -279,7 +280,7 @@ async def test_a_scheduling_file_is_shown_and_changed(router: LiveRouter, tmp_pa
     assert answer.json()["profiles"] == {
         "mine": {"filters": ["DecodeFilter"], "scorers": {"QueueScorer": 2.0}, "picker": "MaxScorePicker"}
     }
-    with router.fleet.pick(by="mine") as engine:
+    with FleetView(router.fleet).pick(by="mine") as engine:
         assert engine.name == "d"
 
 

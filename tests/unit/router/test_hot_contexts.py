@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from tercet.fleet import EngineFleet, Member, Trace
+from tercet.fleet import EngineFleet, FleetView, Member, Trace
 from tercet.protocol import Conflict, MemberRole, Request, Reservation, TercetError
 from tercet.router.observe.metrics import CopyOutcome, CopyReason, HotContextMetrics
 from tercet.router.serve.hot_contexts import REMEMBERED, HotContexts, Passed
@@ -61,7 +61,7 @@ class Hot:
         own = range(10**6 + 100 * self._number, 10**6 + 100 * self._number + 100)
         prompt = (*range(topic * 10_000, topic * 10_000 + SHARED), *own)
         request = Request(seq_id=f"r{self._number}", prompt=prompt, sampling_params={"max_tokens": 2})
-        view = self.fleet.traced(Trace(), request=request)
+        view = FleetView(self.fleet, Trace(), request=request)
         with view.engine(on) if on is not None else view.pick("both", request=request) as engine:
             outputs = [output async for output in engine.start_generate(request)]
         assert outputs[0].usage is not None
@@ -135,7 +135,7 @@ def test_a_restarted_engine_is_warm_before_it_is_picked() -> None:
 def test_without_warm_start_it_is_cold() -> None:
     async def check() -> None:
         it = await busy(AB)
-        it.fleet.roster.when_started = lambda _: None
+        it.fleet.when_started = lambda _: None
         await it.restart("b")
         assert not it.members["b"].warming
         assert (await it.serve(0, "b"))[1] == 0
@@ -149,7 +149,7 @@ def test_an_engine_restarted_under_traffic_computes_no_context_again() -> None:
         """Eight clients ask without a pause while ``b`` restarts; return what its first answers found cached."""
         it, found = await busy(AB, topics=8), list[int]()
         if not warm:
-            it.fleet.roster.when_started = lambda _: None
+            it.fleet.when_started = lambda _: None
 
         async def client(topic: int) -> None:
             while len(found) < 8:

@@ -9,6 +9,7 @@ from contextlib import asynccontextmanager
 import httpx
 import pytest
 
+from tercet.fleet import FleetView
 from tercet.protocol import BadRequest, Conflict, Forbidden, Unauthorized
 from tercet.protocol.access import BearerKeys, Callers
 from tercet.protocol.wire import JoinCall
@@ -45,7 +46,10 @@ async def test_an_engine_joins_stays_and_leaves(world: LiveRouter) -> None:
     await join(shared, "e", call())
     assert shared.state.version == version, "who stays changes nothing"
 
-    with world.fleet.pick(by="least_loaded", role="decode"), world.fleet.pick(by="least_loaded", role="decode"):
+    with (
+        FleetView(world.fleet).pick(by="least_loaded", role="decode"),
+        FleetView(world.fleet).pick(by="least_loaded", role="decode"),
+    ):
         left = await join(shared, "e", call(leaving=True))
         assert left.in_flight == world.fleet.member("e").in_flight
     assert states(world) == {"e": ("decode", True)}

@@ -12,7 +12,7 @@ import msgspec
 import pytest
 
 from tercet.decisions.migration import CountedMove, MovesUnderWay
-from tercet.fleet import RunningSequence, Trace
+from tercet.fleet import FleetView, RunningSequence, Trace
 from tercet.protocol import (
     BadRequest,
     Conflict,
@@ -410,14 +410,14 @@ async def test_an_engine_that_says_that_it_stops_is_emptied_and_taken_again_once
     async with running(router) as (_, sequence):
         await router.shared.change(lambda state: state.with_draining("p", False))
         router.fleet.report("d", stopping)
-        with router.fleet.pick() as engine:
+        with FleetView(router.fleet).pick() as engine:
             assert engine.name == "p"
         await rescheduler.look()
         await turns(lambda: sequence.engine == "p")
         await turns(lambda: [move.reason for move in router.service.moves.since(0)] == ["drain"])
         assert not router.fleet.member("d").draining, "that is its operator's to say"
         router.fleet.health.restarted("d")
-        with router.fleet.pick() as one, router.fleet.pick() as other:
+        with FleetView(router.fleet).pick() as one, FleetView(router.fleet).pick() as other:
             assert {one.name, other.name} == {"d", "p"}
 
 

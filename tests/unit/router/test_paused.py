@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from tercet.fleet import EngineFleet, Member, Trace
+from tercet.fleet import EngineFleet, FleetView, Member, Trace
 from tercet.protocol import EngineLoad, EngineUnreachable, Request, TercetError
 from tercet.router.observe.metrics import Metrics
 from tercet.router.serve.service import Service
@@ -100,10 +100,10 @@ def test_what_waits_is_lost_and_what_has_begun_only_if_it_is_paused_too(router: 
     calls.note(lambda _: lost.append("runs"), lambda: False)
     router.fleet.report("d", paused(what))
     assert lost == (["waits"] if what == "new" else ["waits", "runs"])
-    with router.fleet.pick() as engine:
+    with FleetView(router.fleet).pick() as engine:
         assert engine.name == "p"
     router.fleet.report("d", paused(""))
-    with router.fleet.pick() as one, router.fleet.pick() as other:
+    with FleetView(router.fleet).pick() as one, FleetView(router.fleet).pick() as other:
         assert {one.name, other.name} == {"d", "p"}
 
 

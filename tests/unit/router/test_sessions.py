@@ -10,7 +10,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from tercet.fleet import EngineFleet, Member, Trace
+from tercet.fleet import EngineFleet, FleetView, Member, Trace
 from tercet.protocol import EngineLoad, Request
 from tercet.router.observe.metrics import Metrics
 from tercet.router.serve.service import Service
@@ -309,7 +309,7 @@ SETTINGS = msgspec.convert({"sessions": "on"}, SessionSettings)
 
 
 def picked(fleet: EngineFleet, request: Request) -> str:
-    with fleet.pick(request=request) as engine:
+    with FleetView(fleet).pick(request=request) as engine:
         return engine.name
 
 

@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager
 import pytest
 
 from tercet.aio import TaskSet
-from tercet.fleet import EngineFleet, Member, Trace
+from tercet.fleet import EngineFleet, FleetView, Member, Trace
 from tercet.protocol import EngineUnreachable, Request, Revision
 from tercet.router.observe.metrics import CopyOutcome, WriteBehindMetrics
 from tercet.router.serve import write_behind
@@ -45,7 +45,7 @@ class Copies:
     async def serve(self, tokens: int = 3 * BLOCK) -> list[int]:
         self._number += 1
         request = Request(seq_id=f"r{self._number}", prompt=tuple(range(tokens)))
-        with self.fleet.pick("both", request=request) as engine:
+        with FleetView(self.fleet).pick("both", request=request) as engine:
             return [token async for output in engine.start_generate(request) for token in output.token_ids]
 
 
@@ -74,7 +74,7 @@ async def test_a_prompt_is_copied_after_its_first_token(copied: Copies) -> None:
 async def test_a_prompt_whose_first_token_came_from_another_engine_is_copied_once(copied: Copies) -> None:
     """The decode engine of a pair continues after the first token; so does the destination of a move."""
     request = Request(seq_id="pair", prompt=tuple(range(3 * BLOCK)))
-    view = copied.fleet.traced(Trace(), request=request)
+    view = FleetView(copied.fleet, Trace(), request=request)
     for output in ((7,), (7, 8)):
         with view.pick("both", request=request) as engine:
             assert [token async for each in engine.start_generate(request, 0, output) for token in each.token_ids]

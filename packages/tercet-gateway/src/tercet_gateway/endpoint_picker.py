@@ -493,7 +493,7 @@ class EndpointPicker:
         began = time.perf_counter() - rendering
         names = self._named(among)
         request = _request(call, prompt, call.body.model if call.body.model in self._fleet.adapters else None)
-        decoding, cached = self._fleet.ranked("decode", request, self._most, names)
+        decoding, cached = self._fleet.picking.ranked("decode", request, self._most, names)
         decode = decoding[0]
         may_split = request.prompt and call.may_split and self._fleet.scheduling.splits
         prefilling = self._prefilling(request, decode, cached, names) if may_split else None
@@ -517,9 +517,9 @@ class EndpointPicker:
         costs = self._costs
         rule = SplitRule(costs, decode) if costs is not None and costs.learned >= ENOUGH_PREFILLS else None
         try:
-            if not self._fleet.splits(request, decode.name, cached, names, rule):
+            if not self._fleet.picking.disaggregates(request, decode.name, rule, cached, names):
                 return None
-            (member,), _ = self._fleet.ranked("prefill", request, 1, names, decode.name)
+            (member,), _ = self._fleet.picking.ranked("prefill", request, 1, names, decode.name)
         except (EngineUnreachable, RoleUnavailable, UnknownAdapter):
             return None
         return member if member is not decode else None

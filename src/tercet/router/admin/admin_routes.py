@@ -22,7 +22,7 @@ from fastapi.routing import APIRoute
 
 from tercet import protocol
 from tercet.decisions.planning import PlannerReport
-from tercet.fleet import EngineFleet, Member
+from tercet.fleet import EngineFleet, FleetView, Member
 from tercet.fleet.adapters import has
 from tercet.fleet.policy_views import PrefillLine, SeenRequests, observed_engines
 from tercet.programs import migrate_context
@@ -241,7 +241,7 @@ async def move_context(request: Request) -> Response:
         mm_features=call.mm_features,
     )  # fmt: skip
     # The same pattern that programs call: an operator's copy has their leases, limits and records.
-    sent = await migrate_context(fleet_of(request), prefix, call.source, call.destination)
+    sent = await migrate_context(FleetView(fleet_of(request)), prefix, call.source, call.destination)
     if sent is None:
         return json_answer({"begin": len(call.prompt), "end": len(call.prompt), "bytes": 0})
     return json_answer({"begin": sent.begin, "end": sent.end, "bytes": sent.bytes})

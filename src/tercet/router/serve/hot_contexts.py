@@ -22,7 +22,7 @@ import msgspec
 
 from tercet.aio import TaskSet
 from tercet.decisions.contexts import CopyPlan, Wanted, WantedContexts
-from tercet.fleet import EngineFleet, Trace
+from tercet.fleet import EngineFleet, FleetView, Trace
 from tercet.fleet.members import Member, UntilLost
 from tercet.fleet.trace import Generation
 from tercet.logs import CONTEXTS_KEPT, ENGINE_WARM
@@ -86,8 +86,8 @@ class HotContexts:
         self._count = 0
         self._name, self._ids = f"hot-{uuid.uuid4().hex[:12]}", 0
         fleet.on_answered.append(self.answered)
-        fleet.roster.when_started = self.started
-        fleet.roster.when_reopened.append(self.reopened)
+        fleet.when_started = self.started
+        fleet.when_reopened.append(self.reopened)
 
     async def run(self) -> None:
         try:
@@ -127,7 +127,7 @@ class HotContexts:
         async with AsyncExitStack() as kept:
             # Two holds keep the leaving engine from counting as empty: a sequence in this process's count, and a
             # reservation of one token on the engine itself. The copies are tried even if it grants no reservation.
-            kept.enter_context(self._fleet.traced(Trace()).engine(member.name))
+            kept.enter_context(FleetView(self._fleet, Trace()).engine(member.name))
             with suppress(TercetError, TimeoutError):
                 async with asyncio.timeout(self._seconds / 2), UntilLost(member.calls):
                     token = Request(seq_id=self._next_id(), prompt=(0,))
@@ -192,7 +192,7 @@ class HotContexts:
             before.cancel()
         task = self._warming[member.name] = self._tasks.spawn(self._warm_up(member), f"warm start of {member.name}")
         member.warming = True
-        self._fleet.roster.reopen()
+        self._fleet.reopen()
         task.add_done_callback(lambda ended: self._warm(member, ended))  # also if it never ran
 
     def _warm(self, member: Member, ended: asyncio.Task[None]) -> None:
@@ -200,7 +200,7 @@ class HotContexts:
         if self._warming.get(member.name) is ended:
             del self._warming[member.name]
             member.warming = False
-            self._fleet.roster.reopen()
+            self._fleet.reopen()
 
     async def _warm_up(self, member: Member) -> None:
         plan, began = self._plan(member), self._clock()
@@ -208,7 +208,7 @@ class HotContexts:
         try:
             while not getting.done():
                 # Clients come before a warm start: the engine is opened early if it is the only one left for a role.
-                here = self._fleet.roster.get(member.name) is member
+                here = self._fleet.get(member.name) is member
                 if not here or member.leaving or not self._others_serve(member):
                     break
                 await asyncio.wait({getting}, timeout=LOOK_SECONDS)

@@ -347,7 +347,7 @@ class Service:
         tried_at, request = self._clock(), self.fleet.adapters.pinned(request)
         sequence = RunningSequence(request, chosen.name, self._retries, tried_at, self._wait_for_engine)
         on_sequence(sequence)
-        fleet = self.fleet.traced(trace, sequence.generates, request)
+        fleet = FleetView(self.fleet, trace, sequence.generates, request)
         program = partial(chosen.program, request, fleet)
         if self._given_up_by is not None:  # the router is ending; its streams were told before this one began
             raise self._given_up_by

@@ -16,7 +16,7 @@ import msgspec
 from tercet.aio import TaskSet, keep_running
 from tercet.aio.files import FileThread, read_whole, write_whole
 from tercet.decisions.sessions import Action, Context, EngineSeen, Keep, MoveContext, Pause, SessionTable, session_named
-from tercet.fleet import EngineFleet, Member, RunningSequence, Trace
+from tercet.fleet import EngineFleet, FleetView, Member, RunningSequence, Trace
 from tercet.logs import SESSION_MOVE
 from tercet.programs import migrate_context
 from tercet.protocol import Request, Role, TercetError
@@ -92,7 +92,7 @@ class Sessions:
         self._belonged: dict[str, str | None] = {}
         self._answered: dict[str, bool] = {}
         self._wake = asyncio.Event()
-        fleet.roster.when_reopened.append(self._wake.set)
+        fleet.when_reopened.append(self._wake.set)
 
     async def run(self) -> None:
         """Check the engines at intervals, and at once when an engine begins to leave, until cancelled."""
@@ -235,7 +235,7 @@ class Sessions:
 
         The KV is pinned meanwhile. The source computes nothing: the engine of the next turn computes missing KV.
         """
-        fleet, request = self._fleet.traced(Trace()), context.request(self._next_id())
+        fleet, request = FleetView(self._fleet, Trace()), context.request(self._next_id())
         with fleet.engine(context.engine) as sender:
             async with sender.prep_recv(request) as there:
                 if not there.matched_len:
@@ -251,7 +251,7 @@ class Sessions:
         """Keep a leaving engine from counting as empty, here and on the engine itself, until ``over`` is set."""
         with suppress(TercetError):
             async with AsyncExitStack() as held:
-                sender = held.enter_context(self._fleet.traced(Trace()).engine(engine))
+                sender = held.enter_context(FleetView(self._fleet, Trace()).engine(engine))
                 with suppress(TercetError):
                     token = Request(seq_id=self._next_id(), prompt=(0,))
                     await held.enter_async_context(sender.prep_recv(token))

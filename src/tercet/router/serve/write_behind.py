@@ -45,7 +45,7 @@ class WriteBehind:
 
     def answered(self, generation: Generation) -> None:
         """Queue the copy of a prompt whose first token an engine has sent; do nothing without a store for it."""
-        request, engine = generation.request, self._fleet.roster.get(generation.engine.name)
+        request, engine = generation.request, self._fleet.get(generation.engine.name)
         if engine is None or engine.leaving or (request.adapter is not None and not request.adapter_digest):
             return
         stores = stores_for(self._fleet, request, engine)
@@ -62,7 +62,7 @@ class WriteBehind:
         self._more.set()
 
     async def _copy(self, request: Request, name: str, store: Member) -> None:
-        engine = self._fleet.roster.get(name)
+        engine = self._fleet.get(name)
         outcome: CopyOutcome = "failed"
         tokens = 0
         try:

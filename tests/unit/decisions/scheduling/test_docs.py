@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tercet.decisions.scheduling.assembly import BUILT_IN
-from tercet.fleet import EngineFleet, Member
+from tercet.fleet import EngineFleet, FleetView, Member
 from tercet.programs import load_program, outputs_of
 from tests.unit.fakes import FakeEngine
 
@@ -45,7 +45,7 @@ async def test_the_program_decides_between_one_engine_and_two(tmp_path: Path, le
     members = [Member("p", "", "prefill", prefill), Member("d", "", "decode", decode)]
     fleet = EngineFleet(members, scheduling=loaded(tmp_path, text))
     program = load_program(f"{tmp_path / 'mine.py'}:conditional")
-    assert [out async for out in outputs_of(program(request_of(*range(length)), fleet))]
+    assert [out async for out in outputs_of(program(request_of(*range(length)), FleetView(fleet)))]
     assert (prefill.verbs or decode.verbs) == verbs
 
 

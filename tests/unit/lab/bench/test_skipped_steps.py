@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import pytest
 
-from tercet.fleet import EngineFleet, Member
+from tercet.fleet import EngineFleet, FleetView, Member
 from tercet.programs import Program, balanced, data_parallel, disaggregated, run_program
 from tercet.protocol import Output, Request
 from tercet_lab.sim import EngineOptions, Network, SimEngine, run_virtual
@@ -58,7 +58,7 @@ def run(seed: int, program: Program, every: int) -> Heard:
             sink = Sink(loop.time)
             try:
                 async with asyncio.timeout(patience):
-                    await run_program(program(request, fleet), sink)
+                    await run_program(program(request, FleetView(fleet)), sink)
             except TimeoutError:
                 pass
             else:

@@ -8,7 +8,7 @@ import math
 
 from tercet.decisions.scheduling import Scheduling, SchedulingProfile
 from tercet.decisions.scheduling.profiles import MaxScorePicker
-from tercet.fleet import EngineFleet, Member
+from tercet.fleet import EngineFleet, FleetView, Member
 from tercet_lab.bench.simulated.moving_fleet import EngineObserver
 from tercet_lab.sim import Network, SimEngine, run_virtual
 from tercet_lab.sim.engine_options import EngineOptions
@@ -78,7 +78,7 @@ def test_a_pick_by_profile_asks() -> None:
     async def main() -> None:
         fleet, _engine = observed()
         fleet.scheduling = Scheduling({"p": SchedulingProfile("p", [], [], MaxScorePicker())})
-        with fleet.pick(by="p"):
+        with FleetView(fleet).pick(by="p"):
             assert fleet.knowledge.loads.last("e") is not None
 
     run_virtual(main())
@@ -104,7 +104,7 @@ def test_nothing_is_told_before_somebody_asks() -> None:
         fleet, engine = observed()
         await tokens_of(engine, request_of("a", 100))
         assert fleet.knowledge.loads.last("e") is None
-        with fleet.pick(by="round_robin"):
+        with FleetView(fleet).pick(by="round_robin"):
             assert fleet.knowledge.loads.last("e") is None
         fleet.knowledge.cached_tokens("e", request_of("b", 100))
         assert fleet.knowledge.loads.last("e") is not None

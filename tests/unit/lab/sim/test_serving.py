@@ -13,7 +13,7 @@ import msgspec
 import pytest
 
 from tercet.cluster.ports import free_ports, url_of
-from tercet.fleet import EngineFleet, Member, Trace
+from tercet.fleet import EngineFleet, FleetView, Member, Trace
 from tercet.logs import lines_of_request
 from tercet.programs import load_program, outputs_of
 from tercet.protocol import BadRequest, NoSpace, Request, Reservation, Role, TransferFailed, UnknownSequence
@@ -98,7 +98,7 @@ def test_the_router_serves_through_programs(program: str) -> None:
         async def one(index: int) -> tuple[Trace, list[int]]:
             trace, tokens = Trace(), list[int]()
             request = request_of(f"s{index}", 100, 8, first=index * 1000)
-            async for output in outputs_of(serve(request, found.fleet.traced(trace))):
+            async for output in outputs_of(serve(request, FleetView(found.fleet, trace))):
                 tokens += output.token_ids
             return trace, tokens
 
@@ -412,7 +412,7 @@ def test_a_simulated_engine_logs_calls_and_generations_as_a_real_one(caplog: pyt
     async def main(found: Pair) -> None:
         request = request_of("s", 100, 4)
         with lines_of_request("mine"):
-            async for _ in outputs_of(load_program("disaggregated")(request, found.fleet.traced(Trace()))):
+            async for _ in outputs_of(load_program("disaggregated")(request, FleetView(found.fleet, Trace()))):
                 pass
         assert await found.settled()
 

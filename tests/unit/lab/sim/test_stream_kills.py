@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from tercet.cluster.ports import free_ports, url_of
-from tercet.fleet import EngineFleet, Member
+from tercet.fleet import EngineFleet, FleetView, Member
 from tercet.programs import load_program, outputs_of
 from tercet.protocol import EngineUnreachable, Output
 from tercet.wire.client import HttpEngine
@@ -141,7 +141,7 @@ async def test_a_program_that_is_cancelled_at_any_moment_leaves_nothing(program:
         fleet = EngineFleet([Member("p", prefill.url, "prefill", prefill), Member("d", decode.url, "decode", decode)])
 
         async def run(name: str) -> None:
-            async for _ in outputs_of(serve(request_of(name, 100, MANY), fleet)):
+            async for _ in outputs_of(serve(request_of(name, 100, MANY), FleetView(fleet))):
                 pass
 
         tasks = [asyncio.create_task(run(f"{name}")) for name in range(4)]
