@@ -96,7 +96,7 @@ class Trace(VerbTrace):
 
     ttft: float | None = None  # latencies that its client saw, in seconds
     tpot: float | None = None
-    decision: RouteDecision | None = None  # the choice of its route by :meth:`tercet.fleet.EngineFleet.route`
+    decision: RouteDecision | None = None  # the choice of its route by :meth:`tercet.fleet.FleetView.route`
     picks: list[PickEvent] = []  # all other picks
     failed: list[TraceEvent] = []  # calls of verbs that failed
 
