@@ -55,7 +55,7 @@ def list_devices(environment: Mapping[str, str] = os.environ) -> tuple[Device, .
     named = environment.get("CUDA_VISIBLE_DEVICES")
     if named is not None and not _handles(named):
         return ()
-    listed = _listed().devices
+    listed, _ = _listed()
     # CUDA sees undivided GPUs and instances.
     found = _named(listed, _handles(named)) if named is not None else (each for each in listed if not each.divided)
     # CUDA's multi-process service shares exclusive devices between processes.
@@ -72,22 +72,15 @@ def why_no_devices(environment: Mapping[str, str] = os.environ) -> str:
         return f"CUDA_VISIBLE_DEVICES is {named!r}, which names no device"
     if shutil.which("nvidia-smi") is None:
         return "nvidia-smi is not installed; it comes with NVIDIA's driver"
-    listed = _listed()
-    if listed.trouble:
-        return listed.trouble
-    if named is not None and listed.devices:
-        there = ", ".join(device.handle for device in listed.devices)
+    listed, trouble = _listed()
+    if trouble:
+        return trouble
+    if named is not None and listed:
+        there = ", ".join(device.handle for device in listed)
         return f"CUDA_VISIBLE_DEVICES is {named!r}, and nvidia-smi lists {there}"
-    if any(device.divided for device in listed.devices):
+    if any(device.divided for device in listed):
         return "MIG is on, and there are no instances: nvidia-smi mig -lgip, or nvidia-smi -mig 0"
     return "nvidia-smi lists no GPU"
-
-
-class _Listed(NamedTuple):
-    """Devices that ``nvidia-smi`` lists; ``trouble`` is its error if it lists none."""
-
-    devices: tuple[Device, ...] = ()
-    trouble: str = ""
 
 
 def parse_devices(listed: str) -> tuple[Device, ...]:
@@ -103,10 +96,11 @@ def parse_devices(listed: str) -> tuple[Device, ...]:
     return tuple(found)
 
 
-def _listed() -> _Listed:
+def _listed() -> tuple[tuple[Device, ...], str]:
+    """Return the devices that ``nvidia-smi`` lists, and its error if it lists none."""
     program = shutil.which("nvidia-smi")
     if program is None:
-        return _Listed()
+        return (), ""
     printed, trouble = _ask(program, f"--query-gpu={','.join(_FIELDS)}", "--format=csv,noheader,nounits")
     gpus = parse_devices(printed)
     divided, gpu, instances = {each.handle: each for each in gpus if each.divided}, None, list[Device]()
@@ -116,7 +110,7 @@ def _listed() -> _Listed:
         elif gpu is not None and (found := _INSTANCE.match(line)) is not None:
             profile, uuid = found.groups()  # the free memory of an instance is not reported
             instances.append(Device(uuid, f"MIG {profile} of {gpu.name}", 0, 0, uuid, gpu.driver, gpu.exclusive))
-    return _Listed((*gpus, *instances), "" if gpus else trouble)
+    return (*gpus, *instances), "" if gpus else trouble
 
 
 def _ask(program: str, *args: str) -> tuple[str, str]:

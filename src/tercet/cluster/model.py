@@ -283,22 +283,17 @@ _ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 _MISSING = (HTTPStatus.NOT_FOUND, HTTPStatus.UNAUTHORIZED)
 
 
-def find_model(name: str, on_progress: OnProgress) -> str:
-    """Return :func:`~tercet.cluster.model.resolve_model`, after a check that the model exists.
+def known_model(name: str) -> str:
+    """Check that a model exists, without a conversion; return a name for :func:`resolve_model`.
 
-    Raises :class:`~tercet.protocol.BadRequest` if it does not.
+    Commands use it to check their ports before a conversion, which takes half a minute. Raises
+    :class:`~tercet.protocol.BadRequest` if the model does not exist.
     """
-    model = resolve_model(name, on_progress)
+    if name == BUILT_IN:
+        return name
+    model = resolve_model(name)
     require_model(model)
     return model
-
-
-def known_model(name: str) -> str:
-    """Check a model as :func:`find_model` does, without a conversion; return a name for ``resolve_model``.
-
-    Commands use it to check their ports before a conversion, which takes half a minute.
-    """
-    return name if name == BUILT_IN else find_model(name, lambda _: None)
 
 
 def require_model(name: str) -> None:

@@ -61,10 +61,11 @@ class ScaleCall(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_de
 
     def counts(self, present: Counts) -> Counts:
         """Return the wanted numbers for a fleet that has ``present``. Raises :class:`~tercet.protocol.BadRequest`."""
-        given: dict[Role, int | None] = {"prefill": self.prefill, "decode": self.decode, "both": self.both}
-        if all(count is None for count in given.values()):
+        given = self.prefill, self.decode, self.both
+        if given == (None, None, None):
             raise BadRequest("COUNTS: is empty; give numbers, such as prefill=3 decode=5", "COUNTS")
-        wanted = Counts(*(now if (count := given[role]) is None else count for role, now in present.as_roles().items()))
+        numbers = zip(given, present.as_roles().values(), strict=True)
+        wanted = Counts(*(now if count is None else count for count, now in numbers))
         if not wanted.both and not (wanted.prefill and wanted.decode):
             raise BadRequest(
                 f"COUNTS: {wanted} leaves no engine to {'decode' if wanted.prefill else 'prefill'}; give at least one "
