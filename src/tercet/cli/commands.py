@@ -61,7 +61,7 @@ class LazyCommands(Mapping[str, Any]):
 
 
 class _Plain:
-    """Help of a command or a group: paragraphs, and lists whose items begin with ``- ``, in the terminal's width."""
+    """A command or a group. Help has paragraphs, and lists whose items begin with ``- ``, in the terminal's width."""
 
     help: Any
 
@@ -83,6 +83,24 @@ class _Plain:
         """Return the first paragraph; ``limit`` is ignored, so that no sentence is cut."""
         return " ".join(plain((self.help or "").strip().partition("\n\n")[0]).split())
 
+    def get_params(self, ctx: Any) -> Any:
+        """Return the parameters, which let texts and missing values pass unchanged; typer would use pydantic."""
+        of_typer: Any = super()
+        params = of_typer.get_params(ctx)
+        for each in params:
+            # Once: click keeps the parameters of a command, and would wrap them at each call.
+            if "process_value" not in vars(each):
+                each.process_value = partial(_processed, each, each.process_value)
+        return params
+
+
+def _processed(of: Any, convert: Callable[[Any, Any], Any], ctx: Any, value: Any) -> Any:
+    kind = getattr(getattr(of, "type_descriptor", None), "annotation", None)
+    if of.required or not (value is None or kind in (str, list[str])):
+        return convert(ctx, value)
+    given = () if value is None and of.multiple else value
+    return given if of.callback is None else of.callback(ctx, of, given)
+
 
 def plain(text: str) -> str:
     """Return a help text without its Markdown."""
@@ -92,32 +110,9 @@ def plain(text: str) -> str:
 class Command(_Plain, typer.core.TyperCommand):
     """A command."""
 
-    def get_params(self, ctx: Any) -> Any:
-        return _with_texts(super().get_params(ctx))
-
 
 class Group(_Plain, typer.core.TyperGroup):
     """A command that has commands."""
-
-    def get_params(self, ctx: Any) -> Any:
-        return _with_texts(super().get_params(ctx))
-
-
-def _with_texts(params: list[Any]) -> list[Any]:
-    """Return ``params``, which let texts and missing values pass unchanged; typer would use pydantic."""
-
-    def passed(of: Any, convert: Callable[[Any, Any], Any], ctx: Any, value: Any) -> Any:
-        kind = getattr(getattr(of, "type_descriptor", None), "annotation", None)
-        if of.required or not (value is None or kind in (str, list[str])):
-            return convert(ctx, value)
-        given = () if value is None and of.multiple else value
-        return given if of.callback is None else of.callback(ctx, of, given)
-
-    for each in params:
-        # Once: click keeps the parameters of a command, and would wrap them at each call.
-        if "process_value" not in vars(each):
-            each.process_value = partial(passed, each, each.process_value)
-    return params
 
 
 class Commands(typer.Typer):
