@@ -16,11 +16,12 @@ import msgspec
 import numpy as np
 
 from tercet.decisions.scheduling.plugin import key_of, preference
+from tercet.decisions.scheduling.scorers import session_of
 from tercet.protocol import Request, Role
 from tercet.protocol.addresses import UNKNOWN_REVISION, Revision, may_exchange_kv
 from tercet.protocol.content import TOKEN_BYTES, packed, unpacked
 from tercet.protocol.headers import AGENT_HEADERS, OTHER_SESSION_HEADERS, SESSION_HEADER, SUBAGENT_HEADER
-from tercet.protocol.names import kept_name, owned_name
+from tercet.protocol.names import kept_name
 from tercet.settings.fleet_settings import SessionSettings
 
 HEADERS = (SESSION_HEADER, *OTHER_SESSION_HEADERS, SUBAGENT_HEADER, *AGENT_HEADERS)
@@ -109,11 +110,7 @@ def session_named(request: Request | None) -> str | None:
     A session belongs to the client that made it (:func:`~tercet.protocol.names.owned_name`). The field ``user``
     is not used: one user has many sessions.
     """
-    if request is None:
-        return None
-    headers = request.headers
-    named = next((headers[name] for name in HEADERS if headers.get(name)), None) or request.session
-    return owned_name(named, headers) if named else None
+    return session_of(request, HEADERS)
 
 
 def session_in_body(body: Mapping[str, Any]) -> str | None:

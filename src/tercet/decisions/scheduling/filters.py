@@ -29,7 +29,7 @@ from tercet.decisions.scheduling.scorers import (
     session_of,
     stored_shares,
 )
-from tercet.protocol.headers import SESSION_HEADER
+from tercet.protocol.headers import OTHER_SESSION_HEADERS, SESSION_HEADER
 
 Share = Annotated[float, Meta(ge=0, le=1)]
 
@@ -235,7 +235,7 @@ class SessionAffinityFilter(Filter, frozen=True):
     by_user: bool = True
 
     def keep(self, decision: Decision, engines: Engines) -> Booleans:
-        session = session_of(decision.request, self.header, self.by_user)
+        session = session_of(decision.request, (self.header, *OTHER_SESSION_HEADERS), self.by_user)
         if not session:
             return np.ones(len(engines), dtype=np.bool_)
         weights = preference(session, engines.keys)

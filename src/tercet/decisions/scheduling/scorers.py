@@ -291,7 +291,7 @@ class SessionAffinityScorer(Scorer, frozen=True):
 
     def score(self, decision: Decision, engines: Engines) -> Floats:
         scores = np.zeros(len(engines))
-        session = session_of(decision.request, self.header, self.by_user)
+        session = session_of(decision.request, (self.header, *OTHER_SESSION_HEADERS), self.by_user)
         if session:
             scores[home_of(session, engines, self.max_load)] = 1.0
         return scores
@@ -307,12 +307,12 @@ def home_of(session: str, engines: Engines, max_load: float = MAX_LOAD) -> int:
     return int(weights.argmax())
 
 
-def session_of(request: Request | None, header: str, by_user: bool) -> str | None:
-    """Return the name of the request's session among those of all clients, or None."""
+def session_of(request: Request | None, headers: Sequence[str], by_user: bool = False) -> str | None:
+    """Return the name of the request's session among those of all clients, by its ``headers`` or its body; or None."""
     if request is None:
         return None
-    named = (request.headers.get(name) for name in (header, *OTHER_SESSION_HEADERS))
-    found = next(filter(None, named), None) or request.session or (request.user if by_user else None)
+    named = filter(None, map(request.headers.get, headers))
+    found = next(named, None) or request.session or (request.user if by_user else None)
     return owned_name(found, request.headers) if found else None
 
 
