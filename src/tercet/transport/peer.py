@@ -118,8 +118,10 @@ class Leg:
         part = self.head_slice
         return SendEnd(self.number, self.lease, begin, end, len(self.chunks), part.part, part.parts)
 
-    def next_chunks(self, run: PlaneRun, slot: int, blocks: Numbers, limit: int) -> Iterator[ReadDescriptors]:
-        """Yield a push as chunks of at most ``limit`` blocks; add each to ``chunks`` before the next is made."""
+    def next_chunks(
+        self, run: PlaneRun, slot: int, blocks: Numbers, limit: Callable[[int], int]
+    ) -> Iterator[ReadDescriptors]:
+        """Yield a push in chunks, as :func:`cuts` does; add each to ``chunks`` before the next is made."""
         part, away = self.head_slice, run.source - run.target
         for some, cut in cuts(range(run.target, run.target + run.length), len(blocks), limit):
             yield ReadDescriptors(
@@ -129,18 +131,19 @@ class Leg:
             )  # fmt: skip
 
 
-def cuts(layers: range, count: int, limit: int) -> Iterator[tuple[range, slice]]:
-    """Cut ``count`` blocks in each layer into chunks of at most ``limit``; yield layers, and a slice of their blocks.
+def cuts(layers: range, count: int, limit: Callable[[int], int]) -> Iterator[tuple[range, slice]]:
+    """Cut ``count`` blocks in each layer into chunks; yield layers, and a slice of their blocks.
 
-    A chunk has several whole layers if they fit, or a part of one layer's blocks.
+    A chunk has several whole layers if they fit, or a part of one layer's blocks: ``limit(left)`` blocks at most when
+    ``left`` blocks are left.
     """
-    if not count:
-        return
-    at_once, parts = max(1, limit // count), -(-count // limit)
-    size = -(-count // parts)
-    for first in range(0, len(layers), at_once):
+    while layers and count:
+        most = limit(len(layers) * count)
+        at_once, parts = max(1, most // count), -(-count // most)
+        size = -(-count // parts)
         for start in range(0, count, size):
-            yield layers[first : first + at_once], slice(start, min(start + size, count))
+            yield layers[:at_once], slice(start, min(start + size, count))
+        layers = layers[at_once:]
 
 
 logger = logging.getLogger(__name__)
@@ -206,12 +209,15 @@ class TransferPeer:
             if leg.planes:  # if other stages get these layers, this receiver needs no chunk
                 runs = [found for run in leg.planes if (found := run.within(layers)) is not None]
             size = leg.head_slice.size
-            limit = max(1, min(MAX_BLOCKS_IN_CHUNK, MAX_CHUNK_BYTES // size))
+            carried = self.transport == tcp.TcpBackend.name or self._rank.staged is not None
+
+            def limit(left: int) -> int:
+                streams = self._rank.settings.streams
+                most = tcp.chunk_bytes(left * size, streams, self._longest) if carried else MAX_CHUNK_BYTES
+                return max(1, min(MAX_BLOCKS_IN_CHUNK, most // size))
+
             frames = list[bytes]()
             for run in runs:
-                if self.transport == tcp.TcpBackend.name or self._rank.staged is not None:
-                    nbytes = run.length * len(wanted) * size
-                    limit = max(1, tcp.chunk_bytes(nbytes, self._rank.settings.streams, self._longest) // size)
                 for chunk in leg.next_chunks(run, slot, wanted, limit):
                     leg.chunks.append(chunk)
                     frames.append(framed(chunk))
