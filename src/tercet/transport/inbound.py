@@ -128,11 +128,6 @@ class Inbound:
         """Return the actions after a batch that could not be read because of ``error``."""
         return [action for chunk in batch.chunks for action in self._refuse(chunk, error)]
 
-    def was_not_taken(self, filled: Filled) -> list[Action]:
-        """Return the actions after the engine could not accept a filled send."""
-        self._rank.counters.count(receives_refused=1)
-        return self._refuse_send(filled.send, "the receiver could not accept the KV that arrived")
-
     def close(self) -> list[tuple[str, int]]:
         """End the session, and with it its incomplete sends.
 
@@ -148,7 +143,7 @@ class Inbound:
             self._grants.begin((self._session, begun.send), begun)
         except TercetError as error:
             self._rank.counters.count(receives_refused=1)
-            return self._refuse_send(begun.send, error.message)
+            return self.refuse_send(begun.send, error.message)
         return []
 
     def _descriptors(self, chunk: ReadDescriptors) -> list[Action]:
@@ -245,9 +240,9 @@ class Inbound:
         is_end = isinstance(message, SendEnd)
         self._rank.counters.count(chunks_refused=not is_end, receives_refused=is_end)
         self._grants.forget(message.lease, (self._session, message.send), error)
-        return self._refuse_send(message.send, error.message)
+        return self.refuse_send(message.send, error.message)
 
-    def _refuse_send(self, send: int, reason: str) -> list[Action]:
+    def refuse_send(self, send: int, reason: str) -> list[Action]:
         """Accept no more messages of a send; the sender is notified once."""
         if send in self._refused:
             return []
@@ -343,7 +338,9 @@ class SenderSession:
                         self._rank.counters.count(receives_done=1)
                         self._say(Acknowledged(filled.send))
                     else:
-                        todo.extend(self._inbound.was_not_taken(filled))
+                        self._rank.counters.count(receives_refused=1)
+                        reason = "the receiver could not accept the KV that arrived"
+                        todo.extend(self._inbound.refuse_send(filled.send, reason))
                 case Refused() as refused:
                     self._say(refused)
 

@@ -78,6 +78,8 @@ class SendReport:
 
 
 OnDone = Callable[[SendReport | TercetError], None]
+# Returns the most blocks of the next chunk for the number of those that are left.
+Limit = Callable[[int], int]
 
 
 @dataclass(eq=False)
@@ -118,9 +120,7 @@ class Leg:
         part = self.head_slice
         return SendEnd(self.number, self.lease, begin, end, len(self.chunks), part.part, part.parts)
 
-    def next_chunks(
-        self, run: PlaneRun, slot: int, blocks: Numbers, limit: Callable[[int], int]
-    ) -> Iterator[ReadDescriptors]:
+    def next_chunks(self, run: PlaneRun, slot: int, blocks: Numbers, limit: Limit) -> Iterator[ReadDescriptors]:
         """Yield a push in chunks, as :func:`cuts` does; add each to ``chunks`` before the next is made."""
         part, away = self.head_slice, run.source - run.target
         for some, cut in cuts(range(run.target, run.target + run.length), len(blocks), limit):
@@ -131,11 +131,10 @@ class Leg:
             )  # fmt: skip
 
 
-def cuts(layers: range, count: int, limit: Callable[[int], int]) -> Iterator[tuple[range, slice]]:
+def cuts(layers: range, count: int, limit: Limit) -> Iterator[tuple[range, slice]]:
     """Cut ``count`` blocks in each layer into chunks; yield layers, and a slice of their blocks.
 
-    A chunk has several whole layers if they fit, or a part of one layer's blocks: ``limit(left)`` blocks at most when
-    ``left`` blocks are left.
+    A chunk has several whole layers if they fit, or a part of one layer's blocks.
     """
     while layers and count:
         most = limit(len(layers) * count)
@@ -216,25 +215,21 @@ class TransferPeer:
                 most = tcp.chunk_bytes(left * size, streams, self._longest) if carried else MAX_CHUNK_BYTES
                 return max(1, min(MAX_BLOCKS_IN_CHUNK, most // size))
 
-            frames = list[bytes]()
+            described = len(leg.chunks)
             for run in runs:
                 for chunk in leg.next_chunks(run, slot, wanted, limit):
                     leg.chunks.append(chunk)
-                    frames.append(framed(chunk))
-                    self._rank.counters.count(bytes_sent=chunk.nbytes, chunks_sent=1)
+            if not (chunks := leg.chunks[described:]):
+                return
+            self._rank.counters.count(bytes_sent=sum(each.nbytes for each in chunks), chunks_sent=len(chunks))
             # At once: a receiver that wakes up for the first chunk alone would read it over one connection.
-            if frames:
-                post.send(leg.beginning() + b"".join(frames))
-                # Now, since the request for it is on its way, and the thread that answers it could begin only then.
-                self._prepare(leg, leg.chunks[-len(frames) :])
+            post.send(leg.beginning() + b"".join(map(framed, chunks)))
+            if self.transport == tcp.TcpBackend.name and self._rank.staged is None:
+                # Their requests are on the way, and the threads that answer them could find the memory only then.
+                for chunk in chunks[: tcp.REQUESTS_AHEAD * self._rank.settings.streams]:
+                    leg.prepared[chunk.chunk] = self._memory_of(chunk)
 
         return self._say(leg, write)
-
-    def _prepare(self, leg: Leg, chunks: Sequence[ReadDescriptors]) -> None:
-        """Find the memory of the first of some chunks in advance, if connections carry it."""
-        if self.transport == tcp.TcpBackend.name and self._rank.staged is None:
-            for chunk in chunks[: tcp.REQUESTS_AHEAD * self._rank.settings.streams]:
-                leg.prepared[chunk.chunk] = self._memory_of(chunk)
 
     def finish(self, leg: Leg, begin: int, end: int) -> None:
         """Tell the receiver that ``[begin, end)`` is complete."""

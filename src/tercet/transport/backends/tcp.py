@@ -66,8 +66,7 @@ def chunk_bytes(left: int, streams: int, longest: int) -> int:
     """Return the maximum bytes of KV in the next chunk, when ``left`` bytes are left for ``streams`` connections.
 
     Chunks become smaller towards the end, so that connections of unequal speed end together (guided self-scheduling,
-    Polychronopoulos and Kuck, 1987). They are not smaller than needed for that: the code between two chunks runs with
-    cold caches.
+    Polychronopoulos and Kuck, 1987). Smaller ones are slow: the code between two chunks runs with cold caches.
     """
     return min(longest, max(LEAST_CHUNK_BYTES, -(-left // streams)))
 
