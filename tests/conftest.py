@@ -119,7 +119,7 @@ def pytest_collection() -> Iterator[None]:
 
 
 @pytest.hookimpl(wrapper=True)
-def pytest_runtest_teardown(item: pytest.Item) -> Iterator[None]:
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> Iterator[None]:
     """A teardown has the bound of a whole test, and ends its process with all stacks when it exceeds it.
 
     pytest and pytest-timeout both stop their clocks when a test fails: what is torn down after it may hang for ever.
@@ -131,3 +131,7 @@ def pytest_runtest_teardown(item: pytest.Item) -> Iterator[None]:
         return (yield)
     finally:
         faulthandler.cancel_dump_traceback_later()
+        # Modules and caches of a file stay, too. A test that collects garbage looked at them again, for up to a second.
+        if nextitem is None or nextitem.path != item.path:
+            gc.collect(1)
+            gc.freeze()

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable
+from inspect import isawaitable
 
 LONGEST_WAIT_S = 60.0
 """Only a failure takes so long: what takes milliseconds on a quiet machine took up to 20 s on two CPUs with a load of
@@ -13,8 +15,16 @@ A test whose subject is an early end sets the timeout that would end it anyway t
 """
 
 
-async def until(condition: Callable[[], object]) -> None:
-    """Return once the condition is true."""
-    async with asyncio.timeout(LONGEST_WAIT_S):
-        while not condition():
-            await asyncio.sleep(0.01)
+async def until(condition: Callable[[], object], seconds: float = LONGEST_WAIT_S) -> None:
+    """Return once the condition is true, or what it lets one await."""
+    async with asyncio.timeout(seconds):
+        while not (await found if isawaitable(found := condition()) else found):
+            await asyncio.sleep(0.005)
+
+
+def wait_until(condition: Callable[[], object], seconds: float = LONGEST_WAIT_S) -> None:
+    """Block until the condition is true."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, f"it has not come about in {seconds} s"
+        time.sleep(0.01)

@@ -181,9 +181,3 @@ async def kept(work: Callable[[], Awaitable[object]], works: Works) -> AsyncGene
         assert not task.done()
     finally:
         await background.close()
-
-
-async def until(condition: Callable[[], object]) -> None:
-    async with asyncio.timeout(LONGEST_WAIT_S):
-        while not condition():
-            await asyncio.sleep(0.001)

@@ -18,7 +18,7 @@ import pytest
 from tercet.cluster import model
 from tercet.cluster.model import MANIFEST, cached_directory, is_complete
 from tercet.protocol import BadRequest, TercetError
-from tests.longest_wait import LONGEST_WAIT_S
+from tests.longest_wait import wait_until
 
 Build = Callable[[Path], None]
 
@@ -167,13 +167,6 @@ def start_builder(cache: Path, seconds: float) -> subprocess.Popen[bytes]:
         cached_directory(Path({str(cache / "m")!r}), "s 1", build, print)
     """
     return subprocess.Popen([sys.executable, "-c", textwrap.dedent(script)], stdout=subprocess.DEVNULL)
-
-
-def wait_until(condition: Callable[[], bool], seconds: float = LONGEST_WAIT_S) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "nothing happened"
-        time.sleep(0.01)
 
 
 class FakeWheel:

@@ -28,14 +28,14 @@ from tercet.transport.agent.agent_messages import AsyncControlClient, ControlSer
 from tercet.wire.client import bounded_answers, http_engine
 from tercet_planner import live_planner
 from tercet_planner.live_planner import LOOK_S
-from tests.longest_wait import LONGEST_WAIT_S
+from tests.longest_wait import LONGEST_WAIT_S, until
 
 from .fleet.discovery.api_server import PODS, api_server, pod
 from .fleet.discovery.test_watching import Seen
 from .fleet.test_kv_events import Engine as PublishingEngine
 from .fleet.test_kv_events import Publisher, cached, known, stored
 from .planner.test_live_planner import MY_POLICY, Router, planner_of
-from .supervision import Works, kept, until, with_an_error_at_each_await
+from .supervision import Works, kept, with_an_error_at_each_await
 from .wire.streams import test_stream_keeper
 
 SOON_S = 0.002

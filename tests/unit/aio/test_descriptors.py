@@ -21,8 +21,7 @@ from tercet.aio import files
 from tercet.aio.files import descriptors_watched
 from tercet.wire.streams import StreamListener
 from tercet_gateway.proxied_calls import HttpServer
-from tests.longest_wait import LONGEST_WAIT_S
-from tests.unit.supervision import until
+from tests.longest_wait import LONGEST_WAIT_S, until
 
 HOST = "127.0.0.1"
 MISSING_S, RETRY_S = 0.2, 0.02

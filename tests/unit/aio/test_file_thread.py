@@ -9,7 +9,7 @@ import time
 import pytest
 
 from tercet.aio.files import FileThread
-from tests.longest_wait import LONGEST_WAIT_S
+from tests.longest_wait import until
 
 
 async def test_results_and_errors_are_the_callers() -> None:
@@ -33,9 +33,7 @@ async def test_a_call_that_does_not_return_holds_up_nobody() -> None:
     assert time.monotonic() - began < 20
     assert sum(thread.name == "tercet-files" and thread.daemon for thread in threading.enumerate()) >= 1
     go.set()
-    async with asyncio.timeout(LONGEST_WAIT_S):
-        while files.is_stuck:
-            await asyncio.sleep(0.01)
+    await until(lambda: not files.is_stuck)
     assert await files.run(lambda: "again") == "again"
     files.close()
 

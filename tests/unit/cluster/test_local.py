@@ -10,7 +10,6 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import psutil
@@ -25,7 +24,7 @@ from tercet.cluster.running_fleet import RunningFleet, read_events
 from tercet.cluster.up_config import UpConfig
 from tercet.protocol import BadRequest
 from tercet.settings import EngineAddress
-from tests.longest_wait import LONGEST_WAIT_S
+from tests.longest_wait import LONGEST_WAIT_S, until
 
 pytestmark = pytest.mark.processes
 
@@ -251,7 +250,7 @@ async def test_an_engine_that_dies_is_started_anew_where_it_was(
         engine = fleet.engines[0]
         first, url = engine.process, engine.url
         _kill(fleet, "prefill-0")
-        await _until(lambda: any("prefill-0 ready" in line for line in said))
+        await until(lambda: any("prefill-0 ready" in line for line in said))
         assert engine.url == url
         assert said[0].startswith("prefill-0 was killed by SIGKILL; restart 1 of 5 in 0.01 s; log: ")
         assert [process.log.name for process in (first, engine.process)] == ["prefill-0.log", "prefill-0-2.log"]
@@ -270,10 +269,10 @@ async def test_one_that_dies_again_and_again_is_left_alone_and_all_of_them_end_t
             engine.process._argv = argv_of(1, "dies")
         watching = asyncio.create_task(fleet.until_broken(lambda name, state: said.append(f"{name} {state}")))
         _kill(fleet, "decode-0")
-        await _until(lambda: any("no further restart" in line for line in said))
+        await until(lambda: any("no further restart" in line for line in said))
         assert not watching.done()
         log = fleet.router.log
-        await _until(lambda: "deleted /tercet/v1/engines/decode-0" in log.read_text())  # the router lists it no more
+        await until(lambda: "deleted /tercet/v1/engines/decode-0" in log.read_text())  # the router lists it no more
         _kill(fleet, "prefill-0")
         with pytest.raises(StartFailed, match="prefill-0 ended with exit code 3; no engine is left"):
             await asyncio.wait_for(watching, LONGEST_WAIT_S)
@@ -296,7 +295,7 @@ async def test_an_engine_that_the_system_does_not_start_again_is_left_and_the_fl
         watching = asyncio.create_task(fleet.until_broken(lambda name, state: said.append(f"{name} {state}")))
         monkeypatch.setattr(child_process.tempfile, "mkdtemp", full)
         _kill(fleet, "decode-0")
-        await _until(lambda: any("no further restart" in line for line in said))
+        await until(lambda: any("no further restart" in line for line in said))
         assert not watching.done()
         watching.cancel()
     assert [line.split("; log")[0] for line in said] == [
@@ -328,19 +327,13 @@ async def test_cancelled_while_an_engine_is_started_anew_it_leaves_nothing(
     async with local_fleet(config_of(tmp_path), "m", lambda *_: None) as fleet:
         watching = asyncio.create_task(fleet.until_broken(lambda name, state: said.append(f"{name} {state}")))
         _kill(fleet, "prefill-0")
-        await _until(lambda: bool(said))
+        await until(lambda: bool(said))
         await asyncio.sleep(after)
         watching.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await watching
     assert gone(children_of(tmp_path / "logs"))
     assert running_children().items() <= before.items()
-
-
-async def _until(condition: Callable[[], bool], seconds: float = LONGEST_WAIT_S) -> None:
-    async with asyncio.timeout(seconds):
-        while not condition():
-            await asyncio.sleep(0.01)
 
 
 async def test_what_a_dead_engine_leaves_behind_is_ended_at_once(tmp_path: Path, scripts: dict[str, str]) -> None:
@@ -446,9 +439,7 @@ async def test_what_the_router_logs_from_warnings_on_is_heard(tmp_path: Path) ->
         await asyncio.sleep(0)
         more.write("used: mine.py: no\nWARNING 11-23")
     try:
-        async with asyncio.timeout(LONGEST_WAIT_S):
-            while not heard:
-                await asyncio.sleep(0.01)
+        await until(lambda: heard)
     finally:
         reading.cancel()
     assert heard == ["reload_refused: mine.py: no"]

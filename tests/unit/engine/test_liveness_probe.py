@@ -19,7 +19,7 @@ from tercet.engine.liveness_probe import POLL_INTERVAL_S, LivenessProbe, StallCl
 from tercet.protocol import EngineError
 from tercet.transport import AsyncControlClient, ControlServer, ReadCounters
 from tercet.transport.agent.agent_messages import Command
-from tests.longest_wait import LONGEST_WAIT_S
+from tests.longest_wait import LONGEST_WAIT_S, until
 
 # ---- since when a part stands still ----------------------------------------------------------------------------
 
@@ -121,15 +121,11 @@ class Probed:
         self.probe = LivenessProbe(self.core.ask, [self.agent.ask], [self.worker.ask])
 
     async def stalled_for(self, seconds: float) -> float:
-        async with asyncio.timeout(LONGEST_WAIT_S):
-            while self.probe.stalled_s < seconds:
-                await asyncio.sleep(0.01)
+        await until(lambda: self.probe.stalled_s >= seconds)
         return self.probe.stalled_s
 
     async def goes_on(self) -> None:
-        async with asyncio.timeout(LONGEST_WAIT_S):
-            while self.probe.stalled_s:
-                await asyncio.sleep(0.01)
+        await until(lambda: not self.probe.stalled_s)
 
 
 @asynccontextmanager

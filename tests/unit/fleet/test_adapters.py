@@ -25,7 +25,7 @@ from tercet.protocol import (
     UnknownAdapter,
 )
 from tercet.router.state.fleet_adapters import AdapterLoader, load_everywhere, unload_everywhere
-from tests.longest_wait import LONGEST_WAIT_S
+from tests.longest_wait import LONGEST_WAIT_S, until
 
 
 def report(name: str, digest: str = "1", path: str = "/p") -> AdapterReport:
@@ -175,9 +175,7 @@ async def test_an_engine_whose_adapters_change_is_asked(monkeypatch: pytest.Monk
     try:
         host.adapters["a"] = report("a")
         fleet.report("x", EngineLoad(waiting=0, running=0, kv_usage=0.0, adapters=AdapterLoad((), (), 2, stamp=5)))
-        async with asyncio.timeout(LONGEST_WAIT_S):
-            while "a" not in fleet.adapters:
-                await asyncio.sleep(0.01)
+        await until(lambda: "a" in fleet.adapters)
     finally:
         watching.cancel()
 

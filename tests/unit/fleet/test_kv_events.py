@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ from tercet.decisions.scheduling.plugin import block_hashes
 from tercet.fleet import EngineFleet, FleetKnowledge, FleetView, Member, Trace, kv_events
 from tercet.fleet.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, EventBatch, KVInbox, at, follow_cache
 from tercet.protocol import EngineUnreachable, KVEvents, MultiModalFeature, Request
-from tests.longest_wait import LONGEST_WAIT_S
+from tests.longest_wait import LONGEST_WAIT_S, until
 from tests.unit.fakes import FakeEngine
 
 SIZE = 4
@@ -450,12 +450,6 @@ async def followed(engine: Engine, knowledge: FleetKnowledge) -> AsyncGenerator[
         task.cancel()
         with suppress(asyncio.CancelledError):
             await task
-
-
-async def until(true: Callable[[], object], seconds: float = LONGEST_WAIT_S) -> None:
-    async with asyncio.timeout(seconds):
-        while not true():
-            await asyncio.sleep(0.01)
 
 
 @pytest.fixture(autouse=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Sequence, Sized
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -16,6 +16,7 @@ from tercet_gateway.endpoint_picker import EndpointPicker, PickerMetrics, addres
 from tercet_gateway.gateway_settings import PickerConfig
 from tercet_gateway.openai_call import ByCharacters
 from tercet_gateway.server import PickerServer, picking, scheduling_of
+from tests.longest_wait import until
 from tests.unit.fakes import FakeEngine
 
 IDLE = EngineLoad(waiting=0, running=0, kv_usage=0.0, tokens=0)
@@ -50,6 +51,13 @@ class House:
 
     def report(self, name: str, **load: Any) -> None:
         self.fleet.report(name, structs.replace(IDLE, **load))
+
+    async def next_comes_in(self, order: Sized, waiting: int) -> None:
+        """Time passes, e0 reports what waits there, and one more is picked for."""
+        done = len(order)
+        self.now += 1
+        self.report("e0", waiting=waiting)
+        await until(lambda: len(order) > done)
 
 
 @dataclass

@@ -306,12 +306,7 @@ async def test_important_requests_come_in_first_and_flows_take_turns() -> None:
     tasks += [asyncio.create_task(ask("b0", fairness_id="b")), asyncio.create_task(ask("h", objective="high"))]
     await asyncio.sleep(0.01)
     for _ in range(5):
-        done = len(order)
-        house.now += 1
-        house.report("e0", waiting=99)
-        async with asyncio.timeout(LONGEST_WAIT_S):
-            while len(order) == done:
-                await asyncio.sleep(0.01)
+        await house.next_comes_in(order, waiting=99)
     await asyncio.gather(*tasks)
     assert order == ["h", "a0", "b0", "a1", "a2"]
 

@@ -112,12 +112,7 @@ async def test_agents_sessions_take_turns(tmp_path: Path) -> None:
     tasks += [asyncio.create_task(ask("bc"[n], **headers)) for n, headers in enumerate(told)]
     await asyncio.sleep(0.01)
     for _ in range(4):
-        done = len(order)
-        house.now += 1
-        house.report("e0", waiting=4)
-        async with asyncio.timeout(LONGEST_WAIT_S):
-            while len(order) == done:
-                await asyncio.sleep(0.01)
+        await house.next_comes_in(order, waiting=4)
     await asyncio.gather(*tasks)
     assert order == ["a0", "b", "c", "a1"]
 

@@ -10,7 +10,7 @@ import yaml
 from tercet.settings import DiscoverySettings
 from tercet_gateway.gateway_settings import PickerConfig
 from tercet_gateway.server import fleet_of, picking
-from tests.longest_wait import LONGEST_WAIT_S
+from tests.longest_wait import LONGEST_WAIT_S, until
 from tests.unit.fleet.discovery.api_server import (
     EARLIER_POOLS,
     NAMESPACE,
@@ -42,9 +42,7 @@ async def test_its_fleet_is_known_before_it_serves(tmp_path: Path) -> None:
         async with fleet_of(PickerConfig(discovery=found)) as fleet:
             assert {each.name: each.url for each in fleet.members} == {"a": "http://127.0.0.1:1"}
             server.delete("a")
-            async with asyncio.timeout(LONGEST_WAIT_S):
-                while fleet.members:
-                    await asyncio.sleep(0.01)
+            await until(lambda: not fleet.members)
 
 
 async def test_a_pool_of_the_earlier_group_and_its_objectives(tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ from tercet_gateway.endpoint_picker import EndpointPicker, PickerMetrics, addres
 from tercet_gateway.gateway_settings import PickerConfig
 from tercet_gateway.openai_call import ByCharacters, OpenAIBody, OpenAICall, stand_ins
 from tercet_gateway.server import fleet_of
+from tests.longest_wait import until
 from tests.servers import served
 
 SECONDS = 60
@@ -86,9 +87,7 @@ async def pool(many: int, scheduling: str | None = None) -> AsyncGenerator[Pool]
         )
         fleet = await stack.enter_async_context(fleet_of(config))
         made = Pool(engines, fleet, EndpointPicker(fleet, ByCharacters(), PickerMetrics(fleet.serves), config))
-        async with asyncio.timeout(SECONDS):
-            while not all(member.reachable for member in fleet.members):
-                await asyncio.sleep(0.01)
+        await until(lambda: all(member.reachable for member in fleet.members))
         yield made
 
 
@@ -126,14 +125,10 @@ async def test_an_engine_whose_page_fails_is_not_picked_until_it_is_back(how: st
         lost = there.engines[0]
         lost.status = 500 if how == "error" else 200
         waiting, lost.waiting = lost.waiting, "much" if how == "nonsense" else 0  # type: ignore[assignment]
-        async with asyncio.timeout(SECONDS):
-            while there.fleet.member("e0").reachable:
-                await asyncio.sleep(0.02)
+        await until(lambda: not there.fleet.member("e0").reachable)
         assert {await there.pick(f"{n}" * 400) for n in range(6)} == {address_of(there.engines[1].url)}
         lost.status, lost.waiting = 200, waiting
-        async with asyncio.timeout(SECONDS):
-            while not there.fleet.member("e0").reachable:
-                await asyncio.sleep(0.02)
+        await until(lambda: there.fleet.member("e0").reachable)
 
 
 async def test_what_was_routed_to_an_engine_is_forgotten_when_it_is_started_anew() -> None:
@@ -143,9 +138,7 @@ async def test_what_was_routed_to_an_engine_is_forgotten_when_it_is_started_anew
         request = Request(seq_id="r", prompt=stand_ins(b"abcd" * 1000))
         assert there.fleet.knowledge.cached_tokens(f"e{place}", request) > 0
         there.engines[place].started += 1
-        async with asyncio.timeout(SECONDS):
-            while there.fleet.knowledge.cached_tokens(f"e{place}", request):
-                await asyncio.sleep(0.01)
+        await until(lambda: not there.fleet.knowledge.cached_tokens(f"e{place}", request))
 
 
 async def test_it_says_how_much_its_cache_holds_and_has_no_verbs() -> None:

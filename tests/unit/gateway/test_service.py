@@ -35,7 +35,7 @@ from tercet_gateway.openai_call import OpenAIBody, OpenAICall
 from tercet_gateway.protos import HealthCheckRequest, HealthCheckResponse, HealthStub
 from tercet_gateway.server import READY_NAMES, picking
 from tests.conformance.envoy_side import BUFFERED, DUPLEX, PREFILLER, EnvoySide, Stream
-from tests.longest_wait import LONGEST_WAIT_S
+from tests.longest_wait import LONGEST_WAIT_S, until
 from tests.unit.wire.client.certificates import Authority
 
 from .pickers import IDLE, House, Served, addresses, config_for, fleet_for, serving
@@ -233,12 +233,8 @@ async def test_who_leaves_while_waiting_gives_the_place_back() -> None:
             await stream.send_headers("/v1/completions", {})
             await stream.send_body(BODY, 1000)
             waiting = served.server.picker._gate._admission.waiting
-            async with asyncio.timeout(LONGEST_WAIT_S):
-                while not waiting:
-                    await asyncio.sleep(0.01)
-        async with asyncio.timeout(LONGEST_WAIT_S):
-            while waiting:
-                await asyncio.sleep(0.01)
+            await until(lambda: waiting)
+        await until(lambda: not waiting)
 
 
 async def test_metrics() -> None:

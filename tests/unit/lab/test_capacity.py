@@ -34,6 +34,7 @@ def test_the_rate_is_where_the_attainment_crosses_for_each_seed() -> None:
     assert low < found.rate < high
 
 
+@pytest.mark.slow
 def test_the_search_ends_at_the_same_rate_wherever_it_begins() -> None:
     rates = [
         lab.max_rate("data_parallel", "both=1", work(start), slo=SLO, seeds=1, tolerance=0.01).rate
@@ -45,6 +46,7 @@ def test_the_search_ends_at_the_same_rate_wherever_it_begins() -> None:
     assert bounded.interval is None
 
 
+@pytest.mark.slow
 def test_all_runs_behind_it_are_kept() -> None:
     found = lab.max_rate("data_parallel", "both=2", work(), slo=SLO, seeds=2)
     assert len(found.table) == len(found.runs) >= 4
@@ -81,6 +83,7 @@ def test_wrong_arguments_are_named(parts: dict[str, Any], said: str) -> None:
 COMMAND = ["sim", "--fleet", "both=1", "--input-mean", "1000", "--output-mean", "16", "--num-prompts", "150"]
 
 
+@pytest.mark.slow
 def test_the_command_line_searches_the_same_rate(capsys: pytest.CaptureFixture[str]) -> None:
     found = lab.max_rate("data_parallel", "both=1", work(), slo=SLO, attainment=0.8, seeds=2)
     searched = [*COMMAND, "--request-rate", "20", "--goodput", "ttft:100,tpot:20", "--seeds", "2"]

@@ -209,6 +209,7 @@ def test_a_stream_that_is_left_ends_its_simulation() -> None:
     assert not [thread for thread in threading.enumerate() if thread.name == "lab.stream"]
 
 
+@pytest.mark.slow
 def test_rows_of_a_stream_are_freed() -> None:
     """What is allocated after the second tenth of a long run is about what is allocated at its end."""
     work = lab.Poisson(rate=50, requests=5_000, input=50, output=2)

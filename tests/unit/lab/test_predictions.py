@@ -41,6 +41,7 @@ def jct(error: float, seed: int) -> float:
     return lab.simulate(least_predicted(), fleet, WORK, seed=seed, predict_error=error).summary.e2el.mean
 
 
+@pytest.mark.slow
 def test_the_believed_length_differs_by_a_lognormal_factor_with_this_deviation() -> None:
     work = lab.Poisson(rate=100, requests=2_000, input=20, output=lab.Lognormal(400, 200))
     logs = dict[float, Any]()
@@ -56,6 +57,7 @@ def test_the_believed_length_differs_by_a_lognormal_factor_with_this_deviation()
     assert np.isnan(rows["predicted_tokens"]).all()
 
 
+@pytest.mark.slow
 def test_policies_lose_as_predictions_get_worse() -> None:
     means = [np.mean([jct(error, seed) for seed in range(3)]) for error in (0.0, 1.0, 3.0)]
     assert means[0] < means[1] < means[2]

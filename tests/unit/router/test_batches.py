@@ -31,6 +31,7 @@ from tercet.router.batches.batch_lines import (
 from tercet.router.batches.batch_runner import BatchRunner
 from tercet.router.observe.metrics import Metrics
 from tercet.wire.serving.server_access import OF_BATCH
+from tests.longest_wait import until
 
 WINDOW = ("24h", 86400.0)
 IDLE = EngineLoad(waiting=0, running=0, kv_usage=0.0)
@@ -249,11 +250,6 @@ class World:
             assert self.running == 0
             assert self.metrics.batch_running._value.get() == 0  # pyright: ignore[reportPrivateUsage]
 
-    async def until(self, found: Callable[[], bool]) -> None:
-        async with asyncio.timeout(60):
-            while not found():
-                await asyncio.sleep(0.005)
-
     def state(self, batch: Batch) -> Any:
         return self.files.batch(batch.asked.owner, batch.asked.id).state
 
@@ -278,7 +274,7 @@ async def test_a_batch_runs_to_its_end(world: World) -> None:
     world.answer = answer
     batch = begun(world.files, 30)
     async with world.runs():
-        await world.until(lambda: world.state(batch).status == "completed")
+        await until(lambda: world.state(batch).status == "completed")
     assert world.results(batch) == [f"r{number}" for number in range(30)]
     assert msgspec.to_builtins(world.state(batch).counts) == {"total": 30, "completed": 30, "failed": 0}
     assert not world.files.results_path(batch.asked.id).exists()
@@ -296,11 +292,11 @@ async def test_clients_take_turns(world: World) -> None:
     world.answer, world.per_engine = answer, 1
     long, short = begun(world.files, 20, "a"), begun(world.files, 3, "b")
     async with world.runs():
-        await world.until(lambda: world.state(long).status == world.state(short).status == "in_progress")
+        await until(lambda: world.state(long).status == world.state(short).status == "in_progress")
         both.set()
-        await world.until(lambda: world.state(short).status == "completed")
+        await until(lambda: world.state(short).status == "completed")
         assert sum(owner == "a" for owner, _ in world.served) <= 20 - 3
-        await world.until(lambda: world.state(long).status == "completed")
+        await until(lambda: world.state(long).status == "completed")
 
 
 async def test_a_failed_request_is_in_the_error_file_and_a_refused_one_runs_again(world: World) -> None:
@@ -315,7 +311,7 @@ async def test_a_failed_request_is_in_the_error_file_and_a_refused_one_runs_agai
     world.answer = answer
     batch = begun(world.files, 4)
     async with world.runs():
-        await world.until(lambda: world.state(batch).status == "completed")
+        await until(lambda: world.state(batch).status == "completed")
     assert (world.results(batch), world.results(batch, "error")) == (["r1", "r2", "r3"], ["r0"])
     assert refused == {1: 0, 2: 0}
 
@@ -331,10 +327,10 @@ async def test_a_runner_that_ends_puts_back_and_the_next_one_runs_the_rest(world
     world.answer = answer
     batch = begun(world.files, 20)
     async with world.runs():
-        await world.until(lambda: len(world.served) == 10 and world.running > 0)
+        await until(lambda: len(world.served) == 10 and world.running > 0)
     gate.set()
     async with world.runs():
-        await world.until(lambda: world.state(batch).status == "completed")
+        await until(lambda: world.state(batch).status == "completed")
     assert sorted(number for _, number in world.served) == list(range(20))
     assert world.results(batch) == [f"r{number}" for number in range(20)]
 
@@ -349,12 +345,12 @@ async def test_clients_that_wait_end_requests_of_batches(world: World) -> None:
     world.answer = answer
     batch = begun(world.files, 20)
     async with world.runs():
-        await world.until(lambda: world.running == world.per_engine)
+        await until(lambda: world.running == world.per_engine)
         world.clients_wait = True
-        await world.until(lambda: world.running == 0)
+        await until(lambda: world.running == 0)
         world.clients_wait = False
         never.set()
-        await world.until(lambda: world.state(batch).status == "completed")
+        await until(lambda: world.state(batch).status == "completed")
     assert world.results(batch) == [f"r{number}" for number in range(20)]
 
 
@@ -369,10 +365,10 @@ async def test_a_cancelled_batch_keeps_its_results(world: World) -> None:
     world.answer = answer
     batch = begun(world.files, 20)
     async with world.runs():
-        await world.until(lambda: len(world.served) == 5)
+        await until(lambda: len(world.served) == 5)
         shown = world.files.cancel("", batch.asked.id).shown()
         assert shown["status"] == "cancelling"
-        await world.until(lambda: world.state(batch).status == "cancelled")
+        await until(lambda: world.state(batch).status == "cancelled")
     assert world.results(batch) == [f"r{number}" for number in range(5)]
     with pytest.raises(Conflict, match="cancelled"):
         world.files.cancel("", batch.asked.id)
@@ -390,9 +386,9 @@ async def test_requests_that_did_not_run_in_time_are_in_the_error_file(world: Wo
     world.files.clock = lambda: now[0]
     batch = begun(world.files, 8)
     async with world.runs():
-        await world.until(lambda: len(world.served) == 5)
+        await until(lambda: len(world.served) == 5)
         now[0] += 86401
-        await world.until(lambda: world.state(batch).status == "expired")
+        await until(lambda: world.state(batch).status == "expired")
     assert (world.results(batch), world.results(batch, "error")) == (
         [f"r{number}" for number in range(5)],
         ["r5", "r6", "r7"],
@@ -403,7 +399,7 @@ async def test_a_file_with_faults_fails_its_batch(world: World) -> None:
     record = world.files.add_file("", "in.jsonl", b"{}\n")
     batch = world.files.add_batch("", record.id, CHAT, WINDOW, None)
     async with world.runs():
-        await world.until(lambda: world.state(batch).status == "failed")
+        await until(lambda: world.state(batch).status == "failed")
     shown = world.files.batch("", batch.asked.id).shown()
     assert shown["errors"]["data"][0]["line"] == 1
     assert shown["failed_at"] is not None
@@ -421,11 +417,11 @@ async def test_a_full_disk_loses_nothing(world: World, monkeypatch: pytest.Monke
     broken = True
     monkeypatch.setattr(Path, "open", opened)
     async with world.runs():
-        await world.until(lambda: len(world.served) > 3)
+        await until(lambda: len(world.served) > 3)
         assert world.state(batch).status == "in_progress"
     broken = False
     async with world.runs():
-        await world.until(lambda: world.state(batch).status == "completed")
+        await until(lambda: world.state(batch).status == "completed")
     assert world.results(batch) == ["r0", "r1", "r2"]
 
 
@@ -435,20 +431,20 @@ async def test_a_full_storage_lets_no_request_begin(tmp_path: Path, monkeypatch:
     batch = begun(small, 5)
     other = small.add_file("", "x", b"x" * (4000 - small.used().total()))
     async with world.runs():
-        await world.until(lambda: world.state(batch).status == "in_progress")
+        await until(lambda: world.state(batch).status == "in_progress")
         await asyncio.sleep(0.1)
         begun_before = len(world.served)
         await asyncio.sleep(0.1)
         assert len(world.served) == begun_before < 5 or small.results_size(batch.asked.id) == 0
         small.delete_file("", other.id)
-        await world.until(lambda: world.state(batch).status == "completed")
+        await until(lambda: world.state(batch).status == "completed")
 
 
 async def test_without_an_engine_nothing_begins_and_a_router_that_ends_begins_nothing(world: World) -> None:
     world.load = None
     batch = begun(world.files, 3)
     async with world.runs():
-        await world.until(lambda: world.state(batch).status == "in_progress")
+        await until(lambda: world.state(batch).status == "in_progress")
         assert world.served == []
         world.ends = True
         world.load = IDLE

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 
 import pytest
@@ -14,7 +14,7 @@ from tercet.protocol import BadRequest
 from tercet.router.observe.metrics import Metrics
 from tercet.router.state.joined_members import follow_found
 from tercet.settings import DiscoverySettings
-from tests.longest_wait import LONGEST_WAIT_S
+from tests.longest_wait import until
 from tests.unit.fleet.discovery.api_server import FAST, ApiServer, api_server, pod
 
 from .conftest import Engine, LiveRouter, draining
@@ -30,12 +30,6 @@ async def following(router: LiveRouter, server: ApiServer) -> AsyncGenerator[Non
     finally:
         task.cancel()
         await asyncio.wait({task})
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(LONGEST_WAIT_S):
-        while not condition():
-            await asyncio.sleep(0.005)
 
 
 def open_members(router: LiveRouter | Other) -> set[str]:

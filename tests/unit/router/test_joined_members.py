@@ -17,7 +17,7 @@ from tercet.router.state import joined_members
 from tercet.router.state.joined_members import GoneEngines, join, leave, remove_gone
 from tercet.wire.client.bounded_answers import RouterMembership
 from tercet.wire.serving.server_access import AdminAccess
-from tests.longest_wait import LONGEST_WAIT_S
+from tests.longest_wait import until
 from tests.servers import served_asgi
 
 from .conftest import JSON, Engine, LiveRouter
@@ -117,9 +117,7 @@ async def test_gone_engines_are_forgotten_and_come_back(world: LiveRouter, monke
         await asyncio.sleep(0.05)
         assert states(world)
         world.fleet.member("e").reachable = False
-        async with asyncio.timeout(LONGEST_WAIT_S):
-            while states(world):
-                await asyncio.sleep(0.005)
+        await until(lambda: not states(world))
     finally:
         removing.cancel()
         await asyncio.wait({removing})

@@ -11,7 +11,7 @@ from tercet.fleet.membership import ServedModel
 from tercet.protocol import BadRequest, EngineStatus, EngineUnreachable
 from tercet.protocol.addresses import TextFingerprint
 from tercet.settings import EngineAddress
-from tests.longest_wait import LONGEST_WAIT_S
+from tests.longest_wait import LONGEST_WAIT_S, until
 
 from .conftest import Engine, LiveRouter, draining
 
@@ -145,15 +145,11 @@ async def test_no_engine_holds_up_or_ends_the_watch_over_others(
     watching = asyncio.ensure_future(router.membership.watch())
     for member in router.fleet.members:
         member.reachable = False
-    async with asyncio.timeout(LONGEST_WAIT_S):
-        while not router.fleet.member("d").reachable:
-            await asyncio.sleep(0.01)
+    await until(lambda: router.fleet.member("d").reachable)
     assert asked == 1, "its question is still open"
     monkeypatch.setattr(router.engine("d"), "status", raise_any)
     router.fleet.member("d").reachable = False
-    async with asyncio.timeout(LONGEST_WAIT_S):
-        while not router.fleet.member("d").reachable:
-            await asyncio.sleep(0.01)
+    await until(lambda: router.fleet.member("d").reachable)
     watching.cancel()
     await asyncio.wait({watching})
     assert asyncio.all_tasks() == before

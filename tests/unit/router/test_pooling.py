@@ -6,7 +6,7 @@ import asyncio
 import gzip
 import json
 import socket
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
 from typing import Any
 
@@ -24,7 +24,7 @@ from tercet.router.observe.metrics import Metrics
 from tercet.router.pooling import PoolingServers
 from tercet.router.router_app import RouterApp
 from tercet.settings import EngineAddress, Limits, RouterConfig
-from tests.longest_wait import LONGEST_WAIT_S
+from tests.longest_wait import LONGEST_WAIT_S, until
 from tests.servers import served
 from tests.unit.wire.client.raw_http import parsed, raw_server
 
@@ -83,12 +83,6 @@ class Server:
         if self.breaks_within and request.transport is not None:
             request.transport.close()
         return answer
-
-
-async def until(holds: Callable[[], bool]) -> None:
-    async with asyncio.timeout(LONGEST_WAIT_S):
-        while not holds():
-            await asyncio.sleep(0.01)
 
 
 async def looks(pooling: PoolingServers, times: int) -> None:

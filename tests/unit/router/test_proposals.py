@@ -30,6 +30,7 @@ from tercet.wire.streams import StreamListener
 from tercet_lab.sim import SimEngine
 from tercet_lab.sim.sim_server import ServerConfig, serving
 from tercet_lab.sim.step_times import StepTimes
+from tests.longest_wait import until
 from tests.unit.lab.sim.models import is_empty, profile_of, request_of
 
 HOST = "127.0.0.1"
@@ -72,12 +73,6 @@ class Process:
 
     def engine_of(self, seq_id: str) -> str:
         return self.service.sequences.named(seq_id).engine
-
-
-async def until(condition: Any) -> None:
-    async with asyncio.timeout(60):
-        while not condition():
-            await asyncio.sleep(0.005)
 
 
 @dataclass

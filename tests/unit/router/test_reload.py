@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncIterator, Iterable
 from contextlib import suppress
 from pathlib import Path
 
@@ -15,7 +15,7 @@ from tercet.router.observe.metrics import Metrics
 from tercet.router.serve.routing import Plan, Rule, Share
 from tercet.router.state import loaded_code
 from tercet.router.state.loaded_code import FileWatch, files_of, reload_on_change
-from tests.longest_wait import LONGEST_WAIT_S
+from tests.longest_wait import until
 
 from .conftest import LiveRouter
 from .test_shared_state import joined
@@ -32,12 +32,6 @@ class Mine(Scorer, frozen=True):
         return [{}] * len(engines)
 """
 TEXT = "from tercet.protocol import Output\nasync def main(request, fleet):\n    yield Output(({},), 'stop')\n"
-
-
-async def until(holds: Callable[[], bool]) -> None:
-    async with asyncio.timeout(LONGEST_WAIT_S):
-        while not holds():
-            await asyncio.sleep(0.005)
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ from tercet.fleet import membership
 from tercet.fleet.membership import REPLACED_AFTER_S, ReplacedModel, ServedModel
 from tercet.protocol import EngineStatus, EngineUnreachable
 from tercet.protocol.addresses import TextFingerprint
-from tests.longest_wait import LONGEST_WAIT_S
+from tests.longest_wait import until
 
 from .conftest import Engine, LiveRouter
 from .test_moves import running
@@ -77,9 +77,7 @@ async def test_the_router_serves_other_weights_once_all_engines_have_them(watche
     await replace(watched, "p", weights="new")
     assert await serves(watched) == [False, True]  # the old model serves until its last engine has gone
     await replace(watched, "d", weights="new")
-    async with asyncio.timeout(LONGEST_WAIT_S):
-        while not all(member.reachable for member in watched.fleet.members):
-            await asyncio.sleep(0.01)
+    await until(lambda: all(member.reachable for member in watched.fleet.members))
     assert watched.membership.served_model is not None
     assert watched.membership.served_model.fingerprint == "new"
     assert watched.shared.state.promise == watched.membership.served_model  # so it is after a restart

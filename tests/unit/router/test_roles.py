@@ -20,6 +20,7 @@ from tercet.router.state.fleet_state import FleetState, ProgramInUse
 from tercet.router.state.roles import FleetRoles, RoleKeeper, seen_for_roles, with_roles_followed
 from tercet.settings import EngineAddress, RescheduleSettings
 from tercet.settings.fleet_settings import ObjectiveClass, Objectives
+from tests.longest_wait import until
 
 from .conftest import LiveRouter, counted
 
@@ -41,12 +42,6 @@ class Decides:
 
 def keeper_of(router: LiveRouter) -> RoleKeeper:
     return RoleKeeper(router.shared, router.directory / "state.json", OBJECTIVES)
-
-
-async def until(condition: Any) -> None:
-    async with asyncio.timeout(60):
-        while not condition():
-            await asyncio.sleep(0.01)
 
 
 @pytest.fixture

@@ -22,7 +22,7 @@ from tercet.router.router_app import RouterApp
 from tercet.settings import Limits, RetryBudget
 from tercet.wire.serving.answers import wants_trace
 from tercet.wire.serving.server_access import Asked, current
-from tests.longest_wait import LONGEST_WAIT_S
+from tests.longest_wait import LONGEST_WAIT_S, until
 
 from .conftest import LiveRouter, counted
 
@@ -375,9 +375,7 @@ async def test_a_fleet_that_grows_lets_those_in_who_wait(router: LiveRouter, met
     _, waiting = tasks = await house.fill(2)
     assert house.app.running == 1  # of both engines only one decodes
     router.fleet.member("p").role = "both"
-    async with asyncio.timeout(LONGEST_WAIT_S):
-        while house.app.running < 2:
-            await asyncio.sleep(0.01)
+    await until(lambda: house.app.running >= 2)
     house.app.go.set()
     assert {(await task).status_code for task in tasks} == {200}
     assert waiting.done()

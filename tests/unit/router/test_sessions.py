@@ -18,7 +18,7 @@ from tercet.router.serve.sessions import Sessions
 from tercet.settings.fleet_settings import SessionSettings
 from tercet_lab.bench.simulated.moving_fleet import SessionCounts
 from tercet_lab.sim import SimEngine, run_virtual
-from tests.longest_wait import LONGEST_WAIT_S
+from tests.longest_wait import until
 from tests.unit.fakes import FakeEngine
 from tests.unit.lab.sim.models import BLOCK, engines_of, is_empty, profile_of
 
@@ -327,9 +327,7 @@ async def test_a_restarted_router_sends_a_session_to_the_engine_that_has_its_con
     other = picked(fleet, request)
     fleet.drain(home, False)
     running = asyncio.create_task(first.run())
-    async with asyncio.timeout(LONGEST_WAIT_S):
-        while not file.exists():
-            await asyncio.sleep(0.01)
+    await until(lambda: file.exists())
     running.cancel()
     await asyncio.gather(running, return_exceptions=True)
     Sessions(fleet, SETTINGS, SessionCounts(), file=file)

@@ -24,7 +24,7 @@ from tercet.router.state import followers
 from tercet.router.state.fleet_state import FleetState
 from tercet.router.state.shared_state import SharedState
 from tercet.settings import EngineAddress
-from tests.longest_wait import LONGEST_WAIT_S
+from tests.longest_wait import LONGEST_WAIT_S, until
 
 from .conftest import Engine, LiveRouter, draining
 
@@ -154,9 +154,7 @@ async def test_garbage_in_the_file_changes_nothing(
     file = router.directory / "state.json"
     whole, before = file.read_text(), other.shared.state
     file.write_text(whole[: len(whole) // 2])
-    async with asyncio.timeout(LONGEST_WAIT_S):
-        while "is not the state of a fleet" not in caplog.text:
-            await asyncio.sleep(0.01)
+    await until(lambda: "is not the state of a fleet" in caplog.text)
     assert other.shared.state is before
     with pytest.raises(BadRequest, match="is not the state of a fleet"):
         await router.shared.change(draining("d", True))
@@ -167,9 +165,7 @@ async def test_garbage_in_the_file_changes_nothing(
 
 async def test_sequences_of_all_are_counted(router: LiveRouter, other: Other) -> None:
     router.fleet.member("d").in_flight, other.fleet.member("d").in_flight = 2, 3
-    async with asyncio.timeout(LONGEST_WAIT_S):
-        while router.shared.reports.engines()["d"].in_flight != 5:
-            await asyncio.sleep(0.01)
+    await until(lambda: router.shared.reports.engines()["d"].in_flight == 5)
     async with router.client() as client:
         found = {engine["name"]: engine for engine in (await client.get("/engines")).json()}
     assert found["d"]["in_flight"] == 5
@@ -183,9 +179,7 @@ async def test_an_engine_that_one_of_them_finds_dead_is_shown_dead_by_all(
     for fleet in (router.fleet, other.fleet):
         fleet.report("p", EngineLoad(waiting=3, running=2, kv_usage=0.5))
     (router if who == "router" else other).fleet.member("p").reachable = False
-    async with asyncio.timeout(LONGEST_WAIT_S):
-        while router.shared.reports.engines()["p"].reachable:
-            await asyncio.sleep(0.01)
+    await until(lambda: not router.shared.reports.engines()["p"].reachable)
     async with router.client() as client:
         found = {engine["name"]: engine for engine in (await client.get("/engines")).json()}
     assert (found["p"]["reachable"], found["p"]["report"]) == (False, None)
@@ -219,18 +213,12 @@ async def test_reports_that_cannot_be_written_end_nothing(
     shutil.rmtree(directory)
     directory.write_text("in the way")
     assert await router.shared.change(draining("d", True)) == []
-    async with asyncio.timeout(LONGEST_WAIT_S):
-        while not other.fleet.member("d").draining:
-            await asyncio.sleep(0.01)
-    async with asyncio.timeout(LONGEST_WAIT_S):
-        while caplog.text.count("cannot write this process's report") < 2:
-            await asyncio.sleep(0.01)
+    await until(lambda: other.fleet.member("d").draining)
+    await until(lambda: caplog.text.count("cannot write this process's report") >= 2)
     await asyncio.sleep(0.3)
     assert caplog.text.count("cannot write this process's report") == 2, "each of both says it once"
     directory.unlink()
-    async with asyncio.timeout(LONGEST_WAIT_S):
-        while len(router.shared._followers.others()) != 1:
-            await asyncio.sleep(0.01)
+    await until(lambda: len(router.shared._followers.others()) == 1)
     assert await router.shared.change(draining("d", False)) == []
     assert not other.fleet.member("d").draining
 
@@ -253,9 +241,7 @@ async def test_a_change_whose_client_has_gone_is_made_to_its_end(
     request.cancel()
     await asyncio.wait({request})
     go_on.set()
-    async with asyncio.timeout(LONGEST_WAIT_S):
-        while not (router.fleet.member("d").draining and other.fleet.member("d").draining):
-            await asyncio.sleep(0.01)
+    await until(lambda: router.fleet.member("d").draining and other.fleet.member("d").draining)
     assert router.shared.state.version == router.shared.reports.own().version == 3
 
 
@@ -263,9 +249,7 @@ async def test_a_state_that_is_gone_is_written_again(router: LiveRouter, other: 
     await router.shared.change(draining("d", True))
     before, file = other.shared.state, router.directory / "state.json"
     file.unlink()
-    async with asyncio.timeout(LONGEST_WAIT_S):
-        while not file.exists():
-            await asyncio.sleep(0.01)
+    await until(lambda: file.exists())
     assert json.loads(file.read_text())["version"] == before.version
     assert await router.shared.change(draining("d", False)) == []
     assert (other.shared.state.version, other.fleet.member("d").draining) == (before.version + 1, False)
@@ -286,9 +270,7 @@ async def test_an_old_state_that_is_put_back_is_followed_as_a_new_one(
         )
     file.write_text(old)
     following = asyncio.ensure_future(router.shared.follow())
-    async with asyncio.timeout(LONGEST_WAIT_S):
-        while router.fleet.member("d").draining or other.fleet.member("d").draining:
-            await asyncio.sleep(0.01)
+    await until(lambda: not (router.fleet.member("d").draining or other.fleet.member("d").draining))
     following.cancel()
     assert json.loads(file.read_text())["version"] == router.shared.state.version == other.shared.state.version == 5
     assert other.program == (3, "disaggregated")
@@ -333,9 +315,7 @@ async def test_a_router_starts_without_the_file_of_its_stored_program(
         assert str(lost) in caplog.text
         assert (f"{before}" if is_before_there else "the program of this command (disaggregated)") in caplog.text
         await router.use(Plan(program=f"{programs}:good"))
-        async with asyncio.timeout(LONGEST_WAIT_S):
-            while late.program != (4, f"{programs}:good"):
-                await asyncio.sleep(0.01)
+        await until(lambda: late.program == (4, f"{programs}:good"))
 
 
 async def test_a_router_starts_without_its_stored_scheduling_file(
@@ -368,9 +348,7 @@ async def test_a_path_that_is_no_file_stops_nobody(
         path.mkdir()
     with pytest.raises(BadRequest, match="state"):
         await router.use(Plan(program=f"{programs}:good"))
-    async with asyncio.timeout(LONGEST_WAIT_S):
-        while not other.shared.reports.failure:
-            await asyncio.sleep(0.01)
+    await until(lambda: other.shared.reports.failure)
     assert "cannot be read" in other.shared.reports.failure
     assert other.shared.state is before
     path.rmdir() if odd == "directory" else path.unlink()
@@ -407,6 +385,4 @@ async def test_a_file_system_that_hangs_stops_no_process(
         other.shared._followers.announce([])
         assert other.shared._followers.announced() == []
     go.set()
-    async with asyncio.timeout(LONGEST_WAIT_S):
-        while other.shared._files.is_stuck or other.shared.reports.failure:
-            await asyncio.sleep(0.01)
+    await until(lambda: not (other.shared._files.is_stuck or other.shared.reports.failure))

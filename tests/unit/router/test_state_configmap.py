@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Protocol
@@ -34,6 +34,7 @@ from tercet.router.state.state_store import (
     configmap_store,
 )
 from tercet.settings.fleet_settings import Objectives
+from tests.longest_wait import until
 
 from .api_objects import NAMESPACE, ApiObjects, served_objects
 from .conftest import LiveRouter, draining
@@ -173,12 +174,6 @@ async def router_elsewhere(
             following.cancel()
             await asyncio.wait({following})
             shared.close()
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(60):
-        while not condition():
-            await asyncio.sleep(0.01)
 
 
 @pytest.mark.slow

@@ -25,9 +25,9 @@ from tercet.router.state.fleet_state import StateFile
 from tercet.router.state.joined_members import GoneEngines, join
 from tercet.settings.fleet_settings import Objectives, SessionSettings
 from tercet_lab.bench.simulated.moving_fleet import SessionCounts
-from tests.longest_wait import LONGEST_WAIT_S
+from tests.longest_wait import LONGEST_WAIT_S, until
 from tests.unit.fleet.test_adapters import Host, fleet_of, membership_of, report
-from tests.unit.supervision import Works, kept, until, with_an_error_at_each_await
+from tests.unit.supervision import Works, kept, with_an_error_at_each_await
 
 from .conftest import Engine, LiveRouter
 

@@ -9,8 +9,7 @@ import socket
 import struct
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
 
@@ -21,7 +20,7 @@ from tercet.router import workers
 from tercet.router.workers import Place, Shared
 from tercet.settings import EngineAddress, RouterConfig
 from tercet.settings.process_settings import COLD, WARM_PARENT_VARIABLE
-from tests.longest_wait import LONGEST_WAIT_S
+from tests.longest_wait import LONGEST_WAIT_S, wait_until
 
 CONFIG = RouterConfig(engines=(EngineAddress("e", "http://e"),))
 
@@ -157,19 +156,12 @@ def test_workers_end_with_their_supervisor(tmp_path: Path, number: signal.Signal
     with errors.open("w") as log:
         process = subprocess.Popen(command, cwd=tmp_path, stderr=log, env={**os.environ, WARM_PARENT_VARIABLE: COLD})
     try:
-        until(lambda: len(list(tmp_path.iterdir())) == 2)
-        until(lambda: f"router_ready: the router serves smollm2 at 127.0.0.1:{port}" in errors.read_text())
+        wait_until(lambda: len(list(tmp_path.iterdir())) == 2)
+        wait_until(lambda: f"router_ready: the router serves smollm2 at 127.0.0.1:{port}" in errors.read_text())
         assert errors.read_text().count("router_ready") == 1
         process.send_signal(number)
         assert process.wait(60) == code
     finally:
         process.kill()
         process.wait()
-    until(lambda: not any((Path("/proc") / worker.name).exists() for worker in tmp_path.iterdir()))
-
-
-def until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < deadline, "it has not come about in a minute"
-        time.sleep(0.05)
+    wait_until(lambda: not any((Path("/proc") / worker.name).exists() for worker in tmp_path.iterdir()))

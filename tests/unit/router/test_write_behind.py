@@ -14,8 +14,9 @@ from tercet.protocol import EngineUnreachable, Request, Revision
 from tercet.router.observe.metrics import CopyOutcome, WriteBehindMetrics
 from tercet.router.serve import write_behind
 from tercet.router.serve.write_behind import WriteBehind
+from tests.longest_wait import until
 from tests.unit.fakes import BLOCK, LAYOUT, FakeEngine
-from tests.unit.supervision import Works, until, with_an_error_at_each_await
+from tests.unit.supervision import Works, with_an_error_at_each_await
 
 
 class Counted(WriteBehindMetrics):

@@ -6,7 +6,7 @@ import asyncio
 import itertools
 import random
 import secrets
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +20,7 @@ from tercet.store.blocks import StoreBlocks
 from tercet.store.server import StoreConfig, StoreServer, regions_for, serving, started_agents
 from tercet.transport import KVRegion, RankTransport, SendDestination, SendReport, TransportSettings, routes
 from tercet.wire.client import HttpEngine
-from tests.longest_wait import LONGEST_WAIT_S
+from tests.longest_wait import LONGEST_WAIT_S, until
 
 SIZE, LAYERS, BLOCK_BYTES = 16, 3, 4096
 LAYOUT = KVLayout("weights", "float32", LAYERS, 2, 8, SIZE, BLOCK_BYTES, 1, "test", splits_by_head=True)
@@ -47,11 +47,6 @@ class Store:
     blocks: StoreBlocks
     regions: Sequence[KVRegion]
     engine: HttpEngine
-
-    async def until(self, condition: Callable[[], object]) -> None:
-        async with asyncio.timeout(LONGEST_WAIT_S):
-            while not condition():
-                await asyncio.sleep(0.01)
 
     def kv(self, prompt: Sequence[int], salt: str | None = None) -> list[bytes]:
         """The KV in memory of a prompt's whole blocks, rank by rank and layer by layer."""
@@ -152,8 +147,8 @@ class Sender:
         async with store.engine.prep_recv(copied) as space:
             if space.missing:
                 await self.push(copied, space)
-        await store.until(lambda: not len(store.server.edge.leases))
-        await store.until(lambda: not store.blocks.leases)
+        await until(lambda: not len(store.server.edge.leases))
+        await until(lambda: not store.blocks.leases)
         return space.matched_len
 
     def close(self) -> None:
@@ -169,7 +164,7 @@ async def pull(source: Store, target: Store, prompt: Sequence[int], salt: str | 
     async with target.engine.prep_recv(copied) as space:
         if space.missing:
             sent = await source.engine.remote_send(copied, space, space.matched_len, cached_only=True)
-    await target.until(lambda: not target.blocks.leases)
+    await until(lambda: not target.blocks.leases)
     return space.matched_len, sent
 
 

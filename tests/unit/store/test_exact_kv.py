@@ -28,7 +28,7 @@ from tercet.store.blocks import StoreBlocks
 from tercet.store.contents import BlockContent, contents_of
 from tercet.store.disk import DiskFolder
 from tercet.transport import KVRegion, SendPlan
-from tests.longest_wait import LONGEST_WAIT_S
+from tests.longest_wait import LONGEST_WAIT_S, until
 from tests.unit.store.stores import SIZE as TOKENS_OF_A_BLOCK
 from tests.unit.store.stores import Sender, Store, mirror, prompt_of, pull, request, store
 
@@ -75,7 +75,7 @@ async def test_tenants_with_the_same_tokens_get_their_own_bytes(
             for number, tenant in enumerate(order, 1):
                 assert await senders[tenant].fill(one, prompt, tenant) == 0
                 # The next prompt's unfinished block takes the place of one of these.
-                await one.until(partial(lambda known: len(one.blocks.disk) == known, number * blocks))
+                await until(partial(lambda known: len(one.blocks.disk) == known, number * blocks))
             await own_bytes_are_pulled(one, other)
             empty_memory(one)
             await own_bytes_are_pulled(one, other)
@@ -96,17 +96,17 @@ async def test_weights_whose_kv_was_refused_leave_that_of_the_others_as_it_was(t
                     if space.missing:
                         with pytest.raises(TercetError, match="layout"):
                             await second.push(copied, space)
-                await one.until(lambda: not one.blocks.leases)
+                await until(lambda: not one.blocks.leases)
             assert [*one.blocks.held] == [each.name for each in contents_of(KeyedPrompt(known), TOKENS_OF_A_BLOCK)]
             await first.fill(one, unknown)  # the slots that were refused to the others
-            await one.until(lambda: len(one.blocks.disk) == 8)
+            await until(lambda: len(one.blocks.disk) == 8)
             empty_memory(one)
             for prompt in (known, unknown):
                 await pull(one, target, prompt)
                 assert target.kv(prompt) == first.kv(4)
         async with store(tmp_path, mirror(model="other")) as one, store(status=mirror(model="other")) as target:
             await second.fill(one, known)  # the same names, in a folder of their own
-            await one.until(lambda: len(one.blocks.disk) == 8 + 4)
+            await until(lambda: len(one.blocks.disk) == 8 + 4)
             empty_memory(one)
             await pull(one, target, known)
             assert target.kv(known) == second.kv(4)

@@ -14,7 +14,7 @@ from tercet.protocol.wire import JoinCall, Joined
 from tercet.store import server
 from tercet.store.server import StoreConfig, joined
 from tercet.wire.client import bounded_answers
-from tests.unit.supervision import until
+from tests.longest_wait import until
 
 CONFIG = StoreConfig(name="s", host="127.0.0.1", port=8100, mirrors=[], memory=1)
 

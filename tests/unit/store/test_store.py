@@ -20,7 +20,7 @@ from tercet.store.disk import DiskFolder
 from tercet.store.server import layout_of, regions_for
 from tercet.wire.client import HttpEngine
 from tercet_checks.conformance import run_checks
-from tests.longest_wait import LONGEST_WAIT_S
+from tests.longest_wait import LONGEST_WAIT_S, until
 from tests.unit.store.stores import LAYOUT, MIRROR, SIZE, Sender, flip, mirror, prompt_of, pull, request, store
 
 
@@ -45,7 +45,7 @@ async def test_what_came_in_goes_out_unchanged(sender: Sender) -> None:
         assert sent is not None
         assert (had, sent.begin, sent.end, sent.usage.computed, sent.usage.cached) == (0, 0, 5 * SIZE, 0, 5 * SIZE)
         assert other.kv(prompt) == sender.kv(5)
-        await one.until(lambda: one.blocks.pool.available == one.blocks.pool.slots)  # a send is unpinned behind
+        await until(lambda: one.blocks.pool.available == one.blocks.pool.slots)  # a send is unpinned behind
         status = await one.engine.status()
         assert status.is_store
         assert (status.leases, status.sends, status.free_blocks) == (0, 0, status.total_blocks)
@@ -83,14 +83,14 @@ async def test_the_longest_held_prefix_is_sent_and_a_miss_is_no_error(sender: Se
         _, sent = await pull(one, other, prompt_of(3), salt="tenant")
         assert sent is not None
         assert sent.end == 3 * SIZE
-        await one.until(lambda: one.blocks.pool.available == one.blocks.pool.slots)
+        await until(lambda: one.blocks.pool.available == one.blocks.pool.slots)
 
 
 async def test_a_restarted_store_serves_from_disk_and_recognises_damage(sender: Sender, tmp_path: Path) -> None:
     prompt = prompt_of(6)
     async with store(tmp_path) as one:
         await sender.fill(one, prompt)
-        await one.until(lambda: len(one.blocks.disk) == 6)
+        await until(lambda: len(one.blocks.disk) == 6)
     async with store(tmp_path) as one, store() as other:
         assert len(one.blocks.pool) == 0
         _, sent = await pull(one, other, prompt)
@@ -110,7 +110,7 @@ async def test_a_restarted_store_serves_from_disk_and_recognises_damage(sender: 
         assert not damaged.exists()
         assert order[4].name not in one.blocks.held
         assert await sender.fill(one, prompt) == 4 * SIZE
-        await one.until(damaged.exists)
+        await until(damaged.exists)
 
 
 def _keyed(prompt: list[int]) -> store_blocks.KeyedPrompt:
@@ -121,7 +121,7 @@ async def test_other_weights_find_nothing_and_are_refused(sender: Sender, tmp_pa
     prompt = prompt_of(3)
     async with store(tmp_path) as one:
         await sender.fill(one, prompt)
-        await one.until(lambda: len(one.blocks.disk) == 3)
+        await until(lambda: len(one.blocks.disk) == 3)
     async with store(tmp_path, mirror(model="other"), disk_blocks=4) as one, store() as old:
         assert not one.blocks.held
         assert len(one.blocks.disk) == 3
@@ -141,7 +141,7 @@ async def test_memory_and_disk_evict_what_was_used_least_recently(sender: Sender
     async with store(tmp_path, blocks=8, disk_blocks=12) as one, store() as other:
         for seed in range(3):
             await sender.fill(one, prompt_of(6, seed=seed))
-            await one.until(lambda: not one.blocks.waiting_writes)
+            await until(lambda: not one.blocks.waiting_writes)
         assert len(one.blocks.pool) == 8
         assert len(one.blocks.disk) == 12
         ends = {seed: (await pull(one, other, prompt_of(6, seed=seed)))[1] for seed in (2, 1, 0)}
@@ -159,13 +159,13 @@ async def test_a_full_disk_costs_nothing_but_the_disk(
     monkeypatch.setattr(DiskFolder, "write", full)
     async with store(tmp_path) as one, store() as other:
         await sender.fill(one, prompt_of(4))
-        await one.until(lambda: not one.blocks.waiting_writes)
+        await until(lambda: not one.blocks.waiting_writes)
         _, sent = await pull(one, other, prompt_of(4))
         assert sent is not None
         assert sent.end == 4 * SIZE
         assert other.kv(prompt_of(4)) == sender.kv(4)
         assert len(one.blocks.disk) == 0
-        await one.until(lambda: one.blocks.pool.available == one.blocks.pool.slots)
+        await until(lambda: one.blocks.pool.available == one.blocks.pool.slots)
 
 
 async def test_a_stuck_disk_is_a_miss_within_a_deadline(
@@ -173,7 +173,7 @@ async def test_a_stuck_disk_is_a_miss_within_a_deadline(
 ) -> None:
     async with store(tmp_path) as one:
         await sender.fill(one, prompt_of(4))
-        await one.until(lambda: len(one.blocks.disk) == 4)
+        await until(lambda: len(one.blocks.disk) == 4)
     monkeypatch.setattr(store_blocks, "DISK_SECONDS", 0.2)
     read, released = DiskFolder.read, threading.Event()
 
@@ -189,7 +189,7 @@ async def test_a_stuck_disk_is_a_miss_within_a_deadline(
         taken = one.blocks.pool.slots - one.blocks.pool.available
         assert 0 < taken <= 4  # a thread may still write there
         released.set()
-        await one.until(lambda: one.blocks.pool.available == one.blocks.pool.slots)
+        await until(lambda: one.blocks.pool.available == one.blocks.pool.slots)
         _, sent = await pull(one, other, prompt_of(4))
         assert sent is not None
         assert sent.end == 4 * SIZE
@@ -210,7 +210,7 @@ async def test_blocks_under_a_lease_are_not_given_to_another_and_come_back(sende
             larger = await one.engine.extend_recv(space, grown)
             assert larger.end == 7 * SIZE
             await sender.push(grown, larger)
-        await one.until(lambda: not one.blocks.leases)
+        await until(lambda: not one.blocks.leases)
         assert one.kv(grown.prompt) == sender.kv(7)
         assert one.blocks.pool.available == 8
 
@@ -220,7 +220,7 @@ async def test_a_late_sender_is_fenced(sender: Sender) -> None:
         copied = request(prompt_of(3))
         async with one.engine.prep_recv(copied) as space:
             pass
-        await one.until(lambda: not one.blocks.leases)
+        await until(lambda: not one.blocks.leases)
         with pytest.raises(TercetError, match="lease"):
             await sender.push(copied, space)
         assert not one.blocks.held
@@ -285,7 +285,7 @@ def matched(knowledge: FleetKnowledge, name: str, prompt: list[int], salt: str |
 async def test_routers_follow_what_a_store_holds(sender: Sender, tmp_path: Path) -> None:
     async with store(tmp_path) as one:
         await sender.fill(one, prompt_of(3, seed=7))
-        await one.until(lambda: len(one.blocks.disk) == 3)
+        await until(lambda: len(one.blocks.disk) == 3)
     async with store(tmp_path, blocks=8, disk_blocks=0) as one:
         assert len(one.blocks.held) == 0
     async with store(blocks=8) as one:
@@ -296,16 +296,16 @@ async def test_routers_follow_what_a_store_holds(sender: Sender, tmp_path: Path)
             for knowledge in every:  # the second one comes later, and asks for a summary again
                 knowledge.add("s")
                 following.append(asyncio.create_task(follow_cache("s", one.engine.url, one.engine, knowledge)))
-                await one.until(lambda known=knowledge: matched(known, "s", prompt_of(4)) == 4 * SIZE)
+                await until(lambda known=knowledge: matched(known, "s", prompt_of(4)) == 4 * SIZE)
                 await sender.fill(one, prompt_of(2, seed=len(following)), salt="s")
             for knowledge in every:
-                await one.until(lambda known=knowledge: matched(known, "s", prompt_of(2, seed=2), "s") == 2 * SIZE)
+                await until(lambda known=knowledge: matched(known, "s", prompt_of(2, seed=2), "s") == 2 * SIZE)
                 assert matched(knowledge, "s", prompt_of(2, seed=1), "s") == 2 * SIZE
                 assert matched(knowledge, "s", prompt_of(2, seed=1)) == 0
             await sender.fill(one, prompt_of(6, seed=3))  # evicts the first prompts
             for knowledge in every:
-                await one.until(lambda known=knowledge: matched(known, "s", prompt_of(6, seed=3)) == 6 * SIZE)
-                await one.until(lambda known=knowledge: matched(known, "s", prompt_of(4)) == 0)
+                await until(lambda known=knowledge: matched(known, "s", prompt_of(6, seed=3)) == 6 * SIZE)
+                await until(lambda known=knowledge: matched(known, "s", prompt_of(4)) == 0)
                 assert matched(knowledge, "s", prompt_of(2, seed=2), "s") == 2 * SIZE
         finally:
             for task in following:

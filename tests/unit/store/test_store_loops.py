@@ -19,8 +19,9 @@ from tercet.store.announcer import Announcer
 from tercet.store.blocks import StoreBlocks
 from tercet.store.disk import DiskFolder
 from tercet.transport import KVRegion
+from tests.longest_wait import until
 
-from ..supervision import Works, until, with_an_error_at_each_await
+from ..supervision import Works, with_an_error_at_each_await
 
 SIZE, LAYERS, BYTES = 4, 2, 64
 SOON_MS = 50

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
@@ -35,7 +35,7 @@ from tercet.vllm_plugin.core.grammar_time import (
     require_beginning,
     with_reasons,
 )
-from tests.longest_wait import LONGEST_WAIT_S
+from tests.longest_wait import LONGEST_WAIT_S, wait_until
 
 pytestmark = pytest.mark.vllm
 VOCABULARY = [b"\x00", *(bytes([letter]) for letter in range(32, 127)), b"</s>"]
@@ -188,13 +188,6 @@ def test_one_that_cannot_be_tried_is_not_compiled_here_and_may_be_sent_again(
     assert isinstance(grammars.grammar(Request("[a-z]")).result(LONGEST_WAIT_S), WatchedGrammar)
 
 
-def until(holds: Callable[[], bool]) -> None:
-    end = time.monotonic() + LONGEST_WAIT_S
-    while not holds():
-        assert time.monotonic() < end
-        time.sleep(0.001)
-
-
 def test_a_request_waits_for_a_bounded_time_and_one_whose_structure_is_known_does_not_wait(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -202,7 +195,7 @@ def test_a_request_waits_for_a_bounded_time_and_one_whose_structure_is_known_doe
     grammars.grammar(Request("[a-c]")).result(LONGEST_WAIT_S)
     process.goes_on.clear()
     held = [grammars.grammar(Request(f"[a-{letter}]")) for letter in "xyz"]
-    until(lambda: len(process.jobs) == 3)  # both places are taken, and one structure waits
+    wait_until(lambda: len(process.jobs) == 3)  # both places are taken, and one structure waits
     assert isinstance(grammars.grammar(Request("[a-c]")).result(LONGEST_WAIT_S), WatchedGrammar)
     assert not any(each.done() for each in held)
     with grammars._changed:
@@ -225,7 +218,7 @@ def test_a_full_queue_gives_up_the_most_expensive_one_not_the_newest() -> None:
     grammars, _, process = bounded()
     process.goes_on.clear()
     running = [grammars.grammar(Request("[a-b]")), grammars.grammar(Request("[a-c]"))]
-    until(lambda: len(process.jobs) == 2)
+    wait_until(lambda: len(process.jobs) == 2)
     dear = [grammars.grammar(Request(f"[^a]*{number}")) for number in range(MOST_WAITING)]
     assert not any(each.done() for each in dear)
     innocent = grammars.grammar(Request("[a-d]"))
@@ -241,7 +234,7 @@ def test_grammars_that_no_request_needs_any_more_are_not_tried() -> None:
     process.goes_on.clear()
     requests = [Request(f"[a-{letter}]") for letter in "bcdefgh"]
     futures = [grammars.grammar(request) for request in requests]
-    until(lambda: len(process.jobs) == 2)
+    wait_until(lambda: len(process.jobs) == 2)
     for request in requests[:-1]:
         request.over = True
     process.goes_on.set()

@@ -42,7 +42,7 @@ from tercet.vllm_plugin.core.connector_messages import TercetParams
 from tercet.vllm_plugin.edge import llm_requests
 from tercet.vllm_plugin.edge.llm_requests import LLMRequest
 from tercet.vllm_plugin.mm_features import bound_uuids, to_prompt, to_specs, to_wire
-from tests.longest_wait import LONGEST_WAIT_S
+from tests.longest_wait import LONGEST_WAIT_S, until
 
 from .tiny_engine import BLOCK, LAYOUT, TinyEngine, crossed, tokens_of
 
@@ -207,9 +207,7 @@ class Gate:
 
 
 async def entered(gate: Gate) -> None:
-    async with asyncio.timeout(LONGEST_WAIT_S):
-        while not gate.entered.is_set():
-            await asyncio.sleep(0.001)
+    await until(lambda: gate.entered.is_set())
 
 
 async def test_the_loop_goes_on_while_a_router_codes_images(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,7 +18,7 @@ from tercet.aio import incoming
 from tercet.aio.incoming import LONGEST_HEAD
 from tercet.wire.serving.client_connection import StreamingProtocol
 from tercet_gateway.proxied_calls import ClientCall, HttpServer, application
-from tests.longest_wait import LONGEST_WAIT_S
+from tests.longest_wait import LONGEST_WAIT_S, until
 
 SOON = 0.1
 HEAD = b"POST /x HTTP/1.1\r\nhost: h\r\ncontent-length: 10\r\n\r\n"
@@ -181,9 +181,7 @@ async def test_a_body_that_is_dripped_ends_its_request(path: bytes, served: Serv
         writer.write(HEAD.replace(b"/x", path) + b"12345")
         answer = await all_said(reader)
     assert answer.startswith(b"HTTP/1.1 408 ") or path == b"/stream"
-    async with asyncio.timeout(LONGEST_WAIT_S):
-        while not served.left:
-            await asyncio.sleep(0.01)
+    await until(lambda: served.left)
     assert served.left == 1
     assert not served.bodies
 

@@ -7,8 +7,6 @@ import signal
 import subprocess
 import sys
 import textwrap
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import psutil
@@ -16,17 +14,11 @@ import pytest
 
 from tercet.protocol import EngineError
 from tercet_ray.fleet_keeper import CoreClaims, DetachedProcess
+from tests.longest_wait import wait_until
 
 pytestmark = pytest.mark.processes
 SLEEPER = "import time; print('up', flush=True); time.sleep(600)"
 STUBBORN = "import signal, time; signal.signal(15, signal.SIG_IGN); print('up', flush=True); time.sleep(600)"
-
-
-def until(condition: Callable[[], bool], seconds: float = 60) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
 
 
 def group_of(pid: int) -> list[int]:
@@ -45,21 +37,21 @@ def test_it_is_no_child_and_is_stopped(tmp_path: Path) -> None:
     process = DetachedProcess([sys.executable, "-c", SLEEPER], {}, log, grace=20)
     process.start()
     try:
-        until(lambda: "up" in log.read_text())
+        wait_until(lambda: "up" in log.read_text())
         assert process.pid not in [child.pid for child in psutil.Process().children(recursive=True)]
         assert not process.ended_within(0)
     finally:
         process.stop()
-    until(lambda: not group_of(process.pid))
+    wait_until(lambda: not group_of(process.pid))
 
 
 def test_one_that_ignores_the_signal_is_killed(tmp_path: Path) -> None:
     log = tmp_path / "log"
     process = DetachedProcess([sys.executable, "-c", STUBBORN], {}, log, grace=0.2)
     process.start()
-    until(lambda: "up" in log.read_text())
+    wait_until(lambda: "up" in log.read_text())
     process.stop()
-    until(lambda: not group_of(process.pid))
+    wait_until(lambda: not group_of(process.pid))
 
 
 def test_its_own_end_is_noticed(tmp_path: Path) -> None:
@@ -92,10 +84,10 @@ def test_it_ends_with_its_owner(tmp_path: Path, number: int) -> None:
     started = subprocess.Popen([sys.executable, "-c", textwrap.dedent(owner)], stdout=subprocess.PIPE)
     assert started.stdout is not None
     pid = int(started.stdout.readline())
-    until(lambda: "up" in log.read_text())
+    wait_until(lambda: "up" in log.read_text())
     started.send_signal(number)
     started.wait()
-    until(lambda: not group_of(pid))
+    wait_until(lambda: not group_of(pid))
 
 
 def test_cores_are_claimed_once_and_given_back(tmp_path: Path) -> None:

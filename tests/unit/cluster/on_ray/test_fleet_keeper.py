@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from types import SimpleNamespace
 
 import msgspec
@@ -15,7 +14,7 @@ from tercet.protocol import Role
 from tercet_ray import fleet_keeper
 from tercet_ray.fleet_keeper import FleetKeeper, OwnerReport, Resources, WantedEngine, WantedFleet
 from tercet_ray.follower import once_it_runs
-from tests.longest_wait import LONGEST_WAIT_S
+from tests.longest_wait import wait_until
 
 from .fake_ray import ActorDiedError, ActorUnavailableError, FakeActor, FakeRay
 
@@ -65,16 +64,9 @@ def roster(keeper: FleetKeeper) -> dict[str, RosterEntry]:
     return {each.name: each for each in msgspec.json.decode(keeper.roster(), type=list[RosterEntry])}
 
 
-def until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + LONGEST_WAIT_S
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.002)
-
-
 def test_it_makes_an_owner_for_each_engine_and_ends_them(world: World) -> None:
     keeper = world.keeper()
-    until(lambda: len(roster(keeper)) == 2)
+    wait_until(lambda: len(roster(keeper)) == 2)
     assert {name: each.role for name, each in roster(keeper).items()} == {"p": "prefill", "d": "decode"}
     owner = world.ray.actors["f/p"]
     assert (owner.options["num_cpus"], owner.options["lifetime"]) == (2.0, "detached")
@@ -86,9 +78,9 @@ def test_it_makes_an_owner_for_each_engine_and_ends_them(world: World) -> None:
 
 def test_a_keeper_that_begins_anew_takes_the_owners_that_are_there(world: World) -> None:
     first = world.keeper()
-    until(lambda: len(roster(first)) == 2)
+    wait_until(lambda: len(roster(first)) == 2)
     second = world.keeper()
-    until(lambda: roster(second) == roster(first))
+    wait_until(lambda: roster(second) == roster(first))
     assert world.starts == 2
     first._stopping.set()
     second.stop()
@@ -97,11 +89,11 @@ def test_a_keeper_that_begins_anew_takes_the_owners_that_are_there(world: World)
 
 def test_an_owner_that_is_silent_or_started_again_stays_as_it_was(world: World) -> None:
     keeper = world.keeper()
-    until(lambda: len(roster(keeper)) == 2)
+    wait_until(lambda: len(roster(keeper)) == 2)
     owner, before = world.ray.actors["f/d"], roster(keeper)
     owner.failure = ActorUnavailableError("soon")
     asked = len(owner.called)
-    until(lambda: len(owner.called) > asked + 3)
+    wait_until(lambda: len(owner.called) > asked + 3)
     assert roster(keeper) == before
     owner.failure, owner.silent = None, True
     asked = len(owner.called)
@@ -114,10 +106,10 @@ def test_an_owner_that_is_silent_or_started_again_stays_as_it_was(world: World) 
 
 def test_an_owner_that_is_gone_for_good_is_made_anew(world: World) -> None:
     keeper = world.keeper()
-    until(lambda: len(roster(keeper)) == 2)
+    wait_until(lambda: len(roster(keeper)) == 2)
     owner = world.ray.actors.pop("f/d")
     owner.failure = ActorDiedError("gone")
-    until(lambda: roster(keeper)["d"].uid == "uid-3")
+    wait_until(lambda: roster(keeper)["d"].uid == "uid-3")
     assert roster(keeper)["p"].uid == "uid-1"
     keeper.stop()
 
@@ -127,15 +119,15 @@ def test_machines_that_are_taken_away_are_drained_and_others_actors_left_alone(w
         world.ray.actors[name] = FakeActor(name, {})
     keeper = world.keeper()
     world.draining = {"node-1"}
-    until(lambda: {name: each.draining for name, each in roster(keeper).items()} == {"p": True, "d": False})
-    until(lambda: world.ray.killed == ["f/old"])
+    wait_until(lambda: {name: each.draining for name, each in roster(keeper).items()} == {"p": True, "d": False})
+    wait_until(lambda: world.ray.killed == ["f/old"])
     keeper.stop()
     assert list(world.ray.actors) == ["g/d"]
 
 
 def test_a_head_that_is_away_is_reported_and_changes_nothing(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     keeper = world.keeper()
-    until(lambda: len(roster(keeper)) == 2)
+    wait_until(lambda: len(roster(keeper)) == 2)
     before = roster(keeper)
 
     def away() -> list[str]:
@@ -143,9 +135,9 @@ def test_a_head_that_is_away_is_reported_and_changes_nothing(world: World, monke
 
     with monkeypatch.context() as patched:
         patched.setattr(fleet_keeper, "named_actors", away)
-        until(lambda: "no head" in msgspec.json.decode(keeper.reports())[1])
+        wait_until(lambda: "no head" in msgspec.json.decode(keeper.reports())[1])
         assert roster(keeper) == before
-    until(lambda: not msgspec.json.decode(keeper.reports())[1])
+    wait_until(lambda: not msgspec.json.decode(keeper.reports())[1])
     keeper.stop()
 
 
@@ -161,14 +153,14 @@ def with_engines(version: int, *names: str) -> bytes:
 
 def test_a_later_version_is_kept_also_by_a_keeper_that_begins_anew(world: World) -> None:
     keeper = world.keeper()
-    until(lambda: roster(keeper).keys() == {"p", "d"})
+    wait_until(lambda: roster(keeper).keys() == {"p", "d"})
     assert keeper.want(with_engines(2, "p", "e")) == with_engines(2, "p", "e")
-    until(lambda: roster(keeper).keys() == {"p", "e"})
-    until(lambda: "f/d" in world.ray.killed)
+    wait_until(lambda: roster(keeper).keys() == {"p", "e"})
+    wait_until(lambda: "f/d" in world.ray.killed)
     assert keeper.want(with_engines(1, "x")) == with_engines(2, "p", "e"), "an earlier one changes nothing"
     anew = world.keeper()
     assert anew.wanted() == with_engines(2, "p", "e")
-    until(lambda: roster(anew).keys() == {"p", "e"})
+    wait_until(lambda: roster(anew).keys() == {"p", "e"})
     anew.stop()
     keeper.stop()
     assert not any(world.stored.values())

@@ -16,7 +16,7 @@ from tercet.fleet.members import MemberState
 from tercet.fleet.membership import Membership
 from tercet.protocol import BadRequest, Engine, EngineUnreachable, Role
 from tercet.settings import DiscoverySettings, EngineAddress
-from tests.longest_wait import LONGEST_WAIT_S
+from tests.longest_wait import LONGEST_WAIT_S, until
 from tests.unit.fakes import FakeEngine
 
 from .api_server import EARLIER_POOLS, FAST, POOLS, ApiServer, api_server, earlier_pool, pod, pool
@@ -36,9 +36,7 @@ class World:
         return {each.name: (each.url, each.role, each.draining) for each in self.fleet.members}
 
     async def until(self, wanted: Callable[[dict[str, tuple[str, str, bool]]], bool]) -> None:
-        async with asyncio.timeout(LONGEST_WAIT_S):
-            while not wanted(self.state()):
-                await asyncio.sleep(0.002)
+        await until(lambda: wanted(self.state()))
 
     @asynccontextmanager
     async def following(self, *named: EngineAddress, **settings: Any) -> AsyncGenerator[None]:

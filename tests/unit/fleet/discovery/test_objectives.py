@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager
 import pytest
 
 from tercet_gateway.objectives import PoolReference, follow_objectives
-from tests.longest_wait import LONGEST_WAIT_S
+from tests.longest_wait import until
 
 from .api_server import FAST, NAMESPACE, OBJECTIVES, ApiServer, api_server, objective
 
@@ -21,9 +21,7 @@ class Told:
         self.all = list[Mapping[str, int]]()
 
     async def until(self, wanted: Callable[[Mapping[str, int]], bool]) -> None:
-        async with asyncio.timeout(LONGEST_WAIT_S):
-            while not self.all or not wanted(self.all[-1]):
-                await asyncio.sleep(0.002)
+        await until(lambda: not (not self.all or not wanted(self.all[-1])))
 
 
 @asynccontextmanager
@@ -88,9 +86,7 @@ async def test_objectives_stay_while_the_server_does_not_answer_and_follow_after
             server.elsewhere()
             server.compact()
             refused = len(server.queries) + 2
-            async with asyncio.timeout(LONGEST_WAIT_S):
-                while len(server.queries) < refused:
-                    await asyncio.sleep(0.002)
+            await until(lambda: len(server.queries) >= refused)
             assert told.all[-1] == {"chat": 10}
             server.refuse = None
             await told.until(lambda found: found == {"chat": 3})
@@ -100,9 +96,7 @@ async def test_a_cluster_without_the_resource_is_asked_again() -> None:
     async with api_server() as server:
         server.refuse = 404, {}
         async with following(server) as told:
-            async with asyncio.timeout(LONGEST_WAIT_S):
-                while len(server.queries) < 3:
-                    await asyncio.sleep(0.002)
+            await until(lambda: len(server.queries) >= 3)
             assert not told.all
             server.put(objective("chat", 1), OBJECTIVES)
             server.refuse = None

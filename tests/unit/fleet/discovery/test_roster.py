@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -31,7 +31,7 @@ from tercet.fleet.members import MemberState
 from tercet.fleet.membership import Membership
 from tercet.protocol import BadRequest
 from tercet.settings import DiscoverySettings, EngineAddress
-from tests.longest_wait import LONGEST_WAIT_S
+from tests.longest_wait import until
 
 from .test_discovery import connect
 
@@ -107,11 +107,6 @@ class World:
     def state(self) -> dict[str, tuple[str, bool]]:
         return {each.name: (each.role, each.draining) for each in self.fleet.members}
 
-    async def until(self, condition: Callable[[], bool]) -> None:
-        async with asyncio.timeout(LONGEST_WAIT_S):
-            while not condition():
-                await asyncio.sleep(0.002)
-
     @asynccontextmanager
     async def following(self) -> AsyncGenerator[None]:
         async with Membership(self.fleet, connect) as membership:
@@ -129,29 +124,29 @@ async def test_engines_follow_the_file_and_stay_while_it_is_broken_or_gone(
     world = World(tmp_path / "roster.json")
     with caplog.at_level(logging.WARNING):
         async with world.following():
-            await world.until(lambda: "No such file or directory" in caplog.text)
+            await until(lambda: "No such file or directory" in caplog.text)
             world.write(entry("a", role="prefill"), entry("b", 8002, withheld="it is starting"))
-            await world.until(lambda: world.state() == {"a": ("prefill", False)})
+            await until(lambda: world.state() == {"a": ("prefill", False)})
             both = {"a": ("prefill", True), "b": ("both", False)}
             world.write(entry("a", role="prefill", draining=True), entry("b", 8002))
-            await world.until(lambda: world.state() == both)
+            await until(lambda: world.state() == both)
 
             world.path.write_bytes(b'[{"name": "a", "ur')
-            await world.until(lambda: "not a list of engines" in caplog.text)
+            await until(lambda: "not a list of engines" in caplog.text)
             world.path.unlink()
-            await world.until(lambda: caplog.text.count("No such file or directory") == 2)
+            await until(lambda: caplog.text.count("No such file or directory") == 2)
             os.mkfifo(world.path)
-            await world.until(lambda: "not a regular file" in caplog.text)
+            await until(lambda: "not a regular file" in caplog.text)
             world.path.unlink()
             world.path.write_bytes(b" " * (MOST_BYTES + 1))
-            await world.until(lambda: "more than 4194304 bytes" in caplog.text)
+            await until(lambda: "more than 4194304 bytes" in caplog.text)
             await asyncio.sleep(0.05)
             assert world.state() == both
             said = caplog.text.count("discovery_lost")
             assert said <= 6, "each failure is said once, and the file's absence between two of them perhaps"
 
             world.write()
-            await world.until(lambda: not world.state())
+            await until(lambda: not world.state())
     assert "discovery_back" in caplog.text
     assert "engine_drained: a is drained and not picked: the roster says that it is draining" in caplog.text
 

@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tercet.fleet.kubernetes_api import ApiAccess, Pod, Waits, Watch
-from tests.longest_wait import LONGEST_WAIT_S
+from tests.longest_wait import LONGEST_WAIT_S, until
 
 from .api_server import FAST, PODS, ApiServer, api_server, pod
 
@@ -63,9 +63,7 @@ async def server() -> AsyncGenerator[ApiServer]:
 
 
 async def watched(server: ApiServer, times: int = 1) -> None:
-    async with asyncio.timeout(LONGEST_WAIT_S):
-        while not (server.watches >= times and len(server._open)):
-            await asyncio.sleep(0.002)
+    await until(lambda: server.watches >= times and len(server._open))
 
 
 async def test_lists_in_pages_then_hears_of_changes(server: ApiServer) -> None:
@@ -208,9 +206,7 @@ async def test_who_may_not_watch_is_told_what_is_missing(server: ApiServer, capl
     server.refuse_watches = 403
     async with watching(server) as seen:
         await seen.until(lambda pods: pods == {})
-        async with asyncio.timeout(LONGEST_WAIT_S):
-            while server.watches < 3:
-                await asyncio.sleep(0.005)
+        await until(lambda: server.watches >= 3)
     assert "must allow get, list and watch" in caplog.text
     assert caplog.text.count("discovery_lost") == 1
 
@@ -225,9 +221,7 @@ async def test_a_server_that_has_too_much_to_do_is_not_asked_for_all_of_it(
         server.refuse_watches = status
         server.drop()
         server.put(pod("b"))
-        async with asyncio.timeout(LONGEST_WAIT_S):
-            while server.watches < 2:
-                await asyncio.sleep(0.002)
+        await until(lambda: server.watches >= 2)
         server.refuse_watches = None
         await seen.until_like(server)
         assert min(server.lists, 2) == lists
@@ -259,9 +253,7 @@ async def test_a_token_is_read_for_every_request_and_goes_nowhere_else(server: A
     assert server.tokens == ["Bearer t0", "Bearer t1", "Bearer t2"]
     server.refuse = (302, {"Location": f"{server.url}{PODS}?elsewhere=1"})
     async with watching(server, api=access):
-        async with asyncio.timeout(LONGEST_WAIT_S):
-            while len(server.queries) < 5:
-                await asyncio.sleep(0.005)
+        await until(lambda: len(server.queries) >= 5)
     assert not any("elsewhere" in each for each in server.queries)
 
 

@@ -228,9 +228,7 @@ async def test_weights_are_changed_while_streams_run() -> None:
     async with world(old) as found:
         old.go.clear()
         running = asyncio.create_task(found.ask("a"))
-        async with asyncio.timeout(LONGEST_WAIT_S):
-            while not old.bodies:
-                await asyncio.sleep(0.01)
+        await until(lambda: old.bodies)
         status, shown = await found.put([{"url": new.url}, {"url": old.url, "weight": 0}])
         assert status == 200
         assert [(each["url"], each["weight"], each["in_flight"]) for each in shown] == [

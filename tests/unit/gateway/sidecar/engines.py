@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
 import multiprocessing
 import os
 import signal
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -16,7 +15,7 @@ from tercet.cluster.ports import free_ports
 from tercet.settings.process_settings import PrefillBudget
 from tercet_lab.sim import EngineOptions, load_profile
 from tercet_lab.sim.sim_server import ServerConfig, serve
-from tests.longest_wait import LONGEST_WAIT_S
+from tests.longest_wait import LONGEST_WAIT_S, until
 
 HOST = "127.0.0.1"
 LOOPBACK = "127.0.0.1:*"
@@ -90,9 +89,3 @@ async def engine(name: str, session: aiohttp.ClientSession, slower: float = 1.0)
         yield made
     finally:
         made.stop()
-
-
-async def until(holds: Callable[[], Awaitable[bool]], seconds: float = LONGEST_WAIT_S) -> None:
-    async with asyncio.timeout(seconds):
-        while not await holds():
-            await asyncio.sleep(0.01)

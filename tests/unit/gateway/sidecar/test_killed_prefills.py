@@ -13,8 +13,9 @@ from tercet_gateway.gateway_settings import SidecarConfig
 from tercet_gateway.sidecar import sidecar
 from tercet_lab.sim.sim_server import serving
 from tests.long_runs import FULL
+from tests.longest_wait import until
 
-from .engines import BUDGET, HOST, LOOPBACK, PREFILLER, Engine, config_of, engine, prompt_of, until
+from .engines import BUDGET, HOST, LOOPBACK, PREFILLER, Engine, config_of, engine, prompt_of
 
 pytestmark = pytest.mark.processes
 

@@ -18,8 +18,9 @@ from tercet.settings.process_settings import PrefillBudget
 from tercet.wire.client.remote_prefill import PrefillAttempts
 from tercet_lab.sim import EngineOptions, SimEngine
 from tercet_lab.sim.sim_server import ServerConfig, serving
+from tests.longest_wait import until
 
-from .engines import BUDGET, PREFILLER, PROFILE, config_of, prompt_of, until
+from .engines import BUDGET, PREFILLER, PROFILE, config_of, prompt_of
 
 NOBODY = "127.0.0.1:1"
 

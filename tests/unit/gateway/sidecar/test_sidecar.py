@@ -27,11 +27,11 @@ from tercet_gateway.sidecar import SidecarServer, sidecar
 from tercet_lab.sim import EngineOptions, SimEngine
 from tercet_lab.sim.sim_server import OpenAI, serving
 from tests.abort import abort
-from tests.longest_wait import LONGEST_WAIT_S
+from tests.longest_wait import LONGEST_WAIT_S, until
 from tests.servers import served
 from tests.unit.wire.client.certificates import Authority
 
-from .engines import BUDGET, HOST, LOOPBACK, PREFILLER, config_of, prompt_of, until
+from .engines import BUDGET, HOST, LOOPBACK, PREFILLER, config_of, prompt_of
 
 PARAMS = {
     "do_remote_prefill": True, "do_remote_decode": False, "remote_block_ids": [[1, 2, 3]], "remote_engine_id": "e-1",

@@ -58,6 +58,7 @@ def hits_of_an_lru(path: Path, room: int) -> float:
     return found / total
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("room", [ROOM * 3 // 5, ROOM])
 def test_a_store_finds_what_an_lru_of_its_size_finds(recorded: Path, room: int) -> None:
     found = run(recorded, "fetch", f"both=4,store={room}")
@@ -65,6 +66,7 @@ def test_a_store_finds_what_an_lru_of_its_size_finds(recorded: Path, room: int) 
     assert hits(found) == pytest.approx(hits_of_an_lru(recorded, room), abs=0.01)
 
 
+@pytest.mark.slow
 def test_what_is_pulled_is_not_computed_and_saves_time(recorded: Path) -> None:
     computed = run(recorded, "data_parallel", "both=4", "least_loaded")
     pulled = run(recorded, "fetch", f"both=4,store={ROOM}")
@@ -73,6 +75,7 @@ def test_what_is_pulled_is_not_computed_and_saves_time(recorded: Path) -> None:
     assert pulled.summary.ttft.mean < 0.8 * computed.summary.ttft.mean
 
 
+@pytest.mark.slow
 def test_auto_pulls_from_a_store(recorded: Path) -> None:
     without, found = run(recorded, "auto", "both=4"), run(recorded, "auto", f"both=4,store={ROOM}")
     assert found.point is not None
@@ -84,6 +87,7 @@ def test_auto_pulls_from_a_store(recorded: Path) -> None:
     assert found.summary.ttft.mean < without.summary.ttft.mean
 
 
+@pytest.mark.slow
 def test_a_disk_adds_what_memory_cannot_hold(recorded: Path) -> None:
     small = f"both=4,store={ROOM // 10}"
     assert hits(run(recorded, "fetch", f"{small}+{ROOM}")) > hits(run(recorded, "fetch", small)) + 0.05
@@ -99,6 +103,7 @@ def test_a_store_that_stops_costs_no_request(recorded: Path, kind: str) -> None:
     assert found.point.counts["store_sent_tokens"] > 0
 
 
+@pytest.mark.slow
 def test_sessions_of_agents_find_more_than_nine_tenths() -> None:
     sessions = "sessions,turns=20,system_len=3000,input_len=300,output_len=60,think_time=20"
     work = PlannedWorkload(workload=(sessions,), rate=4, requests=400)

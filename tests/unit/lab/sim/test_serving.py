@@ -25,7 +25,7 @@ from tercet_lab.sim import EngineOptions, SimEngine, run_virtual
 from tercet_lab.sim.sim_server import ServerConfig, serving
 from tercet_lab.sim.step_times import StepTimes
 from tests.abort import abort
-from tests.longest_wait import LONGEST_WAIT_S
+from tests.longest_wait import LONGEST_WAIT_S, until
 
 from .models import BLOCK, engines_of, is_empty, profile_of, request_of, tokens_of
 
@@ -59,9 +59,7 @@ class Pair:
 
     async def settled(self) -> bool:
         """Whether both are empty; what a client gave up is given back when the server notices."""
-        async with asyncio.timeout(LONGEST_WAIT_S):
-            while not all(is_empty(engine) for engine in self.inside):
-                await asyncio.sleep(0.01)
+        await until(lambda: all(is_empty(engine) for engine in self.inside))
         return True
 
 

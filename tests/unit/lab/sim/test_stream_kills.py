@@ -19,6 +19,7 @@ from tercet.wire.client import HttpEngine
 from tercet.wire.streams import StreamListener
 from tercet_lab.sim import SimEngine
 from tercet_lab.sim.sim_server import ServerConfig, serving
+from tests.longest_wait import until
 
 from .models import is_empty, profile_of, request_of
 
@@ -83,9 +84,7 @@ async def up(url: str) -> None:
 
 
 async def settled(engine: SimEngine) -> None:
-    async with asyncio.timeout(SECONDS):
-        while not is_empty(engine):
-            await asyncio.sleep(0.01)
+    await until(lambda: is_empty(engine), seconds=SECONDS)
 
 
 async def test_the_router_is_killed_and_the_engine_stops() -> None:

@@ -7,7 +7,6 @@ import json
 import socket
 import threading
 import time
-from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -16,18 +15,11 @@ from uvicorn.protocols.http.flow_control import FlowControl
 
 from tercet.wire.serving import client_connection
 from tercet.wire.serving.client_connection import ClientConnection, StreamingProtocol
-from tests.longest_wait import LONGEST_WAIT_S
+from tests.longest_wait import LONGEST_WAIT_S, wait_until
 
 from .conftest import LiveRouters, Step
 
 MODEL = 'say "text":1'
-
-
-def until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + LONGEST_WAIT_S
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 def connect(routers: LiveRouters, name: str, script: list[Step], receive_buffer: int | None = None) -> socket.socket:
@@ -63,7 +55,7 @@ def test_a_client_that_leaves_ends_its_sequence(routers: LiveRouters) -> None:
     read_until(client, b'"text":" two"')
     client.close()
     assert ended.wait(LONGEST_WAIT_S)
-    until(lambda: not routers.processor.request_states)
+    wait_until(lambda: not routers.processor.request_states)
     assert not routers.engine.running
 
 
@@ -83,7 +75,7 @@ def test_a_client_that_leaves_with_two_requests_under_way_is_no_error(
         if ended.wait(0.05):
             break
     assert routers.engine.said["first"] < 100
-    until(lambda: not routers.processor.request_states and not routers.engine.running)
+    wait_until(lambda: not routers.processor.request_states and not routers.engine.running)
     time.sleep(0.1)
     assert [record.message for record in caplog.records if record.levelname == "ERROR"] == []
 
@@ -106,9 +98,9 @@ def test_a_client_that_does_not_read_pauses_its_program(routers: LiveRouters) ->
     ended = routers.engine.ended["slow"] = threading.Event()
     # Fewer bytes than the script says fit into the socket's buffers and ours.
     client = connect(routers, "slow", [*script, "length"], receive_buffer=4096)
-    until(lambda: "slow" in routers.engine.said)
+    wait_until(lambda: "slow" in routers.engine.said)
     routers.let_go("slow", 300)
-    until(routers.full)
+    wait_until(routers.full)
     said = routers.engine.said["slow"]
     assert said < len(script)
     assert not ended.is_set()
@@ -213,13 +205,13 @@ def test_a_client_that_never_reads_is_let_go_and_others_stream(
     script: list[Step] = [list(word * 60) for _ in range(300)]
     ended = routers.engine.ended["slow"] = threading.Event()
     client = connect(routers, "slow", [*script, "length"], receive_buffer=4096)
-    until(lambda: "slow" in routers.engine.said)
+    wait_until(lambda: "slow" in routers.engine.said)
     routers.let_go("slow", 300)
     other = connect(routers, "other", [*[[token] for token in routers.tokens("one two three four")], "stop"])
     routers.let_go("other", 10)
     assert b"[DONE]" in read_until(other, b"[DONE]")
     assert ended.wait(LONGEST_WAIT_S)
-    until(lambda: not routers.processor.request_states and not routers.engine.running)
+    wait_until(lambda: not routers.processor.request_states and not routers.engine.running)
     client.close()
     other.close()
 

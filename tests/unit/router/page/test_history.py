@@ -15,7 +15,7 @@ from tercet.router.observe.request_traces import RequestTraces, SharedTraces
 from tercet.router.page import history
 from tercet.router.page.history import KEPT, SECONDS, History, RecentRates, joined, rates_of
 from tercet.router.page.records import FleetPoint, ReportedLoads
-from tests.longest_wait import LONGEST_WAIT_S
+from tests.longest_wait import until
 from tests.unit.router.conftest import LiveRouter
 
 from .test_other_workers import NAMES, did
@@ -66,9 +66,7 @@ async def test_points_come_by_themselves_at_multiples_of_the_interval(
     loop = asyncio.get_running_loop()
     kept = History(router.service, ReportedLoads(router.fleet), loop.time)
     kept.begin()
-    async with asyncio.timeout(LONGEST_WAIT_S):
-        while len(kept.points()) < 3:
-            await asyncio.sleep(0.01)
+    await until(lambda: len(kept.points()) >= 3)
 
 
 def at(t: float, done: int, running: int = 0, failed: int = 0) -> FleetPoint:

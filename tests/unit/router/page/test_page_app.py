@@ -20,7 +20,7 @@ from tercet.router.serve.shutdown import Shutdown
 from tercet.settings import RouterSettings
 from tercet.wire.serving.server_access import AT_ADMIN, RouterKeys
 from tercet_lab.commands.run_page import RecordedPage
-from tests.longest_wait import LONGEST_WAIT_S
+from tests.longest_wait import LONGEST_WAIT_S, until
 from tests.unit.router.conftest import LiveRouter
 
 ADMIN, CLIENT = "the-admin-key", "a-clients-key"
@@ -185,9 +185,7 @@ async def test_this_machine_sees_it_where_no_key_is_set(router: LiveRouter) -> N
 
 
 async def _becomes_quiet(router: LiveRouter) -> bool:
-    async with asyncio.timeout(LONGEST_WAIT_S):
-        while router.service.observers:
-            await asyncio.sleep(0.05)
+    await until(lambda: not router.service.observers)
     return True
 
 

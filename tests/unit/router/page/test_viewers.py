@@ -13,7 +13,7 @@ from tercet.protocol import NoSpace, ShuttingDown
 from tercet.router.page import watch as module
 from tercet.router.page.records import Frame, ReportedLoads
 from tercet.router.page.watch import FOR_ADMINS, MOST_PENDING, MOST_VIEWERS, FleetWatch, Viewers, about_service
-from tests.longest_wait import LONGEST_WAIT_S
+from tests.longest_wait import LONGEST_WAIT_S, until
 from tests.unit.router.conftest import LiveRouter
 
 
@@ -47,9 +47,7 @@ async def gallery(router: LiveRouter, monkeypatch: pytest.MonkeyPatch) -> AsyncI
 
 
 async def until_quiet(gallery: Gallery) -> None:
-    async with asyncio.timeout(LONGEST_WAIT_S):
-        while not gallery.is_quiet:
-            await asyncio.sleep(0.01)
+    await until(lambda: gallery.is_quiet)
 
 
 async def test_a_viewer_gets_a_whole_frame_and_then_changes(gallery: Gallery) -> None:

@@ -14,7 +14,7 @@ from tercet.protocol.wire import RouterAddress, StartGenerateCall, StreamDestina
 from tercet.wire.client import http_engine
 from tercet.wire.client.http_engine import StreamKeeper
 from tercet.wire.streams import RouterConnections, StreamListener, engine_connection
-from tests.longest_wait import LONGEST_WAIT_S
+from tests.longest_wait import until
 
 URL = "http://127.0.0.1:1"
 
@@ -91,12 +91,6 @@ async def kept(engine: FakeEngine) -> AsyncGenerator[StreamKeeper]:
 
 def stream_fed_here() -> OutputStream:
     return OutputStream(OutputStream.until_over)
-
-
-async def until(true: Callable[[], object]) -> None:
-    async with asyncio.timeout(LONGEST_WAIT_S):
-        while not true():
-            await asyncio.sleep(0.01)
 
 
 async def test_it_connects_by_itself_and_again_after_a_loss() -> None:

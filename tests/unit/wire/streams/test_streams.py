@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
@@ -34,7 +34,7 @@ from tercet.wire.streams import (
     StreamListener,
 )
 from tercet.wire.streams.wire_format import LONGEST_FRAME, LONGEST_HELLO, PROTOCOL, frame_of
-from tests.longest_wait import LONGEST_WAIT_S
+from tests.longest_wait import LONGEST_WAIT_S, until
 
 LOAD = EngineLoad(waiting=1, running=2, kv_usage=0.25, tokens=30, step_time=0.02)
 ENGINE_URL = "http://127.0.0.1:1"
@@ -90,12 +90,6 @@ async def connected(longest_call: int = LONGEST_FRAME) -> AsyncGenerator[Pair]:
             )
         finally:
             router_connections.close()
-
-
-async def until(true: Callable[[], object], seconds: float = LONGEST_WAIT_S) -> None:
-    async with asyncio.timeout(seconds):
-        while not true():
-            await asyncio.sleep(0.005)
 
 
 def stream_fed_here() -> OutputStream:
