@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import socket
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from tercet.aio import files
-from tercet.aio.files import read_named
+from tercet.aio.files import FileThread, read_named, read_whole, write_whole
 from tercet.programs import load_program
 from tercet.protocol import BadRequest
 from tercet.settings import read_yaml
@@ -22,6 +24,7 @@ from tercet_gateway.proxied_calls import ServedCertificate
 from tercet_lab.bench.results import load_result
 from tercet_lab.bench.workloads.recorded import read_text
 from tercet_lab.sim.step_times import load_profile
+from tests.longest_wait import until
 
 READERS: dict[str, Callable[[Path], object]] = {
     "config": read_yaml,
@@ -68,3 +71,69 @@ def test_a_pipe_is_read_to_its_end(tmp_path: Path) -> None:
     (tmp_path / "long").write_bytes(b"long")
     with pytest.raises(OSError, match="has more than 3 bytes"):
         read_named(tmp_path / "long", 3)
+
+
+# Files that are read whole: what is no regular file is an error, and nothing stays open.
+
+
+@pytest.mark.parametrize("kind", ["directory", "pipe", "device", "too long"])
+def test_what_is_refused_leaves_nothing_open(kind: str, tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    if kind == "directory":
+        path.mkdir()
+    elif kind == "pipe":
+        os.mkfifo(path)
+    elif kind == "device":
+        path.symlink_to("/dev/zero")
+    else:
+        path.write_bytes(b"123456")
+    before = os.listdir("/proc/self/fd")
+    with pytest.raises(OSError, match=r"regular|bytes"):
+        read_whole(path, most=5)
+    assert os.listdir("/proc/self/fd") == before
+
+
+def test_what_is_written_is_read(tmp_path: Path) -> None:
+    write_whole(tmp_path / "file", b"content", lasting=True)
+    assert read_whole(tmp_path / "file") == b"content"
+    assert os.listdir(tmp_path) == ["file"]
+
+
+# File I/O next to a loop: results, errors, and what does not return.
+
+
+async def test_results_and_errors_are_the_callers() -> None:
+    files = FileThread()
+    assert await files.run(lambda a, b: a + b, 1, 2) == 3
+    with pytest.raises(ZeroDivisionError):
+        await files.run(lambda: 1 // 0)
+    assert await asyncio.gather(*(files.run(lambda n=n: n) for n in range(50))) == list(range(50))
+    files.close()
+
+
+async def test_a_call_that_does_not_return_holds_up_nobody() -> None:
+    files, go = FileThread(0.1, 0.05), threading.Event()
+    began = time.monotonic()
+    with pytest.raises(TimeoutError):
+        await files.run(go.wait)
+    assert files.is_stuck
+    for _ in range(1000):
+        with pytest.raises(TimeoutError):
+            await files.run(lambda: None)
+    assert time.monotonic() - began < 20
+    assert sum(thread.name == "tercet-files" and thread.daemon for thread in threading.enumerate()) >= 1
+    go.set()
+    await until(lambda: not files.is_stuck)
+    assert await files.run(lambda: "again") == "again"
+    files.close()
+
+
+async def test_a_caller_that_leaves_disturbs_no_other() -> None:
+    files, go = FileThread(), threading.Event()
+    leaving = asyncio.create_task(files.run(go.wait))
+    staying = asyncio.create_task(files.run(lambda: "stays"))
+    await asyncio.sleep(0)
+    leaving.cancel()
+    go.set()
+    assert await staying == "stays"
+    files.close()

@@ -7,16 +7,19 @@ import re
 import shutil
 import subprocess
 from collections import Counter
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any
 
+import promql_parser
 import pytest
 import yaml
 from scripts.dashboards import __main__ as dashboards
 from scripts.dashboards.declared import Declared, Metric
 from scripts.reference.built import page
 
+from .pages import DOCS
 from .promql import labels_by, wrong_in
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -177,3 +180,28 @@ def test_promtool_agrees(command: list[str]) -> None:
         pytest.skip("promtool is not installed (Debian: apt-get install prometheus)")
     done = subprocess.run(["promtool", *command], cwd=PROMETHEUS, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+# Queries for Prometheus in the manual are PromQL, with labels that their metrics have.
+
+PAGE = (DOCS / "howto" / "prometheus.md").read_text(encoding="utf-8")
+
+
+def queries() -> Iterator[tuple[str, str]]:
+    for panel, cell in re.findall(r"^\| ([^|`]+) \| (`.*`) \|$", PAGE, re.MULTILINE):
+        yield from ((panel, query) for query in re.findall(r"`([^`]+)`", cell))
+
+
+@pytest.mark.parametrize(("name", "query"), [*queries()])
+def test_a_query_is_one_and_its_labels_are_there(name: str, query: str) -> None:
+    assert wrong_in(query) == [], name
+
+
+def test_there_are_some() -> None:
+    assert len(list(queries())) > 5
+
+
+@pytest.mark.parametrize("wrong", ["sum(rate(tercet_errors_total[5m])", "rate(tercet_errors_total)", "a ==> b"])
+def test_what_is_no_query_is_found(wrong: str) -> None:
+    with pytest.raises(ValueError, match=r".+"):
+        promql_parser.parse(wrong)

@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 
 import pytest
+from scripts.recipes import RECIPES, written
 
 from tercet.cli.app import app
 
@@ -55,3 +56,21 @@ def test_the_first_simulation(
     (shown,) = (line for line in PAGE.splitlines() if line.startswith("│    4"))
     numbers = re.findall(r"[\d.]+%?", shown)
     assert numbers in [re.findall(r"[\d.]+%?", line) for line in capsys.readouterr().out.splitlines()]
+
+
+# The figures of the recipes are those that their commands print.
+
+PAGES = sorted(path for path in RECIPES.glob("*.md") if "tercet sim" in path.read_text())
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.stem)
+def test_the_figures_are_what_the_command_prints(path: Path) -> None:
+    page = path.read_text()
+    assert "| ? |" not in page
+    assert written(page) == page
+
+
+def test_most_recipes_have_figures() -> None:
+    assert len(PAGES) == 6

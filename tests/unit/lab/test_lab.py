@@ -246,3 +246,21 @@ def test_the_memory_of_a_stream_does_not_grow_with_its_requests() -> None:
         assert rows == requests
         peaks.append(peak)  # KiB
     assert peaks[1] < peaks[0] + 4_000
+
+
+# `import tercet.lab`: the laboratory under the product's name.
+
+
+def test_a_script_needs_one_import() -> None:
+    simulation = lab.Experiment(
+        program="data_parallel",
+        fleet=lab.Fleet("both=2", profile="llama-3.1-8b-h100-tp1"),
+        work=lab.SyntheticWorkload(rate=4.0, requests=20),
+    )
+    assert simulation.point(4.0).summary.completed == 20
+
+
+def test_the_product_does_not_load_it() -> None:
+    loaded = "import sys, tercet.cli; print(any(name.startswith(('tercet.lab', 'tercet_lab')) for name in sys.modules))"
+    found = subprocess.run([sys.executable, "-c", loaded], capture_output=True, text=True, check=True)
+    assert found.stdout.strip() == "False"

@@ -8,26 +8,14 @@ from pathlib import Path
 
 import pytest
 
-from tercet.fleet import EngineFleet, FleetView, Member, Trace
-from tercet.programs import BUILT_IN, load_program, migrate_context, outputs_of
-from tercet.protocol import BadRequest, EngineLoad, Fleet, NoSpace, Output, Request, TransferFailed, UnknownEngine
+from tercet.fleet import EngineFleet, FleetView, Trace
+from tercet.programs import BUILT_IN, load_program, migrate_context
+from tercet.protocol import BadRequest, EngineLoad, NoSpace, TransferFailed, UnknownEngine
 from tests.unit.fakes import FakeEngine
 
-Pair = tuple[FakeEngine, FakeEngine, EngineFleet]
+from .conftest import Pair, fleet_of, request_of, run
 
-
-def request_of(length: int = 400, **sampling: int) -> Request:
-    return Request(seq_id="s", prompt=tuple(range(length)), sampling_params=sampling)
-
-
-@pytest.fixture
-def pair() -> Pair:
-    prefill, decode = FakeEngine("p"), FakeEngine("d")
-    return prefill, decode, EngineFleet([Member("p", "", "prefill", prefill), Member("d", "", "decode", decode)])
-
-
-async def run(name: str, fleet: Fleet, request: Request | None = None, **args: str) -> list[Output]:
-    return [output async for output in outputs_of(load_program(name, args)(request or request_of(), fleet))]
+LONG = request_of(400)
 
 
 # ---- cache_bypass --------------------------------------------------------------------------------------------
@@ -35,7 +23,7 @@ async def run(name: str, fleet: Fleet, request: Request | None = None, **args: s
 
 async def test_a_short_prompt_stays_on_the_decode_engine(pair: Pair) -> None:
     prefill, decode, fleet = pair
-    await run("cache_bypass", FleetView(fleet), request_of(128))
+    await run("cache_bypass", fleet, request_of(128))
     assert (prefill.verbs, decode.verbs) == ([], ["start_generate"])
 
 
@@ -47,7 +35,7 @@ async def test_a_cached_prompt_leaves_the_prefill_engine_out(
 ) -> None:
     prefill, decode, fleet = pair
     decode.matched = matched
-    await run("cache_bypass", FleetView(fleet), cached_share=share)
+    await run("cache_bypass", fleet, LONG, cached_share=share)
     assert prefill.verbs == ([] if bypassed else ["remote_send"])
     assert decode.verbs == ["prep_recv", "start_generate"]
 
@@ -63,31 +51,31 @@ async def test_length_decides_between_one_engine_and_two(
     pair: Pair, length: int, args: dict[str, str], two: bool
 ) -> None:
     prefill, decode, fleet = pair
-    await run("conditional", FleetView(fleet), request_of(length), **args)
+    await run("conditional", fleet, request_of(length), **args)
     assert prefill.verbs == (["remote_send"] if two else [])
     assert decode.verbs == (["prep_recv", "start_generate"] if two else ["start_generate"])
 
 
 async def test_what_is_believed_to_be_cached_decides(pair: Pair) -> None:
     prefill, _, fleet = pair
-    request = request_of()
+    request = LONG
     fleet.knowledge.store("d", 16, list(range(20)), None, request.prompt[:320])
-    await run("conditional", FleetView(fleet), request)
+    await run("conditional", fleet, request)
     assert prefill.verbs == []
 
 
 async def test_queues_at_all_prefill_engines_decide(pair: Pair) -> None:
     prefill, _, fleet = pair
     fleet.report("p", EngineLoad(waiting=6, running=0, kv_usage=0.0))
-    await run("conditional", FleetView(fleet))
+    await run("conditional", fleet, LONG)
     assert prefill.verbs == []
-    await run("conditional", FleetView(fleet), max_waiting="6")
+    await run("conditional", fleet, LONG, max_waiting="6")
     assert prefill.verbs == ["remote_send"]
 
 
 async def test_an_unknown_decider_is_refused(pair: Pair) -> None:
     with pytest.raises(BadRequest, match="no decider 'x'"):
-        await run("conditional", FleetView(pair[2]), decider="x")
+        await run("conditional", pair[2], LONG, decider="x")
 
 
 # ---- balanced by a function ----------------------------------------------------------------------------------
@@ -96,7 +84,7 @@ async def test_an_unknown_decider_is_refused(pair: Pair) -> None:
 async def test_a_function_says_where_the_decode_engine_starts(pair: Pair, tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text("def third(request):\n    return request.num_tokens // 3\n")
     prefill, decode, fleet = pair
-    await run("balanced", FleetView(fleet), request_of(300), decode_start=f"{tmp_path / 'mine.py'}:third")
+    await run("balanced", fleet, request_of(300), decode_start=f"{tmp_path / 'mine.py'}:third")
     assert prefill.calls == [("remote_send", 0, 100, False)]
     assert decode.calls == [("prep_recv", 100), ("start_generate", 100, ())]
 
@@ -112,7 +100,7 @@ def test_a_function_that_there_is_not_is_refused() -> None:
 async def test_data_parallel_within_a_role(pair: Pair) -> None:
     prefill, decode, fleet = pair
     for _ in range(3):
-        await run("data_parallel", FleetView(fleet), role="decode")
+        await run("data_parallel", fleet, LONG, role="decode")
     assert (prefill.verbs, decode.verbs) == ([], ["start_generate"] * 3)
 
 
@@ -121,7 +109,7 @@ async def test_data_parallel_within_a_role(pair: Pair) -> None:
 
 async def test_auto_notes_its_decision(pair: Pair) -> None:
     fleet, trace = pair[2], Trace()
-    await run("auto", FleetView(fleet, trace))
+    await run("auto", fleet, LONG, trace=trace)
     decision = trace.decision
     assert decision is not None
     assert decision.chosen not in decision.others
@@ -132,14 +120,14 @@ async def test_auto_notes_its_decision(pair: Pair) -> None:
 @pytest.mark.parametrize(("name", "value"), [("ttft", "0"), ("tpot", "-1"), ("ttft", "nan"), ("explore", "2")])
 async def test_auto_refuses_objectives_that_make_no_sense(pair: Pair, name: str, value: str) -> None:
     with pytest.raises(BadRequest) as raised:
-        await run("auto", FleetView(pair[2]), None, **{name: value})
+        await run("auto", pair[2], LONG, **{name: value})
     assert raised.value.param == name
     assert_nothing_taken(*pair)
 
 
 async def test_auto_over_one_engine_takes_it() -> None:
     engine = FakeEngine("only")
-    await run("auto", FleetView(EngineFleet([Member("only", "", "prefill", engine)])))
+    await run("auto", fleet_of((engine, "prefill")), LONG)
     assert engine.verbs == ["start_generate"]
 
 
@@ -152,7 +140,7 @@ async def test_a_pair_that_is_cancelled_at_any_await_gives_everything_back(
     force(monkeypatch, split)
 
     async def serve() -> None:
-        async with aclosing(BUILT_IN["auto"](request_of(), fleet)) as outputs:  # type: ignore[type-var]
+        async with aclosing(BUILT_IN["auto"](LONG, FleetView(fleet))) as outputs:  # type: ignore[type-var]
             async for _ in outputs:
                 await asyncio.sleep(0)
 
@@ -168,8 +156,7 @@ async def test_a_pair_that_is_cancelled_at_any_await_gives_everything_back(
 async def test_a_pair_calls_the_three_verbs(pair: Pair, split: int, monkeypatch: pytest.MonkeyPatch) -> None:
     prefill, decode, fleet = pair
     force(monkeypatch, split)
-    outputs = await run("auto", FleetView(fleet))
-    assert [token for output in outputs for token in output.token_ids] == [400, 401, 402]
+    assert await run("auto", fleet, LONG) == [400, 401, 402]
     assert prefill.calls == [("remote_send", 0, None, split == 400)]
     first = (400,) if split == 400 else ()
     assert decode.calls == [("prep_recv", split), ("start_generate", split, first)]
@@ -184,7 +171,7 @@ async def test_a_failing_verb_gives_everything_back(
     force(monkeypatch, 400)
     (prefill if engine == "p" else decode).failures[verb] = TransferFailed("lost")
     with pytest.raises(TransferFailed):
-        await run("auto", FleetView(fleet))
+        await run("auto", fleet, LONG)
     assert_nothing_taken(prefill, decode, fleet)
 
 
@@ -230,10 +217,10 @@ async def test_a_context_that_is_there_does_not_move(pair: Pair) -> None:
 async def test_who_cannot_take_part_is_said(pair: Pair) -> None:
     _, destination, fleet = pair
     with pytest.raises(UnknownEngine):
-        await migrate_context(FleetView(fleet), request_of(), "p", "x")
+        await migrate_context(FleetView(fleet), LONG, "p", "x")
     with pytest.raises(BadRequest, match="destination"):
-        await migrate_context(FleetView(fleet), request_of(), "p", "p")
+        await migrate_context(FleetView(fleet), LONG, "p", "p")
     destination.failures["prep_recv"] = NoSpace("full")
     with pytest.raises(NoSpace):
-        await migrate_context(FleetView(fleet), request_of(), "p", "d")
+        await migrate_context(FleetView(fleet), LONG, "p", "d")
     assert [member.in_flight for member in fleet.members] == [0, 0]

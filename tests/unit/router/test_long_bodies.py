@@ -3,14 +3,23 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import itertools
+import json
+from contextlib import ExitStack, suppress
+from mmap import PAGESIZE
+from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tercet.fleet.admission import ClientLeft
-from tercet.protocol import Saturated
-from tercet.router.limits.bodies import LONG_BYTES, LONG_ITEMS, BodyTurn, LongBodies, is_long, is_short
+from tercet.protocol import BadRequest, Saturated
+from tercet.router.limits import received_bodies
+from tercet.router.limits.bodies import LONG_BYTES, LONG_ITEMS, BodiesHeld, BodyTurn, LongBodies, is_long, is_short
+from tercet.router.limits.received_bodies import require_few_items, require_readable, require_small_structures
 from tercet.settings import Limits
+from tercet.wire.serving.server_access import read_whole
 
 
 @pytest.fixture
@@ -173,3 +182,225 @@ async def test_one_that_is_cancelled_before_it_is_alone_holds_up_nobody(bodies: 
     waiting[0].cancel()
     await asyncio.wait_for(asyncio.gather(*waiting[1:]), 1)
     await asyncio.wait_for(bodies.alone("a"), 1)
+
+
+# Bodies of clients who have not come in yet: small ones pass, and the largest makes room.
+
+
+async def test_the_largest_body_makes_room_while_it_waits() -> None:
+    bodies = BodiesHeld(1000)
+    with bodies.one() as large, bodies.one() as small:
+        large.add(800)
+        ended: list[str] = []
+
+        async def wait() -> None:
+            try:
+                async with large.until_let_go():
+                    await asyncio.Event().wait()
+            except Saturated as error:
+                ended.append(error.message)
+
+        waiting = asyncio.create_task(wait())
+        await asyncio.sleep(0)
+        for _ in range(3):
+            small.add(100)
+        await waiting
+        assert "1000 bytes" in ended[0]
+        assert (bodies.size, len(bodies)) == (300, 1)
+        with pytest.raises(Saturated):
+            large.add(1)
+        with pytest.raises(Saturated):
+            async with large.until_let_go():
+                pass
+        assert bodies.size == 300
+    assert (bodies.size, len(bodies)) == (0, 0)
+
+
+async def test_a_body_that_is_the_largest_itself_is_refused() -> None:
+    bodies = BodiesHeld(1000)
+    with bodies.one() as first, bodies.one() as second:
+        first.add(400)
+        second.add(500)
+        with pytest.raises(Saturated) as refused:
+            second.add(200)
+        assert refused.value.retry_after
+        first.add(600)
+    assert (bodies.size, len(bodies)) == (0, 0)
+
+
+async def test_bodies_without_bytes_are_not_counted() -> None:
+    bodies = BodiesHeld(10)
+    with bodies.one():
+        assert (bodies.size, len(bodies)) == (0, 0)
+
+
+class Piece(bytes):
+    """Says when it is gone."""
+
+    gone = 0
+
+    def __del__(self) -> None:
+        Piece.gone += 1
+
+
+async def test_bytes_of_a_body_that_is_let_go_are_gone_at_once() -> None:
+    """What is raised refers to where it was raised, and to itself: only a full collection would find it."""
+    bodies, Piece.gone = BodiesHeld(1000), 0
+    gc.collect()
+    gc.disable()
+
+    async def receive() -> dict[str, object]:
+        if received:
+            await asyncio.Event().wait()
+        received.append(True)
+        return {"type": "http.request", "body": Piece(900), "more_body": True}
+
+    async def read() -> None:
+        with suppress(Saturated), bodies.one() as body:
+            async with body.until_let_go():
+                await read_whole(receive, "", 10_000, "this", body)
+
+    received: list[bool] = []
+    try:
+        reading = asyncio.create_task(read())
+        await asyncio.sleep(0.01)
+        with bodies.one() as other:
+            other.add(500)
+            await reading
+        assert Piece.gone == 1
+    finally:
+        gc.enable()
+
+
+def resident() -> int:
+    """Bytes of this process in memory."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * PAGESIZE
+
+
+@pytest.mark.parametrize("sizes", [(1,), (70_000,), (300_000,), (5_000_000, 200_000)])
+async def test_a_body_is_what_its_pieces_were(sizes: tuple[int, ...]) -> None:
+    bodies = BodiesHeld(100_000_000)
+    for size in sizes:
+        expected = bytes(range(256)) * (size // 256 + 1)
+        with bodies.one() as body:
+            for begin in range(0, len(expected), 65_521):
+                body.take(expected[begin : begin + 65_521])
+            assert bodies.size == body.size == len(expected)
+            body.end()
+            assert body.content == expected
+            assert bodies.size == len(expected)
+            body.forget()
+            assert (body.content, bodies.size, len(bodies)) == (b"", 0, 0)
+
+
+async def test_unfinished_bodies_take_the_memory_of_their_limit_and_give_it_back() -> None:
+    """Measured in pages of the process: between pieces of dropped bodies lie objects that stay."""
+    bodies, between, most = BodiesHeld(32 * 2**20), list[bytes](), 0
+    before = resident()
+    with ExitStack() as held:
+        begun = [held.enter_context(bodies.one()) for _ in range(14)]
+        for _ in range(240):
+            for body in [*begun]:
+                try:
+                    body.take(bytes(64 * 1024))
+                except Saturated:
+                    begun.remove(body)
+                between.append(bytes(600))
+            most = max(most, resident() - before)
+            assert bodies.size <= 32 * 2**20
+    assert len(begun) < 5
+    assert most < 48 * 2**20
+    assert resident() - before < 16 * 2**20
+
+
+# What makes a body long for the event loop is bounded, whichever field it is in; long texts are not.
+
+TURN = {"role": "user", "content": "x"}
+PART = {"type": "text", "text": "x"}
+CALL = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+MOST = 64
+
+
+async def asked(path: str, value: Any) -> None:
+    await require_few_items(path, json.dumps(value).encode(), value, MOST)
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "named"),
+    [
+        ("/v1/chat/completions", {"messages": [TURN] * 65}, "messages"),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": [PART] * 65}]}, "messages"),
+        ("/v1/chat/completions", {"messages": [TURN], "tools": [CALL] * 40}, "tools"),
+        ("/v1/chat/completions", {"messages": [{"role": "assistant", "tool_calls": [CALL] * 40}]}, "messages"),
+        ("/v1/chat/completions", {"response_format": {"schema": {str(n): {} for n in range(65)}}}, "response_format"),
+        ("/v1/completions", {"structured_outputs": {"choice": ["x"] * 200}}, "structured_outputs"),
+        ("/v1/completions", {"stop": ["x"] * 200}, "stop"),
+        ("/v1/completions", {"prompt": list(range(10_000))}, "prompt"),
+        ("/v1/completions", {"prompt": [[1, 2]] * 60 + [[1] * 7000]}, "prompt"),
+        ("/v1/completions", {"allowed_token_ids": [1.5] * 2100}, "allowed_token_ids"),
+        ("/v1/completions", {"stop_token_ids": [5] * 130}, "stop_token_ids"),
+        ("/detokenize", {"tokens": [5] * 2100}, "tokens"),
+        ("/v1/completions", {"logit_bias": {str(n): 1 for n in range(200)}}, "logit_bias"),
+        ("/v1/messages", {"system": [PART] * 65}, "system"),
+        ("/v1/messages", {"tools": [{"name": "f", "input_schema": {}}] * 40}, "tools"),
+        ("/v1/responses", {"input": [TURN] * 9}, "input"),
+        ("/v1/responses", {"input": "x", "tools": [{}] * 3}, "tools"),
+        ("/tokenize", {"messages": [TURN] * 65}, "messages"),
+        ("/v1/chat/completions", {"nobody_reads_this": [[]] * 65}, "nobody_reads_this"),
+    ],
+)
+async def test_too_many_are_refused_by_their_field(path: str, fields: Any, named: str) -> None:
+    with pytest.raises(BadRequest, match="max-request-items") as refused:
+        await asked(path, fields)
+    assert refused.value.param == named
+
+
+@pytest.mark.parametrize(
+    ("path", "fields"),
+    [
+        ("/v1/completions", {"prompt": list(range(6000))}),
+        ("/v1/completions", {"prompt": "1, " * 10_000, "allowed_token_ids": [5] * 2000}),
+        ("/v1/completions", {"prompt": "[{" * 1000}),
+        ("/v1/completions", {"prompt": '"a": ' * 1000}),
+        ("/v1/chat/completions", {"messages": [TURN] * 60}),
+        ("/v1/responses", {"input": [TURN] * 4, "tools": [{}] * 2}),
+    ],
+)
+async def test_long_texts_and_token_ids_are_no_items(path: str, fields: Any) -> None:
+    await asked(path, fields)
+
+
+def test_what_takes_too_long_to_read_is_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(received_bodies, "MOST_SEPARATORS", 100)
+    require_readable(json.dumps(list(range(90))).encode())
+    with pytest.raises(BadRequest, match="100 values"):
+        require_readable(json.dumps(list(range(110))).encode())
+
+
+SCHEMA = {"type": "object", "properties": {f"p{number}": {"type": "string"} for number in range(2000)}}
+
+
+@pytest.mark.parametrize(
+    ("fields", "named"),
+    [
+        ({"structured_outputs": {"choice": ["x"] * 6000}}, "structured_outputs.choice"),
+        ({"structured_outputs": {"regex": "x" * 1_000_000}}, "structured_outputs.regex"),
+        (
+            {"sampling_params": {"structured_outputs": {"regex": "x" * 1_000_000}}},
+            "sampling_params.structured_outputs.regex",
+        ),
+        ({"response_format": {"type": "json_schema", "json_schema": {"schema": SCHEMA}}}, "response_format"),
+        ({"text": {"format": {"type": "json_schema", "schema": SCHEMA}}}, "text.format"),
+        ({"output_config": {"format": {"schema": SCHEMA}}}, "output_config.format"),
+    ],
+)
+async def test_structures_are_refused_before_anybody_reads_all_of_them(fields: Any, named: str) -> None:
+    with pytest.raises(BadRequest) as refused:
+        await require_small_structures(json.dumps(fields).encode(), fields)
+    assert refused.value.param == named
+    assert refused.value.message.startswith(named)
+
+
+async def test_structures_that_are_none_are_not_looked_at() -> None:
+    for fields in ({}, {"structured_outputs": 7, "response_format": "x", "text": []}, {"text": {"format": None}}):
+        await require_small_structures(b"{}", fields)

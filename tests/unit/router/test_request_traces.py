@@ -17,14 +17,25 @@ from fastapi import FastAPI
 
 from tercet.fleet.admission import Gate
 from tercet.protocol import EngineUnreachable, Saturated
-from tercet.protocol.spans import LeaseReport
+from tercet.protocol.spans import RETRY, LeaseReport, Span, SpanContext, TraceEvent
 from tercet.router import admin
-from tercet.router.observe.request_traces import FollowedRequest, RequestTraces, SharedTraces, TraceQuestion
+from tercet.router.observe.request_traces import (
+    SERVED,
+    FollowedRequest,
+    RequestTrace,
+    RequestTraces,
+    SequenceTrace,
+    SharedTraces,
+    TraceQuestion,
+    spans_of,
+)
 from tercet.router.router_app import LONGEST_IN_ANSWERS, RouterApp
 from tercet.settings import Limits
 from tercet.wire.serving.server_access import RequestContext
 from tercet_lab.prompt_texts import PromptTexts
 from tercet_lab.small_openai import small_app
+from tests.otlp import Receiver
+from tests.simulated_processes import MODEL, ask, fleet
 
 from .conftest import LiveRouter
 
@@ -227,3 +238,84 @@ async def test_what_is_no_question_gets_no_answer() -> None:
         writer.write(json.dumps({"id": 3}).encode() + b"\n")
         assert await reader.read() == b""
         writer.close()
+
+
+# Spans of a request's trace: what an engine failed ends in an error, and its retry is linked to it.
+
+PLACE = SpanContext("a" * 32, "b" * 16)
+
+
+def spans(events: list[TraceEvent], failed: list[TraceEvent]) -> list[Span]:
+    sequence = SequenceTrace("s-0", "data_parallel", 0.0, 8, 4, 0.1, 0.1, events, [], failed, [])
+    trace = RequestTrace("r", "/v1/completions", "m", 1.0, 2.0, SERVED, sequences=[sequence])
+    return [*spans_of(trace, PLACE)]
+
+
+def test_a_retry_is_linked_to_the_call_that_failed_last_on_the_engine_at_fault() -> None:
+    killed = TraceEvent("start_generate", "d", code="engine_unreachable", at=0.2, total=0.5, span="2" * 16)
+    retry = TraceEvent(RETRY, "d", code="engine_unreachable", at=0.8, reason="d does not answer")
+    again = TraceEvent("start_generate", "e", at=0.9, total=0.3, span="3" * 16)
+    other = TraceEvent("prep_recv", "p", code="no_space", at=0.1, span="4" * 16)
+    earlier = TraceEvent("prep_recv", "d", code="no_space", at=0.05, span="5" * 16)
+    later = TraceEvent("prep_recv", "d", code="no_space", at=0.95, span="6" * 16)
+    found = spans([killed, retry, again], [earlier, other, later])
+    by_name = {span.name: span for span in found if span.name != "start_generate"}
+    assert [link.span_id for link in by_name["retry"].links] == [killed.span]
+    errors = {span.place.span_id: span.error for span in found if span.name == "start_generate"}
+    assert errors == {killed.span: "engine_unreachable", again.span: ""}
+    assert by_name["POST /v1/completions"].error == ""
+
+
+def test_a_retry_of_a_program_that_failed_by_itself_has_no_link() -> None:
+    retry = TraceEvent(RETRY, "", code="program_failed", at=0.8)
+    found = spans([TraceEvent("prep_recv", "d", at=0.1, span="1" * 16), retry], [])
+    assert [span.links for span in found if span.name == "retry"] == [[]]
+
+
+# A simulated fleet in processes of its own: one trace over router and engines, one id in every log line.
+
+
+@pytest.mark.processes
+@pytest.mark.usefixtures("forked")
+def test_one_trace_and_one_id_over_router_and_engines(tmp_path: Path) -> None:
+    with Receiver() as receiver:
+        variables = {"OTEL_EXPORTER_OTLP_ENDPOINT": receiver.url, "OTEL_BSP_SCHEDULE_DELAY": "200"}
+        with fleet(tmp_path, "--access-log", "--log-format", "json", **variables) as (url, _):
+            body = {"model": MODEL, "prompt": list(range(1000)), "max_tokens": 8}
+            ask(f"{url}/v1/completions", body, x_request_id="mine-1")
+            other = {**body, "prompt": list(range(2000, 3000))}
+            made = ask(f"{url}/v1/completions", other)["id"].removeprefix("cmpl-")
+            traces = ask(f"{url}/tercet/v1/traces/mine-1")
+            receiver.wait_for(
+                lambda spans: (
+                    sum(span.service == "tercet-engine" for span in spans) >= 5
+                    and sum(span.name.startswith("POST") for span in spans) >= 2
+                )
+            )
+    assert traces[0]["sequences"][0]["events"]
+    for names in (("p",), ("d", "e"), ("router",)):
+        text = "".join((tmp_path / f"{name}.log").read_text() for name in names)
+        lines = [json.loads(line) for line in text.splitlines() if line[:1] == "{"]
+        about = [line for line in lines if line["logger"] == "tercet.access" and "seq_id" in line]
+        about += [line for line in lines if line.get("path") == "/v1/completions"]
+        assert about, names
+        assert {line["request_id"] for line in about} == {"mine-1", made}, names
+        assert all("trace_id" in line for line in about), names
+    _is_one_trace(receiver)
+
+
+def _is_one_trace(receiver: Receiver) -> None:
+    root = next(span for span in receiver.spans if span.attributes.get("tercet.request_id") == "mine-1")
+    trace = [span for span in receiver.spans if span.trace_id == root.trace_id]
+    by_id = {span.span_id: span for span in trace}
+    assert root.parent == ""
+    assert all(span.parent in by_id for span in trace if span is not root)
+    of_engines = [(span.instance, span.name) for span in trace if span.service == "tercet-engine"]
+    decoding = next(engine for engine, name in of_engines if name == "prep_recv")
+    assert {*of_engines} == {(decoding, "prep_recv"), ("p", "remote_send"), (decoding, "start_generate")}
+    for span in trace:
+        if span.service == "tercet-engine":
+            assert (by_id[span.parent].service, by_id[span.parent].name) == ("tercet-router", span.name)
+    send = next(span for span in trace if span.name == "remote_send" and span.service == "tercet-router")
+    assert [by_id[link].name for link in send.links] == ["prep_recv"]
+    assert root.attributes["gen_ai.usage.output_tokens"] == 8

@@ -12,6 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec import Meta
 
+from tercet.cluster.up_config import UpConfig
+from tercet.logs import EngineLog
 from tercet.protocol import BadRequest
 from tercet.settings import (
     EngineAddress,
@@ -26,6 +28,9 @@ from tercet.settings import (
     read_yaml,
 )
 from tercet.settings.declaration import near
+from tercet.vllm_plugin.start.plugin_settings import PluginSettings
+from tercet_gateway.gateway_settings import ModelRouterConfig, PickerConfig, SidecarConfig
+from tercet_planner.planner_settings import PlannerConfig
 
 
 class LiveRouters(Settings, frozen=True):
@@ -232,3 +237,20 @@ def test_seconds_are_a_number_that_json_can_say(given: str, why: str) -> None:
     engines = (EngineAddress("e", "http://e"),)
     with pytest.raises(BadRequest, match=f"request-timeout: must be {why}"):
         RouterConfig(engines=engines, request_timeout_s=float(given))
+
+
+# The number of settings: what operators have no use for is a constant.
+
+OF_PROCESSES = (
+    RouterConfig, UpConfig, PluginSettings, EngineLog, PickerConfig, SidecarConfig, ModelRouterConfig, PlannerConfig,
+)  # fmt: skip
+
+
+def test_processes_have_at_most_150_settings() -> None:
+    names = {each.key.replace("_", "-") for kind in OF_PROCESSES for each in declared(kind)}
+    assert len(names) <= 150
+
+
+def test_a_field_without_a_description_is_a_constant() -> None:
+    assert "wait-for-engine" not in {each.key for each in declared(RouterConfig)}
+    assert RouterConfig(await_engines=True, wait_for_engine_s=1.0).wait_for_engine_s == 1.0

@@ -3,19 +3,33 @@
 from __future__ import annotations
 
 import importlib
+import logging
 import os
 import shutil
+import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch._inductor
+import vllm.env_override
 from vllm.tokenizers.registry import cached_get_tokenizer
+from vllm.utils.import_utils import resolve_obj_by_qualname
 
 from tercet.cluster.model import resolve_model
 from tercet.settings.process_settings import PARALLEL_TOKENIZERS
 from tercet.vllm_plugin.start import before_forks
-from tercet.vllm_plugin.start.before_forks import check_hooks, forget_changed_tokenizer, load_tokenizer
+from tercet.vllm_plugin.start import before_forks as module
+from tercet.vllm_plugin.start.before_forks import (
+    LOWERING,
+    check_hooks,
+    forget_changed_tokenizer,
+    light_import,
+    load_tokenizer,
+)
+from tercet.vllm_plugin.start.process_output import OF_WORKERS, log_stages_of_workers
 
 hf: Any = importlib.import_module("vllm.renderers.hf")
 
@@ -82,3 +96,105 @@ def test_a_vllm_that_does_not_match_is_left_to_who_requires_it(monkeypatch: pyte
     monkeypatch.setattr(before_forks, "require_hooks", refuse)
     check_hooks("engine", "frontend")
     assert asked == ["engine", "frontend"]
+
+
+# vLLM's import without PyTorch's compiler.
+
+
+@pytest.fixture
+def unloaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As before vLLM's import: Inductor's module is not there."""
+    monkeypatch.delitem(sys.modules, LOWERING, raising=False)
+    monkeypatch.delattr(torch._inductor, "lowering", raising=False)
+
+
+@pytest.mark.usefixtures("unloaded")
+def test_vllms_list_of_operators_does_not_import_the_compiler() -> None:
+    patching: Any = vllm.env_override
+    with light_import(compiles=False):
+        patching._patch_inductor_fallback_allow_list()
+        placeholder = sys.modules[LOWERING]
+        assert isinstance(vars(placeholder)["FALLBACK_ALLOW_LIST"], SimpleNamespace)
+        assert not hasattr(placeholder, "__file__"), "the real module has a file"
+    assert LOWERING not in sys.modules, "who needs it imports the real one"
+
+
+@pytest.mark.usefixtures("unloaded")
+def test_a_process_that_compiles_imports_it_as_vllm_does() -> None:
+    with light_import(compiles=True):
+        assert LOWERING not in sys.modules
+
+
+def test_a_module_that_is_already_there_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    there = SimpleNamespace()
+    monkeypatch.setitem(sys.modules, LOWERING, there)  # pyright: ignore[reportArgumentType]
+    with light_import(compiles=False):
+        assert sys.modules[LOWERING] is there
+    assert sys.modules[LOWERING] is there
+    assert module.RESAMPLING in sys.modules
+
+
+# What an engine's first worker logs while it loads, and that vLLM's own class stays as it is.
+
+OWN = f"{__name__}.Worker"
+
+
+class Worker:
+    """A worker of a platform; it compiles nothing by itself."""
+
+    def __init__(self, rank: int, enforce_eager: bool = False) -> None:
+        self.rank, self.model_config = rank, SimpleNamespace(enforce_eager=enforce_eager)
+
+    def init_device(self) -> str:
+        return "device"
+
+    def load_model(self, *, dummy: bool = False) -> bool:
+        return dummy
+
+    def compile_or_warm_up_model(self) -> float:
+        return 0.5
+
+
+def handed_to_vllm(name: str) -> Any:
+    config: Any = SimpleNamespace(parallel_config=SimpleNamespace(worker_cls=name))
+    log_stages_of_workers(config)
+    once = config.parallel_config.worker_cls
+    log_stages_of_workers(config)
+    assert config.parallel_config.worker_cls == once
+    return resolve_obj_by_qualname(once)
+
+
+@pytest.mark.parametrize(("eager", "last"), [(False, "compilation"), (True, "warm-up")])
+def test_the_first_worker_logs_each_stage_as_it_begins(
+    eager: bool, last: str, caplog: pytest.LogCaptureFixture
+) -> None:  # fmt: skip
+    caplog.set_level(logging.INFO, logger="tercet")
+    worker, other = handed_to_vllm(OWN)(0, eager), handed_to_vllm(OWN)(1, eager)
+    assert (worker.init_device(), worker.load_model(dummy=True), worker.compile_or_warm_up_model()) == (
+        "device", True, 0.5,
+    )  # fmt: skip
+    assert other.init_device() == "device"
+    assert caplog.messages == [f"stage: {stage}" for stage in ("device", "weights", last)]
+
+
+def test_a_worker_gets_no_stage_that_it_does_not_have() -> None:
+    ours = handed_to_vllm(OWN)
+    assert ours is handed_to_vllm(OWN)
+    assert issubclass(ours, Worker)
+    assert {method for method in OF_WORKERS if hasattr(ours, method)} == set(OF_WORKERS) & set(vars(Worker))
+    assert vars(ours).keys() & vars(Worker).keys() >= {"init_device", "load_model", "compile_or_warm_up_model"}
+
+
+def test_workers_of_vllm_are_found_by_the_names_that_platforms_give() -> None:
+    name = "vllm.v1.worker.cpu_worker.CPUWorker"
+    vllms = resolve_obj_by_qualname(name)
+    before = dict(vars(vllms))
+    ours = handed_to_vllm(name)
+    assert (ours.__bases__, ours.__name__) == ((vllms,), "CPUWorker")
+    assert all(hasattr(ours, method) for method in OF_WORKERS)
+    assert dict(vars(vllms)) == before
+
+
+def test_a_name_that_is_none_of_these_is_refused_as_python_does() -> None:
+    with pytest.raises(AttributeError, match="nothing"):
+        resolve_obj_by_qualname("tercet.vllm_plugin.start.process_output.nothing")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import heapq
 import threading
 import time
 from collections.abc import Mapping
@@ -12,8 +13,14 @@ from typing import Any
 import pytest
 import torch
 import xgrammar
+from hypothesis import given
+from hypothesis import strategies as st
+from vllm.sampling_params import RequestOutputKind
+from vllm.v1.engine import EngineCoreOutput, FinishReason
+from vllm.v1.engine.output_processor import RequestOutputCollector
 from vllm.v1.structured_output.backend_types import StructuredOutputOptions
 
+from tercet.protocol import BadRequest, GrammarsBusy
 from tercet.vllm_plugin.core import grammar_time
 from tercet.vllm_plugin.core.grammar_process import LONG_SECONDS, MOST_LONG, NO_TEXT, TOO_SLOW, TryJob
 from tercet.vllm_plugin.core.grammar_time import (
@@ -22,22 +29,26 @@ from tercet.vllm_plugin.core.grammar_time import (
     LONGEST_REASON,
     LONGEST_WAIT_SECONDS,
     LOST,
+    MOST_VERDICTS,
     MOST_WAITING,
     REFUSED,
     UNTRIED,
     BoundedGrammars,
+    GrammarQueue,
     GrammarRefused,
     GrammarUntried,
     StructurePace,
+    Try,
     TryOutcome,
     WatchedGrammar,
     reason_of,
     require_beginning,
     with_reasons,
 )
+from tercet.vllm_plugin.edge import llm_requests
+from tercet.vllm_plugin.edge.llm_requests import StructureRefused, StructureUntried, _as_ours, failure_of
 from tests.longest_wait import LONGEST_WAIT_S, wait_until
 
-pytestmark = pytest.mark.vllm
 VOCABULARY = [b"\x00", *(bytes([letter]) for letter in range(32, 127)), b"</s>"]
 
 
@@ -376,3 +387,151 @@ def test_the_output_of_a_request_whose_grammar_failed_has_the_reason(error: Exce
 
 def test_a_reason_is_bounded() -> None:
     assert len(reason_of(RuntimeError("x" * 100_000))) == LONGEST_REASON
+
+
+# Failures of structured outputs in the API server: a request's queue gets them, and nothing after them.
+
+
+def ended(reason: FinishReason | None, stop_reason: int | str | None) -> EngineCoreOutput:
+    return EngineCoreOutput("r", [], finish_reason=reason, stop_reason=stop_reason)
+
+
+@pytest.mark.parametrize(
+    ("output", "expected"),
+    [
+        (ended(FinishReason.ERROR, REFUSED + "structured_outputs: too slow"), StructureRefused),
+        (ended(FinishReason.ERROR, UNTRIED + "structured_outputs: later"), StructureUntried),
+        (ended(FinishReason.ERROR, None), type(None)),
+        (ended(FinishReason.ERROR, "else"), type(None)),
+        (ended(FinishReason.STOP, REFUSED), type(None)),  # a client's stop text
+        (ended(FinishReason.STOP, 7), type(None)),
+        (ended(None, None), type(None)),
+    ],
+)
+def test_only_an_error_with_the_cores_reason_is_a_failure(output: EngineCoreOutput, expected: type) -> None:
+    assert isinstance(failure_of(output), expected)
+
+
+async def test_the_queue_has_the_failure_and_not_the_output_behind_it() -> None:
+    queue = RequestOutputCollector(RequestOutputKind.DELTA, "r")
+    processor = SimpleNamespace(request_states={"r": SimpleNamespace(queue=queue)})
+
+    def process(processor: Any, outputs: list[Any], more: int) -> int:
+        queue.put(SimpleNamespace())  # type: ignore[arg-type]
+        return more
+
+    output = ended(FinishReason.ERROR, REFUSED + "structured_outputs: too slow")
+    gone = EngineCoreOutput("gone", [], finish_reason=FinishReason.ERROR, stop_reason=UNTRIED)
+    assert llm_requests._process(process, processor, [gone, output], 3) == 3
+    with pytest.raises(StructureRefused, match="structured_outputs: too slow"):
+        await queue.get()
+
+
+def test_verbs_get_them_as_their_own_errors() -> None:
+    refused, untried = _as_ours(StructureRefused("no")), _as_ours(StructureUntried("later"))
+    assert (type(refused), refused.message, refused.param) == (BadRequest, "no", "structured_outputs")
+    assert (type(untried), untried.message, untried.status) == (GrammarsBusy, "later", 503)
+    assert untried.retry_after
+
+
+# The order in which grammars are tried: cheap ones do not wait for expensive ones.
+
+LAST = len(LIMITS) - 1
+
+
+def run(queue: GrammarQueue, costs: dict[str, float]) -> dict[str, float]:
+    """Run all tries in virtual time, each with the CPU seconds that the grammar costs; return when each ended."""
+    now, ended = 0.0, dict[str, float]()
+    running: list[tuple[float, int, Try]] = []
+    count = 0
+    while len(queue):
+        while (tried := queue.next_try()) is not None:
+            count += 1
+            heapq.heappush(running, (now + min(costs[str(tried.key)], tried.limit), count, tried))
+        assert len(running) <= queue.places
+        assert sum(each.level == LAST for _, _, each in running) <= max(1, queue.places - 1)
+        now, _, tried = heapq.heappop(running)
+        outcome = TryOutcome.FINE if costs[str(tried.key)] <= tried.limit else TryOutcome.OVER_LIMIT
+        if queue.ended(tried, outcome):
+            ended[str(tried.key)] = now
+    return ended
+
+
+def test_a_usual_grammar_does_not_wait_for_twenty_expensive_ones() -> None:
+    queue = GrammarQueue()
+    for number in range(20):
+        queue.add(f"poison {number}", 1.0)
+    queue.add("usual", 2.0)
+    queue.add("large", 300.0)
+    costs = {f"poison {number}": 100.0 for number in range(20)} | {"usual": 0.05, "large": 0.9}
+    ended = run(queue, costs)
+    assert ended["usual"] < 20 * LIMITS[0]
+    assert ended["large"] < 20 * sum(LIMITS[:2])
+    assert queue.verdict("usual") == queue.verdict("large") == ""
+    assert all(queue.verdict(f"poison {number}") for number in range(20))
+
+
+@given(
+    st.dictionaries(st.text("abc", max_size=3), st.tuples(st.floats(0, 20), st.floats(0, 9)), max_size=12),
+    st.integers(1, 4),
+)
+def test_each_grammar_has_the_verdict_of_its_own_cost(grammars: dict[str, tuple[float, float]], places: int) -> None:
+    queue = GrammarQueue(places)
+    for key, (_, price) in grammars.items():
+        queue.add(key, price)
+    assert run(queue, {key: cost for key, (cost, _) in grammars.items()}).keys() == grammars.keys()
+    assert {key: queue.verdict(key) == "" for key in grammars} == {k: c <= LIMITS[-1] for k, (c, _) in grammars.items()}
+
+
+def test_the_cheaper_one_is_first() -> None:
+    queue = GrammarQueue(places=1)
+    queue.add("dear", 9.0)
+    queue.add("cheap", 1.0)
+    tried = queue.next_try()
+    assert tried == Try("cheap", 0)
+    assert queue.next_try() is None
+    assert tried is not None
+    assert queue.ended(tried, TryOutcome.REFUSED, "no text matches")
+    assert queue.verdict("cheap") == "no text matches"
+
+
+def test_a_grammar_that_is_lost_is_tried_once_more_and_has_no_verdict_then() -> None:
+    queue = GrammarQueue()
+    queue.add("a", 0)
+    assert not queue.ended(queue.next_try(), TryOutcome.LOST)  # pyright: ignore[reportArgumentType]
+    assert queue.ended(queue.next_try(), TryOutcome.LOST)  # pyright: ignore[reportArgumentType]
+    assert queue.verdict("a") is None
+    assert len(queue) == 0
+
+
+def test_a_full_queue_gives_up_what_it_would_try_last() -> None:
+    queue = GrammarQueue(places=1)
+    queue.add("tried twice", 0.0)
+    tried = queue.next_try()
+    assert tried is not None
+    assert [queue.add(number, 1.0 + number) for number in range(MOST_WAITING - 1)] == [None] * (MOST_WAITING - 1)
+    assert not queue.ended(tried, TryOutcome.OVER_LIMIT)
+    assert queue.add("tried twice", 0.0) is None
+    assert queue.add("usual", 5.0) == "tried twice"
+    assert queue.add("usual", 5.0) is None
+    assert queue.add("dearest", 1e9) == "dearest"
+    assert queue.add("cheap", 1.0) == MOST_WAITING - 2
+    assert len(queue) == MOST_WAITING
+
+
+def test_what_no_request_needs_any_more_is_dropped_unless_it_is_tried_now() -> None:
+    queue = GrammarQueue(places=1)
+    queue.add("a", 0)
+    queue.add("b", 1)
+    assert queue.next_try() == Try("a", 0)
+    assert (queue.drop("a"), queue.drop("b"), queue.drop("b")) == (False, True, False)
+    assert len(queue) == 1
+
+
+@pytest.mark.parametrize("more", [0, 3])
+def test_the_oldest_verdicts_are_forgotten(more: int) -> None:
+    queue = GrammarQueue()
+    for number in range(MOST_VERDICTS + more):
+        queue.decide(number, "")
+    assert [queue.verdict(number) for number in range(more)] == [None] * more
+    assert queue.verdict(more) == ""

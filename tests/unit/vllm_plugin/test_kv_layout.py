@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
+import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from vllm.model_executor.layers.mamba.mamba_utils import MambaStateDtypeCalculator, MambaStateShapeCalculator
 from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
 from vllm.v1.kv_cache_interface import (
@@ -20,15 +24,19 @@ from vllm.v1.kv_cache_interface import (
     MambaSpec,
     MLAAttentionSpec,
 )
+from vllm.v1.kv_cache_layout import KVCacheLayout
 
-from tercet.protocol import KVLayout, LayoutMismatch
-from tercet.transport.region import HeadSlice, RankRoute, routes
+from tercet.protocol import KVLayout, LayoutMismatch, TransferFailed
+from tercet.transport import BlockOrder, RegionShape, shape_of
+from tercet.transport.region import HeadSlice, RankRoute, rearranged, routes
+from tercet.transport.staged import StagedMemory
+from tercet.transport.torch_blocks import TorchBlocks
 from tercet.vllm_plugin.core.cache_groups import require_movable_groups, state_layers
 from tercet.vllm_plugin.differences import ZEROED_BY_BLOCK
 from tercet.vllm_plugin.hooks import UnsupportedVLLM
 from tercet.vllm_plugin.start import start_checks
 from tercet.vllm_plugin.worker.kv_layout import AllStages, StageContents, layout_of, packing_of
-from tercet.vllm_plugin.worker.kv_planes import LayerPlanes, StepLayers, order_of
+from tercet.vllm_plugin.worker.kv_planes import LayerPlanes, StepLayers, is_in_blocks, order_of
 
 BLOCK, BLOCKS = 16, 8
 LATENT = MLAAttentionSpec(block_size=BLOCK, num_kv_heads=1, head_size=576, dtype=torch.bfloat16)
@@ -249,3 +257,188 @@ def test_prefixes_are_matched_in_whole_blocks() -> None:
         start_checks.require_whole_blocks(config(8))
     start_checks.require_whole_blocks(config(None))
     start_checks.require_whole_blocks(config(BLOCK))
+
+
+# What pipeline stages hold, put together: the layout that every rank of an engine has.
+
+HELD_BLOCKS = 4
+
+
+def stage(groups: list[list[str]], apart: bool = False, width: int = 8) -> StageContents:
+    """A worker's; ``apart``: keys and values are."""
+    shape = (2, HELD_BLOCKS, width) if apart else (HELD_BLOCKS, width)
+    caches = {name: torch.zeros(shape) for names in groups for name in names}
+    return StageContents.of(groups, LayerPlanes(caches, HELD_BLOCKS, groups))
+
+
+def test_one_stage_is_not_spoken_of() -> None:
+    alone = AllStages([stage([["l.0", "l.1"], ["l.2"]])])
+    assert (alone.layers, alone.plane_counts) == ([2, 1], ())
+
+
+@pytest.mark.parametrize("apart", [False, True])
+def test_stages_are_the_model_cut_up(apart: bool) -> None:
+    whole = AllStages([stage([["l.0", "l.3"], ["l.1", "l.2"]], apart)])
+    cut = AllStages([stage([["l.0"], ["l.1"]], apart), stage([["l.3"], ["l.2"]], apart)])
+    assert cut.layers == whole.layers == [2, 2]
+    assert cut.order == whole.order
+    planes = 2 if apart else 1
+    assert cut.plane_counts == ((planes, planes), (planes, planes))
+
+
+def test_a_stage_may_have_no_layers_of_a_group() -> None:
+    cut = AllStages([stage([["l.0", "l.1"], []]), stage([["l.2"], ["l.3"]])])
+    assert cut.plane_counts == ((2, 0), (1, 1))
+    assert cut.order == AllStages([stage([["l.0", "l.1", "l.2"], ["l.3"]])]).order
+
+
+def test_layers_in_another_order_are_other_layers() -> None:
+    orders = {
+        AllStages([stage([["l.0", "l.1"]])]).order,
+        AllStages([stage([["l.1", "l.0"]])]).order,
+        AllStages([stage([["l.1"]]), stage([["l.0"]])]).order,
+        AllStages([stage([["l.0"], ["l.1"]])]).order,
+        AllStages([stage([["l.0", "l.1"]], apart=True)]).order,
+    }
+    assert len(orders) == 4  # the second and the third are the same
+
+
+def test_blocks_of_different_sizes_are_refused() -> None:
+    with pytest.raises(UnsupportedVLLM, match="different sizes"):
+        AllStages([stage([["l.0"]]), stage([["l.1"]], width=16)])
+
+
+# Every arrangement that vLLM has for its caches, in real tensors on the host: mapped onto each other, or refused.
+
+LAYERS, TENSOR_BLOCKS = 3, 6
+IN_BLOCKS = [layout for layout in KVCacheLayout if layout.is_block_compact]
+# Heads, tokens, numbers of one token in one head, and their type: what backends keep in a block.
+CONTENTS = {
+    "FlashAttention, FlashInfer, Triton": (4, 16, 2 * 8, torch.bfloat16),
+    "fp8 with a scale beside each token's head": (4, 16, 2 * 8 + 4, torch.uint8),
+    "fp8": (2, 8, 2 * 8, torch.uint8),
+    "MLA, one latent": (1, 16, 72, torch.bfloat16),
+    "float32": (3, 4, 10, torch.float32),
+}
+Content = tuple[int, int, int, torch.dtype]
+
+
+def cache(layout: KVCacheLayout, content: Content, seed: int) -> list[torch.Tensor]:
+    """Each layer's cache as kernels see it, ``(blocks, heads, tokens, content)``, in one allocation like vLLM's."""
+    heads, tokens, width, dtype = content
+    logical = (LAYERS, TENSOR_BLOCKS, heads, tokens, width)
+    sizes = [logical[dim] for dim in layout.stride_order]
+    random = torch.Generator().manual_seed(seed)
+    nbytes = int(np.prod(sizes)) * dtype.itemsize
+    physical = torch.randint(0, 256, (nbytes,), dtype=torch.uint8, generator=random).view(dtype).view(sizes)
+    back = [layout.stride_order.index(dim) for dim in range(5)]
+    return list(physical.permute(back))
+
+
+def memory_of(layers: list[torch.Tensor]) -> StagedMemory:
+    """A rank with this cache in the device's role."""
+    order, block_bytes = order_of(layers[0], TENSOR_BLOCKS), layers[0].nbytes // TENSOR_BLOCKS
+    shape = described(layers)
+    planes = [as_blocks(layer, block_bytes) for layer in layers]
+    chunk = LAYERS * TENSOR_BLOCKS * block_bytes
+    return StagedMemory(TorchBlocks(planes, chunk, order), shape, chunk)
+
+
+def as_blocks(layer: torch.Tensor, block_bytes: int) -> torch.Tensor:
+    """As an agent has it, that knows no more than where blocks are."""
+    whole = torch.empty(0, dtype=torch.uint8).set_(layer.untyped_storage())
+    size = layer.itemsize
+    return whole.as_strided(
+        (TENSOR_BLOCKS, block_bytes), (layer.stride(0) * size, 1), int(layer.storage_offset()) * size
+    )
+
+
+def described(layers: list[torch.Tensor]) -> RegionShape:
+    block_bytes = layers[0].nbytes // TENSOR_BLOCKS
+    return shape_of([block_bytes * TENSOR_BLOCKS] * LAYERS, TENSOR_BLOCKS, block_bytes)
+
+
+def bits(tensor: torch.Tensor) -> torch.Tensor:
+    """For comparison: random bytes are no numbers, and not equal to themselves."""
+    return tensor.contiguous().view(torch.uint8)
+
+
+@pytest.mark.parametrize("content", CONTENTS.values(), ids=CONTENTS)
+@pytest.mark.parametrize(("theirs", "ours"), [*itertools.product(IN_BLOCKS, IN_BLOCKS)], ids=lambda each: each.name)
+@settings(max_examples=5, deadline=None)
+@given(data=st.data())
+def test_two_caches_in_different_order_exchange_blocks(
+    theirs: KVCacheLayout, ours: KVCacheLayout, content: Content, data: st.DataObject
+) -> None:
+    source, target = cache(theirs, content, 1), cache(ours, content, 2)
+    sources = data.draw(st.permutations(range(TENSOR_BLOCKS)))[: data.draw(st.integers(1, TENSOR_BLOCKS))]
+    targets = data.draw(st.permutations(range(TENSOR_BLOCKS)))[: len(sources)]
+    expected = [layer.clone() for layer in target]
+    for layer in range(LAYERS):
+        for there, here in zip(sources, targets, strict=True):
+            expected[layer][here] = source[layer][there]
+    sender, receiver = memory_of(source), memory_of(target)
+    order = rearranged(order_of(source[0], TENSOR_BLOCKS), order_of(target[0], TENSOR_BLOCKS))
+    size, room = described(source).block_bytes, receiver.room()
+    with sender.reading(range(LAYERS), np.array(sources), 0, size) as found:
+        owner = found._owners
+        assert isinstance(owner, memoryview)
+        room.bytes[: len(owner)] = owner
+    receiver.put(room, range(LAYERS), np.array(targets), 0, size, order)
+    for got, wanted in zip(target, expected, strict=True):
+        assert torch.equal(bits(got), bits(wanted))
+
+
+@pytest.mark.parametrize("content", CONTENTS.values(), ids=CONTENTS)
+@pytest.mark.parametrize("layout", KVCacheLayout, ids=lambda each: each.name)
+def test_a_cache_is_taken_if_its_blocks_are_runs_of_bytes(layout: KVCacheLayout, content: Content) -> None:
+    (layer, *_) = cache(layout, content, 1)
+    one_head = content[0] == 1  # then there is nothing between a block's tokens
+    assert is_in_blocks(layer, TENSOR_BLOCKS) is (layout in IN_BLOCKS or one_head)
+
+
+@pytest.mark.parametrize("layout", IN_BLOCKS, ids=lambda each: each.name)
+def test_the_order_is_vllms(layout: KVCacheLayout) -> None:
+    content = CONTENTS["FlashAttention, FlashInfer, Triton"]
+    order = order_of(cache(layout, content, 1)[0], TENSOR_BLOCKS)
+    assert order == BlockOrder("HN" if "HNC" in layout.name else "NH", 4, 16, 32)
+
+
+def test_blocks_that_a_kernel_cuts_smaller_are_one_where_they_follow_one_another() -> None:
+    compact = torch.zeros(TENSOR_BLOCKS * 4, 2, 8, 16)
+    assert is_in_blocks(compact, TENSOR_BLOCKS)
+    assert order_of(compact, TENSOR_BLOCKS) is None
+    beside_others = torch.zeros(TENSOR_BLOCKS * 4, LAYERS, 2, 8, 16)[:, 1]
+    assert not is_in_blocks(beside_others, TENSOR_BLOCKS)
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"heads": 8}, "heads is 8 there and 4 here"),
+        ({"tokens": 32}, "tokens is 32 there and 16 here"),
+        ({"item_bytes": 16}, "item_bytes is 16 there and 32 here"),
+    ],
+)
+def test_other_items_are_refused_with_the_difference(change: dict[str, int], says: str) -> None:
+    ours = BlockOrder("HN", 4, 16, 32)
+    fields = {"order": "NH", "heads": 4, "tokens": 16, "item_bytes": 32, **change}
+    with pytest.raises(TransferFailed, match=says):
+        rearranged(BlockOrder(**fields), ours)  # type: ignore[arg-type]
+
+
+def test_a_block_that_one_side_does_not_describe_is_refused() -> None:
+    with pytest.raises(TransferFailed, match="does not describe"):
+        rearranged(None, BlockOrder("HN", 4, 16, 32))
+
+
+@pytest.mark.parametrize("sizes", [(1, 16), (8, 1)])
+def test_with_one_head_or_one_token_there_is_one_order(sizes: tuple[int, int]) -> None:
+    assert rearranged(BlockOrder("HN", *sizes, 32), BlockOrder("NH", *sizes, 32)) is None
+
+
+def test_planes_of_a_layer_are_those_of_its_cache() -> None:
+    layers = {f"layer.{index}": torch.zeros(TENSOR_BLOCKS, 2, 8, 16) for index in range(LAYERS)}
+    planes = LayerPlanes(layers, TENSOR_BLOCKS, [list(layers)])
+    assert (planes.block_bytes, planes.device.type) == (2 * 8 * 16 * 4, "cpu")
+    assert planes.block_stride(planes.tensors[0]) == planes.block_bytes

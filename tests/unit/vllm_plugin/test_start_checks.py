@@ -3,25 +3,34 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from argparse import Namespace
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 from vllm.config import VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.engine.arg_utils import AsyncEngineArgs, EngineArgs
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
+from tercet.cluster.engine_command import EngineSpec, engine_env, flags_argv
 from tercet.cluster.model import resolve_model
+from tercet.protocol import BadRequest
 from tercet.settings import SECRET_VARIABLE
 from tercet.settings.process_settings import API_KEY_VARIABLE
+from tercet.vllm_plugin.connector import TercetConnector
 from tercet.vllm_plugin.differences import cli_args
+from tercet.vllm_plugin.hooks import UnsupportedVLLM
+from tercet.vllm_plugin.start import start_checks
+from tercet.vllm_plugin.start.process_output import refuse_in_a_sentence
 from tercet.vllm_plugin.start.siblings_config import settings_of, with_siblings
-from tercet.vllm_plugin.start.start_checks import check_before_loading
+from tercet.vllm_plugin.start.start_checks import check_before_loading, require_both_roles, require_memory_that_stays
 
 make_arg_parser = cli_args().make_arg_parser
 
@@ -242,3 +251,103 @@ def test_siblings_are_made_by_a_multi_connector(sibling: str, in_groups: bool, t
     assert other == {"kv_connector": sibling, "kv_role": "kv_both"}
     assert config.scheduler_config.disable_hybrid_kv_cache_manager is not in_groups
     assert with_siblings(transfer) is transfer, "a config may be made twice of the same arguments"
+
+
+# How an engine must be started for its KV to be moved, and what it is told otherwise.
+
+
+@pytest.mark.parametrize("role", ["kv_producer", "kv_consumer"])
+def test_an_engine_sends_and_receives(role: str) -> None:
+    """By this role vLLM keeps blocks back that a step under way still writes into."""
+
+    def config(role: str) -> Any:
+        return SimpleNamespace(kv_transfer_config=SimpleNamespace(kv_role=role))
+
+    require_both_roles(config("kv_both"))
+    with pytest.raises(UnsupportedVLLM, match=rf"kv_role is '{role}'.*set it to 'kv_both'"):
+        require_both_roles(config(role))
+
+
+def test_kv_stays_where_it_is_mapped(monkeypatch: pytest.MonkeyPatch) -> None:
+    config: Any = SimpleNamespace(model_config=SimpleNamespace(enable_cumem_allocator=True))
+    require_memory_that_stays(config)  # on a CPU, vLLM takes none away
+    monkeypatch.setattr(start_checks, "current_platform", SimpleNamespace(is_cpu=lambda: False))
+    with pytest.raises(UnsupportedVLLM, match="--enable-sleep-mode"):
+        require_memory_that_stays(config)
+    config.model_config.enable_cumem_allocator = False
+    require_memory_that_stays(config)
+    assert not TercetConnector.supports_sleep_mode(None)
+
+
+# What vLLM's parser says of wrong flags, once it says it in a sentence.
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        (["--max-model-length", "3"], "unrecognized arguments: --max-model-length 3; did you mean --max-model-len?"),
+        (["--zzz"], "unrecognized arguments: --zzz; `vllm serve --help=all` lists them"),
+        (["--max-model-len", "many"], "argument --max-model-len: invalid int value: 'many'"),
+        (["stray"], "unrecognized arguments: stray"),
+    ],
+)
+def test_a_wrong_flag_is_one_line(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], given: list[str], says: str
+) -> None:
+    monkeypatch.setattr(FlexibleArgumentParser, "error", FlexibleArgumentParser.error)
+    refuse_in_a_sentence()
+    parser = FlexibleArgumentParser()
+    parser.add_argument("--max-model-len", type=int)
+    with pytest.raises(BadRequest) as raised:
+        parser.parse_args(given)
+    assert raised.value.message == f"flags for vLLM: {says}"
+    assert capfd.readouterr() == ("", "")
+
+
+# An engine's flags as vLLM checks them in a process of their own: refused in one line, and nothing is loaded.
+
+PARSER = str(Path(__file__).resolve().parents[2] / "engines" / "thinking_parser.py")
+
+
+def spec_with(*flags: str) -> EngineSpec:
+    return EngineSpec(
+        name="decode-0",
+        model=resolve_model("smollm2"),
+        served_model_name="smollm2",
+        host="127.0.0.1",
+        port=8001,
+        built_in=True,
+        cores=(0,),
+        extra_args=flags,
+    )
+
+
+def test_only_what_a_user_chose_is_checked() -> None:
+    plain = spec_with()
+    assert flags_argv(plain) == []
+    assert flags_argv(msgspec.structs.replace(plain, simulate="any", built_in=False)) == []
+    for chosen in (
+        spec_with("--max-num-seqs", "8"),
+        msgspec.structs.replace(plain, dtype="float32"),
+        msgspec.structs.replace(plain, built_in=False),
+    ):
+        assert flags_argv(chosen)[3:5] == ["--model", plain.model]
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["--max-model-len", "-5"], "tercet: --max-model-len: Input should be greater"),
+        (["--max-model-length", "5"], "tercet: flags for vLLM: unrecognized arguments: --max-model-length"),
+        (["--max-num-seqs", "8"], ""),
+        (["--reasoning-parser", "until-full-stop", "--reasoning-parser-plugin", PARSER], ""),
+    ],
+    ids=["value", "name", "accepted", "parser of the user"],
+)
+def test_vllm_says_it_in_one_line(flags: list[str], said: str, tmp_path: Path) -> None:
+    spec = spec_with(*flags)
+    env = {**os.environ, **engine_env(spec)}
+    done = subprocess.run(flags_argv(spec), capture_output=True, text=True, env=env, cwd=tmp_path, timeout=200)
+    assert done.returncode == (2 if said else 0), done.stderr[-3000:]
+    assert not said or done.stderr.splitlines()[-1].startswith(said)

@@ -8,20 +8,42 @@ from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
+import httpx
 import msgspec
 import pytest
+from fastapi import FastAPI
+from vllm import exceptions
+from vllm.exceptions import GenerationError, VLLMValidationError
+from vllm.sampling_params import RequestOutputKind
+from vllm.v1.engine.output_processor import RequestOutputCollector
 
 from tercet.aio import TaskSet
 from tercet.engine.agents import AgentCalls
 from tercet.engine.edge import Edge
-from tercet.engine.interface import EngineDescription, PinnedPrefix
+from tercet.engine.interface import EngineDescription, KeyedPrompt, PinnedPrefix
 from tercet.engine.liveness_probe import LivenessProbe
 from tercet.engine.verbs import remote_send
-from tercet.protocol import BadRequest, KVAddrInfo, RankAddress, UnknownSequence, Usage, content_of, packed
-from tercet.protocol.wire import RemoteSendCall
+from tercet.protocol import (
+    BadRequest,
+    EngineError,
+    KVAddrInfo,
+    Output,
+    RankAddress,
+    TercetError,
+    UnknownSequence,
+    Usage,
+    content_of,
+    packed,
+)
+from tercet.protocol.access import Callers, Prover, digest_of
+from tercet.protocol.wire import ReleaseCall, RemoteSendCall
 from tercet.transport import Push, SendDone
+from tercet.vllm_plugin import endpoint
+from tercet.vllm_plugin.core.connector_messages import TercetParams
 from tercet.vllm_plugin.core.core_methods import CoreCalls, end_send, push_cached, push_longest
-from tercet.vllm_plugin.edge.llm_requests import LLMGeneration
+from tercet.vllm_plugin.edge.llm_requests import LLMGeneration, LLMRequest
+from tercet.vllm_plugin.endpoint import TercetEndpoints, _call
+from tercet.vllm_plugin.start.plugin_settings import MAX_REQUEST_BYTES, parse_settings
 from tests.longest_wait import LONGEST_WAIT_S
 
 from .tiny_engine import LAYOUT, NO_ADAPTERS, FakeAgent
@@ -180,3 +202,220 @@ async def test_cached_only_has_no_first_token() -> None:
     with pytest.raises(BadRequest, match="cached_only: computes nothing"):
         await remote_send(found.edge, msgspec.structs.replace(SEND, cached_only=True, sample=True))
     found.edge.reports._task.cancel()
+
+
+# How large the body of a verb may be, and what a caller is told of one that is larger.
+
+MOST = 1000
+PATHS = ("prep_recv", "remote_send", "start_generate", "connect", "abort", "release", "sequences/x/move", "adapters")
+
+
+@pytest.fixture
+def app() -> FastAPI:
+    """An engine's server, of which the verbs are never reached."""
+    found = FastAPI()
+    TercetEndpoints().attach_router(found)
+    found.state.tercet = SimpleNamespace(edge=SimpleNamespace(incarnation="i"))
+    found.state.tercet_callers = Callers(())
+    found.state.tercet_prefillers = None
+    found.state.tercet_max_request_bytes = MOST
+    return found
+
+
+async def sent(app: FastAPI, path: str, body: Any) -> httpx.Response:
+    transport = httpx.ASGITransport(app)
+    async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
+        return await client.post(f"/tercet/v1/{path}", content=body)
+
+
+async def in_parts(size: int, part: int = 100) -> Any:
+    for _ in range(-(-size // part)):
+        yield b" " * part
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("announced", [True, False])
+async def test_a_body_that_is_too_large_is_refused_with_the_limit(path: str, announced: bool, app: FastAPI) -> None:
+    answer = await sent(app, path, b" " * (MOST + 1) if announced else in_parts(MOST + 100))
+    error = answer.json()["error"]
+    assert (answer.status_code, error["code"]) == (413, "request_too_large")
+    assert str(MOST) in error["message"]
+    assert "max_request_bytes" in error["message"]
+
+
+@pytest.mark.parametrize("path", PATHS)
+async def test_one_that_is_just_as_large_is_read(path: str, app: FastAPI) -> None:
+    answer = await sent(app, path, in_parts(MOST))
+    assert answer.status_code == 400  # spaces are no call
+
+
+async def test_what_is_read_is_the_call(app: FastAPI) -> None:
+    messages = [
+        {"type": "http.request", "body": b'{"lease":', "more_body": True},
+        {"type": "http.request", "body": b'"l"}', "more_body": False},
+    ]
+
+    async def receive() -> Any:
+        return messages.pop(0)
+
+    request: Any = SimpleNamespace(app=app, receive=receive, headers={}, scope={"headers": []}, state=None)
+    assert msgspec.to_builtins(await _call(request, ReleaseCall)) == {"lease": "l"}
+
+
+async def test_a_packed_call_is_read_as_well() -> None:
+    body = msgspec.msgpack.encode({"lease": "l"})
+
+    async def receive() -> Any:
+        return {"type": "http.request", "body": body, "more_body": False}
+
+    state = SimpleNamespace(tercet_max_request_bytes=MOST)
+    request: Any = SimpleNamespace(
+        app=SimpleNamespace(state=state),
+        receive=receive,
+        headers={},
+        state=None,
+        scope={"headers": [(b"content-type", b"application/msgpack")]},
+    )
+    assert msgspec.to_builtins(await _call(request, ReleaseCall)) == {"lease": "l"}
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize(
+    ("labels", "status"),
+    [([("content-type", "text/json")], 415), ([("content-encoding", "gzip")], 415),
+     ([("content-type", "application/json"), ("content-type", "application/msgpack")], 400)],
+)  # fmt: skip
+async def test_a_call_is_what_its_labels_say_or_refused(path: str, labels: Any, status: int, app: FastAPI) -> None:
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost") as client:
+        answer = await client.post(f"/tercet/v1/{path}", content=b"{}", headers=httpx.Headers(labels))
+    assert (answer.status_code, "content-" in answer.json()["error"]["param"]) == (status, True)
+
+
+def test_the_limit_is_a_setting() -> None:
+    assert parse_settings({}).max_request_bytes == MAX_REQUEST_BYTES
+    assert parse_settings({"max_request_bytes": 5}).max_request_bytes == 5
+
+
+# ---- who calls -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "page",
+    [{"origin": "http://evil.example"}, {"origin": "null"}, {"sec-fetch-site": "cross-site"}, {"host": "evil.example"},
+     {"x-forwarded-for": "10.0.0.1"}, {"content-type": "text/plain"},
+     {"content-type": "application/x-www-form-urlencoded"}],
+)  # fmt: skip
+@pytest.mark.parametrize("path", PATHS)
+async def test_without_a_key_no_page_calls_a_verb(path: str, page: dict[str, str], app: FastAPI) -> None:
+    transport = httpx.ASGITransport(app)
+    async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
+        answer = await client.post(f"/tercet/v1/{path}", content=b"{}", headers=page)
+    assert answer.status_code in (403, 415)
+
+
+@pytest.mark.parametrize("path", PATHS)
+async def test_a_stranger_gets_a_challenge_and_a_member_answers_it(path: str, app: FastAPI) -> None:
+    app.state.tercet_callers = Callers(["secret"])
+    prover, body = Prover("secret"), b"not json"
+    transport = httpx.ASGITransport(app)
+    async with httpx.AsyncClient(transport=transport, base_url="http://engine") as client:
+        answer = await client.post(f"/tercet/v1/{path}", content=body)
+        assert answer.status_code == 401
+        assert prover.meets(answer.headers.get_list("www-authenticate"))
+        headers = prover.headers("POST", f"/{path}", digest_of(body))
+        answer = await client.post(f"/tercet/v1/{path}", content=body, headers=headers)
+        assert answer.status_code == 400  # it is no call
+        headers = prover.headers("POST", f"/{path}", digest_of(body))
+        answer = await client.post(f"/tercet/v1/{path}", content=body + b" ", headers=headers)
+        assert answer.status_code == 401
+
+
+# Errors of vLLM's that end a request on an engine: those of the request are its client's, others are the engine's.
+
+# vLLM 0.31 has no class for it.
+PAUSED: Exception = getattr(exceptions, "RetryableRequestError", GenerationError)(
+    "Generation is paused. Please retry after it resumes."
+)
+ERRORS = [
+    (PAUSED, EngineError),
+    (GenerationError(), EngineError),
+    (VLLMValidationError("Invalid structured outputs"), BadRequest),
+]
+
+
+class Refusing:
+    """A client of vLLM's whose engine ends each request with an error."""
+
+    def __init__(self, error: Exception, queue: RequestOutputCollector | None = None) -> None:
+        self._error, self._queue = error, queue
+
+    async def add_request(self, request_id: str, *_: Any, **__: Any) -> RequestOutputCollector:
+        assert self._queue is not None
+        return self._queue
+
+    async def generate(self, *_: Any, **__: Any) -> AsyncGenerator[Any, None]:
+        raise self._error
+        yield
+
+
+def request_to(client: Any) -> LLMRequest:
+    return LLMRequest(client, KeyedPrompt([1, 2, 3]), {"max_tokens": 4}, TercetParams("token"))
+
+
+@pytest.mark.parametrize(("error", "expected"), ERRORS)
+@pytest.mark.parametrize("early", [False, True])
+async def test_what_ends_a_decoding_request(error: Exception, expected: type[TercetError], early: bool) -> None:
+    queue: Any = RequestOutputCollector(RequestOutputKind.DELTA, "r")
+    taken: list[Any] = []
+    if early:  # while the request is being submitted
+        queue.put(error)
+    await request_to(Refusing(error, queue)).start(taken.append)
+    if not early:
+        queue.put(error)
+    (found,) = taken
+    assert type(found) is expected
+    assert str(error) in found.message
+
+
+@pytest.mark.parametrize(("error", "expected"), ERRORS)
+async def test_what_ends_a_prompt(error: Exception, expected: type[TercetError]) -> None:
+    with pytest.raises(expected, match=str(error)):
+        await request_to(Refusing(error)).first()
+
+
+async def test_an_end_without_a_token_is_the_engines() -> None:
+    class Ending(Refusing):
+        async def generate(self, *_: Any, **__: Any) -> AsyncGenerator[Any, None]:
+            choice = SimpleNamespace(
+                token_ids=(), finish_reason="error", stop_reason=None, logprobs=None, prompt_logprobs=None
+            )
+            yield SimpleNamespace(num_cached_tokens=0, outputs=[choice], prompt_logprobs=None)
+
+    with pytest.raises(EngineError, match="error"):
+        await request_to(Ending(PAUSED)).first()
+
+
+# A caller of the engine that leaves its events unread has its sequence ended.
+
+
+@pytest.mark.parametrize("reads", [True, False])
+async def test_events_that_nobody_reads(reads: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(endpoint, "UNREAD_SECONDS", 60.0 if reads else 0.02)
+    ended = asyncio.Event()
+
+    async def outputs() -> AsyncGenerator[Output, None]:
+        try:
+            yield Output((2,))
+            yield Output((3,), "stop")
+        finally:
+            ended.set()
+
+    rest = outputs()
+    events = endpoint._events(await anext(rest), rest)
+    found = [await anext(events)]
+    if not reads:
+        await asyncio.wait_for(ended.wait(), LONGEST_WAIT_S)
+    found += [event async for event in events]
+    assert ended.is_set()
+    assert (b"read nothing" in found[-1]) is not reads
+    assert (b'"finish_reason":"stop"' in found[-1]) is reads

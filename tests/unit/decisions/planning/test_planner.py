@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
+
 import pytest
 
-from tercet.decisions.planning import Expected, FleetPlan, PlanLimits, demand_of
+from tercet.decisions.planning import MOST_DECODES, Expected, FleetPlan, LearnedCapacity, PlanLimits, demand_of
 from tercet.protocol import BadRequest, EngineError
 from tercet_planner.forecast import Forecast
 from tercet_planner.planner import Planner
@@ -159,3 +162,61 @@ def test_limits_that_contradict_are_refused() -> None:
         PlanLimits(1, 4)
     with pytest.raises(BadRequest, match="planner-max-engines"):
         PlanLimits(4, 3)
+
+
+# The capacity of an engine by a router's own fits.
+
+
+def capacity(kv_tokens: int = 0) -> LearnedCapacity:
+    return LearnedCapacity(
+        lambda tokens: tokens * 2e-5, lambda n, contexts: 5e-3 + 4e-5 * n + 5e-8 * contexts, kv_tokens
+    )
+
+
+@pytest.mark.parametrize(("context", "tpot", "most"), [(1000.0, 0.0142, 102), (0.0, 0.0091, 102), (1000.0, 0.001, 1)])
+def test_as_many_decode_as_a_step_allows(context: float, tpot: float, most: int) -> None:
+    assert capacity().decodes(context, tpot) == most
+
+
+def test_no_more_decode_than_the_cache_holds() -> None:
+    assert capacity(kv_tokens=20_000).decodes(1000.0, 0.0142) == 20
+    assert capacity(kv_tokens=500).decodes(1000.0, 0.0142) == 1
+    assert capacity().decodes(1.0, 100.0) == MOST_DECODES
+
+
+def test_prompts_cost_what_was_learned() -> None:
+    assert capacity().prefill_s(3000) == pytest.approx(0.06)
+
+
+# What a planner serves for an engine-hour of loads that change, against fixed fleets.
+
+LIMITS = PlanLimits(2, 12)
+SECONDS = 5400.0
+
+
+def day(at: float) -> Traffic:
+    """A third of the mean at night, five thirds at noon, three times in the run."""
+    return Traffic(rate=8 * (1 - 2 / 3 * math.cos(6 * math.pi * at / SECONDS)))
+
+
+def tenants(at: float) -> Traffic:
+    """Another tenant comes for the middle of the run, with long prompts."""
+    busy = SECONDS / 3 < at < 2 * SECONDS / 3
+    return Traffic(rate=9, prompt=2500, output=150) if busy else Traffic(rate=4, prompt=400, output=150)
+
+
+@pytest.mark.parametrize(("load", "changes", "gain"), [(day, 36, 1.15), (tenants, 8, 1.2)])
+@pytest.mark.slow
+def test_more_is_served_for_an_engine_hour_than_by_any_fixed_fleet_that_meets_the_objectives(
+    load: Callable[[float], Traffic], changes: int, gain: float
+) -> None:
+    world = PlannedWorld(FleetPlan(3, 3), LIMITS)
+    world.run(SECONDS, load)
+    assert world.share > 0.97
+    unchanged = [
+        world.fixed(FleetPlan(prefill, total - prefill)) for total in range(2, 13) for prefill in range(1, total)
+    ]
+    meeting = [per_hour for share, per_hour in unchanged if share >= 0.98]
+    assert meeting
+    assert world.per_engine_hour > gain * max(meeting)
+    assert len(world.changes) <= changes

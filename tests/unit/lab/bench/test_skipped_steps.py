@@ -15,7 +15,7 @@ from tercet.protocol import Output, Request
 from tercet_lab.sim import EngineOptions, Network, SimEngine, run_virtual
 from tercet_lab.sim.step_selection import DecodingBatch
 from tests.unit.lab.sim.models import is_empty, profile_of
-from tests.unit.lab.sim.test_runs import TIMES
+from tests.unit.lab.sim.test_sequences import TIMES
 
 
 class Heard(NamedTuple):

@@ -6,63 +6,45 @@ import asyncio
 import inspect
 from contextlib import aclosing
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from tercet.fleet import EngineFleet, FleetView, Member, Trace
-from tercet.programs import BUILT_IN, Program, load_program, outputs_of
-from tercet.protocol import BadRequest, EngineUnreachable, Fleet, NoSpace, Output, Request, TransferFailed
+from tercet.fleet import FleetView, Trace
+from tercet.programs import BUILT_IN, load_program, outputs_of
+from tercet.protocol import BadRequest, EngineUnreachable, NoSpace, Output, TransferFailed
+from tests.unit.fakes import FakeEngine
 
-from .fakes import FakeEngine
-
-Pair = tuple[FakeEngine, FakeEngine, EngineFleet]
-
-
-def fleet_of(*engines: tuple[FakeEngine, str]) -> EngineFleet:
-    return EngineFleet([Member(engine.name, "", role, engine) for engine, role in engines])  # type: ignore[arg-type]
+from .conftest import Pair, fleet_of, request_of, run
 
 
-def request_of(length: int = 100, **sampling: int) -> Request:
-    return Request(seq_id="s", prompt=tuple(range(length)), sampling_params=sampling)
-
-
-async def tokens(program: Program, request: Request, fleet: Fleet) -> list[int]:
-    return [token async for output in outputs_of(program(request, fleet)) for token in output.token_ids]
-
-
-@pytest.fixture
-def pair() -> Pair:
-    prefill, decode = FakeEngine("p"), FakeEngine("d")
-    return prefill, decode, fleet_of((prefill, "prefill"), (decode, "decode"))
-
-
-async def test_disaggregated_calls_the_three_verbs(pair: Pair) -> None:
+@pytest.mark.parametrize(
+    ("name", "args", "matched", "sent", "split", "first"),
+    [
+        ("disaggregated", {}, 0, [("remote_send", 0, None, True)], None, (100,)),
+        ("disaggregated", {}, 48, [("remote_send", 48, None, True)], None, (100,)),
+        ("disaggregated", {}, 96, [], None, ()),  # nearly all is there
+        ("balanced", {"balance_ratio": "0.25"}, 0, [("remote_send", 0, 75, False)], 75, ()),
+        ("balanced", {}, 32, [("remote_send", 32, 90, False)], 90, ()),
+        ("balanced", {}, 64, [], 90, ()),
+    ],
+)
+async def test_only_what_is_missing_before_the_split_is_sent(
+    pair: Pair, name: str, args: dict[str, str], matched: int, sent: list[Any], split: int | None, first: tuple[int]
+) -> None:
     prefill, decode, fleet = pair
-    assert await tokens(load_program("disaggregated"), request_of(), FleetView(fleet)) == [100, 101, 102]
-    assert prefill.calls == [("remote_send", 0, None, True)]
-    assert decode.calls == [("prep_recv", None), ("start_generate", 100, (100,))]
-
-
-async def test_disaggregated_sends_only_what_is_missing(pair: Pair) -> None:
-    prefill, decode, fleet = pair
-    decode.matched = 48
-    await tokens(load_program("disaggregated"), request_of(), FleetView(fleet))
-    assert prefill.calls == [("remote_send", 48, None, True)]
-
-
-async def test_disaggregated_skips_the_prefill_engine_when_nearly_all_is_there(pair: Pair) -> None:
-    prefill, decode, fleet = pair
-    decode.matched = 96
-    assert await tokens(load_program("disaggregated"), request_of(), FleetView(fleet)) == [100, 101, 102]
-    assert prefill.calls == []
-    assert decode.calls == [("prep_recv", None), ("start_generate", 96, ())]
+    decode.matched = matched
+    assert await run(name, fleet, **args) == [100, 101, 102]
+    assert prefill.calls == sent
+    begin = (split or 100) if sent else matched
+    assert decode.calls == [("prep_recv", split), ("start_generate", begin, first)]
 
 
 @pytest.mark.parametrize("name", ["disaggregated", "balanced", "cache_bypass"])
 async def test_what_a_tier_of_the_engine_has_is_not_sent(pair: Pair, name: str) -> None:
     prefill, decode, fleet = pair
     decode.matched, decode.tier_len = 16, 96
-    assert await tokens(load_program(name), request_of(200 if name == "cache_bypass" else 100), FleetView(fleet))
+    assert await run(name, fleet, request_of(200 if name == "cache_bypass" else 100))
     begun = decode.calls[-1]
     assert prefill.calls == ([("remote_send", 16, None, True)] if name == "cache_bypass" else [])
     assert begun[0] == "start_generate"
@@ -70,40 +52,14 @@ async def test_what_a_tier_of_the_engine_has_is_not_sent(pair: Pair, name: str) 
 
 async def test_disaggregated_ends_with_the_first_token(pair: Pair) -> None:
     _, decode, fleet = pair
-    assert await tokens(load_program("disaggregated"), request_of(max_tokens=1), FleetView(fleet)) == [100]
+    assert await run("disaggregated", fleet, request_of(max_tokens=1)) == [100]
     assert decode.verbs == ["prep_recv"]
-
-
-async def test_balanced_leaves_the_end_of_the_prompt_to_the_decode_engine(pair: Pair) -> None:
-    prefill, decode, fleet = pair
-    assert await tokens(load_program("balanced", {"balance_ratio": "0.25"}), request_of(), FleetView(fleet)) == [
-        100,
-        101,
-        102,
-    ]
-    assert prefill.calls == [("remote_send", 0, 75, False)]
-    assert decode.calls == [("prep_recv", 75), ("start_generate", 75, ())]
-
-
-async def test_balanced_sends_only_what_is_missing_before_the_split(pair: Pair) -> None:
-    prefill, decode, fleet = pair
-    decode.matched = 32
-    await tokens(load_program("balanced"), request_of(), FleetView(fleet))
-    assert prefill.calls == [("remote_send", 32, 90, False)]
-
-
-async def test_balanced_skips_the_prefill_engine_when_nearly_all_is_there(pair: Pair) -> None:
-    prefill, decode, fleet = pair
-    decode.matched = 64
-    await tokens(load_program("balanced"), request_of(), FleetView(fleet))
-    assert prefill.calls == []
-    assert decode.calls == [("prep_recv", 90), ("start_generate", 64, ())]
 
 
 @pytest.mark.parametrize("ratio", ["1", "-0.1", "nan"])
 async def test_balanced_refuses_what_is_no_share(pair: Pair, ratio: str) -> None:
     with pytest.raises(BadRequest, match="balance_ratio") as raised:
-        await tokens(load_program("balanced", {"balance_ratio": ratio}), request_of(), FleetView(pair[2]))
+        await run("balanced", pair[2], balance_ratio=ratio)
     assert raised.value.param == "balance_ratio"
 
 
@@ -111,7 +67,7 @@ async def test_data_parallel_takes_turns() -> None:
     engines = [FakeEngine(name) for name in "abc"]
     fleet = fleet_of(*((engine, "both") for engine in engines))
     for _ in range(6):
-        await tokens(load_program("data_parallel"), request_of(), FleetView(fleet))
+        await run("data_parallel", fleet)
     assert [engine.verbs for engine in engines] == [["start_generate"] * 2] * 3
 
 
@@ -119,7 +75,7 @@ async def test_least_loaded_avoids_the_busy_engine() -> None:
     busy, idle = FakeEngine("busy"), FakeEngine("idle")
     fleet = fleet_of((busy, "both"), (idle, "both"))
     fleet.members[0].in_flight = 1
-    await tokens(load_program("data_parallel", {"pick": "least_loaded"}), request_of(), FleetView(fleet))
+    await run("data_parallel", fleet, pick="least_loaded")
     assert (busy.verbs, idle.verbs) == ([], ["start_generate"])
 
 
@@ -154,7 +110,7 @@ async def test_a_failing_verb_leaves_nothing_taken(pair: Pair, engine: str, verb
     prefill, decode, fleet = pair
     (prefill if engine == "p" else decode).failures[verb] = error  # type: ignore[assignment]
     with pytest.raises(type(error)):
-        await tokens(load_program("disaggregated"), request_of(), FleetView(fleet))
+        await run("disaggregated", fleet)
     assert not decode.leases
     assert [member.in_flight for member in fleet.members] == [0, 0]
 
@@ -167,25 +123,25 @@ async def test_an_engine_that_does_not_answer_is_left_out_while_others_do() -> N
     fleet = fleet_of((gone, "both"), (there, "both"))
     gone.failures["start_generate"] = EngineUnreachable("gone")
     with pytest.raises(EngineUnreachable):
-        await tokens(load_program("data_parallel"), request_of(), FleetView(fleet))
+        await run("data_parallel", fleet)
     assert [member.reachable for member in fleet.members] == [False, True]
     for _ in range(3):
-        await tokens(load_program("data_parallel"), request_of(), FleetView(fleet))
+        await run("data_parallel", fleet)
     assert there.verbs == ["start_generate"] * 3
 
 
 async def test_without_an_engine_of_a_role_others_take_its_place(pair: Pair) -> None:
     prefill, *_ = pair
     fleet = fleet_of((prefill, "prefill"))
-    assert await tokens(load_program("disaggregated"), request_of(), FleetView(fleet))
+    assert await run("disaggregated", fleet)
     fleet.remove(prefill.name)
     with pytest.raises(EngineUnreachable, match="no engine"):
-        await tokens(load_program("disaggregated"), request_of(), FleetView(fleet))
+        await run("disaggregated", fleet)
 
 
 async def test_two_engines_for_both_roles_share_the_work() -> None:
     one, two = FakeEngine("one"), FakeEngine("two")
-    await tokens(load_program("disaggregated"), request_of(), FleetView(fleet_of((one, "both"), (two, "both"))))
+    await run("disaggregated", fleet_of((one, "both"), (two, "both")))
     assert sorted([one.verbs, two.verbs]) == [["prep_recv", "start_generate"], ["remote_send"]]
 
 
@@ -193,7 +149,7 @@ async def test_the_trace_says_what_happened(pair: Pair) -> None:
     _, decode, fleet = pair
     decode.matched = 16
     trace = Trace()
-    await tokens(load_program("disaggregated"), request_of(), FleetView(fleet, trace))
+    await run("disaggregated", fleet, trace=trace)
     assert [event.verb for event in trace.events] == ["prep_recv", "remote_send", "start_generate"]
     prep, send, start = trace.events
     assert (prep.engine, prep.cached, prep.end) == ("d", 16, 100)
@@ -220,8 +176,8 @@ async def test_a_program_from_a_file(tmp_path: Path, pair: Pair) -> None:
     file = tmp_path / "mine.py"
     file.write_text(OWN)
     program = load_program(f"{file}:shout", {"times": "2"})
-    assert await tokens(program, request_of(), FleetView(pair[2])) == [42, 42, 43]
-    assert isinstance(await anext(program(request_of(), pair[2])), Output)  # type: ignore[call-overload]
+    assert await run(f"{file}:shout", pair[2], times="2") == [42, 42, 43]
+    assert isinstance(await anext(program(request_of(), FleetView(pair[2]))), Output)  # type: ignore[call-overload]
 
 
 WANTING = """
