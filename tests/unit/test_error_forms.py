@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
+import errno
+import socket
+import ssl
+from types import SimpleNamespace
+from typing import Any, cast
 
+import aiohttp
 import msgspec
 import pytest
 
@@ -20,6 +25,7 @@ from tercet.protocol import (
 )
 from tercet.protocol.errors import error_body, last_events
 from tercet.protocol.sse import EventSplitter, data_of, object_of
+from tercet.wire.client.bounded_answers import reason_of
 
 
 def events_of(text: bytes) -> list[bytes]:
@@ -76,3 +82,36 @@ def test_a_response_that_fails_has_its_last_events_numbered_on() -> None:
     assert (failed["id"], failed["status"], failed["error"]["message"]) == ("resp_1", "failed", "it broke")
     (only,) = events_of(last_events("/v1/responses", error))
     assert object_of(only)["sequence_number"] == 0
+
+
+# Errors of connections, as clients and operators read them.
+
+KEY: Any = cast(Any, SimpleNamespace(host="10.0.0.1", port=8001, ssl=True, is_ssl=True))
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (aiohttp.ClientConnectorError(KEY, OSError(errno.ECONNREFUSED, "Connect call failed ('10.0.0.1', 8001)")),
+         "Connection refused"),
+        (aiohttp.ClientConnectorError(KEY, socket.gaierror(socket.EAI_NONAME, "Name or service not known")),
+         "cannot resolve its host name"),
+        (aiohttp.ClientConnectorCertificateError(KEY, ssl.SSLCertVerificationError("no")), "TLS: no secure connection"),
+        (aiohttp.ServerTimeoutError(), "it took too long"),
+        (TimeoutError(), "it took too long"),
+        (ConnectionResetError(errno.ECONNRESET, "reset"), "Connection reset by peer"),
+        (aiohttp.ServerDisconnectedError(), "it closed the connection"),
+        (aiohttp.ClientPayloadError("Response payload is not completed"), "Response payload is not completed"),
+    ],
+)  # fmt: skip
+def test_reasons(error: BaseException, said: str) -> None:
+    assert reason_of(error) == said
+
+
+async def test_a_port_where_nobody_listens() -> None:
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        async with aiohttp.ClientSession() as session:
+            with pytest.raises(aiohttp.ClientConnectorError) as failed:
+                await session.get(f"http://127.0.0.1:{sock.getsockname()[1]}/")
+    assert reason_of(failed.value) == "Connection refused"

@@ -10,7 +10,7 @@ from functools import cache
 
 import pytest
 
-from tests.sources import modules
+from tests.sources import PACKAGES, PRODUCT, modules
 
 # Names of files that say nothing without their folder: each may be there once.
 VAGUE = {"base", "checks", "config", "core", "loading", "messages", "metrics", "options", "report", "reports", "run",
@@ -80,3 +80,20 @@ def test_retired_words_stay_away(word: str) -> None:
 
 def test_names_are_taken_apart() -> None:
     assert words_of("class ShortWay: short_way, short-way") == "class short way: short way, short way"
+
+
+# House rules that no linter checks.
+
+MOST_LINES = 700
+UNSAYING = ("utils", "util", "helpers")
+
+
+def test_no_module_is_called_utils() -> None:
+    found = [str(path) for top in (PRODUCT, *PACKAGES.values()) for path in top.rglob("*") if path.stem in UNSAYING]
+    assert not found, f"name these after what is in them: {', '.join(found)}"
+
+
+def test_no_source_file_is_too_long() -> None:
+    lengths = {name: len(path.read_text().splitlines()) for name, path in modules()}
+    found = [f"{name} ({lines} lines)" for name, lines in sorted(lengths.items()) if lines > MOST_LINES]
+    assert not found, f"split these, {MOST_LINES} lines is the most: {', '.join(found)}"

@@ -10,28 +10,33 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.openmetrics.parser import text_string_to_metric_families
 from starlette.types import Receive, Scope, Send
 
+from tercet.fleet import Trace
 from tercet.protocol import BadRequest
 from tercet.protocol.headers import PROGRAM_HEADER
-from tercet.protocol.spans import SpanContext, working_in
+from tercet.protocol.spans import SpanContext, TraceEvent, working_in
 from tercet.router.observe import metrics, request_traces
 from tercet.router.observe.metrics import (
     KNOWN_HERE,
     MOST_EXEMPLARS,
+    MOST_PAIRS,
     MOST_REASONS,
+    OTHER_ENGINES,
     WORKERS_VARIABLE,
     Exemplars,
+    Metrics,
     by_bucket,
     with_metrics,
 )
 from tercet.router.observe.request_traces import RequestTraces, SharedTraces, TraceQuestion
 from tercet.router.serve.moves import MoveRecord
 from tercet.router.serve.routing import Plan, Rule
+from tercet.wire import SECONDS
 
-from .conftest import LiveRouter, series
+from .conftest import LiveRouter, counted, series
 
 
 @pytest.fixture
-def counted(monkeypatch: pytest.MonkeyPatch) -> CollectorRegistry:
+def of_vllm(monkeypatch: pytest.MonkeyPatch) -> CollectorRegistry:
     registry = CollectorRegistry()
     monkeypatch.setattr(metrics, "REGISTRY", registry)
     monkeypatch.delenv("PROMETHEUS_MULTIPROC_DIR", raising=False)
@@ -67,7 +72,7 @@ async def read(router: LiveRouter, path: str = "/metrics", **headers: str) -> st
 
 
 @pytest.mark.parametrize("path", ["/metrics", "/metrics/", "/metrics/more"])
-async def test_nothing_is_said_under_an_engines_name(router: LiveRouter, counted: CollectorRegistry, path: str) -> None:
+async def test_nothing_is_said_under_an_engines_name(router: LiveRouter, of_vllm: CollectorRegistry, path: str) -> None:
     said = await read(router, path)
     assert "vllm:" not in said
     assert 'tercet_served_generation_tokens_total{model_name="m"} 7.0' in said
@@ -78,7 +83,7 @@ async def test_nothing_is_said_under_an_engines_name(router: LiveRouter, counted
     assert 'http_requests_total{handler="/"} 1.0' in said
 
 
-async def test_series_of_engines_that_are_gone_go(router: LiveRouter, counted: CollectorRegistry) -> None:
+async def test_series_of_engines_that_are_gone_go(router: LiveRouter, of_vllm: CollectorRegistry) -> None:
     said = await read(router)
     assert 'tercet_kv_sent_bytes_total{engine="p",to="d"} 5.0' in said
     assert 'tercet_verb_seconds_count{engine="p",verb="remote_send"} 2.0' in said
@@ -92,7 +97,7 @@ async def test_series_of_engines_that_are_gone_go(router: LiveRouter, counted: C
     assert 'to="d"' not in said
 
 
-async def test_other_paths_are_vllms(router: LiveRouter, counted: CollectorRegistry) -> None:
+async def test_other_paths_are_vllms(router: LiveRouter, of_vllm: CollectorRegistry) -> None:
     assert await read(router, "/v1/metrics") == "vLLM's own"
 
 
@@ -173,3 +178,38 @@ async def test_no_value_of_a_client_makes_a_series(router: LiveRouter) -> None:
         await asked(number)
     assert series() == before
     assert len(before) < 1000
+
+
+# What a router counts: predictions against caches, and pairs of engines.
+
+
+def test_what_was_predicted_and_found_is_counted_by_program_and_engine(metrics: Metrics) -> None:
+    first = TraceEvent("prep_recv", "d", predicted=100, cached=64)
+    second = TraceEvent("remote_send", "p", predicted=32, cached=96)
+    metrics.finished(Trace("disaggregated", [first, second, TraceEvent("start_generate", "d", cached=64)]))
+    metrics.finished(Trace("disaggregated", [first]))
+
+    def tokens(what: str, engine: str) -> float:
+        return counted(f"tercet_prefix_{what}_tokens_total", program="disaggregated", engine=engine)
+
+    assert [tokens(what, "d") for what in ("predicted", "delivered", "missing")] == [200, 128, 72]
+    assert [tokens(what, "p") for what in ("predicted", "delivered", "missing")] == [32, 96, 0]
+
+
+@pytest.mark.slow
+def test_pairs_of_engines_are_bounded_and_no_byte_is_lost(metrics: Metrics) -> None:
+    for number in range(MOST_PAIRS + 10):
+        metrics.finished(Trace("p", [TraceEvent("remote_send", "a", bytes=2, to=f"d{number}")]))
+    pairs = [labels for name, labels in series() if name == "tercet_kv_sent_bytes_total"]
+    assert len(pairs) == MOST_PAIRS + 1
+    assert counted("tercet_kv_sent_bytes_total", engine="a", to=OTHER_ENGINES) == 20
+    metrics.finished(Trace("p", [TraceEvent("remote_send", "a", bytes=2, to="d0")]))
+    assert counted("tercet_kv_sent_bytes_total", engine="a", to="d0") == 4
+
+
+def test_buckets_reach_from_a_millisecond_to_ten_minutes(metrics: Metrics) -> None:
+    assert (SECONDS[0], SECONDS[-1]) == (0.001, 600)
+    metrics.finished(Trace("p", [], ttft=0.0008, tpot=300.0))
+    assert counted("tercet_ttft_seconds_bucket", program="p", le="0.001") == 1
+    assert counted("tercet_tpot_seconds_bucket", program="p", le="120.0") == 0
+    assert counted("tercet_tpot_seconds_bucket", program="p", le="300.0") == 1
