@@ -38,6 +38,7 @@ from tercet_lab.sim import (
 )
 from tercet_lab.sim.step_times import HostSharing, Transfer, pairs_of
 from tests.unit.bench.openai_server import FakeServer
+from tests.virtual_time import in_virtual_time
 
 pytestmark = pytest.mark.slow
 
@@ -209,17 +210,15 @@ def test_steps_are_single_ones_and_fit_into_the_engine() -> None:
     assert {point.batch for point in measured.decodes} == {1, 2, 4, 8, 16}
 
 
-def test_an_engine_that_serves_others_is_refused() -> None:
-    async def main() -> None:
-        engine = SimEngine("a", KNOWN, Network(), OPTIONS)
-        stream = engine.start_generate(Request(seq_id="s", prompt=(1, 2, 3), sampling_params={"max_tokens": 100}))
-        await anext(stream)
-        with pytest.raises(BadRequest, match="is serving requests"):
-            await Meter(engine, None, PLAN, lambda _: None).measure()
-        await stream.aclose()
-        await asyncio.sleep(1)
-
-    run_virtual(main())
+@in_virtual_time
+async def test_an_engine_that_serves_others_is_refused() -> None:
+    engine = SimEngine("a", KNOWN, Network(), OPTIONS)
+    stream = engine.start_generate(Request(seq_id="s", prompt=(1, 2, 3), sampling_params={"max_tokens": 100}))
+    await anext(stream)
+    with pytest.raises(BadRequest, match="is serving requests"):
+        await Meter(engine, None, PLAN, lambda _: None).measure()
+    await stream.aclose()
+    await asyncio.sleep(1)
 
 
 @pytest.mark.parametrize("wrong", [{"max_step_tokens": 64}, {"repeats": 0}])

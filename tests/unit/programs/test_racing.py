@@ -14,7 +14,8 @@ from tercet.programs import load_program
 from tercet.protocol import BadRequest
 from tercet_lab.bench.simulated.scenario import SyntheticWorkload, parse_fleet, requests_of
 from tercet_lab.bench.simulated.virtual_run import PaidTime, run_requests
-from tercet_lab.sim import EngineOptions, Network, SimEngine, load_profile, run_virtual
+from tercet_lab.sim import EngineOptions, Network, SimEngine, load_profile
+from tests.virtual_time import in_virtual_time
 
 PAGE = (Path(__file__).resolve().parents[3] / "docs" / "programs.md").read_text()
 PROFILE = "llama-3.1-8b-h100-tp1"
@@ -29,36 +30,32 @@ def fleet_of(*roles: str) -> EngineFleet:
 
 @pytest.mark.parametrize("by", ["round_robin", "least_loaded"])
 @pytest.mark.parametrize(("count", "found"), [(1, 1), (2, 2), (3, 3), (9, 3)])
-def test_engines_differ_and_are_fewer_if_fewer_exist(by: str, count: int, found: int) -> None:
-    async def main() -> None:
-        fleet = fleet_of("both", "both", "both")
-        for _ in range(3):
-            with FleetView(fleet).pick_several(count, by=by) as engines:
-                assert len({engine.name for engine in engines}) == len(engines) == found
-                assert [member.in_flight for member in fleet.members].count(1) == found
-            assert not any(member.in_flight for member in fleet.members)
-        with pytest.raises(BadRequest, match="count: is 0"), FleetView(fleet).pick_several(0):
-            pass
-
-    run_virtual(main())
+@in_virtual_time
+async def test_engines_differ_and_are_fewer_if_fewer_exist(by: str, count: int, found: int) -> None:
+    fleet = fleet_of("both", "both", "both")
+    for _ in range(3):
+        with FleetView(fleet).pick_several(count, by=by) as engines:
+            assert len({engine.name for engine in engines}) == len(engines) == found
+            assert [member.in_flight for member in fleet.members].count(1) == found
+        assert not any(member.in_flight for member in fleet.members)
+    with pytest.raises(BadRequest, match="count: is 0"), FleetView(fleet).pick_several(0):
+        pass
 
 
-def test_roles_partners_and_failures_count() -> None:
-    async def main() -> None:
-        fleet = fleet_of("prefill", "decode", "prefill")
-        with (
-            FleetView(fleet).pick("decode") as decode,
-            FleetView(fleet).pick_several(3, "prefill", other_than=decode) as senders,
-        ):
-            assert {each.name for each in senders} == {"prefill-0", "prefill-2"}
-        alone = fleet_of("both", "both")
-        with FleetView(alone).pick() as one, FleetView(alone).pick_several(2, other_than=one) as others:
-            assert [each.name for each in others] == [name for name in ("both-0", "both-1") if name != one.name]
-        with pytest.raises(RuntimeError, match="mine"), FleetView(alone).pick_several(2):
-            raise RuntimeError("mine")
-        assert not any(member.in_flight for member in (*fleet.members, *alone.members))
-
-    run_virtual(main())
+@in_virtual_time
+async def test_roles_partners_and_failures_count() -> None:
+    fleet = fleet_of("prefill", "decode", "prefill")
+    with (
+        FleetView(fleet).pick("decode") as decode,
+        FleetView(fleet).pick_several(3, "prefill", other_than=decode) as senders,
+    ):
+        assert {each.name for each in senders} == {"prefill-0", "prefill-2"}
+    alone = fleet_of("both", "both")
+    with FleetView(alone).pick() as one, FleetView(alone).pick_several(2, other_than=one) as others:
+        assert [each.name for each in others] == [name for name in ("both-0", "both-1") if name != one.name]
+    with pytest.raises(RuntimeError, match="mine"), FleetView(alone).pick_several(2):
+        raise RuntimeError("mine")
+    assert not any(member.in_flight for member in (*fleet.members, *alone.members))
 
 
 def raced(tmp_path: Path) -> Any:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Callable
 from contextlib import asynccontextmanager, suppress
 from typing import Any
 
@@ -17,6 +17,7 @@ from tercet.router.observe.metrics import CopyOutcome, CopyReason, HotContextMet
 from tercet.router.serve.hot_contexts import REMEMBERED, HotContexts, Passed
 from tercet_lab.sim import SimEngine, run_virtual
 from tests.unit.lab.sim.models import engines_of, is_empty, profile_of
+from tests.virtual_time import in_virtual_time
 
 SECONDS = 5.0
 SHARED = 640
@@ -89,13 +90,6 @@ class Hot:
         assert not any(member.in_flight or member.warming or len(member.calls) for member in self.members.values())
 
 
-def virtual(check: Callable[[], Awaitable[object]]) -> None:
-    async def run() -> None:
-        await check()
-
-    run_virtual(run())
-
-
 async def busy(roles: dict[str, MemberRole], topics: int = 3, speed: float = 1e6) -> Hot:
     """A fleet whose engines ``a`` and ``b`` have served prompts of these topics."""
     found = Hot(roles, speed)
@@ -113,38 +107,35 @@ ABS: dict[str, MemberRole] = {**AB, "s": "store"}
 # ---- start -----------------------------------------------------------------------------------------------------------
 
 
-def test_a_restarted_engine_is_warm_before_it_is_picked() -> None:
-    async def check() -> None:
-        it = await busy(AB)
-        await it.restart("b")
-        member = it.members["b"]
-        assert member.warming
-        picked = [await it.serve(topic) for topic in (0, 1, 2)]
-        assert {name for name, _ in picked} == {"a"}
-        await it.until(lambda: not member.warming)
-        assert it.metrics.tokens["start"] >= 3 * SHARED
-        assert it.metrics.outcomes.keys() == {("start", "copied")}
-        assert {(await it.serve(topic))[0] for topic in (0, 1)} == AB.keys()
-        for topic in range(3):
-            assert (await it.serve(topic, "b"))[1] == SHARED
-        await it.end()
-
-    virtual(check)
+@in_virtual_time
+async def test_a_restarted_engine_is_warm_before_it_is_picked() -> None:
+    it = await busy(AB)
+    await it.restart("b")
+    member = it.members["b"]
+    assert member.warming
+    picked = [await it.serve(topic) for topic in (0, 1, 2)]
+    assert {name for name, _ in picked} == {"a"}
+    await it.until(lambda: not member.warming)
+    assert it.metrics.tokens["start"] >= 3 * SHARED
+    assert it.metrics.outcomes.keys() == {("start", "copied")}
+    assert {(await it.serve(topic))[0] for topic in (0, 1)} == AB.keys()
+    for topic in range(3):
+        assert (await it.serve(topic, "b"))[1] == SHARED
+    await it.end()
 
 
-def test_without_warm_start_it_is_cold() -> None:
-    async def check() -> None:
-        it = await busy(AB)
-        it.fleet.when_started = lambda _: None
-        await it.restart("b")
-        assert not it.members["b"].warming
-        assert (await it.serve(0, "b"))[1] == 0
-        await it.end()
-
-    virtual(check)
+@in_virtual_time
+async def test_without_warm_start_it_is_cold() -> None:
+    it = await busy(AB)
+    it.fleet.when_started = lambda _: None
+    await it.restart("b")
+    assert not it.members["b"].warming
+    assert (await it.serve(0, "b"))[1] == 0
+    await it.end()
 
 
-def test_an_engine_restarted_under_traffic_computes_no_context_again() -> None:
+@in_virtual_time
+async def test_an_engine_restarted_under_traffic_computes_no_context_again() -> None:
     async def first_on_b(warm: bool) -> list[int]:
         """Eight clients ask without a pause while ``b`` restarts; return what its first answers found cached."""
         it, found = await busy(AB, topics=8), list[int]()
@@ -172,59 +163,50 @@ def test_an_engine_restarted_under_traffic_computes_no_context_again() -> None:
         await it.end()
         return found[:8]
 
-    async def check() -> None:
-        assert await first_on_b(warm=True) == [SHARED] * 8
-        assert 0 in await first_on_b(warm=False)
-
-    virtual(check)
+    assert await first_on_b(warm=True) == [SHARED] * 8
+    assert 0 in await first_on_b(warm=False)
 
 
 @pytest.mark.parametrize("roles", [{"b": "both"}, {"a": "prefill", "b": "decode"}, {"b": "both", "s": "store"}])
-def test_an_engine_without_which_a_role_is_not_served_is_picked_at_once(roles: dict[str, MemberRole]) -> None:
-    async def check() -> None:
-        it = Hot(roles)
-        await it.meet()
-        await it.serve(0, "b")
-        await it.restart("b")
-        assert not it.members["b"].warming
-        assert not it.metrics.outcomes
-        await it.end()
-
-    virtual(check)
+@in_virtual_time
+async def test_an_engine_without_which_a_role_is_not_served_is_picked_at_once(roles: dict[str, MemberRole]) -> None:
+    it = Hot(roles)
+    await it.meet()
+    await it.serve(0, "b")
+    await it.restart("b")
+    assert not it.members["b"].warming
+    assert not it.metrics.outcomes
+    await it.end()
 
 
-def test_nothing_is_wanted_of_a_fleet_that_has_served_nothing_or_whose_others_have_other_weights() -> None:
-    async def check() -> None:
-        it = await busy(AB, topics=0)
-        await it.restart("b")
-        assert not it.members["b"].warming
-        it = await busy(AB)
-        it.members["b"].revision = (await it.engines["b"].status()).revision
-        other = await busy(AB)
-        other.members["a"].revision = type(other.members["a"].revision)("9", "9", "other")
-        await other.restart("b")
-        assert not other.members["b"].warming
-        await it.end()
-        await other.end()
-
-    virtual(check)
+@in_virtual_time
+async def test_nothing_is_wanted_of_a_fleet_that_has_served_nothing_or_whose_others_have_other_weights() -> None:
+    it = await busy(AB, topics=0)
+    await it.restart("b")
+    assert not it.members["b"].warming
+    it = await busy(AB)
+    it.members["b"].revision = (await it.engines["b"].status()).revision
+    other = await busy(AB)
+    other.members["a"].revision = type(other.members["a"].revision)("9", "9", "other")
+    await other.restart("b")
+    assert not other.members["b"].warming
+    await it.end()
+    await other.end()
 
 
-def test_a_store_is_asked_first_and_one_that_stands_still_costs_half_the_time_alone() -> None:
-    async def check() -> None:
-        it = await busy(ABS)
-        it.fleet.picking.note_routed(request_of_topic(0), ["s"])
-        it.engines["s"].freeze()
-        await it.restart("b")
-        took = await it.until(lambda: not it.members["b"].warming)
-        assert SECONDS / 2 <= took < SECONDS
-        assert it.metrics.outcomes["start", "failed"] == 1
-        assert it.metrics.tokens["start"] >= 3 * SHARED  # all from the other engine
-        it.engines["s"].thaw()
-        assert it.members["s"].reachable
-        await it.end()
-
-    virtual(check)
+@in_virtual_time
+async def test_a_store_is_asked_first_and_one_that_stands_still_costs_half_the_time_alone() -> None:
+    it = await busy(ABS)
+    it.fleet.picking.note_routed(request_of_topic(0), ["s"])
+    it.engines["s"].freeze()
+    await it.restart("b")
+    took = await it.until(lambda: not it.members["b"].warming)
+    assert SECONDS / 2 <= took < SECONDS
+    assert it.metrics.outcomes["start", "failed"] == 1
+    assert it.metrics.tokens["start"] >= 3 * SHARED  # all from the other engine
+    it.engines["s"].thaw()
+    assert it.members["s"].reachable
+    await it.end()
 
 
 def request_of_topic(topic: int) -> Request:
@@ -236,179 +218,161 @@ def request_of_topic(topic: int) -> Request:
     [("the engine dies", SECONDS), ("the engine freezes", SECONDS), ("the source dies", 0.2), ("drained", 0.2),
      ("removed", 0.2)],
 )  # fmt: skip
-def test_a_warm_start_ends_in_time_however_it_ends(end: str, bound: float) -> None:
-    async def check() -> None:
-        it = await busy(AB, speed=300)
-        a, b = it.members["a"], it.members["b"]
-        await it.restart("b")
-        assert b.warming
-        await asyncio.sleep(0.5)
-        assert b.warming
-        match end:
-            case "the engine dies":
-                it.engines["b"].fail()
-            case "the engine freezes":
-                it.engines["b"].freeze()
-            case "the source dies":
-                it.engines["a"].fail()
-                it.fleet.health.lost(a, Conflict("it is gone"))
-            case "drained":
-                it.fleet.drain("b")
-            case _:
-                it.fleet.remove("b")
-        assert await it.until(lambda: not b.warming) <= bound
-        it.engines["b"].thaw()
-        await it.end()
-
-    virtual(check)
+@in_virtual_time
+async def test_a_warm_start_ends_in_time_however_it_ends(end: str, bound: float) -> None:
+    it = await busy(AB, speed=300)
+    a, b = it.members["a"], it.members["b"]
+    await it.restart("b")
+    assert b.warming
+    await asyncio.sleep(0.5)
+    assert b.warming
+    match end:
+        case "the engine dies":
+            it.engines["b"].fail()
+        case "the engine freezes":
+            it.engines["b"].freeze()
+        case "the source dies":
+            it.engines["a"].fail()
+            it.fleet.health.lost(a, Conflict("it is gone"))
+        case "drained":
+            it.fleet.drain("b")
+        case _:
+            it.fleet.remove("b")
+    assert await it.until(lambda: not b.warming) <= bound
+    it.engines["b"].thaw()
+    await it.end()
 
 
-def test_a_second_restart_begins_anew() -> None:
-    async def check() -> None:
-        it = await busy(AB, speed=2000)
-        await it.restart("b")
-        await asyncio.sleep(0.1)
-        await it.restart("b")
-        await it.until(lambda: not it.members["b"].warming)
-        assert (await it.serve(0, "b"))[1] == SHARED
-        await it.end()
-
-    virtual(check)
+@in_virtual_time
+async def test_a_second_restart_begins_anew() -> None:
+    it = await busy(AB, speed=2000)
+    await it.restart("b")
+    await asyncio.sleep(0.1)
+    await it.restart("b")
+    await it.until(lambda: not it.members["b"].warming)
+    assert (await it.serve(0, "b"))[1] == SHARED
+    await it.end()
 
 
-def test_a_warm_start_is_bounded_in_time_and_tokens() -> None:
-    async def check() -> None:
-        it = await busy(AB, topics=8, speed=500)
-        await it.restart("b")
-        assert await it.until(lambda: not it.members["b"].warming) <= SECONDS + 0.11
-        assert 0 < it.metrics.tokens["start"] < 8 * SHARED
-        few = await busy(AB, topics=8)
-        few.members["b"].kv_tokens = 2 * SHARED
-        await few.restart("b")
-        await few.until(lambda: not few.members["b"].warming)
-        assert 0 < few.metrics.tokens["start"] <= SHARED
-        await it.end()
-        await few.end()
-
-    virtual(check)
+@in_virtual_time
+async def test_a_warm_start_is_bounded_in_time_and_tokens() -> None:
+    it = await busy(AB, topics=8, speed=500)
+    await it.restart("b")
+    assert await it.until(lambda: not it.members["b"].warming) <= SECONDS + 0.11
+    assert 0 < it.metrics.tokens["start"] < 8 * SHARED
+    few = await busy(AB, topics=8)
+    few.members["b"].kv_tokens = 2 * SHARED
+    await few.restart("b")
+    await few.until(lambda: not few.members["b"].warming)
+    assert 0 < few.metrics.tokens["start"] <= SHARED
+    await it.end()
+    await few.end()
 
 
 # ---- drain -----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("how", ["drain", "sigterm"])
-def test_a_leaving_engine_passes_on_what_no_other_has(how: str) -> None:
-    async def check() -> None:
-        it = await busy(ABS)
-        await it.serve(7, "a")
-        if how == "drain":
-            it.fleet.drain("a")
-        else:
-            it.fleet.health.note_stopping(it.members["a"], True)
-        await asyncio.sleep(0)
-        await it.until(lambda: not it.members["a"].in_flight)
-        assert it.metrics.tokens["drain"] >= 4 * SHARED
-        (record,) = it.hot.since(0)
-        assert record.to == {"s": Passed(it.metrics.outcomes["drain", "copied"], it.metrics.tokens["drain"])}
-        assert (record.engine, record.dropped, record.rest, record.is_over) == ("a", {}, "", True)
-        assert it.engines["s"].pool.free == it.engines["s"].pool.total
-        held = it.metrics.outcomes.copy()
-        it.fleet.drain("a", draining=how == "sigterm")
-        it.fleet.health.note_stopping(it.members["a"], False)
-        it.fleet.drain("a")  # the store has all of it now
-        await asyncio.sleep(1)
-        assert it.metrics.outcomes == held
-        assert not any(each.to or each.dropped for each in it.hot.since(1))
-        await it.end()
-
-    virtual(check)
-
-
-def test_without_a_store_it_goes_to_the_engine_with_the_most_room() -> None:
-    async def check() -> None:
-        it = await busy({**AB, "c": "both", "d": "both"})
-        await it.serve(7, "a")
-        await it.serve(7, "a")
-        for name, usage in (("b", 0.5), ("c", 0.2), ("d", 0.9)):
-            load = it.engines[name].load()
-            load = type(load)(waiting=0, running=0, kv_usage=usage)
-            it.fleet.knowledge.loads.report(name, load)
+@in_virtual_time
+async def test_a_leaving_engine_passes_on_what_no_other_has(how: str) -> None:
+    it = await busy(ABS)
+    await it.serve(7, "a")
+    if how == "drain":
         it.fleet.drain("a")
-        await asyncio.sleep(0)
-        await it.until(lambda: not it.members["a"].in_flight)
-        assert (await it.serve(7, "c"))[1] == SHARED
-        assert (await it.serve(0, "c"))[1] == 0  # another engine has it
-        await it.end()
+    else:
+        it.fleet.health.note_stopping(it.members["a"], True)
+    await asyncio.sleep(0)
+    await it.until(lambda: not it.members["a"].in_flight)
+    assert it.metrics.tokens["drain"] >= 4 * SHARED
+    (record,) = it.hot.since(0)
+    assert record.to == {"s": Passed(it.metrics.outcomes["drain", "copied"], it.metrics.tokens["drain"])}
+    assert (record.engine, record.dropped, record.rest, record.is_over) == ("a", {}, "", True)
+    assert it.engines["s"].pool.free == it.engines["s"].pool.total
+    held = it.metrics.outcomes.copy()
+    it.fleet.drain("a", draining=how == "sigterm")
+    it.fleet.health.note_stopping(it.members["a"], False)
+    it.fleet.drain("a")  # the store has all of it now
+    await asyncio.sleep(1)
+    assert it.metrics.outcomes == held
+    assert not any(each.to or each.dropped for each in it.hot.since(1))
+    await it.end()
 
-    virtual(check)
+
+@in_virtual_time
+async def test_without_a_store_it_goes_to_the_engine_with_the_most_room() -> None:
+    it = await busy({**AB, "c": "both", "d": "both"})
+    await it.serve(7, "a")
+    await it.serve(7, "a")
+    for name, usage in (("b", 0.5), ("c", 0.2), ("d", 0.9)):
+        load = it.engines[name].load()
+        load = type(load)(waiting=0, running=0, kv_usage=usage)
+        it.fleet.knowledge.loads.report(name, load)
+    it.fleet.drain("a")
+    await asyncio.sleep(0)
+    await it.until(lambda: not it.members["a"].in_flight)
+    assert (await it.serve(7, "c"))[1] == SHARED
+    assert (await it.serve(0, "c"))[1] == 0  # another engine has it
+    await it.end()
 
 
 @pytest.mark.parametrize("frozen", ["s", "a"])
-def test_a_drain_is_never_held_up_for_longer_than_its_bound(frozen: str) -> None:
-    async def check() -> None:
-        it = await busy(ABS)
-        it.engines[frozen].freeze()
-        it.fleet.drain("a")
-        await asyncio.sleep(0)
-        assert it.members["a"].in_flight == 1
-        assert await it.until(lambda: not it.members["a"].in_flight) <= SECONDS + 0.1
-        assert not it.metrics.tokens["drain"]
-        (record,) = it.hot.since(0)
-        assert (record.to, record.is_over) == ({}, True)
-        assert record.dropped == {"s: timeout": 3}  # their ends; what they share is at the other engine
-        it.engines[frozen].thaw()
-        await it.end()
-
-    virtual(check)
+@in_virtual_time
+async def test_a_drain_is_never_held_up_for_longer_than_its_bound(frozen: str) -> None:
+    it = await busy(ABS)
+    it.engines[frozen].freeze()
+    it.fleet.drain("a")
+    await asyncio.sleep(0)
+    assert it.members["a"].in_flight == 1
+    assert await it.until(lambda: not it.members["a"].in_flight) <= SECONDS + 0.1
+    assert not it.metrics.tokens["drain"]
+    (record,) = it.hot.since(0)
+    assert (record.to, record.is_over) == ({}, True)
+    assert record.dropped == {"s: timeout": 3}  # their ends; what they share is at the other engine
+    it.engines[frozen].thaw()
+    await it.end()
 
 
-def test_contexts_that_no_other_can_take_are_dropped_and_told_so() -> None:
-    async def check() -> None:
-        it = await busy(AB)
-        await it.serve(7, "a")
-        it.fleet.drain("b")
-        it.fleet.drain("a")
-        await it.until(lambda: all(each.is_over for each in it.hot.since(0)))
-        dropped = {each.engine: each.dropped for each in it.hot.since(0)}
-        assert dropped.keys() == {"a", "b"}
-        assert dropped["a"]["no other can take them"] >= dropped["b"]["no other can take them"] >= 1
-        await it.end()
-
-    virtual(check)
+@in_virtual_time
+async def test_contexts_that_no_other_can_take_are_dropped_and_told_so() -> None:
+    it = await busy(AB)
+    await it.serve(7, "a")
+    it.fleet.drain("b")
+    it.fleet.drain("a")
+    await it.until(lambda: all(each.is_over for each in it.hot.since(0)))
+    dropped = {each.engine: each.dropped for each in it.hot.since(0)}
+    assert dropped.keys() == {"a", "b"}
+    assert dropped["a"]["no other can take them"] >= dropped["b"]["no other can take them"] >= 1
+    await it.end()
 
 
-def test_contexts_beyond_the_share_of_kv_are_not_tried_and_records_are_bounded() -> None:
-    async def check() -> None:
-        it = await busy({**AB, "c": "both"})
-        for topic in range(4, 9):
-            await it.serve(topic, "a")
-        it.members["a"].kv_tokens = 2 * SHARED
-        it.fleet.drain("a")
-        await it.until(lambda: it.hot.since(0) and it.hot.since(0)[0].is_over)
-        (record,) = it.hot.since(0)
-        assert record.rest == "50% of its KV was sent"
-        assert 0 < sum(each.tokens for each in record.to.values()) <= 2 * SHARED
-        for _ in range(REMEMBERED):
-            it.fleet.drain("a", draining=False)
-            it.fleet.drain("a")
-        assert [each.number for each in it.hot.since(0)] == [*range(2, REMEMBERED + 2)]
-        await asyncio.sleep(SECONDS)
-        assert all(each.is_over for each in it.hot.since(0))  # also those that never began
-        await it.end()
-
-    virtual(check)
-
-
-def test_an_engine_that_stays_after_all_copies_nothing_more() -> None:
-    async def check() -> None:
-        it = await busy(ABS, speed=200)
-        it.fleet.drain("a")
-        await asyncio.sleep(0.5)
+@in_virtual_time
+async def test_contexts_beyond_the_share_of_kv_are_not_tried_and_records_are_bounded() -> None:
+    it = await busy({**AB, "c": "both"})
+    for topic in range(4, 9):
+        await it.serve(topic, "a")
+    it.members["a"].kv_tokens = 2 * SHARED
+    it.fleet.drain("a")
+    await it.until(lambda: it.hot.since(0) and it.hot.since(0)[0].is_over)
+    (record,) = it.hot.since(0)
+    assert record.rest == "50% of its KV was sent"
+    assert 0 < sum(each.tokens for each in record.to.values()) <= 2 * SHARED
+    for _ in range(REMEMBERED):
         it.fleet.drain("a", draining=False)
-        await it.until(lambda: not it.members["a"].in_flight, 0.1)
-        await it.end()
+        it.fleet.drain("a")
+    assert [each.number for each in it.hot.since(0)] == [*range(2, REMEMBERED + 2)]
+    await asyncio.sleep(SECONDS)
+    assert all(each.is_over for each in it.hot.since(0))  # also those that never began
+    await it.end()
 
-    virtual(check)
+
+@in_virtual_time
+async def test_an_engine_that_stays_after_all_copies_nothing_more() -> None:
+    it = await busy(ABS, speed=200)
+    it.fleet.drain("a")
+    await asyncio.sleep(0.5)
+    it.fleet.drain("a", draining=False)
+    await it.until(lambda: not it.members["a"].in_flight, 0.1)
+    await it.end()
 
 
 # ---- cancelled -------------------------------------------------------------------------------------------------------
@@ -437,7 +401,7 @@ def test_everything_is_given_back_at_a_cancellation_at_each_await(what: str) -> 
                 return
         pytest.fail("the copies never end")
 
-    virtual(check)
+    run_virtual(check())
 
 
 def test_a_context_that_is_refused_costs_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -458,23 +422,21 @@ def test_a_context_that_is_refused_costs_one_call(monkeypatch: pytest.MonkeyPatc
         assert it.metrics.outcomes["start", "copied"] > 1
         await it.end()
 
-    virtual(check)
+    run_virtual(check())
 
 
-def test_what_a_tier_of_the_engine_has_is_not_sent(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def check() -> None:
-        it = await busy(AB)
-        prepare = SimEngine.prep_recv
+@in_virtual_time
+async def test_what_a_tier_of_the_engine_has_is_not_sent(monkeypatch: pytest.MonkeyPatch) -> None:
+    it = await busy(AB)
+    prepare = SimEngine.prep_recv
 
-        @asynccontextmanager
-        async def prep_recv(engine: SimEngine, *given: Any, **named: Any) -> AsyncGenerator[Reservation]:
-            async with prepare(engine, *given, **named) as space:
-                yield msgspec.structs.replace(space, tier_len=space.end)
+    @asynccontextmanager
+    async def prep_recv(engine: SimEngine, *given: Any, **named: Any) -> AsyncGenerator[Reservation]:
+        async with prepare(engine, *given, **named) as space:
+            yield msgspec.structs.replace(space, tier_len=space.end)
 
-        monkeypatch.setattr(SimEngine, "prep_recv", prep_recv)
-        await it.restart("b")
-        await it.until(lambda: not it.members["b"].warming)
-        assert it.metrics.outcomes.keys() == {("start", "held")}
-        await it.end()
-
-    virtual(check)
+    monkeypatch.setattr(SimEngine, "prep_recv", prep_recv)
+    await it.restart("b")
+    await it.until(lambda: not it.members["b"].warming)
+    assert it.metrics.outcomes.keys() == {("start", "held")}
+    await it.end()

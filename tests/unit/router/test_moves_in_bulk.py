@@ -16,8 +16,9 @@ from tercet.protocol import TercetError
 from tercet.router.observe.metrics import Metrics
 from tercet.router.serve.service import Service
 from tercet.settings import MoveSettings
-from tercet_lab.sim import SimEngine, run_virtual
+from tercet_lab.sim import SimEngine
 from tests.unit.lab.sim.models import engines_of, is_empty, profile_of, request_of
+from tests.virtual_time import in_virtual_time
 
 pytestmark = pytest.mark.slow
 
@@ -67,32 +68,30 @@ class Bulk:
         assert not any(move.outcome == "under_way" for move in self.service.moves.since(0))
 
 
-def test_64_requests_move_back_and_forth_20_times(metrics: Metrics) -> None:
-    async def check() -> None:
-        bulk = Bulk.of(metrics, "ab", blocks=4000, moves=MANY)
-        sizes = {number: 50 + 7 * number for number in range(64)}
-        reading = [bulk.ask(number, length, 600) for number, length in sizes.items()]
-        sequences = list[str]()
-        while len(sequences) < 64:
-            await asyncio.sleep(STEP)
-            sequences = [each.request.seq_id for each in bulk.service.sequences if len(each.tokens) > 2]
+@in_virtual_time
+async def test_64_requests_move_back_and_forth_20_times(metrics: Metrics) -> None:
+    bulk = Bulk.of(metrics, "ab", blocks=4000, moves=MANY)
+    sizes = {number: 50 + 7 * number for number in range(64)}
+    reading = [bulk.ask(number, length, 600) for number, length in sizes.items()]
+    sequences = list[str]()
+    while len(sequences) < 64:
+        await asyncio.sleep(STEP)
+        sequences = [each.request.seq_id for each in bulk.service.sequences if len(each.tokens) > 2]
 
-        async def back_and_forth(seq_id: str) -> None:
-            for _ in range(20):
-                sequence = bulk.service.sequences.named(seq_id)
-                destination = "b" if sequence.engine == "a" else "a"
-                move = await bulk.service.moves.move(sequence, destination, "test")
-                assert (move.outcome, sequence.engine) == ("moved", destination)
+    async def back_and_forth(seq_id: str) -> None:
+        for _ in range(20):
+            sequence = bulk.service.sequences.named(seq_id)
+            destination = "b" if sequence.engine == "a" else "a"
+            move = await bulk.service.moves.move(sequence, destination, "test")
+            assert (move.outcome, sequence.engine) == ("moved", destination)
 
-        await asyncio.gather(*(back_and_forth(seq_id) for seq_id in sequences))
-        assert [sequence.moves for sequence in bulk.service.sequences] == [20] * 64
-        assert [sequence.attempt for sequence in bulk.service.sequences] == [0] * 64
-        await asyncio.gather(*reading)
-        for number, length in sizes.items():
-            bulk.check(number, length, whole=True)
-        await bulk.check_that_nothing_is_left()
-
-    run_virtual(check())
+    await asyncio.gather(*(back_and_forth(seq_id) for seq_id in sequences))
+    assert [sequence.moves for sequence in bulk.service.sequences] == [20] * 64
+    assert [sequence.attempt for sequence in bulk.service.sequences] == [0] * 64
+    await asyncio.gather(*reading)
+    for number, length in sizes.items():
+        bulk.check(number, length, whole=True)
+    await bulk.check_that_nothing_is_left()
 
 
 async def disorder(bulk: Bulk, seed: int) -> None:
@@ -141,25 +140,21 @@ async def disorder(bulk: Bulk, seed: int) -> None:
     suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
 @given(seed=st.integers(0, 2**32), blocks=st.integers(30, 120))
-def test_nothing_is_lost_or_left_where_kv_is_scarce(metrics: Metrics, seed: int, blocks: int) -> None:
-    async def check() -> None:
-        bulk = Bulk.of(metrics, "abc", blocks, MANY)
-        await disorder(bulk, seed)
-        await bulk.check_that_nothing_is_left()
-
-    run_virtual(check())
+@in_virtual_time
+async def test_nothing_is_lost_or_left_where_kv_is_scarce(metrics: Metrics, seed: int, blocks: int) -> None:
+    bulk = Bulk.of(metrics, "abc", blocks, MANY)
+    await disorder(bulk, seed)
+    await bulk.check_that_nothing_is_left()
 
 
 @pytest.mark.parametrize("seed", [1, 2])
-def test_sequences_are_preempted_while_they_move(metrics: Metrics, seed: int) -> None:
+@in_virtual_time
+async def test_sequences_are_preempted_while_they_move(metrics: Metrics, seed: int) -> None:
     """What the test above is about happens in it."""
 
-    async def check() -> None:
-        bulk = Bulk.of(metrics, "abc", 32, MANY)
-        await disorder(bulk, seed)
-        assert sum(engine.counters.preemptions for engine in bulk.engines) > 0
-        outcomes = [move.outcome for move in bulk.service.moves.since(0)]
-        assert outcomes.count("moved") > 5
-        assert outcomes.count("failed") > 0
-
-    run_virtual(check())
+    bulk = Bulk.of(metrics, "abc", 32, MANY)
+    await disorder(bulk, seed)
+    assert sum(engine.counters.preemptions for engine in bulk.engines) > 0
+    outcomes = [move.outcome for move in bulk.service.moves.since(0)]
+    assert outcomes.count("moved") > 5
+    assert outcomes.count("failed") > 0

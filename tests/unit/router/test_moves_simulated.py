@@ -15,6 +15,7 @@ from tercet.router.serve.service import Service
 from tercet.settings import MoveSettings
 from tercet_lab.sim import SimEngine, run_virtual
 from tests.unit.lab.sim.models import KV_BYTES, engines_of, is_empty, profile_of, request_of
+from tests.virtual_time import in_virtual_time
 
 STEP = 0.010
 OUTPUT = 400
@@ -52,47 +53,41 @@ async def serve(
 
 
 @pytest.mark.parametrize("length", [256, 1024, 8192])
-def test_the_pause_is_flat_and_at_most_two_steps(metrics: Metrics, length: int) -> None:
-    async def check() -> None:
-        move, engines = await serve(metrics, length, speed=1e9)
-        assert move.pause is not None
-        assert STEP <= move.pause <= 2.5 * STEP
-        assert move.stages[0].begin == 0
-        assert move.stages[0].bytes == move.stages[0].end * KV_BYTES
-        assert move.recomputed <= 16
-        await asyncio.sleep(1)
-        assert all(is_empty(engine) for engine in engines)
-
-    run_virtual(check())
+@in_virtual_time
+async def test_the_pause_is_flat_and_at_most_two_steps(metrics: Metrics, length: int) -> None:
+    move, engines = await serve(metrics, length, speed=1e9)
+    assert move.pause is not None
+    assert STEP <= move.pause <= 2.5 * STEP
+    assert move.stages[0].begin == 0
+    assert move.stages[0].bytes == move.stages[0].end * KV_BYTES
+    assert move.recomputed <= 16
+    await asyncio.sleep(1)
+    assert all(is_empty(engine) for engine in engines)
 
 
-def test_a_slow_link_takes_more_stages_and_the_sequence_decodes_meanwhile(metrics: Metrics) -> None:
-    async def check() -> None:
-        # The first stage takes a second, in which a hundred tokens come.
-        move, engines = await serve(metrics, 1000, speed=1000 * KV_BYTES, stages=6)
-        assert len(move.stages) >= 2
-        assert [stage.begin for stage in move.stages[1:]] == [
-            stage.end // engines[0].profile.block_size * engines[0].profile.block_size for stage in move.stages[:-1]
-        ]
-        assert move.pause is not None
-        assert move.pause <= 4 * STEP
-        assert move.seconds >= 0
-
-    run_virtual(check())
+@in_virtual_time
+async def test_a_slow_link_takes_more_stages_and_the_sequence_decodes_meanwhile(metrics: Metrics) -> None:
+    # The first stage takes a second, in which a hundred tokens come.
+    move, engines = await serve(metrics, 1000, speed=1000 * KV_BYTES, stages=6)
+    assert len(move.stages) >= 2
+    assert [stage.begin for stage in move.stages[1:]] == [
+        stage.end // engines[0].profile.block_size * engines[0].profile.block_size for stage in move.stages[:-1]
+    ]
+    assert move.pause is not None
+    assert move.pause <= 4 * STEP
+    assert move.seconds >= 0
 
 
 @pytest.mark.parametrize("share", [1.0, 0.25])
-def test_a_stage_goes_in_portions_and_rests_in_between(metrics: Metrics, share: float) -> None:
-    async def check() -> None:
-        # A portion of a hundred tokens takes 25 ms, and until the step is over in which it was asked for.
-        move, _ = await serve(metrics, 1000, speed=4000 * KV_BYTES, stages=1, portion=100, share=share)
-        (stage,) = move.stages
-        assert (stage.begin, stage.bytes) == (0, pytest.approx(stage.end * KV_BYTES, rel=0.2))
-        assert stage.end > 1000
-        assert stage.seconds > stage.end / 4000
-        assert move.seconds == pytest.approx(stage.seconds / share, rel=0.2)
-
-    run_virtual(check())
+@in_virtual_time
+async def test_a_stage_goes_in_portions_and_rests_in_between(metrics: Metrics, share: float) -> None:
+    # A portion of a hundred tokens takes 25 ms, and until the step is over in which it was asked for.
+    move, _ = await serve(metrics, 1000, speed=4000 * KV_BYTES, stages=1, portion=100, share=share)
+    (stage,) = move.stages
+    assert (stage.begin, stage.bytes) == (0, pytest.approx(stage.end * KV_BYTES, rel=0.2))
+    assert stage.end > 1000
+    assert stage.seconds > stage.end / 4000
+    assert move.seconds == pytest.approx(stage.seconds / share, rel=0.2)
 
 
 @pytest.mark.parametrize(
@@ -102,16 +97,14 @@ def test_a_stage_goes_in_portions_and_rests_in_between(metrics: Metrics, share: 
         (EngineLoad(waiting=0, running=1, kv_usage=0.8), 1.0), (EngineLoad(waiting=1, running=1, kv_usage=0.1), 1.0),
     ],
 )  # fmt: skip
-def test_a_move_from_an_engine_without_room_takes_no_rests(
+@in_virtual_time
+async def test_a_move_from_an_engine_without_room_takes_no_rests(
     metrics: Metrics, load: EngineLoad | None, share: float
 ) -> None:
     """Who waits there for room waits longer than a step that a send makes slower."""
 
-    async def check() -> None:
-        move, _ = await serve(metrics, 1000, speed=4000 * KV_BYTES, load=load, stages=1, portion=100)
-        assert move.seconds == pytest.approx(move.stages[0].seconds / share, rel=0.2)
-
-    run_virtual(check())
+    move, _ = await serve(metrics, 1000, speed=4000 * KV_BYTES, load=load, stages=1, portion=100)
+    assert move.seconds == pytest.approx(move.stages[0].seconds / share, rel=0.2)
 
 
 def test_when_a_move_hurries_can_be_set() -> None:
@@ -119,13 +112,11 @@ def test_when_a_move_hurries_can_be_set() -> None:
     assert [settings.share_at(usage, waiting) for usage, waiting in ((0.9, 0), (1.0, 0), (0.1, 3))] == [0.5, 1.0, 1.0]
 
 
-def test_a_send_of_a_running_sequence_computes_nothing(metrics: Metrics) -> None:
-    async def check() -> None:
-        _, engines = await serve(metrics, 500, speed=1e9, others=3)
-        assert engines[0].counters.prefill_tokens == 4 * 500
-        assert engines[1].counters.prefill_tokens <= 16
-
-    run_virtual(check())
+@in_virtual_time
+async def test_a_send_of_a_running_sequence_computes_nothing(metrics: Metrics) -> None:
+    _, engines = await serve(metrics, 500, speed=1e9, others=3)
+    assert engines[0].counters.prefill_tokens == 4 * 500
+    assert engines[1].counters.prefill_tokens <= 16
 
 
 def test_a_move_is_the_same_whether_tokens_come_one_by_one_or_are_held_back(metrics: Metrics) -> None:

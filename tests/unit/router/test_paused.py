@@ -11,8 +11,9 @@ from tercet.fleet import EngineFleet, FleetView, Member, Trace
 from tercet.protocol import EngineLoad, EngineUnreachable, Request, TercetError
 from tercet.router.observe.metrics import Metrics
 from tercet.router.serve.service import Service
-from tercet_lab.sim import SimEngine, run_virtual
+from tercet_lab.sim import SimEngine
 from tests.unit.lab.sim.models import engines_of, is_empty, request_of
+from tests.virtual_time import in_virtual_time
 
 from .conftest import LiveRouter
 
@@ -47,45 +48,41 @@ async def answer(service: Service, request: Request) -> list[int]:
 
 
 @pytest.mark.parametrize("program", ["disaggregated", "data_parallel"])
-def test_an_engine_paused_at_any_moment_costs_no_token(program: str, metrics: Metrics) -> None:
-    async def check() -> None:
-        request = request_of("s", length=200, max_tokens=8)
-        service, _ = reporting(engines_of("p", "d", "e"), program, metrics)
-        begun = asyncio.get_running_loop().time()
-        expected = await answer(service, request)
-        whole = asyncio.get_running_loop().time() - begun
-        for moment in range(12):
-            for victim in range(3):
-                engines = engines_of("p", "d", "e")
-                service, fleet = reporting(engines, program, metrics)
-                asking = asyncio.ensure_future(answer(service, request))
-                await asyncio.sleep(whole * moment / 12)
-                engines[victim].freeze("all")
-                assert await asking == expected
-                assert all(member.in_flight == 0 for member in fleet.members)
-                engines[victim].thaw()
-                await asyncio.sleep(1)
-                assert len(fleet.open) == 3
-                assert all(is_empty(engine) for engine in engines)
-
-    run_virtual(check())
+@in_virtual_time
+async def test_an_engine_paused_at_any_moment_costs_no_token(program: str, metrics: Metrics) -> None:
+    request = request_of("s", length=200, max_tokens=8)
+    service, _ = reporting(engines_of("p", "d", "e"), program, metrics)
+    begun = asyncio.get_running_loop().time()
+    expected = await answer(service, request)
+    whole = asyncio.get_running_loop().time() - begun
+    for moment in range(12):
+        for victim in range(3):
+            engines = engines_of("p", "d", "e")
+            service, fleet = reporting(engines, program, metrics)
+            asking = asyncio.ensure_future(answer(service, request))
+            await asyncio.sleep(whole * moment / 12)
+            engines[victim].freeze("all")
+            assert await asking == expected
+            assert all(member.in_flight == 0 for member in fleet.members)
+            engines[victim].thaw()
+            await asyncio.sleep(1)
+            assert len(fleet.open) == 3
+            assert all(is_empty(engine) for engine in engines)
 
 
-def test_with_no_other_engine_a_sequence_waits_until_it_is_resumed(metrics: Metrics) -> None:
-    async def check() -> None:
-        (engine,) = engines_of("p")
-        service, fleet = reporting([engine], "data_parallel", metrics)
-        asking = asyncio.ensure_future(answer(service, request_of("s", max_tokens=20)))
-        await asyncio.sleep(0.2)
-        engine.freeze("all")
-        await asyncio.sleep(100)
-        assert not asking.done()
-        with pytest.raises(TercetError):
-            fleet.health.require_answers()
-        engine.thaw()
-        assert len(await asking) == 20
-
-    run_virtual(check())
+@in_virtual_time
+async def test_with_no_other_engine_a_sequence_waits_until_it_is_resumed(metrics: Metrics) -> None:
+    (engine,) = engines_of("p")
+    service, fleet = reporting([engine], "data_parallel", metrics)
+    asking = asyncio.ensure_future(answer(service, request_of("s", max_tokens=20)))
+    await asyncio.sleep(0.2)
+    engine.freeze("all")
+    await asyncio.sleep(100)
+    assert not asking.done()
+    with pytest.raises(TercetError):
+        fleet.health.require_answers()
+    engine.thaw()
+    assert len(await asking) == 20
 
 
 def paused(what: str) -> EngineLoad:

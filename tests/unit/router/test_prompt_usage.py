@@ -13,8 +13,9 @@ from tercet.protocol.spans import FALLBACK, TraceEvent, VerbTrace
 from tercet.router.observe.metrics import Metrics
 from tercet.router.serve.service import Service
 from tercet.wire.serving.server_access import RequestContext
-from tercet_lab.sim import SimEngine, run_virtual
+from tercet_lab.sim import SimEngine
 from tests.unit.lab.sim.models import BLOCK, engines_of, request_of, tokens_of
+from tests.virtual_time import in_virtual_time
 
 LENGTH = 442
 SPLIT = ("balanced", "disaggregated")
@@ -48,46 +49,38 @@ async def warm(engine: SimEngine, length: int) -> None:
 
 
 @pytest.mark.parametrize("program", SPLIT)
-def test_kv_that_was_received_is_not_cached(metrics: Metrics, program: str) -> None:
-    async def check() -> None:
-        house = House(metrics, program)
-        assert await house.cached(request_of("cold", LENGTH)) == 0
-        assert house.decode.pool.cached
-
-    run_virtual(check())
+@in_virtual_time
+async def test_kv_that_was_received_is_not_cached(metrics: Metrics, program: str) -> None:
+    house = House(metrics, program)
+    assert await house.cached(request_of("cold", LENGTH)) == 0
+    assert house.decode.pool.cached
 
 
 @pytest.mark.parametrize("program", SPLIT)
 @pytest.mark.parametrize("there", [10, 20])
-def test_what_the_prefilling_engine_had_is_cached(metrics: Metrics, program: str, there: int) -> None:
-    async def check() -> None:
-        house = House(metrics, program)
-        await warm(house.prefill, there * BLOCK)
-        await warm(house.decode, 15 * BLOCK)
-        assert await house.cached(request_of("warm", LENGTH)) == there * BLOCK
-
-    run_virtual(check())
+@in_virtual_time
+async def test_what_the_prefilling_engine_had_is_cached(metrics: Metrics, program: str, there: int) -> None:
+    house = House(metrics, program)
+    await warm(house.prefill, there * BLOCK)
+    await warm(house.decode, 15 * BLOCK)
+    assert await house.cached(request_of("warm", LENGTH)) == there * BLOCK
 
 
 @pytest.mark.parametrize("program", SPLIT)
-def test_what_the_decoding_engine_had_is_not_if_another_one_computed_it(metrics: Metrics, program: str) -> None:
-    async def check() -> None:
-        house = House(metrics, program)
-        await warm(house.decode, 15 * BLOCK)
-        assert await house.cached(request_of("there", LENGTH)) == 0
-
-    run_virtual(check())
+@in_virtual_time
+async def test_what_the_decoding_engine_had_is_not_if_another_one_computed_it(metrics: Metrics, program: str) -> None:
+    house = House(metrics, program)
+    await warm(house.decode, 15 * BLOCK)
+    assert await house.cached(request_of("there", LENGTH)) == 0
 
 
 @pytest.mark.parametrize("program", [*SPLIT, "data_parallel"])
-def test_an_engine_that_prefills_by_itself_tells_its_own(metrics: Metrics, program: str) -> None:
-    async def check() -> None:
-        options = {"role": "decode"} if program == "data_parallel" else {"min_send": 1000}
-        house = House(metrics, program, **options)
-        await warm(house.decode, 15 * BLOCK)
-        assert await house.cached(request_of("own", LENGTH)) == 15 * BLOCK
-
-    run_virtual(check())
+@in_virtual_time
+async def test_an_engine_that_prefills_by_itself_tells_its_own(metrics: Metrics, program: str) -> None:
+    options = {"role": "decode"} if program == "data_parallel" else {"min_send": 1000}
+    house = House(metrics, program, **options)
+    await warm(house.decode, 15 * BLOCK)
+    assert await house.cached(request_of("own", LENGTH)) == 15 * BLOCK
 
 
 def event(verb: str, cached: int) -> TraceEvent:

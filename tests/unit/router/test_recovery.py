@@ -31,8 +31,9 @@ from tercet.protocol import (
 from tercet.router.observe.metrics import Metrics
 from tercet.router.serve.service import Service
 from tercet.settings import EngineAddress, RetryBudget
-from tercet_lab.sim import SimEngine, run_virtual
+from tercet_lab.sim import SimEngine
 from tests.unit.lab.sim.models import engines_of, is_empty, request_of
+from tests.virtual_time import in_virtual_time
 
 from .conftest import Engine, LiveRouter, counted
 
@@ -305,44 +306,40 @@ async def answer(service: Service, request: Request) -> list[int]:
 @pytest.mark.slow
 @pytest.mark.parametrize("program", ["disaggregated", "balanced", "data_parallel"])
 @pytest.mark.parametrize("victim", [0, 1, 2])
-def test_an_engine_killed_at_any_moment_costs_no_token(program: str, victim: int, metrics: Metrics) -> None:
+@in_virtual_time
+async def test_an_engine_killed_at_any_moment_costs_no_token(program: str, victim: int, metrics: Metrics) -> None:
     """A hundred moments from the request's arrival to its end, in virtual time."""
 
-    async def check() -> None:
-        request = request_of("s", length=200, max_tokens=8)
-        service, _ = service_over(engines_of("p", "d", "e"), program, metrics)
-        loop = asyncio.get_running_loop()
-        begun = loop.time()
-        expected = await answer(service, request)
-        whole = loop.time() - begun
-        for moment in range(100):
-            engines = engines_of("p", "d", "e")
-            service, fleet = service_over(engines, program, metrics)
-            asking = asyncio.ensure_future(answer(service, request))
-            await asyncio.sleep(whole * moment / 100)
-            engines[victim].fail()
-            assert await asking == expected
-            assert all(member.in_flight == 0 for member in fleet.members)
-            engines[victim].recover()
-            await asyncio.sleep(1)
-            assert all(is_empty(engine) for engine in engines)
-
-    run_virtual(check())
-
-
-def test_all_engines_dead_is_an_error_soon(metrics: Metrics) -> None:
-    async def check() -> None:
+    request = request_of("s", length=200, max_tokens=8)
+    service, _ = service_over(engines_of("p", "d", "e"), program, metrics)
+    loop = asyncio.get_running_loop()
+    begun = loop.time()
+    expected = await answer(service, request)
+    whole = loop.time() - begun
+    for moment in range(100):
         engines = engines_of("p", "d", "e")
-        service, fleet = service_over(engines, "disaggregated", metrics)
-        asking = asyncio.ensure_future(answer(service, request_of("s", max_tokens=100)))
-        await asyncio.sleep(0.5)
-        for engine in engines:
-            engine.fail()
-        with pytest.raises(EngineUnreachable):
-            await asking
+        service, fleet = service_over(engines, program, metrics)
+        asking = asyncio.ensure_future(answer(service, request))
+        await asyncio.sleep(whole * moment / 100)
+        engines[victim].fail()
+        assert await asking == expected
         assert all(member.in_flight == 0 for member in fleet.members)
+        engines[victim].recover()
+        await asyncio.sleep(1)
+        assert all(is_empty(engine) for engine in engines)
 
-    run_virtual(check())
+
+@in_virtual_time
+async def test_all_engines_dead_is_an_error_soon(metrics: Metrics) -> None:
+    engines = engines_of("p", "d", "e")
+    service, fleet = service_over(engines, "disaggregated", metrics)
+    asking = asyncio.ensure_future(answer(service, request_of("s", max_tokens=100)))
+    await asyncio.sleep(0.5)
+    for engine in engines:
+        engine.fail()
+    with pytest.raises(EngineUnreachable):
+        await asking
+    assert all(member.in_flight == 0 for member in fleet.members)
 
 
 async def test_while_no_engine_answers_a_sequence_waits_for_one(router: LiveRouter, metrics: Metrics) -> None:

@@ -26,8 +26,8 @@ from tercet.decisions.migration import Stage
 from tercet.fleet import EngineFleet, Member
 from tercet.protocol import BadRequest
 from tercet.settings import MoveSettings
-from tercet_lab.sim import run_virtual
 from tests.unit.lab.sim.models import engines_of, is_empty, profile_of
+from tests.virtual_time import in_virtual_time
 
 from .golden_images import check_image
 
@@ -46,36 +46,32 @@ async def measured(way: str, length: int) -> MoveCost:
 
 
 @pytest.mark.parametrize("length", [128, 1000])
-def test_three_ways_in_virtual_time(length: int) -> None:
-    async def check() -> None:
-        live, blocking, recompute = [await measured(way, length) for way in ("live", "blocking", "recompute")]
-        # One sequence and two bystanders decode in a step: 10 ms, and 1 ms for each token past the first.
-        assert live.step == pytest.approx(STEP + 2 * PER_TOKEN)
-        assert live.pause <= 2 * live.step
-        assert [len(cost.stages) for cost in (live, blocking, recompute)] == [1, 1, 0]
-        assert blocking.pause >= 0
-        assert recompute.pause >= length * PER_TOKEN - STEP
-
-    run_virtual(check())
+@in_virtual_time
+async def test_three_ways_in_virtual_time(length: int) -> None:
+    live, blocking, recompute = [await measured(way, length) for way in ("live", "blocking", "recompute")]
+    # One sequence and two bystanders decode in a step: 10 ms, and 1 ms for each token past the first.
+    assert live.step == pytest.approx(STEP + 2 * PER_TOKEN)
+    assert live.pause <= 2 * live.step
+    assert [len(cost.stages) for cost in (live, blocking, recompute)] == [1, 1, 0]
+    assert blocking.pause >= 0
+    assert recompute.pause >= length * PER_TOKEN - STEP
 
 
-def test_bystanders_of_both_engines_are_watched_before_during_and_after() -> None:
-    async def check() -> None:
-        for way in WAYS:
-            found = await measured(way, 500)
-            assert [gaps.engine for gaps in found.bystanders] == [SOURCE, DESTINATION]
-            for gaps in found.bystanders:
-                alone, with_it = STEP + PER_TOKEN, STEP + 2 * PER_TOKEN
-                here = DESTINATION if way == "there" else SOURCE
-                before, after = (with_it, alone) if gaps.engine == here else (alone, with_it)
-                assert statistics.median(gaps.before) == pytest.approx(before)
-                assert len(gaps.before) >= MOVED_AFTER - 2
-                assert statistics.median(gaps.after) == pytest.approx(after if way in MOVES else before)
-                assert gaps.during
-                if way == "recompute" and gaps.engine == DESTINATION:
-                    assert max(gaps.during) >= 500 * PER_TOKEN
-
-    run_virtual(check())
+@in_virtual_time
+async def test_bystanders_of_both_engines_are_watched_before_during_and_after() -> None:
+    for way in WAYS:
+        found = await measured(way, 500)
+        assert [gaps.engine for gaps in found.bystanders] == [SOURCE, DESTINATION]
+        for gaps in found.bystanders:
+            alone, with_it = STEP + PER_TOKEN, STEP + 2 * PER_TOKEN
+            here = DESTINATION if way == "there" else SOURCE
+            before, after = (with_it, alone) if gaps.engine == here else (alone, with_it)
+            assert statistics.median(gaps.before) == pytest.approx(before)
+            assert len(gaps.before) >= MOVED_AFTER - 2
+            assert statistics.median(gaps.after) == pytest.approx(after if way in MOVES else before)
+            assert gaps.during
+            if way == "recompute" and gaps.engine == DESTINATION:
+                assert max(gaps.during) >= 500 * PER_TOKEN
 
 
 def cost_of(way: str, length: int, pause: float, before: float, during: float, after: float = 0.04) -> MoveCost:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import runpy
-from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any
 
@@ -12,22 +11,14 @@ import msgspec
 import pytest
 
 from tercet.protocol import BadRequest, Request, UnknownAdapter
-from tercet_lab.sim import run_virtual
 from tercet_lab.sim.adapter_slots import AdapterSlots
+from tests.virtual_time import in_virtual_time
 
 from .models import BLOCK, collect, engines_of, is_empty, request_of, tokens_of
 
 
 def asking(adapter: str | None, seq_id: str = "s", **more: Any) -> Request:
     return msgspec.structs.replace(request_of(seq_id, **more), adapter=adapter)
-
-
-def in_virtual_time(test: Callable[[], Coroutine[Any, Any, None]]) -> Callable[[], None]:
-    def run() -> None:
-        run_virtual(test())
-
-    run.__name__ = test.__name__
-    return run
 
 
 def test_a_batch_uses_so_many_adapters_and_the_oldest_unused_one_gives_way() -> None:

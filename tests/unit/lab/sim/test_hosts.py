@@ -15,6 +15,7 @@ from msgspec.structs import replace
 from tercet.protocol import BadRequest, EngineUnreachable, Request
 from tercet_lab.sim import EngineOptions, Host, Network, Profile, SimEngine, run_virtual
 from tercet_lab.sim.step_times import HostSharing
+from tests.virtual_time import in_virtual_time
 
 from .models import collect, profile_of, request_of, tokens_of
 
@@ -189,10 +190,8 @@ def test_the_time_in_which_steps_run_is_the_loops() -> None:
     assert run_virtual(main()) == pytest.approx([2 * 0.209] * 2)
 
 
-def test_a_profile_must_say_what_engines_of_a_host_do_to_one_another() -> None:
-    async def main() -> None:
-        with pytest.raises(BadRequest, match=r"host: profile test has no data on engines that share a host") as refused:
-            engines_on(Host(), profile_of())
-        assert refused.value.param == "host"
-
-    run_virtual(main())
+@in_virtual_time
+async def test_a_profile_must_say_what_engines_of_a_host_do_to_one_another() -> None:
+    with pytest.raises(BadRequest, match=r"host: profile test has no data on engines that share a host") as refused:
+        engines_on(Host(), profile_of())
+    assert refused.value.param == "host"

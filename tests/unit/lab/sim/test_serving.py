@@ -21,11 +21,12 @@ from tercet.protocol.headers import INCARNATION_HEADER
 from tercet.protocol.wire import API_PREFIX
 from tercet.wire.client import HttpEngine
 from tercet.wire.streams import StreamListener
-from tercet_lab.sim import EngineOptions, SimEngine, run_virtual
+from tercet_lab.sim import EngineOptions, SimEngine
 from tercet_lab.sim.sim_server import ServerConfig, serving
 from tercet_lab.sim.step_times import StepTimes
 from tests.abort import abort
 from tests.longest_wait import LONGEST_WAIT_S, until
+from tests.virtual_time import in_virtual_time
 
 from .models import BLOCK, engines_of, is_empty, profile_of, request_of, tokens_of
 
@@ -125,23 +126,21 @@ def test_each_step_is_an_event_of_its_own() -> None:
     run(main)
 
 
-def test_delays_of_the_machine_do_not_add_up() -> None:
+@in_virtual_time
+async def test_delays_of_the_machine_do_not_add_up() -> None:
     """A loop that is held up hands over what is overdue, and goes on as planned."""
 
-    async def main() -> None:
-        (engine,) = engines_of("a", stream_every=1)
-        loop = asyncio.get_running_loop()
-        times = list[float]()
-        async for _ in engine.start_generate(request_of("s", 1, 100)):
-            times.append(loop.time())
-            if len(times) == 10:
-                setattr(loop, "_now", loop.time() + 0.205)  # noqa: B010
-        assert times[9] == pytest.approx(0.1)
-        assert times[10:30] == pytest.approx([0.305] * 20)
-        assert times[30:] == pytest.approx([0.01 * step for step in range(31, 101)])
-        assert engine.counters.busy == pytest.approx(1.0)
-
-    run_virtual(main())
+    (engine,) = engines_of("a", stream_every=1)
+    loop = asyncio.get_running_loop()
+    times = list[float]()
+    async for _ in engine.start_generate(request_of("s", 1, 100)):
+        times.append(loop.time())
+        if len(times) == 10:
+            setattr(loop, "_now", loop.time() + 0.205)  # noqa: B010
+    assert times[9] == pytest.approx(0.1)
+    assert times[10:30] == pytest.approx([0.305] * 20)
+    assert times[30:] == pytest.approx([0.01 * step for step in range(31, 101)])
+    assert engine.counters.busy == pytest.approx(1.0)
 
 
 def test_received_kv_is_used_and_counted() -> None:
