@@ -53,11 +53,15 @@ def cached(knowledge: FleetKnowledge, salt: str | None = None, adapter: str | No
     return knowledge.cached_tokens("e", asked) // SIZE
 
 
+@pytest.fixture
+def knowledge() -> FleetKnowledge:
+    return known()
+
+
 # ---- the state machine -------------------------------------------------------------------------------------------
 
 
-def test_blocks_come_and_go() -> None:
-    knowledge = known()
+def test_blocks_come_and_go(knowledge: FleetKnowledge) -> None:
     inbox = KVInbox("e", knowledge)
     assert not inbox.take(0, payload(stored(0), stored(1)))
     assert cached(knowledge) == 2
@@ -80,8 +84,7 @@ def test_a_replay_that_overlaps_is_applied_once(repeated: list[int]) -> None:
     assert cached(knowledge) == 8
 
 
-def test_a_gap_asks_for_a_replay_and_loses_nothing_if_there_is_one() -> None:
-    knowledge = known()
+def test_a_gap_asks_for_a_replay_and_loses_nothing_if_there_is_one(knowledge: FleetKnowledge) -> None:
     inbox = KVInbox("e", knowledge)
     inbox.take(0, payload(stored(0)))
     assert inbox.take(2, payload(stored(2)))
@@ -91,8 +94,7 @@ def test_a_gap_asks_for_a_replay_and_loses_nothing_if_there_is_one() -> None:
     assert cached(knowledge) == 3
 
 
-def test_a_gap_that_stays_forgets_what_may_have_gone_unheard() -> None:
-    knowledge = known()
+def test_a_gap_that_stays_forgets_what_may_have_gone_unheard(knowledge: FleetKnowledge) -> None:
     inbox = KVInbox("e", knowledge)
     inbox.take(0, payload(stored(0)))
     assert inbox.take(5, payload(stored(1)))
@@ -102,8 +104,7 @@ def test_a_gap_that_stays_forgets_what_may_have_gone_unheard() -> None:
     assert cached(knowledge) == 2, "block 1 was told of after the gap, and waited for the one before it"
 
 
-def test_numbers_that_start_again_are_an_engine_that_did() -> None:
-    knowledge = known()
+def test_numbers_that_start_again_are_an_engine_that_did(knowledge: FleetKnowledge) -> None:
     inbox = KVInbox("e", knowledge)
     for number in range(4):
         inbox.take(number, payload(stored(number)))
@@ -129,8 +130,7 @@ def test_numbers_that_start_again_are_an_engine_that_did() -> None:
         {"extra_keys": [["salt", ["picture", 0]]]},
     ],
 )
-def test_blocks_that_no_plain_prompt_would_find_are_left_out(fields: dict[str, Any]) -> None:
-    knowledge = known()
+def test_blocks_that_no_plain_prompt_would_find_are_left_out(knowledge: FleetKnowledge, fields: dict[str, Any]) -> None:
     KVInbox("e", knowledge).take(0, payload(stored(0, **fields)))
     assert cached(knowledge) == 0
 
@@ -139,8 +139,9 @@ LOWER = ({"medium": "CPU"}, {"medium": "STORAGE", "ownership": "kvcr"}, {"medium
 
 
 @pytest.mark.parametrize("where", LOWER, ids=str)
-def test_what_a_lower_tier_drops_is_on_the_device_all_the_same(where: dict[str, Any]) -> None:
-    knowledge = known()
+def test_what_a_lower_tier_drops_is_on_the_device_all_the_same(
+    knowledge: FleetKnowledge, where: dict[str, Any]
+) -> None:
     inbox = KVInbox("e", knowledge)
     inbox.take(0, payload(stored(0, medium="GPU", locality="LOCAL"), stored(1, medium="GPU")))
     inbox.take(1, payload(stored(0, **where), BlockRemoved([bytes([0])], **where), BlockRemoved([bytes([1])], **where)))
@@ -150,8 +151,7 @@ def test_what_a_lower_tier_drops_is_on_the_device_all_the_same(where: dict[str, 
 
 
 @pytest.mark.parametrize("medium", ["CPU", "GPU", None])
-def test_names_alone_and_blocks_of_other_sizes_end_nothing(medium: str | None) -> None:
-    knowledge = known()
+def test_names_alone_and_blocks_of_other_sizes_end_nothing(knowledge: FleetKnowledge, medium: str | None) -> None:
     inbox = KVInbox("e", knowledge)
     named = BlockStored([bytes([0])], None, [], 0, medium=medium)
     larger = BlockStored([b"larger"], None, list(range(2 * SIZE)), 2 * SIZE, medium=medium)
@@ -160,8 +160,7 @@ def test_names_alone_and_blocks_of_other_sizes_end_nothing(medium: str | None) -
     assert cached(knowledge) == 2
 
 
-def test_a_name_alone_is_a_copy() -> None:
-    knowledge = known()
+def test_a_name_alone_is_a_copy(knowledge: FleetKnowledge) -> None:
     inbox = KVInbox("e", knowledge)
     inbox.take(0, payload(stored(0), BlockStored([bytes([0])], None, [], 0)))
     inbox.take(1, payload(BlockRemoved([bytes([0])])))
@@ -184,8 +183,7 @@ def named(index: int, **fields: Any) -> BlockStored:
     return BlockStored([bytes([index])], None, [], 0, **fields)
 
 
-def test_a_block_counts_at_its_highest_tier() -> None:
-    knowledge = known()
+def test_a_block_counts_at_its_highest_tier(knowledge: FleetKnowledge) -> None:
     inbox = KVInbox("e", knowledge)
     inbox.take(0, payload(*(stored(index) for index in range(4))))
     assert by_tier(knowledge) == {"gpu": 4}
@@ -203,14 +201,12 @@ def test_a_block_counts_at_its_highest_tier() -> None:
     assert by_tier(knowledge) == {}
 
 
-def test_what_another_machine_has_is_on_no_tier_of_this_engine() -> None:
-    knowledge = known()
+def test_what_another_machine_has_is_on_no_tier_of_this_engine(knowledge: FleetKnowledge) -> None:
     KVInbox("e", knowledge).take(0, payload(stored(0), stored(1, medium="STORAGE", locality="REMOTE")))
     assert by_tier(knowledge) == {"gpu": 1}
 
 
-def test_a_removed_engine_leaves_nothing_on_any_tier() -> None:
-    knowledge = known()
+def test_a_removed_engine_leaves_nothing_on_any_tier(knowledge: FleetKnowledge) -> None:
     KVInbox("e", knowledge).take(0, payload(stored(0), named(0, medium="CPU")))
     knowledge.remove("e")
     assert not knowledge.indexes
@@ -280,8 +276,9 @@ UNREAD = [
 
 
 @pytest.mark.parametrize("unread", UNREAD, ids=["newer", "no tokens", "less than none"])
-def test_an_event_that_is_not_read_says_nothing(unread: Any, caplog: pytest.LogCaptureFixture) -> None:
-    knowledge = known()
+def test_an_event_that_is_not_read_says_nothing(
+    knowledge: FleetKnowledge, unread: Any, caplog: pytest.LogCaptureFixture
+) -> None:
     inbox = KVInbox("e", knowledge)
     for number in range(3):
         inbox.take(number, msgspec.msgpack.encode([0.0, [unread, stored(number), unread]]))
@@ -289,8 +286,7 @@ def test_an_event_that_is_not_read_says_nothing(unread: Any, caplog: pytest.LogC
     assert len(caplog.records) == 1
 
 
-def test_after_a_removal_that_is_not_read_nothing_is_believed() -> None:
-    knowledge = known()
+def test_after_a_removal_that_is_not_read_nothing_is_believed(knowledge: FleetKnowledge) -> None:
     inbox = KVInbox("e", knowledge)
     inbox.take(0, payload(stored(0), stored(1)))
     inbox.take(1, msgspec.msgpack.encode([0.0, [{"type": "BlockRemoved", "block_hashes": "?"}, stored(0)]]))
@@ -298,8 +294,7 @@ def test_after_a_removal_that_is_not_read_nothing_is_believed() -> None:
 
 
 @pytest.mark.parametrize("kind", ["mamba", "sliding_window_mla", "chunked_local_attention"])
-def test_layers_that_keep_little_are_followed_until_others_are_told_of(kind: str) -> None:
-    knowledge = known()
+def test_layers_that_keep_little_are_followed_until_others_are_told_of(knowledge: FleetKnowledge, kind: str) -> None:
     inbox = KVInbox("e", knowledge)
     inbox.take(0, payload(stored(0, group_idx=0, kv_cache_spec_kind=kind)))
     assert cached(knowledge) == 1
@@ -308,9 +303,8 @@ def test_layers_that_keep_little_are_followed_until_others_are_told_of(kind: str
     assert cached(knowledge) == 1, "what the first ones hold is not looked at any more"
 
 
-def test_of_several_kinds_of_layers_those_count_that_look_back_at_all_tokens() -> None:
+def test_of_several_kinds_of_layers_those_count_that_look_back_at_all_tokens(knowledge: FleetKnowledge) -> None:
     """A window's blocks go when the window has left them, and the context is cached all the same."""
-    knowledge = known()
     inbox = KVInbox("e", knowledge)
     groups = {0: "sliding_window", 1: "full_attention"}
     inbox.take(0, payload(*(stored(0, group_idx=at, kv_cache_spec_kind=kind) for at, kind in groups.items())))
@@ -338,15 +332,13 @@ def test_blocks_of_a_picture_are_found_with_that_picture_alone() -> None:
     assert found(digest="f" * 64) == found(offset=1) == cached(knowledge, "salt") == 0
 
 
-def test_layers_with_a_window_count_where_there_are_no_others() -> None:
-    knowledge = known()
+def test_layers_with_a_window_count_where_there_are_no_others(knowledge: FleetKnowledge) -> None:
     KVInbox("e", knowledge).take(0, payload(stored(0, group_idx=0, kv_cache_spec_kind="sliding_window")))
     assert cached(knowledge) == 1
 
 
-def test_blocks_of_an_adapter_are_found_for_that_adapter_alone() -> None:
+def test_blocks_of_an_adapter_are_found_for_that_adapter_alone(knowledge: FleetKnowledge) -> None:
     """vLLM puts the adapter's name first into the keys of every block, and a salt behind it into the first one's."""
-    knowledge = known()
     of_a = {"lora_name": "a", "extra_keys": [["a", "salt"]]}
     KVInbox("e", knowledge).take(0, payload(stored(0, **of_a), stored(1, lora_name="a", extra_keys=[["a"]])))
     assert cached(knowledge) == cached(knowledge, "salt") == 0
@@ -354,8 +346,7 @@ def test_blocks_of_an_adapter_are_found_for_that_adapter_alone() -> None:
     assert cached(knowledge, "salt", "a") == 2
 
 
-def test_salted_blocks_are_found_with_their_salt() -> None:
-    knowledge = known()
+def test_salted_blocks_are_found_with_their_salt(knowledge: FleetKnowledge) -> None:
     KVInbox("e", knowledge).take(0, payload(stored(0, extra_keys=[["salt"]]), stored(1, extra_keys=[None])))
     assert cached(knowledge) == 0
     assert cached(knowledge, "salt") == 2
@@ -491,8 +482,7 @@ async def test_a_restart_forgets_and_follows_the_new_one() -> None:
     await new.close()
 
 
-async def test_an_engine_that_publishes_nothing_is_left_alone() -> None:
-    knowledge = known()
+async def test_an_engine_that_publishes_nothing_is_left_alone(knowledge: FleetKnowledge) -> None:
     knowledge.store("e", SIZE, [b"x"], None, list(range(SIZE)))
     async with followed(Engine(None), knowledge):
         await asyncio.sleep(0.2)

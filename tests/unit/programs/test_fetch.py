@@ -57,8 +57,12 @@ class Fetching:
         return found[1]
 
 
-async def test_what_another_engine_has_is_pulled() -> None:
-    fetching = Fetching()
+@pytest.fixture
+def fetching() -> Fetching:
+    return Fetching()
+
+
+async def test_what_another_engine_has_is_pulled(fetching: Fetching) -> None:
     assert await fetching.run()
     assert fetching.here.verbs == ["prep_recv", "start_generate"]
     assert fetching.there.verbs == ["remote_send"]
@@ -85,23 +89,20 @@ async def test_a_stale_belief_costs_one_call(has: int) -> None:
         BadRequest("Object contains unknown field `cached_only`", "cached_only"),
     ],
 )
-async def test_a_pull_that_fails_is_computed(error: TercetError) -> None:
-    fetching = Fetching()
+async def test_a_pull_that_fails_is_computed(fetching: Fetching, error: TercetError) -> None:
     fetching.there.failures["remote_send"] = error
     assert await fetching.run()
     assert fetching.begin == 0
     assert [(event.verb, event.cached_only) for event in fetching.trace.failed] == [("remote_send", True)]
 
 
-async def test_without_room_for_a_reservation_it_is_computed() -> None:
-    fetching = Fetching()
+async def test_without_room_for_a_reservation_it_is_computed(fetching: Fetching) -> None:
     fetching.here.failures["prep_recv"] = NoSpace("full")
     assert await fetching.run()
     assert (fetching.there.verbs, fetching.begin) == ([], 0)
 
 
-async def test_an_engine_that_does_not_answer_is_given_up() -> None:
-    fetching = Fetching()
+async def test_an_engine_that_does_not_answer_is_given_up(fetching: Fetching) -> None:
     fetching.there.pause.clear()
     with patch.object(pulls, "LEAST_PATIENCE_S", 0.01):
         assert await asyncio.wait_for(fetching.run(), 10)
@@ -110,8 +111,7 @@ async def test_an_engine_that_does_not_answer_is_given_up() -> None:
     assert fetching.there.running == 0
 
 
-async def test_nothing_is_pulled_where_nobody_has_more_or_it_costs_more() -> None:
-    fetching = Fetching()
+async def test_nothing_is_pulled_where_nobody_has_more_or_it_costs_more(fetching: Fetching) -> None:
     assert await fetching.run(Request(seq_id="s", prompt=tuple(range(5000, 5400))))
     assert (fetching.there.verbs, fetching.here.verbs) == ([], ["start_generate"])
     slow = Fetching()
@@ -121,8 +121,7 @@ async def test_nothing_is_pulled_where_nobody_has_more_or_it_costs_more() -> Non
     assert (slow.there.verbs, slow.here.verbs) == ([], ["start_generate"])
 
 
-async def test_a_client_that_leaves_during_a_pull_leaves_nothing() -> None:
-    fetching = Fetching()
+async def test_a_client_that_leaves_during_a_pull_leaves_nothing(fetching: Fetching) -> None:
     fetching.there.pause.clear()
     running = asyncio.create_task(fetching.run())
     while not fetching.there.running:
@@ -134,8 +133,7 @@ async def test_a_client_that_leaves_during_a_pull_leaves_nothing() -> None:
     assert not fetching.fleet.costs.pulls._running
 
 
-async def test_an_engine_that_was_removed_after_its_pick_serves_without_a_pull() -> None:
-    fetching = Fetching()
+async def test_an_engine_that_was_removed_after_its_pick_serves_without_a_pull(fetching: Fetching) -> None:
     with FleetView(fetching.fleet).pick(by="least_loaded") as engine:
         fetching.fleet.remove("here")
         assert FleetView(fetching.fleet).source(request_of(), engine) is None

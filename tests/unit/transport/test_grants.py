@@ -85,6 +85,11 @@ def fill(table: GrantTable, begin: int, end: int, send: SendKey = SEND, layers: 
     return [table.arrived(send, chunk(layer, begin, end)) for layer in range(layers)]
 
 
+@pytest.fixture
+def table() -> BegunTable:
+    return opened()
+
+
 # ---- granting ------------------------------------------------------------------------------------------------
 
 
@@ -94,8 +99,7 @@ def test_a_grant_must_fit_its_blocks(blocks: tuple[int, ...], begin: int, end: i
         GrantTable(LAYERS).grant(a_grant(LEASE, blocks, begin, end, SIZE))
 
 
-def test_an_ended_lease_says_so_and_is_not_granted_again() -> None:
-    table = opened()
+def test_an_ended_lease_says_so_and_is_not_granted_again(table: BegunTable) -> None:
     with pytest.raises(Conflict):
         table.grant(a_grant(LEASE, (1,), 0, 16, SIZE))
     table.revoke(LEASE)
@@ -145,16 +149,14 @@ def test_a_piece_goes_to_the_blocks_of_its_slots() -> None:
     ],
     ids=str,
 )  # fmt: skip
-def test_chunks_outside_the_lease_go_nowhere(piece: ReadDescriptors) -> None:
-    table = opened()
+def test_chunks_outside_the_lease_go_nowhere(table: BegunTable, piece: ReadDescriptors) -> None:
     for locate in (table.locate, table.locate_tokens):
         with pytest.raises(BadRequest, match="outside the lease"):
             locate(piece)
 
 
-def test_slots_of_another_size_count_from_the_block_that_the_lease_begins_in() -> None:
+def test_slots_of_another_size_count_from_the_block_that_the_lease_begins_in(table: BegunTable) -> None:
     """The lease's tokens are [32, 112); blocks of 24 begin at 24, 48, 72 and 96."""
-    table = opened()
     found = table.locate_tokens(chunk(0, 0, 4, unit=24))
     assert [(move.slot, move.source, move.block, move.target, move.tokens) for move in found] == [
         (0, 8, 10, 0, 16), (1, 0, 11, 0, 16), (1, 16, 12, 0, 8),
@@ -165,8 +167,7 @@ def test_slots_of_another_size_count_from_the_block_that_the_lease_begins_in() -
 # ---- claims --------------------------------------------------------------------------------------------------
 
 
-def test_a_claim_holds_with_the_last_piece_whichever_comes_last() -> None:
-    table = opened()
+def test_a_claim_holds_with_the_last_piece_whichever_comes_last(table: BegunTable) -> None:
     assert fill(table, 0, 5) == [None] * LAYERS
     assert table.ended(SEND, ending(32, 100, LAYERS)) == 100
     table = opened()
@@ -175,8 +176,7 @@ def test_a_claim_holds_with_the_last_piece_whichever_comes_last() -> None:
     assert table.receives == 0
 
 
-def test_a_claim_needs_every_layer_of_every_slot() -> None:
-    table = opened()
+def test_a_claim_needs_every_layer_of_every_slot(table: BegunTable) -> None:
     fill(table, 0, 5, layers=LAYERS - 1)
     table.arrived(SEND, chunk(LAYERS - 1, 1, 5))
     with pytest.raises(TransferFailed, match="slot 0 lacks 1 of 3 layers"):
@@ -185,16 +185,14 @@ def test_a_claim_needs_every_layer_of_every_slot() -> None:
     assert table.revoke(LEASE) == 32
 
 
-def test_a_piece_of_another_send_does_not_help() -> None:
-    table = opened()
+def test_a_piece_of_another_send_does_not_help(table: BegunTable) -> None:
     fill(table, 0, 1, ("sender", 2))
     with pytest.raises(TransferFailed):
         table.ended(SEND, ending(32, 48, 0))
     assert table.ended(("sender", 2), ending(32, 48, LAYERS)) == 48
 
 
-def test_a_duplicate_stands_for_no_other_piece() -> None:
-    table = opened()
+def test_a_duplicate_stands_for_no_other_piece(table: BegunTable) -> None:
     table.ended(SEND, ending(32, 48, LAYERS))
     table.arrived(SEND, chunk(0, 0, 1))
     table.arrived(SEND, chunk(0, 0, 1))
@@ -236,15 +234,13 @@ def test_a_claim_outside_the_lease_is_refused(begin: int, end: int) -> None:
 
 
 @pytest.mark.parametrize(("part", "parts"), [(1, 1), (0, 0), (2, 2), (0, MAX_PARTS + 1)])
-def test_a_claim_of_no_part_leaves_nothing_behind(part: int, parts: int) -> None:
-    table = opened()
+def test_a_claim_of_no_part_leaves_nothing_behind(table: BegunTable, part: int, parts: int) -> None:
     with pytest.raises(BadRequest, match="the same part"):
         table.ended(SEND, ending(32, 48, 1, part, parts))
     assert table.receives == 0
 
 
-def test_a_send_ends_once_for_one_part() -> None:
-    table = opened()
+def test_a_send_ends_once_for_one_part(table: BegunTable) -> None:
     table.ended(SEND, ending(32, 48, 9))
     with pytest.raises(BadRequest, match="must end only once"):
         table.ended(SEND, ending(32, 48, 9))
@@ -294,8 +290,7 @@ def test_what_may_be_prefix_cache_is_not_written_again() -> None:
     assert table.revoke(LEASE) == 80
 
 
-def test_what_is_being_overwritten_counts_by_the_senders_slots_and_its_part() -> None:
-    table = opened()
+def test_what_is_being_overwritten_counts_by_the_senders_slots_and_its_part(table: BegunTable) -> None:
     for part in range(2):
         for layer in range(LAYERS):
             table.arrived(("sender", part), chunk(layer, 0, 5, part=part, parts=2))
@@ -304,8 +299,7 @@ def test_what_is_being_overwritten_counts_by_the_senders_slots_and_its_part() ->
     assert table.revoke(LEASE) == 96
 
 
-def test_sends_under_a_lease_are_limited() -> None:
-    table = opened()
+def test_sends_under_a_lease_are_limited(table: BegunTable) -> None:
     for number in range(MAX_SENDS):
         table.arrived(("sender", number), chunk(0, 0, 1))
     with pytest.raises(BadRequest, match="64 sends"):
@@ -315,8 +309,7 @@ def test_sends_under_a_lease_are_limited() -> None:
     assert table.receives == MAX_SENDS
 
 
-def test_what_is_there_in_every_layer_is_kept_of_a_send_that_is_lost() -> None:
-    table = opened()
+def test_what_is_there_in_every_layer_is_kept_of_a_send_that_is_lost(table: BegunTable) -> None:
     fill(table, 0, 2, ("lost", 1))
     fill(table, 2, 5, ("lost", 2), layers=LAYERS - 1)
     fill(table, 2, 3, ("other", 1))
@@ -352,8 +345,9 @@ def lacking_a_layer(table: GrantTable) -> None:
     ],
     ids=["complete", "lacking", "refused", "lost", "revoked"],
 )
-def test_a_traced_receive_tells_how_it_ended(over: Callable[[GrantTable], object], code: str, layers: int) -> None:
-    table = opened()
+def test_a_traced_receive_tells_how_it_ended(
+    table: BegunTable, over: Callable[[GrantTable], object], code: str, layers: int
+) -> None:
     size = sum(chunk(layer, 0, 5).nbytes for layer in range(layers))
     fill(table, 0, 5)
     over(table)
@@ -362,24 +356,21 @@ def test_a_traced_receive_tells_how_it_ended(over: Callable[[GrantTable], object
     assert 0 < end.began_ns <= end.ended_ns
 
 
-def test_a_receive_without_a_trace_is_not_told_of() -> None:
-    table = opened()
+def test_a_receive_without_a_trace_is_not_told_of(table: BegunTable) -> None:
     table.begin(SEND, SendBegin(1, LEASE, whose(100)))
     fill(table, 0, 5)
     complete(table)
     assert not table.over
 
 
-def test_no_more_is_kept_than_the_send_was_for() -> None:
-    table = opened()
+def test_no_more_is_kept_than_the_send_was_for(table: BegunTable) -> None:
     table.begin(SEND, SendBegin(1, LEASE, whose(90)))
     fill(table, 0, 5)
     assert table.forget_sender("sender") == [(LEASE, 90)]
     assert table.forget_sender("sender") == []
 
 
-def test_how_far_it_is_is_told_now_and_then() -> None:
-    table = opened()
+def test_how_far_it_is_is_told_now_and_then(table: BegunTable) -> None:
     now = time.monotonic()
     assert table.progress(LEASE, now) is None, "it was granted just now"
     fill(table, 0, 2)
@@ -391,8 +382,7 @@ def test_how_far_it_is_is_told_now_and_then() -> None:
 # ---- whose KV it is ------------------------------------------------------------------------------------------
 
 
-def test_kv_of_other_tokens_is_refused_before_anything_is_located() -> None:
-    table = opened()
+def test_kv_of_other_tokens_is_refused_before_anything_is_located(table: BegunTable) -> None:
     others = packed([*range(60), 1, *range(61, 100)])
     for wrong in (content_of(others, None), content_of(packed(range(100)), "salt"), Content(99, whose(100).digest)):
         with pytest.raises(Conflict, match="of other tokens"):
@@ -406,8 +396,7 @@ def test_kv_of_other_tokens_is_refused_before_anything_is_located() -> None:
 
 
 @pytest.mark.parametrize("end", [0, 32, 101])
-def test_a_send_begins_inside_its_lease_and_once(end: int) -> None:
-    table = opened()
+def test_a_send_begins_inside_its_lease_and_once(table: BegunTable, end: int) -> None:
     with pytest.raises(BadRequest, match="outside the lease"):
         table.begin(SEND, SendBegin(1, LEASE, whose(end)))
     table.begin(SEND, SendBegin(1, LEASE, whose(100)))
@@ -734,8 +723,7 @@ def test_the_valid_end_is_where_the_first_gap_is(claims: list[tuple[int, int]]) 
 # ---- sends that fill some layers -----------------------------------------------------------------------------------
 
 
-def test_what_some_layers_have_is_valid_once_the_others_have_it_too() -> None:
-    table = opened()
+def test_what_some_layers_have_is_valid_once_the_others_have_it_too(table: BegunTable) -> None:
     table.fills = {("first", 1): range(1), ("second", 1): range(1, LAYERS)}
     assert table.arrived(("first", 1), chunk(0, 0, 5)) is None
     assert table.ended(("first", 1), ending(32, 100, 1)) == 32
@@ -745,8 +733,7 @@ def test_what_some_layers_have_is_valid_once_the_others_have_it_too() -> None:
     assert table.revoke(LEASE) == 80
 
 
-def test_a_send_fills_no_other_layers_than_it_said() -> None:
-    table = opened()
+def test_a_send_fills_no_other_layers_than_it_said(table: BegunTable) -> None:
     table.fills = {SEND: range(1, 2)}
     with pytest.raises(BadRequest, match="planes of its begin message"):
         table.arrived(SEND, chunk(0, 0, 5))
@@ -760,8 +747,7 @@ def test_a_send_of_layers_that_there_are_not_is_refused(planes: tuple[int, int])
         opened().begin(SEND, SendBegin(1, LEASE, whose(100), (planes,)))
 
 
-def test_what_is_overwritten_in_one_layer_is_not_valid() -> None:
-    table = opened()
+def test_what_is_overwritten_in_one_layer_is_not_valid(table: BegunTable) -> None:
     fill(table, 0, 5)
     assert table.ended(SEND, ending(32, 100, LAYERS)) == 100
     table._open[LEASE].valid.remove(0, 1, range(1, 2), (64, 80))

@@ -75,6 +75,11 @@ def whole_sends(draw: st.DrawFn) -> tuple[list[msgspec.Struct], dict[tuple[int, 
     return draw(st.permutations([*said, fin(0, 41, len(said))])), blocks
 
 
+@pytest.fixture
+def talk() -> Conversation:
+    return Conversation()
+
+
 @given(whole_sends(), st.lists(st.integers(0, 2000), max_size=12))
 def test_a_send_arrives_byte_for_byte(
     send: tuple[list[msgspec.Struct], dict[tuple[int, int], int]], cuts: list[int]
@@ -93,8 +98,7 @@ def test_a_send_arrives_byte_for_byte(
     }  # fmt: skip
 
 
-def test_blocks_are_read_into_their_slots_and_nowhere_else() -> None:
-    talk = Conversation()
+def test_blocks_are_read_into_their_slots_and_nowhere_else(talk: Conversation) -> None:
     assert talk.say(chunk(0, 0, [1, 2, 4]), chunk(1, 0, [7]), chunk(1, 1, [0])) == []
     expected = {(0, 5): 1, (0, 2): 2, (0, 3): 4, (1, 5): 16 + 7, (1, 2): 16}
     for layer in range(LAYERS):
@@ -103,17 +107,15 @@ def test_blocks_are_read_into_their_slots_and_nowhere_else() -> None:
     assert talk.receiving.touched() == set(expected)
 
 
-def test_a_chunk_may_have_several_layers() -> None:
-    talk = Conversation()
+def test_a_chunk_may_have_several_layers(talk: Conversation) -> None:
     assert talk.say(chunk(0, 0, [1, 2, 4], layers=LAYERS), fin(0, 48, 1)) == DONE
     found = [set(talk.receiving.block(layer, block)) for layer in range(LAYERS) for block in (5, 2, 3)]
     assert found == [{1}, {2}, {4}, {16 + 1}, {16 + 2}, {16 + 4}]
     assert talk.receiving.touched() == LEASED
 
 
-def test_neighbours_on_both_sides_go_in_one_copy() -> None:
+def test_neighbours_on_both_sides_go_in_one_copy(talk: Conversation) -> None:
     """Slots 1 and 2 are blocks 2 and 3."""
-    talk = Conversation()
     talk.say(chunk(0, 0, [4, 5, 6]))
     assert [copy[0] for copies in talk.reader.reads for copy in copies] == [BLOCK_BYTES, 2 * BLOCK_BYTES]
 
@@ -148,15 +150,13 @@ def test_a_part_comes_from_anywhere_in_the_senders_blocks() -> None:
     assert talk.receiving.block(0, 5) == bytes(range(BLOCK_BYTES, 2 * BLOCK_BYTES))
 
 
-def test_chunks_that_come_together_are_read_together() -> None:
-    talk = Conversation()
+def test_chunks_that_come_together_are_read_together(talk: Conversation) -> None:
     assert talk.say(chunk(0, 0, [1, 3]), chunk(1, 0, [1, 3]), fin(0, 2 * SIZE, 2)) == DONE
     assert len(talk.reader.reads) == 1
     assert len(talk.receiving.touched()) == 4
 
 
-def test_chunks_of_two_sends_are_read_apart() -> None:
-    talk = Conversation()
+def test_chunks_of_two_sends_are_read_apart(talk: Conversation) -> None:
     talk.theirs.set_word(2)
     assert talk.say(chunk(0, 0, [1]), chunk(0, 1, [2], send=2)) == []
     assert [len(copies) for copies in talk.reader.reads] == [1, 1]
@@ -165,8 +165,7 @@ def test_chunks_of_two_sends_are_read_apart() -> None:
 # ---- what is not taken -----------------------------------------------------------------------------------------------
 
 
-def test_blocks_that_were_given_up_while_they_were_read() -> None:
-    talk = Conversation()
+def test_blocks_that_were_given_up_while_they_were_read(talk: Conversation) -> None:
     talk.reader.after = lambda: talk.theirs.clear_word(1)
     assert talk.say(chunk(0, 0, [1])) == NOT_DONE
     assert talk.receiving.grants.receives == 0
@@ -176,8 +175,7 @@ def test_blocks_that_were_given_up_while_they_were_read() -> None:
     assert talk.receiving.finished == []
 
 
-def test_kv_that_another_send_writes_over_and_does_not_complete_is_valid_no_more() -> None:
-    talk = Conversation()
+def test_kv_that_another_send_writes_over_and_does_not_complete_is_valid_no_more(talk: Conversation) -> None:
     assert talk.say(*WHOLE[:2], fin(0, 2 * SIZE + 1, 2)) == DONE
     talk.theirs.set_word(2)
     before = talk.receiving.snapshot()
@@ -187,8 +185,7 @@ def test_kv_that_another_send_writes_over_and_does_not_complete_is_valid_no_more
     assert talk.receiving.touched(before) == {(0, 3)}
 
 
-def test_the_word_of_another_send_does_not_do() -> None:
-    talk = Conversation()
+def test_the_word_of_another_send_does_not_do(talk: Conversation) -> None:
     talk.theirs.set_word(1 + 4096)
     assert talk.say(chunk(0, 0, [1])) == NOT_DONE
     assert talk.say(chunk(0, 0, [1], send=1 + 4096)) == []
@@ -208,8 +205,7 @@ def test_a_reader_that_fails_refuses_its_send_only(error: Exception) -> None:
     assert talk.say(chunk(0, 0, [1], send=2)) == []
 
 
-def test_an_ended_lease_is_refused_once_and_other_sends_go_on() -> None:
-    talk = Conversation()
+def test_an_ended_lease_is_refused_once_and_other_sends_go_on(talk: Conversation) -> None:
     talk.receiving.grants.revoke(LEASE)
     talk.receiving.grants.grant(a_grant(OTHER_LEASE, (0,), 0, SIZE, SIZE))
     assert talk.say(*WHOLE) == NOT_DONE
@@ -225,8 +221,7 @@ def test_an_ended_lease_is_refused_once_and_other_sends_go_on() -> None:
 
 
 @pytest.mark.parametrize("at", range(4))
-def test_what_comes_after_the_revocation_goes_nowhere(at: int) -> None:
-    talk = Conversation()
+def test_what_comes_after_the_revocation_goes_nowhere(talk: Conversation, at: int) -> None:
     talk.say(*WHOLE[:at])
     talk.receiving.grants.revoke(LEASE)
     before = talk.receiving.snapshot()
@@ -235,9 +230,8 @@ def test_what_comes_after_the_revocation_goes_nowhere(at: int) -> None:
     assert talk.receiving.grants.receives == 0
 
 
-def test_a_lease_that_ends_between_two_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_lease_that_ends_between_two_steps(talk: Conversation, monkeypatch: pytest.MonkeyPatch) -> None:
     """A revocation waits for one step at most; it comes from another thread, as soon as the lease is let go."""
-    talk = Conversation()
     talk.reader.at_a_time = BLOCK_BYTES
     grants = talk.receiving.grants
     ended, write = list[int | None](), grants.write
@@ -293,8 +287,7 @@ UNFIT: dict[str, ReadDescriptors | SendEnd] = {
 
 
 @pytest.mark.parametrize("said", UNFIT.values(), ids=UNFIT)
-def test_what_does_not_fit_the_lease_is_refused(said: ReadDescriptors | SendEnd) -> None:
-    talk = Conversation()
+def test_what_does_not_fit_the_lease_is_refused(talk: Conversation, said: ReadDescriptors | SendEnd) -> None:
     assert talk.say(said) == NOT_DONE
     assert (talk.reader.reads, talk.receiving.touched()) == ([], set())
     counted = dict(talk.receiving.counters)
@@ -308,28 +301,24 @@ def test_what_does_not_fit_the_lease_is_refused(said: ReadDescriptors | SendEnd)
 
 
 @pytest.mark.parametrize("nbytes", [1, 7, 9])
-def test_half_a_block_is_none(nbytes: int) -> None:
-    talk = Conversation()
+def test_half_a_block_is_none(talk: Conversation, nbytes: int) -> None:
     assert talk.say(msgspec.structs.replace(chunk(0, 0, [1]), blocks=bytes(nbytes))) == NOT_DONE
     assert talk.reader.reads == []
 
 
-def test_a_send_that_misses_a_chunk_is_refused() -> None:
-    talk = Conversation()
+def test_a_send_that_misses_a_chunk_is_refused(talk: Conversation) -> None:
     assert talk.say(chunk(0, 0, [1, 2, 3]), chunk(0, 0, [1, 2, 3]), fin(0, 48, 2)) == NOT_DONE
     assert talk.receiving.finished == []
 
 
-def test_of_a_refused_send_nothing_is_kept() -> None:
-    talk = Conversation()
+def test_of_a_refused_send_nothing_is_kept(talk: Conversation) -> None:
     talk.say(chunk(0, 0, [1, 2, 3]))
     assert talk.receiving.grants.receives == 1
     assert talk.say(chunk(1, 3, [1])) == NOT_DONE
     assert talk.receiving.grants.receives == 0
 
 
-def test_an_owner_that_fails_is_no_acknowledgement() -> None:
-    talk = Conversation()
+def test_an_owner_that_fails_is_no_acknowledgement(talk: Conversation) -> None:
     taken = talk.on_filled
 
     def fail(_lease: str, _end: int) -> None:
@@ -343,8 +332,7 @@ def test_an_owner_that_fails_is_no_acknowledgement() -> None:
     assert talk.say(*whole(2)) == [("Acknowledged", 2)]
 
 
-def test_refusals_are_remembered_up_to_a_limit_the_latest_ones() -> None:
-    talk = Conversation()
+def test_refusals_are_remembered_up_to_a_limit_the_latest_ones(talk: Conversation) -> None:
     talk.receiving.grants.revoke(LEASE)
     count = REMEMBERED_REFUSED + 1
     for send in range(1, count + 1):
@@ -361,15 +349,13 @@ ANSWERS = [Acknowledged(1), Refused(1, ""), Welcome("tcp", b""), Challenge(b""),
 
 
 @pytest.mark.parametrize("said", ANSWERS, ids=lambda each: type(each).__name__)
-def test_what_receivers_say_ends_the_connection(said: msgspec.Struct) -> None:
-    talk = Conversation()
+def test_what_receivers_say_ends_the_connection(talk: Conversation, said: msgspec.Struct) -> None:
     with pytest.raises(ProtocolViolation):
         talk.say(said)
     assert talk.receiving.touched() == set()
 
 
-def test_a_greeting_comes_once() -> None:
-    talk = Conversation()
+def test_a_greeting_comes_once(talk: Conversation) -> None:
     with pytest.raises(ProtocolViolation, match="must begin only once"):
         talk.say(talk.hello())
 
@@ -526,8 +512,7 @@ def test_blocks_of_another_size_need_a_reader_that_can_put_them_aside() -> None:
     assert talk.greet(block=BlockShape(48, 2, 1, 1)) == "aside"
 
 
-def test_read_descriptors_do_not_say_what_the_senders_blocks_are() -> None:
-    talk = Conversation()
+def test_read_descriptors_do_not_say_what_the_senders_blocks_are(talk: Conversation) -> None:
     said = [msgspec.structs.replace(each, unit=8) for each in WHOLE]
     assert talk.say(*said) == DONE
     assert talk.receiving.block(0, 5) == bytes(talk.theirs.blocks(0, 1))
@@ -541,8 +526,7 @@ def test_numbers_are_what_read_descriptors_have() -> None:
 
 
 @pytest.mark.parametrize("at", range(3))
-def test_of_a_session_that_ends_half_way_whole_blocks_are_left(at: int) -> None:
-    talk = Conversation()
+def test_of_a_session_that_ends_half_way_whole_blocks_are_left(talk: Conversation, at: int) -> None:
     talk.say(*WHOLE[:at])
     half_done = talk.receiving.grants.receives
     talk.close()
@@ -557,8 +541,7 @@ def test_of_a_session_that_ends_half_way_whole_blocks_are_left(at: int) -> None:
 # ---- whose KV it is --------------------------------------------------------------------------------------------------
 
 
-def test_kv_of_other_tokens_is_refused_before_a_byte_is_written() -> None:
-    talk = Conversation()
+def test_kv_of_other_tokens_is_refused_before_a_byte_is_written(talk: Conversation) -> None:
     others = content_of(packed([0, 1, 3, *range(3, 3 * SIZE)]), None)
     assert talk.say(SendBegin(1, LEASE, others)) == NOT_DONE
     assert "of other tokens" in talk.reason()
@@ -569,24 +552,21 @@ def test_kv_of_other_tokens_is_refused_before_a_byte_is_written() -> None:
     assert talk.say(*whole(2)) == [("Acknowledged", 2)]
 
 
-def test_what_does_not_say_whose_it_is_is_refused() -> None:
-    talk = Conversation()
+def test_what_does_not_say_whose_it_is_is_refused(talk: Conversation) -> None:
     assert [type(each) for each in talk.feed(b"".join(map(framed, WHOLE)))] == [Refused]
     assert (talk.reader.reads, talk.receiving.touched()) == ([], set())
     assert [type(each) for each in talk.feed(framed(fin(0, SIZE, 0, 2)))] == [Refused]
     assert "the content of its KV" in talk.reason()
 
 
-def test_a_send_that_begins_twice_is_refused() -> None:
-    talk = Conversation()
+def test_a_send_that_begins_twice_is_refused(talk: Conversation) -> None:
     begin = SendBegin(1, LEASE, whose(SIZE))
     assert talk.say(begin, begin) == NOT_DONE
     assert talk.say(begin) == []
 
 
-def test_what_is_in_place_already_is_left_out_and_the_send_completed() -> None:
+def test_what_is_in_place_already_is_left_out_and_the_send_completed(talk: Conversation) -> None:
     """A sender that died has left two blocks; the next one, which does not know, sends all three."""
-    talk = Conversation()
     talk.say(*(chunk(layer, 0, [1, 2]) for layer in range(LAYERS)))
     talk.session.close()
     again = Conversation(talk.receiving, session="b", theirs=talk.theirs)
@@ -598,8 +578,7 @@ def test_what_is_in_place_already_is_left_out_and_the_send_completed() -> None:
     assert talk.receiving.grants.revoke(LEASE) == 3 * SIZE
 
 
-def test_only_the_first_chunks_of_one_send_are_requested_early() -> None:
-    talk = Conversation()
+def test_only_the_first_chunks_of_one_send_are_requested_early(talk: Conversation) -> None:
     first, second, other = chunk(0, 0, [1], 1), chunk(1, 0, [1], 1), chunk(0, 0, [1], 2)
     begun = SendBegin(1, LEASE, whose(SIZE)), SendBegin(2, LEASE, whose(SIZE))
     assert talk.agreed is not None

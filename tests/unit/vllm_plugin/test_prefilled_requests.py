@@ -144,10 +144,14 @@ class House:
         return msgspec.json.decode(self.sent[-1]["body"])
 
 
+@pytest.fixture
+def house() -> House:
+    return House()
+
+
 @pytest.mark.parametrize("leaves", [False, True])
-async def test_what_others_compute_is_no_work_of_this_engine(leaves: bool) -> None:
+async def test_what_others_compute_is_no_work_of_this_engine(house: House, leaves: bool) -> None:
     """Its tokens count from when its KV is there; the request waits all the time."""
-    house = House()
     calling = asyncio.create_task(house.call())
     await asyncio.sleep(0)
     assert (house.engine.meter.load().tokens, house.engine.meter.load().waiting) == (0, 1)
@@ -207,14 +211,12 @@ async def test_what_only_this_engine_can_prefill(fields: Any) -> None:
 
 
 @pytest.mark.parametrize("call", [{"named": None}, {"path": "/metrics"}])
-async def test_without_the_header_nothing_waits(call: Any) -> None:
-    house = House()
+async def test_without_the_header_nothing_waits(house: House, call: Any) -> None:
     assert "tercet" not in await house.call(**call)
     assert (house.remote.asked, house.added) == ([], [house.request])
 
 
-async def test_strangers_are_refused_and_without_a_list_the_header_is_ignored() -> None:
-    house = House()
+async def test_strangers_are_refused_and_without_a_list_the_header_is_ignored(house: House) -> None:
     assert (await house.call("11.0.0.1:8000"))["error"]["param"] == PREFILLER_HEADER
     assert (house.sent[0]["status"], house.added) == (400, [])
     open_to_nobody = House(allowed="")
@@ -222,8 +224,7 @@ async def test_strangers_are_refused_and_without_a_list_the_header_is_ignored() 
     assert (open_to_nobody.remote.asked, open_to_nobody.added) == ([], [open_to_nobody.request])
 
 
-async def test_a_request_that_is_given_up_while_it_waits_is_not_registered_any_more() -> None:
-    house = House()
+async def test_a_request_that_is_given_up_while_it_waits_is_not_registered_any_more(house: House) -> None:
     calling = asyncio.create_task(house.call())
     while not house.remote.asked:
         await asyncio.sleep(0)
@@ -232,8 +233,7 @@ async def test_a_request_that_is_given_up_while_it_waits_is_not_registered_any_m
     assert (house.added, house.processor.request_states) == ([], {})
 
 
-async def test_a_request_that_was_aborted_while_it_waited_does_not_reach_the_core() -> None:
-    house = House()
+async def test_a_request_that_was_aborted_while_it_waited_does_not_reach_the_core(house: House) -> None:
     calling = asyncio.create_task(house.call())
     while not house.remote.asked:
         await asyncio.sleep(0)
@@ -244,8 +244,7 @@ async def test_a_request_that_was_aborted_while_it_waited_does_not_reach_the_cor
     assert not house.engine.open
 
 
-async def test_a_lease_that_is_over_costs_nothing_but_the_prefill() -> None:
-    house = House()
+async def test_a_lease_that_is_over_costs_nothing_but_the_prefill(house: House) -> None:
     house.engine.failure = LeaseEnded("over")
     house.remote.let.set()
     said = await house.call()
@@ -257,17 +256,15 @@ async def test_a_lease_that_is_over_costs_nothing_but_the_prefill() -> None:
 
 
 @pytest.mark.parametrize("cached", [0, 48, None])
-async def test_what_the_engine_that_prefilled_had_is_told_as_cached(cached: int | None) -> None:
+async def test_what_the_engine_that_prefilled_had_is_told_as_cached(house: House, cached: int | None) -> None:
     """Where nobody else computed anything, vLLM tells what it found itself."""
-    house = House()
     house.remote.cached = cached
     house.remote.let.set()
     await house.call()
     assert house.state.remote_prefill_cached_tokens == cached
 
 
-async def test_a_prefill_whose_lease_is_over_was_for_nothing() -> None:
-    house = House()
+async def test_a_prefill_whose_lease_is_over_was_for_nothing(house: House) -> None:
     house.engine.failure = LeaseEnded("over")
     house.remote.let.set()
     await house.call()

@@ -61,6 +61,11 @@ def only(actions: list[Action], kind: type[Action]) -> Context:
     return action.context
 
 
+@pytest.fixture
+def table() -> SessionTable:
+    return SessionTable(ALL)
+
+
 @pytest.mark.parametrize(
     ("headers", "body", "named"),
     [
@@ -107,8 +112,7 @@ def test_a_body_may_close_its_session(control: Any, closes: bool) -> None:
     assert closes_session({"nvext": {"session_control": control}}) is closes
 
 
-def test_a_session_belongs_to_the_engine_that_ended_its_turn() -> None:
-    table = SessionTable(ALL)
+def test_a_session_belongs_to_the_engine_that_ended_its_turn(table: SessionTable) -> None:
     assert table.engine_of("s", "decode") is None
     table.begins("s", 0.0)
     table.bind("s", "both", "a")
@@ -118,8 +122,7 @@ def test_a_session_belongs_to_the_engine_that_ended_its_turn() -> None:
     assert (table.engine_of("s", "both"), table.engine_of("s", "prefill")) == ("b", "p")
 
 
-def test_what_the_next_turn_finds_is_the_turn_before_up_to_its_last_token() -> None:
-    table = SessionTable(ALL)
+def test_what_the_next_turn_finds_is_the_turn_before_up_to_its_last_token(table: SessionTable) -> None:
     turn(table, "s", range(10), (100, 101, 102), "a")
     said = (*range(10), 100, 101, 102)
     assert table.cached("s", "a", asked((*said, 7, 8))) == 12
@@ -129,16 +132,14 @@ def test_what_the_next_turn_finds_is_the_turn_before_up_to_its_last_token() -> N
     assert table.cached("s", "a", asked((5, 6, 7))) == 0
 
 
-def test_calls_at_once_have_a_context_each_and_the_oldest_is_dropped() -> None:
-    table = SessionTable(ALL)
+def test_calls_at_once_have_a_context_each_and_the_oldest_is_dropped(table: SessionTable) -> None:
     for number in range(MOST_CONTEXTS + 1):
         turn(table, "s", (number, 1, 2), (3, 4), "a")
     found = [table.cached("s", "a", asked((number, 1, 2, 3))) for number in range(MOST_CONTEXTS + 1)]
     assert found == [0, *[4] * MOST_CONTEXTS]
 
 
-def test_a_pause_is_told_with_what_it_waited_for() -> None:
-    table = SessionTable(ALL)
+def test_a_pause_is_told_with_what_it_waited_for(table: SessionTable) -> None:
     turn(table, "s", range(10), (1, 2), "a", 1.0)
     table.pauses("s", "tool", engines("a"), 2.0)
     assert table.begins("s", 5.5)[1] == ("tool", 3.5)
@@ -153,8 +154,7 @@ def test_only_pauses_for_tools_are_kept_unless_all_are() -> None:
         assert table.kept == is_kept
 
 
-def test_a_pin_ends_with_its_time_or_with_the_next_context() -> None:
-    table = SessionTable(ALL)
+def test_a_pin_ends_with_its_time_or_with_the_next_context(table: SessionTable) -> None:
     context = only(kept(table, "s", 100, 0.0), Keep)
     table.kept_since(context, 0.5)
     assert table.look(engines("a"), 30.0) == []
@@ -164,8 +164,7 @@ def test_a_pin_ends_with_its_time_or_with_the_next_context() -> None:
     assert turn(table, "t", range(first, first + 120), (1, 2), "a", 32.0) == [GiveUp(again, "a")]
 
 
-def test_no_more_is_kept_than_the_share_and_pauses_for_tools_come_first() -> None:
-    table = SessionTable(ALL)
+def test_no_more_is_kept_than_the_share_and_pauses_for_tools_come_first(table: SessionTable) -> None:
     clients = [only(kept(table, f"client {n}", 200, float(n)), Keep) for n in range(2)]
     assert kept(table, "client 2", 200, 2.0) == []
     found = kept(table, "tool", 300, 3.0, "tool")
@@ -174,8 +173,7 @@ def test_no_more_is_kept_than_the_share_and_pauses_for_tools_come_first() -> Non
     assert kept(table, "tool 2", 600, 4.0, "tool") == [GiveUp(clients[1], "a")]  # more than the share alone
 
 
-def test_under_pressure_clients_pauses_are_given_up_first_then_the_longest() -> None:
-    table = SessionTable(ALL)
+def test_under_pressure_clients_pauses_are_given_up_first_then_the_longest(table: SessionTable) -> None:
     contexts = {name: only(kept(table, name, 100, now, pause), Keep) for name, now, pause in (
         ("tool old", 1.0, "tool"), ("client new", 3.0, "client"), ("client old", 2.0, "client"), ("tool", 4.0, "tool"),
     )}  # fmt: skip
@@ -229,8 +227,7 @@ def test_a_move_that_failed_leaves_a_context_that_is_computed_again() -> None:
     assert table.look(leaving, 2.0) == []
 
 
-def test_a_pin_follows_its_context() -> None:
-    table = SessionTable(ALL)
+def test_a_pin_follows_its_context(table: SessionTable) -> None:
     context = only(kept(table, "s", 100, 0.0), Keep)
     leaving = engines("b", a=EngineSeen("a", is_open=False, leaving=True, kv_tokens=CAPACITY))
     assert table.look(leaving, 1.0) == [MoveContext(context, "b")]
@@ -239,8 +236,9 @@ def test_a_pin_follows_its_context() -> None:
 
 
 @pytest.mark.parametrize("end", ["drains", "is removed"])
-def test_a_pin_does_not_follow_its_context_to_an_engine_that_leaves_during_the_move(end: str) -> None:
-    table = SessionTable(ALL)
+def test_a_pin_does_not_follow_its_context_to_an_engine_that_leaves_during_the_move(
+    table: SessionTable, end: str
+) -> None:
     turn(table, "s", range(10), (1, 2), "a")
     context = only(
         table.look(engines("b", a=EngineSeen("a", is_open=False, leaving=True, kv_tokens=CAPACITY)), 1.0), MoveContext
@@ -255,8 +253,7 @@ def test_a_pin_does_not_follow_its_context_to_an_engine_that_leaves_during_the_m
     assert [type(action) for action in table.look(stays, 3.0)] == [MoveContext] * (end == "drains")
 
 
-def test_an_engine_that_stops_does_not_wait_for_pins_that_nothing_can_take() -> None:
-    table = SessionTable(ALL)
+def test_an_engine_that_stops_does_not_wait_for_pins_that_nothing_can_take(table: SessionTable) -> None:
     context = only(kept(table, "s", 100, 0.0), Keep)
     assert table.look({"a": EngineSeen("a", is_open=False, leaving=True, kv_tokens=CAPACITY)}, 1.0) == [
         GiveUp(context, "a")
