@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
 from pathlib import Path
@@ -139,30 +139,35 @@ async def house(**settings: Any) -> AsyncGenerator[House]:
         yield House(session, decode, prefill, f"http://{HOST}:{server.port}", server)
 
 
+@pytest.fixture
+async def found() -> AsyncIterator[House]:
+    async with house() as built:
+        yield built
+
+
 JSON = {"content-type": "application/json"}
 
 
 # ---- vLLM's own protocol ---------------------------------------------------------------------------------------
 
 
-async def test_both_legs_field_by_field() -> None:
-    async with house() as found:
-        status, said = await found.ask(authorization="Bearer k", other="x")
-        assert status == 200
-        first, second = found.prefill.bodies[0], found.decode.bodies[0]
-        kept = {name: CHAT[name] for name in ("model", "messages", "temperature", "seed", "cache_salt")}
-        limits = {"max_tokens": 1, "max_completion_tokens": 1, "stream": False}
-        assert first == {**kept, **limits, "kv_transfer_params": NO_PARAMS}
-        assert second == {**CHAT, "kv_transfer_params": PARAMS}
-        shown, passed = found.prefill.headers[0], found.decode.headers[0]
-        assert shown["authorization"] == passed["authorization"] == "Bearer k"
-        assert "other" not in shown
-        assert passed["other"] == "x"
-        assert not {PREFILLER, "x-tercet-trace"} & {*shown, *passed}
-        events = said.strip().split("\n\n")
-        assert events[:3] == ['data: {"n": 0}', 'data: {"n": 1}', 'data: {"n": 2}']
-        assert '"verb":"prefill"' in events[3]
-        assert events[4] == "data: [DONE]"
+async def test_both_legs_field_by_field(found: House) -> None:
+    status, said = await found.ask(authorization="Bearer k", other="x")
+    assert status == 200
+    first, second = found.prefill.bodies[0], found.decode.bodies[0]
+    kept = {name: CHAT[name] for name in ("model", "messages", "temperature", "seed", "cache_salt")}
+    limits = {"max_tokens": 1, "max_completion_tokens": 1, "stream": False}
+    assert first == {**kept, **limits, "kv_transfer_params": NO_PARAMS}
+    assert second == {**CHAT, "kv_transfer_params": PARAMS}
+    shown, passed = found.prefill.headers[0], found.decode.headers[0]
+    assert shown["authorization"] == passed["authorization"] == "Bearer k"
+    assert "other" not in shown
+    assert passed["other"] == "x"
+    assert not {PREFILLER, "x-tercet-trace"} & {*shown, *passed}
+    events = said.strip().split("\n\n")
+    assert events[:3] == ['data: {"n": 0}', 'data: {"n": 1}', 'data: {"n": 2}']
+    assert '"verb":"prefill"' in events[3]
+    assert events[4] == "data: [DONE]"
 
 
 async def test_both_legs_of_a_response() -> None:
@@ -179,19 +184,18 @@ async def test_both_legs_of_a_response() -> None:
         assert second == {**fields, "kv_transfer_params": PARAMS}
 
 
-async def test_two_clients_with_one_id_are_two_on_engines() -> None:
-    async with house() as found:
-        for _ in range(2):
-            await found.ask(**{"x-request-id": "mine"})
-        first, second = (headers["x-request-id"] for headers in found.prefill.headers)
-        assert first != second
-        assert first.startswith("mine-")
-        assert second.startswith("mine-")
-        assert [headers["x-request-id"] for headers in found.decode.headers] == ["mine", "mine"]
+async def test_two_clients_with_one_id_are_two_on_engines(found: House) -> None:
+    for _ in range(2):
+        await found.ask(**{"x-request-id": "mine"})
+    first, second = (headers["x-request-id"] for headers in found.prefill.headers)
+    assert first != second
+    assert first.startswith("mine-")
+    assert second.startswith("mine-")
+    assert [headers["x-request-id"] for headers in found.decode.headers] == ["mine", "mine"]
 
 
-async def test_a_request_without_the_header_is_the_engines_alone() -> None:
-    async with house() as found, found.session.post(f"{found.url}/v1/completions", json={"prompt": "x"}) as answer:
+async def test_a_request_without_the_header_is_the_engines_alone(found: House) -> None:
+    async with found.session.post(f"{found.url}/v1/completions", json={"prompt": "x"}) as answer:
         assert (answer.status, found.decode.bodies, found.prefill.bodies) == (200, [{"prompt": "x"}], [])
 
 
@@ -200,12 +204,11 @@ async def test_a_request_without_the_header_is_the_engines_alone() -> None:
     [None, {}, {**PARAMS, "do_remote_prefill": False}, {**PARAMS, "remote_port": "5600"},
      {**PARAMS, "remote_host": None}, {**PARAMS, "remote_block_ids": None}, {**PARAMS, "remote_engine_id": ""}],
 )  # fmt: skip
-async def test_parameters_that_nobody_can_use_are_not_passed_on(params: Any) -> None:
-    async with house() as found:
-        found.prefill.params = params
-        status, said = await found.ask()
-        assert (status, found.decode.bodies) == (200, [CHAT])
-        assert "kv_transfer_params" in said  # the trace says why
+async def test_parameters_that_nobody_can_use_are_not_passed_on(found: House, params: Any) -> None:
+    found.prefill.params = params
+    status, said = await found.ask()
+    assert (status, found.decode.bodies) == (200, [CHAT])
+    assert "kv_transfer_params" in said  # the trace says why
 
 
 @pytest.mark.slow
@@ -252,81 +255,76 @@ def said_by(*pieces: bytes, breaks_off: bool = False) -> Handler:
     ],
     ids=["500", "error event", "in pieces", "breaks off", "response", "response breaks off"],
 )
-async def test_kv_that_cannot_be_fetched_is_computed(path: str, fails: Any) -> None:
+async def test_kv_that_cannot_be_fetched_is_computed(found: House, path: str, fails: Any) -> None:
     """vLLM says of a stream only in the stream that it could not fetch its KV."""
-    async with house() as found:
 
-        async def without_only(http: web.Request) -> web.StreamResponse:
-            if "kv_transfer_params" not in found.decode.bodies[-1]:
-                return await found.decode.streamed(http)
-            return await (fails(found.decode, http) if fails is Played.fails else fails(http))
+    async def without_only(http: web.Request) -> web.StreamResponse:
+        if "kv_transfer_params" not in found.decode.bodies[-1]:
+            return await found.decode.streamed(http)
+        return await (fails(found.decode, http) if fails is Played.fails else fails(http))
 
-        found.decode.answer = without_only
-        status, said = await found.ask(path=path)
-        assert (status, "[DONE]" in said) == (200, True)
-        assert [("kv_transfer_params" in body) for body in found.decode.bodies] == [True, False]
-        assert said.startswith('data: {"n": 0}')
-        assert "disaggregated -> data_parallel" in said
+    found.decode.answer = without_only
+    status, said = await found.ask(path=path)
+    assert (status, "[DONE]" in said) == (200, True)
+    assert [("kv_transfer_params" in body) for body in found.decode.bodies] == [True, False]
+    assert said.startswith('data: {"n": 0}')
+    assert "disaggregated -> data_parallel" in said
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("begun", [False, True], ids=["no answer", "an empty stream"])
 @pytest.mark.parametrize("health", [Played.stands_still, Played.gone], ids=["stopped", "killed"])
-async def test_kv_of_an_engine_that_is_gone_is_not_waited_for(health: Any, begun: bool) -> None:
+async def test_kv_of_an_engine_that_is_gone_is_not_waited_for(found: House, health: Any, begun: bool) -> None:
     """The engine that decodes may never say that it cannot fetch it."""
-    async with house() as found:
 
-        async def waits_with_it(http: web.Request) -> web.StreamResponse:
-            if "kv_transfer_params" not in found.decode.bodies[-1]:
-                return await found.decode.streamed(http)
-            found.prefill.health = partial(health, found.prefill)
-            if begun:
-                response = web.StreamResponse(headers={"content-type": "text/event-stream"})
-                await response.prepare(http)
-                await response.write(b": nothing yet\n\n")
-            return await found.decode.stands_still(http)
+    async def waits_with_it(http: web.Request) -> web.StreamResponse:
+        if "kv_transfer_params" not in found.decode.bodies[-1]:
+            return await found.decode.streamed(http)
+        found.prefill.health = partial(health, found.prefill)
+        if begun:
+            response = web.StreamResponse(headers={"content-type": "text/event-stream"})
+            await response.prepare(http)
+            await response.write(b": nothing yet\n\n")
+        return await found.decode.stands_still(http)
 
-        found.decode.answer = waits_with_it
-        status, said = await found.ask()
-        assert (status, "[DONE]" in said) == (200, True)
-        assert [("kv_transfer_params" in body) for body in found.decode.bodies] == [True, False]
-        assert "disaggregated -> data_parallel" in said
+    found.decode.answer = waits_with_it
+    status, said = await found.ask()
+    assert (status, "[DONE]" in said) == (200, True)
+    assert [("kv_transfer_params" in body) for body in found.decode.bodies] == [True, False]
+    assert "disaggregated -> data_parallel" in said
 
 
 @pytest.mark.parametrize(
     "opening", [b'data: {"n": 0}\n\n', CREATED + b'data: {"type":"response.output_text.delta"}\n\n']
 )
-async def test_an_error_after_the_first_token_is_the_clients(opening: bytes) -> None:
-    async with house() as found:
-        found.decode.answer = said_by(opening, ERROR)
-        _, said = await found.ask(path="/v1/responses")
-        assert said.encode().startswith(opening + ERROR[:40])
-        assert len(found.decode.bodies) == 1
+async def test_an_error_after_the_first_token_is_the_clients(found: House, opening: bytes) -> None:
+    found.decode.answer = said_by(opening, ERROR)
+    _, said = await found.ask(path="/v1/responses")
+    assert said.encode().startswith(opening + ERROR[:40])
+    assert len(found.decode.bodies) == 1
 
 
-async def test_kv_that_nobody_waits_for_is_fetched_all_the_same() -> None:
+async def test_kv_that_nobody_waits_for_is_fetched_all_the_same(found: House) -> None:
     """Else the engine that prefilled keeps it until its time is over."""
-    async with house() as found:
-        found.decode.answer = found.decode.prefilled
-        url = f"http://{found.decode.address}"
-        leg = NixlLeg(url, found.session, PrefillAttempts(BUDGET), https=False)
-        call = SplitCall("/v1/chat/completions", msgspec.json.encode(CHAT), CHAT, {}, "r", "r-1")
-        async with leg.prefilled(call, [found.prefill.address], VerbTrace()) as prepared:
-            prepared.sent = True
-        assert await leg.draining.wait(LONGEST_WAIT_S)
-        assert not found.decode.bodies
-        async with leg.prefilled(call, [found.prefill.address], VerbTrace()):
-            pass  # the client has left
-        assert await leg.draining.wait(LONGEST_WAIT_S)
-        (fetched,) = found.decode.bodies
-        assert (fetched["kv_transfer_params"], fetched["max_tokens"], fetched["stream"]) == (PARAMS, 1, False)
+    found.decode.answer = found.decode.prefilled
+    url = f"http://{found.decode.address}"
+    leg = NixlLeg(url, found.session, PrefillAttempts(BUDGET), https=False)
+    call = SplitCall("/v1/chat/completions", msgspec.json.encode(CHAT), CHAT, {}, "r", "r-1")
+    async with leg.prefilled(call, [found.prefill.address], VerbTrace()) as prepared:
+        prepared.sent = True
+    assert await leg.draining.wait(LONGEST_WAIT_S)
+    assert not found.decode.bodies
+    async with leg.prefilled(call, [found.prefill.address], VerbTrace()):
+        pass  # the client has left
+    assert await leg.draining.wait(LONGEST_WAIT_S)
+    (fetched,) = found.decode.bodies
+    assert (fetched["kv_transfer_params"], fetched["max_tokens"], fetched["stream"]) == (PARAMS, 1, False)
 
 
-async def test_clients_do_not_say_where_kv_is_fetched() -> None:
-    async with house() as found:
-        status, said = await found.ask({**CHAT, "kv_transfer_params": PARAMS})
-        assert (status, msgspec.json.decode(said)["error"]["param"]) == (400, "kv_transfer_params")
-        assert not found.decode.bodies
+async def test_clients_do_not_say_where_kv_is_fetched(found: House) -> None:
+    status, said = await found.ask({**CHAT, "kv_transfer_params": PARAMS})
+    assert (status, msgspec.json.decode(said)["error"]["param"]) == (400, "kv_transfer_params")
+    assert not found.decode.bodies
 
 
 @pytest.mark.parametrize(
@@ -336,12 +334,11 @@ async def test_clients_do_not_say_where_kv_is_fetched() -> None:
      ("/inference/v1/generate", {"sampling_params": {"extra_args": {"kv_transfer_params": PARAMS}}}),
      ("/v1/completions", {"prompt": "x", "vllm_xargs": {"kv_transfer_params": "x"}})],
 )  # fmt: skip
-async def test_nor_by_another_route(path: str, fields: Any) -> None:
-    async with house() as found:
-        status, said = await found.ask(fields, path=path)
-        assert status == 400
-        assert msgspec.json.decode(said)["error"]["message"].startswith("kv_transfer_params: ")
-        assert not found.decode.bodies
+async def test_nor_by_another_route(found: House, path: str, fields: Any) -> None:
+    status, said = await found.ask(fields, path=path)
+    assert status == 400
+    assert msgspec.json.decode(said)["error"]["message"].startswith("kv_transfer_params: ")
+    assert not found.decode.bodies
 
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/responses"])
@@ -349,11 +346,10 @@ async def test_nor_by_another_route(path: str, fields: Any) -> None:
     (b'{"top_p": NaN, "kv_transfer_params": {}}', "application/json"),
     ('{"kv_transfer_params": {}}'.encode("utf-16"), "application/json; charset=utf-16"),
 ])  # fmt: skip
-async def test_nor_in_what_only_the_engine_can_read(path: str, body: bytes, kind: str) -> None:
-    async with house() as found:
-        async with found.session.post(found.url + path, data=body, headers={"content-type": kind}) as answer:
-            assert answer.status == 400
-        assert not found.decode.bodies
+async def test_nor_in_what_only_the_engine_can_read(found: House, path: str, body: bytes, kind: str) -> None:
+    async with found.session.post(found.url + path, data=body, headers={"content-type": kind}) as answer:
+        assert answer.status == 400
+    assert not found.decode.bodies
 
 
 @pytest.mark.parametrize(
@@ -364,10 +360,9 @@ async def test_nor_in_what_only_the_engine_can_read(path: str, body: bytes, kind
      ("/v1/responses", {"input": "a", "previous_response_id": "resp_1"}),
      ("/v1/responses", {"input": "a", "background": True})],
 )  # fmt: skip
-async def test_what_takes_one_engine_is_one_engines(path: str, fields: Any) -> None:
-    async with house() as found:
-        assert (await found.ask(fields, path=path))[0] == 200
-        assert (found.decode.bodies, found.prefill.bodies) == ([fields], [])
+async def test_what_takes_one_engine_is_one_engines(found: House, path: str, fields: Any) -> None:
+    assert (await found.ask(fields, path=path))[0] == 200
+    assert (found.decode.bodies, found.prefill.bodies) == ([fields], [])
 
 
 async def test_a_stranger_is_refused_and_nobody_asked() -> None:
@@ -386,21 +381,19 @@ async def test_without_an_allow_list_the_header_is_ignored() -> None:
 # ---- answers ---------------------------------------------------------------------------------------------------
 
 
-async def test_a_stream_that_breaks_off_ends_in_an_error_event() -> None:
-    async with house() as found:
-        found.decode.answer = found.decode.breaks_off
-        status, said = await found.ask()
-        first, error, done = said.strip().split("\n\n")
-        assert (status, first, done) == (200, 'data: {"n": 0}', "data: [DONE]")
-        assert msgspec.json.decode(error.removeprefix("data: "))["error"]["code"] == "engine_unreachable"
+async def test_a_stream_that_breaks_off_ends_in_an_error_event(found: House) -> None:
+    found.decode.answer = found.decode.breaks_off
+    status, said = await found.ask()
+    first, error, done = said.strip().split("\n\n")
+    assert (status, first, done) == (200, 'data: {"n": 0}', "data: [DONE]")
+    assert msgspec.json.decode(error.removeprefix("data: "))["error"]["code"] == "engine_unreachable"
 
 
-async def test_a_stream_of_responses_ends_in_its_own_error_event() -> None:
-    async with house() as found:
-        found.decode.answer = found.decode.breaks_off
-        _, said = await found.ask(path="/v1/responses")
-        _, error = said.strip().split("\n\n")
-        assert error.startswith('event: error\ndata: {"type":"error","code":"engine_unreachable"')
+async def test_a_stream_of_responses_ends_in_its_own_error_event(found: House) -> None:
+    found.decode.answer = found.decode.breaks_off
+    _, said = await found.ask(path="/v1/responses")
+    _, error = said.strip().split("\n\n")
+    assert error.startswith('event: error\ndata: {"type":"error","code":"engine_unreachable"')
 
 
 async def test_an_answer_that_is_no_stream_breaks_off_where_the_engine_does() -> None:
@@ -494,26 +487,25 @@ async def test_bodies_have_a_bound_and_large_ones_pass() -> None:
             assert (answer.status, found.decode.bodies[-1]) == (200, {"size": 10_000_000})
 
 
-async def test_a_client_that_leaves_ends_its_request() -> None:
-    async with house() as found:
-        left = asyncio.Event()
+async def test_a_client_that_leaves_ends_its_request(found: House) -> None:
+    left = asyncio.Event()
 
-        async def endless(http: web.Request) -> web.StreamResponse:
-            response = web.StreamResponse(headers={"content-type": "text/event-stream"})
-            await response.prepare(http)
-            try:
-                while True:
-                    await response.write(b"data: {}\n\n")
-                    await asyncio.sleep(0.01)
-            finally:
-                left.set()
+    async def endless(http: web.Request) -> web.StreamResponse:
+        response = web.StreamResponse(headers={"content-type": "text/event-stream"})
+        await response.prepare(http)
+        try:
+            while True:
+                await response.write(b"data: {}\n\n")
+                await asyncio.sleep(0.01)
+        finally:
+            left.set()
 
-        found.decode.answer = endless
-        async with found.session.post(f"{found.url}/v1/chat/completions", json=CHAT) as answer:
-            await answer.content.readline()
-            answer.close()
-        async with asyncio.timeout(LONGEST_WAIT_S):
-            await left.wait()
+    found.decode.answer = endless
+    async with found.session.post(f"{found.url}/v1/chat/completions", json=CHAT) as answer:
+        await answer.content.readline()
+        answer.close()
+    async with asyncio.timeout(LONGEST_WAIT_S):
+        await left.wait()
 
 
 async def test_clients_that_speak_tls_and_a_certificate_that_is_renewed(tmp_path: Path) -> None:
@@ -566,59 +558,57 @@ async def test_verbs_are_for_those_who_know_the_secret() -> None:
         assert (await found.ask(path="/tokenize"))[0] == 200
 
 
-async def test_a_sidecar_that_is_told_to_stop_finishes_what_runs_and_gives_up_when_hurried() -> None:
-    async with house() as found:
-        begun, may_end, hurried = asyncio.Event(), asyncio.Event(), asyncio.Event()
+async def test_a_sidecar_that_is_told_to_stop_finishes_what_runs_and_gives_up_when_hurried(found: House) -> None:
+    begun, may_end, hurried = asyncio.Event(), asyncio.Event(), asyncio.Event()
 
-        async def slow(http: web.Request) -> web.StreamResponse:
-            response = web.StreamResponse(headers={"content-type": "text/event-stream"})
-            await response.prepare(http)
-            await response.write(b'data: {"n": 0}\n\n')
-            begun.set()
-            await may_end.wait()
-            await response.write(b"data: [DONE]\n\n")
-            return response
+    async def slow(http: web.Request) -> web.StreamResponse:
+        response = web.StreamResponse(headers={"content-type": "text/event-stream"})
+        await response.prepare(http)
+        await response.write(b'data: {"n": 0}\n\n')
+        begun.set()
+        await may_end.wait()
+        await response.write(b"data: [DONE]\n\n")
+        return response
 
-        found.decode.answer = slow
-        asking = asyncio.create_task(found.ask(path="/v1/embeddings"))
-        async with asyncio.timeout(LONGEST_WAIT_S):
-            await begun.wait()
-        finishing = asyncio.create_task(found.server.finish(600.0, hurried))
-        while not await refuses(found):
-            await asyncio.sleep(0.01)
-        assert not finishing.done()
-        hurried.set()
-        async with asyncio.timeout(LONGEST_WAIT_S):
-            status, said = await asking
-            await finishing
-        assert (status, '"n": 0' in said, "shutting_down" in said) == (200, True, True)
-        may_end.set()
+    found.decode.answer = slow
+    asking = asyncio.create_task(found.ask(path="/v1/embeddings"))
+    async with asyncio.timeout(LONGEST_WAIT_S):
+        await begun.wait()
+    finishing = asyncio.create_task(found.server.finish(600.0, hurried))
+    while not await refuses(found):
+        await asyncio.sleep(0.01)
+    assert not finishing.done()
+    hurried.set()
+    async with asyncio.timeout(LONGEST_WAIT_S):
+        status, said = await asking
+        await finishing
+    assert (status, '"n": 0' in said, "shutting_down" in said) == (200, True, True)
+    may_end.set()
 
 
 @pytest.mark.slow
-async def test_a_hurried_sidecar_waits_for_no_client_that_does_not_read() -> None:
-    async with house() as found:
-        full, hurried = asyncio.Event(), asyncio.Event()
+async def test_a_hurried_sidecar_waits_for_no_client_that_does_not_read(found: House) -> None:
+    full, hurried = asyncio.Event(), asyncio.Event()
 
-        async def endless(http: web.Request) -> web.StreamResponse:
-            response = web.StreamResponse(headers={"content-type": "text/event-stream"})
-            await response.prepare(http)
-            while True:
-                try:
-                    async with asyncio.timeout(0.3):
-                        await response.write(b"data: %s\n\n" % (b"x" * 65_000))
-                except TimeoutError:  # nobody takes any more
-                    full.set()
-                    await asyncio.Event().wait()
+    async def endless(http: web.Request) -> web.StreamResponse:
+        response = web.StreamResponse(headers={"content-type": "text/event-stream"})
+        await response.prepare(http)
+        while True:
+            try:
+                async with asyncio.timeout(0.3):
+                    await response.write(b"data: %s\n\n" % (b"x" * 65_000))
+            except TimeoutError:  # nobody takes any more
+                full.set()
+                await asyncio.Event().wait()
 
-        found.decode.answer = endless
-        async with found.session.post(f"{found.url}/v1/embeddings", json=CHAT) as answer:
-            async with asyncio.timeout(LONGEST_WAIT_S):
-                await full.wait()
-            hurried.set()
-            async with asyncio.timeout(LONGEST_WAIT_S):
-                await found.server.finish(600.0, hurried)
-            assert answer.status == 200
+    found.decode.answer = endless
+    async with found.session.post(f"{found.url}/v1/embeddings", json=CHAT) as answer:
+        async with asyncio.timeout(LONGEST_WAIT_S):
+            await full.wait()
+        hurried.set()
+        async with asyncio.timeout(LONGEST_WAIT_S):
+            await found.server.finish(600.0, hurried)
+        assert answer.status == 200
 
 
 async def refuses(found: House) -> bool:
@@ -629,22 +619,21 @@ async def refuses(found: House) -> bool:
         return True
 
 
-async def test_a_sidecar_that_is_told_to_stop_waits_for_what_runs() -> None:
-    async with house() as found:
-        begun = asyncio.Event()
+async def test_a_sidecar_that_is_told_to_stop_waits_for_what_runs(found: House) -> None:
+    begun = asyncio.Event()
 
-        async def late(http: web.Request) -> web.StreamResponse:
-            begun.set()
-            await asyncio.sleep(0.2)
-            return web.json_response({"choices": []})
+    async def late(http: web.Request) -> web.StreamResponse:
+        begun.set()
+        await asyncio.sleep(0.2)
+        return web.json_response({"choices": []})
 
-        found.decode.answer = late
-        asking = asyncio.create_task(found.ask(path="/v1/embeddings"))
-        async with asyncio.timeout(LONGEST_WAIT_S):
-            await begun.wait()
-        async with asyncio.timeout(LONGEST_WAIT_S):
-            await found.server.finish(30.0, asyncio.Event())
-        assert (await asking)[0] == 200
+    found.decode.answer = late
+    asking = asyncio.create_task(found.ask(path="/v1/embeddings"))
+    async with asyncio.timeout(LONGEST_WAIT_S):
+        await begun.wait()
+    async with asyncio.timeout(LONGEST_WAIT_S):
+        await found.server.finish(30.0, asyncio.Event())
+    assert (await asking)[0] == 200
 
 
 # ---- by the verbs ----------------------------------------------------------------------------------------------
