@@ -6,7 +6,7 @@ import hashlib
 import inspect
 import shutil
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,32 @@ def checkpoint(name: str) -> Path:
         _write(name, destination)
 
     return cached_directory(cache_root() / "tests" / f"tiny-{name}", source, build, lambda _: None)
+
+
+def made_once(name: str, file: str, write: Callable[[Path], None]) -> Path:
+    """The directory of the checkpoint that ``write`` in ``file`` makes, if this machine does not have it yet."""
+    made_from = Path(file).read_bytes() + Path(__file__).read_bytes()
+    source = f"{name} {SEED} {hashlib.sha256(made_from).hexdigest()}"
+    return cached_directory(cache_root() / "tests" / f"tiny-{name}", source, write, lambda _: None)
+
+
+def with_tokens(special: Sequence[str]) -> Any:
+    """The built-in model's tokenizer with more special tokens."""
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(resolve_model("smollm2"))
+    tokenizer.add_special_tokens({"additional_special_tokens": special})
+    return tokenizer
+
+
+def save(kind: Callable[[Any], Any], config: Any, destination: Path) -> None:
+    """Save a model with seeded random weights."""
+    import torch
+
+    torch.manual_seed(SEED)
+    model = kind(config)
+    randomized(model, SEED)
+    model.save_pretrained(destination)
 
 
 def flags_of(name: str) -> tuple[str, ...]:

@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import base64
-import hashlib
 import io
 from pathlib import Path
 from typing import Any
 
-from tercet.cluster.model import cache_root, cached_directory, resolve_model
-
-from .checkpoints import randomized
+from .checkpoints import made_once, save, with_tokens
 from .families import SIZES
 
-SEED = 0
 IMAGE_TOKEN = "<image>"
 SIDE, PATCH = 336, 28
 TOKENS_PER_IMAGE = (SIDE // PATCH) ** 2
@@ -41,30 +37,17 @@ def idefics3_config(image_token: int) -> Any:
 
 
 def vision_checkpoint() -> Path:
-    """The directory of the checkpoint, made first if this machine does not have it yet."""
-    made_from = Path(__file__).read_bytes() + (Path(__file__).parent / "checkpoints.py").read_bytes()
-    source = f"idefics3 {SEED} {hashlib.sha256(made_from).hexdigest()}"
-    return cached_directory(cache_root() / "tests" / "tiny-idefics3", source, _write, lambda _: None)
+    """The directory of the checkpoint."""
+    return made_once("idefics3", __file__, _write)
 
 
 def _write(destination: Path) -> None:
-    import torch
-    from transformers import (
-        AutoTokenizer,
-        Idefics3ForConditionalGeneration,
-        Idefics3ImageProcessorPil,
-        Idefics3Processor,
-    )
+    from transformers import Idefics3ForConditionalGeneration, Idefics3ImageProcessorPil, Idefics3Processor
 
-    tokenizer = AutoTokenizer.from_pretrained(resolve_model("smollm2"))
-    special = [IMAGE_TOKEN, "<fake_token_around_image>", "<global-img>", "<end_of_utterance>"]
-    tokenizer.add_special_tokens({"additional_special_tokens": special})
+    tokenizer = with_tokens([IMAGE_TOKEN, "<fake_token_around_image>", "<global-img>", "<end_of_utterance>"])
     config = idefics3_config(tokenizer.convert_tokens_to_ids(IMAGE_TOKEN))
     tokenizer.model_max_length = config.text_config.max_position_embeddings
-    torch.manual_seed(SEED)
-    model: Any = Idefics3ForConditionalGeneration(config)
-    randomized(model, SEED)
-    model.save_pretrained(destination)
+    save(Idefics3ForConditionalGeneration, config, destination)
     edge = {"longest_edge": SIDE}
     images = Idefics3ImageProcessorPil(size=edge, max_image_size=edge, do_image_splitting=False)
     Idefics3Processor(

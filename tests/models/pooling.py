@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import hashlib
 from pathlib import Path
 from typing import Any
 
-from tercet.cluster.model import cache_root, cached_directory, resolve_model
+from tercet.cluster.model import resolve_model
 
-from .checkpoints import SEED, randomized
+from .checkpoints import SEED, made_once, randomized
 from .families import SIZES
 
 
 def classifier_checkpoint() -> Path:
-    """The directory of the checkpoint, made first if this machine does not have it yet."""
-    made_from = Path(__file__).read_bytes() + (Path(__file__).parent / "checkpoints.py").read_bytes()
-    source = f"classifier {SEED} {hashlib.sha256(made_from).hexdigest()}"
-    return cached_directory(cache_root() / "tests" / "tiny-classifier", source, _write, lambda _: None)
+    """The directory of the checkpoint."""
+    return made_once("classifier", __file__, _write)
 
 
 def _write(destination: Path) -> None:

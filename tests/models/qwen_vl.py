@@ -6,7 +6,6 @@ vLLM's model and the processors want torchvision, which `make test-models` puts 
 from __future__ import annotations
 
 import base64
-import hashlib
 import io
 import json
 import os
@@ -17,12 +16,9 @@ from typing import Any
 
 import pytest
 
-from tercet.cluster.model import cache_root, cached_directory, resolve_model
-
-from .checkpoints import randomized
+from .checkpoints import made_once, save, with_tokens
 from .families import SIZES
 
-SEED = 0
 PATCH, MERGED, FRAMES_TOGETHER = 4, 2, 2
 UNIT = PATCH * MERGED
 """Pixels of a token's side."""
@@ -63,27 +59,20 @@ def qwen_vl_config(token: dict[str, int]) -> Any:
 
 
 def qwen_vl_checkpoint() -> Path:
-    """The directory of the checkpoint, made first if this machine does not have it yet."""
-    made_from = Path(__file__).read_bytes() + (Path(__file__).parent / "checkpoints.py").read_bytes()
-    source = f"qwen2_5_vl {SEED} {hashlib.sha256(made_from).hexdigest()}"
-    return cached_directory(cache_root() / "tests" / "tiny-qwen2_5_vl", source, _write, lambda _: None)
+    """The directory of the checkpoint."""
+    return made_once("qwen2_5_vl", __file__, _write)
 
 
 def _write(destination: Path) -> None:
-    import torch
-    from transformers import AutoTokenizer, Qwen2_5_VLForConditionalGeneration
+    from transformers import Qwen2_5_VLForConditionalGeneration
 
-    tokenizer = AutoTokenizer.from_pretrained(resolve_model("smollm2"))
     special = ["<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>"]
-    tokenizer.add_special_tokens({"additional_special_tokens": special})
+    tokenizer = with_tokens(special)
     config = qwen_vl_config({name: tokenizer.convert_tokens_to_ids(name) for name in special})
     tokenizer.model_max_length = config.text_config.max_position_embeddings
     tokenizer.chat_template = TEMPLATE
     tokenizer.save_pretrained(destination)
-    torch.manual_seed(SEED)
-    model: Any = Qwen2_5_VLForConditionalGeneration(config)
-    randomized(model, SEED)
-    model.save_pretrained(destination)
+    save(Qwen2_5_VLForConditionalGeneration, config, destination)
     for what, name in (("image", "preprocessor_config"), ("video", "video_preprocessor_config")):
         sizes: dict[str, Any] = {
             "patch_size": PATCH, "merge_size": MERGED, "temporal_patch_size": FRAMES_TOGETHER,

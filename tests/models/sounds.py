@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import base64
-import hashlib
 import io
 import wave
 from pathlib import Path
 from typing import Any
 
-from tercet.cluster.model import cache_root, cached_directory, resolve_model
-
-from .checkpoints import randomized
+from .checkpoints import made_once, save, with_tokens
 from .families import SIZES
 
-SEED = 0
 RATE, SECONDS = 16000, 6
 TOKENS_PER_SOUND = SECONDS * 25
 """More than a block."""
@@ -40,30 +36,17 @@ def qwen_audio_config(sound_token: int) -> Any:
 
 
 def qwen_audio_checkpoint() -> Path:
-    """The directory of the checkpoint, made first if this machine does not have it yet."""
-    made_from = Path(__file__).read_bytes() + (Path(__file__).parent / "checkpoints.py").read_bytes()
-    source = f"qwen2_audio {SEED} {hashlib.sha256(made_from).hexdigest()}"
-    return cached_directory(cache_root() / "tests" / "tiny-qwen2_audio", source, _write, lambda _: None)
+    """The directory of the checkpoint."""
+    return made_once("qwen2_audio", __file__, _write)
 
 
 def _write(destination: Path) -> None:
-    import torch
-    from transformers import (
-        AutoTokenizer,
-        Qwen2AudioForConditionalGeneration,
-        Qwen2AudioProcessor,
-        WhisperFeatureExtractor,
-    )
+    from transformers import Qwen2AudioForConditionalGeneration, Qwen2AudioProcessor, WhisperFeatureExtractor
 
-    tokenizer = AutoTokenizer.from_pretrained(resolve_model("smollm2"))
-    special = [SOUND_TOKEN, "<|audio_bos|>", "<|audio_eos|>"]
-    tokenizer.add_special_tokens({"additional_special_tokens": special})
+    tokenizer = with_tokens([SOUND_TOKEN, "<|audio_bos|>", "<|audio_eos|>"])
     config = qwen_audio_config(tokenizer.convert_tokens_to_ids(SOUND_TOKEN))
     tokenizer.model_max_length = config.text_config.max_position_embeddings
-    torch.manual_seed(SEED)
-    model: Any = Qwen2AudioForConditionalGeneration(config)
-    randomized(model, SEED)
-    model.save_pretrained(destination)
+    save(Qwen2AudioForConditionalGeneration, config, destination)
     _name_as_published(destination / "model.safetensors")
     heard = WhisperFeatureExtractor(feature_size=config.audio_config.num_mel_bins)
     Qwen2AudioProcessor(heard, tokenizer, chat_template=TEMPLATE).save_pretrained(destination)
