@@ -31,6 +31,8 @@ from tests.own_metrics import own_metrics
 from tests.unit.fakes import FakeEngine, stream_of
 from tests.unit.router.conftest import shared_over
 
+COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+MODEL = 'say "text":1'
 CREATED = re.compile(r'"created":\d+')
 Step = list[int] | str
 PARSERS_TOKENS = (
@@ -128,6 +130,10 @@ class LiveRouters:
     def tokens(self, text: str) -> list[int]:
         return self.tokenizer.encode(text, add_special_tokens=False)
 
+    def singly(self, text: str) -> list[Step]:
+        """An output for each token of a text."""
+        return [[token] for token in self.tokens(text)]
+
     def parse_with(self, tool: str | None = None, reasoning: str | None = None) -> None:
         """Have chat answers parsed by vLLM's parsers of these names. Raises if this tokenizer cannot be parsed."""
         parser = parser_of(self.tokenizer, tool, reasoning)
@@ -168,6 +174,21 @@ class LiveRouters:
                     self.let_go(name)
         return answer.status_code, "\n".join(events)
 
+    def ask_both(self, path: str, body: dict[str, Any], script: Sequence[Step], free: bool = False) -> tuple[str, str]:
+        """The events of one stream as the fast path writes them, and as vLLM's own does."""
+        name = f"both{self.number}"
+        fast, stock = (
+            self.ask(router, path, body, script, free, **{"x-request-id": name}) for router in ("fast", "stock")
+        )
+        assert fast[0] == stock[0] == 200, (fast, stock)
+        return fast[1], stock[1]
+
+
+def body_of(path: str, most: int = 300, **more: Any) -> dict[str, Any]:
+    """The body of a stream of so many tokens at most."""
+    prompt = {"prompt": "Hello"} if path == COMPLETIONS else {"messages": [{"role": "user", "content": "Hello"}]}
+    return {"model": MODEL, "stream": True, "max_tokens": most, **prompt, **more}
+
 
 def parser_of(tokenizer: Any, tool: str | None, reasoning: str | None) -> Any:
     """vLLM's class of parsers of these names."""
@@ -207,7 +228,7 @@ async def _serve(
     from tercet.wire.serving.client_connection import StreamingProtocol
 
     more = ("--enable-prompt-tokens-details", "--allowed-origins", '["http://browser"]', "--enable-request-id-headers")
-    args = vllm.server_args(model, ['say "text":1'], "127.0.0.1", 0, 512, more)
+    args = vllm.server_args(model, [MODEL], "127.0.0.1", 0, 512, more)
     client = vllm.engine_client_over(routers.service, args)
     stock = await vllm.openai_server(args, client)
     assert stock.fast is None
@@ -273,6 +294,13 @@ def agent_routers(agent_model: str) -> Iterator[LiveRouters]:
     """Of that model."""
     with live_routers(agent_model) as live:
         yield live
+
+
+@pytest.fixture
+def parsing(agent_routers: LiveRouters) -> Iterator[LiveRouters]:
+    """Of that model, too; afterwards answers have no parser again."""
+    yield agent_routers
+    agent_routers.parse_with()
 
 
 @contextmanager

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, cast
 
 import pytest
@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from tercet.vllm_plugin.differences import ENDS_OF_AGENTS_APIS
 
-from .conftest import LiveRouters, Step
-from .test_agent_streams import MODEL, TEXT, oddly, singly
+from .conftest import MODEL, LiveRouters, Step
+from .test_agent_streams import TEXT, oddly
 from .test_agent_streams import TOOL as CHAT_TOOL
 from .test_client_connection import until
 from .test_odd_outputs import ARGUMENTS, SAYS, TEXTS, outputs
@@ -30,13 +30,6 @@ TOOLS = {
     RESPONSES: {"type": "function", **FUNCTION},
 }
 pytestmark = pytest.mark.skipif(ENDS_OF_AGENTS_APIS.is_here, reason="vLLM's own path serves them")
-
-
-@pytest.fixture(scope="module")
-def routers(agent_routers: LiveRouters) -> Iterator[LiveRouters]:
-    """Those of a model that calls tools; afterwards answers have no parser again."""
-    yield agent_routers
-    agent_routers.parse_with()
 
 
 @pytest.fixture
@@ -57,15 +50,10 @@ def body(path: str, **more: Any) -> dict[str, Any]:
     return {"model": MODEL, "stream": True, **asked, **more}
 
 
-def both(routers: LiveRouters, path: str, script: Sequence[Step], **more: Any) -> str:
-    name = f"api{routers.number}"
-    fast, stock = (
-        routers.ask(router, path, body(path, **more), script, True, **{"x-request-id": name})
-        for router in ("fast", "stock")
-    )
-    assert fast[0] == stock[0] == 200, (fast, stock)
-    assert named_in_turn(fast[1]).splitlines() == named_in_turn(stock[1]).splitlines()
-    return fast[1]
+def both(parsing: LiveRouters, path: str, script: Sequence[Step], **more: Any) -> str:
+    fast, stock = parsing.ask_both(path, body(path, **more), script, True)
+    assert named_in_turn(fast).splitlines() == named_in_turn(stock).splitlines()
+    return fast
 
 
 def named_in_turn(events: str) -> str:
@@ -85,36 +73,36 @@ def kinds(events: str) -> list[str]:
 
 
 @pytest.mark.parametrize("path", PATHS)
-def test_text(routers: LiveRouters, taken: list[str], path: str) -> None:
-    routers.parse_with()
-    events = both(routers, path, [*oddly(routers, TEXT), "stop"])
+def test_text(parsing: LiveRouters, taken: list[str], path: str) -> None:
+    parsing.parse_with()
+    events = both(parsing, path, [*oddly(parsing, TEXT), "stop"])
     assert kinds(events)[-1] in ("message_stop", "response.completed")
     until(lambda: taken == [path])
 
 
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("script", [[[], "stop"], [[1], "length"], [[], [], "length"]])
-def test_short_answers(routers: LiveRouters, path: str, script: Sequence[Step]) -> None:
-    routers.parse_with()
-    both(routers, path, script)
-    routers.parse_with(tool="hermes", reasoning="qwen3")
-    both(routers, path, script)
+def test_short_answers(parsing: LiveRouters, path: str, script: Sequence[Step]) -> None:
+    parsing.parse_with()
+    both(parsing, path, script)
+    parsing.parse_with(tool="hermes", reasoning="qwen3")
+    both(parsing, path, script)
 
 
 @pytest.mark.parametrize("stop", [["time"], ["never"], ["\U0001f680"]])
 @pytest.mark.parametrize("reasoning", [None, "qwen3"])
-def test_stop_strings(routers: LiveRouters, stop: list[str], reasoning: str | None) -> None:
-    routers.parse_with(reasoning=reasoning)
-    both(routers, MESSAGES, [*oddly(routers, f"</think>{TEXT}"), "length"], stop_sequences=stop)
+def test_stop_strings(parsing: LiveRouters, stop: list[str], reasoning: str | None) -> None:
+    parsing.parse_with(reasoning=reasoning)
+    both(parsing, MESSAGES, [*oddly(parsing, f"</think>{TEXT}"), "length"], stop_sequences=stop)
 
 
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("ended", ["stop", "length", "error"])
 @pytest.mark.parametrize("kept", [0.1, 0.5, 0.9, 1.0])
-def test_reasoning_and_tools(routers: LiveRouters, path: str, ended: str, kept: float) -> None:
-    routers.parse_with(tool="hermes", reasoning="qwen3")
-    script = oddly(routers, f"<think>Hm, {CITY}?</think>Well. {HERMES} So.", 3)
-    events = both(routers, path, [*script[: int(kept * len(script))], ended], tools=[TOOLS[path]])
+def test_reasoning_and_tools(parsing: LiveRouters, path: str, ended: str, kept: float) -> None:
+    parsing.parse_with(tool="hermes", reasoning="qwen3")
+    script = oddly(parsing, f"<think>Hm, {CITY}?</think>Well. {HERMES} So.", 3)
+    events = both(parsing, path, [*script[: int(kept * len(script))], ended], tools=[TOOLS[path]])
     if kept == 1.0 and ended == "stop":
         assert ("thinking_delta" if path == MESSAGES else "response.reasoning_text.delta") in events
         assert ("input_json_delta" if path == MESSAGES else "response.function_call_arguments.delta") in events
@@ -130,11 +118,11 @@ CHOICES = [
 
 
 @pytest.mark.parametrize(("path", "choice"), CHOICES)
-def test_tool_choices(routers: LiveRouters, path: str, choice: Any) -> None:
-    routers.parse_with(tool="hermes", reasoning="qwen3")
+def test_tool_choices(parsing: LiveRouters, path: str, choice: Any) -> None:
+    parsing.parse_with(tool="hermes", reasoning="qwen3")
     for text in (HERMES, f"[{PARAMETERS}, {PARAMETERS}]"):
-        script = [*oddly(routers, f"<think>Hm.</think>{text}", 5), "stop"]
-        both(routers, path, script, tools=[TOOLS[path]], tool_choice=choice)
+        script = [*oddly(parsing, f"<think>Hm.</think>{text}", 5), "stop"]
+        both(parsing, path, script, tools=[TOOLS[path]], tool_choice=choice)
 
 
 @pytest.mark.parametrize(
@@ -143,10 +131,10 @@ def test_tool_choices(routers: LiveRouters, path: str, choice: Any) -> None:
      {"tools": [{"type": "custom", "name": "get_weather"}]}, {"store": False, "temperature": 0.5, "top_p": 0.9},
      {"reasoning": {"effort": "low"}, "truncation": "auto", "metadata": {"a": "b"}}],
 )  # fmt: skip
-def test_forms_of_responses(routers: LiveRouters, taken: list[str], more: dict[str, Any]) -> None:
-    routers.parse_with(tool="hermes", reasoning="qwen3")
-    script = [*oddly(routers, f"<think>Hm.</think>{HERMES}", 5), "stop"]
-    both(routers, RESPONSES, script, **{"tools": [TOOLS[RESPONSES]], **more})
+def test_forms_of_responses(parsing: LiveRouters, taken: list[str], more: dict[str, Any]) -> None:
+    parsing.parse_with(tool="hermes", reasoning="qwen3")
+    script = [*oddly(parsing, f"<think>Hm.</think>{HERMES}", 5), "stop"]
+    both(parsing, RESPONSES, script, **{"tools": [TOOLS[RESPONSES]], **more})
     until(lambda: taken == [RESPONSES])
 
 
@@ -154,18 +142,18 @@ def test_forms_of_responses(routers: LiveRouters, taken: list[str], more: dict[s
     "more",
     [{"include": ["message.output_text.logprobs"], "top_logprobs": 2}, {"enable_response_messages": True}],
 )
-def test_forms_that_are_left_to_vllm(routers: LiveRouters, taken: list[str], more: dict[str, Any]) -> None:
-    routers.parse_with()
-    script = [*singly(routers, "one two"), "stop"]
-    assert '"type":"response.completed"' in both(routers, RESPONSES, script, **more)
+def test_forms_that_are_left_to_vllm(parsing: LiveRouters, taken: list[str], more: dict[str, Any]) -> None:
+    parsing.parse_with()
+    script = [*parsing.singly("one two"), "stop"]
+    assert '"type":"response.completed"' in both(parsing, RESPONSES, script, **more)
     assert taken == []
 
 
 @pytest.mark.parametrize("path", PATHS)
-def test_a_parser_that_fails(routers: LiveRouters, path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_parser_that_fails(parsing: LiveRouters, path: str, monkeypatch: pytest.MonkeyPatch) -> None:
     from vllm.parser.abstract_parser import DelegatingParser
 
-    routers.parse_with(tool="hermes", reasoning="qwen3")
+    parsing.parse_with(tool="hermes", reasoning="qwen3")
     parse, calls = DelegatingParser.parse_delta, list[int]()
 
     def fail(self: Any, **given: Any) -> Any:
@@ -175,16 +163,16 @@ def test_a_parser_that_fails(routers: LiveRouters, path: str, monkeypatch: pytes
         return parse(self, **given)
 
     monkeypatch.setattr(DelegatingParser, "parse_delta", fail)
-    events = both(routers, path, [*singly(routers, f"<think>{TEXT}"), "stop"], tools=[TOOLS[path]])
+    events = both(parsing, path, [*parsing.singly(f"<think>{TEXT}"), "stop"], tools=[TOOLS[path]])
     assert kinds(events)[-1] in ("error", "response.failed")
-    until(lambda: not routers.engine.running)
+    until(lambda: not parsing.engine.running)
 
 
 @pytest.mark.parametrize("path", PATHS)
-def test_requests_that_vllm_refuses(routers: LiveRouters, path: str) -> None:
-    routers.engine.expect("refused", [[1], "stop"], free=True)
+def test_requests_that_vllm_refuses(parsing: LiveRouters, path: str) -> None:
+    parsing.engine.expect("refused", [[1], "stop"], free=True)
     answers = [
-        routers.ask(router, path, body(path, temperature=-1.0), [[1], "stop"], True, **{"x-request-id": "refused"})
+        parsing.ask(router, path, body(path, temperature=-1.0), [[1], "stop"], True, **{"x-request-id": "refused"})
         for router in ("fast", "stock")
     ]
     assert answers[0] == answers[1]
@@ -203,19 +191,19 @@ def test_requests_that_vllm_refuses(routers: LiveRouters, path: str) -> None:
 @example(calls=['{"city": "0\\ud800\\udc00"}'], before="", kept=1.0, widths=[1], ended="stop")
 @settings(max_examples=8, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_calls_of_any_text_in_outputs_of_any_widths(
-    routers: LiveRouters, path: str, parser: str, calls: list[str], before: str, kept: float, widths: list[int],
+    parsing: LiveRouters, path: str, parser: str, calls: list[str], before: str, kept: float, widths: list[int],
     ended: str,
 ) -> None:  # fmt: skip
-    routers.parse_with(tool=parser, reasoning="qwen3")
-    tokens = routers.tokens(f"<think>Hm.</think>{before}{SAYS[parser](calls)}{before}")
+    parsing.parse_with(tool=parser, reasoning="qwen3")
+    tokens = parsing.tokens(f"<think>Hm.</think>{before}{SAYS[parser](calls)}{before}")
     script = outputs(tokens[: int(kept * len(tokens))], widths) or [[]]
-    both(routers, path, [*script, ended], tools=[TOOLS[path]])
+    both(parsing, path, [*script, ended], tools=[TOOLS[path]])
 
 
-def test_numbers_and_ids_of_a_response_go_together(routers: LiveRouters) -> None:
-    routers.parse_with(tool="hermes", reasoning="qwen3")
-    script = [*singly(routers, f"<think>Hm.</think>Well. {HERMES}"), "stop"]
-    status, events = routers.ask("fast", RESPONSES, body(RESPONSES, tools=[TOOLS[RESPONSES]]), script, True)
+def test_numbers_and_ids_of_a_response_go_together(parsing: LiveRouters) -> None:
+    parsing.parse_with(tool="hermes", reasoning="qwen3")
+    script = [*parsing.singly(f"<think>Hm.</think>Well. {HERMES}"), "stop"]
+    status, events = parsing.ask("fast", RESPONSES, body(RESPONSES, tools=[TOOLS[RESPONSES]]), script, True)
     found = [json.loads(line.removeprefix("data: ")) for line in events.splitlines() if line.startswith("data: ")]
     assert status == 200
     assert [event["sequence_number"] for event in found] == list(range(len(found)))
@@ -228,7 +216,7 @@ def test_numbers_and_ids_of_a_response_go_together(routers: LiveRouters) -> None
 
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("parser", ["hermes", "qwen3_coder", "jamba"])
-def test_text_after_a_call(routers: LiveRouters, path: str, parser: str) -> None:
-    routers.parse_with(tool=parser, reasoning="qwen3")
-    script = singly(routers, f"<think>Hm.</think>Well. {SAYS[parser](['{}'])} So it is. {TEXT}")
-    both(routers, path, [*script, "stop"], tools=[TOOLS[path]])
+def test_text_after_a_call(parsing: LiveRouters, path: str, parser: str) -> None:
+    parsing.parse_with(tool=parser, reasoning="qwen3")
+    script = parsing.singly(f"<think>Hm.</think>Well. {SAYS[parser](['{}'])} So it is. {TEXT}")
+    both(parsing, path, [*script, "stop"], tools=[TOOLS[path]])

@@ -6,7 +6,7 @@ import json
 import random
 import re
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
@@ -20,12 +20,10 @@ from tercet.protocol import Output, TokenLogprob
 from tercet.vllm_plugin.differences import OFFSETS_OF_SENT_TEXT
 from tests.longest_wait import LONGEST_WAIT_S
 
-from .conftest import CREATED, LiveRouters, Step
+from .conftest import CHAT, COMPLETIONS, CREATED, LiveRouters, Step, body_of
 from .test_client_connection import until
 from .tool_texts import ARGUMENTS, CITY, HERMES, PARAMETERS, said
 
-COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
-MODEL = 'say "text":1'
 TEXT = f'Once "upon" a\ttime in {CITY} \u4f60\u597d \U0001f469\u200d\U0001f4bb'
 CALL_ID = re.compile(r'"id":"(chatcmpl-tool-|call_|functions\.)?[0-9A-Za-z_:.-]+","type"')
 TOOL = {
@@ -36,11 +34,6 @@ TOOL = {
     },
 }
 USAGE = {"include_usage": True, "continuous_usage_stats": True}
-
-
-def body(path: str, **more: Any) -> dict[str, Any]:
-    prompt = {"prompt": "Hello"} if path == COMPLETIONS else {"messages": [{"role": "user", "content": "Hello"}]}
-    return {"model": MODEL, "stream": True, "max_tokens": 300, **prompt, **more}
 
 
 @pytest.fixture(scope="module")
@@ -67,14 +60,9 @@ def written(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def both(routers: LiveRouters, path: str, script: Sequence[Step], *, free: bool = False, **more: Any) -> str:
-    name = f"agent{routers.number}"
-    fast, stock = (
-        routers.ask(router, path, body(path, **more), script, free, **{"x-request-id": name})
-        for router in ("fast", "stock")
-    )
-    assert fast[0] == stock[0] == 200, (fast, stock)
-    assert by_choice(fast[1]) == by_choice(stock[1])
-    return fast[1]
+    fast, stock = routers.ask_both(path, body_of(path, **more), script, free)
+    assert by_choice(fast) == by_choice(stock)
+    return fast
 
 
 def by_choice(events: str) -> dict[Any, list[str]]:
@@ -84,10 +72,6 @@ def by_choice(events: str) -> dict[Any, list[str]]:
         event = {} if line == "data: [DONE]" else json.loads(line.removeprefix("data: "))
         found[next((choice["index"] for choice in event.get("choices", ())), "all")].append(line)
     return found
-
-
-def singly(routers: LiveRouters, text: str) -> list[Step]:
-    return [[token] for token in routers.tokens(text)]
 
 
 def oddly(routers: LiveRouters, text: str, seed: int = 0) -> list[Step]:
@@ -131,7 +115,7 @@ def test_outputs_without_tokens(routers: LiveRouters, path: str) -> None:
 @pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
 @pytest.mark.parametrize("more", [{}, {"return_token_ids": True, "stream_options": USAGE}, {"stop": ["time"]}])
 def test_several_choices(routers: LiveRouters, written: list[str], path: str, more: dict[str, Any]) -> None:
-    events = both(routers, path, [*singly(routers, TEXT), "length"], free=True, n=3, **more)
+    events = both(routers, path, [*routers.singly(TEXT), "length"], free=True, n=3, **more)
     assert by_choice(events).keys() == {0, 1, 2, "all"}
     assert written
     assert not routers.processor.request_states
@@ -141,7 +125,7 @@ def test_several_choices(routers: LiveRouters, written: list[str], path: str, mo
 @pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
 def test_an_error_ends_all_choices(routers: LiveRouters, path: str) -> None:
     found = [
-        routers.ask(router, path, body(path, n=2), [*singly(routers, "it went well"), "error"], True)
+        routers.ask(router, path, body_of(path, n=2), [*routers.singly("it went well"), "error"], True)
         for router in ("fast", "stock")
     ]
     assert found[0][1].splitlines()[-2:] == found[1][1].splitlines()[-2:]
@@ -234,9 +218,9 @@ def test_values_are_in_the_order_of_ranks(ranks: list[int], own: int, most: int 
 def test_browsers(routers: LiveRouters, written: list[str]) -> None:
     found: list[Any] = []
     for router in ("fast", "stock"):
-        routers.engine.expect("browser", [*singly(routers, "one two three"), "stop"], free=True)
+        routers.engine.expect("browser", [*routers.singly("one two three"), "stop"], free=True)
         headers = {"x-request-id": "browser", "origin": "http://browser"}
-        answer = httpx.post(routers.urls[router] + CHAT, json=body(CHAT), headers=headers, timeout=LONGEST_WAIT_S)
+        answer = httpx.post(routers.urls[router] + CHAT, json=body_of(CHAT), headers=headers, timeout=LONGEST_WAIT_S)
         found.append((dict(answer.headers, date=""), CREATED.sub("", answer.text)))
     assert found[0] == found[1]
     assert found[0][0]["access-control-allow-origin"] == "http://browser"
@@ -245,13 +229,6 @@ def test_browsers(routers: LiveRouters, written: list[str]) -> None:
 
 
 # ---- parsers -------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def parsing(routers: LiveRouters) -> Iterator[LiveRouters]:
-    """The same; afterwards answers have no parser again."""
-    yield routers
-    routers.parse_with()
 
 
 NAMED = {"type": "function", "function": {"name": "get_weather"}}
@@ -354,9 +331,9 @@ def test_each_choice_has_one_parser(parsing: LiveRouters, monkeypatch: pytest.Mo
         return made[-1]
 
     monkeypatch.setattr(OpenAIServingChat, "_make_parser", recorded)
-    parsing.ask("fast", CHAT, body(CHAT, n=n, tools=[TOOL]), [*singly(parsing, "Hm."), "stop"], True)
+    parsing.ask("fast", CHAT, body_of(CHAT, n=n, tools=[TOOL]), [*parsing.singly("Hm."), "stop"], True)
     assert len(made) == n
-    parsing.ask("stock", CHAT, body(CHAT, n=n, tools=[TOOL]), [*singly(parsing, "Hm."), "stop"], True)
+    parsing.ask("stock", CHAT, body_of(CHAT, n=n, tools=[TOOL]), [*parsing.singly("Hm."), "stop"], True)
     assert len(made) == 2 * n + 1  # vLLM makes one more, which reads the prompt
 
 
@@ -373,14 +350,14 @@ def test_a_parser_that_fails(parsing: LiveRouters, monkeypatch: pytest.MonkeyPat
         return parse(self, **given)
 
     monkeypatch.setattr(DelegatingParser, "parse_delta", fail)
-    events = both(parsing, CHAT, [*singly(parsing, TEXT), "stop"], free=True, tools=[TOOL])
+    events = both(parsing, CHAT, [*parsing.singly(TEXT), "stop"], free=True, tools=[TOOL])
     assert "it cannot be read" in events
     until(lambda: not parsing.engine.running)
 
 
 def test_a_cut_stream_of_tools(parsing: LiveRouters) -> None:
     parsing.parse_with(tool="hermes")
-    script = singly(parsing, HERMES)
+    script = parsing.singly(HERMES)
     events = both(parsing, CHAT, [*script[: len(script) // 2], "length"], free=True, tools=[TOOL])
     assert '"finish_reason":"length"' in events
     events = both(parsing, CHAT, [*script[: len(script) // 2], "error"], free=True, tools=[TOOL])

@@ -17,9 +17,7 @@ from tercet.wire.serving import client_connection
 from tercet.wire.serving.client_connection import ClientConnection, StreamingProtocol
 from tests.longest_wait import LONGEST_WAIT_S, wait_until
 
-from .conftest import LiveRouters, Step
-
-MODEL = 'say "text":1'
+from .conftest import MODEL, LiveRouters, Step
 
 
 def connect(routers: LiveRouters, name: str, script: list[Step], receive_buffer: int | None = None) -> socket.socket:

@@ -15,11 +15,9 @@ import pytest
 from tercet.vllm_plugin.differences import OFFSETS_OF_SENT_TEXT
 from tests.longest_wait import LONGEST_WAIT_S
 
-from .conftest import LiveRouters, Step
+from .conftest import CHAT, COMPLETIONS, MODEL, LiveRouters, Step
 from .test_client_connection import connect, until
 
-MODEL = 'say "text":1'
-COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 PLAIN: dict[str, Any] = {"model": MODEL, "prompt": "Hello", "stream": True, "max_tokens": 50}
 IDS = re.compile(r"[0-9a-f]{16,}")
 

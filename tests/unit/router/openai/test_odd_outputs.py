@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from itertools import cycle
 from typing import Any
 
@@ -13,13 +13,6 @@ from hypothesis import strategies as st
 
 from .conftest import LiveRouters, Step
 from .test_agent_streams import CHAT, TOOL, both
-
-
-@pytest.fixture(scope="module")
-def routers(agent_routers: LiveRouters) -> Iterator[LiveRouters]:
-    """Those of a model that calls tools; afterwards answers have no parser again."""
-    yield agent_routers
-    agent_routers.parse_with()
 
 
 def named(calls: Sequence[str], field: str = "arguments") -> list[str]:
@@ -81,19 +74,19 @@ ASKED = {"parallel_tool_calls": False, "return_token_ids": True, "include_reason
 )  # an escaped character is cut into halves
 @settings(max_examples=8, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_calls_of_any_text_in_outputs_of_any_widths(
-    routers: LiveRouters, parser: str, calls: list[str], before: str, dropped: float | None, kept: float,
+    parsing: LiveRouters, parser: str, calls: list[str], before: str, dropped: float | None, kept: float,
     widths: list[int], ended: str, asked: set[str],
 ) -> None:  # fmt: skip
     """``dropped`` is where a letter is missing, ``kept`` how much of the answer the model says."""
-    routers.parse_with(tool=parser, reasoning="qwen3")
+    parsing.parse_with(tool=parser, reasoning="qwen3")
     text = f"<think>Hm.</think>{before}{SAYS[parser](calls)}"
     if dropped is not None:
         at = int(dropped * (len(text) - 1))
         text = text[:at] + text[at + 1 :]
-    tokens = routers.tokens(text)
+    tokens = parsing.tokens(text)
     script = outputs(tokens[: int(kept * len(tokens))], widths) or [[]]
     more: dict[str, Any] = {name: ASKED[name] for name in asked}
-    both(routers, CHAT, [*script, ended], free=True, tools=[TOOL], stream_options={"include_usage": True}, **more)
+    both(parsing, CHAT, [*script, ended], free=True, tools=[TOOL], stream_options={"include_usage": True}, **more)
 
 
 def outputs(tokens: Sequence[int], widths: Sequence[int]) -> list[Step]:

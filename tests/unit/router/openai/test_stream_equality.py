@@ -8,29 +8,18 @@ from typing import Any
 
 import pytest
 
-from .conftest import LiveRouters, Step
+from .conftest import CHAT, COMPLETIONS, LiveRouters, Step, body_of
 
-COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
-MODEL = 'say "text":1'
 TEXT = (
     'Once "upon" a\ttime\n\\ there was a <b>r\u00f6uter</b> \U0001f680\U0001f469\u200d\U0001f4bb '
     'that \u4f60\u597d "text":"x" \x7f\x01 end'
 )
 
 
-def body(path: str, **more: Any) -> dict[str, Any]:
-    prompt = {"prompt": "Hello"} if path == COMPLETIONS else {"messages": [{"role": "user", "content": "Hello"}]}
-    return {"model": MODEL, "stream": True, "max_tokens": 100, **prompt, **more}
-
-
 def both(routers: LiveRouters, path: str, script: Sequence[Step], **more: Any) -> str:
-    name = f"same{routers.number}"
-    fast, stock = (
-        routers.ask(router, path, body(path, **more), script, **{"x-request-id": name}) for router in ("fast", "stock")
-    )
+    fast, stock = routers.ask_both(path, body_of(path, 100, **more), script)
     assert fast == stock
-    assert fast[0] == 200
-    return fast[1]
+    return fast
 
 
 def text_of(events: str) -> str:
@@ -43,13 +32,9 @@ def text_of(events: str) -> str:
     return found
 
 
-def singly(routers: LiveRouters, text: str) -> list[Step]:
-    return [[token] for token in routers.tokens(text)]
-
-
 @pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
 def test_text_and_chunks_are_the_same(routers: LiveRouters, path: str) -> None:
-    events = both(routers, path, [*singly(routers, TEXT), "length"])
+    events = both(routers, path, [*routers.singly(TEXT), "length"])
     assert text_of(events) == TEXT
     assert '"finish_reason":"length"' in events
     assert events.endswith("data: [DONE]")
@@ -66,7 +51,7 @@ def test_the_fast_path_is_the_one_that_was_taken(
     monkeypatch.setattr(
         ChoiceStream, "_write_text", lambda self, output: (written.append(output.token_ids), write(self, output))[1]
     )
-    script = [*singly(routers, "one two three four five"), "stop"]
+    script = [*routers.singly("one two three four five"), "stop"]
     both(routers, path, script)
     # All but the first and the last output.
     assert [list(ids) for ids in written] == script[1:-2]
@@ -74,7 +59,7 @@ def test_the_fast_path_is_the_one_that_was_taken(
 
 @pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
 def test_usage_counts_the_tokens_of_the_fast_path(routers: LiveRouters, path: str) -> None:
-    script = [*singly(routers, "a b c d e f g"), "stop"]
+    script = [*routers.singly("a b c d e f g"), "stop"]
     events = both(routers, path, script, stream_options={"include_usage": True})
     usage = json.loads(events.splitlines()[-2].removeprefix("data: "))["usage"]
     assert usage["completion_tokens"] == len(script) - 1
@@ -87,7 +72,7 @@ def test_usage_counts_the_tokens_of_the_fast_path(routers: LiveRouters, path: st
 )
 @pytest.mark.parametrize("include", [False, True])
 def test_stop_strings_across_tokens(routers: LiveRouters, path: str, stop: list[str], include: bool) -> None:
-    script = [*singly(routers, "Once upon a time, a wolf lived in a country bound and far away from here"), "length"]
+    script = [*routers.singly("Once upon a time, a wolf lived in a country bound and far away from here"), "length"]
     events = both(
         routers, path, script, stop=stop, include_stop_str_in_output=include, stream_options={"include_usage": True}
     )
@@ -113,14 +98,12 @@ def test_special_tokens(routers: LiveRouters, skip: bool, spaces: bool) -> None:
 
 
 def test_min_tokens_holds_stop_strings_back(routers: LiveRouters) -> None:
-    both(
-        routers, COMPLETIONS, [*singly(routers, "a wolf and a wolf and a wolf"), "length"], stop=["wolf"], min_tokens=5
-    )
+    both(routers, COMPLETIONS, [*routers.singly("a wolf and a wolf and a wolf"), "length"], stop=["wolf"], min_tokens=5)
 
 
 @pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
 def test_an_error_in_mid_stream_is_an_event(routers: LiveRouters, path: str) -> None:
-    events = both(routers, path, [*singly(routers, "it went well until"), "error"])
+    events = both(routers, path, [*routers.singly("it went well until"), "error"])
     assert "the engine broke" in events
     assert text_of(events) == "it went well until"
 
@@ -147,12 +130,16 @@ def test_what_the_fast_path_does_not_know_goes_vllms_way(
     from tercet.router.openai.fast_path.request_stream import RequestStream
 
     monkeypatch.setattr(RequestStream, "run", lambda *_: pytest.fail("it took the fast path"))
-    both(routers, path, [*singly(routers, "one two three"), "stop"], **more)
+    both(routers, path, [*routers.singly("one two three"), "stop"], **more)
 
 
 def test_a_trace_comes_before_the_end(routers: LiveRouters) -> None:
     _, events = routers.ask(
-        "fast", COMPLETIONS, body(COMPLETIONS), [*singly(routers, "one two three"), "stop"], **{"x-tercet-trace": "1"}
+        "fast",
+        COMPLETIONS,
+        body_of(COMPLETIONS, 100),
+        [*routers.singly("one two three"), "stop"],
+        **{"x-tercet-trace": "1"},
     )
     *_, traced, done = events.splitlines()
     assert json.loads(traced.removeprefix("data: "))["tercet"]["program"] == "data_parallel"
