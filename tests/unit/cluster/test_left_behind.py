@@ -26,6 +26,7 @@ from tercet.cluster.detached_fleets import (
     own_start,
 )
 from tercet.cluster.ports import free_ports
+from tests.longest_wait import until
 
 # A process id that no process has: the kernel's largest is smaller.
 NOBODY = 99_999_999
@@ -43,8 +44,7 @@ time.sleep(600)
 async def test_shared_memory_of_a_killed_process_is_removed(tmp_path: Path) -> None:
     process = Process("p", [sys.executable, "-c", MAPS], {}, tmp_path / "log")
     await process.start()
-    while not process.tail():
-        await asyncio.sleep(0.01)
+    await until(process.tail)
     memory = {Path("/dev/shm") / name for name in process.tail().split()}
     group = process.pid or 0
     assert shared_memory_of(group) == memory

@@ -151,8 +151,7 @@ async def test_one_that_dies_at_start_is_said_with_its_log(tmp_path: Path, scrip
 async def test_one_that_ignores_sigterm_is_killed(tmp_path: Path) -> None:
     process = Process("stubborn", argv_of(free_ports("127.0.0.1", 1)[0], "stubborn"), {}, tmp_path / "s.log", 0.5)
     await process.start()
-    while not children_of(tmp_path):
-        await asyncio.sleep(0.01)
+    await until(lambda: children_of(tmp_path))
     await process.stop()
     assert process.returncode == -signal.SIGKILL
     assert gone(children_of(tmp_path))
@@ -181,8 +180,7 @@ async def test_an_engine_that_ends_later_and_stays_dead_is_reported_and_a_router
     async with local_fleet(config_of(tmp_path, engine_restarts=0), "m", lambda *_: None) as fleet:
         watching = asyncio.create_task(fleet.until_broken(lambda name, state: said.append(f"{name} {state}")))
         _kill(fleet, "prefill-0")
-        while not said:
-            await asyncio.sleep(0.01)
+        await until(lambda: said)
         assert "prefill-0 was killed by SIGKILL" in said[0]
         assert not watching.done()
         os.killpg(fleet.router.pid or 0, signal.SIGKILL)

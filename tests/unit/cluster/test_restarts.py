@@ -22,7 +22,7 @@ from tercet.cluster.running_fleet import (
     rotate,
 )
 from tercet.vllm_plugin.start.process_output import MARK
-from tests.longest_wait import LONGEST_WAIT_S
+from tests.longest_wait import LONGEST_WAIT_S, until
 
 
 def test_each_start_waits_twice_as_long_up_to_a_bound() -> None:
@@ -145,8 +145,7 @@ print("b" * 10, flush=True)
     await process.start()
     try:
         async with asyncio.timeout(60):
-            while log.stat().st_size < 1001:
-                await asyncio.sleep(0.01)
+            await until(lambda: log.stat().st_size >= 1001)
             assert rotate(log, 100)
             go.touch()
             await process.ended()

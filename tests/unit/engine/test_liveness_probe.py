@@ -270,8 +270,7 @@ async def test_an_event_loop_asks_over_the_control_channel_and_is_not_held_up() 
                 assert time.monotonic() - before < LONGEST_WAIT_S / 2
                 await asyncio.sleep(0.01)
             goes_on.set()
-            while probe.stalled_s:
-                await asyncio.sleep(0.01)
+            await until(lambda: not probe.stalled_s)
     finally:
         goes_on.set()
         await probe.close()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from pathlib import Path
 
 import yaml
@@ -10,7 +9,7 @@ import yaml
 from tercet.settings import DiscoverySettings
 from tercet_gateway.gateway_settings import PickerConfig
 from tercet_gateway.server import fleet_of, picking
-from tests.longest_wait import LONGEST_WAIT_S, until
+from tests.longest_wait import until
 from tests.unit.fleet.discovery.api_server import (
     EARLIER_POOLS,
     NAMESPACE,
@@ -54,9 +53,8 @@ async def test_a_pool_of_the_earlier_group_and_its_objectives(tmp_path: Path) ->
         file = kubeconfig(tmp_path / "config", server.url)
         found = DiscoverySettings(pool_name="pool", pool_group="inference.networking.x-k8s.io", kubeconfig=str(file))
         config = PickerConfig(discovery=found, port=0, metrics_port=0)
-        async with fleet_of(config) as fleet, picking(fleet, config) as made, asyncio.timeout(LONGEST_WAIT_S):
-            while made.picker.objectives != {"batch": -1} or not fleet.members:
-                await asyncio.sleep(0.01)
+        async with fleet_of(config) as fleet, picking(fleet, config) as made:
+            await until(lambda: made.picker.objectives == {"batch": -1} and fleet.members)
 
 
 async def test_priorities_are_those_of_the_pools_objectives_and_its_own_flags(tmp_path: Path) -> None:
@@ -68,10 +66,8 @@ async def test_priorities_are_those_of_the_pools_objectives_and_its_own_flags(tm
         file = kubeconfig(tmp_path / "config", server.url)
         found = DiscoverySettings(pool_name="pool", kubeconfig=str(file))
         config = PickerConfig(discovery=found, port=0, metrics_port=0, objectives={"chat": "3", "own": "4"})
-        async with fleet_of(config) as fleet, picking(fleet, config) as made, asyncio.timeout(LONGEST_WAIT_S):
-            while made.picker.objectives != {"chat": 3, "own": 4, "batch": -1}:
-                await asyncio.sleep(0.01)
+        async with fleet_of(config) as fleet, picking(fleet, config) as made:
+            await until(lambda: made.picker.objectives == {"chat": 3, "own": 4, "batch": -1})
             server.delete("batch", OBJECTIVES)
             server.delete("chat", OBJECTIVES)
-            while made.picker.objectives != {"chat": 3, "own": 4}:
-                await asyncio.sleep(0.01)
+            await until(lambda: made.picker.objectives == {"chat": 3, "own": 4})

@@ -24,7 +24,7 @@ from tercet.router.state import followers
 from tercet.router.state.fleet_state import FleetState
 from tercet.router.state.shared_state import SharedState
 from tercet.settings import EngineAddress
-from tests.longest_wait import LONGEST_WAIT_S, until
+from tests.longest_wait import until
 
 from .conftest import Engine, LiveRouter, draining
 
@@ -376,11 +376,8 @@ async def test_a_file_system_that_hangs_stops_no_process(
             (router.directory / "state.json").touch()
         else:
             patched.setattr(other.shared._followers, "tell", hangs)
-        async with asyncio.timeout(LONGEST_WAIT_S):
-            while not other.shared._files.is_stuck:
-                await asyncio.sleep(0.01)
-            while call != "tell" and "hangs" not in other.shared.reports.failure:
-                await asyncio.sleep(0.01)
+        await until(lambda: other.shared._files.is_stuck)
+        await until(lambda: call == "tell" or "hangs" in other.shared.reports.failure)
         assert other.shared.reports.engines().keys() == {"p", "d"}
         other.shared._followers.announce([])
         assert other.shared._followers.announced() == []

@@ -15,7 +15,7 @@ from tercet.fleet.admission import Gate
 from tercet.protocol import BadRequest, EngineUnreachable, NoSpace, Request
 from tercet.protocol.sse import EventSplitter, object_of
 from tercet.settings import Limits
-from tests.longest_wait import LONGEST_WAIT_S
+from tests.longest_wait import LONGEST_WAIT_S, until
 
 from .houses import ANSWER, BODY, MESSAGES, PROMPT, REQUEST_TIMEOUT_S, House, built_house, mended
 
@@ -263,8 +263,7 @@ async def test_a_request_of_many_ends_with_its_client(house: House, fields: dict
     await house.until(3, client.request)
     client.leave()
     async with asyncio.timeout(LONGEST_WAIT_S):
-        while house.fleet.member("d").in_flight or house.gate._admission.in_flight:
-            await asyncio.sleep(0.001)
+        await until(lambda: not (house.fleet.member("d").in_flight or house.gate._admission.in_flight))
         pause.set()
         await client.request
     assert not started

@@ -35,7 +35,7 @@ from tercet.vllm_plugin.core import core_methods
 from tercet.vllm_plugin.core.connector_messages import TercetParams
 from tercet.vllm_plugin.core.core_methods import CoreCalls
 from tercet.vllm_plugin.edge.llm_requests import LLMGeneration, LLMRequest
-from tests.longest_wait import LONGEST_WAIT_S
+from tests.longest_wait import LONGEST_WAIT_S, until
 
 from .tiny_engine import BLOCK, LAYOUT, NO_ADAPTERS, FakeAgent, tokens_of
 
@@ -222,8 +222,7 @@ async def test_kv_goes_out_under_a_word_and_what_the_core_pins_later_is_unpinned
     standing.report(push)
     sent = await asyncio.wait_for(sending, LONGEST_WAIT_S)
     assert (sent.begin, sent.end, sent.bytes) == (0, len(TOKENS), 100)
-    while len(standing.core.asked) < 2:
-        await asyncio.sleep(0.01)
+    await until(lambda: len(standing.core.asked) >= 2)
     assert standing.core.asked == ["push_cached", "end_send"]
     assert standing.agent.cancelled == [push.plan.send_id]
 

@@ -21,7 +21,7 @@ class Told:
         self.all = list[Mapping[str, int]]()
 
     async def until(self, wanted: Callable[[Mapping[str, int]], bool]) -> None:
-        await until(lambda: not (not self.all or not wanted(self.all[-1])))
+        await until(lambda: self.all and wanted(self.all[-1]))
 
 
 @asynccontextmanager

@@ -213,12 +213,9 @@ async def test_a_client_that_leaves_is_not_a_failure_of_its_router(begun: bool) 
         if begun:
             a.answers.set()
         asking = asyncio.create_task(found.ask("a"))
-        async with asyncio.timeout(LONGEST_WAIT_S):
-            while not a.bodies or found.server.routes.backends[0].in_flight != 1:
-                await asyncio.sleep(0.01)
-            asking.cancel()
-            while found.server.routes.backends[0].in_flight:
-                await asyncio.sleep(0.01)
+        await until(lambda: a.bodies and found.server.routes.backends[0].in_flight == 1)
+        asking.cancel()
+        await until(lambda: not found.server.routes.backends[0].in_flight)
         a.answers.set()
         assert found.server.routes.backends[0].failures == 0
 

@@ -25,6 +25,7 @@ from tercet.router.page.records import (
     ReportedLoads,
 )
 from tercet.router.page.watch import APART, FleetWatch, OtherWorkers, Viewers, about_service, added, numbered
+from tests.longest_wait import until
 
 from ..conftest import LiveRouter
 
@@ -128,6 +129,5 @@ async def test_a_page_shows_what_another_worker_serves_and_nothing_is_watched_af
                     viewer.leave()
                 elif len(other.viewers):
                     await router.ask()  # both processes of this test watch one service
-            while router.service.observers or len(other.viewers):
-                await asyncio.sleep(0.01)
+            await until(lambda: not (router.service.observers or len(other.viewers)))
     assert workers == 2

@@ -301,7 +301,7 @@ async def test_a_request_that_moves_is_followed_from_its_first_token_on(router: 
     request = Request(seq_id="s", prompt=tuple(range(100)), sampling_params={"max_tokens": 9})
     stream = router.service.run(request, trace := Trace(), on_sequence=found.append)
     serving = asyncio.ensure_future(_tokens_of(stream))
-    await until(lambda: not (not found or len(found[0].tokens) < 3))
+    await until(lambda: found and len(found[0].tokens) >= 3)
     watch = watch_of(router)  # it began before a page was open
     to = "p" if found[0].engine == "d" else "d"
     router.engine(to).let(None)
