@@ -22,6 +22,7 @@ from tercet.cluster.running_fleet import (
     rotate,
 )
 from tercet.vllm_plugin.start.process_output import MARK
+from tests.clock import Clock
 from tests.longest_wait import LONGEST_WAIT_S, until
 
 
@@ -71,14 +72,6 @@ def test_no_engine_gets_more_in_a_row_than_the_limit(limit: int, lives: list[flo
 
 
 # How far a start has come, from the stages in its log.
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now = 100.0
-
-    def monotonic(self) -> float:
-        return self.now
 
 
 @pytest.fixture

@@ -19,15 +19,9 @@ from tercet.fleet.trace import LEAST_PICKS, NEAR, PrefixHits
 from tercet.logs import EVENTS, FIELDS
 from tercet.programs import load_program, outputs_of
 from tercet.protocol import Engine, EngineLoad, Request
+from tests.clock import Clock
 from tests.unit.decisions.scheduling.builders import loaded, request_of
 from tests.unit.fakes import FakeEngine
-
-
-class Clock:
-    now = 50.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 def busy(waiting: int = 1) -> EngineLoad:
@@ -39,7 +33,7 @@ def value(table: LoadTable, column: str, row: int) -> float:
 
 
 def test_a_report_is_known_until_it_is_stale_and_its_age_beyond_that() -> None:
-    clock = Clock()
+    clock = Clock(50.0)
     table = LoadTable(clock, stale_after=2.0)
     row = table.add("a")
     assert all(math.isnan(value(table, name, row)) for name in ("waiting", "kv_usage", "age"))
@@ -56,7 +50,7 @@ def test_a_report_is_known_until_it_is_stale_and_its_age_beyond_that() -> None:
 
 
 def test_what_an_engine_does_not_say_is_unknown_even_if_it_said_it_before() -> None:
-    table = LoadTable(Clock())
+    table = LoadTable(Clock(50.0))
     row = table.add("a")
     table.report("a", busy())
     table.report("a", EngineLoad(waiting=0, running=0, kv_usage=0.0))
@@ -65,7 +59,7 @@ def test_what_an_engine_does_not_say_is_unknown_even_if_it_said_it_before() -> N
 
 
 def test_a_row_that_is_used_again_knows_nothing() -> None:
-    table = LoadTable(Clock())
+    table = LoadTable(Clock(50.0))
     row = table.add("a")
     table.report("a", busy())
     assert table.remove("a") == row
@@ -76,7 +70,7 @@ def test_a_row_that_is_used_again_knows_nothing() -> None:
 
 
 def test_rows_stay_through_growth() -> None:
-    table = LoadTable(Clock())
+    table = LoadTable(Clock(50.0))
     rows = {f"e{n}": table.add(f"e{n}") for n in range(100)}
     assert len(set(rows.values())) == 100
     assert max(rows.values()) < table.size
@@ -88,7 +82,7 @@ def test_rows_stay_through_growth() -> None:
 
 
 def test_the_last_report_stays_to_be_looked_at_with_its_age() -> None:
-    clock = Clock()
+    clock = Clock(50.0)
     table = LoadTable(clock, stale_after=1.0)
     assert table.last("a") is None
     table.add("a")

@@ -34,6 +34,7 @@ from tercet.router.state.state_store import (
     configmap_store,
 )
 from tercet.settings.fleet_settings import Objectives
+from tests.clock import Clock
 from tests.longest_wait import until
 
 from .api_objects import NAMESPACE, ApiObjects, served_objects
@@ -43,14 +44,6 @@ from .test_fleet_state import FIRST
 NOWHERE = Path("/nowhere")
 CONFIGMAP = f"/api/v1/namespaces/{NAMESPACE}/configmaps/fleet"
 LEASE = f"/apis/coordination.k8s.io/v1/namespaces/{NAMESPACE}/leases/fleet-roles"
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 def state_in(api: ApiObjects, clock: Clock | None = None) -> StateFile:

@@ -20,19 +20,12 @@ from tercet.decisions.cost.engine_work import (
     features_of,
 )
 from tercet.protocol import OutputStream, Request, Usage
+from tests.clock import Clock
 
 TOKENS = st.integers(1, 8192)
 SECONDS = st.floats(1e-5, 100)
 PREFILLS = st.lists(st.tuples(SECONDS, TOKENS, st.integers(0, 8192), st.integers(0, 64), st.integers(0, 8192)))
 STEPS = st.lists(st.tuples(SECONDS, st.floats(1, 256), st.floats(1, 1e6)))
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 def taught(prefills: list[tuple[float, int, int, int, int]], steps: list[tuple[float, float, float]]) -> CostModel:
@@ -135,7 +128,7 @@ def test_a_pace_finds_a_slow_engine() -> None:
 
 
 def test_decodes_to_come_are_held_up_by_what_is_left_when_they_are_ready() -> None:
-    work = EngineWork(CostModel(), Clock())
+    work = EngineWork(CostModel(), Clock(0.0))
     work.promise("r", Job(0, output=10, ready=3.0))
     assert work.stall(0.0, 2.0) == 0
     assert work.stall(0.0, 4.0) == pytest.approx(1.0)
@@ -158,7 +151,7 @@ def test_how_busy_an_engine_is_counts_over_about_ten_prefills() -> None:
 
 def test_prefills_in_line_are_told_apart() -> None:
     """Three come at once and end one after the other: each took a second, though the last one was away for three."""
-    clock, model = Clock(), CostModel()
+    clock, model = Clock(0.0), CostModel()
     work = EngineWork(model, clock)
     for _ in range(30):
         jobs = {name: work.begin(name, Job(1000, output=1.0, seconds=model.prefill(1000))) for name in "abc"}
@@ -170,7 +163,7 @@ def test_prefills_in_line_are_told_apart() -> None:
 
 
 def test_prefills_that_share_a_step_are_one_observation() -> None:
-    clock, model = Clock(), CostModel()
+    clock, model = Clock(0.0), CostModel()
     work = EngineWork(model, clock)
     for _ in range(30):
         jobs = {name: work.begin(name, Job(1000, output=1.0, seconds=model.prefill(1000))) for name in "ab"}
@@ -182,7 +175,7 @@ def test_prefills_that_share_a_step_are_one_observation() -> None:
 
 
 def test_decodes_do_not_answer_for_the_prefills_between_their_steps() -> None:
-    clock, model = Clock(), CostModel()
+    clock, model = Clock(0.0), CostModel()
     work = EngineWork(model, clock)
     for _ in range(30):
         job = work.begin("a", Job(1, output=101))
@@ -200,7 +193,7 @@ def test_decodes_do_not_answer_for_the_prefills_between_their_steps() -> None:
 @settings(deadline=None)
 @given(st.lists(st.tuples(st.sampled_from(["promise", "begin", "first", "last", "leave", "wait"]), st.integers(0, 4))))
 def test_whatever_happens_nothing_stays_when_all_have_left(events: list[tuple[str, int]]) -> None:
-    clock = Clock()
+    clock = Clock(0.0)
     work = EngineWork(CostModel(), clock)
     jobs: dict[str, Job] = {}
     for what, number in events:
@@ -232,7 +225,7 @@ def test_whatever_happens_nothing_stays_when_all_have_left(events: list[tuple[st
 
 
 def candidate(name: str, model: CostModel, matched: int = 0, decodes: int = 0, line: int = 0) -> RouteCandidate:
-    clock = Clock()
+    clock = Clock(0.0)
     work = EngineWork(model, clock)
     for number in range(decodes):
         job = work.begin(f"d{number}", Job(1, output=200, context=500))
@@ -331,7 +324,7 @@ def test_a_choice_among_hundreds_is_quick() -> None:
 
 
 def test_pairs_are_tried_while_nobody_waits_and_only_then() -> None:
-    costs = Costs(Clock(), random.Random(0))
+    costs = Costs(Clock(0.0), random.Random(0))
     kinds = [costs.decide(request_of(), ["a", "b"], {}, Targets(), 0.0).kind for _ in range(3)]
     assert kinds == ["pair"] * 3  # nothing is known of transfers yet
     generation = costs.generating("a", request_of(), 0, 0)
@@ -346,7 +339,7 @@ def test_pairs_are_tried_while_nobody_waits_and_only_then() -> None:
 
 
 def test_nothing_is_watched_until_a_route_is_asked_for_where_that_was_wanted() -> None:
-    costs = Costs(Clock(), random.Random(0))
+    costs = Costs(Clock(0.0), random.Random(0))
     costs.watch_once_asked()
     assert costs.generating("a", request_of(), 0, 0) is None
     with costs.sending("a", request_of(), 0, 10) as done:

@@ -14,8 +14,9 @@ from tercet.decisions.cost.costs import Costs, Targets, any_pair
 from tercet.decisions.cost.engine_work import CostModel, Job
 from tercet.decisions.cost.pulls import CHEAPER, LEAST_PATIENCE_S, MOST_FROM_STORE, MOST_PULLS, Pulls
 from tercet.protocol import Request
+from tests.clock import Clock
 
-from .test_costs import Clock, model_of_a_cpu
+from .test_costs import model_of_a_cpu
 
 LENGTH = 2000
 
@@ -109,7 +110,7 @@ def request_of(length: int = LENGTH) -> Request:
 
 def learned(per_token: float) -> Costs:
     """Costs of a fleet whose engine ``a`` has three prefills in line."""
-    costs = Costs(Clock(), random.Random(0))
+    costs = Costs(Clock(0.0), random.Random(0))
     costs.model = model_of_a_cpu()
     costs.pulls = Pulls(costs.model, random.Random(0))
     costs.model.transfers = 3
@@ -153,7 +154,7 @@ def test_engines_that_may_not_exchange_kv_do_not_pull() -> None:
 
 
 def test_sends_are_learned_from_and_counted_while_they_run() -> None:
-    costs, clock = Costs(clock := Clock(), random.Random(0)), clock
+    costs, clock = Costs(clock := Clock(0.0), random.Random(0)), clock
     before = costs.model.send(1000)
     for _ in range(20):
         with costs.pulling("a", 0) as reached:

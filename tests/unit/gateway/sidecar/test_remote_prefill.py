@@ -20,6 +20,7 @@ from tercet.settings.process_settings import PrefillBudget
 from tercet.wire.client.remote_prefill import PrefillAttempts
 from tercet_lab.sim import EngineOptions, SimEngine
 from tercet_lab.sim.sim_server import ServerConfig, serving
+from tests.clock import Clock
 from tests.longest_wait import until
 
 from .engines import BUDGET, PREFILLER, PROFILE, config_of, prompt_of
@@ -140,13 +141,6 @@ async def test_a_client_that_leaves_ends_what_runs_for_it() -> None:
 
 
 # ---- without engines -------------------------------------------------------------------------------------------
-
-
-class Clock:
-    now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 async def silent() -> None:

@@ -12,11 +12,11 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from tercet.vllm_plugin.differences import ENDS_OF_AGENTS_APIS
+from tests.longest_wait import wait_until
 
 from .conftest import MODEL, LiveRouters, Step
 from .test_agent_streams import TEXT, oddly
 from .test_agent_streams import TOOL as CHAT_TOOL
-from .test_client_connection import until
 from .test_odd_outputs import ARGUMENTS, SAYS, TEXTS, outputs
 from .tool_texts import CITY, HERMES, PARAMETERS
 
@@ -77,7 +77,7 @@ def test_text(parsing: LiveRouters, taken: list[str], path: str) -> None:
     parsing.parse_with()
     events = both(parsing, path, [*oddly(parsing, TEXT), "stop"])
     assert kinds(events)[-1] in ("message_stop", "response.completed")
-    until(lambda: taken == [path])
+    wait_until(lambda: taken == [path])
 
 
 @pytest.mark.parametrize("path", PATHS)
@@ -135,7 +135,7 @@ def test_forms_of_responses(parsing: LiveRouters, taken: list[str], more: dict[s
     parsing.parse_with(tool="hermes", reasoning="qwen3")
     script = [*oddly(parsing, f"<think>Hm.</think>{HERMES}", 5), "stop"]
     both(parsing, RESPONSES, script, **{"tools": [TOOLS[RESPONSES]], **more})
-    until(lambda: taken == [RESPONSES])
+    wait_until(lambda: taken == [RESPONSES])
 
 
 @pytest.mark.parametrize(
@@ -165,7 +165,7 @@ def test_a_parser_that_fails(parsing: LiveRouters, path: str, monkeypatch: pytes
     monkeypatch.setattr(DelegatingParser, "parse_delta", fail)
     events = both(parsing, path, [*parsing.singly(f"<think>{TEXT}"), "stop"], tools=[TOOLS[path]])
     assert kinds(events)[-1] in ("error", "response.failed")
-    until(lambda: not parsing.engine.running)
+    wait_until(lambda: not parsing.engine.running)
 
 
 @pytest.mark.parametrize("path", PATHS)

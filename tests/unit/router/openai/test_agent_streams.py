@@ -18,10 +18,9 @@ from hypothesis import strategies as st
 
 from tercet.protocol import Output, TokenLogprob
 from tercet.vllm_plugin.differences import OFFSETS_OF_SENT_TEXT
-from tests.longest_wait import LONGEST_WAIT_S
+from tests.longest_wait import LONGEST_WAIT_S, wait_until
 
 from .conftest import CHAT, COMPLETIONS, CREATED, LiveRouters, Step, body_of
-from .test_client_connection import until
 from .tool_texts import ARGUMENTS, CITY, HERMES, PARAMETERS, said
 
 TEXT = f'Once "upon" a\ttime in {CITY} \u4f60\u597d \U0001f469\u200d\U0001f4bb'
@@ -352,7 +351,7 @@ def test_a_parser_that_fails(parsing: LiveRouters, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(DelegatingParser, "parse_delta", fail)
     events = both(parsing, CHAT, [*parsing.singly(TEXT), "stop"], free=True, tools=[TOOL])
     assert "it cannot be read" in events
-    until(lambda: not parsing.engine.running)
+    wait_until(lambda: not parsing.engine.running)
 
 
 def test_a_cut_stream_of_tools(parsing: LiveRouters) -> None:

@@ -13,10 +13,10 @@ import prometheus_client
 import pytest
 
 from tercet.vllm_plugin.differences import OFFSETS_OF_SENT_TEXT
-from tests.longest_wait import LONGEST_WAIT_S
+from tests.longest_wait import LONGEST_WAIT_S, wait_until
 
 from .conftest import CHAT, COMPLETIONS, MODEL, LiveRouters, Step
-from .test_client_connection import connect, until
+from .test_client_connection import connect
 
 PLAIN: dict[str, Any] = {"model": MODEL, "prompt": "Hello", "stream": True, "max_tokens": 50}
 IDS = re.compile(r"[0-9a-f]{16,}")
@@ -50,7 +50,7 @@ def taken(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 def test_plain_streams_take_it(routers: LiveRouters, taken: list[str], path: str, body: dict[str, Any]) -> None:
     status, events = routers.ask("fast", path, body, script(routers))
     assert (status, events.endswith("data: [DONE]")) == (200, True)
-    until(lambda: taken == [path])
+    wait_until(lambda: taken == [path])
 
 
 @pytest.mark.parametrize(
@@ -79,7 +79,7 @@ def test_which_streams_take_it(
     status, _ = routers.ask("fast", COMPLETIONS, {**PLAIN, **more}, script(routers), **headers)
     assert status == 200
     if takes:
-        until(lambda: taken == [COMPLETIONS])  # it is noted when the stream has ended
+        wait_until(lambda: taken == [COMPLETIONS])  # it is noted when the stream has ended
     assert taken == [COMPLETIONS] * takes
 
 
@@ -139,10 +139,10 @@ def test_it_counts_in_vllms_http_metrics(routers: LiveRouters) -> None:
         return not any(server.server_state.tasks for server in routers.servers.values())
 
     def counted(router: str) -> float:
-        until(idle)  # requests before are counted once they are over
+        wait_until(idle)  # requests before are counted once they are over
         before = total()
         routers.ask(router, COMPLETIONS, PLAIN, script(routers))
-        until(idle)
+        wait_until(idle)
         return total() - before
 
     assert counted("fast") == counted("stock") == 1.0
@@ -151,11 +151,11 @@ def test_it_counts_in_vllms_http_metrics(routers: LiveRouters) -> None:
 def test_a_client_that_leaves_before_the_first_token(routers: LiveRouters) -> None:
     ended = routers.engine.ended["early"] = threading.Event()
     client = connect(routers, "early", [[], *script(routers)])
-    until(lambda: "early" in routers.engine.said)
+    wait_until(lambda: "early" in routers.engine.said)
     client.shutdown(socket.SHUT_RDWR)
     client.close()
     assert ended.wait(LONGEST_WAIT_S)
-    until(lambda: not routers.processor.request_states and not routers.engine.running)
+    wait_until(lambda: not routers.processor.request_states and not routers.engine.running)
 
 
 def test_a_connection_is_used_again(routers: LiveRouters) -> None:
@@ -166,4 +166,4 @@ def test_a_connection_is_used_again(routers: LiveRouters) -> None:
             routers.let_go(name, 10)
             answer = client.post(routers.urls["fast"] + COMPLETIONS, json=PLAIN, headers={"x-request-id": name})
             assert answer.text.endswith("data: [DONE]\n\n")
-    until(lambda: not routers.processor.request_states)
+    wait_until(lambda: not routers.processor.request_states)

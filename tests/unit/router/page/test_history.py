@@ -15,6 +15,7 @@ from tercet.router.observe.request_traces import RequestTraces, SharedTraces
 from tercet.router.page import history
 from tercet.router.page.history import KEPT, SECONDS, History, RecentRates, joined, rates_of
 from tercet.router.page.records import FleetPoint, ReportedLoads
+from tests.clock import Clock
 from tests.longest_wait import until
 from tests.unit.router.conftest import LiveRouter
 
@@ -22,19 +23,12 @@ from .test_other_workers import NAMES, did
 from .test_page_app import CLIENT, app_of, bearer, client_of
 
 
-class Clock:
-    now = 1000.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
 def history_of(router: LiveRouter, clock: Clock) -> History:
     return History(router.service, ReportedLoads(router.fleet), clock)
 
 
 async def test_a_point_has_what_happened_since_the_last_one(router: LiveRouter) -> None:
-    clock = Clock()
+    clock = Clock(1000.0)
     kept = history_of(router, clock)
     router.service.observers.append(kept)
     await router.ask()

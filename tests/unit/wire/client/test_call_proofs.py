@@ -6,16 +6,9 @@ import pytest
 
 from tercet.protocol import Unauthorized
 from tercet.protocol.access import CHALLENGE_SECONDS, Callers, Prover, digest_of, require_digest, secrets_of
+from tests.clock import Clock
 
 BODY = b'{"prompt": [1]}'
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 def met(secret: str, callers: Callers) -> Prover:

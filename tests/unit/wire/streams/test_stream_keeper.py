@@ -14,6 +14,7 @@ from tercet.protocol.wire import RouterAddress, StartGenerateCall, StreamDestina
 from tercet.wire.client import http_engine
 from tercet.wire.client.http_engine import StreamKeeper
 from tercet.wire.streams import RouterConnections, StreamListener, engine_connection
+from tests.clock import Clock
 from tests.longest_wait import until
 
 URL = "http://127.0.0.1:1"
@@ -25,19 +26,9 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(http_engine, "ANSWER_SECONDS", 20.0)  # of real time: a slow machine is not a dead engine
 
 
-class Clock:
-    """What keeper and connection take for the time; it passes when the test says so."""
-
-    def __init__(self) -> None:
-        self.now = 1000.0
-
-    def monotonic(self) -> float:
-        return self.now
-
-
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    clock = Clock()
+    clock = Clock(1000.0)
     monkeypatch.setattr(http_engine, "time", clock)
     monkeypatch.setattr(engine_connection, "time", clock)
     return clock
