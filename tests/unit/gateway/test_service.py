@@ -1,5 +1,8 @@
 """The server: what it refuses and how, its health and metrics, its end, and how it takes nonsense."""
 
+# pyright: reportAttributeAccessIssue=false
+# Modules made from .proto files have no types.
+
 from __future__ import annotations
 
 import asyncio

@@ -34,7 +34,7 @@ async def test_only_what_is_missing_before_the_split_is_sent(
 ) -> None:
     prefill, decode, fleet = pair
     decode.matched = matched
-    assert await run(name, fleet, **args) == [100, 101, 102]
+    assert await run(name, fleet, request_of(), **args) == [100, 101, 102]
     assert prefill.calls == sent
     begin = (split or 100) if sent else matched
     assert decode.calls == [("prep_recv", split), ("start_generate", begin, first)]
