@@ -21,7 +21,7 @@ def request_of(length: int = 100, **sampling: int) -> Request:
 
 
 async def run(
-    name: str, fleet: EngineFleet, request: Request | None = None, *, trace: Trace | None = None, **args: str
+    name: str, fleet: EngineFleet, request: Request | None = None, trace: Trace | None = None, /, **args: str
 ) -> list[int]:
     """The tokens that a program gives for a request, by default for one of 100 tokens."""
     outputs = outputs_of(load_program(name, args)(request or request_of(), FleetView(fleet, trace)))

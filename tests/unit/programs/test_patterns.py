@@ -109,7 +109,7 @@ async def test_data_parallel_within_a_role(pair: Pair) -> None:
 
 async def test_auto_notes_its_decision(pair: Pair) -> None:
     fleet, trace = pair[2], Trace()
-    await run("auto", fleet, LONG, trace=trace)
+    await run("auto", fleet, LONG, trace)
     decision = trace.decision
     assert decision is not None
     assert decision.chosen not in decision.others

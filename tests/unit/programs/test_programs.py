@@ -149,7 +149,7 @@ async def test_the_trace_says_what_happened(pair: Pair) -> None:
     _, decode, fleet = pair
     decode.matched = 16
     trace = Trace()
-    await run("disaggregated", fleet, trace=trace)
+    await run("disaggregated", fleet, None, trace)
     assert [event.verb for event in trace.events] == ["prep_recv", "remote_send", "start_generate"]
     prep, send, start = trace.events
     assert (prep.engine, prep.cached, prep.end) == ("d", 16, 100)
