@@ -34,6 +34,7 @@ from tercet_lab.bench.simulated.moving_fleet import MovingSettings, build_fleet
 from tercet_lab.bench.simulated.scenario import parse_fleet
 from tercet_lab.sim import EngineOptions, SimEngine, run_virtual
 
+pytestmark = pytest.mark.slow
 H100 = "llama-3.1-8b-h100-tp1"
 
 
