@@ -24,7 +24,7 @@ from tercet import protocol
 from tercet.decisions.planning import PlannerReport
 from tercet.fleet import EngineFleet, FleetView, Member
 from tercet.fleet.adapters import has
-from tercet.fleet.policy_views import PrefillLine, SeenRequests, observed_engines
+from tercet.fleet.policy_views import SeenRequests, observed_engines
 from tercet.programs import migrate_context
 from tercet.protocol import BadRequest, Forbidden, Role, TercetError, UnknownSequence
 from tercet.protocol.access import require_digest
@@ -45,7 +45,7 @@ from tercet.protocol.wire import (
     decode_call,
 )
 from tercet.router.observe.request_traces import MOST_LISTED, RequestTrace, TraceQuestion
-from tercet.router.page.history import recent_rates
+from tercet.router.page.watch import recent_rates
 from tercet.router.serve.moves import MoveRecord, pass_on
 from tercet.router.serve.routing import NamedFiles, Plan, Source, Version
 from tercet.router.serve.service import Service
@@ -408,7 +408,6 @@ async def traffic(request: Request) -> Response:
         seen = service.remember(SeenRequests(LONGEST_WINDOW_S, service.attainments.objectives, fleet.costs.clock))
         fleet.costs.watch()
         fleet.knowledge.needed()
-    lines = {name: PrefillLine(each.waiting_s, each.busy_s) for name, each in shared.reports.engines().items()}
     return json_answer(
         {
             "pid": os.getpid(),
@@ -426,7 +425,7 @@ async def traffic(request: Request) -> Response:
             "engines": [
                 {name: getattr(each, name) for name in each.__dataclass_fields__}
                 | {"draining": fleet.member(each.name).draining}
-                for each in observed_engines(fleet, lines)
+                for each in observed_engines(fleet, shared.reports.lines())
             ],
         }
     )

@@ -24,9 +24,8 @@ from tercet.protocol import MethodNotAllowed, TercetError, Unauthorized, Unknown
 from tercet.protocol.access import BearerKeys
 from tercet.protocol.request_checks import ShownHeaders, require_no_page
 from tercet.protocol.wire import API_PREFIX
-from tercet.router.page.history import POINTS, SECONDS, History, joined
 from tercet.router.page.records import About, FleetPoint, ReportedLoads
-from tercet.router.page.watch import FleetWatch, OtherWorkers, Viewers, about_service
+from tercet.router.page.watch import POINTS, SECONDS, FleetWatch, History, OtherWorkers, Viewers, about_service, joined
 from tercet.router.serve.shutdown import Shutdown
 from tercet.router.state.shared_state import SharedState
 from tercet.wire.serving.answers import error_headers, until_left

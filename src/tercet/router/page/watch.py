@@ -1,5 +1,8 @@
 """The live page: a watch makes frames of a service, joins those of other workers, and one producer serves all viewers.
 
+Also the last fifteen minutes of a router: a point every five seconds, kept also while no page is open. These points end
+at whole multiples of five seconds, so that those of several workers belong together.
+
 A watch exists only while a page is open, so it costs nothing otherwise. Each worker sends its frames to the other
 workers that show a page, over the sockets that also serve traces. Lanes and moves get numbers that no other worker
 uses. Of the engines' data only TTFT is joined, since each worker has the engines' reports itself.
@@ -15,6 +18,7 @@ from contextlib import aclosing, suppress
 from functools import cached_property
 
 import msgspec
+import numpy as np
 from msgspec.structs import replace
 
 from tercet.aio import TaskSet
@@ -22,8 +26,11 @@ from tercet.fleet import RunningSequence, Trace
 from tercet.protocol import NoSpace, ShuttingDown, UnknownSequence
 from tercet.protocol.wire import UNREADABLE
 from tercet.router.observe.metrics import Metrics
+from tercet.router.observe.request_traces import SharedTraces
 from tercet.router.page.records import (
     LONGEST_WORDS,
+    RUNNING,
+    WAITING,
     About,
     EngineRows,
     EngineTTFT,
@@ -400,6 +407,142 @@ class Viewers:
                 viewer.leave()
 
 
+# ---- the points of the charts ------------------------------------------------------------------------------------
+
+
+class PointCounts:
+    """The counts of one process since its last point of the charts; ``now`` is in seconds of the charts' clock."""
+
+    def __init__(self, service: Service, now: float) -> None:
+        self._service = service
+        self._programs = ProgramCounts(service.sequences)
+        self._failed, self._refused, self.last = 0, refusals_of(service.metrics), now
+
+    def ends(self, sequence: RunningSequence, trace: Trace, outcome: Outcome) -> None:
+        self._programs.ends(sequence, trace)
+        self._failed += outcome == "failed"
+
+    def take(self, now: float, running: int, waiting: int) -> FleetPoint:
+        """Return the point from the last one until ``now``; ``running`` and ``waiting`` are engines' sums."""
+        refused, programs = refusals_of(self._service.metrics), self._programs.take(self._service.sequences)
+        point = FleetPoint(
+            round(now, 3), round(now - self.last, 3), running, waiting, programs, self._failed, refused - self._refused
+        )
+        self._failed, self._refused, self.last = 0, refused, now
+        return point
+
+
+# Seconds between two points of the history, and how many of them are kept.
+SECONDS, KEPT = 5.0, 180
+POINTS = msgspec.json.Decoder(list[FleetPoint])
+
+
+class History:
+    """The points of this process. ``unix_time`` returns the time now; :meth:`begin` starts a timer of the event loop.
+
+    A point costs one pass over the running sequences; a request costs its share of the counts.
+    """
+
+    def __init__(self, service: Service, loads: LoadSource, unix_time: Callable[[], float]) -> None:
+        self._service = service
+        self._loads = loads
+        self._time = unix_time
+        self._counts = PointCounts(service, unix_time())
+        self._points: deque[FleetPoint] = deque(maxlen=KEPT)
+
+    def begin(self) -> None:
+        """Take points until the event loop ends."""
+        self._service.observers.append(self)
+        self._wait()
+
+    def _wait(self) -> None:
+        now = self._time()
+        asyncio.get_running_loop().call_later(SECONDS - now % SECONDS, self._tick)
+
+    def _tick(self) -> None:
+        try:
+            self.take()
+        finally:
+            self._wait()
+
+    def begins(self, sequence: RunningSequence, trace: Trace) -> None:
+        """Nothing: a request counts when it ends, and its tokens when they are there."""
+
+    def ends(self, sequence: RunningSequence, trace: Trace, outcome: Outcome) -> None:
+        self._counts.ends(sequence, trace, outcome)
+
+    def take(self) -> None:
+        """Add the point of the time since the last one."""
+        table = self._loads.table(list(self._service.fleet.members))
+        running, waiting = map(int, np.rint(np.nan_to_num(table[:, (RUNNING, WAITING)])).sum(axis=0))
+        self._points.append(self._counts.take(self._time(), running, waiting))
+
+    def points(self) -> list[FleetPoint]:
+        return list(self._points)
+
+
+# Points of the rates that commands show: of the last ten seconds.
+RECENT = 2
+
+
+class RecentRates(msgspec.Struct, frozen=True):
+    """What a router did in the last ``seconds``: rates per second, and the median TTFT in seconds, None if unknown."""
+
+    seconds: float
+    requests: float
+    tokens: float
+    failures: float
+    refusals: float
+    ttft_p50: float | None
+
+
+def rates_of(points: Sequence[FleetPoint]) -> RecentRates | None:
+    """Return the rates of the last points; None without one."""
+    last = points[-RECENT:]
+    seconds = sum(point.seconds for point in last)
+    if not seconds:
+        return None
+    programs = [program for point in last for program in point.programs.values()]
+    times = [(program.ttft_p50, program.done) for program in programs if program.ttft_p50 is not None and program.done]
+    requests = sum(done for _, done in times)
+    ttft = sum(time * done for time, done in times) / requests / 1e3 if requests else None
+    rates = (
+        sum(program.done for program in programs), sum(program.tokens for program in programs),
+        sum(point.failed for point in last), sum(point.refused for point in last),
+    )  # fmt: skip
+    done, tokens, failed, refused = (round(count / seconds, 3) for count in rates)
+    return RecentRates(round(seconds, 3), done, tokens, failed, refused, None if ttft is None else round(ttft, 5))
+
+
+async def recent_rates(traces: SharedTraces) -> RecentRates | None:
+    """Return the rates of this router's processes together; None if this one keeps no history."""
+    if traces.history is None:
+        return None
+    return rates_of(joined([traces.history(), *await traces.histories(POINTS)]))
+
+
+def joined(workers: Sequence[Sequence[FleetPoint]]) -> list[FleetPoint]:
+    """Return the points of several workers as those of one router, the oldest first.
+
+    Engines report to every worker, so their load is not summed. A worker has one point for each time; a late one
+    may fall into the next time, and counts there.
+    """
+    slots: dict[int, list[FleetPoint]] = {}
+    for points in workers:
+        for point in points:
+            slots.setdefault(round(point.t / SECONDS), []).append(point)
+    return [
+        FleetPoint(
+            max(point.t for point in found), max(point.seconds for point in found),
+            max(point.running for point in found), max(point.waiting for point in found),
+            added(found[0], found[1:]), sum(point.failed for point in found), sum(point.refused for point in found),
+        )
+        for _, found in sorted(slots.items())
+    ][-KEPT:]  # fmt: skip
+
+
+# ---- the observation of a fleet ------------------------------------------------------------------------------------
+
 # Number of points of the charts that a new viewer gets.
 POINTS_KEPT = 600
 MOVES_KEPT = 60
@@ -423,9 +566,7 @@ class FleetWatch:
         self.ttfts = FirstTokenTimes(self._clock)
         self._rows = EngineRows(service.fleet, loads, self.ttfts)
         self._lanes = Lanes(self._clock, self._time)
-        self._counts = ProgramCounts(service.sequences)
-        self._failed, self._refused = 0, refusals_of(service.metrics)
-        self._last = self._clock()
+        self._counts = PointCounts(service, self._time(self._clock()))
         self._points: deque[FleetPoint] = deque(maxlen=POINTS_KEPT)
         self._moves: OrderedDict[int, MoveShown] = OrderedDict()
         self._move_begins: dict[int, float] = {}
@@ -449,8 +590,7 @@ class FleetWatch:
 
     def ends(self, sequence: RunningSequence, trace: Trace, outcome: Outcome) -> None:
         self._lanes.ends(sequence, trace.ttft, trace.tpot)
-        self._counts.ends(sequence, trace)
-        self._failed += outcome == "failed"
+        self._counts.ends(sequence, trace, outcome)
         if trace.ttft is not None and (slowest := trace.slowest_engine):
             self.ttfts.add(slowest, trace.ttft)
 
@@ -473,14 +613,8 @@ class FleetWatch:
     # ---- frames ----------------------------------------------------------------------------------------------
 
     def frame(self) -> Frame:
-        now = self._clock()
         engines, loads = self._rows.look()
-        refused = refusals_of(self._service.metrics)
-        point = FleetPoint(
-            round(self._time(now), 3), round(now - self._last, 3), self._rows.running, self._rows.waiting,
-            self._counts.take(self._service.sequences), self._failed, refused - self._refused,
-        )  # fmt: skip
-        self._last, self._failed, self._refused = now, 0, refused
+        point = self._counts.take(self._time(self._clock()), self._rows.running, self._rows.waiting)
         self._points.append(point)
         lanes, spans, ends = self._lanes.take()
         moves, self._changed_moves = self._changed_moves, {}
@@ -497,7 +631,7 @@ class FleetWatch:
         """Return the whole state at the last frame, for a new viewer."""
         lanes, spans, ends = self._lanes.kept.records()
         return Frame(
-            t=round(self._time(self._last), 3), whole=True, about=self._about, engines=self._rows.seats,
+            t=round(self._counts.last, 3), whole=True, about=self._about, engines=self._rows.seats,
             loads=self._rows.all(), unseen=self._rows.unseen, points=list(self._points),
             lanes=lanes, spans=spans, ends=ends, moves=list(self._moves.values()),
         )  # fmt: skip

@@ -12,9 +12,9 @@ import pytest
 
 from tercet.protocol import EngineLoad, TercetError
 from tercet.router.observe.request_traces import RequestTraces, SharedTraces
-from tercet.router.page import history
-from tercet.router.page.history import KEPT, SECONDS, History, RecentRates, joined, rates_of
+from tercet.router.page import watch
 from tercet.router.page.records import FleetPoint, ReportedLoads
+from tercet.router.page.watch import KEPT, SECONDS, History, RecentRates, joined, rates_of
 from tests.clock import Clock
 from tests.longest_wait import until
 from tests.unit.router.conftest import LiveRouter
@@ -56,7 +56,7 @@ async def test_a_point_has_what_happened_since_the_last_one(router: LiveRouter) 
 async def test_points_come_by_themselves_at_multiples_of_the_interval(
     router: LiveRouter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(history, "SECONDS", 0.05)
+    monkeypatch.setattr(watch, "SECONDS", 0.05)
     loop = asyncio.get_running_loop()
     kept = History(router.service, ReportedLoads(router.fleet), loop.time)
     kept.begin()
