@@ -23,32 +23,30 @@ from tercet.logs import FIELDS, REQUEST_ID, access_logger, lines_of_request, req
 from tercet.protocol import BadRequest, EngineUnreachable, RouterFailed, Saturated, TercetError, UnknownPath
 from tercet.protocol.access import BearerKeys
 from tercet.protocol.errors import error_body
-from tercet.protocol.headers import GENERATING, PROGRAM_HEADER, REQUEST_ID_HEADER
+from tercet.protocol.headers import GENERATING, PROGRAM_HEADER, REQUEST_ID_HEADER, TRACE_HEADER
 from tercet.protocol.names import kept_name
 from tercet.protocol.request_checks import WITH_BODY
 from tercet.protocol.spans import entered, span_context_of, working_in
 from tercet.protocol.wire import API_PREFIX, JSON
-from tercet.router.limits.bodies import (
+from tercet.router.observe.metrics import with_metrics
+from tercet.router.observe.request_traces import FollowedRequest, RequestTraces, request_attributes
+from tercet.router.page.page_app import with_page
+from tercet.router.pooling import PooledAnswer, PoolingServers, close_result
+from tercet.router.request_bodies import (
     ADMITTED_BYTES,
     LARGEST_AT_ONCE,
     AdmittedBodies,
     BodiesHeld,
     HeldBody,
     LongBodies,
+    ReceivedBody,
     is_long,
     is_short,
-)
-from tercet.router.limits.received_bodies import (
-    ReceivedBody,
     nothing_from,
     read_body,
     receive_body,
     require_few_sequences,
 )
-from tercet.router.observe.metrics import with_metrics
-from tercet.router.observe.request_traces import FollowedRequest, RequestTraces, request_attributes
-from tercet.router.page.page_app import with_page
-from tercet.router.pooling import PooledAnswer, PoolingServers, close_result
 from tercet.router.serve.shutdown import Shutdown
 from tercet.router.state.shared_state import SharedState
 from tercet.settings import RouterConfig
@@ -282,7 +280,8 @@ class RouterApp:
             # A client key; for a trace, that of an administrator instead, unless clients may see traces. A caller who
             # lacks both keys is told about the client key: the request needs it before anything can be traced.
             try:
-                needs_client_key = self._client_traces or not wants_trace(context.headers)
+                asks = TRACE_HEADER in context.headers and not self._client_traces
+                needs_client_key = not (asks and wants_trace(context.headers))
                 if not needs_client_key:
                     self._admins.require_operator(scope)
             except BadRequest:
@@ -293,7 +292,8 @@ class RouterApp:
                 raise trace_refused("send the admin key in Authorization instead of a client key") from refusal
             if needs_client_key:
                 self._require_key(scope)
-        context.wants_trace = wants_trace(context.headers)
+        if TRACE_HEADER in context.headers:
+            context.wants_trace = wants_trace(context.headers)
         if PROGRAM_HEADER in context.headers:
             self._check_program(context.headers[PROGRAM_HEADER])
         if scope["method"] not in WITH_BODY or context.path in OPEN:

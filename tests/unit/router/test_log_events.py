@@ -19,7 +19,7 @@ from tercet.protocol import EngineUnreachable, NoSpace, Output, ProgramFailed, R
 from tercet.protocol.spans import TraceEvent
 from tercet.router.observe.metrics import Metrics
 from tercet.router.serve.routing import Plan
-from tercet.router.serve.service import Service
+from tercet.router.serve.service import RequestRun, Service
 from tercet.router.state.fleet_state import FleetState, StateFile
 from tercet.router.state.loaded_code import reload_on_change
 from tercet.router.state.shared_state import because
@@ -319,7 +319,7 @@ async def test_a_client_of_a_program_that_failed_is_told_which_and_where(
     with pytest.raises(ProgramFailed) as failed:
         await served(router)
     assert failed.value.message == f"the program {programs}:raises failed at s1: the router's log says why"
-    router.service.answer(Request(seq_id="s1", prompt=(1,)), RequestContext()).failed(failed.value)
+    RequestRun(router.service, Request(seq_id="s1", prompt=(1,)), RequestContext()).failed(failed.value)
     (line,) = told(logs.REQUEST_FAILED)
     assert line["reason"] == f"{failed.value.message} (ValueError: oh no)"
 

@@ -11,7 +11,7 @@ from tercet.fleet import EngineFleet, Member
 from tercet.protocol import Request, Usage
 from tercet.protocol.spans import FALLBACK, TraceEvent, VerbTrace
 from tercet.router.observe.metrics import Metrics
-from tercet.router.serve.service import Service
+from tercet.router.serve.service import RequestRun, Service
 from tercet.wire.serving.server_access import RequestContext
 from tercet_lab.sim import SimEngine
 from tests.unit.lab.sim.models import BLOCK, engines_of, request_of, tokens_of
@@ -32,7 +32,7 @@ class House:
 
     async def cached(self, request: Request) -> int:
         """How many of the prompt's tokens its client is told were cached."""
-        run = self.service.answer(request, RequestContext("/v1/completions", {}))
+        run = RequestRun(self.service, request, RequestContext("/v1/completions", {}))
         told = list[int]()
 
         def first(output: Any) -> None:
@@ -110,7 +110,7 @@ def test_of_several_attempts_the_last_one_counts(
 ) -> None:
     service = Service(EngineFleet([]), "data_parallel", {}, metrics)
     context = RequestContext("/v1/completions", {})
-    run = service.answer(request_of("r"), context)
+    run = RequestRun(service, request_of("r"), context)
     trace: VerbTrace = context.traces[0]
     trace.events += [event(*each) for each in events]
     told = run.prompt_usage(usage)

@@ -16,9 +16,10 @@ from tercet.fleet.admission import Gate
 from tercet.logs import request_id
 from tercet.protocol import Request
 from tercet.router import router_app
-from tercet.router.limits.received_bodies import asked_by
 from tercet.router.observe.metrics import Metrics
+from tercet.router.request_bodies import asked_by
 from tercet.router.router_app import RouterApp
+from tercet.router.serve.service import RequestRun
 from tercet.settings import Limits, RetryBudget
 from tercet.wire.serving.answers import wants_trace
 from tercet.wire.serving.server_access import Asked, current
@@ -569,7 +570,7 @@ async def test_the_access_log_names_request_model_and_tokens(
         context = current()
         for name in ("cmpl-1-0", "cmpl-1-1"):
             request = Request(seq_id=name, prompt=(1, 2, 3), sampling_params={"max_tokens": 5})
-            assert [output async for output in router.service.answer(request, context).stream]
+            assert [output async for output in RequestRun(router.service, request, context).stream]
         await send({"type": "http.response.start", "status": 200, "headers": []})
         await send({"type": "http.response.body", "body": b"{}"})
 

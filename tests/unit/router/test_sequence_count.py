@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from tercet.protocol import BadRequest
-from tercet.router.limits.received_bodies import require_few_sequences
+from tercet.router.request_bodies import require_few_sequences
 
 TURN = {"role": "user", "content": "x"}
 

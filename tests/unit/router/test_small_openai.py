@@ -21,8 +21,9 @@ from tercet.cluster.up_config import UpConfig
 from tercet.fleet.admission import Gate
 from tercet.protocol import BadRequest, Fleet, Output, Request
 from tercet.router import admin
-from tercet.router.limits.received_bodies import asked_by
+from tercet.router.request_bodies import asked_by
 from tercet.router.router_app import RouterApp
+from tercet.router.serve.service import RequestRun
 from tercet.settings import EngineAddress, Limits, RouterConfig
 from tercet.wire.serving.server_access import RequestContext
 from tercet_lab.prompt_texts import PromptTexts
@@ -244,8 +245,7 @@ NO_STRUCTURE = BadRequest(
 async def test_a_refusal_of_a_derived_parameter_names_the_clients_field(
     router: LiveRouter, fields: dict[str, Any], named: str
 ) -> None:
-    run = router.service.answer(
-        Request(seq_id="s", prompt=(1,)), RequestContext(asked=asked_by({"model": "m", **fields}))
-    )
+    request = Request(seq_id="s", prompt=(1,))
+    run = RequestRun(router.service, request, RequestContext(asked=asked_by({"model": "m", **fields})))
     told = run.failed(NO_STRUCTURE)
     assert (told.param, told.message) == (named, f"{named}: a simulated engine does not support it")

@@ -39,7 +39,7 @@ from tercet.protocol.headers import PROBES, REQUEST_ID_HEADER, is_for_clients
 from tercet.protocol.names import kept_name
 from tercet.protocol.request_checks import DECIDING, WITH_BODY, forms_of, labelled
 from tercet.protocol.spans import span_context_of, span_of, working_in
-from tercet.router.limits.bodies import LARGEST_AT_ONCE, BodiesHeld, HeldBody
+from tercet.router.request_bodies import LARGEST_AT_ONCE, BodiesHeld, HeldBody
 from tercet.wire.serving.answers import breach_error
 from tercet_gateway.endpoint_picker import EndpointPicker, Endpoints, PickerMetrics
 from tercet_gateway.openai_call import MOST_READ, OpenAICall, asked_path, call_of, call_unread

@@ -39,7 +39,7 @@ from tercet.protocol.json_text import UNREADABLE, in_utf8, read_json
 from tercet.protocol.names import chosen_by_weight
 from tercet.protocol.request_checks import forms_of, labelled
 from tercet.protocol.wire import API_PREFIX, JSON, decode_call
-from tercet.router.limits.bodies import HeldBody
+from tercet.router.request_bodies import HeldBody
 from tercet.wire.client.bounded_answers import PLAIN, read_answer, reason_of
 from tercet.wire.client.passing import (
     Fields,

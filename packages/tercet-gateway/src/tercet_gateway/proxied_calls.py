@@ -27,7 +27,7 @@ from tercet.protocol.headers import path_of
 from tercet.protocol.spans import VerbTrace
 from tercet.protocol.sse import EVENTS, EventSplitter, object_of
 from tercet.protocol.wire import JSON
-from tercet.router.limits.bodies import LARGEST_AT_ONCE, BodiesHeld, HeldBody
+from tercet.router.request_bodies import LARGEST_AT_ONCE, BodiesHeld, HeldBody
 from tercet.wire.client.passing import Fields, OriginAnswer, end_to_end, first, passed_on, values
 from tercet.wire.serving.answers import TracingSend
 from tercet.wire.serving.client_connection import CONNECTION, TARGET, ClientConnection, StreamingProtocol

@@ -49,7 +49,7 @@ from tercet.protocol.request_checks import ShownHeaders, forms_of, labelled, req
 from tercet.protocol.spans import TRACEPARENT, TRACESTATE, VerbTrace, span_context_of, span_of, working_in
 from tercet.protocol.sse import EventSplitter, data_of, fault_in, object_of
 from tercet.protocol.wire import API_PREFIX, JSON
-from tercet.router.limits.bodies import HeldBody
+from tercet.router.request_bodies import HeldBody
 from tercet.wire.client import HttpEngine, engine_tls, remote_prefill
 from tercet.wire.client.bounded_answers import reason_of
 from tercet.wire.client.http_engine import KEEPALIVE_SECONDS

@@ -262,7 +262,7 @@ class Answering:
         self._texts = texts
         self._request = request
         self._form = form
-        self._run: RequestRun = service.answer(request, context)
+        self._run = RequestRun(service, request, context)
         self._context = context
         self._head = {"id": request.seq_id, "created": int(time.time()), "model": model}
 

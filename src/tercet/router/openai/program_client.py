@@ -41,7 +41,7 @@ from tercet.protocol import (
     TokenLogprob,
     Usage,
 )
-from tercet.router.serve.service import Service
+from tercet.router.serve.service import RequestRun, Service
 from tercet.vllm_plugin.mm_features import to_wire
 from tercet.wire.serving.server_access import NOTHING, Asked, RequestContext, current
 
@@ -57,26 +57,21 @@ BETWEEN_PAUSES = 8
 MOST_TOKENS = 2**31
 
 
-class SequenceOutputs:
+class SequenceOutputs(RequestRun):
     """One sequence's outputs as vLLM's messages, and its failures as vLLM's exceptions.
 
-    The constructor raises :class:`SequenceFailed` for a request that no engine accepts.
+    The constructor raises :class:`SequenceFailed` for a request that no engine accepts. ``request_id`` is vLLM's id of
+    the sequence in this process; the client may have chosen it.
     """
 
-    def __init__(
-        self, service: Service, request: Request, context: RequestContext, request_id: str | None = None
-    ) -> None:
-        self.seq_id = request.seq_id
-        # vLLM's id of the sequence in this process; the client may have chosen it.
-        self.request_id = request_id or request.seq_id
-        self._num_prompt_tokens = request.num_tokens
-        self._context = context
+    def __init__(self, service: Service, request: Request, context: RequestContext, request_id: str) -> None:
         try:
-            self._run = service.answer(request, context)
+            super().__init__(service, request, context)
         except BadRequest as error:
             context.failed = context.failed or error
             raise SequenceFailed(error) from error
-        self.stream = self._run.stream
+        self.request_id = request_id
+        self._num_prompt_tokens = request.num_tokens
         self._is_first = True
         asked = request.sampling_params.keys()
         self._wants_logprobs = not asked.isdisjoint(("logprobs", "logprob_token_ids"))
@@ -96,7 +91,7 @@ class SequenceOutputs:
                 "an output of the program has log probabilities that the request did not ask for, or invalid token ids"
             )
         # vLLM counts a prompt once, by its first output.
-        usage = self._run.prompt_usage(output.usage) if self._is_first else None
+        usage = self.prompt_usage(output.usage) if self._is_first else None
         self._is_first = False
         return to_core_output(self.request_id, self._num_prompt_tokens, output, usage)
 
@@ -107,17 +102,14 @@ class SequenceOutputs:
             yield
         except GenerationError:  # vLLM's own exception
             raise
-        except TercetError as error:
-            raise self._failed(error) from error
-        except Exception as error:  # an unexpected error fails this request only
-            logger.exception("request %s failed", self.seq_id)
-            failure = RouterFailed("the router failed while it served this request; its log says how")
-            raise self._failed(failure) from error
-
-    def _failed(self, error: TercetError) -> SequenceFailed:
-        for_client = self._run.failed(error)
-        self._context.failed = self._context.failed or for_client
-        return SequenceFailed(for_client)
+        except Exception as error:
+            failure = error
+            if not isinstance(failure, TercetError):  # an unexpected error fails this request only
+                logger.exception("request %s failed", self.request_id)
+                failure = RouterFailed("the router failed while it served this request; its log says how")
+            for_client = self.failed(failure)
+            self._context.failed = self._context.failed or for_client
+            raise SequenceFailed(for_client) from error
 
 
 class SequenceFailed(GracefulHTTPError):

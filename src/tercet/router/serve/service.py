@@ -1,7 +1,7 @@
 """The service, which runs a program for each sequence; if it fails, one engine continues after the client's tokens.
 
 :meth:`Service._serve` is the life of a sequence, in one function: choose a program, attempt, retry. Simulations read
-its outputs by :meth:`Service.run`, HTTP layers by :meth:`Service.answer`. :class:`Attempts` takes the outputs of the
+its outputs by :meth:`Service.run`, HTTP layers by :class:`RequestRun`. :class:`Attempts` takes the outputs of the
 programs that run for one sequence.
 """
 
@@ -12,7 +12,7 @@ import inspect
 import random
 import time
 from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from http import HTTPStatus
 from typing import Any, Literal, Protocol, cast
@@ -46,7 +46,7 @@ from tercet.protocol.names import sequence_id
 from tercet.protocol.spans import FALLBACK, RETRY, TraceEvent, current_span, working_in
 from tercet.protocol.wire import LEAST_PRIORITY, LONGEST_SALT, MOST_PRIORITY
 from tercet.router.observe.metrics import Metrics
-from tercet.router.serve.hot_contexts import HotContexts
+from tercet.router.serve.context_copies import HotContexts
 from tercet.router.serve.moves import Moves, Proposals
 from tercet.router.serve.routing import Arm, Chosen, Plan, Routing, Version, load_anywhere
 from tercet.router.serve.sessions import Sessions
@@ -308,14 +308,6 @@ class Service:
         began = time.monotonic() if began is None else began
         return OutputStream(partial(self._serve, request, trace, model, began, on_sequence))
 
-    def answer(self, request: Request, context: RequestContext) -> RequestRun:
-        """Return one sequence of an HTTP request, whose program starts when its outputs are read.
-
-        The request's context keeps its trace. Raises :class:`~tercet.protocol.BadRequest` as :meth:`run` does.
-        """
-        context.prepared()
-        return RequestRun(self, request, context)
-
     def remember(self, seen: SeenRequests) -> SeenRequests:
         """Record requests in ``seen`` from now on, for a planner; return ``seen``."""
         self.seen = seen
@@ -416,7 +408,9 @@ class Service:
         self._streams[stream] = sequence  # so that the end of the router ends it
         attempts = Attempts(self, chosen, sequence, view.trace, stream)
         try:
-            deadline = self._deadline(sequence.request, began, stream)
+            # What engines leave to the background may be nothing for long; a batch ends with its window.
+            timeout = None if sequence.request.background else self._request_timeout
+            deadline = _NO_DEADLINE if timeout is None else _deadline(stream, began + timeout, timeout)
             with self.sequences.running(sequence), self.metrics.sequence(), deadline:
                 yield attempts
         finally:
@@ -425,11 +419,6 @@ class Service:
             attempts.ends("left")  # without effect after another end
             if self.sessions is not None:
                 self.sessions.ends(sequence)
-
-    def _deadline(self, request: Request, began: float, stream: OutputStream) -> AbstractContextManager[None]:
-        # What engines leave to the background may be nothing for long; a batch ends with its window.
-        timeout = None if request.background else self._request_timeout
-        return _NO_DEADLINE if timeout is None else _deadline(stream, began + timeout, timeout)
 
     def _tell_next_attempt(
         self, chosen: Chosen, error: BaseException, is_own_fault: bool, sequence: RunningSequence, fleet: FleetView
@@ -485,9 +474,13 @@ OF_SAMPLING = "sampling_params."
 
 
 class RequestRun:
-    """One sequence of an HTTP request; ``stream`` has its outputs, which run its program while they are read."""
+    """One sequence of an HTTP request; ``stream`` has its outputs, which run its program while they are read.
+
+    The request's context keeps its trace. Raises :class:`~tercet.protocol.BadRequest` as :meth:`Service.run` does.
+    """
 
     def __init__(self, service: Service, request: Request, context: RequestContext) -> None:
+        context.prepared()
         self._trace = Trace()
         self._service, self._context = service, context
         self._seq_id = sequence_id(request.seq_id)

@@ -90,8 +90,8 @@ def test_a_router_without_a_bound_is_found(monkeypatch: pytest.MonkeyPatch) -> N
 
 @pytest.mark.slow
 def test_bodies_that_are_kept_for_ever_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tercet.router.limits.bodies.BodiesHeld.forget", lambda *_: None)
-    monkeypatch.setattr("tercet.router.limits.bodies.BodiesHeld.require_room", _count_alone)
+    monkeypatch.setattr("tercet.router.request_bodies.BodiesHeld.forget", lambda *_: None)
+    monkeypatch.setattr("tercet.router.request_bodies.BodiesHeld.require_room", _count_alone)
     found = run(("unfinished_bodies",), seconds=3.0).violations
     assert {each.rule for each in found} >= {"nothing is left behind", "no failure goes unhandled"}
 

@@ -47,7 +47,7 @@ class Told:
         from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 
         from tercet.router.openai.fast_path.parsed_text import ParsedDeltas, Parsing
-        from tercet.router.openai.fast_path.sse_chunks import ChunkWriter, chat_format
+        from tercet.router.openai.fast_path.sse_chunks import CHAT_FORMAT, ChunkWriter, installed
 
         made = parser_of(tokenizer, tool, reasoning)
         assert made is not None
@@ -59,7 +59,7 @@ class Told:
         is_shown = self.request.include_reasoning
         parsing = Parsing(self.request, lambda: self.parser, False, False, not is_shown, True, True)
         self.deltas = ParsedDeltas(parsing)
-        self._events = ChunkWriter(chat_format(), "c", 0, "m").choice(0)
+        self._events = ChunkWriter(installed(CHAT_FORMAT), "c", 0, "m").choice(0)
         self._prompt = tokenizer.encode("Hello", add_special_tokens=False)
 
     def both(self, text: str, token_ids: list[int], *, finished: bool) -> tuple[bytes | None, bytes | None]:

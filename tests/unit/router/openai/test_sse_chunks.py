@@ -16,13 +16,14 @@ from vllm.entrypoints.openai.completion.protocol import CompletionResponseStream
 from vllm.entrypoints.serve.engine.protocol import PromptTokenUsageInfo, UsageInfo
 
 from tercet.router.openai.fast_path.sse_chunks import (
+    CHAT_FORMAT,
+    COMPLETION_FORMAT,
     ChunkFormat,
     ChunkWriter,
     Extras,
-    chat_format,
-    completion_format,
     encode,
     framed,
+    installed,
     usage_of,
 )
 from tercet.vllm_plugin.differences import CHUNKS_WITHOUT_TRANSFER
@@ -31,7 +32,7 @@ TEXT = st.text(st.characters(exclude_categories=["Cs"])) | st.sampled_from(['"te
 REASON = st.sampled_from(["stop", "length", "abort"])
 STOP = st.none() | st.integers(0, 2**31) | TEXT
 FINGERPRINT = st.none() | TEXT
-CHAT, COMPLETION = chat_format(), completion_format()
+CHAT, COMPLETION = installed(CHAT_FORMAT), installed(COMPLETION_FORMAT)
 # What generators set from vLLM 0.33 on; `make test-vllm` has the tests that say which generator sets what.
 HAS_TRANSFER = not CHUNKS_WITHOUT_TRANSFER.is_here
 TRANSFER: dict[str, Any] = {"kv_transfer_params": None} if HAS_TRANSFER else {}

@@ -28,9 +28,9 @@ from tercet.fleet.admission import Gate
 from tercet.fleet.membership import Membership, connecting
 from tercet.protocol import Request, Role, TercetError
 from tercet.protocol.headers import PROGRAM_HEADER
-from tercet.router.limits.bodies import LARGEST_AT_ONCE
 from tercet.router.observe.metrics import Metrics
 from tercet.router.observe.request_traces import RequestTraces
+from tercet.router.request_bodies import LARGEST_AT_ONCE
 from tercet.router.router_app import RouterApp
 from tercet.router.serve.moves import MoveRecord, Rescheduler
 from tercet.router.serve.service import Service

@@ -54,7 +54,7 @@ from tercet.protocol.wire import (
     StartGenerateCall,
     StreamDestination,
 )
-from tercet.router.limits.bodies import LARGEST_AT_ONCE, BodiesHeld
+from tercet.router.request_bodies import LARGEST_AT_ONCE, BodiesHeld
 from tercet.wire.client.bounded_answers import PLAIN, proved, read_answer
 from tercet.wire.serving import http_server
 from tercet.wire.serving.http_server import answered, error_response, json_response, unless_disconnected

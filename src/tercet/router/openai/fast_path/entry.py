@@ -20,7 +20,7 @@ import argparse
 import copy
 import logging
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -38,15 +38,16 @@ from tercet.protocol.errors import MESSAGES
 from tercet.protocol.headers import CHAT, COMPLETIONS, RESPONSES, TRACE_HEADER
 from tercet.protocol.wire import JSON
 from tercet.router.openai.fast_path.agent_answers import MessageAnswer, ResponseAnswer, ResponseTask
-from tercet.router.openai.fast_path.logprob_chunks import Logprobs, TokenPieces, texts_of
+from tercet.router.openai.fast_path.logprob_chunks import Logprobs, TokenPieces
 from tercet.router.openai.fast_path.parsed_text import Parsing, keep_parser_parts
-from tercet.router.openai.fast_path.request_stream import RequestStream, StreamPlan, StreamStats, StreamTools
+from tercet.router.openai.fast_path.request_stream import RequestStream, StreamPlan, StreamStats, StreamTools, texts_of
 from tercet.router.openai.fast_path.sse_chunks import (
+    CHAT_FORMAT,
+    COMPLETION_FORMAT,
     ChunkAnswer,
     ChunkWriter,
-    chat_format,
-    completion_format,
     counts_reasoning,
+    installed,
 )
 from tercet.vllm_plugin.differences import ENDS_OF_AGENTS_APIS, OFFSETS_OF_SENT_TEXT, keeps_tool_calls
 from tercet.wire.serving.client_connection import CONNECTION, ClientConnection
@@ -68,18 +69,13 @@ class FastPath:
         self._tools = tools
         self._metrics = metrics
         # The application's layers that add headers to answers, in their order, around the stream.
-        layers: list[Any] = []
-        while app is not None:
-            if isinstance(app, (CORSMiddleware, XRequestIdMiddleware)):
-                layers.append(app)
-            app = getattr(app, "app", None)
         self._answer: ASGIApp = _answer
-        for layer in reversed(layers):
-            outer = copy.copy(layer)  # vLLM's own path goes on using the layer itself
+        for layer in reversed([*_layers(app)]):
+            if not isinstance(layer, (CORSMiddleware, XRequestIdMiddleware)):
+                continue
+            outer: Any = copy.copy(layer)  # vLLM's own path goes on using the layer itself
             outer.app = self._answer
             self._answer = outer
-        tokenizer = tools.processor.tokenizer
-        self._pieces = None if tokenizer is None else TokenPieces(tokenizer)
 
     async def serve(self, context: RequestContext, scope: Scope, send: Send) -> bool:
         """Serve the current request if this path supports it; return False if it does not."""
@@ -102,13 +98,20 @@ class FastPath:
         if not isinstance(plan, StreamPlan) or context.add_request is None:
             return False
         context.fields = None  # the body may be large, and is no longer needed
-        stream = RequestStream(connection, self._tools, plan, context.concurrency, self._pieces)
+        stream = RequestStream(connection, self._tools, plan, context.concurrency)
         context.begin_stream = stream.begin
         scope[ANSWER] = partial(stream.run, context.add_request)
         await self._answer(scope, _disconnect, send)
         context.calls_tool = stream.calls_tool
         self._metrics.observe(scope, context.path, time.monotonic() - context.began)
         return True
+
+
+def _layers(app: Any) -> Iterator[Any]:
+    """Yield an application's layers, the outermost first."""
+    while app is not None:
+        yield app
+        app = getattr(app, "app", None)
 
 
 async def _answer(scope: Scope, receive: Receive, send: Send) -> None:
@@ -144,7 +147,9 @@ def fast_path(app: Any, state: Any, args: argparse.Namespace, engine_client: Any
         return None
     keep_parser_parts()
     processor, stats = engine_client.output_processor, StreamStats(engine_client.logger_manager)
-    tools = StreamTools(processor, stats, texts_of(processor.tokenizer), float(args.sse_keep_alive_interval))
+    tokenizer = processor.tokenizer
+    pieces = None if tokenizer is None else TokenPieces(tokenizer)
+    tools = StreamTools(processor, stats, texts_of(tokenizer), float(args.sse_keep_alive_interval), pieces)
     makers: dict[str, tuple[str, Callable[[Any, Any], FastRoute]]] = {
         COMPLETIONS: ("openai_serving_completion", completion_route),
         CHAT: ("openai_serving_chat", chat_route),
@@ -224,7 +229,7 @@ def completion_route(serving: Any, engine_client: Any) -> FastRoute:
     ) -> StreamPlan:
         usage, usage_each = should_include_usage(request.stream_options, serving.enable_force_include_usage)
         n, token_ids = request.n or 1, bool(request.return_token_ids)
-        chunks = ChunkWriter(completion_format(), request_id, created, model)
+        chunks = ChunkWriter(installed(COMPLETION_FORMAT), request_id, created, model)
         return StreamPlan(
             serving, ChunkAnswer(serving, chunks, None, n, usage, usage_each, token_ids), is_chat=False, n=n,
             usage_each=usage_each, token_ids=token_ids, fingerprint=None if usage else serving.system_fingerprint,
@@ -248,7 +253,7 @@ def chat_route(serving: Any, engine_client: Any) -> FastRoute:
         # vLLM 0.31 accepts ``top_logprobs`` null, and sends no log probabilities then.
         wants_logprobs = request.logprobs and (request.top_logprobs is not None or request.logprob_token_ids)
         events = ChunkAnswer(
-            serving, ChunkWriter(chat_format(), request_id, int(time.time()), model),
+            serving, ChunkWriter(installed(CHAT_FORMAT), request_id, int(time.time()), model),
             serving.get_chat_request_role(request), n, usage, usage_each, token_ids, bool(request.return_prompt_text),
             media_tokens,
         )  # fmt: skip
@@ -373,11 +378,9 @@ class HttpMetrics:
 
     def __init__(self, app: Any) -> None:
         self.observers: Sequence[Callable[[Info], None]] = ()
-        layer = app
-        while layer is not None:
+        for layer in _layers(app):
             if isinstance(layer, PrometheusInstrumentatorMiddleware):
                 self.observers = layer.instrumentations
-            layer = getattr(layer, "app", None)
 
     def observe(self, scope: Scope, handler: str, seconds: float) -> None:
         info = Info(Request(scope), STREAMED, "POST", handler, "2xx", seconds, seconds)

@@ -24,14 +24,16 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from msgspec.structs import replace
+from tokenizers.decoders import ByteLevel
 from vllm.entrypoints.serve.utils.sse_keep_alive import SSE_KEEP_ALIVE_COMMENT
 from vllm.exceptions import GenerationError, GracefulHTTPError, VLLMClientError
 from vllm.outputs import RequestOutput
 from vllm.v1.engine import EngineCoreOutput, FinishReason
+from vllm.v1.engine.detokenizer import FastIncrementalDetokenizer
 from vllm.v1.metrics.stats import IterationStats, RequestStateStats
 
 from tercet.protocol import Output, ProgramFailed
-from tercet.router.openai.fast_path.logprob_chunks import LogprobChunks, Logprobs, TokenPieces, TokenTexts, look_up
+from tercet.router.openai.fast_path.logprob_chunks import REPLACEMENT, LogprobChunks, Logprobs, TokenPieces
 from tercet.router.openai.fast_path.parsed_text import ParsedDeltas, Parsing, Passed
 from tercet.router.openai.fast_path.sse_chunks import (
     NULL,
@@ -63,7 +65,9 @@ class StreamTools:
     stats: StreamStats
     texts: TokenTexts | None
     #: Seconds without a chunk after which a comment is sent; 0: never.
-    keep_alive: float = 0.0
+    keep_alive: float
+    #: None without a tokenizer.
+    pieces: TokenPieces | None
 
 
 @dataclass(frozen=True)
@@ -98,14 +102,9 @@ class TextEnded(Exception):
 class ChoiceStream:
     """Stream of one sequence of a request: writes ``outputs`` to ``answer``. :meth:`run` returns at its end."""
 
-    def __init__(
-        self, answer: RequestStream, tools: StreamTools, plan: StreamPlan, outputs: SequenceOutputs,
-        pieces: TokenPieces | None,
-    ) -> None:  # fmt: skip
-        self._answer = answer
-        self._tools = tools
-        self._plan = plan
-        self._outputs = outputs
+    def __init__(self, answer: RequestStream, outputs: SequenceOutputs) -> None:
+        self._answer, self._outputs = answer, outputs
+        tools, plan = self._tools, self._plan = answer.tools, answer.plan
         self._state: Any = tools.processor.request_states[outputs.request_id]
         self._events = plan.events.choice(self._state.request_index)
         # None: no parser reads the text.
@@ -113,7 +112,7 @@ class ChoiceStream:
         self._logprobs: LogprobChunks | None = None
         if plan.logprobs is not None:
             self._logprobs = LogprobChunks(
-                plan.logprobs, self._state.logprobs_processor, plan.serving, pieces, tools.processor.tokenizer,
+                plan.logprobs, self._state.logprobs_processor, plan.serving, tools.pieces, tools.processor.tokenizer,
                 is_chat=plan.is_chat,
             )  # fmt: skip
         # Chunks that hide the reasoning also hide its token ids and log probabilities.
@@ -395,13 +394,11 @@ class RequestStream:
 
     def __init__(
         self, connection: ClientConnection, tools: StreamTools, plan: StreamPlan,
-        concurrency: Callable[[], AbstractAsyncContextManager[None]] = nullcontext, pieces: TokenPieces | None = None,
+        concurrency: Callable[[], AbstractAsyncContextManager[None]],
     ) -> None:  # fmt: skip
         self._connection = connection
-        self._tools = tools
-        self._plan = plan
+        self.tools, self.plan = tools, plan
         self._concurrency = concurrency
-        self._pieces = pieces
         keeps_alive = tools.keep_alive and plan.events.keeps_alive
         self._keep_alive = KeepAlive(connection.write, tools.keep_alive) if keeps_alive else None
         self.write = connection.write if self._keep_alive is None else self._keep_alive.write
@@ -412,13 +409,27 @@ class RequestStream:
 
     async def run(self, add_request: Callable[[], Awaitable[Any]]) -> bytes:
         """Stream the request that ``add_request`` adds to vLLM; return the last events, with the error if it failed."""
-        events = self._plan.events
+        events = self.plan.events
         if opening := events.begin():
             self.write(framed(opening))
         try:
             self.queue = await add_request()
+            if not self._choices:
+                raise RuntimeError("vLLM added a request without passing it to its engine-core client")
             with nullcontext() if self._keep_alive is None else self._keep_alive.running():
-                await self._stream()
+                try:
+                    if len(self._choices) == 1:
+                        await self._choices[0].run(nullcontext())
+                    else:  # all choices at the same time; an error of one choice ends all of them
+                        async with asyncio.TaskGroup() as group:
+                            for choice in self._choices:
+                                group.create_task(choice.run(self._concurrency()))
+                except ExceptionGroup as failed:
+                    raise failed.exceptions[0] from None
+                finally:
+                    # vLLM has registered the request, and its own handler, which would end it, does not run here.
+                    self.tools.processor.abort_requests((self._choices[0].id,), internal=True)
+                    self.queue.close()
             return self._end + await events.end(self._choices)
         except Exception as error:
             if not isinstance(error, (VLLMClientError, GracefulHTTPError, GenerationError, SequenceFailed)):
@@ -427,25 +438,7 @@ class RequestStream:
 
     def begin(self, outputs: SequenceOutputs) -> None:
         """Add a sequence with these ``outputs``; the engine-core client calls it while vLLM adds the request."""
-        self._choices.append(ChoiceStream(self, self._tools, self._plan, outputs, self._pieces))
-
-    async def _stream(self) -> None:
-        if not self._choices:
-            raise RuntimeError("vLLM added a request without passing it to its engine-core client")
-        try:
-            if len(self._choices) == 1:
-                await self._choices[0].run(nullcontext())
-                return
-            # All choices at the same time; an error of one choice ends all of them.
-            async with asyncio.TaskGroup() as group:
-                for choice in self._choices:
-                    group.create_task(choice.run(self._concurrency()))
-        except ExceptionGroup as failed:
-            raise failed.exceptions[0] from None
-        finally:
-            # vLLM has registered the request, and its own handler, which would end it, does not run on this path.
-            self._tools.processor.abort_requests((self._choices[0].id,), internal=True)
-            self.queue.close()
+        self._choices.append(ChoiceStream(self, outputs))
 
     @property
     def calls_tool(self) -> bool:
@@ -509,3 +502,66 @@ class StreamStats:
             asyncio.get_running_loop().call_later(RECORD_SECONDS, self.record)
         self._iteration.num_generation_tokens += num_tokens
         return self._iteration
+
+
+# ---- texts of single tokens ------------------------------------------------------------------------------------------
+
+# Look-up of the text of tokens that are whole characters, instead of decoding.
+#
+# With a byte-level vocabulary, the text of a sequence is the bytes of its tokens, one after the other. A token whose
+# bytes are whole characters has the same text everywhere, unless the token before it left a character unfinished.
+# vLLM's detokenizer decodes all other tokens, and every token of other vocabularies.
+#
+# Relies on ``FastIncrementalDetokenizer`` calling its own ``decode_next`` for the text of each token; on its stream
+# keeping back only an unfinished character, so that it can skip whole tokens; and on the ``ByteLevel`` decoder of
+# ``tokenizers`` converting tokens to bytes one by one.
+
+
+class TokenTexts(dict[int, str]):
+    """The text of each token, filled on demand; empty for special tokens, parts of characters and unknown ids.
+
+    ``backend`` is a ``tokenizers.Tokenizer``.
+    """
+
+    def __init__(self, backend: Any) -> None:
+        super().__init__()
+        self._backend = backend
+
+    def __missing__(self, token_id: int) -> str:
+        try:
+            text = self._backend.decode([token_id], skip_special_tokens=True)
+        except OverflowError:  # not a valid id
+            return ""
+        whole = self[token_id] = "" if REPLACEMENT in text else text
+        return whole
+
+
+def texts_of(tokenizer: Any) -> TokenTexts | None:
+    """Return the texts of the tokens of vLLM's ``tokenizer``; None if a token's text depends on its neighbours."""
+    backend = getattr(tokenizer, "_tokenizer", None)
+    return TokenTexts(backend) if isinstance(getattr(backend, "decoder", None), ByteLevel) else None
+
+
+def look_up(detokenizer: Any, texts: TokenTexts | None, prompt: Sequence[int]) -> Callable[[int], str] | None:
+    """Make ``detokenizer`` look up texts; ``prompt`` has the tokens before its first one.
+
+    Returns the function for the text of its next token. Returns None, and changes nothing, if look-up is impossible:
+    for other detokenizers, and for texts with special tokens but without spaces between them.
+    """
+    if texts is None or type(detokenizer) is not FastIncrementalDetokenizer:
+        return None
+    if not detokenizer.spaces_between_special_tokens:
+        return None
+    # `whole`: the token before left no character unfinished. Without that, a text by itself may be a wrong one.
+    decode, whole = detokenizer.decode_next, not prompt or bool(texts[prompt[-1]])
+
+    def decode_next(next_token_id: int) -> str:
+        nonlocal whole
+        text = texts[next_token_id]
+        if text and whole:
+            return text
+        whole = bool(text)  # after a token with text, no character is unfinished
+        return decode(next_token_id)
+
+    detokenizer.decode_next = decode_next
+    return decode_next

@@ -166,7 +166,7 @@ class ChunkFormat:
         return until, (beyond % {b"ids": NULL, b"prompt": NULL}) + self.ending + b"}\n\n"
 
 
-COMPLETION = ChunkFormat(
+COMPLETION_FORMAT = ChunkFormat(
     object=b"text_completion",
     opening=b'{"index":%d,"text":',
     around_text=(b"", b""),
@@ -176,7 +176,7 @@ COMPLETION = ChunkFormat(
     b'"prompt_token_ids":%(prompt)b,"token_ids":%(ids)b,"weight_versions":null}]',
     ending=b',"kv_transfer_params":null',
 )
-CHAT = ChunkFormat(
+CHAT_FORMAT = ChunkFormat(
     object=b"chat.completion.chunk",
     opening=b'{"index":%d,"delta":',
     around_text=(b'{"content":', b"}"),
@@ -187,18 +187,9 @@ CHAT = ChunkFormat(
 )
 
 
-def completion_format() -> ChunkFormat:
-    """Return the format of completions in the installed vLLM."""
-    return _installed(COMPLETION)
-
-
-def chat_format() -> ChunkFormat:
-    """Return the format of chat answers in the installed vLLM."""
-    return _installed(CHAT)
-
-
 @cache
-def _installed(form: ChunkFormat) -> ChunkFormat:
+def installed(form: ChunkFormat) -> ChunkFormat:
+    """Return the format of :data:`COMPLETION_FORMAT` or :data:`CHAT_FORMAT` in the installed vLLM."""
     if not CHUNKS_WITHOUT_TRANSFER.is_here:
         return form
     closing, last_closing = (

@@ -1,1 +1,0 @@
-"""Limits of what clients send: sizes of bodies, numbers of items and of sequences."""
