@@ -149,16 +149,6 @@ class PooledAnswer:
         self._server.in_flight -= 1
 
 
-@dataclass(frozen=True)
-class PassedRequest:
-    """A request to send to a server: ``target`` as its client wrote it, and the header fields that are passed on."""
-
-    method: bytes
-    target: bytes
-    body: bytes
-    fields: Fields
-
-
 class PoolingServers:
     """The pooling servers of a router. Use as an async context manager; while entered, the servers are polled.
 
@@ -211,33 +201,30 @@ class PoolingServers:
         :class:`~tercet.protocol.EngineError` and :class:`~tercet.protocol.DeadlineExceeded`.
         """
         within = None if self._timeout_s is None else max(0.0, began + self._timeout_s - time.monotonic())
-        asking = PassedRequest(method, target, body, end_to_end(fields, NOT_ASKED_WITH))
-        try:
-            async with asyncio.timeout(within):
-                return await self._answer(asking, model)
-        except TimeoutError:
-            raise DeadlineExceeded(f"the answer took longer than {self._timeout_s:g} s, the request timeout") from None
-
-    async def _answer(self, asked: PassedRequest, model: str | None) -> PooledAnswer:
+        fields = end_to_end(fields, NOT_ASKED_WITH)
         failed: list[PoolingServer] = []
         broken, why = 0, ""
-        if not any(each.models for each in self.servers):
-            await self.look()
-        while broken < MOST_BROKEN and (server := self._pick(model, failed)) is not None:
-            try:
-                return await self._ask(server, asked)
-            except NotConnected as error:
-                reason = reason_of(error)
-                why = f": {server.url} {reason}"
-                server.leave(reason)
-            except NotReadable as error:
-                raise EngineError(f"the answer of {server.url} is invalid: {error}") from error
-            except OSError as error:
-                # The server may be gone, or it may only fail at this request: the poll finds out which.
-                why = f": {server.url} {reason_of(error)}"
-                broken += 1
-                self._tasks.spawn(self.look_at(server), f"poll of {server.url}")
-            failed.append(server)
+        try:
+            async with asyncio.timeout(within):
+                if not any(each.models for each in self.servers):
+                    await self.look()
+                while broken < MOST_BROKEN and (server := self._pick(model, failed)) is not None:
+                    try:
+                        return await self._ask(server, method, target, body, fields)
+                    except NotConnected as error:
+                        reason = reason_of(error)
+                        why = f": {server.url} {reason}"
+                        server.leave(reason)
+                    except NotReadable as error:
+                        raise EngineError(f"the answer of {server.url} is invalid: {error}") from error
+                    except OSError as error:
+                        # The server may be gone, or it may only fail at this request: the poll finds out which.
+                        why = f": {server.url} {reason_of(error)}"
+                        broken += 1
+                        self._tasks.spawn(self.look_at(server), f"poll of {server.url}")
+                    failed.append(server)
+        except TimeoutError:
+            raise DeadlineExceeded(f"the answer took longer than {self._timeout_s:g} s, the request timeout") from None
         known = sorted({name for each in self.servers for name in each.models or ()})
         if model and known and model not in known and all(each.models is not None for each in self.servers):
             raise UnknownModel(
@@ -254,11 +241,12 @@ class PoolingServers:
         ]  # fmt: skip
         return min(able, key=lambda each: (each.in_flight, each.asked), default=None)
 
-    async def _ask(self, server: PoolingServer, asked: PassedRequest) -> PooledAnswer:
+    async def _ask(
+        self, server: PoolingServer, method: bytes, target: bytes, body: bytes, fields: Fields
+    ) -> PooledAnswer:
         known = [(name.encode(), value.encode()) for name, value in server.headers.items()]
-        fields = [*asked.fields, *known, (b"Content-Length", str(len(asked.body)).encode())]
-        method = asked.method.decode("ascii")
-        asking = asyncio.ensure_future(request(self._client, server.url, method, asked.target, fields, asked.body))
+        fields = [*fields, *known, (b"Content-Length", str(len(body)).encode())]
+        asking = asyncio.ensure_future(request(self._client, server.url, method.decode("ascii"), target, fields, body))
         server.asking.add(asking)  # so that a poll that finds the server silent can end the wait
         server.in_flight += 1
         server.asked += 1

@@ -38,13 +38,12 @@ from tercet.router.observe.metrics import HotContextMetrics, Metrics, SessionMet
 from tercet.router.observe.request_traces import RequestTrace, RequestTraces, spans_of
 from tercet.router.pooling import PoolingServers
 from tercet.router.router_app import RouterApp, put_layers_before
-from tercet.router.serve.hot_contexts import HotContexts
+from tercet.router.serve.context_copies import HotContexts, WriteBehind
 from tercet.router.serve.moves import Rescheduler
 from tercet.router.serve.routing import NamedFiles
 from tercet.router.serve.service import Service
 from tercet.router.serve.sessions import Sessions
 from tercet.router.serve.shutdown import Shutdown
-from tercet.router.serve.write_behind import WriteBehind
 from tercet.router.state.fleet_adapters import AdapterLoader
 from tercet.router.state.fleet_state import FleetState
 from tercet.router.state.joined_members import GoneEngines, follow_found, remove_gone
@@ -199,17 +198,12 @@ class _Router:
                 self.background.keep(partial(remove_gone, self.state, gone), "gone engines")
             self._start_deciding()
             async with self.state.traces.answering():
-                config, state, shared = self.config, self.state, self.shared
-                serve_small = _serve_small() if config.serves_without_vllm else None
-                if serve_small is None:
-                    await _serve_openai(
-                        config, state, self.membership, promise.max_model_len, self.shutdown, shared, self.pooling,
-                        self._heed_signals,
-                    )  # fmt: skip
+                if not self.config.serves_without_vllm:
+                    await self._serve_openai(promise.max_model_len)
                 else:
-                    await serve_small(
-                        config, state, promise.max_model_len, self.shutdown, self.pooling, named_files(config),
-                        self._heed_signals, shared,
+                    await _serve_small()(
+                        self.config, self.state, promise.max_model_len, self.shutdown, self.pooling,
+                        named_files(self.config), self._heed_signals, self.shared,
                     )  # fmt: skip
         finally:
             # What changes the state ends before the state closes.
@@ -268,6 +262,55 @@ class _Router:
             state.batches = Batches(directory, config.batches, service, self.shutdown, config.objectives.tpot)
             keep(state.batches.run, "batches")
 
+    async def _serve_openai(self, max_model_len: int) -> None:
+        from tercet.router.openai import openai_server as vllm
+
+        config, state, shared, service = self.config, self.state, self.shared, self.state.service
+        names = [config.public_name, *config.model_aliases]
+        args = vllm.server_args(config.model, names, config.host, config.port, max_model_len, config.vllm_args)
+        keys = RouterKeys(config, api_keys(args))
+        if not args.uds:
+            keys.require_private(config.host, config)
+        keys.require_private_admin(config.admin_address)
+        # The router checks keys itself, also for websockets: vLLM's check does not know keys from files.
+        args.api_key = None
+        os.environ.pop(API_KEY_VARIABLE, None)
+        following = TaskSet()
+        sock = vllm.listening_socket(args, shared.listening if shared is not None else None)
+        engine_client = vllm.engine_client_over(service, args)
+        try:
+            with saying_while("loading the tokenizer and the OpenAI API", logger.info):
+                await self.membership.speak(vllm.text_of(engine_client, args))
+                server = await vllm.openai_server(args, engine_client)
+            if config.fast_path == "on":
+                server = vllm.with_fast_path(server, args, engine_client)
+            vllm.serve_adapters(server.app.state, engine_client, lambda: service.fleet.adapters)
+            admin.install(server.app, state, names, vllm.loads_adapters(), named_files(config))
+            # Refusals do not pass vLLM's layers; without the same CORS headers a browser hides them from its page.
+            gate = put_layers_before(
+                server.app, server.layers, config, state, keys, self.shutdown, self.pooling, server.fast,
+                lambda refusals: with_cors(refusals, args),
+            )  # fmt: skip
+            following.keep(keys.follow, "keys")
+
+            async def shut_down() -> None:
+                self._heed_signals()
+                await self.shutdown.run(gate.close, service.give_up)
+
+            ready = partial(tell_ready, config) if shared is None else shared.serving
+            loads = None if shared is None else (shared.loads, shared.index)
+            # Only the first of several workers serves the admin address; all workers follow the state that it changes.
+            own = config.admin_address if shared is None or not shared.index else None
+            # The admin address has the TLS options of the clients' port, as vLLM's flags give them.
+            names = ("ssl_keyfile", "ssl_certfile", "ssl_ca_certs", "ssl_cert_reqs") if args.ssl_certfile else ()
+            async with admin_served(server.app, own, **{name: getattr(args, name) for name in names}):
+                await state.serving()
+                await vllm.accept(server.app, args, sock, shut_down, loads, ready)
+        finally:
+            await following.close()
+            engine_client.shutdown()
+            sock.close()
+
     def _heed_signals(self) -> None:
         """Let signals begin the shutdown, until the very end: no signal interrupts the removal of files and sockets.
 
@@ -313,60 +356,6 @@ def _export_spans(trace: RequestTrace, place: SpanContext) -> None:
 
 def _interrupt(*_: object) -> None:
     raise KeyboardInterrupt
-
-
-async def _serve_openai(
-    config: RouterConfig, state: SharedState, membership: Membership, max_model_len: int, shutdown: Shutdown,
-    shared: Shared | None, pooling: PoolingServers, heed_signals: Callable[[], object],
-) -> None:  # fmt: skip
-    from tercet.router.openai import openai_server as vllm
-    from tercet.wire.serving.server_access import api_keys
-
-    service = state.service
-    names = [config.public_name, *config.model_aliases]
-    args = vllm.server_args(config.model, names, config.host, config.port, max_model_len, config.vllm_args)
-    keys = RouterKeys(config, api_keys(args))
-    if not args.uds:
-        keys.require_private(config.host, config)
-    keys.require_private_admin(config.admin_address)
-    # The router checks keys itself, also for websockets: vLLM's check does not know keys from files.
-    args.api_key = None
-    os.environ.pop(API_KEY_VARIABLE, None)
-    following = TaskSet()
-    sock = vllm.listening_socket(args, shared.listening if shared is not None else None)
-    engine_client = vllm.engine_client_over(service, args)
-    try:
-        with saying_while("loading the tokenizer and the OpenAI API", logger.info):
-            await membership.speak(vllm.text_of(engine_client, args))
-            server = await vllm.openai_server(args, engine_client)
-        if config.fast_path == "on":
-            server = vllm.with_fast_path(server, args, engine_client)
-        vllm.serve_adapters(server.app.state, engine_client, lambda: service.fleet.adapters)
-        admin.install(server.app, state, names, vllm.loads_adapters(), named_files(config))
-        # Refusals do not pass vLLM's layers; without the same CORS headers a browser hides them from its page.
-        gate = put_layers_before(
-            server.app, server.layers, config, state, keys, shutdown, pooling, server.fast,
-            lambda refusals: with_cors(refusals, args),
-        )  # fmt: skip
-        following.keep(keys.follow, "keys")
-
-        async def shut_down() -> None:
-            heed_signals()
-            await shutdown.run(gate.close, service.give_up)
-
-        ready = partial(tell_ready, config) if shared is None else shared.serving
-        loads = None if shared is None else (shared.loads, shared.index)
-        # Only the first of several workers serves the admin address; all workers follow the state that it changes.
-        own = config.admin_address if shared is None or not shared.index else None
-        # The admin address has the TLS options of the clients' port, as vLLM's flags give them.
-        names = ("ssl_keyfile", "ssl_certfile", "ssl_ca_certs", "ssl_cert_reqs") if args.ssl_certfile else ()
-        async with admin_served(server.app, own, **{name: getattr(args, name) for name in names}):
-            await state.serving()
-            await vllm.accept(server.app, args, sock, shut_down, loads, ready)
-    finally:
-        await following.close()
-        engine_client.shutdown()
-        sock.close()
 
 
 def with_cors(app: ASGIApp, args: argparse.Namespace) -> ASGIApp:

@@ -1,33 +1,36 @@
 """Several router processes behind one port: a supervisor starts workers and replaces workers that end.
 
 Each worker has its own view of the fleet, its own programs and its own token streams. Operators' changes reach all
-workers by the state that they follow: see :mod:`tercet.router.state.shared_state`.
+workers by the state that they follow: see :mod:`tercet.router.state.shared_state`. A warm parent imports vLLM once for
+all workers, and forks each of them: see :mod:`tercet.aio.warm_parent`.
 """
 
 from __future__ import annotations
 
 import asyncio
+import importlib
 import logging
 import mmap
 import os
 import signal
 import socket
+import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
-from contextlib import ExitStack, closing, suppress
+from collections.abc import Callable, Generator, Mapping
+from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import msgspec
 from prometheus_client import multiprocess
 
 from tercet.aio import signals_to
-from tercet.aio.warm_parent import ForkedChild, Forks, NoFork
+from tercet.aio.warm_parent import ForkedChild, Forks, NoFork, serve_forks, unforkable
 from tercet.logs import ROUTER_READY, WORKER_ENDED, log_to_stderr
 from tercet.protocol import TercetError
-from tercet.router.warm_workers import warm_parent
 from tercet.settings import RouterConfig
 from tercet.settings.process_settings import COLD, WARM_PARENT_VARIABLE
 
@@ -44,6 +47,8 @@ def listening_socket(config: RouterConfig) -> socket.socket:
 logger = logging.getLogger(__name__)
 
 LOAD_BYTES = 4
+# Folder in which the workers of one router count together.
+METRICS_VARIABLE = "PROMETHEUS_MULTIPROC_DIR"
 # What a worker reports, a byte each: it accepts connections, and its event loop runs.
 SERVING = b"s"
 BEAT = b"."
@@ -124,7 +129,7 @@ RETRY_DELAY_S = 1.0
 # Number of consecutive replacements that may end before they serve; then the supervisor gives up.
 MOST_FAILURES = 5
 NOT_ACCEPTING = (2**31 - 1).to_bytes(LOAD_BYTES, sys.byteorder)
-COMMAND = "from tercet.router.workers import main; main()"
+WORKER = "from tercet.router.workers import main; main()"
 
 
 def supervise(config: RouterConfig) -> int:
@@ -287,31 +292,25 @@ class Place:
 
     async def _start(self, line: socket.socket) -> asyncio.subprocess.Process | ForkedChild:
         """Start a worker: a fork of the warm parent, or its own process if the parent is not available."""
+        fds = line.fileno(), self.listening.fileno(), self.loads
+        content = msgspec.json.encode(Started(self.config, self.index, *fds))
         if self.forks is not None:
             try:
-                return await self._fork(self.forks, line)
+                with tempfile.TemporaryFile() as settings:
+                    settings.write(content)
+                    settings.seek(0)
+                    return await self.forks.fork([settings.fileno(), *fds])
             except NoFork as refusal:
                 logger.warning("worker %d imports vLLM itself: %s", self.index, refusal)
-        return await self._start_cold(line)
-
-    async def _start_cold(self, line: socket.socket) -> asyncio.subprocess.Process:
         # The settings may have keys: they go through a pipe, since other users of the machine can read command lines.
-        env = {**os.environ, "PROMETHEUS_MULTIPROC_DIR": str(self.metrics)}
-        fds = line.fileno(), self.listening.fileno(), self.loads
+        env = {**os.environ, METRICS_VARIABLE: str(self.metrics)}
         process = await asyncio.create_subprocess_exec(
-            sys.executable, "-c", COMMAND, pass_fds=fds, env=env, stdin=asyncio.subprocess.PIPE
+            sys.executable, "-c", WORKER, pass_fds=fds, env=env, stdin=asyncio.subprocess.PIPE
         )
         if process.stdin is not None:
-            process.stdin.write(msgspec.json.encode(Started(self.config, self.index, *fds)))
+            process.stdin.write(content)
             process.stdin.close()
         return process
-
-    async def _fork(self, forks: Forks, line: socket.socket) -> ForkedChild:
-        fds = line.fileno(), self.listening.fileno(), self.loads
-        with tempfile.TemporaryFile() as settings:
-            settings.write(msgspec.json.encode(Started(self.config, self.index, *fds)))
-            settings.seek(0)
-            return await forks.fork([settings.fileno(), *fds])
 
     async def _stop(self, process: asyncio.subprocess.Process | ForkedChild, line: socket.socket) -> None:
         """Send SIGTERM and wait for the shutdown's timeout; send SIGKILL if the worker has not ended then."""
@@ -334,3 +333,106 @@ class Place:
         await self.hurried.wait()
         with suppress(OSError):
             line.send(HURRY)
+
+
+# ---- the warm parent -------------------------------------------------------------------------------------------------
+
+WARM_PARENT = "from tercet.router.workers import warm_main; warm_main()"
+IMPORTED = (
+    "tercet.router.server",
+    "tercet.wire.serving.server_access",
+    "tercet.router.openai.openai_server",
+    "uvloop",
+)
+# Makes libraries start no threads at their import, since threads do not survive a fork.
+ONE_THREAD = {"OPENBLAS_NUM_THREADS": "1"}
+
+
+def warm_main() -> None:
+    """Import the modules that workers need, and fork workers until the supervisor closes its end."""
+    _leave_signals_to_the_supervisor()
+    with socket.socket(fileno=int(sys.argv[1])) as channel:
+        from tercet.vllm_plugin.start.before_forks import light_import
+
+        with light_import(compiles=False):
+            for module in IMPORTED:
+                importlib.import_module(module)
+            from tercet.router.openai.openai_server import import_vllm
+            from tercet.vllm_plugin.start.process_output import errors_only
+
+            errors_only()
+            import_vllm()
+        serve_forks(channel, _worker)
+
+
+def _worker(descriptors: list[int]) -> int:
+    settings, line, listening, loads = descriptors
+    with open(settings, "rb") as pipe:
+        work(pipe.read(), (line, listening, loads))
+    return 0
+
+
+@contextmanager
+def warm_parent(metrics: Path) -> Generator[socket.socket]:
+    """Start a warm parent, yield the channel to it, and stop it at the exit; call this before an event loop runs.
+
+    Its workers write their metrics to ``metrics``.
+    """
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with ours:
+        with theirs:
+            variables = {METRICS_VARIABLE: str(metrics)}
+            # A fork of this process saves the import of vLLM once more; it must have no threads, which a fork loses.
+            has_imported = "vllm" in sys.modules and unforkable([ours.fileno(), theirs.fileno()]) is None
+            if has_imported:
+                stop = _forked(ours, theirs, variables)
+            else:
+                fd = theirs.fileno()
+                process = subprocess.Popen(
+                    [sys.executable, "-c", WARM_PARENT, str(fd)],
+                    pass_fds=[fd],
+                    env={**os.environ, **ONE_THREAD, **variables},
+                )
+
+                def stop() -> None:
+                    process.kill()
+                    process.wait()
+
+        try:
+            yield ours
+        finally:
+            stop()
+
+
+def _forked(ours: socket.socket, channel: socket.socket, variables: Mapping[str, str]) -> Callable[[], None]:
+    """Fork this process, which has imported vLLM, into a warm parent; return the function that stops it."""
+    pid = os.fork()
+    if pid:
+
+        def stop() -> None:
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+
+        return stop
+    # The child never returns into the caller's stack, whose contexts the supervisor leaves itself.
+    code = 1
+    try:
+        _leave_signals_to_the_supervisor()
+        # Without this the channel would stay open when the supervisor is gone, and this process would never end.
+        ours.close()
+        os.environ.update(variables)
+        # Make Prometheus keep metrics in files; it chose otherwise when it was imported.
+        values: Any = importlib.import_module("prometheus_client.values")
+        values.ValueClass = values.get_value_class()
+        serve_forks(channel, _worker)
+        code = 0
+    except BaseException as error:
+        sys.excepthook(type(error), error, error.__traceback__)
+    finally:
+        os._exit(code)
+
+
+def _leave_signals_to_the_supervisor() -> None:
+    """Ignore signals, which reach the whole group: this process ends when the supervisor closes its end."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)

@@ -39,7 +39,7 @@ ENDLESS = {
     "router/state/loaded_code.py:reload_on_change": KEPT,
     "router/state/roles.py:RoleKeeper._decide": KEPT,
     "router/serve/sessions.py:Sessions._watch": KEPT,
-    "router/serve/write_behind.py:WriteBehind.run": KEPT,
+    "router/serve/context_copies.py:WriteBehind.run": KEPT,
     "router/workers.py:Shared._beat": "a worker that does not report is killed and replaced by its supervisor",
     "router/state/shared_state.py:SharedState.follow": KEPT,
     "store/announcer.py:Announcer._repeat": KEPT,

@@ -24,7 +24,7 @@ from tercet.decisions.migration import Stage
 from tercet.decisions.objectives import Attainments
 from tercet.router.admin.admin_routes import version_shown
 from tercet.router.observe.metrics import Metrics
-from tercet.router.serve.hot_contexts import ContextsPassedOn, Passed
+from tercet.router.serve.context_copies import ContextsPassedOn, Passed
 from tercet.router.serve.moves import MoveRecord
 from tercet.settings.fleet_settings import ObjectiveClass, Objectives
 from tests.servers import served_in_thread

@@ -114,13 +114,11 @@ def test_pages_of_lists() -> None:
 
 def test_one_process_has_the_lock(tmp_path: Path) -> None:
     first, second = BatchFiles(tmp_path, 1), BatchFiles(tmp_path, 1)
-    held = first.lock()
-    assert held is not None
-    assert second.lock() is None
-    held.close()
-    again = second.lock()
-    assert again is not None
-    again.close()
+    assert first.turn.take()
+    assert not second.turn.take()
+    first.turn.release()
+    assert second.turn.take()
+    second.turn.release()
 
 
 # ---- lines -----------------------------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ import pytest
 from tercet.fleet import EngineFleet, FleetView, Member, Trace
 from tercet.protocol import Conflict, MemberRole, Request, Reservation, TercetError
 from tercet.router.observe.metrics import CopyOutcome, CopyReason, HotContextMetrics
-from tercet.router.serve.hot_contexts import REMEMBERED, HotContexts, Passed
+from tercet.router.serve.context_copies import REMEMBERED, HotContexts, Passed
 from tercet_lab.sim import SimEngine, run_virtual
 from tests.unit.lab.sim.models import engines_of, is_empty, profile_of
 from tests.virtual_time import in_virtual_time

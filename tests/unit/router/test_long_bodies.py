@@ -15,9 +15,9 @@ import pytest
 
 from tercet.fleet.admission import ClientLeft
 from tercet.protocol import BadRequest, Saturated
-from tercet.router.limits import received_bodies
-from tercet.router.limits.bodies import LONG_BYTES, LONG_ITEMS, BodiesHeld, BodyTurn, LongBodies, is_long, is_short
-from tercet.router.limits.received_bodies import require_few_items, require_readable, require_small_structures
+from tercet.router import request_bodies
+from tercet.router.request_bodies import LONG_BYTES, LONG_ITEMS, BodiesHeld, BodyTurn, LongBodies, is_long, is_short
+from tercet.router.request_bodies import require_few_items, require_readable, require_small_structures
 from tercet.settings import Limits
 from tercet.wire.serving.server_access import read_whole
 
@@ -371,7 +371,7 @@ async def test_long_texts_and_token_ids_are_no_items(path: str, fields: Any) -> 
 
 
 def test_what_takes_too_long_to_read_is_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(received_bodies, "MOST_SEPARATORS", 100)
+    monkeypatch.setattr(request_bodies, "MOST_SEPARATORS", 100)
     require_readable(json.dumps(list(range(90))).encode())
     with pytest.raises(BadRequest, match="100 values"):
         require_readable(json.dumps(list(range(110))).encode())

@@ -135,7 +135,7 @@ async def test_a_decision_that_cannot_be_read_in_time_is_not_shown(
 ) -> None:
     router.shared.role_keeper = keeper = keeper_of(router)
     go_on = threading.Event()
-    monkeypatch.setattr("tercet.router.state.roles.read_decision", lambda _: go_on.wait(60))
+    monkeypatch.setattr("tercet.router.state.roles.read_record", lambda *_: go_on.wait(60))
     keeper._files = FileThread(0.05, 0.05)
     async with router.client() as client:
         answer = await client.get("/roles")

@@ -107,17 +107,17 @@ def test_others_changes_are_looked_for_once_a_second_and_own_ones_at_once() -> N
     api, clock = ApiObjects(), Clock()
     one, other = state_in(api, clock), state_in(api, clock)
     one.update(lambda state: state, FIRST)
-    before, calls = one.stamp(), len(api.calls)
+    before, calls = one.store.stamp(), len(api.calls)
     for _ in range(9):
         clock.now += 0.1
-        assert one.stamp() == before
+        assert one.store.stamp() == before
     assert len(api.calls) == calls
     other.update(lambda state: state.with_program(Plan(program="p")), FIRST)
     clock.now += 1.0
-    assert one.stamp() != before
-    after = one.stamp()
+    assert one.store.stamp() != before
+    after = one.store.stamp()
     one.update(lambda state: state.with_program(Plan(program="q")), FIRST)
-    assert one.stamp() != after
+    assert one.store.stamp() != after
 
 
 def test_what_the_server_refuses_names_the_right_that_is_missing() -> None:

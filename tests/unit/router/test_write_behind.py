@@ -12,8 +12,8 @@ from tercet.aio import TaskSet
 from tercet.fleet import EngineFleet, FleetView, Member, Trace
 from tercet.protocol import EngineUnreachable, Request, Revision
 from tercet.router.observe.metrics import CopyOutcome, WriteBehindMetrics
-from tercet.router.serve import write_behind
-from tercet.router.serve.write_behind import WriteBehind
+from tercet.router.serve import context_copies
+from tercet.router.serve.context_copies import WriteBehind
 from tests.longest_wait import until
 from tests.unit.fakes import BLOCK, LAYOUT, FakeEngine
 from tests.unit.supervision import Works, with_an_error_at_each_await
@@ -111,7 +111,7 @@ async def test_short_prompts_draining_engines_and_other_weights_are_left_alone(c
 async def test_a_store_that_says_nothing_costs_copies_and_no_request(
     copied: Copies, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(write_behind, "MOST_WAITING", 2)
+    monkeypatch.setattr(context_copies, "MOST_WAITING", 2)
     copied.store.pause.clear()
     for _ in range(6):
         assert len(await copied.serve()) == 3
@@ -122,7 +122,7 @@ async def test_a_store_that_says_nothing_costs_copies_and_no_request(
 
 
 async def test_a_copy_has_a_deadline_and_a_failure_is_counted(copied: Copies, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(write_behind, "COPY_SECONDS", 0.01)
+    monkeypatch.setattr(context_copies, "COPY_SECONDS", 0.01)
     copied.store.pause.clear()
     await copied.serve()
     await until(lambda: copied.metrics.outcomes["failed"] == 1)
@@ -153,4 +153,4 @@ async def test_copies_go_on_after_an_error() -> None:
         finally:
             await tasks.close()
 
-    await with_an_error_at_each_await("router/serve/write_behind.py:WriteBehind.run", started)
+    await with_an_error_at_each_await("router/serve/context_copies.py:WriteBehind.run", started)

@@ -17,7 +17,6 @@ So every file has one writer, and several router processes may share the directo
 
 from __future__ import annotations
 
-import fcntl
 import logging
 import re
 import secrets
@@ -27,12 +26,13 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, BinaryIO, Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
 import msgspec
 
 from tercet.aio.files import read_whole, write_whole
 from tercet.protocol import BadRequest, Conflict, RequestTooLarge, UnknownPath
+from tercet.router.state.state_store import FileTurn
 
 logger = logging.getLogger("tercet.router")
 T = TypeVar("T")
@@ -144,7 +144,7 @@ class Batch(msgspec.Struct, frozen=True):
 
 
 class BatchFiles:
-    """The directory of files and batches; contents take at most ``most_bytes``.
+    """The directory of files and batches; contents take at most ``most_bytes``. Who holds its ``turn`` runs batches.
 
     Raises ``OSError`` if the directory cannot be made or written.
     """
@@ -155,12 +155,11 @@ class BatchFiles:
         self._most_bytes, self.clock = most_bytes, clock
         for each in (self._files, self._batches):
             each.mkdir(parents=True, exist_ok=True, mode=0o700)
+        self.turn = FileTurn(self._directory / "lock")
 
     # ---- files ---------------------------------------------------------------------------------------------------
 
-    def add_file(
-        self, owner: str, filename: str, content: bytes, purpose: Literal["batch", "batch_output"] = "batch"
-    ) -> FileRecord:
+    def add_file(self, owner: str, filename: str, content: bytes) -> FileRecord:
         """Keep a file. Raise :class:`~tercet.protocol.RequestTooLarge` if the storage has no room for it."""
         if self.without_room([owner], len(content)):
             raise RequestTooLarge(
@@ -170,7 +169,7 @@ class BatchFiles:
             )
         file_id = f"file-{secrets.token_hex(16)}"
         write_whole(self._files / file_id, content)
-        return self._recorded(file_id, owner, filename, len(content), purpose)
+        return self._recorded(file_id, owner, filename, len(content), "batch")
 
     def adopt_file(self, owner: str, filename: str, path: Path) -> FileRecord:
         """Keep the results that were written to ``path``, which is on the same file system."""
@@ -299,19 +298,6 @@ class BatchFiles:
         return self.batch(owner, batch_id)
 
     # ---- for the process that runs batches -----------------------------------------------------------------------
-
-    def lock(self) -> BinaryIO | None:
-        """Return the lock of this directory, which lasts until it is closed; None while another process has it."""
-        file = (self._directory / "lock").open("wb")
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            file.close()
-            return None
-        except BaseException:
-            file.close()
-            raise
-        return file
 
     def write_state(self, batch_id: str, state: BatchState) -> None:
         write_whole(self._batches / batch_id / "state.json", msgspec.json.encode(state))

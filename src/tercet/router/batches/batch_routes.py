@@ -79,11 +79,11 @@ class Batches:
             ) from error
         self._gaps, self._service, self._shutdown = Gaps(settings.running, most_step_s), service, shutdown
         self._installed: asyncio.Future[BatchRunner] = asyncio.get_running_loop().create_future()
-        self._keys = BearerKeys(())
+        self.keys = BearerKeys(())
 
     def install(self, app: FastAPI, gate: Gate, keys: BearerKeys) -> None:
         """Add the routes to ``app``, which also serves the requests of batches, behind the clients at ``gate``."""
-        app.state.tercet_batches, self._keys = self, keys
+        app.state.tercet_batches, self.keys = self, keys
         app.router.routes[:0] = routes.routes
         fleet, metrics = self._service.fleet, self._service.metrics
         runner = BatchRunner(self.files, app, gate, fleet, metrics, self._gaps, lambda: self._shutdown.has_begun)
@@ -93,21 +93,17 @@ class Batches:
         """Run batches until the router shuts down."""
         await (await asyncio.shield(self._installed)).run()
 
-    def owner_of(self, request: Request) -> str:
-        """Return the client of a request: a digest of its key; empty on a router without keys."""
-        if not self._keys:
-            return ""
-        shown = request.headers.get("authorization", "").partition(" ")[2].strip()
-        return hashlib.sha256(shown.encode()).hexdigest()[:32]
-
 
 routes = APIRouter(tags=["batches"], route_class=TercetRoute)
 
 
 def _files_of(request: Request) -> tuple[BatchFiles, str]:
-    """Return the files, and the client of a request."""
+    """Return the files, and the client of a request: a digest of its key; empty on a router without keys."""
     batches: Batches = request.app.state.tercet_batches
-    return batches.files, batches.owner_of(request)
+    if not batches.keys:
+        return batches.files, ""
+    shown = request.headers.get("authorization", "").partition(" ")[2].strip()
+    return batches.files, hashlib.sha256(shown.encode()).hexdigest()[:32]
 
 
 # ---- files -----------------------------------------------------------------------------------------------------------

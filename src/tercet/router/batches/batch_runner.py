@@ -104,7 +104,7 @@ class BatchRunner:
 
     async def run(self) -> None:
         """Run batches until cancelled, or until the router shuts down. Requests that run then are run again later."""
-        while (lock := await asyncio.to_thread(self._files.lock)) is None:  # noqa: ASYNC110 - other processes hold it
+        while not await asyncio.to_thread(self._files.turn.take):  # noqa: ASYNC110 - other processes hold it
             await asyncio.sleep(FOLLOW_S)
         self._is_over = False
         now = asyncio.get_running_loop().time
@@ -130,7 +130,7 @@ class BatchRunner:
             self._batches.clear()
             self._checking.clear()
             self._measure()
-            lock.close()
+            self._files.turn.release()
 
     # ---- batches -------------------------------------------------------------------------------------------------
 

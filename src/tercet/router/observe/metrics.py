@@ -200,7 +200,7 @@ class Metrics:
             "tercet_pooling_server_up", "1 if the server of a pooling model answers, 0 if not.", ["server"],
             multiprocess_mode="livemin",
         )  # fmt: skip
-        self._flips = counter("tercet_role_flips", "Engines whose role the router changed by itself.", ["role"])
+        self.flips = counter("tercet_role_flips", "Engines whose role the router changed by itself.", ["role"])
         self._pressure = gauge(
             "tercet_role_pressure", "Pressure of a role, if roles follow the load; 1 is the objective's limit.",
             ["role"], multiprocess_mode="livemostrecent",
@@ -246,9 +246,6 @@ class Metrics:
 
     def objectives(self, of_class: str, met: bool) -> None:
         self._objectives.labels(of_class, "met" if met else "missed").inc()
-
-    def flipped(self, role: str, engines: int) -> None:
-        self._flips.labels(role).inc(engines)
 
     def pressures(self, prefill: float, decode: float) -> None:
         self._pressure.labels("prefill").set(prefill)

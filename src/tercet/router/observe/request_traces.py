@@ -438,14 +438,9 @@ class SharedTraces:
 
     async def frames_of(self, name: str) -> AsyncGenerator[bytes]:
         """Yield the frames of another process, one per line, until it ends; raise ``OSError`` or ``ValueError``."""
-        reader, writer = await _connected(name)
-        try:
-            _require_own(writer)
-            writer.write(msgspec.json.encode(TraceQuestion(watch=True)) + b"\n")
-            while line := await reader.readline():
+        async with _asked(name, TraceQuestion(watch=True)) as answer:
+            while line := await answer.readline():
                 yield line
-        finally:
-            writer.close()
 
     async def histories(self, decoder: msgspec.json.Decoder[list[T]]) -> list[list[T]]:
         """Return the past points of the other processes, decoded; an empty list for one that does not answer."""
@@ -458,14 +453,8 @@ class SharedTraces:
 
     async def _ask(self, name: str, question: TraceQuestion, decoder: msgspec.json.Decoder[list[T]]) -> list[T]:
         try:
-            async with asyncio.timeout(ANSWER_SECONDS):
-                reader, writer = await _connected(name)
-                try:
-                    _require_own(writer)
-                    writer.write(msgspec.json.encode(question) + b"\n")
-                    return decoder.decode(await reader.readline())
-                finally:
-                    writer.close()
+            async with asyncio.timeout(ANSWER_SECONDS), _asked(name, question) as answer:
+                return decoder.decode(await answer.readline())
         except (OSError, ValueError, TimeoutError, *UNREADABLE) as error:
             logger.warning("traces: another router process does not answer: %s", error or type(error).__name__)
             return []
@@ -499,8 +488,9 @@ class SharedTraces:
             writer.close()
 
 
-async def _connected(name: str) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-    """Return a connection to another process; raise ``OSError``.
+@asynccontextmanager
+async def _asked(name: str, question: TraceQuestion) -> AsyncGenerator[asyncio.StreamReader]:
+    """Ask another process, and yield the reader of its answer; raise ``OSError``.
 
     uvloop, on which routers run, cannot connect to abstract names, but accepts a connected socket.
     """
@@ -508,10 +498,16 @@ async def _connected(name: str) -> tuple[asyncio.StreamReader, asyncio.StreamWri
     try:
         sock.setblocking(False)
         sock.connect(_address(name))  # a local connection succeeds or fails at once
-        return await asyncio.open_unix_connection(sock=sock, limit=LONGEST_ANSWER)
+        reader, writer = await asyncio.open_unix_connection(sock=sock, limit=LONGEST_ANSWER)
     except BaseException:
         sock.close()
         raise
+    try:
+        _require_own(writer)
+        writer.write(msgspec.json.encode(question) + b"\n")
+        yield reader
+    finally:
+        writer.close()
 
 
 def _address(name: str) -> str:

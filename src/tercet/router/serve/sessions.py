@@ -16,7 +16,7 @@ import msgspec
 from tercet.aio import TaskSet, keep_running
 from tercet.aio.files import FileThread, read_whole, write_whole
 from tercet.decisions.sessions import Action, Context, EngineSeen, Keep, MoveContext, Pause, SessionTable, session_named
-from tercet.fleet import EngineFleet, FleetView, Member, RunningSequence, Trace
+from tercet.fleet import EngineFleet, FleetView, RunningSequence, Trace
 from tercet.logs import SESSION_MOVE
 from tercet.programs import migrate_context
 from tercet.protocol import Request, Role, TercetError
@@ -48,17 +48,14 @@ class LiveEngines(Mapping[str, EngineSeen]):
         self._fleet = fleet
         self._members = {member.name: member for member in fleet.members if not member.is_store}
 
-    def __getitem__(self, name: str) -> EngineSeen:
-        return self._seen(self._members[name])
-
     def __iter__(self) -> Iterator[str]:
         return iter(self._members)
 
     def __len__(self) -> int:
         return len(self._members)
 
-    def _seen(self, member: Member) -> EngineSeen:
-        last = self._fleet.knowledge.loads.last(member.name)
+    def __getitem__(self, name: str) -> EngineSeen:
+        member, last = self._members[name], self._fleet.knowledge.loads.last(name)
         load = None if last is None else last[0]
         return EngineSeen(
             member.name, member.is_open and member.reachable, member.can("decode"), member.leaving, member.kv_tokens,

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
-from typing import Any, cast
+from typing import Any
 
 from tercet import logs
 from tercet.fleet import EngineFleet, Member
@@ -35,20 +35,13 @@ async def load_everywhere(fleet: EngineFleet, membership: Membership, name: str,
     ``path``, and :class:`~tercet.protocol.EngineUnreachable` if there is no such engine. After a failure the adapter is
     unloaded from the engines that did not have it before.
     """
-    takers = _takers(fleet)
-    new = [member for member in takers if name not in member.adapters]
-    found = await asyncio.gather(*(_load(member, name, path) for member in takers), return_exceptions=True)
-    loaded = [member for member, each in zip(takers, found, strict=True) if not isinstance(each, BaseException)]
-    try:
-        failed = _failure(takers, found, path)
-        # All or none: an engine that had the adapter before keeps it, since requests may use it there.
-        if failed is not None:
-            undone = [member for member in new if member in loaded]
-            await asyncio.gather(*(_unload(member, name) for member in undone), return_exceptions=True)
-            raise failed
-        return cast(AdapterReport, found[0])
-    finally:
-        await membership.ask(takers)
+    had = {member.name for member in fleet.members if name in member.adapters}
+
+    async def undo(member: Member) -> None:
+        if member.name not in had:  # requests may use it on an engine that had it before
+            await _unload(member, name)
+
+    return await _everywhere(fleet, membership, path, lambda member: _load(member, name, path), undo)
 
 
 async def replace_everywhere(
@@ -60,15 +53,35 @@ async def replace_everywhere(
     on any engine. After a failure, engines that replaced it load ``before`` again; an engine that cannot, because the
     files are gone, is left without the adapter.
     """
-    takers = _takers(fleet)
-    found = await asyncio.gather(*(_replace(member, before.name, path) for member in takers), return_exceptions=True)
-    replaced = [member for member, each in zip(takers, found, strict=True) if not isinstance(each, BaseException)]
+
+    async def undo(member: Member) -> None:
+        with suppress(TercetError):
+            if (await _replace(member, before.name, before.path)).digest == before.digest:
+                return
+        await _unload(member, before.name)
+
+    return await _everywhere(fleet, membership, path, lambda member: _replace(member, before.name, path), undo)
+
+
+async def _everywhere(
+    fleet: EngineFleet, membership: Membership, path: str, change: Callable[[Member], Awaitable[AdapterReport]],
+    undo: Callable[[Member], Awaitable[None]],
+) -> AdapterReport:  # fmt: skip
+    """Make a change on all engines that take adapters, or on none; return the report, which is the same on all."""
+    takers = [member for member in fleet.members if _takes(member)]
+    if not takers:
+        raise EngineUnreachable("adapter: no engine that answers takes adapters; start engines with --enable-lora")
+    found = await asyncio.gather(*map(change, takers), return_exceptions=True)
+    changed = [(member, each) for member, each in zip(takers, found, strict=True) if isinstance(each, AdapterReport)]
     try:
-        failed = _failure(takers, found, path)
+        failed = next((each for each in found if isinstance(each, BaseException)), None)
+        if failed is None and len({each.digest for _, each in changed}) > 1:
+            said = ", ".join(f"{member.name} {each.digest}" for member, each in changed)
+            failed = Conflict(f"path: the files at {path} are not the same on all engines: {said}", "path")
         if failed is not None:
-            await asyncio.gather(*(_return(member, before) for member in replaced), return_exceptions=True)
+            await asyncio.gather(*(undo(member) for member, _ in changed), return_exceptions=True)
             raise failed
-        return cast(AdapterReport, found[0])
+        return changed[0][1]
     finally:
         await membership.ask(takers)
 
@@ -130,25 +143,6 @@ class AdapterLoader:
         self._refused[key] = reason, time.monotonic()
 
 
-def _takers(fleet: EngineFleet) -> list[Member]:
-    takers = [member for member in fleet.members if _takes(member)]
-    if not takers:
-        raise EngineUnreachable("adapter: no engine that answers takes adapters; start engines with --enable-lora")
-    return takers
-
-
-def _failure(
-    takers: Sequence[Member], found: Sequence[AdapterReport | BaseException], path: str
-) -> BaseException | None:  # fmt: skip
-    """Return the reason why engines do not all have the same adapter now; None if they have it."""
-    failed = next((each for each in found if isinstance(each, BaseException)), None)
-    digests = [each.digest for each in found if isinstance(each, AdapterReport)]
-    if failed is None and len({*digests}) > 1:
-        said = ", ".join(f"{member.name} {digest}" for member, digest in zip(takers, digests, strict=True))
-        failed = Conflict(f"path: the files at {path} are not the same on all engines: {said}", "path")
-    return failed
-
-
 def _takes(member: Member) -> bool:
     return member.reachable and member.max_adapters > 0
 
@@ -161,14 +155,6 @@ async def _load(member: Member, name: str, path: str) -> AdapterReport:
 async def _replace(member: Member, name: str, path: str) -> AdapterReport:
     async with _in_time(member, name):
         return await _of(member).replace_adapter(name, path)
-
-
-async def _return(member: Member, before: AdapterReport) -> None:
-    """Restore the adapter ``before`` on an engine that replaced it; unload it if the old contents are gone."""
-    with suppress(TercetError):
-        if (await _replace(member, before.name, before.path)).digest == before.digest:
-            return
-    await _unload(member, before.name)
 
 
 @asynccontextmanager

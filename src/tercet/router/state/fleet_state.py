@@ -22,7 +22,7 @@ from tercet.protocol import BadRequest, Conflict, EngineError, MemberRole, Role,
 from tercet.protocol.names import require_adapter_name, require_text
 from tercet.protocol.wire import UNREADABLE
 from tercet.router.serve.routing import Plan
-from tercet.router.state.state_store import LOCK_SECONDS, RETRY_DELAY_S, FileStore, SharedTurn, StateStore, Stored
+from tercet.router.state.state_store import LOCK_SECONDS, RETRY_DELAY_S, FileStore, StateStore, Stored
 from tercet.settings import EngineAddress, RouterConfig
 
 logger = logging.getLogger("tercet.router")
@@ -267,26 +267,19 @@ class StateFile:
 
     def __init__(self, path: Path, store: StateStore | None = None) -> None:
         self.path = path
-        self._store = FileStore(path) if store is None else store
+        self.store = FileStore(path) if store is None else store
         self._left_out: Sequence[LeftOut] = ()  # those that the log has named
 
     @property
     def name(self) -> str:
-        return self._store.name
-
-    def stamp(self) -> object:
-        return self._store.stamp()
-
-    def turn(self, what: str) -> SharedTurn:
-        """Return a lock for one task of all processes; see :meth:`~tercet.router.state.state_store.StateStore.turn`."""
-        return self._store.turn(what)
+        return self.store.name
 
     def read(self, known: FleetState | None = None) -> FleetState | None:
         """Return the state, or None; raise :class:`~tercet.protocol.BadRequest` for invalid content.
 
         If the stored programs cannot be used, those before them or those of ``known`` are.
         """
-        return self._understood(self._store.load(), known).state
+        return self._understood(self.store.load(), known).state
 
     def _understood(self, stored: Stored, known: FleetState | None) -> _Read:
         if stored.content is None:
@@ -321,7 +314,7 @@ class StateFile:
         """
         deadline = time.monotonic() + LOCK_SECONDS
         while time.monotonic() < deadline:
-            stored = self._store.load()
+            stored = self.store.load()
             found = self._understood(stored, otherwise)
             before = otherwise if found.state is None else found.state
             after = change(before)
@@ -349,7 +342,7 @@ class StateFile:
                 raise BadRequest(f"state: would have {len(written)} bytes, and may have {MOST_BYTES}", "state")
             # What was read may be out of date by now: the store then writes nothing, and the change begins again from
             # the newer state. The pause differs by process, so that two of them do not collide each time.
-            if self._store.store(written, stored.mark):
+            if self.store.store(written, stored.mark):
                 return as_read
             time.sleep(random.uniform(0, RETRY_DELAY_S))
         raise EngineError(f"state: other processes kept changing {self.name} for {LOCK_SECONDS:.0f} s; retry later")

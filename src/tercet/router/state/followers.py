@@ -21,7 +21,7 @@ import msgspec
 from tercet import logs
 from tercet.aio.files import read_whole, write_whole
 from tercet.decisions.migration import CountedMove
-from tercet.fleet.policy_views import prefill_line
+from tercet.fleet.policy_views import PrefillLine, prefill_line
 from tercet.protocol import EngineError, TercetError
 from tercet.protocol.wire import UNREADABLE
 from tercet.router.serve.service import POLL_INTERVAL_S
@@ -49,13 +49,6 @@ class EngineReport(msgspec.Struct, frozen=True):
     busy_s: float = 0.0
 
 
-# Three files for each process, in a folder next to the state:
-#
-#   NAME.alive   held with a lock as long as the process lives; the kernel releases it, also after SIGKILL
-#   NAME.json    its report, written as a whole when it changes
-#   NAME.moves   the moves that it has under way, which count for the limits of all
-#
-# Who finds an `.alive` file without a lock removes the three, so a process that was killed leaves nothing behind.
 class FollowerReport(msgspec.Struct, frozen=True):
     """The report of one process."""
 
@@ -72,6 +65,13 @@ class FollowerReport(msgspec.Struct, frozen=True):
     attained: dict[str, tuple[int, int]] = {}
 
 
+# Three files for each process, in a folder next to the state:
+#
+#   NAME.alive   held with a lock as long as the process lives; the kernel releases it, also after SIGKILL
+#   NAME.json    its report, written as a whole when it changes
+#   NAME.moves   the moves that it has under way, which count for the limits of all
+#
+# Who finds an `.alive` file without a lock removes the three, so a process that was killed leaves nothing behind.
 class Followers:
     """The processes that follow the state at ``path``, this one included; the caller closes it.
 
@@ -159,7 +159,7 @@ class Followers:
         if self._is_stuck():
             return self._known.get(suffix, [])
         files = (self._directory / (name + suffix) for name in self._living() if name != self.name)
-        found = (_read(file, kind) for file in files)
+        found = (read_record(file, kind) for file in files)
         known = self._known[suffix] = [each for each in found if each is not None]
         return known
 
@@ -192,7 +192,8 @@ def _is_held(file: Path) -> bool:
     return False
 
 
-def _read(file: Path, kind: type[T]) -> T | None:
+def read_record(file: Path, kind: type[T]) -> T | None:
+    """Return the record in a file; None if it cannot be read."""
     with suppress(OSError, *UNREADABLE):
         return msgspec.json.decode(read_whole(file), type=kind)
     return None
@@ -230,6 +231,10 @@ class ProcessReports:
                     waiting, busy = own.waiting_s + other.waiting_s, own.busy_s + other.busy_s
                     found[name] = EngineReport(own.in_flight + other.in_flight, reachable, waiting, busy)
         return found
+
+    def lines(self) -> dict[str, PrefillLine]:
+        """Return the prefills of all processes, by engine."""
+        return {name: PrefillLine(each.waiting_s, each.busy_s) for name, each in self.engines().items()}
 
     def attainment(self) -> dict[str, tuple[int, int]]:
         """Return, by class, the requests that ended in all processes, and how many of them met its objectives."""

@@ -34,7 +34,7 @@ async def join(state: SharedState, name: str, call: JoinCall) -> Joined:
     if after is not state.state:
         known = {each.address.name for each in state.state.members}
         if name not in known:
-            await state.check(address)
+            await state.membership.check(address)
         # Applied again to the newest state, since another process may have changed it during the check.
         await state.change(
             lambda now: now.with_joined(address, call.uid, withheld), LEAVING if call.leaving else "it has joined"

@@ -9,6 +9,7 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -142,31 +143,21 @@ async def reload_on_change(shared: SharedState, every: float = EVERY_SECONDS) ->
     programs, plugins = FileWatch(), FileWatch()
     programs.changed(files_of(service.wanted))
     plugins.changed(fleet.scheduling.files)
+
+    async def use(files: Sequence[Path], using: Callable[..., Awaitable[object]]) -> None:
+        names = ", ".join(map(str, files))
+        try:
+            await using(reason=f"{names} has changed")
+        except TercetError as error:
+            if shared.tells:
+                RELOAD_REFUSED.tell(file=names, code=error.code, reason=error.message)
+
     while True:
         # Other workers see the same change of a file; the state of before makes only the first worker's change count.
         before = shared.state
         await asyncio.sleep(every)
         if files := programs.changed(files_of(service.wanted)):
-            used = shared.use_program(service.wanted, _reason(files), before.program.number)
-            await _use(files, used, shared.tells)
-        if before.scheduling is not None and (files := plugins.changed(fleet.scheduling.files)):
-            in_use = before.scheduling
-            await _use(
-                files, shared.use_scheduling(in_use.file, _reason(files), in_use.number, in_use.content), shared.tells
-            )
-
-
-async def _use(files: Sequence[Path], using: Awaitable[object], tells: bool) -> None:
-    try:
-        await using
-    except TercetError as error:
-        if tells:
-            RELOAD_REFUSED.tell(file=_names(files), code=error.code, reason=error.message)
-
-
-def _reason(files: Sequence[Path]) -> str:
-    return f"{_names(files)} has changed"
-
-
-def _names(files: Sequence[Path]) -> str:
-    return ", ".join(map(str, files))
+            await use(files, partial(shared.use_program, service.wanted, unless_after=before.program.number))
+        if (in_use := before.scheduling) is not None and (files := plugins.changed(fleet.scheduling.files)):
+            again = partial(shared.use_scheduling, in_use.file, unless_after=in_use.number, content=in_use.content)
+            await use(files, again)

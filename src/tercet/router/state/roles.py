@@ -18,14 +18,14 @@ from pathlib import Path
 import msgspec
 
 from tercet.aio import Failures, keep_running, repeat
-from tercet.aio.files import FileThread, read_whole, write_whole
+from tercet.aio.files import FileThread, write_whole
 from tercet.decisions.planning import FleetPlan, Observed, PlanLimits
 from tercet.decisions.roles import WINDOW_S, RoleController, RoleEffects, RoleFlip
 from tercet.fleet import EngineFleet
 from tercet.fleet.policy_views import PrefillLine, SeenRequests, observed_engines
 from tercet.protocol import EngineError, TercetError
-from tercet.protocol.wire import UNREADABLE
 from tercet.router.state.fleet_state import FleetState
+from tercet.router.state.followers import read_record
 from tercet.router.state.shared_state import SharedState
 from tercet.router.state.state_store import name_of_this_process
 from tercet.settings import RescheduleSettings
@@ -176,8 +176,8 @@ class RoleKeeper:
         while True:
             await self._turn()
             roles = FleetRoles(
-                self._shared.service.fleet, self._objectives, self._flip, self._seen, self._lines,
-                self._shared.reports.processes,
+                self._shared.service.fleet, self._objectives, self._flip, self._seen,
+                self._shared.reports.lines, self._shared.reports.processes,
             )  # fmt: skip
             while await self._has_turn():
                 await self._look(roles)
@@ -227,16 +227,12 @@ class RoleKeeper:
         if found is not None and found.pressures is not None:
             metrics.pressures(*found.pressures)
         if found is not None and found.flip is not None and roles.engines_changed > before:
-            metrics.flipped(found.flip.role, roles.engines_changed - before)
-
-    def _lines(self) -> dict[str, PrefillLine]:
-        """Return the prefills of all processes that share the fleet, by engine."""
-        return {name: PrefillLine(each.waiting_s, each.busy_s) for name, each in self._shared.reports.engines().items()}
+            metrics.flips.labels(found.flip.role).inc(roles.engines_changed - before)
 
     async def decision(self) -> RoleDecision | None:
         """Return the last decision of the deciding process; None before the first, and if the files do not answer."""
         with suppress(TimeoutError):
-            return await self._files.run(read_decision, self._said)
+            return await self._files.run(read_record, self._said, RoleDecision)
         return None
 
     async def _flip(self, flip: RoleFlip) -> bool:
@@ -269,11 +265,3 @@ class RoleKeeper:
             ),
         )
         write_whole(self._said, msgspec.json.encode(said))
-
-
-def read_decision(path: Path) -> RoleDecision | None:
-    """Return the decision in a file; None if it cannot be read."""
-    try:
-        return msgspec.json.decode(read_whole(path), type=RoleDecision)
-    except (OSError, *UNREADABLE):
-        return None

@@ -18,20 +18,18 @@ import msgspec
 
 from tercet import logs
 from tercet.aio import TaskSet
-from tercet.aio.files import BOUND_SECONDS, FileThread, read_whole, write_whole
+from tercet.aio.files import BOUND_SECONDS, FileThread, write_whole
 from tercet.decisions.planning import PlannerReport
-from tercet.fleet import EngineFleet
 from tercet.fleet.members import Change, member_changes
 from tercet.fleet.membership import Membership, ServedModel
 from tercet.protocol import AdapterReport, BadRequest, EngineError, EngineUnreachable, TercetError, UnknownAdapter
-from tercet.protocol.wire import UNREADABLE
 from tercet.router.observe.request_traces import RequestTraces, SharedTraces
 from tercet.router.serve.routing import Plan, load_anywhere
 from tercet.router.serve.service import POLL_INTERVAL_S, LoadArm, Service
 from tercet.router.serve.shutdown import Shutdown
 from tercet.router.state.fleet_adapters import load_everywhere, replace_everywhere, unload_everywhere
 from tercet.router.state.fleet_state import AdapterState, FleetState, MadeChange, StateFile
-from tercet.router.state.followers import FollowerReport, Followers, ProcessReports
+from tercet.router.state.followers import FollowerReport, Followers, ProcessReports, read_record
 from tercet.router.state.loaded_code import (
     LoadedCode,
     LoadScheduling,
@@ -63,9 +61,8 @@ class PlannerReports:
 
     async def newest(self) -> PlannerReport | None:
         """Return the last report; None if no planner has reported or the file cannot be read."""
-        with suppress(OSError, *UNREADABLE):
-            content = await self._files.run(read_whole, self._path)
-            return msgspec.json.decode(content, type=PlannerReport)
+        with suppress(TimeoutError):
+            return await self._files.run(read_record, self._path, PlannerReport)
         return None
 
 
@@ -156,7 +153,7 @@ class SharedState:
         self.tells = tells
         self._file = StateFile(path, store)
         self._fleet = service.fleet
-        self._membership = membership
+        self.membership = membership
         self._metrics = service.metrics
         self._files = FileThread()
         # A change may wait for other processes' changes, so a long wait does not mean that the file system hangs.
@@ -169,7 +166,7 @@ class SharedState:
         self.reports = ProcessReports(self, self._followers, shutdown or Shutdown(timeout_s=0))
         service.moves.under_way.shared = self._followers
         self._turn = asyncio.Lock()
-        self.adapters = AdapterChanges(self, self._fleet, membership)
+        self.adapters = AdapterChanges(self)
         self._stamp: object = None
         self._silence = ""  # the error while the file system hangs; the state is read again once it answers
         self.role_keeper: RoleKeeper | None = None  # set if roles follow the load
@@ -180,7 +177,7 @@ class SharedState:
 
     def turn(self, what: str) -> SharedTurn:
         """Return the lock for the task ``what``; one of the processes that share the state holds it."""
-        return self._file.turn(what)
+        return self._file.store.turn(what)
 
     def close(self) -> None:
         self._applying.cancel()
@@ -196,7 +193,7 @@ class SharedState:
         named = tuple(each for each in self.state.members if not each.uid or each.joined)
         if (named, self.state.program.plan) != (first.members, first.program.plan):
             logger.warning("state: using the engines and programs of %s, not those of this command", self._file.name)
-        self._stamp = await self.filed(self._file.stamp)
+        self._stamp = await self.filed(self._file.store.stamp)
         await self._apply(self.state, LoadedCode(), from_scratch=True)
 
     async def until_ready(self, promised: Callable[[], Awaitable[ServedModel]] | None = None) -> ServedModel:
@@ -205,12 +202,12 @@ class SharedState:
         ``promised`` waits for the engines' promise; None waits for all members.
         """
         if self.state.promise is None:
-            promise = await (promised or self._membership.until_ready)()
+            promise = await (promised or self.membership.until_ready)()
             await self._update(lambda state: state.with_promise(promise))
             await self._catch_up(LoadedCode())
         else:
-            self._membership.served_model = self.state.promise
-            await self._membership.look()
+            self.membership.served_model = self.state.promise
+            await self.membership.look()
         if self.state.promise is None:
             raise BadRequest(f"state: {self._file.name} has no promise", "state")
         return self.state.promise
@@ -255,7 +252,7 @@ class SharedState:
 
         It is one call, because each wakes two threads.
         """
-        stamp, unwritten = self._file.stamp(), self.reports.write(report)
+        stamp, unwritten = self._file.store.stamp(), self.reports.write(report)
         return stamp, unwritten, self._followers.is_alone()
 
     async def _catch_up(self, loaded: LoadedCode) -> None:
@@ -268,7 +265,7 @@ class SharedState:
         async with self._turn:
             found = self.found
             try:
-                self._stamp = await self.filed(self._file.stamp)
+                self._stamp = await self.filed(self._file.store.stamp)
                 state = await self.filed(self._file.read, found)
                 # The file was removed, or an older one was put in its place: what the fleet runs on is written again.
                 if state is None or state is not state.following(found):  # write it again, since versions only grow
@@ -315,11 +312,11 @@ class SharedState:
             self._fleet.scheduling = loaded.scheduling[state.scheduling.number]
         if not from_scratch and self.state.promise is not None and state.promise != self.state.promise:
             self.service.break_off(EngineUnreachable(REPLACED))
-            self._membership.served_model = state.promise
+            self.membership.served_model = state.promise
         await self._apply_members(state, from_scratch)
         self._fleet.adapters.declared = [AdapterReport(each.name, each.path, each.digest) for each in state.adapters]
         if not from_scratch and state.adapters != self.state.adapters:
-            await self._membership.ask(self._fleet.members)
+            await self.membership.ask(self._fleet.members)
         if self.tells:
             for (event, fields, _), reason in changes_with_reasons(self.state, state, f"found in {self._file.name}"):
                 event.tell(**fields, reason=reason)
@@ -330,11 +327,11 @@ class SharedState:
     async def _apply_members(self, state: FleetState, from_scratch: bool) -> None:
         # A member that joins later is not picked before it has answered the look below. At the start the members
         # count as reachable until the caller, who waits for them, has looked.
-        for member in await self._membership.become(state.members):
+        for member in await self.membership.become(state.members):
             member.reachable = from_scratch
         away = [member for member in self._fleet.members if not member.reachable]
         if away and not from_scratch:
-            await self._membership.look(members=away)
+            await self.membership.look(members=away)
 
     # ---- changing --------------------------------------------------------------------------------------------
 
@@ -378,14 +375,10 @@ class SharedState:
 
         return await self.change(change, reason, loaded)
 
-    async def check(self, address: EngineAddress) -> None:
-        """Raise :class:`~tercet.protocol.TercetError` for an engine that does not answer or does not fit."""
-        await self._membership.check(address)
-
     async def add(self, address: EngineAddress, reason: str = ASKED) -> Sequence[str]:
         """Add an engine after it has answered and been checked."""
         self.state.with_member(address)
-        await self.check(address)
+        await self.membership.check(address)
         return await self.change(lambda state: state.with_member(address), reason)
 
     async def change(
@@ -404,10 +397,8 @@ class AdapterChanges:
     Each method returns a text for each process that has not applied the change.
     """
 
-    def __init__(self, shared: SharedState, fleet: EngineFleet, membership: Membership) -> None:
-        self._shared = shared
-        self._fleet = fleet
-        self._membership = membership
+    def __init__(self, shared: SharedState) -> None:
+        self._shared, self._fleet, self._membership = shared, shared.service.fleet, shared.membership
         self._turn = asyncio.Lock()
 
     async def load(self, name: str, path: str, reason: str = ASKED) -> Sequence[str]:

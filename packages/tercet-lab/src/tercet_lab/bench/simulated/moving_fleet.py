@@ -28,10 +28,10 @@ from tercet.protocol import BadRequest, EngineLoad, LayoutMismatch, Request
 from tercet.protocol.addresses import Revision
 from tercet.protocol.names import STORE
 from tercet.router.observe.metrics import CopyOutcome, Metrics, SessionMetrics, WriteBehindMetrics
+from tercet.router.serve.context_copies import WriteBehind
 from tercet.router.serve.moves import MoveRecord, Rescheduler
 from tercet.router.serve.service import Service
 from tercet.router.serve.sessions import MoveEnd, PinEnd, Ran, Sessions
-from tercet.router.serve.write_behind import WriteBehind
 from tercet.router.state.roles import INTERVAL_S, FleetRoles, seen_for_roles, with_roles_followed
 from tercet.settings import MoveSettings, RescheduleSettings, RetryBudget, RouterSettings, Settings
 from tercet.settings.declaration import Setting
