@@ -129,7 +129,7 @@ RETRY_DELAY_S = 1.0
 # Number of consecutive replacements that may end before they serve; then the supervisor gives up.
 MOST_FAILURES = 5
 NOT_ACCEPTING = (2**31 - 1).to_bytes(LOAD_BYTES, sys.byteorder)
-WORKER = "from tercet.router.workers import main; main()"
+COMMAND = "from tercet.router.workers import main; main()"
 
 
 def supervise(config: RouterConfig) -> int:
@@ -305,7 +305,7 @@ class Place:
         # The settings may have keys: they go through a pipe, since other users of the machine can read command lines.
         env = {**os.environ, METRICS_VARIABLE: str(self.metrics)}
         process = await asyncio.create_subprocess_exec(
-            sys.executable, "-c", WORKER, pass_fds=fds, env=env, stdin=asyncio.subprocess.PIPE
+            sys.executable, "-c", COMMAND, pass_fds=fds, env=env, stdin=asyncio.subprocess.PIPE
         )
         if process.stdin is not None:
             process.stdin.write(content)
