@@ -232,7 +232,7 @@ class RoleKeeper:
     async def decision(self) -> RoleDecision | None:
         """Return the last decision of the deciding process; None before the first, and if the files do not answer."""
         with suppress(TimeoutError):
-            return await self._files.run(read_record, self._said, RoleDecision)
+            return await self._files.run(lambda: read_record(self._said, RoleDecision))
         return None
 
     async def _flip(self, flip: RoleFlip) -> bool:

@@ -62,7 +62,7 @@ class PlannerReports:
     async def newest(self) -> PlannerReport | None:
         """Return the last report; None if no planner has reported or the file cannot be read."""
         with suppress(TimeoutError):
-            return await self._files.run(read_record, self._path, PlannerReport)
+            return await self._files.run(lambda: read_record(self._path, PlannerReport))
         return None
 
 
