@@ -16,8 +16,18 @@ import pytest
 from tercet.fleet.admission import ClientLeft
 from tercet.protocol import BadRequest, Saturated
 from tercet.router import request_bodies
-from tercet.router.request_bodies import LONG_BYTES, LONG_ITEMS, BodiesHeld, BodyTurn, LongBodies, is_long, is_short
-from tercet.router.request_bodies import require_few_items, require_readable, require_small_structures
+from tercet.router.request_bodies import (
+    LONG_BYTES,
+    LONG_ITEMS,
+    BodiesHeld,
+    BodyTurn,
+    LongBodies,
+    is_long,
+    is_short,
+    require_few_items,
+    require_readable,
+    require_small_structures,
+)
 from tercet.settings import Limits
 from tercet.wire.serving.server_access import read_whole
 

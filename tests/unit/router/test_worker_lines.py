@@ -14,6 +14,7 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import closing
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -184,12 +185,12 @@ class Refusing(Forks):
 async def test_a_worker_that_is_not_forked_imports_by_itself(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
 ) -> None:
-    cold = object()
+    cold = SimpleNamespace(stdin=None)
 
-    async def start_cold(self: Place, line: socket.socket) -> Any:
+    async def start_cold(*_: object, **__: object) -> Any:
         return cold
 
-    monkeypatch.setattr(Place, "_start_cold", start_cold)
+    monkeypatch.setattr(asyncio, "create_subprocess_exec", start_cold)
     ours, theirs = socket.socketpair()
     with ours, theirs, tempfile.TemporaryFile() as loads, caplog.at_level(logging.WARNING, "tercet.router.workers"):
         config = RouterConfig(model="m", engines=(EngineAddress("e", "http://127.0.0.1:1"),))
