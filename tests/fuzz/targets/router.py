@@ -23,7 +23,7 @@ from tercet.protocol.wire import PrepRecvAnswer
 from tercet.router.observe.metrics import Metrics
 from tercet.router.serve.routing import Plan
 from tercet.router.state.fleet_state import FleetState, ProgramInUse, StateFile
-from tercet.router.state.followers import EngineReport, FollowerReport, _read
+from tercet.router.state.followers import EngineReport, FollowerReport, read_record
 from tercet.settings import EngineAddress, RouterConfig
 from tercet.settings.declaration import decode_settings, read_yaml
 from tercet.wire.client import HttpEngine
@@ -230,13 +230,13 @@ class FilesRoom:
         self._number = 0
 
     async def run(self, case: Case) -> Outcome:
-        return Outcome(len(case), " | ".join([self._read(item) for item in case][:3]))
+        return Outcome(len(case), " | ".join([self.read_record(item) for item in case][:3]))
 
-    def _read(self, item: bytes) -> str:
+    def read_record(self, item: bytes) -> str:
         word, _, content = item.partition(b" ")
         readers: dict[bytes, Callable[[Path], object]] = {
             b"state": lambda file: StateFile(file).read(),
-            b"report": lambda file: _read(file, FollowerReport),
+            b"report": lambda file: read_record(file, FollowerReport),
             b"config": lambda file: decode_settings(RouterConfig, read_yaml(file)),
             b"scheduling": lambda file: load_scheduling(user_file(str(file), "scheduling")),
             b"program": lambda file: load_program(f"{file}:good", {"limit": "5"}),
