@@ -119,6 +119,7 @@ class WantedPlan:
     plan: FleetPlan
     reason: str  # in one sentence
     expected: Expected | None = None  # None: unknown
+    considered: tuple[tuple[FleetPlan, Expected], ...] = ()  # the other fleets that were simulated
 
 
 Policy: TypeAlias = Callable[[Observed], WantedPlan]
