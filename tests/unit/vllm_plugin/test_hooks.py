@@ -181,6 +181,8 @@ def changed_in(source: str) -> tuple[list[str], list[str]]:
     tree = ast.parse(source)
     functions = {node.name for node in ast.walk(tree) if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))}
     assigned = [pair for node in ast.walk(tree) if isinstance(node, ast.Assign) for pair in pairs_of(node)]
+    typed = [node for node in ast.walk(tree) if isinstance(node, ast.AnnAssign)]
+    assigned += [(node.target, node.value) for node in typed if node.value is not None]
     copied = {getattr(target, "id", "") for target, value in assigned if is_copy(value)}
     replaced = [
         str(node.args[1].value) if isinstance(node.args[1], ast.Constant) else "*"
@@ -204,10 +206,10 @@ def listed(kind: str) -> set[str]:
 
 def test_the_search_for_replacements_finds_them() -> None:
     patches = "x.put = f; x.a, x.b = f, 1; setattr(C, m.__name__, m); C.s = staticmethod(f); self.g = f"
-    copies = "y, z = copy.copy(x), 1; y.a, y.client = f, g(x); z.b = f"
+    copies = "y, z = copy.copy(x), 1; y.a, y.client = f, g(x); z.b = f; v: Any = copy.copy(x); v.app = y"
     replaced, on_copies = changed_in(f"def f(): ...\n{patches}\n{copies}")
     assert sorted(replaced) == sorted(["put", "a", "*", "s", "b"])
-    assert on_copies == ["a", "client"]
+    assert on_copies == ["a", "client", "app"]
 
 
 def test_all_that_is_replaced_is_in_the_registry() -> None:
