@@ -78,8 +78,6 @@ class SendReport:
 
 
 OnDone = Callable[[SendReport | TercetError], None]
-# Returns the most blocks of the next chunk for the number of those that are left.
-Limit = Callable[[int], int]
 
 
 @dataclass(eq=False)
@@ -120,8 +118,8 @@ class Leg:
         part = self.head_slice
         return SendEnd(self.number, self.lease, begin, end, len(self.chunks), part.part, part.parts)
 
-    def next_chunks(self, run: PlaneRun, slot: int, blocks: Numbers, limit: Limit) -> Iterator[ReadDescriptors]:
-        """Yield a push in chunks, as :func:`cuts` does; add each to ``chunks`` before the next is made."""
+    def next_chunks(self, run: PlaneRun, slot: int, blocks: Numbers, limit: int) -> Iterator[ReadDescriptors]:
+        """Yield a push as chunks of at most ``limit`` blocks; add each to ``chunks`` before the next is made."""
         part, away = self.head_slice, run.source - run.target
         for some, cut in cuts(range(run.target, run.target + run.length), len(blocks), limit):
             yield ReadDescriptors(
@@ -131,18 +129,18 @@ class Leg:
             )  # fmt: skip
 
 
-def cuts(layers: range, count: int, limit: Limit) -> Iterator[tuple[range, slice]]:
-    """Cut ``count`` blocks in each layer into chunks; yield layers, and a slice of their blocks.
+def cuts(layers: range, count: int, limit: int) -> Iterator[tuple[range, slice]]:
+    """Cut ``count`` blocks in each layer into chunks of at most ``limit``; yield layers, and a slice of their blocks.
 
     A chunk has several whole layers if they fit, or a part of one layer's blocks.
     """
-    while layers and count:
-        most = limit(len(layers) * count)
-        at_once, parts = max(1, most // count), -(-count // most)
-        size = -(-count // parts)
+    if not count:
+        return
+    at_once, parts = max(1, limit // count), -(-count // limit)
+    size = -(-count // parts)
+    for first in range(0, len(layers), at_once):
         for start in range(0, count, size):
-            yield layers[:at_once], slice(start, min(start + size, count))
-        layers = layers[at_once:]
+            yield layers[first : first + at_once], slice(start, min(start + size, count))
 
 
 logger = logging.getLogger(__name__)
@@ -208,28 +206,29 @@ class TransferPeer:
             if leg.planes:  # if other stages get these layers, this receiver needs no chunk
                 runs = [found for run in leg.planes if (found := run.within(layers)) is not None]
             size = leg.head_slice.size
-            carried = self.transport == tcp.TcpBackend.name or self._rank.staged is not None
-
-            def limit(left: int) -> int:
-                streams = self._rank.settings.streams
-                most = tcp.chunk_bytes(left * size, streams, self._longest) if carried else MAX_CHUNK_BYTES
-                return max(1, min(MAX_BLOCKS_IN_CHUNK, most // size))
-
-            described = len(leg.chunks)
+            limit = max(1, min(MAX_BLOCKS_IN_CHUNK, MAX_CHUNK_BYTES // size))
+            frames = list[bytes]()
             for run in runs:
+                if self.transport == tcp.TcpBackend.name or self._rank.staged is not None:
+                    nbytes = run.length * len(wanted) * size
+                    limit = max(1, tcp.chunk_bytes(nbytes, self._rank.settings.streams, self._longest) // size)
                 for chunk in leg.next_chunks(run, slot, wanted, limit):
                     leg.chunks.append(chunk)
-            if not (chunks := leg.chunks[described:]):
-                return
-            self._rank.counters.count(bytes_sent=sum(each.nbytes for each in chunks), chunks_sent=len(chunks))
+                    frames.append(framed(chunk))
+                    self._rank.counters.count(bytes_sent=chunk.nbytes, chunks_sent=1)
             # At once: a receiver that wakes up for the first chunk alone would read it over one connection.
-            post.send(leg.beginning() + b"".join(map(framed, chunks)))
-            if self.transport == tcp.TcpBackend.name and self._rank.staged is None:
-                # Their requests are on the way, and the threads that answer them could find the memory only then.
-                for chunk in chunks[: tcp.REQUESTS_AHEAD * self._rank.settings.streams]:
-                    leg.prepared[chunk.chunk] = self._memory_of(chunk)
+            if frames:
+                post.send(leg.beginning() + b"".join(frames))
+                # Now, since the request for it is on its way, and the thread that answers it could begin only then.
+                self._prepare(leg, leg.chunks[-len(frames) :])
 
         return self._say(leg, write)
+
+    def _prepare(self, leg: Leg, chunks: Sequence[ReadDescriptors]) -> None:
+        """Find the memory of the first of some chunks in advance, if connections carry it."""
+        if self.transport == tcp.TcpBackend.name and self._rank.staged is None:
+            for chunk in chunks[: tcp.REQUESTS_AHEAD * self._rank.settings.streams]:
+                leg.prepared[chunk.chunk] = self._memory_of(chunk)
 
     def finish(self, leg: Leg, begin: int, end: int) -> None:
         """Tell the receiver that ``[begin, end)`` is complete."""

@@ -69,29 +69,13 @@ def test_what_is_put_aside_lies_layer_by_layer(sources: list[int], at: int) -> N
 @given(st.integers(0, 5), st.integers(1, 9), st.integers(0, 30), st.integers(1, 9))
 def test_cuts_are_every_block_of_every_layer_once(first: int, num_layers: int, count: int, limit: int) -> None:
     layers = range(first, first + num_layers)
-    found = list(cuts(layers, count, lambda _: limit))
+    found = list(cuts(layers, count, limit))
     places = [(layer, at) for some, cut in found for layer in some for at in range(count)[cut]]
     assert sorted(places) == [(layer, at) for layer in layers for at in range(count)]
     sizes = [(len(some), cut.stop - cut.start) for some, cut in found]
     assert all(num * size <= limit and size > 0 for num, size in sizes)
     # None is left with a few blocks while the others are full.
     assert not sizes or max(size for _, size in sizes) - min(size for _, size in sizes) < max(1, -(-count // limit))
-
-
-@given(st.integers(1, 2**10), st.integers(1, 300), st.integers(1, 64))
-def test_the_last_chunks_are_small_so_that_connections_end_together(num_layers: int, count: int, streams: int) -> None:
-    block = 96 * 1024
-
-    def limit(left: int) -> int:
-        return max(1, chunk_bytes(left * block, streams, LONGEST_CHUNK_BYTES) // block)
-
-    sizes = [len(some) * (cut.stop - cut.start) for some, cut in cuts(range(num_layers), count, limit)]
-    left = num_layers * count
-    assert sum(sizes) == left
-    for size in sizes:
-        # Another connection has enough to do while the chunk arrives; a layer is cut into equal parts.
-        assert size * block <= max(LEAST_CHUNK_BYTES, -(-left * block // streams)) or size <= count
-        left -= size
 
 
 @given(st.integers(0, 2**40), st.integers(1, 64), st.sampled_from([MAX_CHUNK_BYTES, LONGEST_CHUNK_BYTES]))

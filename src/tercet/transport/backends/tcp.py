@@ -62,13 +62,12 @@ class TcpBackend(Backend):
 # ---- the sender's side -----------------------------------------------------------------------------------------------
 
 
-def chunk_bytes(left: int, streams: int, longest: int) -> int:
-    """Return the maximum bytes of KV in the next chunk, when ``left`` bytes are left for ``streams`` connections.
+def chunk_bytes(total: int, streams: int, longest: int) -> int:
+    """Return the maximum bytes of KV in a chunk, if ``total`` bytes are shared among ``streams`` connections.
 
-    Chunks become smaller towards the end, so that connections of unequal speed end together (guided self-scheduling,
-    Polychronopoulos and Kuck, 1987). Smaller ones are slow: the code between two chunks runs with cold caches.
+    The code between two chunks runs with cold caches, which makes many small chunks slow.
     """
-    return min(longest, max(LEAST_CHUNK_BYTES, -(-left // streams)))
+    return min(longest, max(LEAST_CHUNK_BYTES, -(-total // streams)))
 
 
 def serve(sock: socket.socket, region: KVRegion, reading: Reading) -> None:
