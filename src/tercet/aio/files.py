@@ -222,6 +222,7 @@ class _Descriptors:
             logger.warning("descriptors are free again, and connections are accepted")
 
     def are_missing(self) -> None:
+        """Log once that no descriptor is free."""
         if not self._are_missing:
             self._are_missing = True
             most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)

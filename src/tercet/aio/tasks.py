@@ -53,6 +53,7 @@ class Failures:
         logger.error("%s failed and is tried again: %s", self._name, text, exc_info=error)
 
     def works(self) -> None:
+        """Log once that the task works again."""
         if self._logged:
             logger.warning("%s works again", self._name)
             self._logged.clear()

@@ -121,12 +121,14 @@ def running_fleets() -> list[DetachedFleet]:
     """Return all running fleets, sorted by port; remove the files of killed ones."""
     found: list[DetachedFleet] = []
     for file in _directory().glob("*.json"):
-        with suppress(FileNotFoundError, *UNREADABLE):  # it was removed meanwhile, or has another version's format
+        try:
             fleet = msgspec.json.decode(file.read_bytes(), type=DetachedFleet)
-            if fleet.runs:
-                found.append(fleet)
-            else:
-                file.unlink(missing_ok=True)
+        except (FileNotFoundError, *UNREADABLE):
+            continue  # it was removed meanwhile, or has another version's format
+        if fleet.runs:
+            found.append(fleet)
+        else:
+            file.unlink(missing_ok=True)
     return sorted(found, key=lambda fleet: fleet.port)
 
 

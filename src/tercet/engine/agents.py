@@ -213,6 +213,7 @@ class AgentReports:
 
     @property
     def address(self) -> str:
+        """The destination of agents' reports, with the inbox's key."""
         return f"{self._address}#{self._key}"
 
     @contextmanager

@@ -124,6 +124,7 @@ class Edge:
         return call.adapter or self.generation.model
 
     async def abort(self, seq_id: str) -> bool:
+        """End the sequence's reservation, sends and generation; return whether there was any."""
         found = self.work.stop(seq_id)
         return await self.leases.abort(seq_id) or found
 

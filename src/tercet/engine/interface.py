@@ -198,7 +198,9 @@ class SchedulerHalf(Protocol):
     async def end_send(self, send_id: str) -> None:
         """Unpin the blocks of a send, which no agent reads any more; its request, if it arrives later, is refused."""
 
-    async def sequences(self) -> list[RequestInCore]: ...
+    async def sequences(self) -> list[RequestInCore]:
+        """Return the requests of :class:`GenerationHalf` that the scheduler has."""
+        ...
 
 
 # ---- generation ----------------------------------------------------------------------------------------------

@@ -51,6 +51,7 @@ class MultiModalFeature(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
 
     @property
     def end(self) -> int:
+        """The position after its last placeholder token."""
         return self.offset + self.length
 
     def require_genuine(self) -> None:

@@ -23,7 +23,9 @@ class Engine(Protocol):
     """One engine: three verbs. A cancelled call or stream ends its work on the engine."""
 
     @property
-    def name(self) -> str: ...
+    def name(self) -> str:
+        """The engine's name in the fleet."""
+        ...
 
     def prep_recv(self, request: Request, end: int | None = None) -> AbstractAsyncContextManager[Reservation]:
         """Match ``prompt[:end]`` in this engine's prefix cache and reserve blocks for the rest of it.
@@ -184,7 +186,9 @@ class Fleet(Protocol):
     """
 
     @property
-    def members(self) -> Sequence[EngineView]: ...
+    def members(self) -> Sequence[EngineView]:
+        """All engines, including those that are being drained."""
+        ...
 
     def pick(
         self,

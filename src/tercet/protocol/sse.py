@@ -206,6 +206,7 @@ class EventReader:
         self._is_first = True
 
     def read(self, chunk: bytes) -> list[bytes]:
+        """Return the data of the events that ``chunk`` completes."""
         return [data for data in map(data_of, self._split(chunk)) if data is not None]
 
     def _split(self, chunk: bytes) -> list[bytes]:

@@ -23,7 +23,7 @@ from tercet.logs import FIELDS, REQUEST_ID, access_logger, lines_of_request, req
 from tercet.protocol import BadRequest, EngineUnreachable, RouterFailed, Saturated, TercetError, UnknownPath
 from tercet.protocol.access import BearerKeys
 from tercet.protocol.errors import error_body
-from tercet.protocol.headers import GENERATING, PROGRAM_HEADER, REQUEST_ID_HEADER, TRACE_HEADER
+from tercet.protocol.headers import GENERATING, PROGRAM_HEADER, REQUEST_ID_HEADER
 from tercet.protocol.names import kept_name
 from tercet.protocol.request_checks import WITH_BODY
 from tercet.protocol.spans import entered, span_context_of, working_in
@@ -280,8 +280,7 @@ class RouterApp:
             # A client key; for a trace, that of an administrator instead, unless clients may see traces. A caller who
             # lacks both keys is told about the client key: the request needs it before anything can be traced.
             try:
-                asks = TRACE_HEADER in context.headers and not self._client_traces
-                needs_client_key = not (asks and wants_trace(context.headers))
+                needs_client_key = self._client_traces or not wants_trace(context.headers)
                 if not needs_client_key:
                     self._admins.require_operator(scope)
             except BadRequest:
@@ -292,8 +291,7 @@ class RouterApp:
                 raise trace_refused("send the admin key in Authorization instead of a client key") from refusal
             if needs_client_key:
                 self._require_key(scope)
-        if TRACE_HEADER in context.headers:
-            context.wants_trace = wants_trace(context.headers)
+        context.wants_trace = wants_trace(context.headers)
         if PROGRAM_HEADER in context.headers:
             self._check_program(context.headers[PROGRAM_HEADER])
         if scope["method"] not in WITH_BODY or context.path in OPEN:

@@ -377,6 +377,7 @@ class StoreBlocks:
 
     @property
     def usage(self) -> float:
+        """The share of memory that is pinned."""
         return 1 - self.pool.available / self.pool.slots
 
     async def close(self) -> None:

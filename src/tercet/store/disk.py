@@ -98,6 +98,7 @@ class DiskIndex(Generic[File]):
         self.nbytes -= self._sizes.pop(file, 0)
 
     def touch(self, file: File) -> None:
+        """Note a use of a file, if it exists."""
         if file in self._sizes:
             self._sizes.move_to_end(file)
 

@@ -72,6 +72,7 @@ class MemoryPool(Generic[Name]):
         self._pins[slot] = 1
 
     def touch(self, name: Name) -> None:
+        """Note a use of an entry, if there is one of this name."""
         slot = self._slot_of.get(name)
         if slot in self._idle:
             self._idle.move_to_end(slot)

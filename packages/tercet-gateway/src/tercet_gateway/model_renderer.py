@@ -192,6 +192,7 @@ def _joined(segments: Sequence[Segment], known: Sequence[Tokens | None]) -> Toke
 
 
 def _be_nice() -> None:
+    """Lower the thread's priority: requests that wait go first."""
     os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
 
 

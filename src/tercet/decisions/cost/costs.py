@@ -223,7 +223,10 @@ def _pull(pull: Pull, decode: RouteCandidate, wanted: RouteRequest) -> RouteOpti
 def _received(
     wanted: RouteRequest, decode: RouteCandidate, end: int, takes: float, others: float = 0.0, prefill: str = ""
 ) -> RouteOption:
-    """Return the route by which ``decode`` receives the KV of ``prompt[:end)``, which ``takes`` seconds elsewhere."""
+    """Return the route by which ``decode`` receives the KV of the first ``end`` tokens.
+
+    It is there after ``takes`` seconds of other engines, whose sequences that delays by ``others`` seconds together.
+    """
     tpot, slowed = decode.decode(wanted.tokens, wanted.output)
     step = tpot if decode.batch else 0.0
     ready = max(decode.under_way, STEPS_TO_RESERVE * step) + takes

@@ -104,7 +104,7 @@ class BatchRunner:
 
     async def run(self) -> None:
         """Run batches until cancelled, or until the router shuts down. Requests that run then are run again later."""
-        while not await asyncio.to_thread(self._files.turn.take):  # noqa: ASYNC110 - other processes hold it
+        while not await self._take_turn():  # noqa: ASYNC110 - other processes hold it
             await asyncio.sleep(FOLLOW_S)
         self._is_over = False
         now = asyncio.get_running_loop().time
@@ -131,6 +131,14 @@ class BatchRunner:
             self._checking.clear()
             self._measure()
             self._files.turn.release()
+
+    async def _take_turn(self) -> bool:
+        turn, taking = self._files.turn, asyncio.ensure_future(asyncio.to_thread(self._files.turn.take))
+        try:
+            return await asyncio.shield(taking)
+        except asyncio.CancelledError:  # the thread may take it in a moment
+            taking.add_done_callback(lambda _: turn.release())
+            raise
 
     # ---- batches -------------------------------------------------------------------------------------------------
 

@@ -105,7 +105,7 @@ class SequenceOutputs(RequestRun):
         except Exception as error:
             failure = error
             if not isinstance(failure, TercetError):  # an unexpected error fails this request only
-                logger.exception("request %s failed", self.request_id)
+                logger.exception("request %s failed", self._seq_id)
                 failure = RouterFailed("the router failed while it served this request; its log says how")
             for_client = self.failed(failure)
             self._context.failed = self._context.failed or for_client

@@ -181,6 +181,7 @@ class GroupTables:
         return -(-min(end + self._step_tokens, self._manager.max_model_len) // self.block_size)
 
     def hand_over(self, owner: str, heir: str) -> None:
+        """Give a request's blocks to another request, which has none."""
         for group, manager in enumerate(self.groups):
             blocks, cached = manager.req_to_blocks[owner], manager.num_cached_block.get(owner, 0)
             # Blocks change hands without being freed in between: the pool could give a freed one to another request.

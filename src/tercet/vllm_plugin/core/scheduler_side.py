@@ -302,6 +302,7 @@ class SendPlanner:
 
     @property
     def steps_in_flight(self) -> int:
+        """Number of planned steps that have not ended."""
         return len(self._filling)
 
     @property

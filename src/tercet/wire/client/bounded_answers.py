@@ -169,6 +169,7 @@ class RouterMembership:
             await asyncio.sleep(AGAIN_SECONDS)
 
     async def leave(self, uid: str) -> Joined:
+        """Leave the router, for the start ``uid`` of the engine."""
         return await self._ask("DELETE", f"/{uid}", None)
 
     async def _ask(self, method: str, rest: str, body: bytes | None) -> Joined:

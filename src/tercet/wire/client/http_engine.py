@@ -102,6 +102,7 @@ class EngineCalls:
         self._name, self._url = name, url
         self._prover = Prover(secret)
         self._tls = tls
+        self._session: aiohttp.ClientSession | None = None
         self._admit = admit
         self._on_status = on_status
         self._incarnation: str | None = None
@@ -114,7 +115,8 @@ class EngineCalls:
         self._session = aiohttp.ClientSession(connector=connector, headers=PLAIN, auto_decompress=False)
 
     async def close(self) -> None:
-        await self._session.close()
+        if self._session is not None:
+            await self._session.close()
 
     async def status(self) -> EngineStatus:
         """Request the engine's status, and check whether the engine may be used."""
@@ -191,7 +193,7 @@ class EngineCalls:
 
         async def ask(proof: dict[str, str]) -> aiohttp.ClientResponse:
             try:
-                response = await self._session.request(
+                response = await self._client.request(
                     method, url, data=body, headers={**headers, **proof}, timeout=timeout, allow_redirects=False
                 )
                 require_plain(response)
@@ -234,6 +236,12 @@ class EngineCalls:
             return msgspec.json.decode(body, type=kind)
         except UNREADABLE as error:
             raise EngineError(f"{self._name} does not answer as a Tercet engine: {error}") from error
+
+    @property
+    def _client(self) -> aiohttp.ClientSession:
+        if self._session is None:
+            raise RuntimeError("HttpEngine is used outside its async context")
+        return self._session
 
 
 def _error_of(status: int, body: bytes) -> TercetError:

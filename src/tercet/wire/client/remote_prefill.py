@@ -17,7 +17,7 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Sequ
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol, Self, TypeVar
+from typing import Any, NamedTuple, Protocol, Self, TypeVar
 
 from prometheus_client import Counter, Histogram
 
@@ -67,13 +67,18 @@ Look = Callable[[], Awaitable[object]]
 """A function that polls an engine; it raises :class:`~tercet.protocol.TercetError` if the engine is not healthy."""
 
 
+class _Lost(NamedTuple):
+    at: float
+    why: str
+
+
 class PrefillAttempts:
     """Calls of engines that requests name, and a memory of lost engines. ``clock`` is monotonic, in seconds."""
 
     def __init__(self, budget: PrefillBudget, clock: Callable[[], float] = time.monotonic) -> None:
         self.budget = budget
         self.clock = clock
-        self._lost: OrderedDict[str, tuple[float, str]] = OrderedDict()  # when, and why
+        self._lost: OrderedDict[str, _Lost] = OrderedDict()
 
     async def first_of(
         self, hosts: Sequence[str], seq_id: str, trace: VerbTrace, ask: Callable[[str], Awaitable[T]]
@@ -111,8 +116,8 @@ class PrefillAttempts:
         Raises the errors of both. In any case, the work has ended, or was cancelled, when this returns.
         """
         lost = self._lost.get(host)
-        if lost is not None and self.clock() < lost[0] + REST_SECONDS:
-            raise EngineUnreachable(f"{host} was lost a moment ago: {lost[1]}")
+        if lost is not None and self.clock() < lost.at + REST_SECONDS:
+            raise EngineUnreachable(f"{host} was lost a moment ago: {lost.why}")
         tasks = set[asyncio.Future[Any]]()
         try:
             # It was lost some time ago: a short poll is cheaper than a request that fails again.
@@ -128,7 +133,7 @@ class PrefillAttempts:
                 watching.result()
             return await working
         except EngineUnreachable as error:
-            self._lost[host] = self.clock(), error.message
+            self._lost[host] = _Lost(self.clock(), error.message)
             # Clients name the hosts, so their number is bounded.
             while len(self._lost) > MOST_LOST:
                 self._lost.popitem(last=False)

@@ -278,6 +278,7 @@ class ClientConnection:
 
     @property
     def is_full(self) -> bool:
+        """True if more bytes wait for the client than allowed."""
         return self._cycle.flow.write_paused and not self._cycle.disconnected
 
     async def has_room(self) -> None:

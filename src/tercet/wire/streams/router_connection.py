@@ -81,6 +81,7 @@ class SequenceSender:
         self.close()
 
     def propose(self, proposal: MoveProposal) -> None:
+        """Send a proposal to move the sequence; the router decides."""
         self.connection.propose(proposal)
 
     @property

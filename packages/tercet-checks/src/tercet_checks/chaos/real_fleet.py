@@ -241,7 +241,9 @@ class RealEngine:
     The router reaches it at the address of its first proxy. ``seen`` has the ids of all its processes so far.
     """
 
-    def __init__(self, spec: EngineSpec, role: Role, log_dir: Path, clock: WrongClock | None, on_event: OnEvent):
+    def __init__(
+        self, spec: EngineSpec, role: Role, log_dir: Path, clock: WrongClock | None, on_event: OnEvent
+    ) -> None:
         self.name = spec.name
         self.url = url_of(spec.host, spec.port)
         self.role: Role = role
@@ -284,16 +286,20 @@ class RealEngine:
         self.is_up = not is_impostor
 
     async def terminate(self) -> Sequence[str]:
-        return await self._end(self.processes().get("api", ())[:1], signal.SIGTERM, TERMINATED_SECONDS)
+        return await self._end(signal.SIGTERM, "api", 1, TERMINATED_SECONDS)
 
     async def kill(self, process: ProcessKind = "engine") -> Sequence[str]:
-        return await self._end(self.processes().get(process, ()), signal.SIGKILL, GONE_SECONDS)
+        return await self._end(signal.SIGKILL, process, None, GONE_SECONDS)
 
-    async def _end(self, pids: Sequence[int], number: int, seconds: float) -> Sequence[str]:
-        """Send a signal to processes. Wait until all of the engine have ended; return those that then still run."""
+    async def _end(self, number: int, process: ProcessKind, most: int | None, seconds: float) -> Sequence[str]:
+        """Send a signal to ``most`` processes of a kind, None for all.
+
+        Wait until all of the engine have ended; return those that then still run.
+        """
         self.is_up = False
-        all_pids = self.processes().get("engine", ())
-        send_signal(pids, number)
+        pids = self.processes()
+        all_pids = pids.get("engine", ())
+        send_signal(pids.get(process, ())[:most], number)
         for _ in range(round(seconds / POLL_INTERVAL_S)):
             if not alive(all_pids):
                 break

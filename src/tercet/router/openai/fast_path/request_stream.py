@@ -414,22 +414,8 @@ class RequestStream:
             self.write(framed(opening))
         try:
             self.queue = await add_request()
-            if not self._choices:
-                raise RuntimeError("vLLM added a request without passing it to its engine-core client")
             with nullcontext() if self._keep_alive is None else self._keep_alive.running():
-                try:
-                    if len(self._choices) == 1:
-                        await self._choices[0].run(nullcontext())
-                    else:  # all choices at the same time; an error of one choice ends all of them
-                        async with asyncio.TaskGroup() as group:
-                            for choice in self._choices:
-                                group.create_task(choice.run(self._concurrency()))
-                except ExceptionGroup as failed:
-                    raise failed.exceptions[0] from None
-                finally:
-                    # vLLM has registered the request, and its own handler, which would end it, does not run here.
-                    self.tools.processor.abort_requests((self._choices[0].id,), internal=True)
-                    self.queue.close()
+                await self._stream()
             return self._end + await events.end(self._choices)
         except Exception as error:
             if not isinstance(error, (VLLMClientError, GracefulHTTPError, GenerationError, SequenceFailed)):
@@ -439,6 +425,24 @@ class RequestStream:
     def begin(self, outputs: SequenceOutputs) -> None:
         """Add a sequence with these ``outputs``; the engine-core client calls it while vLLM adds the request."""
         self._choices.append(ChoiceStream(self, outputs))
+
+    async def _stream(self) -> None:
+        if not self._choices:
+            raise RuntimeError("vLLM added a request without passing it to its engine-core client")
+        try:
+            if len(self._choices) == 1:
+                await self._choices[0].run(nullcontext())
+                return
+            # All choices at the same time; an error of one choice ends all of them.
+            async with asyncio.TaskGroup() as group:
+                for choice in self._choices:
+                    group.create_task(choice.run(self._concurrency()))
+        except ExceptionGroup as failed:
+            raise failed.exceptions[0] from None
+        finally:
+            # vLLM has registered the request, and its own handler, which would end it, does not run on this path.
+            self.tools.processor.abort_requests((self._choices[0].id,), internal=True)
+            self.queue.close()
 
     @property
     def calls_tool(self) -> bool:

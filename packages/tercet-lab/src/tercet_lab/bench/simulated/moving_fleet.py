@@ -130,6 +130,7 @@ class MoveTotals(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def moved(self) -> int:
+        """Number of successful moves."""
         return sum(count for name, count in self.outcomes.items() if name.endswith(" moved"))
 
     def flat(self) -> dict[str, float]:

@@ -185,6 +185,7 @@ class Outcome:
 
     @property
     def failures(self) -> Counter[str]:
+        """Number of failed requests by the code of their error."""
         return self.requests.failures
 
     def unsent(self, request: Request, now: float, turns: int) -> None:
