@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -31,7 +32,7 @@ from tercet.router.batches.batch_lines import (
 from tercet.router.batches.batch_runner import BatchRunner
 from tercet.router.observe.metrics import Metrics
 from tercet.wire.serving.server_access import OF_BATCH
-from tests.longest_wait import until
+from tests.longest_wait import LONGEST_WAIT_S, until
 
 WINDOW = ("24h", 86400.0)
 IDLE = EngineLoad(waiting=0, running=0, kv_usage=0.0)
@@ -331,6 +332,28 @@ async def test_a_runner_that_ends_puts_back_and_the_next_one_runs_the_rest(world
         await until(lambda: world.state(batch).status == "completed")
     assert sorted(number for _, number in world.served) == list(range(20))
     assert world.results(batch) == [f"r{number}" for number in range(20)]
+
+
+async def test_a_runner_that_is_cancelled_while_it_takes_its_turn_gives_it_back(
+    world: World, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    begun, goes_on, taken, take = threading.Event(), threading.Event(), threading.Event(), world.files.turn.take
+
+    def slowly() -> bool:
+        begun.set()
+        assert goes_on.wait(LONGEST_WAIT_S)
+        assert take()
+        taken.set()
+        return True
+
+    monkeypatch.setattr(world.files.turn, "take", slowly)
+    async with world.runs():
+        await until(begun.is_set)
+    goes_on.set()
+    await until(taken.is_set)
+    other = BatchFiles(tmp_path / "batches", 1_000_000).turn
+    await until(other.take)
+    other.release()
 
 
 async def test_clients_that_wait_end_requests_of_batches(world: World) -> None:
