@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 import numpy as np
 from numpy.typing import NDArray
 
+from tercet.protocol import Request
 from tercet.settings.fleet_settings import DEFAULT_CLASS, ObjectiveClass, Objectives
 
 Floats = NDArray[np.float64]
@@ -56,9 +55,14 @@ class Attainments:
         self.default = Attainment(objectives)
         self._classes = {each.name: Attainment(each, each.name) for each in objectives.classes}
 
-    def of(self, headers: Mapping[str, str]) -> Attainment | None:
-        """Return the attainment in which a request counts, by its headers; None if it has no objectives."""
-        found = self.objectives.class_of(headers)
+    def of(self, request: Request) -> Attainment | None:
+        """Return the attainment in which a request counts, by its headers; None if it has no objectives.
+
+        A request in the background has none: it waits until others leave it a step.
+        """
+        if request.background:
+            return None
+        found = self.objectives.class_of(request.headers)
         if found is not None:
             return self._classes[found.name]
         return self.default if self.objectives.any else None

@@ -156,6 +156,8 @@ class FleetView:
         # Every engine may be drained, or without the adapter: the error says which.
         if not able:
             raise self.fleet.picking.no_engine_error()
+        if request.background:  # costs are those of clients: the background is spread, and never on two engines
+            able = [min(able, key=lambda member: member.in_flight)]
         matched = self.fleet.picking.matched(request, able)
         names = [member.name for member in able]
         loads = {member.name: float(member.in_flight) for member in able}
@@ -193,13 +195,13 @@ class FleetView:
     def _source(self, pull: Pull) -> Source:
         """Return the source of a pull. No sequence is counted there, since the engine computes nothing."""
         member = self.fleet.member(pull.source)
-        counted = Counted(member, 0)
+        counted = Counted(member, None)
         counted.end()
         return Source(TracedEngine(member, counted, self, pull.end, pull.patience), pull.end)
 
     @contextmanager
     def _counted(self, member: Member, request: Request | None, predicted: int | None = None) -> Generator[Engine]:
-        counted = Counted(member, request.num_tokens if request is not None else 0)
+        counted = Counted(member, request)
         if predicted is None and request is not None:
             predicted = self.fleet.picking.believed.get((request.seq_id, member.name))
         try:

@@ -39,7 +39,8 @@ class LoadTable:
         self._keys = np.empty(0, dtype=np.uint64)
         self._columns = {name: np.empty(0) for name in EngineLoad.__struct_fields__ if name not in NO_NUMBERS}
         self._adapters: dict[int, AdapterLoad] = {}  # by row, of engines that serve adapters
-        self._counts = {"in_flight": np.empty(0), "in_flight_tokens": np.empty(0)}
+        self._counts = {"in_flight": np.empty(0), "in_flight_tokens": np.empty(0)}  # of clients
+        self._background = {name: np.empty(0) for name in self._counts}
 
     @property
     def size(self) -> int:
@@ -51,7 +52,8 @@ class LoadTable:
         if not self._free:
             old = self.size
             new = max(8, 2 * old)
-            for column in (self._at, self._keys, *self._columns.values(), *self._counts.values()):
+            for column in (self._at, self._keys, *self._columns.values(), *self._counts.values(),
+                           *self._background.values()):  # fmt: skip
                 column.resize(new, refcheck=False)
             # By doubling: a fleet that grows engine by engine copies its columns a few times only.
             self._free = list(range(new - 1, old - 1, -1))  # the lowest row is taken first
@@ -87,12 +89,17 @@ class LoadTable:
             # A report without adapters is of an engine that no longer serves any.
             self._adapters.pop(row, None)
 
-    def count(self, name: str, in_flight: int, in_flight_tokens: int) -> None:
-        """Set the number of sequences on an engine and of their prompt tokens; a name without a row is ignored."""
+    def count(self, name: str, in_flight: int, tokens: int, background: int = 0, background_tokens: int = 0) -> None:
+        """Set the number of sequences on an engine, and of their prompt tokens; a name without a row is ignored.
+
+        ``background`` of them run in the background.
+        """
         row = self._rows.get(name)
         if row is not None:
-            self._counts["in_flight"][row] = in_flight
-            self._counts["in_flight_tokens"][row] = in_flight_tokens
+            self._counts["in_flight"][row] = in_flight - background
+            self._counts["in_flight_tokens"][row] = tokens - background_tokens
+            self._background["in_flight"][row] = background
+            self._background["in_flight_tokens"][row] = background_tokens
 
     def last(self, name: str) -> tuple[EngineLoad, float] | None:
         """Return an engine's last report, of any age, and its age in seconds; None without a report."""
@@ -114,8 +121,9 @@ class LoadTable:
             return np.where(np.isfinite(age), age, np.nan)
         return np.where(age <= self._stale_after, self._columns[name][rows], np.nan)
 
-    def counted(self, name: str, rows: Integers) -> Floats:
-        return self._counts[name][rows]
+    def counted(self, name: str, rows: Integers, background: bool) -> Floats:
+        found = self._counts[name][rows]
+        return found + self._background[name][rows] if background else found
 
     def adapters(self, rows: Integers) -> Sequence[AdapterLoad | None]:
         fresh = self._clock() - self._at[rows] <= self._stale_after

@@ -17,7 +17,17 @@ from tercet import logs
 from tercet.fleet.knowledge import FleetKnowledge
 from tercet.fleet.picking import Picking
 from tercet.logs import LogEvent
-from tercet.protocol import AdapterReport, Conflict, Engine, MemberRole, Revision, Role, TercetError, UnknownEngine
+from tercet.protocol import (
+    AdapterReport,
+    Conflict,
+    Engine,
+    MemberRole,
+    Request,
+    Revision,
+    Role,
+    TercetError,
+    UnknownEngine,
+)
 from tercet.protocol.addresses import UNKNOWN_REVISION
 from tercet.protocol.names import STORE, require_uid
 from tercet.protocol.types import Paused
@@ -25,7 +35,7 @@ from tercet.settings import EngineAddress
 
 Fail = Callable[[TercetError], object]
 Waits = Callable[[], bool]
-COUNTS = frozenset({"in_flight", "in_flight_tokens"})
+COUNTS = frozenset({"in_flight", "in_flight_tokens", "background", "background_tokens"})
 FOLLOWED = COUNTS | {"role", "reachable", "labels", "revision"}
 
 
@@ -121,6 +131,8 @@ class Member:
     when_idle: Callable[[], None] | None = None  # called each time its last sequence ends
     labels: Mapping[str, str] = field(default_factory=dict[str, str])
     in_flight_tokens: int = 0  # prompt tokens of the sequences that were picked with their request
+    background: int = 0  # those of the sequences that run in the background, and their prompt tokens
+    background_tokens: int = 0
     calls: CallsInFlight = field(default_factory=CallsInFlight)
     kv_tokens: int = 0  # capacity of its KV cache; 0 until it is reported
     # What the engine reports.
@@ -170,12 +182,13 @@ class Member:
 
 
 class Counted:
-    """One sequence, counted at the engine that was picked for it; the count follows a move."""
+    """The sequence of a ``request``, counted at the engine that was picked for it; the count follows a move."""
 
-    __slots__ = ("_member", "_tokens")
+    __slots__ = ("_background", "_member", "_tokens")
 
-    def __init__(self, member: Member, tokens: int) -> None:
-        self._tokens = tokens
+    def __init__(self, member: Member, request: Request | None) -> None:
+        self._tokens = 0 if request is None else request.num_tokens
+        self._background = request is not None and request.background
         self._member: Member | None = member
         self._add(member, 1)
 
@@ -192,6 +205,9 @@ class Counted:
             self._add(left, -1)
 
     def _add(self, member: Member, one: int) -> None:
+        if self._background:
+            member.background += one
+            member.background_tokens += one * self._tokens
         member.in_flight += one
         member.in_flight_tokens += one * self._tokens
         if member.in_flight == 0 and member.when_idle is not None:
@@ -264,18 +280,23 @@ class Roster:
 
     def _follow(self, member: Member) -> None:
         self._knowledge.add(member.name)
-        self._knowledge.loads.count(member.name, member.in_flight, member.in_flight_tokens)
+        self._count(member)
         member.on_change = self._changed
 
     def _changed(self, member: Member, field: str) -> None:
         # Counts change with every request, so they update two numbers only; the rest changes which engines a pick may
         # choose.
         if field in COUNTS:
-            self._knowledge.loads.count(member.name, member.in_flight, member.in_flight_tokens)
+            self._count(member)
         else:
             self._picking.forget_candidates()
             if field == "role":
                 self.reopen()
+
+    def _count(self, member: Member) -> None:
+        self._knowledge.loads.count(
+            member.name, member.in_flight, member.in_flight_tokens, member.background, member.background_tokens
+        )
 
 
 JOINED = "joined:"

@@ -202,11 +202,12 @@ class Picking(Generic[ViewT]):
         Raises :class:`~tercet.protocol.UnknownAdapter` as :meth:`serving` does.
         """
         pairs_with = self._pairs_with(partner)
+        background = request is not None and request.background
         for_all = pairs_with is None and among is None and (request is None or request.adapter is None)
         if for_all and role in self._answering:
             # Most picks: the candidates were computed for an earlier request, and nothing has changed since.
-            return self._answering[role].for_another_decision()
-        everyone = Engines(self.views, self.rows, self.knowledge.loads)
+            return self._answering[role].for_another_decision(background)
+        everyone = Engines(self.views, self.rows, self.knowledge.loads, background=background)
         if among is not None:
             everyone = everyone.where([engine.name in among for engine in everyone])
         if request is not None and request.adapter is not None:
@@ -222,7 +223,7 @@ class Picking(Generic[ViewT]):
                 logs.ROLE_BACK.tell(role=role, reason="an engine of the role answers")
             if for_all:
                 self._answering[role] = answering
-                return answering.for_another_decision()
+                return answering.for_another_decision(background)
             return answering
         if role != "both" and self.without_role == "refuse":
             raise RoleUnavailable(

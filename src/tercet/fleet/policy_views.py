@@ -149,7 +149,8 @@ class SeenRequest:
 class SeenRequests:
     """The requests of the last ``window_s`` seconds of one process: an observer of the service's sequences.
 
-    Without ``named``, blocks have no names, which cost time.
+    Those in the background are no load to plan for: they wait until others leave them a step. Without ``named``, blocks
+    have no names, which cost time.
     """
 
     def __init__(self, window_s: float, objectives: Objectives, clock: Callable[[], float], named: bool = True) -> None:
@@ -163,6 +164,8 @@ class SeenRequests:
         self._tpot = USUAL_TPOT_S
 
     def begins(self, sequence: RunningSequence, trace: Trace) -> None:
+        if sequence.request.background:
+            return
         now = self._clock()
         self._forget(now)
         found = self._running[sequence] = SeenRequest(sequence, now, self._named)

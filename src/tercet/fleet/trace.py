@@ -94,7 +94,7 @@ class PrefixHits:
 class Trace(VerbTrace):
     """The events of one request."""
 
-    ttft: float | None = None  # latencies that its client saw, in seconds
+    ttft: float | None = None  # latencies that its client saw, in seconds; none in the background
     tpot: float | None = None
     decision: RouteDecision | None = None  # the choice of its route by :meth:`tercet.fleet.FleetView.route`
     picks: list[PickEvent] = []  # all other picks

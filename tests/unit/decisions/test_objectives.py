@@ -100,13 +100,17 @@ def test_failures_count_against_attainment() -> None:
 CLASSES = ("interactive,ttft=0.5,share=0.95", {"name": "batch", "ttft": 30.0, "tpot": 0.2})
 
 
+def request(headers: dict[str, str], background: bool = False) -> Request:
+    return Request(seq_id="s", prompt=(1,), headers=headers, background=background)
+
+
 def test_a_header_names_the_class_of_a_request() -> None:
     found = decode_settings(Objectives, Source({"objective-class": CLASSES, "objective-ttft": 1.0}))
     assert found.classes == (ObjectiveClass("interactive", 0.5, None, 0.95), ObjectiveClass("batch", 30.0, 0.2))
     attainments = Attainments(found)
     asked = ({}, {found.header: "batch"}, {found.header: "unheard-of"}, {found.header: "interactive"})
     for headers in asked:
-        attainment = attainments.of(headers)
+        attainment = attainments.of(request(headers))
         assert attainment is not None
         attainment.ended_with(0.7, None)
     assert attainments.counts() == {"default": (2, 2), "interactive": (1, 0), "batch": (1, 1)}
@@ -114,8 +118,9 @@ def test_a_header_names_the_class_of_a_request() -> None:
 
 def test_without_objectives_of_its_own_a_request_counts_nowhere() -> None:
     attainments = Attainments(Objectives(classes=(ObjectiveClass("batch", ttft=30.0),)))
-    assert attainments.of({}) is None
-    assert attainments.of({"x-objective-class": "batch"}) is not None
+    assert attainments.of(request({})) is None
+    assert attainments.of(request({"x-objective-class": "batch"})) is not None
+    assert attainments.of(request({"x-objective-class": "batch"}, background=True)) is None
 
 
 @pytest.mark.parametrize(

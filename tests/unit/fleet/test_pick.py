@@ -5,15 +5,18 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from statistics import median
 
+import msgspec
 import pytest
 
 from tercet.decisions.scheduling import Decision, Engines, Scheduling, SchedulingProfile
 from tercet.decisions.scheduling.filters import ByLabel
 from tercet.decisions.scheduling.profiles import MaxScorePicker
 from tercet.fleet import EngineFleet, FleetView, Member, Trace
+from tercet.fleet.members import Counted
 from tercet.fleet.picking import MOST_COMPARED
 from tercet.programs import load_program, outputs_of
 from tercet.protocol import BadRequest, EngineLoad, EngineUnreachable, Fleet, Request, Role, RoleUnavailable
@@ -346,6 +349,35 @@ def test_a_filter_by_labels_is_asked_once_for_a_fleet_that_stays_as_it_is() -> N
     fleet.add(member("c", zone="x"))
     assert {picked(FleetView(fleet), by="p") for _ in range(20)} == {"a", "c"}
     assert asked == [2, 3]
+
+
+@pytest.mark.parametrize("by", ["least_loaded", "least_work", "decode", "route"])
+def test_clients_are_placed_as_if_nothing_ran_in_the_background(plan: Scheduling, by: str) -> None:
+    fleet = fleet_of(plan, member("a"), member("b"))
+    fleet.costs.model.transfers = 100  # no pair is tried
+
+    def place(request: Request) -> str:
+        view = FleetView(fleet, Trace())
+        if by == "route":
+            return stack.enter_context(view.route(request, explore=0.0)).decode.name
+        return stack.enter_context(view.pick(by=by, request=request)).name
+
+    def of_batch(number: int) -> Request:
+        return msgspec.structs.replace(prompt(1000 + 100 * number), background=True)
+
+    with ExitStack() as stack:
+        client = place(prompt(0))
+        other = place(of_batch(1))
+        assert other != client  # it runs where there are the fewest sequences of all kinds
+        assert fleet.costs.work(other).idle
+        others = [Counted(fleet.member(other), of_batch(number)) for number in range(2, 5)]
+        assert place(of_batch(5)) == client
+        assert place(prompt(200)) == other
+        assert (fleet.member(other).in_flight, fleet.member(other).background) == (5, 4)
+        for each in others:
+            each.end()
+    for each in fleet.members:
+        assert (each.in_flight, each.in_flight_tokens, each.background, each.background_tokens) == (0, 0, 0, 0)
 
 
 def test_counts_of_a_member_are_what_scorers_see(plan: Scheduling) -> None:

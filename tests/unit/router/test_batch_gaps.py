@@ -178,8 +178,12 @@ def measure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Se
     return run
 
 
-def test_first_tokens_of_clients_come_as_without_a_batch_and_the_batch_goes_on(measure: Callable[..., Seen]) -> None:
-    alone, both = measure(None, Arrivals()), measure(Gaps(32), Arrivals())
+# By turns, and by the work on each engine, in which the background's does not count.
+@pytest.mark.parametrize("program", ["data_parallel", "fetch"])
+def test_first_tokens_of_clients_come_as_without_a_batch_and_the_batch_goes_on(
+    measure: Callable[..., Seen], program: str
+) -> None:
+    alone, both = measure(None, Arrivals(), program), measure(Gaps(32), Arrivals(), program)
     assert len(alone.ttft) == len(both.ttft) > 1000
     # Of 1,200 requests, a P99 is known to some 8%.
     for share, most in ((0.5, 1.05), (0.9, 1.05), (0.99, 1.1)):

@@ -15,9 +15,11 @@ import pytest
 import uvloop
 from fastapi import FastAPI
 
+from tercet.fleet import Trace
 from tercet.fleet.admission import Gate
 from tercet.fleet.policy_views import BLOCK, SeenRequests, block_names
-from tercet.protocol import EngineUnreachable, Saturated
+from tercet.fleet.sequences import RunningSequence
+from tercet.protocol import EngineUnreachable, Request, Saturated
 from tercet.protocol.spans import RETRY, LeaseReport, Span, SpanContext, TraceEvent
 from tercet.router import admin
 from tercet.router.observe.request_traces import (
@@ -31,7 +33,7 @@ from tercet.router.observe.request_traces import (
     spans_of,
 )
 from tercet.router.router_app import LONGEST_IN_ANSWERS, RouterApp
-from tercet.settings import Limits
+from tercet.settings import Limits, RetryBudget
 from tercet.settings.fleet_settings import Objectives
 from tercet.wire.serving.server_access import RequestContext
 from tercet_lab.prompt_texts import PromptTexts
@@ -370,6 +372,13 @@ def test_equal_beginnings_have_equal_blocks() -> None:
 
 def test_what_left_the_window_is_forgotten() -> None:
     seen = SeenRequests(10.0, Objectives(), lambda: 0.0)
+    for background in (False, True):
+        request = Request(seq_id="s", prompt=(1,), background=background)
+        sequence = RunningSequence(request, "p", RetryBudget(), 0.0)
+        seen.begins(sequence, Trace())
+        seen.ends(sequence, Trace(), "served")
+    assert (seen.arrived, seen.ended) == (1, 1)  # those in the background are no load to plan for
+    assert len(seen.arrivals(0.0)) == 1
     assert seen.arrivals(100.0) == ()
 
 

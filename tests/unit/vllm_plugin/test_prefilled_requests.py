@@ -19,16 +19,21 @@ from tercet.protocol.access import BearerKeys, Callers
 from tercet.protocol.headers import PREFILLED_HEADER, PREFILLER_HEADER
 from tercet.protocol.names import AllowedPrefillers
 from tercet.protocol.spans import TraceEvent, VerbTrace
-from tercet.vllm_plugin.core.connector_messages import TercetParams, params_of
+from tercet.vllm_plugin.core.connector_messages import BACKGROUND_PREFIX, TercetParams, params_of
 from tercet.vllm_plugin.edge.attached_engine import LoadMeter
 from tercet.vllm_plugin.edge.prefilled_requests import PrefilledRequests, PrefillerHeader
 
 PARAMS = TercetParams("token", seq=SeqParams("lease", 99))
 
 
+def waiting(**fields: object) -> SimpleNamespace:
+    """Return what vLLM keeps of a request without a first token."""
+    return SimpleNamespace(prompt_len=100, is_prefilling=True, **fields)
+
+
 class Processor:
     def __init__(self) -> None:
-        self.request_states: dict[str, object] = {}
+        self.request_states: dict[str, SimpleNamespace] = {}
 
     def abort_requests(self, ids: Sequence[str], internal: bool) -> None:
         for each in ids:
@@ -36,9 +41,6 @@ class Processor:
 
     def get_num_unfinished_requests(self) -> int:
         return len(self.request_states)
-
-    def get_num_queued_tokens(self) -> int:
-        return 100 * len(self.request_states)
 
     def update_scheduler_stats(self, stats: object) -> None: ...
 
@@ -110,7 +112,7 @@ class House:
         state.tercet_trace_keys, state.tercet_callers = BearerKeys(()), Callers(())
         self.layer = PrefillerHeader(self.app, state)
         self.sent = list[Any]()
-        self.state = SimpleNamespace(remote_prefill_cached_tokens=None)
+        self.state = waiting(remote_prefill_cached_tokens=None)
         sampling = SimpleNamespace(extra_args=fields.pop("extra_args", None), prompt_logprobs=None)
         told: dict[str, Any] = {
             "request_id": "r", "prompt_token_ids": list(range(100)), "mm_features": None, "lora_request": None,
@@ -159,10 +161,17 @@ async def test_what_others_compute_is_no_work_of_this_engine(house: House, leave
         calling.cancel()
         await asyncio.wait({calling})
         assert house.engine.meter.load().tokens == 0
-        house.processor.request_states["other"] = object()
+        house.processor.request_states["other"] = waiting()
     else:
         house.remote.let.set()
         await calling
+    assert house.engine.meter.load().tokens == 100
+
+
+def test_work_in_the_background_is_no_work_that_others_wait_for(house: House) -> None:
+    house.processor.request_states[f"{BACKGROUND_PREFIX}1"] = waiting()
+    assert (house.engine.meter.load().tokens, house.engine.meter.load().waiting) == (0, 1)
+    house.processor.request_states["other"] = waiting()
     assert house.engine.meter.load().tokens == 100
 
 

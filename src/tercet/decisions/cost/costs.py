@@ -251,7 +251,11 @@ def _option(
 
 
 class Costs:
-    """Costs shared by all views of a fleet. ``clock`` is monotonic, in seconds."""
+    """Costs shared by all views of a fleet. ``clock`` is monotonic, in seconds.
+
+    Requests in the background are not watched: engines compute them in what others leave, so a client does not wait for
+    them, and the times that they take tell nothing about the engine.
+    """
 
     def __init__(self, clock: Callable[[], float], random: Random) -> None:
         self.model = CostModel()
@@ -360,6 +364,9 @@ class Costs:
     @contextmanager
     def promised(self, request: Request, decision: RouteDecision, matched: Mapping[str, int]) -> Generator[None]:
         """Count the chosen route's work while entered, beginning before its verbs are called."""
+        if request.background:
+            yield
+            return
         chosen, works = decision.chosen, [self.work(decision.chosen.decode)]
         # Two jobs for a pair: one engine prefills up to the split and sends, the other computes the rest and decodes.
         here = self._job(request, chosen.split, request.num_tokens, matched.get(chosen.decode, 0))
@@ -389,7 +396,7 @@ class Costs:
     @contextmanager
     def sending(self, name: str, request: Request, begin: int, end: int) -> Generator[Callable[[Usage], None]]:
         """Count a prefill of ``prompt[:end)`` that sends ``[begin, end)``; call the yielded function at its end."""
-        if not self._watches:
+        if not self._watches or request.background:
             yield lambda _: None
             return
         work = self.work(name)
@@ -415,7 +422,7 @@ class Costs:
 
     def generating(self, name: str, request: Request, begin: int, given: int) -> GenerationCost | None:
         """Return an observer for an engine that will generate after ``prompt[:begin)`` and ``given`` output tokens."""
-        if not self._watches:
+        if not self._watches or request.background:
             return None
         job = self._job(request, begin, request.num_tokens + given, 0)
         job.output = max(1.0, self.model.output_of(job.max_tokens) - given)

@@ -63,8 +63,11 @@ class Reports(Protocol):
         """
         ...
 
-    def counted(self, name: str, rows: Integers) -> Floats:
-        """Return ``in_flight`` or ``in_flight_tokens``: the running sequences of this process, or their tokens."""
+    def counted(self, name: str, rows: Integers, background: bool) -> Floats:
+        """Return ``in_flight`` or ``in_flight_tokens``: the running sequences of this process, or their tokens.
+
+        Sequences in the background count only with ``background``.
+        """
         ...
 
     def adapters(self, rows: Integers) -> Sequence[AdapterLoad | None]:
@@ -85,7 +88,8 @@ class Engines:
     """The candidates of one decision, in one order: ``engines[i]`` belongs to item ``i`` of each column.
 
     Iterating gives :class:`EngineView` objects. Columns of reports have NaN for unknown values; of this router's own
-    sequences there are their numbers, ``in_flight``, and those of their prompt tokens.
+    sequences there are their numbers, ``in_flight``, and those of their prompt tokens. In these, what runs in the
+    background counts only for a decision about another ``background`` request: for clients, engines leave it out.
     """
 
     waiting = _reported("waiting")  # requests
@@ -96,13 +100,15 @@ class Engines:
     age = _reported("age")  # seconds since the last report, however old
 
     def __init__(
-        self, views: Sequence[EngineView], rows: Integers, reports: Reports, places: Integers | None = None
-    ) -> None:
+        self, views: Sequence[EngineView], rows: Integers, reports: Reports, places: Integers | None = None,
+        background: bool = False,
+    ) -> None:  # fmt: skip
         """Select ``places`` of ``views``, or all if ``places`` is None."""
         self.rows = rows
         self._all = views
         self._places = places
         self._reports = reports
+        self._background = background
         self._lasting: dict[int, tuple[Filter, Engines]] = {}
 
     @cached_property
@@ -112,9 +118,9 @@ class Engines:
         places: list[int] = self._places.tolist()
         return [self._all[place] for place in places]
 
-    def for_another_decision(self) -> Engines:
+    def for_another_decision(self, background: bool) -> Engines:
         """Return the same engines for another decision: their reports are looked up again."""
-        same = Engines(self._all, self.rows, self._reports, self._places)
+        same = Engines(self._all, self.rows, self._reports, self._places, background)
         # Shared, not copied: what a lasting filter keeps is valid as long as the list of engines is.
         same._lasting = self._lasting
         return same
@@ -136,7 +142,7 @@ class Engines:
         if chosen.all():
             return self
         places = chosen.nonzero()[0] if self._places is None else self._places[chosen]
-        return Engines(self._all, self.rows[chosen], self._reports, places)
+        return Engines(self._all, self.rows[chosen], self._reports, places, self._background)
 
     def kept_by(self, plugin: Filter, decision: Decision) -> Engines:
         """Return the engines that a filter keeps; the result of a lasting filter is cached."""
@@ -145,15 +151,15 @@ class Engines:
         known = self._lasting.get(id(plugin))
         if known is None:  # the filter is stored with the result, so its id is not reused
             known = self._lasting[id(plugin)] = plugin, self.where(plugin.keep(decision, self))
-        return known[1].for_another_decision()
+        return known[1].for_another_decision(self._background)
 
     @cached_property
     def in_flight(self) -> Floats:
-        return self._reports.counted("in_flight", self.rows)
+        return self._reports.counted("in_flight", self.rows, self._background)
 
     @cached_property
     def in_flight_tokens(self) -> Floats:
-        return self._reports.counted("in_flight_tokens", self.rows)
+        return self._reports.counted("in_flight_tokens", self.rows, self._background)
 
     @cached_property
     def adapter_loads(self) -> Sequence[AdapterLoad | None]:

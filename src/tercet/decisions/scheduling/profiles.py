@@ -62,7 +62,7 @@ class PowerOfTwoPicker(Picker, frozen=True):
             return 0
         first, second = decision.random.sample(range(len(engines)), 2)
         if scores[first] == scores[second]:
-            return first if engines[first].in_flight <= engines[second].in_flight else second
+            return first if engines.in_flight[first] <= engines.in_flight[second] else second
         return first if scores[first] > scores[second] else second
 
 

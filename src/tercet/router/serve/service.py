@@ -165,11 +165,12 @@ class Attempts:
         sequence.record(output, self._clock())
         if not sequence.attempt:  # a later attempt ran on one engine, and says nothing about the chosen program
             service.routing.succeeded(self._chosen)
-        trace.ttft, trace.tpot = sequence.ttft, sequence.tpot
+        if not sequence.request.background:  # no client waits for one of those
+            trace.ttft, trace.tpot = sequence.ttft, sequence.tpot
         with working_in(self._place):  # exemplars name the request's trace
             service.metrics.finished(trace)
         self.ends("served")
-        attainment = service.attainments.of(sequence.request.headers)
+        attainment = service.attainments.of(sequence.request)
         if attainment is not None:
             service.metrics.objectives(attainment.name, attainment.ended_with(trace.ttft, trace.tpot))
         self._stream.put(output)
@@ -376,7 +377,7 @@ class Service:
                         retry = sequence.next_attempt(self._clock(), taken)
                 if retry is None:
                     attempts.ends("left" if is_refused else "failed")
-                    attainment = self.attainments.of(request.headers)
+                    attainment = self.attainments.of(request)
                     if attainment is not None and not is_refused:  # a refusal says nothing about the objectives
                         attainment.failed()
                         self.metrics.objectives(attainment.name, met=False)

@@ -22,6 +22,8 @@ from tercet.transport import Push, SendComplete, SendPlan
 KEY = "tercet"
 REQUEST_PREFIX = "tercet-"
 """Beginning of the ids that this engine's edge gives to vLLM's requests."""
+BACKGROUND_PREFIX = f"{REQUEST_PREFIX}background-"
+"""That of those in the background."""
 
 
 class TercetParams(msgspec.Struct, frozen=True, omit_defaults=True):

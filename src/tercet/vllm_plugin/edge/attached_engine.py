@@ -25,7 +25,7 @@ from tercet.protocol import EngineLoad, TercetError
 from tercet.protocol.wire import StartGenerateCall, StreamDestination
 from tercet.transport import AsyncControlClient, ReadCounters
 from tercet.vllm_plugin.core import core_methods
-from tercet.vllm_plugin.core.connector_messages import TercetParams
+from tercet.vllm_plugin.core.connector_messages import BACKGROUND_PREFIX, TercetParams
 from tercet.vllm_plugin.core.core_methods import CoreCalls
 from tercet.vllm_plugin.edge.adapters import Adapters
 from tercet.vllm_plugin.edge.llm_requests import LLMGeneration, LLMRequest
@@ -134,18 +134,23 @@ class LoadMeter:
         """Return the load now.
 
         Requests that the core has not seen yet count as waiting; requests that it has lost since its last step do not
-        count. ``tokens`` are the prompts that have no first token yet, except those that other engines compute.
+        count. ``tokens`` are the prompts that have no first token yet, except those that other engines compute and
+        those in the background, which no other request waits for.
         """
         processor = self._client.output_processor
         requests = processor.get_num_unfinished_requests()
         stats, core = self._stats, self._probe.core_status
         # The statistics are those of the last step; requests that have ended or were aborted since are gone already.
+        tokens = sum(
+            state.prompt_len for request_id, state in processor.request_states.items()
+            if state.is_prefilling and not request_id.startswith(BACKGROUND_PREFIX)
+        )  # fmt: skip
         running = min(stats.num_running_reqs if stats is not None else core["running"], requests)
         return EngineLoad(
             waiting=requests - running,
             running=running,
             kv_usage=stats.kv_cache_usage if stats is not None else core["kv_cache_usage"],
-            tokens=max(0, processor.get_num_queued_tokens() - self._elsewhere),  # the queue lacks aborted requests
+            tokens=max(0, tokens - self._elsewhere),  # aborted requests are in the latter only
             step_time=self._step_time,
             stalled_s=self._probe.stalled_s,
             stopping=self.stopping,

@@ -32,7 +32,7 @@ from tercet.protocol.grammar_bounds import require_small
 from tercet.protocol.spans import SpanContext, current_span
 from tercet.protocol.types import FinishReason
 from tercet.protocol.wire import MOST_PRIORITY
-from tercet.vllm_plugin.core.connector_messages import REQUEST_PREFIX, TercetParams
+from tercet.vllm_plugin.core.connector_messages import BACKGROUND_PREFIX, REQUEST_PREFIX, TercetParams
 from tercet.vllm_plugin.core.grammar_time import REFUSED, UNTRIED
 from tercet.vllm_plugin.edge.adapters import to_lora_request
 from tercet.vllm_plugin.hooks import Method, vllm_version, wrap
@@ -168,10 +168,14 @@ class LLMRequest:
     features: Sequence[MultiModalFeature] = ()
     place: SpanContext | None = field(default_factory=current_span, init=False)
     num_cached: int = field(default=0, init=False)
-    request_id: str = field(default_factory=lambda: f"{REQUEST_PREFIX}{uuid.uuid4().hex}", init=False)
+    request_id: str = field(init=False)
     _aborting: asyncio.Task[None] | None = field(default=None, init=False)
     _submitting: bool = field(default=False, init=False)
     _aborted: bool = field(default=False, init=False)
+
+    def __post_init__(self) -> None:
+        prefix = BACKGROUND_PREFIX if self.params.background else REQUEST_PREFIX
+        self.request_id = f"{prefix}{uuid.uuid4().hex}"
 
     def abort(self) -> None:
         self._aborted = True

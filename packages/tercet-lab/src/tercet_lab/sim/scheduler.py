@@ -119,13 +119,16 @@ class SimScheduler(StepSelection):
         return self._decoding.after(work, max(0, begun - 1))[0], self._decoding.after(work, begun)[1]
 
     def load(self) -> EngineLoad:
-        """Return the load: ``tokens`` counts known tokens without KV, ``step_time`` gives later steps more weight."""
+        """Return the load: ``tokens`` counts known tokens without KV, ``step_time`` gives later steps more weight.
+
+        Work in the background is not in ``tokens``, as in vLLM: other requests do not wait for it.
+        """
         total = self.pool.total
         return EngineLoad(
             waiting=self.waiting,
             running=self.running,
             kv_usage=(total - self.free_blocks) / total,
-            tokens=sum(work.todo for work in self._waiting) + sum(work.todo for work in self._prefilling),
+            tokens=sum(work.todo for some in (self._waiting, self._prefilling) for work in some if not work.background),
             step_time=self._step_time,
             stalled_s=0.0 if self._frozen_since is None or self.paused else self._time.time() - self._frozen_since,
             adapters=self.slots.load(work.prompt.adapter for work in self._waiting),
