@@ -181,7 +181,7 @@ def agree(rank: LocalRank, challenge: Challenge, greeting: Greeting, memory: int
     secret = _shared_secret(rank, challenge, greeting) or ""
     proof = proof_of("receiver", secret, challenge.nonce, greeting.nonce, greeting.session)
     # Blocks of another size, and those of a device, pass through buffers.
-    longest = tcp.LONGEST_CHUNK_BYTES if block is None and rank.staged is None else tcp.MAX_CHUNK_BYTES
+    longest = tcp.LOCAL_CHUNK_BYTES if block is None and rank.staged is None else tcp.MAX_CHUNK_BYTES
     return Agreement(greeting.session, greeting.shape, reader, block, Welcome(backend.name, proof, longest))
 
 

@@ -50,6 +50,7 @@ from tercet.transport.sockets import (
     Post,
     Vector,
     connect_unix,
+    is_local,
     parse_address,
     shut,
     start_thread,
@@ -211,7 +212,8 @@ class TransferPeer:
             for run in runs:
                 if self.transport == tcp.TcpBackend.name or self._rank.staged is not None:
                     nbytes = run.length * len(wanted) * size
-                    limit = max(1, tcp.chunk_bytes(nbytes, self._rank.settings.streams, self._longest) // size)
+                    most = tcp.chunk_bytes(nbytes, self._rank.settings.streams, self._longest)
+                    limit = max(1, min(MAX_BLOCKS_IN_CHUNK, most // size))
                 for chunk in leg.next_chunks(run, slot, wanted, limit):
                     leg.chunks.append(chunk)
                     frames.append(framed(chunk))
@@ -365,7 +367,8 @@ class TransferPeer:
             welcome = answers.expect(Welcome)
             transport = chosen(self._rank, challenge, greeting, welcome)
             if self._rank.staged is None:
-                self._longest = min(tcp.LONGEST_CHUNK_BYTES, welcome.longest)
+                longest = tcp.LOCAL_CHUNK_BYTES if is_local(sock) else tcp.LONGEST_CHUNK_BYTES
+                self._longest = min(longest, welcome.longest)
             return transport
         finally:
             self._rank.region.clear_word(word)

@@ -211,6 +211,11 @@ def require_own_user(sock: socket.socket) -> None:
         raise PermissionError(f"process {process} belongs to user {user}, but this process to user {os.geteuid()}")
 
 
+def is_local(sock: socket.socket) -> bool:
+    """True if both ends of a connection are on this machine."""
+    return sock.family == socket.AF_UNIX or sock.getpeername()[0] == sock.getsockname()[0]
+
+
 def tune(sock: socket.socket) -> None:
     """Make a socket send small frames at once, and detect a peer that vanished.
 
@@ -226,7 +231,7 @@ def tune(sock: socket.socket) -> None:
         (socket.TCP_KEEPCNT, KEEPALIVE_PROBES),
     ):
         sock.setsockopt(socket.IPPROTO_TCP, option, value)
-    if sock.getpeername()[0] == sock.getsockname()[0]:
+    if is_local(sock):
         for option in (socket.SO_SNDBUF, socket.SO_RCVBUF):
             sock.setsockopt(socket.SOL_SOCKET, option, LOCAL_BUFFER_BYTES)
         with suppress(OSError):  # an administrator can forbid even this one, which every kernel has

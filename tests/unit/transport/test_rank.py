@@ -17,8 +17,10 @@ from tercet.transport import (
     RankTransport,
     SendReport,
     local_rank,
+    peer,
     routes,
 )
+from tercet.transport.backends import tcp
 from tercet.transport.peer_messages import FROM_SENDER, MessageSplitter, ReadDescriptors, SendBegin, SendEnd, Welcome
 from tercet.transport.sockets import Post
 from tests.unit.transport.models import a_grant
@@ -323,6 +325,19 @@ def test_what_is_in_place_is_not_written_again_by_a_send_that_covers_it(backend:
         for layer in range(3):
             assert theirs.blocks(layer, 0, 2) == first.blocks(layer, 4, 2)
             assert theirs.blocks(layer, 2) == second.blocks(layer, 6)
+
+
+@pytest.mark.parametrize(("local", "chunks"), [(True, 2), (False, 6)])
+def test_chunks_are_longer_within_a_machine(local: bool, chunks: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tcp, "LOCAL_CHUNK_BYTES", 3 * 1024 * KIB)
+    monkeypatch.setattr(tcp, "LONGEST_CHUNK_BYTES", 1024 * KIB)
+    ours, theirs = filled(2, 6, 512 * KIB, 1), filled(2, 6, 512 * KIB, 2)
+    with rank(ours, settings()) as sender, rank(theirs, settings()) as receiver:
+        with monkeypatch.context() as patch:
+            patch.setattr(peer, "is_local", lambda _: local)
+            transfer(sender, ours, receiver, (0,), (0,))  # so that it is known
+        assert transfer(sender, ours, receiver, range(6), range(6)).chunks == chunks
+        assert content(theirs) == content(ours)
 
 
 @pytest.mark.parametrize("longest", [1024 * KIB, 3 * 1024 * KIB])

@@ -40,9 +40,9 @@ MAX_STREAMS = 64
 # Number of requested chunks that have not arrived yet, on each connection.
 REQUESTS_AHEAD = 2
 CONNECT_SECONDS = 10.0
-# Maximum bytes of a chunk that passes through buffers of a rank, and of one that goes from its place to its place; a
-# chunk of one larger block is allowed.
-MAX_CHUNK_BYTES, LONGEST_CHUNK_BYTES = 8 * 1024 * 1024, 32 * 1024 * 1024
+# Maximum bytes of a chunk that passes through buffers of a rank, of one that goes from its place to its place, and of
+# one that does so within a machine, where it takes milliseconds; a chunk of one larger block is allowed.
+MAX_CHUNK_BYTES, LONGEST_CHUNK_BYTES, LOCAL_CHUNK_BYTES = (size * 1024 * 1024 for size in (8, 32, 128))
 # Chunks are not made smaller than this to use further connections.
 LEAST_CHUNK_BYTES = 4 * 1024 * 1024
 
@@ -91,7 +91,7 @@ def serve(sock: socket.socket, region: KVRegion, reading: Reading) -> None:
 
 def _answer(sock: socket.socket, region: KVRegion, request: ReadRequest, found: Vector | None) -> None:
     if found is None or not region.has_word(request.send):
-        if request.nbytes > max(LONGEST_CHUNK_BYTES, region.shape.block_bytes):
+        if request.nbytes > max(LOCAL_CHUNK_BYTES, region.shape.block_bytes):
             raise ProtocolViolation(f"a request for {request.nbytes} bytes, which is more than a chunk may have")
         sock.sendall(WORD.pack(0))
         return
