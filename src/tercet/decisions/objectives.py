@@ -56,11 +56,8 @@ class Attainments:
         self._classes = {each.name: Attainment(each, each.name) for each in objectives.classes}
 
     def of(self, request: Request) -> Attainment | None:
-        """Return the attainment in which a request counts, by its headers; None if it has no objectives.
-
-        A request in the background has none: it waits until others leave it a step.
-        """
-        if request.background:
+        """Return the attainment in which a request counts, by its headers; None if it has no objectives."""
+        if request.background:  # it waits until others leave it a step
             return None
         found = self.objectives.class_of(request.headers)
         if found is not None:

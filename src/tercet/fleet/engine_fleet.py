@@ -256,9 +256,8 @@ class EngineFleet(Roster):
         self.costs = Costs(clock, random)  # the observed cost of serving, and the work in flight
         self.hits = PrefixHits()
         self.liveness = Liveness(stuck_after_s)
-        self.picking = Picking[Member](
-            self.knowledge, random, scheduling or Scheduling(), waiting_on=self.costs.waiting
-        )  # fmt: skip
+        scheduling = scheduling or Scheduling()
+        self.picking = Picking[Member](self.knowledge, random, scheduling, waiting_on=self.costs.waiting)
         super().__init__(members, self.knowledge, self.picking)
         self.health = EngineHealth(self, self.liveness, self.knowledge, self.picking, clock)
         self.adapters = self.picking.adapters = AgreedAdapters(self)
@@ -353,18 +352,16 @@ class EngineCollector(Collector):
         self._fleet = fleet
 
     def collect(self) -> Iterable[Metric]:
+        last = self._fleet.knowledge.loads.last
         up_now = [member.name for member in self._fleet.members if member.reachable]
-        found = {name: self._fleet.knowledge.loads.last(name) for name in up_now}
-        reports = {name: report for name, report in found.items() if report is not None}
-        ages = GaugeMetricFamily(
-            "tercet_engine_report_age_seconds", "Time since the engine's last report.", labels=["engine"]
-        )
+        reports = {name: report for name in up_now if (report := last(name)) is not None}
+        what, at = "Time since the engine's last report.", ["engine"]
+        ages = GaugeMetricFamily("tercet_engine_report_age_seconds", what, labels=at)
         for name, (_, age) in reports.items():
             ages.add_metric([name], age)
         yield ages
-        up = GaugeMetricFamily(
-            "tercet_engine_up", "1 if the engine answers and makes progress, 0 if not.", labels=["engine"]
-        )
+        what = "1 if the engine answers and makes progress, 0 if not."
+        up = GaugeMetricFamily("tercet_engine_up", what, labels=at)
         for member in self._fleet.members:
             up.add_metric([member.name], member.reachable)
         yield up

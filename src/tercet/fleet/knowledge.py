@@ -20,8 +20,10 @@ STALE_AFTER = 1.0
 """Seconds after which a report counts as unknown: ten reports, one every 100 ms, are then missing."""
 TIERS = tuple(TIER_WEIGHTS)
 LOWER = tuple(tier for tier in TIERS if tier != DEVICE)
-# Fields of a report that are not stored as columns.
-NO_NUMBERS = frozenset({"adapters", "paused"})
+# What a router counts of its sequences on an engine, and which part of it runs in the background.
+OF_BACKGROUND = {"in_flight": "background", "in_flight_tokens": "background_tokens"}
+COUNTS = frozenset({*OF_BACKGROUND, *OF_BACKGROUND.values()})
+COLUMNS = ("waiting", "running", "tokens", "kv_usage", "step_time")
 
 
 class LoadTable:
@@ -37,10 +39,9 @@ class LoadTable:
         self._free: list[int] = []
         self._at = np.empty(0)
         self._keys = np.empty(0, dtype=np.uint64)
-        self._columns = {name: np.empty(0) for name in EngineLoad.__struct_fields__ if name not in NO_NUMBERS}
-        self._adapters: dict[int, AdapterLoad] = {}  # by row, of engines that serve adapters
-        self._counts = {"in_flight": np.empty(0), "in_flight_tokens": np.empty(0)}  # of clients
-        self._background = {name: np.empty(0) for name in self._counts}
+        self._columns = {name: np.empty(0) for name in COLUMNS}
+        self._last: dict[int, EngineLoad] = {}  # by row
+        self._counts = {name: np.empty(0) for name in COUNTS}
 
     @property
     def size(self) -> int:
@@ -52,8 +53,7 @@ class LoadTable:
         if not self._free:
             old = self.size
             new = max(8, 2 * old)
-            for column in (self._at, self._keys, *self._columns.values(), *self._counts.values(),
-                           *self._background.values()):  # fmt: skip
+            for column in (self._at, self._keys, *self._columns.values(), *self._counts.values()):
                 column.resize(new, refcheck=False)
             # By doubling: a fleet that grows engine by engine copies its columns a few times only.
             self._free = list(range(new - 1, old - 1, -1))  # the lowest row is taken first
@@ -61,14 +61,15 @@ class LoadTable:
         # No report yet: as old as can be, so every age limit leaves it out.
         self._at[row] = -math.inf
         self._keys[row] = key_of(name)
-        self.count(name, 0, 0)
+        for column in self._counts.values():
+            column[row] = 0
         return row
 
     def remove(self, name: str) -> int:
         # The row may be another engine's at once, so whatever is kept by row is forgotten with it.
         row = self._rows.pop(name)
         self._free.append(row)
-        self._adapters.pop(row, None)
+        self._last.pop(row, None)
         return row
 
     def row(self, name: str) -> int | None:
@@ -80,40 +81,23 @@ class LoadTable:
         if row is None:
             return
         self._at[row] = self._clock()
+        self._last[row] = load
         for field, column in self._columns.items():
             value: float | None = getattr(load, field)
             column[row] = math.nan if value is None else value
-        if load.adapters is not None:
-            self._adapters[row] = load.adapters
-        else:
-            # A report without adapters is of an engine that no longer serves any.
-            self._adapters.pop(row, None)
 
-    def count(self, name: str, in_flight: int, tokens: int, background: int = 0, background_tokens: int = 0) -> None:
-        """Set the number of sequences on an engine, and of their prompt tokens; a name without a row is ignored.
-
-        ``background`` of them run in the background.
-        """
+    def count(self, name: str, what: str, number: int) -> None:
+        """Set one of an engine's :data:`COUNTS`; a name without a row is ignored."""
         row = self._rows.get(name)
         if row is not None:
-            self._counts["in_flight"][row] = in_flight - background
-            self._counts["in_flight_tokens"][row] = tokens - background_tokens
-            self._background["in_flight"][row] = background
-            self._background["in_flight_tokens"][row] = background_tokens
+            self._counts[what][row] = number
 
     def last(self, name: str) -> tuple[EngineLoad, float] | None:
         """Return an engine's last report, of any age, and its age in seconds; None without a report."""
         row = self._rows.get(name)
-        if row is None or not math.isfinite(self._at[row]):
+        if row is None or row not in self._last:
             return None
-        found = {field: float(column[row]) for field, column in self._columns.items()}
-        tokens, step_time = found["tokens"], found["step_time"]
-        load = EngineLoad(
-            waiting=int(found["waiting"]), running=int(found["running"]), kv_usage=found["kv_usage"],
-            tokens=None if math.isnan(tokens) else int(tokens), step_time=None if math.isnan(step_time) else step_time,
-            stalled_s=found["stalled_s"], stopping=bool(found["stopping"]), adapters=self._adapters.get(row),
-        )  # fmt: skip
-        return load, self._clock() - float(self._at[row])
+        return self._last[row], self._clock() - float(self._at[row])
 
     def column(self, name: str, rows: Integers) -> Floats:
         age = self._clock() - self._at[rows]
@@ -123,13 +107,12 @@ class LoadTable:
 
     def counted(self, name: str, rows: Integers, background: bool) -> Floats:
         found = self._counts[name][rows]
-        return found + self._background[name][rows] if background else found
+        return found if background else found - self._counts[OF_BACKGROUND[name]][rows]
 
     def adapters(self, rows: Integers) -> Sequence[AdapterLoad | None]:
         fresh = self._clock() - self._at[rows] <= self._stale_after
-        return [
-            self._adapters.get(row) if is_fresh else None for row, is_fresh in zip(rows.tolist(), fresh, strict=True)
-        ]
+        pairs = zip(rows.tolist(), fresh, strict=True)
+        return [self._last[row].adapters if is_fresh else None for row, is_fresh in pairs]
 
     def keys(self, rows: Integers) -> NDArray[np.uint64]:
         return self._keys[rows]

@@ -14,28 +14,17 @@ from typing import NamedTuple
 import msgspec
 
 from tercet import logs
-from tercet.fleet.knowledge import FleetKnowledge
+from tercet.fleet.knowledge import COUNTS, FleetKnowledge
 from tercet.fleet.picking import Picking
 from tercet.logs import LogEvent
-from tercet.protocol import (
-    AdapterReport,
-    Conflict,
-    Engine,
-    MemberRole,
-    Request,
-    Revision,
-    Role,
-    TercetError,
-    UnknownEngine,
-)
+from tercet.protocol import AdapterReport, Conflict, Engine, MemberRole, Revision, Role, TercetError, UnknownEngine
 from tercet.protocol.addresses import UNKNOWN_REVISION
 from tercet.protocol.names import STORE, require_uid
-from tercet.protocol.types import Paused
+from tercet.protocol.types import Paused, Request
 from tercet.settings import EngineAddress
 
 Fail = Callable[[TercetError], object]
 Waits = Callable[[], bool]
-COUNTS = frozenset({"in_flight", "in_flight_tokens", "background", "background_tokens"})
 FOLLOWED = COUNTS | {"role", "reachable", "labels", "revision"}
 
 
@@ -280,23 +269,19 @@ class Roster:
 
     def _follow(self, member: Member) -> None:
         self._knowledge.add(member.name)
-        self._count(member)
+        for count in COUNTS:
+            self._knowledge.loads.count(member.name, count, getattr(member, count))
         member.on_change = self._changed
 
     def _changed(self, member: Member, field: str) -> None:
-        # Counts change with every request, so they update two numbers only; the rest changes which engines a pick may
+        # Counts change with every request, so they update one number only; the rest changes which engines a pick may
         # choose.
         if field in COUNTS:
-            self._count(member)
+            self._knowledge.loads.count(member.name, field, getattr(member, field))
         else:
             self._picking.forget_candidates()
             if field == "role":
                 self.reopen()
-
-    def _count(self, member: Member) -> None:
-        self._knowledge.loads.count(
-            member.name, member.in_flight, member.in_flight_tokens, member.background, member.background_tokens
-        )
 
 
 JOINED = "joined:"

@@ -149,8 +149,8 @@ class SeenRequest:
 class SeenRequests:
     """The requests of the last ``window_s`` seconds of one process: an observer of the service's sequences.
 
-    Those in the background are no load to plan for: they wait until others leave them a step. Without ``named``, blocks
-    have no names, which cost time.
+    Those in the background are left out: they wait until others leave them a step. Without ``named``, blocks have no
+    names, which cost time.
     """
 
     def __init__(self, window_s: float, objectives: Objectives, clock: Callable[[], float], named: bool = True) -> None:

@@ -183,7 +183,7 @@ class KVReceiver:
                     if not messages:
                         # No more messages are here, so no more chunks will join those that wait: read them.
                         session.settle()
-                        talk.wait()
+                        talk.readable.poll()
             finally:
                 session.close()
         finally:
@@ -213,8 +213,8 @@ class _Talk:
         self.memory: int | None = None
         self._greeted = False
         self._splitter = MessageSplitter(FROM_SENDER)
-        self._readable = select.poll()
-        self._readable.register(connection, select.POLLIN)
+        self.readable = select.poll()
+        self.readable.register(connection, select.POLLIN)
 
     def greeting(self, challenge: Challenge) -> Greeting:
         """Receive the sender's greeting; raise ``TimeoutError`` if it does not arrive in time."""
@@ -228,7 +228,7 @@ class _Talk:
                     raise ProtocolViolation("the first message must be a greeting, sent alone")
                 self._greeted = True
                 return greeting
-            if not self._readable.poll(max(0.0, deadline - time.monotonic()) * 1000):
+            if not self.readable.poll(max(0.0, deadline - time.monotonic()) * 1000):
                 raise TimeoutError("the sender's greeting did not arrive in time")
 
     def receive(self) -> Sequence[FromSender]:
@@ -249,10 +249,6 @@ class _Talk:
         if not data:
             raise ConnectionResetError("the sender closed the connection")
         return self._splitter.feed(data)
-
-    def wait(self) -> None:
-        """Wait for data, without a limit."""
-        self._readable.poll()
 
     def say(self, message: msgspec.Struct) -> None:
         """Send a message; a sender that does not read it counts as lost."""

@@ -129,11 +129,7 @@ ENGINE_HOOKS = (
             Takes(f"{PROCESSOR}.update_scheduler_stats", "scheduler_stats"),
             Says(f"{ASYNC_LLM}._run_output_handler", "output_processor.update_scheduler_stats("),
             Takes(f"{PROCESSOR}.get_num_unfinished_requests"),
-            Says(
-                f"{PROCESSOR}.get_num_queued_tokens",
-                "req.prompt_len for req in self.request_states.values()",
-                "if req.is_prefilling",
-            ),
+            Says(f"{PROCESSOR}.get_num_queued_tokens", "req.prompt_len for req in", "if req.is_prefilling"),
             Has("vllm.v1.metrics.stats:SchedulerStats", "num_running_reqs", "kv_cache_usage"),
         ),
     ),

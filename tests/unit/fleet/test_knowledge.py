@@ -14,7 +14,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 from tercet.decisions.scheduling import Scheduling
 from tercet.fleet import EngineFleet, FleetView, Member, Trace
 from tercet.fleet.engine_fleet import EngineCollector
-from tercet.fleet.knowledge import LoadTable
+from tercet.fleet.knowledge import COLUMNS, LoadTable
 from tercet.fleet.trace import LEAST_PICKS, NEAR, PrefixHits
 from tercet.logs import EVENTS, FIELDS
 from tercet.programs import load_program, outputs_of
@@ -38,8 +38,8 @@ def test_a_report_is_known_until_it_is_stale_and_its_age_beyond_that() -> None:
     row = table.add("a")
     assert all(math.isnan(value(table, name, row)) for name in ("waiting", "kv_usage", "age"))
     table.report("a", busy())
-    columns = [name for name in EngineLoad.__struct_fields__ if name not in ("adapters", "paused")]
-    assert [value(table, name, row) for name in columns] == [1, 2, 0.5, 300, 0.02, 1.5, 0]
+    assert [value(table, name, row) for name in COLUMNS] == [1, 2, 300, 0.5, 0.02]
+    assert table.last("a") == (busy(), 0)
     clock.now += 2
     assert value(table, "waiting", row) == 1
     clock.now += 0.01

@@ -377,7 +377,7 @@ def test_what_left_the_window_is_forgotten() -> None:
         sequence = RunningSequence(request, "p", RetryBudget(), 0.0)
         seen.begins(sequence, Trace())
         seen.ends(sequence, Trace(), "served")
-    assert (seen.arrived, seen.ended) == (1, 1)  # those in the background are no load to plan for
+    assert (seen.arrived, seen.ended) == (1, 1)  # plans are made without those in the background
     assert len(seen.arrivals(0.0)) == 1
     assert seen.arrivals(100.0) == ()
 

@@ -253,16 +253,14 @@ def _option(
 class Costs:
     """Costs shared by all views of a fleet. ``clock`` is monotonic, in seconds.
 
-    Requests in the background are not watched: engines compute them in what others leave, so a client does not wait for
-    them, and the times that they take tell nothing about the engine.
+    Requests in the background are not watched: no client waits for one, and its times say nothing about engines.
     """
 
     def __init__(self, clock: Callable[[], float], random: Random) -> None:
         self.model = CostModel()
         self.clock = clock
-        # Simulations replace it: they may know more than a request's limit.
+        # What a request says about the length of its answer. Simulations replace it: they may know more than its limit.
         self.length_told: Callable[[Request], int | None] = max_tokens_of
-        """What a request says about the length of its answer."""
         self.pulls = Pulls(self.model, random)
         self._random = random
         self._works: dict[str, EngineWork] = {}

@@ -64,10 +64,7 @@ class Reports(Protocol):
         ...
 
     def counted(self, name: str, rows: Integers, background: bool) -> Floats:
-        """Return ``in_flight`` or ``in_flight_tokens``: the running sequences of this process, or their tokens.
-
-        Sequences in the background count only with ``background``.
-        """
+        """Return this process's ``in_flight`` or ``in_flight_tokens``, without those in the background or with them."""
         ...
 
     def adapters(self, rows: Integers) -> Sequence[AdapterLoad | None]:

@@ -58,17 +58,8 @@ class PowerOfTwoPicker(Picker, frozen=True):
     """
 
     def pick(self, decision: Decision, engines: Engines, scores: Floats) -> int:
-        if len(engines) == 1:
-            return 0
-        first, second = decision.random.sample(range(len(engines)), 2)
-        if scores[first] == scores[second]:
-            return first if engines.in_flight[first] <= engines.in_flight[second] else second
-        return first if scores[first] > scores[second] else second
-
-
-def round_robin(candidates: Engines, turn: int) -> int:
-    """Return the index of the next candidate in turn."""
-    return turn % len(candidates)
+        two = decision.random.sample(range(len(engines)), min(2, len(engines)))
+        return max(two, key=lambda place: (scores[place], -engines.in_flight[place]))
 
 
 def least_loaded(candidates: Engines, turn: int) -> int:
@@ -89,7 +80,7 @@ def least_work(candidates: Engines, waiting: Sequence[float], turn: int) -> int:
 
 
 LEAST_WORK, SECONDS_OF_A_SEQUENCE = "least_work", 0.05
-PICKERS: Mapping[str, TurnPicker] = {"round_robin": round_robin, "least_loaded": least_loaded}
+PICKERS: Mapping[str, TurnPicker] = {"round_robin": lambda those, turn: turn % len(those), "least_loaded": least_loaded}
 PICKER_NAMES = frozenset({*PICKERS, LEAST_WORK})
 
 

@@ -206,9 +206,7 @@ async def one_engine(request: Request, fleet: Fleet, output: Sequence[int] = ())
 NO_VERSION = 0
 LoadArm = Callable[[Arm], Program]
 RETURN_AFTER = 5
-ON_FAILURE = RetryBudget()
-MOVES = MoveSettings()
-OBJECTIVES = Objectives()
+ON_FAILURE, MOVES, OBJECTIVES = RetryBudget(), MoveSettings(), Objectives()
 _NO_DEADLINE = nullcontext()
 
 

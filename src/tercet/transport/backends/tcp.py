@@ -16,7 +16,6 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Self
 
 import numpy as np
 
@@ -186,19 +185,13 @@ class TcpReader:
 
 @dataclass
 class _Asked:
-    """A requested chunk. Leaving its context gives the room back."""
+    """A requested chunk."""
 
     # Its number in a batch.
     index: int
     chunk: ReadDescriptors
     # The chunk passes through it, if there is one.
     room: StagingBuffer | None = None
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.give_back()
 
     def give_back(self) -> None:
         if self.room is not None:
@@ -250,8 +243,11 @@ class _Work:
                     pass
                 if not asked:
                     return
-                with asked.popleft() as first:
+                first = asked.popleft()
+                try:
                     self._receive(connection, first)
+                finally:
+                    first.give_back()
         except Exception as error:
             self._fail(error)  # the thread that waits for the whole batch raises it
         finally:

@@ -20,10 +20,8 @@ from tercet.protocol.addresses import RankRegion
 from tercet.transport import Push, SendComplete, SendPlan
 
 KEY = "tercet"
-REQUEST_PREFIX = "tercet-"
-"""Beginning of the ids that this engine's edge gives to vLLM's requests."""
-BACKGROUND_PREFIX = f"{REQUEST_PREFIX}background-"
-"""That of those in the background."""
+REQUEST_PREFIX, BACKGROUND_PREFIX = "tercet-", "tercet-background-"
+"""Beginnings of the ids that this engine's edge gives to vLLM's requests, and to those in the background."""
 
 
 class TercetParams(msgspec.Struct, frozen=True, omit_defaults=True):

@@ -134,17 +134,14 @@ class LoadMeter:
         """Return the load now.
 
         Requests that the core has not seen yet count as waiting; requests that it has lost since its last step do not
-        count. ``tokens`` are the prompts that have no first token yet, except those that other engines compute and
-        those in the background, which no other request waits for.
+        count. ``tokens`` are the prompts without a first token, but for those of others and of the background.
         """
         processor = self._client.output_processor
         requests = processor.get_num_unfinished_requests()
         stats, core = self._stats, self._probe.core_status
         # The statistics are those of the last step; requests that have ended or were aborted since are gone already.
-        tokens = sum(
-            state.prompt_len for request_id, state in processor.request_states.items()
-            if state.is_prefilling and not request_id.startswith(BACKGROUND_PREFIX)
-        )  # fmt: skip
+        states = [(key, state) for key, state in processor.request_states.items() if state.is_prefilling]
+        tokens = sum(state.prompt_len for key, state in states if not key.startswith(BACKGROUND_PREFIX))
         running = min(stats.num_running_reqs if stats is not None else core["running"], requests)
         return EngineLoad(
             waiting=requests - running,

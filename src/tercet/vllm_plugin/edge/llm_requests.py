@@ -252,8 +252,7 @@ class LLMRequest:
                 prompt["cache_salt"] = salt
         num_output = len(self.params.seq.output) if self.params.seq is not None else 0
         params = to_vllm(sampling_params, self.params.to_kv_transfer_params(), num_output)
-        adapter = self.prompt.adapter
-        lora = None if adapter is None else to_lora_request(adapter)
+        lora = None if self.prompt.adapter is None else to_lora_request(self.prompt.adapter)
         # With vLLM's scheduling by priority, a background request is the last of all.
         priority = MOST_PRIORITY if self.params.background else self.priority
         more = {"priority": priority, "lora_request": lora, **reasoning_of(sampling_params)}
@@ -301,14 +300,9 @@ class LLMGeneration:
         return self._client.get_tokenizer().encode(text)
 
     def request(
-        self,
-        prompt: KeyedPrompt,
-        sampling_params: Mapping[str, Any],
-        work: SeqParams | SendPlan,
-        priority: int = 0,
-        features: Sequence[MultiModalFeature] = (),
-        background: bool = False,
-    ) -> LLMRequest:
+        self, prompt: KeyedPrompt, sampling_params: Mapping[str, Any], work: SeqParams | SendPlan, priority: int = 0,
+        features: Sequence[MultiModalFeature] = (), background: bool = False,
+    ) -> LLMRequest:  # fmt: skip
         send, seq = (None, work) if isinstance(work, SeqParams) else (work, None)
         params = TercetParams(self._token, send, seq, background)
         return LLMRequest(self._client, prompt, sampling_params, params, priority, features)

@@ -46,7 +46,8 @@ class Bench:
     @property
     def engines(self) -> Engines:
         for view in self.views:
-            self.knowledge.loads.count(view.name, view.in_flight, view.in_flight_tokens)
+            self.knowledge.loads.count(view.name, "in_flight", view.in_flight)
+            self.knowledge.loads.count(view.name, "in_flight_tokens", view.in_flight_tokens)
         rows = self.knowledge.rows([view.name for view in self.views])
         return Engines(self.views, rows, self.knowledge.loads)
 

@@ -119,10 +119,7 @@ class SimScheduler(StepSelection):
         return self._decoding.after(work, max(0, begun - 1))[0], self._decoding.after(work, begun)[1]
 
     def load(self) -> EngineLoad:
-        """Return the load: ``tokens`` counts known tokens without KV, ``step_time`` gives later steps more weight.
-
-        Work in the background is not in ``tokens``, as in vLLM: other requests do not wait for it.
-        """
+        """Return the load: known ``tokens`` without KV but the background's; ``step_time`` weighs later steps more."""
         total = self.pool.total
         return EngineLoad(
             waiting=self.waiting,
