@@ -69,13 +69,13 @@ export class Charts {
     if (!made) return;
     const { pen, width } = made, objective = state.about?.[chart.objective];
     const values = names.flatMap((name) => bins.flatMap((bin) => (bin.has(name) ? chart.lines.map((line) => line(bin.get(name))) : [])));
-    const top = rounded(Math.max(1e-9, objective ? objective * 1.15 : 0, ...values.filter((value) => value !== null)));
+    const most = Math.max(0, objective ? objective * 1.15 : 0, ...values.filter((value) => value !== null)), top = rounded(most || 1);
     const x = (at) => PAD.left + (at / (BINS - 1)) * (width - PAD.left - PAD.right);
     const y = (value) => HEIGHT - PAD.bottom - (value / top) * (HEIGHT - PAD.top - PAD.bottom);
     pen.textBaseline = "middle"; pen.textAlign = "right";
     for (const share of [0, 0.5, 1]) {
       pen.strokeStyle = color("line"); pen.beginPath(); pen.moveTo(PAD.left, y(top * share) + 0.5); pen.lineTo(width - PAD.right, y(top * share) + 0.5); pen.stroke();
-      pen.fillStyle = color("soft"); pen.fillText(share ? chart.show(top * share) : "0", PAD.left - 5, y(top * share));
+      pen.fillStyle = color("soft"); pen.fillText(!share ? "0" : most ? chart.show(top * share) : "", PAD.left - 5, y(top * share));
     }
     pen.textBaseline = "alphabetic"; pen.textAlign = "left";
     const live = from > 1e8, words = live ? [`−${ago(to - from)}`, "now"] : [`${from.toFixed(0)} s`, `${to.toFixed(1)} s`];
