@@ -17,7 +17,7 @@ from .prompts import complete, prompt_of
 REQUESTS, TIMES = (64, 20) if FULL else (8, 4)
 LEAST = TIMES if FULL else 2
 """There and back at the least: how many moves fit into a short answer is the machine's to say."""
-MOST_TOKENS = 900 if FULL else 200
+MOST_TOKENS = 900 if FULL else 300
 HEADERS = {"x-tercet-program": "data_parallel"}
 
 pytestmark = [pytest.mark.timeout(3600), pytest.mark.verifies("moves of running requests")]

@@ -1,8 +1,8 @@
 """Batches next to interactive traffic in virtual time: what they cost its first tokens, and what they get done.
 
-    python -m tests.unit.router.test_batch_gaps 300 20
+    python -m tests.unit.router.test_batch_gaps 300 20 fetch
 
-prints both for a length in seconds and clients per second.
+prints both for a length in seconds, clients per second, and a program.
 """
 
 from __future__ import annotations
@@ -198,13 +198,13 @@ def test_a_batch_on_engines_of_two_roles_goes_on(measure: Callable[..., Seen]) -
     assert both.rate > 300
 
 
-def main(seconds: float, rate: float) -> None:
+def main(seconds: float, rate: float, program: str = "data_parallel") -> None:
     asyncio.to_thread = at_once
     found = list[Seen]()
     for gaps, clients in ((None, rate), (Gaps(32), rate), (Gaps(32), 0.0)):
         with tempfile.TemporaryDirectory() as folder:
             traffic = Arrivals(rate=clients, seconds=seconds if clients else 20.0, begin=10.0 if clients else 80.0)
-            found.append(run_virtual(Mixture(gaps, Path(folder), traffic).run()))
+            found.append(run_virtual(Mixture(gaps, Path(folder), traffic, program).run()))
     alone, both, by_itself = found
     for name, share in (("P50", 0.5), ("P90", 0.9), ("P99", 0.99)):
         times = [each.percentile(share) for each in (alone, both)]
@@ -214,4 +214,4 @@ def main(seconds: float, rate: float) -> None:
 
 
 if __name__ == "__main__":
-    main(*map(float, sys.argv[1:]))
+    main(*map(float, sys.argv[1:3]), *sys.argv[3:])
