@@ -22,45 +22,45 @@ from tercet.fleet.sequences import RunningSequence
 from tercet.fleet.trace import Trace
 from tercet.settings.fleet_settings import Objectives
 
-BLOCK = 512
-"""Tokens per block in the comparison of prompts' beginnings."""
-USUAL_TPOT_S = 0.02
-MOST_SEEN = 50_000
-"""Largest number of requests that are kept, for any window."""
-MOST_BLOCKS = 1_000_000
-"""Largest number of blocks of all kept requests, about 36 bytes each; beyond it the oldest requests are dropped."""
+BLOCK, USUAL_TPOT_S = 512, 0.02
+"""Tokens per block in the comparison of prompts' beginnings; and seconds per token before an answer has ended."""
+MOST_SEEN, MOST_BLOCKS = 50_000, 1_000_000
+"""Largest numbers of kept requests and of their blocks, 36 bytes each; beyond them the oldest requests are dropped."""
 
 
 class PrefillLine(NamedTuple):
-    """Prefills of one engine, as routers count them, in seconds."""
+    """Prefills of one engine, as routers count them, in seconds; and the sequences that they leave out."""
 
-    waiting_s: float  # the estimated wait of a new request
-    busy_s: float  # for how long, since the engine was first seen, prefills ran or waited there
+    waiting_s: float = 0.0  # the estimated wait of a new request
+    busy_s: float = 0.0  # for how long, since the engine was first seen, prefills ran or waited there
+    background: int = 0
 
 
-def prefill_line(fleet: EngineFleet, name: str) -> PrefillLine:
-    """Return the prefills of this process on the engine ``name``."""
-    now, work = fleet.costs.clock(), fleet.costs.work(name)
-    return PrefillLine(work.waiting(now), work.busy(now))
+def prefill_line(fleet: EngineFleet, member: Member) -> PrefillLine:
+    """Return the prefills of this process on an engine."""
+    now, work = fleet.costs.clock(), fleet.costs.work(member.name)
+    return PrefillLine(work.waiting(now), work.busy(now), member.background)
 
 
 def observed_engines(fleet: EngineFleet, lines: Mapping[str, PrefillLine] | None = None) -> list[ObservedEngine]:
-    """Return every engine, no store; ``lines`` are the prefills of all processes of the fleet, None for this one."""
+    """Return every engine, no store, with its clients' load; ``lines`` are of all processes, None for this one."""
     observed = list[ObservedEngine]()
     for member in fleet.members:
         role = member.role
         if role == "store":
             continue
         able = member.reachable and not member.leaving and not member.refused
-        line = (lines or {}).get(member.name) or prefill_line(fleet, member.name)
+        line = (lines or {}).get(member.name) or prefill_line(fleet, member)
         engine = ObservedEngine(member.name, role, able, line.waiting_s, line.busy_s)
         if (last := fleet.knowledge.loads.last(member.name)) is not None:
             load, _ = last
+            of_clients = 1 - min(1.0, line.background / max(1, load.running + load.waiting))
+            running, usage = round(load.running * of_clients), load.kv_usage * of_clients
             # Sequences whose prompts still wait on other engines have reserved KV here, which no step reads.
             share = load.running / max(load.running, member.in_flight, 1)
-            contexts = int(load.kv_usage * member.kv_tokens * share) or load.running * UNKNOWN_CONTEXT
-            engine = replace(engine, running=load.running, queued=load.waiting, contexts=contexts,
-                             step_s=load.step_time, kv_usage=load.kv_usage)  # fmt: skip
+            contexts = int(usage * member.kv_tokens * share) or running * UNKNOWN_CONTEXT
+            engine = replace(engine, running=running, queued=round(load.waiting * of_clients), contexts=contexts,
+                             step_s=load.step_time, kv_usage=usage)  # fmt: skip
         observed.append(engine)
     return observed
 

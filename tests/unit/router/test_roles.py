@@ -14,6 +14,7 @@ from tercet.decisions.objectives import Attainments
 from tercet.decisions.planning import Observed
 from tercet.decisions.roles import Pressures, RoleEffects, RoleFlip
 from tercet.fleet.members import MemberState
+from tercet.fleet.policy_views import PrefillLine, observed_engines
 from tercet.protocol import EngineLoad
 from tercet.router.serve.routing import Plan
 from tercet.router.state.fleet_state import FleetState, ProgramInUse
@@ -192,6 +193,13 @@ async def test_the_policy_sees_what_engines_report(router: LiveRouter) -> None:
     prefill, decode = seen
     assert (prefill.name, prefill.able, prefill.waiting_s) == ("p", False, 0.0)
     assert (decode.running, decode.queued, decode.step_s, decode.kv_usage) == (2, 3, 0.02, 0.5)
+    # Of a batch, this process and another one run four of the five there, in the background.
+    router.fleet.member("d").background = 1
+    lines = {"d": PrefillLine(0.5, 1.0, 4)}
+    _, own = observed_engines(router.fleet)
+    _, everywhere = observed_engines(router.fleet, lines)
+    assert (own.running, own.queued, own.kv_usage) == (2, 2, 0.4)
+    assert (everywhere.running, everywhere.queued, everywhere.kv_usage) == (0, 1, pytest.approx(0.1))
 
 
 def test_decodes_leave_engines_that_prefill_from_now_on() -> None:

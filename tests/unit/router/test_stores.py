@@ -51,6 +51,7 @@ BOUNDED_BY = {
     "PrefixIndex._holders": "RoutingHistory._recent",
     "Exemplars._kept": "MOST_EXEMPLARS; only of sampled traces",
     "Moves._record": "REMEMBERED",
+    "Summary._metrics": "one for each engine",
 }
 """The stores that grow with requests, and what bounds each of them."""
 

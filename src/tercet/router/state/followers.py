@@ -38,15 +38,11 @@ ALIVE, REPORT, MOVES = ".alive", ".json", ".moves"
 
 
 class EngineReport(msgspec.Struct, frozen=True):
-    """The state of an engine in one process; ``waiting_s`` and ``busy_s`` concern the process's prefills there.
-
-    See :class:`~tercet.fleet.policy_views.PrefillLine`.
-    """
+    """The state of an engine in one process, and the process's prefills there."""
 
     in_flight: int
     reachable: bool
-    waiting_s: float = 0.0
-    busy_s: float = 0.0
+    line: PrefillLine = PrefillLine()
 
 
 class FollowerReport(msgspec.Struct, frozen=True):
@@ -228,13 +224,14 @@ class ProcessReports:
                     own = found[name]
                     # A process that does not serve yet has not looked at its engines.
                     reachable = own.reachable and (other.reachable or not report.serving)
-                    waiting, busy = own.waiting_s + other.waiting_s, own.busy_s + other.busy_s
-                    found[name] = EngineReport(own.in_flight + other.in_flight, reachable, waiting, busy)
+                    a, b = own.line, other.line
+                    line = PrefillLine(a.waiting_s + b.waiting_s, a.busy_s + b.busy_s, a.background + b.background)
+                    found[name] = EngineReport(own.in_flight + other.in_flight, reachable, line)
         return found
 
     def lines(self) -> dict[str, PrefillLine]:
         """Return the prefills of all processes, by engine."""
-        return {name: PrefillLine(each.waiting_s, each.busy_s) for name, each in self.engines().items()}
+        return {name: each.line for name, each in self.engines().items()}
 
     def attainment(self) -> dict[str, tuple[int, int]]:
         """Return, by class, the requests that ended in all processes, and how many of them met its objectives."""
@@ -284,12 +281,9 @@ class ProcessReports:
         service = self._shared.service
         # Only a role keeper or a planner uses the waiting prefills of engines.
         planned = self._shared.role_keeper is not None or service.seen is not None
-        return {
-            each.name: EngineReport(
-                each.in_flight, each.reachable, *(prefill_line(service.fleet, each.name) if planned else ())
-            )
-            for each in service.fleet.members
-        }
+        lines = (prefill_line(service.fleet, each) if planned else PrefillLine() for each in service.fleet.members)
+        members = zip(service.fleet.members, lines, strict=True)
+        return {each.name: EngineReport(each.in_flight, each.reachable, line) for each, line in members}
 
     async def tell(self) -> None:
         """Write this process's report; a failed write is logged once and retried later."""
