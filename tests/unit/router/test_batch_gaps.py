@@ -178,8 +178,8 @@ def measure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Se
     return run
 
 
-# By turns, and by the work on each engine, in which the background's does not count.
-@pytest.mark.parametrize("program", ["data_parallel", "fetch"])
+# By turns, by the work on each engine, and by price: the background's does not count.
+@pytest.mark.parametrize("program", ["data_parallel", "fetch", "auto"])
 def test_first_tokens_of_clients_come_as_without_a_batch_and_the_batch_goes_on(
     measure: Callable[..., Seen], program: str
 ) -> None:

@@ -47,11 +47,6 @@ ENOUGH_TRANSFERS = 3
 HARMLESS = 1.25
 
 
-def any_pair(_one: str, _other: str) -> bool:
-    """Return True: every two engines may exchange KV."""
-    return True
-
-
 class Targets(msgspec.Struct, frozen=True):
     """Service level objectives, in seconds; None means no objective.
 
@@ -136,11 +131,11 @@ class RouteCandidate:
 
     def decode(self, context: int, output: float) -> tuple[float, float]:
         """Return the seconds per token of one more decode, and the delay that it causes for the others."""
-        contexts = self.contexts + context
-        tpot = self.work.pace_of_tokens(self.interference, self.batch + 1, contexts)
+        pace = self.work.decode_pace
+        tpot = self.model.tpot(self.batch + 1, self.contexts + context, self.interference, pace)
         if not self.batch:
             return tpot, 0.0
-        slower = tpot - self.work.pace_of_tokens(self.interference, self.batch, self.contexts)
+        slower = tpot - self.model.tpot(self.batch, self.contexts, self.interference, pace)
         together = min(self.seconds_left / tpot, output) if self.seconds_left else output
         return tpot, slower * self.batch * together
 
@@ -153,7 +148,7 @@ def pair_pays(prefill: RouteCandidate, decode: RouteCandidate, wanted: RouteRequ
 
 
 def options_of(
-    candidates: Sequence[RouteCandidate], wanted: RouteRequest, may_pair: MayPair = any_pair,
+    candidates: Sequence[RouteCandidate], wanted: RouteRequest, may_pair: MayPair = lambda _, __: True,
     pull_for: Callable[[RouteCandidate], Pull | None] = lambda _: None,
 ) -> list[RouteOption]:  # fmt: skip
     """Return the routes over these engines that are worth an estimate, the best first.
@@ -293,7 +288,8 @@ class Costs:
 
     def decide(
         self, request: Request, names: Sequence[str], matched: Mapping[str, int], targets: Targets, explore: float,
-        may_pair: MayPair = any_pair, loads: Mapping[str, float] | None = None, stored: Mapping[str, int] | None = None,
+        may_pair: MayPair = lambda _, __: True, loads: Mapping[str, float] | None = None,
+        stored: Mapping[str, int] | None = None,
     ) -> RouteDecision:  # fmt: skip
         """Choose a route over these engines (at least one); ``matched`` has their estimated cached tokens.
 

@@ -159,6 +159,10 @@ class CostModel:
         """Return the seconds of a step that decodes ``batch`` sequences with ``contexts`` tokens of KV in total."""
         return self._steps.predict((1.0, batch, contexts))
 
+    def tpot(self, batch: float, contexts: float, interference: float, pace: EnginePace) -> float:
+        """Return the seconds per token of a running decode; prefills take the share ``interference`` of its time."""
+        return self.step(batch, contexts) * pace.factor / (1 - min(MOST_INTERFERENCE, interference))
+
     def send(self, tokens: int) -> float:
         """Return the seconds of a send of ``tokens`` that are cached, from the call to the last acknowledgement."""
         return self._sends.predict((1.0, tokens))
@@ -239,6 +243,11 @@ class Job:
     marks: tuple[float, float, float, int] = (0.0, 0.0, 0.0, 0)  # sums of the engine when its decode began
 
 
+def taken_by(prefill: float, step: float) -> float:
+    """Return the share of a prefill's seconds that decodes lose: its steps give each of them a token, at least one."""
+    return max(0.0, prefill - step) / prefill if prefill else 0.0
+
+
 class EngineWork:
     """The jobs of one engine. Times are the clock's, in seconds.
 
@@ -290,9 +299,11 @@ class EngineWork:
         return 0.0 if head is None else max(0.0, head.seconds - self._progress(now))
 
     def interference(self, now: float) -> float:
-        """Return the share of recent time in which prefills ran here and slowed decodes."""
+        """Return the share of recent time that prefills took from decodes here."""
         faded = math.exp((self._at - now) / self._model.arrivals.memory)
-        return self._recent * faded + (1 - faded if self._line else 0.0)
+        head = next(iter(self._line.values()), None)
+        taken = 0.0 if head is None else taken_by(head.seconds, self._model.step(self.decoding or 1, self.contexts))
+        return self._recent * faded + (1 - faded) * taken
 
     def stall(self, now: float, seconds: float) -> float:
         """Return the total delay of decodes if a prefill that arrives now occupies the engine for ``seconds``.
@@ -306,11 +317,6 @@ class EngineWork:
     def seconds_left(self, now: float) -> float:
         """Return the average remaining time of a running decode, in seconds."""
         return max(0.0, self._expected_ends / self.decoding - now) if self.decoding else 0.0
-
-    def pace_of_tokens(self, interference: float, batch: float, contexts: float) -> float:
-        """Return the seconds per token of a running decode; prefills take this share of the time between steps."""
-        step = self._model.step(batch, contexts) * self.decode_pace.factor
-        return step / (1 - min(MOST_INTERFERENCE, interference))
 
     # ---- events ----------------------------------------------------------------------------------------------
 
@@ -363,7 +369,7 @@ class EngineWork:
                 del self._coming[seq_id]
                 self.decoding += 1
                 self.contexts += job.context
-                tpot = self.pace_of_tokens(self.interference(now), self.decoding, self.contexts)
+                tpot = self._model.tpot(self.decoding, self.contexts, self.interference(now), self.decode_pace)
                 job.began, job.expected_end = now, now + job.output * tpot
                 job.marks = (self._busy, self._batches, self._contexts_read, self._prefills)
                 self._expected_ends += job.expected_end
@@ -474,7 +480,9 @@ class ReportedWork:
         passed, before, backlog = now - self._at, self._backlog, load.tokens or 0
         self._at = now
         faded = math.exp(-passed / MEMORY)
-        self._interference = self._interference * faded + (1 - faded if backlog else 0.0)
+        seconds = self._model.prefill(backlog, 0, self.decoding) if backlog else 0.0
+        taken = taken_by(seconds, self._model.step(self.decoding or 1, self.contexts))
+        self._interference = self._interference * faded + (1 - faded) * taken
         self.decoding = load.running
         self.contexts = int(load.kv_usage * self._kv_tokens()) or load.running * UNKNOWN_CONTEXT
         if (alone := self._alone) is not None:
@@ -518,9 +526,5 @@ class ReportedWork:
         """Return the average remaining time of a running decode: half of its time, in seconds."""
         if not self.decoding:
             return 0.0
-        tpot = self.pace_of_tokens(self._interference, self.decoding, self.contexts)
+        tpot = self._model.tpot(self.decoding, self.contexts, self._interference, self.decode_pace)
         return self._model.output_of(None) / 2 * tpot
-
-    def pace_of_tokens(self, interference: float, batch: float, contexts: float) -> float:
-        step = self._model.step(batch, contexts) * self.decode_pace.factor
-        return step / (1 - min(MOST_INTERFERENCE, interference))

@@ -149,6 +149,19 @@ def test_how_busy_an_engine_is_counts_over_about_ten_prefills() -> None:
 # ---- the work of an engine -----------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize(("seconds", "taken"), [(0.005, 0.0), (0.01, 0.0), (0.02, 0.5), (1.0, 0.99)])
+def test_a_prefill_takes_from_decodes_what_is_longer_than_their_step(seconds: float, taken: float) -> None:
+    """Its steps give each decode a token, too: next to short prompts decodes lose less than the time of prefills."""
+    clock, model = Clock(0.0), taught([], [(0.01, 1, 0)])
+    work = EngineWork(model, clock)
+    while clock.now < 100:
+        job = work.begin("a", Job(1000, output=1.0, seconds=seconds))
+        clock.now += seconds
+        work.prefilled("a", job, 1000, 0, 0)
+        work.leave("a")
+    assert work.interference(clock.now) == pytest.approx(taken, abs=0.03)
+
+
 def test_prefills_in_line_are_told_apart() -> None:
     """Three come at once and end one after the other: each took a second, though the last one was away for three."""
     clock, model = Clock(0.0), CostModel()
