@@ -214,4 +214,4 @@ def main(seconds: float, rate: float, program: str = "data_parallel") -> None:
 
 
 if __name__ == "__main__":
-    main(*map(float, sys.argv[1:3]), *sys.argv[3:])
+    main(float(sys.argv[1]), float(sys.argv[2]), *sys.argv[3:])
