@@ -125,7 +125,7 @@ class Picking(Generic[ViewT]):
         if profile is None:
             # Each role has its own turns: two picks of one request would otherwise always find the same pairs. The
             # background has its own, too: between them, several clients in a row would find the same engine.
-            whose = role, by, request is not None and request.background
+            whose = role, by, candidates.background
             turn = self._turns[whose]
             self._turns[whose] += 1
             if by != LEAST_WORK:

@@ -304,7 +304,6 @@ class Costs:
             holders = heapq.nlargest(CLOSEST // 2, matched, key=matched.__getitem__)
             names = list(dict.fromkeys((*idlest, *holders)))
         candidates = [RouteCandidate(name, self.work(name), self.model, now, matched.get(name, 0)) for name in names]
-
         kept: Mapping[str, int] = stored or {}
 
         def pull_for(decode: RouteCandidate) -> Pull | None:

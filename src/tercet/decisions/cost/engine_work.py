@@ -163,6 +163,10 @@ class CostModel:
         """Return the seconds per token of a running decode; prefills take the share ``interference`` of its time."""
         return self.step(batch, contexts) * pace.factor / (1 - min(MOST_INTERFERENCE, interference))
 
+    def taken(self, prefill: float, batch: int, contexts: float) -> float:
+        """Return the share of a prefill's seconds that decodes lose: its steps give them a token, too, at least one."""
+        return max(0.0, 1 - self.step(batch or 1, contexts) / prefill) if prefill else 0.0
+
     def send(self, tokens: int) -> float:
         """Return the seconds of a send of ``tokens`` that are cached, from the call to the last acknowledgement."""
         return self._sends.predict((1.0, tokens))
@@ -243,11 +247,6 @@ class Job:
     marks: tuple[float, float, float, int] = (0.0, 0.0, 0.0, 0)  # sums of the engine when its decode began
 
 
-def taken_by(prefill: float, step: float) -> float:
-    """Return the share of a prefill's seconds that decodes lose: its steps give each of them a token, at least one."""
-    return max(0.0, prefill - step) / prefill if prefill else 0.0
-
-
 class EngineWork:
     """The jobs of one engine. Times are the clock's, in seconds.
 
@@ -295,15 +294,12 @@ class EngineWork:
 
     def under_way(self, now: float) -> float:
         """Return the seconds until the running prefill ends."""
-        head = next(iter(self._line.values()), None)
-        return 0.0 if head is None else max(0.0, head.seconds - self._progress(now))
+        return max(0.0, self._running - self._progress(now))
 
     def interference(self, now: float) -> float:
         """Return the share of recent time that prefills took from decodes here."""
         faded = math.exp((self._at - now) / self._model.arrivals.memory)
-        head = next(iter(self._line.values()), None)
-        taken = 0.0 if head is None else taken_by(head.seconds, self._model.step(self.decoding or 1, self.contexts))
-        return self._recent * faded + (1 - faded) * taken
+        return self._recent * faded + (1 - faded) * self._model.taken(self._running, self.decoding, self.contexts)
 
     def stall(self, now: float, seconds: float) -> float:
         """Return the total delay of decodes if a prefill that arrives now occupies the engine for ``seconds``.
@@ -419,10 +415,15 @@ class EngineWork:
             self._model.prefilled(self._seen_seconds, self._seen)
         self._seen_seconds, self._seen = 0.0, []
 
+    @property
+    def _running(self) -> float:
+        """The predicted seconds of the first prefill in line, 0 without one."""
+        head = next(iter(self._line.values()), None)
+        return 0.0 if head is None else head.seconds
+
     def _progress(self, now: float) -> float:
         """Return the seconds that the first in line has run, limited to a little less than its predicted time."""
-        head = next(iter(self._line.values()), None)
-        return 0.0 if head is None else min(now - self._served_until, 0.95 * head.seconds)
+        return min(now - self._served_until, 0.95 * self._running)
 
     def _pass_time(self) -> float:
         """Account for the time since the last event, in which the jobs did not change; return the time."""
@@ -480,9 +481,9 @@ class ReportedWork:
         passed, before, backlog = now - self._at, self._backlog, load.tokens or 0
         self._at = now
         faded = math.exp(-passed / MEMORY)
-        seconds = self._model.prefill(backlog, 0, self.decoding) if backlog else 0.0
-        taken = taken_by(seconds, self._model.step(self.decoding or 1, self.contexts))
-        self._interference = self._interference * faded + (1 - faded) * taken
+        prefill = self._model.prefill(backlog, 0, self.decoding) if backlog else 0.0
+        self._interference *= faded
+        self._interference += (1 - faded) * self._model.taken(prefill, self.decoding, self.contexts)
         self.decoding = load.running
         self.contexts = int(load.kv_usage * self._kv_tokens()) or load.running * UNKNOWN_CONTEXT
         if (alone := self._alone) is not None:

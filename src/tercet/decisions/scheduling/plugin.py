@@ -105,7 +105,7 @@ class Engines:
         self._all = views
         self._places = places
         self._reports = reports
-        self._background = background
+        self.background = background
         self._lasting: dict[int, tuple[Filter, Engines]] = {}
 
     @cached_property
@@ -139,7 +139,7 @@ class Engines:
         if chosen.all():
             return self
         places = chosen.nonzero()[0] if self._places is None else self._places[chosen]
-        return Engines(self._all, self.rows[chosen], self._reports, places, self._background)
+        return Engines(self._all, self.rows[chosen], self._reports, places, self.background)
 
     def kept_by(self, plugin: Filter, decision: Decision) -> Engines:
         """Return the engines that a filter keeps; the result of a lasting filter is cached."""
@@ -148,15 +148,15 @@ class Engines:
         known = self._lasting.get(id(plugin))
         if known is None:  # the filter is stored with the result, so its id is not reused
             known = self._lasting[id(plugin)] = plugin, self.where(plugin.keep(decision, self))
-        return known[1].for_another_decision(self._background)
+        return known[1].for_another_decision(self.background)
 
     @cached_property
     def in_flight(self) -> Floats:
-        return self._reports.counted("in_flight", self.rows, self._background)
+        return self._reports.counted("in_flight", self.rows, self.background)
 
     @cached_property
     def in_flight_tokens(self) -> Floats:
-        return self._reports.counted("in_flight_tokens", self.rows, self._background)
+        return self._reports.counted("in_flight_tokens", self.rows, self.background)
 
     @cached_property
     def adapter_loads(self) -> Sequence[AdapterLoad | None]:

@@ -13,6 +13,7 @@ import os
 import secrets
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -278,12 +279,11 @@ class ProcessReports:
         return FollowerReport(os.getpid(), self.serving, version, self.failure, self._own_engines(), left, attained)
 
     def _own_engines(self) -> dict[str, EngineReport]:
-        service = self._shared.service
+        service, fleet = self._shared.service, self._shared.service.fleet
         # Only a role keeper or a planner uses the waiting prefills of engines.
         planned = self._shared.role_keeper is not None or service.seen is not None
-        lines = (prefill_line(service.fleet, each) if planned else PrefillLine() for each in service.fleet.members)
-        members = zip(service.fleet.members, lines, strict=True)
-        return {each.name: EngineReport(each.in_flight, each.reachable, line) for each, line in members}
+        line_of = partial(prefill_line, fleet) if planned else lambda _: PrefillLine()
+        return {each.name: EngineReport(each.in_flight, each.reachable, line_of(each)) for each in fleet.members}
 
     async def tell(self) -> None:
         """Write this process's report; a failed write is logged once and retried later."""

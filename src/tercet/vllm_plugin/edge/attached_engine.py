@@ -139,9 +139,9 @@ class LoadMeter:
         processor = self._client.output_processor
         requests = processor.get_num_unfinished_requests()
         stats, core = self._stats, self._probe.core_status
-        # The statistics are those of the last step; requests that have ended or were aborted since are gone already.
         states = [(key, state) for key, state in processor.request_states.items() if state.is_prefilling]
         tokens = sum(state.prompt_len for key, state in states if not key.startswith(BACKGROUND_PREFIX))
+        # The statistics are those of the last step; requests that have ended or were aborted since are gone already.
         running = min(stats.num_running_reqs if stats is not None else core["running"], requests)
         return EngineLoad(
             waiting=requests - running,
