@@ -282,7 +282,7 @@ class ProcessReports:
         service, fleet = self._shared.service, self._shared.service.fleet
         # Only a role keeper or a planner uses the waiting prefills of engines.
         planned = self._shared.role_keeper is not None or service.seen is not None
-        line_of = partial(prefill_line, fleet) if planned else lambda _: PrefillLine()
+        line_of: Callable[[Any], PrefillLine] = partial(prefill_line, fleet) if planned else lambda _: PrefillLine()
         return {each.name: EngineReport(each.in_flight, each.reachable, line_of(each)) for each in fleet.members}
 
     async def tell(self) -> None:
