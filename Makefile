@@ -63,7 +63,7 @@ check: setup ## style, types of src and packages, and the fast tests, with few e
 	@# Types take as long as all other checks: they run in the background, and their errors are printed at the end.
 	@said=$$(mktemp); $(BIN)/python -m scripts.types_of_src >$$said 2>&1 & types=$$!; \
 	trap 'kill $$types 2>/dev/null || true; rm -f $$said' EXIT; \
-	$(BIN)/pytest --hypothesis-profile quick -m 'not processes and not slow and not vllm' $(UNIT) --forks 2; \
+	$(BIN)/pytest --hypothesis-profile quick -m 'not processes and not slow and not vllm' $(UNIT) --forks 4; \
 	wait $$types || { cat $$said; exit 1; }; tail -n 1 $$said
 
 test: setup ## style, all types, all unit tests, charts, a real Envoy and real engines; at the end what failed and what took longest

@@ -154,7 +154,8 @@ class LiveRouter:
 
     def close(self) -> None:
         self.shared.close()
-        shutil.rmtree(self.directory)
+        while self.directory.exists():  # the thread that writes the state may be at its last write
+            shutil.rmtree(self.directory, ignore_errors=True)
 
     def engine(self, name: str) -> Engine:
         return self.engines[f"http://{name}"]
