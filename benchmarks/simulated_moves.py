@@ -15,8 +15,8 @@ from statistics import median
 
 from tercet.decisions.migration import migrate
 from tercet.fleet import EngineFleet, FleetView, Member, RunningSequence
+from tercet.fleet.fleet_view import Trace
 from tercet.fleet.sequences import MovingSequence
-from tercet.fleet.trace import Trace
 from tercet.protocol import Output, Request
 from tercet.settings import MoveSettings, RetryBudget
 from tercet_lab.sim import EngineOptions, Network, SimEngine, load_profile, run_virtual

@@ -23,8 +23,8 @@ import msgspec
 
 from tercet.decisions.migration import Stage, migrate
 from tercet.fleet import EngineFleet, FleetView, Member, RunningSequence, Trace
+from tercet.fleet.fleet_view import Generation, TracedEngine
 from tercet.fleet.sequences import MovingSequence
-from tercet.fleet.trace import Generation, TracedEngine
 from tercet.protocol import Engine, Output, OutputStream, Request
 from tercet.settings import MoveSettings, RetryBudget
 from tercet.wire.client import HttpEngine

@@ -17,7 +17,7 @@ from tercet.protocol.sse import AnswerFailed, read_answer
 
 if TYPE_CHECKING:
     from tercet.cluster.running_fleet import StartedFleet
-    from tercet.fleet.trace import Trace
+    from tercet.fleet.fleet_view import Trace
     from tercet.protocol.spans import TraceEvent
 
 MAX_TOKENS = 48
@@ -92,7 +92,7 @@ async def _ask(fleet: StartedFleet, max_tokens: int) -> Trace:
 async def show_answer(chunks: AsyncIterable[bytes]) -> Trace:
     """Print a stream's text as it arrives, and return its trace. Raises :class:`~tercet.protocol.EngineError`."""
     from tercet.cli.terminal import console
-    from tercet.fleet.trace import Trace
+    from tercet.fleet.fleet_view import Trace
 
     trace: Trace | None = None
     try:

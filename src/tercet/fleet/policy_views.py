@@ -17,9 +17,9 @@ from tercet.decisions.migration import CountedMove, LoadedEngine, SequenceView
 from tercet.decisions.objectives import meets
 from tercet.decisions.planning import ObservedEngine, ObservedRequest
 from tercet.fleet.engine_fleet import EngineFleet
+from tercet.fleet.fleet_view import Trace
 from tercet.fleet.members import Member
 from tercet.fleet.sequences import RunningSequence
-from tercet.fleet.trace import Trace
 from tercet.settings.fleet_settings import Objectives
 
 BLOCK, USUAL_TPOT_S = 512, 0.02

@@ -12,8 +12,8 @@ from typing import Literal
 
 import msgspec
 
+from tercet.fleet.fleet_view import Generation, TracedEngine
 from tercet.fleet.members import CallsInFlight
-from tercet.fleet.trace import Generation, TracedEngine
 from tercet.logs import request_id
 from tercet.protocol import Conflict, Engine, EngineUnreachable, Output, OutputStream, Request, UnknownSequence
 from tercet.protocol.names import further_id

@@ -14,9 +14,8 @@ import msgspec
 from tercet.aio import keep_cancellation_counts
 from tercet.aio.files import read_whole
 from tercet.decisions.scheduling.assembly import Locate, load_module, user_file
-from tercet.programs.answer import Answer
-from tercet.programs.disaggregated import disaggregated
-from tercet.programs.patterns import auto, balanced, cache_bypass, conditional, data_parallel, fetch
+from tercet.programs import patterns
+from tercet.programs.patterns import Answer
 from tercet.protocol import BadRequest, Fleet, Request
 from tercet.settings.declaration import complaint
 
@@ -24,13 +23,8 @@ from tercet.settings.declaration import complaint
 LISTED = 5
 Program = Callable[[Request, Fleet], Answer]
 BUILT_IN: Mapping[str, Callable[..., Answer]] = {
-    "auto": auto,
-    "balanced": balanced,
-    "cache_bypass": cache_bypass,
-    "conditional": conditional,
-    "data_parallel": data_parallel,
-    "disaggregated": disaggregated,
-    "fetch": fetch,
+    name: getattr(patterns, name)
+    for name in ("auto", "balanced", "cache_bypass", "conditional", "data_parallel", "disaggregated", "fetch")
 }
 
 

@@ -1,17 +1,49 @@
-"""The built-in programs but ``disaggregated``: each is an async generator over a request and a fleet.
+"""The built-in programs, each an async generator over a request and a fleet; at the end, how any program runs.
 
 A ``with`` gives back what it took, an engine or a reservation, on every way out of the pattern.
 ``migrate_context`` copies cached KV and serves no request.
 """
 
-import math
-from collections.abc import Callable
-from contextlib import AsyncExitStack, suppress
+from __future__ import annotations
 
+import asyncio
+import math
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from contextlib import AsyncExitStack, suppress
+from functools import partial
+from typing import Any, Protocol, Union, cast
+
+from tercet.aio import is_cancelled
 from tercet.decisions.scheduling.profiles import LoadBasedDecider
-from tercet.programs.answer import Answer
-from tercet.programs.disaggregated import disaggregated, prefilled_for
-from tercet.protocol import BadRequest, Engine, Fleet, Request, Role, Sent, Source, TercetError
+from tercet.protocol import BadRequest, Engine, Fleet, Output, OutputStream, Request, Role, Sent, Source, TercetError
+
+# Values that a program yields: outputs, engines' streams, other programs. (A union with a quoted name needs ``Union``.)
+Answer = AsyncIterator[Union[Output, OutputStream, "Answer"]]
+
+
+async def disaggregated(request: Request, fleet: Fleet, *, min_send: int = 32, pick: str = "least_loaded") -> Answer:
+    """Prefill on one engine, decode on another, which receives the KV while it is computed.
+
+    The first token comes from the prefill engine. If the decode engine lacks fewer than ``min_send`` tokens, a transfer
+    is not worth a second engine: the decode engine prefills them itself.
+    """
+    with fleet.pick("decode", by=pick, request=request) as decode:
+        yield prefilled_for(decode, request, fleet, min_send, pick)
+
+
+async def prefilled_for(decode: Engine, request: Request, fleet: Fleet, min_send: int, pick: str) -> Answer:
+    """Serve as :func:`disaggregated` does, with an engine ``decode`` that has been picked already."""
+    async with decode.prep_recv(request) as space:
+        begin, output = space.matched_len, ()
+        if space.to_send >= min_send:
+            with fleet.pick("prefill", by=pick, other_than=decode, request=request) as prefill:
+                sent = await prefill.remote_send(request, space, begin, sample=True)
+            if sent.first is not None:
+                yield sent.first
+                if sent.first.finished:
+                    return
+                begin, output = sent.end, sent.first.token_ids
+        yield decode.start_generate(request, begin, output)
 
 
 async def data_parallel(request: Request, fleet: Fleet, *, pick: str = "round_robin", role: Role = "both") -> Answer:
@@ -163,3 +195,70 @@ async def migrate_context(fleet: Fleet, prefix: Request, source: str, destinatio
             if not space.missing:
                 return None
             return await sender.remote_send(prefix, space, space.matched_len)
+
+
+# ---- how a program runs ---------------------------------------------------------------------------------------
+
+
+class OutputSink(Protocol):
+    """The destination of a program's outputs."""
+
+    @property
+    def over(self) -> bool:
+        """True if no further output is wanted."""
+        ...
+
+    def put(self, output: Output) -> object:
+        """Pass on the next output."""
+        ...
+
+    async def until_asked(self) -> None:
+        """Return once the reader waits for more."""
+        ...
+
+
+async def run_program(answer: Answer, sink: OutputSink) -> None:
+    """Run a program until it ends or ``sink`` is over; outputs of the streams that it yields go to ``sink``, too.
+
+    While a stream runs, the program waits at its ``yield``: an error of the stream, or a cancellation, is raised there,
+    so that the program can catch it. Each stream is closed before the program continues. After an output that the
+    program yields itself, it continues once the reader has taken that output. A value that is neither an output nor a
+    stream is passed on, too.
+    """
+    failure: BaseException | None = None
+    parts = cast("AsyncGenerator[Any, None]", answer)
+    try:
+        while not sink.over:
+            try:
+                part = await (anext(parts) if failure is None else parts.athrow(failure))
+            except StopAsyncIteration:
+                break
+            if failure is not None and _is_cancellation(failure):
+                raise failure  # otherwise the program would continue
+            failure = None
+            is_stream = isinstance(part, OutputStream)
+            if not is_stream and not isinstance(part, AsyncIterator):
+                sink.put(part)
+                await sink.until_asked()
+                continue
+            try:
+                if is_stream:
+                    await part.run(sink.put, sink.until_asked)
+                else:
+                    await run_program(cast("Answer", part), sink)
+            except BaseException as error:
+                failure = error
+    finally:
+        await parts.aclose()
+    if failure is not None and _is_cancellation(failure):
+        raise failure
+
+
+def _is_cancellation(error: BaseException) -> bool:
+    """True if the task was cancelled from outside, not by the program's own timeout."""
+    return isinstance(error, asyncio.CancelledError) and is_cancelled()
+
+
+def outputs_of(answer: Answer) -> OutputStream:
+    """Return the outputs of a program and of the streams that it yields, in order; see :func:`run_program`."""
+    return OutputStream(partial(run_program, answer))

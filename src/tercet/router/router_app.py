@@ -30,7 +30,7 @@ from tercet.protocol.spans import entered, span_context_of, working_in
 from tercet.protocol.wire import API_PREFIX, JSON
 from tercet.router.observe.metrics import with_metrics
 from tercet.router.observe.request_traces import FollowedRequest, RequestTraces, request_attributes
-from tercet.router.page.page_app import with_page
+from tercet.router.page.page_app import PageApp, is_of_page, page_of
 from tercet.router.pooling import PooledAnswer, PoolingServers, close_result
 from tercet.router.request_bodies import (
     ADMITTED_BYTES,
@@ -114,8 +114,9 @@ class RouterApp:
         traces: RequestTraces | None = None,
         # True if clients may see the trace of their request in its answer.
         client_traces: bool = False,
+        page: PageApp | None = None,
     ) -> None:  # fmt: skip
-        self._app = app
+        self._app, self._page = app, page
         self._fast = fast
         self._gate = gate
         self._shutdown = shutdown or Shutdown(timeout_s=0)
@@ -146,9 +147,13 @@ class RouterApp:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
+        path = path_of(scope)
+        if self._page is not None and is_of_page(path):
+            await self._page(scope, receive, send)
+            return
         headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
         context = scope[CONTEXT] = RequestContext(
-            path_of(scope), headers, connection=scope.get(CONNECTION), background=OF_BATCH in scope
+            path, headers, connection=scope.get(CONNECTION), background=OF_BATCH in scope
         )
         with (
             followed_request(context, scope, self._traces) as followed,
@@ -411,12 +416,12 @@ def put_layers_before(
     gate = Gate(config.limits, service.fleet, service.metrics)
     if state.batches is not None:
         state.batches.install(app, gate, keys.clients)
-    front = RouterApp(
+    page = page_of(state, keys, config.public_name, shutdown, apart)
+    app.middleware_stack = RouterApp(
         with_metrics(layers, service.fleet, state.traces.exemplars), fast, gate, keys.clients, service.program_called,
         config.max_request_bytes, around_refusals, shutdown, config.access_log, pooling, keys.access, apart,
-        state.traces.own, config.client_traces,
+        state.traces.own, config.client_traces, page,
     )  # fmt: skip
-    app.middleware_stack = page = with_page(front, state, keys, config.public_name, shutdown, apart)
     page.history.begin()
     return gate
 

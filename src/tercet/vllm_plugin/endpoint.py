@@ -199,7 +199,8 @@ async def start_generate(request: Request) -> Response:
     call = await _call(request, StartGenerateCall)
     with lines_of_call(request.headers):
         if call.router is not None:
-            await _attached(request).stream_generate(call, call.router)
+            link = await _attached(request).router_connections.connect(call.router.address, call.router.key)
+            await verbs.stream(_edge(request), call, link, call.router)
             return json_response({"accepted": True})
         outputs = verbs.start_generate(_edge(request), call)
         if not call.stream:

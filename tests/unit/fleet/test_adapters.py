@@ -10,8 +10,8 @@ import pytest
 from tercet.decisions.scheduling import Scheduling
 from tercet.fleet import EngineFleet, FleetView, Member
 from tercet.fleet.adapters import agreed, differing
+from tercet.fleet.fleet_view import Trace
 from tercet.fleet.membership import Membership
-from tercet.fleet.trace import Trace
 from tercet.protocol import (
     AdapterLoad,
     AdapterReport,

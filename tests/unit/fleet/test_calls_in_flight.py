@@ -9,8 +9,7 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager
 import pytest
 
 from tercet.fleet import EngineFleet, FleetView, Trace
-from tercet.fleet.engine_fleet import Member
-from tercet.fleet.members import CallsInFlight, UntilLost
+from tercet.fleet.members import CallsInFlight, Member, UntilLost
 from tercet.protocol import (
     Engine,
     EngineStatus,

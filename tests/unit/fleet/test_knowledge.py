@@ -15,7 +15,7 @@ from tercet.decisions.scheduling import Scheduling
 from tercet.fleet import EngineFleet, FleetView, Member, Trace
 from tercet.fleet.engine_fleet import EngineCollector
 from tercet.fleet.knowledge import COLUMNS, LoadTable
-from tercet.fleet.trace import LEAST_PICKS, NEAR, PrefixHits
+from tercet.fleet.prefix_index import LEAST_PICKS, NEAR, PrefixHits
 from tercet.logs import EVENTS, FIELDS
 from tercet.programs import load_program, outputs_of
 from tercet.protocol import Engine, EngineLoad, Request

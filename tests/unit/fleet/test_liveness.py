@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tercet.fleet import EngineFleet, FleetView, Trace, membership
-from tercet.fleet.engine_fleet import Member
 from tercet.fleet.engine_health import Liveness, Stuck
+from tercet.fleet.members import Member
 from tercet.fleet.membership import Membership
 from tercet.protocol import Engine, EngineStatus, EngineUnreachable
 from tests.longest_wait import LONGEST_WAIT_S

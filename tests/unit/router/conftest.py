@@ -26,6 +26,7 @@ from tercet.protocol.access import BearerKeys
 from tercet.protocol.addresses import TextFingerprint
 from tercet.router import admin
 from tercet.router.observe.metrics import Metrics
+from tercet.router.page.page_app import PageApp
 from tercet.router.router_app import RouterApp
 from tercet.router.serve.routing import NamedFiles, Plan
 from tercet.router.serve.service import Service
@@ -172,12 +173,14 @@ class LiveRouter:
         tokens = [token async for item in self.service.run(request, trace, model, began) for token in item.token_ids]
         return trace.program, tokens
 
-    def application(self, *keys: str, admin_keys: Sequence[str] = (), **options: Any) -> RouterApp:
+    def application(
+        self, *keys: str, admin_keys: Sequence[str] = (), page: PageApp | None = None, **options: Any
+    ) -> RouterApp:
         app = FastAPI(**options)
         admin.install(app, self.shared, ["m"], files=NamedFiles(self.folders))
         gate = Gate(Limits(), self.fleet, self.metrics)
         admins = AdminAccess(BearerKeys(admin_keys), BearerKeys(keys))
-        return RouterApp(app, None, gate, keys, self.service.program_called, 1_000_000, admins=admins)
+        return RouterApp(app, None, gate, keys, self.service.program_called, 1_000_000, admins=admins, page=page)
 
     def client(self, *admin_keys: str) -> httpx.AsyncClient:
         transport = httpx.ASGITransport(self.application(admin_keys=admin_keys))

@@ -32,7 +32,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from tercet.decisions.cost import RouteDecision
 from tercet.fleet import EngineFleet, Trace
 from tercet.fleet.engine_fleet import EngineCollector
-from tercet.fleet.trace import NEAR
+from tercet.fleet.prefix_index import NEAR
 from tercet.protocol.spans import FALLBACK, RETRY, SpanContext, current_span
 from tercet.wire import SECONDS
 

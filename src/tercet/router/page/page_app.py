@@ -1,4 +1,4 @@
-"""The ASGI application for the page at ``/tercet`` and its stream, which passes other paths to the next application.
+"""The ASGI application for the page at ``/tercet`` and its stream.
 
 The files contain no data of the fleet, and need no key. The stream needs access to admin routes, or a client key; with
 a client key it leaves out ids and errors of other clients' requests.
@@ -17,19 +17,18 @@ from pathlib import Path
 from typing import NamedTuple
 
 import msgspec
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import Receive, Scope, Send
 
 from tercet import __version__
 from tercet.protocol import MethodNotAllowed, TercetError, Unauthorized, UnknownPath
 from tercet.protocol.access import BearerKeys
 from tercet.protocol.request_checks import ShownHeaders, require_no_page
-from tercet.protocol.wire import API_PREFIX
 from tercet.router.page.records import About, FleetPoint, ReportedLoads
 from tercet.router.page.watch import POINTS, SECONDS, FleetWatch, History, OtherWorkers, Viewers, about_service, joined
 from tercet.router.serve.shutdown import Shutdown
 from tercet.router.state.shared_state import SharedState
 from tercet.wire.serving.answers import error_headers, until_left
-from tercet.wire.serving.server_access import AT_ADMIN, AdminAccess, RouterKeys, path_of
+from tercet.wire.serving.server_access import AT_ADMIN, AdminAccess, RouterKeys, is_admin_path, path_of
 
 
 async def send_file(scope: Scope, name: str, send: Send) -> None:
@@ -117,8 +116,13 @@ ELSEWHERE = "this address does not serve admin routes; use the router's --admin-
 ASKS = "this page requires the router's admin key or a client key: Authorization: Bearer KEY"
 
 
+def is_of_page(path: str) -> bool:
+    """True for a path of the page; admin routes are below the page's path, and are not."""
+    return path.startswith(ROOT) and (path == ROOT or path[len(ROOT)] == "/") and not is_admin_path(path)
+
+
 class PageApp:
-    """The page, before ``app``, which serves every other path.
+    """The page.
 
     ``clients`` are the client keys, and ``admins`` checks access to admin routes. ``admin_apart`` is true if only a
     separate address serves admin routes. ``past`` returns the points of the last minutes: those of this process, which
@@ -126,10 +130,9 @@ class PageApp:
     """
 
     def __init__(
-        self, app: ASGIApp, viewers: Viewers, history: History, past: Callable[[], Awaitable[Sequence[FleetPoint]]],
+        self, viewers: Viewers, history: History, past: Callable[[], Awaitable[Sequence[FleetPoint]]],
         admins: AdminAccess, clients: BearerKeys, admin_apart: bool = False,
     ) -> None:  # fmt: skip
-        self._app = app
         self._viewers = viewers
         self._past = past
         self.history = history
@@ -138,13 +141,8 @@ class PageApp:
         self._admin_apart = admin_apart
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        path = path_of(scope) if scope["type"] == "http" else ""
-        is_route = path == API_PREFIX or path.startswith(f"{API_PREFIX}/")  # admin routes are below the page's path
-        if is_route or not (path == ROOT or path.startswith(f"{ROOT}/")):
-            await self._app(scope, receive, send)
-            return
         try:
-            await self._serve(scope, path.removeprefix(ROOT), receive, send)
+            await self._serve(scope, path_of(scope).removeprefix(ROOT), receive, send)
         except TercetError as error:
             await answer_error(send, error)
 
@@ -206,13 +204,8 @@ class PageApp:
         return True
 
 
-def with_page(
-    app: ASGIApp, state: SharedState, keys: RouterKeys, model: str, shutdown: Shutdown, admin_apart: bool = False
-) -> PageApp:
-    """Return an application with the page of the fleet that serves ``model``, before ``app``.
-
-    The caller begins its ``history``.
-    """
+def page_of(state: SharedState, keys: RouterKeys, model: str, shutdown: Shutdown, admin_apart: bool = False) -> PageApp:
+    """Return the page of the fleet that serves ``model``; the caller begins its ``history``."""
     service = state.service
     fleet = service.fleet
 
@@ -238,4 +231,4 @@ def with_page(
     since = round(unix_time(), 3)
     history = History(service, ReportedLoads(fleet), unix_time)
     state.traces.history = history.points
-    return PageApp(app, viewers, history, past, keys.access, keys.clients, admin_apart)
+    return PageApp(viewers, history, past, keys.access, keys.clients, admin_apart)

@@ -31,8 +31,8 @@ from msgspec.structs import replace
 from tercet.aio import TaskSet
 from tercet.decisions.contexts import CopyPlan, Wanted, WantedContexts
 from tercet.fleet import EngineFleet, FleetView, Trace
+from tercet.fleet.fleet_view import Generation
 from tercet.fleet.members import Member, UntilLost
-from tercet.fleet.trace import Generation
 from tercet.logs import CONTEXTS_KEPT, ENGINE_WARM
 from tercet.protocol import EngineUnreachable, NoSpace, Request, Reservation, TercetError, kv_obstacle, packed
 from tercet.router.observe.metrics import CopyOutcome, CopyReason, HotContextMetrics, WriteBehindMetrics

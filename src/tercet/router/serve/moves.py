@@ -34,10 +34,10 @@ from tercet.decisions.migration import (
     policies_of,
 )
 from tercet.fleet import EngineFleet, RunningSequence, RunningSequences
+from tercet.fleet.fleet_view import TracedEngine
 from tercet.fleet.members import UntilLost
 from tercet.fleet.policy_views import counted_move, is_stale, loaded_engines
 from tercet.fleet.sequences import MovingSequence
-from tercet.fleet.trace import TracedEngine
 from tercet.logs import MOVE, lines_of_request
 from tercet.protocol import (
     BadRequest,

@@ -22,7 +22,6 @@ from tercet.engine.edge import UNKNOWN_TEXT, Edge
 from tercet.engine.interface import KeyedPrompt
 from tercet.engine.liveness_probe import LivenessProbe
 from tercet.protocol import EngineLoad, TercetError
-from tercet.protocol.wire import StartGenerateCall, StreamDestination
 from tercet.transport import AsyncControlClient, ReadCounters
 from tercet.vllm_plugin.core import core_methods
 from tercet.vllm_plugin.core.connector_messages import BACKGROUND_PREFIX, TercetParams
@@ -173,9 +172,8 @@ class AttachedEngine:
         self.edge, self.adapters = edge, adapters
         self._client = client
         self.meter = LoadMeter(client, edge.probe, adapters)
-        self.router_connections = RouterConnections(
-            edge.name, edge.incarnation, self.meter.load, self.stream_generate, longest_call
-        )  # fmt: skip
+        start = partial(verbs.stream, edge)
+        self.router_connections = RouterConnections(edge.name, edge.incarnation, self.meter.load, start, longest_call)
 
     @classmethod
     async def attach(
@@ -197,11 +195,6 @@ class AttachedEngine:
         generation = LLMGeneration(client, description.token)
         edge = Edge(name, description, core, generation, AgentCalls(agents), adapters, probe, secret, text)
         return cls(client, edge, adapters, longest_call)
-
-    async def stream_generate(self, call: StartGenerateCall, router: StreamDestination) -> None:
-        """Decode, and send the outputs to a router; return once the engine has the request."""
-        connection = await self.router_connections.connect(router.address, router.key)
-        await verbs.stream(self.edge, call, connection, router)
 
     def announce_stop(self) -> int:
         """Notify the routers that this engine stops when it is empty; return their number."""

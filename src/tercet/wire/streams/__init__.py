@@ -13,11 +13,7 @@ A delta carries the position of its first token. So the inbox notices a repeated
 """
 
 from tercet.wire.streams.engine_connection import EngineConnection, SequenceInbox, StreamListener
-from tercet.wire.streams.router_connection import (
-    RouterConnection,
-    RouterConnections,
-    SequenceSender,
-)
+from tercet.wire.streams.router_connection import RouterConnection, RouterConnections, SequenceSender
 from tercet.wire.streams.wire_format import OutputBatch, StreamHello, TokenDelta
 
 __all__ = [

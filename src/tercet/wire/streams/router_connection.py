@@ -46,8 +46,8 @@ from tercet.wire.streams.wire_format import (
 )
 
 logger = logging.getLogger(__name__)
-Start = Callable[[StartGenerateCall, StreamDestination], Awaitable[None]]
-"""A function that starts to generate for a router; it returns once the engine has the sequence, or raises."""
+Start = Callable[[StartGenerateCall, "RouterConnection", StreamDestination], Awaitable[None]]
+"""A function that starts to generate for the router of a connection; it returns once the engine has the sequence."""
 # Most bytes that a router may leave unread; beyond that it counts as dead. The longest message must not cause that, so
 # a large message that does not fit below this mark ends its sequence.
 MOST_UNSENT = 2 * LONGEST_FRAME
@@ -285,7 +285,7 @@ class RouterConnection(asyncio.Protocol):
 
     async def _begin(self, call: StartGenerateCall, router: StreamDestination) -> None:
         try:
-            await self._start(call, router)
+            await self._start(call, self, router)
         except Exception as error:  # an error fails only its sequence
             self.send(failed_delta(router.number, len(call.output), failure_of(error)))
 

@@ -7,7 +7,7 @@ from itertools import count
 import pytest
 
 from tercet.programs import data_parallel
-from tercet.programs.answer import Answer
+from tercet.programs.patterns import Answer
 from tercet.protocol import Fleet, ProgramFailed, Request
 from tercet_lab.bench.simulated.scenario import EngineGroup, FleetSpec, SyntheticWorkload
 from tercet_lab.bench.simulated.virtual_run import run_once

@@ -28,7 +28,7 @@ from tercet.fleet.membership import Membership
 from tercet.protocol import Request, Role, TercetError
 from tercet.router import admin
 from tercet.router.observe.metrics import Metrics
-from tercet.router.page.page_app import with_page
+from tercet.router.page.page_app import page_of
 from tercet.router.router_app import RouterApp
 from tercet.router.serve.service import Service
 from tercet.router.serve.shutdown import Shutdown
@@ -70,12 +70,12 @@ class PageFleet:
         admin.install(app, self.shared, ["llama-3.1-8b"])
         gate = Gate(Limits(), self.fleet, metrics)
         stack = app.middleware_stack or app.build_middleware_stack()
-        front = RouterApp(
+        page = page_of(self.shared, self.keys, "llama-3.1-8b", self.shutdown, apart)
+        app.middleware_stack = RouterApp(
             stack, None, gate, self.keys.clients, self.service.program_called, 100_000, admins=self.keys.access,
-            admin_apart=apart,
+            admin_apart=apart, page=page,
         )  # fmt: skip
-        page = with_page(front, self.shared, self.keys, "llama-3.1-8b", self.shutdown, apart)
-        app.middleware_stack, self.history = page, page.history
+        self.history = page.history
         self.app = app
         self._random, self._tasks = random.Random(5), TaskSet()
 

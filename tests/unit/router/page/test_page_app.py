@@ -14,7 +14,7 @@ import pytest
 from starlette.types import Message
 
 from tercet.router.page import page_app
-from tercet.router.page.page_app import FOLDER, POLICY, SAFETY, page_files, with_page
+from tercet.router.page.page_app import FOLDER, POLICY, SAFETY, page_files, page_of
 from tercet.router.page.records import Frame
 from tercet.router.serve.shutdown import Shutdown
 from tercet.settings import RouterSettings
@@ -28,8 +28,8 @@ ADMIN, CLIENT = "the-admin-key", "a-clients-key"
 
 def app_of(router: LiveRouter, *, admin_key: str = "", keys: tuple[str, ...] = (), apart: bool = False) -> Any:
     known = RouterKeys(RouterSettings(admin_key=admin_key), keys)
-    front = router.application(*keys, admin_keys=(admin_key,) if admin_key else ())
-    return with_page(front, router.shared, known, "m", Shutdown(0), apart)
+    page = page_of(router.shared, known, "m", Shutdown(0), apart)
+    return router.application(*keys, admin_keys=(admin_key,) if admin_key else (), page=page)
 
 
 def client_of(app: Any, **more: Any) -> httpx.AsyncClient:

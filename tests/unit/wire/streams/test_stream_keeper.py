@@ -13,7 +13,7 @@ from tercet.protocol import EngineError, EngineLoad, EngineUnreachable, OutputSt
 from tercet.protocol.wire import RouterAddress, StartGenerateCall, StreamDestination
 from tercet.wire.client import http_engine
 from tercet.wire.client.http_engine import StreamKeeper
-from tercet.wire.streams import RouterConnections, StreamListener, engine_connection
+from tercet.wire.streams import RouterConnection, RouterConnections, StreamListener, engine_connection
 from tests.clock import Clock
 from tests.longest_wait import until
 
@@ -45,7 +45,7 @@ class FakeEngine:
         self.alive: Callable[[], Awaitable[object]] = self._answer
         self.asked = 0
 
-    async def start(self, call: StartGenerateCall, router: StreamDestination) -> None:
+    async def start(self, call: StartGenerateCall, link: RouterConnection, router: StreamDestination) -> None:
         raise AssertionError("nobody asked for a sequence")
 
     async def connect(self, router: RouterAddress) -> None:

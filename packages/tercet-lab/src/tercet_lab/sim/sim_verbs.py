@@ -59,8 +59,7 @@ from tercet.wire.client.bounded_answers import PLAIN, proved, read_answer
 from tercet.wire.serving import http_server
 from tercet.wire.serving.http_server import answered, error_response, json_response, unless_disconnected
 from tercet.wire.serving.server_access import read_whole
-from tercet.wire.streams import RouterConnections
-from tercet.wire.streams.router_connection import SequenceSender
+from tercet.wire.streams import RouterConnection, RouterConnections, SequenceSender
 from tercet_lab.sim.block_pool import VOCABULARY, Prompt
 from tercet_lab.sim.network import Network, SendTarget
 from tercet_lab.sim.sim_engine import SimEngine
@@ -211,7 +210,9 @@ class Verbs:
         """Decode. Send outputs to the call's router, or as server-sent events, or (``stream: false``) as one answer."""
         call = await call_in(http, StartGenerateCall)
         if call.router is not None:
-            await self._relay(call, call.router)
+            outputs = self._outputs(call)
+            link = await self.relay.router_connections.connect(call.router.address, call.router.key)
+            self.relay.start(call.seq_id, link, call.router, len(call.output), outputs)
             return {"accepted": True}
         outputs = self._outputs(call)
         if call.stream:
@@ -221,8 +222,8 @@ class Verbs:
             raise UnknownSequence("the sequence was aborted before its first token", "seq_id")
         return whole
 
-    async def _relay(self, call: StartGenerateCall, router: StreamDestination) -> None:
-        await self.relay.start(call.seq_id, router, len(call.output), self._outputs(call))
+    async def _relay(self, call: StartGenerateCall, link: RouterConnection, router: StreamDestination) -> None:
+        self.relay.start(call.seq_id, link, router, len(call.output), self._outputs(call))
 
     def _outputs(self, call: StartGenerateCall) -> OutputStream:
         request = request_of(call)
@@ -391,15 +392,15 @@ class StreamRelay:
         self.senders: dict[str, SequenceSender] = {}
         self._tasks = TaskSet()
 
-    async def start(self, seq_id: str, router: StreamDestination, position: int, outputs: OutputStream) -> None:
+    def start(
+        self, seq_id: str, link: RouterConnection, router: StreamDestination, position: int, outputs: OutputStream
+    ) -> None:
         """Generate; ``position`` is the position of the first token in the sequence's output. Errors are also sent.
 
-        Returns once the router is connected. Raises :class:`~tercet.protocol.RouterUnreachable` if the router cannot be
-        reached, and :class:`~tercet.protocol.Conflict` if the sequence was cancelled before it began.
+        Raises :class:`~tercet.protocol.Conflict` if the sequence was cancelled before it began.
         """
-        connection = await self.router_connections.connect(router.address, router.key)
         running: list[asyncio.Task[None]] = []
-        sender = connection.sender(router.number, position, lambda: [task.cancel() for task in running])
+        sender = link.sender(router.number, position, lambda: [task.cancel() for task in running])
         self.senders.setdefault(seq_id, sender)  # the engine refuses a second sequence with the same id
         running.append(self._tasks.spawn(self._relay(seq_id, sender, outputs)))
 
