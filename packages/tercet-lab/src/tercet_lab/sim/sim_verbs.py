@@ -209,12 +209,11 @@ class Verbs:
     async def start_generate(self, http: HttpRequest) -> Any:
         """Decode. Send outputs to the call's router, or as server-sent events, or (``stream: false``) as one answer."""
         call = await call_in(http, StartGenerateCall)
+        outputs = self._outputs(call)
         if call.router is not None:
-            outputs = self._outputs(call)
             link = await self.relay.router_connections.connect(call.router.address, call.router.key)
             self.relay.start(call.seq_id, link, call.router, len(call.output), outputs)
             return {"accepted": True}
-        outputs = self._outputs(call)
         if call.stream:
             return await event_stream(http, outputs)
         whole = await unless_disconnected(http, together(outputs))
