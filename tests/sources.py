@@ -11,10 +11,12 @@ PACKAGES = {
     found.name: found for found in sorted(ROOT.glob("packages/*/src/tercet_*")) if (found / "__init__.py").is_file()
 }
 """The folder of each package beside the product, by its import name."""
+INSIDE = {f"tercet.{found.name}": found for found in sorted(ROOT.glob("packages/*/src/tercet/*")) if found.is_dir()}
+"""The folder of what a package adds to the product's names, such as `tercet.lab`, by its import name."""
 
 
 def modules() -> Iterator[tuple[str, Path]]:
     """Every file with its name: within the product, or after the name of its package."""
-    for top in (PRODUCT, *PACKAGES.values()):
+    for name, top in {"": PRODUCT, **PACKAGES, **INSIDE}.items():
         for path in sorted(top.rglob("*.py")):
-            yield (path.relative_to(top) if top == PRODUCT else path.relative_to(top.parent)).as_posix(), path
+            yield f"{name}/{path.relative_to(top).as_posix()}".lstrip("/"), path

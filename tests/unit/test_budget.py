@@ -1,18 +1,23 @@
 """A budget that only falls: the lines and files of Python of each room of the product, and of each package beside it.
 
 A room that grew loses as much elsewhere. A change that makes a room smaller lowers its numbers here; `python -m
-tests.unit.test_budget` prints the present ones.
+tests.unit.test_budget` prints the present ones. A number that is raised, or new, needs a line `Budget: REASON` in the
+message of its commit.
 """
 
 from __future__ import annotations
 
+import ast
+import re
+import subprocess
 from collections import Counter
 from collections.abc import Mapping
 from typing import NamedTuple
 
 import pytest
 
-from tests.sources import PACKAGES, modules
+from tests.sources import PRODUCT as SOURCE
+from tests.sources import ROOT, modules
 
 
 class Size(NamedTuple):
@@ -37,6 +42,7 @@ BUDGET = {
     "settings": Size(1767, 6),
     "src/tercet, together": Size(65186, 258),
     "store": Size(1405, 7),
+    "tercet.lab": Size(41, 1),
     "tercet_bench": Size(3033, 10),
     "tercet_checks": Size(4678, 16),
     "tercet_gateway": Size(5871, 21),
@@ -57,7 +63,7 @@ def present() -> dict[str, Size]:
     lines, files = Counter[str](), Counter[str]()
     for name, path in modules():
         room = name.partition("/")[0].removesuffix(".py")
-        for counted in (room,) if room in PACKAGES else (room, PRODUCT):
+        for counted in (room, PRODUCT) if path.is_relative_to(SOURCE) else (room,):
             lines[counted] += len(path.read_bytes().splitlines())
             files[counted] += 1
     return {room: Size(lines[room], files[room]) for room in sorted(lines)}
@@ -104,6 +110,70 @@ def test_rooms_and_budget_are_the_same() -> None:
     one = {"a": Size(1, 1)}
     assert complaints(one, {}) == ["a is in no budget"]
     assert complaints({}, one) == ["a is gone: remove it"]
+
+
+HERE = "tests/unit/test_budget.py"
+REASON = re.compile(r"^Budget: *\S", re.MULTILINE)
+
+
+def budget_in(text: str) -> dict[str, Size]:
+    """The budget that this file, as it was once, assigns."""
+    (given,) = (
+        node.value
+        for node in ast.parse(text).body
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "BUDGET"
+    )
+    assert isinstance(given, ast.Dict)
+    sizes = (each.args for each in given.values if isinstance(each, ast.Call))
+    numbers = [Size(*(int(ast.literal_eval(number)) for number in size)) for size in sizes]
+    return dict(zip((ast.literal_eval(key) for key in given.keys if key), numbers, strict=True))
+
+
+def raised(now: Mapping[str, Size], before: Mapping[str, Size], messages: str) -> list[str]:
+    """The numbers that rose or are new, unless one of the commits' messages has the reason."""
+    if REASON.search(messages):
+        return []
+    rose = ((room, before.get(room, Size(0, 0)), size) for room, size in now.items())
+    return [
+        f"{room} rose from {was} to {size}"
+        for room, was, size in rose
+        if size.lines > was.lines or size.files > was.files
+    ]
+
+
+def git(*arguments: str) -> str | None:
+    """What git prints, or None if it does not know."""
+    done = subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=False, timeout=30)
+    return done.stdout.strip() if done.returncode == 0 else None
+
+
+def test_no_number_is_raised_without_a_reason() -> None:
+    """Compared with where the branch began, or on the main branch with the commit before."""
+    head, began = git("rev-parse", "HEAD"), git("merge-base", "HEAD", "origin/main")
+    base = began if began and began != head else git("rev-parse", "HEAD^")
+    before = base and git("show", f"{base}:{HERE}")
+    if not before:
+        pytest.skip("git has no earlier version of this file here, as in a clone of one commit")
+    said = raised(BUDGET, budget_in(before), git("log", "--format=%B", f"{base}..HEAD") or "")
+    assert not said, "\n".join(["say why in a line `Budget: REASON` of the commit's message:", *said])
+
+
+@pytest.mark.parametrize(
+    ("now", "messages", "said"),
+    [
+        (Size(10, 2), "", []),
+        (Size(9, 1), "", []),
+        (Size(11, 2), "a: more", ["a rose from Size(lines=10, files=2) to Size(lines=11, files=2)"]),
+        (Size(9, 3), "Budget:\n", ["a rose from Size(lines=10, files=2) to Size(lines=9, files=3)"]),
+        (Size(11, 2), "a: more\n\nBudget: it does more\n", []),
+    ],
+)
+def test_the_rule_of_raised_numbers(now: Size, messages: str, said: list[str]) -> None:
+    assert raised({"a": now}, budget_in('BUDGET = {"a": Size(10, 2)}'), messages) == said
+
+
+def test_a_new_number_needs_a_reason() -> None:
+    assert raised({"a": Size(1, 1)}, {}, "") == ["a rose from Size(lines=0, files=0) to Size(lines=1, files=1)"]
 
 
 if __name__ == "__main__":
