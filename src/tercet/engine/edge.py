@@ -1,4 +1,4 @@
-"""One engine's edge: what the verbs share in the process that serves them: checks of calls, status, and the stop.
+"""One engine's edge: what the verbs share in their process: checks, ledgers of what runs, status, and the stop.
 
 The verbs are the functions of :mod:`.verbs`, with an :class:`Edge` as their first argument. A call is checked here,
 before it reaches the engine's core, or a connection that other calls share.
@@ -8,26 +8,51 @@ from __future__ import annotations
 
 import asyncio
 import atexit
+import itertools
 import logging
 import os
 import re
 import uuid
-from collections.abc import Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING
 
 from tercet import __version__
 from tercet.aio import TaskSet
 from tercet.engine.agents import AgentCalls, AgentReports
 from tercet.engine.block_tables import Bypass, open_table
-from tercet.engine.interface import AdapterTable, EngineDescription, GenerationHalf, KeyedPrompt, SchedulerHalf
+from tercet.engine.interface import (
+    AdapterTable,
+    EngineDescription,
+    GenerationHalf,
+    KeyedPrompt,
+    RequestInCore,
+    SchedulerHalf,
+)
 from tercet.engine.lease_timers import LeaseTimers
 from tercet.engine.leases import check_range
 from tercet.engine.liveness_probe import LivenessProbe
-from tercet.engine.sequences import SequenceTable, SequenceWork
-from tercet.protocol import BadRequest, EngineStatus, KVEvents, KVLayout, LayoutMismatch, Revision
+from tercet.protocol import (
+    BadRequest,
+    Conflict,
+    EngineStatus,
+    KVEvents,
+    KVLayout,
+    LayoutMismatch,
+    MoveProposal,
+    Revision,
+    SequenceReport,
+    UnknownSequence,
+)
 from tercet.protocol.addresses import TextFingerprint
-from tercet.protocol.wire import Prompt, RemoteSendCall, SequenceCall
+from tercet.protocol.names import find_id
+from tercet.protocol.wire import MoveCall, Prompt, RemoteSendCall, SequenceCall
 from tercet.transport import is_address
 
+if TYPE_CHECKING:  # the verbs run on an edge
+    from tercet.engine.verbs import DecodingSequence, OutputSender
+
+logger = logging.getLogger(__name__)
 LEASE = re.compile(r"[0-9a-f]{32}")
 
 
@@ -69,6 +94,132 @@ def check_send(call: RemoteSendCall, begin: int, end: int, length: int, layout: 
     check_range(info, begin, end, length, call.sample, layout, call.cached_only)
     if sorted(rank.rank for rank in info.ranks) != list(range(info.layout.num_ranks)):
         raise BadRequest("kv_addr_info: ranks: must name each rank of the layout once", "kv_addr_info")
+
+
+# ---- what the verbs have begun ---------------------------------------------------------------------------------------
+
+
+ANSWER_SECONDS = 0.25  # longest wait of a caller for a report
+
+
+class SequenceTable:
+    """A table of the sequences that an engine generates.
+
+    It has their tokens, age and router. Only the core knows their blocks, and whether they run. ``ask`` polls the core,
+    one poll at a time. A stuck core blocks no caller: then its last answer is reported.
+    """
+
+    def __init__(self, ask: Callable[[], Awaitable[Sequence[RequestInCore]]]) -> None:
+        self._ask = ask
+        self._sequences: dict[str, DecodingSequence] = {}  # by Tercet's request ids
+        self._in_core: dict[str, RequestInCore] = {}  # by Tercet's request ids
+        self._asking: asyncio.Task[None] | None = None
+        self._tasks = TaskSet()
+        self.numbers = itertools.count(1)
+
+    def add(self, sequence: DecodingSequence) -> None:
+        self._sequences[sequence.request.request_id] = sequence
+
+    def remove(self, sequence: DecodingSequence) -> None:
+        self._sequences.pop(sequence.request.request_id, None)
+
+    def beginning_with(self, prompt: KeyedPrompt) -> list[DecodingSequence]:
+        """Return the sequences of whose first tokens the KV is also KV of ``prompt``."""
+        tokens, end = prompt.tokens, len(prompt.tokens)
+        # The last token distinguishes most sequences, so most need no comparison of all tokens.
+        alike = (each for each in self._sequences.values() if each.tokens[end - 1 : end] == tokens[-1:])
+        return [each for each in alike if not prompt.difference(each.request.prompt) and each.tokens[:end] == tokens]
+
+    async def reports(self) -> list[SequenceReport]:
+        """Return every sequence, in order of arrival; one that has not reached the core yet waits, without blocks."""
+        if self._sequences:
+            # One poll at a time: a stuck core would collect them.
+            if self._asking is None or self._asking.done():
+                self._asking = self._tasks.spawn(self._ask_core())
+            await asyncio.wait({self._asking}, timeout=ANSWER_SECONDS)
+        return [self._report(request_id, sequence) for request_id, sequence in self._sequences.items()]
+
+    def propose_move(self, seq_id: str, call: MoveCall) -> None:
+        propose_move({sequence.seq_id: sequence.sender for sequence in self._sequences.values()}, seq_id, call)
+
+    def _report(self, request_id: str, sequence: DecodingSequence) -> SequenceReport:
+        found, sender = self._in_core.get(request_id), sequence.sender
+        return SequenceReport(
+            seq_id=sequence.seq_id,
+            tokens=len(sequence.tokens),
+            blocks=found.blocks if found is not None else 0,
+            running=found is not None and found.running,
+            age=sequence.age,
+            router=sender.connection.address if sender is not None else "",
+        )
+
+    async def _ask_core(self) -> None:
+        try:
+            answer = await self._ask()
+        except Exception as error:  # an engine may raise anything for a core that has ended
+            logger.debug("the engine's core cannot be polled for its sequences: %s", error)
+            return
+        self._in_core = {found.request_id: found for found in answer}
+
+
+def propose_move(senders: Mapping[str, OutputSender | None], seq_id: str, call: MoveCall) -> None:
+    """Send a router the proposal to move a sequence.
+
+    ``senders`` has the sender of each sequence that the engine generates, by the engine's ids; None without a router.
+    ``seq_id`` is one of these ids, or its client's.
+
+    Raises :class:`~tercet.protocol.UnknownSequence` if the sequence is not here, and :class:`~tercet.protocol.Conflict`
+    if no router runs it.
+    """
+    found = find_id(senders, seq_id)
+    if found is None:
+        raise UnknownSequence(f"seq_id: this engine does not generate {seq_id!r}", "seq_id")
+    sender = senders[found]
+    if sender is None or not sender.open:
+        raise Conflict(f"seq_id: {found} is not run by a router, so it cannot be moved", "seq_id")
+    sender.propose(MoveProposal(found, call.destination, call.reason))
+
+
+class SequenceWork:
+    """The running work of each sequence, at most one generation and any number of sends, and how to end it early."""
+
+    def __init__(self) -> None:
+        self._stops: dict[tuple[str, str | None], Callable[[], object]] = {}  # a send has its id, a generation None
+
+    def __len__(self) -> int:
+        return len(self._stops)
+
+    def generates(self, seq_id: str) -> bool:
+        return (seq_id, None) in self._stops
+
+    def begin(self, seq_id: str, stop: Callable[[], object]) -> None:
+        self._stops[seq_id, None] = stop
+
+    def end(self, seq_id: str) -> None:
+        del self._stops[seq_id, None]
+
+    def stop(self, seq_id: str) -> bool:
+        """End all work for a sequence early; return whether there was any."""
+        found = [stop for (busy, _), stop in self._stops.items() if busy == seq_id]
+        for stop in found:
+            stop()
+        return bool(found)
+
+    @asynccontextmanager
+    async def sending(self, seq_id: str, send_id: str) -> AsyncGenerator[None]:
+        """End the current task by ``UnknownSequence`` if the sequence is stopped within this context."""
+        # A timeout and not a cancellation of the task: the caller's own cancellation must stay what it is.
+        until_aborted = asyncio.timeout(None)
+        self._stops[seq_id, send_id] = lambda: until_aborted.expired() or until_aborted.reschedule(0)
+        try:
+            async with until_aborted:
+                yield
+        except TimeoutError:
+            if not until_aborted.expired():
+                raise
+            raise UnknownSequence(f"{seq_id} was aborted while its KV was being sent", "seq_id") from None
+        finally:
+            del self._stops[seq_id, send_id]
 
 
 UNKNOWN_TEXT = TextFingerprint()
@@ -158,7 +309,6 @@ class Edge:
 # ---- the stop at SIGTERM ---------------------------------------------------------------------------------------------
 
 
-logger = logging.getLogger(__name__)
 POLL_INTERVAL_S = 0.05
 HEARD_SECONDS = 0.3
 """Seconds until every router knows that the engine stops, and its earlier calls have arrived."""

@@ -10,26 +10,30 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncGenerator
-from contextlib import asynccontextmanager, suppress
-from typing import Any
+from collections.abc import AsyncGenerator, Callable, Generator
+from contextlib import ExitStack, asynccontextmanager, contextmanager, suppress
+from dataclasses import dataclass, field
+from http import HTTPStatus
+from typing import Any, Protocol
 
 import msgspec
 
 from tercet.engine import agents
 from tercet.engine.agents import SendInFlight
 from tercet.engine.edge import Edge, check_adapter, check_send
-from tercet.engine.interface import KeyedPrompt, SendPlan, SeqParams, digest_of
+from tercet.engine.interface import EngineRequest, KeyedPrompt, SendPlan, SeqParams, digest_of
 from tercet.engine.lease_timers import EdgeLease
 from tercet.engine.leases import check_generation, end_of_reservation, require_unused, time_to_live, usage_of
-from tercet.engine.sequences import DecodingSequence, RouterLink
+from tercet.logs import LoggedGeneration
 from tercet.protocol import (
     KVAddrInfo,
+    MoveProposal,
     Output,
     RankAddress,
     Request,
     Reservation,
     Sent,
+    TercetError,
     UnknownSequence,
     Usage,
     resolve_range,
@@ -200,6 +204,111 @@ async def _end_send(edge: Edge, send_id: str) -> None:
     await edge.agents.cancel(send_id)
     with suppress(UnknownSequence):
         await edge.core.end_send(send_id)
+
+
+class RouterLink(Protocol):
+    """The engine's connection to one router, at ``address``: a ``RouterConnection`` of ``tercet.wire.streams``."""
+
+    address: str
+
+    # Calls ``stop`` if the sequence has to end early.
+    def sender(self, number: int, position: int, stop: Callable[[], object]) -> OutputSender: ...
+
+
+class OutputSender(Protocol):
+    """The sender of one sequence's outputs to its router; ``open`` as long as the router wants them."""
+
+    @property
+    def connection(self) -> RouterLink: ...
+    @property
+    def open(self) -> bool: ...
+    def send(self, output: Output) -> None: ...
+    def fail(self, error: Exception) -> None: ...
+    def propose(self, proposal: MoveProposal) -> None: ...
+    def close(self) -> None: ...
+
+
+@dataclass(eq=False)
+class DecodingSequence:
+    """A generation, and the resources to give back at its end."""
+
+    seq_id: str
+    number: int  # identifies it in the core
+    request: EngineRequest
+    tokens: list[int]  # the prompt and the output so far
+    usage: Callable[[int], Usage]  # makes the first output's usage from the number of cached tokens
+    on_end: Callable[[bool], None]  # called once, with whether it began
+    model: str = ""  # for the log
+    sender: OutputSender | None = field(default=None, init=False)  # of its outputs to a router, if it has one
+    _logged: LoggedGeneration = field(init=False)
+    _num_given: int = field(init=False)
+    _status: int = field(default=0, init=False)
+    _begun: bool = field(default=False, init=False)
+    _over: bool = field(default=False, init=False)
+
+    def __post_init__(self) -> None:
+        self._num_given = len(self.tokens)
+        self._logged = LoggedGeneration(self.seq_id, self.model, self._num_given)
+        self.request.place = self._logged.place
+
+    @property
+    def age(self) -> float:
+        return time.monotonic() - self._logged.began
+
+    def counted(self, output: Output) -> Output:
+        """Return the output for callers, with its usage if it is the first one; record its tokens."""
+        self.tokens += output.token_ids
+        if output.finished:
+            self._status = int(HTTPStatus.OK)
+        if self._begun:
+            return output
+        self._begun = True
+        return msgspec.structs.replace(output, usage=self.usage(self.request.num_cached))
+
+    def end(self) -> None:
+        """Give back the sequence's resources; further calls do nothing."""
+        if not self._over:
+            self._over = True
+            self._logged.over(self._status, len(self.tokens) - self._num_given)
+            self.on_end(self._begun)
+
+    @contextmanager
+    def ended(self) -> Generator[None]:
+        """End the sequence at the block's exit; an error that ends it becomes its status."""
+        try:
+            yield
+        except TercetError as error:
+            self._status = error.status
+            raise
+        finally:
+            self.end()
+
+    async def stream(self, connection: RouterLink, router: StreamDestination, position: int) -> None:
+        """Send outputs to a router until the last one, or until it cancels; return once the engine has the request."""
+        with ExitStack() as undo:
+            undo.callback(self.end)
+            sender = self.sender = connection.sender(router.number, position, self._stop)
+            undo.callback(sender.close)
+            await self.request.start(lambda found: self._deliver(sender, found))
+            # From here on the engine's outputs end the sequence.
+            undo.pop_all()
+
+    def _deliver(self, sender: OutputSender, found: Output | TercetError) -> None:
+        if self._over:
+            return  # stopped; further outputs are dropped
+        if isinstance(found, TercetError):
+            self._status = found.status
+            self.end()
+            sender.fail(found)
+            return
+        output = self.counted(found)
+        if output.finished:
+            self.end()
+        sender.send(output)
+
+    def _stop(self) -> None:
+        self.request.abort()
+        self.end()
 
 
 async def start_generate(edge: Edge, call: StartGenerateCall) -> AsyncGenerator[Output, None]:

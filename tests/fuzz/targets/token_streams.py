@@ -154,18 +154,16 @@ class EngineRoom:
 
     def __init__(self) -> None:
         self._calls = 0
-        self._connection: RouterConnection | None = None
         self._stopped = 0
 
     def _stop(self) -> None:
         self._stopped += 1
 
-    async def _start(self, call: StartGenerateCall, router: StreamDestination) -> None:
+    async def _start(self, call: StartGenerateCall, link: RouterConnection, router: StreamDestination) -> None:
         self._calls += 1
         if self._calls % 3 == 0:
             raise NoSpace("full")
-        assert self._connection is not None
-        sender = self._connection.sender(router.number, len(call.output), self._stop)
+        sender = link.sender(router.number, len(call.output), self._stop)
         sender.send(Output((1, 2)))
         if self._calls % 2:
             sender.send(Output((3,), "length"))
@@ -173,7 +171,7 @@ class EngineRoom:
     async def run(self, case: Case) -> Outcome:
         lost: list[None] = []
         self._calls = self._stopped = 0
-        connection = self._connection = RouterConnection("f:1", lambda: LOAD, self._start, lambda: lost.append(None))
+        connection = RouterConnection("f:1", lambda: LOAD, self._start, lambda: lost.append(None))
         wire: Any = Wire()
         connection.connection_made(wire)
         for data in (data for item in case for data in pieces(random_of(case), item)):

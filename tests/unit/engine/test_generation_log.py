@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tercet.engine.sequences import DecodingSequence
+from tercet.engine.verbs import DecodingSequence
 from tercet.logs import LoggedGeneration, lines_of_request
 from tercet.protocol import BadRequest, Output, Usage
 

@@ -27,7 +27,7 @@ from tercet.engine.block_tables import (
 from tercet.engine.edge import Edge
 from tercet.engine.interface import EngineDescription, KeyedPrompt, SendPlan
 from tercet.engine.liveness_probe import LivenessProbe
-from tercet.engine.sequences import DecodingSequence
+from tercet.engine.verbs import DecodingSequence
 from tercet.protocol import EngineError, KVAddrInfo, Output, RankAddress, Usage, content_of, packed
 from tercet.protocol.wire import RemoteSendCall
 from tercet.transport import CORE_WORDS, Push, PushCached, SendDone, core_word

@@ -23,10 +23,11 @@ from vllm.v1.kv_cache_interface import KVCacheSpec, SlidingWindowSpec
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
-from tercet.engine import sequences
+from tercet.engine import edge
 from tercet.engine.block_tables import NULL_BLOCK, BlockTableReader, Residence, open_table
+from tercet.engine.edge import SequenceTable
 from tercet.engine.interface import KeyedPrompt, RequestInCore
-from tercet.engine.sequences import DecodingSequence, SequenceTable
+from tercet.engine.verbs import DecodingSequence
 from tercet.protocol import Conflict, MoveProposal, NoSpace, Output, SequenceReport, UnknownSequence, Usage
 from tercet.protocol.wire import MoveCall
 from tercet.transport import KVRegion, core_word
@@ -401,7 +402,7 @@ async def test_the_core_says_blocks_and_whether_it_runs_the_edge_the_rest() -> N
 
 
 async def test_of_a_core_that_stands_still_its_last_word_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sequences, "ANSWER_SECONDS", 0.01)
+    monkeypatch.setattr(edge, "ANSWER_SECONDS", 0.01)
     one, asked, frozen = sequence_of("one", 40), list[int](), asyncio.Event()
 
     async def ask() -> Sequence[RequestInCore]:

@@ -23,8 +23,8 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from tercet.aio import TaskSet
+from tercet.engine.edge import propose_move
 from tercet.engine.leases import time_to_live
-from tercet.engine.sequences import propose_move
 from tercet.logs import LoggedGeneration, is_access_logged, logged_call
 from tercet.protocol import (
     BadRequest,
