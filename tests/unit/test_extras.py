@@ -235,7 +235,7 @@ def test_all_packages_have_one_version() -> None:
     assert {each["version"] for each in PACKAGES.values()} == {__version__}
     for extra, package in PACKAGES.items():
         assert package["name"] == f"tercet-{extra}"
-        brings = ("bench", "lab") if extra == "lab" else (extra,)
+        brings = ("bench", "checks", "lab", "planner") if extra == "lab" else (extra,)
         assert PROJECT["optional-dependencies"][extra] == [f"tercet-{each}=={__version__}" for each in brings]
         ours = [each for each in package["dependencies"] if each.startswith("tercet")]
         assert f"tercet=={__version__}" in ours
