@@ -5,13 +5,13 @@ class of characters costs 1, a class with most of Unicode in it (``.``, ``[^a]``
 schema 3, a letter 0.1. Counted repetitions (``x{1000}``, ``minLength``) cost no more than one, up to a limit; counts in
 counts are multiplied, since each token is then compared with all combinations of them.
 
-These are estimates, made before anything is compiled. An engine measures what they miss
-(:mod:`tercet.vllm_plugin.core.grammar_time`).
+These are estimates, made where a structure enters, before anything is compiled or parsed: in a router for bodies
+of clients, and at an engine's edge for callers of verbs, which it does not believe. An engine's core estimates nothing:
+it measures (:mod:`tercet.vllm_plugin.core.grammar_time`).
 """
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, cast
@@ -51,14 +51,6 @@ def require_small(structured: Mapping[str, Any], param: str = "structured_output
             if total > MOST_UNITS:
                 why = "takes too long to compile; use fewer classes of characters, `.`, properties and choices"
                 raise _refused(f"{field}: {why}")
-
-
-def price(structured: Mapping[str, Any]) -> float:
-    """Return the units of a structured output, infinite if a limit other than that of the units refuses it."""
-    try:
-        return sum(sum(units) for _, units in _units(structured, ""))
-    except BadRequest:
-        return math.inf
 
 
 def _units(structured: Mapping[str, Any], param: str) -> Iterator[tuple[str, Iterator[float]]]:

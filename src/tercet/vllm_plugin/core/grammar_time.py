@@ -43,7 +43,6 @@ from vllm.v1.executor.abstract import Executor
 from vllm.v1.structured_output import StructuredOutputManager
 from vllm.v1.structured_output.backend_types import StructuredOutputOptions
 
-from tercet.protocol.grammar_bounds import price
 from tercet.vllm_plugin.core.grammar_process import (
     LONG_SECONDS,
     MOST_LONG,
@@ -78,14 +77,14 @@ class Try:
 
 @dataclass
 class _WaitingGrammar:
-    price: float
+    size: float
     arrived: int
     level: int = 0
     losses: int = 0
 
     @property
     def order(self) -> tuple[int, float, int]:
-        return self.level, self.price, self.arrived
+        return self.level, self.size, self.arrived
 
 
 @dataclass
@@ -94,9 +93,9 @@ class GrammarQueue:
 
     A grammar is tried by a process with a limit of CPU time: first a short one, and, each time the limit ends the
     process, later with the next longer one. So a usual grammar never waits for more than a few short tries of others,
-    no matter how many expensive ones arrive with it. Among grammars with the same limit, the one with the lowest price
-    is first (:mod:`tercet.protocol.grammar_bounds`), then the oldest. The longest tries never occupy the last free
-    place. A full queue gives up the grammar that would be tried last, so expensive ones cannot keep others out.
+    no matter how many expensive ones arrive with it. Among grammars with the same limit, the smallest one is first,
+    then the oldest. The longest tries never occupy the last free place. A full queue gives up the grammar that would be
+    tried last, so expensive ones cannot keep others out.
     """
 
     places: int = PLACES
@@ -116,7 +115,7 @@ class GrammarQueue:
             self._verdicts.move_to_end(key)
         return self._verdicts.get(key)
 
-    def add(self, key: Hashable, price: float) -> Hashable | None:
+    def add(self, key: Hashable, size: float) -> Hashable | None:
         """Let a grammar wait for its tries, unless it does so already; return the one that is given up for it.
 
         None is given up while there is room. The new grammar itself is given up if it would be tried last.
@@ -124,7 +123,7 @@ class GrammarQueue:
         if key in self._waiting or key in self._running:
             return None
         self._arrived += 1
-        self._waiting[key] = _WaitingGrammar(price, self._arrived)
+        self._waiting[key] = _WaitingGrammar(size, self._arrived)
         if len(self._waiting) <= MOST_WAITING:
             return None
         # By the order of tries, not of arrival: a client with many expensive grammars gives up its own.
@@ -371,7 +370,8 @@ class BoundedGrammars:
             if not any(wanted.requests for wanted in self._wanted.values()):
                 self._waits.notify()
             self._wanted.setdefault(key, _Wanted(kind, text, backend)).requests.append(waiting)
-            given_up = self._queue.add(key, price({kind.name.lower(): text}))
+            # Its letters say as much about its time as a price of its parts, and need no second reading of it (ADR 18).
+            given_up = self._queue.add(key, len(text))
             if given_up is not None:
                 self._give_up(self._wanted.pop(given_up).requests)
             if self._timer is None:
