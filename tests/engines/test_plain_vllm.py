@@ -184,7 +184,7 @@ async def test_kv_of_a_client_that_leaves_is_kept_for_its_lease_at_most(pair: Pa
 
 
 def prefilled(url: str) -> float:
-    """First legs that are over: requests that ended by their length."""
+    """Prefills that are over: requests that ended by their length."""
     return counted(url, "vllm:request_success_total", finished_reason="length")
 
 

@@ -82,7 +82,7 @@ OnDone = Callable[[SendReport | TercetError], None]
 
 
 @dataclass(eq=False)
-class Leg:
+class RankSend:
     """A send of ``content`` to one receiving rank, under ``lease``."""
 
     lease: str
@@ -164,13 +164,13 @@ class TransferPeer:
         self.transport: str | None = None  # the agreed transport, None before
         self._longest = tcp.MAX_CHUNK_BYTES  # bytes of a chunk, likewise
         self._changed = threading.Condition()
-        self._legs: dict[int, Leg] = {}
+        self._sends: dict[int, RankSend] = {}
         self._sockets: list[socket.socket] = []
         self._threads: list[threading.Thread] = []
         self._dead: TercetError | None = None
         self._moved_at = time.monotonic()  # time of the last written chunk or received answer
         # Pushes before the transport is agreed; from then on callers write to the post themselves.
-        self._waiting: list[tuple[Leg, Callable[[Post], None]]] = []
+        self._waiting: list[tuple[RankSend, Callable[[Post], None]]] = []
         self._post: Post | None = None
         self._posting = threading.Lock()
 
@@ -180,33 +180,33 @@ class TransferPeer:
 
     # ---- called by the engine's threads ------------------------------------------------------------------------------
 
-    def open(self, leg: Leg) -> bool:
+    def open(self, send: RankSend) -> bool:
         """Begin a send; return False if the session has already ended."""
         with self._changed:
             if self._dead is not None:
                 return False
-            self._legs[leg.number] = leg
+            self._sends[send.number] = send
             # Before the first chunk is described: the receiver looks for the word after each read.
-            if not is_core_word(leg.number):
-                self._rank.region.set_word(leg.number)
+            if not is_core_word(send.number):
+                self._rank.region.set_word(send.number)
             return True
 
-    def push(self, leg: Leg, layers: range, slot: int, blocks: Sequence[int]) -> None:
+    def push(self, send: RankSend, layers: range, slot: int, blocks: Sequence[int]) -> None:
         """Tell the receiver to read blocks of neighbouring layers."""
         shape = self._rank.region.shape
         inside = not blocks or (min(blocks) >= 0 and max(blocks) < shape.num_blocks)
         known = layers.step == 1 and 0 <= layers.start <= layers.stop <= len(shape.planes)
         if not (inside and known and 0 <= slot < MAX_TOKENS - len(blocks)):
             reason = f"slot {slot}, {layers} of layers, blocks {list(blocks)!r:.80} are not in this rank's KV"
-            return self._end(leg, BadRequest(reason))
+            return self._end(send, BadRequest(reason))
         wanted = np.array(blocks, dtype=np.int64)
 
         # It runs at once, or when the transport is agreed, which decides how large a chunk may be.
         def write(post: Post) -> None:
             runs = [PlaneRun(layers.start, layers.start, len(layers))]
-            if leg.planes:  # if other stages get these layers, this receiver needs no chunk
-                runs = [found for run in leg.planes if (found := run.within(layers)) is not None]
-            size = leg.head_slice.size
+            if send.planes:  # if other stages get these layers, this receiver needs no chunk
+                runs = [found for run in send.planes if (found := run.within(layers)) is not None]
+            size = send.head_slice.size
             limit = max(1, min(MAX_BLOCKS_IN_CHUNK, MAX_CHUNK_BYTES // size))
             frames = list[bytes]()
             for run in runs:
@@ -214,45 +214,45 @@ class TransferPeer:
                     nbytes = run.length * len(wanted) * size
                     most = tcp.chunk_bytes(nbytes, self._rank.settings.streams, self._longest)
                     limit = max(1, min(MAX_BLOCKS_IN_CHUNK, most // size))
-                for chunk in leg.next_chunks(run, slot, wanted, limit):
-                    leg.chunks.append(chunk)
+                for chunk in send.next_chunks(run, slot, wanted, limit):
+                    send.chunks.append(chunk)
                     frames.append(framed(chunk))
                     self._rank.counters.count(bytes_sent=chunk.nbytes, chunks_sent=1)
             # At once: a receiver that wakes up for the first chunk alone would read it over one connection.
             if frames:
-                post.send(leg.beginning() + b"".join(frames))
+                post.send(send.beginning() + b"".join(frames))
                 # Now, since the request for it is on its way, and the thread that answers it could begin only then.
-                self._prepare(leg, leg.chunks[-len(frames) :])
+                self._prepare(send, send.chunks[-len(frames) :])
 
-        return self._say(leg, write)
+        return self._say(send, write)
 
-    def _prepare(self, leg: Leg, chunks: Sequence[ReadDescriptors]) -> None:
+    def _prepare(self, send: RankSend, chunks: Sequence[ReadDescriptors]) -> None:
         """Find the memory of the first of some chunks in advance, if connections carry it."""
         if self.transport == tcp.TcpBackend.name and self._rank.staged is None:
             for chunk in chunks[: tcp.REQUESTS_AHEAD * self._rank.settings.streams]:
-                leg.prepared[chunk.chunk] = self._memory_of(chunk)
+                send.prepared[chunk.chunk] = self._memory_of(chunk)
 
-    def finish(self, leg: Leg, begin: int, end: int) -> None:
+    def finish(self, send: RankSend, begin: int, end: int) -> None:
         """Tell the receiver that ``[begin, end)`` is complete."""
         if not 0 <= begin <= end < MAX_TOKENS:
-            return self._end(leg, BadRequest(f"[{begin}, {end}) is not a range of tokens"))
+            return self._end(send, BadRequest(f"[{begin}, {end}) is not a range of tokens"))
 
         def write(post: Post) -> None:
-            leg.finished_at = time.monotonic()
-            post.send(leg.beginning() + framed(leg.ending(begin, end)))
+            send.finished_at = time.monotonic()
+            post.send(send.beginning() + framed(send.ending(begin, end)))
 
-        return self._say(leg, write)
+        return self._say(send, write)
 
-    def cancel(self, leg: Leg) -> None:
+    def cancel(self, send: RankSend) -> None:
         """End a send; blocks that a receiver reads after this are not accepted."""
-        self._end(leg, TransferFailed("the send was cancelled"))
+        self._end(send, TransferFailed("the send was cancelled"))
         with self._changed:
-            if self._changed.wait_for(lambda: not leg.readers, CANCEL_SECONDS):
+            if self._changed.wait_for(lambda: not send.readers, CANCEL_SECONDS):
                 return
         # A half-written chunk would corrupt a connection that continues.
         self._die(TransferFailed("the receiver does not read the data sent to it"))
         with self._changed:
-            self._changed.wait_for(lambda: not leg.readers)
+            self._changed.wait_for(lambda: not send.readers)
 
     def close(self) -> None:
         """End the session and join its threads."""
@@ -290,8 +290,8 @@ class TransferPeer:
                 post = Post(sock)
                 try:
                     with self._posting:
-                        for leg, write in self._waiting:
-                            if leg.number in self._legs:
+                        for send, write in self._waiting:
+                            if send.number in self._sends:
                                 write(post)
                         self._waiting.clear()
                         self._post = post
@@ -389,29 +389,29 @@ class TransferPeer:
     def _reading(self, request: ReadRequest) -> Generator[Vector | None]:
         """Register a read of a requested chunk while entered; yield its memory, or None if its send has ended."""
         with self._changed:
-            leg = self._legs.get(request.send)
+            send = self._sends.get(request.send)
             # Counted under the lock: a send ends only when no thread writes its blocks.
-            if leg is not None:
-                leg.readers += 1
-        if leg is None:
+            if send is not None:
+                send.readers += 1
+        if send is None:
             yield None
             return
         try:
-            with self._places(leg, request) as found:
+            with self._places(send, request) as found:
                 yield found
         finally:
             with self._changed:
-                leg.readers -= 1
+                send.readers -= 1
                 self._moved_at = time.monotonic()
                 self._changed.notify_all()
-            self._report(leg)
+            self._report(send)
 
-    def _places(self, leg: Leg, request: ReadRequest) -> AbstractContextManager[Vector]:
-        if request.chunk >= len(leg.chunks) or leg.chunks[request.chunk].nbytes != request.nbytes:
+    def _places(self, send: RankSend, request: ReadRequest) -> AbstractContextManager[Vector]:
+        if request.chunk >= len(send.chunks) or send.chunks[request.chunk].nbytes != request.nbytes:
             raise ProtocolViolation(
                 f"a request for {request.nbytes} bytes of chunk {request.chunk}, which was not offered"
             )
-        return leg.prepared.pop(request.chunk, None) or self._memory_of(leg.chunks[request.chunk])
+        return send.prepared.pop(request.chunk, None) or self._memory_of(send.chunks[request.chunk])
 
     def _memory_of(self, chunk: ReadDescriptors) -> AbstractContextManager[Vector]:
         blocks = np.frombuffer(chunk.blocks, BLOCK_NUMBER)
@@ -419,14 +419,14 @@ class TransferPeer:
 
     # ---- messages to the receiver ------------------------------------------------------------------------------------
 
-    def _say(self, leg: Leg, write: Callable[[Post], None]) -> None:
+    def _say(self, send: RankSend, write: Callable[[Post], None]) -> None:
         # The thread that has a message writes it: one that took it from a queue would have to wake up first.
         if self._post is None:
             with self._posting:
                 if self._post is None:
-                    return self._waiting.append((leg, write))
+                    return self._waiting.append((send, write))
         try:
-            if leg.number in self._legs:  # otherwise it ended in the meantime
+            if send.number in self._sends:  # otherwise it ended in the meantime
                 write(self._post)
         except OSError as error:
             self._break(error)
@@ -451,7 +451,7 @@ class TransferPeer:
         # Only owed answers count, and only while nothing moves: a slow receiver is not a lost one.
         overdue = time.monotonic() - self._rank.settings.timeout
         with self._changed:
-            owed = [leg.finished_at for leg in self._legs.values() if leg.finished_at is not None]
+            owed = [send.finished_at for send in self._sends.values() if send.finished_at is not None]
         if owed and max(min(owed), self._moved_at) < overdue:
             raise TransferFailed(
                 f"the receiver did not acknowledge the send within {self._rank.settings.timeout:.0f} s"
@@ -462,40 +462,40 @@ class TransferPeer:
             raise ProtocolViolation(f"a receiver must not send {type(message).__name__} here")
         with self._changed:
             self._moved_at = time.monotonic()
-            leg = self._legs.get(message.send)
-        if leg is None:
+            send = self._sends.get(message.send)
+        if send is None:
             return None  # cancelled in the meantime
         if isinstance(message, Refused):
-            return self._end(leg, TransferFailed(f"the receiver refused: {message.reason}"))
-        if leg.finished_at is None:
+            return self._end(send, TransferFailed(f"the receiver refused: {message.reason}"))
+        if send.finished_at is None:
             raise ProtocolViolation("an acknowledgement of an incomplete send")
-        total = sum(chunk.nbytes for chunk in leg.chunks)
-        return self._end(leg, SendReport(total, len(leg.chunks), self.transport or ""))
+        total = sum(chunk.nbytes for chunk in send.chunks)
+        return self._end(send, SendReport(total, len(send.chunks), self.transport or ""))
 
     # ---- ends --------------------------------------------------------------------------------------------------------
 
-    def _end(self, leg: Leg, outcome: SendReport | TercetError) -> None:
+    def _end(self, send: RankSend, outcome: SendReport | TercetError) -> None:
         with self._changed:
             # It has ended already: several causes may end a send at once, and only the first one is reported.
-            if self._legs.pop(leg.number, None) is None:
+            if self._sends.pop(send.number, None) is None:
                 return
             # Blocks are unpinned after this; a receiver that reads them later does not accept them.
-            if not is_core_word(leg.number):
-                self._rank.region.clear_word(leg.number)
-            leg.outcome = outcome
-        self._report(leg)
+            if not is_core_word(send.number):
+                self._rank.region.clear_word(send.number)
+            send.outcome = outcome
+        self._report(send)
 
-    def _report(self, leg: Leg) -> None:
+    def _report(self, send: RankSend) -> None:
         """Call ``on_done`` once, if the send has ended and no thread writes its blocks."""
         with self._changed:
-            outcome = leg.outcome
-            if outcome is None or leg.readers or leg.reported:
+            outcome = send.outcome
+            if outcome is None or send.readers or send.reported:
                 return
-            leg.reported = True
+            send.reported = True
         done = isinstance(outcome, SendReport)
         self._rank.counters.count(sends_done=done, sends_failed=not done)
         try:
-            leg.on_done(outcome)
+            send.on_done(outcome)
         except Exception:
             # The caller's mistake must not end the connection for other sends.
             logger.exception("on_done of a send to %s failed", self.addresses[0])
@@ -511,7 +511,7 @@ class TransferPeer:
                 return
             # First: from here on no thread and no send begins.
             self._dead = error
-            orphans = list(self._legs.values())
+            orphans = list(self._sends.values())
             for sock in self._sockets:
                 shut(sock)
         logger.info("the session with %s has ended: %s", self.addresses[0], error.message)
@@ -521,8 +521,8 @@ class TransferPeer:
             if self._post is not None:
                 self._post.close()
         # Outside of the lock, since on_done is the caller's code.
-        for leg in orphans:
-            self._end(leg, error)
+        for send in orphans:
+            self._end(send, error)
 
 
 def _words(error: BaseException) -> str:

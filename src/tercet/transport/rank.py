@@ -20,7 +20,7 @@ from tercet.protocol import BadRequest, Conflict, Content, TercetError, Transfer
 from tercet.transport.backends import backends_for, backends_of_device
 from tercet.transport.grants import GrantTable, OnReceiveEnd
 from tercet.transport.local_rank import LocalRank, TransportSettings
-from tercet.transport.peer import Leg, OnDone, SendReport, TransferPeer
+from tercet.transport.peer import OnDone, RankSend, SendReport, TransferPeer
 from tercet.transport.receiver import KVReceiver, OnFilled
 from tercet.transport.region import BlockShape, HeadSlice, KVRegion, PlaneRun, is_core_word
 from tercet.transport.staged import StagedMemory
@@ -41,17 +41,17 @@ class SendDestination(msgspec.Struct, frozen=True):
 class _Send:
     """One send.
 
-    A leg for each receiving rank, the number of legs that have not ended, and the results of the others.
+    A part for each receiving rank, the number of parts that have not ended, and the results of the others.
     """
 
     on_done: OnDone
     left: int
-    legs: list[tuple[TransferPeer, Leg]] = field(default_factory=list[tuple[TransferPeer, Leg]])
+    parts: list[tuple[TransferPeer, RankSend]] = field(default_factory=list[tuple[TransferPeer, RankSend]])
     reports: list[SendReport] = field(default_factory=list[SendReport])
     error: TercetError | None = None
 
     def outcome(self) -> SendReport | TercetError:
-        """Return the result to report after all legs have ended."""
+        """Return the result to report after all parts have ended."""
         if self.error is not None:
             return self.error
         return SendReport.of_all(self.reports)
@@ -99,10 +99,10 @@ class KVSender:
                 send = self._sends[send_id] = _Send(on_done, len(destinations))
                 for to in destinations:
                     ended = partial(self._ended, send_id, send)
-                    leg = Leg(lease, content, to.head_slice, ended, planes=to.planes, traceparent=traceparent)
-                    leg.number = word or leg.number
-                    send.legs.append((self._session(to.addresses, leg, started), leg))
-                if not send.legs:  # other ranks hold the same heads, and send them
+                    part = RankSend(lease, content, to.head_slice, ended, planes=to.planes, traceparent=traceparent)
+                    part.number = word or part.number
+                    send.parts.append((self._session(to.addresses, part, started), part))
+                if not send.parts:  # other ranks hold the same heads, and send them
                     del self._sends[send_id]
         # Outside of the lock: a thread that cannot be started ends its session, which takes the lock.
         for peer in started:
@@ -118,24 +118,24 @@ class KVSender:
 
         The KV must not change until the send has ended; a send that has ended ignores this call.
         """
-        for peer, leg in self._legs(send_id):
-            peer.push(leg, layers, slot, blocks)
+        for peer, part in self._parts(send_id):
+            peer.push(part, layers, slot, blocks)
 
     def finish(self, send_id: str, begin: int, end: int) -> None:
         """Declare that the KV of tokens ``[begin, end)`` is complete."""
-        for peer, leg in self._legs(send_id):
-            peer.finish(leg, begin, end)
+        for peer, part in self._parts(send_id):
+            peer.finish(part, begin, end)
 
     def cancel(self, send_id: str) -> None:
         """End a send, also one that has not begun; KV that a receiver reads after this is not accepted."""
         with self._lock:
             self._cancelled.append(send_id)
-        for peer, leg in self._legs(send_id):
-            peer.cancel(leg)
+        for peer, part in self._parts(send_id):
+            peer.cancel(part)
 
-    def _legs(self, send_id: str) -> Sequence[tuple[TransferPeer, Leg]]:
+    def _parts(self, send_id: str) -> Sequence[tuple[TransferPeer, RankSend]]:
         found = self._sends.get(send_id)
-        return found.legs if found is not None else ()
+        return found.parts if found is not None else ()
 
     def _refusal(
         self, send_id: str, lease: str, destinations: Sequence[SendDestination], word: int | None
@@ -161,14 +161,14 @@ class KVSender:
                 return BadRequest(f"{what} is not a part of this rank's blocks", "kv_addr_info")
         return None
 
-    def _session(self, addresses: tuple[str, ...], leg: Leg, started: list[TransferPeer]) -> TransferPeer:
-        """Return the session for a leg; a new one must be started after the lock is released."""
+    def _session(self, addresses: tuple[str, ...], part: RankSend, started: list[TransferPeer]) -> TransferPeer:
+        """Return the session for a part; a new one must be started after the lock is released."""
         peer = self._peers.get(addresses)
         # A session that has broken accepts no send: a new one takes its place.
-        if peer is None or not peer.open(leg):
+        if peer is None or not peer.open(part):
             peer = self._peers[addresses] = TransferPeer(addresses, self._rank, self._forget)
             started.append(peer)
-            peer.open(leg)
+            peer.open(part)
         return peer
 
     def _ended(self, send_id: str, send: _Send, outcome: SendReport | TercetError) -> None:
@@ -185,8 +185,8 @@ class KVSender:
         if over:
             return send.on_done(send.outcome())
         # If one receiving rank is lost, the others are not needed.
-        for peer, leg in send.legs if failed_first else ():
-            peer.cancel(leg)
+        for peer, part in send.parts if failed_first else ():
+            peer.cancel(part)
         return None
 
     def _forget(self, peer: TransferPeer) -> None:

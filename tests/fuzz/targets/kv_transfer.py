@@ -17,7 +17,7 @@ from tercet.transport import BlockShape, HeadSlice, KVRegion, SendReport, Transp
 from tercet.transport.backends import tcp
 from tercet.transport.inbound import Pace, SenderSession
 from tercet.transport.local_rank import LocalRank, agree, chosen, greet, require_ours
-from tercet.transport.peer import Leg, TransferPeer
+from tercet.transport.peer import RankSend, TransferPeer
 from tercet.transport.peer_messages import (
     FROM_RECEIVER,
     FROM_SENDER,
@@ -203,15 +203,15 @@ class AnswersRoom:
     async def run(self, case: Case) -> Outcome:
         outcomes: dict[int, list[SendReport | TercetError]] = {}
         peer = TransferPeer(["tcp://127.0.0.1:1"], self._rank, lambda _: None)
-        legs: list[Leg] = []
+        sends: list[RankSend] = []
         for number in range(1, 4):
             heard = outcomes.setdefault(number, [])
-            leg = Leg(LEASE, whose(0), HeadSlice(0, BLOCK_BYTES), heard.append, number)
-            assert peer.open(leg)
-            leg.chunks.append(chunk(0, 0, [1, 2], send=number))
+            send = RankSend(LEASE, whose(0), HeadSlice(0, BLOCK_BYTES), heard.append, number)
+            assert peer.open(send)
+            send.chunks.append(chunk(0, 0, [1, 2], send=number))
             if number < 3:
-                leg.finished_at = 0.0
-            legs.append(leg)
+                send.finished_at = 0.0
+            sends.append(send)
         happened = self._hear(peer, case)
         peer._break(ConnectionResetError("over"))
         for number, heard in outcomes.items():
@@ -274,10 +274,10 @@ class RequestsRoom:
         self._region = sending_region()
         self._rank = LocalRank(self._region, FINGERPRINT, TransportSettings(), [tcp.TcpBackend()])
         self._peer = TransferPeer(["tcp://127.0.0.1:1"], self._rank, lambda _: None)
-        self._leg = Leg(LEASE, whose(0), HeadSlice(0, BLOCK_BYTES), lambda _: None, 1)
-        assert self._peer.open(self._leg)
+        self._send = RankSend(LEASE, whose(0), HeadSlice(0, BLOCK_BYTES), lambda _: None, 1)
+        assert self._peer.open(self._send)
         offered = [chunk(0, 0, [1, 2]), chunk(1, 0, [5]), chunk(0, 0, [6, 3], offset=16, size=16)]
-        self._leg.chunks += offered
+        self._send.chunks += offered
         self._answers = [self._bytes_of(each) for each in offered]
 
     def _bytes_of(self, of: ReadDescriptors) -> bytes:
@@ -302,7 +302,7 @@ class RequestsRoom:
                 happened = kind_of(error)
             ours.close()
             said = _all_of(theirs)
-        assert not self._leg.readers
+        assert not self._send.readers
         while said:
             known = [answer for answer in (*self._answers, tcp.WORD.pack(0)) if said.startswith(answer)]
             if not known:

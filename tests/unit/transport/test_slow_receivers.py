@@ -20,7 +20,7 @@ from tercet.transport import peer as peer_module
 from tercet.transport.backends import backends_for
 from tercet.transport.inbound import BURST_SECONDS, Pace
 from tercet.transport.local_rank import LocalRank
-from tercet.transport.peer import Leg, TransferPeer
+from tercet.transport.peer import RankSend, TransferPeer
 from tercet.transport.peer_messages import NONCE_BYTES, Challenge, Refused, framed
 from tercet.transport.region import HeadSlice
 from tercet.transport.sockets import Post
@@ -222,10 +222,10 @@ def test_an_owed_answer_is_waited_for_while_the_session_moves(monkeypatch: pytes
     monkeypatch.setattr(peer_module, "time", SimpleNamespace(monotonic=lambda: now[0]))
     rank = LocalRank(sending_region(), "", TransportSettings(timeout=5.0), ())
     peer = TransferPeer(["tcp://127.0.0.1:1"], rank, lambda _peer: None)
-    leg = Leg("ab" * 16, whose(16), HeadSlice(0, 64), lambda _outcome: None)
-    assert peer.open(leg)
-    leg.finished_at = now[0] - 20
-    peer._answered(Refused(leg.number + 1, "another send"))  # pyright: ignore[reportPrivateUsage]
+    send = RankSend("ab" * 16, whose(16), HeadSlice(0, 64), lambda _outcome: None)
+    assert peer.open(send)
+    send.finished_at = now[0] - 20
+    peer._answered(Refused(send.number + 1, "another send"))  # pyright: ignore[reportPrivateUsage]
     peer._require_progress()  # pyright: ignore[reportPrivateUsage]
     now[0] += 6
     with pytest.raises(TransferFailed, match="did not acknowledge"):

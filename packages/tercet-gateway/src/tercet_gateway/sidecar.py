@@ -68,14 +68,14 @@ from tercet.wire.exported_spans import exporting_spans
 from tercet.wire.serving.answers import trace_refused, wants_trace
 from tercet.wire.serving.server_access import is_loopback
 from tercet_gateway.gateway_settings import SidecarConfig
-from tercet_gateway.prefill_legs import (
+from tercet_gateway.prefill_connectors import (
     KV_PARAMS,
     SPLIT_PATHS,
-    DecodeLeg,
-    NixlLeg,
-    PrefillLeg,
+    DecodeRequest,
+    NixlPrefill,
+    PrefillConnector,
     SplitCall,
-    TercetLeg,
+    TercetPrefill,
 )
 from tercet_gateway.proxied_calls import (
     ClientCall,
@@ -108,20 +108,20 @@ def _verb_of(http: ClientCall) -> str:
 
 
 class Proxy:
-    """The proxy for requests to one engine; ``leg`` has KV sent to it, from ``allowed`` engines that requests name."""
+    """The proxy for requests to one engine; ``connector`` sends it KV from ``allowed`` engines that requests name."""
 
     def __init__(
         self,
         config: SidecarConfig,
         session: aiohttp.ClientSession,
-        leg: PrefillLeg,
+        connector: PrefillConnector,
         allowed: AllowedPrefillers,
         verbs_are_open: bool,
     ) -> None:
         self._under_way = CallsInFlight()
         self._session = session
         self._engine = config.engine
-        self._leg = leg
+        self._connector = connector
         self._allowed = allowed
         self._callers = Callers(secrets_of(config.secret))
         self._secrets = BearerKeys(secrets_of(config.secret))
@@ -234,7 +234,7 @@ class Proxy:
             told = {"url.path": http.path, "tercet.seq_id": seq_id, "tercet.prefillers": [*hosts]}
             with span_of("prefill", told, "server") as place:
                 shown |= {} if place is None else place.headers()
-                prepared = await held.enter_async_context(self._leg.prefilled(call, hosts, traces[0]))
+                prepared = await held.enter_async_context(self._connector.prefilled(call, hosts, traces[0]))
             await self._forward(http, answer, prepared, held)
 
     def _fields(self, body: bytes) -> Mapping[str, Any]:
@@ -284,7 +284,7 @@ class Proxy:
         self,
         http: ClientCall,
         answer: ProxiedAnswer,
-        body: DecodeLeg | HeldBody | AsyncIterator[bytes] | None,
+        body: DecodeRequest | HeldBody | AsyncIterator[bytes] | None,
         held: AsyncExitStack | None = None,
         digest: str | None = None,
     ) -> None:
@@ -293,7 +293,7 @@ class Proxy:
         ``digest`` is the digest of the body of a call that was proved to this sidecar, which in turn proves it to the
         engine.
         """
-        prepared = body if isinstance(body, DecodeLeg) else None
+        prepared = body if isinstance(body, DecodeRequest) else None
         buffered = body if isinstance(body, HeldBody) else None
         waiting, lost = _Waiting(), CallsInFlight()
         watching = asyncio.ensure_future(self._watch(waiting, lost))
@@ -329,7 +329,7 @@ class Proxy:
             watching.cancel()
 
     async def _opened(
-        self, http: ClientCall, prepared: DecodeLeg, stack: AsyncExitStack, waiting: _Waiting
+        self, http: ClientCall, prepared: DecodeRequest, stack: AsyncExitStack, waiting: _Waiting
     ) -> tuple[OriginAnswer, bytes]:
         """Return the engine's answer with KV of another engine, and its part up to the first tokens."""
         response = await self._asked(http, prepared.body, stack)
@@ -389,7 +389,7 @@ class Proxy:
                 if silent > self._idle_s:
                     raise EngineUnreachable(f"the engine has sent nothing for {silent:.0f} s")
                 async with asyncio.timeout(self._stuck_s):
-                    await self._leg.look()
+                    await self._connector.look()
             except TimeoutError:
                 lost.lose(EngineUnreachable(f"the engine has sent nothing for {self._stuck_s:g} s"))
             except EngineUnreachable as error:
@@ -495,7 +495,7 @@ class SidecarServer:
     port: int
     _proxy: Proxy
     _server: HttpServer
-    _leg: PrefillLeg
+    _connector: PrefillConnector
 
     async def finish(self, seconds: float, hurried: asyncio.Event) -> None:
         """Accept no new requests, and return when all requests have ended.
@@ -505,7 +505,7 @@ class SidecarServer:
         """
         error = ShuttingDown("this sidecar is shutting down, and ended the request")
         async with ended_later(self._server, seconds, hurried, partial(self._proxy.give_up, error)):
-            await _unless(hurried, self._leg.finish(DRAIN_SECONDS))
+            await _unless(hurried, self._connector.finish(DRAIN_SECONDS))
 
 
 async def _unless(hurried: asyncio.Event, work: Coroutine[Any, Any, object]) -> None:
@@ -534,8 +534,8 @@ async def sidecar(config: SidecarConfig) -> AsyncGenerator[SidecarServer]:
     session = passing_session(tls, keep_alive_s=KEEPALIVE_SECONDS, connect_s=CONNECT_SECONDS, max_head=MOST_ANSWER_HEAD)
     async with AsyncExitStack() as stack:
         await stack.enter_async_context(session)
-        leg = await stack.enter_async_context(_leg(config, session, tls))
-        proxy = Proxy(config, session, leg, config.allowed_prefillers(), is_loopback(config.host))
+        connector = await stack.enter_async_context(_connector(config, session, tls))
+        proxy = Proxy(config, session, connector, config.allowed_prefillers(), is_loopback(config.host))
 
         async def handle(http: ClientCall) -> None:
             if http.path == METRICS and http.method in ("GET", "HEAD"):
@@ -546,22 +546,22 @@ async def sidecar(config: SidecarConfig) -> AsyncGenerator[SidecarServer]:
 
         tls_shown = certificate_of(config.tls_cert, config.tls_key)
         server = await stack.enter_async_context(serving(handle, config.host, config.port, tls_shown))
-        yield SidecarServer(server.port, proxy, server, leg)
+        yield SidecarServer(server.port, proxy, server, connector)
 
 
 @asynccontextmanager
-async def _leg(
+async def _connector(
     config: SidecarConfig, session: aiohttp.ClientSession, tls: SSLContext | None
-) -> AsyncGenerator[PrefillLeg]:
+) -> AsyncGenerator[PrefillConnector]:
     attempts = PrefillAttempts(config.prefill_budget)
     url = config.engine.rstrip("/")
     https = url.startswith("https:")
     if config.connector == "nixl":
-        leg = NixlLeg(url, session, attempts, https)
+        connector = NixlPrefill(url, session, attempts, https)
         try:
-            yield leg
+            yield connector
         finally:
-            await leg.draining.close()
+            await connector.draining.close()
         return
     async with HttpEngine(url, url, secret=config.secret, tls=tls) as engine:
 
@@ -569,4 +569,4 @@ async def _leg(
             return (await engine.status()).revision
 
         async with RemotePrefill(attempts, ours, config.secret, https, tls) as remote:
-            yield TercetLeg(engine, session, remote, config.stuck_after_s)
+            yield TercetPrefill(engine, session, remote, config.stuck_after_s)

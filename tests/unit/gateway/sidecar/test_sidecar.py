@@ -22,7 +22,7 @@ from tercet.protocol.spans import VerbTrace
 from tercet.wire.client import HttpEngine, engine_tls
 from tercet.wire.client.remote_prefill import PrefillAttempts
 from tercet_gateway.gateway_settings import SidecarConfig
-from tercet_gateway.prefill_legs import NixlLeg, SplitCall, messages_of
+from tercet_gateway.prefill_connectors import NixlPrefill, SplitCall, messages_of
 from tercet_gateway.sidecar import SidecarServer, sidecar
 from tercet_lab.sim import EngineOptions, SimEngine
 from tercet_lab.sim.sim_server import OpenAI, serving
@@ -151,7 +151,7 @@ JSON = {"content-type": "application/json"}
 # ---- vLLM's own protocol ---------------------------------------------------------------------------------------
 
 
-async def test_both_legs_field_by_field(found: House) -> None:
+async def test_both_requests_field_by_field(found: House) -> None:
     status, said = await found.ask(authorization="Bearer k", other="x")
     assert status == 200
     first, second = found.prefill.bodies[0], found.decode.bodies[0]
@@ -170,7 +170,7 @@ async def test_both_legs_field_by_field(found: House) -> None:
     assert events[4] == "data: [DONE]"
 
 
-async def test_both_legs_of_a_response() -> None:
+async def test_both_requests_of_a_response() -> None:
     fields = {
         "model": "m", "input": "hello", "instructions": "be brief", "max_output_tokens": 50, "stream": True,
         "store": True, "include": ["message.output_text.logprobs"], "top_logprobs": 2, "temperature": 0.5,
@@ -213,7 +213,7 @@ async def test_parameters_that_nobody_can_use_are_not_passed_on(found: House, pa
 
 @pytest.mark.slow
 @pytest.mark.parametrize("way", ["fails", "stands_still", "breaks_off"])
-async def test_a_first_leg_that_fails_is_done_here(way: str) -> None:
+async def test_a_prefill_that_fails_is_done_here(way: str) -> None:
     async with house(prefill_timeout=1.0) as found:
         found.prefill.answer = getattr(found.prefill, way)
         status, said = await found.ask()
@@ -308,15 +308,15 @@ async def test_kv_that_nobody_waits_for_is_fetched_all_the_same(found: House) ->
     """Else the engine that prefilled keeps it until its time is over."""
     found.decode.answer = found.decode.prefilled
     url = f"http://{found.decode.address}"
-    leg = NixlLeg(url, found.session, PrefillAttempts(BUDGET), https=False)
+    connector = NixlPrefill(url, found.session, PrefillAttempts(BUDGET), https=False)
     call = SplitCall("/v1/chat/completions", msgspec.json.encode(CHAT), CHAT, {}, "r", "r-1")
-    async with leg.prefilled(call, [found.prefill.address], VerbTrace()) as prepared:
+    async with connector.prefilled(call, [found.prefill.address], VerbTrace()) as prepared:
         prepared.sent = True
-    assert await leg.draining.wait(LONGEST_WAIT_S)
+    assert await connector.draining.wait(LONGEST_WAIT_S)
     assert not found.decode.bodies
-    async with leg.prefilled(call, [found.prefill.address], VerbTrace()):
+    async with connector.prefilled(call, [found.prefill.address], VerbTrace()):
         pass  # the client has left
-    assert await leg.draining.wait(LONGEST_WAIT_S)
+    assert await connector.draining.wait(LONGEST_WAIT_S)
     (fetched,) = found.decode.bodies
     assert (fetched["kv_transfer_params"], fetched["max_tokens"], fetched["stream"]) == (PARAMS, 1, False)
 

@@ -89,7 +89,7 @@ class SplitCall:
             return found
         raise BadRequest(f"{name}: is not text, and cannot be prefilled elsewhere", name)
 
-    def first_leg(self) -> bytes:
+    def prefill_body(self) -> bytes:
         """Return the body of the prefill request: the same request, for one token and without a stream."""
         fields = {name: value for name, value in self.fields.items() if name not in OF_THE_ANSWER}
         keep = {
@@ -163,17 +163,17 @@ def _kind(part: Any) -> Any:
 
 logger = logging.getLogger("tercet.gateway")
 T = TypeVar("T")
-LEG = aiohttp.ClientTimeout(total=None, sock_connect=5.0)
+PREFILL = aiohttp.ClientTimeout(total=None, sock_connect=5.0)
 DRAIN = aiohttp.ClientTimeout(total=60.0, sock_connect=5.0)
 _COMMIT_TRIES = 50
 
 
-class PrefillLeg(Protocol):
+class PrefillConnector(Protocol):
     """A way to have the KV of a request's prompt sent to the decode engine."""
 
     def prefilled(
         self, call: SplitCall, hosts: Sequence[str], trace: VerbTrace
-    ) -> AbstractAsyncContextManager[DecodeLeg]:
+    ) -> AbstractAsyncContextManager[DecodeRequest]:
         """Provide the decode engine's request; it uses KV that other engines have computed, if one could."""
         ...
 
@@ -200,7 +200,7 @@ class WhileThere(Protocol):
 
 
 @dataclass
-class DecodeLeg:
+class DecodeRequest:
     """The decode engine's request; ``local`` is the body to use if the first one fails, None if it is the same.
 
     ``headers`` are added to the client's headers.
@@ -232,8 +232,8 @@ class _Known:
             yield self.reservation
 
 
-class TercetLeg:
-    """The leg by the verbs: KV is pushed to the decode engine, and is in its prefix cache before the request."""
+class TercetPrefill:
+    """KV goes by the verbs: it is pushed to the decode engine, and is in its prefix cache before the request."""
 
     def __init__(
         self, engine: HttpEngine, session: aiohttp.ClientSession, remote: RemotePrefill, stuck_s: float
@@ -244,7 +244,7 @@ class TercetLeg:
         self._stuck_s = stuck_s
 
     @asynccontextmanager
-    async def prefilled(self, call: SplitCall, hosts: Sequence[str], trace: VerbTrace) -> AsyncGenerator[DecodeLeg]:
+    async def prefilled(self, call: SplitCall, hosts: Sequence[str], trace: VerbTrace) -> AsyncGenerator[DecodeRequest]:
         try:
             call.require_whole()
             model, salt = call.text("model"), call.text("cache_salt")
@@ -254,7 +254,7 @@ class TercetLeg:
             request = Request(seq_id=call.seq_id, prompt=await self._tokens(call), cache_salt=salt)
         except TercetError as error:
             prefill_here(self._engine.name, call.request_id, error, trace)
-            yield DecodeLeg(call.body)
+            yield DecodeRequest(call.body)
             return
         decode = _Known(self._engine)
         async with self._remote.prefilled(decode, request, hosts, trace) as begin:
@@ -268,7 +268,7 @@ class TercetLeg:
                     said = "%s did not commit the received KV of %s to its prefix cache: %r"
                     logger.warning(said, self._engine.name, call.request_id, error)
                 headers[PREFILLED_HEADER] = f"{decode.reservation.lease} {sent.cached}"
-            yield DecodeLeg(call.body, headers=headers)
+            yield DecodeRequest(call.body, headers=headers)
 
     async def look(self) -> None:
         status = await self._engine.status()
@@ -322,8 +322,8 @@ class _Prefilled(msgspec.Struct):
     kv_transfer_params: dict[str, Any] | None = None
 
 
-class NixlLeg:
-    """The leg by vLLM's protocol in two steps: the first engine keeps the KV until the second one has fetched it.
+class NixlPrefill:
+    """KV goes by vLLM's protocol in two steps: the first engine keeps the KV until the second one has fetched it.
 
     If the client leaves before that, the KV is fetched for one unused token: otherwise it would stay pinned on the
     first engine until its timeout.
@@ -337,7 +337,7 @@ class NixlLeg:
         self.draining = TaskSet()
 
     @asynccontextmanager
-    async def prefilled(self, call: SplitCall, hosts: Sequence[str], trace: VerbTrace) -> AsyncGenerator[DecodeLeg]:
+    async def prefilled(self, call: SplitCall, hosts: Sequence[str], trace: VerbTrace) -> AsyncGenerator[DecodeRequest]:
         trace.program = REMOTE
         began = self._attempts.clock()
         found: tuple[str, dict[str, Any]] | None = None
@@ -349,11 +349,11 @@ class NixlLeg:
             prefill_here(self._url, call.request_id, error, trace)
         remote_prefill.seconds.observe(self._attempts.clock() - began)
         if found is None:
-            yield DecodeLeg(call.body)
+            yield DecodeRequest(call.body)
             return
         host, params = found
         body = msgspec.json.encode({**call.fields, KV_PARAMS: params})
-        prepared = DecodeLeg(body, local=call.body, while_there=partial(self._while_there, host))
+        prepared = DecodeRequest(body, local=call.body, while_there=partial(self._while_there, host))
         try:
             yield prepared
         finally:
@@ -386,12 +386,12 @@ class NixlLeg:
         url = f"{self._scheme}://{host}"
         started = time.monotonic()
 
-        async def leg() -> dict[str, Any]:
-            body = call.first_leg()
-            answer = await _posted(self._session, url + call.path, body, call.headers, LEG, _Prefilled, host)
+        async def prefill() -> dict[str, Any]:
+            body = call.prefill_body()
+            answer = await _posted(self._session, url + call.path, body, call.headers, PREFILL, _Prefilled, host)
             return checked_params(answer.kv_transfer_params, host)
 
-        params = await self._attempts.watched(host, leg, partial(self._healthy, url))
+        params = await self._attempts.watched(host, prefill, partial(self._healthy, url))
         trace.events.append(TraceEvent("prefill", host, time.monotonic() - started, to=self._url))
         return host, params
 
@@ -404,7 +404,7 @@ class NixlLeg:
             raise EngineUnreachable(f"{url} does not answer: {reason_of(error)}") from error
 
     async def _drain(self, call: SplitCall, params: dict[str, Any]) -> None:
-        body = msgspec.json.encode({**msgspec.json.decode(call.first_leg(), type=dict[str, Any]), KV_PARAMS: params})
+        body = msgspec.json.encode({**msgspec.json.decode(call.prefill_body(), type=dict[str, Any]), KV_PARAMS: params})
         try:
             await _posted(self._session, self._url + call.path, body, call.headers, DRAIN, _Prefilled, self._url)
         except TercetError:
