@@ -49,7 +49,7 @@ async def main(engines: int, small: int, clients: int) -> None:
         async with ray_fleet(config, model, lambda name, state: said.append(f"{name}: {state}")) as fleet:
             print(f"{engines} engines are ready after {time.monotonic() - began:.0f} s; MiB: {memory()}", flush=True)
             keeping = asyncio.create_task(fleet.until_broken(unsaid))
-            async with Scaler(fleet.hands, unsaid) as scaler, control_socket(scaler) as socket:
+            async with Scaler(fleet.provisioner, unsaid) as scaler, control_socket(scaler) as socket:
                 async with streams(fleet.url, clients) as reading:
                     for count in (small, engines):
                         began = time.monotonic()

@@ -119,7 +119,7 @@ async def until_broken(config: UpConfig, fleet: StartedFleet, detached: bool) ->
         announce(f"{name}: {state}")
 
     port, log_dir, stop_seconds = urlsplit(fleet.url).port or config.port, str(fleet.log_dir), stop_seconds_of(config)
-    async with Scaler(fleet.hands, tell) as scaler, control_socket(scaler) as control:
+    async with Scaler(fleet.provisioner, tell) as scaler, control_socket(scaler) as control:
         with announced(DetachedFleet(own_start(), port, fleet.url, log_dir, stop_seconds, str(control), detached)):
             await fleet.until_broken(tell)
 

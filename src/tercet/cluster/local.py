@@ -165,8 +165,8 @@ def fleet_of(
     addresses = [EngineAddress(engine.name, engine.url, engine.role) for engine in engines]
     router = router_of(config, router_config(config, model, port, addresses, supervisor_key=key), url, log_dir, warm)
     changed = asyncio.Event()
-    hands = LocalHands(engines, changed, specs, launch, RouterAdmin(url, key), on_event)
-    return RunningFleet(url, engines, router, log_dir, hands, changed)
+    provisioner = LocalProvisioner(engines, changed, specs, launch, RouterAdmin(url, key), on_event)
+    return RunningFleet(url, engines, router, log_dir, provisioner, changed)
 
 
 def shared_environment(config: UpConfig) -> dict[str, str]:
@@ -314,8 +314,8 @@ def _groups(taken: Sequence[EngineSpec]) -> set[tuple[int, ...]]:
     return {tuple(free[:size])} if len(free) >= size else {spec.cores for spec in taken}
 
 
-class LocalHands:
-    """The hands of a fleet on this machine. They change the list ``engines``; a start also sets ``changed``.
+class LocalProvisioner:
+    """The provisioner of a fleet on this machine. It changes the list ``engines``; a start also sets ``changed``.
 
     ``launch`` creates the process of an engine without starting it.
     """

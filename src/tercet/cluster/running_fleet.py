@@ -1,7 +1,7 @@
 """A fleet that runs on this machine: dead engines are restarted, and all processes are stopped in order.
 
 Here is also what it needs of its processes: the stages of a start by its log, the rotation of logs, the pauses between
-restarts (decided without I/O), the calls to its router, and :class:`Hands`, by which a fleet of any kind is scaled.
+restarts (decided without I/O), the calls to its router, and :class:`EngineProvisioner`, which scales any kind of fleet.
 """
 
 from __future__ import annotations
@@ -373,7 +373,7 @@ class StartedFleet(Protocol):
     @property
     def log_dir(self) -> Path: ...
     @property
-    def hands(self) -> Hands: ...
+    def provisioner(self) -> EngineProvisioner: ...
 
     async def until_broken(self, on_event: OnEvent) -> None:
         """Keep the fleet running until the router reaches its limit of restarts; then raise :class:`StartFailed`."""
@@ -382,13 +382,13 @@ class StartedFleet(Protocol):
 
 @dataclass
 class RunningFleet:
-    """A fleet that answers at ``url``. ``hands`` start and stop engines, and set ``changed`` after a start."""
+    """A fleet that answers at ``url``. ``provisioner`` starts and stops engines, and sets ``changed`` after a start."""
 
     url: str
     engines: list[RunningEngine]
     kept_router: KeptRouter
     log_dir: Path
-    hands: Hands
+    provisioner: EngineProvisioner
     changed: asyncio.Event = field(default_factory=asyncio.Event)
 
     @property
@@ -441,7 +441,7 @@ class RunningFleet:
         """Remove an engine that is not restarted from the router, once the router answers."""
         while True:
             try:
-                await self.hands.router.remove(engine.name)
+                await self.provisioner.router.remove(engine.name)
                 return
             except EngineUnreachable:  # the router is restarted, or began to end during the call
                 await asyncio.sleep(ASK_SECONDS)
@@ -565,7 +565,7 @@ async def until_ready(process: Process, url: str, on_event: OnEvent, path: str =
     raise process.failure(f"was not ready after {READY_SECONDS:.0f} s")
 
 
-class Hands(Protocol):
+class EngineProvisioner(Protocol):
     """Interface to the engines of one kind of fleet. At most one task at a time calls the methods for an engine."""
 
     @property

@@ -216,7 +216,7 @@ async def test_killed_under_streams_it_comes_back_with_all_changes_and_the_engin
         aiohttp.ClientSession() as session,
     ):
         url = fleet.url
-        async with Scaler(fleet.hands, lambda *_: None) as scaler:
+        async with Scaler(fleet.provisioner, lambda *_: None) as scaler:
             await scaler.scale(ScaleCall(decode=3))
             await until(lambda: len(fleet.engines) == 4 and all(each.is_kept for each in fleet.engines))
         await ask_router(url, "PUT", "/program", {"program": "balanced", "args": {"balance_ratio": "0.2"}})
@@ -254,7 +254,7 @@ async def test_killed_under_streams_it_comes_back_with_all_changes_and_the_engin
 @pytest.mark.usefixtures("forked")
 async def test_scaling_waits_for_a_router_that_is_restarted(tmp_path: Path) -> None:
     said: list[str] = []
-    async with simulated(tmp_path, said) as fleet, Scaler(fleet.hands, lambda *_: None) as scaler:
+    async with simulated(tmp_path, said) as fleet, Scaler(fleet.provisioner, lambda *_: None) as scaler:
         kill_router(fleet)
         await until(lambda: bool(said))
         record = await scaler.scale(ScaleCall(decode=2))

@@ -49,7 +49,7 @@ async def scaled_fleet(
     async with local_fleet(config, model, lambda *_: None) as fleet:
         keeping = asyncio.create_task(fleet.until_broken(lambda *_: None))
         try:
-            async with Scaler(fleet.hands, lambda *_: None) as scaler, control_socket(scaler) as socket:
+            async with Scaler(fleet.provisioner, lambda *_: None) as scaler, control_socket(scaler) as socket:
                 yield fleet, socket
         finally:
             await ended(keeping)

@@ -45,8 +45,8 @@ AGAIN_SECONDS = 1.0
 REMEDY = "run the same command again to take them over, and stop it to stop them"
 
 
-class RayHands:
-    """The hands of a fleet on Ray: they start and stop engines by changes of the file of the wanted fleet."""
+class RayProvisioner:
+    """The provisioner of a fleet on Ray: it starts and stops engines by changes of the file of the wanted fleet."""
 
     def __init__(self, file: Path, roster: Path, wanted: WantedFleet, router: RouterAdmin, on_event: OnEvent) -> None:
         self.router, self._on_event = router, on_event
@@ -139,7 +139,7 @@ class RayFleet:
     kept_router: KeptRouter
     follower: Follower
     log_dir: Path
-    hands: RayHands
+    provisioner: RayProvisioner
 
     @property
     def router(self) -> Process:
@@ -179,17 +179,17 @@ class Follower:
                 await dead.stop()
                 how = await self.process.refusal_of_start()
 
-    async def until_ready(self, hands: RayHands, on_event: OnEvent) -> Sequence[EngineAddress]:
+    async def until_ready(self, provisioner: RayProvisioner, on_event: OnEvent) -> Sequence[EngineAddress]:
         """Wait until all wanted engines are ready in the roster, and return them. Raises :class:`StartFailed`."""
         logged: dict[str, str] = {}
-        names = hands.engines
+        names = provisioner.engines
         deadline = asyncio.get_running_loop().time() + READY_SECONDS
         while asyncio.get_running_loop().time() < deadline:
             if self.process.returncode is not None:
                 raise self.process.failure(describe_exit(self.process.returncode))
             with contextlib.suppress(FileNotFoundError):
-                await hands.wanted()  # a fleet that is taken over may have other engines
-                names = hands.engines
+                await provisioner.wanted()  # a fleet that is taken over may have other engines
+                names = provisioner.engines
                 found = {each.address.name: each for each in read_roster(read_whole(self.roster, MOST_BYTES))}
                 for name, engine in found.items():
                     state = f"ready at {engine.address.url}" if engine.serves else LOADING
@@ -247,11 +247,11 @@ async def ray_fleet(
         await follower.process.start()
         await router.process.start()
         on_event(router.name, LOADING)
-        hands = RayHands(file, roster, wanted, RouterAdmin(url, key), on_event)
+        provisioner = RayProvisioner(file, roster, wanted, RouterAdmin(url, key), on_event)
         async with asyncio.TaskGroup() as group:
-            ready = group.create_task(follower.until_ready(hands, on_event))
+            ready = group.create_task(follower.until_ready(provisioner, on_event))
             group.create_task(router.until_ready(on_event))
-        yield RayFleet(url, ready.result(), router, follower, log_dir, hands)
+        yield RayFleet(url, ready.result(), router, follower, log_dir, provisioner)
     except* StartFailed as failures:
         raise failures.exceptions[0] from None
     finally:

@@ -1,4 +1,4 @@
-"""Scaling of a fleet: the fleet's hands carry out the steps of :mod:`.decide`, which gets their results.
+"""Scaling of a fleet: the fleet's provisioner carries out the steps of :mod:`.decide`, which gets their results.
 
 A command reaches the process that owns the fleet by HTTP on a Unix socket that only this user can open: ``GET /scale``
 answers with a :class:`~tercet.cluster.scaling.decide.ScaleRecord`, ``POST /scale`` takes a
@@ -27,7 +27,7 @@ from starlette.routing import Route
 
 from tercet.aio import TaskSet
 from tercet.aio.files import descriptors_watched
-from tercet.cluster.running_fleet import Hands, OnEvent
+from tercet.cluster.running_fleet import EngineProvisioner, OnEvent
 from tercet.cluster.scaling.decide import (
     Counts,
     Do,
@@ -54,12 +54,12 @@ EMPTY_LOOKS = 3
 class Scaler:
     """Scaler of one fleet, for one change at a time. ``on_event`` receives each engine's steps.
 
-    Use it as an async context manager: its end cancels a running change, and the hands stop engines that they started.
+    Use it as an async context manager: its end cancels a running change; the provisioner stops engines that it started.
     """
 
-    def __init__(self, hands: Hands, on_event: OnEvent) -> None:
-        self._hands = hands
-        self._router = hands.router
+    def __init__(self, provisioner: EngineProvisioner, on_event: OnEvent) -> None:
+        self._provisioner = provisioner
+        self._router = provisioner.router
         self._on_event = on_event
         self._tasks = TaskSet()
         self._scaling: Scaling | None = None
@@ -105,9 +105,9 @@ class Scaler:
             present = await self._present()
             wanted = call.counts(Counts.of(each.role for each in present))
             # Names of engines that were removed are not used again: their logs are still there.
-            scaling = Scaling(present, wanted, self._hands.used)
+            scaling = Scaling(present, wanted, self._provisioner.used)
             # Before anything changes: a scaling that cannot end is refused as a whole.
-            self._hands.require_room(scaling.starting)
+            self._provisioner.require_room(scaling.starting)
             self._scaling, self._drain_seconds = scaling, call.drain_seconds
             self._number += 1
             self._began = time.monotonic()
@@ -116,7 +116,7 @@ class Scaler:
         return await self.record()
 
     async def _present(self) -> list[Present]:
-        here = set(self._hands.engines)
+        here = set(self._provisioner.engines)
         found = await self._router.engines()
         return [Present(each["name"], each["role"], each["in_flight"]) for each in found if each["name"] in here]
 
@@ -131,11 +131,11 @@ class Scaler:
         try:
             match order:
                 case Flip(name, role):
-                    await self._hands.set_role(name, role)
+                    await self._provisioner.set_role(name, role)
                     self._on_event(name, f"role {role}")
                     after = scaling.flipped(name, role)
                 case Start(name, role):
-                    await self._hands.start(name, role)
+                    await self._provisioner.start(name, role)
                     after = scaling.ready(name)
                 case Drain(name):
                     engine: dict[str, Any] = await self._router.drain(name)
@@ -154,7 +154,7 @@ class Scaler:
                                 engine = await self._router.engine(name)
                     after = scaling.drained(name)
                 case Stop(name):
-                    await self._hands.stop(name)
+                    await self._provisioner.stop(name)
                     self._on_event(name, "has left the fleet")
                     after = scaling.gone(name)
         except TercetError as error:

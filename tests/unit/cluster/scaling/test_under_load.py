@@ -56,7 +56,7 @@ async def world(tmp_path: Path) -> AsyncGenerator[World]:
     async with local_fleet(config, model, say) as fleet:
         keeping = asyncio.create_task(fleet.until_broken(say))
         try:
-            async with Scaler(fleet.hands, say) as scaler, control_socket(scaler) as socket:
+            async with Scaler(fleet.provisioner, say) as scaler, control_socket(scaler) as socket:
                 yield World(fleet, socket, said)
         finally:
             keeping.cancel()
