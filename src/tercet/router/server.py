@@ -189,9 +189,9 @@ class _Router:
 
                     import_vllm()
                 require_flags(self.config.vllm_args, self.config.workers)
-            promise = await self._first_promise()
-            # From now on each engine is checked against what was promised to clients.
-            self.membership.served_model, self.membership.on_replaced = promise, self.state.replaced
+            model = await self._served_model()
+            # From now on each engine is checked against the model that clients know.
+            self.membership.served_model, self.membership.on_replaced = model, self.state.replaced
             self.background.keep(self.membership.watch, "membership")
             if self.state.tells:  # of several workers, one removes engines
                 gone = GoneEngines(asyncio.get_running_loop().time)
@@ -199,10 +199,10 @@ class _Router:
             self._start_deciding()
             async with self.state.traces.answering():
                 if not self.config.serves_without_vllm:
-                    await self._serve_openai(promise.max_model_len)
+                    await self._serve_openai(model.max_model_len)
                 else:
                     await _serve_small()(
-                        self.config, self.state, promise.max_model_len, self.shutdown, self.pooling,
+                        self.config, self.state, model.max_model_len, self.shutdown, self.pooling,
                         named_files(self.config), self._heed_signals, self.shared,
                     )  # fmt: skip
         finally:
@@ -214,7 +214,7 @@ class _Router:
     def _engines_come_later(self) -> bool:
         return self.config.await_engines or self.config.discovery.is_wanted
 
-    async def _first_promise(self) -> ServedModel:
+    async def _served_model(self) -> ServedModel:
         """Wait for an engine that answers; if engines are named, the port stays closed for the first seconds."""
         if not self._engines_come_later:
             try:
