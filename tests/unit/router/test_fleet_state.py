@@ -50,7 +50,7 @@ def test_the_first_one_is_as_the_command_says() -> None:
     assert [member.address.name for member in state.members] == ["a"]
     assert (state.version, state.program.number, state.program.plan.program) == (1, 1, "auto")
     assert state.scheduling is not None
-    assert (state.scheduling.file, state.before, state.promise) == ("s.yaml", None, None)
+    assert (state.scheduling.file, state.before, state.served_model) == ("s.yaml", None, None)
 
 
 @pytest.mark.parametrize(
@@ -99,9 +99,9 @@ def test_the_reasons_of_the_last_changes_are_kept() -> None:
     assert because("nothing", state, state) is state
 
 
-def test_the_first_promise_stands() -> None:
-    first = FIRST.with_promise(ServedModel(("m",), 100))
-    assert first.with_promise(ServedModel(("other",), 1)) is first
+def test_the_first_served_model_stands() -> None:
+    first = FIRST.with_served_model(ServedModel(("m",), 100))
+    assert first.with_served_model(ServedModel(("other",), 1)) is first
 
 
 names = st.sampled_from(["p", "d", "e", "f"])

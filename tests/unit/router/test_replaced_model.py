@@ -46,7 +46,7 @@ async def watched(router: LiveRouter, monkeypatch: pytest.MonkeyPatch) -> AsyncI
     monkeypatch.setattr(membership, "REPORTED_WITHIN", 0.0)
     monkeypatch.setattr(membership, "REPLACED_AFTER_S", 0.1)
     await replace(router, "p", "d", weights="old")
-    await router.shared.replaced(promised(router, "old"))
+    await router.shared.replaced(with_weights(router, "old"))
     await router.membership.speak(OURS)
     router.membership.on_replaced = router.shared.replaced
     watching = asyncio.create_task(router.membership.watch())
@@ -54,9 +54,9 @@ async def watched(router: LiveRouter, monkeypatch: pytest.MonkeyPatch) -> AsyncI
     watching.cancel()
 
 
-def promised(router: LiveRouter, weights: str) -> ServedModel:
-    assert router.shared.state.promise is not None
-    return msgspec.structs.replace(router.shared.state.promise, fingerprint=weights)
+def with_weights(router: LiveRouter, weights: str) -> ServedModel:
+    assert router.shared.state.served_model is not None
+    return msgspec.structs.replace(router.shared.state.served_model, fingerprint=weights)
 
 
 async def replace(router: LiveRouter, *names: str, weights: str, text: TextFingerprint = OURS) -> None:
@@ -80,7 +80,7 @@ async def test_the_router_serves_other_weights_once_all_engines_have_them(watche
     await until(lambda: all(member.reachable for member in watched.fleet.members))
     assert watched.membership.served_model is not None
     assert watched.membership.served_model.fingerprint == "new"
-    assert watched.shared.state.promise == watched.membership.served_model  # so it is after a restart
+    assert watched.shared.state.served_model == watched.membership.served_model  # so it is after a restart
     await replace(watched, "d", weights="old")
     assert await serves(watched) == [True, False]
 
@@ -102,7 +102,7 @@ async def test_an_answer_does_not_go_on_with_another_model(router: LiveRouter) -
     async def replaced_while_it_runs() -> None:
         async with running(router) as (_, sequence):
             assert sequence.tokens
-            await router.shared.replaced(promised(router, "new"))
+            await router.shared.replaced(with_weights(router, "new"))
 
     with pytest.raises(EngineUnreachable, match="the model was replaced by another one while this request ran"):
         await replaced_while_it_runs()

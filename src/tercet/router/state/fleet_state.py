@@ -73,7 +73,7 @@ class FleetState(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     # The programs to which routers return from failing ones.
     before: ProgramInUse | None = None
     scheduling: SchedulingInUse | None = None
-    promise: ServedModel | None = None
+    served_model: ServedModel | None = msgspec.field(default=None, name="promise")
     adapters: tuple[AdapterState, ...] = ()
     # The last changes, oldest first, for routers that find several at once.
     changes: tuple[MadeChange, ...] = ()
@@ -113,13 +113,13 @@ class FleetState(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         number = 1 if self.scheduling is None else self.scheduling.number + 1
         return msgspec.structs.replace(self, scheduling=SchedulingInUse(number, file, content))
 
-    def with_promise(self, promise: ServedModel) -> FleetState:
-        """Return the state with ``promise``, unless it has one already."""
-        return self if self.promise is not None else msgspec.structs.replace(self, promise=promise)
+    def with_served_model(self, model: ServedModel) -> FleetState:
+        """Return the state with ``model``, which clients are told, unless it has one already."""
+        return self if self.served_model is not None else msgspec.structs.replace(self, served_model=model)
 
-    def with_replaced(self, promise: ServedModel) -> FleetState:
-        """Return the state with another promise, after engines have got other weights."""
-        return self if self.promise == promise else msgspec.structs.replace(self, promise=promise)
+    def with_replaced(self, model: ServedModel) -> FleetState:
+        """Return the state with another served model, after engines have got other weights."""
+        return self if self.served_model == model else msgspec.structs.replace(self, served_model=model)
 
     def with_adapter(self, adapter: AdapterState) -> FleetState:
         """Return the state with one more adapter; raise :class:`~tercet.protocol.Conflict` if its name is in use."""
@@ -334,7 +334,7 @@ class StateFile:
                         now, earlier = ({_own(record)[:1] for record in records} for records in lists)
                         if (_name_in(each.content),) not in now - earlier and each.field != "changes":
                             content[each.field] = [*content[each.field], each.content]
-                    elif getattr(as_read, each.field) == getattr(found.state, each.field):
+                    elif getattr(as_read, name := _FIELDS[each.field].name) == getattr(found.state, name):
                         content[each.field] = found.content[each.field]
                 known = msgspec.json.encode(content)
             written = msgspec.json.format(known)

@@ -196,25 +196,25 @@ class SharedState:
         self._stamp = await self.filed(self._file.store.stamp)
         await self._apply(self.state, LoadedCode(), from_scratch=True)
 
-    async def until_ready(self, promised: Callable[[], Awaitable[ServedModel]] | None = None) -> ServedModel:
-        """Return the promise to clients: that of the state, or that of the engines once they have loaded.
+    async def until_ready(self, answered: Callable[[], Awaitable[ServedModel]] | None = None) -> ServedModel:
+        """Return what clients are told of the model: that of the state, or that of the engines once they have loaded.
 
-        ``promised`` waits for the engines' promise; None waits for all members.
+        ``answered`` waits for engines and returns their model; None waits for all members.
         """
-        if self.state.promise is None:
-            promise = await (promised or self.membership.until_ready)()
-            await self._update(lambda state: state.with_promise(promise))
+        if self.state.served_model is None:
+            model = await (answered or self.membership.until_ready)()
+            await self._update(lambda state: state.with_served_model(model))
             await self._catch_up(LoadedCode())
         else:
-            self.membership.served_model = self.state.promise
+            self.membership.served_model = self.state.served_model
             await self.membership.look()
-        if self.state.promise is None:
-            raise BadRequest(f"state: {self._file.name} has no promise", "state")
-        return self.state.promise
+        if self.state.served_model is None:
+            raise BadRequest(f"state: {self._file.name} has no served model", "state")
+        return self.state.served_model
 
-    async def replaced(self, promise: ServedModel) -> None:
+    async def replaced(self, model: ServedModel) -> None:
         """Accept other weights from now on, here and in all processes that follow."""
-        await self.change(lambda state: state.with_replaced(promise), "all engines serve other weights")
+        await self.change(lambda state: state.with_replaced(model), "all engines serve other weights")
 
     async def serving(self) -> None:
         """Mark this process as serving: later changes wait for it, and it applies all earlier ones here."""
@@ -310,9 +310,9 @@ class SharedState:
                     is_first = False
         if state.scheduling is not None and state.scheduling.number in loaded.scheduling:
             self._fleet.scheduling = loaded.scheduling[state.scheduling.number]
-        if not from_scratch and self.state.promise is not None and state.promise != self.state.promise:
+        if not from_scratch and self.state.served_model is not None and state.served_model != self.state.served_model:
             self.service.break_off(EngineUnreachable(REPLACED))
-            self.membership.served_model = state.promise
+            self.membership.served_model = state.served_model
         await self._apply_members(state, from_scratch)
         self._fleet.adapters.declared = [AdapterReport(each.name, each.path, each.digest) for each in state.adapters]
         if not from_scratch and state.adapters != self.state.adapters:
