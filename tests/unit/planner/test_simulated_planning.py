@@ -17,7 +17,7 @@ from tercet_lab.planner_settings import PlannerSettings
 from tercet_lab.sim import EngineOptions
 from tercet_planner.forecast import Forecast
 from tercet_planner.planned_figure import plot_planned_run
-from tercet_planner.planner import MOST_CLIMBED, MOST_SIMULATIONS, Evaluate
+from tercet_planner.planner import MOST_CLIMB_SIMULATIONS, MOST_SIMULATIONS, Evaluate
 from tercet_planner.policies import MOST_REQUESTS, FleetSimulator, NamedProgram, ProgramTrials, parse_program
 
 OBJECTIVES = Objectives(ttft=1.0, tpot=0.025)
@@ -123,7 +123,7 @@ def test_with_scarce_memory_and_lost_transfers_a_planned_run_ends() -> None:
     assert point.summary.completed + point.summary.failed == 200
     planned = point.planned
     assert planned is not None
-    assert 0 < planned.simulations <= planned.decisions * (2 + MOST_SIMULATIONS + MOST_CLIMBED)
+    assert 0 < planned.simulations <= planned.decisions * (2 + MOST_SIMULATIONS + MOST_CLIMB_SIMULATIONS)
     assert 0 < planned.simulated_requests <= planned.simulations * MOST_REQUESTS
 
 

@@ -140,7 +140,7 @@ SAME_LOAD = 0.95
 """A search that found nothing is not repeated at loads above this share of the load at which it was made."""
 LIKE_LOAD = 0.9
 """Two loads are alike if the smaller one is at least this share of the larger: a few hundred requests tell no more."""
-TRIED_AGAIN_S = 120.0
+SEARCH_REPEAT_S = 120.0
 """Seconds after which a search that found nothing is repeated."""
 
 
@@ -169,18 +169,18 @@ class TriedLoad:
 
     def holds(self, now: float, rate: float) -> bool:
         """True if the search is recent and ``rate`` is like that load, or larger."""
-        return now - self.at < TRIED_AGAIN_S and rate >= SAME_LOAD * self.rate
+        return now - self.at < SEARCH_REPEAT_S and rate >= SAME_LOAD * self.rate
 
     def settles(self, now: float, rate: float, plan: FleetPlan) -> bool:
         """True if the search is recent, ``plan`` is still the plan, and ``rate`` is like that load, and not larger."""
         alike = min(rate, self.rate) >= LIKE_LOAD * max(rate, self.rate)
-        return plan == self.plan and now - self.at < TRIED_AGAIN_S and alike
+        return plan == self.plan and now - self.at < SEARCH_REPEAT_S and alike
 
 
 MARGIN = 0.1
 """Load beyond the forecast, as a share of it, at which a chosen fleet must still meet the objectives."""
 MOST_MARGIN = 0.5
-CHANCE = 3.0
+MARGIN_SIGMAS = 3.0
 """Standard deviations of a steady load that a fleet must bear in addition: for n requests, one is the root of n."""
 SCALE_IN_MARGIN = 2.0
 """Factor of the margin for a fleet with fewer engines: the way back costs the start of an engine."""
@@ -188,38 +188,38 @@ REST_S = 15.0
 """Seconds after a change without another one: its effect must be measured first."""
 SCALE_IN_REST_S = 30.0
 """Seconds after a change in which no engine is given up."""
-LOOKED_BACK_S = 120.0
+SCALE_IN_WINDOW_S = 120.0
 """Length in seconds of the past whose largest load fewer engines must bear. It doubles when engines that were given up
 are needed again soon, and returns to this value after an hour."""
+MOST_SCALE_IN_WINDOW_S = 1800.0
 SEEN_S = 180.0
 """Seconds of load that must have been seen before a fleet that meets the objectives gives up an engine."""
-PRICED_SEEN_S = 60.0
+OVERLOAD_SEEN_S = 60.0
 """Seconds of load that must have been seen before that if every fleet misses the objectives: it was not a lull."""
-REGRETTED_STARTS = 4.0
-"""Engines were given up in vain if they were away for less than this number of engine start times."""
-MOST_LOOKED_BACK_S = 1800.0
-LOOKS_FOR_SCALE_IN = 2
-"""Looks in a row that must find that fewer engines are enough."""
-GAIN = 0.02
+SCALE_IN_REGRET = 4.0
+"""A scale-in was wrong if the engine was needed again within this number of engine start times."""
+SCALE_IN_CONFIRMATIONS = 2
+"""Plans in a row that must find that fewer engines are enough."""
+LEAST_GAIN = 0.02
 """Least gain of a change, as a share of the requests, if no fleet within the limits meets the objectives."""
-WORTH_BY_CHANCE = 1.0
-"""Standard deviations that count as chance when two fleets are compared that were simulated with equal requests."""
-MISSED_BY_CHANCE = 2.0
+GAIN_SIGMAS = 1.0
+"""Standard deviations by which a fleet must be worth more than another one, simulated with equal requests."""
+MISS_SIGMAS = 2.0
 """Standard deviations by which the present fleet must miss the objectives."""
-BUSY_BY_CHANCE = 1.75
+LOAD_SIGMAS = 1.75
 """Standard deviations of a steady load: the present fleet must miss the objectives at that much less load, too. Fleets
 that all miss them are compared at that much more load."""
 REVERSAL_S = 120.0
 """Seconds in which roles that a plan changed are changed back only for a fleet that meets the objectives."""
 GUARD_REVERSAL_S = 60.0
 """Seconds after a change of roles in which the guard does not change them back."""
-PRICED_S = 40.0
+OVERLOADED_S = 40.0
 """Seconds after a plan found that no fleet meets the objectives, in which the guard does nothing."""
 MOST_SIMULATIONS = 6
 """Simulations of one search in addition to that of the present fleet."""
-MOST_CLIMBED = 8
+MOST_CLIMB_SIMULATIONS = 8
 """Simulations after which a search for the fleet that is worth most stops."""
-REMEMBERED = 240
+VERDICTS_KEPT = 240
 """Verdicts that are kept: one hour of plans at 15 s each."""
 
 Evaluate = Callable[[FleetPlan, Forecast], Expected]
@@ -253,13 +253,13 @@ class Planner:
         self._changed_at = -math.inf
         self._fewer = list[FleetPlan]()
         self._too_few = self._unreachable = self._settled = TriedLoad()
-        self._priced_at = -math.inf
+        self._overloaded_at = -math.inf
         self._loads: deque[tuple[float, float]] = deque()
-        self._looked_back_s = LOOKED_BACK_S
+        self._scale_in_window_s = SCALE_IN_WINDOW_S
         self._seen_from: float | None = None
-        self._given_up_at = -math.inf
+        self._scaled_in_at = -math.inf
         self._flipped = self._planned_flip = (-math.inf, 0)
-        self.verdicts: deque[Verdict] = deque(maxlen=REMEMBERED)
+        self.verdicts: deque[Verdict] = deque(maxlen=VERDICTS_KEPT)
         """The last verdicts, the newest last."""
         self.simulations = 0
         self.forecast: Forecast | None = None
@@ -275,7 +275,7 @@ class Planner:
         effects = self._controller.on_tick(replace(observed, engines=serving))
         # Queues of a few long prompts come and go, so only plans change roles back soon. If no fleet meets the
         # objectives, queues are always there, and only plans decide what a change is worth.
-        if effects.plan is None or observed.now - self._priced_at < PRICED_S:
+        if effects.plan is None or observed.now - self._overloaded_at < OVERLOADED_S:
             return None
         if self._reverses(self._flipped, observed.now, observed.plan, effects.plan, GUARD_REVERSAL_S):
             return None
@@ -325,27 +325,27 @@ class Planner:
         if before is not None and _direction(before, wanted.plan):
             self._flipped = (now, _direction(before, wanted.plan))
         if before is not None and wanted.plan.engines < before.engines:
-            self._given_up_at = now
+            self._scaled_in_at = now
         elif before is not None and wanted.plan.engines > before.engines:
-            self._looked_back_s = self._patience(now)
+            self._scale_in_window_s = self._next_window_s(now)
         self.verdicts.append(Verdict(now, wanted.plan, wanted.reason, wanted.expected))
 
-    def _patience(self, now: float) -> float:
-        """Return the seconds to look back from now on, when engines are needed: more if some were given up in vain.
+    def _next_window_s(self, now: float) -> float:
+        """Return the seconds to look back from now on, when engines are needed: more if a scale-in was wrong.
 
-        They were if they were away for less than :data:`REGRETTED_STARTS` start times, or for less than half of the
-        seconds to look back. A load that rises again later, as it does each day, does not lengthen them.
+        It was if the engine was needed again within :data:`SCALE_IN_REGRET` start times, or within half of the seconds
+        to look back. A load that rises again later, as it does each day, does not lengthen them.
         """
-        if now - self._given_up_at < max(REGRETTED_STARTS * self._ahead_s, self._looked_back_s / 2):
-            return min(MOST_LOOKED_BACK_S, 2 * self._looked_back_s)
-        return LOOKED_BACK_S if now - self._given_up_at > 3600 else self._looked_back_s
+        if now - self._scaled_in_at < max(SCALE_IN_REGRET * self._ahead_s, self._scale_in_window_s / 2):
+            return min(MOST_SCALE_IN_WINDOW_S, 2 * self._scale_in_window_s)
+        return SCALE_IN_WINDOW_S if now - self._scaled_in_at > 3600 else self._scale_in_window_s
 
     def _largest_load(self, now: float, rate: float) -> float:
         """Record ``rate``, and return the largest load of the seconds to look back, in requests per second."""
         if self._seen_from is None:
             self._seen_from = now
         self._loads.append((now, rate))
-        while now - self._loads[0][0] > self._looked_back_s:
+        while now - self._loads[0][0] > self._scale_in_window_s:
             self._loads.popleft()
         return max(load for _, load in self._loads)
 
@@ -395,11 +395,11 @@ class Planner:
     def _misses(self, observed: Observed, forecast: Forecast, expected: Expected) -> bool:
         """True if the present fleet misses the objectives, and not only in a minute that is busier by chance."""
         share = observed.objectives.share
-        if expected.attainment >= share - MISSED_BY_CHANCE * expected.chance:
+        if expected.attainment >= share - MISS_SIGMAS * expected.chance:
             return False
-        by_chance = BUSY_BY_CHANCE / math.sqrt(len(forecast.sample))
+        by_chance = LOAD_SIGMAS / math.sqrt(len(forecast.sample))
         calmer = self._simulated(observed.plan, replace(forecast, rate=forecast.rate * (1 - by_chance)))
-        return calmer.attainment < share - MISSED_BY_CHANCE * calmer.chance
+        return calmer.attainment < share - MISS_SIGMAS * calmer.chance
 
     def _relieved(self, observed: Observed, forecast: Forecast, expected: Expected) -> WantedPlan | None:
         """Return another split, which costs nothing, if it bears the margin and the present busy split does not."""
@@ -412,7 +412,7 @@ class Planner:
         if self._reverses(self._flipped, observed.now, plan, split, REVERSAL_S):
             return None
         strained = self._simulated(plan, busier)
-        if strained.attainment >= share - MISSED_BY_CHANCE * strained.chance:
+        if strained.attainment >= share - MISS_SIGMAS * strained.chance:
             return None
         got = self._simulated(split, busier)
         if got.attainment < share:
@@ -433,7 +433,7 @@ class Planner:
                               tuple(found))  # fmt: skip
         if found:
             self._unreachable = TriedLoad(observed.now, forecast.rate)
-        self._priced_at = observed.now
+        self._overloaded_at = observed.now
         return self._worth_most(observed, forecast, demand, expected, said)
 
     def _grown(self, observed: Observed, forecast: Forecast, demand: EngineDemand) -> list[Simulated]:
@@ -465,7 +465,7 @@ class Planner:
         found = self._climbed(observed, forecast, demand)
         values = worths(found)
         value, (best, got) = max(zip(values, found, strict=True), key=lambda each: each[0])
-        needed = max(GAIN, WORTH_BY_CHANCE * max(expected.chance, got.chance))
+        needed = max(LEAST_GAIN, GAIN_SIGMAS * max(expected.chance, got.chance))
         if value < values[0] + needed or self._reverses(self._planned_flip, now, plan, best, REVERSAL_S):
             self._fewer.clear()
             self._settled = TriedLoad(now, forecast.rate, plan)
@@ -474,16 +474,16 @@ class Planner:
         reason = f"{said}; no simulated fleet meets them, and {best} is worth more, with {got.attainment:.1%}"
         if best.engines >= plan.engines:
             return WantedPlan(best, reason, got, tuple(found[1:]))
-        if observed.starting or now - self._changed_at < SCALE_IN_REST_S or not self._saw_enough(now, PRICED_SEEN_S):
+        if observed.starting or now - self._changed_at < SCALE_IN_REST_S or not self._has_seen(now, OVERLOAD_SEEN_S):
             return WantedPlan(plan, f"{reason}; engines are not given up yet", expected, tuple(found[1:]))
         return self._confirmed(plan, reason, best, got, found[1:])
 
     def _climbed(self, observed: Observed, forecast: Forecast, demand: EngineDemand) -> list[Simulated]:
         """Simulate the present fleet, its neighbours, and those of the best one, until no fleet is worth more."""
-        busier = replace(forecast, rate=forecast.rate * (1 + BUSY_BY_CHANCE / math.sqrt(len(forecast.sample))))
+        busier = replace(forecast, rate=forecast.rate * (1 + LOAD_SIGMAS / math.sqrt(len(forecast.sample))))
         found = [(observed.plan, self._simulated(observed.plan, busier))]
         tries = worth_simulating(observed.plan, demand, observed.limits)
-        while tries and len(found) <= MOST_CLIMBED:
+        while tries and len(found) <= MOST_CLIMB_SIMULATIONS:
             found += [(each, self._simulated(each, busier)) for each in tries]
             values = worths(found)
             best, _ = found[values.index(max(values))]
@@ -499,7 +499,7 @@ class Planner:
             return WantedPlan(plan, f"{fine}; fewer engines are not allowed", expected)
         if observed.starting or observed.now - self._changed_at < SCALE_IN_REST_S:
             return WantedPlan(plan, f"{fine}; engines start, or the fleet has just changed", expected)
-        if not self._saw_enough(observed.now, SEEN_S):
+        if not self._has_seen(observed.now, SEEN_S):
             return WantedPlan(plan, f"{fine}; no engine is given up before {SEEN_S:.0f} s of load were seen", expected)
         if self._too_few.plan == plan and self._too_few.holds(observed.now, forecast.rate):
             return WantedPlan(plan, f"{fine}; fewer engines were not enough at this load", expected)
@@ -522,13 +522,13 @@ class Planner:
         """Return the largest of the fleets that several looks in a row found; until then, the present ``plan``."""
         self._fewer.append(fewer)
         looks = len(self._fewer)
-        if looks < LOOKS_FOR_SCALE_IN:
-            return WantedPlan(plan, f"{reason}; look {looks} of {LOOKS_FOR_SCALE_IN}", got, tuple(found))
+        if looks < SCALE_IN_CONFIRMATIONS:
+            return WantedPlan(plan, f"{reason}; look {looks} of {SCALE_IN_CONFIRMATIONS}", got, tuple(found))
         chosen = max(self._fewer, key=lambda each: each.engines)
         self._fewer.clear()
         return WantedPlan(chosen, f"{reason}; {chosen} by {looks} looks", got, tuple(found))
 
-    def _saw_enough(self, now: float, seconds: float) -> bool:
+    def _has_seen(self, now: float, seconds: float) -> bool:
         return self._seen_from is not None and now - self._seen_from >= seconds
 
     def _reverses(
@@ -541,7 +541,7 @@ class Planner:
 
     def _with_margin(self, forecast: Forecast, times: float) -> Forecast:
         """Return the forecast with more load: ``times`` the margin or the deviation by chance, whichever is larger."""
-        margin = max(self.margin, CHANCE / math.sqrt(len(forecast.sample)))
+        margin = max(self.margin, MARGIN_SIGMAS / math.sqrt(len(forecast.sample)))
         return replace(forecast, rate=forecast.rate * (1 + times * margin))
 
     def _simulated(self, plan: FleetPlan, forecast: Forecast) -> Expected:
