@@ -92,7 +92,7 @@ class LeaseStory:
             del self.steps[FIRST_STEPS]
         self.steps.append(StoryStep(time.monotonic() - self._began, ledger, state, cause))
         if self._failed and self.has_ended:
-            logger.debug("lease %s of %s has failed: %s", self.lease, self.seq_id, self)
+            logger.info("lease %s of %s has failed: %s", self.lease, self.seq_id, self)
 
     def end(self, cause: str, *, failed: bool = False) -> None:
         """Record why the lease ends, unless it ends or has ended already: a story that ``failed`` is logged."""
@@ -103,16 +103,16 @@ class LeaseStory:
             self.enter("ending", cause)
 
     def report(self) -> LeaseReport:
-        steps = [(each.seconds, each.ledger, each.state, each.cause) for each in self.steps]
+        steps = [(each.seconds, each.ledger, each.state, each.cause) for each in story(self)]
         return LeaseReport(self.lease[:8], self.seq_id, self.at, steps)
 
     def __str__(self) -> str:
-        return "; ".join(f"{seconds:.3f} s {ledger}: {state}, {cause}" for seconds, ledger, state, cause in self.steps)
+        return "; ".join(f"{seconds:.3f} s {ledger}: {state}, {cause}" for seconds, ledger, state, cause in story(self))
 
 
-def story(held: EdgeLease) -> list[StoryStep]:
+def story(lease: EdgeLease | LeaseStory) -> list[StoryStep]:
     """Return a lease's life so far, across its three ledgers."""
-    return list(held.story.steps)
+    return list((lease if isinstance(lease, LeaseStory) else lease.story).steps)
 
 
 @dataclass(eq=False, slots=True)

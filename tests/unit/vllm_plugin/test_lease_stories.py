@@ -45,7 +45,7 @@ def lived(edge: Edge, seq_id: str = "s") -> list[str]:
 
 
 async def test_a_lease_that_is_adopted(edge: Edge, engine: TinyEngine, caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.DEBUG, lease_timers.__name__)
+    caplog.set_level(logging.INFO, lease_timers.__name__)
     held = await edge.reserve(length=2 * BLOCK)
     fill(edge, held.name, 2 * BLOCK)
     claimed = edge.leases.claim("s", KeyedPrompt(tokens_of(2 * BLOCK + 5)))
@@ -78,7 +78,7 @@ async def test_a_request_of_the_engines_own_api_adopts_without_a_report(edge: Ed
 
 
 async def test_a_lease_that_expires(edge: Edge, caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.DEBUG, lease_timers.__name__)
+    caplog.set_level(logging.INFO, lease_timers.__name__)
     held = await edge.reserve()
     edge.end_soon(held)
     await asyncio.sleep(0.05)
@@ -91,7 +91,7 @@ async def test_a_lease_that_expires(edge: Edge, caplog: pytest.LogCaptureFixture
 
 
 async def test_a_lease_whose_sender_dies(edge: Edge, engine: TinyEngine, caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.DEBUG, lease_timers.__name__)
+    caplog.set_level(logging.INFO, lease_timers.__name__)
     held = await edge.reserve(length=3 * BLOCK)
     fill(edge, held.name, BLOCK)  # the last report of either rank: the connection broke
     edge.end_soon(held)
