@@ -229,8 +229,9 @@ class World:
                 return
             status = answering.result()
             await send({"type": "http.response.start", "status": status, "headers": []})
-            await send({"type": "http.response.body", "body": json.dumps({"number": number}).encode()})
+            # Before the end: a runner that is ended then has the answer.
             self.served.append((scope[OF_BATCH], number))
+            await send({"type": "http.response.body", "body": json.dumps({"number": number}).encode()})
         finally:
             self.running -= 1
             leaving.cancel()
