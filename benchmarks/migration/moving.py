@@ -27,8 +27,7 @@ from tercet.fleet.fleet_view import Generation, TracedEngine
 from tercet.fleet.sequences import MovingSequence
 from tercet.protocol import Engine, Output, OutputStream, Request
 from tercet.settings import MoveSettings, RetryBudget
-from tercet.wire.client import HttpEngine
-from tercet.wire.streams import StreamListener
+from tercet.wire.client import HttpEngine, StreamListener
 
 SOURCE: Literal["source"] = "source"
 DESTINATION: Literal["destination"] = "destination"

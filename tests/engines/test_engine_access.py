@@ -16,8 +16,7 @@ import pytest
 from tercet.protocol import Request, Unauthorized
 from tercet.protocol.headers import INCARNATION_HEADER
 from tercet.protocol.wire import API_PREFIX
-from tercet.wire.client import HttpEngine
-from tercet.wire.streams import StreamListener
+from tercet.wire.client import HttpEngine, StreamListener
 
 from .conftest import MODEL, free_port, running_engine, settled
 from .prompts import prompt_of

@@ -14,8 +14,7 @@ from tercet.fleet import EngineFleet as Members
 from tercet.fleet import Member
 from tercet.fleet.membership import connecting
 from tercet.protocol import BadRequest, Engine, EngineStatus, EngineUnreachable, Output, Request
-from tercet.wire.client import HttpEngine
-from tercet.wire.streams import StreamListener
+from tercet.wire.client import HttpEngine, StreamListener
 from tests.abort import abort
 
 from .conftest import Fleet, settled

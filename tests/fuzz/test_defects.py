@@ -41,9 +41,9 @@ from tercet.transport.agent.agent import Agent, AgentSetup
 from tercet.transport.agent.agent_messages import ControlServer, ReadCounters
 from tercet.transport.backends.reading import BackendUnavailable, understood
 from tercet.vllm_plugin.edge.llm_requests import first_token_only, to_vllm
-from tercet.wire.client import HttpEngine
+from tercet.wire.client import HttpEngine, StreamListener
 from tercet.wire.client.bounded_answers import ask_router
-from tercet.wire.streams import OutputBatch, RouterConnections, StreamListener
+from tercet.wire.streams import OutputBatch, RouterConnections
 from tests.longest_wait import LONGEST_WAIT_S
 from tests.servers import served
 from tests.unit.fakes import LAYOUT

@@ -25,7 +25,7 @@ from tercet.protocol.wire import JoinCall, Joined
 from tercet.transport import SendDone
 from tercet.transport.agent.agent import Reporter
 from tercet.transport.agent.agent_messages import AsyncControlClient, ControlServer, ReadCounters
-from tercet.wire.client import bounded_answers, http_engine
+from tercet.wire.client import bounded_answers, stream_listener
 from tercet_planner import live_planner
 from tercet_planner.live_planner import LOOK_S
 from tests.longest_wait import LONGEST_WAIT_S, until
@@ -174,8 +174,8 @@ async def test_an_engine_stays_a_member(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 async def test_a_token_stream_is_kept_connected(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(http_engine, "CHECK_SECONDS", SOON_S)
-    monkeypatch.setattr(http_engine, "STALE_AFTER", -1.0)
+    monkeypatch.setattr(stream_listener, "CHECK_SECONDS", SOON_S)
+    monkeypatch.setattr(stream_listener, "STALE_AFTER", -1.0)
 
     checks = list[str]()
 
@@ -199,7 +199,7 @@ async def test_a_token_stream_is_kept_connected(monkeypatch: pytest.MonkeyPatch)
 
             yield works
 
-    await with_an_error_at_each_await("wire/client/http_engine.py:StreamKeeper._keep", started)
+    await with_an_error_at_each_await("wire/client/stream_listener.py:StreamKeeper._keep", started)
 
 
 async def test_kv_events_are_followed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -35,8 +35,7 @@ from tercet.protocol import (
 from tercet.protocol.addresses import TextFingerprint
 from tercet.protocol.names import STORE
 from tercet.settings import EngineAddress
-from tercet.wire.client import Admit, HttpEngine
-from tercet.wire.streams import StreamListener
+from tercet.wire.client import Admit, HttpEngine, StreamListener
 
 REPLACED_AFTER_S = 5.0
 """Seconds for which no engine serves and all that answer agree, until the model counts as replaced."""

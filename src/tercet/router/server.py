@@ -54,11 +54,10 @@ from tercet.router.state.state_store import StateStore, configmap_store
 from tercet.router.workers import Shared, listening_socket, tell_ready
 from tercet.settings import RouterConfig
 from tercet.settings.process_settings import ALL_ENGINES_VARIABLE, API_KEY_VARIABLE
-from tercet.wire.client import engine_tls
+from tercet.wire.client import StreamListener, engine_tls
 from tercet.wire.exported_spans import exporting_spans
 from tercet.wire.serving.http_server import served
 from tercet.wire.serving.server_access import RouterKeys, api_keys
-from tercet.wire.streams import StreamListener
 
 logger = logging.getLogger("tercet.router")
 # Flags with which vLLM's layer does not listen at a plain port.

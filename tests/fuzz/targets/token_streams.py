@@ -20,8 +20,9 @@ from tercet.protocol import (
     Usage,
 )
 from tercet.protocol.wire import StartGenerateCall, StreamDestination
-from tercet.wire.streams import EngineConnection, RouterConnection, StreamHello
-from tercet.wire.streams.engine_connection import _Arrival
+from tercet.wire.client.http_engine import EngineConnection
+from tercet.wire.client.stream_listener import _Arrival
+from tercet.wire.streams import RouterConnection, StreamHello
 from tercet.wire.streams.wire_format import (
     LENGTH_BYTES,
     PROTOCOL,

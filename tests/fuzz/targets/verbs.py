@@ -42,7 +42,8 @@ from tercet.vllm_plugin.edge.attached_engine import AttachedEngine
 from tercet.vllm_plugin.edge.llm_requests import LLMGeneration
 from tercet.vllm_plugin.endpoint import TercetEndpoints
 from tercet.vllm_plugin.start.plugin_settings import MAX_REQUEST_BYTES, PluginSettings
-from tercet.wire.streams import StreamListener, router_connection
+from tercet.wire.client import StreamListener
+from tercet.wire.streams import router_connection
 from tests.fuzz.fuzzing import Outcome, Target
 from tests.fuzz.mutation import Case, Named
 from tests.fuzz.verb_calls import ADDRESS, GETS, KEY, LEASE, VERBS, seeds

@@ -19,7 +19,7 @@ from aiohttp import web
 
 from tercet.aio import files
 from tercet.aio.files import descriptors_watched
-from tercet.wire.streams import StreamListener
+from tercet.wire.client import StreamListener
 from tercet_gateway.proxied_calls import HttpServer
 from tests.longest_wait import LONGEST_WAIT_S, until
 

@@ -50,7 +50,7 @@ ENDLESS = {
     "engine/liveness_probe.py:_Part.ask_again_and_again": KEPT,
     "wire/client/bounded_answers.py:RouterMembership.stay": KEPT,
     "wire/client/remote_prefill.py:PrefillAttempts._until_lost": "it ends with its request",
-    "wire/client/http_engine.py:StreamKeeper._keep": KEPT,
+    "wire/client/stream_listener.py:StreamKeeper._keep": KEPT,
 }
 
 

@@ -24,9 +24,8 @@ from tercet.router.observe.metrics import MOST_REASONS, Metrics
 from tercet.router.serve.moves import MoveRecord
 from tercet.router.serve.service import Service
 from tercet.settings import EngineAddress, MoveSettings
-from tercet.wire.client import HttpEngine
+from tercet.wire.client import HttpEngine, StreamListener
 from tercet.wire.serving.server_access import ADMITTED
-from tercet.wire.streams import StreamListener
 from tercet_lab.sim import SimEngine
 from tercet_lab.sim.sim_server import ServerConfig, serving
 from tercet_lab.sim.step_times import StepTimes

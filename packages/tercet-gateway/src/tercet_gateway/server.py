@@ -31,9 +31,8 @@ from tercet.logs import log_to_stderr
 from tercet.protocol import BadRequest, MethodNotAllowed, ShuttingDown, UnknownPath
 from tercet.protocol.names import host_and_port
 from tercet.settings.process_settings import PARALLEL_TOKENIZERS
-from tercet.wire.client import engine_tls
+from tercet.wire.client import StreamListener, engine_tls
 from tercet.wire.exported_spans import exporting_spans
-from tercet.wire.streams import StreamListener
 from tercet_gateway.endpoint_picker import EndpointPicker, PickerMetrics, PoolCollector
 from tercet_gateway.exchange import EndpointPickerService
 from tercet_gateway.gateway_settings import PickerConfig

@@ -1,5 +1,7 @@
-"""The engine protocol over HTTP: :class:`HttpEngine` calls a vLLM server that runs Tercet's plugin."""
+"""The engine protocol: :class:`HttpEngine` calls an engine by HTTP, whose tokens come to a :class:`StreamListener`."""
 
-from tercet.wire.client.http_engine import Admit, HttpEngine, engine_tls
+from tercet.wire.client.bounded_answers import engine_tls
+from tercet.wire.client.http_engine import Admit, HttpEngine
+from tercet.wire.client.stream_listener import StreamListener
 
-__all__ = ["Admit", "HttpEngine", "engine_tls"]
+__all__ = ["Admit", "HttpEngine", "StreamListener", "engine_tls"]

@@ -2,7 +2,7 @@
 
 A client may name the server. A megabyte of gzip can become gigabytes, and a redirect leaves the list of allowed
 servers, and must not carry a secret elsewhere. :func:`reason_of` says why there is no answer. :func:`proved` makes a
-call that proves a secret, and answers one challenge.
+call that proves a secret, and answers one challenge. :func:`engine_tls` has the certificates of calls.
 
 Then the calls of a router: of its admin API, and of an engine that joins it, stays and leaves.
 """
@@ -10,8 +10,10 @@ Then the calls of a router: of its admin API, and of an engine that joins it, st
 from __future__ import annotations
 
 import asyncio
+import ssl
 from collections.abc import Awaitable, Callable
 from http import HTTPStatus
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 from urllib.parse import quote
@@ -19,7 +21,8 @@ from urllib.parse import quote
 import aiohttp
 import msgspec
 
-from tercet.protocol import EngineNotReached, EngineUnreachable, TercetError
+from tercet.aio.files import require_regular
+from tercet.protocol import BadRequest, EngineNotReached, EngineUnreachable, TercetError
 from tercet.protocol.access import CHALLENGE_HEADER, Prover, bearer, digest_of
 from tercet.protocol.wire import API_PREFIX, MEMBERS, JoinCall, Joined, answer_of_router, network_reason
 
@@ -93,6 +96,38 @@ def reason_of(error: BaseException) -> str:
     if isinstance(cause, aiohttp.ServerDisconnectedError):
         return "it closed the connection"
     return network_reason(cause)
+
+
+def engine_tls(ca: str | None, certificate: str | None, key: str | None) -> ssl.SSLContext | None:
+    """Return the TLS context of the given PEM files; None (the system's TLS) without any file.
+
+    ``ca`` has the CA certificates by which engines' certificates are checked, instead of the system's; ``certificate``
+    is the caller's, with its ``key`` unless the same file has the key. Raises :class:`~tercet.protocol.BadRequest` for
+    unusable files.
+    """
+    if key is not None and certificate is None:
+        raise BadRequest("engine-key: requires engine-cert", "engine-key")
+    if ca is None and certificate is None:
+        return None
+    try:
+        if ca is not None:
+            require_regular(Path(ca))
+        context = ssl.create_default_context(cafile=ca)
+    except (OSError, ssl.SSLError) as error:
+        raise BadRequest(f"engine-ca: {ca} is not a file of certificates (PEM): {error}", "engine-ca") from error
+    if certificate is not None:
+        try:
+            for each in (certificate, key):
+                if each is not None:
+                    require_regular(Path(each))
+            # Without a password OpenSSL would ask for one on the terminal.
+            context.load_cert_chain(certificate, key, password="")
+        except (OSError, ssl.SSLError) as error:
+            files = certificate if key is None else f"{certificate} with the key {key}"
+            raise BadRequest(
+                f"engine-cert: {files} cannot be used (PEM, with no password): {error}", "engine-cert"
+            ) from error
+    return context
 
 
 # Adding an engine waits for the engine's answer, and loading a program for the user's module.

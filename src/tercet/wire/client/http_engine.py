@@ -1,32 +1,32 @@
-"""The client of an engine that is called by HTTP, and the upkeep of its token stream.
+"""How a router uses one engine: calls by HTTP, and a token stream that brings the outputs of all its sequences.
 
-Its calls are proved, addressed to one incarnation of the engine, and have typed answers. Also the TLS settings of the
-caller.
+:class:`EngineCalls` makes calls that are proved, addressed to one incarnation of the engine, and have typed answers.
+:class:`EngineConnection` starts and ends sequences, and :class:`SequenceInbox` delivers what arrives for each.
+:class:`HttpEngine` has the verbs, made of both. :mod:`tercet.wire.client.stream_listener` keeps the engine connected.
 """
 
 from __future__ import annotations
 
 import asyncio
-import logging
+import itertools
+import secrets
 import ssl
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import AsyncGenerator, Callable, Generator, Iterable, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
+from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import quote, unquote
 
 import aiohttp
 import msgspec
 from aiohttp.http_exceptions import HttpProcessingError
 
-from tercet.aio import TaskSet, keep_running
-from tercet.aio.files import require_regular
-from tercet.logs import STREAM_BACK, STREAM_FALLBACK, request_id
+from tercet.aio import TaskSet
+from tercet.logs import request_id
 from tercet.protocol import (
     AdapterReport,
-    BadRequest,
     Conflict,
     EngineError,
     EngineLoad,
@@ -69,7 +69,10 @@ from tercet.protocol.wire import (
     large_field_of,
 )
 from tercet.wire.client.bounded_answers import PLAIN, proved, read_answer, reason_of, require_plain
-from tercet.wire.streams import EngineConnection, StreamListener
+from tercet.wire.streams.wire_format import LONGEST_FRAME, OutputBatch, StreamCommand, TokenDelta, fits, frame_of
+
+if TYPE_CHECKING:
+    from tercet.wire.client.stream_listener import StreamListener
 
 T = TypeVar("T")
 # Seconds of silence after which an engine counts as dead: between two outputs of a stream it may run one long prefill
@@ -251,36 +254,188 @@ def _error_of(status: int, body: bytes) -> TercetError:
         return from_wire(status, {"error": {"message": f"HTTP {status}: {body[:200].decode(errors='replace')}"}})
 
 
-def engine_tls(ca: str | None, certificate: str | None, key: str | None) -> ssl.SSLContext | None:
-    """Return the TLS context of the given PEM files; None (the system's TLS) without any file.
+# ---- The token stream ------------------------------------------------------------------------------------------------
 
-    ``ca`` has the CA certificates by which engines' certificates are checked, instead of the system's; ``certificate``
-    is the caller's, with its ``key`` unless the same file has the key. Raises :class:`~tercet.protocol.BadRequest` for
-    unusable files.
+
+# Most bytes that an engine may leave unread; beyond that it gets no more calls.
+MOST_UNREAD = 16 * 1024 * 1024
+_batches = msgspec.msgpack.Decoder(OutputBatch)
+
+
+class EngineConnection:
+    """The sequences that one engine runs for this router, and the TCP connection that carries their tokens.
+
+    The engine connects to ``address`` and shows ``key`` there. ``on_load`` receives every report of its load,
+    ``on_proposal`` every move that it passes on. ``numbers`` numbers the sequences and never repeats one in this
+    process, so late data matches no sequence. Only the engine's known ``incarnation`` may connect; any incarnation may
+    connect before it is known. ``on_lost`` is called when the connection is closed, which may mean that the engine has
+    ended.
     """
-    if key is not None and certificate is None:
-        raise BadRequest("engine-key: requires engine-cert", "engine-key")
-    if ca is None and certificate is None:
-        return None
-    try:
-        if ca is not None:
-            require_regular(Path(ca))
-        context = ssl.create_default_context(cafile=ca)
-    except (OSError, ssl.SSLError) as error:
-        raise BadRequest(f"engine-ca: {ca} is not a file of certificates (PEM): {error}", "engine-ca") from error
-    if certificate is not None:
+
+    def __init__(
+        self, engine: str, numbers: itertools.count[int], on_load: Callable[[EngineLoad], None],
+        on_proposal: Callable[[MoveProposal], None],
+    ) -> None:  # fmt: skip
+        self.engine = engine
+        self.key = secrets.token_hex(16)
+        self.address = ""
+        self.incarnation = ""
+        self.on_lost: Callable[[], object] = lambda: None
+        self.last_heard = -float("inf")
+        self.inbox = SequenceInbox(engine)
+        self._numbers = numbers
+        self._on_load = on_load
+        self._on_proposal = on_proposal
+        self._transport: asyncio.Transport | None = None
+
+    @property
+    def connected(self) -> bool:
+        return self._transport is not None
+
+    @contextmanager
+    def sequence(self, position: int, stream: OutputStream) -> Generator[int]:
+        """Yield a new sequence's number; its outputs are put into ``stream``, from ``position`` on.
+
+        A sequence that has not ended at the exit is cancelled on the engine.
+        """
+        number = next(self._numbers)
+        self.inbox.open(number, position, stream)
         try:
-            for each in (certificate, key):
-                if each is not None:
-                    require_regular(Path(each))
-            # Without a password OpenSSL would ask for one on the terminal.
-            context.load_cert_chain(certificate, key, password="")
-        except (OSError, ssl.SSLError) as error:
-            files = certificate if key is None else f"{certificate} with the key {key}"
-            raise BadRequest(
-                f"engine-cert: {files} cannot be used (PEM, with no password): {error}", "engine-cert"
-            ) from error
-    return context
+            yield number
+        finally:
+            if self.inbox.close(number):
+                self._send(StreamCommand(cancelled=(number,)))
+
+    def start(self, call: StartGenerateCall) -> None:
+        """Send a call to generate; outputs and errors arrive at the sequence that ``call.router`` numbers.
+
+        Raises :class:`~tercet.protocol.RequestTooLarge` for a call that does not fit into a message, and
+        :class:`~tercet.protocol.EngineUnreachable` if the engine does not read its messages.
+        """
+        place = current_span()
+        traces = () if place is None else (tuple(place.headers().values()),)
+        encoded = msgspec.Raw(msgspec.msgpack.encode(call))
+        frame = frame_of(StreamCommand(starts=(encoded,), names=(request_id(),), traces=traces))
+        if not fits(frame):
+            large = large_field_of(call)
+            raise RequestTooLarge(
+                f"{large}: the call has {len(frame)} bytes, and at most {LONGEST_FRAME} are allowed", large
+            )
+        # An engine that is stuck must not collect calls in this process's memory.
+        if self._transport is not None and self._transport.get_write_buffer_size() > MOST_UNREAD:
+            raise EngineUnreachable(f"{self.engine} does not read its messages")
+        self._write(frame)
+
+    def receive(self, frame: bytes) -> None:
+        """Handle a frame from the engine. Raises one of ``UNREADABLE`` for an invalid frame."""
+        batch = _batches.decode(frame)
+        self.last_heard = time.monotonic()
+        if batch.load is not None:
+            self._on_load(batch.load)
+        for proposal in batch.proposals:
+            self._on_proposal(proposal)
+        unwanted = self.inbox.receive(batch.deltas)
+        if unwanted:
+            self._send(StreamCommand(cancelled=tuple(unwanted)))
+
+    def attach(self, transport: asyncio.Transport) -> None:
+        """Use a new connection of the engine; data on an earlier one is lost."""
+        if self._transport is not None:
+            self.drop("the engine connected again")
+        self._transport = transport
+        self.last_heard = time.monotonic()
+        self.heartbeat()
+
+    def detach(self, transport: asyncio.Transport, why: str) -> None:
+        if transport is self._transport:
+            self.drop(why)
+            self.on_lost()
+
+    def drop(self, why: str) -> None:
+        """Close the connection; every sequence ends with :class:`~tercet.protocol.EngineUnreachable`."""
+        # No half-open state: outputs that were on their way are gone, so no sequence may wait for them. The service
+        # retries each from the tokens that its client has.
+        transport, self._transport = self._transport, None
+        if transport is not None:
+            transport.abort()
+        self.inbox.lose(EngineUnreachable(f"{self.engine}: its token stream ended: {why}"))
+
+    def heartbeat(self) -> None:
+        self._send(StreamCommand())
+
+    def _send(self, command: StreamCommand) -> None:
+        self._write(frame_of(command))
+
+    def _write(self, frame: bytes) -> None:
+        if self._transport is not None and not self._transport.is_closing():
+            self._transport.write(frame)
+
+
+@dataclass(slots=True)
+class _Sequence:
+    position: int
+    stream: OutputStream
+
+
+class SequenceInbox:
+    """The sequences of one engine, without I/O; ``engine`` is its name in messages.
+
+    Every open sequence gets outputs whose positions follow each other, until the last one or an error. Repeated outputs
+    are dropped. A gap is an error: no client gets a token that does not follow the one before.
+    """
+
+    def __init__(self, engine: str) -> None:
+        self._engine = engine
+        self.sequences: dict[int, _Sequence] = {}
+
+    def open(self, number: int, position: int, stream: OutputStream) -> None:
+        """Put the outputs of a sequence into ``stream``; its first token here is at ``position``."""
+        self.sequences[number] = _Sequence(position, stream)
+
+    def close(self, number: int) -> bool:
+        """Close a sequence whose outputs are not wanted any more; return whether it was still open."""
+        return self.sequences.pop(number, None) is not None
+
+    def receive(self, deltas: Iterable[TokenDelta]) -> list[int]:
+        """Deliver a message's deltas; return the numbers of sequences that the engine should stop."""
+        unwanted: list[int] = []
+        for delta in deltas:
+            sequence = self.sequences.get(delta.number)
+            # It was closed here, and the engine has not read that yet.
+            if sequence is None:
+                if not delta.is_last:
+                    unwanted.append(delta.number)
+            elif delta.position == sequence.position:
+                self._deliver(sequence, delta)
+            # Positions decide: an output that comes again does no harm, and a token that is skipped is noticed.
+            elif delta.is_last or delta.position + len(delta.token_ids) > sequence.position:  # not delivered already
+                unwanted.append(delta.number)
+                why = f"expected output position {sequence.position}, received {delta.position}"
+                self._fail(delta.number, EngineUnreachable(f"{self._engine} lost tokens: {why}"))
+        return unwanted
+
+    def lose(self, error: TercetError) -> None:
+        """End every open sequence with ``error``: the stream is lost."""
+        for number in list(self.sequences):
+            self._fail(number, error)
+
+    def _deliver(self, sequence: _Sequence, delta: TokenDelta) -> None:
+        # Before the output is read: one that cannot be read counts as delivered, and ends its sequence alone.
+        sequence.position += len(delta.token_ids)
+        if delta.is_last:
+            del self.sequences[delta.number]
+        try:
+            output = delta.to_output()
+        except TercetError as error:
+            sequence.stream.fail(error)
+        else:
+            sequence.stream.put(output)
+
+    def _fail(self, number: int, error: TercetError) -> None:
+        self.sequences.pop(number).stream.fail(error)
+
+
+# ---- The verbs -------------------------------------------------------------------------------------------------------
 
 
 class HttpEngine:
@@ -314,7 +469,7 @@ class HttpEngine:
         if listener is not None:
             connection = listener.connection_of(name, on_load, on_proposal)
             connection.on_lost = on_lost
-            self._keeper = StreamKeeper(listener, connection, self.url, self._connect, self.status)
+            self._keeper = listener.keeper_of(connection, self.url, self._connect, self.status)
 
     async def __aenter__(self) -> HttpEngine:
         self._calls.open()
@@ -478,123 +633,3 @@ class HttpEngine:
 
 def _adapter(name: str) -> str:
     return f"adapters/{quote(name, safe='')}"
-
-
-logger = logging.getLogger(__name__)
-CHECK_SECONDS = 0.5
-STALE_AFTER = 1.0
-"""Seconds without a report after which the engine is polled."""
-STALLED_AFTER = 15.0
-ANSWER_SECONDS = 10.0
-RETRY_DELAY_S = 30.0
-ATTEMPTS = 5
-ATTEMPT_SECONDS = 0.05
-
-
-class StreamKeeper:
-    """Upkeep of ``connection``: it makes an engine connect to ``listener``, and again when the connection is lost.
-
-    ``connect`` makes the engine connect to a router, ``alive`` polls it; both raise
-    :class:`~tercet.protocol.EngineUnreachable` if it does not answer. An engine that cannot connect is served by
-    server-sent events, which is logged; connecting is retried every half minute.
-    """
-
-    def __init__(
-        self, listener: StreamListener, connection: EngineConnection, url: str,
-        connect: Callable[[RouterAddress], Awaitable[object]], alive: Callable[[], Awaitable[object]],
-    ) -> None:  # fmt: skip
-        self._listener = listener
-        self._name = connection.engine
-        self._url = url
-        self._connect = connect
-        self._alive = alive
-        self.connection = connection
-        self._falls_back_until: float | None = None
-        self._connecting: asyncio.Task[None] | None = None
-        self._keeping: asyncio.Task[None] | None = None
-
-    def start(self) -> None:
-        self._keeping = asyncio.get_running_loop().create_task(keep_running(self._keep, f"stream of {self._name}"))
-
-    async def close(self) -> None:
-        """Disconnect; sequences that the engine still runs for this router end."""
-        for task in (self._keeping, self._connecting):
-            if task is not None:
-                task.cancel()
-                await asyncio.wait({task})
-        self._listener.forget(self.connection)
-
-    async def ready(self) -> EngineConnection | None:
-        """Return the connection once the engine is connected; None if server-sent events have to be used.
-
-        Raises :class:`~tercet.protocol.EngineUnreachable` if the engine does not answer.
-        """
-        if self.connection.connected:
-            return self.connection
-        if self._falls_back_until is not None and time.monotonic() < self._falls_back_until:
-            return None
-        if self._connecting is None:
-
-            def tried(task: asyncio.Task[None]) -> None:
-                self._connecting = None
-                if not task.cancelled():
-                    task.exception()  # mark it as retrieved; the callers that wait get it
-
-            # As a task: a request that gives up must not end the attempt that others wait for.
-            self._connecting = asyncio.get_running_loop().create_task(self._try())
-            self._connecting.add_done_callback(tried)
-        await asyncio.shield(self._connecting)  # other callers wait for the same attempt
-        return self.connection if self.connection.connected else None
-
-    async def _try(self) -> None:
-        try:
-            self.connection.address = await self._listener.address_for(self._url)
-            for _ in range(ATTEMPTS):
-                await self._connect(RouterAddress(address=self.connection.address, key=self.connection.key))
-                if self.connection.connected:
-                    break
-                # The engine has not noticed yet that its last connection is lost.
-                await asyncio.sleep(ATTEMPT_SECONDS)
-        except EngineUnreachable:
-            raise
-        except (TercetError, OSError) as error:
-            if self._falls_back_until is None:
-                why = error.message if isinstance(error, TercetError) else str(error)
-                STREAM_FALLBACK.tell(engine=self._name, reason=why)
-            # Not at each request: an attempt costs the engine a connection, and the request a wait.
-            self._falls_back_until = time.monotonic() + RETRY_DELAY_S
-            return
-        if not self.connection.connected:
-            raise EngineUnreachable(f"{self._name} connected its token stream and disconnected at once")
-        if self._falls_back_until is not None:
-            STREAM_BACK.tell(engine=self._name, reason="the engine has connected")
-        self._falls_back_until = None
-
-    async def _keep(self) -> None:
-        while True:
-            try:
-                await self.ready()
-            except EngineUnreachable as error:
-                logger.debug("%s", error)  # the engine may still be loading, or have ended; membership logs that
-            await asyncio.sleep(CHECK_SECONDS)
-            # An engine reports ten times a second: a second of silence means that the process, or the network, stands.
-            if self.connection.connected and self._silence() > STALE_AFTER:
-                await self._check()
-
-    async def _check(self) -> None:
-        """Disconnect if the engine is dead, or if it answers but sends nothing on the stream."""
-        try:
-            async with asyncio.timeout(ANSWER_SECONDS):
-                await self._alive()
-        except (EngineUnreachable, TimeoutError):
-            if self._silence() > STALE_AFTER:
-                self.connection.drop(f"no data for {self._silence():.0f} s, and the engine does not answer")
-        except TercetError as error:
-            logger.debug("%s answers: %s", self._name, error)
-        # It answers calls, and sends nothing on the stream: its stream is stuck, and its sequences are better
-        # elsewhere.
-        if self.connection.connected and self._silence() > STALLED_AFTER:
-            self.connection.drop(f"no data for {self._silence():.0f} s")
-
-    def _silence(self) -> float:
-        return time.monotonic() - self.connection.last_heard

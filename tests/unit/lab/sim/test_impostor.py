@@ -10,8 +10,7 @@ import pytest
 from tercet.cluster.ports import free_ports, url_of
 from tercet.fleet.membership import ServedModel
 from tercet.protocol import EngineUnreachable
-from tercet.wire.client import HttpEngine
-from tercet.wire.streams import StreamListener
+from tercet.wire.client import HttpEngine, StreamListener
 from tercet_lab.sim.sim_server import ServerConfig, serving
 
 from .models import request_of

@@ -19,8 +19,7 @@ from tercet.programs import load_program, outputs_of
 from tercet.protocol import BadRequest, NoSpace, Request, Reservation, Role, TransferFailed, UnknownSequence
 from tercet.protocol.headers import INCARNATION_HEADER
 from tercet.protocol.wire import API_PREFIX
-from tercet.wire.client import HttpEngine
-from tercet.wire.streams import StreamListener
+from tercet.wire.client import HttpEngine, StreamListener
 from tercet_lab.sim import EngineOptions, SimEngine
 from tercet_lab.sim.sim_server import ServerConfig, serving
 from tercet_lab.sim.step_times import StepTimes

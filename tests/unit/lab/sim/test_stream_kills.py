@@ -15,8 +15,7 @@ from tercet.cluster.ports import free_ports, url_of
 from tercet.fleet import EngineFleet, FleetView, Member
 from tercet.programs import load_program, outputs_of
 from tercet.protocol import EngineUnreachable, Output
-from tercet.wire.client import HttpEngine
-from tercet.wire.streams import StreamListener
+from tercet.wire.client import HttpEngine, StreamListener
 from tercet_lab.sim import SimEngine
 from tercet_lab.sim.sim_server import ServerConfig, serving
 from tests.longest_wait import until

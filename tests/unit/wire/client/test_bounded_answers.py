@@ -21,9 +21,8 @@ from tercet.protocol import (
     TercetError,
     from_wire,
 )
-from tercet.wire.client import HttpEngine, bounded_answers
+from tercet.wire.client import HttpEngine, StreamListener, bounded_answers
 from tercet.wire.client.bounded_answers import ask_router
-from tercet.wire.streams import StreamListener
 from tercet_gateway.scraped_engine import ScrapedEngine, VllmMetrics, parsed
 from tests.servers import served
 from tests.unit.router.conftest import Engine

@@ -17,10 +17,9 @@ from starlette.datastructures import Headers
 from starlette.types import Receive, Scope, Send
 
 from tercet.protocol import BadRequest, EngineUnreachable, TercetError, Unauthorized
-from tercet.wire.client import HttpEngine, engine_tls
+from tercet.wire.client import HttpEngine, StreamListener, engine_tls
 from tercet.wire.serving.http_server import error_handlers
 from tercet.wire.serving.http_server import served as serving_http
-from tercet.wire.streams import StreamListener
 from tercet_lab.sim.sim_engine import SimEngine
 from tercet_lab.sim.sim_verbs import HttpNetwork, Verbs
 from tests.abort import abort

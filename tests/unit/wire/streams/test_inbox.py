@@ -7,7 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tercet.protocol import EngineError, EngineUnreachable, Output, OutputStream, TercetError
-from tercet.wire.streams import SequenceInbox, TokenDelta
+from tercet.wire.client.http_engine import SequenceInbox
+from tercet.wire.streams import TokenDelta
 from tercet.wire.streams.wire_format import (
     DeltaDetails,
     OutputBatch,

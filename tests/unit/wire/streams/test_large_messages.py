@@ -23,18 +23,19 @@ from tercet.protocol import (
     TokenLogprob,
 )
 from tercet.protocol.wire import StartGenerateCall
-from tercet.wire.streams import engine_connection, router_connection
+from tercet.wire.client import http_engine, stream_listener
+from tercet.wire.streams import router_connection, wire_format
 from tests.longest_wait import LONGEST_WAIT_S
 from tests.unit.wire.streams.test_streams import Pair, call_of, connected, stream_fed_here
 
 LONGEST = 4096
-PLACES = ("wire_format", "router_connection", "engine_connection")
+PLACES = (wire_format, router_connection, http_engine, stream_listener)
 
 
 @pytest.fixture(autouse=True)
 def short_frames(monkeypatch: pytest.MonkeyPatch) -> None:
     for place in PLACES:
-        monkeypatch.setattr(f"tercet.wire.streams.{place}.LONGEST_FRAME", LONGEST)
+        monkeypatch.setattr(place, "LONGEST_FRAME", LONGEST)
 
 
 def large(count: int, token: int = 5) -> Output:
@@ -211,7 +212,7 @@ async def test_a_call_that_cannot_be_read_ends_its_own_sequence(
 
 
 async def test_an_engine_that_does_not_read_is_asked_for_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine_connection, "MOST_UNREAD", 64 * 1024)
+    monkeypatch.setattr(http_engine, "MOST_UNREAD", 64 * 1024)
     async with connected() as pair:
         reading: Any = pair.router._transport
         reading.pause_reading()

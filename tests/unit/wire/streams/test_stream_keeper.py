@@ -11,9 +11,9 @@ import pytest
 
 from tercet.protocol import EngineError, EngineLoad, EngineUnreachable, OutputStream, RouterUnreachable
 from tercet.protocol.wire import RouterAddress, StartGenerateCall, StreamDestination
-from tercet.wire.client import http_engine
-from tercet.wire.client.http_engine import StreamKeeper
-from tercet.wire.streams import RouterConnection, RouterConnections, StreamListener, engine_connection
+from tercet.wire.client import StreamListener, http_engine, stream_listener
+from tercet.wire.client.stream_listener import StreamKeeper
+from tercet.wire.streams import RouterConnection, RouterConnections
 from tests.clock import Clock
 from tests.longest_wait import until
 
@@ -22,15 +22,15 @@ URL = "http://127.0.0.1:1"
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(http_engine, "CHECK_SECONDS", 0.01)
-    monkeypatch.setattr(http_engine, "ANSWER_SECONDS", 20.0)  # of real time: a slow machine is not a dead engine
+    monkeypatch.setattr(stream_listener, "CHECK_SECONDS", 0.01)
+    monkeypatch.setattr(stream_listener, "ANSWER_SECONDS", 20.0)  # of real time: a slow machine is not a dead engine
 
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock(1000.0)
     monkeypatch.setattr(http_engine, "time", clock)
-    monkeypatch.setattr(engine_connection, "time", clock)
+    monkeypatch.setattr(stream_listener, "time", clock)
     return clock
 
 
@@ -108,7 +108,7 @@ async def test_many_that_need_it_ask_the_engine_once() -> None:
 async def test_an_engine_that_cannot_connect_is_served_otherwise_and_that_is_logged_once(
     error: Exception, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(http_engine, "RETRY_DELAY_S", 0.02)
+    monkeypatch.setattr(stream_listener, "RETRY_DELAY_S", 0.02)
     engine = FakeEngine()
     engine.connect_error = error
     with caplog.at_level(logging.WARNING):
@@ -141,7 +141,7 @@ async def test_a_stream_that_falls_silent_ends_its_sequences(
 ) -> None:
     engine, outputs = FakeEngine(), stream_fed_here()
     if not answers:
-        monkeypatch.setattr(http_engine, "ANSWER_SECONDS", 0.2)
+        monkeypatch.setattr(stream_listener, "ANSWER_SECONDS", 0.2)
     async with kept(engine) as keeper:
         keeper.start()
         await until(lambda: keeper.connection.connected)
@@ -172,7 +172,7 @@ async def test_an_idle_stream_that_reports_is_left_alone(clock: Clock) -> None:
             for _ in range(20):
                 clock.now += 0.9
                 await until(lambda: keeper.connection.last_heard == clock.now)
-            assert http_engine.STALLED_AFTER < 20 * 0.9
+            assert stream_listener.STALLED_AFTER < 20 * 0.9
             assert not waiting.done()
             assert engine.asked == 1
             waiting.cancel()

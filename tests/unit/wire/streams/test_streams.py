@@ -25,14 +25,9 @@ from tercet.protocol import (
     Usage,
 )
 from tercet.protocol.wire import StartGenerateCall, StreamDestination
-from tercet.wire.streams import (
-    EngineConnection,
-    OutputBatch,
-    RouterConnection,
-    RouterConnections,
-    StreamHello,
-    StreamListener,
-)
+from tercet.wire.client import StreamListener
+from tercet.wire.client.http_engine import EngineConnection
+from tercet.wire.streams import OutputBatch, RouterConnection, RouterConnections, StreamHello
 from tercet.wire.streams.wire_format import LONGEST_FRAME, LONGEST_HELLO, PROTOCOL, frame_of
 from tests.longest_wait import LONGEST_WAIT_S, until
 
@@ -301,7 +296,7 @@ async def test_a_router_that_is_not_there_is_named_in_the_log_alone(caplog: pyte
     ],
 )
 async def test_strangers_are_shown_out_and_change_nothing(sent: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tercet.wire.streams.engine_connection.HELLO_SECONDS", 600.0)
+    monkeypatch.setattr("tercet.wire.client.stream_listener.HELLO_SECONDS", 600.0)
     outputs = stream_fed_here()
     async with connected() as pair:
         with pair.engine.sequence(0, outputs) as number:
@@ -317,8 +312,8 @@ async def test_strangers_are_shown_out_and_change_nothing(sent: bytes, monkeypat
 
 
 async def test_strangers_do_not_keep_engines_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tercet.wire.streams.engine_connection.MOST_STRANGERS", 3)
-    monkeypatch.setattr("tercet.wire.streams.engine_connection.HELLO_SECONDS", 600.0)
+    monkeypatch.setattr("tercet.wire.client.stream_listener.MOST_STRANGERS", 3)
+    monkeypatch.setattr("tercet.wire.client.stream_listener.HELLO_SECONDS", 600.0)
     async with connected() as pair:
         host, _, port = pair.address.rpartition(":")
         silent = [await asyncio.open_connection(host, int(port)) for _ in range(5)]
@@ -336,7 +331,7 @@ async def test_strangers_do_not_keep_engines_out(monkeypatch: pytest.MonkeyPatch
 
 
 async def test_a_large_fleet_may_come_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tercet.wire.streams.engine_connection.MOST_STRANGERS", 1)
+    monkeypatch.setattr("tercet.wire.client.stream_listener.MOST_STRANGERS", 1)
     async with connected() as pair:
         host, _, port = pair.address.rpartition(":")
         expected = [pair.listener.connection_of(f"e{n}", lambda _: None) for n in range(10)]
@@ -369,7 +364,7 @@ async def test_an_engine_that_sends_garbage_loses_its_stream_only() -> None:
 
 
 async def test_an_engine_that_speaks_another_version_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tercet.wire.streams.engine_connection.HELLO_SECONDS", 600.0)
+    monkeypatch.setattr("tercet.wire.client.stream_listener.HELLO_SECONDS", 600.0)
     async with connected() as pair:
         pair.engine.drop("for this test")
         host, _, port = pair.address.rpartition(":")

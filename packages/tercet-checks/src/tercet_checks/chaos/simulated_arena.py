@@ -35,8 +35,8 @@ from tercet.router.router_app import RouterApp
 from tercet.router.serve.moves import MoveRecord, Rescheduler
 from tercet.router.serve.service import Service
 from tercet.settings import EngineAddress, RouterSettings
+from tercet.wire.client import StreamListener
 from tercet.wire.serving.client_connection import BoundedProtocol
-from tercet.wire.streams import StreamListener
 from tercet_checks.chaos.adversary import Adversary, PlannedTrick, Sizes
 from tercet_checks.chaos.arena import (
     LOAD_VOCABULARY,

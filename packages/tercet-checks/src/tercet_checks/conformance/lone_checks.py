@@ -13,7 +13,7 @@ from tercet.protocol import EngineLoad, EngineStatus, Output, OutputStream, Sequ
 from tercet.protocol.access import CHALLENGE_HEADER, Prover, digest_of
 from tercet.protocol.headers import INCARNATION_HEADER
 from tercet.protocol.wire import LONGEST_SALT, MSGPACK, PrepRecvAnswer
-from tercet.wire.streams import StreamListener
+from tercet.wire.client import StreamListener
 from tercet_checks.conformance.trials import OUTPUT_TOKENS, EngineTrial, Skip, check, reserving
 
 LONG_OUTPUT = 400
