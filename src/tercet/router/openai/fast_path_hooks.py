@@ -2,34 +2,24 @@
 
 from __future__ import annotations
 
-from tercet.vllm_plugin.hooks import Expectation, Has, Hook, OneOf, Says, Takes
+from tercet.vllm_plugin.hooks import Has, Hook, OneOf, Says, Takes
 
 ASYNC_LLM = "vllm.v1.engine.async_llm:AsyncLLM"
 OUTPUTS = "vllm.v1.engine.output_processor"
 DETOKENIZER = "vllm.v1.engine.detokenizer"
-STATS = "vllm.v1.metrics.stats"
 RENDERER = "vllm.renderers.base:BaseRenderer"
 COMPLETIONS = "vllm.entrypoints.openai.completion.serving:OpenAIServingCompletion"
 CHAT_PROTOCOL = "vllm.entrypoints.openai.chat_completion.protocol"
 PARSERS = "vllm.parser.abstract_parser"
 PARSER_ENGINE = "vllm.parser.engine.streaming_parser_engine"
 SCANNER = "vllm.parser.engine.token_id_scanner:TokenIDScanner"
-STREAM_PROCESSOR = "vllm.entrypoints.openai.chat_completion.stream_processor"
 HERMES = "vllm.tool_parsers.hermes_tool_parser:Hermes2ProToolParser"
 CHATS = "vllm.entrypoints.openai.chat_completion.serving:OpenAIServingChat"
 MESSAGES = "vllm.entrypoints.anthropic.serving"
-MESSAGE_PROTOCOL = "vllm.entrypoints.anthropic.protocol"
 RESPONSES = "vllm.entrypoints.openai.responses.serving:OpenAIServingResponses"
 RESPONSE_EVENTS = "vllm.entrypoints.openai.responses.streaming_events"
-RESPONSE_CONTEXT = "vllm.entrypoints.openai.responses.context:SimpleContext"
-# Identifies vLLM 0.31, in which these requests take vLLM's own path.
+# Identifies vLLM 0.31, in which these requests take vLLM's own path: there it holds instead of what they rely on.
 FORMER = Says(f"{MESSAGES}:AnthropicServingMessages.__init__", "self.stop_reason_map = {")
-
-
-def since_0_32(*expectations: Expectation) -> tuple[OneOf, ...]:
-    """Return ``expectations``, each with vLLM 0.31 as an alternative, because the fast path is not used there."""
-    return tuple(OneOf(expectation, FORMER) for expectation in expectations)
-
 
 HOOKS = (
     Hook(
@@ -47,16 +37,15 @@ HOOKS = (
             Takes(f"{ASYNC_LLM}.add_request", "request_id", "prompt", "params"),
             Says(COMPLETIONS, "async def create_completion(", "self.engine_client.generate(",
                  "return self.completion_stream_generator("),
-            Takes(f"{COMPLETIONS}.completion_stream_generator", "request", "engine_inputs", "result_generator"),
-            Takes(f"{COMPLETIONS}.completion_stream_generator", "request_id", "created_time", "model_name"),
+            Takes(f"{COMPLETIONS}.completion_stream_generator", "request", "engine_inputs", "result_generator",
+                  "request_id", "created_time", "model_name"),
             Says(CHATS, "async def create_chat_completion(", "self.engine_client.generate(",
                  "return self.chat_completion_stream_generator("),
-            Takes(f"{CHATS}.chat_completion_stream_generator", "request", "result_generator"),
-            Takes(f"{CHATS}.chat_completion_stream_generator", "request_id", "model_name"),
+            Takes(f"{CHATS}.chat_completion_stream_generator", "request", "result_generator", "request_id",
+                  "model_name", "tokenizer", "chat_template_kwargs", "mm_token_counts"),
             Takes(f"{CHATS}.get_chat_request_role", "request"),
-            Has(COMPLETIONS, "create_streaming_error_response", "_raise_if_error"),
-            Has(COMPLETIONS, "_convert_generation_error_to_streaming_response"),
-            Takes(f"{CHATS}.chat_completion_stream_generator", "tokenizer", "chat_template_kwargs", "mm_token_counts"),
+            Has(COMPLETIONS, "create_streaming_error_response", "_raise_if_error",
+                "_convert_generation_error_to_streaming_response"),
             Takes("vllm.entrypoints.serve.utils.api_utils:should_include_usage", "stream_options",
                   "enable_force_include_usage"),
             Says(COMPLETIONS, "self.enable_prompt_tokens_details", "self.system_fingerprint"),
@@ -97,8 +86,8 @@ HOOKS = (
             Takes(f"{CHATS}._make_parser", "request", "tokenizer", "chat_template_kwargs"),
             Says(f"{CHATS}", "parser = self._make_parser(request, tokenizer, chat_template_kwargs)"),
             OneOf(
-                Says(f"{STREAM_PROCESSOR}:ChatStreamProcessor", "self.keep_tool_calls = keeps_tool_calls(",
-                     "parser is not None and not request.include_reasoning",
+                Says("vllm.entrypoints.openai.chat_completion.stream_processor:ChatStreamProcessor",
+                     "self.keep_tool_calls = keeps_tool_calls(", "parser is not None and not request.include_reasoning",
                      "if not delta_text and not delta_token_ids and not self.num_output_tokens:",
                      "self.parser.parse_delta(", "self.tools_streamed = True",
                      "delta.tool_calls = [] if not delta.content and not delta.reasoning: delta = None",
@@ -107,8 +96,8 @@ HOOKS = (
                      "not request.include_reasoning and parser is not None", "delta_message = DeltaMessage()",
                      'finish_reason_ = "tool_calls"', "maybe_filter_parallel_tool_calls(choice_data, request)"),
             ),
-            Takes(f"{PARSERS}:Parser.parse_delta", "delta_text", "delta_token_ids", "request", "prompt_token_ids"),
-            Takes(f"{PARSERS}:Parser.parse_delta", "finished"),
+            Takes(f"{PARSERS}:Parser.parse_delta", "delta_text", "delta_token_ids", "request", "prompt_token_ids",
+                  "finished"),
             Takes(f"{PARSERS}:Parser.count_reasoning_tokens", "token_ids"),
             Says("vllm.entrypoints.serve.utils.tool_calls_utils:maybe_filter_parallel_tool_calls",
                  "parallel_tool_calls is not False", "tool_call.index == 0"),
@@ -181,10 +170,10 @@ HOOKS = (
         why="Arrays, dicts and objects for each token cost more than all other work in such a stream",
         until="vLLM's own chunks cost as little",
         relies_on=(
-            Takes(f"{CHATS}._create_chat_logprobs", "token_ids", "top_logprobs", "num_output_top_logprobs"),
-            Takes(f"{CHATS}._create_chat_logprobs", "logprob_token_ids", "return_as_token_id"),
-            Takes(f"{COMPLETIONS}._create_completion_logprobs", "token_ids", "top_logprobs"),
-            Takes(f"{COMPLETIONS}._create_completion_logprobs", "num_output_top_logprobs", "initial_text_offset"),
+            Takes(f"{CHATS}._create_chat_logprobs", "token_ids", "top_logprobs", "num_output_top_logprobs",
+                  "logprob_token_ids", "return_as_token_id"),
+            Takes(f"{COMPLETIONS}._create_completion_logprobs", "token_ids", "top_logprobs", "num_output_top_logprobs",
+                  "initial_text_offset"),
             Says(f"{CHATS}._create_chat_logprobs", "max(step_token.logprob, -9999.0)", 'errors="replace"'),
             Says("vllm.v1.engine.logprobs:LogprobsProcessor._update_sample_logprobs", "convert_ids_list_to_tokens(",
                  "self._get_sampled_context_ids(self.logprobs)", "self._verify_tokens(",
@@ -243,10 +232,10 @@ HOOKS = (
         why="vLLM's metrics must count every token that a client received",
         until="the loggers accept counts of tokens",
         relies_on=(
-            Says(f"{STATS}:IterationStats.update_from_output", "self.num_generation_tokens +=",
+            Says("vllm.v1.metrics.stats:IterationStats.update_from_output", "self.num_generation_tokens +=",
                  "req_stats.num_generation_tokens +=", "req_stats.last_token_ts",
                  "self.inter_token_latencies_iter.append("),
-            Has(f"{STATS}:RequestStateStats", "num_generation_tokens", "last_token_ts"),
+            Has("vllm.v1.metrics.stats:RequestStateStats", "num_generation_tokens", "last_token_ts"),
             Says(f"{ASYNC_LLM}.__init__", "self.logger_manager"),
         ),
     ),
@@ -278,8 +267,7 @@ HOOKS = (
         why="http_requests_total and the other HTTP metrics must count every request",
         until="the middleware has a call that records a request",
         relies_on=(
-            Says("prometheus_fastapi_instrumentator.middleware:PrometheusInstrumentatorMiddleware",
-                 "instrumentations"),
+            Says("prometheus_fastapi_instrumentator.middleware:PrometheusInstrumentatorMiddleware", "instrumentations"),
             Takes("prometheus_fastapi_instrumentator.metrics:Info", "request", "response", "modified_handler"),
         ),
     ),
@@ -292,7 +280,7 @@ HOOKS = (
             "AnthropicServingMessages.engine_client", "AnthropicServingMessages.chat_completion_stream_generator",
             "AnthropicServingMessages.message_stream_converter",
         ),
-        relies_on=since_0_32(
+        relies_on=tuple(OneOf(each, FORMER) for each in (
             Says(f"{MESSAGES}:AnthropicServingMessages.create_messages", "await self.create_chat_completion("),
             Says(f"{MESSAGES}:AnthropicServingMessages.message_stream_converter", 'type="signature_delta"',
                  'type="content_block_stop"', "buffered = list(state.pending_content)", 'type="message_start"',
@@ -306,11 +294,11 @@ HOOKS = (
             Says(f"{MESSAGES}:_build_anthropic_usage", "input_tokens -= cache_read",
                  'kwargs["cache_read_input_tokens"] = cache_read', "input_tokens -= cache_creation",
                  "max(0, input_tokens)"),
-            Says(f"{MESSAGE_PROTOCOL}:AnthropicStreamEvent", "type:", "message:", "delta:", "content_block:", "index:",
-                 "error:", "usage:"),
-            Says(f"{MESSAGE_PROTOCOL}:AnthropicUsage", "input_tokens:", "output_tokens:",
+            Says("vllm.entrypoints.anthropic.protocol:AnthropicStreamEvent", "type:", "message:", "delta:",
+                 "content_block:", "index:", "error:", "usage:"),
+            Says("vllm.entrypoints.anthropic.protocol:AnthropicUsage", "input_tokens:", "output_tokens:",
                  "cache_creation_input_tokens:", "cache_read_input_tokens:"),
-        ),
+        )),
     ),
     Hook(
         name="streams of Responses",
@@ -321,7 +309,7 @@ HOOKS = (
             "OpenAIServingResponses.engine_client", "OpenAIServingResponses._generate_with_builtin_tools",
             "OpenAIServingResponses.responses_stream_generator",
         ),
-        relies_on=since_0_32(
+        relies_on=tuple(OneOf(each, FORMER) for each in (
             Takes(f"{RESPONSES}._generate_with_builtin_tools", "request_id", "engine_input", "sampling_params"),
             Takes(f"{RESPONSES}._generate_with_builtin_tools", "context", "tok_params", "lora_request"),
             Says(f"{RESPONSES}._generate_with_builtin_tools", 'sub_request_id = f"{request_id}_{sub_request}"',
@@ -343,8 +331,8 @@ HOOKS = (
             Takes(f"{RESPONSE_EVENTS}:emit_simple_content_delta", "state", "delta"),
             Takes(f"{RESPONSE_EVENTS}:emit_simple_reasoning_delta", "state", "delta"),
             Takes(f"{RESPONSE_EVENTS}:emit_simple_tool_call_delta", "state", "delta"),
-            Has(f"{RESPONSE_CONTEXT}", "append_output"),
-            Says(f"{RESPONSE_CONTEXT}.__init__", "self.streamed_output_items"),
-        ),
+            Has("vllm.entrypoints.openai.responses.context:SimpleContext", "append_output"),
+            Says("vllm.entrypoints.openai.responses.context:SimpleContext.__init__", "self.streamed_output_items"),
+        )),
     ),
 )  # fmt: skip
